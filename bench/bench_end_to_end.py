@@ -1,0 +1,8 @@
+"""The same as ``fastinfer bench``, results beside those of the operators."""
+
+import sys
+
+from fastinfer.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["bench", "--out", "bench/results", *sys.argv[1:]]))

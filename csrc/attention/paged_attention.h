@@ -1,0 +1,38 @@
+// Causal attention of ragged queries over a paged KV cache.
+#pragma once
+
+#include <cstdint>
+
+#include "common/cpu/isa.h"
+#include "common/dtype.h"
+
+namespace fastinfer {
+
+struct PagedAttentionParams {
+  const void* q;        // [tokens, q_heads, head_dim], tokens q_stride elements apart
+  const void* k_cache;  // [num_blocks, block_size, kv_heads, head_dim]
+  const void* v_cache;
+  const int32_t* block_table;  // [seqs, max_blocks]
+  const int32_t* seq_lens;     // [seqs], the queries included
+  const int32_t* query_start;  // [seqs + 1]
+  const float* sinks;          // [q_heads] or null
+  float* lse;                  // [tokens, q_heads] or null
+  void* out;                   // [tokens, q_heads, head_dim]
+  int64_t seqs;
+  int64_t q_stride;
+  int64_t max_blocks;
+  int64_t num_blocks;
+  int block_size;
+  int q_heads;
+  int kv_heads;
+  int head_dim;
+  int window;  // 0: none
+  float scale;
+  float softcap;  // 0: none
+  DType dtype;    // of q and out
+  DType cache_dtype;
+};
+
+}  // namespace fastinfer
+
+FASTINFER_CPU_KERNEL(paged_attention, PagedAttentionParams)

@@ -1,0 +1,125 @@
+// What the operators' bindings share: checks whose messages name the operator, the argument, what was expected and what
+// came; nothing here knows a kernel.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <initializer_list>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "common/dtype.h"
+
+namespace fastinfer {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline constexpr int64_t kAny = -1;
+
+inline const char* name(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float: return "float32";
+    case ScalarType::BFloat16: return "bfloat16";
+    case ScalarType::Half: return "float16";
+    case ScalarType::Double: return "float64";
+    case ScalarType::Byte: return "uint8";
+    case ScalarType::Char: return "int8";
+    case ScalarType::Int: return "int32";
+    case ScalarType::Long: return "int64";
+    case ScalarType::Bool: return "bool";
+    default: return "another dtype";
+  }
+}
+
+template <class Range>
+std::string format_shape(const Range& sizes) {
+  std::string text = "[";
+  for (const int64_t size : sizes) {
+    if (text.size() > 1) text += ", ";
+    text += size == kAny ? "*" : std::to_string(size);
+  }
+  return text + "]";
+}
+
+// The checks of one operator's call.
+class Checks {
+ public:
+  // All tensors must be on the device of `reference`.
+  Checks(const char* op, const Tensor& reference) : op_(op), device_(reference.device()) {}
+
+  template <class... Parts>
+  void require(bool condition, const Parts&... parts) const {
+    if (condition) return;
+    std::ostringstream message;
+    message << op_ << ": ";
+    (message << ... << parts);
+    throw std::runtime_error(message.str());
+  }
+
+  void shape(const Tensor& t, const char* name, std::initializer_list<int64_t> expected) const {
+    const auto sizes = t.sizes();
+    bool fits = sizes.size() == expected.size();
+    for (size_t i = 0; fits && i < expected.size(); ++i) {
+      fits = expected.begin()[i] == kAny || expected.begin()[i] == sizes[i];
+    }
+    if (!fits) require(false, name, " must have the shape ", format_shape(expected), ", got ", format_shape(sizes));
+    if (t.device() != device_) require(false, name, " must be on the device of the other arguments");
+  }
+
+  void contiguous(const Tensor& t, const char* name) const {
+    if (!t.is_contiguous()) require(false, name, " must be contiguous, got strides ", format_shape(t.strides()));
+  }
+
+  // [tokens, heads, head_dim] whose tokens may be any distance apart.
+  void rows_contiguous(const Tensor& t, const char* name) const {
+    const auto sizes = t.sizes(), strides = t.strides();
+    int64_t expected = 1;
+    bool fits = true;
+    for (size_t i = sizes.size() - 1; i > 0; --i) {
+      fits = fits && (sizes[i] == 1 || strides[i] == expected);
+      expected *= sizes[i];
+    }
+    if (!fits && t.numel() > 0) {
+      require(false, name, " must be contiguous but for its first dimension, got strides ", format_shape(strides));
+    }
+  }
+
+  void dtype(const Tensor& t, const char* name, ScalarType expected) const {
+    const ScalarType got = t.scalar_type();
+    if (got != expected) require(false, name, " must be ", fastinfer::name(expected), ", got ", fastinfer::name(got));
+  }
+
+  DType float_dtype(const Tensor& t, const char* name) const {
+    return float_dtype(t.scalar_type(), name);
+  }
+
+  DType float_dtype(ScalarType type, const char* name) const {
+    switch (type) {
+      case ScalarType::Float: return DType::kFloat32;
+      case ScalarType::BFloat16: return DType::kBFloat16;
+      case ScalarType::Half: return DType::kFloat16;
+      default: break;
+    }
+    require(false, name, " must be float32, bfloat16 or float16, got ", fastinfer::name(type));
+    return DType::kFloat32;
+  }
+
+  // fp32, or the dtype that the activations have.
+  DType fp32_or(DType activations, const Tensor& t, const char* name) const {
+    const DType dtype = float_dtype(t, name);
+    require(dtype == DType::kFloat32 || dtype == activations, name,
+            " must be float32 or have the dtype of the activations, got ", fastinfer::name(t.scalar_type()));
+    return dtype;
+  }
+
+ private:
+  const char* op_;
+  const torch::stable::Device device_;
+};
+
+}  // namespace fastinfer

@@ -1,0 +1,212 @@
+// Vector types and what the kernels do with them, in the compiler's generic vector extension: one source serves every
+// instruction set, and only what the extension cannot say (byte dot products, half conversion) is an intrinsic.
+//
+// The portable build uses 16 lanes like AVX-512, so that the 16-lane code is run by the tests of any machine.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include "common/dtype.h"
+
+#ifndef FASTINFER_ISA
+#error "compile this file once per instruction set, with FASTINFER_ISA set to the namespace's name"
+#endif
+
+namespace fastinfer::cpu::FASTINFER_ISA {
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+inline constexpr int kLanes = 8;
+#else
+inline constexpr int kLanes = 16;
+#endif
+
+#define FASTINFER_VECTOR(type, name) typedef type name __attribute__((vector_size(kLanes * 4)))
+FASTINFER_VECTOR(float, f32v);
+FASTINFER_VECTOR(int32_t, i32v);
+FASTINFER_VECTOR(uint32_t, u32v);
+FASTINFER_VECTOR(int16_t, i16v);
+FASTINFER_VECTOR(uint16_t, u16v);
+FASTINFER_VECTOR(int8_t, i8v);
+FASTINFER_VECTOR(uint8_t, u8v);
+#undef FASTINFER_VECTOR
+typedef uint16_t u16half __attribute__((vector_size(kLanes * 2)));
+
+#define FASTINFER_INLINE inline __attribute__((always_inline))
+
+template <class V>
+FASTINFER_INLINE V load_as(const void* p) {
+  V v;
+  std::memcpy(&v, p, sizeof(V));
+  return v;
+}
+
+template <class V>
+FASTINFER_INLINE void store_as(void* p, V v) {
+  std::memcpy(p, &v, sizeof(V));
+}
+
+FASTINFER_INLINE f32v broadcast(float x) {
+  return f32v{} + x;
+}
+
+FASTINFER_INLINE f32v select(i32v mask, f32v if_true, f32v if_false) {
+  return mask ? if_true : if_false;
+}
+
+FASTINFER_INLINE f32v max(f32v a, f32v b) {
+  return select(a > b, a, b);
+}
+
+FASTINFER_INLINE f32v to_f32(i32v v) {
+  return __builtin_convertvector(v, f32v);
+}
+
+// ---- loads and stores of kLanes elements, converting to and from fp32 ----
+
+FASTINFER_INLINE f32v load(const float* p) {
+  return load_as<f32v>(p);
+}
+
+FASTINFER_INLINE f32v load(const BFloat16* p) {
+  return (f32v)(__builtin_convertvector(load_as<u16half>(p), u32v) << 16);
+}
+
+FASTINFER_INLINE f32v load(const Float16* p) {
+#if defined(__AVX512F__)
+  return (f32v)_mm512_cvtph_ps(load_as<__m256i>(p));
+#elif defined(__AVX2__)
+  return (f32v)_mm256_cvtph_ps(load_as<__m128i>(p));
+#else
+  const u32v bits = __builtin_convertvector(load_as<u16half>(p), u32v);  // as to_float(Float16), lane by lane
+  const u32v magnitude = (bits & 0x7fffu) << 13;
+  const u32v finite = (u32v)((f32v)magnitude * 0x1p112f);
+  const u32v special = (u32v)((bits & 0x7c00u) == 0x7c00u);
+  return (f32v)(((bits & 0x8000u) << 16) | (special & (magnitude | 0x7f800000u)) | (~special & finite));
+#endif
+}
+
+FASTINFER_INLINE void store(float* p, f32v v) {
+  store_as(p, v);
+}
+
+FASTINFER_INLINE void store(BFloat16* p, f32v v) {
+  const u32v bits = (u32v)v;
+  const u32v rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const u32v nan = (u32v)(v != v);
+  store_as(p, __builtin_convertvector((nan & ((bits >> 16) | 0x40u)) | (~nan & rounded), u16half));
+}
+
+FASTINFER_INLINE void store(Float16* p, f32v v) {
+#if defined(__AVX512F__)
+  store_as(p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__AVX2__)
+  store_as(p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+  for (int i = 0; i < kLanes; ++i) p[i] = from_float<Float16>(v[i]);
+#endif
+}
+
+// The first `count` < kLanes elements; the rest are zero.
+template <class T>
+FASTINFER_INLINE f32v load_partial(const T* p, int64_t count) {
+  T lanes[kLanes] = {};
+  for (int64_t i = 0; i < count; ++i) lanes[i] = p[i];
+  return load(lanes);
+}
+
+template <class T>
+FASTINFER_INLINE void store_partial(T* p, f32v v, int64_t count) {
+  T lanes[kLanes];
+  store(lanes, v);
+  for (int64_t i = 0; i < count; ++i) p[i] = lanes[i];
+}
+
+// Calls fn(offset, lanes) over `count` elements in steps of kLanes; only the last step may have fewer lanes.
+template <class Fn>
+FASTINFER_INLINE void for_each_vector(int64_t count, Fn&& fn) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) fn(i, static_cast<int64_t>(kLanes));
+  if (i < count) fn(i, count - i);
+}
+
+template <class T>
+FASTINFER_INLINE f32v load_lanes(const T* p, int64_t lanes) {
+  return lanes == kLanes ? load(p) : load_partial(p, lanes);
+}
+
+template <class T>
+FASTINFER_INLINE void store_lanes(T* p, f32v v, int64_t lanes) {
+  if (lanes == kLanes) {
+    store(p, v);
+  } else {
+    store_partial(p, v, lanes);
+  }
+}
+
+// ---- reductions: a tree, always in the same order ----
+
+FASTINFER_INLINE float reduce_add(f32v v) {
+  float lanes[kLanes];
+  store_as(lanes, v);
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  }
+  return lanes[0];
+}
+
+FASTINFER_INLINE float reduce_max(f32v v) {
+  float lanes[kLanes];
+  store_as(lanes, v);
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
+  }
+  return lanes[0];
+}
+
+// ---- elementary functions ----
+
+// exp(x) to within 2 ulp: x = n ln2 + r, a degree-6 polynomial in r, and n added to the exponent. 0 below -87.3 (the
+// smallest normal number), infinity above 88.7.
+FASTINFER_INLINE f32v exp(f32v x) {
+  const f32v clamped = select(x > 88.0f, broadcast(88.0f), select(x < -87.0f, broadcast(-87.0f), x));
+  const float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low mantissa bits
+  const f32v shifted = clamped * 1.44269504f + kRound;
+  const f32v n = shifted - kRound;
+  const f32v r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+  f32v poly = broadcast(1.0f / 720.0f);
+  poly = poly * r + 1.0f / 120.0f;
+  poly = poly * r + 1.0f / 24.0f;
+  poly = poly * r + 1.0f / 6.0f;
+  poly = poly * r + 0.5f;
+  poly = poly * r + 1.0f;
+  poly = poly * r + 1.0f;
+  const f32v result = (f32v)((i32v)poly + (((i32v)shifted - (i32v)broadcast(kRound)) << 23));
+  return select(x > 88.72283f, broadcast(INFINITY), select(x < -87.33654f, f32v{}, result));
+}
+
+FASTINFER_INLINE f32v sigmoid(f32v x) {
+  return 1.0f / (1.0f + exp(-x));
+}
+
+FASTINFER_INLINE f32v silu(f32v x) {
+  return x * sigmoid(x);
+}
+
+// 0.5 x (1 + tanh(u)) = x sigmoid(2u), with u = sqrt(2 / pi) (x + 0.044715 x^3).
+FASTINFER_INLINE f32v gelu_tanh(f32v x) {
+  return x * sigmoid(x * (1.5957691216f + 0.0713548162f * x * x));
+}
+
+FASTINFER_INLINE f32v gelu(f32v x) {
+  f32v result;
+  for (int i = 0; i < kLanes; ++i) result[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * 0.70710678f));
+  return result;
+}
+
+}  // namespace fastinfer::cpu::FASTINFER_ISA

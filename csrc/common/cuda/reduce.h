@@ -1,0 +1,26 @@
+// Reductions over a warp and a block.
+#pragma once
+
+namespace fastinfer::cuda {
+
+inline constexpr int kWarpSize = 32;
+inline constexpr unsigned kFullMask = 0xffffffffu;
+
+__device__ inline float warp_sum(float value) {
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kFullMask, value, offset);
+  return value;
+}
+
+// Sum over the block, returned to every thread. blockDim.x must be a multiple of 32; one call per kernel, or a
+// __syncthreads between two.
+__device__ inline float block_sum(float value) {
+  __shared__ float warp_sums[kWarpSize];
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  value = warp_sum(value);
+  if (lane == 0) warp_sums[warp] = value;
+  __syncthreads();
+  const int warps = blockDim.x / kWarpSize;
+  return warp_sum(lane < warps ? warp_sums[lane] : 0.0f);
+}
+
+}  // namespace fastinfer::cuda

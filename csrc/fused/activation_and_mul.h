@@ -1,0 +1,24 @@
+// Gated activations: out = act(x[..., :d]) * x[..., d:].
+#pragma once
+
+#include <cstdint>
+
+#include "common/cpu/isa.h"
+#include "common/dtype.h"
+
+namespace fastinfer {
+
+enum class Activation { kNone, kSilu, kGeluTanh, kGelu };
+
+struct ActivationAndMulParams {
+  const void* x;  // [rows, 2 * d], gate first
+  void* out;      // [rows, d]
+  int64_t rows;
+  int64_t d;
+  Activation activation;
+  DType dtype;
+};
+
+}  // namespace fastinfer
+
+FASTINFER_CPU_KERNEL(activation_and_mul, ActivationAndMulParams)

@@ -1,0 +1,60 @@
+// out = epilogue(prologue(x) W^T): linear layers over dense, 8-bit and 4-bit weights, with RMSNorm fused before and
+// bias, gated activation or residual fused after. The weight differs, the rest is one description.
+#pragma once
+
+#include <cstdint>
+
+#include "common/cpu/isa.h"
+#include "common/dtype.h"
+#include "fused/activation_and_mul.h"
+
+namespace fastinfer {
+
+// A vector that may be fp32 or have the activations' dtype; data is null where it is absent.
+struct VectorArg {
+  const void* data = nullptr;
+  DType dtype = DType::kFloat32;
+};
+
+struct GemmParams {
+  const void* x;          // [m, k], rows x_stride elements apart
+  const void* residual;   // [m, n] or null
+  void* out;              // [m, n], or [m, n / 2] with an activation
+  VectorArg norm_weight;  // [k]: x is RMS-normalised first
+  VectorArg bias;         // [n]
+  int64_t m;
+  int64_t n;
+  int64_t k;
+  int64_t x_stride;
+  float eps;
+  Activation activation;  // gated: rows of the weight come as 16 of the gate, 16 of up, ...
+  DType dtype;            // of x, residual and out
+};
+
+struct DenseGemmParams : GemmParams {
+  const void* weight;  // [n, k]
+  DType weight_dtype;
+};
+
+inline constexpr int kTileRows = 16;     // rows of a weight that are packed side by side
+inline constexpr int kBlockInputs = 32;  // inputs of one block of a packed weight
+
+// w = scale * q + min (8 bits), scale * q + min or scale * (q - 8) (4 bits).
+struct QuantizedWeight {
+  const void* q;         // int4: [tiles, k / 32, 4, 16, 4] uint8; int8: [tiles, k / 32, 8, 16, 4] int8
+  const void* scales;    // [tiles, groups, 16]
+  const void* mins;      // [tiles, groups, 16] or null
+  int64_t group_blocks;  // blocks of 32 inputs that share a scale
+  DType scale_dtype;     // of scales and mins: fp16 or fp32
+};
+
+struct QuantizedGemmParams : GemmParams {
+  QuantizedWeight weight;
+  bool quantize_activations;  // int8, one scale per row and block of 32 inputs
+};
+
+}  // namespace fastinfer
+
+FASTINFER_CPU_KERNEL(gemm, DenseGemmParams)
+FASTINFER_CPU_KERNEL(int8_gemm, QuantizedGemmParams)
+FASTINFER_CPU_KERNEL(int4_gemm, QuantizedGemmParams)

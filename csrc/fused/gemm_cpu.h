@@ -1,0 +1,165 @@
+// What the CPU's matrix products share: the prologue, the partition of the output, and the epilogue.
+//
+// The output is cut into units of one tile of 16 weight rows (two, gate and up, where a gated activation follows). A
+// thread gets a contiguous run of units and, for each, sweeps all rows of x in blocks: the tile's weights come from
+// memory once and then stay in the cache. Every output element is summed in one order, whatever m and the number of
+// threads are.
+#pragma once
+
+#include <algorithm>
+
+#include "common/cpu/parallel.h"
+#include "common/cpu/vec.h"
+#include "fused/activation_and_mul_cpu.h"
+#include "fused/gemm.h"
+#include "fused/rms_norm_cpu.h"
+
+namespace fastinfer::cpu::FASTINFER_ISA {
+
+inline constexpr int kHalves = kTileRows / kLanes;  // vectors that hold a tile's 16 rows
+inline constexpr int kRowBlock = 64;                // rows of x between two visits to the epilogue: 8 KB of sums
+
+// Slots of scratch memory.
+enum ScratchSlot { kActivations, kQuantized, kScales, kRowBuffer };
+
+// Rows of x after the prologue, fp32, padded with zeros to a multiple of kLanes.
+struct FloatRows {
+  const float* data;
+  int64_t stride;
+};
+
+// Rows of x after the prologue, in 8 bits per block of 32 inputs: x ~ scale * q.
+struct Int8Rows {
+  const int8_t* q;       // [m, k]
+  const float* scale;    // [m, k / 32]
+  const int32_t* total;  // [m, k / 32]: sum of q
+  int64_t k;
+};
+
+inline void load_row(const GemmParams& p, int64_t row, float* out) {
+  dispatch(p.dtype, [&]<class T>(T) {
+    const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
+    if (p.norm_weight.data == nullptr) {
+      for_each_vector(p.k, [&](int64_t i, int64_t lanes) { store_lanes(out + i, load_lanes(x + i, lanes), lanes); });
+      return;
+    }
+    dispatch(p.norm_weight.dtype,
+             [&]<class W>(W) { rms_norm_row(x, static_cast<const W*>(p.norm_weight.data), p.k, p.eps, out); });
+  });
+}
+
+inline FloatRows float_rows(const GemmParams& p) {
+  const int64_t stride = (p.k + kLanes - 1) / kLanes * kLanes;
+  float* data = scratch_array<float>(kActivations, p.m * stride);
+  parallel_for(p.m, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      load_row(p, row, data + row * stride);
+      std::fill(data + row * stride + p.k, data + (row + 1) * stride, 0.0f);
+    }
+  });
+  return {data, stride};
+}
+
+// scale = max |x| / 127, q = round to nearest even of x / scale; a block of zeros gets scale 0.
+inline void quantize_block(const float* x, int8_t* q, float* scale, int32_t* total) {
+  static_assert(kBlockInputs % kLanes == 0);
+  f32v largest{};
+  for (int i = 0; i < kBlockInputs; i += kLanes) {
+    const f32v v = load(x + i);
+    largest = max(largest, max(v, -v));
+  }
+  const float amax = reduce_max(largest);
+  *scale = amax / 127.0f;
+  const f32v inverse = broadcast(amax > 0.0f ? 127.0f / amax : 0.0f);
+  const float kRound = 12582912.0f;  // 1.5 * 2^23 rounds to the nearest even integer
+  i32v sum{};
+  for (int i = 0; i < kBlockInputs; i += kLanes) {
+    const i32v rounded = (i32v)(load(x + i) * inverse + kRound) - (i32v)broadcast(kRound);
+    sum += rounded;
+    typedef int8_t i8quarter __attribute__((vector_size(kLanes)));
+    store_as(q + i, __builtin_convertvector(rounded, i8quarter));
+  }
+  int32_t lanes[kLanes];
+  store_as(lanes, sum);
+  *total = 0;
+  for (int32_t lane : lanes) *total += lane;
+}
+
+inline Int8Rows int8_rows(const GemmParams& p) {
+  const int64_t blocks = p.k / kBlockInputs;
+  int8_t* q = scratch_array<int8_t>(kQuantized, p.m * p.k);
+  float* scale = scratch_array<float>(kScales, p.m * blocks * 2);
+  int32_t* total = reinterpret_cast<int32_t*>(scale + p.m * blocks);
+  parallel_for(p.m, [&](int64_t begin, int64_t end) {
+    float* row_buffer = scratch_array<float>(kRowBuffer, p.k);
+    for (int64_t row = begin; row < end; ++row) {
+      load_row(p, row, row_buffer);
+      for (int64_t b = 0; b < blocks; ++b) {
+        const int64_t i = row * blocks + b;
+        quantize_block(row_buffer + b * kBlockInputs, q + i * kBlockInputs, scale + i, total + i);
+      }
+    }
+  });
+  return {q, scale, total, p.k};
+}
+
+FASTINFER_INLINE f32v load_vector_arg(const VectorArg& arg, int64_t i, int64_t lanes) {
+  return dispatch(arg.dtype, [&]<class T>(T) { return load_lanes(static_cast<const T*>(arg.data) + i, lanes); });
+}
+
+// sums: [rows, units tiles of 16]. Adds the bias, activates or adds the residual, and stores.
+template <class T>
+void epilogue(const GemmParams& p, int64_t unit, int64_t row0, int rows, const float* sums) {
+  const bool gated = p.activation != Activation::kNone;
+  const int64_t width = gated ? p.n / 2 : p.n;
+  const int64_t column0 = unit * kTileRows;
+  const int64_t columns = std::min<int64_t>(kTileRows, width - column0);
+  const int sums_stride = gated ? 2 * kTileRows : kTileRows;
+  for_each_vector(columns, [&](int64_t i, int64_t lanes) {
+    f32v bias{}, up_bias{};
+    if (p.bias.data != nullptr) {
+      bias = load_vector_arg(p.bias, unit * sums_stride + i, lanes);
+      if (gated) up_bias = load_vector_arg(p.bias, unit * sums_stride + kTileRows + i, lanes);
+    }
+    for (int row = 0; row < rows; ++row) {
+      const float* sum = sums + row * sums_stride + i;
+      const int64_t offset = (row0 + row) * width + column0 + i;
+      f32v value = load(sum) + bias;
+      if (gated) value = activate(p.activation, value) * (load(sum + kTileRows) + up_bias);
+      if (p.residual != nullptr) value += load_lanes(static_cast<const T*>(p.residual) + offset, lanes);
+      store_lanes(static_cast<T*>(p.out) + offset, value, lanes);
+    }
+  });
+}
+
+// Kernel::tile<kRows>(tile, row, sums, stride) writes the products of kRows rows of x with the 16 weight rows of a tile
+// to sums[kRows][stride]; kMaxRows is the most that it keeps in registers.
+template <class Kernel>
+void run_gemm(const GemmParams& p, const Kernel& kernel) {
+  const int tiles_per_unit = p.activation != Activation::kNone ? 2 : 1;
+  const int stride = tiles_per_unit * kTileRows;
+  const int64_t tiles = (p.n + kTileRows - 1) / kTileRows;
+  parallel_for(tiles / tiles_per_unit, [&](int64_t begin, int64_t end) {
+    alignas(64) float sums[kRowBlock * 2 * kTileRows];
+    for (int64_t unit = begin; unit < end; ++unit) {
+      for (int64_t row0 = 0; row0 < p.m; row0 += kRowBlock) {
+        const int rows = static_cast<int>(std::min<int64_t>(kRowBlock, p.m - row0));
+        for (int i = 0; i < tiles_per_unit; ++i) {
+          const int64_t tile = unit * tiles_per_unit + i;
+          int row = 0;
+          const auto step = [&]<int kRows>() {
+            for (; row + kRows <= rows; row += kRows) {
+              kernel.template tile<kRows>(tile, row0 + row, sums + row * stride + i * kTileRows, stride);
+            }
+          };
+          if constexpr (Kernel::kMaxRows >= 16) step.template operator()<16>();
+          if constexpr (Kernel::kMaxRows >= 4) step.template operator()<4>();
+          step.template operator()<1>();
+        }
+        dispatch(p.dtype, [&]<class T>(T) { epilogue<T>(p, unit, row0, rows, sums); });
+      }
+    }
+  });
+}
+
+}  // namespace fastinfer::cpu::FASTINFER_ISA

@@ -1,0 +1,61 @@
+#include "fused/rms_norm.h"
+
+#include "common/binding.h"
+#include "common/device.h"
+
+namespace fastinfer {
+namespace {
+
+Tensor run(const Checks& check, const Tensor& x, const Tensor* residual, const Tensor& weight, double eps) {
+  check.require(x.dim() >= 1, "x must have at least one dimension, got a scalar");
+  const int64_t hidden = x.size(x.dim() - 1);
+  const DType dtype = check.float_dtype(x, "x");
+  check.contiguous(x, "x");
+  check.shape(weight, "weight", {hidden});
+  check.contiguous(weight, "weight");
+  Tensor out = torch::stable::empty_like(x);
+  const RmsNormParams params{
+      .x = x.data_ptr(),
+      .residual = residual != nullptr ? residual->data_ptr() : nullptr,
+      .weight = weight.data_ptr(),
+      .out = out.data_ptr(),
+      .rows = hidden > 0 ? x.numel() / hidden : 0,
+      .hidden = hidden,
+      .eps = static_cast<float>(eps),
+      .dtype = dtype,
+      .weight_dtype = check.fp32_or(dtype, weight, "weight"),
+  };
+  launch(x, params, cpu::rms_norm, FASTINFER_CUDA_LAUNCHER(cuda::rms_norm));
+  return out;
+}
+
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+  return run(Checks("rms_norm", x), x, nullptr, weight, eps);
+}
+
+Tensor add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps) {
+  const Checks check("add_rms_norm", x);
+  const auto sizes = x.sizes(), residual_sizes = residual.sizes();
+  check.require(std::equal(sizes.begin(), sizes.end(), residual_sizes.begin(), residual_sizes.end()),
+                "residual must have the shape of x, ", format_shape(sizes), ", got ", format_shape(residual_sizes));
+  check.require(residual.device() == x.device(), "residual must be on the device of the other arguments");
+  check.dtype(residual, "residual", x.scalar_type());
+  check.contiguous(residual, "residual");
+  return run(check, x, &residual, weight, eps);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
+  m.impl("rms_norm", TORCH_BOX(&rms_norm));
+  m.impl("add_rms_norm", TORCH_BOX(&add_rms_norm));
+}
+
+#if defined(FASTINFER_CUDA)
+STABLE_TORCH_LIBRARY_IMPL(fastinfer, CUDA, m) {
+  m.impl("rms_norm", TORCH_BOX(&rms_norm));
+  m.impl("add_rms_norm", TORCH_BOX(&add_rms_norm));
+}
+#endif
+
+}  // namespace fastinfer

@@ -1,0 +1,29 @@
+// RMSNorm, and residual add + RMSNorm.
+#pragma once
+
+#include <cstdint>
+
+#include "common/cpu/isa.h"
+#include "common/dtype.h"
+
+namespace fastinfer {
+
+struct RmsNormParams {
+  const void* x;       // [rows, hidden]
+  void* residual;      // [rows, hidden] or null: receives residual + x, which is then normalised
+  const void* weight;  // [hidden]
+  void* out;           // [rows, hidden]
+  int64_t rows;
+  int64_t hidden;
+  float eps;
+  DType dtype;  // of x, residual and out
+  DType weight_dtype;
+};
+
+}  // namespace fastinfer
+
+FASTINFER_CPU_KERNEL(rms_norm, RmsNormParams)
+
+namespace fastinfer::cuda {
+void rms_norm(const RmsNormParams& params, void* stream);
+}

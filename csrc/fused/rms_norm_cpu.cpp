@@ -1,0 +1,30 @@
+#include "fused/rms_norm_cpu.h"
+
+#include "common/cpu/parallel.h"
+#include "fused/rms_norm.h"
+
+namespace fastinfer::cpu::FASTINFER_ISA {
+
+void rms_norm(const RmsNormParams& p) {
+  dispatch(p.dtype, [&]<class T>(T) {
+    dispatch(p.weight_dtype, [&]<class W>(W) {
+      const auto* weight = static_cast<const W*>(p.weight);
+      parallel_for(p.rows, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+          const int64_t offset = row * p.hidden;
+          const T* x = static_cast<const T*>(p.x) + offset;
+          if (p.residual != nullptr) {
+            T* residual = static_cast<T*>(p.residual) + offset;
+            for_each_vector(p.hidden, [&](int64_t i, int64_t lanes) {
+              store_lanes(residual + i, load_lanes(residual + i, lanes) + load_lanes(x + i, lanes), lanes);
+            });
+            x = residual;
+          }
+          rms_norm_row(x, weight, p.hidden, p.eps, static_cast<T*>(p.out) + offset);
+        }
+      });
+    });
+  });
+}
+
+}  // namespace fastinfer::cpu::FASTINFER_ISA

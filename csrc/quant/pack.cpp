@@ -1,0 +1,68 @@
+// Bindings of int4_pack, int8_pack, int4_dequantize and int8_dequantize.
+#include "quant/pack.h"
+
+#include "common/binding.h"
+#include "quant/quantized_weight.h"
+
+namespace fastinfer {
+namespace {
+
+template <int kBits>
+Tensor pack(const Tensor& q) {
+  const Checks check(kBits == 4 ? "int4_pack" : "int8_pack", q);
+  check.shape(q, "q", {kAny, kAny});
+  check.dtype(q, "q", kBits == 4 ? ScalarType::Byte : ScalarType::Char);
+  check.contiguous(q, "q");
+  const int64_t n = q.size(0), k = q.size(1);
+  check.require(n > 0 && k > 0 && k % kBlockInputs == 0, "q must have rows, and a multiple of ", kBlockInputs,
+                " columns, got ", format_shape(q.sizes()));
+  const int64_t steps = kBlockInputs / (kBits == 4 ? kInputsPerStep4 : kInputsPerStep8);
+  const int64_t tiles = (n + kTileRows - 1) / kTileRows;
+  Tensor out = torch::stable::new_empty(q, {tiles, k / kBlockInputs, steps, kTileRows, 4});
+  cpu::pack({.q = q.data_ptr(), .out = out.data_ptr(), .n = n, .k = k, .bits = kBits});
+  return out;
+}
+
+template <int kBits>
+Tensor dequantize(const Tensor& qweight, const Tensor& scales, std::optional<Tensor> mins, int64_t out_features,
+                  std::optional<Tensor> rows, ScalarType dtype) {
+  const Checks check(kBits == 4 ? "int4_dequantize" : "int8_dequantize", qweight);
+  const QuantizedWeight weight = quantized_weight(check, qweight, scales, mins, out_features, kBits);
+  const DType out_dtype = check.float_dtype(dtype, "dtype");
+  int64_t count = out_features;
+  const int64_t* row = nullptr;
+  if (rows) {
+    check.shape(*rows, "rows", {kAny});
+    check.dtype(*rows, "rows", ScalarType::Long);
+    check.contiguous(*rows, "rows");
+    count = rows->size(0);
+    row = static_cast<const int64_t*>(rows->data_ptr());
+    for (int64_t i = 0; i < count; ++i) {
+      check.require(row[i] >= 0 && row[i] < out_features, "rows[", i, "] must be in 0..", out_features - 1, ", got ",
+                    row[i]);
+    }
+  }
+  const int64_t k = qweight.size(1) * kBlockInputs;
+  Tensor out = torch::stable::new_empty(qweight, {count, k}, dtype);
+  cpu::dequantize({
+      .weight = weight,
+      .rows = row,
+      .out = out.data_ptr(),
+      .count = count,
+      .k = k,
+      .bits = kBits,
+      .dtype = out_dtype,
+  });
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
+  m.impl("int4_pack", TORCH_BOX(&pack<4>));
+  m.impl("int8_pack", TORCH_BOX(&pack<8>));
+  m.impl("int4_dequantize", TORCH_BOX(&dequantize<4>));
+  m.impl("int8_dequantize", TORCH_BOX(&dequantize<8>));
+}
+
+}  // namespace fastinfer

@@ -1,0 +1,42 @@
+// Checks of a packed weight's tensors, shared by the bindings of the products and of dequantisation.
+#pragma once
+
+#include "common/binding.h"
+#include "fused/gemm.h"
+
+namespace fastinfer {
+
+inline constexpr int kInputsPerStep4 = 8, kInputsPerStep8 = 4;
+
+inline QuantizedWeight quantized_weight(const Checks& check, const Tensor& qweight, const Tensor& scales,
+                                        const std::optional<Tensor>& mins, int64_t out_features, int bits) {
+  const int64_t steps = kBlockInputs / (bits == 4 ? kInputsPerStep4 : kInputsPerStep8);
+  check.shape(qweight, "qweight", {kAny, kAny, steps, kTileRows, 4});
+  const int64_t tiles = qweight.size(0), blocks = qweight.size(1);
+  check.require(out_features > (tiles - 1) * kTileRows && out_features <= tiles * kTileRows,
+                "out_features must fit qweight's ", tiles, " tiles of ", kTileRows, " rows, got ", out_features);
+  check.dtype(qweight, "qweight", bits == 4 ? ScalarType::Byte : ScalarType::Char);
+  check.contiguous(qweight, "qweight");
+  check.shape(scales, "scales", {tiles, kAny, kTileRows});
+  const int64_t groups = scales.size(1);
+  check.require(groups > 0 && blocks % groups == 0, "scales must have a number of groups that divides the ", blocks,
+                " blocks of 32 inputs, got ", groups);
+  const ScalarType dtype = scales.scalar_type();
+  check.require(dtype == ScalarType::Half || dtype == ScalarType::Float, "scales must be float16 or float32, got ",
+                name(dtype));
+  check.contiguous(scales, "scales");
+  if (mins) {
+    check.shape(*mins, "mins", {tiles, groups, kTileRows});
+    check.dtype(*mins, "mins", dtype);
+    check.contiguous(*mins, "mins");
+  }
+  return {
+      .q = qweight.data_ptr(),
+      .scales = scales.data_ptr(),
+      .mins = mins ? mins->data_ptr() : nullptr,
+      .group_blocks = blocks / groups,
+      .scale_dtype = dtype == ScalarType::Half ? DType::kFloat16 : DType::kFloat32,
+  };
+}
+
+}  // namespace fastinfer

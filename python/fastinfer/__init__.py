@@ -1,0 +1,59 @@
+"""fastinfer: hand-written LLM inference kernels for PyTorch, and the small engine that runs real models on them.
+
+>>> from fastinfer import LLM, SamplingParams
+>>> llm = LLM()
+>>> llm.generate("Once upon a time", SamplingParams(max_tokens=32))[0].outputs[0].text
+
+The operators alone are in :mod:`fastinfer.ops`.
+"""
+
+import importlib
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fastinfer.errors import FastinferError, ModelNotFoundError, RequestError, UnsupportedModelError
+    from fastinfer.llm import LLM, generate
+    from fastinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from fastinfer.sampling_params import SamplingParams
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "FastinferError",
+    "Logprob",
+    "ModelNotFoundError",
+    "RequestError",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "UnsupportedModelError",
+    "__version__",
+    "generate",
+]
+
+try:
+    __version__ = metadata.version("fastinfer")
+except metadata.PackageNotFoundError:  # run from a source tree
+    __version__ = "0+unknown"
+
+# Resolved on first use: `fastinfer --help` and `fastinfer pull` need neither torch (1.5 s) nor the compiled library.
+_HOMES = {
+    "errors": ["FastinferError", "ModelNotFoundError", "RequestError", "UnsupportedModelError"],
+    "llm": ["LLM", "generate"],
+    "outputs": ["CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"],
+    "sampling_params": ["SamplingParams"],
+}
+_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'fastinfer' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"fastinfer.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,7 @@
+"""``python -m fastinfer`` is the same program as ``fastinfer``."""
+
+import sys
+
+from fastinfer.cli import main
+
+sys.exit(main())

@@ -1,0 +1,220 @@
+"""``fastinfer bench``: speed and memory of a model, end to end through the Python interface.
+
+Method: greedy decoding of random prompts with end-of-sequence ignored, so that every run does the same work and none
+finds another's prefix in the cache; one warm-up per prompt length; then ``repeats`` single requests, and ``repeats``
+times ``requests`` requests at once. Reported are medians over the repeats; every sample is in the JSON file.
+"""
+
+import argparse
+import contextlib
+import datetime
+import itertools
+import json
+import random
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from fastinfer.errors import RequestError
+from fastinfer.info import facts
+from fastinfer.llm import LLM, Prompt
+from fastinfer.outputs import RequestOutput
+from fastinfer.sampling_params import SamplingParams
+
+PERCENTILES = (50, 95, 99)
+
+
+@dataclass(frozen=True)
+class Single:
+    """One request alone: seconds to its first token, and between each token and the next."""
+
+    first_token_s: float
+    inter_token_s: list[float]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured at one prompt length; rates are medians, latencies percentiles over all samples.
+
+    Attributes:
+        prompt_tokens: length of each prompt.
+        prompt_tokens_per_s: prompt length by the time to the first token.
+        decode_tokens_per_s: of one request alone, from its first token to its last.
+        first_token_s: median, in seconds.
+        inter_token_s: percentile to seconds.
+        throughput_tokens_per_s: generated tokens of all requests at once by the time until the last has finished.
+        single, batch_s: the samples: each request alone; seconds for all requests at once.
+    """
+
+    prompt_tokens: int
+    prompt_tokens_per_s: float
+    decode_tokens_per_s: float
+    first_token_s: float
+    inter_token_s: dict[int, float]
+    throughput_tokens_per_s: float
+    single: list[Single]
+    batch_s: list[float]
+
+    @classmethod
+    def of(cls, prompt_tokens: int, single: list[Single], batch_s: list[float], batch_tokens: int) -> "Result":
+        first_token_s = statistics.median(run.first_token_s for run in single)
+        gaps = [gap for run in single for gap in run.inter_token_s]
+        return cls(
+            prompt_tokens=prompt_tokens,
+            prompt_tokens_per_s=prompt_tokens / first_token_s,
+            decode_tokens_per_s=statistics.median(len(run.inter_token_s) / sum(run.inter_token_s) for run in single),
+            first_token_s=first_token_s,
+            inter_token_s={p: percentile(gaps, p) for p in PERCENTILES},
+            throughput_tokens_per_s=batch_tokens / statistics.median(batch_s),
+            single=single,
+            batch_s=batch_s,
+        )
+
+
+def run(args: argparse.Namespace) -> int:
+    start = time.perf_counter()
+    llm = LLM(args.model, dtype=args.dtype)
+    load_s = time.perf_counter() - start
+
+    results = measure(llm, args.prompt_tokens, args.new_tokens, args.requests, args.repeats)
+    peak_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    print(f"{args.model}, {args.dtype}: loaded in {load_s:.2f} s, peak memory {peak_memory / 1e6:.0f} MB")
+    print(table(_rows(results, args.requests)))
+    if args.out is not None:
+        settings = {
+            name: getattr(args, name)
+            for name in ("model", "dtype", "prompt_tokens", "new_tokens", "requests", "repeats")
+        }
+        out = Path(args.out)
+        measured = {"load_s": load_s, "peak_memory": peak_memory, "results": [asdict(result) for result in results]}
+        print(write_json(out / "end_to_end.json", {"settings": settings, **measured}))
+        try:
+            print(_plot(out / "end_to_end.png", args.model, results))
+        except ImportError:
+            print("no plot: it needs matplotlib (pip install 'fastinfer[bench]')", file=sys.stderr)
+    return 0
+
+
+def measure(
+    llm: LLM, prompt_lengths: Sequence[int], new_tokens: int, requests: int, repeats: int, *, progress: bool = True
+) -> list[Result]:
+    """Measure a loaded model at each prompt length; see the module's text for the method."""
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    rng = random.Random(0)
+    results = []
+    with tqdm(total=len(prompt_lengths) * (1 + 2 * repeats), unit="run", disable=not progress) as bar:
+        for length in prompt_lengths:
+
+            def prompt(length: int = length) -> Prompt:
+                return {"prompt_token_ids": [rng.randrange(100, 1000) for _ in range(length)]}
+
+            bar.set_description(f"{length} prompt tokens: warm-up")
+            _time_single(llm, prompt(), params)
+            bar.update()
+            single, batch_s = [], []
+            for _ in range(repeats):
+                bar.set_description(f"{length} prompt tokens: 1 request")
+                single.append(_time_single(llm, prompt(), params))
+                bar.update()
+            for _ in range(repeats):
+                bar.set_description(f"{length} prompt tokens: {requests} requests")
+                prompts = [prompt() for _ in range(requests)]
+                start = time.perf_counter()
+                outputs = llm.generate(prompts, params)
+                batch_s.append(time.perf_counter() - start)
+                for output in outputs:
+                    _check_length(output, params)
+                bar.update()
+            results.append(Result.of(length, single, batch_s, requests * new_tokens))
+    return results
+
+
+def percentile(samples: Iterable[float], percent: float) -> float:
+    """The smallest sample that at least ``percent`` % of the samples do not exceed (nearest rank)."""
+    ordered = sorted(samples)
+    rank = -(-len(ordered) * percent // 100)
+    return ordered[max(int(rank) - 1, 0)]
+
+
+def write_json(path: Path, measured: dict[str, Any]) -> Path:
+    """Write what was measured with the date (UTC) and the machine's description; create the folder if necessary."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    path.write_text(json.dumps({"date": date, "machine": facts(), **measured}, indent=2) + "\n")
+    return path
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells in aligned columns, the first one to the left; the first row is the head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *rest in rows:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _time_single(llm: LLM, prompt: Prompt, params: SamplingParams) -> Single:
+    start = time.perf_counter()
+    moments = []
+    with contextlib.closing(llm.stream_outputs(prompt, params)) as outputs:
+        for output in outputs:
+            moments.append(time.perf_counter())
+            if output.finished:
+                _check_length(output, params)
+    gaps = [after - before for before, after in itertools.pairwise(moments)]
+    return Single(first_token_s=moments[0] - start, inter_token_s=gaps)
+
+
+def _check_length(output: RequestOutput, params: SamplingParams) -> None:
+    """Refuse to count tokens that were never generated."""
+    completion = output.outputs[0]
+    if len(completion.token_ids) != params.max_tokens:
+        reason = completion.stop_reason if completion.finish_reason == "error" else "the context is too short"
+        raise RequestError(
+            f"--new-tokens {params.max_tokens} after {len(output.prompt_token_ids)} prompt tokens: "
+            f"got {len(completion.token_ids)} ({reason})"
+        )
+
+
+def _rows(results: list[Result], requests: int) -> list[list[str]]:
+    head = ["prompt tokens", "prompt tokens/s", "first token ms", "decode tokens/s"]
+    head += [f"p{p} ms" for p in PERCENTILES] + [f"{requests} at once tokens/s"]
+    rows = [head]
+    for r in results:
+        row = [str(r.prompt_tokens), f"{r.prompt_tokens_per_s:.0f}", f"{r.first_token_s * 1e3:.1f}"]
+        row.append(f"{r.decode_tokens_per_s:.1f}")
+        row += [f"{r.inter_token_s[p] * 1e3:.2f}" for p in PERCENTILES]
+        rows.append([*row, f"{r.throughput_tokens_per_s:.1f}"])
+    return rows
+
+
+def _plot(path: Path, title: str, results: list[Result]) -> Path:
+    from matplotlib.figure import Figure
+
+    lengths = [str(result.prompt_tokens) for result in results]
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    figure.suptitle(title)
+    prompt, decode, latency = figure.subplots(1, 3)
+    prompt.bar(lengths, [result.prompt_tokens_per_s for result in results], width=0.5)
+    prompt.set_title("Prompt processing, tokens/s")
+    decode.plot(lengths, [result.decode_tokens_per_s for result in results], "o-", label="1 request")
+    decode.plot(lengths, [result.throughput_tokens_per_s for result in results], "o-", label="all requests at once")
+    decode.set_title("Generation, tokens/s")
+    for p in PERCENTILES:
+        latency.plot(lengths, [result.inter_token_s[p] * 1e3 for result in results], "o-", label=f"p{p}")
+    latency.set_title("Between tokens, 1 request, ms")
+    for axes in (prompt, decode, latency):
+        axes.set_xlabel("prompt tokens")
+        axes.set_ylim(0, 1.1 * axes.dataLim.ymax)
+    decode.legend()
+    latency.legend()
+    figure.savefig(path, dpi=120)
+    return path

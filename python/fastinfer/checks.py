@@ -1,0 +1,44 @@
+"""Checks of single values that users pass in; each raises a RequestError that names field, range and value."""
+
+import math
+
+from fastinfer.errors import RequestError
+
+INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
+
+
+def check_int(name: str, value: object, low: int, high: int) -> None:
+    """An integer in low..high; booleans and floats are refused, even 1.0."""
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise RequestError(f"{name} must be an integer in {low}..{high}, got {show(value)}")
+
+
+def check_float(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
+    """A finite number in [low, high], or (low, high] with ``low_open``; booleans are refused."""
+    valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(_as_float(value))
+    if not valid or not low <= value <= high or (low_open and value == low):  # type: ignore[operator]
+        raise RequestError(f"{name} must be a number in {'(' if low_open else '['}{low}, {high}], got {show(value)}")
+
+
+def check_bool(name: str, value: object) -> None:
+    """True or False, not 0 or 1."""
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} must be True or False, got {show(value)}")
+
+
+def _as_float(value: int | float) -> float:
+    """Integers past the range of a float count as infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def show(value: object) -> str:
+    """A short, one-line form of any value, for an error message."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to print integers of more than 4,300 digits
+        text = f"a gigantic {type(value).__name__}"
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,127 @@
+"""The program ``fastinfer``: arguments, and how errors and signals end it. Each command is a module with ``run``.
+
+Exit codes: 0 for success, 1 when ``info`` finds the installation broken, 2 for a mistake in what the user gave,
+130 after Ctrl-C, 141 when the reader of the output has gone.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import fastinfer
+from fastinfer.errors import FastinferError
+from fastinfer.hub import DEFAULT_MODEL
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class _UsageError(FastinferError):
+    """The arguments do not parse."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        # argparse would print the whole usage before it; one line is easier to read and the same for all errors.
+        raise _UsageError(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code."""
+    try:
+        args = _parser().parse_args(argv)
+        # Commands are imported only when they run: torch alone takes 1.5 s, and --help needs none of it.
+        code = importlib.import_module(args.module).run(args)
+        sys.stdout.flush()
+        return code
+    except FastinferError as error:
+        print(f"fastinfer: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit; into nothing, or that would print a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="fastinfer", description="Run large language models on this machine.")
+    parser.add_argument("--version", action="version", version=f"fastinfer {fastinfer.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def add(name: str, module: str, help: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+        command.set_defaults(module=f"fastinfer.{module}")
+        return command
+
+    generate = add("generate", "commands.generate", "continue or answer one prompt")
+    generate.add_argument("prompt", metavar="PROMPT", help="the text; - reads it from standard input")
+    generate.add_argument("--raw", action="store_true", help="give the text as is, without the model's chat template")
+    generate.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
+    _add_model_options(generate)
+    _add_sampling_options(generate)
+
+    chat = add("chat", "commands.chat", "talk with a model; Ctrl-C stops an answer, Ctrl-D ends")
+    chat.add_argument("--system", metavar="TEXT", help="the system message")
+    _add_model_options(chat)
+    _add_sampling_options(chat)
+
+    pull = add("pull", "commands.pull", "download a model and print where it is")
+    pull.add_argument("name", metavar="NAME", help="a name from 'fastinfer models', or org/repo/file.gguf")
+
+    add("models", "commands.models", "list the models known by name")
+
+    info = add("info", "info", "describe this installation: versions, CPU, GPUs")
+    info.add_argument("--json", action="store_true", help="print one JSON object")
+
+    bench = add("bench", "benchmark", "measure speed and memory on a model")
+    _add_model_options(bench)
+    bench.add_argument("--prompt-tokens", type=_counts, default=[32, 512], metavar="N,N", help="default: 32,512")
+    bench.add_argument("--new-tokens", type=_count(2), default=128, metavar="N", help="default: %(default)s")
+    bench.add_argument("--requests", type=_count(1), default=16, metavar="N", help="at once; default: %(default)s")
+    bench.add_argument("--repeats", type=_count(1), default=5, metavar="N", help="default: %(default)s")
+    bench.add_argument("--out", metavar="DIR", help="write end_to_end.json and end_to_end.png there")
+    return parser
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        default=DEFAULT_MODEL,
+        help="a .gguf file, a name from 'fastinfer models', or org/repo/file.gguf; default: %(default)s",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="what to compute in; default: %(default)s")
+
+
+def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """Options named as the fields of SamplingParams, which checks their ranges and has the defaults but two.
+
+    At its temperature of 1 small models ramble: fine as the neutral default of an interface, not for a first answer.
+    """
+    options = parser.add_argument_group("sampling", argument_default=argparse.SUPPRESS)
+    options.add_argument("--max-tokens", type=int, metavar="N", help="end after N generated tokens")
+    options.add_argument(
+        "--temperature", type=float, default=0.7, metavar="T", help="0 takes the likeliest token; default: %(default)s"
+    )
+    options.add_argument(
+        "--top-p", type=float, default=0.95, metavar="P", help="keep the likeliest of this sum; default: %(default)s"
+    )
+    options.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens")
+    options.add_argument("--min-p", type=float, metavar="P", help="drop tokens below this share of the likeliest")
+    options.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
+
+
+def _count(low: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < low:
+            raise argparse.ArgumentTypeError(f"expected an integer of at least {low}, got {text!r}")
+        return int(text)
+
+    return parse
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(1)(part) for part in text.split(",")]

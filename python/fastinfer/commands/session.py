@@ -1,0 +1,14 @@
+"""What ``generate`` and ``chat`` share: the model and the sampling parameters that the arguments ask for."""
+
+import argparse
+import dataclasses
+
+from fastinfer.llm import LLM
+from fastinfer.sampling_params import SamplingParams
+
+
+def load(args: argparse.Namespace) -> tuple[LLM, SamplingParams]:
+    """Check the parameters first, so that a mistake costs no loading."""
+    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    params = SamplingParams(**{name: value for name, value in vars(args).items() if name in fields})
+    return LLM(args.model, dtype=args.dtype), params

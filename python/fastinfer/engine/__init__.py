@@ -1,0 +1,1 @@
+"""The runtime: ``engine.step()`` is schedule, run, sample, update; one noun per file."""

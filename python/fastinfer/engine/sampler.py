@@ -1,0 +1,62 @@
+"""From logits to the next token of every sequence."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastinfer.engine.sequence import Sequence
+from fastinfer.ops import sample
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token with the natural logarithm of its probability and its rank, 1 for the likeliest."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A chosen token; ``logprobs`` holds it and the likeliest tokens of its position where the request asked."""
+
+    token_id: int
+    logprobs: list[TokenLogprob] | None
+
+
+class Sampler:
+    """Draws each row's token with its sequence's own parameters.
+
+    A draw depends on the request's seed and the token's position alone: neither its neighbours in the batch nor a
+    preemption changes it.
+    """
+
+    def __call__(self, logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
+        """Sample from logits [n, vocab] fp32, row i for ``sequences[i]``."""
+        params = [sequence.params for sequence in sequences]
+        device = logits.device
+        tokens, _ = sample(
+            logits,
+            temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
+            top_k=torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int32, device=device),
+            top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
+            min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
+            seeds=torch.tensor([sequence.seed for sequence in sequences], device=device),
+            positions=torch.tensor([len(sequence) for sequence in sequences], device=device),
+        )
+        token_ids = tokens.tolist()
+        return [
+            SampledToken(token_id, None if p.logprobs is None else top_logprobs(logits[row], token_id, p.logprobs))
+            for row, (token_id, p) in enumerate(zip(token_ids, params, strict=True))
+        ]
+
+
+def top_logprobs(logits: Tensor, token_id: int, count: int) -> list[TokenLogprob]:
+    """The chosen token of one row [vocab], then the ``count`` likeliest ones, without the chosen one twice."""
+    logprobs = torch.log_softmax(logits, dim=-1)
+    chosen = TokenLogprob(token_id, logprobs[token_id].item(), int((logits > logits[token_id]).sum()) + 1)
+    values, indices = logprobs.topk(min(count, logits.shape[-1]))
+    ranked = zip(indices.tolist(), values.tolist(), range(1, count + 1), strict=False)
+    return [chosen, *(TokenLogprob(*entry) for entry in ranked if entry[0] != token_id)]

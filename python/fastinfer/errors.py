@@ -1,0 +1,21 @@
+"""Errors that a user's input can cause. Each message is one line that says what was expected and what came."""
+
+
+class FastinferError(ValueError):
+    """Base of all errors below; the command line prints its message and exits with code 2."""
+
+
+class ModelNotFoundError(FastinferError):
+    """No model under this name or path, or its download failed."""
+
+
+class UnsupportedModelError(FastinferError):
+    """The file is sound, but holds an architecture, tokenizer or quantisation that is not implemented."""
+
+
+class GGUFFormatError(FastinferError):
+    """The file is not a sound GGUF file."""
+
+
+class RequestError(FastinferError):
+    """A prompt or a sampling parameter that cannot be served."""

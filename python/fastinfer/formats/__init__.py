@@ -1,0 +1,1 @@
+"""Checkpoint readers: each turns one file format into metadata and losslessly unpacked tensors."""

@@ -1,0 +1,47 @@
+"""Models: a decoder that reads its sizes from the checkpoint, and the loaders that build it."""
+
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from fastinfer.engine.batch import Batch
+from fastinfer.engine.kv_cache import KVCacheTensors
+from fastinfer.errors import UnsupportedModelError
+from fastinfer.formats.gguf import GGUFFile
+from fastinfer.models.config import ModelConfig, Precision
+from fastinfer.models.gguf_loader import load_gguf
+from fastinfer.tokenizer import Tokenizer
+
+
+class Model(Protocol):
+    """What the engine needs of a model."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def forward(self, batch: Batch, kv_cache: KVCacheTensors) -> Tensor:
+        """Compute a step, filling the cache; logits [n, vocab] fp32 of the rows in ``batch.logits_indices``."""
+        ...
+
+
+def load_model(
+    path: Path, dtype: str = "auto", device: str = "cpu", max_model_len: int | None = None
+) -> tuple[Model, Tokenizer]:
+    """Load a checkpoint and its tokenizer.
+
+    Args:
+        path: a ``.gguf`` file.
+        dtype: see :meth:`fastinfer.models.config.Precision.of`.
+        device: ``"cpu"``.
+        max_model_len: longest sequence that will be asked for, ``None`` for the model's own limit.
+
+    Raises:
+        ModelNotFoundError, GGUFFormatError, UnsupportedModelError: the file cannot be read, is malformed, or holds
+            something that is not implemented.
+    """
+    if device != "cpu":
+        raise UnsupportedModelError(f"models run on the CPU only so far, got device {device!r}")
+    file = GGUFFile(path)
+    model = load_gguf(file, Precision.of(dtype), max_model_len)
+    return model, Tokenizer.from_gguf(file)

@@ -1,0 +1,81 @@
+"""A decoder-only transformer with RMSNorm, rotary grouped-query attention and a gated MLP, on the fused operators.
+
+One layer is six kernel calls: norm + QKV, rotary, cache store, attention, output + residual; norm + gate/up +
+activation, down + residual.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastinfer import ops
+from fastinfer.engine.batch import Batch
+from fastinfer.engine.kv_cache import KVCacheTensors
+from fastinfer.formats.weight import Weight
+from fastinfer.models.config import ModelConfig
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderLayer:
+    """One layer's weights: ``qkv`` is Q, K and V rows below each other; ``gate_up`` is interleaved in runs of 16."""
+
+    attention_norm: Tensor
+    qkv: Weight
+    output: Weight
+    mlp_norm: Tensor
+    gate_up: Weight
+    down: Weight
+
+
+@dataclass(frozen=True, eq=False)
+class Decoder:
+    """A loaded model.
+
+    Attributes:
+        config: its sizes.
+        dtype: of the hidden states.
+        embedding: [vocab, hidden].
+        layers: in order.
+        norm: weight of the last RMSNorm.
+        lm_head: [vocab, hidden]; the embedding itself where the two are tied.
+        cos_sin_cache: [max_position, rotary_dim] fp32.
+    """
+
+    config: ModelConfig
+    dtype: torch.dtype
+    embedding: Weight
+    layers: tuple[DecoderLayer, ...]
+    norm: Tensor
+    lm_head: Weight
+    cos_sin_cache: Tensor
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, kv_cache: KVCacheTensors) -> Tensor:
+        """Compute a step, filling the cache.
+
+        Returns:
+            Logits [n, vocab] fp32 of the rows in ``batch.logits_indices``.
+        """
+        x = self.embedding.rows(batch.token_ids, self.dtype)
+        for layer, k_cache, v_cache in zip(self.layers, kv_cache.k, kv_cache.v, strict=True):
+            x = self._attention(layer, x, batch, k_cache, v_cache)
+            x = self._mlp(layer, x)
+        x = x[batch.logits_indices]
+        return self.lm_head.linear(x, norm_weight=self.norm, eps=self.config.rms_norm_eps).float()
+
+    def _attention(self, layer: DecoderLayer, x: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        config = self.config
+        qkv = layer.qkv.linear(x, norm_weight=layer.attention_norm, eps=config.rms_norm_eps)
+        heads = qkv.view(len(x), -1, config.head_dim)
+        q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+        ops.rotary_embedding(q, k, batch.positions, self.cos_sin_cache)
+        ops.store_kv_cache(k, v, k_cache, v_cache, batch.slot_mapping)
+        out = ops.paged_attention(q, k_cache, v_cache, batch.block_table, batch.seq_lens, batch.query_start)
+        return layer.output.linear(out.view(len(x), -1), residual=x)
+
+    def _mlp(self, layer: DecoderLayer, x: Tensor) -> Tensor:
+        hidden = layer.gate_up.linear(
+            x, norm_weight=layer.mlp_norm, eps=self.config.rms_norm_eps, activation=self.config.activation
+        )
+        return layer.down.linear(hidden, residual=x)

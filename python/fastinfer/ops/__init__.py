@@ -1,0 +1,39 @@
+"""Inference kernels as PyTorch operators.
+
+Every function here is a thin, typed call of ``torch.ops.fastinfer.<same name>``; the kernels are C++ and CUDA.
+They compute in inference mode only: no operator here has a gradient.
+
+Shapes use these names: *tokens* (ragged batches are flattened, nothing is padded), *hidden*, *q_heads*, *kv_heads*,
+*head_dim*, *seqs*. A wrong shape, dtype or device raises ``RuntimeError`` (``ValueError`` where Python checks) that
+names the argument, what was expected and what came.
+"""
+
+from fastinfer.ops import _fakes  # noqa: F401  (registers the shape functions for torch.compile)
+from fastinfer.ops.activation import gelu_and_mul, silu_and_mul
+from fastinfer.ops.attention import paged_attention, store_kv_cache
+from fastinfer.ops.gemm import gemm, int4_gemm, int8_gemm
+from fastinfer.ops.norm import add_rms_norm, rms_norm
+from fastinfer.ops.pack import int4_dequantize, int4_pack, int8_dequantize, int8_pack, pack_scales
+from fastinfer.ops.rotary import RopeScaling, cos_sin_cache, rotary_embedding
+from fastinfer.ops.sampling import sample
+
+__all__ = [
+    "RopeScaling",
+    "add_rms_norm",
+    "cos_sin_cache",
+    "gelu_and_mul",
+    "gemm",
+    "int4_dequantize",
+    "int4_gemm",
+    "int4_pack",
+    "int8_dequantize",
+    "int8_gemm",
+    "int8_pack",
+    "pack_scales",
+    "paged_attention",
+    "rms_norm",
+    "rotary_embedding",
+    "sample",
+    "silu_and_mul",
+    "store_kv_cache",
+]

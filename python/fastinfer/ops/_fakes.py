@@ -1,0 +1,82 @@
+"""Shape functions ("fakes") of the operators, which torch.compile and torch.export trace instead of the kernels."""
+
+import torch
+from torch import Tensor
+from torch.library import register_fake
+
+from fastinfer.ops import _library  # noqa: F401  (the schemas must exist first)
+
+
+@register_fake("fastinfer::rms_norm")
+def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+@register_fake("fastinfer::add_rms_norm")
+def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+@register_fake("fastinfer::silu_and_mul")
+def _(x: Tensor) -> Tensor:
+    return x.new_empty([*x.shape[:-1], x.shape[-1] // 2])
+
+
+@register_fake("fastinfer::gelu_and_mul")
+def _(x: Tensor, approximate: str) -> Tensor:
+    return x.new_empty([*x.shape[:-1], x.shape[-1] // 2])
+
+
+@register_fake("fastinfer::rotary_embedding")
+def _(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool) -> None:
+    return None
+
+
+@register_fake("fastinfer::store_kv_cache")
+def _(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    return None
+
+
+@register_fake("fastinfer::paged_attention")
+def _(q: Tensor, *args: object) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+def _gemm_out(x: Tensor, out_features: int, activation: str | None) -> Tensor:
+    return x.new_empty([x.shape[0], out_features // 2 if activation else out_features])
+
+
+@register_fake("fastinfer::gemm")
+def _(x: Tensor, weight: Tensor, bias, norm_weight, eps, activation, residual) -> Tensor:  # type: ignore[no-untyped-def]
+    return _gemm_out(x, weight.shape[0], activation)
+
+
+@register_fake("fastinfer::int8_gemm")
+@register_fake("fastinfer::int4_gemm")
+def _(  # type: ignore[no-untyped-def]
+    x, qweight, scales, mins, out_features, bias, norm_weight, eps, activation, residual, quantize_activations
+) -> Tensor:
+    return _gemm_out(x, out_features, activation)
+
+
+@register_fake("fastinfer::int4_pack")
+def _(q: Tensor) -> Tensor:
+    return q.new_empty([-(-q.shape[0] // 16), q.shape[1] // 32, 4, 16, 4])
+
+
+@register_fake("fastinfer::int8_pack")
+def _(q: Tensor) -> Tensor:
+    return q.new_empty([-(-q.shape[0] // 16), q.shape[1] // 32, 8, 16, 4])
+
+
+@register_fake("fastinfer::int4_dequantize")
+@register_fake("fastinfer::int8_dequantize")
+def _(qweight, scales, mins, out_features, rows, dtype) -> Tensor:  # type: ignore[no-untyped-def]
+    count = out_features if rows is None else rows.shape[0]
+    return qweight.new_empty([count, qweight.shape[1] * 32], dtype=dtype)
+
+
+@register_fake("fastinfer::sample")
+def _(logits: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+    rows = logits.shape[0]
+    return logits.new_empty([rows], dtype=torch.int64), logits.new_empty([rows], dtype=torch.float32)

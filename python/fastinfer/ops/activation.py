@@ -1,0 +1,38 @@
+"""Gated activations (Shazeer, 2020, https://arxiv.org/abs/2002.05202)."""
+
+from torch import Tensor
+
+from fastinfer.ops._library import ops
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """SwiGLU's elementwise half: ``silu(x[..., :d]) * x[..., d:]``.
+
+    Args:
+        x: [..., 2 * d]; fp32, bf16 or fp16; contiguous. The gate comes first.
+
+    Returns:
+        [..., d], dtype of ``x``; computed in fp32.
+
+    Devices: CPU.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> ops.silu_and_mul(torch.tensor([[1.0, 2.0]]))
+    tensor([[1.4621]])
+    """
+    return ops.silu_and_mul.default(x)
+
+
+def gelu_and_mul(x: Tensor, approximate: str = "tanh") -> Tensor:
+    """GeGLU's elementwise half: ``gelu(x[..., :d]) * x[..., d:]``.
+
+    Args:
+        x: [..., 2 * d]; fp32, bf16 or fp16; contiguous. The gate comes first.
+        approximate: ``"tanh"`` or ``"none"`` (exact, by erf), as in ``torch.nn.functional.gelu``.
+
+    Returns:
+        [..., d], dtype of ``x``; computed in fp32.
+
+    Devices: CPU.
+    """
+    return ops.gelu_and_mul.default(x, approximate)

@@ -1,0 +1,105 @@
+"""Linear layers with what surrounds them fused in: RMSNorm before; bias, gated activation or residual after.
+
+All three operators compute ``epilogue(prologue(x) @ weight.T)``:
+
+- prologue: ``rms_norm(x, norm_weight, eps)`` when ``norm_weight`` is given;
+- epilogue: ``+ bias``, then either a gated activation or ``+ residual``.
+
+A gated activation (``"silu"``, ``"gelu_tanh"``, ``"gelu"``) expects gate and up rows interleaved in runs of 16: rows
+0-15 of the gate, rows 0-15 of up, rows 16-31 of the gate, ... (:func:`fastinfer.ops.pack.interleave_gate_up`), so that
+one tile of the output holds both. The output is then half as wide.
+"""
+
+from torch import Tensor
+
+from fastinfer.ops._library import ops
+
+
+def gemm(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Linear layer with a dense weight.
+
+    Args:
+        x: [tokens, in_features]; fp32, bf16 or fp16; rows may be strided.
+        weight: [out_features, in_features]; fp32, bf16 or fp16; contiguous.
+        bias: [out_features]; fp32 or the dtype of ``x``.
+        norm_weight: [in_features]; fp32 or the dtype of ``x``: fuses ``rms_norm`` of ``x`` in.
+        eps: of that norm.
+        activation: ``None``, ``"silu"``, ``"gelu_tanh"`` or ``"gelu"``: gated, see the module's text.
+        residual: [tokens, out_features], dtype of ``x``: added to the result. Not together with ``activation``.
+
+    Returns:
+        [tokens, out_features] (``out_features / 2`` with an activation), dtype of ``x``. Accumulated in fp32.
+
+    Devices: CPU.
+    """
+    return ops.gemm.default(x, weight, bias, norm_weight, eps, activation, residual)
+
+
+def int8_gemm(
+    x: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    mins: Tensor | None,
+    out_features: int,
+    *,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    quantize_activations: bool = False,
+) -> Tensor:
+    """Linear layer with an 8-bit weight ``w = scale * q + min``, q in -128..127.
+
+    Args:
+        x: [tokens, in_features]; fp32, bf16 or fp16; rows may be strided.
+        qweight: from :func:`int8_pack`.
+        scales: from :func:`pack_scales`; fp16 or fp32; one per row and group of 32, 64, ... inputs.
+        mins: like ``scales``, or ``None`` for a symmetric weight.
+        out_features: rows of the weight (the packed form is padded to a multiple of 16).
+        bias, norm_weight, eps, activation, residual: as in :func:`gemm`.
+        quantize_activations: round ``x`` (after the norm) to int8 with one scale per 32 inputs and multiply in
+            integers: faster, with a relative error of about 0.5 % per product. Otherwise the weight is dequantised to
+            fp32 on the fly.
+
+    Returns:
+        [tokens, out_features] (``out_features / 2`` with an activation), dtype of ``x``. Accumulated in fp32.
+
+    Devices: CPU.
+    """
+    return ops.int8_gemm.default(
+        x, qweight, scales, mins, out_features, bias, norm_weight, eps, activation, residual, quantize_activations
+    )
+
+
+def int4_gemm(
+    x: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    mins: Tensor | None,
+    out_features: int,
+    *,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    quantize_activations: bool = False,
+) -> Tensor:
+    """Linear layer with a 4-bit weight ``w = scale * q + min``, q in 0..15.
+
+    ``mins=None`` means the symmetric ``w = scale * (q - 8)``. Arguments, result and devices are those of
+    :func:`int8_gemm`, with ``qweight`` from :func:`int4_pack`.
+    """
+    return ops.int4_gemm.default(
+        x, qweight, scales, mins, out_features, bias, norm_weight, eps, activation, residual, quantize_activations
+    )

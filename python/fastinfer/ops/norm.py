@@ -1,0 +1,48 @@
+"""RMSNorm and residual add + RMSNorm (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467)."""
+
+from torch import Tensor
+
+from fastinfer.ops._library import ops
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """``x / sqrt(mean(x**2) + eps) * weight`` over the last dimension, statistics in fp32.
+
+    Args:
+        x: [..., hidden]; fp32, bf16 or fp16; contiguous.
+        weight: [hidden]; fp32 or the dtype of ``x``.
+        eps: added to the mean of squares.
+
+    Returns:
+        [..., hidden], dtype of ``x``.
+
+    Raises:
+        RuntimeError: a shape, dtype or device does not fit.
+
+    Devices: CPU, CUDA.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> ops.rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), eps=0.0)
+    tensor([[0.8485, 1.1314]])
+    """
+    return ops.rms_norm.default(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """``residual += x`` in place, then :func:`rms_norm` of the sum: one pass over memory for both.
+
+    The norm reads the sum as it is stored, rounded to ``residual``'s dtype, so that the result equals that of the
+    two separate operations.
+
+    Args:
+        x: [..., hidden]; fp32, bf16 or fp16; contiguous.
+        residual: shape and dtype of ``x``; changed in place.
+        weight: [hidden]; fp32 or the dtype of ``x``.
+        eps: added to the mean of squares.
+
+    Returns:
+        [..., hidden], dtype of ``x``.
+
+    Devices: CPU, CUDA.
+    """
+    return ops.add_rms_norm.default(x, residual, weight, eps)

@@ -1,0 +1,122 @@
+"""Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864) and the ways to stretch it.
+
+Every kind of scaling is a matter of the cos/sin table alone; the kernel only rotates.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastinfer.ops._library import ops
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How a model stretches its rotary frequencies beyond the length it was trained on.
+
+    Attributes:
+        kind: ``"none"``, ``"linear"`` (position interpolation, https://arxiv.org/abs/2306.15595), ``"ntk"`` (NTK-aware
+            base), ``"yarn"`` (https://arxiv.org/abs/2309.00071) or ``"llama3"`` (Llama 3.1's piecewise scaling).
+        factor: how many times longer the context becomes.
+        original_max_position: trained context length (yarn, llama3).
+        low_freq_factor, high_freq_factor: llama3's borders, in rotations over the trained context.
+        beta_fast, beta_slow: yarn's borders, in rotations over the trained context.
+        attention_factor: yarn's factor on cos and sin; ``None`` for the paper's ``0.1 ln(factor) + 1``.
+    """
+
+    kind: str = "none"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+
+
+def cos_sin_cache(
+    rotary_dim: int,
+    max_position: int,
+    base: float = 10000.0,
+    scaling: RopeScaling | None = None,
+    frequency_factors: Tensor | None = None,
+) -> Tensor:
+    """The table that :func:`rotary_embedding` reads: [max_position, rotary_dim] fp32, cosines then sines.
+
+    Args:
+        rotary_dim: rotated elements per head, even.
+        max_position: rows of the table.
+        base: the frequencies are ``base ** (-2i / rotary_dim)``.
+        scaling: see :class:`RopeScaling`.
+        frequency_factors: [rotary_dim / 2]; each frequency is divided by its factor (Phi-3's longrope; GGUF files of
+            Llama 3 carry their scaling so).
+
+    Raises:
+        ValueError: an odd ``rotary_dim``, an unknown kind of scaling, or a missing ``original_max_position``.
+    """
+    if rotary_dim <= 0 or rotary_dim % 2:
+        raise ValueError(f"rotary_dim must be a positive even number, got {rotary_dim}")
+    scaling = scaling or RopeScaling()
+    if scaling.kind in ("yarn", "llama3") and scaling.original_max_position <= 0:
+        raise ValueError(f"{scaling.kind} scaling needs original_max_position, got {scaling.original_max_position}")
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
+    magnitude = 1.0
+    if scaling.kind == "ntk":
+        base *= scaling.factor ** (rotary_dim / (rotary_dim - 2))
+    frequencies = base**-exponents
+    if scaling.kind == "linear":
+        frequencies /= scaling.factor
+    elif scaling.kind == "yarn":
+        frequencies, magnitude = _yarn(frequencies, base, rotary_dim, scaling)
+    elif scaling.kind == "llama3":
+        frequencies = _llama3(frequencies, scaling)
+    elif scaling.kind not in ("none", "ntk"):
+        raise ValueError(f"scaling.kind must be none, linear, ntk, yarn or llama3, got {scaling.kind!r}")
+    if frequency_factors is not None:
+        frequencies = frequencies / frequency_factors.double()
+    angles = torch.outer(torch.arange(max_position, dtype=torch.float64), frequencies)
+    return (torch.cat([angles.cos(), angles.sin()], dim=-1) * magnitude).float()
+
+
+def _yarn(frequencies: Tensor, base: float, rotary_dim: int, scaling: RopeScaling) -> tuple[Tensor, float]:
+    """Interpolate slow dimensions, keep fast ones, blend linearly between (YaRN, section 3.2)."""
+
+    def dimension_of(rotations: float) -> float:
+        wavelength = scaling.original_max_position / (rotations * 2 * math.pi)
+        return rotary_dim * math.log(wavelength) / (2 * math.log(base))
+
+    low = max(math.floor(dimension_of(scaling.beta_fast)), 0)
+    high = min(math.ceil(dimension_of(scaling.beta_slow)), rotary_dim - 1)
+    ramp = (torch.arange(rotary_dim // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)
+    interpolated = ramp.clamp(0, 1)
+    magnitude = scaling.attention_factor
+    if magnitude is None:
+        magnitude = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+    return frequencies / scaling.factor * interpolated + frequencies * (1 - interpolated), magnitude
+
+
+def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3.1: long wavelengths are interpolated, short ones kept, those between blended."""
+    rotations = scaling.original_max_position * frequencies / (2 * math.pi)
+    kept = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return frequencies / scaling.factor * (1 - kept) + frequencies * kept
+
+
+def rotary_embedding(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool = False) -> None:
+    """Rotate queries and keys in place by their positions.
+
+    Args:
+        q: [tokens, q_heads, head_dim], k: [tokens, kv_heads, head_dim]; one dtype, fp32, bf16 or fp16; may be strided
+            views whose last two dimensions are contiguous (slices of a fused QKV projection). Changed in place.
+        positions: [tokens] int64; a position outside the table raises on the CPU.
+        cos_sin_cache: [max_position, rotary_dim] fp32 from :func:`cos_sin_cache`; ``rotary_dim <= head_dim``, the
+            elements past it stay as they are.
+        interleaved: ``False`` rotates pairs (i, i + rotary_dim / 2) (GPT-NeoX, Hugging Face), ``True`` pairs
+            (2i, 2i + 1) (GPT-J, Llama's own code).
+
+    Devices: CPU, CUDA.
+    """
+    ops.rotary_embedding.default(q, k, positions, cos_sin_cache, interleaved)

@@ -1,0 +1,73 @@
+"""What a request gives back."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One candidate for one position.
+
+    Attributes:
+        logprob: natural logarithm of its probability under the unmodified logits.
+        rank: 1 for the likeliest token of the position.
+        decoded_token: the token as text.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """The generated half of a request, cumulative.
+
+    Attributes:
+        index: 0, as one prompt has one completion.
+        text: all text so far. While the request runs, what may become a stop string is held back.
+        token_ids: all generated tokens so far, the one that ended the request included.
+        finish_reason: ``None`` while it runs; ``"stop"`` (end of sequence, stop token or stop string), ``"length"``
+            (``max_tokens`` or the context), ``"abort"`` or ``"error"``.
+        stop_reason: the stop string or stop token id that ended it, ``None`` for end of sequence; for ``"error"`` the
+            message.
+        logprobs: ``None`` unless asked for; else one dictionary per token, token id to :class:`Logprob`.
+        delta: the text that is new since the request's last output.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: int | str | None
+    logprobs: list[dict[int, Logprob]] | None
+    delta: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Moments of a request, in seconds of ``time.perf_counter``; ``None`` for what has not happened."""
+
+    arrival_time: float
+    first_token_time: float | None
+    finish_time: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A request's state after a step.
+
+    Attributes:
+        request_id: the engine's name for the request.
+        prompt: the prompt as text, ``None`` if it came as token ids.
+        prompt_token_ids: the prompt as the model read it.
+        outputs: one :class:`CompletionOutput`.
+        finished: this is the request's last output.
+        metrics: when it arrived, started and finished.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics

@@ -1,0 +1,131 @@
+"""Drives CMake + Ninja to build fastinfer._C; everything declarative stands in pyproject.toml.
+
+Environment:
+    FASTINFER_BUILD       auto (default), cpu or cuda
+    FASTINFER_CUDA_ARCHS  CUDA architectures, for example "80;90a"
+    MAX_JOBS              compile jobs at once (default: bounded by cores and memory)
+
+CUDA is built when nvcc is found and either a GPU is visible or FASTINFER_CUDA_ARCHS is set; FASTINFER_BUILD=cuda demands
+it. torch is taken from the environment that is being installed into, also under pip's build isolation: sysconfig still
+names that environment there, so no second torch is downloaded to build against. Only where it has none, torch becomes a
+build requirement.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+MINIMUM_TORCH = (2, 11)
+DEFAULT_CUDA_ARCHS = "80;86;89;90a"
+JOB_MEMORY_GIB = 1.5  # the largest translation unit needs about 1 GiB
+
+
+def find_torch() -> Path | None:
+    """The folder of a torch that is new enough: of this interpreter, or of the environment around the isolation."""
+    folders = [sysconfig.get_path("platlib"), sysconfig.get_path("purelib")]
+    if site.ENABLE_USER_SITE:
+        folders.append(site.getusersitepackages())
+    candidates = [Path(folder) / "torch" for folder in folders]
+    spec = importlib.util.find_spec("torch")
+    if spec and spec.origin:
+        candidates.append(Path(spec.origin).parent)
+    for candidate in candidates:
+        version_file = candidate / "version.py"
+        if not version_file.is_file():
+            continue
+        match = re.search(r"__version__ = ['\"](\d+)\.(\d+)", version_file.read_text())
+        if match and (int(match[1]), int(match[2])) >= MINIMUM_TORCH:
+            return candidate
+    return None
+
+
+def gpu_is_visible() -> bool:
+    return (
+        shutil.which("nvidia-smi") is not None
+        and subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0
+    )
+
+
+def visible_gpu_archs() -> str:
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
+    archs = sorted({line.replace(".", "") for line in lines})
+    return ";".join(arch + "a" if arch == "90" else arch for arch in archs)
+
+
+def cuda_archs() -> str:
+    """Architectures to build for, empty for a CPU build; prints the decision in one line."""
+    mode = os.environ.get("FASTINFER_BUILD", "auto")
+    if mode not in ("auto", "cpu", "cuda"):
+        raise SystemExit(f"FASTINFER_BUILD must be auto, cpu or cuda, got {mode!r}")
+    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    archs = os.environ.get("FASTINFER_CUDA_ARCHS", "").replace(",", ";").replace(" ", ";")
+    if mode == "cpu":
+        print("fastinfer: CPU build (FASTINFER_BUILD=cpu)")
+        return ""
+    if mode == "cuda" and not nvcc:
+        raise SystemExit("FASTINFER_BUILD=cuda needs nvcc on the PATH or in /usr/local/cuda/bin, and found none")
+    if not nvcc:
+        print("fastinfer: CPU build (no nvcc found)")
+        return ""
+    if not archs and gpu_is_visible():
+        archs = visible_gpu_archs()
+    if not archs and mode == "cuda":
+        archs = DEFAULT_CUDA_ARCHS
+    if not archs:
+        print(
+            'fastinfer: CPU build; nvcc is there but no GPU is visible: set FASTINFER_CUDA_ARCHS="80;90a" to build CUDA'
+        )
+        return ""
+    print(f"fastinfer: CUDA build for {archs} with {nvcc}")
+    os.environ.setdefault("CUDACXX", nvcc)
+    return archs
+
+
+def compile_jobs() -> int:
+    if jobs := os.environ.get("MAX_JOBS"):
+        return max(1, int(jobs))
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 2**30
+    return max(1, min(len(os.sched_getaffinity(0)), int(memory_gib / JOB_MEMORY_GIB)))
+
+
+class CMakeBuild(build_ext):
+    def build_extension(self, ext: Extension) -> None:
+        import pybind11
+
+        torch_dir = find_torch()
+        if torch_dir is None:
+            raise SystemExit(f"fastinfer needs torch >= {'.'.join(map(str, MINIMUM_TORCH))} to build, and found none")
+        output = Path(self.get_ext_fullpath(ext.name)).resolve().parent
+        build = ROOT / "build" / f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+        build.mkdir(parents=True, exist_ok=True)
+        configure = [
+            "cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja",
+            f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={output}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+            f"-DFASTINFER_TORCH_DIR={torch_dir}",
+            f"-DFASTINFER_VERSION={self.distribution.get_version()}",
+            f"-DFASTINFER_CUDA_ARCHS={cuda_archs()}",
+        ]  # fmt: skip
+        print(f"fastinfer: building against {torch_dir}", flush=True)
+        for command in (configure, ["cmake", "--build", str(build), "--parallel", str(compile_jobs())]):
+            if subprocess.run(command).returncode != 0:
+                raise SystemExit("fastinfer: the build failed; the compiler's message stands above")
+
+
+setup(
+    ext_modules=[Extension("fastinfer._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+    setup_requires=[] if find_torch() else [f"torch>={'.'.join(map(str, MINIMUM_TORCH))}"],
+)

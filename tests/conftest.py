@@ -1,0 +1,13 @@
+"""Fixtures that several test files share."""
+
+from pathlib import Path
+
+import pytest
+
+from fastinfer import hub
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Path:
+    """The default model's GGUF file, downloaded on first use."""
+    return hub.resolve(hub.DEFAULT_MODEL)

@@ -1,0 +1,62 @@
+"""One representative call of every operator, for the tests that hold for all of them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from helpers import gemm_options
+from quantized_gemm import random_weight
+from torch import Tensor
+
+from fastinfer import ops
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def gemm_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Dense, int8 and int4: plain and fused, without and with quantised activations."""
+    x = torch.randn(5, 64).bfloat16()
+    names = ["bias", "norm_weight", "eps", "activation", "residual"]
+    for fusion in ("plain", "norm+bias+residual", "norm+silu"):
+        options = {"eps": 1e-6} | gemm_options(fusion, x, 96, torch.float32)
+        fused = [options.get(name) for name in names]
+        yield "gemm", (x, torch.randn(96, 64).bfloat16() / 8, *fused)
+        for bits in (8, 4):
+            weight = random_weight(bits, 96, 64).packed.values()
+            yield f"int{bits}_gemm", (x, *weight, *fused, False)
+            yield f"int{bits}_gemm", (x, *weight, *fused, True)
+
+
+def pack_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    for bits in (8, 4):
+        weight = random_weight(bits, 17, 64)
+        yield f"int{bits}_pack", (weight.q,)
+        yield f"int{bits}_dequantize", (*weight.packed.values(), None, torch.float32)
+        yield f"int{bits}_dequantize", (*weight.packed.values(), torch.tensor([3, 16, 3]), torch.bfloat16)
+
+
+def attention_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    q, k, v = torch.randn(4, 8, 64).bfloat16().split([4, 2, 2], 1)
+    caches = [torch.randn(7, 16, 2, 64).bfloat16() for _ in range(2)]
+    yield "rotary_embedding", (q.clone(), k.clone(), torch.tensor([3, 0, 9, 9]), ops.cos_sin_cache(64, 10), False)
+    yield "rotary_embedding", (q.clone(), k.clone(), torch.tensor([3, 0, 9, 9]), ops.cos_sin_cache(32, 10), True)
+    yield "store_kv_cache", (k.clone(), v.clone(), *(c.clone() for c in caches), torch.tensor([5, -1, 111, 16]))
+    ragged = (int32(0, 1, 2, 3, 4, 5).view(2, 3), int32(40, 20), int32(0, 3, 4))
+    yield "paged_attention", (q, *caches, *ragged, 0.125, 0, 0.0, None, None)
+    yield "paged_attention", (q, *caches, *ragged, 0.125, 9, 5.0, torch.zeros(4), torch.zeros(4, 4))
+
+
+def op_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Names and complete positional arguments; every call has fresh tensors of its own."""
+    x = torch.randn(5, 64)
+    yield "rms_norm", (x.bfloat16(), torch.ones(64), 1e-6)
+    yield "add_rms_norm", (x.clone(), x.clone(), torch.ones(64), 1e-6)
+    yield "silu_and_mul", (x,)
+    yield "gelu_and_mul", (x, "none")
+    yield from attention_calls()
+    yield from gemm_calls()
+    yield from pack_calls()
+    parameters = torch.tensor([0.0, 0.5, 1.0, 1.0, 2.0]), int32(0, 3, 0, 5, 0), torch.full((5,), 0.9), torch.zeros(5)
+    yield "sample", (x.clone(), *parameters, torch.arange(5), torch.arange(5))

@@ -1,0 +1,188 @@
+"""What every operator must compute, in plain torch and fp64, as short as it can be said.
+
+A function has its operator's name and arguments. It returns the exact result unrounded (fp64), so that a test sees the
+operator's own rounding; what the operator changes in place is returned. Nothing here calls fastinfer.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+TILE_ROWS = 16
+ACTIVATION_BLOCK = 32  # inputs that share one scale when activations are rounded to int8
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of the sum as it is stored, and that sum in the dtype of ``residual``."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    gate, up = x.double().chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def gelu_and_mul(x: Tensor, approximate: str = "tanh") -> Tensor:
+    gate, up = x.double().chunk(2, -1)
+    return F.gelu(gate, approximate=approximate) * up
+
+
+def rotary_embedding(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate ``x`` [tokens, heads, head_dim]: queries and keys alike."""
+    x = x.double()
+    rotary_dim = cos_sin_cache.shape[1]
+    cos, sin = cos_sin_cache.double()[positions][:, None, :].chunk(2, -1)
+    rotated, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    a, b = rotated.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else rotated.chunk(2, -1)
+    turned = [a * cos - b * sin, b * cos + a * sin]
+    rotated = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return torch.cat([rotated, rest], -1)
+
+
+def store_kv_cache(x: Tensor, cache: Tensor, slot_mapping: Tensor) -> Tensor:
+    """The K or V cache after the store."""
+    cache = cache.clone()
+    slots = cache.view(-1, *cache.shape[2:])
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot != -1:
+            slots[slot] = x[token].to(cache.dtype)
+    return cache
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start: Tensor,
+    *,
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    compute_dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """Output [tokens, q_heads, head_dim] and lse [tokens, q_heads], with every step in ``compute_dtype``.
+
+    With the dtype of ``q`` this is the naive low-precision attention whose error sets the tolerance.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    group = q.shape[1] // k_cache.shape[2]
+    block_size = k_cache.shape[1]
+    out = torch.zeros(q.shape, dtype=compute_dtype, device=q.device)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=compute_dtype, device=q.device)
+    starts = query_start.tolist()
+    for sequence, length in enumerate(seq_lens.tolist()):
+        queries = slice(starts[sequence], starts[sequence + 1])
+        count = queries.stop - queries.start
+        blocks = block_table[sequence, : -(-length // block_size)].long()
+        k, v = (
+            cache[blocks].flatten(0, 1)[:length].to(compute_dtype).repeat_interleave(group, 1)
+            for cache in (k_cache, v_cache)
+        )
+        logits = torch.einsum("qhd,khd->hqk", q[queries].to(compute_dtype), k) * scale
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        at = torch.arange(length - count, length, device=q.device)[:, None]
+        key = torch.arange(length, device=q.device)
+        visible = key <= at
+        if window:
+            visible &= key > at - window
+        logits = logits.masked_fill(~visible, -torch.inf)
+        if sinks is not None:
+            sink = sinks.to(compute_dtype)[:, None, None].expand(-1, count, 1)
+            logits = torch.cat([logits, sink], -1)
+        lse[queries] = logits.logsumexp(-1).T
+        weights = logits.softmax(-1).nan_to_num(0.0)[..., :length]  # NaN: a query that sees nothing
+        out[queries] = torch.einsum("hqk,khd->qhd", weights, v)
+    return out, lse
+
+
+def gemm(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    quantize_activations: bool = False,
+) -> Tensor:
+    """Also the reference of int8_gemm and int4_gemm: ``weight`` is then the dequantised one."""
+    x = x.double() if norm_weight is None else rms_norm(x, norm_weight, eps)
+    if quantize_activations:
+        x = round_activations(x)
+    out = x @ weight.double().T
+    if bias is not None:
+        out = out + bias.double()
+    if activation is not None:
+        gate, up = out.unflatten(1, (-1, 2, TILE_ROWS)).unbind(2)
+        gated = {
+            "silu": lambda: F.silu(gate),
+            "gelu_tanh": lambda: F.gelu(gate, approximate="tanh"),
+            "gelu": lambda: F.gelu(gate),
+        }
+        out = (gated[activation]() * up).flatten(1)
+    if residual is not None:
+        out = out + residual.double()
+    return out
+
+
+def activation_steps(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``x`` [tokens, in_features] in steps of its block's scale, amax / 127 (a block of zeros: 0), and those scales."""
+    blocks = x.double().unflatten(-1, (-1, ACTIVATION_BLOCK))
+    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    return torch.where(scale > 0, blocks / scale, 0.0), scale
+
+
+def round_activations(x: Tensor) -> Tensor:
+    """``x`` rounded to 8 bits per block, half to even."""
+    steps, scale = activation_steps(x)
+    return (steps.round() * scale).flatten(-2)
+
+
+def near_ties(x: Tensor) -> Tensor:
+    """Rows [tokens] of ``x`` with an element so close to half a step that fp32 may round it to either neighbour."""
+    steps, _ = activation_steps(x)
+    return ((steps.abs() % 1 - 0.5).abs() < 5e-5).flatten(1).any(1)  # 127 steps times 3 ulp of fp32
+
+
+def int8_pack(q: Tensor) -> Tensor:
+    """[tile, block of 32 inputs, run of four inputs, row, input]."""
+    rows, columns = q.shape
+    padded = F.pad(q, (0, 0, 0, -rows % TILE_ROWS))
+    return padded.view(-1, TILE_ROWS, columns // 32, 8, 4).permute(0, 2, 3, 1, 4).contiguous()
+
+
+def int4_pack(q: Tensor) -> Tensor:
+    """As int8_pack, with runs 2s and 2s + 1 in the low and high nibbles of step s."""
+    runs = int8_pack(q)
+    return runs[:, :, 0::2] | runs[:, :, 1::2] << 4
+
+
+def dequantize(q: Tensor, scales: Tensor, mins: Tensor | None, offset: int = 0) -> Tensor:
+    """``scale * (q - offset) + min`` in fp32 from unpacked values [out_features, in_features]."""
+    group = q.shape[1] // scales.shape[1]
+    weight = scales.float().repeat_interleave(group, 1) * (q.float() - offset)
+    return weight if mins is None else weight + mins.float().repeat_interleave(group, 1)
+
+
+def sample_probabilities(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Probability [vocab] with which ``sample`` must draw each token of one row of logits [vocab]."""
+    if temperature == 0:
+        return F.one_hot(logits.argmax(), logits.shape[0]).double()
+    p = ((logits.double() - logits.max()) / temperature).softmax(0)
+    p[p < min_p * p.max()] = 0
+    p, ids = p.sort(descending=True, stable=True)  # stable: the smaller id first among equals
+    p[top_k or len(p) :] = 0
+    p /= p.sum()
+    p[p.cumsum(0) - p >= top_p] = 0  # the token that crosses top_p stays
+    return torch.zeros_like(p).scatter_(0, ids, p / p.sum())

@@ -1,0 +1,75 @@
+"""SwiGLU's and GeGLU's elementwise halves against fp64."""
+
+from collections.abc import Callable
+
+import pytest
+import reference
+import torch
+from helpers import DTYPES, assert_bitwise, assert_rounded, device_fixture, per_thread_count
+from torch import Tensor
+
+from fastinfer import ops
+
+device = device_fixture("cpu")
+
+OPERATORS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "silu": (ops.silu_and_mul, reference.silu_and_mul),
+    "gelu_tanh": (ops.gelu_and_mul, reference.gelu_and_mul),
+    "gelu": (lambda x: ops.gelu_and_mul(x, "none"), lambda x: reference.gelu_and_mul(x, "none")),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("shape", [(0, 14), (1, 2), (2, 14), (19, 222), (3, 3072), (2, 3, 34), (18,)])
+def test_activation(shape: tuple[int, ...], name: str, dtype: torch.dtype, device: str) -> None:
+    operator, expected = OPERATORS[name]
+    x = (3 * torch.randn(shape, device=device)).to(dtype)
+    out = operator(x)
+    assert out.dtype == dtype
+    assert_rounded(out, expected(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_whole_range_of_the_gate(name: str, dtype: torch.dtype, device: str) -> None:
+    """Where exp overflows or underflows, nothing becomes NaN. Odd length: the vector loop and its tail both see it."""
+    operator, expected = OPERATORS[name]
+    gate = torch.cat([torch.linspace(-30, 30, 601), torch.tensor([-6e4, -200.0, -88.8, -0.0, 0.0, 88.8, 200.0, 6e4])])
+    x = torch.stack([gate, torch.ones_like(gate)]).flatten().to(device, dtype)
+    out = operator(x)
+    assert out.isfinite().all()
+    assert_rounded(out[:601], expected(x)[:601])
+    assert_rounded(out[601:], expected(x)[601:])
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_nan_stays_in_its_element(name: str, device: str) -> None:
+    x = torch.randn(2, 38, device=device)
+    x[0, 5] = x[1, 18 + 19] = torch.nan
+    assert OPERATORS[name][0](x).isnan().nonzero().tolist() == [[0, 5], [1, 18]]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_row_does_not_depend_on_its_batch_or_the_threads(name: str, device: str) -> None:
+    operator = OPERATORS[name][0]
+    x = torch.randn(99, 1110, device=device)
+    one, two = per_thread_count(lambda: operator(x))
+    assert_bitwise(one, two)
+    assert_bitwise(torch.cat([operator(row) for row in x.split(1)]), one)
+
+
+@pytest.mark.parametrize("operator", [ops.silu_and_mul, ops.gelu_and_mul])
+@pytest.mark.parametrize(
+    "x",
+    [torch.zeros(2, 7), torch.zeros(2, 8).int(), torch.zeros(2, 16)[:, :8], torch.tensor(1.0)],
+    ids=["odd", "dtype", "strided", "scalar"],
+)
+def test_errors_name_x(operator: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    with pytest.raises((RuntimeError, ValueError), match=r"\bx\b"):
+        operator(x)
+
+
+def test_unknown_approximation_is_refused() -> None:
+    with pytest.raises((RuntimeError, ValueError), match="approximate"):
+        ops.gelu_and_mul(torch.zeros(2, 8), "fast")

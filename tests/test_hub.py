@@ -1,0 +1,358 @@
+"""Names, downloads and the cache, against a server on this machine; nothing here needs the outside network."""
+
+import dataclasses
+import hashlib
+import os
+import random
+import subprocess
+import sys
+import types
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from fastinfer import hub
+from fastinfer.download import download
+from fastinfer.errors import ModelNotFoundError
+
+MODEL = random.Random(0).randbytes(700_001)  # more than two chunks, and no multiple of one
+MEMBER = "tiny_model/Tiny.gguf"
+
+
+class FileServer(ThreadingHTTPServer):
+    """Serves ``content`` at every path, with or without Range, and cuts connections on demand."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.content = b""
+        self.ranges = True
+        self.cuts: list[int] = []  # one for each coming request: bytes of the body after which it is cut
+        self.status = 200
+        self.requests: list[str | None] = []  # the Range header of each request
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/tiny_model-1.0-py3-none-any.whl"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FileServer
+
+    def do_GET(self) -> None:
+        server = self.server
+        asked = self.headers.get("Range")
+        server.requests.append(asked)
+        body, total = server.content, len(server.content)
+        if server.status != 200:
+            self.send_error(server.status)
+            return
+        if asked and server.ranges:
+            start = int(asked.removeprefix("bytes=").removesuffix("-"))
+            if start >= total:
+                self.send_response(416)
+                self.send_header("Content-Range", f"bytes */{total}")
+                self.end_headers()
+                return
+            body = body[start:]
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {start}-{total - 1}/{total}")
+        else:
+            self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[: server.cuts.pop(0)] if server.cuts else body)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[FileServer]:
+    with FileServer() as server:
+        Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def make_wheel(folder: Path, model: bytes = MODEL) -> Path:
+    wheel = folder / "tiny_model-1.0-py3-none-any.whl"
+    info = "tiny_model-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(MEMBER, model)
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return wheel
+
+
+@pytest.fixture
+def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: FileServer) -> hub.ModelEntry:
+    """The only registered model; its wheel comes from ``server`` and its cache folder is empty."""
+    entry = hub.ModelEntry(
+        name="tiny",
+        description="random bytes",
+        requirement="tiny-model==1.0",
+        member=MEMBER,
+        size=len(MODEL),
+        sha256=hashlib.sha256(MODEL).hexdigest(),
+    )
+    server.content = make_wheel(tmp_path).read_bytes()
+    monkeypatch.setenv("FASTINFER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub, "_REGISTRY", {entry.name: entry})
+    monkeypatch.setattr(hub, "_wheel_url", lambda requirement: server.url)
+    return entry
+
+
+def cached_names(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "cache/models").iterdir())
+
+
+def test_pull_caches_and_pulls_once(entry: hub.ModelEntry, server: FileServer, tmp_path: Path) -> None:
+    assert entry.path is None
+    path = hub.pull("tiny", progress=False)
+    assert path == tmp_path / "cache/models/Tiny.gguf" == entry.path
+    assert path.read_bytes() == MODEL
+    assert hub.resolve("tiny", progress=False) == path
+    assert server.requests == [None]
+    assert cached_names(tmp_path) == ["Tiny.gguf", "Tiny.gguf.lock"]  # no part file, nothing staged
+
+
+def test_progress_goes_to_stderr(entry: hub.ModelEntry, capsys: pytest.CaptureFixture[str]) -> None:
+    hub.pull("tiny")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "100%" in captured.err
+
+
+def test_file_of_the_wrong_size_is_downloaded_again(entry: hub.ModelEntry, tmp_path: Path) -> None:
+    path = hub.pull("tiny", progress=False)
+    path.write_bytes(MODEL[:-1])
+    assert entry.path is None
+    assert hub.pull("tiny", progress=False).read_bytes() == MODEL
+
+
+@pytest.mark.parametrize("ranges", [True, False], ids=["ranges", "no-ranges"])
+def test_cut_connection_is_resumed_within_one_pull(entry: hub.ModelEntry, server: FileServer, ranges: bool) -> None:
+    server.ranges = ranges
+    server.cuts = [300_000, 310_000]
+    assert hub.pull("tiny", progress=False).read_bytes() == MODEL
+    # Without ranges each attempt starts over, and the second still got farther than the first.
+    assert server.requests == [None, "bytes=300000-", "bytes=610000-" if ranges else "bytes=310000-"]
+
+
+@pytest.mark.parametrize("ranges", [True, False], ids=["ranges", "no-ranges"])
+def test_interrupted_pull_is_continued_by_the_next(
+    entry: hub.ModelEntry, server: FileServer, tmp_path: Path, ranges: bool
+) -> None:
+    server.cuts = [300_000, 0]
+    with pytest.raises(ModelNotFoundError, match="cut after 300000 bytes"):
+        hub.pull("tiny", progress=False)
+    assert (tmp_path / "cache/models/tiny-model==1.0.whl.part").read_bytes() == server.content[:300_000]
+    server.ranges = ranges
+    assert hub.pull("tiny", progress=False).read_bytes() == MODEL
+    assert server.requests[2:] == ["bytes=300000-"]
+    assert "tiny-model==1.0.whl.part" not in cached_names(tmp_path)
+
+
+def test_complete_part_is_used_without_another_byte(entry: hub.ModelEntry, server: FileServer, tmp_path: Path) -> None:
+    (tmp_path / "cache/models").mkdir(parents=True)
+    (tmp_path / "cache/models/tiny-model==1.0.whl.part").write_bytes(server.content)
+    assert hub.pull("tiny", progress=False).read_bytes() == MODEL
+    assert server.requests == [f"bytes={len(server.content)}-"]
+
+
+def test_part_longer_than_the_file_starts_over(server: FileServer, tmp_path: Path) -> None:
+    server.content = b"short"
+    part = tmp_path / "part"
+    part.write_bytes(b"something much longer")
+    download(server.url, part, progress=False)
+    assert part.read_bytes() == b"short"
+
+
+def test_file_url(tmp_path: Path) -> None:
+    source = tmp_path / "a source.whl"
+    source.write_bytes(MODEL)
+    (tmp_path / "part").write_bytes(b"left over")
+    download(source.as_uri(), tmp_path / "part", progress=False)
+    assert (tmp_path / "part").read_bytes() == MODEL
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"sha256": "0" * 64}, "expected sha256 0000"),
+        ({"size": len(MODEL) + 1}, "expected 700002 bytes, got 700001"),
+        ({"member": "tiny_model/other.gguf"}, "holds no tiny_model/other.gguf"),
+    ],
+)
+def test_wrong_content_is_refused_and_removed(
+    entry: hub.ModelEntry,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, object],
+    reason: str,
+) -> None:
+    wrong = dataclasses.replace(entry, **change)  # type: ignore[arg-type]
+    monkeypatch.setattr(hub, "_REGISTRY", {"tiny": wrong})
+    with pytest.raises(ModelNotFoundError, match=reason):
+        hub.pull("tiny", progress=False)
+    assert [name for name in cached_names(tmp_path) if not name.endswith(".lock")] == []
+
+
+@pytest.mark.parametrize("damage", ["no archive", "flipped byte"])
+def test_damaged_wheel_is_refused_and_removed(
+    entry: hub.ModelEntry, server: FileServer, tmp_path: Path, damage: str
+) -> None:
+    good = server.content
+    server.content = b"<html>" * 99 if damage == "no archive" else good[:5000] + bytes([good[5000] ^ 255]) + good[5001:]
+    with pytest.raises(ModelNotFoundError) as caught:
+        hub.pull("tiny", progress=False)
+    assert "\n" not in str(caught.value)
+    assert cached_names(tmp_path) == ["Tiny.gguf.lock"]
+    server.content = good
+    assert hub.pull("tiny", progress=False).read_bytes() == MODEL
+
+
+def test_server_errors_are_one_line(entry: hub.ModelEntry, server: FileServer) -> None:
+    server.status = 404
+    with pytest.raises(ModelNotFoundError, match=r"model 'tiny' could not be downloaded: .*404.*tiny-model==1\.0\)$"):
+        hub.pull("tiny", progress=False)
+    assert len(server.requests) == 1
+
+
+def test_no_server(entry: hub.ModelEntry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "_wheel_url", lambda requirement: "http://127.0.0.1:1/x.whl")
+    with pytest.raises(ModelNotFoundError, match="refused"):
+        hub.pull("tiny", progress=False)
+
+
+def test_cache_that_cannot_be_written(entry: hub.ModelEntry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FASTINFER_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ModelNotFoundError, match="could not be downloaded"):
+        hub.pull("tiny", progress=False)
+
+
+def test_two_pulls_at_once_download_once(entry: hub.ModelEntry, server: FileServer) -> None:
+    # flock belongs to the open file, so two threads exclude each other as two processes do.
+    with ThreadPoolExecutor(2) as pool:
+        paths = list(pool.map(lambda _: hub.pull("tiny", progress=False), range(2)))
+    assert paths[0] == paths[1]
+    assert paths[0].read_bytes() == MODEL
+    assert server.requests == [None]
+
+
+def test_installed_package_is_used_in_place(
+    entry: hub.ModelEntry, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(make_wheel(tmp_path)) as archive:
+        archive.extractall(tmp_path / "site")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert hub.pull("tiny", progress=False) == tmp_path / "site" / MEMBER
+    assert server.requests == []
+
+
+def test_pip_names_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = make_wheel(tmp_path)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    assert hub._wheel_url("tiny-model==1.0") == wheel.as_uri()
+    with pytest.raises(OSError, match=r"^pip: .*tiny-model==2\.0"):
+        hub._wheel_url("tiny-model==2.0")
+
+
+def test_environment_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'No module named pip' >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("FASTINFER_CACHE", str(tmp_path / "cache"))
+    entry = dataclasses.replace(hub.models()[0], requirement="not-installed==1.0")
+    monkeypatch.setattr(hub, "_REGISTRY", {entry.name: entry})
+    with pytest.raises(ModelNotFoundError, match="No module named pip") as caught:
+        hub.pull(entry.name)
+    assert "\n" not in str(caught.value)
+
+
+def test_resolve_takes_local_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "any.gguf"
+    file.touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert hub.resolve(file) == hub.resolve(str(file)) == hub.resolve("~/any.gguf") == file
+    with pytest.raises(ModelNotFoundError, match="got a folder"):
+        hub.resolve(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nonsense",
+        "SMOLLM2-135m-instruct",
+        "/no/such.gguf",
+        "./a/b.gguf",
+        "org/repo",
+        "\0",
+        "a" * 5000,
+        "~nobody-here/x.gguf",
+    ],
+)
+def test_unknown_names(name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=hub.DEFAULT_MODEL) as caught:
+        hub.resolve(name)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "repository", "file"),
+    [
+        ("org/repo/model.gguf", "org/repo", "model.gguf"),
+        ("org/repo:model.gguf", "org/repo", "model.gguf"),
+        ("Org-1/re.po_2/sub/folder/model-Q4.gguf", "Org-1/re.po_2", "sub/folder/model-Q4.gguf"),
+    ],
+)
+def test_hugging_face_names(monkeypatch: pytest.MonkeyPatch, name: str, repository: str, file: str) -> None:
+    calls = []
+    fake = types.ModuleType("huggingface_hub")
+    fake.hf_hub_download = lambda *args: calls.append(args) or "/cache/model.gguf"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
+    assert hub.resolve(name) == Path("/cache/model.gguf")
+    assert calls == [(repository, file)]
+
+
+def test_hugging_face_offline(tmp_path: Path) -> None:
+    # In a process of its own, because huggingface_hub reads its environment when it is imported.
+    code = (
+        "from fastinfer import errors, hub\n"
+        "try: hub.resolve('org/repo/model.gguf')\n"
+        "except errors.ModelNotFoundError as error: print(error)"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert answer.stdout.startswith("model 'org/repo/model.gguf': neither a local file nor on the Hugging Face hub: ")
+    assert len(answer.stdout.splitlines()) == 1
+
+
+def test_registry() -> None:
+    names = [entry.name for entry in hub.models()]
+    assert hub.DEFAULT_MODEL in names
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"FASTINFER_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a/models"),
+        ({"FASTINFER_CACHE": "", "XDG_CACHE_HOME": "/b"}, "/b/fastinfer/models"),
+        ({"XDG_CACHE_HOME": "", "HOME": "/c"}, "/c/.cache/fastinfer/models"),
+    ],
+)
+def test_cache_folder(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str) -> None:
+    monkeypatch.delenv("FASTINFER_CACHE", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert hub._cache_folder() == Path(expected)

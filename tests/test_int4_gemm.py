@@ -1,0 +1,10 @@
+"""The linear layer with 4-bit weights."""
+
+from helpers import device_fixture
+from quantized_gemm import QuantizedGemmTests
+
+device = device_fixture("cpu")
+
+
+class TestInt4Gemm(QuantizedGemmTests):
+    bits = 4

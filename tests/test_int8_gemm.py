@@ -1,0 +1,10 @@
+"""The linear layer with 8-bit weights."""
+
+from helpers import device_fixture
+from quantized_gemm import QuantizedGemmTests
+
+device = device_fixture("cpu")
+
+
+class TestInt8Gemm(QuantizedGemmTests):
+    bits = 8

@@ -1,0 +1,273 @@
+"""The Python API on the default model, computed in fp32."""
+
+import threading
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import fastinfer
+from fastinfer import LLM, RequestError, RequestOutput, SamplingParams
+from fastinfer.errors import ModelNotFoundError
+
+PROMPTS = [
+    "Once upon a time",
+    "The capital of France is",
+    "def fibonacci(n):",
+    "Wasser kocht bei",
+    "1, 2, 3, 4,",
+    "A",
+    "In the beginning " * 20,
+]
+MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+def greedy(max_tokens: int = 24, **fields: object) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
+
+
+def texts(outputs: list[RequestOutput]) -> list[str]:
+    return [output.outputs[0].text for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def llm(model_path: Path) -> LLM:
+    return LLM(str(model_path), dtype="float32", max_model_len=512, max_num_seqs=8)
+
+
+def test_batched_equals_one_by_one(llm: LLM) -> None:
+    batched = llm.generate(PROMPTS, greedy())
+    alone = [llm.generate(prompt, greedy())[0] for prompt in PROMPTS]
+    assert [output.outputs[0].token_ids for output in batched] == [output.outputs[0].token_ids for output in alone]
+    assert texts(batched) == texts(alone)
+    assert [output.prompt for output in batched] == PROMPTS
+
+
+def test_chunked_prefill_and_preemption_change_no_text(llm: LLM, model_path: Path) -> None:
+    tight = LLM(
+        str(model_path),
+        dtype="float32",
+        max_model_len=128,
+        max_num_batched_tokens=7,
+        block_size=16,
+        kv_cache_memory=6_000_000,
+    )
+    assert texts(tight.generate(PROMPTS, greedy(40))) == texts(llm.generate(PROMPTS, greedy(40)))
+    assert tight.engine.stats().num_preemptions > 0
+    assert tight.engine.stats().num_used_blocks == 0
+
+
+def test_the_text_is_sensible(llm: LLM) -> None:
+    assert "Paris" in llm.generate("The capital of France is", greedy())[0].outputs[0].text
+    assert "Paris" in llm.chat(MESSAGES, greedy()).outputs[0].text
+
+
+def test_forms_of_a_prompt(llm: LLM) -> None:
+    text = PROMPTS[0]
+    ids = llm.tokenizer.encode(text)
+    plain, as_dict, as_ids = llm.generate([text, {"prompt": text}, {"prompt_token_ids": ids}], greedy())
+    assert plain.outputs[0].token_ids == as_dict.outputs[0].token_ids == as_ids.outputs[0].token_ids
+    assert plain.prompt_token_ids == as_dict.prompt_token_ids == as_ids.prompt_token_ids == ids
+    assert (plain.prompt, as_dict.prompt, as_ids.prompt) == (text, text, None)
+    assert llm.generate([], greedy()) == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "prompt must have at least 1 token, got 0"),
+        ("word " * 600, "prompt must be shorter than max_model_len=512 tokens, got"),
+        ({"prompt_token_ids": []}, "prompt must have at least 1 token"),
+        ({"prompt_token_ids": [10**6]}, "prompt_token_ids must be an integer in 0..49151, got 1000000"),
+        ({"prompt_token_ids": "123"}, "prompt_token_ids must be a list, got str"),
+        ({"prompt": 5}, "prompt must be a string"),
+        ({"text": "a"}, "prompt must be a string, .* got \\['text'\\]"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, "prompt must be a string"),
+        (5, "prompt must be a string, .* got int"),
+        (None, "prompt must be a string, .* got NoneType"),
+        ("\ud800", "lone surrogate"),
+    ],
+)
+def test_a_prompt_that_cannot_be_served_stops_everything_before_it_runs(llm: LLM, prompt: object, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.generate(["fine", prompt], greedy())  # type: ignore[list-item]
+    with pytest.raises(RequestError, match=message):
+        llm.stream(prompt, greedy())  # type: ignore[arg-type]
+    assert not llm.engine.has_unfinished
+
+
+def test_params_per_prompt(llm: LLM) -> None:
+    outputs = llm.generate(PROMPTS[:3], [greedy(1), greedy(5), greedy(3)])
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 5, 3]
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * 3
+    with pytest.raises(RequestError, match="params must be one or 3, as many as prompts, got 2"):
+        llm.generate(PROMPTS[:3], [greedy(), greedy()])
+    with pytest.raises(RequestError, match="params must be SamplingParams, got dict"):
+        llm.generate("a", {"temperature": 0})  # type: ignore[arg-type]
+
+
+def test_stop_strings(llm: LLM) -> None:
+    text = llm.generate(PROMPTS[0], greedy())[0].outputs[0].text
+    stop = text[len(text) // 2 : len(text) // 2 + 6]
+    completion = llm.generate(PROMPTS[0], greedy(stop=stop))[0].outputs[0]
+    assert completion.text == text[: text.index(stop)]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    assert "".join(llm.stream(PROMPTS[0], greedy(stop=[stop]))) == completion.text
+
+
+def test_eos_and_ignore_eos(llm: LLM) -> None:
+    ended = llm.chat(MESSAGES, greedy(100)).outputs[0]
+    assert ended.finish_reason == "stop"
+    assert ended.token_ids[-1] in llm.tokenizer.eos_ids
+    assert "<|im_end|>" not in ended.text
+    count = len(ended.token_ids) + 5
+    longer = llm.chat(MESSAGES, greedy(count, ignore_eos=True, skip_special_tokens=False)).outputs[0]
+    assert longer.token_ids[: len(ended.token_ids)] == ended.token_ids
+    assert len(longer.token_ids) == count
+    assert longer.finish_reason == "length"
+    assert longer.text.startswith(ended.text + "<|im_end|>")
+
+
+def test_the_context_ends_the_text(llm: LLM) -> None:
+    output = llm.generate({"prompt_token_ids": [5] * 508}, greedy(100, ignore_eos=True))[0]
+    assert len(output.outputs[0].token_ids) == 4
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_logprobs(llm: LLM) -> None:
+    completion = llm.generate(PROMPTS[1], greedy(6, logprobs=3))[0].outputs[0]
+    assert completion.logprobs is not None
+    for token_id, entries in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert len(entries) == 3
+        assert entries[token_id].rank == 1
+        assert entries[token_id].logprob == max(entry.logprob for entry in entries.values()) <= 0
+    joined = "".join(
+        entries[i].decoded_token for i, entries in zip(completion.token_ids, completion.logprobs, strict=True)
+    )
+    assert joined == completion.text
+
+
+def test_seeds_reproduce(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=16, seed=7)
+    alone = llm.generate(PROMPTS[0], params)[0].outputs[0].token_ids
+    among = llm.generate(PROMPTS, params)
+    assert among[0].outputs[0].token_ids == alone
+    other = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=16, seed=8)
+    assert llm.generate(PROMPTS[0], other)[0].outputs[0].token_ids != alone
+
+
+@pytest.mark.parametrize("prompt", [PROMPTS[0], "Write an emoji: 😀😃😄"])
+def test_pieces_join_to_the_text(llm: LLM, prompt: str) -> None:
+    expected = llm.generate(prompt, greedy())[0].outputs[0]
+    pieces = list(llm.stream(prompt, greedy()))
+    assert "".join(pieces) == expected.text
+    assert all(pieces)
+    assert len(pieces) > 5
+    outputs = list(llm.stream_outputs(prompt, greedy()))
+    assert outputs[-1].outputs[0].token_ids == expected.token_ids
+    assert [output.finished for output in outputs].count(True) == 1
+    for earlier, later in pairwise(outputs):
+        assert later.outputs[0].text == earlier.outputs[0].text + later.outputs[0].delta
+
+
+def test_stream_chat_equals_chat(llm: LLM) -> None:
+    outputs = list(llm.stream_chat(MESSAGES, greedy()))
+    assert outputs[-1].outputs[0].text == llm.chat(MESSAGES, greedy()).outputs[0].text
+    with pytest.raises(RequestError, match="messages"):
+        llm.stream_chat([], greedy())
+
+
+def test_closing_a_stream_aborts_its_request(llm: LLM) -> None:
+    for stream in (llm.stream(PROMPTS[0], greedy(400)), llm.stream_outputs(PROMPTS[0], greedy(400))):
+        next(stream)
+        assert llm.engine.stats().num_used_blocks > 0
+        stream.close()
+        assert not llm.engine.has_unfinished
+        assert llm.engine.stats().num_used_blocks == 0
+    llm.stream(PROMPTS[0], greedy())  # never started, so never added
+    assert not llm.engine.has_unfinished
+
+
+def test_streams_of_one_thread_may_be_interleaved(llm: LLM) -> None:
+    expected = texts(llm.generate(PROMPTS[:2], greedy()))
+    first, second = (llm.stream(prompt, greedy()) for prompt in PROMPTS[:2])
+    pieces = [next(first), next(second), next(first)]
+    between = llm.generate(PROMPTS[2], greedy())[0].outputs[0].text
+    assert pieces[0] + pieces[2] + "".join(first) == expected[0]
+    assert pieces[1] + "".join(second) == expected[1]
+    assert between == llm.generate(PROMPTS[2], greedy())[0].outputs[0].text
+
+
+def test_threads(llm: LLM) -> None:
+    expected = texts(llm.generate(PROMPTS[:4], greedy()))
+    got: dict[int, str] = {}
+
+    def work(index: int) -> None:
+        if index % 2:
+            got[index] = "".join(llm.stream(PROMPTS[index], greedy()))
+        else:
+            got[index] = llm.generate(PROMPTS[index], greedy())[0].outputs[0].text
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert [got[index] for index in range(4)] == expected
+    assert not llm.engine.has_unfinished
+    assert not llm._inboxes
+
+
+def test_a_failing_step_leaves_no_request_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.model, "forward", broken)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            llm.generate(PROMPTS, greedy())
+    assert not llm.engine.has_unfinished
+    assert llm.engine.stats().num_used_blocks == 0
+    assert llm.generate(PROMPTS[0], greedy(2))[0].finished
+
+
+def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(PROMPTS[:2], greedy(2), use_tqdm=True)
+    assert "2/2" in capsys.readouterr().err
+    llm.generate(PROMPTS[:2], greedy(2))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dtype": "int3"}, "dtype must be one of auto, float32, bfloat16, float16, got 'int3'"),
+        ({"device": "tpu"}, "device must be one of auto, cpu, cuda, got 'tpu'"),
+        ({"max_model_len": 0}, "max_model_len must be an integer in 1.."),
+        ({"max_model_len": 10**9}, "max_model_len must be at most the model's"),
+        ({"max_num_seqs": True}, "max_num_seqs must be an integer"),
+        ({"kv_cache_memory": 1000}, "max_model_len=.* needs a KV cache of .* bytes, got 0"),
+    ],
+)
+def test_arguments_out_of_range(model_path: Path, arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        LLM(str(model_path), **arguments)  # type: ignore[arg-type]
+
+
+def test_unknown_model() -> None:
+    with pytest.raises(ModelNotFoundError, match="no-such-model"):
+        LLM("no-such-model")
+
+
+def test_module_function_keeps_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = fastinfer.generate("The capital of France is", max_tokens=8, temperature=0.0)
+    assert "Paris" in first
+    monkeypatch.setattr("fastinfer.llm.load_model", None)  # a second load would fail
+    assert fastinfer.generate("The capital of France is", max_tokens=8, temperature=0.0) == first
+
+
+def test_lazy_exports() -> None:
+    assert {"LLM", "SamplingParams", "generate", "__version__"} <= set(dir(fastinfer))
+    assert all(getattr(fastinfer, name) is not None for name in fastinfer.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = fastinfer.nonsense

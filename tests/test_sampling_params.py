@@ -1,0 +1,51 @@
+import math
+from typing import Any
+
+import pytest
+
+from fastinfer.errors import RequestError
+from fastinfer.sampling_params import SamplingParams
+
+ODD_VALUES = [math.nan, math.inf, -math.inf, 1e308, 2**63, 2**20_000, -(2**63), True, "1", [1], b"1", 1j]
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "logprobs"])
+def test_odd_values_are_refused_with_the_name_of_the_field(field: str) -> None:
+    for value in ODD_VALUES:
+        with pytest.raises(RequestError, match=rf"^{field} must be [^\n]*\d[^\n]*, got [^\n]{{1,70}}$"):
+            SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "refused", "accepted"),
+    [
+        ("temperature", [-0.01, 100.1, None], [0, 0.0, 1, 100]),
+        ("top_p", [0, 0.0, -0.1, 1.01, None], [1e-6, 0.5, 1, 1.0]),
+        ("top_k", [-2, 1.0, 2**31, None], [-1, 0, 1, 2**31 - 1]),
+        ("min_p", [-0.1, 1.1, None], [0, 0.5, 1.0]),
+        ("max_tokens", [0, -1, 1.0, 2**31], [1, None, 2**31 - 1]),
+        ("seed", [-1, 0.0], [0, 2**63 - 1, None]),
+        ("logprobs", [-1, 21, 5.0], [0, 20, None]),
+        ("ignore_eos", [0, 1, None, "yes"], [True, False]),
+        ("skip_special_tokens", [0, 1, None, "no"], [True, False]),
+        ("stop", ["", [""], ["a", ""], [1], 1, {"a": 1}, b"a", [2**20_000]], ["a", ["a", "bc"], ("a",), [], None]),
+        ("stop_token_ids", [[-1], [True], [2**31], ["1"], [1.0], 3, "12"], [[0, 5], (1,), [], None]),
+    ],
+)
+def test_ranges(field: str, refused: list[Any], accepted: list[Any]) -> None:
+    for value in accepted:
+        SamplingParams(**{field: value})
+    for value in refused:
+        with pytest.raises(RequestError, match=f"^{field} must be "):
+            SamplingParams(**{field: value})
+
+
+def test_equal_however_given() -> None:
+    assert SamplingParams(stop="a") == SamplingParams(stop=["a"])
+    assert hash(SamplingParams(stop_token_ids=[1])) == hash(SamplingParams(stop_token_ids=(1,)))
+    assert SamplingParams(stop=None) == SamplingParams()
+
+
+def test_frozen() -> None:
+    with pytest.raises(AttributeError):
+        SamplingParams().seed = 1  # type: ignore[misc]

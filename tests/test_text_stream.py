@@ -1,0 +1,79 @@
+import random
+from itertools import pairwise
+
+import pytest
+
+from fastinfer.engine.text_stream import TextStream
+
+
+class Letters:
+    """A detokenizer whose token i is the i-th piece."""
+
+    def __init__(self, pieces: list[str], rest: str = "") -> None:
+        self.pieces = pieces
+        self.rest = rest
+
+    def add(self, token_id: int) -> str:
+        return self.pieces[token_id]
+
+    def flush(self) -> str:
+        return self.rest
+
+
+def feed(pieces: list[str], stop: tuple[str, ...], rest: str = "") -> tuple[list[str], str | None]:
+    """What was given out after each piece and at the end, and the stop string that was met."""
+    stream = TextStream(Letters(pieces, rest), stop)
+    texts = []
+    for index in range(len(pieces)):
+        stream.add(index)
+        texts.append(stream.text)
+        if stream.stopped_by is not None:
+            return texts, stream.stopped_by
+    stream.flush()
+    return [*texts, stream.text], stream.stopped_by
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "texts", "stopped_by"),
+    [
+        (["ab", "cd"], (), ["ab", "abcd", "abcd"], None),
+        (["ab", "cd"], ("x",), ["ab", "abcd", "abcd"], None),
+        (["ab", "cd"], ("bc",), ["a", "a"], "bc"),
+        (["ab", "xd"], ("bc",), ["a", "abxd", "abxd"], None),
+        (["ab"], ("bc",), ["a", "ab"], None),  # held back, then given out at the end
+        (["a", "a", "b"], ("aab",), ["", "", ""], "aab"),
+        (["a", "a", "a", "b"], ("aab",), ["", "", "a", "a"], "aab"),
+        (["hello STOP more"], ("STOP",), ["hello "], "STOP"),
+        (["abcd"], ("abcd", "bc"), ["a"], "bc"),  # bc is complete before abcd is
+        (["a", "b", "c", "d"], ("abcd", "bc"), ["", "", "a"], "bc"),
+        (["xabc"], ("bc", "abc"), ["x"], "abc"),  # both end here: the longer one
+        (["x", "", "y"], ("xy",), ["", "", ""], "xy"),
+    ],
+)
+def test_stop_strings(pieces: list[str], stop: tuple[str, ...], texts: list[str], stopped_by: str | None) -> None:
+    assert feed(pieces, stop) == (texts, stopped_by)
+
+
+def test_a_stop_string_may_come_to_light_at_the_end() -> None:
+    assert feed(["ab"], ("b\ufffd",), rest="\ufffd") == (["a", "a"], "b\ufffd")
+
+
+def test_the_result_does_not_depend_on_the_borders_of_tokens() -> None:
+    rng = random.Random(0)
+    for _ in range(2000):
+        text = "".join(rng.choices("ab", k=12))
+        stop = tuple("".join(rng.choices("ab", k=rng.randint(2, 5))) for _ in range(rng.randint(1, 3)))
+        cuts = sorted(rng.sample(range(13), rng.randint(0, 5)))
+        pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, 12], strict=True)]
+        texts, stopped_by = feed(pieces, stop)
+        assert (texts[-1], stopped_by) == _by_characters(text, stop)
+        assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
+
+
+def _by_characters(text: str, stop: tuple[str, ...]) -> tuple[str, str | None]:
+    for end in range(len(text) + 1):
+        met = [s for s in stop if text[:end].endswith(s)]
+        if met:
+            longest = max(met, key=len)
+            return text[: end - len(longest)], longest
+    return text, None

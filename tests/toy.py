@@ -1,0 +1,92 @@
+"""A model and a tokenizer for tests of the engine, small enough to say what every request must give.
+
+The model's next token is a hash of all tokens before it, as it reads them back from the paged cache: one wrong slot,
+block or position and the text is another one.
+"""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from fastinfer.engine.batch import Batch
+from fastinfer.engine.kv_cache import KVCacheTensors
+
+VOCAB_SIZE = 64
+EOS_ID = 0
+MAX_POSITION = 96
+NUM_LAYERS = 2
+
+
+def logits_of(tokens: list[int]) -> Tensor:
+    """Logits [vocab] fp32 after these tokens: different for every sequence, without ties."""
+    seed = 17
+    for token in tokens:
+        seed = (seed * 1_000_003 + token + 1) % 2**61
+    return torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def greedy(prompt: list[int], max_tokens: int, *, stop_at_eos: bool = True) -> list[int]:
+    """What greedy decoding of one request gives, without any engine."""
+    tokens = list(prompt)
+    while len(tokens) < min(len(prompt) + max_tokens, MAX_POSITION):
+        tokens.append(int(logits_of(tokens).argmax()))
+        if stop_at_eos and tokens[-1] == EOS_ID:
+            break
+    return tokens[len(prompt) :]
+
+
+class ToyModel:
+    """Stores token and position of every token in every layer, and reads all of it back."""
+
+    config = SimpleNamespace(
+        num_layers=NUM_LAYERS, num_kv_heads=1, head_dim=1, vocab_size=VOCAB_SIZE, max_position=MAX_POSITION
+    )
+
+    def __init__(self) -> None:
+        self.fail = False
+        self.batch_sizes: list[int] = []
+
+    def forward(self, batch: Batch, kv_cache: KVCacheTensors) -> Tensor:
+        if self.fail:
+            raise RuntimeError("the model broke")
+        self.batch_sizes.append(len(batch.token_ids))
+        for k, v in zip(kv_cache.k, kv_cache.v, strict=True):
+            k.view(-1)[batch.slot_mapping] = batch.token_ids.float()
+            v.view(-1)[batch.slot_mapping] = batch.positions.float()
+        texts = {int(end) - 1: self._read(batch, kv_cache, row) for row, end in enumerate(batch.query_start[1:])}
+        rows = [logits_of(texts[index]) for index in batch.logits_indices.tolist()]
+        return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
+
+    @staticmethod
+    def _read(batch: Batch, kv_cache: KVCacheTensors, row: int) -> list[int]:
+        """The sequence's tokens up to and including this step's; fails if a layer holds anything else."""
+        length = int(batch.seq_lens[row])
+        start, end = batch.query_start[row : row + 2].tolist()
+        assert batch.positions[start:end].tolist() == list(range(length - (end - start), length))
+        block_size = kv_cache.k[0].shape[1]
+        blocks = batch.block_table[row, : -(-length // block_size)].long()
+        for k, v in zip(kv_cache.k, kv_cache.v, strict=True):
+            assert torch.equal(v[blocks].flatten()[:length], torch.arange(length).float())
+            assert torch.equal(k[blocks].flatten()[:length], kv_cache.k[0][blocks].flatten()[:length])
+        return kv_cache.k[0][blocks].flatten()[:length].int().tolist()
+
+
+class ToyTokenizer:
+    """Token i is a byte or two: letters, half an umlaut (so that characters span tokens), and pairs of letters."""
+
+    eos_ids = frozenset({EOS_ID})
+    pieces = (
+        b"</s>",
+        *(bytes([c]) for c in b"abcdefghijklmnopqrstuvwxyz .,"),
+        b"\xc3",
+        b"\xa4",
+        *(bytes([c, c + 1]) for c in b"abcdefghijklmnopqrstuvwxy"),
+        *(bytes([c, c]) for c in b"abcdefg"),
+    )
+
+    def token_bytes(self, token_id: int, skip_special_tokens: bool = True) -> bytes:
+        return b"" if skip_special_tokens and token_id == EOS_ID else self.pieces[token_id]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return b"".join(self.token_bytes(i, skip_special_tokens) for i in ids).decode(errors="replace")
