@@ -24,10 +24,10 @@ STABLE_TORCH_LIBRARY(fastinfer, m) {
       "Tensor? residual) -> Tensor");
   m.def(
       "int8_gemm(Tensor x, Tensor qweight, Tensor scales, Tensor? mins, int out_features, Tensor? bias, "
-      "Tensor? norm_weight, float eps, str? activation, Tensor? residual, bool quantize_activations) -> Tensor");
+      "Tensor? norm_weight, float eps, str? activation, Tensor? residual, int activation_bits) -> Tensor");
   m.def(
       "int4_gemm(Tensor x, Tensor qweight, Tensor scales, Tensor? mins, int out_features, Tensor? bias, "
-      "Tensor? norm_weight, float eps, str? activation, Tensor? residual, bool quantize_activations) -> Tensor");
+      "Tensor? norm_weight, float eps, str? activation, Tensor? residual, int activation_bits) -> Tensor");
   m.def("int4_pack(Tensor q) -> Tensor");
   m.def("int8_pack(Tensor q) -> Tensor");
   m.def(

@@ -6,6 +6,8 @@ import pytest
 
 from fastinfer import hub
 
+pytest.register_assert_rewrite("helpers", "quantized_gemm")
+
 
 @pytest.fixture(scope="session")
 def model_path() -> Path:

@@ -25,8 +25,9 @@ def gemm_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield "gemm", (x, torch.randn(96, 64).bfloat16() / 8, *fused)
         for bits in (8, 4):
             weight = random_weight(bits, 96, 64).packed.values()
-            yield f"int{bits}_gemm", (x, *weight, *fused, False)
-            yield f"int{bits}_gemm", (x, *weight, *fused, True)
+            yield f"int{bits}_gemm", (x, *weight, *fused, 32)
+            yield f"int{bits}_gemm", (x, *weight, *fused, 16)
+            yield f"int{bits}_gemm", (x, *weight, *fused, 8)
 
 
 def pack_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 TILE_ROWS = 16
-ACTIVATION_BLOCK = 32  # inputs that share one scale when activations are rounded to int8
+ACTIVATION_BLOCK = 16
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -114,11 +114,11 @@ def gemm(
     eps: float = 1e-6,
     activation: str | None = None,
     residual: Tensor | None = None,
-    quantize_activations: bool = False,
+    activation_bits: int = 32,
 ) -> Tensor:
     """Also the reference of int8_gemm and int4_gemm: ``weight`` is then the dequantised one."""
     x = x.double() if norm_weight is None else rms_norm(x, norm_weight, eps)
-    if quantize_activations:
+    if activation_bits == 8:
         x = round_activations(x)
     out = x @ weight.double().T
     if bias is not None:

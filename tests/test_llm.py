@@ -223,7 +223,7 @@ def test_a_failing_step_leaves_no_request_behind(llm: LLM, monkeypatch: pytest.M
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.model, "forward", broken)
+        patch.setattr(type(llm.engine.model), "forward", broken)
         with pytest.raises(RuntimeError, match="out of memory"):
             llm.generate(PROMPTS, greedy())
     assert not llm.engine.has_unfinished

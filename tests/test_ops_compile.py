@@ -79,7 +79,7 @@ class Block(torch.nn.Module):
         table, lens, start = (t.to(x.device) for t in (int32(0, 1, 2, 3)[None], int32(tokens), int32(0, tokens)))
         attended = ops.paged_attention(q, k_cache, v_cache, table, lens, start).view(tokens, HIDDEN)
         x = ops.int8_gemm(attended, **self.output, residual=x)
-        hidden = ops.int4_gemm(x, **self.gate_up, norm_weight=self.norm, activation="silu", quantize_activations=True)
+        hidden = ops.int4_gemm(x, **self.gate_up, norm_weight=self.norm, activation="silu", activation_bits=8)
         update = ops.int4_gemm(hidden, **self.down)
         normed = ops.add_rms_norm(update, x, self.norm)
         gated = ops.silu_and_mul(normed) + ops.gelu_and_mul(normed)

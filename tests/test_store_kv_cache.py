@@ -24,9 +24,10 @@ def empty_caches(
 
 
 def random_slots(tokens: int, block_size: int, device: str) -> Tensor:
-    """Distinct slots in no order, every third one -1."""
-    slots = torch.randperm(NUM_BLOCKS * block_size, device=device)[:tokens]
-    slots[::3] = -1
+    """Distinct slots, the first and the last of the cache before others in no order; every third one is -1."""
+    last = NUM_BLOCKS * block_size - 1
+    slots = torch.cat([torch.tensor([0, last]), torch.randperm(last - 1) + 1])[:tokens].to(device)
+    slots[2::3] = -1
     return slots
 
 

@@ -259,9 +259,9 @@ class Worker {
     const int64_t entry = position / p_.block_size;
     const int32_t block = p_.block_table[item_.seq * p_.max_blocks + entry];
     if (block < 0 || block >= p_.num_blocks) {
-      throw std::out_of_range("paged_attention: block_table[" + std::to_string(item_.seq) + ", " +
-                              std::to_string(entry) + "] must be in 0.." + std::to_string(p_.num_blocks - 1) +
-                              ", got " + std::to_string(block));
+      throw std::runtime_error("paged_attention: block_table[" + std::to_string(item_.seq) + ", " +
+                               std::to_string(entry) + "] must be in 0.." + std::to_string(p_.num_blocks - 1) +
+                               ", got " + std::to_string(block));
     }
     return static_cast<int64_t>(block) * p_.block_size + position % p_.block_size;
   }

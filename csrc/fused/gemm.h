@@ -50,7 +50,7 @@ struct QuantizedWeight {
 
 struct QuantizedGemmParams : GemmParams {
   QuantizedWeight weight;
-  bool quantize_activations;  // int8, one scale per row and block of 32 inputs
+  int activation_bits;  // 32: fp32 products; 16 or 8: integer ones, a scale per row and 16 inputs
 };
 
 }  // namespace fastinfer

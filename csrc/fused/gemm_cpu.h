@@ -28,14 +28,6 @@ struct FloatRows {
   int64_t stride;
 };
 
-// Rows of x after the prologue, in 8 bits per block of 32 inputs: x ~ scale * q.
-struct Int8Rows {
-  const int8_t* q;       // [m, k]
-  const float* scale;    // [m, k / 32]
-  const int32_t* total;  // [m, k / 32]: sum of q
-  int64_t k;
-};
-
 inline void load_row(const GemmParams& p, int64_t row, float* out) {
   dispatch(p.dtype, [&]<class T>(T) {
     const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
@@ -58,49 +50,6 @@ inline FloatRows float_rows(const GemmParams& p) {
     }
   });
   return {data, stride};
-}
-
-// scale = max |x| / 127, q = round to nearest even of x / scale; a block of zeros gets scale 0.
-inline void quantize_block(const float* x, int8_t* q, float* scale, int32_t* total) {
-  static_assert(kBlockInputs % kLanes == 0);
-  f32v largest{};
-  for (int i = 0; i < kBlockInputs; i += kLanes) {
-    const f32v v = load(x + i);
-    largest = max(largest, max(v, -v));
-  }
-  const float amax = reduce_max(largest);
-  *scale = amax / 127.0f;
-  const f32v inverse = broadcast(amax > 0.0f ? 127.0f / amax : 0.0f);
-  const float kRound = 12582912.0f;  // 1.5 * 2^23 rounds to the nearest even integer
-  i32v sum{};
-  for (int i = 0; i < kBlockInputs; i += kLanes) {
-    const i32v rounded = (i32v)(load(x + i) * inverse + kRound) - (i32v)broadcast(kRound);
-    sum += rounded;
-    typedef int8_t i8quarter __attribute__((vector_size(kLanes)));
-    store_as(q + i, __builtin_convertvector(rounded, i8quarter));
-  }
-  int32_t lanes[kLanes];
-  store_as(lanes, sum);
-  *total = 0;
-  for (int32_t lane : lanes) *total += lane;
-}
-
-inline Int8Rows int8_rows(const GemmParams& p) {
-  const int64_t blocks = p.k / kBlockInputs;
-  int8_t* q = scratch_array<int8_t>(kQuantized, p.m * p.k);
-  float* scale = scratch_array<float>(kScales, p.m * blocks * 2);
-  int32_t* total = reinterpret_cast<int32_t*>(scale + p.m * blocks);
-  parallel_for(p.m, [&](int64_t begin, int64_t end) {
-    float* row_buffer = scratch_array<float>(kRowBuffer, p.k);
-    for (int64_t row = begin; row < end; ++row) {
-      load_row(p, row, row_buffer);
-      for (int64_t b = 0; b < blocks; ++b) {
-        const int64_t i = row * blocks + b;
-        quantize_block(row_buffer + b * kBlockInputs, q + i * kBlockInputs, scale + i, total + i);
-      }
-    }
-  });
-  return {q, scale, total, p.k};
 }
 
 FASTINFER_INLINE f32v load_vector_arg(const VectorArg& arg, int64_t i, int64_t lanes) {

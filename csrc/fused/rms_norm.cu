@@ -1,5 +1,7 @@
 // RMSNorm on the GPU: a block per row, 16-byte accesses where the row allows. The second sweep finds the row in L1 or
 // L2, so memory is read once.
+#include <algorithm>
+
 #include "common/cuda/dtype.h"
 #include "common/cuda/launch.h"
 #include "common/cuda/reduce.h"
@@ -57,7 +59,7 @@ bool aligned(const void* p) {
 
 void rms_norm(const RmsNormParams& p, void* stream) {
   if (p.hidden == 0) return;
-  dispatch(p.dtype, [&]<class T>(T) {
+  dispatch_cuda(p.dtype, [&]<class T>(T) {
     const bool vectorised = p.hidden % kVectorElements<T> == 0 && aligned(p.x) && aligned(p.residual) && aligned(p.out);
     const auto run = [&]<class W>(W) {
       vectorised ? launch_rows<T, W, kVectorElements<T>>(p, stream) : launch_rows<T, W, 1>(p, stream);

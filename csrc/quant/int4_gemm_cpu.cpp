@@ -19,9 +19,10 @@ struct Int4Format {
       }
     }
 
-    FASTINFER_INLINE i32v dot(const int8_t* x, int32_t /*total*/) const {
+    // With 16 inputs, the half-th run of the block.
+    FASTINFER_INLINE i32v dot(int half, const int8_t* x, int32_t /*total*/) const {
       Int4Dot result;
-      for (int i = 0; i < 2 * kSteps; ++i) result.add(q[i], broadcast4(x + 4 * i));
+      for (int i = 0; i < kSteps; ++i) result.add(q[half * kSteps + i], broadcast4(x + 4 * i));
       return result.sum();
     }
   };

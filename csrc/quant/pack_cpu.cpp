@@ -2,6 +2,7 @@
 #include "quant/pack.h"
 
 #include <cstring>
+#include <stdexcept>
 
 #include "common/cpu/parallel.h"
 
@@ -27,6 +28,7 @@ void pack_row(const PackParams& p, int64_t row) {
     if (q != nullptr && p.bits == 4) {
       uint32_t high;
       std::memcpy(&high, q + input + 4, 4);
+      if (((bytes | high) & 0xf0f0f0f0u) != 0) throw std::runtime_error("int4_pack: q must be 0..15 throughout");
       bytes |= high << 4;
     }
     std::memcpy(destination, &bytes, 4);
@@ -40,12 +42,12 @@ void dequantize_row(const DequantizeParams& p, int64_t row, Out* out) {
   const int64_t first_scale = row / kTileRows * (p.k / group) * kTileRows + row % kTileRows;
   for (int64_t input = 0; input < p.k; ++input) {
     const uint8_t byte = q[packed_offset(row, input, p.k, p.bits) + input % 4];
-    const float value = p.bits == 8 ? static_cast<int8_t>(byte) : (input % 8 < 4 ? byte & 0x0f : byte >> 4);
+    const int offset = p.bits == 4 && p.weight.mins == nullptr ? 8 : 0;
+    const int value = p.bits == 8 ? static_cast<int8_t>(byte) : (input % 8 < 4 ? byte & 0x0f : byte >> 4) - offset;
     const int64_t s = first_scale + input / group * kTileRows;
     const float scale = to_float(static_cast<const Scale*>(p.weight.scales)[s]);
-    const float min = p.weight.mins != nullptr ? to_float(static_cast<const Scale*>(p.weight.mins)[s])
-                                               : (p.bits == 4 ? -8.0f * scale : 0.0f);
-    out[input] = from_float<Out>(scale * value + min);
+    const float min = p.weight.mins != nullptr ? to_float(static_cast<const Scale*>(p.weight.mins)[s]) : 0.0f;
+    out[input] = from_float<Out>(scale * static_cast<float>(value) + min);
   }
 }
 

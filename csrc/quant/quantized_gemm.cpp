@@ -8,14 +8,15 @@ namespace {
 template <int kBits>
 Tensor quantized_gemm(const Tensor& x, const Tensor& qweight, const Tensor& scales, std::optional<Tensor> mins,
                       int64_t out_features, std::optional<Tensor> bias, std::optional<Tensor> norm_weight, double eps,
-                      std::optional<std::string> activation, std::optional<Tensor> residual,
-                      bool quantize_activations) {
+                      std::optional<std::string> activation, std::optional<Tensor> residual, int64_t activation_bits) {
   const Checks check(kBits == 4 ? "int4_gemm" : "int8_gemm", x);
   const QuantizedWeight weight = quantized_weight(check, qweight, scales, mins, out_features, kBits);
   Tensor out;
   const GemmArgs args{x, bias, norm_weight, eps, activation, residual};
   const GemmParams common = gemm_params(check, args, out_features, qweight.size(1) * kBlockInputs, out);
-  const QuantizedGemmParams params{common, weight, quantize_activations};
+  check.require(activation_bits == 8 || activation_bits == 16 || activation_bits == 32,
+                "activation_bits must be 8, 16 or 32, got ", activation_bits);
+  const QuantizedGemmParams params{common, weight, static_cast<int>(activation_bits)};
   kBits == 4 ? cpu::int4_gemm(params) : cpu::int8_gemm(params);
   return out;
 }

@@ -6,6 +6,7 @@
 
 #include "common/cpu/dot.h"
 #include "fused/gemm_cpu.h"
+#include "quant/quantized_rows.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 
@@ -27,14 +28,13 @@ struct Scales {
   }
 };
 
-// Integer products: activations in 8 bits. y = sum over blocks of (scale_w scale_x) dot(q_w, q_x) + min_w (scale_x sum
-// q_x).
-template <class Format, class Scale>
+// Integer products. y = sum over runs of 16 inputs of (scale_w scale_x) dot(q_w, q_x), plus min_w (sum of x).
+template <class Format, class Scale, int kPlanes>
 struct IntegerKernel {
   static constexpr int kMaxRows = 16;
 
   const QuantizedGemmParams& p;
-  Int8Rows x;
+  QuantizedRows x;
   Scales<Scale> scales;
 
   template <int kRows>
@@ -50,18 +50,27 @@ struct IntegerKernel {
         const bool has_min = scales.mins != nullptr;
         const f32v min = has_min ? load(scales.mins + s + h * kLanes) : scale * Format::kSymmetricMin;
         for (int r = 0; r < kRows; ++r) {
-          const int64_t xb = (row + r) * blocks + b;
-          const f32v dot = to_f32(block.dot(x.q + xb * kBlockInputs, x.total[xb]));
-          acc[r][h] += dot * (scale * x.scale[xb]);
-          if (has_min || Format::kSymmetricMin != 0.0f) {
-            acc[r][h] += min * (x.scale[xb] * static_cast<float>(x.total[xb]));
+          const int64_t at = (row + r) * p.k + b * kBlockInputs;
+          for (int half = 0; half < kBlockInputs / kScaleInputs; ++half) {
+            const int64_t i = at / kScaleInputs + half;
+            acc[r][h] += to_f32(dot(block, half, at + half * kScaleInputs, i)) * (scale * x.scale[i]);
           }
+          if (has_min || Format::kSymmetricMin != 0.0f) acc[r][h] += min * x.sum[at / kBlockInputs];
         }
       }
     }
     for (int r = 0; r < kRows; ++r) {
       for (int h = 0; h < kHalves; ++h) store(sums + r * stride + h * kLanes, acc[r][h]);
     }
+  }
+
+  // Products of 16 inputs: byte `at` of the planes, entry `i` of their totals.
+  FASTINFER_INLINE i32v dot(const typename Format::Block& block, int half, int64_t at, int64_t i) const {
+    i32v result = block.dot(half, x.plane[0] + at, x.total[i]);
+    if constexpr (kPlanes == 2) {
+      result = result * kPlaneBase + block.dot(half, x.plane[1] + at, x.total[x.plane_totals + i]);
+    }
+    return result;
   }
 };
 
@@ -101,10 +110,10 @@ template <class Format>
 void run_quantized_gemm(const QuantizedGemmParams& p) {
   const auto run = [&]<class Scale>(Scale) {
     const Scales<Scale> scales(p.weight, p.k);
-    if (p.quantize_activations) {
-      run_gemm(p, IntegerKernel<Format, Scale>{p, int8_rows(p), scales});
-    } else {
-      run_gemm(p, FloatKernel<Format, Scale>{p, float_rows(p), scales});
+    switch (p.activation_bits) {
+      case 8: return run_gemm(p, IntegerKernel<Format, Scale, 1>{p, quantize_rows<1>(p), scales});
+      case 16: return run_gemm(p, IntegerKernel<Format, Scale, 2>{p, quantize_rows<2>(p), scales});
+      default: return run_gemm(p, FloatKernel<Format, Scale>{p, float_rows(p), scales});
     }
   };
   p.weight.scale_dtype == DType::kFloat16 ? run(Float16{}) : run(float{});

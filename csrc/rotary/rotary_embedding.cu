@@ -33,7 +33,7 @@ void rotary_embedding(const RotaryEmbeddingParams& p, void* stream) {
   const int pairs = (p.q_heads + p.kv_heads) * p.rotary_dim / 2;
   if (pairs == 0) return;
   const auto threads = static_cast<unsigned>(std::min((pairs + kWarpSize - 1) / kWarpSize * kWarpSize, 512));
-  dispatch(p.dtype, [&]<class T>(T) {
+  dispatch_cuda(p.dtype, [&]<class T>(T) {
     launch("rotary_embedding", rotary_embedding_kernel<T>, {.grid = static_cast<unsigned>(p.tokens), .block = threads},
            stream, p);
   });

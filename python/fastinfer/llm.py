@@ -9,7 +9,6 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from fastinfer import hub
@@ -17,6 +16,7 @@ from fastinfer.chat_template import render
 from fastinfer.engine.engine import Engine, EngineConfig
 from fastinfer.errors import RequestError
 from fastinfer.models import load_model
+from fastinfer.models.config import Precision
 from fastinfer.outputs import RequestOutput
 from fastinfer.sampling_params import SamplingParams
 
@@ -73,7 +73,7 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             block_size=block_size,
-            kv_cache_dtype=torch.float32 if dtype == "float32" else torch.bfloat16,
+            kv_cache_dtype=Precision.of(dtype).kv_cache_dtype,
             kv_cache_memory=kv_cache_memory,
             device=device,
         )

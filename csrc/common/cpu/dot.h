@@ -42,7 +42,7 @@ FASTINFER_INLINE i32v add_pairs(i16v v) {
 
 #endif
 
-// 4-bit weights 0..15 by activations -127..127, over a block of 32 inputs (eight additions).
+// 4-bit weights 0..15 by activations -127..127, over at most 32 inputs (eight additions).
 class Int4Dot {
  public:
   FASTINFER_INLINE void add(u8v w, i8v a) {
@@ -69,7 +69,7 @@ class Int4Dot {
 #endif
 };
 
-// 8-bit weights -128..127 by activations -127..127, over a block of 32 inputs whose activations add up to `total`.
+// 8-bit weights -128..127 by activations -127..127 that add up to `total`.
 class Int8Dot {
  public:
   FASTINFER_INLINE void add(i8v w, i8v a) {

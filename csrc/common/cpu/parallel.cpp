@@ -72,7 +72,10 @@ class Pool {
     }
     if (sleepers_.load(std::memory_order_acquire) > 0) wake_.notify_all();
     run_part(0);
-    while (pending_.load(std::memory_order_acquire) != 0) pause();
+    // A worker whose core is taken by another program is helped by giving up ours.
+    for (int spin = 0; pending_.load(std::memory_order_acquire) != 0; ++spin) {
+      spin < kSpins ? pause() : static_cast<void>(sched_yield());
+    }
     if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
   }
 

@@ -36,7 +36,7 @@ __device__ inline __half from_float<__half>(float value) {
 
 // Calls fn with a value of the C++ type that stands for `dtype`.
 template <class Fn>
-void dispatch(DType dtype, Fn&& fn) {
+void dispatch_cuda(DType dtype, Fn&& fn) {
   switch (dtype) {
     case DType::kBFloat16: return fn(__nv_bfloat16{});
     case DType::kFloat16: return fn(__half{});

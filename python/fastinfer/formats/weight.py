@@ -65,7 +65,7 @@ class QuantizedWeight(Weight):
         bits: 4 or 8.
         qweight, scales, mins: packed, see :mod:`fastinfer.ops.pack`.
         out_features: rows before padding.
-        quantize_activations: multiply in integers, see :func:`fastinfer.ops.int8_gemm`.
+        activation_bits: precision of the input in products, see :func:`fastinfer.ops.int8_gemm`.
     """
 
     bits: int
@@ -73,7 +73,7 @@ class QuantizedWeight(Weight):
     scales: Tensor
     mins: Tensor | None
     out_features: int
-    quantize_activations: bool
+    activation_bits: int
 
     def linear(
         self,
@@ -95,7 +95,7 @@ class QuantizedWeight(Weight):
             eps=eps,
             activation=activation,
             residual=residual,
-            quantize_activations=self.quantize_activations,
+            activation_bits=self.activation_bits,
         )
 
     def rows(self, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -132,7 +132,7 @@ class ConcatenatedWeight(Weight):
         return torch.cat([part.rows(None, dtype) for part in self.parts])
 
 
-def make_weight(unpacked: Dense | Int4 | Int8, quantize_activations: bool) -> Weight:
+def make_weight(unpacked: Dense | Int4 | Int8, activation_bits: int) -> Weight:
     """The kernels' form of a weight that a reader has unpacked; nothing is rounded."""
     if isinstance(unpacked, Dense):
         return DenseWeight(unpacked.values)
@@ -143,5 +143,5 @@ def make_weight(unpacked: Dense | Int4 | Int8, quantize_activations: bool) -> We
         scales=ops.pack_scales(unpacked.scales),
         mins=None if unpacked.mins is None else ops.pack_scales(unpacked.mins),
         out_features=unpacked.q.shape[0],
-        quantize_activations=quantize_activations,
+        activation_bits=activation_bits,
     )

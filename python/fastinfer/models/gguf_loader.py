@@ -92,10 +92,8 @@ def load_gguf(file: GGUFFile, precision: Precision, max_model_len: int | None) -
     """
     config = read_config(file)
     loader = _Loader(file, precision)
-    embedding = loader.matrix("token_embd.weight", config.vocab_size, config.hidden_size)
-    lm_head = embedding
-    if "output.weight" in file.tensors:
-        lm_head = loader.matrix("output.weight", config.vocab_size, config.hidden_size)
+    embedding = loader.vocabulary("token_embd.weight", config)
+    lm_head = loader.vocabulary("output.weight", config) if "output.weight" in file.tensors else embedding
     return Decoder(
         config=config,
         dtype=precision.dtype,
@@ -154,6 +152,11 @@ class _Loader:
         tensor = self._rows(name, rows, columns)
         return self._weight(tensor, tensor.data)
 
+    def vocabulary(self, name: str, config: ModelConfig) -> Weight:
+        """The embedding or the last product; often one and the same."""
+        tensor = self._rows(name, config.vocab_size, config.hidden_size)
+        return make_weight(unpack(tensor), self._precision.logits_activation_bits)
+
     def vector(self, name: str, size: int) -> Tensor:
         """A norm's weight, fp32."""
         tensor = _tensor(self._file, name, (size,))
@@ -179,7 +182,7 @@ class _Loader:
 
     def _weight(self, tensor: GGUFTensor, data: np.ndarray) -> Weight:
         unpacked = unpack_rows(data, tensor.type, tensor.name)
-        return make_weight(unpacked, self._precision.quantize_activations)
+        return make_weight(unpacked, self._precision.activation_bits)
 
 
 def _tensor(file: GGUFFile, name: str, shape: tuple[int, ...] | None = None) -> GGUFTensor:

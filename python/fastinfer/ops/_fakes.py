@@ -54,7 +54,7 @@ def _(x: Tensor, weight: Tensor, bias, norm_weight, eps, activation, residual) -
 @register_fake("fastinfer::int8_gemm")
 @register_fake("fastinfer::int4_gemm")
 def _(  # type: ignore[no-untyped-def]
-    x, qweight, scales, mins, out_features, bias, norm_weight, eps, activation, residual, quantize_activations
+    x, qweight, scales, mins, out_features, bias, norm_weight, eps, activation, residual, activation_bits
 ) -> Tensor:
     return _gemm_out(x, out_features, activation)
 

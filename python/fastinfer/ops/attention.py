@@ -56,8 +56,7 @@ def paged_attention(
         window: sliding-window length in positions, 0 for none.
         softcap: logits become ``softcap * tanh(logits / softcap)``; 0 for none.
         sinks: [q_heads] fp32, one more logit per head that takes probability and has no value.
-        lse: [tokens, q_heads] fp32, written in place: natural logarithm of the sum of exponentials (sink included),
-            ``-inf`` where nothing was visible.
+        lse: [tokens, q_heads] fp32, written in place: natural logarithm of the sum of exponentials, sink included.
 
     Returns:
         [tokens, q_heads, head_dim], dtype of ``q``. Computed in fp32.

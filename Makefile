@@ -1,0 +1,64 @@
+# One virtual environment, .venv, serves the demo, the tests and development.
+#
+#   make demo     build, fetch the default model, let it write
+#   make test     the whole test suite
+#   make lint     formatting, linting, types
+#   make cuda     compile the CUDA kernels (needs nvcc, no GPU)
+#   make bench    end-to-end speed of this machine
+
+PYTHON ?= python3
+# The version the suite is run with; any torch from 2.11 on works. Set TORCH= to keep what is installed.
+TORCH ?= torch==2.13.0
+CUDA_ARCHS ?= 80;90a
+
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
+
+.PHONY: demo test lint format cuda bench clean
+
+demo: $(VENV)/.installed
+	$(BIN)/fastinfer pull smollm2-135m-instruct
+	$(BIN)/fastinfer generate "Why is the sky blue?" --temperature 0 --max-tokens 128
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+
+format: $(VENV)/.installed-lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+
+# Proves that the CUDA half compiles, links and imports; the result is a wheel in build/cuda.
+cuda: $(VENV)/.installed
+	FASTINFER_CUDA_ARCHS="$(CUDA_ARCHS)" FASTINFER_BUILD=cuda $(BIN)/pip wheel . --no-deps --no-build-isolation -w build/cuda
+	$(BIN)/python -m zipfile -e build/cuda/fastinfer-*.whl build/cuda/unpacked
+	PYTHONPATH=build/cuda/unpacked $(BIN)/python -c "import torch; from fastinfer import _C; print(_C.build_info())"
+
+bench: $(VENV)/.installed
+	$(BIN)/fastinfer bench
+
+clean:
+	rm -rf build $(VENV) python/fastinfer/_C.*.so python/*.egg-info
+
+# The extension is built in place against the torch of the environment, so that a second build is incremental.
+$(VENV)/.installed: $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet $(TORCH) "setuptools>=77" cmake ninja pybind11
+	$(BIN)/pip install --quiet --no-build-isolation --editable .
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(BIN)/pip install --quiet --no-build-isolation --editable ".[test]"
+	touch $@
+
+$(VENV)/.installed-lint: $(VENV)/.installed
+	$(BIN)/pip install --quiet --no-build-isolation --editable ".[lint]"
+	touch $@
