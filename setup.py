@@ -5,10 +5,10 @@ Environment:
     FASTINFER_CUDA_ARCHS  CUDA architectures, for example "80;90a"
     MAX_JOBS              compile jobs at once (default: bounded by cores and memory)
 
-CUDA is built when nvcc is found and either a GPU is visible or FASTINFER_CUDA_ARCHS is set; FASTINFER_BUILD=cuda demands
-it. torch is taken from the environment that is being installed into, also under pip's build isolation: sysconfig still
-names that environment there, so no second torch is downloaded to build against. Only where it has none, torch becomes a
-build requirement.
+CUDA is built when nvcc is found and either a GPU is visible or FASTINFER_CUDA_ARCHS is set; FASTINFER_BUILD=cuda
+demands it. torch is taken from the environment that is being installed into, also under pip's build isolation:
+sysconfig still names that environment there, so no second torch is downloaded to build against. Only where it has none,
+torch becomes a build requirement.
 """
 
 import importlib.util
@@ -49,42 +49,38 @@ def find_torch() -> Path | None:
     return None
 
 
-def gpu_is_visible() -> bool:
-    return (
-        shutil.which("nvidia-smi") is not None
-        and subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0
-    )
-
-
 def visible_gpu_archs() -> str:
+    """Architectures of the GPUs that nvidia-smi sees, empty where there is none."""
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
-    archs = sorted({line.replace(".", "") for line in lines})
+    if shutil.which(query[0]) is None:
+        return ""
+    result = subprocess.run(query, capture_output=True, text=True)
+    capabilities = re.findall(r"^(\d+)\.(\d+)$", result.stdout, re.MULTILINE)
+    archs = sorted({major + minor for major, minor in capabilities}, key=int)
     return ";".join(arch + "a" if arch == "90" else arch for arch in archs)
 
 
 def cuda_archs() -> str:
     """Architectures to build for, empty for a CPU build; prints the decision in one line."""
     mode = os.environ.get("FASTINFER_BUILD", "auto")
+    archs = os.environ.get("FASTINFER_CUDA_ARCHS", "").replace(",", ";").replace(" ", ";")
     if mode not in ("auto", "cpu", "cuda"):
         raise SystemExit(f"FASTINFER_BUILD must be auto, cpu or cuda, got {mode!r}")
-    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-    archs = os.environ.get("FASTINFER_CUDA_ARCHS", "").replace(",", ";").replace(" ", ";")
     if mode == "cpu":
         print("fastinfer: CPU build (FASTINFER_BUILD=cpu)")
         return ""
-    if mode == "cuda" and not nvcc:
-        raise SystemExit("FASTINFER_BUILD=cuda needs nvcc on the PATH or in /usr/local/cuda/bin, and found none")
-    if not nvcc:
+    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    if nvcc is None:
+        if mode == "cuda" or archs:
+            raise SystemExit(
+                "fastinfer: CUDA was asked for, but there is no nvcc on the PATH or in /usr/local/cuda/bin"
+            )
         print("fastinfer: CPU build (no nvcc found)")
         return ""
-    if not archs and gpu_is_visible():
-        archs = visible_gpu_archs()
-    if not archs and mode == "cuda":
-        archs = DEFAULT_CUDA_ARCHS
+    archs = archs or visible_gpu_archs() or (DEFAULT_CUDA_ARCHS if mode == "cuda" else "")
     if not archs:
         print(
-            'fastinfer: CPU build; nvcc is there but no GPU is visible: set FASTINFER_CUDA_ARCHS="80;90a" to build CUDA'
+            'fastinfer: CPU build (nvcc is there, but no GPU: set FASTINFER_CUDA_ARCHS="80;90a" to build CUDA as well)'
         )
         return ""
     print(f"fastinfer: CUDA build for {archs} with {nvcc}")
@@ -95,7 +91,7 @@ def cuda_archs() -> str:
 def compile_jobs() -> int:
     if jobs := os.environ.get("MAX_JOBS"):
         return max(1, int(jobs))
-    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 2**30
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return max(1, min(len(os.sched_getaffinity(0)), int(memory_gib / JOB_MEMORY_GIB)))
 
 

@@ -61,9 +61,9 @@ class Precision:
     def of(cls, dtype: str) -> "Precision":
         """The precision that a user's ``dtype`` stands for.
 
-        ``"float32"`` is fp32 throughout. ``"auto"`` keeps fp32 hidden states, which cost nothing beside the weights, and
-        multiplies in integers; ``"bfloat16"`` and ``"float16"`` do so with hidden states of that type. The cache of
-        ``"auto"`` is fp16: three more bits of mantissa than bf16, at the same speed.
+        ``"float32"`` is fp32 throughout. ``"auto"`` keeps fp32 hidden states, which cost nothing beside the weights,
+        and multiplies in integers; ``"bfloat16"`` and ``"float16"`` do so with hidden states of that type. The cache
+        of ``"auto"`` is fp16: three more bits of mantissa than bf16, at the same speed.
         """
         if dtype == "float32":
             return cls(torch.float32, 32, 32, torch.float32)
