@@ -23,6 +23,9 @@ constexpr int kMaxThreads = 1024;
 // About 50 us of pauses (40 cycles each on recent cores): longer than Python needs between two operators of a decode
 // step, short enough to leave the core to others when the engine is idle.
 constexpr int kSpins = 4096;
+// Enough that a thread which lost its core leaves most of its share to others, few enough that taking them (a few
+// nanoseconds each) does not show.
+constexpr int kChunksPerThread = 4;
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -42,7 +45,7 @@ int default_num_threads() {
 
 class Pool {
  public:
-  explicit Pool(int threads) : threads_(threads) {
+  explicit Pool(int threads) : threads_(threads), shares_(std::make_unique<Share[]>(threads)) {
     for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
   }
 
@@ -64,47 +67,73 @@ class Pool {
     items_ = items;
     context_ = context;
     job_ = job;
-    pending_.store(threads_ - 1, std::memory_order_relaxed);
+    remaining_.store(threads_ * kChunksPerThread, std::memory_order_relaxed);
+    const uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
+    for (int t = 0; t < threads_; ++t) {
+      shares_[t].cursor.store(uint64_t{epoch} << 32, std::memory_order_release);
+    }
     {
       // The lock orders the new epoch against a worker that is about to sleep.
       std::lock_guard lock(mutex_);
-      epoch_.fetch_add(1, std::memory_order_release);
+      epoch_.store(epoch, std::memory_order_release);
     }
     if (sleepers_.load(std::memory_order_acquire) > 0) wake_.notify_all();
-    run_part(0);
-    // A worker whose core is taken by another program is helped by giving up ours.
-    for (int spin = 0; pending_.load(std::memory_order_acquire) != 0; ++spin) {
+    run_chunks(0, epoch);
+    // A worker whose core is taken by another program, in the middle of a chunk, is helped by giving up ours.
+    for (int spin = 0; remaining_.load(std::memory_order_acquire) != 0; ++spin) {
       spin < kSpins ? pause() : static_cast<void>(sched_yield());
     }
     if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
   }
 
  private:
-  void run_part(int thread) {
-    const int64_t begin = items_ * thread / threads_;
-    const int64_t end = items_ * (thread + 1) / threads_;
-    if (begin == end) return;
+  // A thread's chunks: the job's epoch in the upper half, how many are taken in the lower.
+  struct alignas(64) Share {
+    std::atomic<uint64_t> cursor{0};
+  };
+
+  // The number of a chunk of thread `owner` that is now ours, or -1. It is refused once the job is over, so a worker
+  // that comes late touches nothing; and while it is granted the job cannot end, so what the job consists of stays put.
+  int take(int owner, uint32_t epoch) {
+    uint64_t cursor = shares_[owner].cursor.load(std::memory_order_acquire);
+    do {
+      const auto taken = static_cast<uint32_t>(cursor);
+      if (cursor >> 32 != epoch || taken >= kChunksPerThread) return -1;
+    } while (!shares_[owner].cursor.compare_exchange_weak(cursor, cursor + 1, std::memory_order_acq_rel));
+    return owner * kChunksPerThread + static_cast<int>(static_cast<uint32_t>(cursor));
+  }
+
+  void run_chunks(int thread, uint32_t epoch) {
+    for (int i = 0; i < threads_; ++i) {
+      const int owner = (thread + i) % threads_;
+      for (int chunk = take(owner, epoch); chunk >= 0; chunk = take(owner, epoch)) run_chunk(chunk);
+    }
+  }
+
+  void run_chunk(int chunk) {
+    const int64_t chunks = int64_t{threads_} * kChunksPerThread;
+    const int64_t begin = items_ * chunk / chunks, end = items_ * (chunk + 1) / chunks;
     try {
-      job_(context_, begin, end);
+      if (begin < end) job_(context_, begin, end);
     } catch (...) {
       std::lock_guard lock(mutex_);
       if (!error_) error_ = std::current_exception();
     }
+    remaining_.fetch_sub(1, std::memory_order_acq_rel);
   }
 
   void work(int thread) {
-    uint64_t seen = 0;
+    uint32_t seen = 0;
     while (true) {
       seen = wait_for_job(seen);
       if (stopping_) return;
-      run_part(thread);
-      pending_.fetch_sub(1, std::memory_order_release);
+      run_chunks(thread, seen);
     }
   }
 
-  uint64_t wait_for_job(uint64_t seen) {
+  uint32_t wait_for_job(uint32_t seen) {
     for (int spin = 0; spin < kSpins; ++spin) {
-      const uint64_t epoch = epoch_.load(std::memory_order_acquire);
+      const uint32_t epoch = epoch_.load(std::memory_order_acquire);
       if (epoch != seen) return epoch;
       pause();
     }
@@ -116,13 +145,14 @@ class Pool {
   }
 
   const int threads_;
+  const std::unique_ptr<Share[]> shares_;
   std::vector<std::thread> workers_;
   int64_t items_ = 0;
   const void* context_ = nullptr;
   detail::Job job_ = nullptr;
   std::exception_ptr error_;
-  std::atomic<uint64_t> epoch_{0};
-  std::atomic<int> pending_{0};
+  std::atomic<uint32_t> epoch_{0};
+  std::atomic<int> remaining_{0};
   std::atomic<int> sleepers_{0};
   std::mutex mutex_;
   std::condition_variable wake_;

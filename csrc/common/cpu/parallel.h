@@ -1,5 +1,8 @@
-// A pool of threads with static partition: thread t of n always gets the t-th of n equal, contiguous ranges.
+// A pool of threads that first work on their own share and then help each other.
 //
+// Thread t of n owns the t-th of n contiguous ranges, cut into a few chunks; whoever has finished its own takes chunks
+// of the others. On a quiet machine that is a static partition; where another program takes a core away, the rest is
+// done by the thread that runs: with a plain static partition, decoding beside two busy processes fell to a quarter.
 // Workers spin for a short while after each job before they sleep, because the jobs of a decode step follow each other
 // within microseconds and a futex wake-up costs more than most of them.
 #pragma once
@@ -18,8 +21,8 @@ using Job = void (*)(const void* context, int64_t begin, int64_t end);
 void run(int64_t items, const void* context, Job job);
 }  // namespace detail
 
-// Calls fn(begin, end) on every thread that gets a non-empty range of 0..items; returns when all are done. An exception
-// of fn reaches the caller. Nested or concurrent calls run in the calling thread alone.
+// Calls fn(begin, end) for disjoint ranges that together are 0..items; returns when all are done. An exception of fn
+// reaches the caller. Nested or concurrent calls run in the calling thread alone.
 template <class Fn>
 void parallel_for(int64_t items, const Fn& fn) {
   detail::run(items, &fn,
