@@ -107,6 +107,8 @@ class CMakeBuild(build_ext):
         build.mkdir(parents=True, exist_ok=True)
         configure = [
             "cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja",
+            # Named anew each time: an isolated build's ninja is gone when the next one starts.
+            f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja')}",
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={output}",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
