@@ -97,18 +97,11 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Options named as the fields of SamplingParams, which checks their ranges and has the defaults but two.
-
-    At its temperature of 1 small models ramble: fine as the neutral default of an interface, not for a first answer.
-    """
+    """Options named as the fields of SamplingParams, which checks their ranges and has the defaults."""
     options = parser.add_argument_group("sampling", argument_default=argparse.SUPPRESS)
-    options.add_argument("--max-tokens", type=int, metavar="N", help="end after N generated tokens")
-    options.add_argument(
-        "--temperature", type=float, default=0.7, metavar="T", help="0 takes the likeliest token; default: %(default)s"
-    )
-    options.add_argument(
-        "--top-p", type=float, default=0.95, metavar="P", help="keep the likeliest of this sum; default: %(default)s"
-    )
+    options.add_argument("--max-tokens", type=int, metavar="N", help="end after N generated tokens; default: 256")
+    options.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token; default: 0.7")
+    options.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest of this sum; default: 0.95")
     options.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens")
     options.add_argument("--min-p", type=float, metavar="P", help="drop tokens below this share of the likeliest")
     options.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")

@@ -1,6 +1,7 @@
 """The offline API: a model by name or path, and text from it."""
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import threading
@@ -18,7 +19,7 @@ from fastinfer.errors import RequestError
 from fastinfer.models import load_model
 from fastinfer.models.config import Precision
 from fastinfer.outputs import RequestOutput
-from fastinfer.sampling_params import SamplingParams
+from fastinfer.sampling_params import DEFAULT_PARAMS, SamplingParams
 
 # Text, or {"prompt": text}, or {"prompt_token_ids": [...]}.
 Prompt = str | Mapping[str, Any]
@@ -94,7 +95,7 @@ class LLM:
 
         Args:
             prompts: one or many; each text, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``.
-            params: one for all, or one per prompt.
+            params: one for all, or one per prompt; by default temperature 0.7 and top_p 0.95.
             use_tqdm: show a progress bar on stderr.
 
         Returns:
@@ -146,7 +147,7 @@ class LLM:
     ) -> list[_Prepared]:
         """Tokenise and validate, before anything runs."""
         if not isinstance(params, list):
-            params = [params or SamplingParams()] * len(prompts)
+            params = [params or DEFAULT_PARAMS] * len(prompts)
         if len(params) != len(prompts):
             raise RequestError(f"params must be one or {len(prompts)}, as many as prompts, got {len(params)}")
         requests = []
@@ -219,11 +220,11 @@ def generate(prompt: str, *, model: str = hub.DEFAULT_MODEL, **sampling: Any) ->
     Args:
         prompt: the text to go on from.
         model: a name or path, as for :class:`LLM`.
-        sampling: fields of :class:`SamplingParams`.
+        sampling: fields of :class:`SamplingParams`; temperature and top_p are 0.7 and 0.95 unless given.
 
     >>> generate("Once upon a time", max_tokens=32, temperature=0.0)
     """
-    return "".join(_loaded(model).stream(prompt, SamplingParams(**sampling)))
+    return "".join(_loaded(model).stream(prompt, dataclasses.replace(DEFAULT_PARAMS, **sampling)))
 
 
 @functools.lru_cache(maxsize=1)
