@@ -76,6 +76,6 @@ class SamplingParams:
         return tuple(ids)
 
 
-# What is used where nobody names parameters. Drawing from the unmodified distribution, the class's own default, which is
-# vLLM's, lets a small model ramble.
+# What is used where nobody names parameters. The class's own default, which is vLLM's, draws from the unmodified
+# distribution, and lets a small model ramble.
 DEFAULT_PARAMS = SamplingParams(temperature=0.7, top_p=0.95)
