@@ -22,12 +22,13 @@ def facts() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
+    extension: dict[str, Any] = {}
     try:
         import fastinfer._C as _C
     except ImportError as error:
-        extension = {"error": str(error)}
+        extension["error"] = str(error)
     else:
-        extension = _C.build_info()
+        extension |= _C.build_info()
         cpu |= _C.cpu_info()
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return {
