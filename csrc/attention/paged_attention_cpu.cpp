@@ -72,12 +72,16 @@ void multiply_rows(const float* a, int lda, const float* b, int ldb, int inner, 
 
 void multiply(const float* a, int lda, int rows, const float* b, int ldb, int inner, float* c, int ldc, int columns,
               bool accumulate) {
-  int row = 0;
-  for (; row + 4 <= rows; row += 4) {
-    multiply_rows<4>(a + row * lda, lda, b, ldb, inner, c + row * ldc, ldc, columns, accumulate);
-  }
-  for (; row < rows; ++row) {
-    multiply_rows<1>(a + row * lda, lda, b, ldb, inner, c + row * ldc, ldc, columns, accumulate);
+  for (int row = 0; row < rows; row += 4) {
+    const auto run = [&]<int kRows>() {
+      multiply_rows<kRows>(a + row * lda, lda, b, ldb, inner, c + row * ldc, ldc, columns, accumulate);
+    };
+    switch (rows - row) {
+      case 1: run.template operator()<1>(); break;
+      case 2: run.template operator()<2>(); break;
+      case 3: run.template operator()<3>(); break;
+      default: run.template operator()<4>();
+    }
   }
 }
 

@@ -20,7 +20,7 @@ struct Int4Format {
     }
 
     // With 16 inputs, the half-th run of the block.
-    FASTINFER_INLINE i32v dot(int half, const int8_t* x, int32_t /*total*/) const {
+    FASTINFER_INLINE i32v dot(int half, const int8_t* x, const int32_t* /*total*/) const {
       Int4Dot result;
       for (int i = 0; i < kSteps; ++i) result.add(q[half * kSteps + i], broadcast4(x + 4 * i));
       return result.sum();

@@ -15,11 +15,11 @@ struct Int8Format {
       for (int s = 0; s < kSteps; ++s) q[s] = load_as<i8v>(weight + s * kTileRows * 4);
     }
 
-    // With 16 inputs, the half-th run of the block, whose bytes add up to `total`.
-    FASTINFER_INLINE i32v dot(int half, const int8_t* x, int32_t total) const {
+    // With 16 inputs, the half-th run of the block, whose bytes add up to `*total`.
+    FASTINFER_INLINE i32v dot(int half, const int8_t* x, const int32_t* total) const {
       Int8Dot result;
       for (int i = 0; i < kSteps / 2; ++i) result.add(q[half * kSteps / 2 + i], broadcast4(x + 4 * i));
-      return result.sum(total);
+      return result.sum(*total);
     }
   };
 
