@@ -12,6 +12,9 @@ import torch
 import fastinfer
 
 
+NO_CUDA = 'not built: needs nvcc, and a GPU or FASTINFER_CUDA_ARCHS (for example "80;90a") when installing'
+
+
 def facts() -> dict[str, Any]:
     """Versions, CPU and GPUs of this machine, ready for JSON. Sizes are in bytes.
 
@@ -66,7 +69,7 @@ def _table(found: dict[str, Any]) -> str:
             "kernels": f"{cpu['isa']}: {cpu['isa_reason']} (built: {', '.join(cpu['isas_built'])})",
             "threads": cpu["num_threads"],
             "extension": f"{extension['compiler']}, for torch {extension['torch_target']} and newer",
-            "cuda": f"{extension['cuda_version']}, built for {archs}" if archs else "not built",
+            "cuda": f"{extension['cuda_version']}, built for {archs}" if archs else NO_CUDA,
         }
     gpus = [f"{gpu['name']} (sm_{gpu['arch']}, {gpu['memory'] / 2**30:.0f} GiB)" for gpu in found["gpus"]]
     rows["gpus"] = "; ".join(gpus) or "none seen"
