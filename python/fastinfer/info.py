@@ -11,7 +11,6 @@ import torch
 
 import fastinfer
 
-
 NO_CUDA = 'not built: needs nvcc, and a GPU or FASTINFER_CUDA_ARCHS (for example "80;90a") when installing'
 
 
