@@ -92,3 +92,27 @@ assert torch.equal(ops.gemm(x, weight), expected)
 def test_a_forked_child_gets_threads_of_its_own() -> None:
     done = subprocess.run([sys.executable, "-W", "error", "-c", FORK], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+NO_MEMORY = """
+import resource, torch
+from fastinfer import _C, ops
+x, weight = torch.randn(64, 64), torch.ones(64)
+expected = ops.rms_norm(x, weight)
+_C.set_num_threads(1024)
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 200 * 2**20,) * 2)  # stacks for some of them
+try:
+    ops.rms_norm(x, weight)
+except RuntimeError as error:
+    assert "1024 threads" in str(error), error
+else:
+    raise SystemExit("the limit did not bite")
+_C.set_num_threads(2)
+assert torch.equal(ops.rms_norm(x, weight), expected)
+"""
+
+
+def test_too_many_threads_are_an_error_not_a_hang() -> None:
+    done = subprocess.run([sys.executable, "-c", NO_MEMORY], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -46,17 +47,16 @@ int default_num_threads() {
 class Pool {
  public:
   explicit Pool(int threads) : threads_(threads), shares_(std::make_unique<Share[]>(threads)) {
-    for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
+    try {
+      for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
+    } catch (const std::system_error& error) {
+      stop();
+      throw std::runtime_error("fastinfer could not start " + std::to_string(threads) + " threads: " + error.what());
+    }
   }
 
   ~Pool() {
-    {
-      std::lock_guard lock(mutex_);
-      stopping_ = true;
-      epoch_.fetch_add(1, std::memory_order_release);
-    }
-    wake_.notify_all();
-    for (auto& worker : workers_) worker.join();
+    stop();
   }
 
   int threads() const {
@@ -87,6 +87,17 @@ class Pool {
   }
 
  private:
+  void stop() {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+      epoch_.fetch_add(1, std::memory_order_release);
+    }
+    wake_.notify_all();
+    for (auto& worker : workers_) worker.join();
+    workers_.clear();
+  }
+
   // A thread's chunks: the job's epoch in the upper half, how many are taken in the lower.
   struct alignas(64) Share {
     std::atomic<uint64_t> cursor{0};
