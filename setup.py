@@ -26,6 +26,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 MINIMUM_TORCH = (2, 11)
+MINIMUM_NVCC = (12, 4)
 DEFAULT_CUDA_ARCHS = "80;86;89;90a"
 JOB_MEMORY_GIB = 1.5  # the largest translation unit needs about 1 GiB
 
@@ -33,7 +34,7 @@ JOB_MEMORY_GIB = 1.5  # the largest translation unit needs about 1 GiB
 def find_torch() -> Path | None:
     """The folder of a torch that is new enough: of this interpreter, or of the environment around the isolation."""
     folders = [sysconfig.get_path("platlib"), sysconfig.get_path("purelib")]
-    if site.ENABLE_USER_SITE:
+    if sys.prefix == sys.base_prefix:  # pip hides the user's own folder from an isolated build; virtual ones have none
         folders.append(site.getusersitepackages())
     candidates = [Path(folder) / "torch" for folder in folders]
     spec = importlib.util.find_spec("torch")
@@ -60,6 +61,12 @@ def visible_gpu_archs() -> str:
     return ";".join(arch + "a" if arch == "90" else arch for arch in archs)
 
 
+def nvcc_version(nvcc: str) -> tuple[int, int]:
+    output = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    match = re.search(r"release (\d+)\.(\d+)", output)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
 def cuda_archs() -> str:
     """Architectures to build for, empty for a CPU build; prints the decision in one line."""
     mode = os.environ.get("FASTINFER_BUILD", "auto")
@@ -76,6 +83,13 @@ def cuda_archs() -> str:
                 "fastinfer: CUDA was asked for, but there is no nvcc on the PATH or in /usr/local/cuda/bin"
             )
         print("fastinfer: CPU build (no nvcc found)")
+        return ""
+    version = nvcc_version(nvcc)
+    if version < MINIMUM_NVCC:
+        found = f"{nvcc} is {'.'.join(map(str, version))}, and {'.'.join(map(str, MINIMUM_NVCC))} is needed"
+        if mode == "cuda" or archs:
+            raise SystemExit(f"fastinfer: CUDA was asked for, but {found}")
+        print(f"fastinfer: CPU build ({found} for CUDA)")
         return ""
     archs = archs or visible_gpu_archs() or (DEFAULT_CUDA_ARCHS if mode == "cuda" else "")
     if not archs:
@@ -102,6 +116,9 @@ class CMakeBuild(build_ext):
         torch_dir = find_torch()
         if torch_dir is None:
             raise SystemExit(f"fastinfer needs torch >= {'.'.join(map(str, MINIMUM_TORCH))} to build, and found none")
+        missing = [tool for tool in ("cmake", "ninja") if shutil.which(tool) is None]
+        if missing:
+            raise SystemExit(f"fastinfer needs {' and '.join(missing)} on the PATH to build without isolation")
         output = Path(self.get_ext_fullpath(ext.name)).resolve().parent
         build = ROOT / "build" / f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
         build.mkdir(parents=True, exist_ok=True)

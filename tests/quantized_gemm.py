@@ -84,6 +84,7 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "unknown activation": ("activation", {"activation": "swish"}),
     "activation and residual": ("residual", {"activation": "silu", "residual": torch.zeros(3, 16)}),
     "activation_bits": ("activation_bits", {"activation_bits": 4}),
+    "qweight empty": ("qweight", {"qweight": torch.zeros(2, 0, 4, 16, 4, dtype=torch.uint8)}),
     "half a gate": ("activation|out_features", {"activation": "silu", "out_features": 31}),
 }
 
@@ -198,6 +199,7 @@ class QuantizedGemmTests:
         x[1, 32:64] = 0
         x[2, 64:96] *= 1e-12
         x[3] *= 1e-30
+        x[4, :16] *= 1e-40  # its scale's reciprocal is no finite number
         weight = random_weight(self.bits, 17, 128, device=device)
         out = self.run(x, weight, activation_bits=8)
         assert out[0].eq(0).all()

@@ -377,3 +377,32 @@ def test_program_ends_with_one_line(arguments: list[str], named: str) -> None:
     assert len(program.stderr.splitlines()) == 1, program.stderr
     assert program.stderr.startswith("fastinfer: error: ")
     assert named in program.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "named"),
+    [
+        (["info"], {"FASTINFER_CPU_ISA": "foo"}, "FASTINFER_CPU_ISA"),
+        (["bench", "--prompt-tokens", "8", "--new-tokens", "2", "--requests", "1", "--repeats", "1"], {}, "/proc/none"),
+    ],
+    ids=["isa", "folder"],
+)
+def test_trouble_outside_the_program_is_one_line(
+    arguments: list[str], environment: dict[str, str], named: str, model_path: Path
+) -> None:
+    if arguments[0] == "bench":
+        arguments = [*arguments, "--out", "/proc/none"]
+    program = run_program(*arguments, env=os.environ | environment)
+    assert program.returncode in (1, 2)
+    assert "Traceback" not in program.stderr
+    assert named in program.stdout + program.stderr
+
+
+def test_closed_standard_input_and_a_narrow_terminal() -> None:
+    command = f"exec {sys.executable} -m fastinfer generate -"
+    program = subprocess.run(["sh", "-c", f"{command} <&-"], capture_output=True, text=True, timeout=120)
+    assert (program.returncode, len(program.stderr.splitlines())) == (2, 1), program.stderr
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+    program = run_program("generate", "x", "--model", "/no/such/\u00e9.gguf", env=ascii_only)
+    assert program.returncode == 2
+    assert "Traceback" not in program.stderr

@@ -1,5 +1,6 @@
 """The Python API on the default model, computed in fp32."""
 
+import gc
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -55,6 +56,31 @@ def test_chunked_prefill_and_preemption_change_no_text(llm: LLM, model_path: Pat
     assert texts(tight.generate(PROMPTS, greedy(40))) == texts(llm.generate(PROMPTS, greedy(40)))
     assert tight.engine.stats().num_preemptions > 0
     assert tight.engine.stats().num_used_blocks == 0
+
+
+def test_an_abandoned_stream_may_be_collected_in_the_middle_of_a_step(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing it must not wait for the lock that this very thread holds."""
+    stream = llm.stream_outputs(PROMPTS[0], greedy(ignore_eos=True))
+    next(stream)
+    cycle = [stream]
+    cycle.append(cycle)  # type: ignore[arg-type]  # as a traceback makes one
+    del stream, cycle
+    step = llm.engine.step
+
+    def collecting_step() -> list[RequestOutput]:
+        gc.collect()
+        return step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "step", collecting_step)
+        finished = threading.Event()
+        thread = threading.Thread(target=lambda: (llm.generate("Hi", greedy(4)), finished.set()), daemon=True)
+        thread.start()
+        assert finished.wait(60), "generate hangs"
+    llm.generate("Hi", greedy(1))
+    assert llm.engine.stats().num_used_blocks == 0
 
 
 def test_the_text_is_sensible(llm: LLM) -> None:

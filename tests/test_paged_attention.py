@@ -228,6 +228,25 @@ def test_reference_is_that_of_torch() -> None:
     torch.testing.assert_close(batch.expected()[0], expected)
 
 
+@pytest.mark.parametrize("context", [1, 64, 70, 600])
+def test_nan_in_a_visible_key_or_in_the_query_shows(context: int) -> None:
+    """Also where it is the last number that the maximum sees, and where nothing else is visible in its tile."""
+
+    def attend(q: Tensor, k: Tensor) -> Tensor:
+        blocks = -(-context // 16)
+        return ops.paged_attention(
+            q, k, torch.ones_like(k), int32(*range(blocks)).view(1, -1), int32(context), int32(0, 1)
+        )
+
+    q, k = torch.randn(1, 1, 64), torch.randn(-(-context // 16), 16, 1, 64)
+    assert attend(q.fill_(1.0), k).isfinite().all()
+    for position in {0, context // 2, context - 1}:
+        poisoned = k.clone()
+        poisoned.view(-1, 64)[position] = torch.nan
+        assert attend(q, poisoned).isnan().all(), position
+    assert attend(torch.full_like(q, torch.nan), k).isnan().all()
+
+
 def int32(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
@@ -245,6 +264,7 @@ BAD: dict[str, tuple[str, Any]] = {
     "q 2-d": ("q", torch.zeros(3, 256)),
     "q heads strided": ("q", torch.zeros(3, 64, 4).transpose(1, 2)),
     "heads do not divide": ("q", torch.zeros(3, 5, 64)),
+    "no heads": ("q", torch.zeros(3, 0, 64)),
     "head_dim is not the cache's": ("q|k_cache", torch.zeros(3, 4, 32)),
     "k_cache 3-d": ("k_cache", torch.zeros(5, 16, 128)),
     "k_cache strided": ("k_cache", torch.zeros(5, 2, 16, 64).transpose(1, 2)),

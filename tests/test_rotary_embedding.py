@@ -199,6 +199,20 @@ BAD: dict[str, tuple[str, Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("argument", ["q", "k"])
+def test_overlapping_rows_are_refused(argument: str) -> None:
+    """An expanded tensor would be rotated once per row, in the same place."""
+    expanded = torch.ones(1, *GOOD[argument].shape[1:]).expand_as(GOOD[argument])
+    with pytest.raises(RuntimeError, match=rf"\b{argument}\b.*overlap"):
+        ops.rotary_embedding(**(GOOD | {argument: expanded}))
+
+
+def test_a_long_table_is_made_in_slices() -> None:
+    table = ops.cos_sin_cache(8, 20_001, base=100.0)
+    angles = torch.outer(torch.arange(20_001).double(), 100.0 ** (-torch.arange(4).double() / 4))
+    torch.testing.assert_close(table, torch.cat([angles.cos(), angles.sin()], -1).float(), rtol=0, atol=1e-7)
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_errors_name_the_argument(case: str) -> None:
     argument, value = BAD[case]

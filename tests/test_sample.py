@@ -159,6 +159,14 @@ def test_extreme_logits_do_not_overflow(device: str) -> None:
     assert sample(row[None] * 1e-36, temperature=0.01)[1].isfinite().all()
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.95])
+@pytest.mark.parametrize("temperature", [1e-45, 1e-40, 1e-30, 1e-10])
+def test_vanishing_temperature_is_greedy(temperature: float, top_p: float, device: str) -> None:
+    """Its reciprocal is infinite, or nearly."""
+    logits = torch.tensor([[0.0, 5.0, 1.0, 2.0]], device=device)
+    assert sample(logits, temperature=temperature, top_p=top_p)[0].tolist() == [1]
+
+
 @pytest.mark.parametrize("vocab", [7, 1000])
 def test_a_row_depends_on_its_seed_and_position_alone(vocab: int, device: str) -> None:
     rows = 40

@@ -42,8 +42,10 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
   const int64_t seqs = block_table.size(0);
   check.shape(seq_lens, "seq_lens", {seqs});
   check.shape(query_start, "query_start", {seqs + 1});
-  check.require(kv_heads > 0 && q_heads % kv_heads == 0, "q must have a multiple of k_cache's ", kv_heads,
-                " heads, got ", q_heads);
+  check.require(kv_heads > 0 && q_heads > 0 && q_heads % kv_heads == 0, "q must have a multiple of k_cache's ",
+                kv_heads, " heads, got ", q_heads);
+  check.require(head_dim > 0 && block_size > 0, "k_cache must have a block size and a head size, got ",
+                format_shape(k_cache.sizes()));
   check.require(window >= 0, "window must be 0 (none) or positive, got ", window);
   check.require(softcap >= 0, "softcap must be 0 (none) or positive, got ", softcap);
   const DType dtype = check.float_dtype(q, "q"), cache_dtype = check.float_dtype(k_cache, "k_cache");

@@ -122,8 +122,8 @@ struct RowState {
 };
 
 void merge_row(RowState& state, float* o, const RowState& other, const float* other_o, int columns) {
-  if (other.maximum == kNegInf) return;
-  const float maximum = std::max(state.maximum, other.maximum);
+  if (other.sum == 0.0f) return;
+  const float maximum = std::max(other.maximum, state.maximum);  // in this order a NaN on the left stays
   const float keep = std::exp(state.maximum - maximum), add = std::exp(other.maximum - maximum);
   state = {maximum, state.sum * keep + other.sum * add};
   for (int i = 0; i < columns; i += kLanes) store(o + i, load(o + i) * keep + load(other_o + i) * add);
@@ -286,8 +286,8 @@ class Worker {
       largest = max(largest, s);
     }
     RowState& state = part_state_[r];
-    const float maximum = std::max(state.maximum, reduce_max(largest));
-    if (maximum == kNegInf) {  // nothing visible yet
+    const float maximum = std::max(reduce_max(largest), state.maximum);  // in this order a NaN on the left stays
+    if (last < 0 || first >= kTile) {  // nothing visible: told by position, as the maximum can lose a NaN
       std::fill_n(scores, kTile, 0.0f);
       return;
     }
@@ -323,12 +323,12 @@ class Worker {
           maximum = with_sink;
         }
       }
-      const float inverse = sum > 0.0f ? factor / sum : 0.0f;
+      const float inverse = sum == 0.0f ? 0.0f : factor / sum;  // 0: no visible position; NaN must show
       const int64_t row = query_token(r) * p_.q_heads + query_head(r);
       T* out = static_cast<T*>(p_.out) + row * p_.head_dim;
       for_each_vector(p_.head_dim,
                       [&](int64_t i, int64_t lanes) { store_lanes(out + i, load(o_row(r) + i) * inverse, lanes); });
-      if (p_.lse != nullptr) p_.lse[row] = sum > 0.0f ? maximum + std::log(sum) : kNegInf;
+      if (p_.lse != nullptr) p_.lse[row] = sum == 0.0f ? kNegInf : maximum + std::log(sum);
     }
   }
 

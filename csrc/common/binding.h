@@ -89,6 +89,13 @@ class Checks {
     }
   }
 
+  // What is changed in place must not hold a row twice, as an expanded tensor does.
+  void rows_apart(const Tensor& t, const char* name) const {
+    const int64_t row = t.size(0) > 0 ? t.numel() / t.size(0) : 0;
+    require(t.size(0) <= 1 || t.stride(0) >= row, name,
+            " is changed in place and must not overlap itself, got strides ", format_shape(t.strides()));
+  }
+
   void dtype(const Tensor& t, const char* name, ScalarType expected) const {
     const ScalarType got = t.scalar_type();
     if (got != expected) require(false, name, " must be ", fastinfer::name(expected), ", got ", fastinfer::name(got));

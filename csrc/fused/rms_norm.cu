@@ -47,8 +47,7 @@ void launch_rows(const RmsNormParams& p, void* stream) {
   const int64_t vectors = (p.hidden + kCount - 1) / kCount;
   const auto threads =
       static_cast<unsigned>(std::min<int64_t>((vectors + kWarpSize - 1) / kWarpSize * kWarpSize, 1024));
-  launch("rms_norm", rms_norm_kernel<T, W, kCount>, {.grid = static_cast<unsigned>(p.rows), .block = threads}, stream,
-         p);
+  launch("rms_norm", rms_norm_kernel<T, W, kCount>, {.grid = p.rows, .block = threads}, stream, p);
 }
 
 bool aligned(const void* p) {

@@ -5,6 +5,10 @@
 // bytes, q = 128 high + low, so that the same byte products serve both.
 #pragma once
 
+#include <bit>
+#include <cfloat>
+#include <cmath>
+
 #include "fused/gemm_cpu.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {
@@ -40,7 +44,13 @@ FASTINFER_INLINE QuantizedBlock quantize_block(const float* x, int8_t* high, int
   int32_t largest = 0;
   for (int i = 0; i < kLanes; ++i) largest = magnitudes[i] > largest ? magnitudes[i] : largest;
   const float amax = std::bit_cast<float>(largest);
-  const f32v inverse = broadcast(amax > 0.0f ? kLargest / amax : 0.0f);
+  // So small that its reciprocal overflows, infinite or NaN: integers of 0, and a scale that keeps what is not finite.
+  const float reciprocal = kLargest / amax;
+  if (!(amax > 0.0f && reciprocal <= FLT_MAX && amax <= FLT_MAX)) {
+    for (int i = 0; i < kScaleInputs; ++i) high[i] = low[i] = 0;
+    return {amax <= FLT_MAX ? 0.0f : NAN, {0, 0}};
+  }
+  const f32v inverse = broadcast(reciprocal);
   i32v high_sum{}, low_sum{};
   for (int i = 0; i < kScaleInputs; i += kLanes) {
     const i32v q = (i32v)(load(x + i) * inverse + kRound) - (i32v)broadcast(kRound);

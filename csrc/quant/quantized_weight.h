@@ -13,6 +13,7 @@ inline QuantizedWeight quantized_weight(const Checks& check, const Tensor& qweig
   const int64_t steps = kBlockInputs / (bits == 4 ? kInputsPerStep4 : kInputsPerStep8);
   check.shape(qweight, "qweight", {kAny, kAny, steps, kTileRows, 4});
   const int64_t tiles = qweight.size(0), blocks = qweight.size(1);
+  check.require(tiles > 0 && blocks > 0, "qweight must not be empty, got ", format_shape(qweight.sizes()));
   check.require(out_features > (tiles - 1) * kTileRows && out_features <= tiles * kTileRows,
                 "out_features must fit qweight's ", tiles, " tiles of ", kTileRows, " rows, got ", out_features);
   check.dtype(qweight, "qweight", bits == 4 ? ScalarType::Byte : ScalarType::Char);

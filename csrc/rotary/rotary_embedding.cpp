@@ -23,6 +23,8 @@ void rotary_embedding(const Tensor& q, const Tensor& k, const Tensor& positions,
   check.dtype(cos_sin_cache, "cos_sin_cache", ScalarType::Float);
   check.rows_contiguous(q, "q");
   check.rows_contiguous(k, "k");
+  check.rows_apart(q, "q");
+  check.rows_apart(k, "k");
   check.contiguous(positions, "positions");
   check.contiguous(cos_sin_cache, "cos_sin_cache");
   const auto* position = static_cast<const int64_t*>(positions.data_ptr());

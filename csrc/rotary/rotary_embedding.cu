@@ -12,6 +12,7 @@ namespace {
 template <class T>
 __global__ void rotary_embedding_kernel(RotaryEmbeddingParams p) {
   const int64_t token = blockIdx.x, position = p.positions[token];
+  if (position < 0 || position >= p.max_position) return;  // the host cannot check without waiting for the device
   const int half = p.rotary_dim / 2;
   const float* cos = p.cos_sin_cache + position * p.rotary_dim;
   const float* sin = cos + half;
@@ -34,8 +35,7 @@ void rotary_embedding(const RotaryEmbeddingParams& p, void* stream) {
   if (pairs == 0) return;
   const auto threads = static_cast<unsigned>(std::min((pairs + kWarpSize - 1) / kWarpSize * kWarpSize, 512));
   dispatch_cuda(p.dtype, [&]<class T>(T) {
-    launch("rotary_embedding", rotary_embedding_kernel<T>, {.grid = static_cast<unsigned>(p.tokens), .block = threads},
-           stream, p);
+    launch("rotary_embedding", rotary_embedding_kernel<T>, {.grid = p.tokens, .block = threads}, stream, p);
   });
 }
 

@@ -14,6 +14,9 @@
 namespace fastinfer::cpu::FASTINFER_ISA {
 namespace {
 
+// Below this, 1 / temperature is no longer a finite number, and the distribution has long been a single peak.
+constexpr float kGreedy = 1e-30f;
+
 struct Candidate {
   float weight;
   int64_t token;
@@ -31,7 +34,7 @@ class Row {
   void run() {
     find_maximum();
     int64_t token = argmax();
-    if (p_.temperature[row_] > 0.0f) token = draw();
+    if (p_.temperature[row_] >= kGreedy) token = draw();
     p_.tokens[row_] = token;
     p_.logprobs[row_] = logits_[token] - maximum_ - static_cast<float>(std::log(exponentials(1.0f, nullptr)));
   }

@@ -5,7 +5,9 @@ Exit codes: 0 for success, 1 when ``info`` finds the installation broken, 2 for 
 """
 
 import argparse
+import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -30,21 +32,30 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     try:
         args = _parser().parse_args(argv)
         # Commands are imported only when they run: torch alone takes 1.5 s, and --help needs none of it.
         code = importlib.import_module(args.module).run(args)
         sys.stdout.flush()
         return code
-    except FastinferError as error:
+    except BrokenPipeError:
+        _discard_stdout()
+        return 141
+    except (FastinferError, ImportError, OSError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            _discard_stdout()
         print(f"fastinfer: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # Python flushes stdout once more at exit; into nothing, or that would print a traceback.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+
+
+def _discard_stdout() -> None:
+    """Python flushes stdout once more at exit; into nothing, or that would print a traceback."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:

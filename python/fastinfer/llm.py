@@ -82,6 +82,7 @@ class LLM:
         self.engine = Engine(loaded, self.tokenizer, config)
         self._lock = threading.Lock()  # of the engine and the inboxes
         self._inboxes: dict[str, deque[RequestOutput]] = {}
+        self._abandoned: deque[str] = deque()  # ids to abort before the next step
         self._numbers = itertools.count()
 
     def generate(
@@ -198,6 +199,7 @@ class LLM:
                     self._inboxes[request.request_id] = inbox
             while pending:
                 with self._lock:
+                    self._abort_abandoned()
                     # Another thread's step may have brought something meanwhile.
                     if not inbox:
                         for output in self.engine.step():
@@ -206,12 +208,24 @@ class LLM:
                     output = inbox.popleft()
                     if output.finished:
                         pending.discard(output.request_id)
+                        self._inboxes.pop(output.request_id, None)
                     yield output
         finally:
-            with self._lock:
-                for request in requests:
-                    self.engine.abort(request.request_id)
-                    self._inboxes.pop(request.request_id, None)
+            # An iterator that nobody holds any more is closed by the garbage collector, perhaps in the middle of this
+            # very thread's step: waiting for the lock here could wait for ever. Whoever has it looks at the list.
+            self._abandoned.extend(pending)
+            if self._lock.acquire(blocking=False):
+                try:
+                    self._abort_abandoned()
+                finally:
+                    self._lock.release()
+
+    def _abort_abandoned(self) -> None:
+        """Forget the requests that nobody waits for; the caller holds the lock."""
+        while self._abandoned:
+            request_id = self._abandoned.popleft()
+            self.engine.abort(request_id)
+            self._inboxes.pop(request_id, None)
 
 
 def generate(prompt: str, *, model: str = hub.DEFAULT_MODEL, **sampling: Any) -> str:

@@ -51,7 +51,8 @@ class Pool {
       for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
     } catch (const std::system_error& error) {
       stop();
-      throw std::runtime_error("fastinfer could not start " + std::to_string(threads) + " threads: " + error.what());
+      throw std::runtime_error("fastinfer could not start " + std::to_string(threads) + " threads (" + error.what() +
+                               "); OMP_NUM_THREADS or set_num_threads ask for fewer");
     }
   }
 
@@ -167,12 +168,12 @@ class Pool {
   std::atomic<int> sleepers_{0};
   std::mutex mutex_;
   std::condition_variable wake_;
-  bool stopping_ = false;
+  std::atomic<bool> stopping_{false};
 };
 
 // The pool, and who may use it. Never destroyed at exit: a worker may outlive static destructors.
 struct State {
-  std::mutex busy;  // held during a job: whoever finds it taken runs alone
+  std::atomic<bool> busy{false};  // set during a job: whoever finds it set runs alone
   std::unique_ptr<Pool> pool;
   std::atomic<int> threads{default_num_threads()};
 };
@@ -184,12 +185,30 @@ State& state() {
     pthread_atfork(nullptr, nullptr, [] {
       State& inherited = state();
       static_cast<void>(inherited.pool.release());
-      new (&inherited.busy) std::mutex;
+      inherited.busy.store(false);
     });
     return created;
   }();
   return *instance;
 }
+
+class Busy {
+ public:
+  explicit Busy(State& state) : state_(state), taken_(!state.busy.exchange(true, std::memory_order_acquire)) {}
+  ~Busy() {
+    if (taken_) state_.busy.store(false, std::memory_order_release);
+  }
+  Busy(const Busy&) = delete;
+  Busy& operator=(const Busy&) = delete;
+
+  bool taken() const {
+    return taken_;
+  }
+
+ private:
+  State& state_;
+  const bool taken_;
+};
 
 }  // namespace
 
@@ -202,19 +221,19 @@ void set_num_threads(int count) {
     throw std::invalid_argument("num_threads must be between 1 and 1024, got " + std::to_string(count));
   }
   State& s = state();
-  std::lock_guard lock(s.busy);
-  s.threads.store(count, std::memory_order_relaxed);
-  if (s.pool && s.pool->threads() != count) s.pool.reset();
+  s.threads.store(count, std::memory_order_relaxed);  // the next job of the pool sees it
 }
 
 void detail::run(int64_t items, const void* context, Job job) {
   if (items <= 0) return;
   State& s = state();
   if (items > 1 && num_threads() > 1) {
-    std::unique_lock lock(s.busy, std::try_to_lock);
-    if (lock) {
-      if (!s.pool) s.pool = std::make_unique<Pool>(num_threads());
-      return s.pool->run(items, context, job);
+    const Busy busy(s);
+    if (busy.taken()) {
+      const int threads = num_threads();
+      if (s.pool && s.pool->threads() != threads) s.pool.reset();
+      if (!s.pool && threads > 1) s.pool = std::make_unique<Pool>(threads);
+      if (s.pool) return s.pool->run(items, context, job);
     }
   }
   job(context, 0, items);

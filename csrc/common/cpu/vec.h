@@ -172,7 +172,7 @@ FASTINFER_INLINE float reduce_max(f32v v) {
 // ---- elementary functions ----
 
 // exp(x) to within 2 ulp: x = n ln2 + r, a degree-6 polynomial in r, and n added to the exponent. 0 below -87.3 (the
-// smallest normal number), infinity above 88.7.
+// smallest normal number), infinity above 88.7, NaN of NaN.
 FASTINFER_INLINE f32v exp(f32v x) {
   const f32v clamped = select(x > 88.0f, broadcast(88.0f), select(x < -87.0f, broadcast(-87.0f), x));
   const float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low mantissa bits
@@ -187,7 +187,8 @@ FASTINFER_INLINE f32v exp(f32v x) {
   poly = poly * r + 1.0f;
   poly = poly * r + 1.0f;
   const f32v result = (f32v)((i32v)poly + (((i32v)shifted - (i32v)broadcast(kRound)) << 23));
-  return select(x > 88.72283f, broadcast(INFINITY), select(x < -87.33654f, f32v{}, result));
+  const f32v bounded = select(x > 88.72283f, broadcast(INFINITY), select(x < -87.33654f, f32v{}, result));
+  return select(x != x, x, bounded);
 }
 
 FASTINFER_INLINE f32v sigmoid(f32v x) {

@@ -3,13 +3,15 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
 #include <sstream>
 #include <stdexcept>
+#include <string>
 
 namespace fastinfer::cuda {
 
 struct LaunchConfig {
-  unsigned grid;
+  int64_t grid;
   unsigned block;
   size_t shared_bytes = 0;
 };
@@ -18,8 +20,9 @@ template <class... KernelArgs, class... Args>
 void launch(const char* name, void (*kernel)(KernelArgs...), const LaunchConfig& config, void* stream,
             const Args&... args) {
   if (config.grid == 0) return;
+  if (config.grid > INT32_MAX) throw std::runtime_error(std::string(name) + ": more than 2^31 - 1 blocks are needed");
   cudaLaunchConfig_t launch{};
-  launch.gridDim = config.grid;
+  launch.gridDim = static_cast<unsigned>(config.grid);
   launch.blockDim = config.block;
   launch.dynamicSmemBytes = config.shared_bytes;
   launch.stream = static_cast<cudaStream_t>(stream);

@@ -17,6 +17,8 @@ HELP = "Ctrl-C stops an answer, /reset forgets the conversation, Ctrl-D or /exit
 
 
 def run(args: argparse.Namespace) -> int:
+    if sys.stdin is None:
+        raise RequestError("chat reads standard input, which is closed")
     llm, params = load(args)
     if llm.tokenizer.chat_template is None:
         raise RequestError(f"chat needs a model with a chat template, and {args.model} has none: try generate")

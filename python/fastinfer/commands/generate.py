@@ -79,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read_stdin() -> str:
+    if sys.stdin is None:
+        raise RequestError("prompt: expected text on standard input, which is closed")
     try:
         # The newline that ends the last line is the shell's or the editor's, not part of the prompt.
         return sys.stdin.read().removesuffix("\n")

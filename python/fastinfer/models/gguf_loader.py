@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastinfer import ops
-from fastinfer.errors import GGUFFormatError, UnsupportedModelError
+from fastinfer.errors import GGUFFormatError, RequestError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile, GGUFTensor
 from fastinfer.formats.gguf_dequant import Dense, unpack, unpack_rows
 from fastinfer.formats.weight import ConcatenatedWeight, Weight, make_weight
@@ -21,6 +21,8 @@ ARCHITECTURES = ("llama",)
 
 # Larger claims are not sizes of a model but damage; each stays far below what would overflow a product of two.
 MAX_SIZE = 2**24
+# Of the rotary table: 256 MiB at a head size of 64.
+MAX_POSITIONS = 2**20
 
 
 def read_config(file: GGUFFile) -> ModelConfig:
@@ -47,6 +49,9 @@ def read_config(file: GGUFFile) -> ModelConfig:
     head_dim = size("attention.key_length", max(1, hidden_size // num_heads))
     if num_heads % num_kv_heads:
         raise GGUFFormatError(f"{file.path}: {num_heads} query heads are no multiple of {num_kv_heads} KV heads")
+    rotary_dim = size("rope.dimension_count", head_dim)
+    if rotary_dim % 2 or rotary_dim > head_dim:
+        raise GGUFFormatError(f"{file.path}: rotary size must be even and at most {head_dim}, got {rotary_dim}")
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden_size,
@@ -55,7 +60,7 @@ def read_config(file: GGUFFile) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rotary_dim=size("rope.dimension_count", head_dim),
+        rotary_dim=rotary_dim,
         vocab_size=_tensor(file, "token_embd.weight").shape[0],
         max_position=size("context_length"),
         rms_norm_eps=file.get(f"{architecture}.attention.layer_norm_rms_epsilon", float, minimum=0.0, maximum=1.0),
@@ -71,11 +76,10 @@ def _rope_scaling(file: GGUFFile, architecture: str) -> ops.RopeScaling:
         raise UnsupportedModelError(
             f"{file.path}: rotary scaling {kind!r} is not implemented; supported are none, linear, yarn"
         )
-    return ops.RopeScaling(
-        kind=kind,
-        factor=file.get(f"{prefix}.factor", float, 1.0, minimum=1e-3),
-        original_max_position=file.get(f"{prefix}.original_context_length", int, 0, minimum=0, maximum=MAX_SIZE),
-    )
+    length = f"{prefix}.original_context_length"
+    trained = file.get(length, int, minimum=1, maximum=MAX_SIZE) if kind == "yarn" else 0
+    factor = file.get(f"{prefix}.factor", float, 1.0, minimum=1e-3)
+    return ops.RopeScaling(kind=kind, factor=factor, original_max_position=trained)
 
 
 def load_gguf(file: GGUFFile, precision: Precision, max_model_len: int | None) -> Decoder:
@@ -91,6 +95,9 @@ def load_gguf(file: GGUFFile, precision: Precision, max_model_len: int | None) -
         GGUFFormatError: a tensor is missing or has another shape than the metadata say.
     """
     config = read_config(file)
+    positions = min(max_model_len or config.max_position, config.max_position)
+    if positions > MAX_POSITIONS:
+        raise RequestError(f"max_model_len must be at most {MAX_POSITIONS}, got {positions} from {file.path}")
     loader = _Loader(file, precision)
     embedding = loader.vocabulary("token_embd.weight", config)
     lm_head = loader.vocabulary("output.weight", config) if "output.weight" in file.tensors else embedding
@@ -103,7 +110,7 @@ def load_gguf(file: GGUFFile, precision: Precision, max_model_len: int | None) -
         lm_head=lm_head,
         cos_sin_cache=ops.cos_sin_cache(
             config.rotary_dim,
-            min(max_model_len or config.max_position, config.max_position),
+            positions,
             config.rope_theta,
             config.rope_scaling,
             loader.frequency_factors(config),

@@ -64,7 +64,7 @@ def paged_attention(
     Devices: CPU.
     """
     if scale is None:
-        scale = q.shape[-1] ** -0.5
+        scale = max(q.shape[-1], 1) ** -0.5  # an empty head is refused below
     return ops.paged_attention.default(
         q, k_cache, v_cache, block_table, seq_lens, query_start, scale, window, softcap, sinks, lse
     )

@@ -35,6 +35,8 @@ def int8_pack(q: Tensor) -> Tensor:
 
 def pack_scales(scales: Tensor) -> Tensor:
     """Bring scales or mins [out_features, groups] into the order of the packed weight: [tiles, groups, 16]."""
+    if scales.dim() != 2:
+        raise ValueError(f"scales must be [out_features, groups], got the shape {tuple(scales.shape)}")
     rows, groups = scales.shape
     tiles = -(-rows // TILE_ROWS)
     padded = F.pad(scales, (0, 0, 0, tiles * TILE_ROWS - rows))

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from fastinfer.ops._library import ops
 
+TABLE_SLICE = 8192  # positions
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -59,12 +61,14 @@ def cos_sin_cache(
     if rotary_dim <= 0 or rotary_dim % 2:
         raise ValueError(f"rotary_dim must be a positive even number, got {rotary_dim}")
     scaling = scaling or RopeScaling()
+    if base <= 1:
+        raise ValueError(f"base must be above 1, got {base}")
     if scaling.kind in ("yarn", "llama3") and scaling.original_max_position <= 0:
         raise ValueError(f"{scaling.kind} scaling needs original_max_position, got {scaling.original_max_position}")
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
     magnitude = 1.0
     if scaling.kind == "ntk":
-        base *= scaling.factor ** (rotary_dim / (rotary_dim - 2))
+        base *= scaling.factor ** (rotary_dim / max(rotary_dim - 2, 1))
     frequencies = base**-exponents
     if scaling.kind == "linear":
         frequencies /= scaling.factor
@@ -76,8 +80,15 @@ def cos_sin_cache(
         raise ValueError(f"scaling.kind must be none, linear, ntk, yarn or llama3, got {scaling.kind!r}")
     if frequency_factors is not None:
         frequencies = frequencies / frequency_factors.double()
-    angles = torch.outer(torch.arange(max_position, dtype=torch.float64), frequencies)
-    return (torch.cat([angles.cos(), angles.sin()], dim=-1) * magnitude).float()
+    table = torch.empty(max_position, rotary_dim)
+    cos, sin = table.chunk(2, dim=-1)
+    positions = torch.arange(max_position, dtype=torch.float64)
+    for start in range(0, max_position, TABLE_SLICE):  # fp64 of a long table at once would be four times its size
+        rows = slice(start, start + TABLE_SLICE)
+        angles = torch.outer(positions[rows], frequencies)
+        cos[rows] = angles.cos() * magnitude
+        sin[rows] = angles.sin() * magnitude
+    return table
 
 
 def _yarn(frequencies: Tensor, base: float, rotary_dim: int, scaling: RopeScaling) -> tuple[Tensor, float]:

@@ -1,0 +1,62 @@
+"""Metadata that contradict each other, or that name what is not implemented: one clear error each."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastinfer.errors import FastinferError, GGUFFormatError, RequestError, UnsupportedModelError
+from fastinfer.formats.gguf import GGUFFile
+from fastinfer.models.config import Precision
+from fastinfer.models.gguf_loader import load_gguf, read_config
+
+MISSING = object()
+
+BAD: dict[str, tuple[type[FastinferError], str, dict[str, Any]]] = {
+    "unknown architecture": (UnsupportedModelError, "mamba", {"general.architecture": "mamba"}),
+    "no architecture": (GGUFFormatError, "general.architecture", {"general.architecture": MISSING}),
+    "no layers": (GGUFFormatError, "block_count", {"llama.block_count": 0}),
+    "huge width": (GGUFFormatError, "embedding_length", {"llama.embedding_length": 2**31}),
+    "heads do not divide": (GGUFFormatError, "KV heads", {"llama.attention.head_count_kv": 2}),
+    "odd rotary size": (GGUFFormatError, "rotary size", {"llama.rope.dimension_count": 63}),
+    "rotary size past the head": (GGUFFormatError, "rotary size", {"llama.rope.dimension_count": 128}),
+    "yarn without its length": (GGUFFormatError, "original_context_length", {"llama.rope.scaling.type": "yarn"}),
+    "unknown scaling": (UnsupportedModelError, "longrope", {"llama.rope.scaling.type": "longrope"}),
+    "epsilon is text": (GGUFFormatError, "epsilon", {"llama.attention.layer_norm_rms_epsilon": "small"}),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_metadata(case: str, model_path: Path) -> None:
+    error, named, change = BAD[case]
+    file = GGUFFile(model_path)
+    file.metadata |= change
+    for key, value in change.items():
+        if value is MISSING:
+            del file.metadata[key]
+    with pytest.raises(error, match=named) as caught:
+        read_config(file)
+    assert "\n" not in str(caught.value)
+
+
+def test_context_too_long_for_its_rotary_table(model_path: Path) -> None:
+    """The file's claim alone must not cost gigabytes; a shorter max_model_len makes it usable."""
+    file = GGUFFile(model_path)
+    file.metadata["llama.context_length"] = 2**24
+    with pytest.raises(RequestError, match="max_model_len"):
+        load_gguf(file, Precision.of("float32"), None)
+    assert load_gguf(file, Precision.of("float32"), 64).cos_sin_cache.shape == (64, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "error"),
+    [("output_norm.weight", "missing", "missing"), ("blk.3.attn_k.weight", "shape", "shape")],
+)
+def test_bad_tensors(name: str, change: str, error: str, model_path: Path) -> None:
+    file = GGUFFile(model_path)
+    if change == "missing":
+        del file.tensors[name]
+    else:
+        file.tensors[name] = file.tensors["blk.3.attn_q.weight"]
+    with pytest.raises(GGUFFormatError, match=rf"{name}.*{error}"):
+        load_gguf(file, Precision.of("float32"), 64)
