@@ -13,6 +13,8 @@ CUDA_ARCHS ?= 80;90a
 
 VENV := .venv
 BIN := $(VENV)/bin
+# The environment's own cmake and ninja, not older ones of the system.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
 SOURCES := setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 
 .PHONY: demo test lint format cuda bench clean
