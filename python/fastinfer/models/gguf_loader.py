@@ -64,7 +64,7 @@ def read_config(file: GGUFFile) -> ModelConfig:
         vocab_size=_tensor(file, "token_embd.weight").shape[0],
         max_position=size("context_length"),
         rms_norm_eps=file.get(f"{architecture}.attention.layer_norm_rms_epsilon", float, minimum=0.0, maximum=1.0),
-        rope_theta=file.get(f"{architecture}.rope.freq_base", float, 10000.0, minimum=1.0),
+        rope_theta=file.get(f"{architecture}.rope.freq_base", float, 10000.0, minimum=1.001),
         rope_scaling=_rope_scaling(file, architecture),
     )
 
