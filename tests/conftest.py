@@ -1,8 +1,11 @@
 """Fixtures that several test files share."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
+from emulation import build
 
 from fastinfer import hub
 
@@ -13,3 +16,19 @@ pytest.register_assert_rewrite("helpers", "quantized_gemm")
 def model_path() -> Path:
     """The default model's GGUF file, downloaded on first use."""
     return hub.resolve(hub.DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="session")
+def emulated_library() -> Path:
+    """Registers ``torch.ops.fastinfer_emulated``.
+
+    Builds the plain version, unless FASTINFER_EMULATION names the sanitizer whose build is there already: a sanitizer's
+    runtime must be in the process from its start, and forks badly (``make emulation``).
+    """
+    if build.cuda_include() is None:
+        pytest.skip("the CUDA toolkit's headers are missing")
+    sanitizer = os.environ.get("FASTINFER_EMULATION")
+    folder = build.folder_of(sanitizer) if sanitizer else build.build("plain")
+    library = folder / "libfastinfer_emulated.so"
+    torch.ops.load_library(library)
+    return library

@@ -9,24 +9,39 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastinfer import ops
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def device_fixture(*names: str) -> Callable[..., Any]:
-    """A ``device`` fixture over the devices that an operator has.
+    """A ``device`` fixture over the devices that an operator has: cpu, cuda, emulated.
 
-    It seeds torch, so that a test alone sees the same data, and keeps torch on one thread: for the references' small
-    tensors a second one costs more than it gives (46 ms instead of 0.1 ms for a product when both cores are busy).
+    On "emulated" the tensors lie in host memory and ``fastinfer.ops`` calls the CUDA kernels on the emulator
+    (tests/emulation). The fixture seeds torch, so that a test alone sees the same data, and keeps torch on one thread:
+    for the references' small tensors a second one costs more than it gives (46 ms instead of 0.1 ms for a product when
+    both cores are busy).
     """
-    missing = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-    params = [pytest.param(name, marks=missing) if name == "cuda" else name for name in names]
+    marks = {
+        "cpu": [],
+        "cuda": [pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+        "emulated": [pytest.mark.emulated],
+    }
+    params = [pytest.param(name, marks=marks[name]) for name in names]
 
     @pytest.fixture(params=params, name="device")
-    def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        yield request.param
+        if request.param == "emulated":
+            request.getfixturevalue("emulated_library")
+            for module in vars(ops).values():
+                if getattr(module, "ops", None) is torch.ops.fastinfer:
+                    monkeypatch.setattr(module, "ops", torch.ops.fastinfer_emulated)
+            yield "cpu"
+        else:
+            yield request.param
         torch.set_num_threads(threads)
 
     return device

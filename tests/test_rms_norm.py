@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastinfer import ops
 
-device = device_fixture("cpu", "cuda")
+device = device_fixture("cpu", "cuda", "emulated")
 
 TOLERANCE = {
     torch.float32: {"rtol": 1e-6, "atol": 1e-6},

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastinfer import ops
 from fastinfer.ops import RopeScaling
 
-device = device_fixture("cpu", "cuda")
+device = device_fixture("cpu", "cuda", "emulated")
 
 MAX_POSITION = 300
 

@@ -1,6 +1,7 @@
 #include "attention/paged_attention.h"
 
 #include "common/binding.h"
+#include "common/device.h"
 
 namespace fastinfer {
 namespace {
@@ -91,7 +92,7 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
+FASTINFER_CPU_OPERATORS(m) {
   m.impl("paged_attention", TORCH_BOX(&paged_attention));
 }
 

@@ -1,6 +1,7 @@
 #include "attention/store_kv_cache.h"
 
 #include "common/binding.h"
+#include "common/device.h"
 
 namespace fastinfer {
 namespace {
@@ -47,7 +48,7 @@ void store_kv_cache(const Tensor& k, const Tensor& v, const Tensor& k_cache, con
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
+FASTINFER_CPU_OPERATORS(m) {
   m.impl("store_kv_cache", TORCH_BOX(&store_kv_cache));
 }
 

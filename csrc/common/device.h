@@ -1,32 +1,57 @@
-// Sends a launch to the CPU's kernel, or to the CUDA launcher on the tensor's device and its current stream.
+// Where an operator runs: registration for every device of this build, and the way from a binding to its kernel.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <type_traits>
+#include "common/launch_config.h"
+
+// FASTINFER_OPERATORS(m) { m.impl(...); }   operators with a kernel for the CPU and for CUDA
+// FASTINFER_CPU_OPERATORS(m) { ... }         operators without a CUDA kernel
+// FASTINFER_LAUNCH(x, op, params)            cpu::op(params), or cuda::op(params, stream) where tensor x is on a GPU
+#define FASTINFER_CPU_OPERATORS(m) STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m)
 
 #if defined(FASTINFER_CUDA)
+
 #include "common/cuda/stream.h"
-#define FASTINFER_CUDA_LAUNCHER(fn) fn
+
+#define FASTINFER_OPERATORS(m)                                             \
+  static void register_operators(torch::stable::detail::StableLibrary& m); \
+  STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, library) {                     \
+    register_operators(library);                                           \
+  }                                                                        \
+  STABLE_TORCH_LIBRARY_IMPL(fastinfer, CUDA, library) {                    \
+    register_operators(library);                                           \
+  }                                                                        \
+  static void register_operators(torch::stable::detail::StableLibrary& m)
+
+#define FASTINFER_LAUNCH(x, op, ...)                                                \
+  do {                                                                              \
+    if ((x).is_cuda()) {                                                            \
+      const auto index = (x).get_device_index();                                    \
+      const torch::stable::accelerator::DeviceGuard guard(index);                   \
+      ::fastinfer::cuda::op(__VA_ARGS__, ::fastinfer::cuda::current_stream(index)); \
+    } else {                                                                        \
+      ::fastinfer::cpu::op(__VA_ARGS__);                                            \
+    }                                                                               \
+  } while (false)
+
 #else
-#define FASTINFER_CUDA_LAUNCHER(fn) nullptr
+
+#define FASTINFER_OPERATORS(m) FASTINFER_CPU_OPERATORS(m)
+#define FASTINFER_LAUNCH(x, op, ...) ::fastinfer::cpu::op(__VA_ARGS__)
+
 #endif
 
 namespace fastinfer {
 
-template <class Params>
-void launch([[maybe_unused]] const torch::stable::Tensor& on, const Params& params,
-            std::type_identity_t<void (*)(const Params&)> cpu_kernel,
-            [[maybe_unused]] std::type_identity_t<void (*)(const Params&, void* stream)> cuda_launcher) {
+// The GPU that a tensor is on, for launch policies; null for a tensor in host memory, whose contents may be looked at.
+inline const cuda::Device* gpu_of([[maybe_unused]] const torch::stable::Tensor& x) {
 #if defined(FASTINFER_CUDA)
-  if (on.is_cuda()) {
-    const auto device = on.get_device_index();
-    const torch::stable::accelerator::DeviceGuard guard(device);
-    return cuda_launcher(params, cuda::current_stream(device));
-  }
+  if (x.is_cuda()) return &cuda::device(x.get_device_index());
 #endif
-  cpu_kernel(params);
+  return nullptr;
 }
 
 }  // namespace fastinfer

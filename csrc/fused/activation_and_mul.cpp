@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "common/binding.h"
+#include "common/device.h"
 
 namespace fastinfer {
 namespace {
@@ -41,7 +42,7 @@ Tensor gelu_and_mul(const Tensor& x, const std::string& approximate) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
+FASTINFER_CPU_OPERATORS(m) {
   m.impl("silu_and_mul", TORCH_BOX(&silu_and_mul));
   m.impl("gelu_and_mul", TORCH_BOX(&gelu_and_mul));
 }

@@ -1,5 +1,6 @@
 #include "fused/gemm.h"
 
+#include "common/device.h"
 #include "fused/gemm_binding.h"
 
 namespace fastinfer {
@@ -68,7 +69,7 @@ GemmParams gemm_params(const Checks& check, const GemmArgs& args, int64_t n, int
   };
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
+FASTINFER_CPU_OPERATORS(m) {
   m.impl("gemm", TORCH_BOX(&gemm));
 }
 

@@ -25,7 +25,7 @@ Tensor run(const Checks& check, const Tensor& x, const Tensor* residual, const T
       .dtype = dtype,
       .weight_dtype = check.fp32_or(dtype, weight, "weight"),
   };
-  launch(x, params, cpu::rms_norm, FASTINFER_CUDA_LAUNCHER(cuda::rms_norm));
+  FASTINFER_LAUNCH(x, rms_norm, params);
   return out;
 }
 
@@ -46,16 +46,9 @@ Tensor add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weigh
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
+FASTINFER_OPERATORS(m) {
   m.impl("rms_norm", TORCH_BOX(&rms_norm));
   m.impl("add_rms_norm", TORCH_BOX(&add_rms_norm));
 }
-
-#if defined(FASTINFER_CUDA)
-STABLE_TORCH_LIBRARY_IMPL(fastinfer, CUDA, m) {
-  m.impl("rms_norm", TORCH_BOX(&rms_norm));
-  m.impl("add_rms_norm", TORCH_BOX(&add_rms_norm));
-}
-#endif
 
 }  // namespace fastinfer

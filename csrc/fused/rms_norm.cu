@@ -4,6 +4,7 @@
 
 #include "common/cuda/dtype.h"
 #include "common/cuda/launch.h"
+#include "common/cuda/ptx.h"
 #include "common/cuda/reduce.h"
 #include "common/cuda/vector_io.h"
 #include "fused/rms_norm.h"
@@ -30,7 +31,7 @@ __global__ void rms_norm_kernel(RmsNormParams p) {
     }
     for (int j = 0; j < kCount; ++j) squares += to_float(v.values[j]) * to_float(v.values[j]);
   }
-  const float scale = rsqrtf(block_sum(squares) / static_cast<float>(p.hidden) + p.eps);
+  const float scale = rsqrtf(block_sum(squares, reinterpret_cast<float*>(dynamic_shared())) / static_cast<float>(p.hidden) + p.eps);
 
   const T* summed = residual != nullptr ? residual : x;
   for (int64_t i = first; i < p.hidden; i += step) {
@@ -47,7 +48,7 @@ void launch_rows(const RmsNormParams& p, void* stream) {
   const int64_t vectors = (p.hidden + kCount - 1) / kCount;
   const auto threads =
       static_cast<unsigned>(std::min<int64_t>((vectors + kWarpSize - 1) / kWarpSize * kWarpSize, 1024));
-  launch("rms_norm", rms_norm_kernel<T, W, kCount>, {.grid = p.rows, .block = threads}, stream, p);
+  launch("rms_norm", rms_norm_kernel<T, W, kCount>, {.grid = p.rows, .block = threads, .shared_bytes = kWarpSize * sizeof(float)}, stream, p);
 }
 
 bool aligned(const void* p) {

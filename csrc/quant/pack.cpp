@@ -2,6 +2,7 @@
 #include "quant/pack.h"
 
 #include "common/binding.h"
+#include "common/device.h"
 #include "quant/quantized_weight.h"
 
 namespace fastinfer {
@@ -58,7 +59,7 @@ Tensor dequantize(const Tensor& qweight, const Tensor& scales, std::optional<Ten
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
+FASTINFER_CPU_OPERATORS(m) {
   m.impl("int4_pack", TORCH_BOX(&pack<4>));
   m.impl("int8_pack", TORCH_BOX(&pack<8>));
   m.impl("int4_dequantize", TORCH_BOX(&dequantize<4>));

@@ -1,4 +1,5 @@
 // Bindings of int4_gemm and int8_gemm.
+#include "common/device.h"
 #include "fused/gemm_binding.h"
 #include "quant/quantized_weight.h"
 
@@ -23,7 +24,7 @@ Tensor quantized_gemm(const Tensor& x, const Tensor& qweight, const Tensor& scal
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
+FASTINFER_CPU_OPERATORS(m) {
   m.impl("int4_gemm", TORCH_BOX(&quantized_gemm<4>));
   m.impl("int8_gemm", TORCH_BOX(&quantized_gemm<8>));
 }

@@ -28,7 +28,7 @@ void rotary_embedding(const Tensor& q, const Tensor& k, const Tensor& positions,
   check.contiguous(positions, "positions");
   check.contiguous(cos_sin_cache, "cos_sin_cache");
   const auto* position = static_cast<const int64_t*>(positions.data_ptr());
-  if (q.is_cpu()) {
+  if (gpu_of(q) == nullptr) {
     for (int64_t i = 0; i < tokens; ++i) {
       check.require(position[i] >= 0 && position[i] < max_position, "positions[", i, "] must be in 0..",
                     max_position - 1, ", got ", position[i]);
@@ -50,19 +50,13 @@ void rotary_embedding(const Tensor& q, const Tensor& k, const Tensor& positions,
       .interleaved = interleaved,
       .dtype = dtype,
   };
-  launch(q, params, cpu::rotary_embedding, FASTINFER_CUDA_LAUNCHER(cuda::rotary_embedding));
+  FASTINFER_LAUNCH(q, rotary_embedding, params);
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
+FASTINFER_OPERATORS(m) {
   m.impl("rotary_embedding", TORCH_BOX(&rotary_embedding));
 }
-
-#if defined(FASTINFER_CUDA)
-STABLE_TORCH_LIBRARY_IMPL(fastinfer, CUDA, m) {
-  m.impl("rotary_embedding", TORCH_BOX(&rotary_embedding));
-}
-#endif
 
 }  // namespace fastinfer

@@ -4,6 +4,7 @@
 #include <tuple>
 
 #include "common/binding.h"
+#include "common/device.h"
 
 namespace fastinfer {
 namespace {
@@ -55,7 +56,7 @@ std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& temperatur
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
+FASTINFER_CPU_OPERATORS(m) {
   m.impl("sample", TORCH_BOX(&sample));
 }
 

@@ -8,30 +8,37 @@
 #include <stdexcept>
 #include <string>
 
+#include "common/launch_config.h"
+
 namespace fastinfer::cuda {
 
-struct LaunchConfig {
-  int64_t grid;
-  unsigned block;
-  size_t shared_bytes = 0;
-};
+inline void check(const char* name, const LaunchConfig& config, cudaError_t error) {
+  if (error == cudaSuccess) return;
+  std::ostringstream message;
+  message << name << ": the launch of " << config.grid << " x " << config.grid_y << " blocks of " << config.block
+          << " threads with " << config.shared_bytes << " bytes of shared memory failed: " << cudaGetErrorString(error);
+  throw std::runtime_error(message.str());
+}
 
 template <class... KernelArgs, class... Args>
 void launch(const char* name, void (*kernel)(KernelArgs...), const LaunchConfig& config, void* stream,
             const Args&... args) {
-  if (config.grid == 0) return;
-  if (config.grid > INT32_MAX) throw std::runtime_error(std::string(name) + ": more than 2^31 - 1 blocks are needed");
+  if (config.grid == 0 || config.grid_y == 0) return;
+  check_grid(name, config);
+  if (config.shared_bytes > kDefaultSharedBytes) {
+    check(name, config, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_bytes));
+  }
+  cudaLaunchAttribute dependent{};
+  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  dependent.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t launch{};
-  launch.gridDim = static_cast<unsigned>(config.grid);
+  launch.gridDim = dim3(static_cast<unsigned>(config.grid), config.grid_y);
   launch.blockDim = config.block;
   launch.dynamicSmemBytes = config.shared_bytes;
   launch.stream = static_cast<cudaStream_t>(stream);
-  const cudaError_t error = cudaLaunchKernelEx(&launch, kernel, KernelArgs(args)...);
-  if (error == cudaSuccess) return;
-  std::ostringstream message;
-  message << name << ": the launch of " << config.grid << " blocks of " << config.block << " threads with "
-          << config.shared_bytes << " bytes of shared memory failed: " << cudaGetErrorString(error);
-  throw std::runtime_error(message.str());
+  launch.attrs = &dependent;
+  launch.numAttrs = config.dependent ? 1 : 0;
+  check(name, config, cudaLaunchKernelEx(&launch, kernel, KernelArgs(args)...));
 }
 
 }  // namespace fastinfer::cuda

@@ -11,10 +11,16 @@ __device__ inline float warp_sum(float value) {
   return value;
 }
 
-// Sum over the block, returned to every thread. blockDim.x must be a multiple of 32; one call per kernel, or a
-// __syncthreads between two.
-__device__ inline float block_sum(float value) {
-  __shared__ float warp_sums[kWarpSize];
+__device__ inline float warp_max(float value) {
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    value = fmaxf(value, __shfl_xor_sync(kFullMask, value, offset));
+  }
+  return value;
+}
+
+// Sum over the block, returned to every thread. blockDim.x must be a multiple of 32; warp_sums is shared memory of one
+// float per warp, which a second call may use after a __syncthreads.
+__device__ inline float block_sum(float value, float* warp_sums) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   value = warp_sum(value);
   if (lane == 0) warp_sums[warp] = value;

@@ -1,0 +1,53 @@
+"""Builds the emulated CUDA kernels: ``python tests/emulation/build.py plain|address|thread``."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+SANITIZERS = ("plain", "address", "thread")
+
+
+def cuda_include() -> Path | None:
+    """The folder of the toolkit's headers: of the pip package nvidia-cuda-runtime, else of an installed toolkit."""
+    package = importlib.util.find_spec("nvidia")
+    candidates = (
+        [Path(folder) / "cu13" / "include" for folder in package.submodule_search_locations or []] if package else []
+    )
+    if nvcc := shutil.which("nvcc"):
+        candidates.append(Path(nvcc).resolve().parent.parent / "include")
+    candidates.append(Path("/usr/local/cuda/include"))
+    return next((folder for folder in candidates if (folder / "cuda_fp16.h").exists()), None)
+
+
+def folder_of(sanitizer: str) -> Path:
+    return HERE.parent.parent / "build" / "emulation" / sanitizer
+
+
+def build(sanitizer: str) -> Path:
+    """Build what changed, and return the folder of the results."""
+    include = cuda_include()
+    if include is None:
+        raise FileNotFoundError("the CUDA toolkit's headers (cuda_fp16.h) are needed, found none")
+    folder = folder_of(sanitizer)
+    configure = [
+        *("cmake", "-G", "Ninja", "-S", str(HERE), "-B", str(folder)),
+        f"-DEMULATION_SANITIZER={sanitizer}",
+        f"-DFASTINFER_TORCH_DIR={Path(torch.__file__).parent}",
+        f"-DFASTINFER_CUDA_INCLUDE={include}",
+    ]
+    for command in (configure, ["cmake", "--build", str(folder)]):
+        run = subprocess.run(command, capture_output=True, text=True)
+        if run.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{run.stdout}{run.stderr}")
+    return folder
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1] not in SANITIZERS:
+        sys.exit(f"usage: build.py {'|'.join(SANITIZERS)}")
+    print(build(sys.argv[1]))

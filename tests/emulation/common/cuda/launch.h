@@ -1,0 +1,26 @@
+// csrc/common/cuda/launch.h on the emulator.
+#pragma once
+
+#include "common/launch_config.h"
+#include "emulator.h"
+
+namespace fastinfer::cuda {
+
+template <class... KernelArgs, class... Args>
+void launch(const char* name, void (*kernel)(KernelArgs...), const LaunchConfig& config, void* /*stream*/,
+            const Args&... args) {
+  if (config.grid == 0 || config.grid_y == 0) return;
+  check_grid(name, config);
+  const auto body = [&] { kernel(KernelArgs(args)...); };
+  emulation::run({
+      .name = name,
+      .grid_x = static_cast<unsigned>(config.grid),
+      .grid_y = config.grid_y,
+      .threads = config.block,
+      .shared_bytes = config.shared_bytes,
+      .body = [](const void* closure) { (*static_cast<decltype(&body)>(closure))(); },
+      .closure = &body,
+  });
+}
+
+}  // namespace fastinfer::cuda

@@ -1,0 +1,20 @@
+// csrc/common/device.h on the emulator: tensors lie in host memory, are treated as a GPU's, and the operators are those
+// of torch.ops.fastinfer_emulated.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "common/cuda/stream.h"
+
+#define FASTINFER_CPU_OPERATORS(m) [[maybe_unused]] static void not_emulated(torch::stable::detail::StableLibrary& m)
+#define FASTINFER_OPERATORS(m) STABLE_TORCH_LIBRARY_IMPL(fastinfer_emulated, CPU, m)
+#define FASTINFER_LAUNCH(x, op, ...) ::fastinfer::cuda::op(__VA_ARGS__, nullptr)
+
+namespace fastinfer {
+
+inline const cuda::Device* gpu_of(const torch::stable::Tensor& /*x*/) {
+  return &cuda::device(0);
+}
+
+}  // namespace fastinfer

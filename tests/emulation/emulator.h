@@ -1,0 +1,63 @@
+// A CUDA block on one host thread: its threads are fibers, blocks run one after another. Built to find mistakes, not to
+// be fast: a wrong barrier is an error, shared memory starts as NaN, asynchronous copies arrive as late as they may,
+// and under ThreadSanitizer only barriers order memory accesses.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <source_location>
+#include <vector>
+
+namespace emulation {
+
+using Site = std::source_location;  // where a thread waits: names it in errors, and tells two barriers apart
+
+struct Index {
+  unsigned x, y, z;
+};
+
+// Of the running thread, as CUDA names them.
+extern Index thread_index, block_index, block_size, grid_size;
+
+struct Launch {
+  const char* name;
+  unsigned grid_x, grid_y, threads;
+  size_t shared_bytes;
+  void (*body)(const void* closure);
+  const void* closure;
+};
+
+// Runs every block. Throws std::runtime_error with the kernel's name where one deadlocks, diverges or traps.
+void run(const Launch& launch);
+
+// ---- called by a kernel's threads ----
+
+void* dynamic_shared();
+void block_barrier(int id, int threads, Site site);  // id 0: all of the block; 1 .. 15: `threads` of it
+void warp_barrier(uint32_t mask, Site site);
+[[noreturn]] void trap(const char* what, Site site);
+
+// Operations that a warp's lanes do together. They wait for every lane of `mask` (mma and load_matrix: all 32) at the
+// same place, and order no memory.
+uint64_t shuffle(uint32_t mask, uint64_t value, int source, Site site);  // from a lane outside the mask: all ones
+uint32_t vote(uint32_t mask, bool value, Site site);
+void load_matrix(uint32_t* r, const uint16_t (&row)[8], int matrices, bool transposed, Site site);
+
+enum class Element { kHalf, kBFloat16, kInt8 };
+// m16n8k16, for int8 m16n8k32: d[4] (float, for int8 int32_t) += a[4] b[2].
+void mma(Element element, void* d, const uint32_t* a, const uint32_t* b, Site site);
+
+// What they are made of: the last lane to arrive calls complete(ops, mask), where ops[lane] is what that lane passed.
+void collective(uint32_t mask, void* op, void (*complete)(void* const (&ops)[32], uint32_t mask), Site site);
+
+// Asynchronous copies of the running thread, in its groups.
+struct Copy {
+  void* to;
+  unsigned char data[16];
+  size_t bytes;
+};
+void enqueue(const Copy& copy);
+void commit_copies();
+std::vector<Copy> arrived_copies(size_t pending);  // of all groups but the last `pending`; forgotten by this
+
+}  // namespace emulation
