@@ -18,14 +18,25 @@ __device__ inline unsigned char* dynamic_shared() {
   return memory;
 }
 
+namespace detail {
+
 __device__ inline uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// For data that are read once and leave room in the L2 for others: weights, while activations are to stay.
+__device__ inline uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  return policy;
+}
+
+}  // namespace detail
+
 // Copies 16 bytes from global to shared memory past the L1, asynchronously; both addresses are 16-byte aligned. With
 // valid = false nothing is read and zeros are written, as by the instruction's source size.
 __device__ inline void cp_async(void* shared, const void* global, bool valid = true) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(detail::shared_address(shared)), "l"(global),
                "r"(valid ? 16 : 0)
                : "memory");
 }
@@ -34,8 +45,8 @@ __device__ inline void cp_async(void* shared, const void* global, bool valid = t
 template <int kBytes>
 __device__ inline void cp_async_small(void* shared, const void* global, bool valid = true) {
   static_assert(kBytes == 4 || kBytes == 8);
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)), "l"(global), "n"(kBytes),
-               "r"(valid ? kBytes : 0)
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(detail::shared_address(shared)), "l"(global),
+               "n"(kBytes), "r"(valid ? kBytes : 0)
                : "memory");
 }
 
@@ -49,12 +60,19 @@ __device__ inline void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// A read of data that this kernel reads once and nobody writes meanwhile: not kept in the L1, first to leave the L2.
+// The same for data that are read once, weights above all: first to leave the L2.
+__device__ inline void cp_async_streaming(void* shared, const void* global, bool valid = true) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(detail::shared_address(shared)),
+               "l"(global), "r"(valid ? 16 : 0), "l"(detail::evict_first_policy())
+               : "memory");
+}
+
+// Nobody may write the data while the kernel runs.
 __device__ inline uint4 load_streaming(const uint4* p) {
   uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::evict_first.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
+               : "l"(p), "l"(detail::evict_first_policy()));
   return v;
 }
 
@@ -65,7 +83,7 @@ __device__ inline uint4 load_streaming(const uint4* p) {
 __device__ inline void ldmatrix(uint32_t (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row))
+               : "r"(detail::shared_address(row))
                : "memory");
 }
 
@@ -73,7 +91,7 @@ __device__ inline void ldmatrix(uint32_t (&r)[4], const void* row) {
 __device__ inline void ldmatrix_transposed(uint32_t (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row))
+               : "r"(detail::shared_address(row))
                : "memory");
 }
 
@@ -81,7 +99,7 @@ __device__ inline void ldmatrix_transposed(uint32_t (&r)[4], const void* row) {
 __device__ inline void ldmatrix(uint32_t (&r)[2], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                : "=r"(r[0]), "=r"(r[1])
-               : "r"(shared_address(row))
+               : "r"(detail::shared_address(row))
                : "memory");
 }
 

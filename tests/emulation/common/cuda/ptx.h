@@ -43,6 +43,10 @@ void cp_async_small(void* shared, const void* global, bool valid = true, Site si
   cp_async_bytes(shared, global, kBytes, valid, site);
 }
 
+inline void cp_async_streaming(void* shared, const void* global, bool valid = true, Site site = Site::current()) {
+  cp_async_bytes(shared, global, 16, valid, site);
+}
+
 inline void cp_async_commit() {
   emulation::commit_copies();
 }
