@@ -13,11 +13,13 @@
 #include "attention/paged_attention.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
+#include "attention/few_rows_cpu.h"
 #include "common/cpu/parallel.h"
 #include "common/cpu/vec.h"
 
@@ -136,7 +138,7 @@ class Worker {
     group_ = p.q_heads / p.kv_heads;
     columns_ = (p.head_dim + kLanes - 1) / kLanes * kLanes;
     float* memory = scratch_array<float>(
-        1, static_cast<size_t>(max_rows) * (3 * columns_ + kTile + 4) + 2 * static_cast<size_t>(columns_) * kTile);
+        1, static_cast<size_t>(max_rows) * (3 * columns_ + kTile + 4) + 2 * static_cast<size_t>(columns_) * kTile + columns_);
     const auto take = [&](int64_t count) { return std::exchange(memory, memory + count); };
     q_ = take(static_cast<int64_t>(max_rows) * columns_);
     part_o_ = take(static_cast<int64_t>(max_rows) * columns_);
@@ -144,6 +146,8 @@ class Worker {
     scores_ = take(static_cast<int64_t>(max_rows) * kTile);
     keys_ = take(static_cast<int64_t>(columns_) * kTile);
     values_ = take(static_cast<int64_t>(columns_) * kTile);
+    zeros_ = reinterpret_cast<const C*>(std::fill_n(memory, columns_, 0.0f) - columns_);
+    take(columns_);
     part_state_ = reinterpret_cast<RowState*>(take(2 * max_rows));
     state_ = reinterpret_cast<RowState*>(take(2 * max_rows));
   }
@@ -222,11 +226,61 @@ class Worker {
     std::fill_n(part_state_, rows_, RowState{kNegInf, 0.0f});
     const int end = std::min((split + 1) * kSplit, kv_end_);
     const int begin = std::max(split * kSplit, kv_begin_ / kTile * kTile);
+    if constexpr (sizeof(C) == 2) {
+      if (rows_ <= kFewRows && p_.head_dim % kLanes == 0) return run_few_rows(begin, end);
+    }
     for (int tile = begin; tile < end; tile += kTile) {
       gather(tile);
       multiply(q_, columns_, rows_, keys_, kTile, p_.head_dim, scores_, kTile, kTile, false);
       for (int r = 0; r < rows_; ++r) softmax_row(r, tile);
       multiply(scores_, kTile, rows_, values_, columns_, kTile, part_o_, columns_, columns_, true);
+    }
+  }
+
+  // Of a tile's positions, where the keys and values lie; zeros for those that no row sees.
+  struct TileRows {
+    std::array<const C*, kTile> keys, values;
+  };
+
+  // Finds the rows and has them brought into the cache: a head's rows lie too far apart for the hardware to guess.
+  void find_rows(int tile, TileRows& rows) const {
+    rows.keys.fill(zeros_);
+    rows.values.fill(zeros_);
+    const int64_t row = static_cast<int64_t>(p_.kv_heads) * p_.head_dim;
+    const int first = std::max(tile, kv_begin_), last = std::min(tile + kTile, kv_end_);
+    for (int j = first; j < last; ++j) {
+      const int64_t offset = slot(j) * row + static_cast<int64_t>(item_.kv_head) * p_.head_dim;
+      rows.keys[j - tile] = static_cast<const C*>(p_.k_cache) + offset;
+      rows.values[j - tile] = static_cast<const C*>(p_.v_cache) + offset;
+      for (int d = 0; d < p_.head_dim; d += 64 / static_cast<int>(sizeof(C))) {
+        __builtin_prefetch(rows.keys[j - tile] + d);
+        __builtin_prefetch(rows.values[j - tile] + d);
+      }
+    }
+  }
+
+  void run_few_rows(int begin, int end) {
+    static_assert(kFewRows == 4);
+    switch (rows_) {
+      case 1: return run_tiles<1>(begin, end);
+      case 2: return run_tiles<2>(begin, end);
+      case 3: return run_tiles<3>(begin, end);
+      default: return run_tiles<4>(begin, end);
+    }
+  }
+
+  template <int kRows>
+  void run_tiles(int begin, int end) {
+    TileRows now, next;
+    if (begin < end) find_rows(begin, next);
+    for (int tile = begin; tile < end; tile += kTile) {
+      now = next;
+      if (tile + kTile < end) find_rows(tile + kTile, next);
+      const int seen = std::min(kTile, kv_end_ - tile);
+      multiply_keys<kRows>(q_, columns_, now.keys.data(), (seen + kLanes - 1) / kLanes * kLanes, p_.head_dim, scores_,
+                           kTile);
+      for (int r = 0; r < kRows; ++r) softmax_row(r, tile);
+      multiply_values<kRows>(scores_, kTile, now.values.data(), seen, columns_, part_o_);
     }
   }
 
@@ -337,6 +391,7 @@ class Worker {
   int group_, columns_;
   int rows_ = 0, first_position_ = 0, kv_begin_ = 0, kv_end_ = 0;
   float *q_, *part_o_, *o_, *scores_, *keys_, *values_;
+  const C* zeros_;  // stands for a position that no row sees
   RowState *part_state_, *state_;
 };
 
