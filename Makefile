@@ -3,7 +3,9 @@
 #   make demo     build, fetch the default model, let it write
 #   make test     the whole test suite
 #   make lint     formatting, linting, types
-#   make cuda     compile the CUDA kernels (needs nvcc, no GPU)
+#   make cuda     compile the CUDA kernels (needs nvcc, no GPU), check registers, spills and instructions
+#   make emulation  run the CUDA kernels on the CPU under the address and thread sanitizers
+#   make gpu-check  build, test and measure on a GPU; results in bench/out
 #   make bench    end-to-end speed of this machine
 
 PYTHON ?= python3
@@ -17,7 +19,7 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 SOURCES := setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 
-.PHONY: demo test lint format cuda bench clean
+.PHONY: demo test lint format cuda emulation gpu-check bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fastinfer pull smollm2-135m-instruct
@@ -38,10 +40,19 @@ format: $(VENV)/.installed-lint
 	$(BIN)/clang-format -i $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 # Proves that the CUDA half compiles, links and imports; the result is a wheel in build/cuda.
-cuda: $(VENV)/.installed
+cuda: $(VENV)/.installed-cuda
 	FASTINFER_CUDA_ARCHS="$(CUDA_ARCHS)" FASTINFER_BUILD=cuda $(BIN)/pip wheel . --no-deps --no-build-isolation -w build/cuda
 	$(BIN)/python -m zipfile -e build/cuda/fastinfer-*.whl build/cuda/unpacked
 	PYTHONPATH=build/cuda/unpacked $(BIN)/python -c "import torch; from fastinfer import _C; print(_C.build_info())"
+	$(BIN)/python tests/check_cuda_build.py
+
+# The emulated tests in the builds with sanitizers; `make test` runs those of the plain build.
+emulation: $(VENV)/.installed-test
+	$(BIN)/python tests/emulation/sanitize.py
+
+# Uses the python, torch and toolkit that are there, offline; see bench/gpu_check.py for its stages.
+gpu-check:
+	$(PYTHON) bench/gpu_check.py --out bench/out
 
 bench: $(VENV)/.installed
 	$(BIN)/fastinfer bench
@@ -59,6 +70,10 @@ $(VENV)/.installed: $(SOURCES)
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/pip install --quiet --no-build-isolation --editable ".[test]"
+	touch $@
+
+$(VENV)/.installed-cuda: $(VENV)/.installed
+	$(BIN)/pip install --quiet --no-build-isolation --editable ".[cuda]"
 	touch $@
 
 $(VENV)/.installed-lint: $(VENV)/.installed

@@ -1,25 +1,34 @@
-"""4-bit linear layers beside torch's fp32 and bf16 ones; weights rotate, so that they come from memory."""
+"""4-bit linear layers; weights rotate, so that they come from memory.
+
+On the CPU beside torch's fp32 and bf16 ones, on a GPU beside torch's int4 kernel and cuBLAS in bf16.
+"""
 
 import torch
-from harness import Timing, cold_inputs, compare, main
+from harness import Cases, Setting, cold_inputs, compare, main
+from torch.nn import functional as F
 
 from fastinfer import ops
 
 # [out_features, in_features]: SmolLM2-135M's gate and up, and a layer of an 8B model.
-WEIGHTS = [(3072, 576), (4096, 4096)]
-TOKENS = [1, 16, 128]
-GROUP = 32
+CPU_WEIGHTS = [(3072, 576), (4096, 4096)]
+CPU_TOKENS = [1, 16, 128]
+CPU_GROUP = 32
+
+# The usual square, an 8B model's gate and up, and a weight of 117 MB.
+CUDA_WEIGHTS = [(8192, 8192), (28672, 4096), (28672, 8192)]
+CUDA_TOKENS = [1, 16, 32, 64, 1024, 4096]
+CUDA_GROUP = 128
 
 
-def run(repeats: int) -> dict[str, list[Timing]]:
+def run_cpu(setting: Setting) -> Cases:
     cases = {}
-    for out_features, in_features in WEIGHTS:
-        for tokens in TOKENS:
+    for out_features, in_features in CPU_WEIGHTS:
+        for tokens in CPU_TOKENS:
             x = torch.randn(tokens, in_features)
 
             def make(n: int = out_features, k: int = in_features) -> tuple[torch.Tensor, ...]:
                 q = torch.randint(0, 16, (n, k), dtype=torch.uint8)
-                scales = torch.rand(n, k // GROUP).half()
+                scales = torch.rand(n, k // CPU_GROUP).half()
                 dense = torch.randn(n, k)
                 return ops.int4_pack(q), ops.pack_scales(scales), dense, dense.bfloat16()
 
@@ -31,18 +40,60 @@ def run(repeats: int) -> dict[str, list[Timing]]:
                 "fastinfer, 8-bit activations": int4(8),
                 "fastinfer, 16-bit activations": int4(16),
                 "fastinfer, fp32": int4(32),
-                "torch fp32": lambda q, s, dense, dense16, x=x: torch.nn.functional.linear(x, dense),
-                "torch bf16": lambda q, s, dense, dense16, x=half: torch.nn.functional.linear(x, dense16),
+                "torch fp32": lambda q, s, dense, dense16, x=x: F.linear(x, dense),
+                "torch bf16": lambda q, s, dense, dense16, x=half: F.linear(x, dense16),
             }
             cases[f"M={tokens} N={out_features} K={in_features}"] = compare(
                 candidates,
                 cold_inputs(make),
-                repeats=repeats,
+                repeats=setting.repeats,
                 bytes_moved=out_features * in_features * 9 // 16,  # of the packed weight: 4 bits and 2 bytes per group
                 flops=2 * tokens * out_features * in_features,
             )
     return cases
 
 
+def run_cuda(setting: Setting) -> Cases:
+    cases = {}
+    for out_features, in_features in CUDA_WEIGHTS:
+        n, k = setting.size(out_features, 64), setting.size(in_features, 256)
+        weights = {name: cold_inputs(lambda make=make, n=n, k=k: make(n, k, setting)) for name, make in FORMS.items()}
+        for tokens in CUDA_TOKENS:
+            m = setting.size(tokens, 2)
+            x = torch.randn(m, k, device=setting.device).bfloat16()
+            timings = []
+            for name, form in weights.items():
+                # Each form has weights of its own, so they are compared one after the other.
+                run = {name: lambda *weight, x=x, n=n, product=PRODUCTS[name]: product(x, n, *weight)}
+                moved = sum(tensor.nbytes for tensor in form[0]) + 2 * m * (n + k)
+                timings += compare(run, form, repeats=setting.repeats, bytes_moved=moved, flops=2 * m * n * k)
+            cases[f"M={tokens} N={out_features} K={in_features} g{CUDA_GROUP}"] = timings
+    return cases
+
+
+def fastinfer_weight(n: int, k: int, setting: Setting) -> tuple[torch.Tensor, ...]:
+    q = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=setting.device)
+    return ops.int4_pack(q), ops.pack_scales(torch.rand(n, k // CUDA_GROUP, device=setting.device).half())
+
+
+def _torch_int4(n: int, k: int, setting: Setting) -> tuple[torch.Tensor, ...]:
+    """tinygemm's layout; the weight's values do not matter here."""
+    shape = (n // 8, k // 128, 32, 4)
+    packed = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device=setting.device)
+    return packed, torch.rand(k // CUDA_GROUP, n, 2, device=setting.device).bfloat16()
+
+
+def _dense(n: int, k: int, setting: Setting) -> tuple[torch.Tensor, ...]:
+    return (torch.randn(n, k, device=setting.device).bfloat16(),)
+
+
+FORMS = {"fastinfer": fastinfer_weight, "torch int4": _torch_int4, "torch bf16 (cuBLAS)": _dense}
+PRODUCTS = {
+    "fastinfer": lambda x, n, qweight, scales: ops.int4_gemm(x, qweight, scales, None, n),
+    "torch int4": lambda x, n, packed, scales: torch.ops.aten._weight_int4pack_mm(x, packed, CUDA_GROUP, scales),
+    "torch bf16 (cuBLAS)": lambda x, n, weight: F.linear(x, weight),
+}
+
+
 if __name__ == "__main__":
-    main("int4_gemm", run)
+    main("int4_gemm", run_cpu, run_cuda)

@@ -1,45 +1,174 @@
-"""Attention over a paged bf16 cache beside torch's SDPA on contiguous keys and values of the same dtype."""
+"""Attention over a paged bf16 cache beside torch's SDPA on contiguous keys and values of the same dtype.
+
+On a GPU: decode of one and of many sequences, equal and mixed lengths, quantised caches, and prefill, beside SDPA's
+flash and cuDNN kernels where those can do the same work (they know neither pages nor ragged batches).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-from harness import Timing, compare, main
+from harness import Cases, Setting, Timing, compare, main
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastinfer import ops
 
-Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 32  # SmolLM2-135M
+# ---- CPU: SmolLM2-135M ----
+
+CPU_HEADS = 9, 3, 64  # query heads, KV heads, head_dim
 # (queries, context): decode at growing contexts, a chunk of prefill, a whole prompt.
-CASES = [(1, 128), (1, 1024), (1, 8192), (64, 1024), (512, 512)]
+CPU_CASES = [(1, 128), (1, 1024), (1, 8192), (64, 1024), (512, 512)]
 
 
-def run(repeats: int) -> dict[str, list[Timing]]:
+def run_cpu(setting: Setting) -> Cases:
     cases = {}
-    for queries, context in CASES:
-        blocks = -(-context // BLOCK_SIZE)
-        k_cache, v_cache = (torch.randn(blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM).bfloat16() for _ in "kv")
-        q = torch.randn(queries, Q_HEADS, HEAD_DIM).bfloat16()
-        paged = (
-            q,
-            k_cache,
-            v_cache,
-            torch.randperm(blocks, dtype=torch.int32)[None],
-            torch.tensor([context], dtype=torch.int32),
-            torch.tensor([0, queries], dtype=torch.int32),
-        )
-        k, v = (cache.view(-1, KV_HEADS, HEAD_DIM)[:context].transpose(0, 1)[None] for cache in (k_cache, v_cache))
+    for queries, context in CPU_CASES:
+        batch = make_batch([queries], [context], CPU_HEADS, 32, setting)
+        k, v = batch.dense()
         mask = torch.arange(context) <= torch.arange(context - queries, context)[:, None]
 
-        def sdpa(q, *_, k=k, v=v, mask=mask):  # type: ignore[no-untyped-def]
-            return torch.nn.functional.scaled_dot_product_attention(
-                q.transpose(0, 1)[None], k, v, attn_mask=mask, enable_gqa=True
-            )
+        def sdpa(k=k, v=v, mask=mask, batch=batch):  # type: ignore[no-untyped-def]
+            return F.scaled_dot_product_attention(batch.dense_queries(), k, v, attn_mask=mask, enable_gqa=True)
 
         cases[f"queries={queries} context={context}"] = compare(
-            {"fastinfer": ops.paged_attention, "torch SDPA": sdpa},
-            [paged],
-            repeats=repeats,
+            {"fastinfer": lambda batch=batch: batch.attend(), "torch SDPA": sdpa},
+            [()],
+            repeats=setting.repeats,
             bytes_moved=2 * k.nbytes,
         )
     return cases
 
 
+# ---- GPU: an 8B model ----
+
+HEADS = 32, 8, 128
+BLOCK_SIZE = 16
+# (sequences, context): one short to long, then a cache of at least 1 GB.
+DECODE = [(1, 1024), (1, 8192), (1, 65536), (16, 8192), (64, 4096), (256, 2048)]
+MIXED = [200, 8000, 350, 1500, 120, 32000, 900, 4096] * 8
+PREFILL = [1024, 8192]
+COLD_BYTES = 256 << 20
+
+
+def run_cuda(setting: Setting) -> Cases:
+    cases = {}
+    for seqs, context in DECODE:
+        lengths = [setting.size(context, 100)] * setting.size(seqs, 2)
+        cases[f"decode, {seqs} x {context}"] = decode(setting, lengths, dense=True)
+    mixed = MIXED[: setting.size(len(MIXED), 4)]
+    mixed = [setting.size(length, length % 97 + 1) for length in mixed]
+    cases["decode, 64 of 120 to 32000"] = decode(setting, mixed, dense=False)
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        lengths = [setting.size(8192, 100)] * setting.size(16, 2)
+        label = f"decode, 16 x 8192, {str(dtype).removeprefix('torch.')}"
+        cases[label] = decode(setting, lengths, dense=False, cache_dtype=dtype)
+    for tokens in PREFILL:
+        cases[f"prefill, causal, {tokens}"] = prefill(setting, setting.size(tokens, 60))
+    cases["prefill, chunk of 512 after 7680"] = prefill(setting, setting.size(512, 20), setting.size(7680, 60))
+    return cases
+
+
+def decode(
+    setting: Setting, lengths: list[int], dense: bool, cache_dtype: torch.dtype = torch.bfloat16
+) -> list[Timing]:
+    def make() -> Batch:
+        return make_batch([1] * len(lengths), lengths, HEADS, BLOCK_SIZE, setting, cache_dtype)
+
+    first = make()
+    size = first.cache_bytes(sum(lengths))
+    copies = 0 if setting.rehearsal else min(COLD_BYTES // size, 63)
+    batches = [first, *(make() for _ in range(copies))]
+    inputs = [(batch, *(batch.dense() if dense else ())) for batch in batches]
+    candidates: dict[str, Callable[..., object]] = {"fastinfer": lambda batch, *_: batch.attend()}
+    if dense:
+        for name, backend in BACKENDS.items():
+            candidates[name] = lambda batch, k, v, backend=backend: sdpa(batch.dense_queries(), k, v, backend, False)
+    return compare_batches(candidates, inputs, setting, bytes_moved=size)
+
+
+def prefill(setting: Setting, tokens: int, cached: int = 0) -> list[Timing]:
+    batch = make_batch([tokens], [tokens + cached], HEADS, BLOCK_SIZE, setting)
+    candidates: dict[str, Callable[..., object]] = {"fastinfer": lambda batch, k, v: batch.attend()}
+    if not cached:  # SDPA's causal mask begins at the first key
+        for name, backend in BACKENDS.items():
+            candidates[name] = lambda batch, k, v, backend=backend: sdpa(batch.dense_queries(), k, v, backend, True)
+    pairs = tokens * cached + tokens * (tokens + 1) // 2
+    inputs = [(batch, *batch.dense())]
+    return compare_batches(candidates, inputs, setting, flops=4 * pairs * HEADS[0] * HEADS[2])
+
+
+BACKENDS = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
+
+
+def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: SDPBackend, causal: bool) -> torch.Tensor:
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+
+def compare_batches(candidates: dict, inputs: list, setting: Setting, **size: int) -> list[Timing]:  # type: ignore[type-arg]
+    """compare() looks for tensors among the inputs to know the device."""
+    with_queries = [(batch.q, batch, *rest) for batch, *rest in inputs]
+    runs = {name: lambda q, *rest, run=run: run(*rest) for name, run in candidates.items()}
+    return compare(runs, with_queries, repeats=setting.repeats, **size)
+
+
+# ---- inputs ----
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Arguments of paged_attention, with a plan as made once per step."""
+
+    q: torch.Tensor
+    caches: tuple[torch.Tensor, torch.Tensor]
+    ragged: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    options: dict[str, torch.Tensor]
+
+    def attend(self) -> torch.Tensor:
+        return ops.paged_attention(self.q, *self.caches, *self.ragged, **self.options)
+
+    def cache_bytes(self, positions: int) -> int:
+        row = self.caches[0][0, 0]
+        scales = row.shape[0] * 4 if self.options.get("k_scale") is not None else 0
+        return 2 * positions * (row.nbytes + scales)
+
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [seqs, kv_heads, context, head_dim] of sequences of one length, as SDPA takes them."""
+        table, seq_lens, _ = self.ragged
+        context = int(seq_lens[0])
+        k, v = (cache[table.long()].flatten(1, 2)[:, :context].transpose(1, 2).contiguous() for cache in self.caches)
+        return k, v
+
+    def dense_queries(self) -> torch.Tensor:
+        return self.q.unflatten(0, (self.ragged[0].shape[0], -1)).transpose(1, 2)
+
+
+def make_batch(
+    queries: list[int],
+    lengths: list[int],
+    heads: tuple[int, int, int],
+    block_size: int,
+    setting: Setting,
+    cache_dtype: torch.dtype = torch.bfloat16,
+) -> Batch:
+    q_heads, kv_heads, head_dim = heads
+    counts = [-(-length // block_size) for length in lengths]
+    pages = torch.randperm(sum(counts), dtype=torch.int32, device=setting.device).split(counts)
+    table = torch.nn.utils.rnn.pad_sequence(list(pages), batch_first=True)
+    shape = (sum(counts), block_size, kv_heads, head_dim)
+    options = {}
+    if cache_dtype == torch.bfloat16:
+        caches = [torch.randn(shape, device=setting.device, dtype=cache_dtype) for _ in "kv"]
+    else:
+        caches = [(torch.randn(shape, device=setting.device) * 30).clamp(-127, 127).to(cache_dtype) for _ in "kv"]
+        options = {f"{name}_scale": torch.rand(shape[:3], device=setting.device) / 30 for name in "kv"}
+    starts = torch.tensor([0, *queries], device=setting.device).cumsum(0).int()
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=setting.device)
+    options["plan"] = ops.paged_attention_plan(seq_lens, starts, *heads)
+    q = torch.randn(sum(queries), q_heads, head_dim, device=setting.device).bfloat16()
+    return Batch(q, (caches[0], caches[1]), (table, seq_lens, starts), options)
+
+
 if __name__ == "__main__":
-    main("paged_attention", run)
+    main("paged_attention", run_cpu, run_cuda)

@@ -1,37 +1,69 @@
-"""RMSNorm beside torch's: one decode step, a small batch, a prompt; caches warm, and cold for the largest."""
+"""RMSNorm beside torch's: one decode step, a small batch, a prompt; on the CPU caches warm, and cold for the largest.
+
+On a GPU also with the residual's addition, and with the result as int8.
+"""
 
 import torch
-from harness import Timing, cold_inputs, compare, main
+from harness import Cases, Setting, cold_inputs, compare, main
+from torch.nn import functional as F
 
 from fastinfer import ops
 
-SHAPES = [(1, 576), (1, 4096), (16, 4096), (512, 576), (512, 4096)]
+CPU_SHAPES = [(1, 576), (1, 4096), (16, 4096), (512, 576), (512, 4096)]
+CUDA_SHAPES = [(1, 4096), (128, 4096), (8192, 4096), (8192, 8192), (32768, 8192)]
 
 
-def run(repeats: int) -> dict[str, list[Timing]]:
+def torch_norm(x: torch.Tensor, weight: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, weight.shape, weight, 1e-6)
+
+
+def run_cpu(setting: Setting) -> Cases:
     cases = {}
     for dtype in (torch.float32, torch.bfloat16):
-        for tokens, hidden in SHAPES:
+        for tokens, hidden in CPU_SHAPES:
 
             def make(
                 tokens: int = tokens, hidden: int = hidden, dtype: torch.dtype = dtype
             ) -> tuple[torch.Tensor, torch.Tensor]:
                 return torch.randn(tokens, hidden).to(dtype), torch.randn(hidden).to(dtype)
 
-            candidates = {
-                "fastinfer": ops.rms_norm,
-                "torch": lambda x, weight: torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6),
-            }
+            candidates = {"fastinfer": ops.rms_norm, "torch": torch_norm}
             x, weight = make()
             bytes_moved = 2 * x.nbytes + weight.nbytes
             label = f"[{tokens}, {hidden}] {str(dtype).removeprefix('torch.')}"
-            cases[label] = compare(candidates, [(x, weight)], repeats=repeats, bytes_moved=bytes_moved)
-            if (tokens, hidden) == SHAPES[-1]:
+            cases[label] = compare(candidates, [(x, weight)], repeats=setting.repeats, bytes_moved=bytes_moved)
+            if (tokens, hidden) == CPU_SHAPES[-1]:
                 cases[f"{label} cold"] = compare(
-                    candidates, cold_inputs(make), repeats=repeats, bytes_moved=bytes_moved
+                    candidates, cold_inputs(make), repeats=setting.repeats, bytes_moved=bytes_moved
                 )
     return cases
 
 
+def run_cuda(setting: Setting) -> Cases:
+    def torch_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return torch_norm(residual.add_(x), weight)
+
+    cases = {}
+    for tokens, hidden in CUDA_SHAPES:
+        rows = setting.size(tokens, 2)
+
+        def make(rows: int = rows, hidden: int = hidden) -> tuple[torch.Tensor, ...]:
+            x, residual = torch.randn(2, rows, hidden, device=setting.device).bfloat16().unbind()
+            return x.clone(), torch.randn(hidden, device=setting.device).bfloat16(), residual.clone()
+
+        inputs = cold_inputs(make)
+        elements = rows * hidden
+        groups = {
+            "rms_norm": (4, {"fastinfer": lambda x, w, r: ops.rms_norm(x, w), "torch": torch_norm}),
+            "add_rms_norm": (8, {"fastinfer": lambda x, w, r: ops.add_rms_norm(x, r, w), "torch": torch_add}),
+            "rms_norm_quantize": (7, {"fastinfer": lambda x, w, r: ops.rms_norm_quantize(x, r, w)}),
+        }
+        for name, (bytes_each, candidates) in groups.items():
+            cases[f"{name} [{tokens}, {hidden}]"] = compare(
+                candidates, inputs, repeats=setting.repeats, bytes_moved=bytes_each * elements
+            )
+    return cases
+
+
 if __name__ == "__main__":
-    main("rms_norm", run)
+    main("rms_norm", run_cpu, run_cuda)

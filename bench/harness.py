@@ -1,7 +1,7 @@
 """What the benchmarks of single operators share.
 
 Candidates are timed in turns (A, B, C, A, B, C, ...), so that a machine that gets slower or faster meanwhile does so
-for all of them; reported are medians, and ratios to the first candidate.
+for all of them; reported are medians, ratios to the first candidate and, on a GPU, to the ceilings of the same run.
 """
 
 import argparse
@@ -14,23 +14,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cuda_timing import Ceilings, CudaGraphSampler
 
 from fastinfer.benchmark import percentile, table, write_json
 
 # A sample shorter than this is dominated by the clock and the interpreter's jitter, so calls are repeated to fill it.
 MIN_SAMPLE_S = 2e-3
-# More than the last-level cache of the machines that we know of (a 96-core server has 384 MB for all its cores).
-COLD_BYTES = 512 << 20
+# More than the last-level cache of the machines that we know of: a 96-core server has 384 MB for all its cores, a GPU
+# 50 to 60 MB.
+COLD_BYTES = {"cpu": 512 << 20, "cuda": 256 << 20}
+MAX_COPIES = 256  # smaller arguments are warm on a real model's way too
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call of one candidate, one entry per sample; bytes and operations are those of one call."""
+    """Seconds per call of one candidate, one entry per sample; bytes and operations are those of one call.
+
+    A candidate that cannot run has no samples, and an error.
+    """
 
     name: str
     samples_s: list[float]
     bytes_moved: int | None
     flops: int | None
+    error: str | None = None
 
     @property
     def median_s(self) -> float:
@@ -45,6 +52,27 @@ class Timing:
         return None if self.flops is None else self.flops / self.median_s / 1e9
 
 
+Cases = dict[str, list[Timing]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how a benchmark runs.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        repeats: samples per candidate.
+        rehearsal: run what is meant for a GPU on the CPU with small sizes: tests a benchmark's code, measures nothing.
+    """
+
+    device: str
+    repeats: int
+    rehearsal: bool = False
+
+    def size(self, real: int, small: int) -> int:
+        return small if self.rehearsal else real
+
+
 def compare(
     candidates: dict[str, Callable[..., object]],
     inputs: Sequence[tuple[Any, ...]],
@@ -53,7 +81,7 @@ def compare(
     bytes_moved: int | None = None,
     flops: int | None = None,
 ) -> list[Timing]:
-    """Time callables that do the same work.
+    """Time callables that do the same work; on a GPU where the inputs lie on one.
 
     Args:
         candidates: name to callable; the first one is what the others are compared to.
@@ -63,78 +91,106 @@ def compare(
         bytes_moved: what one call must read and write at least.
         flops: floating-point operations of one call.
     """
-    turns = itertools.cycle(inputs)
-    calls = {name: _calls_per_sample(run, turns) for name, run in candidates.items()}  # this is the warm-up too
+    on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs[0])
+    sampler = CudaGraphSampler if on_gpu else CpuSampler
+    ready, errors = {}, {}
+    for name, run in candidates.items():
+        try:
+            ready[name] = sampler(run, inputs)  # this is the warm-up too
+        except Exception as error:  # a peer that does not support a case must not end the others'
+            errors[name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            if on_gpu:
+                torch.cuda.synchronize()
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(repeats):
-        for name, run in candidates.items():
-            samples[name].append(_sample(run, turns, calls[name]) / calls[name])
-    return [Timing(name, samples_s, bytes_moved, flops) for name, samples_s in samples.items()]
+        for name, calls in ready.items():
+            samples[name].append(calls.sample())
+    return [Timing(name, samples[name], bytes_moved, flops, errors.get(name)) for name in candidates]
 
 
 def cold_inputs(make: Callable[[], tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """Copies of the arguments that together exceed every cache, so that each call finds its own evicted."""
     first = make()
-    size = sum(value.nbytes for value in first if isinstance(value, torch.Tensor))
-    return [first, *(make() for _ in range(COLD_BYTES // size))]
+    tensors = [value for value in first if isinstance(value, torch.Tensor)]
+    copies = COLD_BYTES[tensors[0].device.type] // sum(value.nbytes for value in tensors)
+    return [first, *(make() for _ in range(min(copies, MAX_COPIES)))]
 
 
-def rows(label: str, timings: Sequence[Timing]) -> list[list[str]]:
+class CpuSampler:
+    """Calls of one candidate with arguments in turn, enough of them to fill a sample."""
+
+    def __init__(self, run: Callable[..., object], inputs: Sequence[tuple[Any, ...]]) -> None:
+        self._run = run
+        self._turns: Iterator[tuple[Any, ...]] = itertools.cycle(inputs)
+        self._calls = 1
+        while self._seconds() < MIN_SAMPLE_S:
+            self._calls *= 2
+
+    def sample(self) -> float:
+        """Seconds per call."""
+        return self._seconds() / self._calls
+
+    def _seconds(self) -> float:
+        start = time.perf_counter()
+        for _ in range(self._calls):
+            self._run(*next(self._turns))
+        return time.perf_counter() - start
+
+
+HEAD = ["case", "candidate", "median us", "p95 us", "x first", "GB/s", "GFLOP/s", "of copy", "of matmul"]
+
+
+def rows(label: str, timings: Sequence[Timing], ceilings: Ceilings | None = None) -> list[list[str]]:
     """Table rows of one comparison; :data:`HEAD` is their head."""
-    base = timings[0].median_s
+    base = timings[0].median_s if timings[0].samples_s else None
+    return [[label, timing.name, *_cells(timing, base, ceilings)] for timing in timings]
+
+
+def _cells(timing: Timing, base: float | None, ceilings: Ceilings | None) -> list[str]:
+    if not timing.samples_s:
+        return ["failed", *[""] * (len(HEAD) - 3)]
+    gb_per_s, gflop_per_s = timing.gb_per_s, timing.gflop_per_s
     return [
-        [
-            label,
-            timing.name,
-            f"{timing.median_s * 1e6:.1f}",
-            f"{percentile(timing.samples_s, 95) * 1e6:.1f}",
-            f"{timing.median_s / base:.2f}",
-            "" if timing.gb_per_s is None else f"{timing.gb_per_s:.1f}",
-            "" if timing.gflop_per_s is None else f"{timing.gflop_per_s:.1f}",
-        ]
-        for timing in timings
+        f"{timing.median_s * 1e6:.1f}",
+        f"{percentile(timing.samples_s, 95) * 1e6:.1f}",
+        "" if base is None else f"{timing.median_s / base:.2f}",
+        "" if gb_per_s is None else f"{gb_per_s:.1f}",
+        "" if gflop_per_s is None else f"{gflop_per_s:.1f}",
+        "" if gb_per_s is None or ceilings is None else f"{gb_per_s / ceilings.copy_gb_per_s:.2f}",
+        "" if gflop_per_s is None or ceilings is None else f"{gflop_per_s / ceilings.matmul_gflop_per_s:.2f}",
     ]
 
 
-HEAD = ["case", "candidate", "median us", "p95 us", "x first", "GB/s", "GFLOP/s"]
-
-
-def main(operator: str, run: Callable[[int], dict[str, list[Timing]]]) -> None:
+def main(
+    operator: str,
+    cpu: Callable[[Setting], Cases] | None = None,
+    cuda: Callable[[Setting], Cases] | None = None,
+) -> None:
     """The command line of a benchmark: run it, print its table, write ``--out``/``<operator>.json``.
 
     Args:
         operator: its base name.
-        run: takes the number of repeats, returns the timings of each case by its label.
+        cpu, cuda: the cases for each device, as timings by label; ``None`` where there are none.
     """
     parser = argparse.ArgumentParser(description=f"Benchmark of {operator}.")
+    devices = [name for name, cases in (("cpu", cpu), ("cuda", cuda)) if cases is not None]
+    usual = "cuda" if torch.cuda.is_available() and "cuda" in devices else devices[0]
+    parser.add_argument("--device", choices=devices, default=usual, help="default: %(default)s")
     parser.add_argument("--repeats", type=int, default=20, help="samples per candidate; default: %(default)s")
     parser.add_argument("--out", type=Path, help="folder of the JSON file")
+    parser.add_argument("--rehearse", action="store_true", help="the GPU's cases on the CPU, small: measures nothing")
     args = parser.parse_args()
-    cases = run(args.repeats)
-    print(table([HEAD, *(row for label, timings in cases.items() for row in rows(label, timings))]))
+    torch.manual_seed(0)
+    run = cuda if args.rehearse or args.device == "cuda" else cpu
+    assert run is not None
+    ceilings = Ceilings.measure() if args.device == "cuda" and not args.rehearse else None
+    with torch.inference_mode():
+        cases = run(Setting("cpu" if args.rehearse else args.device, args.repeats, args.rehearse))
+    print(table([HEAD, *(row for label, timings in cases.items() for row in rows(label, timings, ceilings))]))
+    failed = {f"{timing.name}: {timing.error}" for timings in cases.values() for timing in timings if timing.error}
+    for line in sorted(failed):
+        print(f"failed: {line}")
     if args.out is not None:
-        measured = {label: [asdict(timing) for timing in timings] for label, timings in cases.items()}
-        print(write_json(args.out / f"{operator}.json", {"operator": operator, "cases": measured}))
-
-
-def _calls_per_sample(run: Callable[..., object], inputs: Iterator[tuple[Any, ...]]) -> int:
-    """Double the calls until they fill a sample."""
-    calls = 1
-    while _sample(run, inputs, calls) < MIN_SAMPLE_S:
-        calls *= 2
-    return calls
-
-
-def _sample(run: Callable[..., object], inputs: Iterator[tuple[Any, ...]], calls: int) -> float:
-    """Seconds for this many calls, work on a GPU finished."""
-    _synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        run(*next(inputs))
-    _synchronize()
-    return time.perf_counter() - start
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+        measured: dict[str, Any] = {"operator": operator, "ceilings": ceilings and asdict(ceilings)}
+        measured["cases"] = {label: [asdict(timing) for timing in timings] for label, timings in cases.items()}
+        print(write_json(args.out / f"{operator}.json", measured))

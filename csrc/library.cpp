@@ -7,13 +7,27 @@
 FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps) -> Tensor");
+  m.def("rms_norm_quantize(Tensor x, Tensor(a!)? residual, Tensor weight, float eps) -> (Tensor, Tensor)");
+  m.def("quantize_int8(Tensor x) -> (Tensor, Tensor)");
+  m.def("embedding(Tensor weight, Tensor ids) -> Tensor");
   m.def("silu_and_mul(Tensor x) -> Tensor");
   m.def("gelu_and_mul(Tensor x, str approximate) -> Tensor");
   m.def("rotary_embedding(Tensor(a!) q, Tensor(b!) k, Tensor positions, Tensor cos_sin_cache, bool interleaved) -> ()");
-  m.def("store_kv_cache(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> ()");
+  m.def(
+      "norm_rotary_store(Tensor(a!) q, Tensor k, Tensor v, Tensor? q_norm_weight, Tensor? k_norm_weight, float eps, "
+      "Tensor positions, Tensor cos_sin_cache, bool interleaved, Tensor(b!) k_cache, Tensor(c!) v_cache, "
+      "Tensor(d!)? k_scale, Tensor(e!)? v_scale, Tensor slot_mapping) -> ()");
+  m.def(
+      "store_kv_cache(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
+      "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> ()");
   m.def(
       "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, "
-      "Tensor query_start, float scale, int window, float softcap, Tensor? sinks, Tensor(a!)? lse) -> Tensor");
+      "Tensor query_start, float scale, int window, float softcap, Tensor? sinks, Tensor(a!)? lse, "
+      "Tensor? k_scale=None, Tensor? v_scale=None, Tensor? plan=None) -> Tensor");
+  m.def(
+      "paged_attention_plan(Tensor seq_lens, Tensor query_start, int q_heads, int kv_heads, int head_dim, int window) "
+      "-> Tensor");
+  m.def("merge_attention_states(Tensor a, Tensor a_lse, Tensor b, Tensor b_lse) -> (Tensor, Tensor)");
   m.def(
       "gemm(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, str? activation, "
       "Tensor? residual) -> Tensor");
@@ -23,6 +37,12 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
   m.def(
       "int4_gemm(Tensor x, Tensor qweight, Tensor scales, Tensor? mins, int out_features, Tensor? bias, "
       "Tensor? norm_weight, float eps, str? activation, Tensor? residual, int activation_bits) -> Tensor");
+  m.def(
+      "table_gemm(Tensor x, Tensor qweight, Tensor scales, Tensor table, int out_features, Tensor? bias, "
+      "Tensor? norm_weight, float eps, str? activation, Tensor? residual) -> Tensor");
+  m.def(
+      "w8a8_gemm(Tensor x, Tensor x_scales, Tensor qweight, Tensor scales, int out_features, Tensor? bias, "
+      "str? activation, Tensor? residual, ScalarType dtype) -> Tensor");
   m.def("int4_pack(Tensor q) -> Tensor");
   m.def("int8_pack(Tensor q) -> Tensor");
   m.def(
@@ -33,5 +53,6 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
       "ScalarType dtype) -> Tensor");
   m.def(
       "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seeds, "
-      "Tensor positions) -> (Tensor, Tensor)");
+      "Tensor positions, Tensor? penalties, Tensor? output_counts, Tensor? prompt_mask, Tensor? mask, "
+      "int num_logprobs) -> (Tensor, Tensor, Tensor, Tensor)");
 }

@@ -7,6 +7,7 @@
 
 #include "common/cpu/isa.h"
 #include "common/cpu/parallel.h"
+#include "launch_plan.h"
 
 namespace fastinfer {
 namespace {
@@ -46,6 +47,36 @@ py::dict build_info() {
   return info;
 }
 
+py::dict plan_sizes() {
+  py::dict result;
+  for (const auto& [op, sizes] : planned_operators()) {
+    py::dict usual;
+    for (const PlanSize& size : sizes)
+      usual[py::str(size.name)] = size.usual < 0 ? py::none() : py::object(py::int_(size.usual));
+    result[py::str(op)] = usual;
+  }
+  return result;
+}
+
+py::dict plan(const std::string& op, const Sizes& sizes, int arch, int multiprocessors, size_t shared_bytes) {
+  const LaunchPlan decided = launch_plan(op, sizes, {arch, multiprocessors, shared_bytes});
+  py::dict result;
+  for (const auto& [name, value] : decided.facts) result[py::str(name)] = value;
+  result["workspace_bytes"] = decided.workspace_bytes;
+  py::list launches;
+  for (const auto& [kernel, config] : decided.launches) {
+    py::dict launch;
+    launch["kernel"] = kernel;
+    launch["blocks"] = config.grid * config.grid_y;
+    launch["threads"] = config.block;
+    launch["shared_bytes"] = config.shared_bytes;
+    launch["dependent"] = config.dependent;
+    launches.append(launch);
+  }
+  result["launches"] = launches;
+  return result;
+}
+
 }  // namespace
 }  // namespace fastinfer
 
@@ -57,4 +88,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("get_num_threads", &fastinfer::cpu::num_threads, "Threads that the CPU kernels use.");
   m.def("set_num_threads", &fastinfer::cpu::set_num_threads, pybind11::arg("count"),
         "Set the threads that the CPU kernels use; ValueError unless 1 <= count <= 1024.");
+  m.def("launch_plan_sizes", &fastinfer::plan_sizes,
+        "Operators with a launch policy, and the sizes that it asks for: name to usual value, None if there is none.");
+  m.def("launch_plan", &fastinfer::plan, pybind11::arg("op"), pybind11::arg("sizes"), pybind11::arg("arch"),
+        pybind11::arg("multiprocessors"), pybind11::arg("shared_bytes"),
+        "How an operator would be launched on such a GPU; ValueError for an unknown operator or a size that does not "
+        "fit.");
 }

@@ -1,5 +1,6 @@
 """What the operators' tests share: devices, tolerances, threads and guarded memory."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -8,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-
-from fastinfer import ops
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -36,8 +35,8 @@ def device_fixture(*names: str) -> Callable[..., Any]:
         torch.manual_seed(0)
         if request.param == "emulated":
             request.getfixturevalue("emulated_library")
-            for module in vars(ops).values():
-                if getattr(module, "ops", None) is torch.ops.fastinfer:
+            for name, module in list(sys.modules.items()):
+                if name.startswith("fastinfer.ops.") and getattr(module, "ops", None) is torch.ops.fastinfer:
                     monkeypatch.setattr(module, "ops", torch.ops.fastinfer_emulated)
             yield "cpu"
         else:

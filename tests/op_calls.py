@@ -16,7 +16,7 @@ def int32(*values: int) -> Tensor:
 
 
 def gemm_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Dense, int8 and int4: plain and fused, without and with quantised activations."""
+    """Dense, int8, int4 and table: plain and fused, without and with quantised activations."""
     x = torch.randn(5, 64).bfloat16()
     names = ["bias", "norm_weight", "eps", "activation", "residual"]
     for fusion in ("plain", "norm+bias+residual", "norm+silu"):
@@ -28,6 +28,15 @@ def gemm_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
             yield f"int{bits}_gemm", (x, *weight, *fused, 32)
             yield f"int{bits}_gemm", (x, *weight, *fused, 16)
             yield f"int{bits}_gemm", (x, *weight, *fused, 8)
+        weight = random_weight(4, 96, 64, mins=False).packed
+        yield "table_gemm", (x, weight["qweight"], weight["scales"], torch.randn(16), 96, *fused)
+
+
+def w8a8_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    weight = ops.int8_pack(torch.randint(-127, 128, (96, 64)).to(torch.int8)), ops.pack_scales(torch.rand(96, 1))
+    call = (torch.randint(-127, 128, (5, 64)).to(torch.int8), torch.rand(5), *weight, 96)
+    yield "w8a8_gemm", (*call, None, "silu", None, torch.bfloat16)
+    yield "w8a8_gemm", (*call, torch.randn(96), None, torch.randn(5, 96), torch.float32)
 
 
 def pack_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -44,9 +53,19 @@ def attention_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "rotary_embedding", (q.clone(), k.clone(), torch.tensor([3, 0, 9, 9]), ops.cos_sin_cache(64, 10), False)
     yield "rotary_embedding", (q.clone(), k.clone(), torch.tensor([3, 0, 9, 9]), ops.cos_sin_cache(32, 10), True)
     yield "store_kv_cache", (k.clone(), v.clone(), *(c.clone() for c in caches), torch.tensor([5, -1, 111, 16]))
+    integers, scales = torch.zeros(2, 7, 16, 2, 64, dtype=torch.int8).unbind(), torch.zeros(2, 7, 16, 2).unbind()
+    slots = torch.tensor([5, -1, 111, 16])
+    yield "store_kv_cache", (k.clone(), v.clone(), *(c.clone() for c in integers), slots, *(s.clone() for s in scales))
+    rotary = (1e-6, torch.tensor([3, 0, 9, 9]), ops.cos_sin_cache(64, 10))
+    floats = (*(c.clone() for c in caches), None, None)
+    yield "norm_rotary_store", (q.clone(), k, v, None, None, *rotary, True, *floats, slots)
+    norms = torch.ones(64), torch.ones(64)
+    yield "norm_rotary_store", (q.clone(), k, v, *norms, *rotary, False, *integers, *scales, slots)
     ragged = (int32(0, 1, 2, 3, 4, 5).view(2, 3), int32(40, 20), int32(0, 3, 4))
-    yield "paged_attention", (q, *caches, *ragged, 0.125, 0, 0.0, None, None)
-    yield "paged_attention", (q, *caches, *ragged, 0.125, 9, 5.0, torch.zeros(4), torch.zeros(4, 4))
+    yield "paged_attention", (q, *caches, *ragged, 0.125, 0, 0.0, None, None, None, None, None)
+    yield "paged_attention", (q, *caches, *ragged, 0.125, 9, 5.0, torch.zeros(4), torch.zeros(4, 4), None, None, None)
+    yield "paged_attention_plan", (*ragged[1:], 4, 2, 64, 0)
+    yield "merge_attention_states", (q.contiguous(), torch.randn(4, 4), torch.randn_like(q), torch.randn(4, 4))
 
 
 def op_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -54,10 +73,17 @@ def op_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     x = torch.randn(5, 64)
     yield "rms_norm", (x.bfloat16(), torch.ones(64), 1e-6)
     yield "add_rms_norm", (x.clone(), x.clone(), torch.ones(64), 1e-6)
+    yield "rms_norm_quantize", (x.bfloat16(), None, torch.ones(64), 1e-6)
+    yield "rms_norm_quantize", (x.clone(), x.clone(), torch.ones(64), 1e-6)
+    yield "quantize_int8", (x.half(),)
+    yield "embedding", (x.clone(), torch.tensor([4, 0, 4]))
     yield "silu_and_mul", (x,)
     yield "gelu_and_mul", (x, "none")
     yield from attention_calls()
     yield from gemm_calls()
+    yield from w8a8_calls()
     yield from pack_calls()
     parameters = torch.tensor([0.0, 0.5, 1.0, 1.0, 2.0]), int32(0, 3, 0, 5, 0), torch.full((5,), 0.9), torch.zeros(5)
-    yield "sample", (x.clone(), *parameters, torch.arange(5), torch.arange(5))
+    plain, words = (x.clone(), *parameters, torch.arange(5), torch.arange(5)), torch.full((5, 2), 0x12345678).int()
+    yield "sample", (*plain, None, None, None, None, 0)
+    yield "sample", (*plain, torch.full((5, 3), 1.5), x.gt(1).int(), words, words, 3)

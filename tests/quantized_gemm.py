@@ -28,7 +28,7 @@ class QuantizedWeight:
 
     @property
     def packed(self) -> dict[str, Any]:
-        pack = reference.int4_pack if self.bits == 4 else reference.int8_pack
+        pack = ops.int4_pack if self.bits == 4 else ops.int8_pack  # the device's own layout
         return {
             "qweight": pack(self.q),
             "scales": ops.pack_scales(self.scales),

@@ -55,6 +55,23 @@ def store_kv_cache(x: Tensor, cache: Tensor, slot_mapping: Tensor) -> Tensor:
     return cache
 
 
+def quantize_row(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows [..., n] in steps of their scale, unrounded, and the scales [...]: amax / 127 for int8, amax / 448 for e4m3.
+
+    For comparison with what was rounded: see helpers.assert_quantized.
+    """
+    scale = x.double().abs().amax(-1) / (127 if dtype == torch.int8 else 448)
+    return torch.where(scale[..., None] > 0, x.double() / scale[..., None], 0.0), scale
+
+
+def norm_rotary(
+    x: Tensor, weight: Tensor | None, eps: float, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool
+) -> Tensor:
+    """norm_rotary_store's queries, or its keys on their way to the cache."""
+    x = x.double() if weight is None else rms_norm(x, weight, eps)
+    return rotary_embedding(x, positions, cos_sin_cache, interleaved)
+
+
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -103,6 +120,15 @@ def paged_attention(
         weights = logits.softmax(-1).nan_to_num(0.0)[..., :length]  # NaN: a query that sees nothing
         out[queries] = torch.einsum("hqk,khd->qhd", weights, v)
     return out, lse
+
+
+def merge_attention_states(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
+    lse = torch.stack([a_lse, b_lse]).double().logsumexp(0)
+    weights = (
+        (part - lse).exp().nan_to_num(0.0)[..., None] for part in (a_lse.double(), b_lse.double())
+    )  # NaN: no part
+    parts = (torch.where(weight > 0, weight * part.double(), 0) for part, weight in zip((a, b), weights, strict=True))
+    return sum(parts, torch.zeros(())), lse
 
 
 def gemm(
@@ -168,6 +194,21 @@ def int4_pack(q: Tensor) -> Tensor:
     return runs[:, :, 0::2] | runs[:, :, 1::2] << 4
 
 
+def int8_pack_fragments(q: Tensor) -> Tensor:
+    """A GPU's order: lane 4g + t of a block has rows g, g + 8 of inputs 4t .. 4t + 3, then of those 16 further on."""
+    rows, columns = q.shape
+    padded = F.pad(q, (0, 0, 0, -rows % TILE_ROWS))
+    values = padded.view(-1, 2, 8, columns // 32, 2, 4, 4)  # tile, upper rows, g, block, half, t, input
+    return values.permute(0, 3, 2, 5, 4, 1, 6).reshape(-1, columns // 32, 8, TILE_ROWS, 4)
+
+
+def int4_pack_fragments(q: Tensor) -> Tensor:
+    """The same lanes; a half's word has in nibble u + 2 p + 4 i row g + 8u, input 2p + i."""
+    lanes = int8_pack_fragments(q).view(-1, q.shape[1] // 32, 32, 2, 2, 2, 2)  # tile, block, lane, half, u, p, i
+    nibbles = lanes.permute(0, 1, 2, 3, 6, 5, 4)
+    return (nibbles[..., 0] | nibbles[..., 1] << 4).reshape(-1, q.shape[1] // 32, 4, TILE_ROWS, 4)
+
+
 def dequantize(q: Tensor, scales: Tensor, mins: Tensor | None, offset: int = 0) -> Tensor:
     """``scale * (q - offset) + min`` in fp32 from unpacked values [out_features, in_features]."""
     group = q.shape[1] // scales.shape[1]
@@ -179,10 +220,39 @@ def sample_probabilities(logits: Tensor, temperature: float, top_k: int, top_p: 
     """Probability [vocab] with which ``sample`` must draw each token of one row of logits [vocab]."""
     if temperature == 0:
         return F.one_hot(logits.argmax(), logits.shape[0]).double()
-    p = ((logits.double() - logits.max()) / temperature).softmax(0)
-    p[p < min_p * p.max()] = 0
-    p, ids = p.sort(descending=True, stable=True)  # stable: the smaller id first among equals
+    logits, ids = logits.double().sort(descending=True, stable=True)  # stable: the smaller id first among equals
+    p = ((logits - logits[0]) / temperature).softmax(0)
+    p[p < min_p * p[0]] = 0
     p[top_k or len(p) :] = 0
     p /= p.sum()
     p[p.cumsum(0) - p >= top_p] = 0  # the token that crosses top_p stays
     return torch.zeros_like(p).scatter_(0, ids, p / p.sum())
+
+
+def unpack_bits(words: Tensor, count: int) -> Tensor:
+    """Bools [rows, count] of a bit mask [rows, ceil(count / 32)] int32."""
+    bits = words[:, :, None] >> torch.arange(32, device=words.device) & 1
+    return bits.flatten(1)[:, :count].bool()
+
+
+def sample_logits(
+    logits: Tensor, penalties: Tensor, output_counts: Tensor, prompt_mask: Tensor, mask: Tensor
+) -> Tensor:
+    """The logits [rows, vocab] that ``sample`` draws from, after penalties and mask."""
+    z, vocab = logits.double(), logits.shape[1]
+    repetition, presence, frequency = penalties.double()[:, :, None].unbind(1)
+    seen = unpack_bits(prompt_mask, vocab) | (output_counts > 0)
+    z = torch.where(seen, torch.where(z > 0, z / repetition, z * repetition), z)
+    z = z - (output_counts > 0) * presence - output_counts * frequency
+    return z.masked_fill(~unpack_bits(mask, vocab), -torch.inf)
+
+
+def philox_uniform(seed: int, position: int) -> float:
+    """Philox-4x32-10's first 53 bits, as a number in [0, 1)."""
+    low, words = 2**32 - 1, [position & 2**32 - 1, position >> 32 & 2**32 - 1, 0, 0]
+    k0, k1 = seed & low, seed >> 32 & low
+    for _ in range(10):
+        a, b = 0xD2511F53 * words[0], 0xCD9E8D57 * words[2]
+        words = [b >> 32 ^ words[1] ^ k0, b & low, a >> 32 ^ words[3] ^ k1, a & low]
+        k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
+    return ((words[0] << 32 | words[1]) >> 11) * 2.0**-53

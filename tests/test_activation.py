@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastinfer import ops
 
-device = device_fixture("cpu")
+device = device_fixture("cpu", "cuda", "emulated")
 
 OPERATORS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "silu": (ops.silu_and_mul, reference.silu_and_mul),

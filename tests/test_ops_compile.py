@@ -85,7 +85,7 @@ class Block(torch.nn.Module):
         gated = ops.silu_and_mul(normed) + ops.gelu_and_mul(normed)
         logits = ops.rms_norm(gated, self.norm[: HIDDEN // 2])
         one, zero = torch.ones(tokens), torch.zeros(tokens)
-        token, logprob = ops.sample(logits, one, zero.int(), one, zero, positions, positions)
+        token, logprob, *_ = ops.sample(logits, one, zero.int(), one, zero, positions, positions)
         return x, token, logprob
 
 

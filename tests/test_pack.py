@@ -11,19 +11,23 @@ from quantized_gemm import random_weight
 from fastinfer import ops
 from fastinfer.ops.pack import interleave_gate_up
 
-device = device_fixture("cpu")
+device = device_fixture("cpu", "cuda", "emulated")
 
 PACK = {4: ops.int4_pack, 8: ops.int8_pack}
+LAYOUT = {
+    "cpu": {4: reference.int4_pack, 8: reference.int8_pack},
+    "cuda": {4: reference.int4_pack_fragments, 8: reference.int8_pack_fragments},
+}
 DEQUANTIZE = {4: ops.int4_dequantize, 8: ops.int8_dequantize}
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("in_features", [32, 64, 576])
 @pytest.mark.parametrize("out_features", [1, 15, 16, 17, 100])
-def test_pack(out_features: int, in_features: int, bits: int, device: str) -> None:
+def test_pack(out_features: int, in_features: int, bits: int, device: str, request: pytest.FixtureRequest) -> None:
     q = random_weight(bits, out_features, in_features, device=device).q
-    expected = reference.int4_pack(q) if bits == 4 else reference.int8_pack(q)
-    assert_bitwise(PACK[bits](q), expected)
+    layout = LAYOUT["cpu" if request.node.callspec.params["device"] == "cpu" else "cuda"][bits]
+    assert_bitwise(PACK[bits](q), layout(q))
 
 
 def test_layout_spelled_out() -> None:
@@ -69,6 +73,17 @@ def test_dequantize_rows_and_dtypes(dtype: torch.dtype, bits: int, device: str) 
     for rows in ([], [99], [5, 5, 0, 99, 17, 16, 15]):
         index = torch.tensor(rows, dtype=torch.int64, device=device)
         assert_bitwise(DEQUANTIZE[bits](**weight.packed, rows=index, dtype=dtype), weight.dense[index].to(dtype))
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("device", ["emulated"], indirect=True)
+def test_rows_that_do_not_exist_are_nan_on_a_gpu(bits: int, device: str) -> None:
+    """A host cannot look at indices on a GPU; the kernel must not follow them."""
+    weight = random_weight(bits, 17, 64, device=device)
+    out = DEQUANTIZE[bits](**weight.packed, rows=torch.tensor([17, -1, 3, 1 << 40], device=device))
+    assert out[[0, 1, 3]].isnan().all()
+    assert_bitwise(out[2], weight.dense[3])
 
 
 def test_pack_scales() -> None:

@@ -3,8 +3,9 @@
 Tolerance: the error may be at most twice that of the naive attention in the dtype of q, plus fp32's own noise.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -16,9 +17,31 @@ from torch.nn import functional as F
 
 from fastinfer import ops
 
-device = device_fixture("cpu")
+device = device_fixture("cpu", "cuda", "emulated")
+GPUS = {
+    "cuda": pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    "emulated": pytest.mark.emulated,
+}
+LOW = [torch.bfloat16, torch.float16]
 
-# (queries, cached length) of each sequence. The CPU kernel splits the cache at multiples of 512 positions.
+
+def per_device(names: str, cpu: Sequence[Any], gpu: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrize ``device`` and ``names``, with values of the CPU's and of a GPU's own: a GPU knows no fp32."""
+
+    def values(case: Any) -> tuple[Any, ...]:
+        return case if isinstance(case, tuple) else (case,)
+
+    params = [pytest.param("cpu", *values(case)) for case in cpu]
+    params += [pytest.param(gpu_name, *values(case), marks=GPUS[gpu_name]) for gpu_name in GPUS for case in gpu]
+    return pytest.mark.parametrize(f"device, {names}", params, indirect=["device"])
+
+
+fp32_or_bf16 = per_device("dtype", [torch.float32], [torch.bfloat16])
+gpu_only = per_device("dtype", [], LOW)
+
+# (queries, cached length) of each sequence. The CPU kernel splits the cache at multiples of 512 positions; the CUDA
+# kernel cuts it in tiles of 32 or 64, has rows of up to 16 and up to 64 (queries times heads of a KV head), and cuts a
+# batch into as many parts as the GPU has room for blocks: 12 on the emulator.
 BATCHES = {
     "decode": [(1, 1), (1, 2), (1, 17), (1, 511), (1, 512), (1, 513), (1, 1500)],
     "prefill": [(1, 1), (5, 5), (17, 17), (70, 70)],
@@ -90,33 +113,42 @@ def assert_attention(batch: Batch, **options: Any) -> None:
     assert_bitwise(batch.run(**options), out)
 
 
-@pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.parametrize(
-    ("q_heads", "kv_heads", "head_dim", "block_size"),
-    [
-        (9, 3, 64, 16),
-        (1, 1, 8, 1),
-        (3, 1, 80, 32),
-        (4, 4, 96, 16),
-        (9, 1, 128, 64),
-        (8, 2, 256, 32),
-        (2, 1, 24, 5),
-        (2, 1, 13, 16),
-    ],
-)
-def test_shapes(name: str, q_heads: int, kv_heads: int, head_dim: int, block_size: int, device: str) -> None:
-    assert_attention(make_batch(BATCHES[name], q_heads, kv_heads, head_dim, block_size, device=device))
+SHAPES = [
+    (torch.float32, 9, 3, 64, 16),
+    (torch.float32, 1, 1, 8, 1),
+    (torch.float32, 3, 1, 80, 32),
+    (torch.float32, 4, 4, 96, 16),
+    (torch.float32, 9, 1, 128, 64),
+    (torch.float32, 8, 2, 256, 32),
+    (torch.float32, 2, 1, 24, 5),
+    (torch.float32, 2, 1, 13, 16),
+]
+GPU_SHAPES = [
+    (torch.bfloat16, 9, 3, 64, 16),
+    (torch.float16, 20, 1, 64, 1),
+    (torch.bfloat16, 3, 1, 80, 32),
+    (torch.float16, 4, 4, 96, 5),
+    (torch.bfloat16, 9, 1, 128, 64),
+    (torch.float16, 4, 2, 256, 128),
+]
 
 
 @pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("cache_dtype", DTYPES)
+@per_device("dtype, q_heads, kv_heads, head_dim, block_size", SHAPES, GPU_SHAPES)
+def test_shapes(
+    name: str, dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int, block_size: int, device: str
+) -> None:
+    assert_attention(make_batch(BATCHES[name], q_heads, kv_heads, head_dim, block_size, dtype, device=device))
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@per_device("dtype, cache_dtype", list(product(DTYPES, DTYPES)), [(dtype, dtype) for dtype in LOW])
 def test_dtypes(name: str, dtype: torch.dtype, cache_dtype: torch.dtype, device: str) -> None:
     lengths = [(count, min(length, 530)) for count, length in BATCHES[name]]
     assert_attention(make_batch(lengths, 3, 1, 64, 16, dtype, cache_dtype, device))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@per_device("dtype", [torch.float32, torch.bfloat16], [torch.bfloat16])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("window", [0, 1, 5, 512])
@@ -126,28 +158,34 @@ def test_options(window: int, softcap: float, sinks: bool, dtype: torch.dtype, d
     assert_attention(batch, window=window, softcap=softcap, sinks=sink_logits)
 
 
+@fp32_or_bf16
 @pytest.mark.parametrize("scale", [0.0, 1.0, -0.3])
-def test_scale(scale: float, device: str) -> None:
+def test_scale(scale: float, dtype: torch.dtype, device: str) -> None:
     """Scale 0 averages the values."""
-    assert_attention(make_batch([(5, 700), (1, 3)], device=device), scale=scale)
+    assert_attention(make_batch([(5, 700), (1, 3)], dtype=dtype, device=device), scale=scale)
 
 
+@fp32_or_bf16
 @pytest.mark.parametrize("window", [0, 5])
-def test_large_logits_do_not_overflow(window: int, device: str) -> None:
+def test_large_logits_do_not_overflow(window: int, dtype: torch.dtype, device: str) -> None:
     """Logits of 900 are beyond exp's range; fp32 knows them to 2e-4, and the probabilities to as much."""
-    batch = make_batch([(5, 700), (1, 3)], device=device)
+    batch = make_batch([(5, 700), (1, 3)], dtype=dtype, device=device)
     out = batch.run(scale=30.0, window=window)
-    torch.testing.assert_close(out.double(), batch.expected(scale=30.0, window=window)[0], rtol=0, atol=2e-3)
+    rounding = {"rtol": 0, "atol": 2e-3} if dtype == torch.float32 else {"rtol": 8e-3, "atol": 2e-2}
+    torch.testing.assert_close(out.double(), batch.expected(scale=30.0, window=window)[0], **rounding)
 
 
+@fp32_or_bf16
 @pytest.mark.parametrize("lengths", [[], [(0, 0)], [(0, 5), (0, 600)]])
-def test_no_queries(lengths: list[tuple[int, int]], device: str) -> None:
-    assert make_batch(lengths, device=device).run().shape == (0, 9, 64)
+def test_no_queries(lengths: list[tuple[int, int]], dtype: torch.dtype, device: str) -> None:
+    assert make_batch(lengths, dtype=dtype, device=device).run().shape == (0, 9, 64)
 
 
-def test_positions_outside_every_window_are_not_read(device: str) -> None:
+@fp32_or_bf16
+@pytest.mark.parametrize("queries", [1, 20])
+def test_positions_outside_every_window_are_not_read(queries: int, dtype: torch.dtype, device: str) -> None:
     """Not even multiplied by zero: their pages may have been given back."""
-    batch = make_batch([(20, 600)], block_size=16, device=device)
+    batch = make_batch([(queries, 580 + queries)], block_size=16, dtype=dtype, device=device)
     expected = batch.run(window=100)  # the first query, at 580, sees 481 and later
     for cache in (batch.k_cache, batch.v_cache):
         cache[batch.block_table[0, :30].long()] = torch.nan  # 0 to 479
@@ -155,7 +193,7 @@ def test_positions_outside_every_window_are_not_read(device: str) -> None:
     assert_bitwise(batch.run(window=100), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@per_device("dtype", DTYPES, LOW)
 def test_strided_queries(dtype: torch.dtype, device: str) -> None:
     batch = make_batch(BATCHES["mixed"], dtype=dtype, device=device)
     contiguous = batch.run()
@@ -165,9 +203,20 @@ def test_strided_queries(dtype: torch.dtype, device: str) -> None:
     guarded.assert_intact()
 
 
+# What a row may differ by beside other rows: nothing on the CPU. On a GPU the batch decides where sums are cut, and so
+# how probabilities are rounded.
+bitwise_or_close = per_device(
+    "dtype, close",
+    [(dtype, {"rtol": 0, "atol": 0}) for dtype in (torch.float32, torch.bfloat16)],
+    [(torch.float16, {"rtol": 2**-9, "atol": 1e-3})],
+)
+
+
+@bitwise_or_close
 @pytest.mark.parametrize("window", [0, 200])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_whole_chunked_and_decoded_are_bitwise_equal(dtype: torch.dtype, window: int, device: str) -> None:
+def test_whole_chunked_and_decoded_are_equal(
+    dtype: torch.dtype, close: dict[str, float], window: int, device: str
+) -> None:
     """A query's row depends on its sequence alone, not on the queries or sequences that run beside it."""
     length = 530
     whole = make_batch([(length, length)], 3, 1, 64, dtype=dtype, device=device)
@@ -182,11 +231,11 @@ def test_whole_chunked_and_decoded_are_bitwise_equal(dtype: torch.dtype, window:
                 torch.tensor([end], dtype=torch.int32, device=device),
                 torch.tensor([0, end - begin], dtype=torch.int32, device=device),
             )
-            assert_bitwise(rows.run(window=window), expected[begin:end])
+            torch.testing.assert_close(rows.run(window=window), expected[begin:end], **close)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sequence_does_not_depend_on_its_batch(dtype: torch.dtype, device: str) -> None:
+@bitwise_or_close
+def test_a_sequence_does_not_depend_on_its_batch(dtype: torch.dtype, close: dict[str, float], device: str) -> None:
     batch = make_batch(BATCHES["mixed"] + BATCHES["decode"], dtype=dtype, device=device)
     together = batch.run()
     starts = batch.query_start.tolist()
@@ -200,22 +249,114 @@ def test_a_sequence_does_not_depend_on_its_batch(dtype: torch.dtype, device: str
             batch.seq_lens[sequence : sequence + 1],
             torch.tensor([0, rows.stop - rows.start], dtype=torch.int32, device=device),
         )
-        assert_bitwise(alone.run(), together[rows])
+        torch.testing.assert_close(alone.run(), together[rows], **close)
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_threads(name: str, device: str) -> None:
-    batch = make_batch(BATCHES[name], device=device)
-    assert_bitwise(*per_thread_count(batch.run))
+def test_threads(name: str) -> None:
+    assert_bitwise(*per_thread_count(make_batch(BATCHES[name]).run))
 
 
-def test_shared_pages(device: str) -> None:
+@fp32_or_bf16
+def test_shared_pages(dtype: torch.dtype, device: str) -> None:
     """Two sequences over the same pages (a shared prefix) give what each gives alone."""
-    batch = make_batch([(1, 40), (1, 40)], device=device)
+    batch = make_batch([(1, 40), (1, 40)], dtype=dtype, device=device)
     batch.block_table[1] = batch.block_table[0]
     batch.q[1] = batch.q[0]
     out = batch.run()
     assert_bitwise(out[1], out[0])
+
+
+QUANTIZED = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+@dataclass
+class QuantizedBatch(Batch):
+    k_scale: Tensor
+    v_scale: Tensor
+
+    def expected(self, **options: Any) -> tuple[Tensor, Tensor]:
+        """As of a cache of what the quantized one is worth."""
+        pages = ((self.k_cache, self.k_scale), (self.v_cache, self.v_scale))
+        caches = (cache.float() * scale[..., None] for cache, scale in pages)
+        ragged = (self.block_table, self.seq_lens, self.query_start)
+        return reference.paged_attention(self.q, *caches, *ragged, **options)
+
+
+def quantized(batch: Batch, cache_dtype: torch.dtype) -> QuantizedBatch:
+    """One scale per position and head. Positions that must not be read are NaN still; int8's by their scale."""
+    caches = []
+    for cache in (batch.k_cache, batch.v_cache):
+        scale = cache.float().abs().amax(-1) / QUANTIZED[cache_dtype]
+        scaled = cache / scale[..., None]
+        caches.append((scaled.round().nan_to_num(99) if cache_dtype == torch.int8 else scaled).to(cache_dtype))
+        caches.append(scale)
+    k_cache, k_scale, v_cache, v_scale = caches
+    ragged = (batch.block_table, batch.seq_lens, batch.query_start)
+    return QuantizedBatch(batch.q, k_cache, v_cache, *ragged, k_scale, v_scale)
+
+
+@gpu_only
+@pytest.mark.parametrize("cache_dtype", QUANTIZED)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_quantized_cache(head_dim: int, cache_dtype: torch.dtype, dtype: torch.dtype, device: str) -> None:
+    batch = make_batch([(1, 300), (6, 70), (1, 1), (20, 33)], 6, 2, head_dim, 16, dtype, torch.float32, device)
+    assert_attention(quantized(batch, cache_dtype))
+
+
+@gpu_only
+@pytest.mark.parametrize("cache_dtype", QUANTIZED)
+def test_quantized_cache_with_options(cache_dtype: torch.dtype, dtype: torch.dtype, device: str) -> None:
+    batch = make_batch([(3, 400), (33, 33)], 6, 2, 64, 32, dtype, torch.float32, device)
+    assert_attention(quantized(batch, cache_dtype), window=100, softcap=2.0, sinks=torch.arange(6.0, device=device))
+
+
+@gpu_only
+@pytest.mark.parametrize("cache_dtype", QUANTIZED)
+def test_every_quantized_value_is_exact(cache_dtype: torch.dtype, dtype: torch.dtype, device: str) -> None:
+    """A single position has the probability 1, so that its value comes out, and its logit as the lse."""
+    codes = torch.arange(-128, 128).to(torch.int8)
+    if cache_dtype != torch.int8:
+        codes[(codes & 0x7F) == 0x7F] = 0  # NaN
+    cache = codes.view(cache_dtype).view(1, 1, 1, 256).to(device)
+    zero, one = torch.tensor([0, 1], device=device).int().split(1)
+    ragged = {"block_table": zero[None], "seq_lens": one, "query_start": torch.cat([zero, one])}
+    q = torch.randn(1, 1, 256, device=device).to(dtype)
+    lse, scale = torch.empty(1, 1, device=device), torch.full((1, 1, 1), 0.5, device=device)
+    out = ops.paged_attention(q, cache, cache, **ragged, k_scale=6 * scale, v_scale=scale, scale=0.25, lse=lse)
+    assert_bitwise(out, cache[0].float().div(2).to(dtype))
+    products = 0.75 * q.double() * cache.double()
+    torch.testing.assert_close(lse.double().sum(), products.sum(), rtol=0, atol=float(1e-6 * products.abs().sum()))
+
+
+@fp32_or_bf16
+def test_a_plan_serves_every_call_of_its_step(dtype: torch.dtype, device: str) -> None:
+    """And is as it was afterwards: the third call finds what the first one found."""
+    for window in (0, 70):
+        batch = make_batch(BATCHES["mixed"], dtype=dtype, device=device)
+        plan = ops.paged_attention_plan(batch.seq_lens, batch.query_start, 9, 3, 64, window)
+        expected = batch.run(window=window)
+        for _ in range(3):
+            assert_bitwise(batch.run(window=window, plan=plan), expected)
+
+
+@gpu_only
+def test_queries_that_see_nothing(dtype: torch.dtype, device: str) -> None:
+    """A CUDA graph's unused places: their length is 0, or below their queries."""
+    batch = make_batch([(1, 20), (1, 0), (3, 1), (20, 5)], dtype=dtype, device=device)
+    lse = torch.full((25, 9), torch.nan, device=device)
+    out = batch.run(lse=lse)
+    blind = [1, 2, 3, *range(5, 20)]
+    assert out[blind].eq(0).all()
+    assert lse[blind].isneginf().all()
+    alone = make_batch([(1, 20), (1, 1), (5, 5)], dtype=dtype, device=device)
+    alone.q, alone.k_cache, alone.v_cache = batch.q[[0, 4, *range(20, 25)]], batch.k_cache, batch.v_cache
+    alone.block_table = batch.block_table[[0, 2, 3]]
+    seen = alone.run()
+    torch.testing.assert_close(out[[0, 4, *range(20, 25)]], seen, rtol=2**-7, atol=4e-3)
+    sinks = torch.arange(9.0, device=device)
+    assert batch.run(lse=lse, sinks=sinks)[blind].eq(0).all()
+    torch.testing.assert_close(lse[blind], sinks.expand(len(blind), 9))
 
 
 def test_reference_is_that_of_torch() -> None:
@@ -297,3 +438,52 @@ def test_errors_name_the_argument(case: str) -> None:
     arguments, value = BAD[case]
     with pytest.raises((RuntimeError, ValueError), match=rf"\b({arguments})\b"):
         ops.paged_attention(**(GOOD | {arguments.split("|")[0]: value}))
+
+
+@pytest.mark.parametrize("cache_dtype", QUANTIZED)
+def test_the_cpu_refuses_quantized_caches(cache_dtype: torch.dtype) -> None:
+    pages = {name: GOOD[name].to(cache_dtype) for name in ("k_cache", "v_cache")}
+    scales = {name: torch.ones(5, 16, 2) for name in ("k_scale", "v_scale")}
+    with pytest.raises(RuntimeError, match=r"\bk_cache\b.* on the CPU"):
+        ops.paged_attention(**(GOOD | pages | scales))
+
+
+HALF = {name: GOOD[name].half() for name in ("q", "k_cache", "v_cache")}
+INT8 = {name: GOOD[name].to(torch.int8) for name in ("k_cache", "v_cache")}
+SCALES = {name: torch.ones(5, 16, 2) for name in ("k_scale", "v_scale")}
+BAD_ON_CUDA: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp32": ("q", GOOD),
+    "head_dim": ("q", {name: t[..., :48].contiguous() for name, t in HALF.items()}),
+    "cache dtype": ("k_cache", {name: GOOD[name].bfloat16() for name in ("k_cache", "v_cache")}),
+    "cache alignment": ("k_cache", {"k_cache": torch.zeros(5 * 16 * 2 * 64 + 1).half()[1:].view(5, 16, 2, 64)}),
+    "no scales": ("k_scale", INT8),
+    "no v_scale": ("v_scale", INT8 | {"k_scale": SCALES["k_scale"]}),
+    "scales of floats": ("k_scale", SCALES),
+    "k_scale shape": ("k_scale", INT8 | SCALES | {"k_scale": torch.ones(5, 16)}),
+    "v_scale dtype": ("v_scale", INT8 | SCALES | {"v_scale": torch.ones(5, 16, 2).half()}),
+    "plan length": ("plan", {"plan": int32(1, 2, 3)}),
+    "plan dtype": ("plan", {"plan": torch.zeros(84)}),
+}
+
+
+@per_device("case", [], list(BAD_ON_CUDA))
+def test_cuda_errors_name_the_argument(case: str, device: str) -> None:
+    argument, changes = BAD_ON_CUDA[case]
+    arguments = {name: t.to(device) for name, t in (GOOD | HALF | changes).items()}
+    with pytest.raises(RuntimeError, match=rf"\b{argument}\b"):
+        ops.paged_attention(**arguments)
+
+
+BAD_PLAN: dict[str, dict[str, Any]] = {
+    "seq_lens": {"seq_lens": torch.tensor([20, 32])},
+    "query_start": {"query_start": int32(0, 3)},
+    "q_heads": {"q_heads": 5},
+    "window": {"window": -1},
+}
+
+
+@pytest.mark.parametrize("argument", BAD_PLAN)
+def test_plan_errors_name_the_argument(argument: str) -> None:
+    good = {"seq_lens": int32(20, 32), "query_start": int32(0, 2, 3), "q_heads": 4, "kv_heads": 2, "head_dim": 64}
+    with pytest.raises(RuntimeError, match=rf"\b{argument}\b"):
+        ops.paged_attention_plan(**(good | BAD_PLAN[argument]))

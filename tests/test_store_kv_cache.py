@@ -6,11 +6,12 @@ import pytest
 import reference
 import torch
 from helpers import DTYPES, Guarded, assert_bitwise, device_fixture, per_thread_count
+from quantized_rows import assert_quantized_rows
 from torch import Tensor
 
 from fastinfer import ops
 
-device = device_fixture("cpu")
+device = device_fixture("cpu", "cuda", "emulated")
 
 NUM_BLOCKS = 7
 
@@ -81,6 +82,96 @@ def test_strided_views_of_a_fused_projection(device: str) -> None:
     assert_bitwise(v_cache, expected_v)
 
 
+QUANTIZED = [torch.int8, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cache_dtype", QUANTIZED)
+@pytest.mark.parametrize(
+    ("tokens", "block_size", "kv_heads", "head_dim"),
+    [(0, 16, 3, 64), (1, 1, 1, 8), (7, 1, 2, 80), (19, 32, 1, 1), (19, 64, 3, 96), (5, 16, 2, 256), (4, 16, 1, 1000)],
+)
+def test_quantized_store(
+    tokens: int,
+    block_size: int,
+    kv_heads: int,
+    head_dim: int,
+    cache_dtype: torch.dtype,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    k, v = (3 * torch.randn(2, tokens, kv_heads, head_dim, device=device)).to(dtype)
+    k_cache, v_cache = empty_caches(block_size, kv_heads, head_dim, cache_dtype, device)
+    k_scale, v_scale = torch.full((2, *k_cache.shape[:3]), -7.0, device=device)
+    slots = random_slots(tokens, block_size, device)
+    untouched = torch.ones(NUM_BLOCKS * block_size, dtype=torch.bool, device=device)
+    untouched[slots[slots >= 0]] = False
+    before = k_cache.clone(), v_cache.clone()
+    given_k, given_v = (Guarded(x).view if tokens else x for x in (k, v))  # slices of a fused projection
+    ops.store_kv_cache(given_k, given_v, k_cache, v_cache, slots, k_scale, v_scale)
+    for x, cache, scale, old in ((k, k_cache, k_scale, before[0]), (v, v_cache, v_scale, before[1])):
+        stored = slots[slots >= 0]
+        values, scales = cache.flatten(0, 1), scale.flatten(0, 1)
+        assert_quantized_rows(values[stored], scales[stored], x[slots >= 0].double())
+        assert scales[untouched].eq(-7).all()
+        assert_bitwise(values.view(torch.uint8)[untouched], old.flatten(0, 1).view(torch.uint8)[untouched])
+
+
+@pytest.mark.parametrize("cache_dtype", QUANTIZED)
+def test_quantized_rounding_is_that_of_torch(cache_dtype: torch.dtype, device: str) -> None:
+    """With a scale of 1: every e4m3, every neighbour of a tie, both signs; every int8 and every tie."""
+    if cache_dtype == torch.int8:
+        x = torch.cat([torch.arange(-126.0, 127.0) + 0.5, torch.arange(-127.0, 128.0), torch.zeros(4)])
+        largest = 127.0
+    else:
+        numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+        ties = (numbers[1:] + numbers[:-1]) / 2
+        x = torch.cat([numbers, ties, ties * (1 + 2**-20), ties * (1 - 2**-20), torch.zeros(7)])
+        x = torch.cat([x, -x])
+        largest = 448.0
+    k = x.view(1, 1, -1).to(device)
+    assert k.abs().max() == largest
+    k_cache, v_cache = empty_caches(16, 1, k.shape[2], cache_dtype, device)
+    k_scale, v_scale = torch.zeros(2, NUM_BLOCKS, 16, 1, device=device)
+    ops.store_kv_cache(k, k, k_cache, v_cache, torch.tensor([20], device=device), k_scale, v_scale)
+    expected = k.round().to(torch.int8) if cache_dtype == torch.int8 else k.to(cache_dtype)
+    assert k_scale[1, 4] == 1
+    for cache in (k_cache, v_cache):
+        assert_bitwise(cache[1, 4].view(torch.uint8), expected[0].view(torch.uint8))
+
+
+@pytest.mark.parametrize("cache_dtype", QUANTIZED)
+def test_quantized_special_rows(cache_dtype: torch.dtype, device: str) -> None:
+    k = torch.randn(6, 2, 40, device=device)
+    k[0, 0], k[1, 0], k[2, 0] = 0, -0.0, k[2, 0] * 1e-38
+    k[3, 0, 39], k[4, 0, 0], k[5, 0, 7] = torch.nan, torch.inf, -torch.inf
+    caches = empty_caches(1, 2, 40, cache_dtype, device)
+    scales = torch.full((2, NUM_BLOCKS, 1, 2), -7.0, device=device)
+    ops.store_kv_cache(k, k, *caches, torch.arange(6, device=device), scales[0], scales[1])
+    for cache, scale in zip(caches, scales, strict=True):
+        assert cache[:6, 0, 0].view(torch.uint8).eq(0).all()
+        assert scale[:3, 0, 0].eq(0).all()
+        assert scale[3:6, 0, 0].isnan().all()
+        assert_quantized_rows(cache[:6, 0, 1], scale[:6, 0, 1], k[:, 1].double())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_slots_outside_the_cache(dtype: torch.dtype, device: str, request: pytest.FixtureRequest) -> None:
+    """Refused where the host can look, else not written."""
+    k = torch.ones(4, 2, 64, device=device)
+    caches = empty_caches(16, 2, 64, dtype, device)
+    scales = torch.full((2, NUM_BLOCKS, 16, 2), -7.0, device=device) if dtype == torch.int8 else ()
+    slots = torch.tensor([3, NUM_BLOCKS * 16, 2**62, -5], device=device)
+    if request.node.callspec.params["device"] == "cpu":
+        with pytest.raises(RuntimeError, match=r"slot_mapping\[1\]"):
+            ops.store_kv_cache(k, k, *caches, slots, *scales)
+        return
+    ops.store_kv_cache(k, k, *caches, slots, *scales)
+    for cache, empty in zip(caches, (-77, 99), strict=True):
+        changed = cache.float().ne(empty).flatten(0, 1).any(2).any(1)
+        assert changed.nonzero().tolist() == [[3]]
+
+
 def test_all_slots_skipped(device: str) -> None:
     k_cache, v_cache = empty_caches(16, 3, 64, torch.float32, device)
     k = torch.randn(5, 3, 64, device=device)
@@ -119,6 +210,8 @@ BAD: dict[str, tuple[str, Tensor]] = {
     "k_cache strided": ("k_cache", torch.zeros(4, 2, 16, 64).transpose(1, 2)),
     "v_cache shape": ("v_cache", torch.zeros(5, 16, 2, 64)),
     "v_cache dtype": ("v_cache", torch.zeros(4, 16, 2, 64).int()),
+    "k_scale for a cache of floats": ("k_scale", torch.zeros(4, 16, 2)),
+    "v_scale for a cache of floats": ("v_scale", torch.zeros(4, 16, 2)),
     "slots int32": ("slot_mapping", torch.arange(3).int()),
     "slots length": ("slot_mapping", torch.arange(4)),
     "slot past the cache": ("slot_mapping", torch.tensor([0, 64, 1])),
@@ -131,3 +224,21 @@ def test_errors_name_the_argument(case: str) -> None:
     argument, value = BAD[case]
     with pytest.raises((RuntimeError, ValueError), match=rf"\b{argument}\b"):
         ops.store_kv_cache(**(GOOD | {argument: value}))
+
+
+SCALE = torch.zeros(4, 16, 2)
+BAD_SCALES: dict[str, tuple[str, Tensor | None, Tensor | None]] = {
+    "k_scale missing": ("k_scale", None, SCALE),
+    "v_scale missing": ("v_scale", SCALE, None),
+    "k_scale shape": ("k_scale", torch.zeros(4, 16), SCALE),
+    "v_scale dtype": ("v_scale", SCALE, SCALE.half()),
+    "v_scale strided": ("v_scale", SCALE, torch.zeros(4, 2, 16).transpose(1, 2)),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SCALES)
+def test_scale_errors_name_the_argument(case: str) -> None:
+    argument, k_scale, v_scale = BAD_SCALES[case]
+    k_cache, v_cache = torch.zeros(2, 4, 16, 2, 64, dtype=torch.int8)
+    with pytest.raises(RuntimeError, match=rf"\b{argument}\b"):
+        ops.store_kv_cache(GOOD["k"], GOOD["v"], k_cache, v_cache, GOOD["slot_mapping"], k_scale, v_scale)

@@ -34,7 +34,8 @@ FASTINFER_INLINE void transpose(u16x8 (&v)[8]) {
   }
 }
 
-// scores[kRows][count] = q[kRows][head_dim] keys[count][head_dim]^T; count % kLanes == 0, head_dim % 8 == 0, C has 16 bits.
+// scores[kRows][count] = q[kRows][head_dim] keys[count][head_dim]^T; count % kLanes == 0, head_dim % 8 == 0, C has 16
+// bits.
 template <int kRows, class C>
 void multiply_keys(const float* q, int q_stride, const C* const* keys, int count, int head_dim, float* scores,
                    int scores_stride) {

@@ -1,5 +1,6 @@
 #include "attention/paged_attention.h"
 
+#include "attention/paged_attention_plan.h"
 #include "common/binding.h"
 #include "common/device.h"
 
@@ -13,6 +14,42 @@ const float* optional_floats(const Checks& check, const std::optional<Tensor>& t
   check.dtype(*t, name, ScalarType::Float);
   check.contiguous(*t, name);
   return static_cast<const float*>(t->data_ptr());
+}
+
+// The elements of the cache; sets cache_dtype or quantization, and the scales.
+void check_cache(const Checks& check, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                 const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale, PagedAttentionParams& p) {
+  const ScalarType type = k_cache.scalar_type();
+  check.dtype(v_cache, "v_cache", type);
+  check.contiguous(k_cache, "k_cache");
+  check.contiguous(v_cache, "v_cache");
+  p.cache_dtype = p.dtype;
+  p.quantization = type == ScalarType::Char            ? CacheQuantization::kInt8
+                   : type == ScalarType::Float8_e4m3fn ? CacheQuantization::kFp8
+                                                       : CacheQuantization::kNone;
+  const bool quantized = p.quantization != CacheQuantization::kNone;
+  check.require(
+      k_scale.has_value() == quantized && v_scale.has_value() == quantized,
+      "k_scale and v_scale must be given for a cache of int8 or float8_e4m3fn and for no other, got a k_cache of ",
+      name(type), k_scale ? " with" : " without", " k_scale and", v_scale ? " with" : " without", " v_scale");
+  if (quantized) {
+    const auto pages = k_cache.sizes();
+    p.k_scale = optional_floats(check, k_scale, "k_scale", {pages[0], pages[1], pages[2]});
+    p.v_scale = optional_floats(check, v_scale, "v_scale", {pages[0], pages[1], pages[2]});
+    check.require(gpu_of(q) != nullptr, "k_cache must be float32, bfloat16 or float16 on the CPU, got ", name(type));
+  } else {
+    p.cache_dtype = check.float_dtype(k_cache, "k_cache");
+  }
+}
+
+// What the CUDA kernels can do.
+void check_cuda(const Checks& check, const Tensor& q, const PagedAttentionParams& p) {
+  check.require(p.dtype != DType::kFloat32, "q must be bfloat16 or float16 on CUDA, got float32");
+  check.require(p.cache_dtype == p.dtype, "k_cache must be int8, float8_e4m3fn or, as q, ", name(q.scalar_type()),
+                " on CUDA");
+  for (const void* pages : {p.k_cache, p.v_cache}) {
+    check.require(reinterpret_cast<uintptr_t>(pages) % 16 == 0, "k_cache and v_cache must be aligned to 16 bytes");
+  }
 }
 
 // The CPU can look into the ragged description, and says what is wrong with it.
@@ -30,9 +67,34 @@ void check_lengths(const Checks& check, const PagedAttentionParams& p, int64_t t
   }
 }
 
+// Longer than any sequence, and no overflow where it is subtracted from a position.
+int clamp_window(int64_t window) {
+  return static_cast<int>(std::min<int64_t>(window, 1 << 30));
+}
+
+// A new work plan, made on the device.
+Tensor make_plan(const Tensor& seq_lens, const Tensor& query_start, int64_t q_heads, int64_t kv_heads, int64_t head_dim,
+                 int64_t window, const cuda::PagedAttentionPlan& launch) {
+  Tensor plan = torch::stable::new_empty(seq_lens, {launch.plan_ints});
+  const PagedAttentionPlanParams params{
+      .seq_lens = static_cast<const int32_t*>(seq_lens.data_ptr()),
+      .query_start = static_cast<const int32_t*>(query_start.data_ptr()),
+      .plan = static_cast<int32_t*>(plan.data_ptr()),
+      .seqs = seq_lens.size(0),
+      .q_heads = static_cast<int>(q_heads),
+      .kv_heads = static_cast<int>(kv_heads),
+      .head_dim = static_cast<int>(head_dim),
+      .window = clamp_window(window),
+      .blocks = static_cast<int>(launch.attention.grid),
+  };
+  FASTINFER_LAUNCH(seq_lens, paged_attention_plan, params);
+  return plan;
+}
+
 Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_table,
                        const Tensor& seq_lens, const Tensor& query_start, double scale, int64_t window, double softcap,
-                       std::optional<Tensor> sinks, std::optional<Tensor> lse) {
+                       std::optional<Tensor> sinks, std::optional<Tensor> lse, std::optional<Tensor> k_scale,
+                       std::optional<Tensor> v_scale, std::optional<Tensor> plan) {
   const Checks check("paged_attention", q);
   check.shape(q, "q", {kAny, kAny, kAny});
   const int64_t tokens = q.size(0), q_heads = q.size(1), head_dim = q.size(2);
@@ -49,19 +111,14 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
                 format_shape(k_cache.sizes()));
   check.require(window >= 0, "window must be 0 (none) or positive, got ", window);
   check.require(softcap >= 0, "softcap must be 0 (none) or positive, got ", softcap);
-  const DType dtype = check.float_dtype(q, "q"), cache_dtype = check.float_dtype(k_cache, "k_cache");
-  check.dtype(v_cache, "v_cache", k_cache.scalar_type());
-  check.dtype(block_table, "block_table", ScalarType::Int);
-  check.dtype(seq_lens, "seq_lens", ScalarType::Int);
-  check.dtype(query_start, "query_start", ScalarType::Int);
+  for (const auto& [t, name] :
+       {std::pair{&block_table, "block_table"}, {&seq_lens, "seq_lens"}, {&query_start, "query_start"}}) {
+    check.dtype(*t, name, ScalarType::Int);
+    check.contiguous(*t, name);
+  }
   check.rows_contiguous(q, "q");
-  check.contiguous(k_cache, "k_cache");
-  check.contiguous(v_cache, "v_cache");
-  check.contiguous(block_table, "block_table");
-  check.contiguous(seq_lens, "seq_lens");
-  check.contiguous(query_start, "query_start");
   Tensor out = torch::stable::new_empty(q, {tokens, q_heads, head_dim});
-  const PagedAttentionParams params{
+  PagedAttentionParams params{
       .q = q.data_ptr(),
       .k_cache = k_cache.data_ptr(),
       .v_cache = v_cache.data_ptr(),
@@ -79,21 +136,60 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
       .q_heads = static_cast<int>(q_heads),
       .kv_heads = static_cast<int>(kv_heads),
       .head_dim = static_cast<int>(head_dim),
-      .window = static_cast<int>(std::min<int64_t>(window, INT32_MAX)),
+      .window = clamp_window(window),
       .scale = static_cast<float>(scale),
       .softcap = static_cast<float>(softcap),
-      .dtype = dtype,
-      .cache_dtype = cache_dtype,
+      .dtype = check.float_dtype(q, "q"),
   };
-  check_lengths(check, params, tokens);
-  cpu::paged_attention(params);
+  check_cache(check, q, k_cache, v_cache, k_scale, v_scale, params);
+  const cuda::Device* const gpu = gpu_of(q);
+  if (gpu == nullptr) {
+    check_lengths(check, params, tokens);
+    FASTINFER_LAUNCH(q, paged_attention, params);
+    return out;
+  }
+  check_cuda(check, q, params);
+  if (tokens == 0) return out;
+  const auto launch = cuda::plan_paged_attention(seqs, head_dim, *gpu);
+  if (plan) {
+    check.shape(*plan, "plan", {launch.plan_ints});
+    check.dtype(*plan, "plan", ScalarType::Int);
+    check.contiguous(*plan, "plan");
+  } else {
+    plan = make_plan(seq_lens, query_start, q_heads, kv_heads, head_dim, window, launch);
+  }
+  const Tensor workspace = torch::stable::new_empty(q, {launch.workspace_bytes}, ScalarType::Byte);
+  params.plan = static_cast<int32_t*>(plan->data_ptr());
+  params.workspace = static_cast<float*>(workspace.data_ptr());
+  params.blocks = static_cast<int>(launch.attention.grid);
+  FASTINFER_LAUNCH(q, paged_attention, params);
   return out;
+}
+
+Tensor paged_attention_plan(const Tensor& seq_lens, const Tensor& query_start, int64_t q_heads, int64_t kv_heads,
+                            int64_t head_dim, int64_t window) {
+  const Checks check("paged_attention_plan", seq_lens);
+  check.shape(seq_lens, "seq_lens", {kAny});
+  const int64_t seqs = seq_lens.size(0);
+  check.shape(query_start, "query_start", {seqs + 1});
+  check.dtype(seq_lens, "seq_lens", ScalarType::Int);
+  check.dtype(query_start, "query_start", ScalarType::Int);
+  check.contiguous(seq_lens, "seq_lens");
+  check.contiguous(query_start, "query_start");
+  check.require(kv_heads > 0 && q_heads > 0 && q_heads % kv_heads == 0, "q_heads must be a multiple of kv_heads, ",
+                kv_heads, ", got ", q_heads);
+  check.require(window >= 0, "window must be 0 (none) or positive, got ", window);
+  const cuda::Device* const gpu = gpu_of(seq_lens);
+  if (gpu == nullptr) return torch::stable::new_empty(seq_lens, {0});  // the CPU kernel plans as it goes
+  return make_plan(seq_lens, query_start, q_heads, kv_heads, head_dim, window,
+                   cuda::plan_paged_attention(seqs, head_dim, *gpu));
 }
 
 }  // namespace
 
-FASTINFER_CPU_OPERATORS(m) {
+FASTINFER_OPERATORS(m) {
   m.impl("paged_attention", TORCH_BOX(&paged_attention));
+  m.impl("paged_attention_plan", TORCH_BOX(&paged_attention_plan));
 }
 
 }  // namespace fastinfer

@@ -8,10 +8,15 @@
 
 namespace fastinfer {
 
+// What a cache's elements are: floats, or integers and small floats that are worth scale[position, head] times as much.
+enum class CacheQuantization { kNone, kInt8, kFp8 };
+
 struct PagedAttentionParams {
   const void* q;        // [tokens, q_heads, head_dim], tokens q_stride elements apart
   const void* k_cache;  // [num_blocks, block_size, kv_heads, head_dim]
   const void* v_cache;
+  const float* k_scale = nullptr;  // [num_blocks, block_size, kv_heads] where the cache is quantized, else null
+  const float* v_scale = nullptr;
   const int32_t* block_table;  // [seqs, max_blocks]
   const int32_t* seq_lens;     // [seqs], the queries included
   const int32_t* query_start;  // [seqs + 1]
@@ -28,11 +33,20 @@ struct PagedAttentionParams {
   int head_dim;
   int window;  // 0: none
   float scale;
-  float softcap;  // 0: none
-  DType dtype;    // of q and out
-  DType cache_dtype;
+  float softcap;                        // 0: none
+  DType dtype;                          // of q and out
+  DType cache_dtype = DType::kFloat32;  // where it is not quantized
+  CacheQuantization quantization = CacheQuantization::kNone;
+  // CUDA only, see paged_attention_plan.h:
+  int32_t* plan = nullptr;
+  float* workspace = nullptr;
+  int blocks = 0;
 };
 
 }  // namespace fastinfer
 
 FASTINFER_CPU_KERNEL(paged_attention, PagedAttentionParams)
+
+namespace fastinfer::cuda {
+void paged_attention(const PagedAttentionParams& params, void* stream);
+}

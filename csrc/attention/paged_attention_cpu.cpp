@@ -137,8 +137,8 @@ class Worker {
   Worker(const PagedAttentionParams& p, int max_rows) : p_(p) {
     group_ = p.q_heads / p.kv_heads;
     columns_ = (p.head_dim + kLanes - 1) / kLanes * kLanes;
-    float* memory = scratch_array<float>(
-        1, static_cast<size_t>(max_rows) * (3 * columns_ + kTile + 4) + 2 * static_cast<size_t>(columns_) * kTile + columns_);
+    float* memory = scratch_array<float>(1, static_cast<size_t>(max_rows) * (3 * columns_ + kTile + 4) +
+                                                2 * static_cast<size_t>(columns_) * kTile + columns_);
     const auto take = [&](int64_t count) { return std::exchange(memory, memory + count); };
     q_ = take(static_cast<int64_t>(max_rows) * columns_);
     part_o_ = take(static_cast<int64_t>(max_rows) * columns_);

@@ -1,28 +1,25 @@
-#include "attention/store_kv_cache.h"
+#include "attention/store_kv_cache_cpu.h"
 
+#include "attention/store_kv_cache.h"
 #include "common/cpu/parallel.h"
-#include "common/cpu/vec.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 
 void store_kv_cache(const StoreKvCacheParams& p) {
+  const KvCacheSlots& cache = p.cache;
   dispatch(p.dtype, [&]<class T>(T) {
-    dispatch(p.cache_dtype, [&]<class C>(C) {
-      const auto copy = [&](const void* from, int64_t stride, void* cache, int64_t token, int64_t slot) {
-        const T* source = static_cast<const T*>(from) + token * stride;
-        C* destination = static_cast<C*>(cache) + slot * p.row;
-        for_each_vector(p.row, [&](int64_t i, int64_t lanes) {
-          store_lanes(destination + i, load_lanes(source + i, lanes), lanes);
-        });
-      };
-      parallel_for(p.tokens, [&](int64_t begin, int64_t end) {
-        for (int64_t token = begin; token < end; ++token) {
-          const int64_t slot = p.slot_mapping[token];
-          if (slot < 0) continue;
-          copy(p.k, p.k_stride, p.k_cache, token, slot);
-          copy(p.v, p.v_stride, p.v_cache, token, slot);
+    parallel_for(p.tokens, [&](int64_t begin, int64_t end) {
+      for (int64_t token = begin; token < end; ++token) {
+        const int64_t slot = cache.slot_mapping[token];
+        if (slot < 0) continue;
+        const T* k = static_cast<const T*>(p.k) + token * p.k_stride;
+        const T* v = static_cast<const T*>(p.v) + token * p.v_stride;
+        for (int head = 0; head < cache.heads; ++head) {
+          const int64_t at = static_cast<int64_t>(head) * cache.head_dim;
+          store_head(cache, k + at, cache.k, cache.k_scale, slot, head);
+          store_head(cache, v + at, cache.v, cache.v_scale, slot, head);
         }
-      });
+      }
     });
   });
 }

@@ -18,14 +18,15 @@ Tensor run(const Checks& check, const Tensor& x, Activation activation) {
   std::vector<int64_t> out_sizes(sizes.begin(), sizes.end());
   out_sizes.back() = width / 2;
   Tensor out = torch::stable::new_empty(x, out_sizes);
-  cpu::activation_and_mul({
+  const ActivationAndMulParams params{
       .x = x.data_ptr(),
       .out = out.data_ptr(),
       .rows = width > 0 ? x.numel() / width : 0,
       .d = width / 2,
       .activation = activation,
       .dtype = dtype,
-  });
+  };
+  FASTINFER_LAUNCH(x, activation_and_mul, params);
   return out;
 }
 
@@ -42,7 +43,7 @@ Tensor gelu_and_mul(const Tensor& x, const std::string& approximate) {
 
 }  // namespace
 
-FASTINFER_CPU_OPERATORS(m) {
+FASTINFER_OPERATORS(m) {
   m.impl("silu_and_mul", TORCH_BOX(&silu_and_mul));
   m.impl("gelu_and_mul", TORCH_BOX(&gelu_and_mul));
 }

@@ -22,3 +22,7 @@ struct ActivationAndMulParams {
 }  // namespace fastinfer
 
 FASTINFER_CPU_KERNEL(activation_and_mul, ActivationAndMulParams)
+
+namespace fastinfer::cuda {
+void activation_and_mul(const ActivationAndMulParams& params, void* stream);
+}

@@ -2,6 +2,7 @@
 
 #include "common/device.h"
 #include "fused/gemm_binding.h"
+#include "fused/rms_norm.h"
 
 namespace fastinfer {
 namespace {
@@ -13,6 +14,10 @@ Activation parse_activation(const Checks& check, const std::optional<std::string
   if (*name == "gelu") return Activation::kGelu;
   check.require(false, "activation must be None, 'silu', 'gelu_tanh' or 'gelu', got '", *name, "'");
   return Activation::kNone;
+}
+
+bool aligned(const void* p) {
+  return reinterpret_cast<uintptr_t>(p) % 16 == 0;
 }
 
 VectorArg vector_arg(const Checks& check, const std::optional<Tensor>& t, const char* name, int64_t size,
@@ -31,7 +36,16 @@ Tensor gemm(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias, s
   Tensor out;
   const GemmArgs args{x, bias, norm_weight, eps, activation, residual};
   const GemmParams common = gemm_params(check, args, weight.size(0), weight.size(1), out);
-  cpu::gemm({common, weight.data_ptr(), check.float_dtype(weight, "weight")});
+  DenseGemmParams params{common, weight.data_ptr(), check.float_dtype(weight, "weight")};
+  GemmScratch scratch;
+  if (gpu_of(x) != nullptr) {
+    check.dtype(weight, "weight", x.scalar_type());
+    check.require(params.k > 0 && params.k % 8 == 0, "weight must have a multiple of 8 columns on a GPU, got ",
+                  params.k);
+    check_aligned(check, weight, "weight");
+    prepare_gpu(check, args, cuda::WeightFormat::kDense, 0, params, scratch);
+  }
+  FASTINFER_LAUNCH(x, gemm, params);
   return out;
 }
 
@@ -69,7 +83,54 @@ GemmParams gemm_params(const Checks& check, const GemmArgs& args, int64_t n, int
   };
 }
 
-FASTINFER_CPU_OPERATORS(m) {
+void check_aligned(const Checks& check, const Tensor& t, const char* name) {
+  check.require(aligned(t.data_ptr()), name, " must start at a multiple of 16 bytes on a GPU");
+}
+
+void prepare_gpu(const Checks& check, const GemmArgs& args, cuda::WeightFormat format, int64_t group,
+                 GemmParams& params, GemmScratch& scratch) {
+  const Tensor& x = args.x;
+  check.require(params.dtype != DType::kFloat32, "x must be bfloat16 or float16 on a GPU, got float32");
+  params.plan = cuda::gemm_plan(format, params.m, params.n, params.k, group, *gpu_of(x));
+  if (params.plan.units == 0) return;
+
+  const bool norm_first = params.norm_weight.data != nullptr &&
+                          (params.plan.tile.tokens > cuda::kMostNormTokens || !aligned(params.norm_weight.data));
+  const bool as_it_is =
+      norm_first ? x.is_contiguous() : aligned(params.x) && (params.m == 1 || params.x_stride % 8 == 0);
+  if (!as_it_is) {
+    scratch.x = torch::stable::clone(x);
+    params.x = scratch.x->data_ptr();
+    params.x_stride = params.k;
+  }
+  if (norm_first) {
+    Tensor normed = torch::stable::new_empty(x, {params.m, params.k});
+    const RmsNormParams norm{
+        .x = params.x,
+        .residual = nullptr,
+        .weight = params.norm_weight.data,
+        .out = normed.data_ptr(),
+        .scales = nullptr,
+        .rows = params.m,
+        .hidden = params.k,
+        .eps = params.eps,
+        .dtype = params.dtype,
+        .weight_dtype = params.norm_weight.dtype,
+    };
+    FASTINFER_LAUNCH(x, rms_norm, norm);
+    scratch.x = normed;
+    params.x = normed.data_ptr();
+    params.x_stride = params.k;
+    params.norm_weight = {};
+  }
+  if (params.plan.workspace_bytes > 0) {
+    const auto bytes = static_cast<int64_t>(params.plan.workspace_bytes);
+    scratch.workspace = torch::stable::new_empty(x, {bytes}, ScalarType::Byte);
+    params.workspace = scratch.workspace->data_ptr();
+  }
+}
+
+FASTINFER_OPERATORS(m) {
   m.impl("gemm", TORCH_BOX(&gemm));
 }
 

@@ -7,6 +7,7 @@
 #include "common/cpu/isa.h"
 #include "common/dtype.h"
 #include "fused/activation_and_mul.h"
+#include "fused/gemm_plan.h"
 
 namespace fastinfer {
 
@@ -29,6 +30,8 @@ struct GemmParams {
   float eps;
   Activation activation;  // gated: rows of the weight come as 16 of the gate, 16 of up, ...
   DType dtype;            // of x, residual and out
+  cuda::GemmPlan plan{};  // on a GPU, with its scratch memory
+  void* workspace = nullptr;
 };
 
 struct DenseGemmParams : GemmParams {
@@ -39,13 +42,16 @@ struct DenseGemmParams : GemmParams {
 inline constexpr int kTileRows = 16;     // rows of a weight that are packed side by side
 inline constexpr int kBlockInputs = 32;  // inputs of one block of a packed weight
 
-// w = scale * q + min (8 bits), scale * q + min or scale * (q - 8) (4 bits).
+// w = scale * q + min (8 bits), scale * q + min or scale * (q - 8) (4 bits). The CPU's layout: see quant/pack.h for a
+// GPU's.
 struct QuantizedWeight {
   const void* q;         // int4: [tiles, k / 32, 4, 16, 4] uint8; int8: [tiles, k / 32, 8, 16, 4] int8
   const void* scales;    // [tiles, groups, 16]
   const void* mins;      // [tiles, groups, 16] or null
   int64_t group_blocks;  // blocks of 32 inputs that share a scale
   DType scale_dtype;     // of scales and mins: fp16 or fp32
+  int groups;
+  uint64_t group_reciprocal;  // 2^32 / group_blocks, rounded up
 };
 
 struct QuantizedGemmParams : GemmParams {
@@ -53,8 +59,20 @@ struct QuantizedGemmParams : GemmParams {
   int activation_bits;  // 32: fp32 products; 16 or 8: integer ones, a scale per row and 16 inputs
 };
 
+struct TableGemmParams : QuantizedGemmParams {  // w = scale * table[q], 4 bits; activation_bits is 32
+  const float* table;                           // [16]
+};
+
 }  // namespace fastinfer
 
 FASTINFER_CPU_KERNEL(gemm, DenseGemmParams)
 FASTINFER_CPU_KERNEL(int8_gemm, QuantizedGemmParams)
 FASTINFER_CPU_KERNEL(int4_gemm, QuantizedGemmParams)
+FASTINFER_CPU_KERNEL(table_gemm, TableGemmParams)
+
+namespace fastinfer::cuda {
+void gemm(const DenseGemmParams& params, void* stream);
+void int8_gemm(const QuantizedGemmParams& params, void* stream);
+void int4_gemm(const QuantizedGemmParams& params, void* stream);
+void table_gemm(const TableGemmParams& params, void* stream);
+}  // namespace fastinfer::cuda

@@ -19,4 +19,17 @@ struct GemmArgs {
 // Checks the arguments, allocates `out` and returns the parameters but for the weight.
 GemmParams gemm_params(const Checks& check, const GemmArgs& args, int64_t n, int64_t k, Tensor& out);
 
+// What a product on a GPU needs until it is launched.
+struct GemmScratch {
+  std::optional<Tensor> x, workspace;
+};
+
+// Where x is on a GPU: checks what its kernels want, plans the launch, allocates the workspace, and where the norm
+// cannot be fused runs it first. `group`: inputs that share a scale.
+void prepare_gpu(const Checks& check, const GemmArgs& args, cuda::WeightFormat format, int64_t group,
+                 GemmParams& params, GemmScratch& scratch);
+
+// The GPU's kernels copy 16 bytes at a time.
+void check_aligned(const Checks& check, const Tensor& t, const char* name);
+
 }  // namespace fastinfer

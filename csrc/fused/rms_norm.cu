@@ -1,71 +1,121 @@
-// RMSNorm on the GPU: a block per row, 16-byte accesses where the row allows. The second sweep finds the row in L1 or
-// L2, so memory is read once.
-#include <algorithm>
+// RMSNorm on the GPU: a block per row, 16-byte accesses where the row allows. Up to 8192 elements stay in registers, so
+// that memory is read once; a longer row's later sweeps find the L1 or L2.
+#include "fused/rms_norm.h"
 
-#include "common/cuda/dtype.h"
 #include "common/cuda/launch.h"
 #include "common/cuda/ptx.h"
-#include "common/cuda/reduce.h"
-#include "common/cuda/vector_io.h"
-#include "fused/rms_norm.h"
+#include "fused/quantize_row_cuda.h"
+#include "fused/rms_norm_plan.h"
 
 namespace fastinfer::cuda {
 namespace {
 
-template <class T, class W, int kCount>
-__global__ void rms_norm_kernel(RmsNormParams p) {
+constexpr size_t kSharedBytes = 2 * kWarpSize * sizeof(float);  // of block_sum and block_max
+
+template <class W, int kCount>
+__device__ void load_floats(const W* p, float (&values)[kCount]) {
+  constexpr int kPiece = kCount * sizeof(W) <= 16 ? kCount : kVectorElements<W>;
+#pragma unroll
+  for (int i = 0; i < kCount; i += kPiece) {
+    const auto piece = load_vector<kPiece>(p + i);
+    for (int j = 0; j < kPiece; ++j) values[i + j] = to_float(piece.values[j]);
+  }
+}
+
+// kHeld: vectors of the row that a thread keeps in registers; with 0 it reads them again in each sweep.
+template <class T, int kCount, int kHeld, bool kQuantize>
+__global__ void __launch_bounds__(kHeld == 0 ? 1024 : 512) rms_norm_kernel(RmsNormParams p) {
+  constexpr int kSlots = kHeld == 0 ? 1 : kHeld;
+  float values[kSlots][kCount], weight[kSlots][kCount];
   const int64_t offset = blockIdx.x * p.hidden;
-  const T* x = static_cast<const T*>(p.x) + offset;
-  T* residual = p.residual != nullptr ? static_cast<T*>(p.residual) + offset : nullptr;
-  const W* weight = static_cast<const W*>(p.weight);
-  T* out = static_cast<T*>(p.out) + offset;
-  const int64_t first = static_cast<int64_t>(threadIdx.x) * kCount, step = static_cast<int64_t>(blockDim.x) * kCount;
+  const T* const x = static_cast<const T*>(p.x) + offset;
+  T* const residual = p.residual != nullptr ? static_cast<T*>(p.residual) + offset : nullptr;
 
+  // Calls fn(slot, i) for this thread's vectors, element i the first.
+  const auto each_vector = [&](auto&& fn) {
+    if constexpr (kHeld == 0) {
+      for (int64_t i = threadIdx.x * kCount; i < p.hidden; i += blockDim.x * kCount) fn(0, i);
+    } else {
+#pragma unroll
+      for (int v = 0; v < kHeld; ++v) {
+        const int64_t i = (v * blockDim.x + threadIdx.x) * kCount;
+        if (i < p.hidden) fn(v, i);
+      }
+    }
+  };
+  const auto load_weight = [&](int v, int64_t i) {
+    if (p.weight_dtype == DType::kFloat32) {
+      load_floats(static_cast<const float*>(p.weight) + i, weight[v]);
+    } else {
+      load_floats(static_cast<const T*>(p.weight) + i, weight[v]);
+    }
+  };
+
+  if constexpr (kHeld > 0) each_vector(load_weight);
+  grid_dependency_wait();
+  grid_dependency_launch();
   float squares = 0.0f;
-  for (int64_t i = first; i < p.hidden; i += step) {
-    auto v = load_vector<kCount>(x + i);
+  each_vector([&](int v, int64_t i) {
+    load_floats(x + i, values[v]);
     if (residual != nullptr) {
-      const auto r = load_vector<kCount>(residual + i);
-      for (int j = 0; j < kCount; ++j) v.values[j] = from_float<T>(to_float(v.values[j]) + to_float(r.values[j]));
-      store_vector(residual + i, v);
+      auto sum = load_vector<kCount>(residual + i);
+      for (int j = 0; j < kCount; ++j) {
+        sum.values[j] = from_float<T>(to_float(sum.values[j]) + values[v][j]);
+        values[v][j] = to_float(sum.values[j]);
+      }
+      store_vector(residual + i, sum);
     }
-    for (int j = 0; j < kCount; ++j) squares += to_float(v.values[j]) * to_float(v.values[j]);
-  }
-  const float scale = rsqrtf(block_sum(squares, reinterpret_cast<float*>(dynamic_shared())) / static_cast<float>(p.hidden) + p.eps);
+    for (int j = 0; j < kCount; ++j) squares += values[v][j] * values[v][j];
+  });
+  float* const shared = reinterpret_cast<float*>(dynamic_shared());
+  const float scale = rsqrtf(block_sum(squares, shared) / static_cast<float>(p.hidden) + p.eps);
 
-  const T* summed = residual != nullptr ? residual : x;
-  for (int64_t i = first; i < p.hidden; i += step) {
-    auto v = load_vector<kCount>(summed + i);
-    for (int j = 0; j < kCount; ++j) {
-      v.values[j] = from_float<T>(to_float(v.values[j]) * scale * to_float(weight[i + j]));
+  const auto normalise = [&](int v, int64_t i) {
+    if constexpr (kHeld == 0) {
+      load_floats(residual != nullptr ? residual + i : x + i, values[v]);
+      load_weight(v, i);
     }
-    store_vector(out + i, v);
+    for (int j = 0; j < kCount; ++j) values[v][j] = values[v][j] * scale * weight[v][j];
+  };
+  if constexpr (kQuantize) {
+    uint32_t largest = 0;
+    each_vector([&](int v, int64_t i) {
+      normalise(v, i);
+      for (int j = 0; j < kCount; ++j) largest = max(largest, magnitude_bits(values[v][j]));
+    });
+    const RowScale row = row_scale<int8_t>(block_max(largest, reinterpret_cast<uint32_t*>(shared) + kWarpSize));
+    if (threadIdx.x == 0) p.scales[blockIdx.x] = row.scale;
+    each_vector([&](int v, int64_t i) {
+      if constexpr (kHeld == 0) normalise(v, i);
+      for (int j = 0; j < kCount; ++j) values[v][j] = row.apply(values[v][j]);
+      store_values(static_cast<int8_t*>(p.out) + offset + i, values[v]);
+    });
+  } else {
+    each_vector([&](int v, int64_t i) {
+      normalise(v, i);
+      store_values(static_cast<T*>(p.out) + offset + i, values[v]);
+    });
   }
 }
 
-template <class T, class W, int kCount>
+template <class T, bool kQuantize>
 void launch_rows(const RmsNormParams& p, void* stream) {
-  const int64_t vectors = (p.hidden + kCount - 1) / kCount;
-  const auto threads =
-      static_cast<unsigned>(std::min<int64_t>((vectors + kWarpSize - 1) / kWarpSize * kWarpSize, 1024));
-  launch("rms_norm", rms_norm_kernel<T, W, kCount>, {.grid = p.rows, .block = threads, .shared_bytes = kWarpSize * sizeof(float)}, stream, p);
-}
-
-bool aligned(const void* p) {
-  return reinterpret_cast<uintptr_t>(p) % 16 == 0;
+  constexpr int kVector = kVectorElements<T>;
+  const bool vectorised = p.hidden % kVector == 0 && vector_aligned(p.x, p.residual, p.weight, p.out);
+  const RowPlan plan = plan_row(p.rows, p.hidden, vectorised ? kVector : 1, kSharedBytes);
+  const auto kernel = !vectorised                ? rms_norm_kernel<T, 1, 0, kQuantize>
+                      : plan.thread_vectors == 1 ? rms_norm_kernel<T, kVector, 1, kQuantize>
+                      : plan.thread_vectors == 4 ? rms_norm_kernel<T, kVector, 4, kQuantize>
+                                                 : rms_norm_kernel<T, kVector, 0, kQuantize>;
+  launch("rms_norm", kernel, plan.launch, stream, p);
 }
 
 }  // namespace
 
 void rms_norm(const RmsNormParams& p, void* stream) {
-  if (p.hidden == 0) return;
+  if (p.hidden == 0 && p.scales == nullptr) return;
   dispatch_cuda(p.dtype, [&]<class T>(T) {
-    const bool vectorised = p.hidden % kVectorElements<T> == 0 && aligned(p.x) && aligned(p.residual) && aligned(p.out);
-    const auto run = [&]<class W>(W) {
-      vectorised ? launch_rows<T, W, kVectorElements<T>>(p, stream) : launch_rows<T, W, 1>(p, stream);
-    };
-    // The weight is fp32 or has the dtype of x: two variants, not three.
-    p.weight_dtype == DType::kFloat32 ? run(float{}) : run(T{});
+    p.scales != nullptr ? launch_rows<T, true>(p, stream) : launch_rows<T, false>(p, stream);
   });
 }
 

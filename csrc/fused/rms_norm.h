@@ -1,4 +1,4 @@
-// RMSNorm, and residual add + RMSNorm.
+// RMSNorm, residual add + RMSNorm, and either with the result as int8.
 #pragma once
 
 #include <cstdint>
@@ -13,10 +13,11 @@ struct RmsNormParams {
   void* residual;      // [rows, hidden] or null: receives residual + x, which is then normalised
   const void* weight;  // [hidden]
   void* out;           // [rows, hidden]
+  float* scales;       // [rows] or null: out is then int8, with one scale per row
   int64_t rows;
   int64_t hidden;
   float eps;
-  DType dtype;  // of x, residual and out
+  DType dtype;  // of x, residual and out that is not int8
   DType weight_dtype;
 };
 

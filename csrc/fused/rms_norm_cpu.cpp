@@ -1,6 +1,7 @@
 #include "fused/rms_norm_cpu.h"
 
 #include "common/cpu/parallel.h"
+#include "fused/quantize_row_cpu.h"
 #include "fused/rms_norm.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {
@@ -10,6 +11,7 @@ void rms_norm(const RmsNormParams& p) {
     dispatch(p.weight_dtype, [&]<class W>(W) {
       const auto* weight = static_cast<const W*>(p.weight);
       parallel_for(p.rows, [&](int64_t begin, int64_t end) {
+        float* normed = p.scales != nullptr ? scratch_array<float>(0, p.hidden) : nullptr;
         for (int64_t row = begin; row < end; ++row) {
           const int64_t offset = row * p.hidden;
           const T* x = static_cast<const T*>(p.x) + offset;
@@ -20,7 +22,12 @@ void rms_norm(const RmsNormParams& p) {
             });
             x = residual;
           }
-          rms_norm_row(x, weight, p.hidden, p.eps, static_cast<T*>(p.out) + offset);
+          if (p.scales == nullptr) {
+            rms_norm_row(x, weight, p.hidden, p.eps, static_cast<T*>(p.out) + offset);
+          } else {
+            rms_norm_row(x, weight, p.hidden, p.eps, normed);
+            p.scales[row] = quantize_row(normed, p.hidden, static_cast<Int8*>(p.out) + offset);
+          }
         }
       });
     });

@@ -20,7 +20,8 @@ Tensor pack(const Tensor& q) {
   const int64_t steps = kBlockInputs / (kBits == 4 ? kInputsPerStep4 : kInputsPerStep8);
   const int64_t tiles = (n + kTileRows - 1) / kTileRows;
   Tensor out = torch::stable::new_empty(q, {tiles, k / kBlockInputs, steps, kTileRows, 4});
-  cpu::pack({.q = q.data_ptr(), .out = out.data_ptr(), .n = n, .k = k, .bits = kBits});
+  const PackParams params{.q = q.data_ptr(), .out = out.data_ptr(), .n = n, .k = k, .bits = kBits};
+  FASTINFER_LAUNCH(q, pack, params);
   return out;
 }
 
@@ -38,28 +39,30 @@ Tensor dequantize(const Tensor& qweight, const Tensor& scales, std::optional<Ten
     check.contiguous(*rows, "rows");
     count = rows->size(0);
     row = static_cast<const int64_t*>(rows->data_ptr());
-    for (int64_t i = 0; i < count; ++i) {
+    for (int64_t i = 0; gpu_of(qweight) == nullptr && i < count; ++i) {
       check.require(row[i] >= 0 && row[i] < out_features, "rows[", i, "] must be in 0..", out_features - 1, ", got ",
                     row[i]);
     }
   }
   const int64_t k = qweight.size(1) * kBlockInputs;
   Tensor out = torch::stable::new_empty(qweight, {count, k}, dtype);
-  cpu::dequantize({
+  const DequantizeParams params{
       .weight = weight,
       .rows = row,
       .out = out.data_ptr(),
       .count = count,
+      .n = out_features,
       .k = k,
       .bits = kBits,
       .dtype = out_dtype,
-  });
+  };
+  FASTINFER_LAUNCH(qweight, dequantize, params);
   return out;
 }
 
 }  // namespace
 
-FASTINFER_CPU_OPERATORS(m) {
+FASTINFER_OPERATORS(m) {
   m.impl("int4_pack", TORCH_BOX(&pack<4>));
   m.impl("int8_pack", TORCH_BOX(&pack<8>));
   m.impl("int4_dequantize", TORCH_BOX(&dequantize<4>));

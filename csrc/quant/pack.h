@@ -1,4 +1,13 @@
-// Packing of 4-bit and 8-bit weights into tiles, and the way back. The layouts are described in fused/gemm.h.
+// Packing of 4-bit and 8-bit weights into tiles, and the way back. A packed weight has the same shape on every device:
+// tiles of 16 rows, blocks of 32 inputs, 256 (4 bits) or 512 (8 bits) bytes a block. fused/gemm.h describes the CPU's
+// order within a block. On a GPU a block lies as the lanes of a warp hold it: with g = lane / 4 and t = lane % 4,
+//
+//   8 bits: 16 bytes a lane, the A fragment of mma m16n8k32: four inputs each of (row g, inputs 4t ..), (row g + 8,
+//           inputs 4t ..), (row g, inputs 4t + 16 ..), (row g + 8, inputs 4t + 16 ..).
+//   4 bits: 8 bytes a lane, the same 16 values: one word for inputs 4t .. 4t + 3, one for those 16 further on. Nibbles
+//   i
+//           and i + 4 of a word are the pair that becomes register i of a 16-bit mma: (row g, inputs 0, 1), (row g + 8,
+//           inputs 0, 1), (row g, inputs 2, 3), (row g + 8, inputs 2, 3), so that two come out with one mask.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +29,7 @@ struct DequantizeParams {
   const int64_t* rows;  // [count] or null for 0..count-1
   void* out;            // [count, k]
   int64_t count;
+  int64_t n;
   int64_t k;
   int bits;     // 4 or 8
   DType dtype;  // of out
@@ -29,5 +39,10 @@ namespace cpu {
 void pack(const PackParams& params);
 void dequantize(const DequantizeParams& params);
 }  // namespace cpu
+
+namespace cuda {
+void pack(const PackParams& params, void* stream);
+void dequantize(const DequantizeParams& params, void* stream);
+}  // namespace cuda
 
 }  // namespace fastinfer

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/binding.h"
-#include "fused/gemm.h"
+#include "fused/gemm_binding.h"
 
 namespace fastinfer {
 
@@ -37,7 +37,16 @@ inline QuantizedWeight quantized_weight(const Checks& check, const Tensor& qweig
       .mins = mins ? mins->data_ptr() : nullptr,
       .group_blocks = blocks / groups,
       .scale_dtype = dtype == ScalarType::Half ? DType::kFloat16 : DType::kFloat32,
+      .groups = static_cast<int>(groups),
+      .group_reciprocal = ((uint64_t{1} << 32) + blocks / groups - 1) / (blocks / groups),
   };
+}
+
+inline void check_quantized_aligned(const Checks& check, const Tensor& qweight, const Tensor& scales,
+                                    const std::optional<Tensor>& mins) {
+  check_aligned(check, qweight, "qweight");
+  check_aligned(check, scales, "scales");
+  if (mins) check_aligned(check, *mins, "mins");
 }
 
 }  // namespace fastinfer

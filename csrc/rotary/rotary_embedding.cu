@@ -3,6 +3,7 @@
 
 #include "common/cuda/dtype.h"
 #include "common/cuda/launch.h"
+#include "common/cuda/ptx.h"
 #include "common/cuda/reduce.h"
 #include "rotary/rotary_embedding.h"
 
@@ -11,6 +12,8 @@ namespace {
 
 template <class T>
 __global__ void rotary_embedding_kernel(RotaryEmbeddingParams p) {
+  grid_dependency_wait();
+  grid_dependency_launch();
   const int64_t token = blockIdx.x, position = p.positions[token];
   if (position < 0 || position >= p.max_position) return;  // the host cannot check without waiting for the device
   const int half = p.rotary_dim / 2;
@@ -35,7 +38,8 @@ void rotary_embedding(const RotaryEmbeddingParams& p, void* stream) {
   if (pairs == 0) return;
   const auto threads = static_cast<unsigned>(std::min((pairs + kWarpSize - 1) / kWarpSize * kWarpSize, 512));
   dispatch_cuda(p.dtype, [&]<class T>(T) {
-    launch("rotary_embedding", rotary_embedding_kernel<T>, {.grid = p.tokens, .block = threads}, stream, p);
+    launch("rotary_embedding", rotary_embedding_kernel<T>, {.grid = p.tokens, .block = threads, .dependent = true},
+           stream, p);
   });
 }
 

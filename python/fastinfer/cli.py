@@ -87,6 +87,11 @@ def _parser() -> argparse.ArgumentParser:
 
     info = add("info", "info", "describe this installation: versions, CPU, GPUs")
     info.add_argument("--json", action="store_true", help="print one JSON object")
+    info.add_argument("--plan", nargs="+", metavar=("OP", "SIZE"), help="how OP is launched: --plan int4_gemm M N K")
+    info.add_argument("--group", type=_count(32), metavar="N", help="with --plan: inputs that share a scale")
+    info.add_argument(
+        "--arch", type=_count(80), metavar="N", help="with --plan: 80, 86, 89 or 90; default: this GPU, or 90"
+    )
 
     bench = add("bench", "benchmark", "measure speed and memory on a model")
     _add_model_options(bench)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import fastinfer
+from fastinfer import launch_plan
 
 NO_CUDA = 'not built: needs nvcc, and a GPU or FASTINFER_CUDA_ARCHS (for example "80;90a") when installing'
 
@@ -46,6 +47,10 @@ def facts() -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.plan:
+        plan = launch_plan.describe(args.plan, args.group, launch_plan.choose_gpu(args.arch))
+        print(json.dumps(plan, indent=2) if args.json else launch_plan.table(plan))
+        return 0
     found = facts()
     print(json.dumps(found, indent=2) if args.json else _table(found))
     return 1 if "error" in found["extension"] else 0

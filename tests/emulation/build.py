@@ -13,7 +13,7 @@ SANITIZERS = ("plain", "address", "thread")
 
 
 def cuda_include() -> Path | None:
-    """The folder of the toolkit's headers: of the pip package nvidia-cuda-runtime, else of an installed toolkit."""
+    """The folder of the toolkit's headers: of pip packages (the extra "test"), else of an installed toolkit."""
     package = importlib.util.find_spec("nvidia")
     candidates = (
         [Path(folder) / "cu13" / "include" for folder in package.submodule_search_locations or []] if package else []
@@ -21,18 +21,20 @@ def cuda_include() -> Path | None:
     if nvcc := shutil.which("nvcc"):
         candidates.append(Path(nvcc).resolve().parent.parent / "include")
     candidates.append(Path("/usr/local/cuda/include"))
-    return next((folder for folder in candidates if (folder / "cuda_fp16.h").exists()), None)
+    # A torch with CUDA brings a part of the headers only.
+    needed = ("cuda_fp16.h", "crt/host_defines.h")
+    return next((folder for folder in candidates if all((folder / name).exists() for name in needed)), None)
 
 
 def folder_of(sanitizer: str) -> Path:
     return HERE.parent.parent / "build" / "emulation" / sanitizer
 
 
-def build(sanitizer: str) -> Path:
-    """Build what changed, and return the folder of the results."""
+def build(sanitizer: str, target: str = "all") -> Path:
+    """Build what changed of all, or of fastinfer_emulated, faults or layouts; returns the folder of the results."""
     include = cuda_include()
     if include is None:
-        raise FileNotFoundError("the CUDA toolkit's headers (cuda_fp16.h) are needed, found none")
+        raise FileNotFoundError("the CUDA toolkit's headers are needed: pip install 'fastinfer[test]'")
     folder = folder_of(sanitizer)
     configure = [
         *("cmake", "-G", "Ninja", "-S", str(HERE), "-B", str(folder)),
@@ -40,7 +42,7 @@ def build(sanitizer: str) -> Path:
         f"-DFASTINFER_TORCH_DIR={Path(torch.__file__).parent}",
         f"-DFASTINFER_CUDA_INCLUDE={include}",
     ]
-    for command in (configure, ["cmake", "--build", str(folder)]):
+    for command in (configure, ["cmake", "--build", str(folder), "--target", target]):
         run = subprocess.run(command, capture_output=True, text=True)
         if run.returncode:
             raise RuntimeError(f"{' '.join(command)} failed:\n{run.stdout}{run.stderr}")

@@ -120,6 +120,10 @@ template <class T>
 T __ldg(const T* p) {
   return *p;
 }
+template <class T>
+T __ldcg(const T* p) {
+  return *p;
+}
 template <class T, class U>
 T atomicAdd(T* p, U value) {
   if constexpr (std::is_floating_point_v<T>) {

@@ -15,7 +15,7 @@
 #include <string>
 
 #if defined(EMULATION_ADDRESS)
-#include <sanitizer/asan_interface.h>
+#include <sanitizer/asan_interface.h>  // its macros do nothing in a file without instrumentation, its functions do
 #include <sanitizer/common_interface_defs.h>
 #elif defined(EMULATION_THREAD)
 #include <sanitizer/tsan_interface.h>
@@ -144,7 +144,7 @@ class Block {
 
   ~Block() {
 #if defined(EMULATION_ADDRESS)
-    ASAN_UNPOISON_MEMORY_REGION(shared_, shared_capacity());
+    __asan_unpoison_memory_region(shared_, shared_capacity());
 #endif
     std::free(shared_);
   }
@@ -170,7 +170,7 @@ class Block {
         }
         for (size_t i = first; i < last; ++i) done = done && threads_[i].state == State::kDone;
       }
-      if (done) return;
+      if (done) return acquire(&end_token_);  // what the fibers allocated is freed here
       if (!progress) throw std::runtime_error(std::string(launch_.name) + ": " + deadlock());
     }
   }
@@ -278,7 +278,7 @@ class Block {
 
   void poison_shared() {
 #if defined(EMULATION_ADDRESS)
-    ASAN_UNPOISON_MEMORY_REGION(shared_, shared_capacity());
+    __asan_unpoison_memory_region(shared_, shared_capacity());
 #elif defined(EMULATION_THREAD)
     // Each block has a shared memory of its own: forget the accesses of the block before. The unmapping does that, and
     // the system call behind ThreadSanitizer's back brings the memory back.
@@ -291,7 +291,7 @@ class Block {
     size_t count = shared_capacity();
     asm volatile("rep stosb" : "+D"(to), "+c"(count) : "a"(kPoison) : "memory");
 #if defined(EMULATION_ADDRESS)
-    ASAN_POISON_MEMORY_REGION(shared_ + launch_.shared_bytes, shared_capacity() - launch_.shared_bytes);
+    __asan_poison_memory_region(shared_ + launch_.shared_bytes, shared_capacity() - launch_.shared_bytes);
 #endif
   }
 
@@ -301,7 +301,7 @@ class Block {
     thread.groups.clear();
     char* const stack = static_cast<char*>(thread.context.stack);
 #if defined(EMULATION_ADDRESS)
-    ASAN_UNPOISON_MEMORY_REGION(stack, kStackBytes);
+    __asan_unpoison_memory_region(stack, kStackBytes);
     thread.context.fake_stack = nullptr;
     thread.context.bottom = stack;
     thread.context.size = kStackBytes;

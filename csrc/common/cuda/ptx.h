@@ -205,6 +205,13 @@ __device__ inline float exp2_approx(float x) {
   return y;
 }
 
+// The value itself, of which the compiler knows nothing: what is computed from it is computed where it stands, instead
+// of once before a loop and kept in registers that the loop needs.
+__device__ inline unsigned opaque(unsigned value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // ---- between blocks and grids ----
 
 // A barrier of `threads` of the block's threads, a multiple of 32; id 1 .. 15 (0 is __syncthreads).

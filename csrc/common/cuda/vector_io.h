@@ -1,6 +1,8 @@
 // Aligned vectors of elements: one 16-byte access instead of several small ones.
 #pragma once
 
+#include <cstdint>
+
 namespace fastinfer::cuda {
 
 template <class T, int kCount>
@@ -20,5 +22,11 @@ __device__ inline void store_vector(T* p, const Vector<T, kCount>& v) {
 
 template <class T>
 inline constexpr int kVectorElements = 16 / sizeof(T);
+
+// Whether 16-byte accesses may start at these addresses.
+template <class... Pointers>
+bool vector_aligned(Pointers... pointers) {
+  return ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
+}
 
 }  // namespace fastinfer::cuda

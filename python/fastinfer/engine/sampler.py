@@ -37,7 +37,7 @@ class Sampler:
         """Sample from logits [n, vocab] fp32, row i for ``sequences[i]``."""
         params = [sequence.params for sequence in sequences]
         device = logits.device
-        tokens, _ = sample(
+        sampled = sample(
             logits,
             temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
             top_k=torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int32, device=device),
@@ -46,7 +46,7 @@ class Sampler:
             seeds=torch.tensor([sequence.seed for sequence in sequences], device=device),
             positions=torch.tensor([len(sequence) for sequence in sequences], device=device),
         )
-        token_ids = tokens.tolist()
+        token_ids = sampled.tokens.tolist()
         return [
             SampledToken(token_id, None if p.logprobs is None else top_logprobs(logits[row], token_id, p.logprobs))
             for row, (token_id, p) in enumerate(zip(token_ids, params, strict=True))

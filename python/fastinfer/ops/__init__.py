@@ -10,17 +10,22 @@ names the argument, what was expected and what came.
 
 from fastinfer.ops import _fakes  # noqa: F401  (registers the shape functions for torch.compile)
 from fastinfer.ops.activation import gelu_and_mul, silu_and_mul
-from fastinfer.ops.attention import paged_attention, store_kv_cache
-from fastinfer.ops.gemm import gemm, int4_gemm, int8_gemm
-from fastinfer.ops.norm import add_rms_norm, rms_norm
+from fastinfer.ops.attention import merge_attention_states, paged_attention, paged_attention_plan, store_kv_cache
+from fastinfer.ops.embedding import embedding
+from fastinfer.ops.gemm import gemm, int4_gemm, int8_gemm, table_gemm
+from fastinfer.ops.norm import add_rms_norm, rms_norm, rms_norm_quantize
 from fastinfer.ops.pack import int4_dequantize, int4_pack, int8_dequantize, int8_pack, pack_scales
-from fastinfer.ops.rotary import RopeScaling, cos_sin_cache, rotary_embedding
-from fastinfer.ops.sampling import sample
+from fastinfer.ops.quantize import quantize_int8
+from fastinfer.ops.rotary import RopeScaling, cos_sin_cache, norm_rotary_store, rotary_embedding
+from fastinfer.ops.sampling import Sampled, sample
+from fastinfer.ops.w8a8 import w8a8_gemm
 
 __all__ = [
     "RopeScaling",
+    "Sampled",
     "add_rms_norm",
     "cos_sin_cache",
+    "embedding",
     "gelu_and_mul",
     "gemm",
     "int4_dequantize",
@@ -29,11 +34,18 @@ __all__ = [
     "int8_dequantize",
     "int8_gemm",
     "int8_pack",
+    "merge_attention_states",
+    "norm_rotary_store",
     "pack_scales",
     "paged_attention",
+    "paged_attention_plan",
+    "quantize_int8",
     "rms_norm",
+    "rms_norm_quantize",
     "rotary_embedding",
     "sample",
     "silu_and_mul",
     "store_kv_cache",
+    "table_gemm",
+    "w8a8_gemm",
 ]

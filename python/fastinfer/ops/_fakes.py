@@ -1,5 +1,7 @@
 """Shape functions ("fakes") of the operators, which torch.compile and torch.export trace instead of the kernels."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.library import register_fake
@@ -15,6 +17,21 @@ def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 @register_fake("fastinfer::add_rms_norm")
 def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.empty_like(x)
+
+
+@register_fake("fastinfer::rms_norm_quantize")
+def _(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x, dtype=torch.int8), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@register_fake("fastinfer::quantize_int8")
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x, dtype=torch.int8), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@register_fake("fastinfer::embedding")
+def _(weight: Tensor, ids: Tensor) -> Tensor:
+    return weight.new_empty([ids.shape[0], weight.shape[1]])
 
 
 @register_fake("fastinfer::silu_and_mul")
@@ -33,13 +50,30 @@ def _(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleave
 
 
 @register_fake("fastinfer::store_kv_cache")
-def _(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def _(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *scales: Tensor | None) -> None:
+    return None
+
+
+@register_fake("fastinfer::norm_rotary_store")
+def _(q: Tensor, *args: object) -> None:
     return None
 
 
 @register_fake("fastinfer::paged_attention")
 def _(q: Tensor, *args: object) -> Tensor:
     return q.new_empty(q.shape)
+
+
+@register_fake("fastinfer::paged_attention_plan")
+def _(seq_lens: Tensor, *args: object) -> Tensor:
+    # Its length depends on the GPU; the CPU needs no plan.
+    on_cpu = seq_lens.device.type == "cpu"
+    return seq_lens.new_empty([0 if on_cpu else torch.library.get_ctx().new_dynamic_size()])
+
+
+@register_fake("fastinfer::merge_attention_states")
+def _(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(a), torch.empty_like(a_lse)
 
 
 def _gemm_out(x: Tensor, out_features: int, activation: str | None) -> Tensor:
@@ -57,6 +91,18 @@ def _(  # type: ignore[no-untyped-def]
     x, qweight, scales, mins, out_features, bias, norm_weight, eps, activation, residual, activation_bits
 ) -> Tensor:
     return _gemm_out(x, out_features, activation)
+
+
+@register_fake("fastinfer::table_gemm")
+def _(  # type: ignore[no-untyped-def]
+    x, qweight, scales, table, out_features, bias, norm_weight, eps, activation, residual
+) -> Tensor:
+    return _gemm_out(x, out_features, activation)
+
+
+@register_fake("fastinfer::w8a8_gemm")
+def _(x, x_scales, qweight, scales, out_features, bias, activation, residual, dtype) -> Tensor:  # type: ignore[no-untyped-def]
+    return x.new_empty([x.shape[0], out_features // 2 if activation else out_features], dtype=dtype)
 
 
 @register_fake("fastinfer::int4_pack")
@@ -77,6 +123,7 @@ def _(qweight, scales, mins, out_features, rows, dtype) -> Tensor:  # type: igno
 
 
 @register_fake("fastinfer::sample")
-def _(logits: Tensor, *args: object) -> tuple[Tensor, Tensor]:
-    rows = logits.shape[0]
-    return logits.new_empty([rows], dtype=torch.int64), logits.new_empty([rows], dtype=torch.float32)
+def _(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, count = logits.shape[0], args[-1]
+    tokens, top_tokens = logits.new_empty([rows], dtype=torch.int64), logits.new_empty([rows, count], dtype=torch.int64)
+    return tokens, logits.new_empty([rows]), logits.new_empty([rows, count]), top_tokens

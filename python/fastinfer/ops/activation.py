@@ -14,7 +14,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     Returns:
         [..., d], dtype of ``x``; computed in fp32.
 
-    Devices: CPU.
+    Devices: CPU, CUDA (not yet run on a GPU).
 
     >>> import torch, fastinfer.ops as ops
     >>> ops.silu_and_mul(torch.tensor([[1.0, 2.0]]))
@@ -33,6 +33,6 @@ def gelu_and_mul(x: Tensor, approximate: str = "tanh") -> Tensor:
     Returns:
         [..., d], dtype of ``x``; computed in fp32.
 
-    Devices: CPU.
+    Devices: CPU, CUDA (not yet run on a GPU).
     """
     return ops.gelu_and_mul.default(x, approximate)

@@ -10,20 +10,31 @@ from torch import Tensor
 from fastinfer.ops._library import ops
 
 
-def store_kv_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_kv_cache(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
     """Write the tokens' keys and values into their slots of the paged cache, in place.
 
     Args:
         k, v: [tokens, kv_heads, head_dim]; fp32, bf16 or fp16; may be strided views whose last two dimensions are
             contiguous (slices of a fused QKV projection).
         k_cache, v_cache: [num_blocks, block_size, kv_heads, head_dim]; fp32, bf16 or fp16, not necessarily that of
-            ``k``: values are rounded to nearest even.
+            ``k``; or int8 or float8_e4m3fn, with scales. Values are rounded to nearest even.
         slot_mapping: [tokens] int64; ``block * block_size + offset``. A slot of -1 is skipped; any other slot outside
-            the cache raises.
+            the cache raises on the CPU, and is skipped on CUDA.
+        k_scale, v_scale: [num_blocks, block_size, kv_heads] fp32, for caches of int8 and float8_e4m3fn alone: receive
+            the scale of each stored token and head, amax / 127 for int8 and amax / 448 for e4m3. A row of zeros gets
+            zeros and scale 0; one with an infinity or a NaN gets zeros and scale NaN.
 
-    Devices: CPU.
+    Devices: CPU, CUDA (not yet run on a GPU).
     """
-    ops.store_kv_cache.default(k, v, k_cache, v_cache, slot_mapping)
+    ops.store_kv_cache.default(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
 def paged_attention(
@@ -39,6 +50,9 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     lse: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    plan: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of ragged queries over a paged cache.
 
@@ -47,8 +61,9 @@ def paged_attention(
 
     Args:
         q: [tokens, q_heads, head_dim]; fp32, bf16 or fp16; may be a strided view whose last two dimensions are
-            contiguous.
-        k_cache, v_cache: [num_blocks, block_size, kv_heads, head_dim]; fp32, bf16 or fp16.
+            contiguous. On CUDA bf16 or fp16, with a head_dim of 64, 80, 96, 128 or 256.
+        k_cache, v_cache: [num_blocks, block_size, kv_heads, head_dim]; fp32, bf16 or fp16. On CUDA the dtype of ``q``,
+            int8 or float8_e4m3fn, aligned to 16 bytes.
         block_table: [seqs, max_blocks] int32; entries past a sequence's length are never read.
         seq_lens: [seqs] int32; cached length of each sequence, this step's tokens included.
         query_start: [seqs + 1] int32; cumulative query counts, from 0 to ``tokens``.
@@ -57,14 +72,77 @@ def paged_attention(
         softcap: logits become ``softcap * tanh(logits / softcap)``; 0 for none.
         sinks: [q_heads] fp32, one more logit per head that takes probability and has no value.
         lse: [tokens, q_heads] fp32, written in place: natural logarithm of the sum of exponentials, sink included.
+        k_scale, v_scale: [num_blocks, block_size, kv_heads] fp32, for caches of int8 and float8_e4m3fn alone: the
+            element [b, i, h, d] is worth ``k_cache[b, i, h, d] * k_scale[b, i, h]``.
+        plan: ``paged_attention_plan`` of the same ``seq_lens``, ``query_start``, heads, head_dim and window; without
+            one each call makes its own. Calls that share a plan must follow each other on one stream.
 
     Returns:
-        [tokens, q_heads, head_dim], dtype of ``q``. Computed in fp32.
+        [tokens, q_heads, head_dim], dtype of ``q``. Computed in fp32; on CUDA the products' factors, probabilities
+        among them, have the dtype of ``q``. A query that sees no position gives 0 and an lse of -inf, or its sink.
 
-    Devices: CPU.
+    On the CPU a token's result is bitwise the same in any batch. On CUDA the work is cut into equal parts for all
+    multiprocessors: the order of fp32 sums depends on the batch's lengths, and on nothing else (a call repeats
+    bitwise). The contents of ``block_table``, ``seq_lens`` and ``query_start`` are checked on the CPU alone.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
     """
     if scale is None:
         scale = max(q.shape[-1], 1) ** -0.5  # an empty head is refused below
     return ops.paged_attention.default(
-        q, k_cache, v_cache, block_table, seq_lens, query_start, scale, window, softcap, sinks, lse
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        query_start,
+        scale,
+        window,
+        softcap,
+        sinks,
+        lse,
+        k_scale,
+        v_scale,
+        plan,
     )
+
+
+def paged_attention_plan(
+    seq_lens: Tensor, query_start: Tensor, q_heads: int, kv_heads: int, head_dim: int, window: int = 0
+) -> Tensor:
+    """How ``paged_attention`` divides a step's work among a GPU's multiprocessors, for all layers of the step.
+
+    Made on the device and sized by shapes alone, so that a CUDA graph may hold it. Layers with another window need a
+    plan of their own. The cut into equal parts: Stream-K, Osama et al., 2023, https://arxiv.org/abs/2301.03598.
+
+    Args:
+        seq_lens: [seqs] int32; cached length of each sequence, this step's tokens included.
+        query_start: [seqs + 1] int32; cumulative query counts.
+        q_heads, kv_heads, head_dim, window: as of the calls that will use the plan.
+
+    Returns:
+        int32, opaque; empty on the CPU, whose kernel plans as it goes.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+    """
+    return ops.paged_attention_plan.default(seq_lens, query_start, q_heads, kv_heads, head_dim, window)
+
+
+def merge_attention_states(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two disjoint sets of positions, from the attention over each.
+
+    Associative, so that any number of parts can be merged: a shared prefix and the rest, or chunks of a long context.
+    At most one part may include the sink. Online softmax: Dao et al., 2022, https://arxiv.org/abs/2205.14135.
+
+    Args:
+        a, b: [tokens, heads, head_dim]; fp32, bf16 or fp16.
+        a_lse, b_lse: [tokens, heads] fp32; natural logarithms of the sums of exponentials. -inf: no position was seen,
+            and nothing of that row is used.
+
+    Returns:
+        The merged attention, [tokens, heads, head_dim] with the dtype of ``a``, and its lse, [tokens, heads] fp32;
+        0 and -inf where both are -inf.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+    """
+    return ops.merge_attention_states.default(a, a_lse, b, b_lse)

@@ -1,6 +1,6 @@
 """Linear layers with what surrounds them fused in: RMSNorm before; bias, gated activation or residual after.
 
-All three operators compute ``epilogue(prologue(x) @ weight.T)``:
+All operators here compute ``epilogue(prologue(x) @ weight.T)``:
 
 - prologue: ``rms_norm(x, norm_weight, eps)`` when ``norm_weight`` is given;
 - epilogue: ``+ bias``, then either a gated activation or ``+ residual``.
@@ -8,6 +8,12 @@ All three operators compute ``epilogue(prologue(x) @ weight.T)``:
 A gated activation (``"silu"``, ``"gelu_tanh"``, ``"gelu"``) expects gate and up rows interleaved in runs of 16: rows
 0-15 of the gate, rows 0-15 of up, rows 16-31 of the gate, ... (:func:`fastinfer.ops.pack.interleave_gate_up`), so that
 one tile of the output holds both. The output is then half as wide.
+
+On a GPU ``x`` is bf16 or fp16, and products are summed in fp32. Up to 64 tokens 4-bit and 8-bit weights enter exactly,
+as integers, and their fp32 scales multiply the sums: only the result is rounded to 16 bits. With more tokens the scaled
+weight is rounded to 16 bits first (the scale, then the product), as a dequantised weight would be. A fused norm rounds
+``x * norm_weight`` to 16 bits. The order of the sums, and so the last bit, depends on the token tile (8, 16, 32, 64 or
+128), not on the other tokens. Not yet run on a GPU.
 """
 
 from torch import Tensor
@@ -28,8 +34,9 @@ def gemm(
     """Linear layer with a dense weight.
 
     Args:
-        x: [tokens, in_features]; fp32, bf16 or fp16; rows may be strided.
-        weight: [out_features, in_features]; fp32, bf16 or fp16; contiguous.
+        x: [tokens, in_features]; fp32 (CPU), bf16 or fp16; rows may be strided.
+        weight: [out_features, in_features]; fp32, bf16 or fp16; contiguous. On a GPU of the dtype of ``x``, and
+            in_features a multiple of 8.
         bias: [out_features]; fp32 or the dtype of ``x``.
         norm_weight: [in_features]; fp32 or the dtype of ``x``: fuses ``rms_norm`` of ``x`` in.
         eps: of that norm.
@@ -39,7 +46,7 @@ def gemm(
     Returns:
         [tokens, out_features] (``out_features / 2`` with an activation), dtype of ``x``. Accumulated in fp32.
 
-    Devices: CPU.
+    Devices: CPU, CUDA.
     """
     return ops.gemm.default(x, weight, bias, norm_weight, eps, activation, residual)
 
@@ -61,20 +68,21 @@ def int8_gemm(
     """Linear layer with an 8-bit weight ``w = scale * q + min``, q in -128..127.
 
     Args:
-        x: [tokens, in_features]; fp32, bf16 or fp16; rows may be strided.
-        qweight: from :func:`int8_pack`.
+        x: [tokens, in_features]; fp32 (CPU), bf16 or fp16; rows may be strided.
+        qweight: from :func:`int8_pack`, on the device of ``x``: a GPU has a layout of its own.
         scales: from :func:`pack_scales`; fp16 or fp32; one per row and group of 32, 64, ... inputs.
         mins: like ``scales``, or ``None`` for a symmetric weight.
         out_features: rows of the weight (the packed form is padded to a multiple of 16).
         bias, norm_weight, eps, activation, residual: as in :func:`gemm`.
         activation_bits: precision of ``x`` (after the norm) within the product. 32: fp32, the weight is dequantised on
             the fly. 8: one scale per 16 inputs, integer products: fastest, with a relative error of about 0.4 %. 16:
-            likewise, in two passes of 8 bits: as exact as fp32 for most purposes, at up to twice the arithmetic.
+            likewise, in two passes of 8 bits: as exact as fp32 for most purposes, at up to twice the arithmetic. A GPU
+            takes ``x`` as it is: 32 only.
 
     Returns:
         [tokens, out_features] (``out_features / 2`` with an activation), dtype of ``x``. Accumulated in fp32.
 
-    Devices: CPU.
+    Devices: CPU, CUDA.
     """
     return ops.int8_gemm.default(
         x, qweight, scales, mins, out_features, bias, norm_weight, eps, activation, residual, activation_bits
@@ -103,3 +111,31 @@ def int4_gemm(
     return ops.int4_gemm.default(
         x, qweight, scales, mins, out_features, bias, norm_weight, eps, activation, residual, activation_bits
     )
+
+
+def table_gemm(
+    x: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    table: Tensor,
+    out_features: int,
+    *,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Linear layer with a 4-bit weight ``w = scale * table[q]``: NF4, FP4 and other formats of 16 values.
+
+    Args:
+        qweight: from :func:`int4_pack`.
+        table: [16] fp32; on a GPU its values are rounded to the dtype of ``x``.
+        x, scales, out_features, bias, norm_weight, eps, activation, residual: as in :func:`int8_gemm`.
+
+    Returns:
+        As :func:`int8_gemm`.
+
+    Devices: CPU, CUDA.
+    """
+    return ops.table_gemm.default(x, qweight, scales, table, out_features, bias, norm_weight, eps, activation, residual)

@@ -1,4 +1,4 @@
-"""RMSNorm and residual add + RMSNorm (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467)."""
+"""RMSNorm, residual add + RMSNorm, and either with an int8 result (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467)."""
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     Raises:
         RuntimeError: a shape, dtype or device does not fit.
 
-    Devices: CPU, CUDA.
+    Devices: CPU, CUDA (not yet run on a GPU).
 
     >>> import torch, fastinfer.ops as ops
     >>> ops.rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), eps=0.0)
@@ -43,6 +43,26 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6)
     Returns:
         [..., hidden], dtype of ``x``.
 
-    Devices: CPU, CUDA.
+    Devices: CPU, CUDA (not yet run on a GPU).
     """
     return ops.add_rms_norm.default(x, residual, weight, eps)
+
+
+def rms_norm_quantize(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """:func:`rms_norm`, or :func:`add_rms_norm` with a residual, as int8 with one scale per row.
+
+    The norm is quantised as it leaves fp32, without a rounding to the dtype of ``x``; the rest is as in
+    :func:`fastinfer.ops.quantize_int8`.
+
+    Args:
+        x: [..., hidden]; fp32, bf16 or fp16; contiguous.
+        residual: shape and dtype of ``x``, receives ``residual + x``; or ``None``.
+        weight: [hidden]; fp32 or the dtype of ``x``.
+        eps: added to the mean of squares.
+
+    Returns:
+        [..., hidden] int8, and the rows' scales [...] fp32.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+    """
+    return ops.rms_norm_quantize.default(x, residual, weight, eps)

@@ -4,6 +4,9 @@ CPU layout: rows in tiles of 16, inputs in blocks of 32, so that one vector regi
 of 8 or 16 rows. ``[tiles, in_features / 32, 8, 16, 4]`` int8 for 8 bits: block, run of four inputs, row, input. For 4
 bits ``[tiles, in_features / 32, 4, 16, 4]`` uint8: the low nibbles hold inputs 8s .. 8s+3 of step s, the high ones
 8s+4 .. 8s+7. Rows past ``out_features`` are zero.
+
+A GPU's layout has the same shapes; within a block of 16 rows by 32 inputs the bytes lie as the lanes of a warp take
+them (csrc/quant/pack.h). A weight must be packed on the device that will use it.
 """
 
 import torch
@@ -20,6 +23,10 @@ def int4_pack(q: Tensor) -> Tensor:
 
     Returns:
         [ceil(out_features / 16), in_features / 32, 4, 16, 4] uint8.
+
+    Values past 15 are an error; on a GPU, where they cannot be looked at, their lower four bits count.
+
+    Devices: CPU, CUDA.
     """
     return ops.int4_pack.default(q)
 
@@ -29,6 +36,8 @@ def int8_pack(q: Tensor) -> Tensor:
 
     Returns:
         [ceil(out_features / 16), in_features / 32, 8, 16, 4] int8.
+
+    Devices: CPU, CUDA.
     """
     return ops.int8_pack.default(q)
 
@@ -65,13 +74,14 @@ def int4_dequantize(
 
     Args:
         qweight, scales, mins, out_features: as in :func:`fastinfer.ops.int4_gemm`.
-        rows: [n] int64 row indices (an embedding's token ids); ``None`` for all rows in order.
+        rows: [n] int64 row indices (an embedding's token ids); ``None`` for all rows in order. An index past the
+            weight is an error; on a GPU, where indices cannot be looked at, its row is NaN.
         dtype: fp32, bf16 or fp16.
 
     Returns:
         [n or out_features, in_features].
 
-    Devices: CPU.
+    Devices: CPU, CUDA.
     """
     return ops.int4_dequantize.default(qweight, scales, mins, out_features, rows, dtype)
 

@@ -128,6 +128,59 @@ def rotary_embedding(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Ten
         interleaved: ``False`` rotates pairs (i, i + rotary_dim / 2) (GPT-NeoX, Hugging Face), ``True`` pairs
             (2i, 2i + 1) (GPT-J, Llama's own code).
 
-    Devices: CPU, CUDA.
+    Devices: CPU, CUDA (not yet run on a GPU).
     """
     ops.rotary_embedding.default(q, k, positions, cos_sin_cache, interleaved)
+
+
+def norm_rotary_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_norm_weight: Tensor | None,
+    k_norm_weight: Tensor | None,
+    eps: float,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    interleaved: bool,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    slot_mapping: Tensor,
+) -> None:
+    """What stands between the QKV projection and attention, in one pass over memory.
+
+    Equals ``rms_norm`` of each head of q and k (where a weight is given), ``rotary_embedding`` of both and
+    ``store_kv_cache``, but for the roundings between them: norm and rotation pass fp32 numbers on, q is rounded once,
+    and the rotated k is rounded, or quantised, straight to the cache.
+
+    Args:
+        q: [tokens, q_heads, head_dim]; fp32, bf16 or fp16. Normalised and rotated in place.
+        k, v: [tokens, kv_heads, head_dim], dtype of ``q``; not changed. q, k and v may be strided views whose last two
+            dimensions are contiguous (slices of a fused QKV projection).
+        q_norm_weight, k_norm_weight: [head_dim]; fp32 or the dtype of ``q``, both the same; or ``None`` for no norm.
+        eps: of the norms.
+        positions, cos_sin_cache, interleaved: as in :func:`rotary_embedding`; on CUDA a position outside the table
+            leaves its token unrotated.
+        k_cache, v_cache, k_scale, v_scale, slot_mapping: as in :func:`fastinfer.ops.store_kv_cache`. A token whose slot
+            is -1 still has its q rotated.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+    """
+    ops.norm_rotary_store.default(
+        q,
+        k,
+        v,
+        q_norm_weight,
+        k_norm_weight,
+        eps,
+        positions,
+        cos_sin_cache,
+        interleaved,
+        k_cache,
+        v_cache,
+        k_scale,
+        v_scale,
+        slot_mapping,
+    )

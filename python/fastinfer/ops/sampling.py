@@ -1,8 +1,21 @@
 """Choosing the next token of every sequence in one call."""
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from fastinfer.ops._library import ops
+
+
+class Sampled(NamedTuple):
+    """What :func:`sample` returns: the tokens [rows] int64, their log-probabilities [rows] fp32, and of each row the
+    ``num_logprobs`` likeliest tokens in falling order, ``top_logprobs`` [rows, num_logprobs] fp32 and ``top_tokens``
+    [rows, num_logprobs] int64."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    top_logprobs: Tensor
+    top_tokens: Tensor
 
 
 def sample(
@@ -13,27 +26,65 @@ def sample(
     min_p: Tensor,
     seeds: Tensor,
     positions: Tensor,
-) -> tuple[Tensor, Tensor]:
+    penalties: Tensor | None = None,
+    output_counts: Tensor | None = None,
+    prompt_mask: Tensor | None = None,
+    mask: Tensor | None = None,
+    num_logprobs: int = 0,
+) -> Sampled:
     """Draw one token per row, each row with its own parameters.
 
-    Order of the filters, as in vLLM: temperature; min_p against the largest probability; top_k; top_p of what top_k
-    left, renormalised. Ties are broken by the smaller token id, so that top_k keeps exactly k. The draw is the inverse
-    of the cumulative distribution at a Philox-4x32-10 number (Salmon et al., 2011,
+    Order of the filters, as in vLLM: penalties; mask; temperature; min_p against the largest probability; top_k; top_p
+    of what top_k left, renormalised. Equal logits are in the order of their token ids, so that top_k keeps exactly k.
+    The draw is the inverse of the cumulative distribution at a Philox-4x32-10 number (Salmon et al., 2011,
     https://doi.org/10.1145/2063384.2063405) keyed by seed and position alone: it depends on nothing else in the batch.
+    CPU and GPU keep the same tokens, but for the rounding of sums at top_p's cut; they run through them in different
+    orders, and so may draw different ones.
+
+    The GPU does not sort the vocabulary: it searches the end of top_k and top_p with pivots, as FlashInfer does
+    (https://flashinfer.ai/2025/03/10/sampling.html).
+
+    Bit masks hold token t in bit t % 32 of word t // 32, as those of xgrammar and llguidance do.
 
     Args:
-        logits: [rows, vocab] fp32; contiguous. ``-inf`` excludes a token; a row with NaN or without any finite value
-            raises.
+        logits: [rows, vocab] fp32; contiguous; vocab up to 2^24. ``-inf`` excludes a token.
         temperature: [rows] fp32 >= 0; 0 takes the largest logit (the first of equals).
         top_k: [rows] int32; 0 for all.
         top_p: [rows] fp32 in (0, 1]; 1 for all.
         min_p: [rows] fp32 in [0, 1]; 0 for all.
         seeds, positions: [rows] int64; the pair selects the random number.
+        penalties: [rows, 3] fp32, columns repetition (> 0; 1 is off), presence and frequency (0 is off). Logits of
+            tokens in the prompt or the output are divided by repetition where positive, else multiplied by it; then
+            presence, and frequency times the count, are subtracted from those of tokens in the output.
+        output_counts: [rows, vocab] int32; how often the output has each token. Only with penalties.
+        prompt_mask: [rows, ceil(vocab / 32)] int32; bit 1 where the prompt has the token. Only with penalties.
+        mask: [rows, ceil(vocab / 32)] int32; bit 0 forbids the token, as a grammar does.
+        num_logprobs: of how many of the likeliest tokens to return the log-probabilities, at most 20.
 
     Returns:
-        tokens [rows] int64, and logprobs [rows] fp32: the natural logarithm of the token's probability under the
-        unmodified logits.
+        :class:`Sampled`. Log-probabilities are natural, and under the unmodified logits: before penalties, mask and
+        temperature. Where fewer than ``num_logprobs`` logits are finite, the rest is token -1 with ``-inf``.
 
-    Devices: CPU.
+    Raises:
+        RuntimeError: shapes and dtypes; on the CPU also values out of range, and a row with NaN or without any finite
+            logit (that the mask allows). On the GPU, where looking would stall the host, such a row has -1 and NaN in
+            all its results, and parameters out of range act like the nearest in range, NaN like 0 or off.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
     """
-    return ops.sample.default(logits, temperature, top_k, top_p, min_p, seeds, positions)
+    return Sampled(
+        *ops.sample.default(
+            logits,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            seeds,
+            positions,
+            penalties,
+            output_counts,
+            prompt_mask,
+            mask,
+            num_logprobs,
+        )
+    )

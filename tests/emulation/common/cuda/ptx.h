@@ -167,6 +167,10 @@ inline float exp2_approx(float x) {
   return y < 0x1p-126f ? 0.0f : y;  // NaN stays
 }
 
+inline unsigned opaque(unsigned value) {
+  return value;
+}
+
 // ---- between blocks and grids ----
 
 inline void named_barrier(int id, int threads, Site site = Site::current()) {

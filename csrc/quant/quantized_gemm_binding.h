@@ -1,10 +1,11 @@
-// Bindings of int4_gemm and int8_gemm.
+// The binding that int4_gemm and int8_gemm share.
+#pragma once
+
 #include "common/device.h"
 #include "fused/gemm_binding.h"
 #include "quant/quantized_weight.h"
 
 namespace fastinfer {
-namespace {
 
 template <int kBits>
 Tensor quantized_gemm(const Tensor& x, const Tensor& qweight, const Tensor& scales, std::optional<Tensor> mins,
@@ -17,16 +18,21 @@ Tensor quantized_gemm(const Tensor& x, const Tensor& qweight, const Tensor& scal
   const GemmParams common = gemm_params(check, args, out_features, qweight.size(1) * kBlockInputs, out);
   check.require(activation_bits == 8 || activation_bits == 16 || activation_bits == 32,
                 "activation_bits must be 8, 16 or 32, got ", activation_bits);
-  const QuantizedGemmParams params{common, weight, static_cast<int>(activation_bits)};
-  kBits == 4 ? cpu::int4_gemm(params) : cpu::int8_gemm(params);
+  QuantizedGemmParams params{common, weight, static_cast<int>(activation_bits)};
+  GemmScratch scratch;
+  if (gpu_of(x) != nullptr) {
+    check.require(activation_bits == 32, "activation_bits must be 32 on a GPU, which takes x as it is, got ",
+                  activation_bits);
+    check_quantized_aligned(check, qweight, scales, mins);
+    constexpr auto kFormat = kBits == 4 ? cuda::WeightFormat::kInt4 : cuda::WeightFormat::kInt8;
+    prepare_gpu(check, args, kFormat, weight.group_blocks * kBlockInputs, params, scratch);
+  }
+  if constexpr (kBits == 4) {
+    FASTINFER_LAUNCH(x, int4_gemm, params);
+  } else {
+    FASTINFER_LAUNCH(x, int8_gemm, params);
+  }
   return out;
-}
-
-}  // namespace
-
-FASTINFER_CPU_OPERATORS(m) {
-  m.impl("int4_gemm", TORCH_BOX(&quantized_gemm<4>));
-  m.impl("int8_gemm", TORCH_BOX(&quantized_gemm<8>));
 }
 
 }  // namespace fastinfer

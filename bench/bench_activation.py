@@ -1,0 +1,39 @@
+"""SwiGLU's and GeGLU's elementwise halves on a GPU beside torch's two operations."""
+
+import torch
+from harness import Cases, Setting, cold_inputs, compare, main
+from torch.nn import functional as F
+
+from fastinfer import ops
+
+SHAPES = [(1, 14336), (128, 14336), (8192, 14336)]
+
+
+def run(setting: Setting) -> Cases:
+    def torch_silu(x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def torch_gelu(x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
+
+    cases = {}
+    for tokens, width in SHAPES:
+        shape = setting.size(tokens, 2), 2 * width
+        inputs = cold_inputs(lambda shape=shape: (torch.randn(shape, device=setting.device).bfloat16(),))
+        for name, (ours, theirs) in {
+            "silu_and_mul": (ops.silu_and_mul, torch_silu),
+            "gelu_and_mul": (ops.gelu_and_mul, torch_gelu),
+        }.items():
+            cases[f"{name} [{tokens}, {width}]"] = compare(
+                {"fastinfer": ours, "torch": theirs},
+                inputs,
+                repeats=setting.repeats,
+                bytes_moved=3 * shape[0] * shape[1],  # two bytes each, half as many written as read
+            )
+    return cases
+
+
+if __name__ == "__main__":
+    main("activation", cuda=run)

@@ -1,0 +1,65 @@
+"""Time on a GPU: CUDA-graph replay between two events, and the ceilings that a figure is divided by."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# A sample this long hides the launch of its graph, about 10 us.
+MIN_SAMPLE_S = 1e-3
+MAX_CALLS = 512
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this very machine reaches: a device-to-device copy (bytes read and written), an 8192-cubed bf16 product."""
+
+    copy_gb_per_s: float
+    matmul_gflop_per_s: float
+
+    @classmethod
+    def measure(cls) -> "Ceilings":
+        gib = [torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_() for _ in range(2)]
+        copy = CudaGraphSampler(lambda a, b: b.copy_(a), [(gib[0], gib[1]), (gib[1], gib[0])])
+        copy_s = statistics.median(copy.sample() for _ in range(10))
+        del copy, gib
+        a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        product = CudaGraphSampler(torch.matmul, [(a, b)])
+        product_s = statistics.median(product.sample() for _ in range(10))
+        return cls(2 * 2**30 / copy_s / 1e9, 2 * 8192**3 / product_s / 1e9)
+
+
+class CudaGraphSampler:
+    """Calls of one candidate, captured once; the arguments rotate, so that the L2 does not hold them.
+
+    Work that cannot be captured (a copy to the host, say) raises in the constructor.
+    """
+
+    def __init__(self, run: Callable[..., object], inputs: Sequence[tuple[Any, ...]]) -> None:
+        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):  # libraries allocate and choose at their first calls
+            for i in range(3):
+                self._begin.record()
+                run(*inputs[i % len(inputs)])
+                self._end.record()
+        aside.synchronize()
+        once_s = max(self._begin.elapsed_time(self._end) / 1e3, 1e-6)
+        calls = min(max(int(MIN_SAMPLE_S / once_s), 1), MAX_CALLS)
+        self._calls = -(-calls // len(inputs)) * len(inputs)  # whole rounds: each replay starts with the first ones
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            for i in range(self._calls):
+                run(*inputs[i % len(inputs)])
+        self.sample()
+
+    def sample(self) -> float:
+        """Seconds per call."""
+        self._begin.record()
+        self._graph.replay()
+        self._end.record()
+        self._end.synchronize()
+        return self._begin.elapsed_time(self._end) / 1e3 / self._calls

@@ -1,0 +1,102 @@
+// How paged attention is launched on a GPU, and the work plan that its blocks follow; see paged_attention.cu.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "common/dtype.h"
+#include "common/launch_config.h"
+
+namespace fastinfer {
+
+struct PagedAttentionPlanParams {
+  const int32_t* seq_lens;     // [seqs], the queries included
+  const int32_t* query_start;  // [seqs + 1]
+  int32_t* plan;               // PagedAttentionPlan::plan_ints
+  int64_t seqs;
+  int q_heads;
+  int kv_heads;
+  int head_dim;
+  int window;  // 0: none
+  int blocks;  // of the attention kernel
+};
+
+}  // namespace fastinfer
+
+namespace fastinfer::cpu {
+inline void paged_attention_plan(const PagedAttentionPlanParams&) {}  // the CPU kernel plans as it goes
+}  // namespace fastinfer::cpu
+
+namespace fastinfer::cuda {
+
+void paged_attention_plan(const PagedAttentionPlanParams& params, void* stream);
+
+// ---- launch policy ----
+
+inline constexpr int kAttentionThreads = 128;
+inline constexpr int kAttentionWarps = kAttentionThreads / 32;
+inline constexpr int kRowTile = 64;     // query rows of a tile, 16 a warp
+inline constexpr int kDecodeRows = 16;  // with so few rows the warps share them, and split the positions instead
+
+inline constexpr int kHeadDims[] = {64, 80, 96, 128, 256};
+
+// Positions of a KV tile: at 256 two stages of K and V must leave room for Q in the 99 KB of sm_86 and sm_89.
+FASTINFER_HOST_DEVICE constexpr int kv_tile(int head_dim) {
+  return head_dim > 128 ? 32 : 64;
+}
+
+// 16-byte chunks from row to row in shared memory, where 16-bit rows lie: see chunk_offset.
+FASTINFER_HOST_DEVICE constexpr int row_stride(int head_dim) {
+  const int chunks = head_dim / 8;
+  return chunks % 8 == 0 ? chunks : chunks | 1;
+}
+
+constexpr size_t attention_shared_bytes(int head_dim) {
+  const int rows = kRowTile + 2 * 2 * kv_tile(head_dim);                           // Q; two stages of K and V
+  const int scales = 2 * 2 * kv_tile(head_dim) * static_cast<int>(sizeof(float));  // of their positions
+  return static_cast<size_t>(rows * row_stride(head_dim) * 16 + scales);
+}
+
+// A block's part of a row tile that it shares with other blocks: [kRowTile, head_dim] sums, then maxima and sums of
+// exponentials. A block has one at its begin and one at its end.
+FASTINFER_HOST_DEVICE constexpr int64_t partial_floats(int head_dim) {
+  return int64_t{kRowTile} * (head_dim + 2);
+}
+
+inline constexpr LaunchConfig kPlanLaunch{.grid = 1, .block = 256, .shared_bytes = 64, .dependent = true};
+
+constexpr LaunchConfig attention_launch(int head_dim, int64_t blocks) {
+  return {
+      .grid = blocks, .block = kAttentionThreads, .shared_bytes = attention_shared_bytes(head_dim), .dependent = true};
+}
+
+struct PagedAttentionPlan {
+  int kv_tile;              // positions
+  int64_t plan_ints;        // of the work plan, int32
+  int64_t workspace_bytes;  // partial results
+  LaunchConfig plan;
+  LaunchConfig attention;  // any batch, however long: blocks without work end at once
+};
+
+inline PagedAttentionPlan plan_paged_attention(int64_t seqs, int64_t head_dim, const Device& device) {
+  if (std::find(std::begin(kHeadDims), std::end(kHeadDims), head_dim) == std::end(kHeadDims)) {
+    throw std::runtime_error("paged_attention: on CUDA q must have a head_dim of 64, 80, 96, 128 or 256, got " +
+                             std::to_string(head_dim));
+  }
+  const int columns = static_cast<int>(head_dim);
+  const size_t shared = attention_shared_bytes(columns);
+  // Two blocks hide each other's barriers; 1 KB of shared memory per block is the system's. Registers allow two.
+  const size_t fit = (device.shared_bytes + 1024) / (shared + 1024);
+  const int64_t blocks = device.multiprocessors * static_cast<int64_t>(std::clamp<size_t>(fit, 1, 2));
+  return {
+      .kv_tile = kv_tile(columns),
+      .plan_ints = 4 + 4 * blocks + 2 * seqs + blocks,  // PlanView
+      .workspace_bytes = blocks * 2 * partial_floats(columns) * int64_t{sizeof(float)},
+      .plan = kPlanLaunch,
+      .attention = attention_launch(columns, blocks),
+  };
+}
+
+}  // namespace fastinfer::cuda

@@ -1,0 +1,186 @@
+// Shared memory of a paged attention block: where tiles lie, how they get there from the pages, and how quantized ones
+// become 16-bit floats.
+#pragma once
+
+#include "attention/paged_attention.h"
+#include "attention/paged_attention_work.h"
+#include "common/cuda/dtype.h"
+#include "common/cuda/ptx.h"
+#include "common/cuda/reduce.h"
+#include "common/cuda/vector_io.h"
+
+namespace fastinfer::cuda {
+
+// Rows of kChunks 16-byte chunks, placed so that one chunk each of eight rows in a row lies in different banks, as
+// ldmatrix reads them: by exclusive or, or where that would leave the row by an odd distance between rows. The chunk is
+// even + odd: an even number, best a constant, and 0 or 1, so that few different sums are left for registers.
+template <int kChunks>
+__device__ inline int chunk_offset(int row, int even, int odd) {
+  constexpr int kStride = row_stride(kChunks * 8);
+  if constexpr (kStride != kChunks) return (row * kStride + odd) * 16 + even * 16;
+  return (row * kStride + (((row & 7) ^ odd) ^ (even & 7))) * 16 + (even & ~7) * 16;
+}
+
+template <int kChunks>
+__device__ inline int chunk_offset(int row, int chunk) {
+  return chunk_offset<kChunks>(row, chunk & ~1, chunk & 1);
+}
+
+// Four e4m3 or int8 in a word become two words of T, exactly. A shift puts an e4m3's
+// exponent and mantissa where T has them; the product mends the exponent's bias, and makes subnormals normal. (The one
+// NaN of e4m3 becomes 480: a store that saturates never writes it.)
+template <class T>
+__device__ void widen_fp8(uint32_t x, uint32_t (&out)[2]) {
+  constexpr bool kHalf = std::is_same_v<T, __half>;
+  constexpr int kShift = kHalf ? 1 : 4;                          // from bit 7 + 8 down to T's exponent
+  constexpr uint32_t kBias = kHalf ? 0x5c005c00u : 0x7b807b80u;  // 2^8, 2^120
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t spread = prmt(x, 0, i == 0 ? 0x1404 : 0x3424);  // bytes to the upper halves
+    out[i] = mul2<T>((spread & 0x80008000u) | ((spread & 0x7fff7fffu) >> kShift), kBias);
+  }
+}
+
+// fp16: 0x6400 | u is 1024 + u. bf16 has room for seven bits: 128 + the low ones, minus 128 or, with the sign, 256.
+template <class T>
+__device__ void widen_int8(uint32_t x, uint32_t (&out)[2]) {
+  for (int i = 0; i < 2; ++i) {
+    if constexpr (std::is_same_v<T, __half>) {
+      out[i] = sub2<T>(prmt(x ^ 0x80808080u, 0x64646464u, i == 0 ? 0x4140 : 0x4342), 0x64806480u);
+    } else {
+      const uint32_t spread = prmt(x, 0x43434343u, i == 0 ? 0x4140 : 0x4342);
+      out[i] = sub2<T>(spread & 0xff7fff7fu, (spread & 0x00800080u) | 0x43004300u);
+    }
+  }
+}
+
+template <class T, int kHeadDim>
+struct Tiles {
+  static constexpr int kTile = kv_tile(kHeadDim);
+  static constexpr int kChunks = kHeadDim / 8;
+  static constexpr int kRowBytes = row_stride(kHeadDim) * 16;
+  static constexpr int kTileBytes = kTile * kRowBytes;
+
+  // [kRowTile] rows of Q; at the end of a row tile the rows' maxima and sums.
+  __device__ static unsigned char* queries() {
+    return dynamic_shared();
+  }
+  // Two stages of K and V; at the end of a row tile its results.
+  __device__ static unsigned char* stage(int index, bool values) {
+    return queries() + kRowTile * kRowBytes + (2 * index + values) * kTileBytes;
+  }
+  // Quantized tiles are half as large: both stages of them lie in the second stage's place, and become 16-bit in the
+  // first one's.
+  __device__ static unsigned char* quantized_stage(int index, bool values) {
+    return stage(1, false) + (2 * index + values) * kTile * kHeadDim;
+  }
+  __device__ static float* scales(int index, bool values) {
+    return reinterpret_cast<float*>(stage(2, false)) + (2 * index + values) * kTile;
+  }
+
+  __device__ static void widen(int index, bool fp8) {
+    constexpr int kVectors = kTile * kHeadDim / 16;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < 2 * kVectors; i += kAttentionThreads) {
+      const bool values = i >= kVectors;
+      const int vector = values ? i - kVectors : i, row = vector / (kHeadDim / 16), chunk = vector % (kHeadDim / 16);
+      const auto packed =
+          load_vector<4>(reinterpret_cast<const uint32_t*>(quantized_stage(index, values)) + 4 * vector);
+      for (int half = 0; half < 2; ++half) {
+        uint32_t low[2], high[2];
+        if (fp8) {
+          widen_fp8<T>(packed.values[2 * half], low), widen_fp8<T>(packed.values[2 * half + 1], high);
+        } else {
+          widen_int8<T>(packed.values[2 * half], low), widen_int8<T>(packed.values[2 * half + 1], high);
+        }
+        auto* const to = stage(0, values) + chunk_offset<kChunks>(row, 2 * chunk + half);
+        store_vector(reinterpret_cast<uint32_t*>(to), Vector<uint32_t, 4>{low[0], low[1], high[0], high[1]});
+      }
+    }
+  }
+};
+
+// Copies a KV head's tiles of a row tile into shared memory, one after another. Positions that no row sees are not
+// read: they become zeros.
+template <class T, int kHeadDim>
+class TileLoader {
+  using Shared = Tiles<T, kHeadDim>;
+  static constexpr int kRows = Shared::kTile / kAttentionWarps;  // of a tile, that a warp copies
+
+ public:
+  __device__ TileLoader(const PagedAttentionParams& p, int seq, int head, const RowTile& rows, int first, int end)
+      : p_(p),
+        seq_(seq),
+        head_(head),
+        kv_begin_(rows.kv_begin),
+        kv_end_(rows.kv_end),
+        tile_(rows.first_kv_tile + first),
+        end_(rows.first_kv_tile + end) {
+    slot_ = slot_of(tile_);
+  }
+
+  // Starts the copy of the next tile, if there is one, as one group.
+  __device__ void start(int stage) {
+    if (tile_ < end_) {
+      const int slot = slot_;
+      slot_ = slot_of(++tile_);  // read one tile ahead: the table's latency is hidden
+      if (p_.quantization == CacheQuantization::kNone) {
+        copy<kHeadDim / 8>(slot, [&](bool values, int row, int chunk) {
+          return Shared::stage(stage, values) + chunk_offset<kHeadDim / 8>(row, chunk);
+        });
+      } else {
+        copy<kHeadDim / 16>(slot, [&](bool values, int row, int chunk) {
+          return Shared::quantized_stage(stage, values) + (row * (kHeadDim / 16) + chunk) * 16;
+        });
+        copy_scales(slot, stage);
+      }
+    }
+    cp_async_commit();
+  }
+
+ private:
+  // The cache's row of this lane's position, -1 for none.
+  __device__ int slot_of(int tile) const {
+    const int lane = threadIdx.x % kWarpSize;
+    const int position = tile * Shared::kTile + warp_row() + lane;
+    if (lane >= kRows || tile >= end_ || position < kv_begin_ || position >= kv_end_) return -1;
+    const int page = position / p_.block_size;
+    return p_.block_table[seq_ * p_.max_blocks + page] * p_.block_size + (position - page * p_.block_size);
+  }
+
+  __device__ static int warp_row() {
+    return static_cast<int>(threadIdx.x) / kWarpSize * kRows;
+  }
+
+  template <int kCopyChunks, class Place>
+  __device__ void copy(int own_slot, const Place& place) const {
+    const auto* keys = static_cast<const unsigned char*>(p_.k_cache);
+    const auto* values = static_cast<const unsigned char*>(p_.v_cache);
+    const int64_t slot_bytes = int64_t{kCopyChunks * 16} * p_.kv_heads;
+    constexpr int kCount = kRows * kCopyChunks;
+#pragma unroll 2
+    for (int first = 0; first < kCount; first += kWarpSize) {
+      const int i = first + static_cast<int>(threadIdx.x) % kWarpSize;
+      const int row = i / kCopyChunks, chunk = i % kCopyChunks;
+      const int slot = __shfl_sync(kFullMask, own_slot, row);
+      if (kCount % kWarpSize != 0 && i >= kCount) continue;
+      const int64_t offset = slot >= 0 ? slot * slot_bytes + (head_ * kCopyChunks + chunk) * 16 : 0;
+      cp_async(place(false, warp_row() + row, chunk), keys + offset, slot >= 0);
+      cp_async(place(true, warp_row() + row, chunk), values + offset, slot >= 0);
+    }
+  }
+
+  __device__ void copy_scales(int slot, int stage) const {
+    const int lane = threadIdx.x % kWarpSize;
+    if (lane >= kRows) return;
+    const int64_t offset = slot >= 0 ? int64_t{slot} * p_.kv_heads + head_ : 0;
+    cp_async_small<4>(Shared::scales(stage, false) + warp_row() + lane, p_.k_scale + offset, slot >= 0);
+    cp_async_small<4>(Shared::scales(stage, true) + warp_row() + lane, p_.v_scale + offset, slot >= 0);
+  }
+
+  const PagedAttentionParams& p_;
+  int seq_, head_, kv_begin_, kv_end_;
+  int tile_, end_;
+  int slot_;
+};
+
+}  // namespace fastinfer::cuda

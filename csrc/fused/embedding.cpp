@@ -1,0 +1,41 @@
+#include "fused/embedding.h"
+
+#include "common/binding.h"
+#include "common/device.h"
+
+namespace fastinfer {
+namespace {
+
+Tensor embedding(const Tensor& weight, const Tensor& ids) {
+  const Checks check("embedding", weight);
+  check.shape(weight, "weight", {kAny, kAny});
+  check.contiguous(weight, "weight");
+  const DType dtype = check.float_dtype(weight, "weight");
+  check.shape(ids, "ids", {kAny});
+  check.dtype(ids, "ids", ScalarType::Long);
+  check.contiguous(ids, "ids");
+  const int64_t tokens = ids.size(0), vocab = weight.size(0), hidden = weight.size(1);
+  const auto* id = static_cast<const int64_t*>(ids.data_ptr());
+  for (int64_t i = 0; gpu_of(ids) == nullptr && i < tokens; ++i) {
+    check.require(id[i] >= 0 && id[i] < vocab, "ids[", i, "] must be in 0..", vocab - 1, ", got ", id[i]);
+  }
+  Tensor out = torch::stable::new_empty(weight, {tokens, hidden});
+  const EmbeddingParams params{
+      .weight = weight.data_ptr(),
+      .ids = id,
+      .out = out.data_ptr(),
+      .tokens = tokens,
+      .vocab = vocab,
+      .row_bytes = hidden * (dtype == DType::kFloat32 ? 4 : 2),
+  };
+  FASTINFER_LAUNCH(weight, embedding, params);
+  return out;
+}
+
+}  // namespace
+
+FASTINFER_OPERATORS(m) {
+  m.impl("embedding", TORCH_BOX(&embedding));
+}
+
+}  // namespace fastinfer

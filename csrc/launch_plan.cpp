@@ -1,0 +1,156 @@
+#include "launch_plan.h"
+
+#include <stdexcept>
+
+#include "attention/paged_attention_plan.h"
+#include "attention/store_kv_cache_plan.h"
+#include "fused/gemm_plan.h"
+#include "fused/rms_norm_plan.h"
+#include "quant/w8a8_gemm_plan.h"
+#include "sampling/sample_plan.h"
+
+namespace fastinfer {
+namespace {
+
+using cuda::Device;
+using cuda::WeightFormat;
+
+constexpr int64_t kMost = 1 << 22;  // of any size: products of two, in tiles, stay within 32 bits
+
+struct Policy {
+  std::string op;
+  std::vector<PlanSize> sizes;
+  LaunchPlan (*plan)(const Sizes& sizes, const Device& device);
+};
+
+template <WeightFormat kFormat>
+LaunchPlan plan_gemm(const Sizes& sizes, const Device& device) {
+  const int64_t group = kFormat == WeightFormat::kDense ? 0 : sizes.at("group");
+  if (group % cuda::kGemmBlockInputs != 0) throw std::invalid_argument("group must be a multiple of 32");
+  const auto p = cuda::gemm_plan(kFormat, sizes.at("m"), sizes.at("n"), sizes.at("k"), group, device);
+  return {
+      .facts = {{"tile_tokens", p.tile.tokens},
+                {"tile_rows", cuda::kGemmRows},
+                {"chunk_inputs", p.tile.chunk},
+                {"stages", p.tile.stages},
+                {"token_tiles", p.token_tiles},
+                {"units", p.units},
+                {"chunks_per_unit", p.chunks},
+                {"workers", p.workers},
+                {"chunks_per_worker", p.worker_chunks}},
+      .workspace_bytes = static_cast<int64_t>(p.workspace_bytes),
+      .launches = {{"gemm", p.launch}},
+  };
+}
+
+LaunchPlan plan_w8a8_gemm(const Sizes& sizes, const Device& device) {
+  const auto p = cuda::plan_w8a8_gemm(sizes.at("m"), sizes.at("n"), sizes.at("k"), device);
+  return {
+      .facts = {{"tile_tokens", p.tile.tokens},
+                {"tile_rows", cuda::kW8a8Rows},
+                {"chunk_inputs", p.tile.chunk},
+                {"stages", p.tile.stages},
+                {"token_tiles", p.token_tiles},
+                {"units", p.units},
+                {"chunks_per_unit", p.chunks},
+                {"splits", p.splits},
+                {"chunks_per_split", p.split_chunks}},
+      .workspace_bytes = static_cast<int64_t>(p.workspace_ints * sizeof(int32_t)),
+      .launches = {{"w8a8_gemm", p.launch}},
+  };
+}
+
+LaunchPlan plan_paged_attention(const Sizes& sizes, const Device& device) {
+  const auto p = cuda::plan_paged_attention(sizes.at("seqs"), sizes.at("head_dim"), device);
+  return {
+      .facts = {{"kv_tile", p.kv_tile}, {"plan_bytes", p.plan_ints * static_cast<int64_t>(sizeof(int32_t))}},
+      .workspace_bytes = p.workspace_bytes,
+      .launches = {{"plan", p.plan}, {"attention", p.attention}},
+  };
+}
+
+// The others need no scratch memory. 16-bit elements, in rows that allow 16-byte accesses.
+constexpr int kVector = 8;
+constexpr size_t kRowSharedBytes = 256;  // two numbers a warp, as rms_norm.cu has it
+
+LaunchPlan plan_rms_norm(const Sizes& sizes, const Device&) {
+  const auto p = cuda::plan_row(sizes.at("rows"), sizes.at("hidden"), kVector, kRowSharedBytes);
+  return {
+      .facts = {{"vectors_per_thread", p.thread_vectors}}, .workspace_bytes = 0, .launches = {{"rms_norm", p.launch}}};
+}
+
+LaunchPlan plan_store_kv_cache(const Sizes& sizes, const Device&) {
+  const int heads = 2 * static_cast<int>(sizes.at("kv_heads")), head_dim = static_cast<int>(sizes.at("head_dim"));
+  const auto p = cuda::plan_heads(sizes.at("tokens"), heads, head_dim, kVector, 0);
+  return {.facts = {{"lanes_per_head", p.lanes}}, .workspace_bytes = 0, .launches = {{"store_kv_cache", p.launch}}};
+}
+
+LaunchPlan plan_norm_rotary_store(const Sizes& sizes, const Device&) {
+  const int heads = static_cast<int>(sizes.at("q_heads") + 2 * sizes.at("kv_heads"));
+  const int head_dim = static_cast<int>(sizes.at("head_dim"));
+  const auto p = cuda::plan_heads(sizes.at("tokens"), heads, head_dim, kVector, head_dim * sizeof(float));
+  return {.facts = {{"lanes_per_head", p.lanes}}, .workspace_bytes = 0, .launches = {{"norm_rotary_store", p.launch}}};
+}
+
+LaunchPlan plan_sample(const Sizes& sizes, const Device&) {
+  const auto p = cuda::plan_sample(sizes.at("rows"), sizes.at("vocab"), sizes.at("modified") != 0);
+  return {
+      .facts = {{"candidates", p.candidates}, {"pitch", p.pitch}},
+      .workspace_bytes = p.scratch_bytes,
+      .launches = {{"sample", p.launch}},
+  };
+}
+
+const std::vector<Policy>& policies() {
+  static const std::vector<PlanSize> dense{{"m", 0}, {"n", 0}, {"k", 0}};
+  static const std::vector<PlanSize> packed{{"m", 0}, {"n", 1}, {"k", 32}, {"group", 32, 128}};
+  static const std::vector<Policy> all{
+      {"gemm", dense, plan_gemm<WeightFormat::kDense>},
+      {"int4_gemm", packed, plan_gemm<WeightFormat::kInt4>},
+      {"int8_gemm", packed, plan_gemm<WeightFormat::kInt8>},
+      {"table_gemm", packed, plan_gemm<WeightFormat::kTable>},
+      {"w8a8_gemm", {{"m", 0}, {"n", 1}, {"k", 32}}, plan_w8a8_gemm},
+      {"paged_attention", {{"seqs", 0}, {"head_dim", 1}}, plan_paged_attention},
+      {"rms_norm", {{"rows", 0}, {"hidden", 1}}, plan_rms_norm},
+      {"store_kv_cache", {{"tokens", 0}, {"kv_heads", 1}, {"head_dim", 1}}, plan_store_kv_cache},
+      {"norm_rotary_store", {{"tokens", 0}, {"q_heads", 1}, {"kv_heads", 1}, {"head_dim", 1}}, plan_norm_rotary_store},
+      {"sample", {{"rows", 0}, {"vocab", 1}, {"modified", 0, 0}}, plan_sample},
+  };
+  return all;
+}
+
+}  // namespace
+
+std::vector<std::pair<std::string, std::vector<PlanSize>>> planned_operators() {
+  std::vector<std::pair<std::string, std::vector<PlanSize>>> result;
+  for (const Policy& policy : policies()) result.emplace_back(policy.op, policy.sizes);
+  return result;
+}
+
+LaunchPlan launch_plan(const std::string& op, Sizes sizes, const Device& device) {
+  for (const Policy& policy : policies()) {
+    if (policy.op != op) continue;
+    for (const PlanSize& size : policy.sizes) {
+      if (size.usual >= 0) sizes.try_emplace(size.name, size.usual);
+      const auto found = sizes.find(size.name);
+      if (found == sizes.end()) throw std::invalid_argument(op + " needs the size " + size.name);
+      if (found->second < size.least || found->second > kMost) {
+        throw std::invalid_argument(size.name + " must be " + std::to_string(size.least) + " .. " +
+                                    std::to_string(kMost) + ", got " + std::to_string(found->second));
+      }
+    }
+    if (sizes.size() != policy.sizes.size()) {
+      for (const auto& [name, value] : sizes) {
+        bool known = false;
+        for (const PlanSize& size : policy.sizes) known = known || size.name == name;
+        if (!known) throw std::invalid_argument(op + " has no size " + name);
+      }
+    }
+    return policy.plan(sizes, device);
+  }
+  std::string known;
+  for (const Policy& policy : policies()) known += (known.empty() ? "" : ", ") + policy.op;
+  throw std::invalid_argument("no launch policy for " + op + ", only for " + known);
+}
+
+}  // namespace fastinfer

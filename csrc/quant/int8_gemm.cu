@@ -1,0 +1,9 @@
+#include "fused/gemm_kernel_cuda.h"
+
+namespace fastinfer::cuda {
+
+void int8_gemm(const QuantizedGemmParams& p, void* stream) {
+  launch_gemm<Int8Weight>("int8_gemm", p, stream);
+}
+
+}  // namespace fastinfer::cuda

@@ -1,0 +1,82 @@
+#include "quant/w8a8_gemm.h"
+
+#include "common/device.h"
+#include "fused/gemm_binding.h"
+#include "quant/quantized_weight.h"
+
+namespace fastinfer {
+namespace {
+
+Activation gated_activation(const Checks& check, const std::optional<std::string>& name) {
+  if (!name) return Activation::kNone;
+  if (*name == "silu") return Activation::kSilu;
+  if (*name == "gelu_tanh") return Activation::kGeluTanh;
+  if (*name == "gelu") return Activation::kGelu;
+  check.require(false, "activation must be None, 'silu', 'gelu_tanh' or 'gelu', got '", *name, "'");
+  return Activation::kNone;
+}
+
+Tensor w8a8_gemm(const Tensor& x, const Tensor& x_scales, const Tensor& qweight, const Tensor& scales,
+                 int64_t out_features, std::optional<Tensor> bias, std::optional<std::string> activation,
+                 std::optional<Tensor> residual, ScalarType dtype) {
+  const Checks check("w8a8_gemm", x);
+  const QuantizedWeight weight = quantized_weight(check, qweight, scales, std::nullopt, out_features, 8);
+  const int64_t n = out_features, k = qweight.size(1) * kBlockInputs;
+  check.require(weight.groups == 1, "scales must have one group, got ", weight.groups);
+  check.require(k <= kMostW8a8Inputs, "qweight must have at most ", kMostW8a8Inputs, " inputs, got ", k);
+  check.shape(x, "x", {kAny, k});
+  check.dtype(x, "x", ScalarType::Char);
+  check.contiguous(x, "x");
+  const int64_t m = x.size(0);
+  check.shape(x_scales, "x_scales", {m});
+  check.dtype(x_scales, "x_scales", ScalarType::Float);
+  check.contiguous(x_scales, "x_scales");
+  W8a8GemmParams params{};
+  params.dtype = check.float_dtype(dtype, "dtype");
+  params.activation = gated_activation(check, activation);
+  const bool gated = params.activation != Activation::kNone;
+  check.require(!gated || n % (2 * kTileRows) == 0, "a gated activation needs a multiple of ", 2 * kTileRows,
+                " out_features (gate and up in runs of 16), got ", n);
+  check.require(!gated || !residual, "activation and residual must not be given together");
+  if (residual) {
+    check.shape(*residual, "residual", {m, n});
+    check.dtype(*residual, "residual", dtype);
+    check.contiguous(*residual, "residual");
+    params.residual = residual->data_ptr();
+  }
+  if (bias) {
+    check.shape(*bias, "bias", {n});
+    check.contiguous(*bias, "bias");
+    params.bias = {bias->data_ptr(), check.fp32_or(params.dtype, *bias, "bias")};
+  }
+  Tensor out = torch::stable::new_empty(x, {m, gated ? n / 2 : n}, dtype), sums, counters;
+  params.x = x.data_ptr();
+  params.out = out.data_ptr();
+  params.m = m;
+  params.n = n;
+  params.k = params.x_stride = k;
+  params.weight = weight;
+  params.x_scales = static_cast<const float*>(x_scales.data_ptr());
+  if (m == 0) return out;
+  if (const cuda::Device* const gpu = gpu_of(x)) {
+    check_aligned(check, x, "x");
+    check_aligned(check, qweight, "qweight");
+    params.w8a8_plan = cuda::plan_w8a8_gemm(m, n, k, *gpu);
+    if (params.w8a8_plan.splits > 1) {
+      sums = torch::stable::new_empty(x, {static_cast<int64_t>(params.w8a8_plan.workspace_ints)}, ScalarType::Int);
+      counters = torch::stable::new_zeros(x, {params.w8a8_plan.units}, ScalarType::Int);
+      params.sums = static_cast<int32_t*>(sums.data_ptr());
+      params.counters = static_cast<int32_t*>(counters.data_ptr());
+    }
+  }
+  FASTINFER_LAUNCH(x, w8a8_gemm, params);
+  return out;
+}
+
+}  // namespace
+
+FASTINFER_OPERATORS(m) {
+  m.impl("w8a8_gemm", TORCH_BOX(&w8a8_gemm));
+}
+
+}  // namespace fastinfer

@@ -1,0 +1,25 @@
+// out = epilogue(x_scale * weight_scale * (q_x q_w^T)): int8 by int8, one scale per token and one per weight row.
+#pragma once
+
+#include "fused/gemm.h"
+#include "quant/w8a8_gemm_plan.h"
+
+namespace fastinfer {
+
+inline constexpr int64_t kMostW8a8Inputs = 131'040;  // a sum of so many products of -128 fits int32
+
+struct W8a8GemmParams : GemmParams {  // x: int8, contiguous; dtype: of residual and out
+  QuantizedWeight weight;             // 8 bits, one group
+  const float* x_scales;              // [m]
+  cuda::W8a8GemmPlan w8a8_plan{};     // on a GPU, with its scratch memory
+  int32_t* sums = nullptr;            // [workspace_ints]
+  int32_t* counters = nullptr;        // [units], zeros
+};
+
+}  // namespace fastinfer
+
+FASTINFER_CPU_KERNEL(w8a8_gemm, W8a8GemmParams)
+
+namespace fastinfer::cuda {
+void w8a8_gemm(const W8a8GemmParams& params, void* stream);
+}

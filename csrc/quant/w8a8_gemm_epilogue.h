@@ -1,0 +1,140 @@
+// The way out of the GPU's integer product: int32 sums of a unit in shared memory, [tokens, kW8a8SumsStride], to rows
+// of the output. Of a split unit every block leaves its sums in the workspace, and the last to arrive adds them up.
+#pragma once
+
+#include "common/cuda/dtype.h"
+#include "common/cuda/vector_io.h"
+#include "quant/w8a8_gemm.h"
+
+namespace fastinfer::cuda {
+
+struct W8a8Epilogue {
+  static constexpr int kWidth = 8;  // columns that a thread takes at a time
+
+  const W8a8GemmParams& p;
+  int32_t* const sums;
+  const int64_t first_row, first_token;
+  const int tokens;  // of the tile that there are
+
+  __device__ W8a8Epilogue(const W8a8GemmParams& params, int32_t* sums)
+      : p(params),
+        sums(sums),
+        first_row(static_cast<int64_t>(blockIdx.x / params.w8a8_plan.token_tiles) * kW8a8Rows),
+        first_token(static_cast<int64_t>(blockIdx.x % params.w8a8_plan.token_tiles) * params.w8a8_plan.tile.tokens),
+        tokens(static_cast<int>(min(params.m - first_token, static_cast<int64_t>(params.w8a8_plan.tile.tokens)))) {}
+
+  __device__ void store() {
+    if (p.w8a8_plan.splits > 1 && !gather()) return;
+    switch (p.dtype) {
+      case DType::kBFloat16: return finish<__nv_bfloat16>();
+      case DType::kFloat16: return finish<__half>();
+      default: return finish<float>();
+    }
+  }
+
+ private:
+  // Calls fn(place in shared memory, place in a slot) for this thread's runs of four sums.
+  template <class Fn>
+  __device__ void each_four(Fn&& fn) {
+    for (int i = threadIdx.x * 4; i < tokens * kW8a8Rows; i += kW8a8Threads * 4) {
+      fn(reinterpret_cast<int4*>(sums + i / kW8a8Rows * kW8a8SumsStride + i % kW8a8Rows), i);
+    }
+  }
+
+  // Whether this block is the unit's last: it then has the sums of all.
+  __device__ bool gather() {
+    const int splits = static_cast<int>(gridDim.y), slot_ints = p.w8a8_plan.tile.tokens * kW8a8Rows;
+    int32_t* const slots = p.sums + static_cast<int64_t>(blockIdx.x) * splits * slot_ints;
+    int32_t* const own = slots + static_cast<int64_t>(blockIdx.y) * slot_ints;
+    each_four([&](int4* shared, int i) { *reinterpret_cast<int4*>(own + i) = *shared; });
+    __threadfence();
+    __syncthreads();
+    int* const last = sums + p.w8a8_plan.tile.tokens * kW8a8SumsStride;
+    if (threadIdx.x == 0) *last = atomicAdd(p.counters + blockIdx.x, 1) == splits - 1;
+    __syncthreads();
+    __threadfence();
+    if (*last == 0) return false;
+    each_four([&](int4* shared, int i) {
+      int4 sum{};
+      for (int s = 0; s < splits; ++s) {
+        const int4 part = __ldcg(reinterpret_cast<const int4*>(slots + static_cast<int64_t>(s) * slot_ints + i));
+        sum.x += part.x;
+        sum.y += part.y;
+        sum.z += part.z;
+        sum.w += part.w;
+      }
+      *shared = sum;
+    });
+    __syncthreads();
+    return true;
+  }
+
+  __device__ float weight_scale(int64_t row) const {
+    return p.weight.scale_dtype == DType::kFloat16 ? to_float(static_cast<const __half*>(p.weight.scales)[row])
+                                                   : static_cast<const float*>(p.weight.scales)[row];
+  }
+
+  template <class T>
+  __device__ float bias(int64_t row) const {
+    if (p.bias.data == nullptr) return 0.0f;
+    return p.bias.dtype == DType::kFloat32 ? static_cast<const float*>(p.bias.data)[row]
+                                           : to_float(static_cast<const T*>(p.bias.data)[row]);
+  }
+
+  // Of a weight row: scaled, with its bias.
+  template <class T>
+  __device__ float value(int token, int row, float x_scale) const {
+    const int64_t at = first_row + row;
+    return static_cast<float>(sums[token * kW8a8SumsStride + row]) * weight_scale(at) * x_scale + bias<T>(at);
+  }
+
+  __device__ static float activate(Activation activation, float x) {
+    switch (activation) {
+      case Activation::kSilu: return x / (1.0f + __expf(-x));
+      case Activation::kGeluTanh: return x / (1.0f + __expf(-x * (1.5957691216f + 0.0713548162f * x * x)));
+      default: return 0.5f * x * (1.0f + erff(x * 0.70710678f));
+    }
+  }
+
+  template <class T>
+  __device__ void finish() const {
+    const bool gated = p.activation != Activation::kNone;
+    const int vectors = kW8a8Rows / kWidth / (gated ? 2 : 1);
+    const int64_t width = gated ? p.n / 2 : p.n, first_column = first_row / (gated ? 2 : 1);
+    for (int i = threadIdx.x; i < tokens * vectors; i += kW8a8Threads) {
+      const int token = i / vectors, column = i % vectors * kWidth;
+      const int count = static_cast<int>(min(width - first_column - column, int64_t{kWidth}));
+      if (count <= 0) continue;
+      // With an activation rows come as 16 of the gate, 16 of up.
+      const int row = gated ? column / kTileRows * 2 * kTileRows + column % kTileRows : column;
+      const float x_scale = p.x_scales[first_token + token];
+      const int64_t offset = (first_token + token) * width + first_column + column;
+      const T* const residual = p.residual != nullptr ? static_cast<const T*>(p.residual) + offset : nullptr;
+      float values[kWidth];
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        if (j >= count) break;
+        values[j] = value<T>(token, row + j, x_scale);
+        if (gated) values[j] = activate(p.activation, values[j]) * value<T>(token, row + kTileRows + j, x_scale);
+        if (residual != nullptr) values[j] += to_float(residual[j]);
+      }
+      T* const out = static_cast<T*>(p.out) + offset;
+      constexpr int kPiece = kVectorElements<T>;
+      if (count == kWidth && reinterpret_cast<uintptr_t>(out) % 16 == 0) {
+#pragma unroll
+        for (int j = 0; j < kWidth; j += kPiece) {
+          Vector<T, kPiece> piece;
+          for (int e = 0; e < kPiece; ++e) piece.values[e] = from_float<T>(values[j + e]);
+          store_vector(out + j, piece);
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+          if (j < count) out[j] = from_float<T>(values[j]);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace fastinfer::cuda

@@ -1,0 +1,79 @@
+// How the integer product is cut up for a GPU. Plain data.
+//
+// A block multiplies 128 weight rows by one tile of tokens, in chunks of inputs. Where such units are too few to fill
+// the GPU, several blocks share a unit's inputs; the last to finish adds their int32 sums, which is exact in any order.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "common/launch_config.h"
+
+namespace fastinfer::cuda {
+
+inline constexpr int kW8a8Rows = 128, kW8a8Threads = 256;
+inline constexpr int kW8a8SumsStride = kW8a8Rows + 4;  // of a token's sums in shared memory: columns in other banks
+
+// What is fixed when a kernel is compiled.
+struct W8a8Tile {
+  int tokens;
+  int chunk;  // inputs of a pipeline stage
+  int stages;
+
+  // Rows of x in shared memory are an odd multiple of 16 bytes apart: ldmatrix meets all banks.
+  constexpr int x_stride() const {
+    return chunk + 16;
+  }
+  constexpr int stage_bytes() const {
+    return kW8a8Rows * chunk + tokens * x_stride();
+  }
+  // The sums leave through the same memory, with a flag behind them.
+  constexpr int shared_bytes() const {
+    return std::max(stages * stage_bytes(), (tokens * kW8a8SumsStride + 4) * 4);
+  }
+};
+
+// 70 to 77 KB: within the 99 KB of every GPU from sm_80 on, and twice within sm_80's and sm_90's.
+constexpr W8a8Tile w8a8_tile(int tokens) {
+  return {tokens, tokens == 128 ? 64 : 128, tokens == 64 ? 3 : 4};
+}
+
+struct W8a8GemmPlan {
+  W8a8Tile tile{};
+  int token_tiles = 0;  // units are numbered row tile by row tile
+  int units = 0;
+  int chunks = 0;        // of a unit
+  int split_chunks = 0;  // of one block
+  int splits = 0;
+  size_t workspace_ints = 0;  // sums of [units, splits, tokens, 128] where units are split
+  LaunchConfig launch{};      // [units, splits]
+};
+
+inline W8a8GemmPlan plan_w8a8_gemm(int64_t m, int64_t n, int64_t k, const Device& device) {
+  const auto up = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int tokens = m <= 8 ? 8 : m <= 16 ? 16 : m <= 32 ? 32 : m <= 64 ? 64 : 128;
+  W8a8GemmPlan plan;
+  plan.tile = w8a8_tile(tokens);
+  plan.token_tiles = static_cast<int>(up(m, tokens));
+  plan.units = static_cast<int>(up(n, kW8a8Rows)) * plan.token_tiles;
+  plan.chunks = static_cast<int>(up(k, plan.tile.chunk));
+  if (plan.units == 0 || plan.chunks == 0) return plan;
+  // Every piece costs a round of its sums through the L2, which grows with the tile; of shared memory 1 KB a block is
+  // the system's.
+  const int64_t most_splits = tokens <= 16 ? 16 : tokens <= 64 ? 8 : 4, least_chunks = 2;
+  const int64_t shared = plan.tile.shared_bytes();
+  const int64_t resident = static_cast<int64_t>(device.shared_bytes) + 1024 >= 2 * (shared + 1024) ? 2 : 1;
+  const int64_t wanted = std::clamp<int64_t>(device.multiprocessors * resident / plan.units, 1, most_splits);
+  plan.split_chunks = static_cast<int>(std::min<int64_t>(std::max(up(plan.chunks, wanted), least_chunks), plan.chunks));
+  plan.splits = static_cast<int>(up(plan.chunks, plan.split_chunks));
+  if (plan.splits > 1) plan.workspace_ints = static_cast<size_t>(plan.units) * plan.splits * tokens * kW8a8Rows;
+  plan.launch = {.grid = plan.units,
+                 .block = kW8a8Threads,
+                 .shared_bytes = static_cast<size_t>(shared),
+                 .grid_y = static_cast<unsigned>(plan.splits),
+                 .dependent = true};
+  return plan;
+}
+
+}  // namespace fastinfer::cuda

@@ -1,0 +1,189 @@
+// Sampling on the GPU: a block per row. One pass finds maximum, normaliser and every warp's share of the mass: enough
+// for greedy rows, and for plain temperature but for 1/32 of the row, where the draw is looked up. Filters search
+// first.
+#include "sampling/sample.h"
+
+#include "common/cuda/launch.h"
+#include "common/philox.h"
+#include "sampling/sample_filters.h"
+#include "sampling/sample_plan.h"
+#include "sampling/sample_select.h"
+
+namespace fastinfer::cuda {
+namespace {
+
+constexpr float kLog2e = 1.44269504f;
+
+// Maximum, its first token, and the sum of exp2((value - maximum) scale), of a growing set of values. NaN and +inf make
+// the sum NaN, -inf counts for nothing.
+struct OnlineSum {
+  float maximum = -FLT_MAX;
+  float sum = 0.0f;
+  int token = INT32_MAX;
+
+  __device__ void add(int first, Quad quad, float scale) {
+    const float (&v)[kQuad] = quad.values;
+    const float top = fmaxf(fmaxf(v[0], v[1]), fmaxf(v[2], v[3]));
+    if (top > maximum || (top == maximum && token == INT32_MAX)) {
+      sum *= exp2_approx((maximum - top) * scale);
+      maximum = top;
+      token = first + (v[0] == top ? 0 : v[1] == top ? 1 : v[2] == top ? 2 : 3);
+    }
+    for (int j = 0; j < kQuad; ++j) sum += exp2_approx((v[j] - maximum) * scale);
+  }
+
+  // The sum of a set whose maximum is the larger one.
+  __device__ float sum_below(float larger, float scale) const {
+    return sum * exp2_approx((maximum - larger) * scale);
+  }
+
+  // Over a warp's lanes; lanes without a value may stay as they began.
+  __device__ OnlineSum over_warp(float scale) const {
+    OnlineSum all;
+    all.maximum = warp_max(maximum);
+    all.sum = warp_sum(sum_below(all.maximum, scale));
+    all.token = maximum == all.maximum ? token : INT32_MAX;
+    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+      all.token = min(all.token, __shfl_xor_sync(kFullMask, all.token, offset));
+    }
+    return all;
+  }
+
+  __device__ bool valid() const {
+    return sum > 0.0f && sum < INFINITY;
+  }
+};
+
+// The row's parameters, made harmless where they are out of range.
+struct RowParams {
+  float temperature, min_p, top_p;
+  int top_k;
+  bool greedy;
+
+  __device__ RowParams(const SampleParams& p, int64_t row)
+      : temperature(fminf(p.temperature[row], FLT_MAX)),
+        min_p(p.min_p[row]),
+        top_p(p.top_p[row]),
+        top_k(p.top_k[row]),
+        greedy(!(p.temperature[row] >= kGreedyTemperature)) {
+    if (greedy) temperature = 1.0f;
+  }
+
+  __device__ bool filtered() const {
+    return top_k > 0 || top_p < 1.0f;
+  }
+};
+
+__device__ Quad modified(const SampleParams& p, int64_t row, int token, Quad quad) {
+  for (int j = 0; j < kQuad && token + j < p.vocab; ++j) {
+    float& z = quad.values[j];
+    if (p.penalties != nullptr) {
+      const bool in_prompt = p.prompt_mask != nullptr && bit_of(p.prompt_mask + row * p.mask_words, token + j);
+      const int count = p.output_counts != nullptr ? p.output_counts[row * p.vocab + token + j] : 0;
+      z = penalised(z, in_prompt, count, p.penalties + 3 * row);
+    }
+    if (p.mask != nullptr && !bit_of(p.mask + row * p.mask_words, token + j)) z = -INFINITY;
+  }
+  return quad;
+}
+
+// Reads a row once: its own OnlineSum, and that of the modified row at the temperature, which goes to `scratch` if it
+// is another. Lane w receives the latter's mass in warp w's chunk.
+__device__ void survey(SampleBlock& block, const SampleParams& p, const SampleRow& raw, float* scratch, float scale,
+                       OnlineSum& raw_sum, OnlineSum& sum, double& chunk_mass) {
+  const bool same = scratch == nullptr && scale == kLog2e;
+  block.for_each_quad(0, raw.vocab, raw, [&](int token, Quad quad) {
+    raw_sum.add(token, quad, kLog2e);
+    if (same) return;
+    if (scratch != nullptr) {
+      quad = modified(p, blockIdx.x, token, quad);
+      store_vector(scratch + token, quad);
+    }
+    sum.add(token, quad, scale);
+  });
+  raw_sum = raw_sum.over_warp(kLog2e);
+  sum = same ? raw_sum : sum.over_warp(scale);
+  auto* sums = reinterpret_cast<OnlineSum*>(block.exchange());
+  if (block.lane == 0) {
+    sums[2 * block.warp] = raw_sum;
+    sums[2 * block.warp + 1] = sum;
+  }
+  __syncthreads();
+  raw_sum = sum = {};
+  if (block.lane < block.warps) raw_sum = sums[2 * block.lane], sum = sums[2 * block.lane + 1];
+  const OnlineSum chunk = sum;
+  raw_sum = raw_sum.over_warp(kLog2e);
+  sum = sum.over_warp(scale);
+  chunk_mass = chunk.sum_below(sum.maximum, scale);
+}
+
+__device__ void write_top_logprobs(SampleBlock& block, const SampleParams& p, const SampleRow& raw, float log_sum) {
+  const auto count = static_cast<int>(p.num_logprobs);
+  SampleSelection selection(block, raw, -FLT_MAX);
+  selection.keep_top_k(count);
+  for (int rank = threadIdx.x; rank < count; rank += blockDim.x) {
+    const bool exists = rank < selection.size();
+    const int token = exists ? selection.token(rank) : -1;
+    p.top_tokens[blockIdx.x * p.num_logprobs + rank] = token;
+    p.top_logprobs[blockIdx.x * p.num_logprobs + rank] = exists ? raw.z[token] - raw.maximum - log_sum : -INFINITY;
+  }
+}
+
+__global__ void __launch_bounds__(1024) sample_kernel(SampleParams p, int max_candidates, int64_t pitch) {
+  SampleBlock block(max_candidates);
+  const int64_t row_index = blockIdx.x;
+  grid_dependency_wait();
+  const RowParams params(p, row_index);
+  const bool has_scratch = p.scratch != nullptr;
+  const auto vocab = static_cast<int>(p.vocab);
+  SampleRow raw{p.logits + row_index * p.vocab, vocab, false, 0.0f, kLog2e};
+  raw.aligned = reinterpret_cast<uintptr_t>(raw.z) % sizeof(Quad) == 0;
+  SampleRow row = raw;
+  row.scale = kLog2e / params.temperature;
+  float* scratch = has_scratch ? p.scratch + row_index * pitch : nullptr;
+  if (has_scratch) row.z = scratch, row.aligned = true;
+
+  OnlineSum raw_sum, sum;
+  double chunk_mass;
+  survey(block, p, raw, scratch, row.scale, raw_sum, sum, chunk_mass);
+  grid_dependency_launch();
+  raw.maximum = raw_sum.maximum;
+  row.maximum = sum.maximum;
+  const float log_sum = logf(raw_sum.sum);
+  if (!raw_sum.valid() || !sum.valid()) {
+    if (threadIdx.x == 0) p.tokens[row_index] = -1, p.logprobs[row_index] = NAN;
+    for (int rank = threadIdx.x; rank < p.num_logprobs; rank += blockDim.x) {
+      p.top_tokens[row_index * p.num_logprobs + rank] = -1;
+      p.top_logprobs[row_index * p.num_logprobs + rank] = NAN;
+    }
+    return;
+  }
+
+  int token = sum.token;
+  if (!params.greedy) {
+    const double u = Philox(p.seeds[row_index], p.positions[row_index]).uniform();
+    SampleSelection selection(block, row, lowest_kept(row.maximum, params.temperature, params.min_p));
+    if (params.top_k > 0) selection.keep_top_k(params.top_k);
+    if (params.top_p < 1.0f) selection.keep_top_p(params.top_p);
+    if (params.filtered() || params.min_p > 0.0f) {
+      token = selection.draw(u);
+    } else {
+      token = block.crossing_in_chunks(
+          vocab, [&](int i) { return row.weights(i); }, chunk_mass, u * static_cast<double>(sum.sum));
+    }
+  }
+  if (threadIdx.x == 0) {
+    p.tokens[row_index] = token;
+    p.logprobs[row_index] = raw.z[token] - raw.maximum - log_sum;
+  }
+  if (p.num_logprobs > 0) write_top_logprobs(block, p, raw, log_sum);
+}
+
+}  // namespace
+
+void sample(const SampleParams& p, void* stream) {
+  const SamplePlan plan = plan_sample(p.rows, p.vocab, p.scratch != nullptr);
+  launch("sample", sample_kernel, plan.launch, stream, p, plan.candidates, plan.pitch);
+}
+
+}  // namespace fastinfer::cuda

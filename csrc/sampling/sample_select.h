@@ -1,0 +1,265 @@
+// The end of top-k and top-p without sorting the vocabulary: each pass over the row counts and weighs what lies above
+// four pivots, until few enough candidates remain to be sorted in shared memory. The pivot method is FlashInfer's
+// (https://flashinfer.ai/2025/03/10/sampling.html), the sorted remainder is what makes it exact.
+#pragma once
+
+#include "sampling/sample_block.h"
+#include "sampling/sample_filters.h"
+
+namespace fastinfer::cuda {
+
+// A row of logits, modified or not, as its block reads them.
+struct SampleRow {
+  const float* z;
+  int vocab;
+  bool aligned;  // to 16 bytes
+  float maximum;
+  float scale;  // log2(e) / temperature
+
+  __device__ Quad operator()(int token) const {
+    if (aligned && token + kQuad <= vocab) {
+      const float4 v = __ldcg(reinterpret_cast<const float4*>(z + token));  // the L1 is too small for a row
+      return {v.x, v.y, v.z, v.w};
+    }
+    Quad quad;
+    for (int j = 0; j < kQuad; ++j) quad.values[j] = token + j < vocab ? __ldcg(z + token + j) : -INFINITY;
+    return quad;
+  }
+
+  __device__ float weight(float value) const {
+    return exp2_approx((value - maximum) * scale);
+  }
+
+  __device__ Quad weights(int token) const {
+    Quad quad = (*this)(token);
+    for (float& value : quad.values) value = weight(value);
+    return quad;
+  }
+};
+
+class SampleSelection {
+ public:
+  // Everything down to `lowest` is kept, until a cut.
+  __device__ SampleSelection(SampleBlock& block, const SampleRow& row, float lowest)
+      : block_(block), row_(row), last_{lowest, row.vocab} {}
+
+  __device__ void keep_top_k(int k) {
+    cut(true, k);
+    // Known but not listed: what is kept may still be few enough.
+    if (!listed_ && k <= block_.max_candidates) list(last_.z, INFINITY);
+  }
+
+  __device__ void keep_top_p(float p) {
+    cut(false, p);
+  }
+
+  // Whether exactly what is kept lies sorted in shared memory, and that.
+  __device__ bool listed() const {
+    return listed_;
+  }
+  __device__ int size() const {
+    return size_;
+  }
+  __device__ int token(int rank) const {
+    return static_cast<int>(block_.candidates()[rank] & 0xffffffffu);
+  }
+
+  // The token at which the running total of what is kept reaches the share u.
+  __device__ int draw(double u);
+
+ private:
+  static constexpr int kPivots = 4;
+
+  // Candidates are lo <= z < hi. Those from lo on reach the target, those from hi on do not.
+  struct Bracket {
+    float lo, hi;
+    double count_lo, count_hi, mass_hi;
+  };
+
+  __device__ float z(int rank) const {
+    return from_ordered_bits(~static_cast<uint32_t>(block_.candidates()[rank] >> 32));
+  }
+
+  __device__ auto listed_weights() const {
+    return [this](int rank) {
+      Quad w;
+      for (int j = 0; j < kQuad; ++j) w.values[j] = rank + j < size_ ? row_.weight(z(rank + j)) : 0.0f;
+      return w;
+    };
+  }
+
+  __device__ auto kept_weights() const {
+    return [this](int token) {
+      Quad w = row_(token);
+      for (int j = 0; j < kQuad; ++j) {
+        w.values[j] = last_.keeps(w.values[j], token + j) ? row_.weight(w.values[j]) : 0.0f;
+      }
+      return w;
+    };
+  }
+
+  // Keeps the first tokens whose number is `amount`, or the first whose mass is that share.
+  __device__ void cut(bool by_count, double amount);
+  __device__ void pivots(const Bracket& bracket, int round, float (&pivot)[kPivots]) const;
+  __device__ void weigh(const float (&pivot)[kPivots], double (&count)[kPivots], double (&mass)[kPivots]);
+  __device__ void list(float lo, float hi);
+  __device__ void sort(int count);
+
+  SampleBlock& block_;
+  const SampleRow& row_;
+  LastKept last_;
+  bool listed_ = false;
+  int size_ = 0;
+};
+
+__device__ inline int SampleSelection::draw(double u) {
+  const auto target = [u](double total) { return u * total; };
+  if (listed_) return token(block_.crossing(size_, listed_weights(), target));
+  return block_.crossing(row_.vocab, kept_weights(), target);
+}
+
+// One copy for its three callers: inlined, they spilled 7 of a thread's 64 registers.
+__device__ __attribute__((noinline)) inline void SampleSelection::cut(bool by_count, double amount) {
+  Bracket bracket{last_.z, nextafterf(row_.maximum, INFINITY), static_cast<double>(row_.vocab), 0.0, 0.0};
+  double target = 0.0;
+  bool known = false;  // the target, which is a share of all that is kept
+  if (!listed_) {
+    for (int round = 0; bracket.count_lo - bracket.count_hi > block_.max_candidates; ++round) {
+      if (round > 0 && !(nextafterf(bracket.lo, INFINITY) < bracket.hi)) break;  // candidates are all equal
+      float pivot[kPivots];
+      double count[kPivots], mass[kPivots];
+      pivots(bracket, round, pivot);
+      weigh(pivot, count, mass);
+      if (round == 0) target = by_count ? fmin(amount, count[0]) : amount * mass[0];  // the first pivot is last_.z
+      known = true;
+      for (int j = 0; j < kPivots; ++j) {
+        if ((by_count ? count[j] : mass[j]) >= target) {
+          if (pivot[j] >= bracket.lo) bracket.lo = pivot[j], bracket.count_lo = count[j];
+        } else if (pivot[j] < bracket.hi) {
+          bracket.hi = pivot[j], bracket.count_hi = count[j], bracket.mass_hi = mass[j];
+        }
+      }
+    }
+    const bool few = bracket.count_lo <= block_.max_candidates;
+    if (few) bracket.hi = INFINITY, bracket.count_hi = bracket.mass_hi = 0.0;
+    if (bracket.count_lo - bracket.count_hi > block_.max_candidates) {
+      // Equal candidates without end: the wanted number of them is the last in order of id.
+      const double wanted =
+          by_count ? target - bracket.count_hi : ceil((target - bracket.mass_hi) / row_.weight(bracket.lo));
+      const auto equal = [&](int token) {
+        Quad w = row_(token);
+        for (int j = 0; j < kQuad; ++j) {
+          w.values[j] = w.values[j] == bracket.lo && last_.keeps(w.values[j], token + j) ? 1.0f : 0.0f;
+        }
+        return w;
+      };
+      last_ = {bracket.lo, block_.crossing(row_.vocab, equal, [&](double) { return wanted; })};
+      return;
+    }
+    list(bracket.lo, bracket.hi);
+    listed_ = few;
+  }
+  const auto target_of = [&](double total) { return known ? target - bracket.mass_hi : amount * total; };
+  const int rank =
+      by_count ? static_cast<int>(fmin(known ? target - bracket.count_hi : amount, static_cast<double>(size_))) - 1
+               : block_.crossing(size_, listed_weights(), target_of);
+  last_ = {z(rank), token(rank)};
+  size_ = rank + 1;
+}
+
+// The first round tries what is usual, the maximum less a few temperatures. Then the bracket is cut into fifths, by
+// value; every other round from the fifth on by the floats' bits, which ends the search of any row after 20 rounds.
+__device__ inline void SampleSelection::pivots(const Bracket& bracket, int round, float (&pivot)[kPivots]) const {
+  const float next = nextafterf(bracket.lo, INFINITY);
+  const uint32_t lo_bits = ordered_bits(bracket.lo), bits = ordered_bits(bracket.hi) - lo_bits;
+  for (int j = 0; j < kPivots; ++j) {
+    const float share = static_cast<float>(j + 1) / (kPivots + 1);
+    if (round == 0) {
+      const float unit = 1.44269504f / row_.scale;
+      pivot[j] = j == 0 ? bracket.lo : fmaxf(row_.maximum - unit * static_cast<float>(256 >> (2 * j)), bracket.lo);
+    } else if (round >= 4 && round % 2 == 0) {
+      pivot[j] = from_ordered_bits(lo_bits + static_cast<uint32_t>(static_cast<double>(bits) * share)) + 0.0f;
+    } else {
+      pivot[j] = bracket.lo * (1.0f - share) + fminf(bracket.hi, FLT_MAX) * share + 0.0f;
+    }
+    if (round > 0 && !(pivot[j] > bracket.lo && pivot[j] < bracket.hi)) pivot[j] = next;
+  }
+}
+
+// The number and the mass of what is kept from each pivot on. Added up in the same order in every pass, so that a
+// higher pivot never weighs more.
+__device__ inline void SampleSelection::weigh(const float (&pivot)[kPivots], double (&count)[kPivots],
+                                              double (&mass)[kPivots]) {
+  float masses[kPivots] = {};
+  int counts[kPivots] = {};
+  const float lowest = fminf(fminf(pivot[0], pivot[1]), fminf(pivot[2], pivot[3]));
+  block_.for_each_quad(0, row_.vocab, row_, [&](int token, Quad quad) {
+    for (int i = 0; i < kQuad; ++i) {
+      const float value = quad.values[i];
+      if (value < lowest || !last_.keeps(value, token + i)) continue;
+      const float weight = row_.weight(value);
+      for (int j = 0; j < kPivots; ++j) {
+        masses[j] += value >= pivot[j] ? weight : 0.0f;
+        counts[j] += value >= pivot[j];
+      }
+    }
+  });
+  // A column of numbers per warp; each is added up by one warp, and handed out behind another barrier.
+  double* columns = block_.exchange();
+  for (int j = 0; j < kPivots; ++j) {
+    const float sum = warp_sum(masses[j]);
+    const float number = warp_sum(static_cast<float>(counts[j]));  // exact up to 2^24
+    if (block_.lane == 0) {
+      columns[2 * j * kWarpSize + block_.warp] = sum;
+      columns[(2 * j + 1) * kWarpSize + block_.warp] = number;
+    }
+  }
+  __syncthreads();
+  double* totals = columns + 2 * kPivots * kWarpSize;
+  for (int row = block_.warp; row < 2 * kPivots; row += block_.warps) {
+    double sum = block_.lane < block_.warps ? columns[row * kWarpSize + block_.lane] : 0.0;
+    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(kFullMask, sum, offset);
+    if (block_.lane == 0) totals[row] = sum;
+  }
+  __syncthreads();
+  for (int j = 0; j < kPivots; ++j) mass[j] = totals[2 * j], count[j] = totals[2 * j + 1];
+}
+
+// Collects what is kept with lo <= z < hi into shared memory, sorted.
+__device__ inline void SampleSelection::list(float lo, float hi) {
+  if (threadIdx.x == 0) *block_.counter() = 0;
+  __syncthreads();
+  block_.for_each_quad(0, row_.vocab, row_, [&](int token, Quad quad) {
+    for (int j = 0; j < kQuad; ++j) {
+      const float value = quad.values[j];
+      if (!(value >= lo && value < hi) || !last_.keeps(value, token + j)) continue;
+      block_.candidates()[atomicAdd(block_.counter(), 1)] =
+          uint64_t{~ordered_bits(value)} << 32 | static_cast<uint32_t>(token + j);
+    }
+  });
+  __syncthreads();
+  size_ = *block_.counter();
+  listed_ = true;
+  sort(size_);
+}
+
+// Bitonic sort: falling logits, then rising ids.
+__device__ inline void SampleSelection::sort(int count) {
+  uint64_t* keys = block_.candidates();
+  const int size = count > 1 ? 1 << (32 - __clz(count - 1)) : 1;
+  for (int i = count + static_cast<int>(threadIdx.x); i < size; i += blockDim.x) keys[i] = ~uint64_t{0};
+  __syncthreads();
+  for (int run = 2; run <= size; run *= 2) {
+    for (int distance = run / 2; distance > 0; distance /= 2) {
+      for (int pair = threadIdx.x; pair < size / 2; pair += blockDim.x) {
+        const int i = 2 * pair - pair % distance, j = i + distance;
+        const bool falling = (i & run) != 0;
+        const uint64_t a = keys[i], b = keys[j];
+        if ((a > b) != falling) keys[i] = b, keys[j] = a;
+      }
+      __syncthreads();
+    }
+  }
+}
+
+}  // namespace fastinfer::cuda

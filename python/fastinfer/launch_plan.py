@@ -1,0 +1,99 @@
+"""How an operator would be launched on a GPU, without one: ``fastinfer info --plan int4_gemm 1 8192 8192``."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fastinfer.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a launch policy asks of a GPU; ``shared_bytes`` is the most shared memory that a block may have."""
+
+    arch: int
+    multiprocessors: int
+    shared_bytes: int
+
+
+# One GPU of each architecture: A100, RTX 3090, RTX 4090, H100. Shared memory is the architecture's.
+GPUS = {
+    80: Gpu(80, 108, 163 * 1024),
+    86: Gpu(86, 82, 99 * 1024),
+    89: Gpu(89, 128, 99 * 1024),
+    90: Gpu(90, 132, 227 * 1024),
+}
+
+
+def choose_gpu(arch: int | None) -> Gpu:
+    """The GPU of an architecture, else the first that torch sees, else an H100."""
+    if arch is not None:
+        if arch not in GPUS:
+            raise RequestError(f"--arch must be one of {', '.join(map(str, GPUS))}, got {arch}")
+        return GPUS[arch]
+    if not torch.cuda.is_available():
+        return GPUS[90]
+    found = torch.cuda.get_device_properties(0)
+    visible = 10 * found.major + found.minor
+    known = max((arch for arch in GPUS if arch <= visible), default=80)
+    return replace(GPUS[known], arch=visible, multiprocessors=found.multi_processor_count)
+
+
+def launch_plan(op: str, sizes: dict[str, int], gpu: Gpu) -> dict[str, Any]:
+    """Tiles, splits, workspace and launches of ``op``; sizes that end in ``_bytes`` are bytes.
+
+    Raises:
+        ValueError: the operator has no policy, or a size is missing, unknown or out of range.
+    """
+    from fastinfer import _C
+
+    return _C.launch_plan(op, sizes, gpu.arch, gpu.multiprocessors, gpu.shared_bytes)
+
+
+def describe(words: Sequence[str], group: int | None, gpu: Gpu) -> dict[str, Any]:
+    """The plan for an operator and its sizes, in their order, from the command line. Mistakes raise RequestError."""
+    from fastinfer import _C
+
+    op, *numbers = words
+    usual = _C.launch_plan_sizes().get(op)
+    if usual is None:
+        raise RequestError(f"--plan knows {', '.join(_C.launch_plan_sizes())}; got {op!r}")
+    required = sum(value is None for value in usual.values())
+    if not required <= len(numbers) <= len(usual):
+        names = " ".join(name.upper() if value is None else f"[{name.upper()}]" for name, value in usual.items())
+        raise RequestError(f"--plan {op} takes {names}, got {len(numbers)} sizes")
+    sizes: dict[str, int] = {}
+    for name, text in zip(usual, numbers, strict=False):
+        if not text.isdecimal() or not text.isascii() or len(text) > 18:
+            raise RequestError(f"--plan {op}: {name.upper()} must be a whole number, got {text!r}")
+        sizes[name] = int(text)
+    if group is not None:
+        sizes["group"] = group
+    try:
+        plan = launch_plan(op, sizes, gpu)
+    except (ValueError, RuntimeError) as error:
+        raise RequestError(f"--plan {op}: {error}") from None
+    shown = {name: sizes.get(name, value) for name, value in usual.items()}
+    return {"op": op, "sizes": shown, "gpu": vars(gpu), "plan": plan}
+
+
+def table(described: dict[str, Any]) -> str:
+    gpu, plan = described["gpu"], dict(described["plan"])
+    rows = {
+        described["op"]: ", ".join(f"{name} {value}" for name, value in described["sizes"].items()),
+        "gpu": f"sm_{gpu['arch']}, {gpu['multiprocessors']} multiprocessors, {_bytes(gpu['shared_bytes'])} a block",
+    }
+    launches = plan.pop("launches")
+    for name, value in plan.items():
+        rows[name.removesuffix("_bytes").replace("_", " ")] = _bytes(value) if name.endswith("_bytes") else str(value)
+    for launch in launches:
+        words = f"{launch['blocks']} blocks of {launch['threads']} threads, {_bytes(launch['shared_bytes'])} shared"
+        rows[f"launch {launch['kernel']}"] = words + (", dependent" if launch["dependent"] else "")
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1024:.1f} KiB" if count < 2**20 else f"{count / 2**20:.1f} MiB"

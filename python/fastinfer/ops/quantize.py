@@ -1,0 +1,27 @@
+"""Activations as integers, with one scale per row."""
+
+from torch import Tensor
+
+from fastinfer.ops._library import ops
+
+
+def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows as int8: ``q = round(x / scale)``, half to even, with ``scale = max |x| / 127``.
+
+    Rounded is x times the fp32 reciprocal 127 / max |x|, so that a quotient within 1e-7 of a tie may go to either
+    neighbour. A row of zeros, or one whose largest is below 4e-37, becomes zeros with scale 0; a row with an infinity
+    or a NaN becomes zeros with scale NaN, so that it shows in the product.
+
+    Args:
+        x: [..., hidden]; fp32, bf16 or fp16; contiguous.
+
+    Returns:
+        [..., hidden] int8, and the rows' scales [...] fp32.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> ops.quantize_int8(torch.tensor([[127.0, -3.6, 2.5]]))
+    (tensor([[127,  -4,   2]], dtype=torch.int8), tensor([1.]))
+    """
+    return ops.quantize_int8.default(x)

@@ -1,0 +1,42 @@
+"""The linear layer whose weight and activations are both int8."""
+
+import torch
+from torch import Tensor
+
+from fastinfer.ops._library import ops
+
+
+def w8a8_gemm(
+    x: Tensor,
+    x_scales: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    out_features: int,
+    *,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """``x_scales[:, None] * scales * (x @ q.T)`` with an exact int32 product, then bias, and activation or residual.
+
+    Scales per token and per weight row: Dettmers et al., 2022, https://arxiv.org/abs/2208.07339, section 2.
+
+    Args:
+        x: [tokens, in_features] int8, contiguous; from :func:`fastinfer.ops.quantize_int8` or ``rms_norm_quantize``. On
+            the CPU it must not hold -128, which those never give; on CUDA it must start at a multiple of 16 bytes.
+        x_scales: [tokens] fp32, theirs.
+        qweight: from :func:`fastinfer.ops.int8_pack`, at most 131,040 inputs.
+        scales: from :func:`fastinfer.ops.pack_scales` of [out_features, 1]; fp16 or fp32.
+        out_features: rows of the weight (the packed form is padded to a multiple of 16).
+        bias: [out_features]; fp32 or ``dtype``.
+        activation: ``None``, ``"silu"``, ``"gelu_tanh"`` or ``"gelu"``: gated, as in :func:`fastinfer.ops.gemm`.
+        residual: [tokens, out_features] of ``dtype``: added to the result. Not together with ``activation``.
+        dtype: of the result: fp32, bf16 or fp16.
+
+    Returns:
+        [tokens, out_features] (``out_features / 2`` with an activation). The epilogue is in fp32, rounded once.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+    """
+    return ops.w8a8_gemm.default(x, x_scales, qweight, scales, out_features, bias, activation, residual, dtype)

@@ -1,0 +1,140 @@
+// One kernel per instruction of common/cuda/ptx.h, for tests/test_emulation.py: each lane gives its registers and keeps
+// what it receives. nvcc compiles it too, so that a GPU is held to the same statement of the layouts.
+// Angle brackets, so that nvcc looks past this folder.
+#include <common/cuda/launch.h>
+#include <common/cuda/ptx.h>
+
+#include <cstdint>
+#include <string_view>
+
+namespace fastinfer::cuda {
+namespace {
+
+// in [32, a 4, b 2, d 4], out [32, 4]
+template <class T>
+__global__ void mma_kernel(const uint32_t* in, uint32_t* out) {
+  const uint32_t* mine = in + threadIdx.x * 10;
+  const uint32_t a[4] = {mine[0], mine[1], mine[2], mine[3]}, b[2] = {mine[4], mine[5]};
+  float d[4];
+  for (int i = 0; i < 4; ++i) d[i] = __uint_as_float(mine[6 + i]);
+  mma<T>(d, a, b);
+  for (int i = 0; i < 4; ++i) out[threadIdx.x * 4 + i] = __float_as_uint(d[i]);
+}
+
+__global__ void mma_int8_kernel(const uint32_t* in, uint32_t* out) {
+  const uint32_t* mine = in + threadIdx.x * 10;
+  const uint32_t a[4] = {mine[0], mine[1], mine[2], mine[3]}, b[2] = {mine[4], mine[5]};
+  int32_t d[4];
+  for (int i = 0; i < 4; ++i) d[i] = static_cast<int32_t>(mine[6 + i]);
+  mma_int8(d, a, b);
+  for (int i = 0; i < 4; ++i) out[threadIdx.x * 4 + i] = static_cast<uint32_t>(d[i]);
+}
+
+// in [matrices 4, rows 8, 4 words], out [32, kMatrices]
+template <int kMatrices, bool kTransposed>
+__global__ void ldmatrix_kernel(const uint32_t* in, uint32_t* out) {
+  uint32_t* rows = reinterpret_cast<uint32_t*>(dynamic_shared());
+  for (int i = 0; i < 4; ++i) rows[threadIdx.x * 4 + i] = in[threadIdx.x * 4 + i];
+  __syncthreads();
+  uint32_t r[kMatrices];
+  if constexpr (kTransposed) {
+    ldmatrix_transposed(r, rows + threadIdx.x * 4);
+  } else {
+    ldmatrix(r, rows + threadIdx.x * 4);
+  }
+  for (int i = 0; i < kMatrices; ++i) out[threadIdx.x * kMatrices + i] = r[i];
+}
+
+// in [32, 3], out [32]
+template <class Fn>
+__device__ void three_words(const uint32_t* in, uint32_t* out, Fn&& fn) {
+  const uint32_t* mine = in + threadIdx.x * 3;
+  out[threadIdx.x] = fn(mine[0], mine[1], mine[2]);
+}
+
+__global__ void prmt_kernel(const uint32_t* in, uint32_t* out) {
+  three_words(in, out, [](uint32_t a, uint32_t b, uint32_t c) { return prmt(a, b, c); });
+}
+
+template <int kTable>
+__global__ void lop3_kernel(const uint32_t* in, uint32_t* out) {
+  three_words(in, out, [](uint32_t a, uint32_t b, uint32_t c) { return lop3<kTable>(a, b, c); });
+}
+
+template <class T>
+__global__ void fma2_kernel(const uint32_t* in, uint32_t* out) {
+  three_words(in, out, [](uint32_t a, uint32_t b, uint32_t c) { return fma2<T>(a, b, c); });
+}
+
+template <class T>
+__global__ void sub2_kernel(const uint32_t* in, uint32_t* out) {
+  three_words(in, out, [](uint32_t a, uint32_t b, uint32_t) { return sub2<T>(a, b); });
+}
+
+template <class T>
+__global__ void mul2_kernel(const uint32_t* in, uint32_t* out) {
+  three_words(in, out, [](uint32_t a, uint32_t b, uint32_t) { return mul2<T>(a, b); });
+}
+
+// in [32], out [32, 5]: xor 5, up 3, down 3, lane 3, each in groups of 8 lanes, and a vote.
+__global__ void shuffle_kernel(const uint32_t* in, uint32_t* out) {
+  const uint32_t value = in[threadIdx.x];
+  uint32_t* mine = out + threadIdx.x * 5;
+  mine[0] = __shfl_xor_sync(0xffffffffu, value, 5, 8);
+  mine[1] = __shfl_up_sync(0xffffffffu, value, 3, 8);
+  mine[2] = __shfl_down_sync(0xffffffffu, value, 3, 8);
+  mine[3] = __shfl_sync(0xffffffffu, value, 3, 8);
+  mine[4] = __ballot_sync(0xffffffffu, (value & 1) != 0);
+}
+
+// in [32, 4], out [32, 4]: odd lanes ask for nothing and get zeros.
+__global__ void cp_async_kernel(const uint32_t* in, uint32_t* out) {
+  uint32_t* words = reinterpret_cast<uint32_t*>(dynamic_shared()) + threadIdx.x * 4;
+  cp_async(words, in + threadIdx.x * 4, threadIdx.x % 2 == 0);
+  cp_async_commit();
+  cp_async_wait<0>();
+  __syncthreads();
+  for (int i = 0; i < 4; ++i) out[threadIdx.x * 4 + i] = words[i];
+}
+
+using Kernel = void (*)(const uint32_t*, uint32_t*);
+
+struct Named {
+  std::string_view name;
+  Kernel kernel;
+};
+
+constexpr Named kKernels[] = {
+    {"mma float16", mma_kernel<__half>},
+    {"mma bfloat16", mma_kernel<__nv_bfloat16>},
+    {"mma int8", mma_int8_kernel},
+    {"ldmatrix 4", ldmatrix_kernel<4, false>},
+    {"ldmatrix 2", ldmatrix_kernel<2, false>},
+    {"ldmatrix 4 transposed", ldmatrix_kernel<4, true>},
+    {"prmt", prmt_kernel},
+    {"lop3 0xea", lop3_kernel<0xea>},
+    {"lop3 0x6a", lop3_kernel<0x6a>},
+    {"lop3 0x35", lop3_kernel<0x35>},
+    {"fma2 float16", fma2_kernel<__half>},
+    {"fma2 bfloat16", fma2_kernel<__nv_bfloat16>},
+    {"sub2 float16", sub2_kernel<__half>},
+    {"sub2 bfloat16", sub2_kernel<__nv_bfloat16>},
+    {"mul2 float16", mul2_kernel<__half>},
+    {"mul2 bfloat16", mul2_kernel<__nv_bfloat16>},
+    {"shuffle", shuffle_kernel},
+    {"cp_async", cp_async_kernel},
+};
+
+}  // namespace
+}  // namespace fastinfer::cuda
+
+// Runs the kernel of this name with one warp; 0, or 1 if there is none.
+extern "C" __attribute__((visibility("default"))) int run_layout(const char* name, const uint32_t* in, uint32_t* out) {
+  using namespace fastinfer::cuda;
+  for (const auto& [known, kernel] : kKernels) {
+    if (known != name) continue;
+    launch(name, kernel, {.grid = 1, .block = 32, .shared_bytes = 512}, nullptr, in, out);
+    return 0;
+  }
+  return 1;
+}

@@ -1,0 +1,71 @@
+"""Runs the emulated tests under AddressSanitizer and ThreadSanitizer, one of them per core: ``make emulation``.
+
+The sanitizers' runtimes must be in the process from its start, and ThreadSanitizer needs an address space without much
+randomisation; so pytest is started with both settled. Arguments are passed on to pytest.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from emulation import build
+
+ROOT = Path(__file__).parent.parent.parent
+RUNTIMES = {"address": "libasan.so", "thread": "libtsan.so"}
+TIMEOUT_S = 900
+
+
+def library(name: str) -> str:
+    find = ["gcc", f"-print-file-name={name}"]
+    return subprocess.run(find, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def run(sanitizer: str, arguments: list[str]) -> tuple[int, float, str]:
+    """Exit code, seconds and output of the tests under one sanitizer."""
+    # AddressSanitizer looks for what throws exceptions when it starts.
+    preload = [library(RUNTIMES[sanitizer]), library("libstdc++.so.6")]
+    environment = os.environ | {
+        "FASTINFER_EMULATION": sanitizer,
+        "LD_PRELOAD": ":".join(preload),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python itself leaks
+        "TSAN_OPTIONS": "exitcode=66",
+    }
+    # Not capturing file descriptors: a sanitizer's report would be lost with the process that it ends.
+    pytest = ["-m", "pytest", "-m", "emulated", "--capture=sys", "-p", "no:cacheprovider"]
+    command = ["setarch", "-R", sys.executable, *pytest, *arguments]
+    start = time.monotonic()
+    try:
+        tests = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired as expired:
+        return 1, TIMEOUT_S, f"{(expired.stdout or b'').decode(errors='replace')}\ntook more than {TIMEOUT_S} s"
+    return tests.returncode, time.monotonic() - start, tests.stdout
+
+
+def main(arguments: list[str]) -> int:
+    for sanitizer in RUNTIMES:
+        build.build(sanitizer)
+    failed = False
+    with ThreadPoolExecutor() as pool:
+        runs = {sanitizer: pool.submit(run, sanitizer, arguments) for sanitizer in RUNTIMES}
+        for sanitizer, result in runs.items():
+            code, seconds, output = result.result()
+            failed |= code != 0
+            print(f"---- {sanitizer}: exit code {code} after {seconds:.0f} s\n{output}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
