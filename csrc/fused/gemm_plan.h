@@ -76,10 +76,11 @@ constexpr int gemm_sums_bytes(const GemmTile& tile) {
   return (sums + tile.warps_inputs * tile.tokens + 4) * 4;
 }
 
-// Blocks that a multiprocessor's registers hold: 128 tokens have 64 sums in every thread, which takes some 160; a table
-// takes eight more than the other formats.
+// Blocks that a multiprocessor's registers hold. 128 tokens have 64 sums in every thread, which takes some 160; and
+// packed formats, which hold scales besides, need up to 166 from 32 tokens on (within 128, ptxas spills them for
+// sm_90a).
 constexpr int gemm_resident(WeightFormat format, int tokens) {
-  return tokens > (format == WeightFormat::kTable ? 16 : kMostExactTokens) ? 1 : 2;
+  return tokens > (format == WeightFormat::kDense ? kMostExactTokens : 16) ? 1 : 2;
 }
 
 // Few tokens: bound by memory, so long chunks, and warps that share out the inputs. As many stages, up to four, as fit

@@ -1,33 +1,43 @@
-// Rotary embedding on the GPU: a block per token, a thread per pair of elements.
+// Rotary embedding on the GPU: a block per token.
 #include <algorithm>
 
 #include "common/cuda/dtype.h"
 #include "common/cuda/launch.h"
 #include "common/cuda/ptx.h"
 #include "common/cuda/reduce.h"
+#include "common/cuda/vector_io.h"
 #include "rotary/rotary_embedding.h"
 
 namespace fastinfer::cuda {
 namespace {
 
-template <class T>
+// A thread takes kCount pairs of a head: 16 bytes at a time of either half, or of neighbouring elements.
+template <class T, int kCount>
 __global__ void rotary_embedding_kernel(RotaryEmbeddingParams p) {
   grid_dependency_wait();
   grid_dependency_launch();
   const int64_t token = blockIdx.x, position = p.positions[token];
   if (position < 0 || position >= p.max_position) return;  // the host cannot check without waiting for the device
-  const int half = p.rotary_dim / 2;
-  const float* cos = p.cos_sin_cache + position * p.rotary_dim;
-  const float* sin = cos + half;
-  for (int i = threadIdx.x; i < (p.q_heads + p.kv_heads) * half; i += blockDim.x) {
-    const int head = i / half, pair = i % half;
+  const int half = p.rotary_dim / 2, steps = half / kCount;
+  const float* table = p.cos_sin_cache + position * p.rotary_dim;
+  for (int i = threadIdx.x; i < (p.q_heads + p.kv_heads) * steps; i += blockDim.x) {
+    const int head = i / steps, pair = i % steps * kCount;
     T* row = head < p.q_heads ? static_cast<T*>(p.q) + token * p.q_stride + head * p.head_dim
                               : static_cast<T*>(p.k) + token * p.k_stride + (head - p.q_heads) * p.head_dim;
-    T& first = row[p.interleaved ? 2 * pair : pair];
-    T& second = row[p.interleaved ? 2 * pair + 1 : pair + half];
-    const float x = to_float(first), y = to_float(second);
-    first = from_float<T>(x * cos[pair] - y * sin[pair]);
-    second = from_float<T>(y * cos[pair] + x * sin[pair]);
+    T* const first = row + (p.interleaved ? 2 * pair : pair);
+    T* const second = first + (p.interleaved ? kCount : half);
+    Vector<T, kCount> elements[2] = {load_vector<kCount>(first), load_vector<kCount>(second)};
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      T& x = p.interleaved ? elements[2 * j / kCount].values[2 * j % kCount] : elements[0].values[j];
+      T& y = p.interleaved ? elements[(2 * j + 1) / kCount].values[(2 * j + 1) % kCount] : elements[1].values[j];
+      const float cos = table[pair + j], sin = table[half + pair + j];
+      const float rotated = to_float(x) * cos - to_float(y) * sin;
+      y = from_float<T>(to_float(y) * cos + to_float(x) * sin);
+      x = from_float<T>(rotated);
+    }
+    store_vector(first, elements[0]);
+    store_vector(second, elements[1]);
   }
 }
 
@@ -36,10 +46,16 @@ __global__ void rotary_embedding_kernel(RotaryEmbeddingParams p) {
 void rotary_embedding(const RotaryEmbeddingParams& p, void* stream) {
   const int pairs = (p.q_heads + p.kv_heads) * p.rotary_dim / 2;
   if (pairs == 0) return;
-  const auto threads = static_cast<unsigned>(std::min((pairs + kWarpSize - 1) / kWarpSize * kWarpSize, 512));
   dispatch_cuda(p.dtype, [&]<class T>(T) {
-    launch("rotary_embedding", rotary_embedding_kernel<T>, {.grid = p.tokens, .block = threads, .dependent = true},
-           stream, p);
+    constexpr int kCount = kVectorElements<T>;
+    const auto run = [&]<int kPairs>() {
+      const int threads = std::min((pairs / kPairs + kWarpSize - 1) / kWarpSize * kWarpSize, 512);
+      launch("rotary_embedding", rotary_embedding_kernel<T, kPairs>,
+             {.grid = p.tokens, .block = static_cast<unsigned>(threads), .dependent = true}, stream, p);
+    };
+    const int64_t distances = p.rotary_dim / 2 | p.head_dim | p.q_stride | p.k_stride;
+    distances % kCount == 0 && vector_aligned(p.q, p.k) ? run.template operator()<kCount>()
+                                                        : run.template operator()<1>();
   });
 }
 
