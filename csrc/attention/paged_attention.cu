@@ -130,6 +130,7 @@ __device__ void attend(const PagedAttentionParams& p, const QueryRows& queries, 
   if (threadIdx.x == 0) {
     __threadfence();
     last = atomicAdd(&plan.arrived[first], 1) == parts - 1;
+    __threadfence();
     if (last) atomicExch(&plan.arrived[first], 0);  // for the next call with this plan
   }
   if (!__syncthreads_or(last)) return;
@@ -153,7 +154,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
   const int units = static_cast<int>(min(plan.header->units - blockIdx.x * per_block, per_block));
   if (units <= 0) return;
   int done = 0;
-  for (WorkPosition at = plan.starts[blockIdx.x];; at = {at.seq + 1, 0, 0, 0}) {
+  for (WorkPosition at = plan.starts[blockIdx.x]; at.seq < p.seqs; at = {at.seq + 1, 0, 0, 0}) {
     const QueryRows queries(p.query_start, p.seq_lens, at.seq, p.q_heads / p.kv_heads);
     for (; at.head < p.kv_heads; ++at.head, at.row_tile = 0) {
       for (; at.row_tile < queries.row_tiles(); ++at.row_tile, at.kv_tile = 0) {

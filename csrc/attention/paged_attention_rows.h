@@ -172,7 +172,7 @@ class RowAttention {
           float& probability = s[n][2 * i + c];
           probability = exp2_approx(probability - base);
           sum_[i] += probability;
-          if (quantized) probability *= v_scales[n * 8 + c];
+          if (quantized) probability *= v_scales[n * 8 + c] * kValueFactor;
         }
       }
     }

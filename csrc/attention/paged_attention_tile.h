@@ -26,29 +26,36 @@ __device__ inline int chunk_offset(int row, int chunk) {
   return chunk_offset<kChunks>(row, chunk & ~1, chunk & 1);
 }
 
+// Quantized values of V are made 128 times smaller and their scales as much larger, both exactly: times a bare scale of
+// 1/1000 the smaller probabilities would fall below fp16's normal numbers.
+inline constexpr float kValueFactor = 128.0f;
+
 // Four e4m3 or int8 in a word become two words of T, exactly. A shift puts an e4m3's
 // exponent and mantissa where T has them; the product mends the exponent's bias, and makes subnormals normal. (The one
 // NaN of e4m3 becomes 480: a store that saturates never writes it.)
 template <class T>
-__device__ void widen_fp8(uint32_t x, uint32_t (&out)[2]) {
+__device__ void widen_fp8(uint32_t x, bool values, uint32_t (&out)[2]) {
   constexpr bool kHalf = std::is_same_v<T, __half>;
-  constexpr int kShift = kHalf ? 1 : 4;                          // from bit 7 + 8 down to T's exponent
-  constexpr uint32_t kBias = kHalf ? 0x5c005c00u : 0x7b807b80u;  // 2^8, 2^120
+  constexpr int kShift = kHalf ? 1 : 4;                                // from bit 7 + 8 down to T's exponent
+  const uint32_t bias = kHalf ? (values ? 0x40004000u : 0x5c005c00u)   // 2^1, 2^8
+                              : (values ? 0x78007800u : 0x7b807b80u);  // 2^113, 2^120
   for (int i = 0; i < 2; ++i) {
     const uint32_t spread = prmt(x, 0, i == 0 ? 0x1404 : 0x3424);  // bytes to the upper halves
-    out[i] = mul2<T>((spread & 0x80008000u) | ((spread & 0x7fff7fffu) >> kShift), kBias);
+    out[i] = mul2<T>((spread & 0x80008000u) | ((spread & 0x7fff7fffu) >> kShift), bias);
   }
 }
 
 // fp16: 0x6400 | u is 1024 + u. bf16 has room for seven bits: 128 + the low ones, minus 128 or, with the sign, 256.
 template <class T>
-__device__ void widen_int8(uint32_t x, uint32_t (&out)[2]) {
+__device__ void widen_int8(uint32_t x, bool values, uint32_t (&out)[2]) {
+  const uint32_t factor = std::is_same_v<T, __half> ? (values ? 0x20002000u : 0x3c003c00u)   // 2^-7, 1
+                                                    : (values ? 0x3c003c00u : 0x3f803f80u);  // likewise
   for (int i = 0; i < 2; ++i) {
     if constexpr (std::is_same_v<T, __half>) {
-      out[i] = sub2<T>(prmt(x ^ 0x80808080u, 0x64646464u, i == 0 ? 0x4140 : 0x4342), 0x64806480u);
+      out[i] = mul2<T>(sub2<T>(prmt(x ^ 0x80808080u, 0x64646464u, i == 0 ? 0x4140 : 0x4342), 0x64806480u), factor);
     } else {
       const uint32_t spread = prmt(x, 0x43434343u, i == 0 ? 0x4140 : 0x4342);
-      out[i] = sub2<T>(spread & 0xff7fff7fu, (spread & 0x00800080u) | 0x43004300u);
+      out[i] = mul2<T>(sub2<T>(spread & 0xff7fff7fu, (spread & 0x00800080u) | 0x43004300u), factor);
     }
   }
 }
@@ -88,9 +95,9 @@ struct Tiles {
       for (int half = 0; half < 2; ++half) {
         uint32_t low[2], high[2];
         if (fp8) {
-          widen_fp8<T>(packed.values[2 * half], low), widen_fp8<T>(packed.values[2 * half + 1], high);
+          widen_fp8<T>(packed.values[2 * half], values, low), widen_fp8<T>(packed.values[2 * half + 1], values, high);
         } else {
-          widen_int8<T>(packed.values[2 * half], low), widen_int8<T>(packed.values[2 * half + 1], high);
+          widen_int8<T>(packed.values[2 * half], values, low), widen_int8<T>(packed.values[2 * half + 1], values, high);
         }
         auto* const to = stage(0, values) + chunk_offset<kChunks>(row, 2 * chunk + half);
         store_vector(reinterpret_cast<uint32_t*>(to), Vector<uint32_t, 4>{low[0], low[1], high[0], high[1]});

@@ -276,7 +276,10 @@ struct GemmEpilogue {
     __threadfence();
     __syncthreads();
     int* flag = reinterpret_cast<int*>(shared_squares + kWarpsInputs * kTokens);
-    if (threadIdx.x == 0) *flag = atomicAdd(gemm_counters(p) + unit, 1) == pieces - 1;
+    if (threadIdx.x == 0) {
+      *flag = atomicAdd(gemm_counters(p) + unit, 1) == pieces - 1;
+      __threadfence();
+    }
     __syncthreads();
     __threadfence();
     return *flag != 0;

@@ -129,8 +129,7 @@ struct GemmKernel {
     return scales + p.plan.chunk_groups * kScaleBytes;
   }
 
-  // What no kernel before this one writes.
-  __device__ void load_constants(unsigned char* stage, const GemmPosition& at) const {
+  __device__ void load_weight(unsigned char* stage, const GemmPosition& at) const {
     Weight::template load<kChunk, kThreads>(stage, p, at.row_unit, at.chunk);
     if constexpr (!kDense) {
       load_scales(stage + kScales, p.weight.scales, at.row_unit, at.chunk);
@@ -279,16 +278,11 @@ struct GemmKernel {
     constexpr int kAhead = kStages - 1;
     const int count = worker_chunks(p.plan);
 
-    const GemmPosition first(p.plan);
-    GemmPosition ahead = first, here = first;
-#pragma unroll 1
-    for (int i = 0; i < min(kAhead, count); ++i, ahead.advance(p.plan)) load_constants(stage(i), ahead);
-    grid_dependency_wait();
-    grid_dependency_launch();
-    ahead = first;
+    GemmPosition here(p.plan), ahead = here;
 #pragma unroll 1
     for (int i = 0; i < kAhead; ++i) {
       if (i < count) {
+        load_weight(stage(i), ahead);
         load_x(stage(i), ahead);
         ahead.advance(p.plan);
       }
@@ -299,7 +293,7 @@ struct GemmKernel {
       cp_async_wait<kAhead - 1>();
       __syncthreads();  // chunk i is there for everybody, and nobody reads chunk i - 1 any more
       if (i + kAhead < count) {
-        load_constants(stage(i + kAhead), ahead);
+        load_weight(stage(i + kAhead), ahead);
         load_x(stage(i + kAhead), ahead);
         ahead.advance(p.plan);
       }
@@ -317,13 +311,15 @@ struct GemmKernel {
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kResident)
     gemm_kernel(const __grid_constant__ typename Kernel::Params p) {
+  grid_dependency_wait();
+  grid_dependency_launch();
   Kernel(p).run();
 }
 
 // Counters of finished pieces, one per unit.
 static __global__ void zero_counters_kernel(int* counters, int count) {
-  grid_dependency_launch();
   grid_dependency_wait();
+  grid_dependency_launch();
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) counters[i] = 0;
 }
 

@@ -51,9 +51,9 @@ __global__ void __launch_bounds__(kHeld == 0 ? 1024 : 512) rms_norm_kernel(RmsNo
     }
   };
 
-  if constexpr (kHeld > 0) each_vector(load_weight);
   grid_dependency_wait();
   grid_dependency_launch();
+  if constexpr (kHeld > 0) each_vector(load_weight);
   float squares = 0.0f;
   each_vector([&](int v, int64_t i) {
     load_floats(x + i, values[v]);

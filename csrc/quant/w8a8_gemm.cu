@@ -111,13 +111,14 @@ struct W8a8Kernel {
     const auto stage = [&](int i) { return shared + i % kTile.stages * kStageBytes; };
     const int first = static_cast<int>(blockIdx.y) * p.w8a8_plan.split_chunks;
     const int count = min(p.w8a8_plan.split_chunks, p.w8a8_plan.chunks - first);
-#pragma unroll 1
-    for (int i = 0; i < min(kAhead, count); ++i) load_weight(stage(i), first + i);
     grid_dependency_wait();
     grid_dependency_launch();
 #pragma unroll 1
     for (int i = 0; i < kAhead; ++i) {
-      if (i < count) load_x(stage(i), first + i);
+      if (i < count) {
+        load_weight(stage(i), first + i);
+        load_x(stage(i), first + i);
+      }
       cp_async_commit();
     }
 #pragma unroll 1

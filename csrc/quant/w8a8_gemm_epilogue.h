@@ -50,7 +50,10 @@ struct W8a8Epilogue {
     __threadfence();
     __syncthreads();
     int* const last = sums + p.w8a8_plan.tile.tokens * kW8a8SumsStride;
-    if (threadIdx.x == 0) *last = atomicAdd(p.counters + blockIdx.x, 1) == splits - 1;
+    if (threadIdx.x == 0) {
+      *last = atomicAdd(p.counters + blockIdx.x, 1) == splits - 1;
+      __threadfence();
+    }
     __syncthreads();
     __threadfence();
     if (*last == 0) return false;

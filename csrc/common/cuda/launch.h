@@ -8,12 +8,14 @@
 #include <stdexcept>
 #include <string>
 
+#include "common/cuda/stream.h"
 #include "common/launch_config.h"
 
 namespace fastinfer::cuda {
 
 inline void check(const char* name, const LaunchConfig& config, cudaError_t error) {
   if (error == cudaSuccess) return;
+  cudaGetLastError();  // or torch would find it after some later operator
   std::ostringstream message;
   message << name << ": the launch of " << config.grid << " x " << config.grid_y << " blocks of " << config.block
           << " threads with " << config.shared_bytes << " bytes of shared memory failed: " << cudaGetErrorString(error);
@@ -37,7 +39,7 @@ void launch(const char* name, void (*kernel)(KernelArgs...), const LaunchConfig&
   launch.dynamicSmemBytes = config.shared_bytes;
   launch.stream = static_cast<cudaStream_t>(stream);
   launch.attrs = &dependent;
-  launch.numAttrs = config.dependent ? 1 : 0;
+  launch.numAttrs = config.dependent && has_dependency_wait(reinterpret_cast<const void*>(kernel)) ? 1 : 0;
   check(name, config, cudaLaunchKernelEx(&launch, kernel, KernelArgs(args)...));
 }
 

@@ -220,7 +220,8 @@ __device__ inline void named_barrier(int id, int threads) {
 }
 
 // Programmatic dependent launch, from sm_90 on. A kernel that is launched with `dependent` may start before the kernel
-// before it in the stream has ended: what that kernel writes must not be touched before this wait.
+// before it in the stream has ended: no global memory may be touched before this wait. (Not even weights: they may be
+// the result of the kernel before.)
 __device__ inline void grid_dependency_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

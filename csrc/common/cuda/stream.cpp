@@ -5,9 +5,11 @@
 
 #include <array>
 #include <cstdint>
+#include <map>
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace fastinfer::cuda {
 namespace {
@@ -46,6 +48,20 @@ const Device& device(int index) {
     };
   });
   return devices[i];
+}
+
+bool has_dependency_wait(const void* kernel) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, const void*>, bool> known;
+  int index = 0;
+  cudaGetDevice(&index);
+  const std::lock_guard lock(mutex);
+  const auto [at, is_new] = known.try_emplace({index, kernel}, false);
+  if (is_new) {
+    cudaFuncAttributes attributes{};
+    at->second = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.ptxVersion >= 90;
+  }
+  return at->second;
 }
 
 void* current_stream(int device) {

@@ -11,4 +11,8 @@ void* current_stream(int device);
 // Asked of the driver once per device.
 const Device& device(int index);
 
+// Whether the code that the current device runs for a kernel contains grid_dependency_wait: PTX for an architecture
+// before 90, which a newer GPU may run, does not, and must not be launched as dependent. Asked once per kernel.
+bool has_dependency_wait(const void* kernel);
+
 }  // namespace fastinfer::cuda
