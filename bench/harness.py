@@ -92,11 +92,12 @@ def compare(
         flops: floating-point operations of one call.
     """
     on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs[0])
-    sampler = CudaGraphSampler if on_gpu else CpuSampler
-    ready, errors = {}, {}
+    turns = itertools.cycle(inputs)  # one for all: no candidate may find what the one before it has just read
+    ready: dict[str, CpuSampler | CudaGraphSampler] = {}
+    errors: dict[str, str] = {}
     for name, run in candidates.items():
         try:
-            ready[name] = sampler(run, inputs)  # this is the warm-up too
+            ready[name] = CudaGraphSampler(run, inputs) if on_gpu else CpuSampler(run, turns)  # this is the warm-up too
         except Exception as error:  # a peer that does not support a case must not end the others'
             errors[name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             if on_gpu:
@@ -119,9 +120,9 @@ def cold_inputs(make: Callable[[], tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 class CpuSampler:
     """Calls of one candidate with arguments in turn, enough of them to fill a sample."""
 
-    def __init__(self, run: Callable[..., object], inputs: Sequence[tuple[Any, ...]]) -> None:
+    def __init__(self, run: Callable[..., object], turns: Iterator[tuple[Any, ...]]) -> None:
         self._run = run
-        self._turns: Iterator[tuple[Any, ...]] = itertools.cycle(inputs)
+        self._turns = turns
         self._calls = 1
         while self._seconds() < MIN_SAMPLE_S:
             self._calls *= 2

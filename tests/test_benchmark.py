@@ -138,7 +138,7 @@ def test_compare_calls_candidates_in_turns() -> None:
 def test_cold_inputs_exceed_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    monkeypatch.setattr(harness, "COLD_BYTES", 1000)
+    monkeypatch.setattr(harness, "COLD_BYTES", {"cpu": 1000})
     inputs = harness.cold_inputs(lambda: (torch.zeros(30), 1.5))
     assert len(inputs) * 120 > 1000
     assert len({x.data_ptr() for x, _ in inputs}) == len(inputs)
