@@ -17,7 +17,7 @@ from emulation import build
 
 ROOT = Path(__file__).parent.parent.parent
 RUNTIMES = {"address": "libasan.so", "thread": "libtsan.so"}
-TIMEOUT_S = 900
+TIMEOUT_S = 1800
 
 
 def library(name: str) -> str:
