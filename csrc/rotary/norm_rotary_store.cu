@@ -16,11 +16,11 @@ __device__ float norm_weight(const NormRotaryStoreParams& p, const void* weight,
                                            : to_float(static_cast<const T*>(weight)[i]);
 }
 
-// Norm and rotation in fp32, from global to shared memory. All lanes of the warp must call it.
+// Norm and rotation in fp32, from global to shared memory. All lanes of the warp must call it; with head_dim 0 a group
+// reads nothing.
 template <class T, int kCount>
-__device__ void prepare_head(const LaneGroup& group, const NormRotaryStoreParams& p, const T* x, const void* weight,
-                             int64_t position, float* out) {
-  const int head_dim = p.cache.head_dim;
+__device__ void prepare_head(const LaneGroup& group, const NormRotaryStoreParams& p, const T* x, int head_dim,
+                             const void* weight, int64_t position, float* out) {
   float squares = 0.0f;
   for (int i = group.rank * kCount; i < head_dim; i += group.lanes * kCount) {
     const auto v = load_vector<kCount>(x + i);
@@ -77,7 +77,7 @@ __global__ void norm_rotary_store_kernel(NormRotaryStoreParams p, int lanes) {
                           is_query ? q
                           : is_key ? k
                                    : v,
-                          weight, is_value ? -1 : p.positions[token], prepared);
+                          valid ? cache.head_dim : 0, weight, is_value ? -1 : p.positions[token], prepared);
   if (valid && is_query) convert_head<kCount>(group, prepared, cache.head_dim, q);
   store_head<kCount>(group, cache, prepared, is_key ? cache.k : cache.v, is_key ? cache.k_scale : cache.v_scale,
                      valid && !is_query ? slot_of(cache, token) : -1, kv_head);
