@@ -7,15 +7,6 @@
 namespace fastinfer {
 namespace {
 
-Activation parse_activation(const Checks& check, const std::optional<std::string>& name) {
-  if (!name) return Activation::kNone;
-  if (*name == "silu") return Activation::kSilu;
-  if (*name == "gelu_tanh") return Activation::kGeluTanh;
-  if (*name == "gelu") return Activation::kGelu;
-  check.require(false, "activation must be None, 'silu', 'gelu_tanh' or 'gelu', got '", *name, "'");
-  return Activation::kNone;
-}
-
 bool aligned(const void* p) {
   return reinterpret_cast<uintptr_t>(p) % 16 == 0;
 }
@@ -50,6 +41,15 @@ Tensor gemm(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias, s
 }
 
 }  // namespace
+
+Activation parse_activation(const Checks& check, const std::optional<std::string>& name) {
+  if (!name) return Activation::kNone;
+  if (*name == "silu") return Activation::kSilu;
+  if (*name == "gelu_tanh") return Activation::kGeluTanh;
+  if (*name == "gelu") return Activation::kGelu;
+  check.require(false, "activation must be None, 'silu', 'gelu_tanh' or 'gelu', got '", *name, "'");
+  return Activation::kNone;
+}
 
 GemmParams gemm_params(const Checks& check, const GemmArgs& args, int64_t n, int64_t k, Tensor& out) {
   check.shape(args.x, "x", {kAny, k});

@@ -16,6 +16,9 @@ struct GemmArgs {
   const std::optional<Tensor>& residual;
 };
 
+// Of None, 'silu', 'gelu_tanh' or 'gelu'; anything else raises.
+Activation parse_activation(const Checks& check, const std::optional<std::string>& name);
+
 // Checks the arguments, allocates `out` and returns the parameters but for the weight.
 GemmParams gemm_params(const Checks& check, const GemmArgs& args, int64_t n, int64_t k, Tensor& out);
 

@@ -7,15 +7,6 @@
 namespace fastinfer {
 namespace {
 
-Activation gated_activation(const Checks& check, const std::optional<std::string>& name) {
-  if (!name) return Activation::kNone;
-  if (*name == "silu") return Activation::kSilu;
-  if (*name == "gelu_tanh") return Activation::kGeluTanh;
-  if (*name == "gelu") return Activation::kGelu;
-  check.require(false, "activation must be None, 'silu', 'gelu_tanh' or 'gelu', got '", *name, "'");
-  return Activation::kNone;
-}
-
 Tensor w8a8_gemm(const Tensor& x, const Tensor& x_scales, const Tensor& qweight, const Tensor& scales,
                  int64_t out_features, std::optional<Tensor> bias, std::optional<std::string> activation,
                  std::optional<Tensor> residual, ScalarType dtype) {
@@ -33,7 +24,7 @@ Tensor w8a8_gemm(const Tensor& x, const Tensor& x_scales, const Tensor& qweight,
   check.contiguous(x_scales, "x_scales");
   W8a8GemmParams params{};
   params.dtype = check.float_dtype(dtype, "dtype");
-  params.activation = gated_activation(check, activation);
+  params.activation = parse_activation(check, activation);
   const bool gated = params.activation != Activation::kNone;
   check.require(!gated || n % (2 * kTileRows) == 0, "a gated activation needs a multiple of ", 2 * kTileRows,
                 " out_features (gate and up in runs of 16), got ", n);
