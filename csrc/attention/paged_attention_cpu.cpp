@@ -90,7 +90,7 @@ void multiply(const float* a, int lda, int rows, const float* b, int ldb, int in
 // Transposes a square of kLanes vectors. In registers, stage s swaps the off-diagonal lanes of neighbours at distance
 // s.
 FASTINFER_INLINE void transpose(f32v (&v)[kLanes]) {
-#if defined(__AVX2__)
+#if defined(FASTINFER_VECTOR_SHUFFLES)
   i32v lane;
   for (int i = 0; i < kLanes; ++i) lane[i] = i;
   for (int s = 1; s < kLanes; s *= 2) {

@@ -19,12 +19,12 @@ FASTINFER_INLINE u8v high_nibbles(u8v v) {
   return (u8v)((u16v)v >> 4) & 0x0f;
 }
 
-#if !defined(__AVX512VNNI__)
+#if !defined(FASTINFER_AVX512_VNNI)
 
 // Sums of neighbouring products, 16 bits wide: w[2i] a[2i] + w[2i+1] a[2i+1]. |w| <= 127 where w is signed.
 FASTINFER_INLINE i16v multiply_pairs(u8v w, i8v a) {
-#if defined(__AVX2__)
-  return (i16v)_mm256_maddubs_epi16((__m256i)w, (__m256i)a);
+#if defined(FASTINFER_AVX2)
+  return maddubs(w, a);
 #else
   const i16v w_even = (i16v)((u16v)w & 0xff), w_odd = (i16v)((u16v)w >> 8);
   const i16v a_even = (i16v)((u16v)a << 8) >> 8, a_odd = (i16v)a >> 8;
@@ -33,8 +33,8 @@ FASTINFER_INLINE i16v multiply_pairs(u8v w, i8v a) {
 }
 
 FASTINFER_INLINE i32v add_pairs(i16v v) {
-#if defined(__AVX2__)
-  return (i32v)_mm256_madd_epi16((__m256i)v, _mm256_set1_epi16(1));
+#if defined(FASTINFER_AVX2)
+  return madd(v, i16v{} + 1);
 #else
   return ((i32v)((u32v)v << 16) >> 16) + ((i32v)v >> 16);
 #endif
@@ -46,15 +46,15 @@ FASTINFER_INLINE i32v add_pairs(i16v v) {
 class Int4Dot {
  public:
   FASTINFER_INLINE void add(u8v w, i8v a) {
-#if defined(__AVX512VNNI__)
-    sum_ = (i32v)_mm512_dpbusd_epi32((__m512i)sum_, (__m512i)w, (__m512i)a);
+#if defined(FASTINFER_AVX512_VNNI)
+    sum_ = dpbusd(sum_, w, a);
 #else
     pairs_ += multiply_pairs(w, a);  // no overflow: 8 * 2 * 15 * 127 = 30,480
 #endif
   }
 
   FASTINFER_INLINE i32v sum() const {
-#if defined(__AVX512VNNI__)
+#if defined(FASTINFER_AVX512_VNNI)
     return sum_;
 #else
     return add_pairs(pairs_);
@@ -62,7 +62,7 @@ class Int4Dot {
   }
 
  private:
-#if defined(__AVX512VNNI__)
+#if defined(FASTINFER_AVX512_VNNI)
   i32v sum_{};
 #else
   i16v pairs_{};
@@ -73,13 +73,13 @@ class Int4Dot {
 class Int8Dot {
  public:
   FASTINFER_INLINE void add(i8v w, i8v a) {
-#if defined(__AVX512VNNI__)
+#if defined(FASTINFER_AVX512_VNNI)
     // The instruction wants unsigned weights: w + 128, taken back in sum().
-    sum_ = (i32v)_mm512_dpbusd_epi32((__m512i)sum_, (__m512i)((u8v)w ^ 0x80), (__m512i)a);
-#elif defined(__AVX2__)
+    sum_ = dpbusd(sum_, (u8v)w ^ 0x80, a);
+#elif defined(FASTINFER_AVX2)
     // |w| by a with w's sign: at most 2 * 128 * 127 = 32,512 a pair, so that 16 bits hold one addition, not two.
-    const __m256i signed_a = _mm256_sign_epi8((__m256i)a, (__m256i)w);
-    sum_ += add_pairs(multiply_pairs((u8v)_mm256_abs_epi8((__m256i)w), (i8v)signed_a));
+    const u8v magnitude = (u8v)(w < 0 ? -w : w);
+    sum_ += add_pairs(multiply_pairs(magnitude, sign(a, w)));
 #else
     const i16v w_even = (i16v)((u16v)w << 8) >> 8, w_odd = (i16v)w >> 8;
     const i16v a_even = (i16v)((u16v)a << 8) >> 8, a_odd = (i16v)a >> 8;
@@ -88,7 +88,7 @@ class Int8Dot {
   }
 
   FASTINFER_INLINE i32v sum([[maybe_unused]] int32_t total) const {
-#if defined(__AVX512VNNI__)
+#if defined(FASTINFER_AVX512_VNNI)
     return sum_ - 128 * total;
 #else
     return sum_;

@@ -1,5 +1,5 @@
 // Vector types and what the kernels do with them, in the compiler's generic vector extension: one source serves every
-// instruction set, and only what the extension cannot say (byte dot products, half conversion) is an intrinsic.
+// instruction set, and only what the extension cannot say is an instruction's wrapper (common/cpu/intrinsics.h).
 //
 // The portable build uses 16 lanes like AVX-512, so that the 16-lane code is run by the tests of any machine.
 #pragma once
@@ -8,19 +8,12 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
+#include "common/cpu/intrinsics.h"
 #include "common/dtype.h"
-
-#ifndef FASTINFER_ISA
-#error "compile this file once per instruction set, with FASTINFER_ISA set to the namespace's name"
-#endif
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(FASTINFER_AVX2) && !defined(FASTINFER_AVX512_VNNI)
 inline constexpr int kLanes = 8;
 #else
 inline constexpr int kLanes = 16;
@@ -36,8 +29,6 @@ FASTINFER_VECTOR(int8_t, i8v);
 FASTINFER_VECTOR(uint8_t, u8v);
 #undef FASTINFER_VECTOR
 typedef uint16_t u16half __attribute__((vector_size(kLanes * 2)));
-
-#define FASTINFER_INLINE inline __attribute__((always_inline))
 
 template <class V>
 FASTINFER_INLINE V load_as(const void* p) {
@@ -78,10 +69,8 @@ FASTINFER_INLINE f32v load(const BFloat16* p) {
 }
 
 FASTINFER_INLINE f32v load(const Float16* p) {
-#if defined(__AVX512F__)
-  return (f32v)_mm512_cvtph_ps(load_as<__m256i>(p));
-#elif defined(__AVX2__)
-  return (f32v)_mm256_cvtph_ps(load_as<__m128i>(p));
+#if defined(FASTINFER_AVX2)
+  return half_to_float(load_as<u16half>(p));
 #else
   const u32v bits = __builtin_convertvector(load_as<u16half>(p), u32v);  // as to_float(Float16), lane by lane
   const u32v magnitude = (bits & 0x7fffu) << 13;
@@ -103,10 +92,8 @@ FASTINFER_INLINE void store(BFloat16* p, f32v v) {
 }
 
 FASTINFER_INLINE void store(Float16* p, f32v v) {
-#if defined(__AVX512F__)
-  store_as(p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-#elif defined(__AVX2__)
-  store_as(p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#if defined(FASTINFER_AVX2)
+  store_as(p, float_to_half(v));
 #else
   for (int i = 0; i < kLanes; ++i) p[i] = from_float<Float16>(v[i]);
 #endif
