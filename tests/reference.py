@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 TILE_ROWS = 16
-ACTIVATION_BLOCK = 16
+ACTIVATION_RUN = 16  # inputs that share a scale
+LARGEST_MULTIPLIER = 4095
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -163,22 +164,32 @@ def gemm(
 
 
 def activation_steps(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``x`` [tokens, in_features] in steps of its block's scale, amax / 127 (a block of zeros: 0), and those scales."""
-    blocks = x.double().unflatten(-1, (-1, ACTIVATION_BLOCK))
-    scale = blocks.abs().amax(-1, keepdim=True) / 127
-    return torch.where(scale > 0, blocks / scale, 0.0), scale
+    """``x`` [tokens, in_features] in steps of its run's scale, as [tokens, runs, 16], and those scales.
+
+    Scales are integers, 1..4095, times the row's amax / 127 / 4095: the smallest that keep the steps within 127.
+    """
+    runs = x.double().unflatten(-1, (-1, ACTIVATION_RUN))
+    amax = x.double().abs().amax(-1)[:, None, None]
+    multiplier = (runs.abs().amax(-1, keepdim=True) / amax * LARGEST_MULTIPLIER).ceil().clamp(min=1)
+    scale = multiplier * amax / 127 / LARGEST_MULTIPLIER
+    return torch.where(scale > 0, runs / scale, 0.0), torch.where(scale > 0, scale, 0.0)
 
 
 def round_activations(x: Tensor) -> Tensor:
-    """``x`` rounded to 8 bits per block, half to even."""
+    """``x`` rounded to 8 bits per run, half to even."""
     steps, scale = activation_steps(x)
     return (steps.round() * scale).flatten(-2)
 
 
 def near_ties(x: Tensor) -> Tensor:
-    """Rows [tokens] of ``x`` with an element so close to half a step that fp32 may round it to either neighbour."""
-    steps, _ = activation_steps(x)
-    return ((steps.abs() % 1 - 0.5).abs() < 5e-5).flatten(1).any(1)  # 127 steps times 3 ulp of fp32
+    """Rows [tokens] of ``x`` that fp32 may round otherwise: an element is close to half a step, or a run's scale to the
+    next integer."""
+    steps, scale = activation_steps(x)
+    amax = x.double().abs().amax(-1)[:, None, None]
+    ratio = x.double().unflatten(-1, (-1, ACTIVATION_RUN)).abs().amax(-1, keepdim=True) / amax * LARGEST_MULTIPLIER
+    tie = (steps.abs() % 1 - 0.5).abs() < 5e-5  # 127 steps times 3 ulp of fp32
+    edge = ((ratio - ratio.round()).abs() < 1e-3) & (ratio < LARGEST_MULTIPLIER)
+    return tie.flatten(1).any(1) | edge.flatten(1).any(1)
 
 
 def int8_pack(q: Tensor) -> Tensor:

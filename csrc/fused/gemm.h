@@ -56,7 +56,8 @@ struct QuantizedWeight {
 
 struct QuantizedGemmParams : GemmParams {
   QuantizedWeight weight;
-  int activation_bits;  // 32: fp32 products; 16 or 8: integer ones, a scale per row and 16 inputs
+  int activation_bits;  // 32: fp32 products; 16 (of which 14 are used) or 8: integer ones, a scale per row and 16
+                        // inputs
 };
 
 struct TableGemmParams : QuantizedGemmParams {  // w = scale * table[q], 4 bits; activation_bits is 32

@@ -101,8 +101,9 @@ void run_gemm(const GemmParams& p, const Kernel& kernel) {
               kernel.template tile<kRows>(tile, row0 + row, sums + row * stride + i * kTileRows, stride);
             }
           };
-          if constexpr (Kernel::kMaxRows >= 16) step.template operator()<16>();
-          if constexpr (Kernel::kMaxRows >= 4) step.template operator()<4>();
+          if constexpr (Kernel::kMaxRows >= 8) step.template operator()<8>();
+          step.template operator()<4>();
+          step.template operator()<2>();
           step.template operator()<1>();
         }
         dispatch(p.dtype, [&]<class T>(T) { epilogue<T>(p, unit, row0, rows, sums); });

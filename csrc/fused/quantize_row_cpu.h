@@ -18,8 +18,6 @@ struct E4m3 {
   uint8_t bits;
 };
 
-typedef int8_t Bytes __attribute__((vector_size(kLanes)));
-
 // The product that comes in must not be contracted with the addition that rounds it, or one instruction set would round
 // a tie to another neighbour than the next: the bounds stand between them. (They only cut off what fp32 rounded up.)
 template <class Q>
@@ -32,7 +30,7 @@ FASTINFER_INLINE f32v bounded(f32v v) {
 FASTINFER_INLINE void store(Int8* p, f32v v) {
   const float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low mantissa bits
   const i32v q = (i32v)(bounded<Int8>(v) + kRound) - (i32v)broadcast(kRound);
-  store_as(p, __builtin_convertvector(q, Bytes));
+  store_bytes(p, q);
 }
 
 FASTINFER_INLINE void store(E4m3* p, f32v v) {
@@ -42,7 +40,7 @@ FASTINFER_INLINE void store(E4m3* p, f32v v) {
   const u32v subnormal = (u32v)((f32v)magnitude + 0x1p14f) - (u32v)broadcast(0x1p14f);
   const u32v normal = (magnitude + 0x7ffffu + ((magnitude >> 20) & 1u) - (120u << 23)) >> 20;
   const u32v small = (u32v)((f32v)magnitude < 0x1p-6f);
-  store_as(p, __builtin_convertvector((i32v)(sign | (small & subnormal) | (~small & normal)), Bytes));
+  store_bytes(p, (i32v)(sign | (small & subnormal) | (~small & normal)));
 }
 
 // Returns the scale. A row of zeros, or of numbers so small (3e-36) that the scale's reciprocal is not finite, becomes

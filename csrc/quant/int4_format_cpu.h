@@ -8,24 +8,22 @@ namespace fastinfer::cpu::FASTINFER_ISA {
 struct Int4Format {
   static constexpr int kSteps = 4;  // of 8 inputs: low nibbles hold the first four, high ones the others
   static constexpr int kBlockBytes = kSteps * kTileRows * 4;
-  static constexpr float kSymmetricMin = -8.0f;
+  static constexpr int kVectors = kHalves;         // read together, to use a broadcast activation twice
+  static constexpr float kSymmetricOffset = 8.0f;  // a weight without minimum is scale * (q - 8)
 
-  struct Block {
-    u8v q[2 * kSteps];
+  FASTINFER_INLINE static RunBytes load_run(const uint8_t* block, int run) {
+    const uint8_t* packed = block + run * (kBlockBytes / 2);
+    const u8v first = load_as<u8v>(packed), second = load_as<u8v>(packed + kTileRows * 4);
+    return {{low_nibbles(first), high_nibbles(first), low_nibbles(second), high_nibbles(second)}};
+  }
 
-    FASTINFER_INLINE explicit Block(const uint8_t* weight) {
-      for (int s = 0; s < kSteps; ++s) {
-        const u8v packed = load_as<u8v>(weight + s * kTileRows * 4);
-        q[2 * s] = low_nibbles(packed);
-        q[2 * s + 1] = high_nibbles(packed);
-      }
-    }
+  template <int kBits>
+  struct Products {
+    using Run = WideRun;
+    static constexpr float kOffset = 0.0f;
 
-    // With 16 inputs, the half-th run of the block.
-    FASTINFER_INLINE i32v dot(int half, const int8_t* x, const int32_t* /*total*/) const {
-      Int4Dot result;
-      for (int i = 0; i < kSteps; ++i) result.add(q[half * kSteps + i], broadcast4(x + 4 * i));
-      return result.sum();
+    FASTINFER_INLINE static Run load(const uint8_t* block, int run) {
+      return WideRun::of_unsigned(load_run(block, run));
     }
   };
 
@@ -35,6 +33,20 @@ struct Int4Format {
       const i32v packed = load_as<i32v>(weight + s * kTileRows * 4);
       for (int i = 0; i < 8; ++i) fn(8 * s + i, (packed >> (8 * (i % 4) + 4 * (i / 4))) & 0x0f);
     }
+  }
+};
+
+template <>
+struct Int4Format::Products<8> {
+#if defined(FASTINFER_AVX512_VNNI)
+  using Run = UnsignedRun;
+#else
+  using Run = PairRun;
+#endif
+  static constexpr float kOffset = 0.0f;
+
+  FASTINFER_INLINE static Run load(const uint8_t* block, int run) {
+    return {load_run(block, run)};
   }
 };
 

@@ -6,20 +6,23 @@ namespace {
 struct Int8Format {
   static constexpr int kSteps = 8;  // of 4 inputs
   static constexpr int kBlockBytes = kSteps * kTileRows * 4;
-  static constexpr float kSymmetricMin = 0.0f;
+  static constexpr int kVectors = 1;  // widened, a run takes eight registers
+  static constexpr float kSymmetricOffset = 0.0f;
 
-  struct Block {
-    i8v q[kSteps];
+  FASTINFER_INLINE static RunBytes load_run(const uint8_t* block, int run) {
+    RunBytes bytes;
+#pragma GCC unroll 4
+    for (int s = 0; s < kRunSteps; ++s) bytes.step[s] = load_as<u8v>(block + (run * kRunSteps + s) * kTileRows * 4);
+    return bytes;
+  }
 
-    FASTINFER_INLINE explicit Block(const uint8_t* weight) {
-      for (int s = 0; s < kSteps; ++s) q[s] = load_as<i8v>(weight + s * kTileRows * 4);
-    }
+  template <int kBits>
+  struct Products {
+    using Run = WideRun;
+    static constexpr float kOffset = 0.0f;
 
-    // With 16 inputs, the half-th run of the block, whose bytes add up to `*total`.
-    FASTINFER_INLINE i32v dot(int half, const int8_t* x, const int32_t* total) const {
-      Int8Dot result;
-      for (int i = 0; i < kSteps / 2; ++i) result.add(q[half * kSteps / 2 + i], broadcast4(x + 4 * i));
-      return result.sum(*total);
+    FASTINFER_INLINE static Run load(const uint8_t* block, int run) {
+      return WideRun::of_signed(load_run(block, run));
     }
   };
 
@@ -31,6 +34,21 @@ struct Int8Format {
     }
   }
 };
+
+#if defined(FASTINFER_AVX512_VNNI)
+template <>
+struct Int8Format::Products<8> {
+  using Run = UnsignedRun;
+  static constexpr float kOffset = 128.0f;  // of the unsigned weights that the instruction wants
+
+  FASTINFER_INLINE static Run load(const uint8_t* block, int run) {
+    RunBytes bytes = load_run(block, run);
+#pragma GCC unroll 4
+    for (u8v& step : bytes.step) step ^= 0x80;
+    return {bytes};
+  }
+};
+#endif
 
 }  // namespace
 

@@ -21,51 +21,117 @@ FASTINFER_INLINE void for_each_block(const QuantizedGemmParams& p, int64_t tile,
   const auto* weight = static_cast<const uint8_t*>(w.q) + tile * blocks * Format::kBlockBytes + half * kLanes * 4;
   for (int64_t group = 0; group < groups; ++group) {
     const f32v scale = load(scales + group * kTileRows);
-    const f32v min = mins != nullptr ? load(mins + group * kTileRows) : scale * Format::kSymmetricMin;
+    const f32v min = mins != nullptr ? load(mins + group * kTileRows) : scale * -Format::kSymmetricOffset;
     for (int64_t block = group * w.group_blocks; block < (group + 1) * w.group_blocks; ++block) {
       fn(block, weight + block * Format::kBlockBytes, scale, min);
     }
   }
 }
 
-// Integer products. y = sum over runs of 16 inputs of scale_w scale_x dot(q_w, q_x), plus min_w (sum of x).
-template <class Format, class Scale, int kPlanes>
+// Integer products: y = scale_x * sum over blocks of scale_w * (sum over runs of multiplier_x dot(q_w, q_x)) + min_w *
+// (sum of x), the minimums first.
+template <class Format, class Scale, int kBits>
 struct IntegerKernel {
-  static constexpr int kMaxRows = 16;
+  using Products = typename Format::template Products<kBits>;
+  using Run = typename Products::Run;
+  static constexpr int kMaxRows = kLanes == 16 ? 8 : 4;  // of 32 or 16 registers
 
   const QuantizedGemmParams& p;
-  QuantizedRows x;
+  QuantizedRows<Run> x;
 
   template <int kRows>
   void tile(int64_t tile, int64_t row, float* sums, int stride) const {
-    const bool has_min = p.weight.mins != nullptr || Format::kSymmetricMin != 0.0f;
-    const int64_t scale_stride = p.k / kScaleInputs, sum_stride = p.k / kBlockInputs;
-    const float* scales = x.scale + row * scale_stride;
-    const float* x_sums = x.sum + row * sum_stride;
-    for (int half = 0; half < kHalves; ++half) {
-      f32v acc[kRows] = {};
-      for_each_block<Format, Scale>(p, tile, half, [&](int64_t b, const uint8_t* weight, f32v scale, f32v min) {
-        const typename Format::Block block(weight);
-        for (int r = 0; r < kRows; ++r) {
-          const int64_t at = (row + r) * p.k + b * kBlockInputs;
-          const float* x_scale = scales + r * scale_stride + 2 * b;
-          const f32v low = to_f32(dot(block, 0, at)), high = to_f32(dot(block, 1, at + kScaleInputs));
-          acc[r] += (low * x_scale[0] + high * x_scale[1]) * scale;
-          if (has_min) acc[r] += min * x_sums[r * sum_stride + b];
+    constexpr int kVectors = Format::kVectors;
+    for (int vector = 0; vector < kHalves; vector += kVectors) {
+      f32v acc[kRows][kVectors] = {};
+      add_mins<kRows>(tile, vector, row, acc);
+      add_products<kRows>(tile, vector, row, acc);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) {
+          store(sums + r * stride + (vector + v) * kLanes, acc[r][v] * x.scale[row + r]);
         }
-      });
-      for (int r = 0; r < kRows; ++r) store(sums + r * stride + half * kLanes, acc[r]);
+      }
     }
   }
 
-  // Products of the half-th 16 inputs of a block; theirs start at byte `at` of the planes.
-  FASTINFER_INLINE i32v dot(const typename Format::Block& block, int half, int64_t at) const {
-    const int64_t i = at / kScaleInputs;
-    i32v result = block.dot(half, x.plane[0] + at, x.total + i);
-    if constexpr (kPlanes == 2) {
-      result = result * kPlaneBase + block.dot(half, x.plane[1] + at, x.total + x.plane_totals + i);
+  // A weight is scale * (q - offset) + min: the sum of x times (min - offset * scale).
+  template <int kRows>
+  FASTINFER_INLINE void add_mins(int64_t tile, int vector, int64_t row, f32v (&acc)[kRows][Format::kVectors]) const {
+    const int64_t groups = p.k / kBlockInputs / p.weight.group_blocks;
+    const int64_t first = tile * groups * kTileRows + vector * kLanes;
+    const Scale* scales = static_cast<const Scale*>(p.weight.scales) + first;
+    const Scale* mins = static_cast<const Scale*>(p.weight.mins != nullptr ? p.weight.mins : p.weight.scales) + first;
+    constexpr float kOffset = Products::kOffset, kSymmetricOffset = kOffset + Format::kSymmetricOffset;
+    if (p.weight.mins == nullptr) {
+      if constexpr (kSymmetricOffset != 0.0f) {
+        add_sums<kRows>(row, acc, [&](int64_t at) { return load(scales + at) * -kSymmetricOffset; });
+      }
+    } else if constexpr (kOffset != 0.0f) {
+      add_sums<kRows>(row, acc, [&](int64_t at) { return load(mins + at) - load(scales + at) * kOffset; });
+    } else {
+      add_sums<kRows>(row, acc, [&](int64_t at) { return load(mins + at); });
     }
-    return result;
+  }
+
+  template <int kRows, class Factor>
+  FASTINFER_INLINE void add_sums(int64_t row, f32v (&acc)[kRows][Format::kVectors], Factor&& factor) const {
+    const int64_t blocks = p.k / kBlockInputs;
+    const float* sums = x.sum + row * blocks;
+    for (int64_t at = 0, b = 0; b < blocks; at += kTileRows) {
+      f32v factors[Format::kVectors];
+#pragma GCC unroll 2
+      for (int v = 0; v < Format::kVectors; ++v) factors[v] = factor(at + v * kLanes);
+      for (const int64_t end = b + p.weight.group_blocks; b < end; ++b) {
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+          for (int v = 0; v < Format::kVectors; ++v) acc[r][v] += factors[v] * sums[r * blocks + b];
+        }
+      }
+    }
+  }
+
+  template <int kRows>
+  FASTINFER_INLINE void add_products(int64_t tile, int vector, int64_t row,
+                                     f32v (&acc)[kRows][Format::kVectors]) const {
+    constexpr int kVectors = Format::kVectors;
+    const int64_t blocks = p.k / kBlockInputs, groups = blocks / p.weight.group_blocks, runs = p.k / kRunInputs;
+    const Scale* scales = static_cast<const Scale*>(p.weight.scales) + tile * groups * kTileRows + vector * kLanes;
+    const uint8_t* weight =
+        static_cast<const uint8_t*>(p.weight.q) + tile * blocks * Format::kBlockBytes + vector * kLanes * 4;
+    const auto* q = x.q + row * p.k;
+    const auto* multiplier = x.multiplier + row * runs;
+    for (int64_t group = 0; group < groups; ++group, scales += kTileRows) {
+      f32v scale[kVectors];
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) scale[v] = load(scales + v * kLanes);
+      for (int64_t b = 0; b < p.weight.group_blocks; ++b) {
+        ScaledDot<Run> dots[kRows][kVectors];
+#pragma GCC unroll 2
+        for (int run = 0; run < 2; ++run) {
+          Run weights[kVectors];
+#pragma GCC unroll 2
+          for (int v = 0; v < kVectors; ++v) weights[v] = Products::load(weight + v * kLanes * 4, run);
+#pragma GCC unroll 8
+          for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+            for (int v = 0; v < kVectors; ++v) {
+              dots[r][v].add(weights[v], q + r * p.k + run * kRunInputs, multiplier + r * runs + run);
+            }
+          }
+        }
+        weight += Format::kBlockBytes;
+        q += kBlockInputs;
+        multiplier += 2;
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+          for (int v = 0; v < kVectors; ++v) acc[r][v] += dots[r][v].sum() * scale[v];
+        }
+      }
+    }
   }
 };
 
@@ -93,12 +159,18 @@ struct FloatKernel {
   }
 };
 
+template <class Format, class Scale, int kBits>
+void run_integer_gemm(const QuantizedGemmParams& p) {
+  using Kernel = IntegerKernel<Format, Scale, kBits>;
+  run_gemm(p, Kernel{p, quantize_rows<typename Kernel::Run, kBits>(p)});
+}
+
 template <class Format>
 void run_quantized_gemm(const QuantizedGemmParams& p) {
   const auto run = [&]<class Scale>(Scale) {
     switch (p.activation_bits) {
-      case 8: return run_gemm(p, IntegerKernel<Format, Scale, 1>{p, quantize_rows<1>(p)});
-      case 16: return run_gemm(p, IntegerKernel<Format, Scale, 2>{p, quantize_rows<2>(p)});
+      case 8: return run_integer_gemm<Format, Scale, 8>(p);
+      case 16: return run_integer_gemm<Format, Scale, 16>(p);
       default: return run_gemm(p, FloatKernel<Format, Scale>{p, float_rows(p)});
     }
   };

@@ -1,105 +1,137 @@
-// Activations as integers, for integer products: x ~ scale * q, with one scale per row and 16 inputs.
+// Activations as integers, for integer products: x ~ scale * multiplier * q, with a scale per row and a multiplier per
+// run of 16 inputs.
 //
 // Sixteen inputs, because a few channels are much larger than the rest and spoil the precision of their neighbours: on
-// SmolLM2 blocks of 16 halve the divergence from fp32 that blocks of 32 cause. q has 8 bits, or 16 in two planes of
-// bytes, q = 128 high + low, so that the same byte products serve both.
+// SmolLM2 runs of 16 halve the divergence from fp32 that runs of 32 cause. A multiplier is an integer, 1..4095, so that
+// a block's runs can be summed in integers.
 #pragma once
 
 #include <bit>
 #include <cfloat>
 #include <cmath>
 
+#include "common/cpu/dot.h"
 #include "fused/gemm_cpu.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 
-inline constexpr int kScaleInputs = 16;
-inline constexpr int kPlaneBase = 128;
+inline constexpr int32_t kLargestMultiplier = 4095;
 
+// Of q. With 14 bits a block's sum of multiplier * q fits 32: 32 * 8191 * 4095 < 2^31.
+template <int kBits>
+inline constexpr float kLargestActivation = kBits == 8 ? 127.0f : 8191.0f;
+
+template <class Run>
 struct QuantizedRows {
-  const int8_t* plane[2];  // [m, k] each: the only plane, or high and low
-  const float* scale;      // [m, k / 16]
-  const int32_t* total;    // [m, k / 16] per plane: sum of its bytes, high plane first
-  const float* sum;        // [m, k / 32]: sum of scale * q, by which the weight's minimum is multiplied
-  int64_t plane_totals;    // distance between the planes' totals
+  const typename Run::X* q;                               // [m, k]
+  const typename ScaledDot<Run>::Multiplier* multiplier;  // [m, k / 16]
+  const float* sum;    // [m, k / 32]: sum of multiplier * q, by which the weights' minimum is multiplied
+  const float* scale;  // [m]
 };
 
-struct QuantizedBlock {
-  float scale;
-  int32_t total[2];
-};
-
-// scale = max |x| / largest; q = round to nearest even of x / scale. Zeros get scale 0.
-template <int kPlanes>
-FASTINFER_INLINE QuantizedBlock quantize_block(const float* x, int8_t* high, int8_t* low) {
-  constexpr float kLargest = kPlanes == 1 ? 127.0f : 127.0f * kPlaneBase;
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest even integer in the low bits
-  typedef int8_t Bytes __attribute__((vector_size(kLanes)));
-  // Magnitudes are compared as integers, which order them like numbers and a NaN above all: it must not be lost.
-  i32v magnitudes{};
-  for (int i = 0; i < kScaleInputs; i += kLanes) {
+// kLanes largest magnitudes of a run, as the bits of fp32: integers order those like numbers, and a NaN above all.
+FASTINFER_INLINE i32v magnitudes_of(const float* x) {
+  i32v largest{};
+#pragma GCC unroll 2
+  for (int i = 0; i < kRunInputs; i += kLanes) {
     const i32v magnitude = load_as<i32v>(x + i) & 0x7fffffff;
-    magnitudes = magnitude > magnitudes ? magnitude : magnitudes;
+    largest = magnitude > largest ? magnitude : largest;
   }
-  int32_t largest = 0;
-  for (int i = 0; i < kLanes; ++i) largest = magnitudes[i] > largest ? magnitudes[i] : largest;
-  const float amax = std::bit_cast<float>(largest);
-  // So small that its reciprocal overflows, infinite or NaN: integers of 0, and a scale that keeps what is not finite.
-  const float reciprocal = kLargest / amax;
-  if (!(amax > 0.0f && reciprocal <= FLT_MAX && amax <= FLT_MAX)) {
-    for (int i = 0; i < kScaleInputs; ++i) high[i] = low[i] = 0;
-    return {amax <= FLT_MAX ? 0.0f : NAN, {0, 0}};
-  }
-  const f32v inverse = broadcast(reciprocal);
-  i32v high_sum{}, low_sum{};
-  for (int i = 0; i < kScaleInputs; i += kLanes) {
-    const i32v q = (i32v)(load(x + i) * inverse + kRound) - (i32v)broadcast(kRound);
-    if constexpr (kPlanes == 1) {
-      high_sum += q;
-      store_as(high + i, __builtin_convertvector(q, Bytes));
-    } else {
-      const i32v upper = (q + kPlaneBase / 2) >> 7;  // low = q - 128 upper lies in -64..63
-      high_sum += upper;
-      low_sum += q - upper * kPlaneBase;
-      store_as(high + i, __builtin_convertvector(upper, Bytes));
-      store_as(low + i, __builtin_convertvector(q - upper * kPlaneBase, Bytes));
-    }
-  }
-  QuantizedBlock block{amax / kLargest, {0, 0}};
-  for (int i = 0; i < kLanes; ++i) {
-    block.total[0] += high_sum[i];
-    block.total[1] += low_sum[i];
-  }
-  return block;
+  return largest;
 }
 
-template <int kPlanes>
-QuantizedRows quantize_rows(const GemmParams& p) {
-  const int64_t bytes = p.m * p.k, scales = bytes / kScaleInputs, blocks = bytes / kBlockInputs;
-  int8_t* q = scratch_array<int8_t>(kQuantized, kPlanes * bytes);
-  float* scale = scratch_array<float>(kScales, scales * (1 + kPlanes) + blocks);
-  float* sum = scale + scales;
-  auto* total = reinterpret_cast<int32_t*>(sum + blocks);
+FASTINFER_INLINE void store_activations(int8_t* p, i32v q) {
+  store_bytes(p, q);
+}
+
+// Four inputs in the order 0, 2, 1, 3: see WideRun.
+FASTINFER_INLINE void store_activations(int16_t* p, i32v q) {
+  u16x8 low[kLanes / 8];
+  i32x8 parts[kLanes / 8];
+  std::memcpy(parts, &q, sizeof(q));
+#pragma GCC unroll 2
+  for (int i = 0; i < kLanes / 8; ++i) {
+    const u16x16 order = {0, 4, 2, 6, 8, 12, 10, 14}, halves = __builtin_shuffle((u16x16)parts[i], order);
+    std::memcpy(&low[i], &halves, sizeof(low[i]));
+  }
+  std::memcpy(p, low, sizeof(low));
+}
+
+// q = round to nearest even of x * inverse. Returns kLanes sums of q.
+template <class X>
+FASTINFER_INLINE i32v quantize_run(const float* x, float inverse, X* out) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest even integer in the low bits
+  i32v sum{};
+#pragma GCC unroll 2
+  for (int i = 0; i < kRunInputs; i += kLanes) {
+    const i32v q = (i32v)(load(x + i) * inverse + kRound) - (i32v)broadcast(kRound);
+    sum += q;
+    store_activations(out + i, q);
+  }
+  return sum;
+}
+
+// One row of x, in fp32, to q, a multiplier per run and a sum per block. Returns the row's scale. `work` holds
+// 2 k / 16 numbers, each k / 16 rounded up to whole vectors.
+template <class Run>
+float quantize_row(const float* x, int64_t k, float largest, float* work, typename Run::X* q,
+                   typename ScaledDot<Run>::Multiplier* multiplier, float* block_sums) {
+  const int64_t runs = k / kRunInputs, padded = (runs + kLanes - 1) / kLanes * kLanes;
+  auto* multipliers = reinterpret_cast<int32_t*>(work);
+  float* inverses = work + padded;
+  i32v row_magnitudes{};
+  for (int64_t run = 0; run < runs; ++run) {
+    const i32v magnitudes = magnitudes_of(x + run * kRunInputs);
+    row_magnitudes = magnitudes > row_magnitudes ? magnitudes : row_magnitudes;
+    multipliers[run] = reduce_max(magnitudes);
+  }
+  const auto amax = std::bit_cast<float>(reduce_max(row_magnitudes));
+  const float steps = largest * kLargestMultiplier, inverse = steps / amax;
+  // So small that this overflows, infinite or NaN: integers of 0, and a scale that keeps what is not finite.
+  if (!(inverse <= FLT_MAX && amax <= FLT_MAX)) {
+    std::fill_n(q, k, typename Run::X{0});
+    std::fill_n(multiplier, runs, ScaledDot<Run>::multiplier(1));
+    std::fill_n(block_sums, k / kBlockInputs, 0.0f);
+    return amax <= FLT_MAX ? 0.0f : NAN;
+  }
+  for (int64_t run = 0; run < runs; run += kLanes) {
+    const f32v ratio = load_as<f32v>(multipliers + run) / amax * static_cast<float>(kLargestMultiplier);
+    i32v m = __builtin_convertvector(ratio, i32v);
+    m -= to_f32(m) < ratio;  // up
+    m = m < 1 ? i32v{} + 1 : m;
+    store_as(multipliers + run, m);
+    store(inverses + run, inverse / to_f32(m));
+  }
+  for (int64_t block = 0; block < runs / 2; ++block) {
+    i32v sum{};
+#pragma GCC unroll 2
+    for (int64_t run = 2 * block; run < 2 * block + 2; ++run) {
+      sum += quantize_run(x + run * kRunInputs, inverses[run], q + run * kRunInputs) * multipliers[run];
+      multiplier[run] = ScaledDot<Run>::multiplier(multipliers[run]);
+    }
+    block_sums[block] = static_cast<float>(reduce_add(sum));
+  }
+  return amax / steps;
+}
+
+template <class Run, int kBits>
+QuantizedRows<Run> quantize_rows(const GemmParams& p) {
+  using Multiplier = typename ScaledDot<Run>::Multiplier;
+  static_assert(sizeof(Multiplier) == sizeof(float));
+  const int64_t runs = p.k / kRunInputs, blocks = p.k / kBlockInputs;
+  auto* q = scratch_array<typename Run::X>(kQuantized, p.m * p.k);
+  float* scale = scratch_array<float>(kScales, p.m * (1 + blocks + runs));
+  float* sum = scale + p.m;
+  auto* multiplier = reinterpret_cast<Multiplier*>(sum + p.m * blocks);
   parallel_for(p.m, [&](int64_t begin, int64_t end) {
-    float* x = scratch_array<float>(kRowBuffer, p.k);
+    float* x = scratch_array<float>(kRowBuffer, p.k + 2 * (runs + kLanes));
     for (int64_t row = begin; row < end; ++row) {
       load_row(p, row, x);
-      for (int64_t b = 0; b < p.k / kBlockInputs; ++b) {
-        float block_sum = 0.0f;
-        for (int half = 0; half < kBlockInputs / kScaleInputs; ++half) {
-          const int64_t input = b * kBlockInputs + half * kScaleInputs, at = row * p.k + input;
-          const QuantizedBlock block = quantize_block<kPlanes>(x + input, q + at, q + bytes * (kPlanes - 1) + at);
-          scale[at / kScaleInputs] = block.scale;
-          int32_t value = block.total[0];
-          for (int plane = 0; plane < kPlanes; ++plane) total[plane * scales + at / kScaleInputs] = block.total[plane];
-          if constexpr (kPlanes == 2) value = value * kPlaneBase + block.total[1];
-          block_sum += block.scale * static_cast<float>(value);
-        }
-        sum[(row * p.k) / kBlockInputs + b] = block_sum;
-      }
+      scale[row] = quantize_row<Run>(x, p.k, kLargestActivation<kBits>, x + p.k, q + row * p.k, multiplier + row * runs,
+                                     sum + row * blocks);
     }
   });
-  return {.plane = {q, q + bytes * (kPlanes - 1)}, .scale = scale, .total = total, .sum = sum, .plane_totals = scales};
+  return {.q = q, .multiplier = multiplier, .sum = sum, .scale = scale};
 }
 
 }  // namespace fastinfer::cpu::FASTINFER_ISA

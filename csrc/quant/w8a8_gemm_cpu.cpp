@@ -8,6 +8,25 @@
 namespace fastinfer::cpu::FASTINFER_ISA {
 namespace {
 
+// sum + w x + kSumOffset x, over four neighbours; w in -128..127, x in -127..127.
+#if defined(FASTINFER_AVX512_VNNI)
+constexpr int kSumOffset = 128;
+FASTINFER_INLINE i32v multiply_add(i32v sum, i8v w, i8v x) {
+  return dpbusd(sum, (u8v)w ^ 0x80, x);  // wants unsigned weights: w + 128
+}
+#else
+constexpr int kSumOffset = 0;
+#if !defined(FASTINFER_AVX2)
+FASTINFER_INLINE i8v sign(i8v a, i8v b) {
+  return b < 0 ? -a : (b == 0 ? i8v{} : a);
+}
+#endif
+FASTINFER_INLINE i32v multiply_add(i32v sum, i8v w, i8v x) {
+  // |w| times x with w's sign: a pair is at most 2 * 128 * 127 = 32,512.
+  return sum + madd(maddubs((u8v)sign(w, w), sign(x, w)), i16v{} + 1);
+}
+#endif
+
 // Lanes are weight rows. Sums are int32, and so the same in every order.
 struct W8a8Kernel {
   static constexpr int kMaxRows = 4;
@@ -22,14 +41,16 @@ struct W8a8Kernel {
     const auto* x = static_cast<const int8_t*>(p.x) + row * p.k;
     for (int half = 0; half < kHalves; ++half) {
       const auto* weight = static_cast<const int8_t*>(p.weight.q) + tile * steps * kStepBytes + half * kLanes * 4;
-      Int8Dot sums[kRows];
+      i32v sums[kRows] = {};
       for (int64_t s = 0; s < steps; ++s) {
         const i8v w = load_as<i8v>(weight + s * kStepBytes);
-        for (int r = 0; r < kRows; ++r) sums[r].add(w, broadcast4(x + r * p.k + 4 * s));
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) sums[r] = multiply_add(sums[r], w, (i8v)broadcast_word(x + r * p.k + 4 * s));
       }
       const f32v scale = scales(tile * kTileRows + half * kLanes);
       for (int r = 0; r < kRows; ++r) {
-        store(out + r * stride + half * kLanes, to_f32(sums[r].sum(totals[row + r])) * scale * p.x_scales[row + r]);
+        const i32v sum = sums[r] - kSumOffset * totals[row + r];
+        store(out + r * stride + half * kLanes, to_f32(sum) * scale * p.x_scales[row + r]);
       }
     }
   }

@@ -1,14 +1,29 @@
-// Dot products of bytes: every 32-bit lane multiplies its four weights by the four activations broadcast to all lanes.
+// Integer products of packed weights: every 32-bit lane is a weight row and multiplies its four bytes by the four
+// activations broadcast to all lanes.
+//
+// With AVX-512 VNNI, bytes by bytes is one instruction. Before it, products are added in pairs to 16 bits (vpmaddubsw),
+// and pairs of those to 32 (vpmaddwd), whose second factor comes free. 16-bit activations meet weights widened to 16
+// bits (vpmaddwd alone); so do 8-bit weights where there is no VNNI: their byte products overflow 16 bits.
 #pragma once
 
 #include "common/cpu/vec.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 
-FASTINFER_INLINE i8v broadcast4(const int8_t* p) {
-  int32_t four;
-  std::memcpy(&four, p, sizeof(four));
-  return (i8v)(i32v{} + four);
+#if defined(FASTINFER_AVX512_VNNI)
+inline constexpr bool kPairProducts = false;
+#else
+inline constexpr bool kPairProducts = true;
+#endif
+
+inline constexpr int kRunInputs = 16;             // inputs that share a scale of the activations
+inline constexpr int kRunSteps = kRunInputs / 4;  // vectors of four inputs
+
+template <class T>
+FASTINFER_INLINE i32v broadcast_word(const T* p) {
+  int32_t word;
+  std::memcpy(&word, p, sizeof(word));
+  return i32v{} + word;
 }
 
 FASTINFER_INLINE u8v low_nibbles(u8v v) {
@@ -19,84 +34,141 @@ FASTINFER_INLINE u8v high_nibbles(u8v v) {
   return (u8v)((u16v)v >> 4) & 0x0f;
 }
 
+#if !defined(FASTINFER_AVX2)
+
+FASTINFER_INLINE i16v maddubs(u8v a, i8v b) {
+  const i16v a_even = (i16v)((u16v)a & 0xff), a_odd = (i16v)((u16v)a >> 8);
+  const i16v b_even = (i16v)((u16v)b << 8) >> 8, b_odd = (i16v)b >> 8;
+  return a_even * b_even + a_odd * b_odd;
+}
+
+FASTINFER_INLINE i32v madd(i16v a, i16v b) {
+  const i32v a_even = (i32v)((u32v)a << 16) >> 16, b_even = (i32v)((u32v)b << 16) >> 16;
+  return a_even * b_even + ((i32v)a >> 16) * ((i32v)b >> 16);
+}
+
+#endif
+
+// The weights of a run, as they were packed.
+struct RunBytes {
+  u8v step[kRunSteps];
+};
+
+// Runs of weights ready to be multiplied, by x of the type X.
+
+#if defined(FASTINFER_AVX512_VNNI)
+
+struct UnsignedRun {  // 0..255
+  using X = int8_t;
+  RunBytes w;
+
+  FASTINFER_INLINE i32v dot(const int8_t* x) const {
+    i32v sum{};
+#pragma GCC unroll 4
+    for (int s = 0; s < kRunSteps; ++s) sum = dpbusd(sum, w.step[s], (i8v)broadcast_word(x + 4 * s));
+    return sum;
+  }
+};
+
+#else
+
+struct PairRun {  // 0..15: four pairs fit 16 bits, 4 * 2 * 15 * 127 = 15,240
+  using X = int8_t;
+  RunBytes w;
+
+  FASTINFER_INLINE i16v pairs(const int8_t* x) const {
+    i16v sum = maddubs(w.step[0], (i8v)broadcast_word(x));
+#pragma GCC unroll 4
+    for (int s = 1; s < kRunSteps; ++s) sum += maddubs(w.step[s], (i8v)broadcast_word(x + 4 * s));
+    return sum;
+  }
+};
+
+#endif
+
+// Weights as 16 bits. Inputs 0, 2, 1, 3 of x lie in this order, as even and odd bytes are taken apart without shuffles.
+struct WideRun {
+  using X = int16_t;
+  i16v even[kRunSteps], odd[kRunSteps];
+
+  FASTINFER_INLINE static WideRun of_unsigned(const RunBytes& bytes) {
+    WideRun run;
+#pragma GCC unroll 4
+    for (int s = 0; s < kRunSteps; ++s) {
+      run.even[s] = (i16v)((u16v)bytes.step[s] & 0xff);
+      run.odd[s] = (i16v)((u16v)bytes.step[s] >> 8);
+    }
+    return run;
+  }
+
+  FASTINFER_INLINE static WideRun of_signed(const RunBytes& bytes) {
+    WideRun run;
+#pragma GCC unroll 4
+    for (int s = 0; s < kRunSteps; ++s) {
+      run.even[s] = (i16v)((u16v)bytes.step[s] << 8) >> 8;
+      run.odd[s] = (i16v)bytes.step[s] >> 8;
+    }
+    return run;
+  }
+
+  FASTINFER_INLINE i32v dot(const int16_t* x) const {
+    i32v sum = madd(even[0], (i16v)broadcast_word(x)) + madd(odd[0], (i16v)broadcast_word(x + 2));
+#pragma GCC unroll 4
+    for (int s = 1; s < kRunSteps; ++s) {
+      sum += madd(even[s], (i16v)broadcast_word(x + 4 * s)) + madd(odd[s], (i16v)broadcast_word(x + 4 * s + 2));
+    }
+    return sum;
+  }
+};
+
+// Sums the products of a block's runs with one row of x, each times its run's multiplier: in fp32, or, where pairs are
+// multiplied once more on their way to 32 bits, in integers by a multiplier instead of the ones that would only add.
+template <class Run>
+class ScaledDot {
+ public:
+  using Multiplier = float;
+
+  static float multiplier(int32_t value) {
+    return static_cast<float>(value);
+  }
+
+  FASTINFER_INLINE void add(const Run& run, const typename Run::X* x, const float* multiplier) {
+    sum_ += to_f32(run.dot(x)) * *multiplier;
+  }
+
+  FASTINFER_INLINE f32v sum() const {
+    return sum_;
+  }
+
+ private:
+  f32v sum_{};
+};
+
 #if !defined(FASTINFER_AVX512_VNNI)
 
-// Sums of neighbouring products, 16 bits wide: w[2i] a[2i] + w[2i+1] a[2i+1]. |w| <= 127 where w is signed.
-FASTINFER_INLINE i16v multiply_pairs(u8v w, i8v a) {
-#if defined(FASTINFER_AVX2)
-  return maddubs(w, a);
-#else
-  const i16v w_even = (i16v)((u16v)w & 0xff), w_odd = (i16v)((u16v)w >> 8);
-  const i16v a_even = (i16v)((u16v)a << 8) >> 8, a_odd = (i16v)a >> 8;
-  return w_even * a_even + w_odd * a_odd;
-#endif
-}
-
-FASTINFER_INLINE i32v add_pairs(i16v v) {
-#if defined(FASTINFER_AVX2)
-  return madd(v, i16v{} + 1);
-#else
-  return ((i32v)((u32v)v << 16) >> 16) + ((i32v)v >> 16);
-#endif
-}
-
-#endif
-
-// 4-bit weights 0..15 by activations -127..127, over at most 32 inputs (eight additions).
-class Int4Dot {
+template <>
+class ScaledDot<PairRun> {
  public:
-  FASTINFER_INLINE void add(u8v w, i8v a) {
-#if defined(FASTINFER_AVX512_VNNI)
-    sum_ = dpbusd(sum_, w, a);
-#else
-    pairs_ += multiply_pairs(w, a);  // no overflow: 8 * 2 * 15 * 127 = 30,480
-#endif
+  struct Multiplier {
+    int16_t even, odd;
+  };
+
+  static Multiplier multiplier(int32_t value) {
+    return {static_cast<int16_t>(value), static_cast<int16_t>(value)};
   }
 
-  FASTINFER_INLINE i32v sum() const {
-#if defined(FASTINFER_AVX512_VNNI)
-    return sum_;
-#else
-    return add_pairs(pairs_);
-#endif
+  FASTINFER_INLINE void add(const PairRun& run, const int8_t* x, const Multiplier* multiplier) {
+    sum_ += madd(run.pairs(x), (i16v)broadcast_word(multiplier));
   }
 
- private:
-#if defined(FASTINFER_AVX512_VNNI)
-  i32v sum_{};
-#else
-  i16v pairs_{};
-#endif
-};
-
-// 8-bit weights -128..127 by activations -127..127 that add up to `total`.
-class Int8Dot {
- public:
-  FASTINFER_INLINE void add(i8v w, i8v a) {
-#if defined(FASTINFER_AVX512_VNNI)
-    // The instruction wants unsigned weights: w + 128, taken back in sum().
-    sum_ = dpbusd(sum_, (u8v)w ^ 0x80, a);
-#elif defined(FASTINFER_AVX2)
-    // |w| by a with w's sign: at most 2 * 128 * 127 = 32,512 a pair, so that 16 bits hold one addition, not two.
-    const u8v magnitude = (u8v)(w < 0 ? -w : w);
-    sum_ += add_pairs(multiply_pairs(magnitude, sign(a, w)));
-#else
-    const i16v w_even = (i16v)((u16v)w << 8) >> 8, w_odd = (i16v)w >> 8;
-    const i16v a_even = (i16v)((u16v)a << 8) >> 8, a_odd = (i16v)a >> 8;
-    sum_ += add_pairs(w_even * a_even + w_odd * a_odd);
-#endif
-  }
-
-  FASTINFER_INLINE i32v sum([[maybe_unused]] int32_t total) const {
-#if defined(FASTINFER_AVX512_VNNI)
-    return sum_ - 128 * total;
-#else
-    return sum_;
-#endif
+  FASTINFER_INLINE f32v sum() const {
+    return to_f32(sum_);
   }
 
  private:
   i32v sum_{};
 };
+
+#endif
 
 }  // namespace fastinfer::cpu::FASTINFER_ISA

@@ -99,6 +99,19 @@ FASTINFER_INLINE void store(Float16* p, f32v v) {
 #endif
 }
 
+// The low byte of every lane.
+FASTINFER_INLINE void store_bytes(void* p, i32v v) {
+#if defined(FASTINFER_AVX2) && !defined(FASTINFER_AVX512_VNNI)
+  // Through __builtin_convertvector GCC 12 takes the lanes out one by one.
+  const u8x32 order = {0, 4, 8, 12, 16, 20, 24, 28};
+  const u8x32 packed = __builtin_shuffle((u8x32)v, order);
+  std::memcpy(p, &packed, kLanes);
+#else
+  typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+  store_as(p, __builtin_convertvector(v, Bytes));
+#endif
+}
+
 // The first `count` < kLanes elements; the rest are zero.
 template <class T>
 FASTINFER_INLINE f32v load_partial(const T* p, int64_t count) {
@@ -154,6 +167,26 @@ FASTINFER_INLINE float reduce_max(f32v v) {
     for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
   }
   return lanes[0];
+}
+
+template <class Fn>
+FASTINFER_INLINE int32_t reduce(i32v v, Fn&& combine) {
+  i32x8 halves[kLanes / 8];
+  std::memcpy(halves, &v, sizeof(v));
+  i32x8 h = halves[0];
+  if constexpr (kLanes == 16) h = combine(h, halves[1]);
+  h = combine(h, __builtin_shuffle(h, (i32x8){4, 5, 6, 7, 0, 1, 2, 3}));  // constants, else GCC builds them anew
+  h = combine(h, __builtin_shuffle(h, (i32x8){2, 3, 0, 1, 6, 7, 4, 5}));
+  h = combine(h, __builtin_shuffle(h, (i32x8){1, 0, 3, 2, 5, 4, 7, 6}));
+  return h[0];
+}
+
+FASTINFER_INLINE int32_t reduce_add(i32v v) {
+  return reduce(v, [](i32x8 a, i32x8 b) { return a + b; });
+}
+
+FASTINFER_INLINE int32_t reduce_max(i32v v) {
+  return reduce(v, [](i32x8 a, i32x8 b) { return a > b ? a : b; });
 }
 
 // ---- elementary functions ----
