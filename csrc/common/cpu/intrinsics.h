@@ -23,6 +23,17 @@
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 
+// No instruction: `v` itself, held in a register. GCC 12 would load a vector from memory anew for each of its uses.
+template <class V>
+FASTINFER_INLINE V in_register(V v) {
+#if defined(FASTINFER_AVX512_VNNI)
+  asm("" : "+v"(v));
+#elif defined(FASTINFER_AVX2)
+  asm("" : "+x"(v));
+#endif
+  return v;
+}
+
 #if defined(FASTINFER_AVX2)
 
 // vcvtph2ps: exact.
@@ -33,6 +44,11 @@ FASTINFER_INLINE f32x8 half_to_float(u16x8 v) {
 // vcvtps2ph: to nearest, ties to even; beyond 65,504 to infinity.
 FASTINFER_INLINE u16x8 float_to_half(f32x8 v) {
   return (u16x8)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+// vpmovzxwd. The vector extension has the conversion, but GCC 12 makes five instructions of it.
+FASTINFER_INLINE u32x8 widen(u16x8 v) {
+  return (u32x8)_mm256_cvtepu16_epi32((__m128i)v);
 }
 
 // vpmaddubsw: neighbouring products a[2i] b[2i] + a[2i+1] b[2i+1], saturated to 16 bits.
@@ -60,6 +76,10 @@ FASTINFER_INLINE f32x16 half_to_float(u16x16 v) {
 
 FASTINFER_INLINE u16x16 float_to_half(f32x16 v) {
   return (u16x16)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+FASTINFER_INLINE u32x16 widen(u16x16 v) {
+  return (u32x16)_mm512_cvtepu16_epi32((__m256i)v);
 }
 
 FASTINFER_INLINE i16x32 maddubs(u8x64 a, i8x64 b) {

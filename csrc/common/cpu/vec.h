@@ -65,7 +65,11 @@ FASTINFER_INLINE f32v load(const float* p) {
 }
 
 FASTINFER_INLINE f32v load(const BFloat16* p) {
+#if defined(FASTINFER_AVX2)
+  return (f32v)(widen(load_as<u16half>(p)) << 16);
+#else
   return (f32v)(__builtin_convertvector(load_as<u16half>(p), u32v) << 16);
+#endif
 }
 
 FASTINFER_INLINE f32v load(const Float16* p) {
