@@ -35,17 +35,25 @@ def emulated_library() -> Path:
     return library
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Under ThreadSanitizer run the first and a fixed fifth of each test's emulated cases.
+@pytest.fixture(scope="session")
+def avx512_library() -> Path:
+    """Registers ``torch.ops.fastinfer_avx512``: the CPU kernels for AVX-512 on emulated instructions."""
+    library = build.build_avx512("fastinfer_avx512") / "libfastinfer_avx512.so"
+    torch.ops.load_library(library)
+    return library
 
-    It is ten times slower than the plain build, and barriers do not depend on the data.
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of slow builds run the first and a fixed fifth of each test's cases.
+
+    ThreadSanitizer is ten times slower than the plain build, and barriers do not depend on the data. The emulated
+    AVX-512 kernels are up to fifty times slower than real ones, and differ from tested ones in few lines.
     """
-    if os.environ.get("FASTINFER_EMULATION") != "thread":
-        return
+    slow = {"avx512"} | ({"emulated"} if os.environ.get("FASTINFER_EMULATION") == "thread" else set())
     seen = set()
     kept, dropped = [], []
     for item in items:
-        emulated = item.get_closest_marker("emulated") is not None
+        emulated = any(item.get_closest_marker(mark) for mark in slow)
         function = item.nodeid.partition("[")[0]
         first = emulated and function not in seen
         if first:

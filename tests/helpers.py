@@ -14,15 +14,17 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def device_fixture(*names: str) -> Callable[..., Any]:
-    """A ``device`` fixture over the devices that an operator has: cpu, cuda, emulated.
+    """A ``device`` fixture over the devices that an operator has: cpu, avx512, cuda, emulated.
 
     On "emulated" the tensors lie in host memory and ``fastinfer.ops`` calls the CUDA kernels on the emulator
-    (tests/emulation). The fixture seeds torch, so that a test alone sees the same data, and keeps torch on one thread:
-    for the references' small tensors a second one costs more than it gives (46 ms instead of 0.1 ms for a product when
-    both cores are busy).
+    (tests/emulation); on "avx512" it calls the CPU kernels as compiled for AVX-512 BF16, on emulated instructions. The
+    fixture seeds torch, so that a test alone sees the same data, and keeps torch on one thread: for the references'
+    small tensors a second one costs more than it gives (46 ms instead of 0.1 ms for a product when both cores are
+    busy).
     """
     marks = {
         "cpu": [],
+        "avx512": [pytest.mark.avx512],
         "cuda": [pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
         "emulated": [pytest.mark.emulated],
     }
@@ -33,11 +35,11 @@ def device_fixture(*names: str) -> Callable[..., Any]:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        if request.param == "emulated":
-            request.getfixturevalue("emulated_library")
+        if request.param in ("emulated", "avx512"):
+            request.getfixturevalue(f"{request.param}_library")
             for name, module in list(sys.modules.items()):
                 if name.startswith("fastinfer.ops.") and getattr(module, "ops", None) is torch.ops.fastinfer:
-                    monkeypatch.setattr(module, "ops", torch.ops.fastinfer_emulated)
+                    monkeypatch.setattr(module, "ops", getattr(torch.ops, f"fastinfer_{request.param}"))
             yield "cpu"
         else:
             yield request.param

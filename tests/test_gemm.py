@@ -12,7 +12,7 @@ from torch import Tensor
 from fastinfer import ops
 from fastinfer.ops.pack import interleave_gate_up
 
-device = device_fixture("cpu")
+device = device_fixture("cpu", "avx512")
 
 
 def assert_gemm(x: Tensor, weight: Tensor, **options: Any) -> None:

@@ -3,7 +3,7 @@
 from helpers import device_fixture
 from quantized_gemm import QuantizedGemmTests
 
-device = device_fixture("cpu")
+device = device_fixture("cpu", "avx512")
 
 
 class TestInt4Gemm(QuantizedGemmTests):

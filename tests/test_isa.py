@@ -16,16 +16,16 @@ from torch import Tensor
 
 from fastinfer import _C
 
-ISAS = ["portable", "avx2", "avx512_vnni"]
+ISAS = ["portable", "avx2", "avx512_vnni", "avx512_bf16"]
 USABLE = _C.cpu_info()["isas_usable"]
 
 
-def outputs() -> list[tuple[str, list[Tensor]]]:
+def outputs(namespace: str = "fastinfer") -> list[tuple[str, list[Tensor]]]:
     """Every operator's results, in-place ones included."""
     torch.manual_seed(0)
     results = []
     for name, args in op_calls():
-        returned = getattr(torch.ops.fastinfer, name).default(*args)
+        returned = getattr(getattr(torch.ops, namespace), name).default(*args)
         returned = returned if isinstance(returned, tuple) else (returned,)
         results.append((name, [t for t in (*returned, *args) if isinstance(t, Tensor)]))
     return results
@@ -58,7 +58,16 @@ def test_isa_gives_the_default_results(
     assert done.returncode == 0, done.stderr
     saved = torch.load(tmp_path / "out.pt")
     assert saved["isa"] == isa
-    for (name, got), (_, want) in zip(saved["outputs"], default_outputs, strict=True):
+    assert_all_near(saved["outputs"], default_outputs)
+
+
+@pytest.mark.usefixtures("avx512_library")
+def test_emulated_avx512_gives_the_default_results(default_outputs: list[tuple[str, list[Tensor]]]) -> None:
+    assert_all_near(outputs("fastinfer_avx512"), default_outputs)
+
+
+def assert_all_near(results: list[tuple[str, list[Tensor]]], wanted: list[tuple[str, list[Tensor]]]) -> None:
+    for (name, got), (_, want) in zip(results, wanted, strict=True):
         for out, expected in zip(got, want, strict=True):
             assert_near(name, out, expected)
 

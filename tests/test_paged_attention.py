@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from fastinfer import ops
 
-device = device_fixture("cpu", "cuda", "emulated")
+device = device_fixture("cpu", "avx512", "cuda", "emulated")
 GPUS = {
     "cuda": pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     "emulated": pytest.mark.emulated,

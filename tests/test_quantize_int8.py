@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastinfer import ops
 
-device = device_fixture("cpu", "cuda", "emulated")
+device = device_fixture("cpu", "avx512", "cuda", "emulated")
 
 HIDDEN = [1, 7, 111, 576, 4096]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastinfer import ops
 
-device = device_fixture("cpu", "cuda", "emulated")
+device = device_fixture("cpu", "avx512", "cuda", "emulated")
 
 TOLERANCE = {
     torch.float32: {"rtol": 1e-6, "atol": 1e-6},

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastinfer import ops
 
-device = device_fixture("cpu")
+device = device_fixture("cpu", "avx512")
 
 TABLE = torch.tensor(
     [-1.0, -0.696, -0.525, -0.395, -0.284, -0.185, -0.091, 0.0, 0.08, 0.161, 0.246, 0.338, 0.441, 0.563, 0.723, 1.0]

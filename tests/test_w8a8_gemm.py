@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastinfer import ops
 
-device = device_fixture("cpu", "cuda", "emulated")
+device = device_fixture("cpu", "avx512", "cuda", "emulated")
 
 FUSIONS = ["plain", "bias", "residual", "bias+residual", "silu", "bias+silu", "gelu_tanh", "gelu"]
 

@@ -10,7 +10,7 @@
 // FASTINFER_OPERATORS(m) { m.impl(...); }   operators with a kernel for the CPU and for CUDA
 // FASTINFER_CPU_OPERATORS(m) { ... }         operators without a CUDA kernel
 // FASTINFER_LAUNCH(x, op, params)            cpu::op(params), or cuda::op(params, stream) where tensor x is on a GPU
-#define FASTINFER_CPU_OPERATORS(m) STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m)
+#define FASTINFER_CPU_OPERATORS(m) STABLE_TORCH_LIBRARY_IMPL(FASTINFER_NAMESPACE, CPU, m)
 
 #if defined(FASTINFER_CUDA)
 
@@ -18,10 +18,10 @@
 
 #define FASTINFER_OPERATORS(m)                                             \
   static void register_operators(torch::stable::detail::StableLibrary& m); \
-  STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, library) {                     \
+  STABLE_TORCH_LIBRARY_IMPL(FASTINFER_NAMESPACE, CPU, library) {           \
     register_operators(library);                                           \
   }                                                                        \
-  STABLE_TORCH_LIBRARY_IMPL(fastinfer, CUDA, library) {                    \
+  STABLE_TORCH_LIBRARY_IMPL(FASTINFER_NAMESPACE, CUDA, library) {          \
     register_operators(library);                                           \
   }                                                                        \
   static void register_operators(torch::stable::detail::StableLibrary& m)

@@ -66,7 +66,7 @@ struct TableGemmParams : QuantizedGemmParams {  // w = scale * table[q], 4 bits;
 
 }  // namespace fastinfer
 
-FASTINFER_CPU_KERNEL(gemm, DenseGemmParams)
+FASTINFER_CPU_KERNEL_BF16(gemm, DenseGemmParams)
 FASTINFER_CPU_KERNEL(int8_gemm, QuantizedGemmParams)
 FASTINFER_CPU_KERNEL(int4_gemm, QuantizedGemmParams)
 FASTINFER_CPU_KERNEL(table_gemm, TableGemmParams)

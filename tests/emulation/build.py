@@ -1,4 +1,4 @@
-"""Builds the emulated CUDA kernels: ``python tests/emulation/build.py plain|address|thread``."""
+"""Builds the emulated kernels: ``python tests/emulation/build.py plain|address|thread|avx512``."""
 
 import importlib.util
 import shutil
@@ -35,13 +35,18 @@ def build(sanitizer: str, target: str = "all") -> Path:
     include = cuda_include()
     if include is None:
         raise FileNotFoundError("the CUDA toolkit's headers are needed: pip install 'fastinfer[test]'")
-    folder = folder_of(sanitizer)
-    configure = [
-        *("cmake", "-G", "Ninja", "-S", str(HERE), "-B", str(folder)),
-        f"-DEMULATION_SANITIZER={sanitizer}",
-        f"-DFASTINFER_TORCH_DIR={Path(torch.__file__).parent}",
-        f"-DFASTINFER_CUDA_INCLUDE={include}",
-    ]
+    options = [f"-DEMULATION_SANITIZER={sanitizer}", f"-DFASTINFER_CUDA_INCLUDE={include}"]
+    return cmake(HERE, folder_of(sanitizer), options, target)
+
+
+def build_avx512(target: str = "all") -> Path:
+    """Build what changed of all, or of fastinfer_avx512 or the libraries instructions_*; returns their folder."""
+    return cmake(HERE / "avx512", folder_of("avx512"), [], target)
+
+
+def cmake(source: Path, folder: Path, options: list[str], target: str) -> Path:
+    torch_dir = f"-DFASTINFER_TORCH_DIR={Path(torch.__file__).parent}"
+    configure = ["cmake", "-G", "Ninja", "-S", str(source), "-B", str(folder), torch_dir, *options]
     for command in (configure, ["cmake", "--build", str(folder), "--target", target]):
         run = subprocess.run(command, capture_output=True, text=True)
         if run.returncode:
@@ -50,6 +55,6 @@ def build(sanitizer: str, target: str = "all") -> Path:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1] not in SANITIZERS:
-        sys.exit(f"usage: build.py {'|'.join(SANITIZERS)}")
-    print(build(sys.argv[1]))
+    if len(sys.argv) != 2 or sys.argv[1] not in (*SANITIZERS, "avx512"):
+        sys.exit(f"usage: build.py {'|'.join(SANITIZERS)}|avx512")
+    print(build_avx512() if sys.argv[1] == "avx512" else build(sys.argv[1]))

@@ -35,6 +35,11 @@ std::vector<std::string> required_features(Isa isa) {
   switch (isa) {
     case Isa::kAvx2: return {"avx2", "fma", "f16c"};
     case Isa::kAvx512Vnni: return {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni"};
+    case Isa::kAvx512Bf16: {
+      auto features = required_features(Isa::kAvx512Vnni);
+      features.emplace_back("avx512bf16");
+      return features;
+    }
     default: return {};
   }
 }
@@ -77,6 +82,7 @@ IsaChoice choose() {
 
 const char* name(Isa isa) {
   switch (isa) {
+    case Isa::kAvx512Bf16: return "avx512_bf16";
     case Isa::kAvx512Vnni: return "avx512_vnni";
     case Isa::kAvx2: return "avx2";
     default: return "portable";
@@ -85,7 +91,7 @@ const char* name(Isa isa) {
 
 std::vector<Isa> built_isas() {
 #if defined(__x86_64__)
-  return {Isa::kPortable, Isa::kAvx2, Isa::kAvx512Vnni};
+  return {Isa::kPortable, Isa::kAvx2, Isa::kAvx512Vnni, Isa::kAvx512Bf16};
 #else
   return {Isa::kPortable};
 #endif

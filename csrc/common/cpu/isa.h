@@ -9,7 +9,7 @@
 
 namespace fastinfer::cpu {
 
-enum class Isa { kPortable, kAvx2, kAvx512Vnni };
+enum class Isa { kPortable, kAvx2, kAvx512Vnni, kAvx512Bf16 };
 
 struct IsaChoice {
   Isa isa;
@@ -24,35 +24,40 @@ const IsaChoice& active_isa();            // throws std::runtime_error if FASTIN
 
 }  // namespace fastinfer::cpu
 
-// Declares `void fn(const Params&)` for every built instruction set, and fastinfer::cpu::fn that calls the active one.
+// FASTINFER_CPU_KERNEL(fn, Params): declares `void fn(const Params&)` for every built instruction set, and
+// fastinfer::cpu::fn that calls the active one. FASTINFER_CPU_KERNEL_BF16: the same for a kernel that is also compiled
+// for AVX-512 BF16, because it uses its instruction; the others run there as compiled for AVX-512 VNNI.
+#define FASTINFER_DECLARE_KERNEL(isa, fn, Params) \
+  namespace fastinfer::cpu::isa {                 \
+  void fn(const Params&);                         \
+  }
+
 #if defined(__x86_64__)
-#define FASTINFER_CPU_KERNEL(fn, Params)                     \
+#define FASTINFER_DISPATCH_KERNEL(fn, Params, bf16_isa)      \
+  FASTINFER_DECLARE_KERNEL(portable, fn, Params)             \
+  FASTINFER_DECLARE_KERNEL(avx2, fn, Params)                 \
+  FASTINFER_DECLARE_KERNEL(avx512_vnni, fn, Params)          \
   namespace fastinfer::cpu {                                 \
-  namespace portable {                                       \
-  void fn(const Params&);                                    \
-  }                                                          \
-  namespace avx2 {                                           \
-  void fn(const Params&);                                    \
-  }                                                          \
-  namespace avx512_vnni {                                    \
-  void fn(const Params&);                                    \
-  }                                                          \
   inline void fn(const Params& params) {                     \
     switch (active_isa().isa) {                              \
+      case Isa::kAvx512Bf16: return bf16_isa::fn(params);    \
       case Isa::kAvx512Vnni: return avx512_vnni::fn(params); \
       case Isa::kAvx2: return avx2::fn(params);              \
       default: return portable::fn(params);                  \
     }                                                        \
   }                                                          \
   }
+#define FASTINFER_CPU_KERNEL(fn, Params) FASTINFER_DISPATCH_KERNEL(fn, Params, avx512_vnni)
+#define FASTINFER_CPU_KERNEL_BF16(fn, Params)       \
+  FASTINFER_DECLARE_KERNEL(avx512_bf16, fn, Params) \
+  FASTINFER_DISPATCH_KERNEL(fn, Params, avx512_bf16)
 #else
-#define FASTINFER_CPU_KERNEL(fn, Params) \
-  namespace fastinfer::cpu {             \
-  namespace portable {                   \
-  void fn(const Params&);                \
-  }                                      \
-  inline void fn(const Params& params) { \
-    return portable::fn(params);         \
-  }                                      \
+#define FASTINFER_CPU_KERNEL(fn, Params)         \
+  FASTINFER_DECLARE_KERNEL(portable, fn, Params) \
+  namespace fastinfer::cpu {                     \
+  inline void fn(const Params& params) {         \
+    return portable::fn(params);                 \
+  }                                              \
   }
+#define FASTINFER_CPU_KERNEL_BF16(fn, Params) FASTINFER_CPU_KERNEL(fn, Params)
 #endif
