@@ -22,7 +22,8 @@ inline constexpr int kRowBlock = 64;                // rows of x between two vis
 // Slots of scratch memory.
 enum ScratchSlot { kActivations, kQuantized, kScales, kRowBuffer };
 
-// Rows of x after the prologue, fp32, padded with zeros to a multiple of kLanes.
+// Rows of x after the prologue, fp32, padded with zeros to a multiple of kLanes and then by a cache line, so that rows
+// of a power of two do not share a set of the cache.
 struct FloatRows {
   const float* data;
   int64_t stride;
@@ -41,7 +42,7 @@ inline void load_row(const GemmParams& p, int64_t row, float* out) {
 }
 
 inline FloatRows float_rows(const GemmParams& p) {
-  const int64_t stride = (p.k + kLanes - 1) / kLanes * kLanes;
+  const int64_t stride = (p.k + kLanes - 1) / kLanes * kLanes + 16;
   float* data = scratch_array<float>(kActivations, p.m * stride);
   parallel_for(p.m, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
