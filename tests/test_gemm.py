@@ -82,6 +82,16 @@ def test_a_row_does_not_depend_on_its_batch_or_the_threads(fusion: str, dtype: t
         assert_bitwise(torch.cat(chunks), one)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_inputs_in_several_chunks(dtype: torch.dtype, device: str) -> None:
+    """Two chunks and a part of a vector, in every block of rows from one to eight."""
+    x, weight = operands(8, 35, 2061, dtype, dtype, device)
+    assert_gemm(x, weight)
+    out = ops.gemm(x, weight)
+    for size in range(1, 8):
+        assert_bitwise(torch.cat([ops.gemm(rows, weight) for rows in x.split(size)]), out)
+
+
 def test_nan_stays_in_its_row(device: str) -> None:
     x, weight = operands(19, 40, 64, torch.float32, torch.float32, device)
     x[7, 3] = torch.nan
