@@ -2,10 +2,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "common/cpu/isa.h"
+#include "common/cpu/launch_graph.h"
 #include "common/cpu/parallel.h"
 #include "launch_plan.h"
 
@@ -77,6 +79,24 @@ py::dict plan(const std::string& op, const Sizes& sizes, int arch, int multiproc
   return result;
 }
 
+void define_launch_graph(py::module_& m) {
+  using cpu::GraphMemory, cpu::LaunchGraph;
+  py::class_<GraphMemory, std::shared_ptr<GraphMemory>>(m, "GraphMemory",
+                                                        "Memory of the tensors that are made while graphs are recorded.")
+      .def(py::init<>())
+      .def(
+          "owns",
+          [](const GraphMemory& memory, uintptr_t data) { return memory.owns(reinterpret_cast<const void*>(data)); },
+          py::arg("data"), "Whether the address lies in it.");
+  py::class_<LaunchGraph>(m, "LaunchGraph", "Kernel calls, recorded and replayed; see fastinfer.ops.CPUGraph.")
+      .def(py::init<std::shared_ptr<GraphMemory>>(), py::arg("memory"))
+      .def("begin", &LaunchGraph::begin, "Note what this thread launches from now on.")
+      .def("end", &LaunchGraph::end, "Note no more.")
+      .def("clear", &LaunchGraph::clear, "Forget the launches.")
+      .def("replay", &LaunchGraph::replay, py::call_guard<py::gil_scoped_release>(), "All launches in order.")
+      .def("__len__", &LaunchGraph::size);
+}
+
 }  // namespace
 }  // namespace fastinfer
 
@@ -94,4 +114,5 @@ PYBIND11_MODULE(_C, m) {
         pybind11::arg("multiprocessors"), pybind11::arg("shared_bytes"),
         "How an operator would be launched on such a GPU; ValueError for an unknown operator or a size that does not "
         "fit.");
+  fastinfer::define_launch_graph(m);
 }

@@ -17,7 +17,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
 
 def toy_engine(**limits: int | None) -> Engine:
-    engine = Engine(ToyModel(), ToyTokenizer(), EngineConfig(kv_cache_dtype=torch.float32, **limits))  # type: ignore
+    # The toy computes with torch, which no graph records.
+    config = EngineConfig(kv_cache_dtype=torch.float32, enforce_eager=True, **limits)  # type: ignore[arg-type]
+    engine = Engine(ToyModel(), ToyTokenizer(), config)  # type: ignore[arg-type]
     for tensor in engine.kv_cache_tensors.k + engine.kv_cache_tensors.v:
         tensor.fill_(float("nan"))
     return engine

@@ -63,7 +63,7 @@ def log_probabilities(model: Decoder, ids: list[int], dtype: str) -> Tensor:
         slot_mapping=every,
         logits_indices=every,
     )
-    return model.forward(batch, cache).log_softmax(-1)
+    return model.forward(batch, cache).float().log_softmax(-1)
 
 
 def mean_loss(log_probs: Tensor, ids: list[int]) -> float:

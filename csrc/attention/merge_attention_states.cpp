@@ -24,7 +24,7 @@ std::tuple<Tensor, Tensor> merge_attention_states(const Tensor& a, const Tensor&
     check.contiguous(*lse, name);
   }
   check.require(head_dim > 0 || tokens * heads == 0, "a must have a head_dim, got ", format_shape(a.sizes()));
-  Tensor out = torch::stable::empty_like(a), out_lse = torch::stable::empty_like(a_lse);
+  Tensor out = new_tensor(a, a.sizes()), out_lse = new_tensor(a_lse, a_lse.sizes());
   const MergeAttentionStatesParams params{
       .a = a.data_ptr(),
       .b = b.data_ptr(),

@@ -75,7 +75,7 @@ int clamp_window(int64_t window) {
 // A new work plan, made on the device.
 Tensor make_plan(const Tensor& seq_lens, const Tensor& query_start, int64_t q_heads, int64_t kv_heads, int64_t head_dim,
                  int64_t window, const cuda::PagedAttentionPlan& launch) {
-  Tensor plan = torch::stable::new_empty(seq_lens, {launch.plan_ints});
+  Tensor plan = new_tensor(seq_lens, {launch.plan_ints});
   const PagedAttentionPlanParams params{
       .seq_lens = static_cast<const int32_t*>(seq_lens.data_ptr()),
       .query_start = static_cast<const int32_t*>(query_start.data_ptr()),
@@ -117,7 +117,7 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
     check.contiguous(*t, name);
   }
   check.rows_contiguous(q, "q");
-  Tensor out = torch::stable::new_empty(q, {tokens, q_heads, head_dim});
+  Tensor out = new_tensor(q, {tokens, q_heads, head_dim});
   PagedAttentionParams params{
       .q = q.data_ptr(),
       .k_cache = k_cache.data_ptr(),
@@ -158,7 +158,7 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
   } else {
     plan = make_plan(seq_lens, query_start, q_heads, kv_heads, head_dim, window, launch);
   }
-  const Tensor workspace = torch::stable::new_empty(q, {launch.workspace_bytes}, ScalarType::Byte);
+  const Tensor workspace = new_tensor(q, {launch.workspace_bytes}, ScalarType::Byte);
   params.plan = static_cast<int32_t*>(plan->data_ptr());
   params.workspace = static_cast<float*>(workspace.data_ptr());
   params.blocks = static_cast<int>(launch.attention.grid);
@@ -180,7 +180,7 @@ Tensor paged_attention_plan(const Tensor& seq_lens, const Tensor& query_start, i
                 kv_heads, ", got ", q_heads);
   check.require(window >= 0, "window must be 0 (none) or positive, got ", window);
   const cuda::Device* const gpu = gpu_of(seq_lens);
-  if (gpu == nullptr) return torch::stable::new_empty(seq_lens, {0});  // the CPU kernel plans as it goes
+  if (gpu == nullptr) return new_tensor(seq_lens, {0});  // the CPU kernel plans as it goes
   return make_plan(seq_lens, query_start, q_heads, kv_heads, head_dim, window,
                    cuda::plan_paged_attention(seqs, head_dim, *gpu));
 }

@@ -5,11 +5,15 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <optional>
+
+#include "common/cpu/launch_graph.h"
 #include "common/launch_config.h"
 
 // FASTINFER_OPERATORS(m) { m.impl(...); }   operators with a kernel for the CPU and for CUDA
 // FASTINFER_CPU_OPERATORS(m) { ... }         operators without a CUDA kernel
 // FASTINFER_LAUNCH(x, op, params)            cpu::op(params), or cuda::op(params, stream) where tensor x is on a GPU
+// new_tensor(like, sizes, dtype)             the memory of results and of what a kernel needs besides
 #define FASTINFER_CPU_OPERATORS(m) STABLE_TORCH_LIBRARY_IMPL(FASTINFER_NAMESPACE, CPU, m)
 
 #if defined(FASTINFER_CUDA)
@@ -33,18 +37,22 @@
       const torch::stable::accelerator::DeviceGuard guard(index);                   \
       ::fastinfer::cuda::op(__VA_ARGS__, ::fastinfer::cuda::current_stream(index)); \
     } else {                                                                        \
-      ::fastinfer::cpu::op(__VA_ARGS__);                                            \
+      ::fastinfer::cpu::launch(&::fastinfer::cpu::op, __VA_ARGS__);                 \
     }                                                                               \
   } while (false)
 
 #else
 
 #define FASTINFER_OPERATORS(m) FASTINFER_CPU_OPERATORS(m)
-#define FASTINFER_LAUNCH(x, op, ...) ::fastinfer::cpu::op(__VA_ARGS__)
+#define FASTINFER_LAUNCH(x, op, ...) ::fastinfer::cpu::launch(&::fastinfer::cpu::op, __VA_ARGS__)
 
 #endif
 
 namespace fastinfer {
+
+// torch's new_empty; while a graph is recorded, in the graph's memory. Nothing else may allocate what a launch points to.
+torch::stable::Tensor new_tensor(const torch::stable::Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
+                                 std::optional<torch::headeronly::ScalarType> dtype = std::nullopt);
 
 // The GPU that a tensor is on, for launch policies; null for a tensor in host memory, whose contents may be looked at.
 inline const cuda::Device* gpu_of([[maybe_unused]] const torch::stable::Tensor& x) {

@@ -17,7 +17,7 @@ Tensor run(const Checks& check, const Tensor& x, Activation activation) {
   const auto sizes = x.sizes();
   std::vector<int64_t> out_sizes(sizes.begin(), sizes.end());
   out_sizes.back() = width / 2;
-  Tensor out = torch::stable::new_empty(x, out_sizes);
+  Tensor out = new_tensor(x, out_sizes);
   const ActivationAndMulParams params{
       .x = x.data_ptr(),
       .out = out.data_ptr(),

@@ -19,7 +19,7 @@ Tensor embedding(const Tensor& weight, const Tensor& ids) {
   for (int64_t i = 0; gpu_of(ids) == nullptr && i < tokens; ++i) {
     check.require(id[i] >= 0 && id[i] < vocab, "ids[", i, "] must be in 0..", vocab - 1, ", got ", id[i]);
   }
-  Tensor out = torch::stable::new_empty(weight, {tokens, hidden});
+  Tensor out = new_tensor(weight, {tokens, hidden});
   const EmbeddingParams params{
       .weight = weight.data_ptr(),
       .ids = id,

@@ -66,7 +66,7 @@ GemmParams gemm_params(const Checks& check, const GemmArgs& args, int64_t n, int
     check.dtype(*args.residual, "residual", args.x.scalar_type());
     check.contiguous(*args.residual, "residual");
   }
-  out = torch::stable::new_empty(args.x, {m, gated ? n / 2 : n});
+  out = new_tensor(args.x, {m, gated ? n / 2 : n});
   return {
       .x = args.x.data_ptr(),
       .residual = args.residual ? args.residual->data_ptr() : nullptr,
@@ -104,7 +104,7 @@ void prepare_gpu(const Checks& check, const GemmArgs& args, cuda::WeightFormat f
     params.x_stride = params.k;
   }
   if (norm_first) {
-    Tensor normed = torch::stable::new_empty(x, {params.m, params.k});
+    Tensor normed = new_tensor(x, {params.m, params.k});
     const RmsNormParams norm{
         .x = params.x,
         .residual = nullptr,
@@ -125,7 +125,7 @@ void prepare_gpu(const Checks& check, const GemmArgs& args, cuda::WeightFormat f
   }
   if (params.plan.workspace_bytes > 0) {
     const auto bytes = static_cast<int64_t>(params.plan.workspace_bytes);
-    scratch.workspace = torch::stable::new_empty(x, {bytes}, ScalarType::Byte);
+    scratch.workspace = new_tensor(x, {bytes}, ScalarType::Byte);
     params.workspace = scratch.workspace->data_ptr();
   }
 }

@@ -15,8 +15,8 @@ std::tuple<Tensor, Tensor> quantize_int8(const Tensor& x) {
   check.contiguous(x, "x");
   const DType dtype = check.float_dtype(x, "x");
   const std::vector<int64_t> rows(x.sizes().begin(), x.sizes().end() - 1);
-  Tensor q = torch::stable::new_empty(x, x.sizes(), ScalarType::Char);
-  Tensor scales = torch::stable::new_empty(x, rows, ScalarType::Float);
+  Tensor q = new_tensor(x, x.sizes(), ScalarType::Char);
+  Tensor scales = new_tensor(x, rows, ScalarType::Float);
   const QuantizeInt8Params params{
       .x = x.data_ptr(),
       .q = static_cast<int8_t*>(q.data_ptr()),

@@ -28,10 +28,10 @@ void run(const Checks& check, const Tensor& x, const Tensor* residual, const Ten
   }
   if (scales != nullptr) {
     std::vector<int64_t> rows(x.sizes().begin(), x.sizes().end() - 1);
-    *scales = torch::stable::new_empty(x, rows, ScalarType::Float);
-    out = torch::stable::new_empty(x, x.sizes(), ScalarType::Char);
+    *scales = new_tensor(x, rows, ScalarType::Float);
+    out = new_tensor(x, x.sizes(), ScalarType::Char);
   } else {
-    out = torch::stable::empty_like(x);
+    out = new_tensor(x, x.sizes());
   }
   const RmsNormParams params{
       .x = x.data_ptr(),

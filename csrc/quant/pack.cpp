@@ -19,7 +19,7 @@ Tensor pack(const Tensor& q) {
                 " columns, got ", format_shape(q.sizes()));
   const int64_t steps = kBlockInputs / (kBits == 4 ? kInputsPerStep4 : kInputsPerStep8);
   const int64_t tiles = (n + kTileRows - 1) / kTileRows;
-  Tensor out = torch::stable::new_empty(q, {tiles, k / kBlockInputs, steps, kTileRows, 4});
+  Tensor out = new_tensor(q, {tiles, k / kBlockInputs, steps, kTileRows, 4});
   const PackParams params{.q = q.data_ptr(), .out = out.data_ptr(), .n = n, .k = k, .bits = kBits};
   FASTINFER_LAUNCH(q, pack, params);
   return out;
@@ -45,7 +45,7 @@ Tensor dequantize(const Tensor& qweight, const Tensor& scales, std::optional<Ten
     }
   }
   const int64_t k = qweight.size(1) * kBlockInputs;
-  Tensor out = torch::stable::new_empty(qweight, {count, k}, dtype);
+  Tensor out = new_tensor(qweight, {count, k}, dtype);
   const DequantizeParams params{
       .weight = weight,
       .rows = row,

@@ -40,7 +40,7 @@ Tensor w8a8_gemm(const Tensor& x, const Tensor& x_scales, const Tensor& qweight,
     check.contiguous(*bias, "bias");
     params.bias = {bias->data_ptr(), check.fp32_or(params.dtype, *bias, "bias")};
   }
-  Tensor out = torch::stable::new_empty(x, {m, gated ? n / 2 : n}, dtype), sums, counters;
+  Tensor out = new_tensor(x, {m, gated ? n / 2 : n}, dtype), sums, counters;
   params.x = x.data_ptr();
   params.out = out.data_ptr();
   params.m = m;
@@ -54,7 +54,7 @@ Tensor w8a8_gemm(const Tensor& x, const Tensor& x_scales, const Tensor& qweight,
     check_aligned(check, qweight, "qweight");
     params.w8a8_plan = cuda::plan_w8a8_gemm(m, n, k, *gpu);
     if (params.w8a8_plan.splits > 1) {
-      sums = torch::stable::new_empty(x, {static_cast<int64_t>(params.w8a8_plan.workspace_ints)}, ScalarType::Int);
+      sums = new_tensor(x, {static_cast<int64_t>(params.w8a8_plan.workspace_ints)}, ScalarType::Int);
       counters = torch::stable::new_zeros(x, {params.w8a8_plan.units}, ScalarType::Int);
       params.sums = static_cast<int32_t*>(sums.data_ptr());
       params.counters = static_cast<int32_t*>(counters.data_ptr());

@@ -59,10 +59,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample(const Tensor& logits, const Te
                 "penalties must be given where output_counts or prompt_mask is, got None");
   check.require(num_logprobs >= 0 && num_logprobs <= kMaxLogprobs, "num_logprobs must be in [0, ", kMaxLogprobs,
                 "], got ", num_logprobs);
-  Tensor tokens = torch::stable::new_empty(logits, {rows}, ScalarType::Long);
-  Tensor logprobs = torch::stable::new_empty(logits, {rows});
-  Tensor top_logprobs = torch::stable::new_empty(logits, {rows, num_logprobs});
-  Tensor top_tokens = torch::stable::new_empty(logits, {rows, num_logprobs}, ScalarType::Long);
+  Tensor tokens = new_tensor(logits, {rows}, ScalarType::Long);
+  Tensor logprobs = new_tensor(logits, {rows});
+  Tensor top_logprobs = new_tensor(logits, {rows, num_logprobs});
+  Tensor top_tokens = new_tensor(logits, {rows, num_logprobs}, ScalarType::Long);
   SampleParams params{
       .logits = values,
       .temperature = data<float>(check, temperature, "temperature", {rows}, ScalarType::Float),
@@ -90,7 +90,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample(const Tensor& logits, const Te
     check_values(check, params);
   } else if (penalties.has_value() || mask.has_value()) {
     const int64_t bytes = cuda::plan_sample(rows, vocab, true).scratch_bytes;
-    scratch = torch::stable::new_empty(logits, {bytes / static_cast<int64_t>(sizeof(float))});
+    scratch = new_tensor(logits, {bytes / static_cast<int64_t>(sizeof(float))});
     params.scratch = static_cast<float*>(scratch.data_ptr());
   }
   FASTINFER_LAUNCH(logits, sample, params);

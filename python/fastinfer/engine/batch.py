@@ -64,3 +64,56 @@ class Batch:
             # The dtype matters when the list is empty, as it is while a long prompt is in the middle.
             logits_indices=torch.tensor(logits_indices, dtype=torch.int64, device=device),
         )
+
+
+class DecodeInputs:
+    """The batches of steps that only decode, always in the same memory: there a recorded graph finds the next step.
+
+    Args:
+        max_seqs: sequences of the largest batch.
+        max_blocks: of one sequence.
+        block_size: tokens per block of the cache.
+    """
+
+    def __init__(self, max_seqs: int, max_blocks: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._token_ids = np.zeros(max_seqs, dtype=np.int64)
+        self._positions = np.zeros(max_seqs, dtype=np.int64)
+        self._slot_mapping = np.zeros(max_seqs, dtype=np.int64)
+        self._seq_lens = np.zeros(max_seqs, dtype=np.int32)
+        self._block_table = np.zeros((max_seqs, max_blocks), dtype=np.int32)
+        # What each row of the table holds: a sequence's blocks, and how many of them.
+        self._rows: list[tuple[list[int], int]] = [([], 0)] * max_seqs
+
+    def fill(self, chunks: list[Chunk]) -> None:
+        """Write down the step: row i is ``chunks[i]``, the newest token of its sequence."""
+        for row, chunk in enumerate(chunks):
+            sequence = chunk.sequence
+            position = sequence.num_computed_tokens
+            self._token_ids[row] = sequence.token_ids[position]
+            self._positions[row] = position
+            block = sequence.blocks[position // self._block_size]
+            self._slot_mapping[row] = block * self._block_size + position % self._block_size
+            self._seq_lens[row] = position + 1
+            self._fill_blocks(row, sequence.blocks)
+
+    def batch(self, num_seqs: int) -> Batch:
+        """The first rows as tensors that see every later ``fill``."""
+        return Batch(
+            token_ids=torch.from_numpy(self._token_ids[:num_seqs]),
+            positions=torch.from_numpy(self._positions[:num_seqs]),
+            query_start=torch.arange(num_seqs + 1, dtype=torch.int32),
+            seq_lens=torch.from_numpy(self._seq_lens[:num_seqs]),
+            block_table=torch.from_numpy(self._block_table[:num_seqs]),
+            slot_mapping=torch.from_numpy(self._slot_mapping[:num_seqs]),
+            logits_indices=torch.arange(num_seqs),
+        )
+
+    def _fill_blocks(self, row: int, blocks: list[int]) -> None:
+        """Write only what is new: a sequence's list of blocks grows at its end, or is replaced by another list."""
+        known, count = self._rows[row]
+        if known is not blocks:
+            count = 0
+        if count < len(blocks):
+            self._block_table[row, count : len(blocks)] = blocks[count:]
+            self._rows[row] = blocks, len(blocks)

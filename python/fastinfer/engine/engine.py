@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from fastinfer.checks import INT32_MAX, INT64_MAX, check_int
-from fastinfer.engine.batch import Batch
 from fastinfer.engine.kv_cache import KVCache, KVCacheTensors, available_memory, default_num_blocks, num_blocks_for
 from fastinfer.engine.request import Request
+from fastinfer.engine.runner import Runner
 from fastinfer.engine.sampler import SampledToken, Sampler
 from fastinfer.engine.scheduler import Chunk, Scheduler
 from fastinfer.engine.sequence import Sequence
@@ -37,6 +37,7 @@ class EngineConfig:
             need, at most a quarter of the memory available.
         num_kv_blocks: size of the KV cache in blocks, in place of ``kv_cache_memory``.
         device: where the model is: ``"cpu"`` or ``"cuda"``.
+        enforce_eager: run decode steps operator by operator too, instead of replaying recorded graphs.
     """
 
     max_model_len: int | None = None
@@ -47,6 +48,7 @@ class EngineConfig:
     kv_cache_memory: int | None = None
     num_kv_blocks: int | None = None
     device: str = "cpu"
+    enforce_eager: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
@@ -96,6 +98,15 @@ class Engine:
             config.device,
         )
         self.scheduler = Scheduler(self.kv_cache, config.max_num_seqs, config.max_num_batched_tokens)
+        self.runner = Runner(
+            model,
+            self.kv_cache_tensors,
+            block_size=config.block_size,
+            max_blocks=num_blocks_for(self.max_model_len, config.block_size),
+            max_num_seqs=config.max_num_seqs,
+            device=config.device,
+            enforce_eager=config.enforce_eager,
+        )
         self.sampler = Sampler()
         self._requests: dict[str, Request] = {}
         self._num_added = 0
@@ -154,8 +165,7 @@ class Engine:
         chunks = self.scheduler.schedule()
         if not chunks:
             return []
-        batch = Batch.build(chunks, self.config.block_size, self.config.device)
-        logits = self.model.forward(batch, self.kv_cache_tensors)
+        logits = self.runner(chunks)
         complete = [chunk.sequence for chunk in chunks if chunk.is_last]
         tokens = self.sampler(logits, complete) if complete else []
         return self._update(chunks, complete, tokens)

@@ -33,24 +33,34 @@ class Sampler:
     preemption changes it.
     """
 
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
+        self._parameters: dict[str, Tensor] = {}
+
     def __call__(self, logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
         """Sample from logits [n, vocab] fp32, row i for ``sequences[i]``."""
-        params = [sequence.params for sequence in sequences]
-        device = logits.device
-        sampled = sample(
-            logits,
-            temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
-            top_k=torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int32, device=device),
-            top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
-            min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
-            seeds=torch.tensor([sequence.seed for sequence in sequences], device=device),
-            positions=torch.tensor([len(sequence) for sequence in sequences], device=device),
-        )
-        token_ids = sampled.tokens.tolist()
+        if sequences != self._sequences:  # as a rule the same ones decode again
+            self._sequences = sequences
+            self._parameters = parameters(sequences, logits.device)
+        positions = torch.tensor([len(sequence) for sequence in sequences], device=logits.device)
+        token_ids = sample(logits, positions=positions, **self._parameters).tokens.tolist()
+        logprobs = [sequence.params.logprobs for sequence in sequences]
         return [
-            SampledToken(token_id, None if p.logprobs is None else top_logprobs(logits[row], token_id, p.logprobs))
-            for row, (token_id, p) in enumerate(zip(token_ids, params, strict=True))
+            SampledToken(token_id, None if count is None else top_logprobs(logits[row], token_id, count))
+            for row, (token_id, count) in enumerate(zip(token_ids, logprobs, strict=True))
         ]
+
+
+def parameters(sequences: list[Sequence], device: torch.device) -> dict[str, Tensor]:
+    """The arguments of :func:`fastinfer.ops.sample` that do not change from one token to the next."""
+    params = [sequence.params for sequence in sequences]
+    return {
+        "temperature": torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
+        "top_k": torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int32, device=device),
+        "top_p": torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
+        "min_p": torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
+        "seeds": torch.tensor([sequence.seed for sequence in sequences], device=device),
+    }
 
 
 def top_logprobs(logits: Tensor, token_id: int, count: int) -> list[TokenLogprob]:

@@ -19,7 +19,8 @@ class Sequence:
         token_ids: prompt, then generated tokens.
         num_prompt_tokens: how many of them are the prompt.
         num_computed_tokens: how many have their keys and values in the cache.
-        blocks: cache blocks in the order of the tokens, owned by ``KVCache``.
+        blocks: cache blocks in the order of the tokens, owned by ``KVCache``: the list grows at its end, and is
+            replaced by a new one when the blocks are freed.
         seed: of its random numbers; with a token's position it decides that token's draw.
     """
 

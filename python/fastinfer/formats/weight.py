@@ -54,7 +54,7 @@ class DenseWeight(Weight):
         return ops.gemm(x, self.values, norm_weight=norm_weight, eps=eps, activation=activation, residual=residual)
 
     def rows(self, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
-        return (self.values if ids is None else self.values[ids]).to(dtype)
+        return (self.values if ids is None else ops.embedding(self.values, ids)).to(dtype)
 
 
 @dataclass(frozen=True, eq=False)

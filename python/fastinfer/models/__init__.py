@@ -24,7 +24,7 @@ class Model(Protocol):
     def config(self) -> ModelConfig: ...
 
     def forward(self, batch: Batch, kv_cache: KVCacheTensors) -> Tensor:
-        """Compute a step, filling the cache; logits [n, vocab] fp32 of the rows in ``batch.logits_indices``."""
+        """Compute a step, filling the cache; logits [n, vocab] of the rows in ``batch.logits_indices``."""
         ...
 
 

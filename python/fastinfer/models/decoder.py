@@ -1,7 +1,7 @@
 """A decoder-only transformer with RMSNorm, rotary grouped-query attention and a gated MLP, on the fused operators.
 
-One layer is six kernel calls: norm + QKV, rotary, cache store, attention, output + residual; norm + gate/up +
-activation, down + residual.
+One layer is six kernel calls: norm + QKV, rotary + cache store, attention, output + residual; norm + gate/up +
+activation, down + residual. Nothing is computed outside the operators, so that a step can be recorded as a graph.
 """
 
 from dataclasses import dataclass
@@ -55,22 +55,22 @@ class Decoder:
         """Compute a step, filling the cache.
 
         Returns:
-            Logits [n, vocab] fp32 of the rows in ``batch.logits_indices``.
+            Logits [n, vocab], in the model's ``dtype``, of the rows in ``batch.logits_indices``.
         """
         x = self.embedding.rows(batch.token_ids, self.dtype)
         for layer, k_cache, v_cache in zip(self.layers, kv_cache.k, kv_cache.v, strict=True):
             x = self._attention(layer, x, batch, k_cache, v_cache)
             x = self._mlp(layer, x)
-        x = x[batch.logits_indices]
-        return self.lm_head.linear(x, norm_weight=self.norm, eps=self.config.rms_norm_eps).float()
+        x = ops.embedding(x, batch.logits_indices)
+        return self.lm_head.linear(x, norm_weight=self.norm, eps=self.config.rms_norm_eps)
 
     def _attention(self, layer: DecoderLayer, x: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         config = self.config
         qkv = layer.qkv.linear(x, norm_weight=layer.attention_norm, eps=config.rms_norm_eps)
         heads = qkv.view(len(x), -1, config.head_dim)
         q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
-        ops.rotary_embedding(q, k, batch.positions, self.cos_sin_cache)
-        ops.store_kv_cache(k, v, k_cache, v_cache, batch.slot_mapping)
+        rotary = None, None, 0.0, batch.positions, self.cos_sin_cache, False
+        ops.norm_rotary_store(q, k, v, *rotary, k_cache, v_cache, None, None, batch.slot_mapping)
         out = ops.paged_attention(q, k_cache, v_cache, batch.block_table, batch.seq_lens, batch.query_start)
         return layer.output.linear(out.view(len(x), -1), residual=x)
 

@@ -13,6 +13,7 @@ from fastinfer.ops.activation import gelu_and_mul, silu_and_mul
 from fastinfer.ops.attention import merge_attention_states, paged_attention, paged_attention_plan, store_kv_cache
 from fastinfer.ops.embedding import embedding
 from fastinfer.ops.gemm import gemm, int4_gemm, int8_gemm, table_gemm
+from fastinfer.ops.graph import CPUGraph, GraphCaptureError, GraphMemory
 from fastinfer.ops.norm import add_rms_norm, rms_norm, rms_norm_quantize
 from fastinfer.ops.pack import int4_dequantize, int4_pack, int8_dequantize, int8_pack, pack_scales
 from fastinfer.ops.quantize import quantize_int8
@@ -21,6 +22,9 @@ from fastinfer.ops.sampling import Sampled, sample
 from fastinfer.ops.w8a8 import w8a8_gemm
 
 __all__ = [
+    "CPUGraph",
+    "GraphCaptureError",
+    "GraphMemory",
     "RopeScaling",
     "Sampled",
     "add_rms_norm",

@@ -3,7 +3,10 @@
 #pragma once
 
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
+
+#include <optional>
 
 #include "common/cuda/stream.h"
 
@@ -12,6 +15,12 @@
 #define FASTINFER_LAUNCH(x, op, ...) ::fastinfer::cuda::op(__VA_ARGS__, nullptr)
 
 namespace fastinfer {
+
+inline torch::stable::Tensor new_tensor(const torch::stable::Tensor& like,
+                                        torch::headeronly::IntHeaderOnlyArrayRef sizes,
+                                        std::optional<torch::headeronly::ScalarType> dtype = std::nullopt) {
+  return torch::stable::new_empty(like, sizes, dtype);
+}
 
 inline const cuda::Device* gpu_of(const torch::stable::Tensor& /*x*/) {
   return &cuda::device(0);

@@ -1,0 +1,239 @@
+"""Recorded decode steps against the same steps run operator by operator: bitwise the same logits."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from toy import EOS_ID, VOCAB_SIZE, ToyModel, ToyTokenizer, greedy
+
+from fastinfer import ops
+from fastinfer.engine.engine import Engine, EngineConfig
+from fastinfer.engine.runner import MAX_RECORDED_SEQS
+from fastinfer.formats.gguf_dequant import Dense, Int4
+from fastinfer.formats.weight import Weight, make_weight
+from fastinfer.models.config import ModelConfig
+from fastinfer.models.decoder import Decoder, DecoderLayer
+from fastinfer.sampling_params import SamplingParams
+
+CONFIG = ModelConfig(
+    architecture="random",
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rotary_dim=16,
+    vocab_size=VOCAB_SIZE,
+    max_position=96,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+)
+PARAMS = SamplingParams(temperature=0.8, top_k=20, max_tokens=40, seed=3, ignore_eos=True)
+
+
+def random_decoder(dtype: torch.dtype = torch.float32) -> Decoder:
+    """A small model with 4-bit layers, and a dense embedding of ``dtype`` that is also the last layer."""
+    generator = torch.Generator().manual_seed(0)
+
+    def int4(rows: int, columns: int) -> Weight:
+        q = torch.randint(0, 16, (rows, columns), dtype=torch.uint8, generator=generator)
+        scales = torch.rand(rows, columns // 32, generator=generator) / 20
+        return make_weight(Int4(q, scales.half(), None), activation_bits=8)
+
+    def vector() -> Tensor:
+        return torch.rand(CONFIG.hidden_size, generator=generator) + 0.5
+
+    def layer() -> DecoderLayer:
+        hidden, heads = CONFIG.hidden_size, CONFIG.num_heads + 2 * CONFIG.num_kv_heads
+        return DecoderLayer(
+            attention_norm=vector(),
+            qkv=int4(heads * CONFIG.head_dim, hidden),
+            output=int4(hidden, CONFIG.num_heads * CONFIG.head_dim),
+            mlp_norm=vector(),
+            gate_up=int4(2 * CONFIG.intermediate_size, hidden),
+            down=int4(hidden, CONFIG.intermediate_size),
+        )
+
+    values = torch.randn(VOCAB_SIZE, CONFIG.hidden_size, generator=generator).to(dtype)
+    embedding = make_weight(Dense(values), activation_bits=8)
+    return Decoder(
+        config=CONFIG,
+        dtype=dtype,
+        embedding=embedding,
+        layers=tuple(layer() for _ in range(CONFIG.num_layers)),
+        norm=vector(),
+        lm_head=embedding,
+        cos_sin_cache=ops.cos_sin_cache(CONFIG.rotary_dim, CONFIG.max_position, CONFIG.rope_theta),
+    )
+
+
+class Watched(Engine):
+    """Notes the logits of every step."""
+
+    def __init__(self, model: Decoder | None = None, **limits: object) -> None:
+        super().__init__(model or random_decoder(), ToyTokenizer(), EngineConfig(**limits))  # type: ignore[arg-type]
+        self.steps: list[Tensor] = []
+        for tensor in self.kv_cache_tensors.k + self.kv_cache_tensors.v:
+            tensor.fill_(float("nan"))
+        run = self.runner
+
+        def watched(chunks: object) -> Tensor:
+            logits = run(chunks)  # type: ignore[arg-type]
+            self.steps.append(logits.clone())
+            return logits
+
+        self.runner = watched  # type: ignore[assignment]
+        self.run = run
+
+
+def both(model: Decoder | None = None, **limits: object) -> Iterator[Watched]:
+    for enforce_eager in (True, False):
+        yield Watched(model, enforce_eager=enforce_eager, **limits)
+
+
+def drain(engine: Watched) -> None:
+    while engine.has_unfinished:
+        engine.step()
+
+
+def assert_same_steps(eager: Watched, recorded: Watched) -> None:
+    assert not eager.run._graphs
+    assert recorded.run._graphs
+    assert len(eager.steps) == len(recorded.steps)
+    for expected, logits in zip(eager.steps, recorded.steps, strict=True):
+        assert not expected.isnan().any()
+        assert torch.equal(logits, expected)
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [[(7 * i + 3 * j) % VOCAB_SIZE for j in range(1 + 5 * i % 23)] for i in range(count)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_size", [1, 3, 32])
+def test_recorded_steps_are_the_eager_ones(block_size: int, dtype: torch.dtype) -> None:
+    """Requests that come and end at different times, so that the batch has many sizes and block tables grow."""
+    engines = list(both(random_decoder(dtype), block_size=block_size, kv_cache_dtype=dtype, max_num_batched_tokens=16))
+    for engine in engines:
+        for index, prompt in enumerate(prompts(7)):
+            engine.add_request(prompt, replace(PARAMS, max_tokens=5 + 6 * index, seed=index))
+            engine.step()
+        drain(engine)
+    assert_same_steps(*engines)
+    assert len(engines[1].run._graphs) >= 6
+    assert all(logits.dtype == torch.float32 for logits in engines[1].steps)
+
+
+def test_after_preemptions() -> None:
+    engines = list(both(block_size=2, num_kv_blocks=24, max_model_len=48))
+    for engine in engines:
+        for prompt in prompts(6):
+            engine.add_request(prompt, PARAMS)
+        drain(engine)
+        assert engine.stats().num_preemptions > 0
+    assert_same_steps(*engines)
+
+
+def test_after_aborts() -> None:
+    engines = list(both(block_size=4))
+    for engine in engines:
+        ids = [engine.add_request(prompt, PARAMS) for prompt in prompts(5)]
+        for _ in range(4):
+            engine.step()
+        for request_id in (ids[0], ids[3]):
+            engine.abort(request_id)
+            engine.step()
+        engine.add_request([5, 6, 7], PARAMS)
+        drain(engine)
+    assert_same_steps(*engines)
+
+
+def test_two_engines_in_one_process() -> None:
+    """In turns, and then at the same time in two threads."""
+    model = random_decoder()
+    expected = Watched(model, enforce_eager=True)
+    for prompt in prompts(4):
+        expected.add_request(prompt, PARAMS)
+    drain(expected)
+    engines = [Watched(model) for _ in range(4)]
+    for engine in engines:
+        for prompt in prompts(4):
+            engine.add_request(prompt, PARAMS)
+    while engines[0].has_unfinished:
+        engines[0].step()
+        engines[1].step()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(drain, engines[2:]))
+    for engine in engines:
+        assert_same_steps(expected, engine)
+
+
+class CountCalls(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_replayed_step_calls_no_operator_of_the_model_and_memory_stays() -> None:
+    engine = Watched(block_size=4)
+    engine.runner = engine.run
+    for prompt in prompts(3):
+        engine.add_request(prompt, replace(PARAMS, max_tokens=None))
+    for _ in range(3):
+        engine.step()
+    memory = {logits.data_ptr() for _, logits in engine.run._graphs.values()}
+    for _ in range(60):
+        with CountCalls() as calls:
+            engine.step()
+        assert [name for name in calls.names if name.startswith("fastinfer")] == ["fastinfer.sample.default"]
+        assert len(calls.names) < 10
+    assert len(engine.run._graphs) == 1
+    assert {logits.data_ptr() for _, logits in engine.run._graphs.values()} == memory
+
+
+def test_large_batches_are_not_recorded() -> None:
+    engine = Watched(max_num_seqs=MAX_RECORDED_SEQS + 5)
+    for index in range(MAX_RECORDED_SEQS + 5):
+        engine.add_request([index % VOCAB_SIZE], replace(PARAMS, max_tokens=3 if index < 6 else 5))
+    drain(engine)
+    assert set(engine.run._graphs) == {MAX_RECORDED_SEQS - 1}
+
+
+def test_an_exception_in_a_replay_leaves_the_engine_usable() -> None:
+    engines = list(both(block_size=4))
+    for engine in engines:
+        for prompt in prompts(3):
+            engine.add_request(prompt, PARAMS)
+        for _ in range(5):
+            engine.step()
+    broken = engines[1]
+    block = broken.scheduler.running[1].blocks[0]
+    broken.run._inputs._block_table[1, 0] = 10_000
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"block_table\[1, 0\]"):
+            broken.step()
+    broken.run._inputs._block_table[1, 0] = block
+    for engine in engines:
+        drain(engine)
+    assert_same_steps(*engines)
+
+
+def test_a_model_that_cannot_be_recorded_runs_with_a_warning() -> None:
+    engine = Engine(ToyModel(), ToyTokenizer(), EngineConfig(kv_cache_dtype=torch.float32))  # type: ignore[arg-type]
+    request_id = engine.add_request([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=12))
+    with pytest.warns(UserWarning, match="decode steps run operator by operator, which is slower: a CPUGraph records"):
+        while engine.has_unfinished:
+            for output in engine.step():
+                assert output.request_id == request_id
+    expected = greedy([1, 2, 3], 12)
+    assert output.outputs[0].token_ids == expected
+    assert EOS_ID not in expected[:-1]
