@@ -182,9 +182,8 @@ def test_views_and_uninitialised_tensors_are_allowed(inference: bool) -> None:
     x = torch.randn(4, 24)
     graph = ops.CPUGraph()
     with torch.inference_mode(inference), graph.capture():
-        a, b = x.view(4, 3, 8).split([1, 2], dim=1)
-        same = a.flatten(1).float().contiguous().reshape(4, 8).to(torch.float32)
-        y = ops.gemm(same[1:], b.unflatten(1, (2, 1))[0].reshape(2, 8))
+        a, b = x.contiguous().reshape(2, 48).view(4, 3, 8).split([1, 2], dim=1)
+        y = ops.gemm(a.flatten(1).float().to(torch.float32)[1:], b.unflatten(1, (2, 1))[0].reshape(2, 8))
         assert torch.empty_like(y).shape == y.new_empty(3, 2).shape == torch.empty(3, 2).shape
     x.normal_()
     graph.replay()

@@ -98,8 +98,10 @@ class Engine:
             config.device,
         )
         self.scheduler = Scheduler(self.kv_cache, config.max_num_seqs, config.max_num_batched_tokens)
+        self.sampler = Sampler(config.max_num_seqs)
         self.runner = Runner(
             model,
+            self.sampler,
             self.kv_cache_tensors,
             block_size=config.block_size,
             max_blocks=num_blocks_for(self.max_model_len, config.block_size),
@@ -107,7 +109,6 @@ class Engine:
             device=config.device,
             enforce_eager=config.enforce_eager,
         )
-        self.sampler = Sampler()
         self._requests: dict[str, Request] = {}
         self._num_added = 0
 
@@ -165,10 +166,10 @@ class Engine:
         chunks = self.scheduler.schedule()
         if not chunks:
             return []
-        logits = self.runner(chunks)
         complete = [chunk.sequence for chunk in chunks if chunk.is_last]
-        tokens = self.sampler(logits, complete) if complete else []
-        return self._update(chunks, complete, tokens)
+        self.sampler.prepare(complete)
+        logits, drawn = self.runner(chunks)
+        return self._update(chunks, complete, self.sampler.sampled(logits, drawn))
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request and free its cache at once.

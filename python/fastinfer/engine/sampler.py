@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,37 +31,55 @@ class Sampler:
     """Draws each row's token with its sequence's own parameters.
 
     A draw depends on the request's seed and the token's position alone: neither its neighbours in the batch nor a
-    preemption changes it.
+    preemption changes it. The parameters always lie in the same memory, where a recorded :meth:`draw` finds them.
+
+    Args:
+        max_num_seqs: rows at most.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_num_seqs: int) -> None:
+        floats, integers = np.zeros((3, max_num_seqs), np.float32), np.zeros((2, max_num_seqs), np.int64)
+        self._temperature, self._top_p, self._min_p = floats
+        self._seeds, self._positions = integers
+        self._top_k = np.zeros(max_num_seqs, np.int32)
         self._sequences: list[Sequence] = []
-        self._parameters: dict[str, Tensor] = {}
 
-    def __call__(self, logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
-        """Sample from logits [n, vocab] fp32, row i for ``sequences[i]``."""
+    def prepare(self, sequences: list[Sequence]) -> None:
+        """Write down whose tokens are drawn next."""
+        rows = slice(len(sequences))
         if sequences != self._sequences:  # as a rule the same ones decode again
             self._sequences = sequences
-            self._parameters = parameters(sequences, logits.device)
-        positions = torch.tensor([len(sequence) for sequence in sequences], device=logits.device)
-        token_ids = sample(logits, positions=positions, **self._parameters).tokens.tolist()
-        logprobs = [sequence.params.logprobs for sequence in sequences]
+            params = [sequence.params for sequence in sequences]
+            self._temperature[rows] = [p.temperature for p in params]
+            self._top_k[rows] = [max(p.top_k, 0) for p in params]
+            self._top_p[rows] = [p.top_p for p in params]
+            self._min_p[rows] = [p.min_p for p in params]
+            self._seeds[rows] = [sequence.seed for sequence in sequences]
+        self._positions[rows] = [len(sequence) for sequence in sequences]
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """One token [n] int64 for each row of logits [n, vocab] fp32, in the order of the prepared sequences."""
+
+        def rows(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(values)[: len(logits)].to(logits.device)
+
+        return sample(
+            logits,
+            temperature=rows(self._temperature),
+            top_k=rows(self._top_k),
+            top_p=rows(self._top_p),
+            min_p=rows(self._min_p),
+            seeds=rows(self._seeds),
+            positions=rows(self._positions),
+        ).tokens
+
+    def sampled(self, logits: Tensor, drawn: Tensor) -> list[SampledToken]:
+        """What was drawn, with log-probabilities for the sequences that want them."""
+        counts = [sequence.params.logprobs for sequence in self._sequences]
         return [
             SampledToken(token_id, None if count is None else top_logprobs(logits[row], token_id, count))
-            for row, (token_id, count) in enumerate(zip(token_ids, logprobs, strict=True))
+            for row, (token_id, count) in enumerate(zip(drawn.tolist(), counts, strict=True))
         ]
-
-
-def parameters(sequences: list[Sequence], device: torch.device) -> dict[str, Tensor]:
-    """The arguments of :func:`fastinfer.ops.sample` that do not change from one token to the next."""
-    params = [sequence.params for sequence in sequences]
-    return {
-        "temperature": torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
-        "top_k": torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int32, device=device),
-        "top_p": torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
-        "min_p": torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
-        "seeds": torch.tensor([sequence.seed for sequence in sequences], device=device),
-    }
 
 
 def top_logprobs(logits: Tensor, token_id: int, count: int) -> list[TokenLogprob]:
