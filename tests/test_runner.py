@@ -1,5 +1,7 @@
 """Recorded decode steps against the same steps run operator by operator: bitwise the same logits and tokens."""
 
+import gc
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,7 +17,7 @@ from fastinfer.engine.engine import Engine, EngineConfig
 from fastinfer.engine.runner import MAX_RECORDED_SEQS
 from fastinfer.engine.scheduler import Chunk
 from fastinfer.formats.gguf_dequant import Dense, Int4
-from fastinfer.formats.weight import Weight, make_weight
+from fastinfer.formats.weight import ConcatenatedWeight, Weight, make_weight
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.decoder import Decoder, DecoderLayer
 from fastinfer.sampling_params import SamplingParams
@@ -38,7 +40,8 @@ PARAMS = SamplingParams(temperature=0.8, top_k=20, max_tokens=40, seed=3, ignore
 
 
 def random_decoder(dtype: torch.dtype = torch.float32) -> Decoder:
-    """A small model with 4-bit layers, and a dense embedding of ``dtype`` that is also the last layer."""
+    """A small model with 4-bit layers, one of them with a QKV weight in three parts; and a dense embedding of ``dtype``
+    that is also the last layer."""
     generator = torch.Generator().manual_seed(0)
 
     def int4(rows: int, columns: int) -> Weight:
@@ -49,11 +52,12 @@ def random_decoder(dtype: torch.dtype = torch.float32) -> Decoder:
     def vector() -> Tensor:
         return torch.rand(CONFIG.hidden_size, generator=generator) + 0.5
 
-    def layer() -> DecoderLayer:
-        hidden, heads = CONFIG.hidden_size, CONFIG.num_heads + 2 * CONFIG.num_kv_heads
+    def layer(index: int) -> DecoderLayer:
+        hidden, heads = CONFIG.hidden_size, [CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.num_kv_heads]
+        parts = ConcatenatedWeight(tuple(int4(count * CONFIG.head_dim, hidden) for count in heads))
         return DecoderLayer(
             attention_norm=vector(),
-            qkv=int4(heads * CONFIG.head_dim, hidden),
+            qkv=parts if index == 1 else int4(sum(heads) * CONFIG.head_dim, hidden),
             output=int4(hidden, CONFIG.num_heads * CONFIG.head_dim),
             mlp_norm=vector(),
             gate_up=int4(2 * CONFIG.intermediate_size, hidden),
@@ -66,7 +70,7 @@ def random_decoder(dtype: torch.dtype = torch.float32) -> Decoder:
         config=CONFIG,
         dtype=dtype,
         embedding=embedding,
-        layers=tuple(layer() for _ in range(CONFIG.num_layers)),
+        layers=tuple(layer(index) for index in range(CONFIG.num_layers)),
         norm=vector(),
         lm_head=embedding,
         cos_sin_cache=ops.cos_sin_cache(CONFIG.rotary_dim, CONFIG.max_position, CONFIG.rope_theta),
@@ -200,6 +204,22 @@ def test_a_replayed_step_calls_no_operator() -> None:
         assert len(calls.names) < 5
     assert engine.run._graphs.keys() == {3}
     assert engine.run._graphs[3][1] is logits
+
+
+def test_many_requests_leave_nothing_behind() -> None:
+    engine = Engine(random_decoder(), ToyTokenizer(), EngineConfig(block_size=4))  # type: ignore[arg-type]
+
+    def serve(rounds: int) -> int:
+        for _ in range(rounds):
+            for prompt in prompts(4):
+                engine.add_request(prompt, replace(PARAMS, max_tokens=10 + len(prompt)))
+            while engine.has_unfinished:
+                engine.step()
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    before = serve(5)
+    assert serve(20) - before < 500  # about 2,000 tokens
 
 
 def test_large_batches_are_not_recorded() -> None:

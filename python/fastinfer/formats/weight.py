@@ -27,6 +27,10 @@ class Weight(ABC):
     ) -> Tensor:
         """``x @ weight.T`` with what is fused around it; see :mod:`fastinfer.ops.gemm` for the arguments."""
 
+    def split_linear(self, x: Tensor, sizes: list[int], *, norm_weight: Tensor, eps: float) -> tuple[Tensor, ...]:
+        """:meth:`linear` in runs of so many columns; their rows may be strided."""
+        return self.linear(x, norm_weight=norm_weight, eps=eps).split(sizes, dim=-1)
+
     @abstractmethod
     def rows(self, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Rows by index (an embedding's token ids), or all for ``None``, as [n, in_features]."""
@@ -125,6 +129,12 @@ class ConcatenatedWeight(Weight):
         if activation is not None or residual is not None:
             raise ValueError("a concatenated weight takes neither activation nor residual")
         return torch.cat([part.linear(x, norm_weight=norm_weight, eps=eps) for part in self.parts], dim=-1)
+
+    def split_linear(self, x: Tensor, sizes: list[int], *, norm_weight: Tensor, eps: float) -> tuple[Tensor, ...]:
+        """Without a copy, as the parts are what is asked for."""
+        if sizes != [part.out_features for part in self.parts]:
+            raise ValueError(f"sizes must be those of the parts, got {sizes}")
+        return tuple(part.linear(x, norm_weight=norm_weight, eps=eps) for part in self.parts)
 
     def rows(self, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
         if ids is not None:

@@ -66,9 +66,9 @@ class Decoder:
 
     def _attention(self, layer: DecoderLayer, x: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         config = self.config
-        qkv = layer.qkv.linear(x, norm_weight=layer.attention_norm, eps=config.rms_norm_eps)
-        heads = qkv.view(len(x), -1, config.head_dim)
-        q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+        sizes = [heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+        qkv = layer.qkv.split_linear(x, sizes, norm_weight=layer.attention_norm, eps=config.rms_norm_eps)
+        q, k, v = (part.view(len(x), -1, config.head_dim) for part in qkv)
         rotary = None, None, 0.0, batch.positions, self.cos_sin_cache, False
         ops.norm_rotary_store(q, k, v, *rotary, k_cache, v_cache, None, None, batch.slot_mapping)
         out = ops.paged_attention(q, k_cache, v_cache, batch.block_table, batch.seq_lens, batch.query_start)
