@@ -81,8 +81,8 @@ py::dict plan(const std::string& op, const Sizes& sizes, int arch, int multiproc
 
 void define_launch_graph(py::module_& m) {
   using cpu::GraphMemory, cpu::LaunchGraph;
-  py::class_<GraphMemory, std::shared_ptr<GraphMemory>>(m, "GraphMemory",
-                                                        "Memory of the tensors that are made while graphs are recorded.")
+  py::class_<GraphMemory, std::shared_ptr<GraphMemory>>(
+      m, "GraphMemory", "Memory of the tensors that are made while graphs are recorded.")
       .def(py::init<>())
       .def(
           "owns",

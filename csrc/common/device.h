@@ -50,7 +50,7 @@
 
 namespace fastinfer {
 
-// torch's new_empty; while a graph is recorded, in the graph's memory. Nothing else may allocate what a launch points to.
+// torch's new_empty; while a graph is recorded, in the graph's memory. No binding allocates otherwise.
 torch::stable::Tensor new_tensor(const torch::stable::Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
                                  std::optional<torch::headeronly::ScalarType> dtype = std::nullopt);
 

@@ -28,8 +28,8 @@ class GraphMemory {
 
   void begin();  // a new recording may use all of it; throws std::runtime_error while there is another
   void end();
-  Allocation allocate(size_t bytes);         // aligned to 64 bytes
-  void free(const Allocation& allocation);   // from any thread; nothing happens once the recording is over
+  Allocation allocate(size_t bytes);        // aligned to 64 bytes
+  void free(const Allocation& allocation);  // from any thread; nothing happens once the recording is over
   bool owns(const void* data) const;
 
  private:
