@@ -2,13 +2,18 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <chrono>
+#include <map>
 #include <memory>
+#include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "common/cpu/isa.h"
 #include "common/cpu/launch_graph.h"
 #include "common/cpu/parallel.h"
+#include "common/cpu/roofline.h"
 #include "launch_plan.h"
 
 namespace fastinfer {
@@ -47,6 +52,25 @@ py::dict build_info() {
   info["cuda_archs"] = py::list();
 #endif
   return info;
+}
+
+// Work done by all threads together, and the seconds that it took.
+std::pair<double, double> roofline(const std::string& ceiling, const py::buffer& memory, int64_t passes) {
+  static const std::map<std::string, cpu::Ceiling> ceilings{{"read", cpu::Ceiling::kRead},
+                                                            {"byte_dot", cpu::Ceiling::kByteDot},
+                                                            {"fp32_fma", cpu::Ceiling::kFp32Fma},
+                                                            {"bf16_dot", cpu::Ceiling::kBf16Dot}};
+  const auto found = ceilings.find(ceiling);
+  if (found == ceilings.end())
+    throw std::invalid_argument("ceiling must be read, byte_dot, fp32_fma or bf16_dot, got '" + ceiling + "'");
+  if (passes < 1) throw std::invalid_argument("passes must be at least 1, got " + std::to_string(passes));
+  const py::buffer_info info = memory.request();
+  const int64_t bytes = info.size * info.itemsize / cpu::num_threads() / 512 * 512;
+  double work = 0;
+  const cpu::RooflineParams params{found->second, static_cast<const char*>(info.ptr), bytes, passes, &work};
+  const auto start = std::chrono::steady_clock::now();
+  cpu::roofline(params);
+  return {work, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()};
 }
 
 py::dict plan_sizes() {
@@ -108,6 +132,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("get_num_threads", &fastinfer::cpu::num_threads, "Threads that the CPU kernels use.");
   m.def("set_num_threads", &fastinfer::cpu::set_num_threads, pybind11::arg("count"),
         "Set the threads that the CPU kernels use; ValueError unless 1 <= count <= 1024.");
+  m.def("roofline", &fastinfer::roofline, pybind11::arg("ceiling"), pybind11::arg("memory"), pybind11::arg("passes"),
+        "Keep one resource of the CPU busy on all threads: 'read' passes over the memory, a contiguous buffer that the "
+        "threads share out in multiples of 512 bytes; 'byte_dot', 'fp32_fma' and 'bf16_dot' passes of 1,024 steps in "
+        "registers. Returns the bytes or operations done, 0 where the CPU cannot, and the seconds; ValueError for "
+        "another ceiling or passes < 1.");
   m.def("launch_plan_sizes", &fastinfer::plan_sizes,
         "Operators with a launch policy, and the sizes that it asks for: name to usual value, None if there is none.");
   m.def("launch_plan", &fastinfer::plan, pybind11::arg("op"), pybind11::arg("sizes"), pybind11::arg("arch"),
