@@ -1,0 +1,32 @@
+"""fastinfer through its Python interface: with sampling, detokenisation and everything else that users get."""
+
+import time
+
+import torch
+
+import fastinfer
+from fastinfer import _C, LLM, SamplingParams
+
+
+class Fastinfer:
+    def __init__(self, model: str, threads: int, max_tokens: int, max_requests: int) -> None:
+        torch.set_num_threads(threads)
+        _C.set_num_threads(threads)
+        self._llm = LLM(model)
+
+    @staticmethod
+    def version() -> str:
+        return fastinfer.__version__
+
+    def generate(self, prompts: list[list[int]], new_tokens: int) -> tuple[float | None, list[list[int]]]:
+        """The moment of the first token, known for a prompt alone, and every prompt's new tokens."""
+        params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+        if len(prompts) > 1:
+            outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
+            return None, [output.outputs[0].token_ids for output in outputs]
+        outputs = self._llm.stream_outputs({"prompt_token_ids": prompts[0]}, params)
+        output = next(outputs)
+        first = time.perf_counter()
+        for later in outputs:
+            output = later
+        return first, [output.outputs[0].token_ids]

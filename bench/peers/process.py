@@ -1,0 +1,93 @@
+"""The benchmark's side of an engine's process."""
+
+import json
+import os
+import select
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+WORKER = Path(__file__).with_name("worker.py")
+
+
+class PeerError(Exception):
+    """An engine is not there, failed or took too long."""
+
+
+class Peer:
+    """An engine in its own process, which idles on its standard input between turns.
+
+    Args:
+        engine: its key in worker.py.
+        python: the interpreter that has the engine installed.
+        settings: model, threads, max_tokens, max_requests.
+        limit_s: after this long without an answer the process is ended.
+
+    Raises:
+        PeerError: the engine is not installed or does not load the model.
+    """
+
+    def __init__(self, engine: str, python: str, settings: dict[str, Any], limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed with the process)
+        threads = str(settings["threads"])
+        environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads)
+        try:
+            self._process = subprocess.Popen(
+                [python, str(WORKER), engine],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                env=environment,
+            )
+        except OSError as error:
+            raise PeerError(f"{python}: {error.strerror}") from None
+        self._buffer = b""
+        self.facts = self._ask(settings)
+
+    def turn(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+        """One answer of worker.py; PeerError unless every prompt got as many tokens as asked for."""
+        answer = self._ask({"prompts": prompts, "new_tokens": new_tokens})
+        counts = [len(tokens) for tokens in answer["tokens"]]
+        if counts != [new_tokens] * len(prompts):
+            raise PeerError(f"asked for {new_tokens} tokens for each of {len(prompts)} prompts, got {counts}")
+        return answer
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._log.close()
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        try:
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+            answer = json.loads(self._line())
+        except (OSError, EOFError, ValueError, PeerError) as error:
+            reason = str(error) if isinstance(error, PeerError) else self._last_words()
+            self.close()
+            raise PeerError(reason) from None
+        if "error" in answer:
+            self.close()
+            raise PeerError(answer["error"])
+        return answer
+
+    def _line(self) -> bytes:
+        assert self._process.stdout is not None
+        while b"\n" not in self._buffer:
+            if not select.select([self._process.stdout], [], [], self._limit_s)[0]:
+                raise PeerError(f"no answer within {self._limit_s:g} s")
+            data = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not data:
+                raise EOFError
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def _last_words(self) -> str:
+        """The last line that a process wrote before it failed."""
+        self._log.seek(0)
+        lines = self._log.read().strip().splitlines()
+        return lines[-1][:300] if lines else "the process ended without a word"

@@ -1,0 +1,50 @@
+"""transformers' generate on the dequantised weights of the file."""
+
+import time
+from pathlib import Path
+
+import torch
+import transformers
+
+
+class FirstToken:
+    """A streamer that keeps the moment of the first token; the prompt comes before it."""
+
+    def __init__(self) -> None:
+        self.moment: float | None = None
+        self._has_prompt = False
+
+    def put(self, tokens: torch.Tensor) -> None:
+        if self._has_prompt and self.moment is None:
+            self.moment = time.perf_counter()
+        self._has_prompt = True
+
+    def end(self) -> None:
+        pass
+
+
+class Transformers:
+    def __init__(self, model: str, threads: int, max_tokens: int, max_requests: int, dtype: str) -> None:
+        torch.set_num_threads(threads)
+        path = Path(model)
+        packed = getattr(transformers, "GgufConfig", None)  # newer versions unpack at every product unless told
+        dense = {} if packed is None else {"quantization_config": packed(dequantize=True)}
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=getattr(torch, dtype), **dense
+        ).eval()
+        self._model.generation_config.eos_token_id = None
+        self._model.generation_config.pad_token_id = 0
+
+    @staticmethod
+    def version() -> str:
+        return f"transformers {transformers.__version__}, torch {torch.__version__}"
+
+    @torch.inference_mode()
+    def generate(self, prompts: list[list[int]], new_tokens: int) -> tuple[float | None, list[list[int]]]:
+        """The moment of the first token, known for a prompt alone, and every prompt's new tokens."""
+        ids = torch.tensor(prompts)
+        streamer = FirstToken() if len(prompts) == 1 else None
+        out = self._model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, streamer=streamer
+        )
+        return streamer and streamer.moment, out[:, ids.shape[1] :].tolist()

@@ -1,0 +1,58 @@
+"""One engine in a process of its own: ``python worker.py ENGINE`` under the engine's interpreter.
+
+Reads one JSON object a line and answers each with one: first the settings, answered when the model is loaded, then
+turns. Needs nothing but the standard library and the engine's own package.
+"""
+
+import importlib
+import json
+import os
+import sys
+import time
+from typing import Any
+
+# Module and class of each engine, and what is passed to it beside the settings.
+ENGINES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "fastinfer": ("fastinfer_engine", "Fastinfer", {}),
+    "llama_cpp": ("llama_cpp_engine", "LlamaCpp", {}),
+    "llama_cpp_q4_0": ("llama_cpp_engine", "LlamaCpp", {}),
+    "openvino": ("openvino_engine", "OpenVino", {}),
+    "transformers_bf16": ("transformers_engine", "Transformers", {"dtype": "bfloat16"}),
+    "transformers_fp32": ("transformers_engine", "Transformers", {"dtype": "float32"}),
+}
+
+
+def peak_memory() -> int:
+    """The most that this process has had in memory, in bytes."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is not an answer
+
+    def answer(**message: Any) -> None:
+        print(json.dumps(message), file=answers, flush=True)
+
+    module, name, options = ENGINES[sys.argv[1]]
+    settings = json.loads(sys.stdin.readline())
+    start = time.perf_counter()
+    try:
+        engine_class = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        answer(error=f"not installed: {error}")
+        return
+    imported = time.perf_counter()
+    engine = engine_class(**settings, **options)
+    answer(version=engine.version(), import_s=imported - start, load_s=time.perf_counter() - imported)
+    for line in sys.stdin:
+        start = time.perf_counter()
+        first_token, tokens = engine.generate(**json.loads(line))
+        total_s = time.perf_counter() - start
+        first_token_s = None if first_token is None else first_token - start
+        answer(first_token_s=first_token_s, total_s=total_s, tokens=tokens, peak_memory=peak_memory())
+
+
+if __name__ == "__main__":
+    main()
