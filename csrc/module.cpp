@@ -65,6 +65,7 @@ std::pair<double, double> roofline(const std::string& ceiling, const py::buffer&
     throw std::invalid_argument("ceiling must be read, byte_dot, fp32_fma or bf16_dot, got '" + ceiling + "'");
   if (passes < 1) throw std::invalid_argument("passes must be at least 1, got " + std::to_string(passes));
   const py::buffer_info info = memory.request();
+  if (!PyBuffer_IsContiguous(info.view(), 'C')) throw std::invalid_argument("memory must be contiguous, got strides");
   const int64_t bytes = info.size * info.itemsize / cpu::num_threads() / 512 * 512;
   double work = 0;
   const cpu::RooflineParams params{found->second, static_cast<const char*>(info.ptr), bytes, passes, &work};

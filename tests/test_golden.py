@@ -10,18 +10,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from teacher_forcing import log_probabilities, mean_loss
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from fastinfer.engine.batch import Batch
-from fastinfer.engine.kv_cache import KVCacheTensors, num_blocks_for
 from fastinfer.models import load_model
-from fastinfer.models.config import Precision
-from fastinfer.models.decoder import Decoder
 
 TOKENS = 512
 STRETCHES = 4
-BLOCK_SIZE = 32
 
 
 @pytest.fixture(scope="module")
@@ -38,36 +34,6 @@ def expected(model_path: Path, token_ids: list[list[int]]) -> list[Tensor]:
     model = AutoModelForCausalLM.from_pretrained(model_path.parent, gguf_file=model_path.name, dtype=torch.float32)
     with torch.inference_mode():
         return [model(torch.tensor([ids])).logits[0].log_softmax(-1) for ids in token_ids]
-
-
-def log_probabilities(model: Decoder, ids: list[int], dtype: str) -> Tensor:
-    """Teacher-forced, in one prefill: [tokens, vocab]."""
-    config = model.config
-    blocks = num_blocks_for(len(ids), BLOCK_SIZE)
-    cache = KVCacheTensors.empty(
-        config.num_layers,
-        blocks,
-        BLOCK_SIZE,
-        config.num_kv_heads,
-        config.head_dim,
-        Precision.of(dtype).kv_cache_dtype,
-        "cpu",
-    )
-    every = torch.arange(len(ids))
-    batch = Batch(
-        token_ids=torch.tensor(ids),
-        positions=every,
-        query_start=torch.tensor([0, len(ids)], dtype=torch.int32),
-        seq_lens=torch.tensor([len(ids)], dtype=torch.int32),
-        block_table=torch.arange(blocks, dtype=torch.int32)[None],
-        slot_mapping=every,
-        logits_indices=every,
-    )
-    return model.forward(batch, cache).float().log_softmax(-1)
-
-
-def mean_loss(log_probs: Tensor, ids: list[int]) -> float:
-    return -log_probs[:-1].gather(1, torch.tensor(ids[1:])[:, None]).mean().item()
 
 
 def test_weights_are_those_of_the_file(model_path: Path) -> None:

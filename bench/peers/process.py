@@ -1,5 +1,6 @@
 """The benchmark's side of an engine's process."""
 
+import contextlib
 import json
 import os
 import select
@@ -56,7 +57,11 @@ class Peer:
 
     def close(self) -> None:
         self._process.kill()
-        self._process.communicate()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):  # what was never read
+                pipe.close()
         self._log.close()
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:

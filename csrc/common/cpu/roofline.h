@@ -24,4 +24,4 @@ struct RooflineParams {
 
 }  // namespace fastinfer::cpu
 
-FASTINFER_CPU_KERNEL(roofline, fastinfer::cpu::RooflineParams)
+FASTINFER_CPU_KERNEL_BF16(roofline, fastinfer::cpu::RooflineParams)

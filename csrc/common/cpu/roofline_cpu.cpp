@@ -9,15 +9,18 @@ namespace fastinfer::cpu::FASTINFER_ISA {
 namespace {
 
 // As wide as a register, unlike the 16 lanes of the portable build's other vectors.
-#if defined(__AVX512F__)
+#if defined(FASTINFER_AVX512_VNNI)
 inline constexpr int kBytes = 64;
-#elif defined(__AVX2__)
+#elif defined(FASTINFER_AVX2)
 inline constexpr int kBytes = 32;
 #else
 inline constexpr int kBytes = 16;
 #endif
 typedef int32_t Words __attribute__((vector_size(kBytes)));
 typedef int16_t Shorts __attribute__((vector_size(kBytes)));
+typedef uint16_t UnsignedShorts __attribute__((vector_size(kBytes)));
+typedef int8_t Bytes __attribute__((vector_size(kBytes)));
+typedef uint8_t UnsignedBytes __attribute__((vector_size(kBytes)));
 typedef float Floats __attribute__((vector_size(kBytes)));
 
 #if defined(__x86_64__)
@@ -60,11 +63,11 @@ double byte_dot(int64_t steps) {
   FASTINFER_KEEP(w);
   FASTINFER_KEEP(x);
   Words a0{}, a1{}, a2{}, a3{}, a4{}, a5{}, a6{}, a7{}, a8{}, a9{};
-#if defined(__AVX512VNNI__)
-#define FASTINFER_DOT(a) (Words) _mm512_dpbusd_epi32((__m512i)a, (__m512i)w, (__m512i)x)
+#if defined(FASTINFER_AVX512_VNNI)
+#define FASTINFER_DOT(a) dpbusd(a, (UnsignedBytes)w, (Bytes)x)
   constexpr double kProducts = 64;
-#elif defined(__AVX2__)
-#define FASTINFER_DOT(a) (Words) _mm256_maddubs_epi16((__m256i)w, (__m256i)x)
+#elif defined(FASTINFER_AVX2)
+#define FASTINFER_DOT(a) (Words) maddubs((UnsignedBytes)w, (Bytes)x)
   constexpr double kProducts = 32;
 #else
 #define FASTINFER_DOT(a) (Words)((Shorts)w * (Shorts)x)
@@ -98,15 +101,15 @@ double fp32_fma(int64_t steps) {
   return 2.0 * kBytes / 4 * kAccumulators;
 }
 
-#if defined(__AVX512F__)
-// Compiled for what the AVX-512 VNNI build does not presume. Not yet run on a machine with bf16.
-__attribute__((target("avx512bf16"))) double bf16_dot(int64_t steps) {
+#if defined(FASTINFER_AVX512_BF16)
+// Not yet run on a machine with bf16.
+double bf16_dot(int64_t steps) {
   Words w{}, x{};
   FASTINFER_KEEP(w);
   FASTINFER_KEEP(x);
   Floats a0{}, a1{}, a2{}, a3{}, a4{}, a5{}, a6{}, a7{}, a8{}, a9{};
-#define FASTINFER_STEP(a)                                            \
-  a = (Floats)_mm512_dpbf16_ps((__m512)a, (__m512bh)w, (__m512bh)x); \
+#define FASTINFER_STEP(a)                              \
+  a = dpbf16(a, (UnsignedShorts)w, (UnsignedShorts)x); \
   FASTINFER_KEEP(a);
   for (int64_t step = 0; step < steps; ++step) {
     FASTINFER_TEN(FASTINFER_STEP)
@@ -124,8 +127,8 @@ double run(const RooflineParams& p, int64_t thread) {
     case Ceiling::kByteDot: return byte_dot(kSteps * p.passes) * kSteps * p.passes;
     case Ceiling::kFp32Fma: return fp32_fma(kSteps * p.passes) * kSteps * p.passes;
     case Ceiling::kBf16Dot:
-#if defined(__AVX512F__)
-      if (__builtin_cpu_supports("avx512bf16")) return bf16_dot(kSteps * p.passes) * kSteps * p.passes;
+#if defined(FASTINFER_AVX512_BF16)
+      return bf16_dot(kSteps * p.passes) * kSteps * p.passes;
 #endif
       return 0;
   }

@@ -1,0 +1,42 @@
+"""A model's log-probabilities of a given text."""
+
+import torch
+from torch import Tensor
+
+from fastinfer.engine.batch import Batch
+from fastinfer.engine.kv_cache import KVCacheTensors, num_blocks_for
+from fastinfer.models.config import Precision
+from fastinfer.models.decoder import Decoder
+
+BLOCK_SIZE = 32
+
+
+def log_probabilities(model: Decoder, ids: list[int], dtype: str) -> Tensor:
+    """In one prefill: [tokens, vocab]."""
+    config = model.config
+    blocks = num_blocks_for(len(ids), BLOCK_SIZE)
+    cache = KVCacheTensors.empty(
+        config.num_layers,
+        blocks,
+        BLOCK_SIZE,
+        config.num_kv_heads,
+        config.head_dim,
+        Precision.of(dtype).kv_cache_dtype,
+        "cpu",
+    )
+    every = torch.arange(len(ids))
+    batch = Batch(
+        token_ids=torch.tensor(ids),
+        positions=every,
+        query_start=torch.tensor([0, len(ids)], dtype=torch.int32),
+        seq_lens=torch.tensor([len(ids)], dtype=torch.int32),
+        block_table=torch.arange(blocks, dtype=torch.int32)[None],
+        slot_mapping=every,
+        logits_indices=every,
+    )
+    return model.forward(batch, cache).float().log_softmax(-1)
+
+
+def mean_loss(log_probs: Tensor, ids: list[int]) -> float:
+    """The mean negative log-probability of each token but the first."""
+    return -log_probs[:-1].gather(1, torch.tensor(ids[1:])[:, None]).mean().item()
