@@ -122,8 +122,10 @@ def measure(
         return [text[start : start + workload.prompt_tokens] for start in starts]
 
     for name in list(comparison.peers):
+        start = time.perf_counter()
         for workload in workloads.values():
             comparison.turn(name, prompts(workload), min(workload.new_tokens, 8))
+        print(f"warm-up of {ENGINES[name]}: {time.perf_counter() - start:.0f} s", flush=True)
     samples: Samples = {name: {key: [] for key in workloads} for name in comparison.peers}
     longest = 0.0
     for number in range(rounds):
@@ -255,7 +257,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", help="engines, by comma: " + ", ".join(ENGINES))
     parser.add_argument("--llama-q4_0", action="store_true", help="llama.cpp also on a Q4_0 file, made for the run")
     parser.add_argument("--limit-s", type=float, default=480, help="no round begins that would end later")
-    parser.add_argument("--turn-limit-s", type=float, default=120, help="an engine that takes longer is left out")
+    parser.add_argument("--turn-limit-s", type=float, default=180, help="an engine that takes longer is left out")
     parser.add_argument("--out", type=Path, default=ROOT / "bench/results/peers.json", help="default: %(default)s")
     parser.add_argument("--plot", type=Path, help="a bar chart, such as docs/peers.png; needs matplotlib")
     parser.add_argument("--rehearse", action="store_true", help="small sizes: tests the code, measures nothing")
