@@ -7,9 +7,9 @@ from typing import Any
 
 PANELS = {
     "decode": "Decode, 1 request, tokens/s",
-    "prefill": "Prefill of 512, tokens/s",
-    "long_prefill": "Prefill of 1,024, tokens/s",
-    "batch": "16 requests at once, tokens/s",
+    "prefill": "Prefill of {prompt_tokens:,}, tokens/s",
+    "long_prefill": "Prefill of {prompt_tokens:,}, tokens/s",
+    "batch": "{requests} requests at once, tokens/s",
 }
 OURS, PEER = "C0", "0.75"
 
@@ -26,7 +26,7 @@ def plot(results: dict[str, Any], path: Path) -> Path:
         speeds = [results["engines"][name]["tokens_per_s"][workload] for name in names]
         bars = axes.barh(names, speeds, color=[OURS if name == "fastinfer" else PEER for name in names])
         axes.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], padding=3)
-        axes.set_title(title, fontsize="medium")
+        axes.set_title(title.format(**results["settings"]["workloads"][workload]), fontsize="medium")
         axes.set_xlim(0, 1.25 * max(speeds))
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
