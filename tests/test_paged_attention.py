@@ -37,10 +37,11 @@ def per_device(names: str, cpu: Sequence[Any], gpu: Sequence[Any]) -> pytest.Mar
 
 
 fp32_or_bf16 = per_device("dtype", [torch.float32], [torch.bfloat16])
+low_or_fp32 = per_device("dtype", [torch.float32, torch.bfloat16], LOW)
 gpu_only = per_device("dtype", [], LOW)
 
-# (queries, cached length) of each sequence. The CPU kernel splits the cache at multiples of 512 positions; the CUDA
-# kernel cuts it in tiles of 32 or 64, has rows of up to 16 and up to 64 (queries times heads of a KV head), and cuts a
+# (queries, cached length) of each sequence. The CPU kernel cuts the cache in tiles of 64 positions and splits of 512,
+# and reads it in place for up to 8 rows (queries times heads of a KV head), else through a copy in fp32; the CUDA kernel cuts it in tiles of 32 or 64, has rows of up to 16 and up to 64 (queries times heads of a KV head), and cuts a
 # batch into as many parts as the GPU has room for blocks: 12 on the emulator.
 BATCHES = {
     "decode": [(1, 1), (1, 2), (1, 17), (1, 511), (1, 512), (1, 513), (1, 1500)],
@@ -252,9 +253,31 @@ def test_a_sequence_does_not_depend_on_its_batch(dtype: torch.dtype, close: dict
         torch.testing.assert_close(alone.run(), together[rows], **close)
 
 
-@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("name", [*BATCHES, "few tokens", "long"])
 def test_threads(name: str) -> None:
-    assert_bitwise(*per_thread_count(make_batch(BATCHES[name]).run))
+    """Two threads cut tasks into tokens, tiles or splits, where one takes them whole."""
+    lengths = BATCHES | {"few tokens": [(16, 16)], "long": [(4, 4500), (1, 9000)]}
+    assert_bitwise(*per_thread_count(make_batch(lengths[name]).run))
+
+
+CACHES = [torch.float16, torch.int8, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("cache_dtype", CACHES)
+@pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), [(1, 1, 64), (8, 2, 128), (7, 1, 13), (9, 1, 80)])
+def test_rows_decode_and_prefill_alike(q_heads: int, kv_heads: int, head_dim: int, cache_dtype: torch.dtype) -> None:
+    """However many rows share a tile, and whether they read the cache itself or its copy."""
+    float_cache = cache_dtype == torch.float16
+    whole = make_batch([(70, 140)], q_heads, kv_heads, head_dim, cache_dtype=cache_dtype if float_cache else None)
+    batch = whole if float_cache else quantized(whole, cache_dtype)
+    together = batch.run()
+    for rows in (slice(0, 1), slice(3, 5), slice(60, 66), slice(69, 70)):
+        cut = {
+            "q": batch.q[rows],
+            "seq_lens": int32(70 + rows.stop),
+            "query_start": int32(0, rows.stop - rows.start),
+        }
+        assert_bitwise(ops.paged_attention(**(vars(batch) | cut)), together[rows])
 
 
 @fp32_or_bf16
@@ -296,7 +319,7 @@ def quantized(batch: Batch, cache_dtype: torch.dtype) -> QuantizedBatch:
     return QuantizedBatch(batch.q, k_cache, v_cache, *ragged, k_scale, v_scale)
 
 
-@gpu_only
+@low_or_fp32
 @pytest.mark.parametrize("cache_dtype", QUANTIZED)
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_quantized_cache(head_dim: int, cache_dtype: torch.dtype, dtype: torch.dtype, device: str) -> None:
@@ -304,14 +327,14 @@ def test_quantized_cache(head_dim: int, cache_dtype: torch.dtype, dtype: torch.d
     assert_attention(quantized(batch, cache_dtype))
 
 
-@gpu_only
+@low_or_fp32
 @pytest.mark.parametrize("cache_dtype", QUANTIZED)
 def test_quantized_cache_with_options(cache_dtype: torch.dtype, dtype: torch.dtype, device: str) -> None:
     batch = make_batch([(3, 400), (33, 33)], 6, 2, 64, 32, dtype, torch.float32, device)
     assert_attention(quantized(batch, cache_dtype), window=100, softcap=2.0, sinks=torch.arange(6.0, device=device))
 
 
-@gpu_only
+@low_or_fp32
 @pytest.mark.parametrize("cache_dtype", QUANTIZED)
 def test_small_probabilities_of_quantized_values_are_kept(
     cache_dtype: torch.dtype, dtype: torch.dtype, device: str
@@ -330,7 +353,7 @@ def test_small_probabilities_of_quantized_values_are_kept(
     torch.testing.assert_close(batch.run(scale=1 / 64).double(), expected, rtol=1e-2, atol=0)
 
 
-@gpu_only
+@low_or_fp32
 @pytest.mark.parametrize("cache_dtype", QUANTIZED)
 def test_every_quantized_value_is_exact(cache_dtype: torch.dtype, dtype: torch.dtype, device: str) -> None:
     """A single position has the probability 1, so that its value comes out, and its logit as the lse."""
@@ -407,6 +430,20 @@ def test_nan_in_a_visible_key_or_in_the_query_shows(context: int) -> None:
     assert attend(torch.full_like(q, torch.nan), k).isnan().all()
 
 
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("window", [0, 1, 40])
+def test_nan_in_a_value_shows_to_those_that_see_it_alone(window: int, heads: int) -> None:
+    """Not to other queries of its tile, as 0 times NaN."""
+    batch = make_batch([(140, 140)], heads, 1, 64)
+    for position in (0, 61, 66, 130, 139):
+        v_cache = batch.v_cache.clone()
+        v_cache[batch.block_table[0, position // 16], position % 16] = torch.nan
+        out = ops.paged_attention(**(vars(batch) | {"v_cache": v_cache}), window=window)
+        end = position + window if window else 140
+        assert_bitwise(out.isnan().all(-1).all(-1), torch.tensor([position <= query < end for query in range(140)]))
+        assert_bitwise(out.isnan().any(-1).any(-1), out.isnan().all(-1).all(-1))
+
+
 def int32(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
@@ -457,14 +494,6 @@ def test_errors_name_the_argument(case: str) -> None:
     arguments, value = BAD[case]
     with pytest.raises((RuntimeError, ValueError), match=rf"\b({arguments})\b"):
         ops.paged_attention(**(GOOD | {arguments.split("|")[0]: value}))
-
-
-@pytest.mark.parametrize("cache_dtype", QUANTIZED)
-def test_the_cpu_refuses_quantized_caches(cache_dtype: torch.dtype) -> None:
-    pages = {name: GOOD[name].to(cache_dtype) for name in ("k_cache", "v_cache")}
-    scales = {name: torch.ones(5, 16, 2) for name in ("k_scale", "v_scale")}
-    with pytest.raises(RuntimeError, match=r"\bk_cache\b.* on the CPU"):
-        ops.paged_attention(**(GOOD | pages | scales))
 
 
 HALF = {name: GOOD[name].half() for name in ("q", "k_cache", "v_cache")}

@@ -17,7 +17,7 @@ const float* optional_floats(const Checks& check, const std::optional<Tensor>& t
 }
 
 // The elements of the cache; sets cache_dtype or quantization, and the scales.
-void check_cache(const Checks& check, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+void check_cache(const Checks& check, const Tensor& k_cache, const Tensor& v_cache,
                  const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale, PagedAttentionParams& p) {
   const ScalarType type = k_cache.scalar_type();
   check.dtype(v_cache, "v_cache", type);
@@ -36,7 +36,6 @@ void check_cache(const Checks& check, const Tensor& q, const Tensor& k_cache, co
     const auto pages = k_cache.sizes();
     p.k_scale = optional_floats(check, k_scale, "k_scale", {pages[0], pages[1], pages[2]});
     p.v_scale = optional_floats(check, v_scale, "v_scale", {pages[0], pages[1], pages[2]});
-    check.require(gpu_of(q) != nullptr, "k_cache must be float32, bfloat16 or float16 on the CPU, got ", name(type));
   } else {
     p.cache_dtype = check.float_dtype(k_cache, "k_cache");
   }
@@ -141,7 +140,7 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
       .softcap = static_cast<float>(softcap),
       .dtype = check.float_dtype(q, "q"),
   };
-  check_cache(check, q, k_cache, v_cache, k_scale, v_scale, params);
+  check_cache(check, k_cache, v_cache, k_scale, v_scale, params);
   const cuda::Device* const gpu = gpu_of(q);
   if (gpu == nullptr) {
     check_lengths(check, params, tokens);

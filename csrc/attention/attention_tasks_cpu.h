@@ -1,0 +1,132 @@
+// How a call's work is cut for the threads: tasks of some query rows each, and where these are few, pieces of the cache
+// that a task reads. No cut changes a result.
+#pragma once
+
+#include "attention/row_attention_cpu.h"
+
+namespace fastinfer::cpu::FASTINFER_ISA {
+
+inline constexpr int kTargetRows = 128;     // query rows of a task, to share the converted K and V
+inline constexpr int kFewestRows = 16;      // where there are too few tasks for the threads
+inline constexpr int kPiecesPerThread = 4;  // so that a thread which is done early finds more to do
+
+struct AttentionTask {
+  RowTile rows;
+  int tile_begin, tile_end;
+  int unit;          // tiles that leave one state each: 1 or a split; 0: all, which leave the result
+  int pieces;        // that are not finished
+  int64_t partials;  // where the units' states begin
+
+  bool is_last_of_split(int tile) const {
+    return tile + 1 == tile_end || (tile + 1) % kSplit == 0;
+  }
+};
+
+struct AttentionPiece {
+  int task;
+  int tile_begin, tile_end;
+};
+
+inline int ceil_div(int64_t a, int64_t b) {
+  return static_cast<int>((a + b - 1) / b);
+}
+
+class AttentionTasks {
+ public:
+  explicit AttentionTasks(const PagedAttentionParams& p) : p_(p), group_(p.q_heads / p.kv_heads) {
+    const int parts = num_threads() == 1 ? 1 : num_threads() * kPiecesPerThread;
+    int64_t tiles = 0;
+    for (int seq = 0; seq < p.seqs; ++seq) {
+      if (queries(seq) > 0) tiles += int64_t{p.kv_heads} * ceil_div(p.seq_lens[seq], kTile);
+    }
+    const int target_rows = tiles >= parts ? kTargetRows
+                                           : std::clamp(ceil_div(int64_t{p.query_start[p.seqs]} * p.q_heads, parts),
+                                                        kFewestRows, kTargetRows);
+    task_tokens_ = std::max(1, target_rows / group_);
+
+    int64_t tasks = 0, cost = 0;
+    for_each_task([&](const AttentionTask& task) { ++tasks, cost += cost_of(task); });
+    tasks_ = scratch_array<AttentionTask>(0, tasks);
+    pieces_ = scratch_array<AttentionPiece>(2, tasks + parts);
+    for_each_task([&](AttentionTask task) {
+      cut(task, parts == 1 ? 1 : ceil_div(cost_of(task) * parts, cost));
+      tasks_[task_count_++] = task;
+    });
+    partials_ = scratch_array<float>(3, partial_size_);
+  }
+
+  int pieces() const {
+    return piece_count_;
+  }
+  const AttentionPiece& piece(int index) const {
+    return pieces_[index];
+  }
+  AttentionTask& task(const AttentionPiece& piece) const {
+    return tasks_[piece.task];
+  }
+  int max_rows() const {
+    return task_tokens_ * group_;
+  }
+
+  // The state of the unit that `tile` belongs to.
+  AttentionState partial(const AttentionTask& task, int tile) const {
+    const int64_t index = tile / task.unit - task.tile_begin / task.unit;
+    return AttentionState::at(partials_ + task.partials + index * state_size(task), rows_of(task));
+  }
+
+ private:
+  int queries(int seq) const {
+    return p_.query_start[seq + 1] - p_.query_start[seq];
+  }
+  int rows_of(const AttentionTask& task) const {
+    return (task.rows.token_end - task.rows.token_begin) * group_;
+  }
+  int64_t state_size(const AttentionTask& task) const {
+    return AttentionState::size(rows_of(task), columns_of(p_));
+  }
+  int64_t cost_of(const AttentionTask& task) const {
+    return int64_t{rows_of(task)} * (task.tile_end - task.tile_begin);
+  }
+
+  // Last tokens first: they see the most positions.
+  template <class Fn>
+  void for_each_task(const Fn& fn) const {
+    for (int seq = 0; seq < p_.seqs; ++seq) {
+      for (int end = queries(seq); end > 0; end -= task_tokens_) {
+        const int begin = std::max(0, end - task_tokens_), before = p_.seq_lens[seq] - queries(seq);
+        const int first = p_.window > 0 ? std::max(0, before + begin - p_.window + 1) : 0;
+        for (int head = 0; head < p_.kv_heads; ++head) {
+          fn(AttentionTask{{seq, head, begin, end}, first / kTile, ceil_div(before + end, kTile), 0, 1, 0});
+        }
+      }
+    }
+  }
+
+  void cut(AttentionTask& task, int pieces) {
+    int step = ceil_div(task.tile_end - task.tile_begin, pieces);
+    if (step < task.tile_end - task.tile_begin) {
+      task.unit = step < kSplit ? 1 : kSplit;
+      step = step / task.unit * task.unit;
+      task.partials = partial_size_;
+      partial_size_ += ((task.tile_end - 1) / task.unit - task.tile_begin / task.unit + 1) * state_size(task);
+    }
+    task.pieces = 0;
+    for (int begin = task.tile_begin; begin < task.tile_end; ++task.pieces) {
+      const int from = task.unit == kSplit ? begin / kSplit * kSplit : begin;
+      const int end = std::min(from + step, task.tile_end);
+      pieces_[piece_count_++] = {task_count_, begin, end};
+      begin = end;
+    }
+  }
+
+  const PagedAttentionParams& p_;
+  const int group_;
+  int task_tokens_ = 1;
+  AttentionTask* tasks_ = nullptr;
+  AttentionPiece* pieces_ = nullptr;
+  float* partials_ = nullptr;
+  int task_count_ = 0, piece_count_ = 0;
+  int64_t partial_size_ = 0;
+};
+
+}  // namespace fastinfer::cpu::FASTINFER_ISA

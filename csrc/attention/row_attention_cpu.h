@@ -1,0 +1,175 @@
+// Attention of a tile of query rows - some tokens times the heads that share a KV head - over tiles of the cache.
+#pragma once
+
+#include <utility>
+
+#include "attention/attention_products_cpu.h"
+#include "attention/attention_softmax_cpu.h"
+#include "attention/kv_tile_cpu.h"
+#include "common/cpu/parallel.h"
+
+namespace fastinfer::cpu::FASTINFER_ISA {
+
+inline constexpr int kSplit = 8;  // tiles: their states are merged first, then the splits'
+
+// Up to so many rows read the cache where it lies; more share a copy in fp32.
+inline constexpr int kFewRows = 8;
+
+struct RowTile {
+  int seq;
+  int kv_head;
+  int token_begin;  // within the sequence's queries
+  int token_end;
+};
+
+inline int columns_of(const PagedAttentionParams& p) {
+  return (p.head_dim + kLanes - 1) / kLanes * kLanes;
+}
+
+template <class C>
+class RowAttention {
+ public:
+  RowAttention(const PagedAttentionParams& p, int max_rows)
+      : p_(p), group_(p.q_heads / p.kv_heads), columns_(columns_of(p)) {
+    const int64_t rows = max_rows, columns = columns_, state = AttentionState::size(max_rows, columns_);
+    float* memory = scratch_array<float>(1, rows * (columns + kTile + 3) + 3 * state + 2 * kTile * columns);
+    const auto take = [&](int64_t count) { return std::exchange(memory, memory + count); };
+    for (float*& at : states_) at = take(state);
+    q_ = take(rows * columns);
+    scores_ = take(rows * kTile);
+    keys_ = take(kTile * columns);
+    values_ = take(kTile * columns);
+    for (int j = 0; j < kTile; ++j) wide_keys_[j] = keys_ + j * columns, wide_values_[j] = values_ + j * columns;
+    position_ = reinterpret_cast<int*>(take(rows));
+    seen_ = reinterpret_cast<Range*>(take(2 * rows));
+  }
+
+  void begin(const RowTile& rows) {
+    rows_ = rows;
+    count_ = (rows.token_end - rows.token_begin) * group_;
+    const int queries = p_.query_start[rows.seq + 1] - p_.query_start[rows.seq];
+    const int first_position = p_.seq_lens[rows.seq] - queries + rows.token_begin;
+    for (int r = 0; r < count_; ++r) position_[r] = first_position + r / group_;
+    kv_begin_ = p_.window > 0 ? std::max(0, first_position - p_.window + 1) : 0;
+    kv_end_ = first_position + (rows.token_end - rows.token_begin);
+    direct_ = count_ <= kFewRows && p_.head_dim % kLanes == 0;
+    dispatch(p_.dtype, [&]<class T>(T) { load_queries<T>(); });
+  }
+
+  int rows() const {
+    return count_;
+  }
+
+  // Calls done(tile, state) after each of the cache's tiles begin..end - 1, with the state that `place(tile)` names.
+  template <class Place, class Done>
+  void run_tiles(int begin, int end, const Place& place, const Done& done) {
+    const KvPages<C> pages(p_, rows_.seq, rows_.kv_head);
+    KvTile<C> found[2];
+    find(pages, begin, found[begin % 2]);
+    for (int tile = begin; tile < end; ++tile) {
+      if (tile + 1 < end) find(pages, tile + 1, found[(tile + 1) % 2]);
+      const AttentionState state = place(tile);
+      run_tile(pages, tile, found[tile % 2], found[tile + 1 < end ? (tile + 1) % 2 : tile % 2], state);
+      done(tile, state);
+    }
+  }
+
+  AttentionState scratch_state(int index) const {
+    return AttentionState::at(states_[index], count_);
+  }
+
+  void store_output(const AttentionState& state) {
+    dispatch(p_.dtype, [&]<class T>(T) { store_output<T>(state); });
+  }
+
+ private:
+  // Row r is head r % group of token r / group.
+  int64_t query_token(int r) const {
+    return p_.query_start[rows_.seq] + rows_.token_begin + r / group_;
+  }
+  int query_head(int r) const {
+    return rows_.kv_head * group_ + r % group_;
+  }
+
+  template <class T>
+  void load_queries() {
+    const float factor = p_.softcap > 0.0f ? p_.scale * 2.0f * kLog2e / p_.softcap : p_.scale * kLog2e;
+    for (int r = 0; r < count_; ++r) {
+      const int64_t offset = query_token(r) * p_.q_stride + static_cast<int64_t>(query_head(r)) * p_.head_dim;
+      const T* row = static_cast<const T*>(p_.q) + offset;
+      for_each_vector(p_.head_dim, [&](int64_t i, int64_t lanes) {
+        store(q_ + r * columns_ + i, load_lanes(row + i, lanes) * factor);
+      });
+    }
+  }
+
+  Range seen_of_tile(int tile) const {
+    return {std::max(tile * kTile, kv_begin_), std::min((tile + 1) * kTile, kv_end_)};
+  }
+
+  void find(const KvPages<C>& pages, int tile, KvTile<C>& found) const {
+    const Range seen = seen_of_tile(tile);
+    pages.find(tile * kTile, seen.first, seen.end, found);
+  }
+
+  void run_tile(const KvPages<C>& pages, int tile, const KvTile<C>& found, const KvTile<C>& next,
+                const AttentionState& state) {
+    for (int r = 0; r < count_; ++r) {
+      const int end = position_[r] + 1 - tile * kTile, first = p_.window > 0 ? end - p_.window : 0;
+      seen_[r] = {std::clamp(first, 0, kTile), std::clamp(end, 0, kTile)};
+    }
+    if (direct_) return multiply<true>(found, found.keys, next.keys, found.values, next.values, state);
+    const Range seen = seen_of_tile(tile);
+    pages.widen(found, seen.first - tile * kTile, seen.end - tile * kTile, columns_, keys_, values_);
+    multiply<false>(found, wide_keys_, wide_keys_, wide_values_, wide_values_, state);
+  }
+
+  template <bool kAhead, class K>
+  void multiply(const KvTile<C>& found, const K* const* keys, const K* const* next_keys, const K* const* values,
+                const K* const* next_values, const AttentionState& state) {
+    const bool quantized = p_.quantization != CacheQuantization::kNone;
+    const Logits logits{quantized ? found.key_scales : nullptr, quantized ? found.value_scales : nullptr,
+                        p_.softcap * kLog2e};
+    multiply_keys<kAhead>(q_, columns_, seen_, count_, keys, next_keys, scores_);
+    for (int r = 0; r < count_; ++r) {
+      softmax_row(scores_ + r * kTile, seen_[r], logits, state.maximum[r], state.sum[r]);
+    }
+    multiply_values<kAhead>(scores_, seen_, count_, values, next_values, state.o, columns_);
+  }
+
+  template <class T>
+  void store_output(const AttentionState& state) {
+    for (int r = 0; r < count_; ++r) {
+      float maximum = state.maximum[r], sum = state.sum[r], factor = 1.0f;
+      if (p_.sinks != nullptr) {
+        const float sink = p_.sinks[query_head(r)] * kLog2e;
+        const float with_sink = std::max(maximum, sink);
+        if (with_sink != kNegInf) {
+          factor = std::exp2(maximum - with_sink);
+          sum = sum * factor + std::exp2(sink - with_sink);
+          maximum = with_sink;
+        }
+      }
+      const float inverse = sum == 0.0f ? 0.0f : factor / sum;  // 0: no visible position; NaN must show
+      const int64_t row = query_token(r) * p_.q_heads + query_head(r);
+      T* out = static_cast<T*>(p_.out) + row * p_.head_dim;
+      const float* o = state.o + static_cast<int64_t>(r) * columns_;
+      for_each_vector(p_.head_dim,
+                      [&](int64_t i, int64_t lanes) { store_lanes(out + i, load(o + i) * inverse, lanes); });
+      if (p_.lse != nullptr) p_.lse[row] = sum == 0.0f ? kNegInf : maximum * kLn2 + std::log(sum);
+    }
+  }
+
+  const PagedAttentionParams& p_;
+  const int group_, columns_;
+  RowTile rows_{};
+  int count_ = 0, kv_begin_ = 0, kv_end_ = 0;
+  bool direct_ = false;
+  float* states_[3];  // of a tile, a split and all
+  float *q_, *scores_, *keys_, *values_;
+  const float *wide_keys_[kTile], *wide_values_[kTile];
+  int* position_;  // [rows]
+  Range* seen_;    // [rows], of the tile in work
+};
+
+}  // namespace fastinfer::cpu::FASTINFER_ISA
