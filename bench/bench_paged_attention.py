@@ -19,6 +19,8 @@ from fastinfer import ops
 CPU_HEADS = 9, 3, 64  # query heads, KV heads, head_dim
 # (queries, context): decode at growing contexts, a chunk of prefill, a whole prompt.
 CPU_CASES = [(1, 128), (1, 1024), (1, 8192), (64, 1024), (512, 512)]
+# (sequences, context): decode, beside the same from quantised caches.
+CPU_BATCHES = [(1, 1024), (16, 256)]
 
 
 def run_cpu(setting: Setting) -> Cases:
@@ -37,6 +39,13 @@ def run_cpu(setting: Setting) -> Cases:
             repeats=setting.repeats,
             bytes_moved=2 * k.nbytes,
         )
+    for seqs, context in CPU_BATCHES:
+        batches = {
+            str(dtype).removeprefix("torch."): make_batch([1] * seqs, [context] * seqs, CPU_HEADS, 32, setting, dtype)
+            for dtype in (torch.bfloat16, torch.int8, torch.float8_e4m3fn)
+        }
+        caches = {name: lambda batch=batch: batch.attend() for name, batch in batches.items()}
+        cases[f"decode, {seqs} x {context}, by cache"] = compare(caches, [()], repeats=setting.repeats)
     return cases
 
 

@@ -64,6 +64,7 @@ def attention_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     ragged = (int32(0, 1, 2, 3, 4, 5).view(2, 3), int32(40, 20), int32(0, 3, 4))
     yield "paged_attention", (q, *caches, *ragged, 0.125, 0, 0.0, None, None, None, None, None)
     yield "paged_attention", (q, *caches, *ragged, 0.125, 9, 5.0, torch.zeros(4), torch.zeros(4, 4), None, None, None)
+    yield "paged_attention", (q, *integers, *ragged, 0.125, 0, 0.0, None, None, *scales, None)
     yield "paged_attention_plan", (*ragged[1:], 4, 2, 64, 0)
     yield "merge_attention_states", (q.contiguous(), torch.randn(4, 4), torch.randn_like(q), torch.randn(4, 4))
 

@@ -103,6 +103,12 @@ def test_widen(bits: int, run_instruction: Callable[..., Array]) -> None:
     np.testing.assert_array_equal(run_instruction(f"widen {bits}", np.uint32, BYTES * 8 // bits, a), a)
 
 
+@pytest.mark.parametrize("bits", [256, 512])
+def test_widen_bytes(bits: int, run_instruction: Callable[..., Array]) -> None:
+    a = integers(np.int8, 0)[: BYTES // 4]
+    np.testing.assert_array_equal(run_instruction(f"widen bytes {bits}", np.int32, BYTES * 8 // bits, a), a)
+
+
 def floats(seed: int) -> Array:
     """fp32 of every magnitude, with infinities, NaN, denormals and what lies between two values of fp16."""
     random = np.random.default_rng(seed)

@@ -41,8 +41,9 @@ low_or_fp32 = per_device("dtype", [torch.float32, torch.bfloat16], LOW)
 gpu_only = per_device("dtype", [], LOW)
 
 # (queries, cached length) of each sequence. The CPU kernel cuts the cache in tiles of 64 positions and splits of 512,
-# and reads it in place for up to 8 rows (queries times heads of a KV head), else through a copy in fp32; the CUDA kernel cuts it in tiles of 32 or 64, has rows of up to 16 and up to 64 (queries times heads of a KV head), and cuts a
-# batch into as many parts as the GPU has room for blocks: 12 on the emulator.
+# and reads it in place for up to 8 rows (queries times heads of a KV head), else through a copy in fp32. The CUDA
+# kernel cuts it in tiles of 32 or 64, has rows of up to 16 and up to 64, and cuts a batch into as many parts as the GPU
+# has room for blocks: 12 on the emulator.
 BATCHES = {
     "decode": [(1, 1), (1, 2), (1, 17), (1, 511), (1, 512), (1, 513), (1, 1500)],
     "prefill": [(1, 1), (5, 5), (17, 17), (70, 70)],

@@ -47,7 +47,8 @@ class AttentionTasks {
     int64_t tasks = 0, cost = 0;
     for_each_task([&](const AttentionTask& task) { ++tasks, cost += cost_of(task); });
     tasks_ = scratch_array<AttentionTask>(0, tasks);
-    pieces_ = scratch_array<AttentionPiece>(2, tasks + parts);
+    // cut() is asked for at most tasks + parts pieces, and makes up to 2 n + 2 of n by rounding to splits.
+    pieces_ = scratch_array<AttentionPiece>(2, 4 * tasks + 2 * parts);
     for_each_task([&](AttentionTask task) {
       cut(task, parts == 1 ? 1 : ceil_div(cost_of(task) * parts, cost));
       tasks_[task_count_++] = task;

@@ -16,15 +16,24 @@ struct Range {
   int first, end;
 };
 
+// kLanes bytes with their signs.
+FASTINFER_INLINE i32v load_bytes(const void* p) {
+  typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+#if defined(FASTINFER_AVX2)
+  return widen(load_as<Bytes>(p));
+#else
+  return __builtin_convertvector(load_as<Bytes>(p), i32v);
+#endif
+}
+
 FASTINFER_INLINE f32v load(const Int8* p) {
-  return to_f32(__builtin_convertvector(load_as<Bytes>(p), i32v));
+  return to_f32(load_bytes(p));
 }
 
 // A shift puts sign, exponent and mantissa where fp32 has them; the product mends the exponent's bias and makes
 // subnormals normal. (e4m3's NaN becomes 480: a store that saturates never writes it.)
 FASTINFER_INLINE f32v load(const E4m3* p) {
-  const i32v bits = __builtin_convertvector(load_as<Bytes>(p), i32v);
-  return (f32v)((bits << 20) & static_cast<int32_t>(0x87f00000)) * 0x1p120f;
+  return (f32v)((load_bytes(p) << 20) & static_cast<int32_t>(0x87f00000)) * 0x1p120f;
 }
 
 template <class C>

@@ -5,7 +5,8 @@
 // a tree adds the lanes, and the chunks' sums follow one another. Nothing in that depends on how many rows x has.
 #include "fused/gemm_cpu.h"
 
-#include <utility>
+
+#include "common/cpu/reduce.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 namespace {
@@ -43,25 +44,6 @@ struct BFloat16Products {
 #endif
 
 typedef float f32x2 __attribute__((vector_size(8)));
-typedef float f32x4 __attribute__((vector_size(16)));
-
-// a and b hold runs of kWidth lanes. Each run becomes the sum of its halves; a's come before b's.
-template <int kWidth>
-FASTINFER_INLINE f32v fold(f32v a, f32v b) {
-  return [&]<int... kLane>(std::integer_sequence<int, kLane...>) {
-    constexpr int kHalf = kWidth / 2;
-    const i32v low = {(kLane / kHalf * kWidth + kLane % kHalf)...};
-    return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, low + kHalf);
-  }(std::make_integer_sequence<int, kLanes>());
-}
-
-// The sums of four vectors' lanes.
-FASTINFER_INLINE f32x4 reduce_add(f32v a, f32v b, f32v c, f32v d) {
-  f32v v = fold<kLanes / 2>(fold<kLanes>(a, b), fold<kLanes>(c, d));
-  if constexpr (kLanes == 16) v = fold<4>(v, v);
-  v = fold<2>(v, v);
-  return load_as<f32x4>(&v);
-}
 
 template <class V>
 FASTINFER_INLINE void add_to(float* sums, V values) {

@@ -51,6 +51,11 @@ FASTINFER_INLINE u32x8 widen(u16x8 v) {
   return (u32x8)_mm256_cvtepu16_epi32((__m128i)v);
 }
 
+// vpmovsxbd. GCC 12 takes the bytes out one by one for the extension's conversion.
+FASTINFER_INLINE i32x8 widen(i8x8 v) {
+  return (i32x8)_mm256_cvtepi8_epi32((__m128i)(i64x2){(int64_t)v, 0});
+}
+
 // vpmaddubsw: neighbouring products a[2i] b[2i] + a[2i+1] b[2i+1], saturated to 16 bits.
 FASTINFER_INLINE i16x16 maddubs(u8x32 a, i8x32 b) {
   return (i16x16)_mm256_maddubs_epi16((__m256i)a, (__m256i)b);
@@ -80,6 +85,10 @@ FASTINFER_INLINE u16x16 float_to_half(f32x16 v) {
 
 FASTINFER_INLINE u32x16 widen(u16x16 v) {
   return (u32x16)_mm512_cvtepu16_epi32((__m256i)v);
+}
+
+FASTINFER_INLINE i32x16 widen(i8x16 v) {
+  return (i32x16)_mm512_cvtepi8_epi32((__m128i)v);
 }
 
 FASTINFER_INLINE i16x32 maddubs(u8x64 a, i8x64 b) {

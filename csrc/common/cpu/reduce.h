@@ -14,9 +14,9 @@ FASTINFER_INLINE f32x4 add_neighbours(f32x4 a, f32x4 b) {
   return __builtin_shuffle(a, b, (i32x4){0, 2, 4, 6}) + __builtin_shuffle(a, b, (i32x4){1, 3, 5, 7});
 }
 
-#if defined(__AVX2__)
+#if defined(FASTINFER_VECTOR_SHUFFLES)
 FASTINFER_INLINE f32v add_neighbours(f32v a, f32v b) {
-#if defined(__AVX512F__)
+#if defined(FASTINFER_AVX512_VNNI)
   const i32v even = {0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30};
 #else
   const i32v even = {0, 2, 8, 10, 4, 6, 12, 14};
@@ -28,7 +28,7 @@ FASTINFER_INLINE f32v add_neighbours(f32v a, f32v b) {
 // The sums of the lanes of a, b, c and d.
 FASTINFER_INLINE f32x4 reduce_add(f32v a, f32v b, f32v c, f32v d) {
   f32x4 parts[kLanes / 4];
-#if defined(__AVX2__)
+#if defined(FASTINFER_VECTOR_SHUFFLES)
   store_as(parts, add_neighbours(add_neighbours(a, b), add_neighbours(c, d)));
 #else
   f32x4 of[4][kLanes / 4];  // wide shuffles would be split into scalars

@@ -43,7 +43,7 @@ FASTINFER_INLINE void store_as(void* p, V v) {
 }
 
 FASTINFER_INLINE f32v broadcast(float x) {
-  return f32v{} + x;
+  return x - f32v{};  // f32v{} + x would be an addition: -0 + 0 is 0
 }
 
 FASTINFER_INLINE f32v select(i32v mask, f32v if_true, f32v if_false) {

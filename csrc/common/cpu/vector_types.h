@@ -12,7 +12,11 @@
 namespace fastinfer::cpu::FASTINFER_ISA {
 
 #define FASTINFER_VECTOR(type, name, bytes) typedef type name __attribute__((vector_size(bytes)))
+FASTINFER_VECTOR(int8_t, i8x8, 8);
+
+FASTINFER_VECTOR(int8_t, i8x16, 16);
 FASTINFER_VECTOR(uint16_t, u16x8, 16);
+FASTINFER_VECTOR(int64_t, i64x2, 16);
 
 FASTINFER_VECTOR(float, f32x8, 32);
 FASTINFER_VECTOR(int32_t, i32x8, 32);

@@ -62,8 +62,8 @@ def paged_attention(
     Args:
         q: [tokens, q_heads, head_dim]; fp32, bf16 or fp16; may be a strided view whose last two dimensions are
             contiguous. On CUDA bf16 or fp16, with a head_dim of 64, 80, 96, 128 or 256.
-        k_cache, v_cache: [num_blocks, block_size, kv_heads, head_dim]; fp32, bf16 or fp16. On CUDA the dtype of ``q``,
-            int8 or float8_e4m3fn, aligned to 16 bytes.
+        k_cache, v_cache: [num_blocks, block_size, kv_heads, head_dim]; fp32, bf16, fp16, int8 or float8_e4m3fn (whose
+            NaN counts as 480). On CUDA the dtype of ``q``, int8 or float8_e4m3fn, aligned to 16 bytes.
         block_table: [seqs, max_blocks] int32; entries past a sequence's length are never read.
         seq_lens: [seqs] int32; cached length of each sequence, this step's tokens included.
         query_start: [seqs + 1] int32; cumulative query counts, from 0 to ``tokens``.

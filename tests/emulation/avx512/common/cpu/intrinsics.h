@@ -108,6 +108,14 @@ FASTINFER_INLINE u32x16 widen(u16x16 v) {
   return __builtin_convertvector(v, u32x16);
 }
 
+FASTINFER_INLINE i32x8 widen(i8x8 v) {
+  return __builtin_convertvector(v, i32x8);
+}
+
+FASTINFER_INLINE i32x16 widen(i8x16 v) {
+  return __builtin_convertvector(v, i32x16);
+}
+
 FASTINFER_INLINE i16x16 maddubs(u8x32 a, i8x32 b) {
   return detail::maddubs<i16x16>(a, b);
 }
