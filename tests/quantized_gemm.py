@@ -123,8 +123,7 @@ class QuantizedGemmTests:
         assert not len(sure) or sure.max() < 2e-5, f"error {sure.max():.2g} of the mean magnitude"
 
     def assert_nearly_exact(self, x: Tensor, weight: QuantizedWeight, **options: Any) -> None:
-        """With activations in 14 bits: steps of 1/8191 of a run's largest are below what fp32 products are compared with
-        in most uses."""
+        """With activations in 14 bits: steps of 1/8191 of a run's largest are below what most uses of fp32 notice."""
         out = self.run(x, weight, activation_bits=16, **options)
         assert out.dtype == x.dtype
         slack = 3e-3 if "activation" in options else 1e-3

@@ -163,15 +163,18 @@ def gemm(
     return out
 
 
-def activation_steps(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``x`` [tokens, in_features] in steps of its run's scale, as [tokens, runs, 16], and those scales.
+def activation_multipliers(x: Tensor) -> Tensor:
+    """The scales that would just hold each run of ``x``, [tokens, runs, 1] between 0 and 4095, in steps of its row."""
+    runs = x.double().unflatten(-1, (-1, ACTIVATION_RUN)).abs().amax(-1, keepdim=True)
+    return runs / x.double().abs().amax(-1)[:, None, None] * LARGEST_MULTIPLIER
 
-    Scales are integers, 1..4095, times the row's amax / 127 / 4095: the smallest that keep the steps within 127.
-    """
+
+def activation_steps(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``x`` [tokens, in_features] in steps of its run's scale, as [tokens, runs, 16], and those scales: an integer,
+    1..4095, times the row's amax / 127 / 4095, the smallest that keeps the steps within 127."""
+    multiplier = activation_multipliers(x).ceil().clamp(min=1)
+    scale = multiplier * x.double().abs().amax(-1)[:, None, None] / 127 / LARGEST_MULTIPLIER
     runs = x.double().unflatten(-1, (-1, ACTIVATION_RUN))
-    amax = x.double().abs().amax(-1)[:, None, None]
-    multiplier = (runs.abs().amax(-1, keepdim=True) / amax * LARGEST_MULTIPLIER).ceil().clamp(min=1)
-    scale = multiplier * amax / 127 / LARGEST_MULTIPLIER
     return torch.where(scale > 0, runs / scale, 0.0), torch.where(scale > 0, scale, 0.0)
 
 
@@ -182,13 +185,11 @@ def round_activations(x: Tensor) -> Tensor:
 
 
 def near_ties(x: Tensor) -> Tensor:
-    """Rows [tokens] of ``x`` that fp32 may round otherwise: an element is close to half a step, or a run's scale to the
+    """Rows [tokens] of ``x`` that fp32 may round otherwise: an element is close to half a step, or a multiplier to the
     next integer."""
-    steps, scale = activation_steps(x)
-    amax = x.double().abs().amax(-1)[:, None, None]
-    ratio = x.double().unflatten(-1, (-1, ACTIVATION_RUN)).abs().amax(-1, keepdim=True) / amax * LARGEST_MULTIPLIER
+    steps, multiplier = activation_steps(x)[0], activation_multipliers(x)
     tie = (steps.abs() % 1 - 0.5).abs() < 5e-5  # 127 steps times 3 ulp of fp32
-    edge = ((ratio - ratio.round()).abs() < 1e-3) & (ratio < LARGEST_MULTIPLIER)
+    edge = ((multiplier - multiplier.round()).abs() < 1e-3) & (multiplier < LARGEST_MULTIPLIER)
     return tie.flatten(1).any(1) | edge.flatten(1).any(1)
 
 

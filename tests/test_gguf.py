@@ -394,3 +394,17 @@ def test_get_of_a_missing_key(sound_file: Path) -> None:
     assert file.get("no.such", str, None) is None
     with pytest.raises(GGUFFormatError, match=r"'no\.such' is missing"):
         file.get("no.such", int)
+
+
+def test_released_pages_leave_memory_and_can_be_read_again(model_path: Path) -> None:
+    def resident() -> int:
+        pages = Path("/proc/self/smaps").read_text().split(str(model_path.resolve()))[1:]
+        return sum(int(mapping.split("Rss:")[1].split()[0]) for mapping in pages)
+
+    file = GGUFFile(model_path)
+    data = file.tensors["token_embd.weight"].data
+    total = int(data.sum(dtype=np.int64))
+    assert resident() > data.nbytes / 1024 / 2
+    file.release()
+    assert resident() < 1024
+    assert int(data.sum(dtype=np.int64)) == total

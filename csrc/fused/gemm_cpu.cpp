@@ -5,7 +5,6 @@
 // a tree adds the lanes, and the chunks' sums follow one another. Nothing in that depends on how many rows x has.
 #include "fused/gemm_cpu.h"
 
-
 #include "common/cpu/reduce.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {

@@ -86,8 +86,13 @@ class GGUFFile:
             raise ModelNotFoundError(f"cannot open {self.path}: {error.strerror or error}") from None
         if buffer is None:
             raise GGUFFormatError(f"{self.path}: expected a GGUF file, got an empty file")
+        self._buffer = buffer
         header = _Header(self.path, buffer)
         self.metadata, self.tensors = header.read()
+
+    def release(self) -> None:
+        """Give the memory of the pages that were read back; who looks at a tensor again has them read again."""
+        self._buffer.madvise(mmap.MADV_DONTNEED)
 
     @overload
     def get(self, key: str, kind: type[T], *, minimum: float | None = None, maximum: float | None = None) -> T: ...

@@ -101,11 +101,15 @@ def load_gguf(file: GGUFFile, precision: Precision, max_model_len: int | None) -
     loader = _Loader(file, precision)
     embedding = loader.vocabulary("token_embd.weight", config)
     lm_head = loader.vocabulary("output.weight", config) if "output.weight" in file.tensors else embedding
+    layers = []
+    for index in range(config.num_layers):
+        layers.append(loader.layer(index, config))
+        file.release()  # else the file and its packed copy would be in memory at once
     return Decoder(
         config=config,
         dtype=precision.dtype,
         embedding=embedding,
-        layers=tuple(loader.layer(index, config) for index in range(config.num_layers)),
+        layers=tuple(layers),
         norm=loader.vector("output_norm.weight", config.hidden_size),
         lm_head=lm_head,
         cos_sin_cache=ops.cos_sin_cache(
