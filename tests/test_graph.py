@@ -1,6 +1,8 @@
 """CPUGraph: a replay is bitwise the calls it recorded, and what it would miss is refused."""
 
 import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -309,3 +311,14 @@ def test_threads_with_graphs_of_their_own() -> None:
 
     with num_threads(2), ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
+
+
+def test_recording_does_not_import_the_compiler() -> None:
+    """It would take two seconds, in the first decode step of every process."""
+    code = (
+        "import sys, torch, fastinfer.ops as ops\n"
+        "x = torch.ones(1, 2)\n"
+        "with ops.CPUGraph().capture(): ops.silu_and_mul(x)\n"
+        "sys.exit('sympy' in sys.modules or 'torch._dynamo' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -95,6 +95,10 @@ class _KeepTensors(TorchDispatchMode):
         self.storages: dict[int, torch.UntypedStorage] = {}
         self._memory = memory
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True would import torch's compiler at the first call: 800 modules, 2 seconds
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         computes = func.namespace == "fastinfer"
