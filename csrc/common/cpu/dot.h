@@ -10,12 +10,6 @@
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 
-#if defined(FASTINFER_AVX512_VNNI)
-inline constexpr bool kPairProducts = false;
-#else
-inline constexpr bool kPairProducts = true;
-#endif
-
 inline constexpr int kRunInputs = 16;             // inputs that share a scale of the activations
 inline constexpr int kRunSteps = kRunInputs / 4;  // vectors of four inputs
 
