@@ -90,6 +90,7 @@ class Tokenizer:
         vocab_size: number of tokens.
         bos_id, bos_token: the token that begins a text, and its spelling; None and "" if the file names none.
         eos_ids: every token that ends an answer.
+        control_ids: the tokens that are no text, such as ``<|im_end|>``.
         eos_token: the spelling of the file's own end token, or "".
         chat_template: the file's Jinja template, or None.
     """
@@ -115,6 +116,7 @@ class Tokenizer:
 
         self.vocab_size = len(tokens)
         self._control = {int(i): tokens[i] for i in np.flatnonzero(types == CONTROL)}
+        self.control_ids = frozenset(self._control)
         self._user_defined = {int(i): tokens[i] for i in np.flatnonzero(types == USER_DEFINED)}
         try:
             model = BPE(vocab=vocabulary, merges=merges, ignore_merges=PRE_TOKENIZERS[pre] is _llama3)

@@ -1,0 +1,319 @@
+"""Grammars that a generated text must follow: compiled off the engine's step, applied as bit masks over the tokens.
+
+The automata are llguidance's (https://github.com/guidance-ai/llguidance): a lexer of regular-expression derivatives
+below an Earley parser, run over the trie of all tokens.
+"""
+
+import queue
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastinfer.checks import show
+from fastinfer.errors import RequestError
+from fastinfer.structured_output import StructuredOutputsParams
+from fastinfer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_COMPILED = 64
+COMPILE_SECONDS = 5.0
+# Processor time of one mask. Usual ones take 10 to 100 us; hostile patterns (a{1000000}) take most of a second, in
+# which every other request would wait.
+MASK_SECONDS = 0.25
+
+# All of them named, so that a schema's own "x-guidance" cannot change one.
+_JSON_OPTIONS: Any = {
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_flexible": False,
+    "whitespace_pattern": None,
+    "coerce_one_of": False,
+    "lenient": False,
+}
+
+
+class Grammar:
+    """Where one text stands in its grammar.
+
+    A token of the end of sequence is a token like others here: the mask allows it where the text may end, ``accept``
+    takes it and ``rollback`` takes it back. After it only another one is allowed.
+    """
+
+    def __init__(self, matcher: "LLMatcher", eos_ids: frozenset[int], num_words: int) -> None:
+        self._matcher = matcher
+        self._eos_ids = eos_ids
+        self._num_words = num_words  # of a mask over the tokenizer's vocabulary
+        self._num_accepted = 0  # without those of the end
+        self._num_ends = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing may follow but the end of sequence."""
+        return self._num_ends > 0 or self._matcher.is_stopped()
+
+    def fill_mask(self, words: np.ndarray) -> None:
+        """Write which tokens may come next, as :func:`fastinfer.ops.sample` wants its ``mask``.
+
+        Args:
+            words: [ceil(vocab / 32)] int32, contiguous; token t is bit t % 32 of word t // 32. Tokens that logits have
+                beyond the tokenizer's vocabulary are forbidden.
+
+        Raises:
+            RequestError: the grammar has become too complex to follow.
+        """
+        if words.dtype != np.int32 or words.ndim != 1 or words.size < self._num_words or not words.flags.c_contiguous:
+            raise ValueError(
+                f"words: expected a contiguous [>= {self._num_words}] int32, got {list(words.shape)} {words.dtype}"
+            )
+        words[self._num_words :] = 0
+        if self._num_ends:
+            words[:] = 0
+            for token_id in self._eos_ids:
+                words.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
+            return
+        start = time.thread_time()
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, self._num_words * 4)
+        self._check()
+        if (seconds := time.thread_time() - start) > MASK_SECONDS:
+            raise RequestError(
+                f"structured output: a token takes {seconds:.1f} s, at most {MASK_SECONDS} s are allowed"
+            )
+
+    def accept(self, token_id: int) -> None:
+        """Append a token.
+
+        Raises:
+            RequestError: the grammar does not allow it here; nothing has changed then.
+        """
+        if token_id in self._eos_ids:
+            allowed = self._may_end()
+            self._num_ends += allowed
+        else:
+            allowed = not self._num_ends and self._matcher.try_consume_tokens([token_id]) == 1
+            self._num_accepted += allowed
+        if not allowed:
+            self._check()
+            raise RequestError(f"structured output: the grammar does not allow token {token_id} here")
+
+    def rollback(self, n: int) -> None:
+        """Take back the last ``n`` tokens, as if they had never been accepted.
+
+        Raises:
+            ValueError: there are fewer.
+        """
+        if not 0 <= n <= self._num_accepted + self._num_ends:
+            raise ValueError(f"n: expected 0 to {self._num_accepted + self._num_ends}, got {n}")
+        ends = min(n, self._num_ends)
+        self._num_ends -= ends
+        if n > ends:
+            self._num_accepted -= n - ends
+            self._matcher.rollback(n - ends)
+            self._check()
+
+    def forced_tokens(self) -> list[int]:
+        """Tokens that the grammar leaves no choice about, perhaps none; to be appended (and accepted) without sampling.
+
+        They are those into which the tokenizer cuts the only text that may follow, so far as no later text could cut it
+        otherwise. The end of sequence is not among them, see :attr:`finished`.
+        """
+        return [] if self._num_ends else self._matcher.compute_ff_tokens()
+
+    def validate(self, tokens: Sequence[int]) -> int:
+        """How many of these draft tokens ``accept`` would take, one after the other."""
+        end = next((i for i, token_id in enumerate(tokens) if token_id in self._eos_ids), len(tokens))
+        if self._num_ends or end == 0:
+            return _run_length(tokens, self._eos_ids) if self._may_end() else 0
+        text = list(tokens[:end])
+        num_valid = self._matcher.validate_tokens(text)
+        if num_valid == end < len(tokens):
+            self._matcher.consume_tokens(text)
+            if self._may_end():
+                num_valid += _run_length(tokens[end:], self._eos_ids)
+            self._matcher.rollback(end)
+        return num_valid
+
+    def copy(self) -> "Grammar":
+        """An independent grammar in the same state; takes some 5 us."""
+        other = Grammar(self._matcher.deep_copy(), self._eos_ids, self._num_words)
+        other._num_accepted, other._num_ends = self._num_accepted, self._num_ends
+        return other
+
+    def _may_end(self) -> bool:
+        return self._num_ends > 0 or self._matcher.is_accepting()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise RequestError(f"structured output: {_reason(self._matcher.get_error())}")
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer in worker threads, and keeps the newest.
+
+    Args:
+        tokenizer: whose tokens the grammars are over.
+        vocab_size: columns of the logits, at least the tokenizer's own number of tokens.
+        time_limit: seconds that one compilation may take. Usual schemas take 1 to 5 ms.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, time_limit: float = COMPILE_SECONDS) -> None:
+        if vocab_size < tokenizer.vocab_size:
+            raise ValueError(f"vocab_size: expected at least {tokenizer.vocab_size}, got {vocab_size}")
+        self.vocab_size = vocab_size
+        self._tokenizer = tokenizer
+        self._time_limit = time_limit
+        self._lock = threading.Lock()
+        self._tokenizer_lock = threading.Lock()
+        self._compiled: OrderedDict[StructuredOutputsParams, Future[Grammar]] = OrderedDict()  # oldest use first
+        self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="fastinfer-grammar")
+
+    def submit(self, params: StructuredOutputsParams) -> "Future[Grammar]":
+        """Compile in the background; equal parameters are compiled once, and each caller gets a grammar of its own.
+
+        The future fails with a RequestError where the schema or pattern is not sound or not supported, the time limit
+        passes, or llguidance is not installed.
+        """
+        with self._lock:
+            compiled = self._compiled.pop(params, None) or self._workers.submit(self._compile, params)
+            self._compiled[params] = compiled
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        grammar: Future[Grammar] = Future()
+        compiled.add_done_callback(lambda done: self._hand_out(params, done, grammar))
+        return grammar
+
+    def close(self) -> None:
+        """Forget all grammars and let the threads end; what waits is cancelled."""
+        self._workers.shutdown(wait=False, cancel_futures=True)
+        self._compiled.clear()
+
+    def _hand_out(self, params: StructuredOutputsParams, done: "Future[Grammar]", grammar: "Future[Grammar]") -> None:
+        if done.cancelled():
+            grammar.cancel()
+        if not grammar.set_running_or_notify_cancel():
+            return
+        if (error := done.exception()) is None:
+            grammar.set_result(done.result().copy())
+            return
+        with self._lock:  # a failure may have been the moment's, such as the time limit
+            if self._compiled.get(params) is done:
+                del self._compiled[params]
+        grammar.set_exception(RequestError(str(error)) if isinstance(error, RequestError) else error)
+
+    def _compile(self, params: StructuredOutputsParams) -> Grammar:
+        with self._tokenizer_lock:
+            tokenizer = self._ll_tokenizer
+        # In a thread of its own, as nothing can stop it: after the limit it is left to the compiler's own limits.
+        answer: queue.SimpleQueue[Grammar | Exception] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                answer.put(_compile(params, tokenizer, self._tokenizer))
+            except Exception as error:
+                answer.put(error)
+
+        threading.Thread(target=run, daemon=True, name="fastinfer-grammar-compile").start()
+        try:
+            result = answer.get(timeout=self._time_limit)
+        except queue.Empty:
+            raise RequestError(f"structured output: not compiled within {self._time_limit:g} s") from None
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    @cached_property
+    def _ll_tokenizer(self) -> "LLTokenizer":
+        """The trie of all tokens. It takes 0.3 s for 49,000 tokens, so only those pay who need it."""
+        try:
+            from llguidance import LLTokenizer, TokenizerWrapper
+        except ImportError:
+            raise RequestError(
+                "structured output needs the package llguidance: pip install 'fastinfer[structured]'"
+            ) from None
+        if not self._tokenizer.eos_ids:
+            raise RequestError("structured output needs a model with an end-of-sequence token, got one without")
+        wrapper: Any = TokenizerWrapper(_Vocabulary(self._tokenizer))
+        return LLTokenizer(wrapper, eos_token=sorted(self._tokenizer.eos_ids))
+
+
+class _Vocabulary:
+    """A tokenizer in the form that llguidance asks for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokens = [tokenizer.token_bytes(i, skip_special_tokens=False) for i in range(tokenizer.vocab_size)]
+        # Special tokens are never text: the mask leaves them out.
+        self.special_token_ids = sorted(tokenizer.control_ids | tokenizer.eos_ids)
+        self.eos_token_id = min(tokenizer.eos_ids)
+        self.bos_token_id = tokenizer.bos_id
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False, parse_special=False)
+
+
+def _compile(params: StructuredOutputsParams, ll_tokenizer: "LLTokenizer", tokenizer: Tokenizer) -> Grammar:
+    from llguidance import LLMatcher, LLParserLimits
+
+    # Half to a tenth of the defaults, with which a schema can hold up a step by 100 ms and take 500 MB.
+    limits = LLParserLimits(
+        step_lexer_fuel=100_000,
+        step_max_items=20_000,
+        max_lexer_states=50_000,
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
+    field = next(name for name in ("json", "regex", "choice") if getattr(params, name) is not None)
+    try:
+        matcher = LLMatcher(ll_tokenizer, _source(params), log_level=0, limits=limits)
+        if matcher.is_error():
+            raise RequestError(_reason(matcher.get_error()))
+        num_words = -(-tokenizer.vocab_size // 32)
+        grammar = Grammar(matcher, tokenizer.eos_ids, num_words)
+        # Finds grammars without any text, and leaves the lexer's states, which copies share, for the first step.
+        grammar.fill_mask(np.empty(num_words, np.int32))
+    except (RequestError, ValueError) as error:
+        reason = str(error).removeprefix("structured output: ")
+        raise RequestError(f"{field} cannot be enforced: {reason}, got {show(getattr(params, field))}") from None
+    return grammar
+
+
+def _source(params: StructuredOutputsParams) -> str:
+    """The grammar in llguidance's own notation."""
+    from llguidance import LLMatcher
+
+    if isinstance(params.json, str):
+        return LLMatcher.grammar_from_json_schema(params.json, overrides=_JSON_OPTIONS)
+    if params.regex is not None:
+        return LLMatcher.grammar_from_regex(params.regex)
+    # An expression of literals: 4,096 choices have their first mask in 0.3 ms, as a rule of strings in 22.
+    return LLMatcher.grammar_from_regex("|".join(map(_escape, params.choice or ())))
+
+
+def _escape(text: str) -> str:
+    """A regular expression for just this text."""
+    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):X}}}" for c in text)
+
+
+def _reason(message: str) -> str:
+    """llguidance's message in one short line."""
+    if "NoExtensionBias" in message:
+        return "no text matches"
+    if message.startswith("panic"):
+        return "too complex"
+    # Of a regular expression's error, drawn over several lines, the last but one says what it is.
+    if match := re.search(r"^error: (.*)$", message, re.MULTILINE):
+        message = match[1]
+    line = message.partition("\n")[0].partition(". Enable '")[0].strip()
+    return line if len(line) <= 160 else line[:157] + "..."
+
+
+def _run_length(tokens: Sequence[int], ids: frozenset[int]) -> int:
+    return next((i for i, token_id in enumerate(tokens) if token_id not in ids), len(tokens))
