@@ -248,14 +248,23 @@ def unpack_bits(words: Tensor, count: int) -> Tensor:
 
 
 def sample_logits(
-    logits: Tensor, penalties: Tensor, output_counts: Tensor, prompt_mask: Tensor, mask: Tensor
+    logits: Tensor,
+    penalties: Tensor,
+    output_counts: Tensor,
+    prompt_mask: Tensor,
+    mask: Tensor,
+    bias_start: Tensor,
+    bias_tokens: Tensor,
+    bias_values: Tensor,
 ) -> Tensor:
-    """The logits [rows, vocab] that ``sample`` draws from, after penalties and mask."""
+    """The logits [rows, vocab] that ``sample`` draws from, after penalties, bias and mask."""
     z, vocab = logits.double(), logits.shape[1]
     repetition, presence, frequency = penalties.double()[:, :, None].unbind(1)
     seen = unpack_bits(prompt_mask, vocab) | (output_counts > 0)
     z = torch.where(seen, torch.where(z > 0, z / repetition, z * repetition), z)
     z = z - (output_counts > 0) * presence - output_counts * frequency
+    rows = torch.arange(len(z), device=z.device).repeat_interleave(bias_start.diff())
+    z = z.index_put((rows, bias_tokens.long()), bias_values.double(), accumulate=True)
     return z.masked_fill(~unpack_bits(mask, vocab), -torch.inf)
 
 

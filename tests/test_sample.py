@@ -257,21 +257,36 @@ def test_vanishing_temperature_is_greedy(temperature: float, top_p: float, devic
     assert sample(logits, temperature=temperature, top_p=top_p).tokens.tolist() == [1]
 
 
+BIASES = ["bias_start", "bias_tokens", "bias_values"]
 PENALTIES = [[1.0, 0.0, 0.0], [1.3, 0.0, 0.0], [1.0, 0.7, 0.0], [1.0, 0.0, 0.4], [0.8, -0.5, 0.2]]
 
 
+def biases(rows: int, vocab: int) -> list[Tensor]:
+    """0 to 9 a row, none in the second, one of them -inf, never for token 0; a row may have a token twice."""
+    counts = torch.randint(0, 10 if vocab > 1 else 1, (rows,))
+    counts[1:2] = 0
+    values = 4 * torch.randn(int(counts.sum()))
+    values[:1] = -torch.inf
+    return [
+        torch.cat([torch.zeros(1), counts.cumsum(0)]).int(),
+        torch.randint(1, max(vocab, 2), values.shape).int(),
+        values,
+    ]
+
+
 def modifiers(rows: int, vocab: int, device: str) -> dict[str, Tensor]:
-    """Random penalties, counts and masks, with bits set past the vocabulary's end."""
+    """Random penalties, counts, masks and biases, with bits set past the vocabulary's end."""
     words = torch.randint(-(2**31), 2**31, (2, rows, -(-vocab // 32)), dtype=torch.int64).int()
     words[1, :, 0] |= 1  # one token at least
     counts = torch.randint(-3, 4, (rows, vocab)).clamp(min=0).int()
     values = [torch.tensor((PENALTIES * rows)[:rows]), counts, words[0], words[1]]
-    names = ["penalties", "output_counts", "prompt_mask", "mask"]
+    values += biases(rows, vocab)
+    names = ["penalties", "output_counts", "prompt_mask", "mask", "bias_start", "bias_tokens", "bias_values"]
     return {name: value.to(device) for name, value in zip(names, values, strict=True)}
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 130, 1001])
-def test_penalties_and_mask(vocab: int, device: str) -> None:
+def test_penalties_biases_and_mask(vocab: int, device: str) -> None:
     rows = len(PENALTIES)
     logits = 3 * torch.randn(rows, vocab, device=device)
     options = modifiers(rows, vocab, device)
@@ -288,7 +303,9 @@ def test_penalties_and_mask(vocab: int, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"penalties"}, {"penalties", "output_counts"}, {"penalties", "prompt_mask"}, {"mask"}]
+    "given",
+    [{"penalties"}, {"penalties", "output_counts"}, {"penalties", "prompt_mask"}, {"mask"}, set(BIASES)],
+    ids=str,
 )
 def test_each_modifier_may_be_missing(given: set[str], device: str) -> None:
     logits = torch.randn(len(PENALTIES), 70, device=device)
@@ -298,6 +315,9 @@ def test_each_modifier_may_be_missing(given: set[str], device: str) -> None:
         "output_counts": torch.zeros_like(options["output_counts"]),
         "prompt_mask": torch.zeros_like(options["prompt_mask"]),
         "mask": torch.full_like(options["mask"], -1),
+        "bias_start": torch.zeros_like(options["bias_start"]),
+        "bias_tokens": options["bias_tokens"][:0],
+        "bias_values": options["bias_values"][:0],
     }
     expected = reference.sample_logits(logits, **{n: options[n] if n in given else off[n] for n in off})
     tokens = sample(logits, temperature=0, **{n: options[n] for n in given}).tokens
@@ -310,6 +330,78 @@ def test_a_mask_forbids(device: str) -> None:
     mask = torch.tensor([[-1 & ~4, 0, 1, 0]], dtype=torch.int32, device=device)
     tokens = draw(row, 200, mask=mask.expand(200, 4).contiguous(), top_k=40)
     assert set(tokens.tolist()) == {*range(32), 64} - {2}
+
+
+def bias(*rows: dict[int, float], device: str = "cpu") -> dict[str, Tensor]:
+    starts = [sum(len(row) for row in rows[:count]) for count in range(len(rows) + 1)]
+    return {
+        "bias_start": torch.tensor(starts, dtype=torch.int32, device=device),
+        "bias_tokens": torch.tensor([t for row in rows for t in row], dtype=torch.int32, device=device),
+        "bias_values": torch.tensor([v for row in rows for v in row.values()], dtype=torch.float32, device=device),
+    }
+
+
+def test_a_bias_moves_its_own_row_alone(device: str) -> None:
+    logits = torch.zeros(4, 1000, device=device)
+    logits[:, 2] = 5.0
+    options = bias({}, {999: 6.0, 2: -1.0}, {2: -torch.inf, 70: 0.5}, {}, device=device)
+    sampled = sample(logits, temperature=0, **options)
+    assert sampled.tokens.tolist() == [2, 999, 70, 2]
+    assert_logprobs(sampled.logprobs, logits, sampled.tokens)
+    assert set(draw(logits[0], 40, top_k=3, **bias(*[{2: -torch.inf, 9: 1.0}] * 40, device=device)).tolist()) == {
+        0,
+        1,
+        9,
+    }
+
+
+def test_a_mask_outweighs_a_bias(device: str) -> None:
+    mask = torch.tensor([[-1 & ~4]], dtype=torch.int32, device=device)
+    tokens = sample(torch.zeros(1, 32, device=device), 0, mask=mask, **bias({2: 100.0, 5: 1.0}, device=device)).tokens
+    assert tokens.tolist() == [5]
+
+
+def test_many_biases(device: str) -> None:
+    """More than a block has threads."""
+    logits = torch.randn(2, 3001, device=device)
+    values = torch.randn(2, 3001)
+    options = bias(*[dict(enumerate(row)) for row in values.tolist()], device=device)
+    tokens = sample(logits, temperature=0, **options).tokens
+    assert_bitwise(tokens.cpu(), (logits.cpu() + values).argmax(-1))
+
+
+BAD_BIASES: dict[str, tuple[str, list[float]]] = {
+    "token past the vocabulary": ("bias_tokens", [1, 1000, 3]),
+    "negative token": ("bias_tokens", [1, -1, 3]),
+    "+inf": ("bias_values", [0.5, torch.inf, 1.0]),
+    "NaN": ("bias_values", [0.5, torch.nan, 1.0]),
+    "not from 0": ("bias_start", [1, 2, 3]),
+    "falling": ("bias_start", [0, 4, 3]),
+    "past the end": ("bias_start", [0, 1, 100]),
+    "short of the end": ("bias_start", [0, 1, 2]),
+    "negative": ("bias_start", [-7, 1, 3]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_BIASES)
+def test_biases_that_make_no_sense(case: str, device: str) -> None:
+    """The CPU names them. A GPU leaves out what is out of range, and reads nothing there."""
+    name, values = BAD_BIASES[case]
+    options = bias({1: 0.5}, {2: 0.5, 3: 1.0}, device=device)
+    options[name] = torch.tensor(values, device=device).to(options[name].dtype)
+    logits = torch.zeros(2, 1000, device=device)
+    logits[:, 500] = 3.0
+    if on_host(device):
+        with pytest.raises(RuntimeError, match=rf"\b{name}\b"):
+            sample(logits, **options)
+    else:
+        assert sample(logits, temperature=0, **options).tokens.tolist() == [500, 500]
+
+
+@pytest.mark.parametrize("missing", BIASES)
+def test_biases_are_given_together(missing: str) -> None:
+    with pytest.raises(RuntimeError, match=r"\bbias_start\b.*together"):
+        ops.sample(**GOOD | {missing: None})
 
 
 @pytest.mark.parametrize("count", [1, 5, 20])
@@ -346,12 +438,15 @@ def test_a_row_depends_on_its_seed_and_position_alone(vocab: int, device: str) -
         torch.tensor([0.0, 0.0, 0.1, 0.0, 0.3], device=device).repeat(rows // 5),
         torch.randint(-(2**63), 2**63 - 1, (rows,), device=device),
         torch.randint(0, 2**40, (rows,), device=device),
-        *modifiers(rows, vocab, device).values(),
     ]
-    together = ops.sample(logits, *parameters, 3)
+    modified = modifiers(rows, vocab, device)
+    start, *entries = (modified.pop(name) for name in BIASES)
+    parameters += modified.values()
+    together = ops.sample(logits, *parameters, start, *entries, 3)
     for row in range(rows):
-        one = slice(row, row + 1)
-        alone = ops.sample(logits[one], *(p[one] for p in parameters), 3)
+        one, own = slice(row, row + 1), slice(int(start[row]), int(start[row + 1]))
+        own_start = start[row : row + 2] - start[row]
+        alone = ops.sample(logits[one], *(p[one] for p in parameters), own_start, *(e[own] for e in entries), 3)
         for got, expected in zip(alone, together, strict=True):
             assert_bitwise(got, expected[one])
     if on_host(device):
@@ -429,6 +524,9 @@ GOOD: dict[str, Tensor] = {
     "output_counts": torch.zeros(3, 8, dtype=torch.int32),
     "prompt_mask": torch.zeros(3, 1, dtype=torch.int32),
     "mask": torch.full((3, 1), -1, dtype=torch.int32),
+    "bias_start": torch.tensor([0, 1, 1, 2], dtype=torch.int32),
+    "bias_tokens": torch.tensor([7, 0], dtype=torch.int32),
+    "bias_values": torch.ones(2),
 }
 
 
@@ -437,7 +535,7 @@ GOOD: dict[str, Tensor] = {
 def test_parameter_errors_name_the_argument(argument: str, fault: str) -> None:
     good = GOOD[argument]
     strided = torch.stack([good, good], -1)[..., 0]
-    bad = {"dtype": good.to(torch.int16), "length": good[:2], "dimensions": good[:, None], "strides": strided}[fault]
+    bad = {"dtype": good.to(torch.int16), "length": good[:-1], "dimensions": good[:, None], "strides": strided}[fault]
     with pytest.raises((RuntimeError, ValueError), match=rf"\b{argument}\b"):
         ops.sample(**(GOOD | {argument: bad}))
 

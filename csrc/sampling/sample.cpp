@@ -34,6 +34,10 @@ void check_values(const Checks& check, const SampleParams& p) {
     check.require(p.top_k[i] >= 0, "top_k[", i, "] must be at least 0, got ", p.top_k[i]);
     check.require(p.top_p[i] > 0 && p.top_p[i] <= 1, "top_p[", i, "] must be in (0, 1], got ", p.top_p[i]);
     check.require(p.min_p[i] >= 0 && p.min_p[i] <= 1, "min_p[", i, "] must be in [0, 1], got ", p.min_p[i]);
+    if (p.bias_start != nullptr) {
+      const int32_t begin = p.bias_start[i], end = p.bias_start[i + 1];
+      check.require(begin <= end, "bias_start must not fall, got ", begin, " and then ", end, " at ", i + 1);
+    }
     if (p.penalties == nullptr) continue;
     const float* penalties = p.penalties + 3 * i;
     check.require(penalties[0] > 0 && std::isfinite(penalties[0]), "penalties[", i,
@@ -44,12 +48,24 @@ void check_values(const Checks& check, const SampleParams& p) {
   }
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> sample(const Tensor& logits, const Tensor& temperature, const Tensor& top_k,
-                                                  const Tensor& top_p, const Tensor& min_p, const Tensor& seeds,
-                                                  const Tensor& positions, const std::optional<Tensor>& penalties,
-                                                  const std::optional<Tensor>& output_counts,
-                                                  const std::optional<Tensor>& prompt_mask,
-                                                  const std::optional<Tensor>& mask, int64_t num_logprobs) {
+void check_biases(const Checks& check, const SampleParams& p) {
+  check.require(p.bias_start[0] == 0 && p.bias_start[p.rows] == p.num_biases,
+                "bias_start must run from 0 to the number of bias_tokens, ", p.num_biases, ", got ", p.bias_start[0],
+                " to ", p.bias_start[p.rows]);
+  for (int64_t i = 0; i < p.num_biases; ++i) {
+    check.require(p.bias_tokens[i] >= 0 && p.bias_tokens[i] < p.vocab, "bias_tokens[", i, "] must be in [0, ", p.vocab,
+                  "), got ", p.bias_tokens[i]);
+    check.require(p.bias_values[i] < INFINITY, "bias_values[", i, "] must be a number below +inf, got ",
+                  p.bias_values[i]);
+  }
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> sample(
+    const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
+    const Tensor& seeds, const Tensor& positions, const std::optional<Tensor>& penalties,
+    const std::optional<Tensor>& output_counts, const std::optional<Tensor>& prompt_mask,
+    const std::optional<Tensor>& mask, const std::optional<Tensor>& bias_start,
+    const std::optional<Tensor>& bias_tokens, const std::optional<Tensor>& bias_values, int64_t num_logprobs) {
   const Checks check("sample", logits);
   const auto* values = data<float>(check, logits, "logits", {kAny, kAny}, ScalarType::Float);
   const int64_t rows = logits.size(0), vocab = logits.size(1), mask_words = (vocab + 31) / 32;
@@ -57,6 +73,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample(const Tensor& logits, const Te
   check.require(vocab <= kMaxVocab, "logits must have at most ", kMaxVocab, " columns, got ", vocab);
   check.require(penalties.has_value() || (!output_counts.has_value() && !prompt_mask.has_value()),
                 "penalties must be given where output_counts or prompt_mask is, got None");
+  check.require(bias_start.has_value() == bias_tokens.has_value() && bias_start.has_value() == bias_values.has_value(),
+                "bias_start, bias_tokens and bias_values must be given together");
+  const int64_t num_biases = bias_tokens.has_value() ? bias_tokens->numel() : 0;
+  check.require(!bias_values.has_value() || bias_values->numel() == num_biases,
+                "bias_tokens and bias_values must be equally long, got ", num_biases, " and ",
+                bias_values.has_value() ? bias_values->numel() : 0);
   check.require(num_logprobs >= 0 && num_logprobs <= kMaxLogprobs, "num_logprobs must be in [0, ", kMaxLogprobs,
                 "], got ", num_logprobs);
   Tensor tokens = new_tensor(logits, {rows}, ScalarType::Long);
@@ -75,6 +97,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample(const Tensor& logits, const Te
       .output_counts = data<int32_t>(check, output_counts, "output_counts", {rows, vocab}, ScalarType::Int),
       .prompt_mask = data<int32_t>(check, prompt_mask, "prompt_mask", {rows, mask_words}, ScalarType::Int),
       .mask = data<int32_t>(check, mask, "mask", {rows, mask_words}, ScalarType::Int),
+      .bias_start = data<int32_t>(check, bias_start, "bias_start", {rows + 1}, ScalarType::Int),
+      .bias_tokens = data<int32_t>(check, bias_tokens, "bias_tokens", {num_biases}, ScalarType::Int),
+      .bias_values = data<float>(check, bias_values, "bias_values", {num_biases}, ScalarType::Float),
       .tokens = static_cast<int64_t*>(tokens.data_ptr()),
       .logprobs = static_cast<float*>(logprobs.data_ptr()),
       .top_logprobs = static_cast<float*>(top_logprobs.data_ptr()),
@@ -83,12 +108,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample(const Tensor& logits, const Te
       .rows = rows,
       .vocab = vocab,
       .mask_words = mask_words,
+      .num_biases = num_biases,
       .num_logprobs = num_logprobs,
   };
   Tensor scratch;
   if (gpu_of(logits) == nullptr) {
     check_values(check, params);
-  } else if (penalties.has_value() || mask.has_value()) {
+    if (bias_start.has_value()) check_biases(check, params);
+  } else if (penalties.has_value() || bias_start.has_value() || mask.has_value()) {
     const int64_t bytes = cuda::plan_sample(rows, vocab, true).scratch_bytes;
     scratch = new_tensor(logits, {bytes / static_cast<int64_t>(sizeof(float))});
     params.scratch = static_cast<float*>(scratch.data_ptr());

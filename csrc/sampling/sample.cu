@@ -74,7 +74,21 @@ struct RowParams {
   }
 };
 
-__device__ Quad modified(const SampleParams& p, int64_t row, int token, Quad quad) {
+// Writes the row's biases to `scratch`, where the survey finds each beside its logit: a dense row, as a search of the
+// list for every token would be slower.
+__device__ void scatter_biases(const SampleBlock& block, const SampleParams& p, float* scratch) {
+  block.for_each_quad(
+      0, static_cast<int>(p.vocab), [](int) { return Quad{}; },
+      [&](int token, Quad zeros) { store_vector(scratch + token, zeros); });
+  __syncthreads();
+  const BiasRange biases(p, blockIdx.x);
+  for (int64_t i = biases.begin + threadIdx.x; i < biases.end; i += blockDim.x) {
+    if (makes_sense(p, i)) atomicAdd(scratch + p.bias_tokens[i], p.bias_values[i]);
+  }
+  __syncthreads();
+}
+
+__device__ Quad modified(const SampleParams& p, int64_t row, int token, Quad quad, const float* biases) {
   for (int j = 0; j < kQuad && token + j < p.vocab; ++j) {
     float& z = quad.values[j];
     if (p.penalties != nullptr) {
@@ -82,6 +96,7 @@ __device__ Quad modified(const SampleParams& p, int64_t row, int token, Quad qua
       const int count = p.output_counts != nullptr ? p.output_counts[row * p.vocab + token + j] : 0;
       z = penalised(z, in_prompt, count, p.penalties + 3 * row);
     }
+    if (p.bias_start != nullptr) z += __ldcg(biases + token + j);
     if (p.mask != nullptr && !bit_of(p.mask + row * p.mask_words, token + j)) z = -INFINITY;
   }
   return quad;
@@ -96,7 +111,7 @@ __device__ void survey(SampleBlock& block, const SampleParams& p, const SampleRo
     raw_sum.add(token, quad, kLog2e);
     if (same) return;
     if (scratch != nullptr) {
-      quad = modified(p, blockIdx.x, token, quad);
+      quad = modified(p, blockIdx.x, token, quad, scratch);
       store_vector(scratch + token, quad);
     }
     sum.add(token, quad, scale);
@@ -143,6 +158,7 @@ __global__ void __launch_bounds__(1024) sample_kernel(SampleParams p, int max_ca
   float* scratch = has_scratch ? p.scratch + row_index * pitch : nullptr;
   if (has_scratch) row.z = scratch, row.aligned = true;
 
+  if (p.bias_start != nullptr) scatter_biases(block, p, scratch);
   OnlineSum raw_sum, sum;
   double chunk_mass;
   survey(block, p, raw, scratch, row.scale, raw_sum, sum, chunk_mass);

@@ -1,4 +1,4 @@
-// One token per row of logits: greedy, or drawn after penalties, mask, temperature, min-p, top-k and top-p.
+// One token per row of logits: greedy, or drawn after penalties, bias, mask, temperature, min-p, top-k and top-p.
 #pragma once
 
 #include <cstddef>
@@ -20,6 +20,9 @@ struct SampleParams {
   const int32_t* output_counts;  // [rows, vocab] or null
   const int32_t* prompt_mask;    // [rows, mask_words] or null: bit 1 where the prompt has the token
   const int32_t* mask;           // [rows, mask_words] or null: bit 0 forbids the token
+  const int32_t* bias_start;     // [rows + 1] or null: where a row's biases start
+  const int32_t* bias_tokens;    // [num_biases]
+  const float* bias_values;      // [num_biases]
   int64_t* tokens;               // [rows]
   float* logprobs;               // [rows], under the unmodified logits
   float* top_logprobs;           // [rows, num_logprobs], likewise
@@ -28,6 +31,7 @@ struct SampleParams {
   int64_t rows;
   int64_t vocab;
   int64_t mask_words;  // ceil(vocab / 32)
+  int64_t num_biases;
   int64_t num_logprobs;
 };
 

@@ -258,7 +258,8 @@ class Selection {
   int64_t size_ = 0;
 };
 
-// Penalties and mask, 32 tokens at a time; words of tokens that nothing concerns are copied.
+// Penalties and mask, 32 tokens at a time; words of tokens that nothing concerns are copied. Biases come last: what the
+// mask forbids, no bias allows again.
 void modify(const SampleParams& p, int64_t row, float* modified) {
   const float* logits = p.logits + row * p.vocab;
   const int32_t* counts = p.output_counts != nullptr ? p.output_counts + row * p.vocab : nullptr;
@@ -282,6 +283,11 @@ void modify(const SampleParams& p, int64_t row, float* modified) {
     for (int64_t i = begin; i < end && mask != nullptr && mask[word] != -1; ++i) {
       if (!bit_of(mask, i)) modified[i] = -INFINITY;
     }
+  }
+  if (p.bias_start == nullptr) return;
+  const BiasRange biases(p, row);
+  for (int64_t i = biases.begin; i < biases.end; ++i) {
+    if (makes_sense(p, i)) modified[p.bias_tokens[i]] += p.bias_values[i];
   }
 }
 
@@ -334,11 +340,11 @@ void sample_row(const SampleParams& p, int64_t row) {
 
   Logits logits = raw;
   float maximum = raw_maximum;
-  if (p.penalties != nullptr || p.mask != nullptr) {
+  if (p.penalties != nullptr || p.bias_start != nullptr || p.mask != nullptr) {
     auto* modified = scratch_array<float>(kModified, p.vocab);
     modify(p, row, modified);
     logits = Logits(modified, p.vocab);
-    maximum = logits.maximum(row, "penalised and masked logits");
+    maximum = logits.maximum(row, "penalised, biased and masked logits");
   }
   const bool greedy = p.temperature[row] < kGreedyTemperature;
   const int64_t token = greedy ? argmax(logits, maximum) : draw(p, row, logits, maximum);

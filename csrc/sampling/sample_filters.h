@@ -29,6 +29,19 @@ FASTINFER_HOST_DEVICE inline float penalised(float z, bool in_prompt, int32_t co
   return z;
 }
 
+// A row's biases, as far as they exist.
+struct BiasRange {
+  int64_t begin, end;
+
+  FASTINFER_HOST_DEVICE BiasRange(const SampleParams& p, int64_t row)
+      : begin(p.bias_start[row] > 0 ? p.bias_start[row] : 0),
+        end(p.bias_start[row + 1] < p.num_biases ? p.bias_start[row + 1] : p.num_biases) {}
+};
+
+FASTINFER_HOST_DEVICE inline bool makes_sense(const SampleParams& p, int64_t bias) {
+  return p.bias_tokens[bias] >= 0 && p.bias_tokens[bias] < p.vocab && p.bias_values[bias] < INFINITY;
+}
+
 // The last token that is kept, in the order of falling logits, of equals the smaller id first.
 struct LastKept {
   float z;

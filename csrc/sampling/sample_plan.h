@@ -14,12 +14,12 @@ inline constexpr int kSampleExchange = 8 * 33;  // numbers
 struct SamplePlan {
   int candidates;         // tokens that fit into shared memory to be sorted, a power of two
   int64_t pitch;          // between rows of modified logits, which need not be 16-byte aligned otherwise
-  int64_t scratch_bytes;  // modified logits, where penalties or a mask change them
+  int64_t scratch_bytes;  // modified logits, where penalties, biases or a mask change them
   LaunchConfig launch;
 };
 
 // Depends on the vocabulary alone, so that a draw does not depend on the batch or the device. `modified`: with
-// penalties or a mask.
+// penalties, biases or a mask.
 inline SamplePlan plan_sample(int64_t rows, int64_t vocab, bool modified) {
   SamplePlan plan{};
   // A sixteenth of a small vocabulary, so that it runs the same code as a large one; 2048 numbers are sorted in 66

@@ -30,13 +30,16 @@ def sample(
     output_counts: Tensor | None = None,
     prompt_mask: Tensor | None = None,
     mask: Tensor | None = None,
+    bias_start: Tensor | None = None,
+    bias_tokens: Tensor | None = None,
+    bias_values: Tensor | None = None,
     num_logprobs: int = 0,
 ) -> Sampled:
     """Draw one token per row, each row with its own parameters.
 
-    Order of the filters, as in vLLM: penalties; mask; temperature; min_p against the largest probability; top_k; top_p
-    of what top_k left, renormalised. Equal logits are in the order of their token ids, so that top_k keeps exactly k.
-    The draw is the inverse of the cumulative distribution at a Philox-4x32-10 number (Salmon et al., 2011,
+    Order of the filters, as in vLLM: penalties; bias; mask; temperature; min_p against the largest probability; top_k;
+    top_p of what top_k left, renormalised. Equal logits are in the order of their token ids, so that top_k keeps
+    exactly k. The draw is the inverse of the cumulative distribution at a Philox-4x32-10 number (Salmon et al., 2011,
     https://doi.org/10.1145/2063384.2063405) keyed by seed and position alone: it depends on nothing else in the batch.
     CPU and GPU keep the same tokens, but for the rounding of sums at top_p's cut; they run through them in different
     orders, and so may draw different ones.
@@ -59,16 +62,21 @@ def sample(
         output_counts: [rows, vocab] int32; how often the output has each token. Only with penalties.
         prompt_mask: [rows, ceil(vocab / 32)] int32; bit 1 where the prompt has the token. Only with penalties.
         mask: [rows, ceil(vocab / 32)] int32; bit 0 forbids the token, as a grammar does.
+        bias_start: [rows + 1] int32, from 0 to n, not falling; row r has the biases ``bias_start[r]`` to
+            ``bias_start[r + 1] - 1``. The three are given together.
+        bias_tokens: [n] int32; the token whose logit a bias is added to. One that a row has twice gets both.
+        bias_values: [n] fp32; ``-inf`` forbids the token.
         num_logprobs: of how many of the likeliest tokens to return the log-probabilities, at most 20.
 
     Returns:
-        :class:`Sampled`. Log-probabilities are natural, and under the unmodified logits: before penalties, mask and
-        temperature. Where fewer than ``num_logprobs`` logits are finite, the rest is token -1 with ``-inf``.
+        :class:`Sampled`. Log-probabilities are natural, and under the unmodified logits: before penalties, bias, mask
+        and temperature. Where fewer than ``num_logprobs`` logits are finite, the rest is token -1 with ``-inf``.
 
     Raises:
         RuntimeError: shapes and dtypes; on the CPU also values out of range, and a row with NaN or without any finite
-            logit (that the mask allows). On the GPU, where looking would stall the host, such a row has -1 and NaN in
-            all its results, and parameters out of range act like the nearest in range, NaN like 0 or off.
+            logit (that bias and mask allow). On the GPU, where looking would stall the host, such a row has -1 and NaN
+            in all its results, parameters out of range act like the nearest in range, NaN like 0 or off, and biases
+            of tokens out of range, of +inf or NaN are left out.
 
     Devices: CPU, CUDA (not yet run on a GPU).
     """
@@ -85,6 +93,9 @@ def sample(
             output_counts,
             prompt_mask,
             mask,
+            bias_start,
+            bias_tokens,
+            bias_values,
             num_logprobs,
         )
     )
