@@ -35,6 +35,7 @@ BENCHES = [
     "int8_gemm",
     "rotary_embedding",
     "activation",
+    "add_lora",
 ]
 NCU_METRICS = (
     "gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed,"

@@ -4,6 +4,7 @@
 
 #include "attention/paged_attention_plan.h"
 #include "attention/store_kv_cache_plan.h"
+#include "fused/add_lora_plan.h"
 #include "fused/gemm_plan.h"
 #include "fused/rms_norm_plan.h"
 #include "quant/w8a8_gemm_plan.h"
@@ -79,6 +80,15 @@ LaunchPlan plan_rms_norm(const Sizes& sizes, const Device&) {
       .facts = {{"vectors_per_thread", p.thread_vectors}}, .workspace_bytes = 0, .launches = {{"rms_norm", p.launch}}};
 }
 
+LaunchPlan plan_add_lora(const Sizes& sizes, const Device&) {
+  const auto p = cuda::plan_add_lora(sizes.at("tokens"), sizes.at("out"), sizes.at("max_rank"));
+  return {
+      .facts = {{"ranks_per_block", cuda::kLoraRanks}, {"tokens_per_block", cuda::kLoraTokens}},
+      .workspace_bytes = sizes.at("tokens") * sizes.at("max_rank") * static_cast<int64_t>(sizeof(float)),
+      .launches = {{"shrink", p.shrink}, {"expand", p.expand}},
+  };
+}
+
 LaunchPlan plan_store_kv_cache(const Sizes& sizes, const Device&) {
   const int heads = 2 * static_cast<int>(sizes.at("kv_heads")), head_dim = static_cast<int>(sizes.at("head_dim"));
   const auto p = cuda::plan_heads(sizes.at("tokens"), heads, head_dim, kVector, 0);
@@ -112,6 +122,7 @@ const std::vector<Policy>& policies() {
       {"w8a8_gemm", {{"m", 0}, {"n", 1}, {"k", 32}}, plan_w8a8_gemm},
       {"paged_attention", {{"seqs", 0}, {"head_dim", 1}}, plan_paged_attention},
       {"rms_norm", {{"rows", 0}, {"hidden", 1}}, plan_rms_norm},
+      {"add_lora", {{"tokens", 0}, {"out", 1}, {"max_rank", 1}}, plan_add_lora},
       {"store_kv_cache", {{"tokens", 0}, {"kv_heads", 1}, {"head_dim", 1}}, plan_store_kv_cache},
       {"norm_rotary_store", {{"tokens", 0}, {"q_heads", 1}, {"kv_heads", 1}, {"head_dim", 1}}, plan_norm_rotary_store},
       {"sample", {{"rows", 0}, {"vocab", 1}, {"modified", 0, 0}}, plan_sample},

@@ -43,6 +43,9 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
   m.def(
       "w8a8_gemm(Tensor x, Tensor x_scales, Tensor qweight, Tensor scales, int out_features, Tensor? bias, "
       "str? activation, Tensor? residual, ScalarType dtype) -> Tensor");
+  m.def(
+      "add_lora(Tensor(a!) y, Tensor x, Tensor a, Tensor b, Tensor adapter_ids, Tensor? ranks, Tensor? norm_weight, "
+      "float eps) -> ()");
   m.def("int4_pack(Tensor q) -> Tensor");
   m.def("int8_pack(Tensor q) -> Tensor");
   m.def(

@@ -39,6 +39,18 @@ def w8a8_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "w8a8_gemm", (*call, torch.randn(96), None, torch.randn(5, 96), torch.float32)
 
 
+def lora_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    x, ids = torch.randn(5, 48), int32(1, -1, 0, 1, 1)
+    matrices = torch.randn(2, 8, 48), torch.randn(2, 8, 96)
+    yield "add_lora", (torch.randn(5, 96), x, *matrices, ids, None, None, 0.0)
+    half = [t.bfloat16() for t in matrices]
+    runs = torch.randn(5, 6, 2, 16).bfloat16()[:, :, 1]
+    yield (
+        "add_lora",
+        (runs, x.bfloat16(), half[0], torch.randn(2, 8, 96).bfloat16(), ids, int32(3, 8), torch.ones(48), 1e-6),
+    )
+
+
 def pack_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     for bits in (8, 4):
         weight = random_weight(bits, 17, 64)
@@ -83,9 +95,10 @@ def op_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield from attention_calls()
     yield from gemm_calls()
     yield from w8a8_calls()
+    yield from lora_calls()
     yield from pack_calls()
     parameters = torch.tensor([0.0, 0.5, 1.0, 1.0, 2.0]), int32(0, 3, 0, 5, 0), torch.full((5,), 0.9), torch.zeros(5)
     plain, words = (x.clone(), *parameters, torch.arange(5), torch.arange(5)), torch.full((5, 2), 0x12345678).int()
     yield "sample", (*plain, *[None] * 7, 0)
-    biases = int32(0, 2, 2, 2, 3, 3), int32(7, 0, 63), torch.tensor([-torch.inf, 2.0, -1.0])
+    biases = int32(0, 2, 2, 2, 3, 3), int32(7, 0, 63), torch.tensor([-50.0, 2.0, -1.0])
     yield "sample", (*plain, torch.full((5, 3), 1.5), x.gt(1).int(), words, words, *biases, 3)

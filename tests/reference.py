@@ -247,6 +247,27 @@ def unpack_bits(words: Tensor, count: int) -> Tensor:
     return bits.flatten(1)[:, :count].bool()
 
 
+def add_lora(
+    y: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    adapter_ids: Tensor,
+    ranks: Tensor,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """fp64; ``y`` and ``b`` are [tokens, out] and [slots, max_rank, out]."""
+    x, out = x.double(), y.double().clone()
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight.double(), eps)
+    for token, slot in enumerate(adapter_ids.tolist()):
+        if slot >= 0:
+            rank = int(ranks[slot])
+            out[token] += (a[slot, :rank].double() @ x[token]) @ b[slot, :rank].double()
+    return out
+
+
 def sample_logits(
     logits: Tensor,
     penalties: Tensor,

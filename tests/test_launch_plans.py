@@ -33,6 +33,8 @@ def cases() -> Iterator[tuple[str, dict[str, int]]]:
         yield "norm_rotary_store", cache | {"q_heads": 4 * heads}
     for rows, hidden in itertools.product((1, 77, 8192), (8, 576, 4096, 8192, 16384, 65536)):
         yield "rms_norm", {"rows": rows, "hidden": hidden}
+    for tokens, out, max_rank in itertools.product((1, 77, 8192), (1, 576, 28672), (1, 16, 64)):
+        yield "add_lora", {"tokens": tokens, "out": out, "max_rank": max_rank}
     for rows, vocab, modified in itertools.product((1, 3, 512), (1, 33, 1000, 50257, 128256, 262144), (0, 1)):
         yield "sample", {"rows": rows, "vocab": vocab, "modified": modified}
 

@@ -14,6 +14,7 @@ from fastinfer.ops.attention import merge_attention_states, paged_attention, pag
 from fastinfer.ops.embedding import embedding
 from fastinfer.ops.gemm import gemm, int4_gemm, int8_gemm, table_gemm
 from fastinfer.ops.graph import CPUGraph, GraphCaptureError, GraphMemory
+from fastinfer.ops.lora import add_lora
 from fastinfer.ops.norm import add_rms_norm, rms_norm, rms_norm_quantize
 from fastinfer.ops.pack import int4_dequantize, int4_pack, int8_dequantize, int8_pack, pack_scales
 from fastinfer.ops.quantize import quantize_int8
@@ -27,6 +28,7 @@ __all__ = [
     "GraphMemory",
     "RopeScaling",
     "Sampled",
+    "add_lora",
     "add_rms_norm",
     "cos_sin_cache",
     "embedding",

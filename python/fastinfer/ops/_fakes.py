@@ -105,6 +105,11 @@ def _(x, x_scales, qweight, scales, out_features, bias, activation, residual, dt
     return x.new_empty([x.shape[0], out_features // 2 if activation else out_features], dtype=dtype)
 
 
+@register_fake("fastinfer::add_lora")
+def _(y: Tensor, *args: object) -> None:
+    return None
+
+
 @register_fake("fastinfer::int4_pack")
 def _(q: Tensor) -> Tensor:
     return q.new_empty([-(-q.shape[0] // 16), q.shape[1] // 32, 4, 16, 4])
