@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fastinfer.engine.batch import Batch
-from fastinfer.engine.kv_cache import KVCacheTensors, num_blocks_for
+from fastinfer.engine.kv_tensors import KVCacheTensors, num_blocks_for
 from fastinfer.models.config import Precision
 from fastinfer.models.decoder import Decoder
 
@@ -34,7 +34,7 @@ def log_probabilities(model: Decoder, ids: list[int], dtype: str) -> Tensor:
         slot_mapping=every,
         logits_indices=every,
     )
-    return model.forward(batch, cache).float().log_softmax(-1)
+    return model.logits(model.forward(batch, cache), every).float().log_softmax(-1)
 
 
 def mean_loss(log_probs: Tensor, ids: list[int]) -> float:

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import EOS_ID, MAX_POSITION, VOCAB_SIZE, ToyModel, ToyTokenizer, greedy, logits_of
 
-from fastinfer.engine.engine import Engine, EngineConfig
+from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.engine import Engine
 from fastinfer.errors import RequestError
 from fastinfer.outputs import RequestOutput
 from fastinfer.sampling_params import SamplingParams
@@ -20,7 +21,7 @@ def toy_engine(**limits: int | None) -> Engine:
     # The toy computes with torch, which no graph records.
     config = EngineConfig(kv_cache_dtype=torch.float32, enforce_eager=True, **limits)  # type: ignore[arg-type]
     engine = Engine(ToyModel(), ToyTokenizer(), config)  # type: ignore[arg-type]
-    for tensor in engine.kv_cache_tensors.k + engine.kv_cache_tensors.v:
+    for tensor in (tensor for cache in engine.kv_cache_tensors for tensor in cache.tensors):
         tensor.fill_(float("nan"))
     return engine
 
@@ -114,7 +115,7 @@ def test_random_traces(data: st.DataObject) -> None:
             assert completion.token_ids == expected[: len(completion.token_ids)]
         else:
             assert completion.token_ids == expected
-    assert engine.kv_cache.num_free == engine.kv_cache.num_blocks
+    assert engine.kv_cache.num_free + engine.kv_cache.num_cached == engine.kv_cache.num_blocks
 
 
 def step_and_check_progress(engine: Engine, last: dict[str, RequestOutput]) -> None:
@@ -131,8 +132,8 @@ def step_and_check_progress(engine: Engine, last: dict[str, RequestOutput]) -> N
 def check_blocks(engine: Engine) -> None:
     cache, scheduler = engine.kv_cache, engine.scheduler
     held = [block for sequence in scheduler.running for block in sequence.blocks]
-    assert len(held) == len(set(held)) == cache.num_used
-    assert cache.num_free + cache.num_used == cache.num_blocks
+    assert len(set(held)) == cache.num_used
+    assert cache.num_free + cache.num_cached + cache.num_used == cache.num_blocks
     assert not any(sequence.blocks for sequence in scheduler.waiting)
     assert len(scheduler.running) <= scheduler.max_num_seqs
 
@@ -277,7 +278,8 @@ def test_an_error_in_one_request_ends_that_one_only(monkeypatch: pytest.MonkeyPa
     def broken(token_id: int) -> None:
         raise ValueError("no text for this token")
 
-    monkeypatch.setattr(engine._requests[bad]._stream, "add", broken)
+    [completion] = engine._requests[bad]._completions.values()
+    monkeypatch.setattr(completion._stream, "add", broken)
     outputs = drain(engine)
     assert outputs[bad].outputs[0].finish_reason == "error"
     assert outputs[bad].outputs[0].stop_reason == "ValueError: no text for this token"

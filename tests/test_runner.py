@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toy import VOCAB_SIZE, ToyModel, ToyTokenizer, greedy
 
 from fastinfer import ops
-from fastinfer.engine.engine import Engine, EngineConfig
-from fastinfer.engine.runner import MAX_RECORDED_SEQS
-from fastinfer.engine.scheduler import Chunk
+from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.engine import Engine
+from fastinfer.engine.runner import MAX_RECORDED_TOKENS
+from fastinfer.engine.sampler import Row, SampledToken
 from fastinfer.formats.gguf_dequant import Dense, Int4
 from fastinfer.formats.weight import ConcatenatedWeight, Weight, make_weight
 from fastinfer.models.config import ModelConfig
@@ -82,18 +83,17 @@ class Watched(Engine):
 
     def __init__(self, model: Decoder | None = None, **limits: object) -> None:
         super().__init__(model or random_decoder(), ToyTokenizer(), EngineConfig(**limits))  # type: ignore[arg-type]
-        self.steps: list[list[Tensor]] = []
-        for tensor in self.kv_cache_tensors.k + self.kv_cache_tensors.v:
+        self.steps: list[tuple[Tensor, list[SampledToken]]] = []
+        for tensor in (tensor for cache in self.kv_cache_tensors for tensor in cache.tensors):
             tensor.fill_(float("nan"))
-        run = self.runner
+        draw = self.sampler.draw
 
-        def watched(chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
-            results = run(chunks)
-            self.steps.append([result.clone() for result in results])
-            return results
+        def watched(logits: Tensor, rows: list[Row]) -> list[SampledToken]:
+            tokens = draw(logits, rows)
+            self.steps.append((logits.clone(), tokens))
+            return tokens
 
-        self.runner = watched  # type: ignore[assignment]
-        self.run = run
+        self.sampler.draw = watched  # type: ignore[method-assign]
 
 
 def both(model: Decoder | None = None, **limits: object) -> Iterator[Watched]:
@@ -107,13 +107,13 @@ def drain(engine: Watched) -> None:
 
 
 def assert_same_steps(eager: Watched, recorded: Watched) -> None:
-    assert not eager.run._graphs
-    assert recorded.run._graphs
+    assert not eager.runner._graphs
+    assert recorded.runner._graphs
     assert len(eager.steps) == len(recorded.steps)
     for (expected, expected_tokens), (logits, tokens) in zip(eager.steps, recorded.steps, strict=True):
         assert not expected.isnan().any()
         assert torch.equal(logits, expected)
-        assert torch.equal(tokens, expected_tokens)
+        assert tokens == expected_tokens
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -131,7 +131,7 @@ def test_recorded_steps_are_the_eager_ones(block_size: int, dtype: torch.dtype) 
             engine.step()
         drain(engine)
     assert_same_steps(*engines)
-    assert len(engines[1].run._graphs) >= 6
+    assert len(engines[1].runner._graphs) >= 6
     assert all(logits.dtype == torch.float32 for logits, _ in engines[1].steps)
 
 
@@ -191,19 +191,18 @@ class CountCalls(TorchDispatchMode):
 
 def test_a_replayed_step_calls_no_operator() -> None:
     engine = Watched(block_size=4)
-    engine.runner = engine.run
     for prompt in prompts(3):
         engine.add_request(prompt, replace(PARAMS, max_tokens=None))
     for _ in range(3):
         engine.step()
-    _, logits, _ = engine.run._graphs[3]
+    [(size, (_, result))] = engine.runner._graphs.items()
+    assert (size.num_seqs, size.num_tokens, size.num_logits) == (3, 3, 3)
     for _ in range(60):
         with CountCalls() as calls:
             engine.step()
-        assert not [name for name in calls.names if name.startswith("fastinfer")]
-        assert len(calls.names) < 5
-    assert engine.run._graphs.keys() == {3}
-    assert engine.run._graphs[3][1] is logits
+        assert [name for name in calls.names if name.startswith("fastinfer")] == ["fastinfer.sample.default"]
+    assert engine.runner._graphs.keys() == {size}
+    assert engine.runner._graphs[size][1] is result
 
 
 def test_many_requests_leave_nothing_behind() -> None:
@@ -223,11 +222,11 @@ def test_many_requests_leave_nothing_behind() -> None:
 
 
 def test_large_batches_are_not_recorded() -> None:
-    engine = Watched(max_num_seqs=MAX_RECORDED_SEQS + 5)
-    for index in range(MAX_RECORDED_SEQS + 5):
+    engine = Watched(max_num_seqs=MAX_RECORDED_TOKENS + 5)
+    for index in range(MAX_RECORDED_TOKENS + 5):
         engine.add_request([index % VOCAB_SIZE], replace(PARAMS, max_tokens=3 if index < 6 else 5))
     drain(engine)
-    assert set(engine.run._graphs) == {MAX_RECORDED_SEQS - 1}
+    assert [size.num_seqs for size in engine.runner._graphs] == [MAX_RECORDED_TOKENS - 1]
 
 
 def test_an_exception_in_a_replay_leaves_the_engine_usable() -> None:
@@ -239,11 +238,11 @@ def test_an_exception_in_a_replay_leaves_the_engine_usable() -> None:
             engine.step()
     broken = engines[1]
     block = broken.scheduler.running[1].blocks[0]
-    broken.run._inputs._block_table[1, 0] = 10_000
+    broken.runner._inputs._block_table[1, 0] = 10_000
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"block_table\[1, 0\]"):
             broken.step()
-    broken.run._inputs._block_table[1, 0] = block
+    broken.runner._inputs._block_table[1, 0] = block
     for engine in engines:
         drain(engine)
     assert_same_steps(*engines)

@@ -4,13 +4,14 @@ The model's next token is a hash of all tokens before it, as it reads them back 
 block or position and the text is another one.
 """
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from fastinfer.engine.batch import Batch
-from fastinfer.engine.kv_cache import KVCacheTensors
+from fastinfer.engine.kv_tensors import KVCacheTensors
 
 VOCAB_SIZE = 64
 EOS_ID = 0
@@ -18,12 +19,22 @@ MAX_POSITION = 96
 NUM_LAYERS = 2
 
 
+def hashes_of(tokens: list[int]) -> list[int]:
+    """Of each token a hash of the text up to it."""
+    hashes, value = [], 17
+    for token in tokens:
+        value = (value * 1_000_003 + token + 1) % 2**61
+        hashes.append(value)
+    return hashes
+
+
+def random_logits(seed: int) -> Tensor:
+    return torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
+
+
 def logits_of(tokens: list[int]) -> Tensor:
     """Logits [vocab] fp32 after these tokens: different for every sequence, without ties."""
-    seed = 17
-    for token in tokens:
-        seed = (seed * 1_000_003 + token + 1) % 2**61
-    return torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
+    return random_logits(hashes_of(tokens)[-1])
 
 
 def greedy(prompt: list[int], max_tokens: int, *, stop_at_eos: bool = True) -> list[int]:
@@ -48,15 +59,25 @@ class ToyModel:
         self.batch_sizes: list[int] = []
 
     def forward(self, batch: Batch, kv_cache: KVCacheTensors) -> Tensor:
+        """Of each token the hash of the text up to it, [tokens, 1] int64."""
         if self.fail:
             raise RuntimeError("the model broke")
         self.batch_sizes.append(len(batch.token_ids))
-        for k, v in zip(kv_cache.k, kv_cache.v, strict=True):
-            k.view(-1)[batch.slot_mapping] = batch.token_ids.float()
-            v.view(-1)[batch.slot_mapping] = batch.positions.float()
-        texts = {int(end) - 1: self._read(batch, kv_cache, row) for row, end in enumerate(batch.query_start[1:])}
-        rows = [logits_of(texts[index]) for index in batch.logits_indices.tolist()]
+        for cache in kv_cache:
+            cache.k.view(-1)[batch.slot_mapping] = batch.token_ids.float()
+            cache.v.view(-1)[batch.slot_mapping] = batch.positions.float()
+        hashes: list[int] = []
+        for row, (start, end) in enumerate(pairwise(batch.query_start.tolist())):
+            hashes += hashes_of(self._read(batch, kv_cache, row))[start - end :]
+        return torch.tensor(hashes)[:, None]
+
+    def logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
+        rows = [random_logits(seed) for seed in hidden[indices, 0].tolist()]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
+
+    def normalize(self, hidden: Tensor) -> Tensor:
+        """[tokens, 8]: something that every token has its own of."""
+        return torch.stack([random_logits(seed)[:8] for seed in hidden[:, 0].tolist()])
 
     @staticmethod
     def _read(batch: Batch, kv_cache: KVCacheTensors, row: int) -> list[int]:
@@ -64,18 +85,20 @@ class ToyModel:
         length = int(batch.seq_lens[row])
         start, end = batch.query_start[row : row + 2].tolist()
         assert batch.positions[start:end].tolist() == list(range(length - (end - start), length))
-        block_size = kv_cache.k[0].shape[1]
+        first = kv_cache.layers[0]
+        block_size = first.k.shape[1]
         blocks = batch.block_table[row, : -(-length // block_size)].long()
-        for k, v in zip(kv_cache.k, kv_cache.v, strict=True):
-            assert torch.equal(v[blocks].flatten()[:length], torch.arange(length).float())
-            assert torch.equal(k[blocks].flatten()[:length], kv_cache.k[0][blocks].flatten()[:length])
-        return kv_cache.k[0][blocks].flatten()[:length].int().tolist()
+        for cache in kv_cache:
+            assert torch.equal(cache.v[blocks].flatten()[:length], torch.arange(length).float())
+            assert torch.equal(cache.k[blocks].flatten()[:length], first.k[blocks].flatten()[:length])
+        return first.k[blocks].flatten()[:length].int().tolist()
 
 
 class ToyTokenizer:
     """Token i is a byte or two: letters, half an umlaut (so that characters span tokens), and pairs of letters."""
 
     eos_ids = frozenset({EOS_ID})
+    vocab_size = VOCAB_SIZE
     pieces = (
         b"</s>",
         *(bytes([c]) for c in b"abcdefghijklmnopqrstuvwxyz .,"),

@@ -19,3 +19,7 @@ class GGUFFormatError(FastinferError):
 
 class RequestError(FastinferError):
     """A prompt or a sampling parameter that cannot be served."""
+
+
+class QueueFullError(RequestError):
+    """Too many requests wait already; a later try may succeed."""

@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 from fastinfer import hub
 from fastinfer.chat_template import render
-from fastinfer.engine.engine import Engine, EngineConfig
+from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.engine import Engine
 from fastinfer.errors import RequestError
 from fastinfer.models import load_model
 from fastinfer.models.config import Precision
@@ -203,6 +204,7 @@ class LLM:
                     # Another thread's step may have brought something meanwhile.
                     if not inbox:
                         for output in self.engine.step():
+                            assert isinstance(output, RequestOutput)
                             self._inboxes[output.request_id].append(output)
                 while inbox:
                     output = inbox.popleft()

@@ -23,9 +23,9 @@ class CompletionOutput:
     """The generated half of a request, cumulative.
 
     Attributes:
-        index: 0, as one prompt has one completion.
+        index: among the completions of its prompt.
         text: all text so far. While the request runs, what may become a stop string is held back.
-        token_ids: all generated tokens so far, the one that ended the request included.
+        token_ids: all generated tokens so far, the one that ended it included.
         finish_reason: ``None`` while it runs; ``"stop"`` (end of sequence, stop token or stop string), ``"length"``
             (``max_tokens`` or the context), ``"abort"`` or ``"error"``.
         stop_reason: the stop string or stop token id that ended it, ``None`` for end of sequence; for ``"error"`` the
@@ -60,9 +60,12 @@ class RequestOutput:
         request_id: the engine's name for the request.
         prompt: the prompt as text, ``None`` if it came as token ids.
         prompt_token_ids: the prompt as the model read it.
-        outputs: one :class:`CompletionOutput`.
+        outputs: one :class:`CompletionOutput` for each of the ``n`` completions.
         finished: this is the request's last output.
         metrics: when it arrived, started and finished.
+        prompt_logprobs: ``None`` unless asked for; else for each token of the prompt, but its first, which has
+            ``None``, a dictionary of token id to :class:`Logprob`.
+        num_cached_tokens: tokens of the prompt that the prefix cache had.
     """
 
     request_id: str
@@ -71,3 +74,29 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillOutput:
+    """The end of a request that generates nothing.
+
+    Attributes:
+        request_id: the engine's name for the request.
+        prompt_token_ids: the prompt as the model read it.
+        finish_reason: ``"stop"`` when all went well, ``"abort"`` or ``"error"``.
+        stop_reason: for ``"error"`` the message.
+        embedding: [hidden] numbers, where they were asked for and all went well.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    finish_reason: str
+    stop_reason: int | str | None = None
+    embedding: list[float] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """True: there is only one output."""
+        return True

@@ -1,83 +1,98 @@
 """Runs many requests at the same time: every step is schedule, run, sample, update."""
 
 import secrets
+import time
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from fastinfer.checks import INT32_MAX, INT64_MAX, check_int
-from fastinfer.engine.kv_cache import KVCache, KVCacheTensors, available_memory, default_num_blocks, num_blocks_for
+from fastinfer.checks import INT64_MAX, check_int
+from fastinfer.engine.batch import BatchInputs, num_rows
+from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.draft_model import DraftModelSpeculator
+from fastinfer.engine.grammar import Grammar, GrammarCompiler
+from fastinfer.engine.kv_cache import KVCache
+from fastinfer.engine.kv_tensors import (
+    KVCacheTensors,
+    available_memory,
+    default_num_blocks,
+    num_blocks_for,
+    token_bytes,
+)
+from fastinfer.engine.prefill_request import EmbeddingRequest, PrefillRequest
 from fastinfer.engine.request import Request
-from fastinfer.engine.runner import Runner
-from fastinfer.engine.sampler import SampledToken, Sampler
+from fastinfer.engine.runner import Runner, StepResult
+from fastinfer.engine.sampler import Row, SampledToken, Sampler, rows_of, top_logprobs
 from fastinfer.engine.scheduler import Chunk, Scheduler
-from fastinfer.engine.sequence import Sequence
-from fastinfer.errors import RequestError
-from fastinfer.outputs import RequestOutput
+from fastinfer.engine.sequence import Sequence, SequenceState
+from fastinfer.engine.speculation import NgramSpeculator, Speculator
+from fastinfer.engine.token_counts import TokenCounts
+from fastinfer.errors import QueueFullError, RequestError
+from fastinfer.outputs import PrefillOutput, RequestOutput
 from fastinfer.sampling_params import SamplingParams
 from fastinfer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from fastinfer.models import Model
 
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """Limits of an engine.
-
-    Attributes:
-        max_model_len: longest sequence, prompt and generated tokens together; ``None`` for the model's own limit.
-        max_num_seqs: requests that run at the same time; the others wait.
-        max_num_batched_tokens: tokens computed per step. Longer prompts are processed in several steps, between which
-            the other requests get their next tokens.
-        block_size: tokens per block of the KV cache.
-        kv_cache_dtype: of the cached keys and values.
-        kv_cache_memory: size of the KV cache in bytes; ``None`` for what ``max_num_seqs`` requests of usual length
-            need, at most a quarter of the memory available.
-        num_kv_blocks: size of the KV cache in blocks, in place of ``kv_cache_memory``.
-        device: where the model is: ``"cpu"`` or ``"cuda"``.
-        enforce_eager: run decode steps operator by operator too, instead of replaying recorded graphs.
-    """
-
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    block_size: int = 32
-    kv_cache_dtype: torch.dtype = torch.bfloat16
-    kv_cache_memory: int | None = None
-    num_kv_blocks: int | None = None
-    device: str = "cpu"
-    enforce_eager: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
-            check_int(name, getattr(self, name), 1, INT32_MAX)
-        for name in ("max_model_len", "kv_cache_memory", "num_kv_blocks"):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), 1, INT64_MAX)
+Output = RequestOutput | PrefillOutput
+POOLINGS = ("last", "mean")
+# Rows of a prompt whose logits are computed at a time when their log-probabilities are wanted: 12 MB of 49k logits.
+PROMPT_LOGPROBS_ROWS = 64
+# How long a step waits where nothing can be computed yet: for a grammar's compiler, or for a batch to fill.
+IDLE_WAIT_S = 0.001
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A moment's load: requests, cache blocks, and preemptions since the start."""
+    """A moment's load, and counts since the start.
+
+    Attributes:
+        num_running, num_waiting: sequences.
+        num_free_blocks, num_cached_blocks, num_used_blocks: of the KV cache: empty; holding prefixes that nobody uses
+            now; held by sequences and prompt modules.
+        num_preemptions: since the start.
+        num_queried_tokens, num_hit_tokens: tokens of admitted sequences, and how many of them the prefix cache had.
+        kv_fragmentation: share of the slots in running sequences' blocks that hold no token.
+        num_drafted_tokens, num_accepted_tokens: of speculation.
+    """
 
     num_running: int
     num_waiting: int
     num_free_blocks: int
+    num_cached_blocks: int
     num_used_blocks: int
     num_preemptions: int
+    num_queried_tokens: int
+    num_hit_tokens: int
+    kv_fragmentation: float
+    num_drafted_tokens: int
+    num_accepted_tokens: int
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """0 to 1; 0 before the first request."""
+        return self.num_hit_tokens / max(self.num_queried_tokens, 1)
 
 
 class Engine:
     """Owns the cache and the queues. Not thread-safe: one thread at a time may call it.
 
-    Errors: what goes wrong in one request's own processing (its text, its stop strings) ends that request with the
-    finish reason ``"error"``. If the model or the sampler fails, :meth:`step` raises and no request has moved: the
-    caller aborts them, or steps again.
+    Errors: what goes wrong in one request's own processing (its text, its grammar) ends that request with the finish
+    reason ``"error"``. If the model or the sampler fails, :meth:`step` raises and no request has moved: the caller
+    aborts them, or steps again.
     """
 
-    def __init__(self, model: "Model", tokenizer: Tokenizer, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: "Model",
+        tokenizer: Tokenizer,
+        config: EngineConfig | None = None,
+        draft_model: "Model | None" = None,
+    ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.config = config = config or EngineConfig()
@@ -86,33 +101,23 @@ class Engine:
             raise RequestError(
                 f"max_model_len must be at most the model's {model.config.max_position}, got {self.max_model_len}"
             )
-        num_blocks = self._choose_num_blocks()
-        self.kv_cache = KVCache(num_blocks, config.block_size)
-        self.kv_cache_tensors = KVCacheTensors.empty(
-            model.config.num_layers,
-            num_blocks,
-            config.block_size,
-            model.config.num_kv_heads,
-            model.config.head_dim,
-            config.kv_cache_dtype,
-            config.device,
+        num_blocks = self._choose_num_blocks([model] if draft_model is None else [model, draft_model])
+        self.kv_cache = KVCache(num_blocks, config.block_size, config.enable_prefix_caching)
+        self.kv_cache_tensors = self._make_tensors(model)
+        self.draft_kv_cache_tensors: KVCacheTensors | None = None
+        self.scheduler = Scheduler(
+            self.kv_cache, config.max_num_seqs, config.max_num_batched_tokens, config.make_batching()
         )
-        self.scheduler = Scheduler(self.kv_cache, config.max_num_seqs, config.max_num_batched_tokens)
-        self.sampler = Sampler(config.max_num_seqs)
-        self.runner = Runner(
-            model,
-            self.sampler,
-            self.kv_cache_tensors,
-            block_size=config.block_size,
-            max_blocks=num_blocks_for(self.max_model_len, config.block_size),
-            max_num_seqs=config.max_num_seqs,
-            device=config.device,
-            enforce_eager=config.enforce_eager,
-        )
-        self._requests: dict[str, Request] = {}
+        self.sampler = self._make_sampler()
+        self.runner = self._make_runner(model, self.kv_cache_tensors)
+        self.speculator = self._make_speculator(draft_model)
+        self.grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
+        self._compiling: dict[str, Future[Grammar]] = {}
+        self._requests: dict[str, Request | PrefillRequest] = {}
+        self._modules: dict[str, Sequence] = {}
         self._num_added = 0
 
-    def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
+    def validate(self, prompt_token_ids: list[int], params: SamplingParams | None = None) -> None:
         """Raise RequestError if the request can never be served."""
         if not isinstance(prompt_token_ids, list):
             raise RequestError(f"prompt_token_ids must be a list, got {type(prompt_token_ids).__name__}")
@@ -123,10 +128,17 @@ class Engine:
             raise RequestError(
                 f"prompt must be shorter than max_model_len={self.max_model_len} tokens, got {len(prompt_token_ids)}"
             )
+        vocab_size = self.model.config.vocab_size
         for token_id in prompt_token_ids:
-            check_int("prompt_token_ids", token_id, 0, self.model.config.vocab_size - 1)
+            check_int("prompt_token_ids", token_id, 0, vocab_size - 1)
+        if params is None:
+            return
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, got {type(params).__name__}")
+        check_int("n", params.n, 1, self.config.max_num_seqs)
+        for name in ("logit_bias", "stop_token_ids"):
+            for token_id in getattr(params, name):
+                check_int(name, token_id, 0, vocab_size - 1)
 
     def add_request(
         self,
@@ -135,6 +147,8 @@ class Engine:
         *,
         prompt: str | None = None,
         request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> str:
         """Queue a request and return its id; the next steps work on it.
 
@@ -143,81 +157,373 @@ class Engine:
             params: defaults to ``SamplingParams()``.
             prompt: the prompt as text, handed through to the outputs.
             request_id: must not be that of an unfinished request; by default a number is given.
+            priority: requests with smaller numbers are served first, among equals the older one.
+            cache_salt: prefixes are shared only among requests of the same salt, a tenant's name for instance.
 
         Raises:
+            QueueFullError: ``max_num_waiting`` requests wait.
             RequestError: the request can never be served, or its id is taken.
         """
         params = params or SamplingParams()
         self.validate(prompt_token_ids, params)
-        if request_id is None:
-            request_id = f"request-{self._num_added}"
-        if request_id in self._requests:
-            raise RequestError(f"request_id must be new, got {request_id!r}, which is still running")
-        self._num_added += 1
+        request_id = self._new_id(request_id)
+        check_int("priority", priority, -INT64_MAX, INT64_MAX)
+        max_length = self.max_model_len
+        if params.max_tokens is not None:
+            max_length = min(max_length, len(prompt_token_ids) + params.max_tokens)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        sequence = Sequence(request_id, prompt_token_ids, params, seed)
-        self._requests[request_id] = Request(sequence, prompt, self.tokenizer, self.max_model_len)
-        self.scheduler.add(sequence)
+        sequences = [
+            Sequence(
+                request_id,
+                prompt_token_ids,
+                params,
+                (seed + index) % (INT64_MAX + 1),
+                max_length=max_length,
+                priority=priority,
+                cache_salt=cache_salt,
+                reads_prefix=params.prompt_logprobs is None,  # the cache holds no logits
+            )
+            for index in range(params.n)
+        ]
+        sequences[0].siblings = sequences[1:]
+        if params.has_penalties:
+            counts = TokenCounts(prompt_token_ids, self.model.config.vocab_size)
+            for sequence in sequences:
+                sequence.counts = counts.copy()
+        self._requests[request_id] = Request(sequences, prompt, self.tokenizer)
+        if params.structured_outputs is None:
+            self.scheduler.add(sequences[0])
+        else:
+            self._compiling[request_id] = self.grammars.submit(params.structured_outputs)
         return request_id
 
+    def add_embedding_request(
+        self,
+        prompt_token_ids: list[int],
+        *,
+        pooling: str = "mean",
+        normalize: bool = True,
+        request_id: str | None = None,
+    ) -> str:
+        """Queue a prompt whose hidden states are wanted as one vector.
+
+        Args:
+            prompt_token_ids: ids within the model's vocabulary.
+            pooling: ``"mean"`` over all tokens, or the ``"last"`` token.
+            normalize: scale the vector to length 1.
+            request_id: as for :meth:`add_request`.
+
+        Raises:
+            QueueFullError, RequestError: as :meth:`add_request`.
+        """
+        self.validate(prompt_token_ids)
+        if pooling not in POOLINGS:
+            raise RequestError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
+        sequence = self._prefill_sequence(prompt_token_ids, request_id, reads_prefix=pooling == "last")
+        return self._add_prefill(EmbeddingRequest(sequence, pooling, normalize))
+
+    def add_prompt_module(self, name: str, prompt_token_ids: list[int]) -> str:
+        """Queue a prompt that stays in the cache until :meth:`remove_prompt_module`, for others to begin with.
+
+        Returns:
+            The id of the request that computes it; its blocks are shared as soon as they are full.
+
+        Raises:
+            QueueFullError, RequestError: as :meth:`add_request`; or the name is taken, or prefixes are not cached, or
+                with this module the cache could not hold a sequence of the greatest length any more.
+        """
+        self.validate(prompt_token_ids)
+        if not self.config.enable_prefix_caching:
+            raise RequestError("prompt modules need enable_prefix_caching=True, got False")
+        if name in self._modules:
+            raise RequestError(f"name must be new, got {name!r}, which is a prompt module already")
+        pinned = sum(num_blocks_for(len(module), self.config.block_size) for module in self._modules.values())
+        needed = num_blocks_for(len(prompt_token_ids), self.config.block_size)
+        free = self.kv_cache.num_blocks - pinned - num_blocks_for(self.max_model_len, self.config.block_size)
+        if needed > free:
+            raise RequestError(f"prompt modules: expected at most {free} more blocks of the KV cache, got {needed}")
+        sequence = self._prefill_sequence(prompt_token_ids, None)
+        self._modules[name] = sequence
+        return self._add_prefill(PrefillRequest(sequence))
+
+    def remove_prompt_module(self, name: str) -> None:
+        """Forget a prompt module; its blocks stay findable until others need the room.
+
+        Raises:
+            RequestError: there is none of this name.
+        """
+        sequence = self._modules.pop(name, None)
+        if sequence is None:
+            raise RequestError(f"prompt module: expected one of {sorted(self._modules)}, got {name!r}")
+        if self.abort(sequence.request_id) is None:
+            self.kv_cache.free(sequence)
+
+    def prompt_module(self, name: str) -> list[int]:
+        """The token ids of a prompt module.
+
+        Raises:
+            RequestError: there is none of this name.
+        """
+        if name not in self._modules:
+            raise RequestError(f"prompt module: expected one of {sorted(self._modules)}, got {name!r}")
+        return list(self._modules[name].token_ids)
+
     @torch.inference_mode()
-    def step(self) -> list[RequestOutput]:
-        """Compute the next tokens, and return the outputs of the requests that got one."""
+    def step(self) -> list[Output]:
+        """Compute the next tokens, and return the outputs of the requests that got some."""
+        outputs = self._start_compiled()
+        if self.speculator is not None:
+            self.speculator.plan(self.scheduler.running)
         chunks = self.scheduler.schedule()
         if not chunks:
-            return []
-        complete = [chunk.sequence for chunk in chunks if chunk.is_last]
-        self.sampler.prepare(complete)
-        logits, drawn = self.runner(chunks)
-        return self._update(chunks, complete, self.sampler.sampled(logits, drawn))
+            self._wait()
+            return outputs
+        self._copy_blocks()
+        if self.speculator is not None:
+            self.speculator.propose(chunks)
+        chunks, rows, failed = self._prepare(chunks)
+        if chunks:
+            start = time.perf_counter()
+            result = self.runner(chunks)
+            tokens = self.sampler.draw(result.logits.float(), rows)
+            if self.speculator is not None:
+                self.speculator.note_seconds(chunks, time.perf_counter() - start)
+            outputs += self._update(chunks, result, tokens)
+        return outputs + failed
 
-    def abort(self, request_id: str) -> RequestOutput | None:
+    def abort(self, request_id: str) -> Output | None:
         """End a request and free its cache at once.
 
         Returns:
             Its last output, with the finish reason ``"abort"``; ``None`` for a request that is unknown or finished.
         """
-        request = self._requests.pop(request_id, None)
+        request = self._requests.get(request_id)
         if request is None:
             return None
-        request.finish("abort")
-        self.scheduler.finish(request.sequence)
-        return request.output()
+        self._compiling.pop(request_id, None)
+        return self._end(request, "abort")
 
     @property
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
     def stats(self) -> EngineStats:
+        cache, running = self.kv_cache, self.scheduler.running
+        slots = sum(len(sequence.blocks) for sequence in running) * cache.block_size
+        tokens = sum(sequence.num_computed_tokens for sequence in running)
         return EngineStats(
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
-            num_free_blocks=self.kv_cache.num_free,
-            num_used_blocks=self.kv_cache.num_used,
+            num_running=len(running),
+            num_waiting=len(self.scheduler.waiting) + len(self._compiling),
+            num_free_blocks=cache.num_free,
+            num_cached_blocks=cache.num_cached,
+            num_used_blocks=cache.num_used,
             num_preemptions=self.scheduler.num_preemptions,
+            num_queried_tokens=cache.num_queried_tokens,
+            num_hit_tokens=cache.num_hit_tokens,
+            kv_fragmentation=1 - tokens / slots if slots else 0.0,
+            num_drafted_tokens=self.speculator.num_drafted if self.speculator else 0,
+            num_accepted_tokens=self.speculator.num_accepted if self.speculator else 0,
         )
 
-    def _update(self, chunks: list[Chunk], complete: list[Sequence], tokens: list[SampledToken]) -> list[RequestOutput]:
-        for chunk in chunks:
-            chunk.sequence.num_computed_tokens += chunk.num_tokens
-        outputs = []
-        for sequence, token in zip(complete, tokens, strict=True):
-            request = self._requests[sequence.request_id]
+    def _copy_blocks(self) -> None:
+        """Give their own copy of a block to those who are about to write into a shared one."""
+        if self.kv_cache.copies:
+            for tensors in (self.kv_cache_tensors, self.draft_kv_cache_tensors):
+                if tensors is not None:
+                    tensors.copy_blocks(self.kv_cache.copies)
+            self.kv_cache.copies.clear()
+
+    def _prepare(self, chunks: list[Chunk]) -> tuple[list[Chunk], list[Row], list[Output]]:
+        """The chunks to compute and their rows of logits; and the outputs of requests whose grammar has failed."""
+        rows: dict[int, list[Row]] = {}
+        errors: dict[str, Exception] = {}
+        for index, chunk in enumerate(chunks):
             try:
-                request.add(token)
+                rows[index] = rows_of(chunk, self.model.config.vocab_size)
+            except Exception as error:  # whatever it is, the others live on
+                errors[chunk.sequence.request_id] = error
+        kept = [index for index, chunk in enumerate(chunks) if chunk.sequence.request_id not in errors]
+        failed = [self._fail(request_id, error) for request_id, error in errors.items()]
+        return [chunks[index] for index in kept], [row for index in kept for row in rows[index]], failed
+
+    def _update(self, chunks: list[Chunk], result: StepResult, tokens: list[SampledToken]) -> list[Output]:
+        """Note what was computed, hand out the tokens, and end what has ended."""
+        touched: dict[str, Request | PrefillRequest] = {}
+        drawn = iter(tokens)
+        end = 0
+        for chunk in chunks:
+            sequence = chunk.sequence
+            request = self._requests[sequence.request_id]
+            start, end = end, end + chunk.num_tokens + len(chunk.drafts)
+            its_tokens = [next(drawn) for _ in range(num_rows(chunk))]
+            first, is_last = sequence.num_computed_tokens, chunk.is_last
+            accepted = _num_accepted(chunk, its_tokens)
+            sequence.num_computed_tokens += chunk.num_tokens + accepted
+            if self.speculator is not None:
+                self.speculator.accept(chunk, accepted)
+            self.kv_cache.commit(sequence)
+            try:
+                if isinstance(request, Request):
+                    if request.num_cached_tokens is None:
+                        request.num_cached_tokens = first
+                    if sequence.params.prompt_logprobs is not None and first < sequence.num_prompt_tokens:
+                        self._add_prompt_logprobs(request, sequence, first, result.hidden[start:end])
+                    self._add_tokens(request, sequence, its_tokens, accepted)
+                else:
+                    if isinstance(request, EmbeddingRequest):
+                        request.add_hidden(first, self.model.normalize(result.hidden[start:end]))
+                    if is_last:
+                        request.finish("stop")
             except Exception as error:  # whatever it is, the others live on
                 request.finish("error", f"{type(error).__name__}: {error}")
-            if request.finish_reason is not None:
-                self.scheduler.finish(sequence)
-                del self._requests[sequence.request_id]
-            outputs.append(request.output())
-        return outputs
+            if is_last or not request.unfinished:
+                touched[request.request_id] = request
+        return [self._report(request) for request in touched.values()]
 
-    def _choose_num_blocks(self) -> int:
+    def _add_tokens(self, request: Request, sequence: Sequence, tokens: list[SampledToken], accepted: int) -> None:
+        if not tokens:
+            return
+        siblings, sequence.siblings = sequence.siblings, []
+        for child in siblings:
+            self.scheduler.fork(sequence, child)
+        request.add(sequence, [tokens[0], *tokens[1 + len(siblings) : 1 + len(siblings) + accepted]])
+        for child, token in zip(siblings, tokens[1:], strict=False):
+            request.add(child, [token])
+
+    def _add_prompt_logprobs(self, request: Request, sequence: Sequence, first: int, hidden: Tensor) -> None:
+        """Of the tokens that follow on the hidden states [n, hidden] from position ``first`` on, within the prompt."""
+        count = sequence.params.prompt_logprobs
+        assert count is not None
+        tokens = sequence.token_ids[first + 1 : min(first + 1 + len(hidden), sequence.num_prompt_tokens)]
+        for begin in range(0, len(tokens), PROMPT_LOGPROBS_ROWS):
+            part = tokens[begin : begin + PROMPT_LOGPROBS_ROWS]
+            rows = torch.arange(begin, begin + len(part), device=hidden.device)
+            logits = self.model.logits(hidden, rows).float()
+            entries = [top_logprobs(row, token, count) for row, token in zip(logits, part, strict=True)]
+            request.add_prompt_logprobs(first + 1 + begin, entries)
+
+    def _report(self, request: Request | PrefillRequest) -> Output:
+        """The request's output; what of it has ended leaves the scheduler."""
+        unfinished = request.unfinished
+        for sequence in request.sequences:
+            if sequence.state is not SequenceState.FINISHED and sequence not in unfinished:
+                self.scheduler.finish(sequence, keep_blocks=self._is_pinned(request, sequence))
+        if not unfinished:
+            del self._requests[request.request_id]
+        return request.output()
+
+    def _is_pinned(self, request: Request | PrefillRequest, sequence: Sequence) -> bool:
+        succeeded = isinstance(request, PrefillRequest) and request.finish_reason == "stop"
+        return succeeded and sequence in self._modules.values()
+
+    def _end(self, request: Request | PrefillRequest, reason: str, stop_reason: str | None = None) -> Output:
+        request.finish(reason, stop_reason)
+        for name in [name for name, module in self._modules.items() if module in request.sequences]:
+            del self._modules[name]
+        return self._report(request)
+
+    def _fail(self, request_id: str, error: Exception) -> Output:
+        return self._end(self._requests[request_id], "error", f"{type(error).__name__}: {error}")
+
+    def _start_compiled(self) -> list[Output]:
+        """Queue the requests whose grammar has been compiled; returns the outputs of those where that failed."""
+        failed = []
+        for request_id in [name for name, future in self._compiling.items() if future.done()]:
+            request, future = self._requests[request_id], self._compiling.pop(request_id)
+            first = request.sequences[0]
+            try:
+                grammar = future.result()
+                for sequence in request.sequences:
+                    sequence.grammar = grammar.copy()
+            except Exception as error:
+                failed.append(self._fail(request_id, error))
+            else:
+                self.scheduler.add(first)
+        return failed
+
+    def _wait(self) -> None:
+        """Nothing can be computed yet."""
+        if self._compiling:
+            wait(self._compiling.values(), timeout=IDLE_WAIT_S)
+        elif self.scheduler.waiting:
+            time.sleep(IDLE_WAIT_S)
+
+    def _new_id(self, request_id: str | None) -> str:
+        num_waiting = len(self.scheduler.waiting) + len(self._compiling)
+        if num_waiting >= self.config.max_num_waiting:
+            raise QueueFullError(f"the queue is full: max_num_waiting={self.config.max_num_waiting} requests wait")
+        if request_id is None:
+            request_id = f"request-{self._num_added}"
+        if request_id in self._requests:
+            raise RequestError(f"request_id must be new, got {request_id!r}, which is still running")
+        self._num_added += 1
+        return request_id
+
+    def _prefill_sequence(
+        self, prompt_token_ids: list[int], request_id: str | None, reads_prefix: bool = True
+    ) -> Sequence:
+        return Sequence(
+            self._new_id(request_id), prompt_token_ids, SamplingParams(), 0, reads_prefix=reads_prefix, samples=False
+        )
+
+    def _add_prefill(self, request: PrefillRequest) -> str:
+        self._requests[request.request_id] = request
+        self.scheduler.add(request.sequences[0])
+        return request.request_id
+
+    def _make_tensors(self, model: "Model") -> KVCacheTensors:
+        return KVCacheTensors.empty(
+            model.config.num_layers,
+            self.kv_cache.num_blocks,
+            self.config.block_size,
+            model.config.num_kv_heads,
+            model.config.head_dim,
+            self.config.kv_cache_dtype,
+            self.config.device,
+        )
+
+    def _make_sampler(self) -> Sampler:
+        return Sampler(self._max_rows, self.model.config.vocab_size, self.tokenizer.eos_ids)
+
+    def _make_runner(self, model: "Model", kv_cache: KVCacheTensors) -> Runner:
+        config = self.config
+        inputs = BatchInputs(
+            max_seqs=config.max_num_seqs,
+            max_tokens=config.max_num_batched_tokens,
+            max_logits=self._max_rows,
+            max_blocks=num_blocks_for(self.max_model_len, config.block_size),
+            block_size=config.block_size,
+        )
+        return Runner(model, kv_cache, inputs, device=config.device, enforce_eager=config.enforce_eager)
+
+    def _make_speculator(self, draft_model: "Model | None") -> Speculator | None:
+        max_drafts = self.config.num_speculative_tokens
+        if draft_model is None:
+            return NgramSpeculator(max_drafts) if max_drafts else None
+        if not max_drafts:
+            raise RequestError("a draft model needs num_speculative_tokens of at least 1, got 0")
+        sizes, theirs = self.model.config, draft_model.config
+        if theirs.vocab_size != sizes.vocab_size or theirs.max_position < self.max_model_len:
+            raise RequestError(
+                f"the draft model must have the vocabulary of {sizes.vocab_size} tokens and a context of at least "
+                f"{self.max_model_len}, got {theirs.vocab_size} and {theirs.max_position}"
+            )
+        self.draft_kv_cache_tensors = self._make_tensors(draft_model)
+        runner = self._make_runner(draft_model, self.draft_kv_cache_tensors)
+        return DraftModelSpeculator(runner, self._make_sampler(), max_drafts, self.config.max_num_batched_tokens)
+
+    @property
+    def _max_rows(self) -> int:
+        """Of logits in a step."""
+        return self.config.max_num_seqs + self.config.max_num_batched_tokens
+
+    def _choose_num_blocks(self, models: "list[Model]") -> int:
         """Blocks of the cache; at least one sequence of the greatest length must fit, or it could never be served."""
-        config, model = self.config, self.model.config
-        token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * config.kv_cache_dtype.itemsize
-        block_bytes = config.block_size * token_bytes
+        config = self.config
+        sizes = [model.config for model in models]
+        block_bytes = config.block_size * sum(
+            token_bytes(size.num_layers, size.num_kv_heads, size.head_dim, config.kv_cache_dtype) for size in sizes
+        )
         available = available_memory(config.device)
         if config.num_kv_blocks is not None:
             num_blocks = config.num_kv_blocks
@@ -239,3 +545,13 @@ class Engine:
                 f"got {num_blocks * block_bytes}: lower max_model_len or raise kv_cache_memory"
             )
         return num_blocks
+
+
+def _num_accepted(chunk: Chunk, tokens: list[SampledToken]) -> int:
+    """How many of the drafts are what was drawn."""
+    accepted = 0
+    for draft, token in zip(chunk.drafts, tokens, strict=False):
+        if draft != token.token_id:
+            break
+        accepted += 1
+    return accepted

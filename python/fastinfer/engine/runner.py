@@ -1,102 +1,95 @@
-"""Runs a step's operators: steps that only decode replay a recorded graph, the others call one by one."""
+"""Runs a step's operators: steps of few tokens replay a recorded graph, the others call one by one."""
 
 import warnings
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from fastinfer import ops
-from fastinfer.engine.batch import Batch, DecodeInputs
-from fastinfer.engine.kv_cache import KVCacheTensors
-from fastinfer.engine.sampler import Sampler
+from fastinfer.engine.batch import Batch, BatchInputs, BatchSize
+from fastinfer.engine.kv_tensors import KVCacheTensors
 from fastinfer.engine.scheduler import Chunk
 
 if TYPE_CHECKING:
     from fastinfer.models import Model
 
 # Larger batches run operator by operator: there Python is a hundredth of a step, and every size has its own graph.
-MAX_RECORDED_SEQS = 64
+MAX_RECORDED_TOKENS = 64
+# A graph is about 100 KB. Without speculation there are as many as sequences; with it their number is bounded by this.
+MAX_GRAPHS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the model computed, valid until the next step.
+
+    Attributes:
+        hidden: [tokens, hidden] of the last layer, before its norm.
+        logits: [n, vocab], as many rows as :func:`fastinfer.engine.batch.num_rows` says, chunk after chunk.
+    """
+
+    hidden: Tensor
+    logits: Tensor
 
 
 class Runner:
-    """From chunks to drawn tokens.
+    """From chunks to logits.
 
-    A graph belongs to one number of sequences and is recorded when that number first occurs; recording computes the
-    step as well. All graphs read the same inputs and share the memory of their results, as one step follows the other.
+    A graph belongs to one size of batch and is recorded when that size first occurs; recording computes the step as
+    well. All graphs read the same inputs and share the memory of their results, as one step follows the other.
 
     Args:
         model: what gives the logits.
-        sampler: what draws from them.
         kv_cache: its cache.
-        block_size: tokens per block of the cache.
-        max_blocks: of one sequence.
-        max_num_seqs: at most so many sequences come at a time.
+        inputs: where batches are written down.
         device: of model and cache.
         enforce_eager: record nothing.
     """
 
     def __init__(
-        self,
-        model: "Model",
-        sampler: Sampler,
-        kv_cache: KVCacheTensors,
-        *,
-        block_size: int,
-        max_blocks: int,
-        max_num_seqs: int,
-        device: str,
-        enforce_eager: bool,
+        self, model: "Model", kv_cache: KVCacheTensors, inputs: BatchInputs, *, device: str, enforce_eager: bool
     ) -> None:
         self._model = model
-        self._sampler = sampler
         self._kv_cache = kv_cache
-        self._block_size = block_size
-        self._device = device
+        self._inputs = inputs
         # A GPU will want its inputs copied over and a torch.cuda.CUDAGraph.
-        self._max_recorded = 0 if enforce_eager or device != "cpu" else min(max_num_seqs, MAX_RECORDED_SEQS)
-        self._inputs = DecodeInputs(self._max_recorded, max_blocks, block_size)
-        self._graphs: dict[int, tuple[ops.CPUGraph, Tensor, Tensor | None]] = {}
+        self._records = not enforce_eager and device == "cpu"
+        self._graphs: dict[BatchSize, tuple[ops.CPUGraph, StepResult]] = {}
         self._graph_memory = ops.GraphMemory()
 
-    def __call__(self, chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
-        """Compute the chunks, whose blocks are allocated, filling the cache; draw for the sequences of the sampler.
-
-        Returns:
-            Logits [n, vocab] fp32 of the chunks that end their sequence, and the tokens [n] int64 drawn from them;
-            valid until the next call.
-        """
-        if len(chunks) <= self._max_recorded and all(chunk.num_tokens == 1 and chunk.is_last for chunk in chunks):
-            logits, drawn = self._decode(chunks)
-        else:
-            logits, drawn = self._compute(Batch.build(chunks, self._block_size, self._device))
-        if drawn is None:
-            logits = logits.float()
-            drawn = self._sampler.draw(logits)
-        return logits, drawn
-
-    def _compute(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Logits and tokens; no tokens yet where the logits must be converted first, which a graph cannot record."""
-        logits = self._model.forward(batch, self._kv_cache)
-        return logits, self._sampler.draw(logits) if logits.dtype == torch.float32 else None
-
-    def _decode(self, chunks: list[Chunk]) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, chunks: list[Chunk]) -> StepResult:
+        """Compute the chunks, whose blocks are allocated, filling the cache."""
         self._inputs.fill(chunks)
-        if len(chunks) not in self._graphs:
-            return self._record(len(chunks))
-        graph, logits, drawn = self._graphs[len(chunks)]
+        size = BatchSize.of(chunks)
+        # Prompts have all lengths, which hardly come again.
+        if (
+            not self._records
+            or size.num_tokens > MAX_RECORDED_TOKENS
+            or not all(c.sequence.is_decoding for c in chunks)
+        ):
+            return self._compute(self._inputs.batch(size))
+        if size not in self._graphs:
+            return self._record(size)
+        graph, result = self._graphs[size]
         graph.replay()
-        return logits, drawn
+        return result
 
-    def _record(self, num_seqs: int) -> tuple[Tensor, Tensor | None]:
-        batch = self._inputs.batch(num_seqs)
+    def _compute(self, batch: Batch) -> StepResult:
+        hidden = self._model.forward(batch, self._kv_cache)
+        return StepResult(hidden, self._model.logits(hidden, batch.logits_indices))
+
+    def _record(self, size: BatchSize) -> StepResult:
+        batch = self._inputs.batch(size)
         graph = ops.CPUGraph(self._graph_memory)
         try:
             with graph.capture():
-                logits, drawn = self._compute(batch)
+                result = self._compute(batch)
         except ops.GraphCaptureError as error:
             warnings.warn(f"decode steps run operator by operator, which is slower: {error}", stacklevel=2)
-            self._max_recorded = 0
+            self._records = False
             return self._compute(batch)
-        self._graphs[num_seqs] = graph, logits, drawn
-        return logits, drawn
+        if len(self._graphs) == MAX_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+        self._graphs[size] = graph, result
+        return result

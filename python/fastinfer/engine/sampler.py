@@ -1,13 +1,27 @@
-"""From logits to the next token of every sequence."""
+"""From logits to the next tokens of every sequence."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fastinfer import ops
+from fastinfer.engine.batch import num_rows
+from fastinfer.engine.scheduler import Chunk
 from fastinfer.engine.sequence import Sequence
-from fastinfer.ops import sample
+from fastinfer.sampling_params import SamplingParams
+
+
+class Row(NamedTuple):
+    """Whose token a row of logits is for, the drafts that stand before it, and the tokens that its grammar allows: a
+    bit mask [ceil(vocab / 32)] int32, ``None`` without a grammar."""
+
+    sequence: Sequence
+    drafts: list[int]
+    mask: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,68 +38,167 @@ class SampledToken:
     """A chosen token; ``logprobs`` holds it and the likeliest tokens of its position where the request asked."""
 
     token_id: int
-    logprobs: list[TokenLogprob] | None
+    logprobs: list[TokenLogprob] | None = None
 
 
 class Sampler:
-    """Draws each row's token with its sequence's own parameters.
+    """Draws each row's token with its sequence's own parameters, all rows in one call.
 
     A draw depends on the request's seed and the token's position alone: neither its neighbours in the batch nor a
-    preemption changes it. The parameters always lie in the same memory, where a recorded :meth:`draw` finds them.
+    preemption changes it. That is also why drafts are verified by drawing: a draft is accepted exactly if its token is
+    the one that would have been drawn without it.
 
     Args:
-        max_num_seqs: rows at most.
+        max_rows: rows at most.
+        vocab_size: columns of the logits.
+        eos_ids: forbidden before ``min_tokens``, as the request's own stop tokens are.
     """
 
-    def __init__(self, max_num_seqs: int) -> None:
-        floats, integers = np.zeros((3, max_num_seqs), np.float32), np.zeros((2, max_num_seqs), np.int64)
+    def __init__(self, max_rows: int, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
+        floats, integers = np.zeros((3, max_rows), np.float32), np.zeros((2, max_rows), np.int64)
         self._temperature, self._top_p, self._min_p = floats
         self._seeds, self._positions = integers
-        self._top_k = np.zeros(max_num_seqs, np.int32)
+        self._top_k = np.zeros(max_rows, np.int32)
         self._sequences: list[Sequence] = []
 
-    def prepare(self, sequences: list[Sequence]) -> None:
-        """Write down whose tokens are drawn next."""
-        rows = slice(len(sequences))
+    def draw(self, logits: Tensor, rows: list[Row]) -> list[SampledToken]:
+        """One token for each row of logits [rows, vocab] fp32."""
+        if not rows:
+            return []
+        self._write(rows)
+
+        def tensor(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(values[: len(rows)]).to(logits.device)
+
+        params = [row.sequence.params for row in rows]
+        counts = [p.logprobs for p in params]
+        sampled = ops.sample(
+            logits,
+            temperature=tensor(self._temperature),
+            top_k=tensor(self._top_k),
+            top_p=tensor(self._top_p),
+            min_p=tensor(self._min_p),
+            seeds=tensor(self._seeds),
+            positions=tensor(self._positions),
+            num_logprobs=max((count for count in counts if count is not None), default=0),
+            **self._penalties(rows, tensor),
+            **self._bias(params, logits.device),
+            **self._mask(rows, tensor),
+        )
+        return [
+            SampledToken(token, None if count is None else _logprobs(logits, sampled, row, count))
+            for row, (token, count) in enumerate(zip(sampled.tokens.tolist(), counts, strict=True))
+        ]
+
+    def _write(self, rows: list[Row]) -> None:
+        """Write down the parameters that every row has."""
+        sequences = [row.sequence for row in rows]
+        every = slice(len(rows))
         if sequences != self._sequences:  # as a rule the same ones decode again
             self._sequences = sequences
             params = [sequence.params for sequence in sequences]
-            self._temperature[rows] = [p.temperature for p in params]
-            self._top_k[rows] = [max(p.top_k, 0) for p in params]
-            self._top_p[rows] = [p.top_p for p in params]
-            self._min_p[rows] = [p.min_p for p in params]
-            self._seeds[rows] = [sequence.seed for sequence in sequences]
-        self._positions[rows] = [len(sequence) for sequence in sequences]
+            self._temperature[every] = [p.temperature for p in params]
+            self._top_k[every] = [max(p.top_k, 0) for p in params]
+            self._top_p[every] = [p.top_p for p in params]
+            self._min_p[every] = [p.min_p for p in params]
+            self._seeds[every] = [sequence.seed for sequence in sequences]
+        self._positions[every] = [len(sequence) + len(drafts) for sequence, drafts, _ in rows]
 
-    def draw(self, logits: Tensor) -> Tensor:
-        """One token [n] int64 for each row of logits [n, vocab] fp32, in the order of the prepared sequences."""
+    def _penalties(self, rows: list[Row], tensor: Callable[[np.ndarray], Tensor]) -> dict[str, Tensor]:
+        if all(row.sequence.counts is None for row in rows):
+            return {}
+        penalties = np.tile(np.array([1, 0, 0], np.float32), (len(rows), 1))
+        output = np.zeros((len(rows), self._vocab_size), np.int32)
+        prompt = np.zeros((len(rows), self._num_words), np.int32)
+        for index, (sequence, drafts, _) in enumerate(rows):
+            if sequence.counts is not None:
+                p = sequence.params
+                penalties[index] = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
+                output[index] = sequence.counts.output
+                np.add.at(output[index], drafts, 1)
+                prompt[index] = sequence.counts.prompt
+        return {"penalties": tensor(penalties), "output_counts": tensor(output), "prompt_mask": tensor(prompt)}
 
-        def rows(values: np.ndarray) -> Tensor:
-            return torch.from_numpy(values)[: len(logits)].to(logits.device)
+    @staticmethod
+    def _bias(params: list[SamplingParams], device: torch.device) -> dict[str, Tensor]:
+        biases = [p.logit_bias or {} for p in params]
+        if not any(biases):
+            return {}
+        start = np.cumsum([0, *map(len, biases)])
+        return {
+            "bias_start": torch.tensor(start, dtype=torch.int32, device=device),
+            "bias_tokens": torch.tensor([t for bias in biases for t in bias], dtype=torch.int32, device=device),
+            "bias_values": torch.tensor([v for bias in biases for v in bias.values()], device=device),
+        }
 
-        return sample(
-            logits,
-            temperature=rows(self._temperature),
-            top_k=rows(self._top_k),
-            top_p=rows(self._top_p),
-            min_p=rows(self._min_p),
-            seeds=rows(self._seeds),
-            positions=rows(self._positions),
-        ).tokens
+    def _mask(self, rows: list[Row], tensor: Callable[[np.ndarray], Tensor]) -> dict[str, Tensor]:
+        """What grammars and ``min_tokens`` forbid."""
+        early = [row.sequence.num_output_tokens + len(row.drafts) < row.sequence.params.min_tokens for row in rows]
+        if not any(early) and all(row.mask is None for row in rows):
+            return {}
+        mask = np.full((len(rows), self._num_words), -1, np.int32)
+        for index, row in enumerate(rows):
+            if row.mask is not None:
+                mask[index] = row.mask
+            if early[index]:
+                for token_id in self._eos_ids.union(row.sequence.params.stop_token_ids or ()):
+                    mask[index].view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+        return {"mask": tensor(mask)}
 
-    def sampled(self, logits: Tensor, drawn: Tensor) -> list[SampledToken]:
-        """What was drawn, with log-probabilities for the sequences that want them."""
-        counts = [sequence.params.logprobs for sequence in self._sequences]
-        return [
-            SampledToken(token_id, None if count is None else top_logprobs(logits[row], token_id, count))
-            for row, (token_id, count) in enumerate(zip(drawn.tolist(), counts, strict=True))
-        ]
+    @property
+    def _num_words(self) -> int:
+        return -(-self._vocab_size // 32)
+
+
+def rows_of(chunk: Chunk, vocab_size: int) -> list[Row]:
+    """What a chunk's rows of logits are for, with the masks of its grammar.
+
+    Drafts are dropped from the first one on that the grammar does not allow, or after which it leaves no choice: what
+    it forces is appended without a draw.
+    """
+    if not num_rows(chunk):
+        return []
+    sequence, grammar = chunk.sequence, chunk.sequence.grammar
+
+    def mask(sequence: Sequence) -> np.ndarray | None:
+        if sequence.grammar is None:
+            return None
+        words = np.empty(-(-vocab_size // 32), np.int32)
+        sequence.grammar.fill_mask(words)
+        return words
+
+    rows = [Row(owner, [], mask(owner)) for owner in (sequence, *sequence.siblings)]
+    num_valid = len(chunk.drafts) if grammar is None else grammar.validate(chunk.drafts)
+    num_followed = 0
+    for index, draft in enumerate(chunk.drafts[:num_valid]):
+        if grammar is not None:
+            grammar.accept(draft)
+            num_followed += 1
+            if grammar.finished or grammar.forced_tokens():
+                break
+        rows.append(Row(sequence, chunk.drafts[: index + 1], mask(sequence)))
+    if grammar is not None:
+        grammar.rollback(num_followed)
+    chunk.drafts = chunk.drafts[: len(rows) - sequence.num_slots]
+    return rows
 
 
 def top_logprobs(logits: Tensor, token_id: int, count: int) -> list[TokenLogprob]:
     """The chosen token of one row [vocab], then the ``count`` likeliest ones, without the chosen one twice."""
     logprobs = torch.log_softmax(logits, dim=-1)
-    chosen = TokenLogprob(token_id, logprobs[token_id].item(), int((logits > logits[token_id]).sum()) + 1)
     values, indices = logprobs.topk(min(count, logits.shape[-1]))
-    ranked = zip(indices.tolist(), values.tolist(), range(1, count + 1), strict=False)
-    return [chosen, *(TokenLogprob(*entry) for entry in ranked if entry[0] != token_id)]
+    return _ranked(logits, token_id, logprobs[token_id].item(), indices.tolist(), values.tolist())
+
+
+def _logprobs(logits: Tensor, sampled: ops.Sampled, row: int, count: int) -> list[TokenLogprob]:
+    """:func:`top_logprobs` of a row that was sampled, from what the sampling found out."""
+    tokens, values = sampled.top_tokens[row, :count].tolist(), sampled.top_logprobs[row, :count].tolist()
+    return _ranked(logits[row], int(sampled.tokens[row]), sampled.logprobs[row].item(), tokens, values)
+
+
+def _ranked(logits: Tensor, chosen: int, logprob: float, tokens: list[int], values: list[float]) -> list[TokenLogprob]:
+    rank = tokens.index(chosen) + 1 if chosen in tokens else int((logits > logits[chosen]).sum()) + 1
+    ranked = zip(tokens, values, range(1, len(tokens) + 1), strict=True)
+    return [TokenLogprob(chosen, logprob, rank), *(TokenLogprob(*entry) for entry in ranked if entry[0] != chosen)]

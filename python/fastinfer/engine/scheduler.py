@@ -1,18 +1,29 @@
 """Which tokens the next step computes."""
 
-from collections import deque
-from dataclasses import dataclass
+import bisect
+import time
+from dataclasses import dataclass, field
 
+from fastinfer.engine.batching import Batching, Continuous
 from fastinfer.engine.kv_cache import KVCache
 from fastinfer.engine.sequence import Sequence, SequenceState
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunk:
-    """The next ``num_tokens`` uncomputed tokens of a sequence: one while it decodes, more of a prompt."""
+    """A sequence's part of a step.
+
+    Attributes:
+        sequence: whose.
+        num_tokens: its next uncomputed tokens: one while it decodes, more of a prompt.
+        num_drafts: room for so many drafts after its last token.
+        drafts: guesses of its next tokens, which the step verifies.
+    """
 
     sequence: Sequence
     num_tokens: int
+    num_drafts: int = 0
+    drafts: list[int] = field(default_factory=list)
 
     @property
     def is_last(self) -> bool:
@@ -21,83 +32,125 @@ class Chunk:
 
 
 class Scheduler:
-    """First come, first served, within a budget of tokens and of sequences per step.
+    """Within a budget of tokens and of sequences per step: decodes first, then chunks of prompts, then admissions.
 
-    Running sequences are served in the order of admission. A prompt longer than what is left of the budget is cut into
-    chunks, and nothing behind it is admitted before its last one. So all running sequences but the newest decode, and
-    the loop over them is at the same time "decodes first, then prefill".
+    Sequences are served by priority, the smallest number first, and among equals by arrival. A prompt longer than what
+    is left of the budget is cut into chunks, which share their steps with the decodes; nothing new is admitted before
+    its last one. When the cache is full the last sequence in this order is preempted: it gives back its blocks, waits
+    again at its place in the queue, and is computed once more.
 
-    The oldest sequence always progresses: it is preempted last, and the engine sees to it that the cache holds at
-    least one sequence of the greatest length.
+    The first sequence always progresses: it is preempted last, and the engine sees to it that the cache holds at least
+    one sequence of the greatest length.
+
+    Args:
+        kv_cache: where sequences get their blocks.
+        max_num_seqs: that run at the same time.
+        max_num_batched_tokens: of a step, drafts included.
+        batching: which waiting sequences may join.
     """
 
-    def __init__(self, kv_cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, kv_cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int, batching: Batching | None = None
+    ) -> None:
         self.kv_cache = kv_cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: deque[Sequence] = deque()
+        self.batching = batching or Continuous()
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        """Queue a pending or preempted sequence."""
+        sequence.state = SequenceState.WAITING
+        bisect.insort(self.waiting, sequence, key=_order)
 
     def schedule(self) -> list[Chunk]:
-        """Choose the step's chunks and give each the cache blocks it needs; empty when nothing is left to do."""
+        """Choose the step's chunks and give each the cache blocks it needs; empty when nothing can be done now."""
         chunks: list[Chunk] = []
-        budget = self.max_num_batched_tokens
-
-        index = 0
-        while index < len(self.running) and budget:
-            sequence = self.running[index]
-            while not self.kv_cache.can_append(sequence):
-                self._preempt_newest()
-                if sequence.state is SequenceState.WAITING:
-                    break
-            else:
-                self.kv_cache.append(sequence)
+        budget = self._schedule_decodes(chunks, self.max_num_batched_tokens)
+        for sequence in self.running:
+            if budget and not sequence.is_decoding:
                 budget -= self._take(sequence, budget, chunks)
-                index += 1
-
-        while budget and self._can_admit():
-            sequence = self._admit()
-            budget -= self._take(sequence, budget, chunks)
+        if budget and self.waiting:
+            self._schedule_admissions(chunks, budget)
         return chunks
 
-    def finish(self, sequence: Sequence) -> None:
-        """Take a sequence out, whatever its state, and free its blocks; the second time does nothing."""
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a child with the parent's tokens run as well, from what the parent has computed."""
+        self.kv_cache.fork(parent, child)
+        child.state = SequenceState.RUNNING
+        bisect.insort(self.running, child, key=_order)
+
+    def finish(self, sequence: Sequence, keep_blocks: bool = False) -> None:
+        """Take a sequence out, whatever its state, and free its blocks, or keep them in the cache; the second time does
+        nothing."""
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
         elif sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
-        self.kv_cache.free(sequence)
+        if not keep_blocks:
+            self.kv_cache.free(sequence)
         sequence.state = SequenceState.FINISHED
 
-    @staticmethod
-    def _take(sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
-        num_tokens = min(sequence.num_uncomputed_tokens, budget)
-        chunks.append(Chunk(sequence, num_tokens))
-        return num_tokens
+    def _schedule_decodes(self, chunks: list[Chunk], budget: int) -> int:
+        """The running sequences' newest tokens; returns what is left of the budget."""
+        index = 0
+        while index < len(self.running) and budget:
+            sequence = self.running[index]
+            # None are left to compute where a sequence waits for the others of its group.
+            if not sequence.is_decoding or not sequence.num_uncomputed_tokens:
+                index += 1
+                continue
+            num_drafts = min(sequence.num_drafts, budget - 1)
+            if num_drafts and not self.kv_cache.can_append(sequence, num_drafts):
+                num_drafts = 0  # nobody is preempted for a guess
+            while not self.kv_cache.can_append(sequence, num_drafts):
+                self._preempt_last()
+                if sequence.state is SequenceState.WAITING:
+                    break
+            else:
+                self.kv_cache.append(sequence, num_drafts)
+                budget -= self._take(sequence, budget, chunks, num_drafts)
+                index += 1
+        return budget
 
-    def _can_admit(self) -> bool:
-        if not self.waiting or len(self.running) == self.max_num_seqs:
-            return False
-        # One spare block for each running sequence, or the admission could cause a preemption in the next step. It also
-        # keeps out a sequence that was preempted a moment ago.
-        return self.kv_cache.can_allocate(self.waiting[0], spare=len(self.running))
+    def _schedule_admissions(self, chunks: list[Chunk], budget: int) -> None:
+        admissible = self.batching.num_admissible(self.waiting, self.running, time.perf_counter())
+        num_slots = sum(sequence.num_slots for sequence in self.running)
+        while budget and admissible and self.waiting:
+            sequence = self.waiting[0]
+            num_slots += sequence.num_slots
+            # One spare block for each running sequence, or the admission could cause a preemption in the next step. It
+            # also keeps out a sequence that was preempted a moment ago.
+            if num_slots > self.max_num_seqs or not self.kv_cache.can_allocate(sequence, spare=len(self.running)):
+                return
+            self._admit()
+            admissible -= 1
+            budget -= self._take(sequence, budget, chunks)
 
-    def _admit(self) -> Sequence:
-        sequence = self.waiting.popleft()
+    def _admit(self) -> None:
+        sequence = self.waiting.pop(0)
         self.kv_cache.allocate(sequence)
         sequence.state = SequenceState.RUNNING
-        self.running.append(sequence)
-        return sequence
+        bisect.insort(self.running, sequence, key=_order)
+        self.batching.admitted()
 
-    def _preempt_newest(self) -> None:
-        """Free the newest running sequence's blocks; it will be computed again, generated tokens included."""
+    def _preempt_last(self) -> None:
+        """Free the last running sequence's blocks; it will be computed again, generated tokens included."""
         sequence = self.running.pop()
         self.kv_cache.free(sequence)
-        sequence.num_computed_tokens = 0
-        sequence.state = SequenceState.WAITING
-        self.waiting.appendleft(sequence)
+        self.add(sequence)
+        self.batching.preempted()
         self.num_preemptions += 1
+
+    @staticmethod
+    def _take(sequence: Sequence, budget: int, chunks: list[Chunk], num_drafts: int = 0) -> int:
+        """Add the sequence's chunk; returns its tokens."""
+        num_tokens = min(sequence.num_uncomputed_tokens, budget - num_drafts)
+        chunks.append(Chunk(sequence, num_tokens, num_drafts if num_tokens == sequence.num_uncomputed_tokens else 0))
+        return num_tokens + num_drafts
+
+
+def _order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.order

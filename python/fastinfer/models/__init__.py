@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastinfer.engine.batch import Batch
-from fastinfer.engine.kv_cache import KVCacheTensors
+from fastinfer.engine.kv_tensors import KVCacheTensors
 from fastinfer.errors import UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.config import ModelConfig, Precision
@@ -24,7 +24,15 @@ class Model(Protocol):
     def config(self) -> ModelConfig: ...
 
     def forward(self, batch: Batch, kv_cache: KVCacheTensors) -> Tensor:
-        """Compute a step, filling the cache; logits [n, vocab] of the rows in ``batch.logits_indices``."""
+        """Compute a step, filling the cache; [tokens, hidden] of the last layer, before the last norm."""
+        ...
+
+    def logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
+        """Logits [n, vocab] of rows [n] int64 of what :meth:`forward` returned."""
+        ...
+
+    def normalize(self, hidden: Tensor) -> Tensor:
+        """The last norm of rows of what :meth:`forward` returned: what the logits are made from."""
         ...
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastinfer import ops
 from fastinfer.engine.batch import Batch
-from fastinfer.engine.kv_cache import KVCacheTensors
+from fastinfer.engine.kv_tensors import KVCacheTensors, LayerCache
 from fastinfer.formats.weight import Weight
 from fastinfer.models.config import ModelConfig
 
@@ -55,23 +55,42 @@ class Decoder:
         """Compute a step, filling the cache.
 
         Returns:
-            Logits [n, vocab], in the model's ``dtype``, of the rows in ``batch.logits_indices``.
+            [tokens, hidden] of the last layer, before the last norm.
         """
         x = self.embedding.rows(batch.token_ids, self.dtype)
-        for layer, k_cache, v_cache in zip(self.layers, kv_cache.k, kv_cache.v, strict=True):
-            x = self._attention(layer, x, batch, k_cache, v_cache)
+        for layer, cache in zip(self.layers, kv_cache, strict=True):
+            x = self._attention(layer, x, batch, cache)
             x = self._mlp(layer, x)
-        x = ops.embedding(x, batch.logits_indices)
+        return x
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
+        """Logits [n, vocab], in the model's ``dtype``, of rows [n] int64 of what :meth:`forward` returned."""
+        x = ops.embedding(hidden, indices)
         return self.lm_head.linear(x, norm_weight=self.norm, eps=self.config.rms_norm_eps)
 
-    def _attention(self, layer: DecoderLayer, x: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    @torch.inference_mode()
+    def normalize(self, hidden: Tensor) -> Tensor:
+        """The last norm of rows of what :meth:`forward` returned: what the logits are made from."""
+        return ops.rms_norm(hidden, self.norm, self.config.rms_norm_eps)
+
+    def _attention(self, layer: DecoderLayer, x: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         config = self.config
         sizes = [heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
         qkv = layer.qkv.split_linear(x, sizes, norm_weight=layer.attention_norm, eps=config.rms_norm_eps)
         q, k, v = (part.view(len(x), -1, config.head_dim) for part in qkv)
         rotary = None, None, 0.0, batch.positions, self.cos_sin_cache, False
-        ops.norm_rotary_store(q, k, v, *rotary, k_cache, v_cache, None, None, batch.slot_mapping)
-        out = ops.paged_attention(q, k_cache, v_cache, batch.block_table, batch.seq_lens, batch.query_start)
+        ops.norm_rotary_store(q, k, v, *rotary, cache.k, cache.v, cache.k_scale, cache.v_scale, batch.slot_mapping)
+        out = ops.paged_attention(
+            q,
+            cache.k,
+            cache.v,
+            batch.block_table,
+            batch.seq_lens,
+            batch.query_start,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+        )
         return layer.output.linear(out.view(len(x), -1), residual=x)
 
     def _mlp(self, layer: DecoderLayer, x: Tensor) -> Tensor:

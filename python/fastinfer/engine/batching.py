@@ -1,0 +1,84 @@
+"""When waiting sequences may join the running ones: continuous batching, and two older policies to compare it with."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as List
+
+from fastinfer.engine.sequence import Sequence
+
+
+class Batching(ABC):
+    """Decides about admissions; memory and the budget decide after it. It hears of every admission and preemption."""
+
+    @abstractmethod
+    def num_admissible(self, waiting: List[Sequence], running: List[Sequence], now: float) -> int:
+        """How many of the waiting sequences may be admitted now, from the first on."""
+
+    @abstractmethod
+    def admitted(self) -> None: ...
+
+    @abstractmethod
+    def preempted(self) -> None: ...
+
+
+class Continuous(Batching):
+    """Whoever fits joins in any step (Orca, Yu et al., 2022)."""
+
+    def num_admissible(self, waiting: List[Sequence], running: List[Sequence], now: float) -> int:
+        return len(waiting)
+
+    def admitted(self) -> None:
+        pass
+
+    def preempted(self) -> None:
+        pass
+
+
+class Static(Batching):
+    """What waits forms a batch, and the next batch is formed when all of it has finished.
+
+    Args:
+        max_seqs: of a batch.
+    """
+
+    def __init__(self, max_seqs: int) -> None:
+        self._max_seqs = max_seqs
+        self._num_missing = 0  # members of the batch that wait for memory or budget
+
+    def num_admissible(self, waiting: List[Sequence], running: List[Sequence], now: float) -> int:
+        if not running and self._num_missing == 0:
+            self._num_missing = self._batch_size(waiting, now)
+        return self._num_missing
+
+    def admitted(self) -> None:
+        self._num_missing -= 1
+
+    def preempted(self) -> None:
+        self._num_missing += 1
+
+    def _batch_size(self, waiting: List[Sequence], now: float) -> int:
+        return min(len(waiting), self._max_seqs)
+
+
+class Dynamic(Static):
+    """A static batch that waits for company: until it is full, or its first member has waited long enough.
+
+    Args:
+        max_seqs: of a batch.
+        max_tokens: of a batch's prompts together; one longer prompt is a batch of its own.
+        max_wait_s: how long a request waits for others.
+    """
+
+    def __init__(self, max_seqs: int, max_tokens: int, max_wait_s: float) -> None:
+        super().__init__(max_seqs)
+        self._max_tokens = max_tokens
+        self._max_wait_s = max_wait_s
+
+    def _batch_size(self, waiting: List[Sequence], now: float) -> int:
+        if not waiting:
+            return 0
+        size, tokens = 1, len(waiting[0])
+        while size < min(len(waiting), self._max_seqs) and tokens + len(waiting[size]) <= self._max_tokens:
+            tokens += len(waiting[size])
+            size += 1
+        is_full = size < len(waiting) or size == self._max_seqs
+        return size if is_full or now - min(s.arrival_time for s in waiting) >= self._max_wait_s else 0

@@ -1,0 +1,111 @@
+"""The memory of the KV cache: its tensors and how large it should be."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Of the memory that is available when the cache is sized without being told.
+MEMORY_SHARE = 0.25
+# Few requests fill a long context; beyond this many tokens each, preemption is cheaper than the memory.
+TYPICAL_TOKENS = 2048
+
+QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's keys and values [num_blocks, block_size, num_kv_heads, head_dim], and where they are quantised, fp32
+    scales [num_blocks, block_size, num_kv_heads]."""
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in (self.k, self.v, self.k_scale, self.v_scale) if tensor is not None]
+
+
+@dataclass(frozen=True)
+class KVCacheTensors:
+    """The cache of all layers."""
+
+    layers: list[LayerCache]
+
+    @classmethod
+    def empty(
+        cls,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: str,
+    ) -> "KVCacheTensors":
+        """Uninitialised tensors: on a CPU a page costs memory only once it is written."""
+
+        def pages() -> Tensor:
+            return torch.empty(num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype, device=device)
+
+        def scales() -> Tensor | None:
+            if dtype not in QUANTIZED_DTYPES:
+                return None
+            return torch.empty(num_blocks, block_size, num_kv_heads, dtype=torch.float32, device=device)
+
+        return cls([LayerCache(pages(), pages(), scales(), scales()) for _ in range(num_layers)])
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole blocks, each pair from its first to its second; all are read before any is written."""
+        source, target = torch.tensor(pairs, device=self.layers[0].k.device).T
+        for layer in self.layers:
+            for tensor in layer.tensors:
+                # As bytes: torch has no indexing for float8.
+                tensor.view(torch.uint8)[target] = tensor.view(torch.uint8)[source]
+
+    def __iter__(self) -> Iterator[LayerCache]:
+        return iter(self.layers)
+
+
+def token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Size of one token's keys and values in all layers, scales included."""
+    scale = torch.float32.itemsize if dtype in QUANTIZED_DTYPES else 0
+    return 2 * num_layers * num_kv_heads * (head_dim * dtype.itemsize + scale)
+
+
+def available_memory(device: str) -> int:
+    """Bytes that can be allocated on the device without pushing anything out."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as file:
+            line = next(line for line in file if line.startswith("MemAvailable:"))
+        return int(line.split()[1]) * 1024
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def default_num_blocks(
+    block_size: int, block_bytes: int, max_model_len: int, max_num_seqs: int, available_bytes: int
+) -> int:
+    """Blocks for ``max_num_seqs`` sequences of usual length, as far as a share of the memory allows.
+
+    Args:
+        block_size: tokens per block.
+        block_bytes: size of a block over all layers, keys and values.
+        max_model_len: longest sequence, in tokens.
+        max_num_seqs: sequences that run at the same time.
+        available_bytes: from :func:`available_memory`; ``MEMORY_SHARE`` of it may be used.
+    """
+    usual = max_num_seqs * num_blocks_for(min(max_model_len, TYPICAL_TOKENS), block_size)
+    affordable = int(available_bytes * MEMORY_SHARE) // block_bytes
+    return min(affordable, max(usual, num_blocks_for(max_model_len, block_size)))
+
+
+def num_blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold this many tokens."""
+    return -(-num_tokens // block_size)

@@ -1,0 +1,73 @@
+"""Requests that generate nothing: they end when their prompt is computed."""
+
+import torch
+from torch import Tensor
+
+from fastinfer.engine.sequence import Sequence
+from fastinfer.outputs import PrefillOutput
+
+
+class PrefillRequest:
+    """A prompt to be computed, as a prompt module is.
+
+    Args:
+        sequence: of the prompt; ``samples`` is off.
+
+    Attributes:
+        request_id: the engine's name for it.
+        finish_reason: ``None`` until it is done.
+    """
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.request_id = sequence.request_id
+        self.sequences = [sequence]
+        self.finish_reason: str | None = None
+        self._stop_reason: int | str | None = None
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        return self.sequences if self.finish_reason is None else []
+
+    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
+        """End it; the second time does nothing."""
+        if self.finish_reason is None:
+            self.finish_reason, self._stop_reason = reason, stop_reason
+
+    def output(self) -> PrefillOutput:
+        assert self.finish_reason is not None
+        prompt = list(self.sequences[0].token_ids)
+        return PrefillOutput(self.request_id, prompt, self.finish_reason, self._stop_reason, self._embedding())
+
+    def _embedding(self) -> list[float] | None:
+        return None
+
+
+class EmbeddingRequest(PrefillRequest):
+    """The prompt as a vector: the last token's hidden state after the last norm, or the mean over all tokens.
+
+    Args:
+        sequence: of the prompt. For the mean it must not read the prefix cache, which holds no hidden states.
+        pooling: ``"last"`` or ``"mean"``.
+        normalize: scale the vector to length 1.
+    """
+
+    def __init__(self, sequence: Sequence, pooling: str, normalize: bool) -> None:
+        super().__init__(sequence)
+        self._pooling = pooling
+        self._normalize = normalize
+        self._sum = torch.zeros(())
+        self._num_summed = 0
+
+    def add_hidden(self, start: int, hidden: Tensor) -> None:
+        """Take in the normalised hidden states [n, hidden] of the tokens from position ``start`` on."""
+        if start == 0 or self._pooling == "last":  # a preemption begins anew
+            self._sum, self._num_summed = torch.zeros(hidden.shape[1], dtype=torch.float64), 0
+        pooled = hidden[-1:] if self._pooling == "last" else hidden
+        self._sum = self._sum + pooled.double().sum(0)
+        self._num_summed += len(pooled)
+
+    def _embedding(self) -> list[float] | None:
+        if self.finish_reason != "stop":
+            return None
+        vector = self._sum / self._num_summed
+        return (torch.nn.functional.normalize(vector, dim=0) if self._normalize else vector).tolist()

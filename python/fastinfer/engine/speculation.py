@@ -1,0 +1,193 @@
+"""Guessing tokens ahead, so that one step can verify several of them.
+
+A draft is accepted exactly if its token is the one that would have been drawn without it (see ``Sampler``): the text is
+the same with and without speculation, greedy or sampled, with penalties and grammars; only the number of steps changes.
+Leviathan et al., 2023, https://arxiv.org/abs/2211.17192; lookup in the text itself: Saxena, 2023,
+https://github.com/apoorvumang/prompt-lookup-decoding.
+"""
+
+import statistics
+from abc import ABC, abstractmethod
+from collections import deque
+
+from fastinfer.engine.scheduler import Chunk
+from fastinfer.engine.sequence import Sequence
+
+# Lengths of the n-grams that are looked up, the longest first. Single tokens were accepted too seldom to be of use.
+NGRAM_LENGTHS = (4, 3, 2)
+# A draft's chance before anything is known, and the weight of what the engine knows in a new sequence's estimate.
+FIRST_ACCEPTANCE, PRIOR_WEIGHT = 0.5, 2.0
+# The newest outcome's weight in the engine's own estimate, and how fast a sequence forgets.
+LEARNING_RATE, MEMORY = 0.02, 0.9
+
+
+class StepCosts:
+    """Seconds of a step that decodes, by its number of tokens: measured, and guessed where it has not been.
+
+    The guess: a step costs as much as reading the weights, and each token a third of that again (2 cores, 135M
+    parameters in 4 bits: 1.83 times for 4 tokens, 2.8 for 8, 5.1 for 16).
+    """
+
+    SAMPLES, ENOUGH, STALE = 8, 3, 256
+
+    def __init__(self) -> None:
+        self._samples: dict[int, deque[float]] = {}
+        self._last_seen: dict[int, int] = {}
+        self._num_steps = 0
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        self._num_steps += 1
+        if num_tokens not in self._last_seen:
+            self._last_seen[num_tokens] = self._num_steps
+            return  # the first one records a graph
+        self._last_seen[num_tokens] = self._num_steps
+        self._samples.setdefault(num_tokens, deque(maxlen=self.SAMPLES)).append(seconds)
+        for stale in [n for n, step in self._last_seen.items() if self._num_steps - step > self.STALE]:
+            del self._last_seen[stale]  # perhaps the machine was busy then
+            self._samples.pop(stale, None)
+
+    def estimate(self, num_tokens: int) -> float:
+        """Seconds; in units of their own while nothing is known."""
+        known = {n: samples for n, samples in self._samples.items() if len(samples) >= self.ENOUGH}
+        if not known:
+            return 3.0 + num_tokens
+        nearest = min(known, key=lambda n: abs(n - num_tokens))
+        return statistics.median(known[nearest]) * (3 + num_tokens) / (3 + nearest)
+
+
+class Acceptance:
+    """The share of drafts that were accepted lately."""
+
+    def __init__(self, prior: float) -> None:
+        self._accepted, self._total = prior * PRIOR_WEIGHT, PRIOR_WEIGHT
+
+    def add(self, accepted: bool) -> None:
+        self._accepted, self._total = MEMORY * self._accepted + accepted, MEMORY * self._total + 1
+
+    @property
+    def rate(self) -> float:
+        return self._accepted / self._total
+
+
+class Speculator(ABC):
+    """Decides how far ahead to guess, from what steps cost and from how many guesses were right; guesses nothing where
+    that does not pay.
+
+    Args:
+        max_drafts: per sequence and step.
+
+    Attributes:
+        num_drafted, num_accepted: tokens since the start.
+    """
+
+    def __init__(self, max_drafts: int) -> None:
+        self.num_drafted = 0
+        self.num_accepted = 0
+        self._max_drafts = max_drafts
+        self._costs = StepCosts()
+        self._acceptance = FIRST_ACCEPTANCE
+
+    @abstractmethod
+    def num_available(self, sequence: Sequence) -> int:
+        """How many tokens it could guess for a sequence."""
+
+    @abstractmethod
+    def propose(self, chunks: list[Chunk]) -> None:
+        """Write each chunk's drafts, at most ``num_drafts``."""
+
+    def draft_seconds(self) -> float:
+        """What one more draft for every sequence costs beside its verification."""
+        return 0.0
+
+    def plan(self, sequences: list[Sequence]) -> None:
+        """Decide how many drafts each running sequence may get in the next step."""
+        decoding = [s for s in sequences if s.is_decoding and s.num_uncomputed_tokens]
+        available = []
+        for sequence in decoding:
+            # The step brings one token more than it accepts drafts.
+            limit = min(self._max_drafts, sequence.max_length - len(sequence) - 1)
+            available.append(min(self.num_available(sequence), limit) if limit > 0 else 0)
+        depth = self._best_depth(decoding, available)
+        for sequence, count in zip(decoding, available, strict=True):
+            sequence.num_drafts = min(count, depth)
+
+    def accept(self, chunk: Chunk, num_accepted: int) -> None:
+        """Learn that so many of a chunk's drafts were right."""
+        self.num_drafted += len(chunk.drafts)
+        self.num_accepted += num_accepted
+        for index in range(min(num_accepted + 1, len(chunk.drafts))):
+            self._learn(chunk.sequence, index < num_accepted)
+
+    def note_seconds(self, chunks: list[Chunk], seconds: float) -> None:
+        """Learn how long a step took, without the guessing."""
+        if all(chunk.sequence.is_decoding and chunk.num_tokens == 1 for chunk in chunks):
+            self._costs.add(sum(1 + len(chunk.drafts) for chunk in chunks), seconds)
+
+    def _learn(self, sequence: Sequence, accepted: bool) -> None:
+        self._estimate(sequence).add(accepted)
+        self._acceptance += LEARNING_RATE * (accepted - self._acceptance)
+
+    def _estimate(self, sequence: Sequence) -> Acceptance:
+        if sequence.acceptance is None:
+            sequence.acceptance = Acceptance(self._acceptance)
+        return sequence.acceptance
+
+    def _best_depth(self, sequences: list[Sequence], available: list[int]) -> int:
+        """The number of drafts per sequence with the most expected tokens per second."""
+        best, best_speed = 0, 0.0
+        rates = [self._estimate(sequence).rate for sequence in sequences]
+        expected, num_tokens = float(len(sequences)), len(sequences)
+        for depth in range(max(available, default=0) + 1):
+            if depth:
+                reached = [rate**depth for rate, count in zip(rates, available, strict=True) if count >= depth]
+                expected, num_tokens = expected + sum(reached), num_tokens + len(reached)
+            speed = expected / (self._costs.estimate(num_tokens) + depth * self.draft_seconds())
+            if speed > best_speed:
+                best, best_speed = depth, speed
+        return best
+
+
+class NgramIndex:
+    """Where the n-grams of a text were followed by what, the newest occurrence of each.
+
+    Attributes:
+        guess: how the text may go on from ``position``; empty where nothing was found, or the guess has been verified.
+    """
+
+    def __init__(self) -> None:
+        self.guess: list[int] = []
+        self.position = 0
+        self._next: dict[tuple[int, ...], int] = {}  # n-gram to the position after it
+
+    def look_up(self, tokens: list[int], count: int) -> None:
+        """Guess what follows the text: what followed the longest n-gram it ends with when that last occurred."""
+        for end in range(max(self.position, 1), len(tokens)):
+            for n in NGRAM_LENGTHS:
+                if n <= end:
+                    self._next[tuple(tokens[end - n : end])] = end
+        self.position = len(tokens)
+        found = (self._next.get(tuple(tokens[-n:])) for n in NGRAM_LENGTHS if n <= len(tokens))
+        start = next((start for start in found if start is not None), len(tokens))
+        # Near the end of the text it goes on with itself.
+        self.guess = [tokens[start + i % (len(tokens) - start)] for i in range(count if start < len(tokens) else 0)]
+
+
+class NgramSpeculator(Speculator):
+    """Guesses that a text goes on as it did before, after the same few tokens. That costs next to nothing, so it
+    guesses in every step, and learns from guesses that were not verified as well."""
+
+    def num_available(self, sequence: Sequence) -> int:
+        if sequence.ngrams is None:
+            sequence.ngrams = NgramIndex()
+        ngrams, tokens = sequence.ngrams, sequence.token_ids
+        if ngrams.guess and ngrams.position < len(tokens):
+            self._learn(sequence, tokens[ngrams.position] == ngrams.guess[0])
+        ngrams.look_up(tokens, self._max_drafts)
+        return len(ngrams.guess)
+
+    def propose(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            ngrams = chunk.sequence.ngrams
+            if chunk.num_drafts and ngrams is not None:
+                chunk.drafts = ngrams.guess[: chunk.num_drafts]
+                ngrams.guess = []
