@@ -87,7 +87,13 @@ def _parser() -> argparse.ArgumentParser:
 
     info = add("info", "info", "describe this installation: versions, CPU, GPUs")
     info.add_argument("--json", action="store_true", help="print one JSON object")
-    info.add_argument("--plan", nargs="+", metavar=("OP", "SIZE"), help="how OP is launched: --plan int4_gemm M N K")
+    about = info.add_mutually_exclusive_group()
+    about.add_argument("--plan", nargs="+", metavar=("OP", "SIZE"), help="how OP is launched: --plan int4_gemm M N K")
+    about.add_argument("--memory", metavar="MODEL", help="what MODEL and its KV cache take, and bounds on its speed")
+    info.add_argument(
+        "--context", type=_count(1), metavar="N", help="with --memory: tokens; default: the model's limit"
+    )
+    info.add_argument("--batch", type=_count(1), default=1, metavar="B", help="with --memory: sequences; default: 1")
     info.add_argument("--group", type=_count(32), metavar="N", help="with --plan: inputs that share a scale")
     info.add_argument(
         "--arch", type=_count(80), metavar="N", help="with --plan: 80, 86, 89 or 90; default: this GPU, or 90"

@@ -51,6 +51,12 @@ def run(args: argparse.Namespace) -> int:
         plan = launch_plan.describe(args.plan, args.group, launch_plan.choose_gpu(args.arch))
         print(json.dumps(plan, indent=2) if args.json else launch_plan.table(plan))
         return 0
+    if args.memory:
+        from fastinfer import memory  # needs the extension, without which the table below still works
+
+        described = memory.describe(args.memory, args.context, args.batch)
+        print(json.dumps(described, indent=2) if args.json else memory.report(described))
+        return 0
     found = facts()
     print(json.dumps(found, indent=2) if args.json else _table(found))
     return 1 if "error" in found["extension"] else 0

@@ -1,0 +1,206 @@
+"""``fastinfer info --memory``: its sizes are those of loaded models and real caches, its times what the rates allow."""
+
+import json
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fastinfer import _C, ops
+from fastinfer.cli import main
+from fastinfer.engine.engine import EngineConfig
+from fastinfer.engine.kv_cache import KVCacheTensors, num_blocks_for
+from fastinfer.formats.gguf import GGUFFile, GGUFTensor, GGUFType
+from fastinfer.formats.gguf_dequant import DENSE_DTYPES, INT4_TYPES, INT8_TYPES, unpack
+from fastinfer.formats.weight import make_weight
+from fastinfer.hub import DEFAULT_MODEL
+from fastinfer.memory import KV_DTYPES, Rates, Weights, _packed_bytes, describe, head_layouts, kv_cache_bytes
+from fastinfer.models.config import Precision
+from fastinfer.models.gguf_loader import load_gguf, read_config
+
+RATES = Rates(read_bytes=1e10, byte_operations=1e12, float_operations=1e11)
+
+
+def tensors_of(value: Any) -> dict[int, Tensor]:
+    """All tensors of nested dataclasses and tuples, shared ones once."""
+    if isinstance(value, Tensor):
+        return {value.data_ptr(): value}
+    parts = (
+        value
+        if isinstance(value, tuple)
+        else [getattr(value, f.name) for f in fields(value)]
+        if is_dataclass(value)
+        else []
+    )
+    return {pointer: tensor for part in parts for pointer, tensor in tensors_of(part).items()}
+
+
+def test_weights_are_those_of_the_loaded_model(model_path: Path) -> None:
+    file = GGUFFile(model_path)
+    config = read_config(file)
+    weights = Weights.of(file, config)
+    loaded = load_gguf(file, Precision.of("auto"), None)
+    sizes = {pointer: tensor.nbytes for pointer, tensor in tensors_of(loaded).items()}
+    assert weights.memory_bytes == sum(sizes.values())
+    assert weights.step_bytes == weights.memory_bytes - loaded.cos_sin_cache.nbytes
+    assert weights.logits_operations == 2 * 49152 * 576
+    layer = 576 * (576 + 2 * 192) + 576 * 576 + 3 * 576 * 1536
+    assert (weights.byte_operations, weights.float_operations) == (2 * 30 * layer, 0)
+
+
+def test_an_embedding_that_is_not_tied_is_stored_and_not_read(model_path: Path) -> None:
+    file = GGUFFile(model_path)
+    config = read_config(file)
+    tied = Weights.of(file, config)
+    file.tensors["output.weight"] = file.tensors["token_embd.weight"]
+    file.tensors["rope_freqs.weight"] = file.tensors["output_norm.weight"]
+    untied = Weights.of(file, config)
+    size, _ = _packed_bytes(file.tensors["token_embd.weight"])
+    assert untied == replace(tied, memory_bytes=tied.memory_bytes + size)
+
+
+@pytest.mark.parametrize("kind", [*DENSE_DTYPES, *INT4_TYPES, *INT8_TYPES])
+@pytest.mark.parametrize("rows", [1, 16, 37])
+def test_packed_bytes_of_every_type(kind: GGUFType, rows: int) -> None:
+    columns = 96
+    data = np.zeros((rows, columns // kind.block_size * kind.block_bytes), np.uint8)
+    tensor = GGUFTensor("blk.0.x", (rows, columns), kind, data)
+    real = sum(t.nbytes for t in tensors_of(make_weight(unpack(tensor), 8)).values())
+    assert _packed_bytes(tensor) == (real, kind in DENSE_DTYPES)
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+@pytest.mark.parametrize(("context", "batch"), [(1, 1), (100, 3), (64, 2)])
+def test_kv_cache_bytes_are_those_of_a_real_cache(
+    dtype: torch.dtype, context: int, batch: int, model_path: Path
+) -> None:
+    config = replace(read_config(GGUFFile(model_path)), num_layers=2)
+    block_size = EngineConfig().block_size
+    num_blocks = batch * num_blocks_for(context, block_size)
+    shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
+    cache = KVCacheTensors.empty(config.num_layers, *shape, dtype, "cpu")
+    scales = [torch.empty(shape[:3]) for _ in range(2 * config.num_layers)] if dtype.itemsize == 1 else []
+    # The operator takes them as they are, so these are the shapes that a cache must have.
+    rows = torch.randn(1, *shape[2:])
+    ops.store_kv_cache(rows, rows, cache.k[0], cache.v[0], torch.tensor([0]), *scales[:2])
+    real = sum(tensor.nbytes for tensor in (*cache.k, *cache.v, *scales))
+    assert kv_cache_bytes(config, config.num_kv_heads, dtype, context, batch) == real
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "layouts"),
+    [
+        (9, 3, {"GQA": 3, "MHA": 9, "MQA": 1}),
+        (8, 8, {"MHA": 8, "MQA": 1}),
+        (8, 1, {"MQA": 1, "MHA": 8}),
+        (1, 1, {"MQA": 1, "MHA": 1}),
+    ],
+)
+def test_head_layouts(heads: int, kv_heads: int, layouts: dict[str, int], model_path: Path) -> None:
+    config = replace(read_config(GGUFFile(model_path)), num_heads=heads, num_kv_heads=kv_heads)
+    assert list(head_layouts(config).items()) == list(layouts.items())
+
+
+def test_one_sequence_is_bound_by_reading() -> None:
+    found = describe(DEFAULT_MODEL, 1024, 1, RATES)
+    rotary_bytes = 8192 * 64 * 4
+    for dtype, seconds in found["decode_step_s"].items():
+        read = found["weights_bytes"] - rotary_bytes + found["kv_cache_bytes"]["GQA"][dtype]
+        assert seconds == pytest.approx(read / 1e10)
+
+
+def test_many_sequences_are_bound_by_arithmetic() -> None:
+    """Attention's products are counted as floating point, those with packed weights as bytes."""
+    batch, context = 512, 256
+    found = describe(DEFAULT_MODEL, context, batch, RATES)
+    products = 2 * (30 * (576 * 960 + 576 * 576 + 3 * 576 * 1536) + 49152 * 576)
+    attention = 30 * 9 * 64 * 2 * 2 * context
+    assert found["decode_step_s"]["int8"] == pytest.approx(batch * (products / 1e12 + attention / 1e11))
+
+
+def test_prefill_is_the_sum_over_its_tokens() -> None:
+    """Of the operations of each, the logits' apart, which only the last has."""
+    context, batch = 300, 2
+    found = describe(DEFAULT_MODEL, context, batch, RATES)
+    layers = 2 * 30 * (576 * 960 + 576 * 576 + 3 * 576 * 1536)
+    seconds = sum(layers / 1e12 + 30 * 9 * 64 * 4 * position / 1e11 for position in range(1, context + 1))
+    assert found["prefill_s"] == pytest.approx(batch * (seconds + 2 * 49152 * 576 / 1e12))
+
+
+def test_measured_rates() -> None:
+    rates = Rates.measure()
+    assert 1e8 < rates.read_bytes < 1e13
+    assert 1e8 < rates.float_operations < 1e14
+    assert 1e8 < rates.byte_operations < 1e15
+
+
+def test_a_missing_instruction_is_no_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = {"read": 5.0, "byte_dot": 3.0, "fp32_fma": 2.0, "bf16_dot": 0.0}
+    monkeypatch.setattr(_C, "roofline", lambda name, memory, passes: (work[name] * passes, 0.01 * passes))
+    monkeypatch.setattr("fastinfer.memory.READ_BYTES", 64)
+    rates = Rates.measure()
+    assert [rates.read_bytes, rates.byte_operations, rates.float_operations] == pytest.approx([500, 300, 200])
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rates, "measure", lambda: RATES)
+
+
+def test_command(quick: None, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["info", "--memory", DEFAULT_MODEL, "--context", "512", "--batch", "4"]
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["head_layout"] == "GQA"
+    assert (found["context"], found["batch"]) == (512, 4)
+    assert found["kv_cache_bytes"]["MHA"]["int8"] == 3 * found["kv_cache_bytes"]["GQA"]["int8"]
+    assert found["total_bytes"]["float32"] == found["weights_bytes"] + found["kv_cache_bytes"]["GQA"]["float32"]
+    assert found["memory_bytes"] >= found["available_bytes"] > 0
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "94.1 MiB as packed",
+        "4 of 512 tokens",
+        "GQA 45.0 MiB (this model)",
+        "lower bounds",
+        "float16 (default)",
+    ):
+        assert part in text
+    assert {line.split(" ")[0] for line in text.splitlines()} >= {
+        str(dtype).removeprefix("torch.") for dtype in KV_DTYPES
+    }
+
+
+def test_what_does_not_fit(quick: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--memory", DEFAULT_MODEL, "--batch", str(2**20)]) == 0
+    text = capsys.readouterr().out
+    assert "1048576 of 8192 tokens" in text
+    rows = [line for line in text.splitlines() if line.startswith("float") or line.startswith("int8")]
+    assert all(" no " in row for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--memory", "no/such"], "model 'no/such'"),
+        (["--memory", __file__], "magic"),
+        (["--memory", DEFAULT_MODEL, "--context", "8193"], "--context must be an integer in 1..8192, got 8193"),
+        (["--memory", DEFAULT_MODEL, "--context", "0"], "--context"),
+        (["--memory", DEFAULT_MODEL, "--context", "-1"], "--context"),
+        (["--memory", DEFAULT_MODEL, "--batch", "0"], "--batch"),
+        (["--memory", DEFAULT_MODEL, "--batch", str(2**63)], "--batch must be an integer in 1..1048576"),
+        (["--memory", DEFAULT_MODEL, "--batch", "1.5"], "--batch"),
+        (["--memory", DEFAULT_MODEL, "--plan", "int4_gemm", "1", "1", "32"], "not allowed with argument"),
+        (["--memory"], "--memory"),
+    ],
+)
+def test_mistakes(arguments: list[str], error: str, quick: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert error in captured.err
+    assert len(captured.err.splitlines()) == 1
