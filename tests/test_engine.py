@@ -4,9 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from toy import EOS_ID, MAX_POSITION, VOCAB_SIZE, ToyModel, ToyTokenizer, greedy, logits_of
+from toy import EOS_ID, MAX_POSITION, VOCAB_SIZE, ToyTokenizer, check_blocks, drain, greedy, logits_of, toy_engine
 
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.engine import Engine
@@ -15,25 +13,6 @@ from fastinfer.outputs import RequestOutput
 from fastinfer.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
-
-
-def toy_engine(**limits: int | None) -> Engine:
-    # The toy computes with torch, which no graph records.
-    config = EngineConfig(kv_cache_dtype=torch.float32, enforce_eager=True, **limits)  # type: ignore[arg-type]
-    engine = Engine(ToyModel(), ToyTokenizer(), config)  # type: ignore[arg-type]
-    for tensor in (tensor for cache in engine.kv_cache_tensors for tensor in cache.tensors):
-        tensor.fill_(float("nan"))
-    return engine
-
-
-def drain(engine: Engine, limit: int = 10_000) -> dict[str, RequestOutput]:
-    """Step until all is done; the last output of each request."""
-    last = {}
-    for _ in range(limit):
-        if not engine.has_unfinished:
-            return last
-        last.update({output.request_id: output for output in engine.step()})
-    raise AssertionError(f"not done after {limit} steps")
 
 
 def complete(engine: Engine, prompt: list[int], params: SamplingParams) -> RequestOutput:
@@ -68,74 +47,6 @@ def test_preemption_changes_no_text() -> None:
     for request_id, expected, prompt in zip(ids, alone, prompts(6), strict=True):
         length = min(40, 48 - len(prompt))
         assert outputs[request_id].outputs[0].token_ids == expected.token_ids[:length]
-
-
-@settings(deadline=None, max_examples=200)
-@given(data=st.data())
-def test_random_traces(data: st.DataObject) -> None:
-    """Add, abort and step in any order, in a cache that is mostly too small."""
-    draw = data.draw
-    block_size = draw(st.integers(1, 5))
-    max_model_len = draw(st.integers(4, 40))
-    fewest = -(-max_model_len // block_size)
-    engine = toy_engine(
-        block_size=block_size,
-        max_model_len=max_model_len,
-        num_kv_blocks=draw(st.integers(fewest, 2 * fewest)),
-        max_num_batched_tokens=draw(st.sampled_from([1, 2, 7, 64])),
-        max_num_seqs=draw(st.integers(1, 6)),
-    )
-    added: dict[str, tuple[list[int], int]] = {}
-    last: dict[str, RequestOutput] = {}
-    for action in draw(st.lists(st.sampled_from(["add", "step", "step", "step", "abort"]), max_size=60)):
-        if action == "add":
-            prompt = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=max_model_len - 1))
-            max_tokens = draw(st.integers(1, 20))
-            request_id = engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens))
-            added[request_id] = (prompt, min(max_tokens, max_model_len - len(prompt)))
-        elif action == "abort" and added:
-            request_id = draw(st.sampled_from(sorted(added)))
-            output = engine.abort(request_id)
-            assert (output is None) == (request_id in last and last[request_id].finished)
-            assert engine.abort(request_id) is None
-            if output is not None:
-                last[request_id] = output
-        else:
-            step_and_check_progress(engine, last)
-        check_blocks(engine)
-    while engine.has_unfinished:
-        step_and_check_progress(engine, last)
-        check_blocks(engine)
-
-    assert last.keys() == added.keys()
-    for request_id, (prompt, max_tokens) in added.items():
-        expected = greedy(prompt, max_tokens)
-        completion = last[request_id].outputs[0]
-        if completion.finish_reason == "abort":
-            assert completion.token_ids == expected[: len(completion.token_ids)]
-        else:
-            assert completion.token_ids == expected
-    assert engine.kv_cache.num_free + engine.kv_cache.num_cached == engine.kv_cache.num_blocks
-
-
-def step_and_check_progress(engine: Engine, last: dict[str, RequestOutput]) -> None:
-    """The oldest request gets further in every step, so that no two can push each other out for ever."""
-    queue = [*engine.scheduler.running, *engine.scheduler.waiting]
-    before = (len(queue[0]), queue[0].num_computed_tokens) if queue else None
-    outputs = engine.step()
-    last.update({output.request_id: output for output in outputs})
-    if before is not None:
-        assert (len(queue[0]), queue[0].num_computed_tokens) > before
-    assert len({output.request_id for output in outputs}) == len(outputs)
-
-
-def check_blocks(engine: Engine) -> None:
-    cache, scheduler = engine.kv_cache, engine.scheduler
-    held = [block for sequence in scheduler.running for block in sequence.blocks]
-    assert len(set(held)) == cache.num_used
-    assert cache.num_free + cache.num_cached + cache.num_used == cache.num_blocks
-    assert not any(sequence.blocks for sequence in scheduler.waiting)
-    assert len(scheduler.running) <= scheduler.max_num_seqs
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastinfer import _C, ops
+from fastinfer import _C
 from fastinfer.cli import main
 from fastinfer.engine.engine import EngineConfig
-from fastinfer.engine.kv_cache import KVCacheTensors, num_blocks_for
+from fastinfer.engine.kv_tensors import KVCacheTensors, num_blocks_for
 from fastinfer.formats.gguf import GGUFFile, GGUFTensor, GGUFType
 from fastinfer.formats.gguf_dequant import DENSE_DTYPES, INT4_TYPES, INT8_TYPES, unpack
 from fastinfer.formats.weight import make_weight
@@ -82,12 +82,8 @@ def test_kv_cache_bytes_are_those_of_a_real_cache(
     block_size = EngineConfig().block_size
     num_blocks = batch * num_blocks_for(context, block_size)
     shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
-    cache = KVCacheTensors.empty(config.num_layers, *shape, dtype, "cpu")
-    scales = [torch.empty(shape[:3]) for _ in range(2 * config.num_layers)] if dtype.itemsize == 1 else []
-    # The operator takes them as they are, so these are the shapes that a cache must have.
-    rows = torch.randn(1, *shape[2:])
-    ops.store_kv_cache(rows, rows, cache.k[0], cache.v[0], torch.tensor([0]), *scales[:2])
-    real = sum(tensor.nbytes for tensor in (*cache.k, *cache.v, *scales))
+    tensors = KVCacheTensors.empty(config.num_layers, *shape, dtype, "cpu")
+    real = sum(tensor.nbytes for cache in tensors for tensor in cache.tensors)
     assert kv_cache_bytes(config, config.num_kv_heads, dtype, context, batch) == real
 
 

@@ -4,14 +4,19 @@ The model's next token is a hash of all tokens before it, as it reads them back 
 block or position and the text is another one.
 """
 
+from collections import Counter
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastinfer.engine.batch import Batch
+from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.engine import Engine
 from fastinfer.engine.kv_tensors import KVCacheTensors
+from fastinfer.engine.sequence import SequenceState
 
 VOCAB_SIZE = 64
 EOS_ID = 0
@@ -94,6 +99,14 @@ class ToyModel:
         return first.k[blocks].flatten()[:length].int().tolist()
 
 
+class Forgetful(ToyModel):
+    """A draft model that agrees with the toy in two of three places."""
+
+    def logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
+        rows = [random_logits(seed if seed % 3 else seed + 1) for seed in hidden[indices, 0].tolist()]
+        return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
+
+
 class ToyTokenizer:
     """Token i is a byte or two: letters, half an umlaut (so that characters span tokens), and pairs of letters."""
 
@@ -113,3 +126,44 @@ class ToyTokenizer:
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return b"".join(self.token_bytes(i, skip_special_tokens) for i in ids).decode(errors="replace")
+
+
+def toy_engine(draft_model: ToyModel | None = None, **limits: Any) -> Engine:
+    # The toy computes with torch, which no graph records.
+    config = EngineConfig(kv_cache_dtype=torch.float32, enforce_eager=True, **limits)
+    engine = Engine(ToyModel(), ToyTokenizer(), config, draft_model)  # type: ignore[arg-type]
+    for tensors in (engine.kv_cache_tensors, engine.draft_kv_cache_tensors):
+        for tensor in (tensor for cache in tensors or () for tensor in cache.tensors):
+            tensor.fill_(float("nan"))
+    return engine
+
+
+def always_speculate(engine: Engine) -> Engine:
+    """As if drafts cost nothing: how far ahead is guessed does not depend on the time that steps take."""
+    assert engine.speculator is not None
+    engine.speculator._best_depth = lambda sequences, available: max(available, default=0)  # type: ignore[method-assign]
+    return engine
+
+
+def drain(engine: Engine, limit: int = 10_000) -> dict[str, Any]:
+    """Step until all is done; the last output of each request."""
+    last = {}
+    for _ in range(limit):
+        if not engine.has_unfinished:
+            return last
+        last.update({output.request_id: output for output in engine.step()})
+    raise AssertionError(f"not done after {limit} steps")
+
+
+def check_blocks(engine: Engine) -> None:
+    """Every block is free, cached or held, by exactly as many sequences as are counted."""
+    cache, scheduler = engine.kv_cache, engine.scheduler
+    pinned = [module for module in engine.prompt_modules._sequences.values() if module.state is SequenceState.FINISHED]
+    held = Counter(block for sequence in [*scheduler.running, *pinned] for block in set(sequence.blocks))
+    assert cache._ref_counts == [held[block] for block in range(cache.num_blocks)]
+    assert len(held) == cache.num_used
+    assert cache.num_free + cache.num_cached + cache.num_used == cache.num_blocks
+    assert not set(cache._free) & set(cache._cached)
+    assert {block for block, content in enumerate(cache._contents) if content} == set(cache._by_key.values())
+    assert not any(sequence.blocks for sequence in scheduler.waiting)
+    assert sum(sequence.num_slots for sequence in scheduler.running) <= scheduler.max_num_seqs

@@ -17,7 +17,7 @@ from fastinfer import _C, hub
 from fastinfer.benchmark import table
 from fastinfer.checks import check_int
 from fastinfer.engine.engine import EngineConfig
-from fastinfer.engine.kv_cache import available_memory, num_blocks_for
+from fastinfer.engine.kv_tensors import available_memory, num_blocks_for, token_bytes
 from fastinfer.formats.gguf import GGUFFile, GGUFTensor
 from fastinfer.formats.gguf_dequant import unpack_rows
 from fastinfer.formats.weight import DenseWeight, make_weight
@@ -119,9 +119,8 @@ def _packed_bytes(tensor: GGUFTensor) -> tuple[int, bool]:
 def kv_cache_bytes(config: ModelConfig, num_kv_heads: int, dtype: torch.dtype, context: int, batch: int) -> int:
     """Keys and values of ``batch`` sequences in whole blocks; 8-bit ones have an fp32 scale per token and head."""
     block_size = EngineConfig().block_size
-    head_bytes = config.head_dim * dtype.itemsize + (4 if dtype.itemsize == 1 else 0)
     slots = batch * num_blocks_for(context, block_size) * block_size
-    return 2 * config.num_layers * num_kv_heads * head_bytes * slots
+    return slots * token_bytes(config.num_layers, num_kv_heads, config.head_dim, dtype)
 
 
 def head_layouts(config: ModelConfig) -> dict[str, int]:

@@ -32,6 +32,7 @@ class CompletionOutput:
             message.
         logprobs: ``None`` unless asked for; else one dictionary per token, token id to :class:`Logprob`.
         delta: the text that is new since the request's last output.
+        cumulative_logprob: of all its tokens; ``None`` unless ``logprobs`` or a beam search was asked for.
     """
 
     index: int
@@ -41,6 +42,7 @@ class CompletionOutput:
     stop_reason: int | str | None
     logprobs: list[dict[int, Logprob]] | None
     delta: str
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,33 @@ class FrozenBias(dict[int, float]):
         return hash(tuple(self.items()))
 
 
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """Parameters of a beam search; names as in vLLM.
+
+    Attributes:
+        beam_width: texts that are followed at the same time, and texts in the result, 1..10.
+        max_tokens: end after this many generated tokens.
+        length_penalty: a text's score is the sum of its log-probabilities divided by its length to this power, -10..10;
+            0 is the sum itself, larger numbers favour longer texts.
+        ignore_eos: go on after the model's end-of-sequence tokens.
+
+    Raises:
+        RequestError: a field is out of its range or of a wrong type.
+    """
+
+    beam_width: int
+    max_tokens: int = 256
+    length_penalty: float = 1.0
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        check_int("beam_width", self.beam_width, 1, MAX_LOGPROBS // 2)
+        check_int("max_tokens", self.max_tokens, 1, INT32_MAX)
+        check_float("length_penalty", self.length_penalty, -10.0, 10.0)
+        check_bool("ignore_eos", self.ignore_eos)
+
+
 # What is used where nobody names parameters. The class's own default, which is vLLM's, draws from the unmodified
 # distribution, and lets a small model ramble.
 DEFAULT_PARAMS = SamplingParams(temperature=0.7, top_p=0.95)

@@ -2,80 +2,41 @@
 
 import secrets
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from fastinfer.checks import INT64_MAX, check_int
 from fastinfer.engine.batch import BatchInputs, num_rows
+from fastinfer.engine.beam_request import BeamRequest
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.draft_model import DraftModelSpeculator
+from fastinfer.engine.generation import GenerationRequest
 from fastinfer.engine.grammar import Grammar, GrammarCompiler
 from fastinfer.engine.kv_cache import KVCache
-from fastinfer.engine.kv_tensors import (
-    KVCacheTensors,
-    available_memory,
-    default_num_blocks,
-    num_blocks_for,
-    token_bytes,
-)
+from fastinfer.engine.kv_tensors import KVCacheTensors, choose_num_blocks, num_blocks_for, token_bytes
 from fastinfer.engine.prefill_request import EmbeddingRequest, PrefillRequest
-from fastinfer.engine.request import Request
+from fastinfer.engine.prompt_modules import PromptModules
+from fastinfer.engine.request import Computed, Output, Request
 from fastinfer.engine.runner import Runner, StepResult
-from fastinfer.engine.sampler import Row, SampledToken, Sampler, rows_of, top_logprobs
+from fastinfer.engine.sampler import Row, SampledToken, Sampler, rows_of
 from fastinfer.engine.scheduler import Chunk, Scheduler
 from fastinfer.engine.sequence import Sequence, SequenceState
 from fastinfer.engine.speculation import NgramSpeculator, Speculator
+from fastinfer.engine.stats import EngineStats
 from fastinfer.engine.token_counts import TokenCounts
 from fastinfer.errors import QueueFullError, RequestError
-from fastinfer.outputs import PrefillOutput, RequestOutput
-from fastinfer.sampling_params import SamplingParams
+from fastinfer.sampling_params import BeamSearchParams, SamplingParams
 from fastinfer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from fastinfer.models import Model
 
-Output = RequestOutput | PrefillOutput
 POOLINGS = ("last", "mean")
-# Rows of a prompt whose logits are computed at a time when their log-probabilities are wanted: 12 MB of 49k logits.
-PROMPT_LOGPROBS_ROWS = 64
 # How long a step waits where nothing can be computed yet: for a grammar's compiler, or for a batch to fill.
 IDLE_WAIT_S = 0.001
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """A moment's load, and counts since the start.
-
-    Attributes:
-        num_running, num_waiting: sequences.
-        num_free_blocks, num_cached_blocks, num_used_blocks: of the KV cache: empty; holding prefixes that nobody uses
-            now; held by sequences and prompt modules.
-        num_preemptions: since the start.
-        num_queried_tokens, num_hit_tokens: tokens of admitted sequences, and how many of them the prefix cache had.
-        kv_fragmentation: share of the slots in running sequences' blocks that hold no token.
-        num_drafted_tokens, num_accepted_tokens: of speculation.
-    """
-
-    num_running: int
-    num_waiting: int
-    num_free_blocks: int
-    num_cached_blocks: int
-    num_used_blocks: int
-    num_preemptions: int
-    num_queried_tokens: int
-    num_hit_tokens: int
-    kv_fragmentation: float
-    num_drafted_tokens: int
-    num_accepted_tokens: int
-
-    @property
-    def prefix_hit_rate(self) -> float:
-        """0 to 1; 0 before the first request."""
-        return self.num_hit_tokens / max(self.num_queried_tokens, 1)
 
 
 class Engine:
@@ -101,7 +62,9 @@ class Engine:
             raise RequestError(
                 f"max_model_len must be at most the model's {model.config.max_position}, got {self.max_model_len}"
             )
-        num_blocks = self._choose_num_blocks([model] if draft_model is None else [model, draft_model])
+        sizes = [model.config] if draft_model is None else [model.config, draft_model.config]
+        tokens = [token_bytes(s.num_layers, s.num_kv_heads, s.head_dim, config.kv_cache_dtype) for s in sizes]
+        num_blocks = choose_num_blocks(config, sum(tokens), self.max_model_len)
         self.kv_cache = KVCache(num_blocks, config.block_size, config.enable_prefix_caching)
         self.kv_cache_tensors = self._make_tensors(model)
         self.draft_kv_cache_tensors: KVCacheTensors | None = None
@@ -112,9 +75,9 @@ class Engine:
         self.runner = self._make_runner(model, self.kv_cache_tensors)
         self.speculator = self._make_speculator(draft_model)
         self.grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
+        self.prompt_modules = PromptModules(self.kv_cache, self.max_model_len)
         self._compiling: dict[str, Future[Grammar]] = {}
-        self._requests: dict[str, Request | PrefillRequest] = {}
-        self._modules: dict[str, Sequence] = {}
+        self._requests: dict[str, Request] = {}
         self._num_added = 0
 
     def validate(self, prompt_token_ids: list[int], params: SamplingParams | None = None) -> None:
@@ -190,11 +153,44 @@ class Engine:
             counts = TokenCounts(prompt_token_ids, self.model.config.vocab_size)
             for sequence in sequences:
                 sequence.counts = counts.copy()
-        self._requests[request_id] = Request(sequences, prompt, self.tokenizer)
+        self._requests[request_id] = GenerationRequest(sequences, prompt, self.tokenizer)
         if params.structured_outputs is None:
             self.scheduler.add(sequences[0])
         else:
             self._compiling[request_id] = self.grammars.submit(params.structured_outputs)
+        return request_id
+
+    def add_beam_request(
+        self,
+        prompt_token_ids: list[int],
+        params: BeamSearchParams,
+        *,
+        prompt: str | None = None,
+        request_id: str | None = None,
+    ) -> str:
+        """Queue a prompt whose likeliest continuations are searched; there is one output, at the end.
+
+        Args:
+            prompt_token_ids: ids within the model's vocabulary.
+            params: how to search.
+            prompt, request_id: as for :meth:`add_request`.
+
+        Raises:
+            QueueFullError, RequestError: as :meth:`add_request`.
+        """
+        self.validate(prompt_token_ids)
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(f"params must be BeamSearchParams, got {type(params).__name__}")
+        check_int("beam_width", params.beam_width, 1, self.config.max_num_seqs)
+        request_id = self._new_id(request_id)
+        greedy = SamplingParams(temperature=0.0, max_tokens=params.max_tokens, logprobs=2 * params.beam_width)
+        max_length = min(self.max_model_len, len(prompt_token_ids) + params.max_tokens)
+        first = Sequence(request_id, prompt_token_ids, greedy, 0, max_length=max_length)
+        first.may_speculate = False
+        first.siblings = [first.copy() for _ in range(params.beam_width - 1)]
+        request = BeamRequest([first, *first.siblings], params, prompt, self.tokenizer)
+        self._requests[request_id] = request
+        self.scheduler.add(first)
         return request_id
 
     def add_embedding_request(
@@ -233,17 +229,8 @@ class Engine:
                 with this module the cache could not hold a sequence of the greatest length any more.
         """
         self.validate(prompt_token_ids)
-        if not self.config.enable_prefix_caching:
-            raise RequestError("prompt modules need enable_prefix_caching=True, got False")
-        if name in self._modules:
-            raise RequestError(f"name must be new, got {name!r}, which is a prompt module already")
-        pinned = sum(num_blocks_for(len(module), self.config.block_size) for module in self._modules.values())
-        needed = num_blocks_for(len(prompt_token_ids), self.config.block_size)
-        free = self.kv_cache.num_blocks - pinned - num_blocks_for(self.max_model_len, self.config.block_size)
-        if needed > free:
-            raise RequestError(f"prompt modules: expected at most {free} more blocks of the KV cache, got {needed}")
         sequence = self._prefill_sequence(prompt_token_ids, None)
-        self._modules[name] = sequence
+        self.prompt_modules.add(name, sequence)
         return self._add_prefill(PrefillRequest(sequence))
 
     def remove_prompt_module(self, name: str) -> None:
@@ -252,11 +239,10 @@ class Engine:
         Raises:
             RequestError: there is none of this name.
         """
-        sequence = self._modules.pop(name, None)
-        if sequence is None:
-            raise RequestError(f"prompt module: expected one of {sorted(self._modules)}, got {name!r}")
-        if self.abort(sequence.request_id) is None:
-            self.kv_cache.free(sequence)
+        sequence = self.prompt_modules.get(name)
+        self.abort(sequence.request_id)
+        self.prompt_modules.forget([sequence])
+        self.kv_cache.free(sequence)
 
     def prompt_module(self, name: str) -> list[int]:
         """The token ids of a prompt module.
@@ -264,9 +250,7 @@ class Engine:
         Raises:
             RequestError: there is none of this name.
         """
-        if name not in self._modules:
-            raise RequestError(f"prompt module: expected one of {sorted(self._modules)}, got {name!r}")
-        return list(self._modules[name].token_ids)
+        return list(self.prompt_modules.get(name).token_ids)
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
@@ -301,7 +285,8 @@ class Engine:
         if request is None:
             return None
         self._compiling.pop(request_id, None)
-        return self._end(request, "abort")
+        outputs = self._end(request, "abort")
+        return outputs[0] if outputs else None
 
     @property
     def has_unfinished(self) -> bool:
@@ -343,91 +328,69 @@ class Engine:
             except Exception as error:  # whatever it is, the others live on
                 errors[chunk.sequence.request_id] = error
         kept = [index for index, chunk in enumerate(chunks) if chunk.sequence.request_id not in errors]
-        failed = [self._fail(request_id, error) for request_id, error in errors.items()]
+        failed = [output for request_id, error in errors.items() for output in self._fail(request_id, error)]
         return [chunks[index] for index in kept], [row for index in kept for row in rows[index]], failed
 
     def _update(self, chunks: list[Chunk], result: StepResult, tokens: list[SampledToken]) -> list[Output]:
         """Note what was computed, hand out the tokens, and end what has ended."""
-        touched: dict[str, Request | PrefillRequest] = {}
+        touched: dict[str, Request] = {}
+        to_report: dict[str, Request] = {}
         drawn = iter(tokens)
         end = 0
         for chunk in chunks:
             sequence = chunk.sequence
-            request = self._requests[sequence.request_id]
             start, end = end, end + chunk.num_tokens + len(chunk.drafts)
             its_tokens = [next(drawn) for _ in range(num_rows(chunk))]
-            first, is_last = sequence.num_computed_tokens, chunk.is_last
-            accepted = _num_accepted(chunk, its_tokens)
+            first, is_last, accepted = sequence.num_computed_tokens, chunk.is_last, _num_accepted(chunk, its_tokens)
             sequence.num_computed_tokens += chunk.num_tokens + accepted
             if self.speculator is not None:
                 self.speculator.accept(chunk, accepted)
             self.kv_cache.commit(sequence)
+            siblings, sequence.siblings = (sequence.siblings, []) if is_last else ([], sequence.siblings)
+            for child in siblings:
+                self.scheduler.fork(sequence, child)
+
+            request = touched[sequence.request_id] = self._requests[sequence.request_id]
+            hidden = result.hidden[start:end]
+            own, others = its_tokens[: accepted + 1], its_tokens[1 : len(siblings) + 1]
             try:
-                if isinstance(request, Request):
-                    if request.num_cached_tokens is None:
-                        request.num_cached_tokens = first
-                    if sequence.params.prompt_logprobs is not None and first < sequence.num_prompt_tokens:
-                        self._add_prompt_logprobs(request, sequence, first, result.hidden[start:end])
-                    self._add_tokens(request, sequence, its_tokens, accepted)
-                else:
-                    if isinstance(request, EmbeddingRequest):
-                        request.add_hidden(first, self.model.normalize(result.hidden[start:end]))
-                    if is_last:
-                        request.finish("stop")
+                request.take(Computed(self.model, sequence, first, hidden, own, is_last))
+                for child, token in zip(siblings, others, strict=True):
+                    request.take(Computed(self.model, child, first, hidden, [token], is_last))
             except Exception as error:  # whatever it is, the others live on
                 request.finish("error", f"{type(error).__name__}: {error}")
             if is_last or not request.unfinished:
-                touched[request.request_id] = request
-        return [self._report(request) for request in touched.values()]
+                to_report[request.request_id] = request
+        for request in touched.values():
+            request.settle(self.scheduler)
+        return self._report(to_report.values())
 
-    def _add_tokens(self, request: Request, sequence: Sequence, tokens: list[SampledToken], accepted: int) -> None:
-        if not tokens:
-            return
-        siblings, sequence.siblings = sequence.siblings, []
-        for child in siblings:
-            self.scheduler.fork(sequence, child)
-        request.add(sequence, [tokens[0], *tokens[1 + len(siblings) : 1 + len(siblings) + accepted]])
-        for child, token in zip(siblings, tokens[1:], strict=False):
-            request.add(child, [token])
+    def _report(self, requests: Iterable[Request]) -> list[Output]:
+        """The requests' outputs; what of them has ended leaves the scheduler."""
+        outputs = []
+        for request in requests:
+            unfinished = request.unfinished
+            for sequence in request.sequences:
+                if sequence.state is not SequenceState.FINISHED and sequence not in unfinished:
+                    self.scheduler.finish(sequence, keep_blocks=self.prompt_modules.holds(sequence))
+            if not unfinished:
+                del self._requests[request.request_id]
+            output = request.output()
+            if output is not None:
+                outputs.append(output)
+        return outputs
 
-    def _add_prompt_logprobs(self, request: Request, sequence: Sequence, first: int, hidden: Tensor) -> None:
-        """Of the tokens that follow on the hidden states [n, hidden] from position ``first`` on, within the prompt."""
-        count = sequence.params.prompt_logprobs
-        assert count is not None
-        tokens = sequence.token_ids[first + 1 : min(first + 1 + len(hidden), sequence.num_prompt_tokens)]
-        for begin in range(0, len(tokens), PROMPT_LOGPROBS_ROWS):
-            part = tokens[begin : begin + PROMPT_LOGPROBS_ROWS]
-            rows = torch.arange(begin, begin + len(part), device=hidden.device)
-            logits = self.model.logits(hidden, rows).float()
-            entries = [top_logprobs(row, token, count) for row, token in zip(logits, part, strict=True)]
-            request.add_prompt_logprobs(first + 1 + begin, entries)
-
-    def _report(self, request: Request | PrefillRequest) -> Output:
-        """The request's output; what of it has ended leaves the scheduler."""
-        unfinished = request.unfinished
-        for sequence in request.sequences:
-            if sequence.state is not SequenceState.FINISHED and sequence not in unfinished:
-                self.scheduler.finish(sequence, keep_blocks=self._is_pinned(request, sequence))
-        if not unfinished:
-            del self._requests[request.request_id]
-        return request.output()
-
-    def _is_pinned(self, request: Request | PrefillRequest, sequence: Sequence) -> bool:
-        succeeded = isinstance(request, PrefillRequest) and request.finish_reason == "stop"
-        return succeeded and sequence in self._modules.values()
-
-    def _end(self, request: Request | PrefillRequest, reason: str, stop_reason: str | None = None) -> Output:
+    def _end(self, request: Request, reason: str, stop_reason: str | None = None) -> list[Output]:
         request.finish(reason, stop_reason)
-        for name in [name for name, module in self._modules.items() if module in request.sequences]:
-            del self._modules[name]
-        return self._report(request)
+        self.prompt_modules.forget(request.sequences)
+        return self._report([request])
 
-    def _fail(self, request_id: str, error: Exception) -> Output:
+    def _fail(self, request_id: str, error: Exception) -> list[Output]:
         return self._end(self._requests[request_id], "error", f"{type(error).__name__}: {error}")
 
     def _start_compiled(self) -> list[Output]:
         """Queue the requests whose grammar has been compiled; returns the outputs of those where that failed."""
-        failed = []
+        failed: list[Output] = []
         for request_id in [name for name, future in self._compiling.items() if future.done()]:
             request, future = self._requests[request_id], self._compiling.pop(request_id)
             first = request.sequences[0]
@@ -436,7 +399,7 @@ class Engine:
                 for sequence in request.sequences:
                     sequence.grammar = grammar.copy()
             except Exception as error:
-                failed.append(self._fail(request_id, error))
+                failed += self._fail(request_id, error)
             else:
                 self.scheduler.add(first)
         return failed
@@ -516,35 +479,6 @@ class Engine:
     def _max_rows(self) -> int:
         """Of logits in a step."""
         return self.config.max_num_seqs + self.config.max_num_batched_tokens
-
-    def _choose_num_blocks(self, models: "list[Model]") -> int:
-        """Blocks of the cache; at least one sequence of the greatest length must fit, or it could never be served."""
-        config = self.config
-        sizes = [model.config for model in models]
-        block_bytes = config.block_size * sum(
-            token_bytes(size.num_layers, size.num_kv_heads, size.head_dim, config.kv_cache_dtype) for size in sizes
-        )
-        available = available_memory(config.device)
-        if config.num_kv_blocks is not None:
-            num_blocks = config.num_kv_blocks
-        elif config.kv_cache_memory is not None:
-            num_blocks = config.kv_cache_memory // block_bytes
-        else:
-            num_blocks = default_num_blocks(
-                config.block_size, block_bytes, self.max_model_len, config.max_num_seqs, available
-            )
-        if num_blocks * block_bytes > available:
-            raise RequestError(
-                f"the KV cache must fit into the {available} bytes of memory available, "
-                f"got {num_blocks} blocks of {block_bytes} bytes"
-            )
-        needed = num_blocks_for(self.max_model_len, config.block_size)
-        if num_blocks < needed:
-            raise RequestError(
-                f"max_model_len={self.max_model_len} needs a KV cache of {needed * block_bytes} bytes, "
-                f"got {num_blocks * block_bytes}: lower max_model_len or raise kv_cache_memory"
-            )
-        return num_blocks
 
 
 def _num_accepted(chunk: Chunk, tokens: list[SampledToken]) -> int:

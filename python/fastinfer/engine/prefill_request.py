@@ -1,13 +1,13 @@
 """Requests that generate nothing: they end when their prompt is computed."""
 
 import torch
-from torch import Tensor
 
+from fastinfer.engine.request import Computed, Request
 from fastinfer.engine.sequence import Sequence
 from fastinfer.outputs import PrefillOutput
 
 
-class PrefillRequest:
+class PrefillRequest(Request):
     """A prompt to be computed, as a prompt module is.
 
     Args:
@@ -28,13 +28,17 @@ class PrefillRequest:
     def unfinished(self) -> list[Sequence]:
         return self.sequences if self.finish_reason is None else []
 
+    def take(self, computed: Computed) -> None:
+        if computed.is_last:
+            self.finish("stop")
+
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
-        """End it; the second time does nothing."""
         if self.finish_reason is None:
             self.finish_reason, self._stop_reason = reason, stop_reason
 
-    def output(self) -> PrefillOutput:
-        assert self.finish_reason is not None
+    def output(self) -> PrefillOutput | None:
+        if self.finish_reason is None:
+            return None
         prompt = list(self.sequences[0].token_ids)
         return PrefillOutput(self.request_id, prompt, self.finish_reason, self._stop_reason, self._embedding())
 
@@ -58,13 +62,14 @@ class EmbeddingRequest(PrefillRequest):
         self._sum = torch.zeros(())
         self._num_summed = 0
 
-    def add_hidden(self, start: int, hidden: Tensor) -> None:
-        """Take in the normalised hidden states [n, hidden] of the tokens from position ``start`` on."""
-        if start == 0 or self._pooling == "last":  # a preemption begins anew
+    def take(self, computed: Computed) -> None:
+        hidden = computed.normalized()
+        if computed.start == 0 or self._pooling == "last":  # a preemption begins anew
             self._sum, self._num_summed = torch.zeros(hidden.shape[1], dtype=torch.float64), 0
         pooled = hidden[-1:] if self._pooling == "last" else hidden
         self._sum = self._sum + pooled.double().sum(0)
         self._num_summed += len(pooled)
+        super().take(computed)
 
     def _embedding(self) -> list[float] | None:
         if self.finish_reason != "stop":

@@ -1,174 +1,78 @@
-"""A request: its completions, and what the user sees of them."""
+"""What the engine needs to know of a request, whatever it asks for."""
 
-import time
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from fastinfer.engine.sampler import SampledToken, TokenLogprob
+import torch
+from torch import Tensor
+
+from fastinfer.engine.sampler import SampledToken
+from fastinfer.engine.scheduler import Scheduler
 from fastinfer.engine.sequence import Sequence
-from fastinfer.engine.text_stream import TextStream
-from fastinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from fastinfer.tokenizer import Detokenizer, Tokenizer
+from fastinfer.outputs import PrefillOutput, RequestOutput
+
+if TYPE_CHECKING:
+    from fastinfer.models import Model
+
+Output = RequestOutput | PrefillOutput
 
 
-class Completion:
-    """Takes in the sampled tokens of one sequence, decides when it ends, and reports.
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a step brought to one sequence.
 
     Attributes:
-        sequence: what the scheduler works with.
-        finish_reason: ``None`` while it runs, see :class:`fastinfer.outputs.CompletionOutput`.
+        sequence: whose.
+        start: position of the first token that was computed.
+        hidden: [n, hidden], of the tokens from there on, before the last norm; valid until the next step.
+        tokens: drawn, to be appended; empty while its prompt is not computed to the end.
+        is_last: whether all its tokens are computed now.
     """
 
-    def __init__(self, index: int, sequence: Sequence, tokenizer: Tokenizer) -> None:
-        params = sequence.params
-        self.sequence = sequence
-        self.finish_reason: str | None = None
-        self._index = index
-        self._stop_reason: int | str | None = None
-        self._tokenizer = tokenizer
-        self._stop_ids = frozenset(params.stop_token_ids or ())
-        self._eos_ids = frozenset() if params.ignore_eos else tokenizer.eos_ids
-        self._stream = TextStream(Detokenizer(tokenizer, params.skip_special_tokens), params.stop or ())
-        self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
-        self._num_reported = 0  # characters of the text that an output has carried
+    model: "Model"
+    sequence: Sequence
+    start: int
+    hidden: Tensor
+    tokens: list[SampledToken]
+    is_last: bool
 
-    def add(self, token: SampledToken) -> None:
-        """Append a sampled token, and those that a grammar forces after it; finish if one of them ends the text."""
-        self._append(token)
-        grammar = self.sequence.grammar
-        if grammar is None or self.finish_reason is not None:
-            return
-        grammar.accept(token.token_id)
-        # Nobody has computed log-probabilities of tokens that are appended without a step.
-        for token_id in grammar.forced_tokens() if self._logprobs is None else ():
-            self._append(SampledToken(token_id))
-            if self.finish_reason is not None:
-                return
-            grammar.accept(token_id)
-        if grammar.finished:
-            self._finish_text("stop")
+    def logits(self, begin: int, end: int) -> Tensor:
+        """[end - begin, vocab] fp32: after tokens ``start + begin`` to ``start + end - 1``."""
+        return self.model.logits(self.hidden, torch.arange(begin, end, device=self.hidden.device)).float()
 
-    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
-        """End the completion with the text as it was last given out; the second time does nothing."""
-        if self.finish_reason is None:
-            self.finish_reason = reason
-            self._stop_reason = stop_reason
-
-    def output(self) -> CompletionOutput:
-        """The state now; its ``delta`` is what came since the last call."""
-        text = self._stream.text
-        delta = text[self._num_reported :]
-        self._num_reported = len(text)
-        return CompletionOutput(
-            index=self._index,
-            text=text,
-            token_ids=self.sequence.output_token_ids,
-            finish_reason=self.finish_reason,
-            stop_reason=self._stop_reason,
-            logprobs=None if self._logprobs is None else list(self._logprobs),
-            delta=delta,
-        )
-
-    def _append(self, token: SampledToken) -> None:
-        sequence, token_id = self.sequence, token.token_id
-        sequence.append(token_id)
-        if self._logprobs is not None and token.logprobs is not None:
-            self._logprobs.append(decoded(token.logprobs, self._tokenizer))
-        if token_id in self._eos_ids:
-            self._finish_text("stop")
-        elif token_id in self._stop_ids:
-            self._finish_text("stop", token_id)
-        else:
-            self._stream.add(token_id)
-            if self._stream.stopped_by is not None:
-                self.finish("stop", self._stream.stopped_by)
-            elif len(sequence) >= sequence.max_length:
-                self._finish_text("length")
-
-    def _finish_text(self, reason: str, stop_reason: int | str | None = None) -> None:
-        """End the completion, and its text with what was held back, in which a stop string may still come to light."""
-        self._stream.flush()
-        if self._stream.stopped_by is not None:
-            reason, stop_reason = "stop", self._stream.stopped_by
-        self.finish(reason, stop_reason)
+    def normalized(self) -> Tensor:
+        """``hidden`` after the last norm."""
+        return self.model.normalize(self.hidden)
 
 
-class Request:
-    """The completions of one prompt.
-
-    Args:
-        sequences: one for each completion, all of the same prompt; the first one computes it for all.
-        prompt: the prompt as text, handed through.
-        tokenizer: makes the text.
+class Request(ABC):
+    """One call of the user, and the sequences that are computed for it.
 
     Attributes:
         request_id: the engine's name for it.
-        num_cached_tokens: tokens of the prompt that the prefix cache had when it began; ``None`` before.
-        finish_time: when its last completion ended, in seconds of ``time.perf_counter``.
+        sequences: whose tokens it takes.
     """
 
-    def __init__(self, sequences: list[Sequence], prompt: str | None, tokenizer: Tokenizer) -> None:
-        first = sequences[0]
-        self.request_id = first.request_id
-        self.sequences = sequences
-        self.finish_time: float | None = None
-        self.num_cached_tokens: int | None = None
-        self._completions = {s: Completion(index, s, tokenizer) for index, s in enumerate(sequences)}
-        self._prompt = prompt
-        self._prompt_token_ids = list(first.token_ids)
-        self._tokenizer = tokenizer
-        self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
-        self._arrival_time = first.arrival_time
-        self._first_token_time: float | None = None
+    request_id: str
+    sequences: list[Sequence]
 
     @property
+    @abstractmethod
     def unfinished(self) -> list[Sequence]:
-        return [s for s, completion in self._completions.items() if completion.finish_reason is None]
+        """Those of its sequences that go on; none when the request has ended."""
 
-    def add(self, sequence: Sequence, tokens: Iterable[SampledToken]) -> None:
-        """Append the tokens of a step to a completion, up to the one that ends it."""
-        completion = self._completions[sequence]
-        if self._first_token_time is None:
-            self._first_token_time = time.perf_counter()
-        for token in tokens:
-            if completion.finish_reason is None:
-                completion.add(token)
-        self._note_the_end()
+    @abstractmethod
+    def take(self, computed: Computed) -> None:
+        """Take in what a step brought to one of its sequences."""
 
-    def add_prompt_logprobs(self, start: int, logprobs: list[list[TokenLogprob]]) -> None:
-        """Take in those of the prompt's tokens from position ``start`` on; after a preemption they come once more."""
-        known = len(self._prompt_logprobs) - start
-        self._prompt_logprobs += [decoded(entries, self._tokenizer) for entries in logprobs[known:]]
+    def settle(self, scheduler: Scheduler) -> None:  # noqa: B027  (most requests' sequences are independent)
+        """All its sequences have taken what the step brought."""
 
+    @abstractmethod
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
-        """End what has not ended by itself."""
-        for completion in self._completions.values():
-            completion.finish(reason, stop_reason)
-        self._note_the_end()
+        """End what has not ended by itself; the second time does nothing."""
 
-    def output(self) -> RequestOutput:
-        """The state now; its deltas are what came since the last call."""
-        wants_prompt_logprobs = self.sequences[0].params.prompt_logprobs is not None
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self._prompt,
-            prompt_token_ids=self._prompt_token_ids,
-            outputs=[completion.output() for completion in self._completions.values()],
-            finished=self.finish_time is not None,
-            metrics=RequestMetrics(self._arrival_time, self._first_token_time, self.finish_time),
-            prompt_logprobs=list(self._prompt_logprobs) if wants_prompt_logprobs else None,
-            num_cached_tokens=self.num_cached_tokens or 0,
-        )
-
-    def _note_the_end(self) -> None:
-        if self.finish_time is None and not self.unfinished:
-            self.finish_time = time.perf_counter()
-
-
-def decoded(entries: list[TokenLogprob], tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """One position's log-probabilities, as the user sees them."""
-    return {
-        entry.token_id: Logprob(
-            entry.logprob, entry.rank, tokenizer.decode([entry.token_id], skip_special_tokens=False)
-        )
-        for entry in entries
-    }
+    @abstractmethod
+    def output(self) -> Output | None:
+        """The state for the user, or ``None`` if there is nothing to be told yet."""

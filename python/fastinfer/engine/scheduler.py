@@ -74,13 +74,25 @@ class Scheduler:
                 budget -= self._take(sequence, budget, chunks)
         if budget and self.waiting:
             self._schedule_admissions(chunks, budget)
+        if not chunks and self.waiting and self.running and not any(s.num_uncomputed_tokens for s in self.running):
+            self._preempt_last()  # all of them wait for one that finds no room beside them
+            return self.schedule()
         return chunks
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a child with the parent's tokens run as well, from what the parent has computed."""
-        self.kv_cache.fork(parent, child)
-        child.state = SequenceState.RUNNING
-        bisect.insort(self.running, child, key=_order)
+        """Let a child with the parent's tokens run as well, from what the parent has computed; or wait, if the parent
+        has been preempted."""
+        if parent.state is SequenceState.RUNNING:
+            self.kv_cache.fork(parent, child)
+            child.state = SequenceState.RUNNING
+            bisect.insort(self.running, child, key=_order)
+        else:
+            self.add(child)
+
+    def resume(self, sequence: Sequence) -> None:
+        """A sequence that waited for others has got its next token."""
+        if sequence.state is SequenceState.PENDING:
+            self.add(sequence)
 
     def finish(self, sequence: Sequence, keep_blocks: bool = False) -> None:
         """Take a sequence out, whatever its state, and free its blocks, or keep them in the cache; the second time does
@@ -139,8 +151,12 @@ class Scheduler:
     def _preempt_last(self) -> None:
         """Free the last running sequence's blocks; it will be computed again, generated tokens included."""
         sequence = self.running.pop()
+        waits_for_others = not sequence.num_uncomputed_tokens
         self.kv_cache.free(sequence)
-        self.add(sequence)
+        if waits_for_others:
+            sequence.state = SequenceState.PENDING
+        else:
+            self.add(sequence)
         self.batching.preempted()
         self.num_preemptions += 1
 

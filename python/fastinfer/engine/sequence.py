@@ -17,7 +17,7 @@ _arrivals = itertools.count()
 
 
 class SequenceState(Enum):
-    PENDING = auto()  # not with the scheduler yet: its grammar is being compiled, or another computes its prompt
+    PENDING = auto()  # not with the scheduler: its grammar is being compiled, or another sequence has to come first
     WAITING = auto()  # holds no KV blocks: new, or preempted
     RUNNING = auto()
     FINISHED = auto()
@@ -43,6 +43,7 @@ class Sequence:
         params, seed: how its tokens are drawn; with a token's position the seed decides that token's draw.
         adapter: slot of its LoRA adapter, -1 for none.
         siblings: sequences that begin as copies of this one once its prompt is computed.
+        may_speculate: whether its next tokens may be guessed.
         num_drafts: so many tokens after its last one may be guessed and verified in the next step.
         acceptance, ngrams: what the speculation knows of it.
         draft_gap: how many computed tokens, the newest ones, a draft model has not computed yet.
@@ -63,6 +64,7 @@ class Sequence:
         "draft_gap",
         "grammar",
         "max_length",
+        "may_speculate",
         "ngrams",
         "num_cached_blocks",
         "num_computed_tokens",
@@ -114,6 +116,7 @@ class Sequence:
         self.acceptance: Acceptance | None = None
         self.ngrams: NgramIndex | None = None
         self.draft_gap = 0
+        self.may_speculate = True
         self.counts: TokenCounts | None = None
         self.grammar: Grammar | None = None
         self.state = SequenceState.PENDING
@@ -122,6 +125,14 @@ class Sequence:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def copy(self) -> "Sequence":
+        """A new sequence with the same tokens and the same place in the order, for the scheduler to fork."""
+        other = Sequence(self.request_id, self.token_ids, self.params, self.seed, max_length=self.max_length)
+        other.num_prompt_tokens = self.num_prompt_tokens
+        other.cache_root, other.adapter = self.cache_root, self.adapter
+        other.order, other.may_speculate = self.order, self.may_speculate
+        return other
 
     def append(self, token_id: int) -> None:
         """Take in a generated token."""

@@ -101,7 +101,7 @@ class Speculator(ABC):
 
     def plan(self, sequences: list[Sequence]) -> None:
         """Decide how many drafts each running sequence may get in the next step."""
-        decoding = [s for s in sequences if s.is_decoding and s.num_uncomputed_tokens]
+        decoding = [s for s in sequences if s.may_speculate and s.is_decoding and s.num_uncomputed_tokens]
         available = []
         for sequence in decoding:
             # The step brings one token more than it accepts drafts.
