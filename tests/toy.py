@@ -100,10 +100,10 @@ class ToyModel:
 
 
 class Forgetful(ToyModel):
-    """A draft model that agrees with the toy in two of three places."""
+    """A draft model that agrees with the toy more often than not."""
 
     def logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
-        rows = [random_logits(seed if seed % 3 else seed + 1) for seed in hidden[indices, 0].tolist()]
+        rows = [random_logits(seed) + random_logits(seed + 1) / 2 for seed in hidden[indices, 0].tolist()]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
 
 

@@ -107,7 +107,7 @@ class Speculator(ABC):
             # The step brings one token more than it accepts drafts.
             limit = min(self._max_drafts, sequence.max_length - len(sequence) - 1)
             available.append(min(self.num_available(sequence), limit) if limit > 0 else 0)
-        depth = self._best_depth(decoding, available)
+        depth = self._best_depth(decoding, available) if any(available) else 0
         for sequence, count in zip(decoding, available, strict=True):
             sequence.num_drafts = min(count, depth)
 
