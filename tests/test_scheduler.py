@@ -1,17 +1,24 @@
 import pytest
 
+from fastinfer.engine.batching import Batching, Dynamic, Static
 from fastinfer.engine.kv_cache import KVCache
 from fastinfer.engine.scheduler import Chunk, Scheduler
 from fastinfer.engine.sequence import Sequence, SequenceState
 from fastinfer.sampling_params import SamplingParams
 
 
-def scheduler(num_blocks: int = 100, block_size: int = 4, max_num_seqs: int = 8, budget: int = 16) -> Scheduler:
-    return Scheduler(KVCache(num_blocks, block_size), max_num_seqs, budget)
+def scheduler(
+    num_blocks: int = 100,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    budget: int = 16,
+    batching: Batching | None = None,
+) -> Scheduler:
+    return Scheduler(KVCache(num_blocks, block_size), max_num_seqs, budget, batching)
 
 
-def sequence(name: str, num_tokens: int) -> Sequence:
-    return Sequence(name, [1] * num_tokens, SamplingParams(), seed=0)
+def sequence(name: str, num_tokens: int, priority: int = 0) -> Sequence:
+    return Sequence(name, [1] * num_tokens, SamplingParams(), seed=0, priority=priority)
 
 
 def run(chunks: list[Chunk]) -> dict[str, int]:
@@ -116,3 +123,150 @@ def test_finish_frees_whatever_the_state_and_only_once(steps: int) -> None:
     assert a.state is SequenceState.FINISHED
     assert (s.kv_cache.num_used, s.kv_cache.num_free) == (0, 100)
     assert s.schedule() == []
+
+
+def test_smaller_priorities_first_then_the_older() -> None:
+    s = scheduler(max_num_seqs=1)
+    sequences = [sequence(f"{priority} {index}", 2, priority) for index, priority in enumerate([1, 0, -5, 0, 1])]
+    for each in sequences:
+        s.add(each)
+    order = []
+    while s.waiting or s.running:
+        [name] = run(s.schedule())
+        order.append(name)
+        s.finish(s.running[0])
+    assert order == ["-5 2", "0 1", "0 3", "1 0", "1 4"]
+
+
+def test_the_least_important_is_preempted_though_it_came_first() -> None:
+    s = scheduler(num_blocks=4)
+    late, urgent = sequence("late", 4, priority=5), sequence("urgent", 4)
+    s.add(late)
+    s.add(urgent)
+    run(s.schedule())
+    for _ in range(4):
+        assert run(s.schedule()) == {"late": 1, "urgent": 1}
+    assert run(s.schedule()) == {"urgent": 1}
+    assert s.waiting == [late]
+
+
+def test_an_urgent_prompt_does_not_hold_up_decodes() -> None:
+    s = scheduler(budget=8)
+    a, urgent = sequence("a", 3), sequence("urgent", 20, priority=-1)
+    s.add(a)
+    run(s.schedule())
+    s.add(urgent)
+    assert run(s.schedule()) == {"a": 1, "urgent": 7}
+    assert run(s.schedule()) == {"a": 1, "urgent": 7}
+
+
+def test_siblings_take_slots_before_they_run() -> None:
+    s = scheduler(max_num_seqs=4)
+    many, one, other = sequence("many", 3), sequence("one", 3), sequence("other", 3)
+    many.siblings = [sequence("sibling", 3), sequence("sibling", 3)]
+    for each in (many, one, other):
+        s.add(each)
+    assert run(s.schedule()) == {"many": 3, "one": 3}
+    assert s.waiting == [other]
+
+
+@pytest.mark.parametrize(("budget", "expected"), [(16, [4, 4, 4]), (9, [4, 2, 0]), (4, [1, 0, 0]), (1, [0])])
+def test_drafts_share_the_budget(budget: int, expected: list[int]) -> None:
+    s = scheduler(budget=64)
+    for name in "abc":
+        s.add(sequence(name, 3))
+    run(s.schedule())
+    s.max_num_batched_tokens = budget
+    for each in s.running:
+        each.num_drafts = 4
+    assert [chunk.num_drafts for chunk in s.schedule()] == expected
+    for each, count in zip(s.running, expected, strict=False):
+        assert len(each.blocks) == -(-(4 + count) // 4)
+
+
+def test_nobody_is_preempted_for_a_guess() -> None:
+    s = scheduler(num_blocks=3)
+    a, b = sequence("a", 3), sequence("b", 3)
+    s.add(a)
+    s.add(b)
+    run(s.schedule())
+    for each in (a, b):
+        each.num_drafts = 3
+    assert [(chunk.sequence, chunk.num_drafts) for chunk in s.schedule()] == [(a, 3), (b, 0)]
+    assert s.num_preemptions == 0
+
+
+def names(s: Scheduler) -> list[str]:
+    return list(run(s.schedule()))
+
+
+def test_a_static_batch_runs_to_its_end() -> None:
+    s = scheduler(batching=Static(2))
+    a, b, c, d = (sequence(name, 2) for name in "abcd")
+    for each in (a, b, c):
+        s.add(each)
+    assert names(s) == ["a", "b"]
+    s.add(d)
+    s.finish(a)
+    assert names(s) == ["b"]
+    s.finish(b)
+    assert names(s) == ["c", "d"]
+
+
+def test_a_static_batch_whose_prompts_exceed_the_budget() -> None:
+    s = scheduler(batching=Static(3), budget=5)
+    for name in "abc":
+        s.add(sequence(name, 4))
+    assert names(s) == ["a", "b"]
+    s.add(sequence("d", 1))
+    assert names(s) == ["a", "b", "c"]
+    assert names(s) == ["a", "b", "c"]
+
+
+def test_a_preempted_member_comes_back_into_its_batch() -> None:
+    s = scheduler(num_blocks=4, batching=Static(2))
+    a, b, c = (sequence(name, 4) for name in "abc")
+    for each in (a, b, c):
+        s.add(each)
+    while not s.num_preemptions:
+        run(s.schedule())
+    assert s.waiting == [b, c]
+    s.finish(a)
+    assert names(s) == ["b"]
+    s.finish(b)
+    assert names(s) == ["c"]
+
+
+def test_a_dynamic_batch_waits_for_company_but_not_for_ever() -> None:
+    batching = Dynamic(max_seqs=3, max_tokens=10, max_wait_s=5.0)
+    a, b, c, long = sequence("a", 4), sequence("b", 4), sequence("c", 2), sequence("long", 11)
+    now = a.arrival_time
+    assert batching.num_admissible([], [], now) == 0
+    assert batching.num_admissible([a], [], now + 4.9) == 0
+    assert batching.num_admissible([a, b], [], now + 4.9) == 0
+    assert Dynamic(3, 10, 5.0).num_admissible([a, b, c], [], now) == 3  # as many as fit
+    assert Dynamic(9, 9, 5.0).num_admissible([a, b, c], [], now) == 2  # the tokens of two
+    assert Dynamic(9, 10, 5.0).num_admissible([a, b, c], [], now) == 0  # there is room for more
+    assert Dynamic(3, 10, 5.0).num_admissible([long, a], [], now) == 1
+    assert batching.num_admissible([a, b], [], now + 5.1) == 2
+    for _ in range(2):
+        batching.admitted()
+    assert batching.num_admissible([c], [a, b], now + 99) == 0, "the batch runs"
+    assert batching.num_admissible([c], [], now + 99) == 1
+
+
+def test_when_all_wait_for_one_that_finds_no_room() -> None:
+    """Two beams have their next tokens and hold all memory; the third needs some of it first."""
+    s = scheduler(num_blocks=3)
+    a, b, c = (sequence(name, 4) for name in "abc")
+    for each in (a, b):
+        s.add(each)
+    for chunk in s.schedule():
+        chunk.sequence.num_computed_tokens += chunk.num_tokens  # and no token is appended
+    s.add(c)
+    assert [chunk.sequence for chunk in s.schedule()] == [c]
+    assert (b.state, b.blocks) == (SequenceState.PENDING, [])
+    assert s.running == [a, c]
+    b.append(1)
+    s.resume(b)
+    assert s.waiting == [b]

@@ -114,7 +114,8 @@ class Scheduler:
             if not sequence.is_decoding or not sequence.num_uncomputed_tokens:
                 index += 1
                 continue
-            num_drafts = min(sequence.num_drafts, budget - 1)
+            # Every running sequence's own token comes before the drafts.
+            num_drafts = max(min(sequence.num_drafts, budget - (len(self.running) - index)), 0)
             if num_drafts and not self.kv_cache.can_append(sequence, num_drafts):
                 num_drafts = 0  # nobody is preempted for a guess
             while not self.kv_cache.can_append(sequence, num_drafts):
