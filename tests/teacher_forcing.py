@@ -11,8 +11,8 @@ from fastinfer.models.decoder import Decoder
 BLOCK_SIZE = 32
 
 
-def log_probabilities(model: Decoder, ids: list[int], dtype: str) -> Tensor:
-    """In one prefill: [tokens, vocab]."""
+def log_probabilities(model: Decoder, ids: list[int], dtype: str, adapter: int | None = None) -> Tensor:
+    """In one prefill: [tokens, vocab]; with the LoRA adapter in this slot."""
     config = model.config
     blocks = num_blocks_for(len(ids), BLOCK_SIZE)
     cache = KVCacheTensors.empty(
@@ -33,6 +33,7 @@ def log_probabilities(model: Decoder, ids: list[int], dtype: str) -> Tensor:
         block_table=torch.arange(blocks, dtype=torch.int32)[None],
         slot_mapping=every,
         logits_indices=every,
+        adapter_ids=None if adapter is None else torch.full_like(every, adapter, dtype=torch.int32),
     )
     return model.logits(model.forward(batch, cache), every).float().log_softmax(-1)
 

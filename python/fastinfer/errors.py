@@ -17,6 +17,10 @@ class GGUFFormatError(FastinferError):
     """The file is not a sound GGUF file."""
 
 
+class AdapterError(FastinferError):
+    """A LoRA adapter that is damaged, does not fit the model, or needs what is not implemented."""
+
+
 class RequestError(FastinferError):
     """A prompt or a sampling parameter that cannot be served."""
 

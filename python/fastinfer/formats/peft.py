@@ -1,0 +1,204 @@
+"""Reader of LoRA adapters as PEFT saves them: ``adapter_config.json`` beside ``adapter_model.safetensors``.
+
+Format: https://huggingface.co/docs/peft/developer_guides/checkpoint. A pickled ``adapter_model.bin`` is refused: it can
+run any code. What the reader does not know how to apply is refused too, as an adapter that is applied in part gives a
+model that nobody has trained.
+"""
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fastinfer.errors import AdapterError
+
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+# Of the configuration: what must be absent, empty or false, for it changes what the matrices mean.
+UNSUPPORTED = (
+    "alora_invocation_tokens",
+    "fan_in_fan_out",
+    "layer_replication",
+    "lora_bias",
+    "megatron_config",
+    "modules_to_save",
+    "target_parameters",
+    "trainable_token_indices",
+)
+# Ways to start the training that leave the base weights alone; the others add to them what they put into A and B.
+INITIALISATIONS = (None, True, False, "gaussian", "eva")
+
+_TENSOR = re.compile(
+    r"base_model\.model\.(?:model\.)?layers\.(\d{1,4})\.((?:self_attn|mlp)\.(\w+))\.lora_([AB])\.weight"
+)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """What one linear layer gains: ``scale * b @ a``.
+
+    Attributes:
+        name: of the layer in the file, for messages.
+        a: [rank, in_features].
+        b: [out_features, rank].
+        scale: alpha over the rank, or over its root.
+    """
+
+    name: str
+    a: Tensor
+    b: Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+
+@dataclass(frozen=True, eq=False)
+class LoraAdapter:
+    """A LoRA adapter.
+
+    Attributes:
+        path: the folder that it came from.
+        layers: by layer's index and module's name, one of ``MODULES``.
+    """
+
+    path: Path
+    layers: dict[tuple[int, str], LowRank]
+
+    @property
+    def max_rank(self) -> int:
+        return max(low_rank.rank for low_rank in self.layers.values())
+
+
+def read_adapter(path: Path) -> LoraAdapter:
+    """Read an adapter's folder.
+
+    Raises:
+        AdapterError: a file is missing or damaged, or the adapter needs what is not implemented: a bias, DoRA, saved
+            modules or embeddings, layers other than ``MODULES``, an initialisation that changes the base weights.
+    """
+    config = _Config(path / "adapter_config.json")
+    file = path / "adapter_model.safetensors"
+    if not file.is_file():
+        pickled = " (adapter_model.bin is a pickle, which can run any code: save the adapter as safetensors)"
+        raise AdapterError(f"{file}: no such file" + (pickled if (path / "adapter_model.bin").exists() else ""))
+    halves: dict[tuple[int, str], dict[str, Tensor]] = {}
+    names: dict[tuple[int, str], str] = {}
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (not a dictionary)
+                match = _TENSOR.fullmatch(name)
+                if match is None or match[3] not in MODULES:
+                    raise AdapterError(
+                        f"{file}: tensor {name!r} is not supported; only A and B of {', '.join(MODULES)}"
+                    )
+                key = int(match[1]), match[3]
+                names[key] = f"layers.{match[1]}.{match[2]}"
+                halves.setdefault(key, {})[match[4]] = tensors.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"{file}: not a sound safetensors file: {error}") from error
+    if not halves:
+        raise AdapterError(f"{file}: no tensors")
+    layers = {key: _low_rank(file, names[key], pair, config) for key, pair in sorted(halves.items())}
+    return LoraAdapter(path, layers)
+
+
+def _low_rank(file: Path, name: str, pair: dict[str, Tensor], config: "_Config") -> LowRank:
+    if len(pair) < 2:
+        raise AdapterError(f"{file}: {name} has lora_{next(iter(pair))} only")
+    rank, scale = config.rank_and_scale(name)
+    for half, dim in (("A", 0), ("B", 1)):
+        tensor = pair[half]
+        if tensor.dtype not in _DTYPES:
+            raise AdapterError(f"{file}: {name}.lora_{half} must be float32, bfloat16 or float16, got {tensor.dtype}")
+        if tensor.dim() != 2 or tensor.shape[dim] != rank:
+            wanted = f"[{rank}, in]" if half == "A" else f"[out, {rank}]"
+            raise AdapterError(f"{file}: {name}.lora_{half} must have the shape {wanted}, got {list(tensor.shape)}")
+    return LowRank(name, pair["A"], pair["B"], scale)
+
+
+class _Config:
+    """``adapter_config.json``."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            values = json.loads(path.read_bytes())
+        except OSError as error:
+            raise AdapterError(f"{path}: {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
+            raise AdapterError(f"{path}: not JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise AdapterError(f"{path}: must be a JSON object, got {type(values).__name__}")
+        self._values: dict[str, Any] = values
+        self._refuse_unsupported()
+        self._rank = self._positive("r", self._get("r", int, 8))
+        self._alpha = self._finite("lora_alpha", self._values.get("lora_alpha", 8))
+        self._over_root = self._get("use_rslora", bool, False)
+        self._ranks = self._get("rank_pattern", dict, {})
+        self._alphas = self._get("alpha_pattern", dict, {})
+
+    def rank_and_scale(self, module: str) -> tuple[int, float]:
+        """Of a layer, which may have its own by a pattern that its name ends with."""
+        rank = self._positive("rank_pattern", self._of_pattern(self._ranks, module, self._rank))
+        alpha = self._finite("alpha_pattern", self._of_pattern(self._alphas, module, self._alpha))
+        return rank, alpha / (math.sqrt(rank) if self._over_root else rank)
+
+    def _of_pattern(self, patterns: dict[str, Any], module: str, otherwise: Any) -> Any:
+        for pattern, value in patterns.items():
+            # PEFT takes these for regular expressions; a stranger's one can take for ever.
+            if not re.fullmatch(r"\^?[\w.]+\$?", pattern):
+                raise AdapterError(f"{self._path}: pattern {pattern!r} is not supported; only names of layers")
+            name = pattern.strip("^$")
+            if name == f"model.{module}" or (pattern[0] != "^" and f".{module}".endswith(f".{name}")):
+                return value
+        return otherwise
+
+    def _refuse_unsupported(self) -> None:
+        kind = self._values.get("peft_type")
+        if kind != "LORA":
+            raise AdapterError(f"{self._path}: peft_type must be 'LORA', got {kind!r}")
+        bias = self._values.get("bias", "none")
+        if bias != "none":
+            raise AdapterError(f"{self._path}: bias must be 'none', got {bias!r}")
+        start = self._values.get("init_lora_weights")
+        if start not in INITIALISATIONS:
+            raise AdapterError(
+                f"{self._path}: init_lora_weights {start!r} is not supported: it changes the base weights"
+            )
+        for key, value in self._values.items():
+            variant = key.startswith("use_") and key != "use_rslora"  # DoRA and its kin
+            if value and (variant or key in UNSUPPORTED):
+                raise AdapterError(f"{self._path}: {key} is not supported, got {value!r:.80}")
+        targets = self._values.get("target_modules")
+        others = [t for t in targets if str(t).split(".")[-1] not in MODULES] if isinstance(targets, list) else []
+        if others:
+            raise AdapterError(f"{self._path}: target_modules must be of {', '.join(MODULES)}, got {others!r:.80}")
+
+    def _get(self, key: str, kind: type[T], default: T) -> T:
+        value = self._values.get(key)
+        if value is None:
+            return default
+        if type(value) is not kind:
+            raise AdapterError(f"{self._path}: {key} must be of type {kind.__name__}, got {value!r:.80}")
+        return value
+
+    def _positive(self, key: str, value: Any) -> int:
+        if type(value) is not int or value < 1:
+            raise AdapterError(f"{self._path}: {key} must be a positive integer, got {value!r:.80}")
+        return value
+
+    def _finite(self, key: str, value: Any) -> float:
+        if type(value) not in (int, float) or not abs(value) <= 1e6:
+            raise AdapterError(f"{self._path}: {key} must be a number of at most 1e6, got {value!r:.80}")
+        return float(value)
