@@ -161,11 +161,12 @@ class AddLora {
       const auto tokens = [&]<int kN>() {
         int64_t token = block.first;
         const int64_t last = block.first + block.count;
-        for (; token + 4 <= last && kN <= 2; token += 4) expand<T, W, 4, kN>(block, token, column, left);
+        for (; token + 6 <= last && kN <= 2; token += 6) expand<T, W, 6, kN>(block, token, column, left);
+        for (; token + 2 <= last && kN <= 2; token += 2) expand<T, W, 2, kN>(block, token, column, left);
         for (; token < last; ++token) expand<T, W, 1, kN>(block, token, column, left);
         column += kN * kLanes;
       };
-      if (block.count < 4 && left >= 4 * kLanes) {
+      if (block.count == 1 && left >= 4 * kLanes) {
         tokens.template operator()<4>();
       } else if (left >= 2 * kLanes) {
         tokens.template operator()<2>();
@@ -175,8 +176,7 @@ class AddLora {
     }
   }
 
-  // kM tokens and kN vectors of columns; with kN = 1 the last vector may be incomplete. 4 x 2 takes 8 sums and 3
-  // operands.
+  // kM tokens and kN vectors of columns; with kN = 1 the last vector may be incomplete. 6 x 2 as in shrink.
   template <class T, class W, int kM, int kN>
   __attribute__((noinline)) void expand(const Block& block, int64_t token, int64_t column, int64_t left) const {
     const W* b = static_cast<const W*>(p_.b) + block.slot * p_.max_rank * p_.out + column;
