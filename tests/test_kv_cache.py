@@ -197,7 +197,7 @@ def test_who_may_not_share(kind: str) -> None:
     cache = KVCache(num_blocks=20, block_size=4, enable_prefix_caching=kind != "off")
     other = {
         "salt": {"cache_salt": "b"},
-        "adapter": {"adapter_name": "b"},
+        "adapter": {"adapter_key": "b"},
         "off for the sequence": {"reads_prefix": False},
     }
     first = sequence(13)

@@ -36,6 +36,9 @@ class EngineConfig:
         enable_prefix_caching: keep what is computed for later requests that begin with the same tokens.
         num_speculative_tokens: guess so many tokens ahead at most, and verify them in one step; 0 for none. The text
             stays the same; see :mod:`fastinfer.engine.speculation`.
+        max_loras: LoRA adapters that can be loaded at the same time.
+        max_lora_rank: largest rank of one.
+        lora_dtype: of their matrices.
         deterministic: a request's text depends on nothing but the request. On the CPU that is always so; on a GPU sums
             are cut by the batch's size, and this is refused.
         device: where the model is: ``"cpu"`` or ``"cuda"``.
@@ -54,6 +57,9 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     enable_prefix_caching: bool = True
     num_speculative_tokens: int = 0
+    max_loras: int = 0
+    max_lora_rank: int = 64
+    lora_dtype: torch.dtype = torch.bfloat16
     deterministic: bool = False
     device: str = "cpu"
     enforce_eager: bool = False
@@ -66,6 +72,8 @@ class EngineConfig:
                 check_int(name, getattr(self, name), 1, INT64_MAX)
         check_int("max_num_waiting", self.max_num_waiting, 1, INT32_MAX)
         check_int("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
+        check_int("max_loras", self.max_loras, 0, 1024)
+        check_int("max_lora_rank", self.max_lora_rank, 1, 4096)
         check_float("max_batch_wait_s", self.max_batch_wait_s, 0.0, 3600.0)
         for field in fields(self):
             if field.type is bool:

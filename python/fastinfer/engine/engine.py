@@ -4,11 +4,13 @@ import secrets
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from fastinfer.checks import INT64_MAX, check_int
+from fastinfer.engine.adapters import Adapters
 from fastinfer.engine.batch import BatchInputs, num_rows
 from fastinfer.engine.beam_request import BeamRequest
 from fastinfer.engine.config import EngineConfig
@@ -28,6 +30,7 @@ from fastinfer.engine.speculation import NgramSpeculator, Speculator
 from fastinfer.engine.stats import EngineStats
 from fastinfer.engine.token_counts import TokenCounts
 from fastinfer.errors import QueueFullError, RequestError
+from fastinfer.models.lora import AdapterSlots
 from fastinfer.sampling_params import BeamSearchParams, SamplingParams
 from fastinfer.tokenizer import Tokenizer
 
@@ -54,9 +57,14 @@ class Engine:
         config: EngineConfig | None = None,
         draft_model: "Model | None" = None,
     ) -> None:
-        self.model = model
-        self.tokenizer = tokenizer
         self.config = config = config or EngineConfig()
+        self.model = model
+        self.adapters = Adapters()
+        if config.max_loras:
+            slots = AdapterSlots(model.config, config.max_loras, config.max_lora_rank, config.lora_dtype, config.device)
+            self.adapters = Adapters(slots)
+            self.model = model.with_adapters(slots)
+        self.tokenizer = tokenizer
         self.max_model_len = config.max_model_len or model.config.max_position
         if self.max_model_len > model.config.max_position:
             raise RequestError(
@@ -72,7 +80,7 @@ class Engine:
             self.kv_cache, config.max_num_seqs, config.max_num_batched_tokens, config.make_batching()
         )
         self.sampler = self._make_sampler()
-        self.runner = self._make_runner(model, self.kv_cache_tensors)
+        self.runner = self._make_runner(self.model, self.kv_cache_tensors)
         self.speculator = self._make_speculator(draft_model)
         self.grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
         self.prompt_modules = PromptModules(self.kv_cache, self.max_model_len)
@@ -112,6 +120,7 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        adapter: str | None = None,
     ) -> str:
         """Queue a request and return its id; the next steps work on it.
 
@@ -122,6 +131,7 @@ class Engine:
             request_id: must not be that of an unfinished request; by default a number is given.
             priority: requests with smaller numbers are served first, among equals the older one.
             cache_salt: prefixes are shared only among requests of the same salt, a tenant's name for instance.
+            adapter: name of the LoRA adapter to compute it with, see :meth:`load_adapter`.
 
         Raises:
             QueueFullError: ``max_num_waiting`` requests wait.
@@ -144,6 +154,8 @@ class Engine:
                 max_length=max_length,
                 priority=priority,
                 cache_salt=cache_salt,
+                adapter=-1 if adapter is None else self.adapters.slot(adapter),
+                adapter_key="" if adapter is None else self.adapters.cache_key(adapter),
                 reads_prefix=params.prompt_logprobs is None,  # the cache holds no logits
             )
             for index in range(params.n)
@@ -251,6 +263,23 @@ class Engine:
             RequestError: there is none of this name.
         """
         return list(self.prompt_modules.get(name).token_ids)
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Read a LoRA adapter, a folder as PEFT saves it, for requests that name it.
+
+        Raises:
+            AdapterError: it cannot be read, or does not fit the model.
+            RequestError: the name is taken, or ``max_loras`` are loaded.
+        """
+        self.adapters.load(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter.
+
+        Raises:
+            RequestError: there is none of this name, or an unfinished request uses it.
+        """
+        self.adapters.unload(name, [s for request in self._requests.values() for s in request.unfinished])
 
     @torch.inference_mode()
     def step(self) -> list[Output]:

@@ -93,7 +93,7 @@ class Sequence:
         priority: int = 0,
         cache_salt: str = "",
         adapter: int = -1,
-        adapter_name: str = "",
+        adapter_key: str = "",
         reads_prefix: bool = True,
         samples: bool = True,
     ) -> None:
@@ -105,7 +105,7 @@ class Sequence:
         self.blocks: list[int] = []
         self.block_keys: list[bytes] = []
         self.num_cached_blocks = 0
-        self.cache_root = hashlib.sha256(repr((cache_salt, adapter_name)).encode()).digest()
+        self.cache_root = hashlib.sha256(repr((cache_salt, adapter_key)).encode()).digest()
         self.reads_prefix = reads_prefix
         self.samples = samples
         self.params = params

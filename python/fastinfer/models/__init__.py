@@ -14,6 +14,7 @@ from fastinfer.errors import UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.config import ModelConfig, Precision
 from fastinfer.models.gguf_loader import load_gguf
+from fastinfer.models.lora import AdapterSlots
 from fastinfer.tokenizer import Tokenizer
 
 
@@ -29,6 +30,10 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
         """Logits [n, vocab] of rows [n] int64 of what :meth:`forward` returned."""
+        ...
+
+    def with_adapters(self, slots: AdapterSlots) -> "Model":
+        """The same weights, computing a batch's ``adapter_ids`` with the adapters in these slots."""
         ...
 
     def normalize(self, hidden: Tensor) -> Tensor:

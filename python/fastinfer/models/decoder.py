@@ -7,7 +7,7 @@ In a step with LoRA adapters every projection is followed by its low-rank part, 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -80,6 +80,10 @@ class Decoder:
     def normalize(self, hidden: Tensor) -> Tensor:
         """The last norm of rows of what :meth:`forward` returned: what the logits are made from."""
         return ops.rms_norm(hidden, self.norm, self.config.rms_norm_eps)
+
+    def with_adapters(self, slots: AdapterSlots) -> "Decoder":
+        """The same weights, computing a batch's ``adapter_ids`` with the adapters in these slots."""
+        return replace(self, adapters=slots)
 
     def _adapters(self, batch: Batch) -> Sequence[LayerAdapters | None]:
         if batch.adapter_ids is None:
