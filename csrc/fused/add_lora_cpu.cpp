@@ -14,9 +14,10 @@
 namespace fastinfer::cpu::FASTINFER_ISA {
 namespace {
 
-constexpr int64_t kBlockTokens = 24;  // a multiple of both tiles' tokens; of 4096 inputs they take 384 KB
+constexpr int64_t kBlockTokens = 24;  // four tiles; of 4096 inputs they take 384 KB
 constexpr int64_t kRanks = 4;         // rows of A in one unit of work
 constexpr int64_t kColumns = 128;     // columns of B in one unit of work
+constexpr int64_t kChunk = 1024;      // columns of B that are read at a time
 enum Scratch { kTokens, kBlocks, kRows, kHidden };
 
 // Tokens first .. first + count of those sorted by adapter.
@@ -67,6 +68,17 @@ __attribute__((noinline)) void shrink(const W* a, int64_t in, const float* x, in
     const f32x4 sums = reduce_add(acc[r][0], acc[r][1 % kN], acc[r][2 % kN], acc[r][3 % kN]);
     for (int c = 0; c < kN; ++c) out[r * out_stride + c] = sums[c];
   }
+}
+
+// sums += weights[kRows] b[kRows rows, stride apart] over `count` columns; `sums` has room for whole vectors.
+template <int kRows, class W>
+FASTINFER_INLINE void add_rows(const W* b, int64_t stride, const float* weights, int64_t count, float* sums) {
+  for_each_vector(count, [&](int64_t i, int64_t lanes) {
+    f32v sum = load(sums + i);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) sum += load_lanes(b + r * stride + i, lanes) * weights[r];
+    store(sums + i, sum);
+  });
 }
 
 class AddLora {
@@ -154,34 +166,45 @@ class AddLora {
     }
   }
 
+  // Tokens left over from tiles of six come first: they read B in order, which memory is fast at, and leave it in the
+  // cache for the tiles.
   template <class T, class W>
   void expand_block(const Block& block, int64_t begin, int64_t end) const {
-    for (int64_t column = begin; column < end;) {
-      const int64_t left = end - column;
-      const auto tokens = [&]<int kN>() {
-        int64_t token = block.first;
-        const int64_t last = block.first + block.count;
-        for (; token + 6 <= last && kN <= 2; token += 6) expand<T, W, 6, kN>(block, token, column, left);
-        for (; token + 2 <= last && kN <= 2; token += 2) expand<T, W, 2, kN>(block, token, column, left);
-        for (; token < last; ++token) expand<T, W, 1, kN>(block, token, column, left);
-        column += kN * kLanes;
-      };
-      if (block.count == 1 && left >= 4 * kLanes) {
-        tokens.template operator()<4>();
-      } else if (left >= 2 * kLanes) {
-        tokens.template operator()<2>();
-      } else {
-        tokens.template operator()<1>();
+    const int64_t tiles = block.first + block.count % 6, last = block.first + block.count;
+    for (int64_t column = begin; column < end; column += kChunk) {
+      const int64_t chunk_end = std::min(column + kChunk, end);
+      for (int64_t token = block.first; token < tiles; ++token) expand_token<T, W>(block, token, column, chunk_end);
+      for (int64_t token = tiles; token < last; token += 6) {
+        int64_t n = column;
+        for (; n + 2 * kLanes <= chunk_end; n += 2 * kLanes) expand_tile<T, W, 2>(block, token, n, kLanes);
+        for (; n < chunk_end; n += kLanes) {
+          expand_tile<T, W, 1>(block, token, n, std::min<int64_t>(chunk_end - n, kLanes));
+        }
       }
     }
   }
 
-  // kM tokens and kN vectors of columns; with kN = 1 the last vector may be incomplete. 6 x 2 as in shrink.
-  template <class T, class W, int kM, int kN>
-  __attribute__((noinline)) void expand(const Block& block, int64_t token, int64_t column, int64_t left) const {
-    const W* b = static_cast<const W*>(p_.b) + block.slot * p_.max_rank * p_.out + column;
+  // One token, B row by row, four of them at a time.
+  template <class T, class W>
+  void expand_token(const Block& block, int64_t token, int64_t begin, int64_t end) const {
+    const W* b = rows_of_b<W>(block) + begin;
     const float* hidden = hidden_ + token * p_.max_rank;
-    const int64_t lanes = std::min<int64_t>(left, kLanes);
+    alignas(64) float sums[kChunk] = {};
+    int64_t rank = 0;
+    for (; rank + 4 <= block.rank; rank += 4) add_rows<4>(b + rank * p_.out, p_.out, hidden + rank, end - begin, sums);
+    for (; rank < block.rank; ++rank) add_rows<1>(b + rank * p_.out, p_.out, hidden + rank, end - begin, sums);
+    for_each_vector(end - begin, [&](int64_t i, int64_t lanes) {
+      T* y = y_at<T>(token, begin + i);
+      store_lanes(y, load_lanes(y, lanes) + load(sums + i), lanes);
+    });
+  }
+
+  // Six tokens and kN vectors of columns, the last of which may be incomplete where kN is 1; registers as in shrink.
+  template <class T, class W, int kN>
+  __attribute__((noinline)) void expand_tile(const Block& block, int64_t token, int64_t column, int64_t lanes) const {
+    constexpr int kM = 6;
+    const W* b = rows_of_b<W>(block) + column;
+    const float* hidden = hidden_ + token * p_.max_rank;
     f32v acc[kM][kN] = {};
     for (int64_t rank = 0; rank < block.rank; ++rank, b += p_.out) {
       f32v w[kN];
@@ -195,11 +218,10 @@ class AddLora {
       }
     }
 #pragma GCC unroll 8
-    for (int c = 0; c < kN; ++c) {
-      const int64_t n = column + c * kLanes, offset = n / p_.run * p_.run_stride + n % p_.run;
+    for (int r = 0; r < kM; ++r) {
 #pragma GCC unroll 8
-      for (int r = 0; r < kM; ++r) {
-        T* y = static_cast<T*>(p_.y) + tokens_[token + r] * p_.y_stride + offset;
+      for (int c = 0; c < kN; ++c) {
+        T* y = y_at<T>(token + r, column + c * kLanes);
         if constexpr (kN == 1) {
           store_lanes(y, load_lanes(y, lanes) + acc[r][c], lanes);
         } else {
@@ -207,6 +229,18 @@ class AddLora {
         }
       }
     }
+  }
+
+  template <class W>
+  const W* rows_of_b(const Block& block) const {
+    return static_cast<const W*>(p_.b) + block.slot * p_.max_rank * p_.out;
+  }
+
+  // A run is a multiple of a vector, so what follows as far as a vector reaches is of the same run.
+  template <class T>
+  T* y_at(int64_t token, int64_t column) const {
+    const int64_t run = p_.run == p_.out ? 0 : column / p_.run;
+    return static_cast<T*>(p_.y) + tokens_[token] * p_.y_stride + run * (p_.run_stride - p_.run) + column;
   }
 
   const AddLoraParams& p_;
