@@ -52,7 +52,7 @@ def some_ids(tokens: int, device: str) -> Tensor:
 def test_add_lora(
     tokens: int, rank: int, norm: bool, dtype: torch.dtype, weight_dtype: torch.dtype, device: str
 ) -> None:
-    for features, out in ((96, 192), (577, 145), (1, 1)):
+    for features, out in ((96, 192), (577, 145), (1, 1), (16, 2085)):
         x = torch.randn(tokens, features, device=device).to(dtype)
         y = torch.randn(tokens, out, device=device).to(dtype)
         matrices, ids = adapters(rank, features, out, weight_dtype, device), some_ids(tokens, device)
