@@ -241,7 +241,7 @@ def test_threads(llm: LLM) -> None:
         thread.join(timeout=120)
     assert [got[index] for index in range(4)] == expected
     assert not llm.engine.has_unfinished
-    assert not llm._inboxes
+    assert not llm._shared._inboxes
 
 
 def test_a_failing_step_leaves_no_request_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,21 +12,42 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fastinfer.errors import FastinferError, ModelNotFoundError, RequestError, UnsupportedModelError
+    from fastinfer.async_engine import AsyncEngine, OutputStream
+    from fastinfer.errors import (
+        FastinferError,
+        ModelNotFoundError,
+        QueueFullError,
+        RequestError,
+        UnsupportedModelError,
+    )
     from fastinfer.llm import LLM, generate
-    from fastinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from fastinfer.outputs import (
+        CompletionOutput,
+        Logprob,
+        PrefillOutput,
+        RequestMetrics,
+        RequestOutput,
+        ScoreOutput,
+    )
     from fastinfer.sampling_params import SamplingParams
+    from fastinfer.structured_output import StructuredOutputsParams
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "CompletionOutput",
     "FastinferError",
     "Logprob",
     "ModelNotFoundError",
+    "OutputStream",
+    "PrefillOutput",
+    "QueueFullError",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "ScoreOutput",
+    "StructuredOutputsParams",
     "UnsupportedModelError",
     "__version__",
     "generate",
@@ -39,10 +60,12 @@ except metadata.PackageNotFoundError:  # run from a source tree
 
 # Resolved on first use: `fastinfer --help` and `fastinfer pull` need neither torch (1.5 s) nor the compiled library.
 _HOMES = {
-    "errors": ["FastinferError", "ModelNotFoundError", "RequestError", "UnsupportedModelError"],
+    "async_engine": ["AsyncEngine", "OutputStream"],
+    "errors": ["FastinferError", "ModelNotFoundError", "QueueFullError", "RequestError", "UnsupportedModelError"],
     "llm": ["LLM", "generate"],
-    "outputs": ["CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"],
+    "outputs": ["CompletionOutput", "Logprob", "PrefillOutput", "RequestMetrics", "RequestOutput", "ScoreOutput"],
     "sampling_params": ["SamplingParams"],
+    "structured_output": ["StructuredOutputsParams"],
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 

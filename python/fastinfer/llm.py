@@ -4,37 +4,30 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import threading
-from collections import deque
-from collections.abc import Generator, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Generator
 from typing import Any
 
-from tqdm import tqdm
+import torch
 
 from fastinfer import hub
-from fastinfer.chat_template import render
 from fastinfer.engine.config import EngineConfig
-from fastinfer.engine.engine import Engine
+from fastinfer.engine.engine import POOLINGS, Engine
 from fastinfer.errors import RequestError
 from fastinfer.models import load_model
 from fastinfer.models.config import Precision
-from fastinfer.outputs import RequestOutput
+from fastinfer.outputs import PrefillOutput, RequestOutput, ScoreOutput
+from fastinfer.prompt import PreparedPrompt, Prompt, prepare, prepare_chat, unsalted_token_ids
 from fastinfer.sampling_params import DEFAULT_PARAMS, SamplingParams
+from fastinfer.shared_engine import Job, SharedEngine
 
-# Text, or {"prompt": text}, or {"prompt_token_ids": [...]}.
-Prompt = str | Mapping[str, Any]
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = (*DTYPES, "int8", "fp8")
+# The model reads the whole prompt for its log-probabilities; the token that it then draws is of no use.
+SCORE_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+
+Scorable = Prompt | tuple[Prompt, Prompt]
 Outputs = Generator[RequestOutput, None, None]
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """A request that the engine will accept."""
-
-    request_id: str
-    prompt: str | None
-    token_ids: list[int]
-    params: SamplingParams
 
 
 class LLM:
@@ -46,13 +39,24 @@ class LLM:
         model: a name or path that :func:`fastinfer.hub.resolve` knows.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"``, or ``"auto"`` for the fastest of the machine.
         device: ``"cpu"``, ``"cuda"`` or ``"auto"``.
-        max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory, block_size: see
-            :class:`fastinfer.engine.engine.EngineConfig`.
+        draft_model: a smaller model of the same vocabulary, by name or path, that guesses tokens ahead; without it
+            ``num_speculative_tokens`` are looked up in the text itself.
+        kv_cache_dtype: of the cached keys and values: a ``dtype``, ``"int8"``, ``"fp8"`` (float8_e4m3fn), or ``"auto"``
+            for what suits the model's ``dtype``.
+        max_model_len, max_num_seqs, max_num_batched_tokens, max_num_waiting, batching, block_size, kv_cache_memory,
+            enable_prefix_caching, num_speculative_tokens, deterministic, enforce_eager: see
+            :class:`fastinfer.engine.config.EngineConfig`. Prompts beyond ``max_num_waiting`` wait outside the engine.
+
+    Attributes:
+        engine: what computes. Its ``stats()`` may be read at any time; it is not to be called otherwise.
+        tokenizer: the model's.
 
     Raises:
         ModelNotFoundError: there is no such model.
         UnsupportedModelError: its architecture is not implemented.
-        RequestError: a limit is out of its range, or memory does not suffice for ``max_model_len``.
+        RequestError: an argument is out of its range, or memory does not suffice for ``max_model_len``.
+
+    Devices: CPU.
     """
 
     def __init__(
@@ -64,26 +68,42 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
-        kv_cache_memory: int | None = None,
+        max_num_waiting: int = 10_000,
+        batching: str = "continuous",
         block_size: int = 32,
+        kv_cache_dtype: str = "auto",
+        kv_cache_memory: int | None = None,
+        enable_prefix_caching: bool = True,
+        num_speculative_tokens: int = 0,
+        draft_model: str | None = None,
+        deterministic: bool = False,
+        enforce_eager: bool = False,
     ) -> None:
-        _check_choice("dtype", dtype, ("auto", "float32", "bfloat16", "float16"))
+        _check_choice("dtype", dtype, DTYPES)
         _check_choice("device", device, ("auto", "cpu", "cuda"))
+        _check_choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
         device = "cpu" if device == "auto" else device  # no model runs on CUDA yet
         config = EngineConfig(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_num_waiting=max_num_waiting,
+            batching=batching,
             block_size=block_size,
-            kv_cache_dtype=Precision.of(dtype).kv_cache_dtype,
+            kv_cache_dtype=_torch_dtype(dtype if kv_cache_dtype == "auto" else kv_cache_dtype),
             kv_cache_memory=kv_cache_memory,
+            enable_prefix_caching=enable_prefix_caching,
+            num_speculative_tokens=num_speculative_tokens,
+            deterministic=deterministic,
             device=device,
+            enforce_eager=enforce_eager,
         )
         loaded, self.tokenizer = load_model(hub.resolve(model), dtype, device, max_model_len)
-        self.engine = Engine(loaded, self.tokenizer, config)
-        self._lock = threading.Lock()  # of the engine and the inboxes
-        self._inboxes: dict[str, deque[RequestOutput]] = {}
-        self._abandoned: deque[str] = deque()  # ids to abort before the next step
+        draft = None
+        if draft_model is not None:
+            draft, _ = load_model(hub.resolve(draft_model), dtype, device, max_model_len)
+        self.engine = Engine(loaded, self.tokenizer, config, draft)
+        self._shared = SharedEngine(self.engine)
         self._numbers = itertools.count()
 
     def generate(
@@ -91,13 +111,17 @@ class LLM:
         prompts: Prompt | list[Prompt],
         params: SamplingParams | list[SamplingParams] | None = None,
         *,
+        priority: int | list[int] = 0,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Complete the prompts, all at the same time as far as the limits allow.
 
         Args:
-            prompts: one or many; each text, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``.
+            prompts: one or many; each text, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``. A dictionary may
+                have a ``"cache_salt"``: prefixes are shared only among prompts of the same salt; or a
+                ``"prompt_module"``: the name of what comes before it, see :meth:`add_prompt_module`.
             params: one for all, or one per prompt; by default temperature 0.7 and top_p 0.95.
+            priority: one for all, or one per prompt; the smallest numbers are served first.
             use_tqdm: show a progress bar on stderr.
 
         Returns:
@@ -106,8 +130,8 @@ class LLM:
         Raises:
             RequestError: a prompt or its parameters cannot be served; nothing has been computed then.
         """
-        requests = self._prepare(prompts if isinstance(prompts, list) else [prompts], params)
-        return self._complete(requests, use_tqdm)
+        many = prompts if isinstance(prompts, list) else [prompts]
+        return self._shared.complete(self._jobs([self._prepare(prompt) for prompt in many], params, priority), use_tqdm)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[str, None, None]:
         """Complete one prompt, piece by piece; together the pieces are the text of :meth:`generate`.
@@ -115,9 +139,11 @@ class LLM:
         Closing the iterator aborts the request.
 
         Raises:
-            RequestError: the prompt cannot be served.
+            RequestError: the prompt cannot be served, or ``params.n`` is not 1.
             RuntimeError: processing the request failed half-way.
         """
+        if isinstance(params, SamplingParams) and params.n != 1:
+            raise RequestError(f"n must be 1 for stream, whose pieces are of one text, got {params.n}")
         return _pieces(self.stream_outputs(prompt, params))
 
     def stream_outputs(self, prompt: Prompt, params: SamplingParams | None = None) -> Outputs:
@@ -126,7 +152,7 @@ class LLM:
         Raises:
             RequestError: the prompt cannot be served.
         """
-        return self._run(self._prepare([prompt], params))
+        return self._shared.run(self._jobs([self._prepare(prompt)], params))
 
     def chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None) -> RequestOutput:
         """The model's answer to a conversation, such as ``[{"role": "user", "content": "Hello"}]``.
@@ -135,99 +161,125 @@ class LLM:
             RequestError: the conversation cannot be served.
             UnsupportedModelError: the model has no chat template.
         """
-        return self._complete(self._prepare_chat(messages, params))[0]
+        return self._shared.complete(self._jobs([prepare_chat(self.engine, messages)], params))[0]
 
     def stream_chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None) -> Outputs:
         """:meth:`chat` as :meth:`stream_outputs`."""
-        return self._run(self._prepare_chat(messages, params))
+        return self._shared.run(self._jobs([prepare_chat(self.engine, messages)], params))
 
-    def _prepare(
+    def embed(
+        self, prompts: Prompt | list[Prompt], *, pooling: str = "mean", normalize: bool = True
+    ) -> list[PrefillOutput]:
+        """The prompts as vectors: hidden states after the last norm.
+
+        Args:
+            prompts: one or many, as for :meth:`generate`, but without ``"cache_salt"``.
+            pooling: ``"mean"`` over all tokens, or the ``"last"`` token.
+            normalize: scale each vector to length 1.
+
+        Returns:
+            One output per prompt, in their order, each with its ``embedding``.
+
+        Raises:
+            RequestError: a prompt cannot be served; nothing has been computed then.
+        """
+        _check_choice("pooling", pooling, POOLINGS)
+        jobs: list[Job[PrefillOutput]] = []
+        for prompt in prompts if isinstance(prompts, list) else [prompts]:
+            token_ids = unsalted_token_ids(self.engine, prompt)
+            add = functools.partial(self.engine.add_embedding_request, pooling=pooling, normalize=normalize)
+            jobs.append(Job(functools.partial(add, token_ids, request_id=self._new_id())))
+        return self._shared.complete(jobs)
+
+    def score(
+        self, prompts: Prompt | tuple[Prompt, Prompt] | list[Prompt | tuple[Prompt, Prompt]]
+    ) -> list[ScoreOutput]:
+        """The log-likelihood of texts, or of continuations of contexts.
+
+        Of a pair (context, continuation) the continuation's tokens are scored. The two are tokenised apart and joined,
+        so that the border lies where the pair has it, even where the joined text would be cut otherwise: a space
+        between words belongs to the continuation. Of a single prompt all tokens are scored but the first, which
+        nothing precedes.
+
+        Args:
+            prompts: one or many; prompts as for :meth:`generate`, or pairs of them.
+
+        Raises:
+            RequestError: a prompt cannot be served, or a context or continuation has no token; nothing has been
+                computed then.
+            RuntimeError: processing a request failed half-way.
+        """
+        jobs: list[Job[RequestOutput]] = []
+        starts = []
+        for item in prompts if isinstance(prompts, list) else [prompts]:
+            joined, start = self._prepare_score(item)
+            jobs += self._jobs([joined], SCORE_PARAMS)
+            starts.append(start)
+        return [_score(output, start) for output, start in zip(self._shared.complete(jobs), starts, strict=True)]
+
+    def add_prompt_module(self, name: str, text: str) -> None:
+        """Compute a text, such as a system prompt, and keep it in the cache until :meth:`remove_prompt_module`.
+
+        Prompts that begin with it (``{"prompt": text, "prompt_module": name}``) start where it ends, rounded down to
+        whole blocks. It is tokenised as a prompt of its own; what follows it is tokenised apart.
+
+        Raises:
+            RequestError: the text cannot be served, the name is taken, prefixes are not cached, or the cache has no
+                room for it.
+            RuntimeError: processing it failed half-way.
+        """
+        if not isinstance(name, str):
+            raise RequestError(f"name must be a string, got {type(name).__name__}")
+        token_ids = unsalted_token_ids(self.engine, text)
+        job: Job[PrefillOutput] = Job(functools.partial(self.engine.add_prompt_module, name, token_ids))
+        [output] = self._shared.complete([job])
+        if output.finish_reason == "error":
+            raise RuntimeError(f"the request failed: {output.stop_reason}")
+
+    def remove_prompt_module(self, name: str) -> None:
+        """Let go of a prompt module; prompts can no longer name it.
+
+        Raises:
+            RequestError: there is none of this name.
+        """
+        with self._shared.lock:
+            self.engine.remove_prompt_module(name)
+
+    def _prepare(self, prompt: Prompt, add_special_tokens: bool = True) -> PreparedPrompt:
+        return prepare(self.engine, prompt, add_special_tokens=add_special_tokens)
+
+    def _prepare_score(self, item: Scorable) -> tuple[PreparedPrompt, int]:
+        """The whole text, and the position of the first token that is scored."""
+        if not isinstance(item, tuple):
+            return self._prepare(item), 1
+        if len(item) != 2:
+            raise RequestError(f"prompts must be prompts or pairs (context, continuation), got a tuple of {len(item)}")
+        context, continuation = self._prepare(item[0]), self._prepare(item[1], add_special_tokens=False)
+        for name, part in (("context", context), ("continuation", continuation)):
+            if not part.token_ids:
+                raise RequestError(f"{name} must have at least 1 token, got 0")
+        joined = dataclasses.replace(context, text=None, token_ids=context.token_ids + continuation.token_ids)
+        return joined, len(context.token_ids)
+
+    def _jobs(
         self,
-        prompts: list[Prompt],
+        prompts: list[PreparedPrompt],
         params: SamplingParams | list[SamplingParams] | None,
-        add_special_tokens: bool = True,
-    ) -> list[_Prepared]:
-        """Tokenise and validate, before anything runs."""
-        if not isinstance(params, list):
-            params = [params or DEFAULT_PARAMS] * len(prompts)
-        if len(params) != len(prompts):
-            raise RequestError(f"params must be one or {len(prompts)}, as many as prompts, got {len(params)}")
-        requests = []
-        for prompt, its_params in zip(prompts, params, strict=True):
-            text, token_ids = self._tokenize(prompt, add_special_tokens)
-            self.engine.validate(token_ids, its_params)
-            requests.append(_Prepared(f"llm-{next(self._numbers)}", text, token_ids, its_params))
-        return requests
+        priority: int | list[int] = 0,
+    ) -> list[Job[RequestOutput]]:
+        """Validate, before anything runs."""
+        every_params = _one_per_prompt("params", params or DEFAULT_PARAMS, len(prompts))
+        priorities = _one_per_prompt("priority", priority, len(prompts))
+        jobs: list[Job[RequestOutput]] = []
+        for prompt, its_params, its_priority in zip(prompts, every_params, priorities, strict=True):
+            self.engine.validate(prompt.token_ids, its_params)
+            add = functools.partial(self.engine.add_request, prompt.token_ids, its_params, prompt=prompt.text)
+            names = {"request_id": self._new_id(), "priority": its_priority, "cache_salt": prompt.cache_salt}
+            jobs.append(Job(functools.partial(add, **names)))
+        return jobs
 
-    def _prepare_chat(self, messages: list[dict[str, Any]], params: SamplingParams | None) -> list[_Prepared]:
-        tokenizer = self.tokenizer
-        text = render(tokenizer.chat_template, messages, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
-        # The template has written the special tokens itself.
-        return self._prepare([text], params, add_special_tokens=False)
-
-    def _tokenize(self, prompt: Prompt, add_special_tokens: bool) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, Mapping):
-            if prompt.keys() == {"prompt_token_ids"}:
-                return None, prompt["prompt_token_ids"]
-            if prompt.keys() == {"prompt"}:
-                prompt = prompt["prompt"]
-        if not isinstance(prompt, str):
-            raise RequestError(
-                "prompt must be a string, {'prompt': string} or {'prompt_token_ids': list}, "
-                f"got {sorted(map(str, prompt)) if isinstance(prompt, Mapping) else type(prompt).__name__}"
-            )
-        return prompt, self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-
-    def _complete(self, requests: list[_Prepared], use_tqdm: bool = False) -> list[RequestOutput]:
-        finished = {}
-        with tqdm(total=len(requests), unit="prompt", disable=not use_tqdm) as bar:
-            for output in self._run(requests):
-                if output.finished:
-                    finished[output.request_id] = output
-                    bar.update()
-        return [finished[request.request_id] for request in requests]
-
-    def _run(self, requests: list[_Prepared]) -> Outputs:
-        """The requests' outputs as they come. Ends with the last one; an early end, of any kind, aborts the others."""
-        inbox: deque[RequestOutput] = deque()
-        pending = {request.request_id for request in requests}
-        try:
-            with self._lock:
-                for request in requests:
-                    self.engine.add_request(
-                        request.token_ids, request.params, prompt=request.prompt, request_id=request.request_id
-                    )
-                    self._inboxes[request.request_id] = inbox
-            while pending:
-                with self._lock:
-                    self._abort_abandoned()
-                    # Another thread's step may have brought something meanwhile.
-                    if not inbox:
-                        for output in self.engine.step():
-                            assert isinstance(output, RequestOutput)
-                            self._inboxes[output.request_id].append(output)
-                while inbox:
-                    output = inbox.popleft()
-                    if output.finished:
-                        pending.discard(output.request_id)
-                        self._inboxes.pop(output.request_id, None)
-                    yield output
-        finally:
-            # An iterator that nobody holds any more is closed by the garbage collector, perhaps in the middle of this
-            # very thread's step: waiting for the lock here could wait for ever. Whoever has it looks at the list.
-            self._abandoned.extend(pending)
-            if self._lock.acquire(blocking=False):
-                try:
-                    self._abort_abandoned()
-                finally:
-                    self._lock.release()
-
-    def _abort_abandoned(self) -> None:
-        """Forget the requests that nobody waits for; the caller holds the lock."""
-        while self._abandoned:
-            request_id = self._abandoned.popleft()
-            self.engine.abort(request_id)
-            self._inboxes.pop(request_id, None)
+    def _new_id(self) -> str:
+        return f"llm-{next(self._numbers)}"
 
 
 def generate(prompt: str, *, model: str = hub.DEFAULT_MODEL, **sampling: Any) -> str:
@@ -256,6 +308,31 @@ def _pieces(outputs: Outputs) -> Generator[str, None, None]:
                 yield completion.delta
             if completion.finish_reason == "error":
                 raise RuntimeError(f"the request failed: {completion.stop_reason}")
+
+
+def _score(output: RequestOutput, start: int) -> ScoreOutput:
+    """Of the prompt's tokens from position ``start`` on."""
+    completion = output.outputs[0]
+    if completion.finish_reason == "error":
+        raise RuntimeError(f"the request failed: {completion.stop_reason}")
+    assert output.prompt_logprobs is not None
+    logprobs = []
+    for token_id, entries in zip(output.prompt_token_ids[start:], output.prompt_logprobs[start:], strict=True):
+        assert entries is not None
+        logprobs.append(entries[token_id].logprob)
+    return ScoreOutput(output.prompt_token_ids, math.fsum(logprobs), len(logprobs))
+
+
+def _one_per_prompt(name: str, value: Any, count: int) -> list[Any]:
+    values = value if isinstance(value, list) else [value] * count
+    if len(values) != count:
+        raise RequestError(f"{name} must be one or {count}, as many as prompts, got {len(values)}")
+    return values
+
+
+def _torch_dtype(kv_cache_dtype: str) -> torch.dtype:
+    quantized = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+    return quantized.get(kv_cache_dtype) or Precision.of(kv_cache_dtype).kv_cache_dtype
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

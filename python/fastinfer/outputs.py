@@ -102,3 +102,18 @@ class PrefillOutput:
     def finished(self) -> bool:
         """True: there is only one output."""
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreOutput:
+    """How likely a model finds a text.
+
+    Attributes:
+        prompt_token_ids: the text as the model read it, a context included.
+        logprob: sum of the natural logarithms of the scored tokens' probabilities, each given all tokens before it.
+        num_tokens: how many tokens were scored; ``exp(-logprob / num_tokens)`` is their perplexity.
+    """
+
+    prompt_token_ids: list[int]
+    logprob: float
+    num_tokens: int

@@ -1,0 +1,301 @@
+"""The engine for asyncio: each request a stream of its own, all computed together in a thread beside the event loop."""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from fastinfer import hub
+from fastinfer.checks import INT64_MAX, check_int, show
+from fastinfer.engine.engine import Engine, EngineStats
+from fastinfer.errors import QueueFullError, RequestError
+from fastinfer.llm import LLM
+from fastinfer.mailbox import Mailbox
+from fastinfer.outputs import PrefillOutput, RequestOutput
+from fastinfer.prompt import Prompt, prepare, unsalted_token_ids
+from fastinfer.sampling_params import DEFAULT_PARAMS, SamplingParams
+
+Output = TypeVar("Output", RequestOutput, PrefillOutput)
+
+
+class AsyncEngine:
+    """Runs the requests of any number of tasks at the same time.
+
+    The engine lives in a thread, which steps while there is something to do and else sleeps; no step holds up an event
+    loop. All methods may be called from several threads, each with its event loop; a stream is read in the loop in
+    which it was begun, by one task at a time. Nobody else may use the engine.
+
+    A request whose processing fails ends with the finish reason ``"error"``. If a whole step fails, as when the model
+    does, all requests end so, and the engine goes on with the next ones.
+
+    >>> async with AsyncEngine.from_model() as engine:
+    ...     async for output in engine.generate("Once upon a time"):
+    ...         print(output.outputs[0].delta, end="")
+
+    Args:
+        engine: one without requests.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        if engine.has_unfinished:
+            raise RequestError("engine must have no requests yet, got one with some")
+        self._engine = engine
+        # Its one thread runs all that touches the engine, in the order of submission. A step submits the next one, so
+        # that what was submitted meanwhile comes between the two.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fastinfer-engine")
+        self._is_stepping = False
+        self._stats = engine.stats()
+        self._lock = threading.Lock()  # of the next three
+        self._is_shut_down = False
+        self._mailboxes: dict[str, Mailbox[Any]] = {}
+        self._num_submitted = 0  # requests that the thread has not added yet
+        # Of streams that nobody reads any more; to be aborted before the next step. The garbage collector appends to
+        # it, perhaps in the middle of anything, so it needs no lock.
+        self._abandoned: deque[Mailbox[Any]] = deque()
+
+    @classmethod
+    def from_model(cls, model: str = hub.DEFAULT_MODEL, **options: Any) -> "AsyncEngine":
+        """Load a model, which blocks; arguments and errors are those of :class:`fastinfer.LLM`."""
+        return cls(LLM(model, **options).engine)
+
+    def generate(
+        self,
+        prompt: Prompt | list[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> "OutputStream[RequestOutput]":
+        """Begin to complete a prompt.
+
+        Args:
+            prompt: as for :meth:`fastinfer.LLM.generate`; or its token ids.
+            params: by default temperature 0.7 and top_p 0.95.
+            request_id: must not be that of an unfinished request; by default a random one.
+            priority: requests with smaller numbers are served first.
+            cache_salt: of a prompt that has none itself: prefixes are shared only among requests of the same salt.
+
+        Returns:
+            The request's cumulative outputs, up to the one that is ``finished``.
+
+        Raises:
+            QueueFullError: too many requests wait.
+            RequestError: the request can never be served, or its id is taken. Nothing has been queued then.
+            RuntimeError: the engine is shut down, or no event loop is running.
+        """
+        prepared = prepare(self._engine, _as_prompt(prompt), cache_salt=cache_salt)
+        params = DEFAULT_PARAMS if params is None else params
+        self._engine.validate(prepared.token_ids, params)
+        check_int("priority", priority, -INT64_MAX, INT64_MAX)
+        if not isinstance(request_id, str | None):
+            raise RequestError(f"request_id must be a string, got {show(request_id)}")
+        mailbox: Mailbox[RequestOutput] = Mailbox(request_id)
+        add = partial(self._engine.add_request, prepared.token_ids, params, prompt=prepared.text, priority=priority)
+        return self._submit(mailbox, partial(add, request_id=mailbox.request_id, cache_salt=prepared.cache_salt))
+
+    async def embed(
+        self, prompt: Prompt | list[int], *, pooling: str = "mean", normalize: bool = True
+    ) -> PrefillOutput:
+        """A prompt as a vector, as by :meth:`fastinfer.LLM.embed`; raises as :meth:`generate`."""
+        token_ids = unsalted_token_ids(self._engine, _as_prompt(prompt))
+        mailbox: Mailbox[PrefillOutput] = Mailbox()
+        add = partial(self._engine.add_embedding_request, token_ids, pooling=pooling, normalize=normalize)
+        return await anext(self._submit(mailbox, partial(add, request_id=mailbox.request_id)))
+
+    async def add_prompt_module(self, name: str, text: str) -> None:
+        """Compute a text and keep it in the cache, as :meth:`fastinfer.LLM.add_prompt_module` does.
+
+        Raises:
+            QueueFullError, RequestError, RuntimeError: as there, and as :meth:`generate`.
+        """
+        token_ids = unsalted_token_ids(self._engine, text)
+        mailbox: Mailbox[PrefillOutput] = Mailbox()
+        output = await anext(self._submit(mailbox, partial(self._engine.add_prompt_module, name, token_ids)))
+        if output.finish_reason != "stop":
+            raise RuntimeError(f"prompt module {name!r} was not computed: {output.stop_reason or output.finish_reason}")
+
+    async def remove_prompt_module(self, name: str) -> None:
+        """Let go of a prompt module.
+
+        Raises:
+            RequestError: there is none of this name.
+        """
+        await self._call(self._engine.remove_prompt_module, name)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request at once; its stream gets one more output, with the finish reason ``"abort"``. Does nothing
+        where the request is unknown or finished."""
+        await self._call(self._end, [request_id])
+
+    def stats(self) -> EngineStats:
+        """As it was after the last step."""
+        return self._stats
+
+    async def shutdown(self) -> None:
+        """Abort all requests, whose streams get a last output, and end the thread; the second time does nothing."""
+        with self._lock:
+            if not self._is_shut_down:
+                self._is_shut_down = True
+                self._thread.submit(self._end_all)
+        await asyncio.to_thread(self._thread.shutdown)
+
+    async def __aenter__(self) -> "AsyncEngine":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.shutdown()
+
+    def _submit(self, mailbox: Mailbox[Output], add: Callable[[], str]) -> "OutputStream[Output]":
+        """Let the thread add a request whose outputs go into the mailbox."""
+        with self._lock:
+            if self._is_shut_down:
+                raise RuntimeError("the engine is shut down")
+            if mailbox.request_id in self._mailboxes:
+                raise RequestError(f"request_id must be new, got {mailbox.request_id!r}, which is still running")
+            limit = self._engine.config.max_num_waiting
+            if self._stats.num_waiting + self._num_submitted >= limit:
+                raise QueueFullError(f"the queue is full: max_num_waiting={limit} requests wait")
+            self._thread.submit(self._add, mailbox, add)
+            self._mailboxes[mailbox.request_id] = mailbox
+            self._num_submitted += 1
+        return OutputStream(self, mailbox)
+
+    async def _call(self, function: Callable[..., None], *args: Any) -> None:
+        """Run something between two steps; after the end there is nothing to run it on."""
+        with self._lock:
+            if self._is_shut_down:
+                return
+            future = self._thread.submit(function, *args)
+        await asyncio.wrap_future(future)
+
+    # From here on, everything runs in the engine's thread.
+
+    def _add(self, mailbox: Mailbox[Any], add: Callable[[], str]) -> None:
+        outcome: str | Exception | None = None
+        try:
+            if not mailbox.is_abandoned:
+                outcome = add()
+        except Exception as error:  # full meanwhile, for instance by preemptions
+            outcome = error
+        self._stats = self._engine.stats()
+        with self._lock:
+            self._num_submitted -= 1
+            del self._mailboxes[mailbox.request_id]
+            if isinstance(outcome, str):
+                mailbox.request_id = outcome
+                self._mailboxes[outcome] = mailbox
+        if isinstance(outcome, Exception):
+            mailbox.put(outcome)
+        if self._engine.has_unfinished and not self._is_stepping:
+            self._is_stepping = True
+            self._thread.submit(self._step)
+
+    def _step(self) -> None:
+        self._abort_abandoned()
+        try:
+            self._publish(self._engine.step())
+        except Exception as error:  # whatever it is: nobody may wait for ever
+            self._end_all(error)
+        self._is_stepping = self._engine.has_unfinished
+        if self._is_stepping:
+            self._thread.submit(self._step)  # raises after the shutdown, which ends what is left
+
+    def _abort_abandoned(self) -> None:
+        while self._abandoned:
+            mailbox = self._abandoned.popleft()
+            if self._mailboxes.get(mailbox.request_id) is mailbox:
+                self._end([mailbox.request_id])
+
+    def _end_all(self, error: Exception | None = None) -> None:
+        with self._lock:
+            request_ids = list(self._mailboxes)
+        self._end(request_ids, error)
+
+    def _end(self, request_ids: list[str], error: Exception | None = None) -> None:
+        """Abort requests; with an error their last outputs tell of that."""
+        outputs = []
+        for request_id in request_ids:
+            try:
+                output = self._engine.abort(request_id)
+            except Exception as failure:  # nobody may wait for ever
+                with self._lock:
+                    mailbox = self._mailboxes.pop(request_id, None)
+                if mailbox is not None:
+                    mailbox.put(failure)
+            else:
+                if output is not None:
+                    outputs.append(output if error is None else _failed(output, error))
+        self._publish(outputs)
+
+    def _publish(self, outputs: list[Any]) -> None:
+        self._stats = self._engine.stats()
+        for output in outputs:
+            with self._lock:
+                if (mailbox := self._mailboxes.get(output.request_id)) is None:
+                    continue
+                if output.finished:
+                    del self._mailboxes[output.request_id]
+            if not mailbox.put(output):
+                self._abandoned.append(mailbox)
+
+
+class OutputStream(AsyncIterator[Output]):
+    """The cumulative outputs of one request, the last one ``finished``.
+
+    A slow reader misses outputs, but no text: the ``delta`` of each completion is what is new since the output that was
+    read before. Whoever leaves early - by ``break``, by cancelling the task that waits, by :meth:`aclose` - aborts the
+    request within one step. In a task that may be cancelled while it does something else, hold it with
+    ``contextlib.aclosing``.
+
+    Attributes:
+        request_id: the engine's name for the request.
+    """
+
+    def __init__(self, engine: AsyncEngine, mailbox: Mailbox[Output]) -> None:
+        self.request_id = mailbox.request_id
+        self._engine = engine
+        self._mailbox: Mailbox[Output] = mailbox
+        self._has_ended = False
+
+    async def __anext__(self) -> Output:
+        if self._has_ended:
+            raise StopAsyncIteration
+        try:
+            output = await self._mailbox.get()
+        except BaseException:  # cancelled, or the request was refused
+            self._abandon()
+            raise
+        self._has_ended = output.finished
+        return output
+
+    async def aclose(self) -> None:
+        """Abort the request, if it still runs; afterwards its blocks are free."""
+        self._abandon()
+        await self._engine._call(self._engine._abort_abandoned)
+
+    def __del__(self) -> None:
+        self._abandon()
+
+    def _abandon(self) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            self._mailbox.is_abandoned = True
+            self._engine._abandoned.append(self._mailbox)
+
+
+def _as_prompt(prompt: Prompt | list[int]) -> Prompt:
+    return {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
+
+
+def _failed(output: RequestOutput | PrefillOutput, error: Exception) -> RequestOutput | PrefillOutput:
+    """The last output of a request that was aborted because of an error."""
+    failure: dict[str, Any] = {"finish_reason": "error", "stop_reason": f"{type(error).__name__}: {error}"}
+    if isinstance(output, PrefillOutput):
+        return replace(output, **failure)
+    outputs = [replace(c, **failure) if c.finish_reason == "abort" else c for c in output.outputs]
+    return replace(output, outputs=outputs)

@@ -1,0 +1,97 @@
+"""An engine that several threads call; each waits for its own requests, and whichever is ahead steps for all."""
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Any, Generic, TypeVar
+
+from tqdm import tqdm
+
+from fastinfer.engine.engine import Engine
+from fastinfer.errors import QueueFullError
+from fastinfer.outputs import PrefillOutput, RequestOutput
+
+Output = TypeVar("Output", RequestOutput, PrefillOutput)
+
+
+class Job(Generic[Output]):
+    """A request that the engine will accept.
+
+    Args:
+        add: queues it, and returns its id.
+    """
+
+    def __init__(self, add: Callable[[], str]) -> None:
+        self.add = add
+        self.request_id = ""
+
+
+class SharedEngine:
+    """Runs jobs on an engine, from any thread.
+
+    Attributes:
+        lock: whoever holds it may call the engine.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.lock = threading.Lock()
+        self._engine = engine
+        self._inboxes: dict[str, deque[Any]] = {}
+        self._abandoned: deque[str] = deque()  # ids to abort before the next step
+
+    def complete(self, jobs: list[Job[Output]], use_tqdm: bool = False) -> list[Output]:
+        """The jobs' last outputs, in their order."""
+        finished = {}
+        with tqdm(total=len(jobs), unit="prompt", disable=not use_tqdm) as bar:
+            for output in self.run(jobs):
+                if output.finished:
+                    finished[output.request_id] = output
+                    bar.update()
+        return [finished[job.request_id] for job in jobs]
+
+    def run(self, jobs: list[Job[Output]]) -> Generator[Output, None, None]:
+        """The jobs' outputs as they come. Ends with the last one; an early end, of any kind, aborts the others."""
+        inbox: deque[Output] = deque()
+        queued = deque(jobs)
+        pending: set[str] = set()
+        try:
+            while queued or pending:
+                with self.lock:
+                    self._abort_abandoned()
+                    self._add(queued, pending, inbox)
+                    # Another thread's step may have brought something meanwhile.
+                    if not inbox:
+                        for output in self._engine.step():
+                            self._inboxes[output.request_id].append(output)
+                while inbox:
+                    output = inbox.popleft()
+                    if output.finished:
+                        pending.discard(output.request_id)
+                        self._inboxes.pop(output.request_id, None)
+                    yield output
+        finally:
+            # An iterator that nobody holds any more is closed by the garbage collector, perhaps in the middle of this
+            # very thread's step: waiting for the lock here could wait for ever. Whoever has it looks at the list.
+            self._abandoned.extend(pending)
+            if self.lock.acquire(blocking=False):
+                try:
+                    self._abort_abandoned()
+                finally:
+                    self.lock.release()
+
+    def _add(self, queued: deque[Job[Output]], pending: set[str], inbox: deque[Output]) -> None:
+        """Queue as many jobs as the engine takes; the caller holds the lock."""
+        with contextlib.suppress(QueueFullError):
+            while queued:
+                request_id = queued[0].add()
+                queued.popleft().request_id = request_id
+                pending.add(request_id)
+                self._inboxes[request_id] = inbox
+
+    def _abort_abandoned(self) -> None:
+        """Forget the requests that nobody waits for; the caller holds the lock."""
+        while self._abandoned:
+            request_id = self._abandoned.popleft()
+            self._engine.abort(request_id)
+            self._inboxes.pop(request_id, None)
