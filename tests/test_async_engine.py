@@ -303,7 +303,7 @@ def test_a_full_queue_refuses_and_recovers() -> None:
             engine._engine.step = lambda: (may_step.wait(), step())[1]  # type: ignore[method-assign]
             streams = [engine.generate([7], GREEDY) for _ in range(3)]
             for _ in range(2):
-                with pytest.raises(QueueFullError, match="^the queue is full: max_num_waiting=3 requests wait$"):
+                with pytest.raises(QueueFullError, match="the queue is full: max_num_waiting=3 requests"):
                     engine.generate([7], GREEDY)
                 await asyncio.sleep(0.01)  # the first one is in the engine's queue by now
             may_step.set()
