@@ -28,7 +28,7 @@ from peers.plot import plot
 from peers.process import Peer, PeerError
 
 from fastinfer import hub
-from fastinfer.benchmark import table, write_json
+from fastinfer.benchmarks.report import table, write_json
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.tokenizer import Tokenizer
 

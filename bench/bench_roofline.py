@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fastinfer import _C, LLM, SamplingParams, hub, ops
-from fastinfer.benchmark import table, write_json
+from fastinfer.benchmarks.report import table, write_json
 from fastinfer.formats.gguf import GGUFFile
 
 SAMPLE_S = 0.03  # ten time slices of a scheduler

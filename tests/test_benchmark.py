@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fake_llm import FakeLLM
 
-from fastinfer import benchmark
+from fastinfer.benchmarks import end_to_end, report
 from fastinfer.cli import main
 from fastinfer.errors import RequestError
 
@@ -26,20 +26,20 @@ class FourTokens(FakeLLM):
     ("percent", "expected"), [(0, 1.0), (1, 1.0), (25, 1.0), (26, 2.0), (50, 2.0), (95, 4.0), (100, 4.0)]
 )
 def test_percentile(percent: float, expected: float) -> None:
-    assert benchmark.percentile([3.0, 1.0, 4.0, 2.0], percent) == expected
+    assert report.percentile([3.0, 1.0, 4.0, 2.0], percent) == expected
 
 
 def test_percentile_of_one_sample() -> None:
-    assert [benchmark.percentile([7.0], p) for p in (0, 50, 99)] == [7.0] * 3
+    assert [report.percentile([7.0], p) for p in (0, 50, 99)] == [7.0] * 3
 
 
 def test_result_from_samples() -> None:
     single = [
-        benchmark.Single(first_token_s=0.5, inter_token_s=[0.1, 0.1]),
-        benchmark.Single(first_token_s=0.25, inter_token_s=[0.2, 0.3]),
-        benchmark.Single(first_token_s=1.0, inter_token_s=[0.05, 0.05]),
+        end_to_end.Single(first_token_s=0.5, inter_token_s=[0.1, 0.1]),
+        end_to_end.Single(first_token_s=0.25, inter_token_s=[0.2, 0.3]),
+        end_to_end.Single(first_token_s=1.0, inter_token_s=[0.05, 0.05]),
     ]
-    result = benchmark.Result.of(100, single, batch_s=[2.0, 4.0, 1.0], batch_tokens=48)
+    result = end_to_end.Result.of(100, single, batch_s=[2.0, 4.0, 1.0], batch_tokens=48)
     assert result.first_token_s == 0.5
     assert result.prompt_tokens_per_s == 200
     assert math.isclose(result.decode_tokens_per_s, 10)
@@ -49,7 +49,7 @@ def test_result_from_samples() -> None:
 
 def test_measure_asks_for_what_it_says() -> None:
     llm = FourTokens("model")
-    results = benchmark.measure(llm, [5, 9], 4, 3, 2, progress=False)  # type: ignore[arg-type]
+    results = end_to_end.measure(llm, [5, 9], 4, 3, 2, progress=False)  # type: ignore[arg-type]
     assert [result.prompt_tokens for result in results] == [5, 9]
     for result in results:
         assert len(result.single) == len(result.batch_s) == 2
@@ -68,7 +68,7 @@ def test_measure_asks_for_what_it_says() -> None:
 
 def test_measure_refuses_missing_tokens() -> None:
     with pytest.raises(RequestError, match=r"--new-tokens 5 after 2 prompt tokens: got 4"):
-        benchmark.measure(FourTokens("model"), [2], 5, 1, 1, progress=False)  # type: ignore[arg-type]
+        end_to_end.measure(FourTokens("model"), [2], 5, 1, 1, progress=False)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("matplotlib", [True, False])
@@ -80,7 +80,7 @@ def test_bench_writes_its_files(
     else:
         monkeypatch.setitem(sys.modules, "matplotlib", None)
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr(benchmark, "LLM", FourTokens)
+    monkeypatch.setattr(end_to_end, "LLM", FourTokens)
     out = tmp_path / "new/folder"
     arguments = ["bench", "--prompt-tokens", "3,7", "--new-tokens", "4", "--requests", "2", "--repeats", "2"]
     assert main([*arguments, "--out", str(out), "--model", "m.gguf"]) == 0
@@ -103,7 +103,7 @@ def test_bench_writes_its_files(
 
 
 def test_bench_without_out_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    monkeypatch.setattr(benchmark, "LLM", FourTokens)
+    monkeypatch.setattr(end_to_end, "LLM", FourTokens)
     monkeypatch.chdir(tmp_path)
     assert main(["bench", "--prompt-tokens=2", "--new-tokens=4", "--requests=1", "--repeats=1"]) == 0
     assert list(tmp_path.iterdir()) == []
@@ -118,9 +118,7 @@ def test_bench_on_the_real_model(model_path: Path, tmp_path: Path) -> None:
 
 
 def test_table_aligns_columns() -> None:
-    assert (
-        benchmark.table([["name", "us"], ["a", "12.5"], ["longer", "3"]]) == "name      us\na       12.5\nlonger     3"
-    )
+    assert report.table([["name", "us"], ["a", "12.5"], ["longer", "3"]]) == "name      us\na       12.5\nlonger     3"
 
 
 def test_compare_calls_candidates_in_turns() -> None:

@@ -166,6 +166,8 @@ def test_standard_input_that_is_no_text(llms: list[FakeLLM], monkeypatch: pytest
         ("bench --prompt-tokens 32,,64", "--prompt-tokens"),
         ("bench --prompt-tokens 32,-1", "--prompt-tokens"),
         ("bench --requests ²", "--requests"),
+        ("bench nothing", "nothing"),
+        ("bench --repeats 1 end-to-end", "end-to-end"),  # its options come after a benchmark's name
     ],
 )
 def test_arguments_that_do_not_parse(arguments: str, named: str, capsys: Captured) -> None:

@@ -17,6 +17,7 @@ import fastinfer
 from fastinfer.errors import FastinferError
 from fastinfer.hub import DEFAULT_MODEL
 
+DEFAULT_BENCHMARK = "end-to-end"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     try:
-        args = _parser().parse_args(argv)
+        args = _parser().parse_args(_with_benchmark(sys.argv[1:] if argv is None else argv))
         # Commands are imported only when they run: torch alone takes 1.5 s, and --help needs none of it.
         code = importlib.import_module(args.module).run(args)
         sys.stdout.flush()
@@ -99,14 +100,41 @@ def _parser() -> argparse.ArgumentParser:
         "--arch", type=_count(80), metavar="N", help="with --plan: 80, 86, 89 or 90; default: this GPU, or 90"
     )
 
-    bench = add("bench", "benchmark", "measure speed and memory on a model")
-    _add_model_options(bench)
-    bench.add_argument("--prompt-tokens", type=_counts, default=[32, 512], metavar="N,N", help="default: 32,512")
-    bench.add_argument("--new-tokens", type=_count(2), default=128, metavar="N", help="default: %(default)s")
-    bench.add_argument("--requests", type=_count(1), default=16, metavar="N", help="at once; default: %(default)s")
-    bench.add_argument("--repeats", type=_count(1), default=5, metavar="N", help="default: %(default)s")
-    bench.add_argument("--out", metavar="DIR", help="write end_to_end.json and end_to_end.png there")
+    bench = commands.add_parser(
+        "bench",
+        help="measure speed and memory on a model",
+        description=f"Measure speed and memory on a model. Without a benchmark's name: {DEFAULT_BENCHMARK}.",
+    )
+    _add_benchmarks(bench)
     return parser
+
+
+def _add_benchmarks(bench: argparse.ArgumentParser) -> None:
+    benchmarks = bench.add_subparsers(metavar="BENCHMARK", required=True)
+
+    def add(name: str, help: str) -> argparse.ArgumentParser:
+        benchmark = benchmarks.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+        benchmark.set_defaults(module=f"fastinfer.benchmarks.{name.replace('-', '_')}")
+        _add_model_options(benchmark)
+        return benchmark
+
+    def add_sizes(benchmark: argparse.ArgumentParser, new_tokens: int, repeats: int, files: str) -> None:
+        for name, low, default, help in (("new-tokens", 2, new_tokens, "per request"), ("repeats", 1, repeats, "")):
+            help = f"{help}; default: %(default)s".lstrip("; ")
+            benchmark.add_argument(f"--{name}", type=_count(low), default=default, metavar="N", help=help)
+        benchmark.add_argument("--out", metavar="DIR", help=f"write {files} there")
+
+    end_to_end = add(DEFAULT_BENCHMARK, "prompt processing, decoding, and requests at once")
+    end_to_end.add_argument("--prompt-tokens", type=_counts, default=[32, 512], metavar="N,N", help="default: 32,512")
+    end_to_end.add_argument("--requests", type=_count(1), default=16, metavar="N", help="at once; default: %(default)s")
+    add_sizes(end_to_end, 128, 5, "end_to_end.json and end_to_end.png")
+
+
+def _with_benchmark(argv: Sequence[str]) -> Sequence[str]:
+    """``bench`` followed by options, or by nothing, is the default benchmark."""
+    if argv[:1] == ["bench"] and (len(argv) == 1 or (argv[1].startswith("-") and argv[1] not in ("-h", "--help"))):
+        return ["bench", DEFAULT_BENCHMARK, *argv[1:]]
+    return argv
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastinfer import _C, hub
-from fastinfer.benchmark import table
+from fastinfer.benchmarks.report import table
 from fastinfer.checks import check_int
 from fastinfer.engine.engine import EngineConfig
 from fastinfer.engine.kv_tensors import available_memory, num_blocks_for, token_bytes

@@ -1,4 +1,4 @@
-"""``fastinfer bench``: speed and memory of a model, end to end through the Python interface.
+"""``fastinfer bench end-to-end``, or just ``fastinfer bench``: speed and memory, through the Python interface.
 
 Method: greedy decoding of random prompts with end-of-sequence ignored, so that every run does the same work and none
 finds another's prefix in the cache; one warm-up per prompt length; then ``repeats`` single requests, and ``repeats``
@@ -7,28 +7,22 @@ times ``requests`` requests at once. Reported are medians over the repeats; ever
 
 import argparse
 import contextlib
-import datetime
 import itertools
-import json
 import random
 import resource
 import statistics
-import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
+from fastinfer.benchmarks.report import PERCENTILES, percentile, print_plot, table, write_json
 from fastinfer.errors import RequestError
-from fastinfer.info import facts
 from fastinfer.llm import LLM, Prompt
 from fastinfer.outputs import RequestOutput
 from fastinfer.sampling_params import SamplingParams
-
-PERCENTILES = (50, 95, 99)
 
 
 @dataclass(frozen=True)
@@ -95,10 +89,7 @@ def run(args: argparse.Namespace) -> int:
         out = Path(args.out)
         measured = {"load_s": load_s, "peak_memory": peak_memory, "results": [asdict(result) for result in results]}
         print(write_json(out / "end_to_end.json", {"settings": settings, **measured}))
-        try:
-            print(_plot(out / "end_to_end.png", args.model, results))
-        except ImportError:
-            print("no plot: it needs matplotlib (pip install 'fastinfer[bench]')", file=sys.stderr)
+        print_plot(lambda: _plot(out / "end_to_end.png", args.model, results))
     return 0
 
 
@@ -134,31 +125,6 @@ def measure(
                 bar.update()
             results.append(Result.of(length, single, batch_s, requests * new_tokens))
     return results
-
-
-def percentile(samples: Iterable[float], percent: float) -> float:
-    """The smallest sample that at least ``percent`` % of the samples do not exceed (nearest rank)."""
-    ordered = sorted(samples)
-    rank = -(-len(ordered) * percent // 100)
-    return ordered[max(int(rank) - 1, 0)]
-
-
-def write_json(path: Path, measured: dict[str, Any]) -> Path:
-    """Write what was measured with the date (UTC) and the machine's description; create the folder if necessary."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    path.write_text(json.dumps({"date": date, "machine": facts(), **measured}, indent=2) + "\n")
-    return path
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells in aligned columns, the first one to the left; the first row is the head."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *rest in rows:
-        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 def _time_single(llm: LLM, prompt: Prompt, params: SamplingParams) -> Single:

@@ -1,0 +1,1 @@
+"""What ``fastinfer bench`` measures; each command is a module with ``run``."""

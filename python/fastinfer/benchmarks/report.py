@@ -1,0 +1,45 @@
+"""How measurements are summed up and written down."""
+
+import datetime
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastinfer.info import facts
+
+PERCENTILES = (50, 95, 99)
+
+
+def percentile(samples: Iterable[float], percent: float) -> float:
+    """The smallest sample that at least ``percent`` % of the samples do not exceed (nearest rank)."""
+    ordered = sorted(samples)
+    rank = -(-len(ordered) * percent // 100)
+    return ordered[max(int(rank) - 1, 0)]
+
+
+def write_json(path: Path, measured: dict[str, Any]) -> Path:
+    """Write what was measured with the date (UTC) and the machine's description; create the folder if necessary."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    path.write_text(json.dumps({"date": date, "machine": facts(), **measured}, indent=2) + "\n")
+    return path
+
+
+def print_plot(plot: Callable[[], Path]) -> None:
+    """Draw a plot and print where it is, or that it needs a package which is not installed."""
+    try:
+        print(plot())
+    except ImportError:
+        print("no plot: it needs matplotlib (pip install 'fastinfer[bench]')", file=sys.stderr)
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells in aligned columns, the first one to the left; the first row is the head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *rest in rows:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
