@@ -8,6 +8,7 @@ import argparse
 import errno
 import importlib
 import io
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from fastinfer.errors import FastinferError
 from fastinfer.hub import DEFAULT_MODEL
 
 DEFAULT_BENCHMARK = "end-to-end"
+THROUGHPUT_SECTIONS = ("batch", "policies", "arrival", "prefix", "ngram", "json")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -129,6 +131,39 @@ def _add_benchmarks(bench: argparse.ArgumentParser) -> None:
     end_to_end.add_argument("--requests", type=_count(1), default=16, metavar="N", help="at once; default: %(default)s")
     add_sizes(end_to_end, 128, 5, "end_to_end.json and end_to_end.png")
 
+    throughput = add("throughput", "what batching, prefix reuse, speculation and JSON schemas bring and cost")
+    throughput.add_argument(
+        "--only",
+        type=_names(THROUGHPUT_SECTIONS),
+        default=THROUGHPUT_SECTIONS,
+        metavar="NAME,NAME",
+        help=f"some of {','.join(THROUGHPUT_SECTIONS)}; default: all",
+    )
+    throughput.add_argument(
+        "--batch-sizes", type=_counts, default=[1, 2, 4, 8, 16, 32], metavar="N,N", help="default: 1,2,4,8,16,32"
+    )
+    throughput.add_argument("--prompt-tokens", type=_count(1), default=128, metavar="N", help="default: %(default)s")
+    throughput.add_argument(
+        "--requests", type=_count(1), default=64, metavar="N", help="of the mixed trace; default: %(default)s"
+    )
+    throughput.add_argument(
+        "--rate", type=_rate, metavar="R", help="of the mixed trace, requests per second; default: all at once"
+    )
+    throughput.add_argument(
+        "--max-num-seqs", type=_count(1), default=16, metavar="N", help="of the mixed trace; default: %(default)s"
+    )
+    _add_speculative_tokens(throughput)
+    throughput.add_argument(
+        "--json-requests", type=_count(1), default=200, metavar="N", help="default: %(default)s, over 20 schemas"
+    )
+    add_sizes(throughput, 64, 3, "throughput.json and throughput.png")
+
+
+def _add_speculative_tokens(benchmark: argparse.ArgumentParser) -> None:
+    benchmark.add_argument(
+        "--speculative-tokens", type=_count(1), default=7, metavar="N", help="guessed at most; default: %(default)s"
+    )
+
 
 def _with_benchmark(argv: Sequence[str]) -> Sequence[str]:
     """``bench`` followed by options, or by nothing, is the default benchmark."""
@@ -168,3 +203,24 @@ def _count(low: int) -> Callable[[str], int]:
 
 def _counts(text: str) -> list[int]:
     return [_count(1)(part) for part in text.split(",")]
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not 0 < rate < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return rate
+
+
+def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {name!r}")
+        return names
+
+    return parse

@@ -2,8 +2,10 @@
 
 import datetime
 import json
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +45,36 @@ def table(rows: Sequence[Sequence[str]]) -> str:
         cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A measured figure beside what it should be."""
+
+    name: str
+    value: float
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @property
+    def holds(self) -> bool:
+        return (self.at_least is None or self.value >= self.at_least) and (
+            self.at_most is None or self.value <= self.at_most
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "holds": self.holds}
+
+
+def goal_rows(goals: Iterable[Goal]) -> list[list[str]]:
+    rows = [["figure", "measured", "wanted", "holds"]]
+    for goal in goals:
+        wanted = f">= {goal.at_least:g}" if goal.at_least is not None else f"<= {goal.at_most:g}"
+        rows.append([goal.name, f"{goal.value:.3g}", wanted, "yes" if goal.holds else "no"])
+    return rows
+
+
+def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+    """The median of the ratios of pairs that were measured one after the other: another program's load, which comes
+    and goes, is in both."""
+    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))

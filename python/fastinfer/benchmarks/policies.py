@@ -1,0 +1,122 @@
+"""Continuous, static and dynamic batching on one trace of mixed lengths.
+
+Lengths are log-uniform, as real ones lie: many are short, few are long. End-of-sequence is ignored and the prefix cache
+off, so that each policy does the same work; one warm-up each, then the policies in turns.
+"""
+
+import math
+import random
+import statistics
+from dataclasses import dataclass
+
+from fastinfer.benchmarks.progress import Progress, silent
+from fastinfer.benchmarks.replay import Job, Replay, replay
+from fastinfer.benchmarks.report import PERCENTILES, Goal, median_ratio, percentile
+from fastinfer.benchmarks.subject import Subject
+from fastinfer.engine.config import BATCHING
+from fastinfer.sampling_params import SamplingParams
+
+PROMPT_TOKENS = (16, 512)
+NEW_TOKENS = (8, 256)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One policy: tokens/s of each repeat, and percentiles in seconds over all requests and tokens."""
+
+    name: str
+    tokens_per_s: list[float]
+    first_token_s: dict[int, float]
+    inter_token_s: dict[int, float]
+    request_s: dict[int, float]
+
+    @classmethod
+    def of(cls, name: str, replays: list[Replay]) -> "Policy":
+        timelines = [timeline for run in replays for timeline in run.timelines]
+        whole = [timeline.moments[-1] - timeline.job.arrival_s for timeline in timelines]
+        gaps = [gap for timeline in timelines for gap in timeline.gaps_s]
+        return cls(
+            name=name,
+            tokens_per_s=[run.tokens_per_s for run in replays],
+            first_token_s={p: percentile([t.first_token_s for t in timelines], p) for p in PERCENTILES},
+            inter_token_s={p: percentile(gaps, p) for p in PERCENTILES},
+            request_s={p: percentile(whole, p) for p in PERCENTILES},
+        )
+
+
+@dataclass(frozen=True)
+class Policies:
+    """All of them, on ``num_requests`` requests that come at ``rate`` per second, or all at once."""
+
+    num_requests: int
+    num_prompt_tokens: int
+    num_new_tokens: int
+    rate: float | None
+    max_num_seqs: int
+    policies: list[Policy]
+
+    def rows(self) -> list[list[str]]:
+        rows = [
+            ["batching", "tokens/s", "times static", "first token s p50", "p99", "between ms p50", "p99", "whole s p50"]
+        ]
+        for policy in self.policies:
+            row = [policy.name, f"{statistics.median(policy.tokens_per_s):.1f}", f"{self._gain(policy):.2f}"]
+            row += [f"{policy.first_token_s[p]:.2f}" for p in (50, 99)]
+            row += [f"{policy.inter_token_s[p] * 1e3:.1f}" for p in (50, 99)]
+            rows.append([*row, f"{policy.request_s[50]:.2f}"])
+        return rows
+
+    def goals(self) -> list[Goal]:
+        gain = self._gain(next(policy for policy in self.policies if policy.name == "continuous"))
+        # At a given rate all policies may keep up, and then none is faster.
+        return [] if self.rate else [Goal("continuous batching's tokens/s over static", gain, at_least=1.5)]
+
+    def _gain(self, policy: Policy) -> float:
+        static = next(policy for policy in self.policies if policy.name == "static")
+        return median_ratio(policy.tokens_per_s, static.tokens_per_s)
+
+
+def mixed_trace(
+    subject: Subject,
+    num_requests: int,
+    rate: float | None,
+    prompt_tokens: tuple[int, int] = PROMPT_TOKENS,
+    new_tokens: tuple[int, int] = NEW_TOKENS,
+    seed: int = 0,
+) -> list[Job]:
+    """Jobs of log-uniform lengths within the two ranges; at once, or as a Poisson process of ``rate`` per second."""
+    rng = random.Random(seed)
+    jobs, arrival_s = [], 0.0
+    for _ in range(num_requests):
+        params = SamplingParams(temperature=0, max_tokens=_log_uniform(rng, *new_tokens), ignore_eos=True)
+        jobs.append(Job(subject.random_prompt(rng, _log_uniform(rng, *prompt_tokens)), params, arrival_s))
+        arrival_s += rng.expovariate(rate) if rate else 0.0
+    return jobs
+
+
+def measure(
+    subject: Subject, jobs: list[Job], rate: float | None, max_num_seqs: int, repeats: int, progress: Progress = silent
+) -> Policies:
+    new_tokens = [job.params.max_tokens or 0 for job in jobs]
+    longest = max(len(job.prompt_token_ids) + count for job, count in zip(jobs, new_tokens, strict=True))
+    choices = {"max_num_seqs": max_num_seqs, "max_model_len": longest, "enable_prefix_caching": False}
+    engines = {name: subject.engine(batching=name, **choices) for name in BATCHING}
+    replays: dict[str, list[Replay]] = {name: [] for name in BATCHING}
+    for repeat in range(1 + repeats):
+        for name, engine in engines.items():
+            progress(f"{name}{'' if repeat else ': warm-up'}")
+            run = replay(engine, jobs)
+            if repeat:
+                replays[name].append(run)
+    return Policies(
+        num_requests=len(jobs),
+        num_prompt_tokens=sum(len(job.prompt_token_ids) for job in jobs),
+        num_new_tokens=sum(new_tokens),
+        rate=rate,
+        max_num_seqs=max_num_seqs,
+        policies=[Policy.of(name, replays[name]) for name in BATCHING],
+    )
+
+
+def _log_uniform(rng: random.Random, low: int, high: int) -> int:
+    return round(math.exp(rng.uniform(math.log(low), math.log(high))))

@@ -1,0 +1,181 @@
+"""Requests given to an engine at their time, and when their tokens came."""
+
+import itertools
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from fastinfer.engine.engine import Engine
+from fastinfer.errors import RequestError
+from fastinfer.outputs import RequestOutput
+from fastinfer.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request, and when it comes, in seconds after the beginning."""
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival_s: float = 0.0
+
+
+@dataclass
+class Timeline:
+    """When a job's tokens came.
+
+    Attributes:
+        job: what was asked for.
+        moments: of each output that brought tokens, in seconds after the beginning.
+        counts: how many tokens there were then.
+        token_ids: all of them.
+        num_cached_tokens: of the prompt, which the prefix cache had.
+    """
+
+    job: Job
+    moments: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    num_cached_tokens: int = 0
+
+    def add(self, moment: float, output: RequestOutput) -> None:
+        completion = output.outputs[0]
+        if len(completion.token_ids) > len(self.token_ids):
+            self.moments.append(moment)
+            self.counts.append(len(completion.token_ids))
+        self.token_ids = completion.token_ids
+        self.num_cached_tokens = output.num_cached_tokens
+        self.finish_reason = completion.finish_reason
+        if output.finished:
+            self._check(completion.stop_reason)
+
+    @property
+    def first_token_s(self) -> float:
+        """Seconds from its arrival to its first token, what it waited included."""
+        return self.moments[0] - self.job.arrival_s
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Seconds between an output and the next: what a reader of the stream waits."""
+        return [after - before for before, after in itertools.pairwise(self.moments)]
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds from the first output to the last."""
+        return self.moments[-1] - self.moments[0]
+
+    def _check(self, stop_reason: object) -> None:
+        """Refuse to count tokens that were never generated."""
+        wanted, params = self.job.params.max_tokens, self.job.params
+        may_be_short = not params.ignore_eos and self.finish_reason == "stop"
+        if self.finish_reason == "error" or (len(self.token_ids) != wanted and not may_be_short):
+            reason = stop_reason if self.finish_reason == "error" else "the context is too short"
+            raise RequestError(
+                f"expected {wanted} new tokens after {len(self.job.prompt_token_ids)} prompt tokens, "
+                f"got {len(self.token_ids)} ({reason})"
+            )
+
+
+@dataclass(frozen=True)
+class Window:
+    """A part of a replay in which every request decodes: seconds, tokens, and outputs that brought them."""
+
+    seconds: float
+    num_tokens: int
+    num_outputs: int
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What became of some jobs; ``seconds`` from the first one's arrival to the last one's end."""
+
+    seconds: float
+    timelines: list[Timeline]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(timeline.token_ids) for timeline in self.timelines)
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs that brought tokens: one for each token, but for what a grammar or speculation adds."""
+        return sum(len(timeline.moments) for timeline in self.timelines)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens, prefill included."""
+        return self.num_tokens / self.seconds
+
+    @property
+    def first_token_s(self) -> list[float]:
+        return [timeline.first_token_s for timeline in self.timelines]
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [gap for timeline in self.timelines for gap in timeline.gaps_s]
+
+    def decode_window(self) -> Window | None:
+        """From the moment when the last request has its first token until the first one ends; ``None`` where the first
+        ends before the last begins."""
+        start = max(timeline.moments[0] for timeline in self.timelines)
+        end = min(timeline.moments[-1] for timeline in self.timelines)
+        if end <= start:
+            return None
+        num_tokens = num_outputs = 0
+        for timeline in self.timelines:
+            steps = list(zip(timeline.moments, timeline.counts, strict=True))
+            counts = [count for moment, count in steps if moment <= end]
+            num_before = sum(moment <= start for moment, _ in steps)
+            num_tokens += counts[-1] - counts[num_before - 1]
+            num_outputs += len(counts) - num_before
+        return Window(end - start, num_tokens, num_outputs)
+
+
+class Recorder:
+    """Steps an engine and writes down when tokens came, in seconds after its making."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._timelines: dict[str, Timeline] = {}
+        self._start = time.perf_counter()
+
+    def now(self) -> float:
+        return time.perf_counter() - self._start
+
+    def add(self, job: Job) -> Timeline:
+        timeline = Timeline(job)
+        self._timelines[self._engine.add_request(job.prompt_token_ids, job.params)] = timeline
+        return timeline
+
+    def step(self) -> float:
+        """Compute a step; returns the moment at its end."""
+        outputs = self._engine.step()
+        moment = self.now()
+        for output in outputs:
+            assert isinstance(output, RequestOutput)
+            self._timelines[output.request_id].add(moment, output)
+        return moment
+
+
+def replay(engine: Engine, jobs: Iterable[Job]) -> Replay:
+    """Run jobs to their ends.
+
+    Raises:
+        RequestError: a job can never be served, failed, or got fewer tokens than it asked for.
+    """
+    jobs = list(jobs)
+    pending = sorted(range(len(jobs)), key=lambda index: jobs[index].arrival_s)[::-1]
+    recorder = Recorder(engine)
+    timelines: dict[int, Timeline] = {}
+    moment = 0.0
+    while pending or engine.has_unfinished:
+        while pending and jobs[pending[-1]].arrival_s <= recorder.now():
+            index = pending.pop()
+            timelines[index] = recorder.add(jobs[index])
+        if engine.has_unfinished:
+            moment = recorder.step()
+        else:
+            time.sleep(max(jobs[pending[-1]].arrival_s - recorder.now(), 0.0))
+    first = min(job.arrival_s for job in jobs)
+    return Replay(moment - first, [timelines[index] for index in range(len(jobs))])

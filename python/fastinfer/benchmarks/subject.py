@@ -1,0 +1,49 @@
+"""The model under test."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastinfer import hub
+from fastinfer.chat_template import render
+from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.engine import Engine
+from fastinfer.models import Model, load_model
+from fastinfer.models.config import Precision
+from fastinfer.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A loaded model, from which engines with different choices are made; all of them share its weights."""
+
+    model: Model
+    tokenizer: Tokenizer
+    kv_cache_dtype: torch.dtype
+
+    @classmethod
+    def load(cls, name: str, dtype: str) -> "Subject":
+        """Load a model by a name or path that :func:`fastinfer.hub.resolve` knows."""
+        model, tokenizer = load_model(hub.resolve(name), dtype)
+        return cls(model, tokenizer, Precision.of(dtype).kv_cache_dtype)
+
+    def engine(self, **choices: Any) -> Engine:
+        """A new engine; ``choices`` are fields of :class:`fastinfer.engine.config.EngineConfig`."""
+        return Engine(self.model, self.tokenizer, EngineConfig(kv_cache_dtype=self.kv_cache_dtype, **choices))
+
+    def random_prompt(self, rng: random.Random, length: int) -> list[int]:
+        """Token ids that mean nothing: nobody finds them in a cache or guesses how they go on."""
+        vocab_size = self.model.config.vocab_size
+        return [rng.randrange(min(100, vocab_size // 2), min(1000, vocab_size)) for _ in range(length)]
+
+    def chat_prompt(self, message: str, system: str | None = None) -> list[int]:
+        """Token ids of a user's message as the model's chat template writes it; as is where there is none."""
+        tokenizer = self.tokenizer
+        if tokenizer.chat_template is None:
+            return tokenizer.encode(message if system is None else f"{system}\n\n{message}")
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        messages.append({"role": "user", "content": message})
+        text = render(tokenizer.chat_template, messages, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
+        return tokenizer.encode(text, add_special_tokens=False)

@@ -1,0 +1,55 @@
+"""``fastinfer bench throughput``: what batching, prefix reuse, speculation and grammars bring, and what they cost.
+
+One module for each section; every section measures its alternatives in turns, after a warm-up, on equal work.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fastinfer.benchmarks import batch_sizes, policies, prefix_reuse, prompt_arrival, speculation, structured
+from fastinfer.benchmarks.progress import Progress, shown
+from fastinfer.benchmarks.report import goal_rows, print_plot, table, write_json
+from fastinfer.benchmarks.subject import Subject
+
+
+def run(args: argparse.Namespace) -> int:
+    subject = Subject.load(args.model, args.dtype)
+    results: dict[str, Any] = {}
+    for name in args.only:
+        with shown(name) as progress:
+            results[name] = SECTIONS[name](subject, args, progress)
+        print(f"\n{name}\n{table(results[name].rows())}", flush=True)
+    goals = [goal for result in results.values() for goal in result.goals()]
+    print(f"\n{table(goal_rows(goals))}")
+    if args.out is not None:
+        out = Path(args.out)
+        settings = {name: value for name, value in vars(args).items() if name not in ("module", "out")}
+        measured = {name: asdict(result) for name, result in results.items()}
+        goals_json = [goal.as_dict() for goal in goals]
+        print(write_json(out / "throughput.json", {"settings": settings, "goals": goals_json, "results": measured}))
+        if "batch" in results:
+            print_plot(lambda: results["batch"].plot(out / "throughput.png", args.model))
+    return 0
+
+
+def _policies(subject: Subject, args: argparse.Namespace, progress: Progress) -> policies.Policies:
+    jobs = policies.mixed_trace(subject, args.requests, args.rate)
+    return policies.measure(subject, jobs, args.rate, args.max_num_seqs, args.repeats, progress)
+
+
+# Each result has rows(), a table, and goals().
+SECTIONS: dict[str, Callable[[Subject, argparse.Namespace, Progress], Any]] = {
+    "batch": lambda subject, args, progress: batch_sizes.measure(
+        subject, args.batch_sizes, args.prompt_tokens, args.new_tokens, args.repeats, progress
+    ),
+    "policies": _policies,
+    "arrival": lambda subject, args, progress: prompt_arrival.measure(subject, args.repeats, progress),
+    "prefix": lambda subject, args, progress: prefix_reuse.measure(subject, args.repeats, progress),
+    "ngram": lambda subject, args, progress: speculation.measure(
+        subject, args.speculative_tokens, args.repeats, progress
+    ),
+    "json": lambda subject, args, progress: structured.measure(subject, args.json_requests, args.repeats, progress),
+}
