@@ -18,8 +18,8 @@ class FakeLLM:
     stop_reason: str | None = None
     before_piece: Callable[[int], None] = staticmethod(lambda index: None)
 
-    def __init__(self, model: str, *, dtype: str = "auto") -> None:
-        self.model, self.dtype = model, dtype
+    def __init__(self, model: str, *, dtype: str = "auto", **options: Any) -> None:
+        self.model, self.dtype, self.options = model, dtype, options
         self.tokenizer = SimpleNamespace(chat_template=self.chat_template)
         self.asked: list[tuple[str, Any, SamplingParams]] = []  # method, prompt or messages, parameters
         self.num_closed = 0

@@ -17,6 +17,7 @@ from fastinfer import hub
 from fastinfer.cli import main
 from fastinfer.errors import RequestError
 from fastinfer.sampling_params import SamplingParams
+from fastinfer.structured_output import StructuredOutputsParams
 
 Captured = pytest.CaptureFixture[str]
 
@@ -29,8 +30,8 @@ def llms(monkeypatch: pytest.MonkeyPatch) -> list[FakeLLM]:
     loaded: list[FakeLLM] = []
 
     class Recorded(FakeLLM):
-        def __init__(self, model: str, *, dtype: str = "auto") -> None:
-            super().__init__(model, dtype=dtype)
+        def __init__(self, model: str, *, dtype: str = "auto", **options: object) -> None:
+            super().__init__(model, dtype=dtype, **options)
             loaded.append(self)
 
     monkeypatch.setattr(session, "LLM", Recorded)
@@ -138,6 +139,59 @@ def test_options_reach_the_model(llms: list[FakeLLM]) -> None:
     assert llms[0].asked[0][2] == expected
 
 
+def test_more_options_reach_the_model(llms: list[FakeLLM], tmp_path: Path) -> None:
+    options = (
+        "--speculate 5 --kv-cache-dtype int8 --repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty -0.3 "
+        "--min-tokens 2 --stop END --stop ."
+    )
+    assert main(["generate", "Why?", *options.split()]) == 0
+    assert llms[0].options == {"num_speculative_tokens": 5, "kv_cache_dtype": "int8"}
+    expected = SamplingParams(
+        temperature=0.7,
+        top_p=0.95,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=-0.3,
+        min_tokens=2,
+        stop=["END", "."],
+    )
+    assert llms[0].asked[0][2] == expected
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    forms = {
+        f"--json-schema {schema}": StructuredOutputsParams(json={"type": "object"}),
+        "--regex [0-9]+": StructuredOutputsParams(regex="[0-9]+"),
+        "--choice yes --choice no": StructuredOutputsParams(choice=["yes", "no"]),
+    }
+    for index, (option, form) in enumerate(forms.items(), start=1):
+        assert main(["generate", "Why?", *option.split()]) == 0
+        assert llms[index].asked[0][2].structured_outputs == form
+        assert llms[index].options == {}
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (None, "No such file"),
+        (b"\xff", "expected a JSON schema in UTF-8"),
+        (b"[1]", "json must be a JSON schema that is an object"),
+        (b"{", "json must be a JSON schema"),
+        (b"", "json must be a non-empty string"),
+    ],
+)
+def test_a_bad_schema_file(
+    content: bytes | None, named: str, tmp_path: Path, llms: list[FakeLLM], capsys: Captured
+) -> None:
+    path = tmp_path / "schema.json"
+    if content is not None:
+        path.write_bytes(content)
+    assert main(["generate", "x", "--json-schema", str(path)]) == 2
+    line = error_line(capsys)
+    assert named in line
+    assert str(path) in line
+    assert llms == []
+
+
 def test_prompt_from_standard_input(llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("Why?\nReally?\n\n"))
     assert main(["generate", "-", "--raw"]) == 0
@@ -160,6 +214,9 @@ def test_standard_input_that_is_no_text(llms: list[FakeLLM], monkeypatch: pytest
         ("generate x --max-tokens many", "--max-tokens"),
         ("generate x --max-tokens 1e3", "--max-tokens"),
         ("generate x --dtype int3", "--dtype"),
+        ("generate x --kv-cache-dtype int4", "--kv-cache-dtype"),
+        ("generate x --speculate many", "--speculate"),
+        ("generate x --regex a --choice b", "--choice"),
         ("pull", "NAME"),
         ("bench --repeats 0", "--repeats"),
         ("bench --new-tokens 1", "--new-tokens"),
@@ -188,6 +245,13 @@ def test_arguments_that_do_not_parse(arguments: str, named: str, capsys: Capture
         "--top-p 1.1",
         "--top-k -2",
         "--min-p inf",
+        "--repetition-penalty 0",
+        "--presence-penalty 3",
+        "--frequency-penalty nan",
+        "--min-tokens 257",
+        "--stop=",
+        "--choice=",
+        "--regex=",
         "--seed -1",
         "--seed 9223372036854775808",
     ],
@@ -195,7 +259,7 @@ def test_arguments_that_do_not_parse(arguments: str, named: str, capsys: Capture
 @pytest.mark.parametrize("command", ["generate x", "chat"])
 def test_parameters_out_of_range(command: str, options: str, llms: list[FakeLLM], capsys: Captured) -> None:
     assert main([*command.split(), *options.split()]) == 2
-    field = options.split()[0].removeprefix("--").replace("-", "_")
+    field = options.split()[0].removeprefix("--").rstrip("=").replace("-", "_")
     assert f"{field} must be" in error_line(capsys)
     assert llms == []  # found before anything was loaded
 
@@ -366,12 +430,14 @@ def test_program_chats_with_the_real_model(model_path: Path) -> None:
     [
         (["generate", "x", "--model", "/no/such.gguf"], "/no/such.gguf"),
         (["generate", "x", "--top-p", "2"], "top_p"),
+        (["generate", "x", "--speculate", "16"], "num_speculative_tokens"),
+        (["generate", "x", "--regex", "("], "regex cannot be enforced"),
         (["generate", "a " * 20_000], "prompt"),  # longer than the context
         (["generate", ""], "prompt"),
         (["generate", "x", "--model", __file__], "GGUF"),
         (["bench", "--model", "/no/such.gguf"], "/no/such.gguf"),
     ],
-    ids=["model", "parameter", "context", "empty", "format", "bench"],
+    ids=["model", "parameter", "speculation", "regex", "context", "empty", "format", "bench"],
 )
 def test_program_ends_with_one_line(arguments: list[str], named: str) -> None:
     program = run_program(*arguments, *(["--raw"] if arguments[0] == "generate" else []))

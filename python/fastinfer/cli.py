@@ -21,6 +21,7 @@ from fastinfer.hub import DEFAULT_MODEL
 DEFAULT_BENCHMARK = "end-to-end"
 THROUGHPUT_SECTIONS = ("batch", "policies", "arrival", "prefix", "ngram", "json")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = (*DTYPES, "int8", "fp8")
 
 
 class _UsageError(FastinferError):
@@ -76,11 +77,13 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--raw", action="store_true", help="give the text as is, without the model's chat template")
     generate.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
     _add_model_options(generate)
+    _add_engine_options(generate)
     _add_sampling_options(generate)
 
     chat = add("chat", "commands.chat", "talk with a model; Ctrl-C stops an answer, Ctrl-D ends")
     chat.add_argument("--system", metavar="TEXT", help="the system message")
     _add_model_options(chat)
+    _add_engine_options(chat)
     _add_sampling_options(chat)
 
     pull = add("pull", "commands.pull", "download a model and print where it is")
@@ -181,15 +184,42 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="what to compute in; default: %(default)s")
 
 
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Options of :class:`fastinfer.LLM`, which has the defaults."""
+    options = parser.add_argument_group("engine", argument_default=argparse.SUPPRESS)
+    options.add_argument(
+        "--speculate",
+        type=int,
+        dest="num_speculative_tokens",
+        metavar="N",
+        help="guess up to N tokens ahead, from the text itself; default: 0",
+    )
+    options.add_argument(
+        "--kv-cache-dtype", choices=KV_CACHE_DTYPES, help="of the cached keys and values; default: auto"
+    )
+
+
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Options named as the fields of SamplingParams, which checks their ranges and has the defaults."""
     options = parser.add_argument_group("sampling", argument_default=argparse.SUPPRESS)
     options.add_argument("--max-tokens", type=int, metavar="N", help="end after N generated tokens; default: 256")
+    options.add_argument("--min-tokens", type=int, metavar="N", help="do not end by itself before N generated tokens")
+    options.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
     options.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token; default: 0.7")
     options.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest of this sum; default: 0.95")
     options.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens")
     options.add_argument("--min-p", type=float, metavar="P", help="drop tokens below this share of the likeliest")
+    options.add_argument(
+        "--repetition-penalty", type=float, metavar="R", help="above 1, tokens of prompt and text come less often"
+    )
+    options.add_argument("--presence-penalty", type=float, metavar="X", help="subtracted for tokens in the text")
+    options.add_argument("--frequency-penalty", type=float, metavar="X", help="the same, as often as the token occurs")
     options.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
+    form = parser.add_argument_group("structured output", argument_default=argparse.SUPPRESS)
+    form = form.add_mutually_exclusive_group()
+    form.add_argument("--json-schema", metavar="FILE", help="the text is JSON that this schema allows")
+    form.add_argument("--regex", metavar="PATTERN", help="the whole text matches this regular expression")
+    form.add_argument("--choice", action="append", metavar="TEXT", help="the text is one of these; to be repeated")
 
 
 def _count(low: int) -> Callable[[str], int]:
