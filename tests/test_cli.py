@@ -224,6 +224,10 @@ def test_standard_input_that_is_no_text(llms: list[FakeLLM], monkeypatch: pytest
         ("bench --prompt-tokens 32,-1", "--prompt-tokens"),
         ("bench --requests ²", "--requests"),
         ("bench nothing", "nothing"),
+        ("bench throughput --only batch,nothing", "nothing"),
+        ("bench throughput --rate 0", "--rate"),
+        ("bench throughput --rate nan", "--rate"),
+        ("bench ablation --rows none,nothing", "nothing"),
         ("bench --repeats 1 end-to-end", "end-to-end"),  # its options come after a benchmark's name
     ],
 )

@@ -19,6 +19,7 @@ from fastinfer.errors import FastinferError
 from fastinfer.hub import DEFAULT_MODEL
 
 DEFAULT_BENCHMARK = "end-to-end"
+ABLATION_ROWS = ("none", "kv", "batch", "kv+batch", "continuous", "int8", "int4", "prefix", "speculation")
 THROUGHPUT_SECTIONS = ("batch", "policies", "arrival", "prefix", "ngram", "json")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = (*DTYPES, "int8", "fp8")
@@ -120,7 +121,9 @@ def _add_benchmarks(bench: argparse.ArgumentParser) -> None:
     def add(name: str, help: str) -> argparse.ArgumentParser:
         benchmark = benchmarks.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
         benchmark.set_defaults(module=f"fastinfer.benchmarks.{name.replace('-', '_')}")
-        _add_model_options(benchmark)
+        _add_model_option(benchmark)
+        if name != "ablation":  # whose rows say what they compute in
+            _add_dtype_option(benchmark)
         return benchmark
 
     def add_sizes(benchmark: argparse.ArgumentParser, new_tokens: int, repeats: int, files: str) -> None:
@@ -161,6 +164,26 @@ def _add_benchmarks(bench: argparse.ArgumentParser) -> None:
     )
     add_sizes(throughput, 64, 3, "throughput.json and throughput.png")
 
+    ablation = add("ablation", "one optimisation after another switched on, each in a process of its own")
+    ablation.add_argument(
+        "--rows",
+        type=_names(ABLATION_ROWS),
+        default=ABLATION_ROWS,
+        metavar="NAME,NAME",
+        help=f"some of {','.join(ABLATION_ROWS)}; default: all",
+    )
+    ablation.add_argument("--requests", type=_count(1), default=24, metavar="N", help="default: %(default)s")
+    ablation.add_argument("--batch-size", type=_count(1), default=8, metavar="N", help="default: %(default)s")
+    ablation.add_argument(
+        "--limit-seconds",
+        type=_count(1),
+        default=60,
+        metavar="N",
+        help="of each run without a KV cache; default: %(default)s",
+    )
+    _add_speculative_tokens(ablation)
+    add_sizes(ablation, 128, 3, "ablation.json and ablation.png")
+
 
 def _add_speculative_tokens(benchmark: argparse.ArgumentParser) -> None:
     benchmark.add_argument(
@@ -176,11 +199,19 @@ def _with_benchmark(argv: Sequence[str]) -> Sequence[str]:
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    _add_model_option(parser)
+    _add_dtype_option(parser)
+
+
+def _add_model_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default=DEFAULT_MODEL,
         help="a .gguf file, a name from 'fastinfer models', or org/repo/file.gguf; default: %(default)s",
     )
+
+
+def _add_dtype_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="what to compute in; default: %(default)s")
 
 

@@ -10,6 +10,7 @@ from fastinfer import hub
 from fastinfer.chat_template import render
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.engine import Engine
+from fastinfer.engine.kv_tensors import num_blocks_for
 from fastinfer.models import Model, load_model
 from fastinfer.models.config import Precision
 from fastinfer.tokenizer import Tokenizer
@@ -29,9 +30,21 @@ class Subject:
         model, tokenizer = load_model(hub.resolve(name), dtype)
         return cls(model, tokenizer, Precision.of(dtype).kv_cache_dtype)
 
-    def engine(self, **choices: Any) -> Engine:
-        """A new engine; ``choices`` are fields of :class:`fastinfer.engine.config.EngineConfig`."""
-        return Engine(self.model, self.tokenizer, EngineConfig(kv_cache_dtype=self.kv_cache_dtype, **choices))
+    def engine(self, *, max_num_seqs: int, max_model_len: int, **choices: Any) -> Engine:
+        """A new engine whose cache holds ``max_num_seqs`` of the longest sequences, so that none waits for memory.
+
+        ``choices`` are further fields of :class:`fastinfer.engine.config.EngineConfig`.
+        """
+        # One block more for each: the scheduler wants a spare one for every running sequence.
+        num_blocks = max_num_seqs * (num_blocks_for(max_model_len, EngineConfig.block_size) + 1)
+        config = EngineConfig(
+            kv_cache_dtype=self.kv_cache_dtype,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            num_kv_blocks=num_blocks,
+            **choices,
+        )
+        return Engine(self.model, self.tokenizer, config)
 
     def random_prompt(self, rng: random.Random, length: int) -> list[int]:
         """Token ids that mean nothing: nobody finds them in a cache or guesses how they go on."""

@@ -1,0 +1,141 @@
+"""``fastinfer bench ablation``: one optimisation after another switched on, on one workload.
+
+The rows are those of :mod:`fastinfer.benchmarks.ablation_rows`. What a row does not name stays: hidden states in fp32,
+KV cache in fp16, the fused kernels, the budget of a step, recorded graphs. So the first row is not what a naive
+implementation reaches, but what these kernels reach without the optimisations.
+
+The workload: requests that come at once, all with one system prompt; every second answer copies much of its prompt; the
+lengths are mixed and the same in all rows. Each run of a row is a new process, which loads, warms up, forgets all
+prefixes, and measures; rows take turns. Rows without a KV cache stop at a time limit: their tokens/s are of what they
+did until then, when texts were shorter than they would have become, which flatters them.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from fastinfer.benchmarks.ablation_row import Measured, Settings
+from fastinfer.benchmarks.ablation_rows import ROWS, Row
+from fastinfer.benchmarks.progress import shown
+from fastinfer.benchmarks.report import median_ratio, percentile, print_plot, table, write_json
+from fastinfer.errors import FastinferError, RequestError
+
+Results = dict[str, list[Measured]]  # of each row's key, one for each repeat
+
+
+def run(args: argparse.Namespace) -> int:
+    settings = Settings(
+        args.model, args.requests, args.new_tokens, args.batch_size, args.speculative_tokens, args.limit_seconds
+    )
+    rows = [row for row in ROWS if row.key in args.rows]
+    results: Results = {row.key: [] for row in rows}
+    with shown("ablation") as progress:
+        for repeat in range(args.repeats):
+            for row in rows:
+                progress(f"{row.title}, {repeat + 1} of {args.repeats}")
+                results[row.key].append(_measure_in_process(row, settings))
+    print(table(_table_rows(rows, results)))
+    for row in rows:
+        print(f"{row.title}: {row.meaning}{_done(results[row.key])}")
+    if args.out is not None:
+        out = Path(args.out)
+        described = {row.key: asdict(row) | {"runs": [asdict(run) for run in results[row.key]]} for row in rows}
+        measured = {"settings": asdict(settings) | {"repeats": args.repeats}, "rows": described}
+        print(write_json(out / "ablation.json", measured))
+        print_plot(lambda: _plot(out / "ablation.png", args.model, rows, results))
+    return 0
+
+
+def tokens_per_s(runs: Sequence[Measured]) -> list[float]:
+    return [run.num_tokens / run.seconds for run in runs]
+
+
+def gain(row: Row, rows: Sequence[Row], results: Results) -> float:
+    """Times the first row's tokens/s, the median over the repeats."""
+    return median_ratio(tokens_per_s(results[row.key]), tokens_per_s(results[rows[0].key]))
+
+
+def check_complete(row: Row, run: Measured) -> None:
+    """Refuse to count tokens that were never generated.
+
+    Raises:
+        RequestError: tokens are missing though the row has no time limit, or there are none at all.
+    """
+    if run.num_tokens == 0 or (row.kv_cache and run.num_tokens != run.num_requested):
+        raise RequestError(f"{row.title}: expected {run.num_requested} tokens, got {run.num_tokens}")
+
+
+def _measure_in_process(row: Row, settings: Settings) -> Measured:
+    message = json.dumps({"row": row.key, "settings": asdict(settings)})
+    command = [sys.executable, "-m", "fastinfer.benchmarks.ablation_row", message]
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        lines = process.stderr.strip().splitlines() or [f"its process ended with the code {process.returncode}"]
+        raise FastinferError(f"{row.title}: {lines[-1]}")
+    measured = Measured(**json.loads(process.stdout))
+    check_complete(row, measured)
+    return measured
+
+
+def _table_rows(rows: Sequence[Row], results: Results) -> list[list[str]]:
+    head = ["", "tokens/s", f"times {rows[0].title}", "published", "first token s", "between ms p50", "p99"]
+    lines = [[*head, "weights MB", "peak memory MB"]]
+    for row in rows:
+        runs = results[row.key]
+        line = [row.title, f"{statistics.median(tokens_per_s(runs)):.1f}", f"{gain(row, rows, results):.2f}"]
+        line.append("" if row.claim is None else f"{row.claim:g}")
+        # The requests that a row did not come to would have waited longest.
+        whole = all(run.num_tokens == run.num_requested for run in runs)
+        line.append(f"{statistics.median(s for run in runs for s in run.first_token_s):.2f}" if whole else "-")
+        gaps = [gap for run in runs for gap in run.gaps_s]
+        line += [f"{percentile(gaps, p) * 1e3:.1f}" if gaps else "-" for p in (50, 99)]
+        line += [f"{runs[0].weight_bytes / 1e6:.0f}", f"{max(run.peak_memory for run in runs) / 1e6:.0f}"]
+        lines.append(line)
+    return lines
+
+
+def _done(runs: Sequence[Measured]) -> str:
+    """What must be known beside the figures."""
+    notes = []
+    fewest = min(runs, key=lambda run: run.num_tokens)
+    if fewest.num_tokens < fewest.num_requested:
+        notes.append(f"stopped after {fewest.num_tokens} of {fewest.num_requested} tokens")
+    if fewest.num_cached_tokens:
+        notes.append(f"{fewest.num_cached_tokens} prompt tokens from the cache")
+    if fewest.num_drafted:
+        notes.append(f"{fewest.num_accepted} of {fewest.num_drafted} drafts accepted")
+    notes.append(f"{fewest.num_after_end / fewest.num_tokens:.0%} of the tokens after the answer's own end")
+    return f" ({'; '.join(notes)})"
+
+
+def _plot(path: Path, title: str, rows: Sequence[Row], results: Results) -> Path:
+    from matplotlib.figure import Figure
+
+    names = [row.title for row in rows][::-1]  # horizontal bars are drawn from the bottom
+    speeds = [statistics.median(tokens_per_s(results[row.key])) for row in rows][::-1]
+    gains = [gain(row, rows, results) for row in rows][::-1]
+    memory = [max(run.peak_memory for run in results[row.key]) / 1e6 for row in rows][::-1]
+    figure = Figure(figsize=(11, 1.4 + 0.36 * len(rows)), layout="constrained")
+    figure.suptitle(title)
+    speed_axes, memory_axes = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    bars = speed_axes.barh(names, speeds)
+    labels = [f"{speed:.1f} ({times:.1f}x)" for speed, times in zip(speeds, gains, strict=True)]
+    speed_axes.bar_label(bars, labels, padding=3)
+    claims = [(row.title, row.claim * speeds[-1]) for row in rows if row.claim is not None]
+    if claims:
+        speed_axes.scatter(
+            [x for _, x in claims], [name for name, _ in claims], marker="|", s=200, color="C1", zorder=3
+        )
+        speed_axes.legend(["measured", "published for such a step"], loc="lower right", fontsize="small")
+    speed_axes.set_title("Tokens/s")
+    speed_axes.set_xlim(0, 1.3 * max(*speeds, *(x for _, x in claims), 0.0))
+    memory_axes.bar_label(memory_axes.barh(names, memory, color="0.75"), [f"{size:.0f}" for size in memory], padding=3)
+    memory_axes.set_title("Peak memory, MB")
+    memory_axes.set_xlim(0, 1.2 * max(memory))
+    figure.savefig(path, dpi=120)
+    return path

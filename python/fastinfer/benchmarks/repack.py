@@ -1,0 +1,104 @@
+"""The same weights in another form: what a model would be whose file was not quantised, or to 8 bits."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from fastinfer.errors import UnsupportedModelError
+from fastinfer.formats.gguf_dequant import Int8
+from fastinfer.formats.weight import ConcatenatedWeight, DenseWeight, QuantizedWeight, Weight, make_weight
+from fastinfer.models.decoder import Decoder, DecoderLayer
+
+GROUP = 32
+FORMS = ("float32", "int8", "int4")
+
+
+def repack(decoder: Decoder, form: str) -> Decoder:
+    """A decoder whose weights are the file's values in another form.
+
+    Args:
+        decoder: of quantised layers, whose hidden states are fp32.
+        form: ``"float32"``: dense, every value as the file's integers and scales give it. ``"int8"``: rounded to 8 bits
+            with a scale for each group of 32 inputs. ``"int4"``: as it is.
+
+    Raises:
+        UnsupportedModelError: not all weights of the layers are quantised, or for ``"int4"`` not to 4 bits.
+    """
+    bits = {weight.bits for layer in decoder.layers for weight in _quantized(layer)}
+    if form == "int4":
+        if bits != {4}:
+            raise UnsupportedModelError(
+                f"the form int4 is the file's own: expected weights of 4 bits, got {sorted(bits)}"
+            )
+        return decoder
+    embedding = _converted(decoder.embedding, form)
+    return dataclasses.replace(
+        decoder,
+        embedding=embedding,
+        layers=tuple(_converted_layer(layer, form) for layer in decoder.layers),
+        lm_head=embedding if decoder.lm_head is decoder.embedding else _converted(decoder.lm_head, form),
+    )
+
+
+def weight_bytes(decoder: Decoder) -> int:
+    """Size of all weights but the norms', which are nothing beside them."""
+    weights = [weight for layer in decoder.layers for weight in _weights(layer)]
+    weights.append(decoder.embedding)
+    if decoder.lm_head is not decoder.embedding:
+        weights.append(decoder.lm_head)
+    return sum(tensor.nbytes for weight in weights for tensor in _tensors(weight))
+
+
+def quantize_int8(values: Tensor) -> Int8:
+    """Round [rows, columns] to 8 bits, symmetric, with an fp16 scale for each group of 32 columns."""
+    groups = values.float().view(len(values), -1, GROUP)
+    scales = (groups.abs().amax(-1) / 127).half()
+    # The stored scale decides; that of a group of zeros is 0, and so may that of tiny values be.
+    divisors = scales.float().masked_fill(scales == 0, 1.0)
+    q = (groups / divisors[..., None]).round().clamp(-127, 127).to(torch.int8)
+    return Int8(q.view_as(values), scales, None)
+
+
+def _weights(layer: DecoderLayer) -> list[Weight]:
+    return [layer.qkv, layer.output, layer.gate_up, layer.down]
+
+
+def _quantized(layer: DecoderLayer) -> list[QuantizedWeight]:
+    parts = [part for weight in _weights(layer) for part in _parts(weight)]
+    for part in parts:
+        if not isinstance(part, QuantizedWeight):
+            raise UnsupportedModelError(f"expected a model of quantised weights, got {type(part).__name__}")
+    return parts  # type: ignore[return-value]
+
+
+def _parts(weight: Weight) -> tuple[Weight, ...]:
+    return weight.parts if isinstance(weight, ConcatenatedWeight) else (weight,)
+
+
+def _tensors(weight: Weight) -> list[Tensor]:
+    tensors: list[Tensor] = []
+    for part in _parts(weight):
+        if isinstance(part, DenseWeight):
+            tensors.append(part.values)
+        elif isinstance(part, QuantizedWeight):
+            tensors += [t for t in (part.qweight, part.scales, part.mins) if t is not None]
+    return tensors
+
+
+def _converted_layer(layer: DecoderLayer, form: str) -> DecoderLayer:
+    return dataclasses.replace(
+        layer,
+        qkv=_converted(layer.qkv, form),
+        output=_converted(layer.output, form),
+        gate_up=_converted(layer.gate_up, form),
+        down=_converted(layer.down, form),
+    )
+
+
+def _converted(weight: Weight, form: str) -> Weight:
+    values = weight.rows(None, torch.float32)
+    if form == "float32":
+        return DenseWeight(values)
+    first = _parts(weight)[0]
+    return make_weight(quantize_int8(values), first.activation_bits if isinstance(first, QuantizedWeight) else 8)
