@@ -464,7 +464,7 @@ def test_embeddings_and_prompt_modules(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(RequestError, match="cache_salt must be empty with a prompt_module"):
                 engine.generate(prompt, GREEDY, cache_salt="a")
             await engine.remove_prompt_module("system")
-            with pytest.raises(RequestError, match=r"prompt module: expected one of \[\], got 'system'"):
+            with pytest.raises(RequestError, match=r"prompt module must be one of \[\], got 'system'"):
                 await engine.remove_prompt_module("system")
             engine._engine.model.fail = True  # type: ignore[attr-defined]
             with pytest.raises(RuntimeError, match="'system' was not computed: RuntimeError: the model broke"):

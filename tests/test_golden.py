@@ -5,6 +5,7 @@ stretches of 512 tokens.
 """
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -14,6 +15,7 @@ from teacher_forcing import log_probabilities, mean_loss
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from fastinfer import LLM, BeamSearchParams
 from fastinfer.models import load_model
 
 TOKENS = 512
@@ -29,11 +31,16 @@ def token_ids(model_path: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(model_path: Path, token_ids: list[list[int]]) -> list[Tensor]:
+def original(model_path: Path) -> Any:
+    """transformers' model."""
+    return AutoModelForCausalLM.from_pretrained(model_path.parent, gguf_file=model_path.name, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def expected(original: Any, token_ids: list[list[int]]) -> list[Tensor]:
     """transformers' log-probabilities [512, vocab] of each stretch."""
-    model = AutoModelForCausalLM.from_pretrained(model_path.parent, gguf_file=model_path.name, dtype=torch.float32)
     with torch.inference_mode():
-        return [model(torch.tensor([ids])).logits[0].log_softmax(-1) for ids in token_ids]
+        return [original(torch.tensor([ids])).logits[0].log_softmax(-1) for ids in token_ids]
 
 
 def test_weights_are_those_of_the_file(model_path: Path) -> None:
@@ -93,3 +100,31 @@ def test_half_precision_stays_near(
     model, _ = load_model(model_path, dtype)
     log_probs = log_probabilities(model, token_ids[0], dtype)
     assert abs(np.expm1(mean_loss(log_probs, token_ids[0]) - mean_loss(expected[0], token_ids[0]))) < 0.03
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0])
+def test_beam_search_finds_the_same_texts(model_path: Path, original: Any, length_penalty: float) -> None:
+    width, max_tokens = 4, 20
+    llm = LLM(str(model_path), dtype="float32", max_model_len=128, max_num_seqs=8)
+    for prompt in (
+        "The capital of France is",
+        "Once upon a time",
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+    ):
+        ids = llm.tokenizer.encode(prompt)
+        texts = original.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            num_beams=width,
+            num_return_sequences=width,
+            max_new_tokens=max_tokens,
+            length_penalty=length_penalty,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        params = BeamSearchParams(width, max_tokens=max_tokens, length_penalty=length_penalty)
+        [output] = llm.beam_search({"prompt_token_ids": ids}, params)
+        found = [ids + completion.token_ids for completion in output.outputs]
+        for text, tokens in zip(texts.tolist(), found, strict=True):
+            assert text[: len(tokens)] == tokens
+            assert not any(text[len(tokens) :])

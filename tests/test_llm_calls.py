@@ -163,9 +163,9 @@ def test_prompt_module(llm: LLM) -> None:
     llm.remove_prompt_module("capitals")
     assert llm.engine.stats().num_used_blocks == 0
     for wrong in ("capitals", "never added"):
-        with pytest.raises(RequestError, match="prompt module: expected one of"):
+        with pytest.raises(RequestError, match="prompt module must be one of"):
             llm.remove_prompt_module(wrong)
-        with pytest.raises(RequestError, match="prompt module: expected one of"):
+        with pytest.raises(RequestError, match="prompt module must be one of"):
             llm.generate({"prompt": question, "prompt_module": wrong})
     for bad in ({"prompt": "a", "prompt_module": 3}, {"prompt": "a", "cache_salt": None}, {"prompt_module": "a"}):
         with pytest.raises(RequestError, match="must be a string"):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fastinfer.async_engine import AsyncEngine, OutputStream
     from fastinfer.errors import (
+        AdapterError,
         FastinferError,
         ModelNotFoundError,
         QueueFullError,
@@ -29,12 +30,14 @@ if TYPE_CHECKING:
         RequestOutput,
         ScoreOutput,
     )
-    from fastinfer.sampling_params import SamplingParams
+    from fastinfer.sampling_params import BeamSearchParams, SamplingParams
     from fastinfer.structured_output import StructuredOutputsParams
 
 __all__ = [
     "LLM",
+    "AdapterError",
     "AsyncEngine",
+    "BeamSearchParams",
     "CompletionOutput",
     "FastinferError",
     "Logprob",
@@ -61,10 +64,17 @@ except metadata.PackageNotFoundError:  # run from a source tree
 # Resolved on first use: `fastinfer --help` and `fastinfer pull` need neither torch (1.5 s) nor the compiled library.
 _HOMES = {
     "async_engine": ["AsyncEngine", "OutputStream"],
-    "errors": ["FastinferError", "ModelNotFoundError", "QueueFullError", "RequestError", "UnsupportedModelError"],
+    "errors": [
+        "AdapterError",
+        "FastinferError",
+        "ModelNotFoundError",
+        "QueueFullError",
+        "RequestError",
+        "UnsupportedModelError",
+    ],
     "llm": ["LLM", "generate"],
     "outputs": ["CompletionOutput", "Logprob", "PrefillOutput", "RequestMetrics", "RequestOutput", "ScoreOutput"],
-    "sampling_params": ["SamplingParams"],
+    "sampling_params": ["BeamSearchParams", "SamplingParams"],
     "structured_output": ["StructuredOutputsParams"],
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}

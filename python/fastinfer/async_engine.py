@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastinfer import hub
@@ -70,6 +71,7 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        adapter: str | None = None,
     ) -> "OutputStream[RequestOutput]":
         """Begin to complete a prompt.
 
@@ -79,6 +81,7 @@ class AsyncEngine:
             request_id: must not be that of an unfinished request; by default a random one.
             priority: requests with smaller numbers are served first.
             cache_salt: of a prompt that has none itself: prefixes are shared only among requests of the same salt.
+            adapter: name of a LoRA adapter, see :meth:`load_adapter`.
 
         Returns:
             The request's cumulative outputs, up to the one that is ``finished``.
@@ -90,13 +93,14 @@ class AsyncEngine:
         """
         prepared = prepare(self._engine, _as_prompt(prompt), cache_salt=cache_salt)
         params = DEFAULT_PARAMS if params is None else params
-        self._engine.validate(prepared.token_ids, params)
+        self._engine.validate(prepared.token_ids, params, adapter)
         check_int("priority", priority, -INT64_MAX, INT64_MAX)
         if not isinstance(request_id, str | None):
             raise RequestError(f"request_id must be a string, got {show(request_id)}")
         mailbox: Mailbox[RequestOutput] = Mailbox(request_id)
         add = partial(self._engine.add_request, prepared.token_ids, params, prompt=prepared.text, priority=priority)
-        return self._submit(mailbox, partial(add, request_id=mailbox.request_id, cache_salt=prepared.cache_salt))
+        names = {"request_id": mailbox.request_id, "cache_salt": prepared.cache_salt, "adapter": adapter}
+        return self._submit(mailbox, partial(add, **names))
 
     async def embed(
         self, prompt: Prompt | list[int], *, pooling: str = "mean", normalize: bool = True
@@ -126,6 +130,14 @@ class AsyncEngine:
             RequestError: there is none of this name.
         """
         await self._call(self._engine.remove_prompt_module, name)
+
+    async def load_adapter(self, name: str, path: str | Path) -> None:
+        """Read a LoRA adapter between two steps; raises as :meth:`fastinfer.LLM.load_adapter`."""
+        await self._call(self._engine.load_adapter, name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter; raises as :meth:`fastinfer.LLM.unload_adapter`."""
+        await self._call(self._engine.unload_adapter, name)
 
     async def abort(self, request_id: str) -> None:
         """End a request at once; its stream gets one more output, with the finish reason ``"abort"``. Does nothing

@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from fastinfer.models import load_model
 from fastinfer.models.config import Precision
 from fastinfer.outputs import PrefillOutput, RequestOutput, ScoreOutput
 from fastinfer.prompt import PreparedPrompt, Prompt, prepare, prepare_chat, unsalted_token_ids
-from fastinfer.sampling_params import DEFAULT_PARAMS, SamplingParams
+from fastinfer.sampling_params import DEFAULT_PARAMS, BeamSearchParams, SamplingParams
 from fastinfer.shared_engine import Job, SharedEngine
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -44,7 +45,7 @@ class LLM:
         kv_cache_dtype: of the cached keys and values: a ``dtype``, ``"int8"``, ``"fp8"`` (float8_e4m3fn), or ``"auto"``
             for what suits the model's ``dtype``.
         max_model_len, max_num_seqs, max_num_batched_tokens, max_num_waiting, batching, block_size, kv_cache_memory,
-            enable_prefix_caching, num_speculative_tokens, deterministic, enforce_eager: see
+            enable_prefix_caching, num_speculative_tokens, max_loras, max_lora_rank, deterministic, enforce_eager: see
             :class:`fastinfer.engine.config.EngineConfig`. Prompts beyond ``max_num_waiting`` wait outside the engine.
 
     Attributes:
@@ -76,6 +77,8 @@ class LLM:
         enable_prefix_caching: bool = True,
         num_speculative_tokens: int = 0,
         draft_model: str | None = None,
+        max_loras: int = 0,
+        max_lora_rank: int = 64,
         deterministic: bool = False,
         enforce_eager: bool = False,
     ) -> None:
@@ -94,6 +97,9 @@ class LLM:
             kv_cache_memory=kv_cache_memory,
             enable_prefix_caching=enable_prefix_caching,
             num_speculative_tokens=num_speculative_tokens,
+            max_loras=max_loras,
+            max_lora_rank=max_lora_rank,
+            lora_dtype=torch.float32 if dtype == "float32" else torch.bfloat16,
             deterministic=deterministic,
             device=device,
             enforce_eager=enforce_eager,
@@ -112,6 +118,7 @@ class LLM:
         params: SamplingParams | list[SamplingParams] | None = None,
         *,
         priority: int | list[int] = 0,
+        adapter: str | list[str | None] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Complete the prompts, all at the same time as far as the limits allow.
@@ -122,6 +129,7 @@ class LLM:
                 ``"prompt_module"``: the name of what comes before it, see :meth:`add_prompt_module`.
             params: one for all, or one per prompt; by default temperature 0.7 and top_p 0.95.
             priority: one for all, or one per prompt; the smallest numbers are served first.
+            adapter: name of a LoRA adapter, see :meth:`load_adapter`; one for all, or one per prompt.
             use_tqdm: show a progress bar on stderr.
 
         Returns:
@@ -131,7 +139,27 @@ class LLM:
             RequestError: a prompt or its parameters cannot be served; nothing has been computed then.
         """
         many = prompts if isinstance(prompts, list) else [prompts]
-        return self._shared.complete(self._jobs([self._prepare(prompt) for prompt in many], params, priority), use_tqdm)
+        jobs = self._jobs([self._prepare(prompt) for prompt in many], params, priority, adapter)
+        return self._shared.complete(jobs, use_tqdm)
+
+    def beam_search(self, prompts: Prompt | list[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
+        """The likeliest completions of the prompts that a beam search finds, the best one first.
+
+        Args:
+            prompts: one or many, as for :meth:`generate`, but without ``"cache_salt"``.
+            params: how to search.
+
+        Raises:
+            RequestError: a prompt cannot be served; nothing has been computed then.
+        """
+        jobs: list[Job[RequestOutput]] = []
+        for prompt in prompts if isinstance(prompts, list) else [prompts]:
+            token_ids = unsalted_token_ids(self.engine, prompt)
+            self.engine.validate_beam_search(token_ids, params)
+            text = prompt if isinstance(prompt, str) else prompt.get("prompt")
+            add = functools.partial(self.engine.add_beam_request, token_ids, params, prompt=text)
+            jobs.append(Job(functools.partial(add, request_id=self._new_id())))
+        return self._shared.complete(jobs)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[str, None, None]:
         """Complete one prompt, piece by piece; together the pieces are the text of :meth:`generate`.
@@ -245,6 +273,25 @@ class LLM:
         with self._shared.lock:
             self.engine.remove_prompt_module(name)
 
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Read a LoRA adapter, a folder as PEFT saves it, for prompts that name it; needs ``max_loras``.
+
+        Raises:
+            AdapterError: it cannot be read, or does not fit the model.
+            RequestError: the name is taken, or ``max_loras`` are loaded.
+        """
+        with self._shared.lock:
+            self.engine.load_adapter(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter.
+
+        Raises:
+            RequestError: there is none of this name, or an unfinished request uses it.
+        """
+        with self._shared.lock:
+            self.engine.unload_adapter(name)
+
     def _prepare(self, prompt: Prompt, add_special_tokens: bool = True) -> PreparedPrompt:
         return prepare(self.engine, prompt, add_special_tokens=add_special_tokens)
 
@@ -266,16 +313,20 @@ class LLM:
         prompts: list[PreparedPrompt],
         params: SamplingParams | list[SamplingParams] | None,
         priority: int | list[int] = 0,
+        adapter: str | list[str | None] | None = None,
     ) -> list[Job[RequestOutput]]:
         """Validate, before anything runs."""
         every_params = _one_per_prompt("params", params or DEFAULT_PARAMS, len(prompts))
         priorities = _one_per_prompt("priority", priority, len(prompts))
+        adapters = _one_per_prompt("adapter", adapter, len(prompts))
         jobs: list[Job[RequestOutput]] = []
-        for prompt, its_params, its_priority in zip(prompts, every_params, priorities, strict=True):
-            self.engine.validate(prompt.token_ids, its_params)
+        for prompt, its_params, its_priority, its_adapter in zip(
+            prompts, every_params, priorities, adapters, strict=True
+        ):
+            self.engine.validate(prompt.token_ids, its_params, its_adapter)
             add = functools.partial(self.engine.add_request, prompt.token_ids, its_params, prompt=prompt.text)
-            names = {"request_id": self._new_id(), "priority": its_priority, "cache_salt": prompt.cache_salt}
-            jobs.append(Job(functools.partial(add, **names)))
+            names = {"request_id": self._new_id(), "cache_salt": prompt.cache_salt}
+            jobs.append(Job(functools.partial(add, priority=its_priority, adapter=its_adapter, **names)))
         return jobs
 
     def _new_id(self) -> str:

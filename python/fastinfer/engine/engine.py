@@ -88,7 +88,9 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._num_added = 0
 
-    def validate(self, prompt_token_ids: list[int], params: SamplingParams | None = None) -> None:
+    def validate(
+        self, prompt_token_ids: list[int], params: SamplingParams | None = None, adapter: str | None = None
+    ) -> None:
         """Raise RequestError if the request can never be served."""
         if not isinstance(prompt_token_ids, list):
             raise RequestError(f"prompt_token_ids must be a list, got {type(prompt_token_ids).__name__}")
@@ -99,6 +101,8 @@ class Engine:
             raise RequestError(
                 f"prompt must be shorter than max_model_len={self.max_model_len} tokens, got {len(prompt_token_ids)}"
             )
+        if adapter is not None:
+            self.adapters.slot(adapter)
         vocab_size = self.model.config.vocab_size
         for token_id in prompt_token_ids:
             check_int("prompt_token_ids", token_id, 0, vocab_size - 1)
@@ -110,6 +114,13 @@ class Engine:
         for name in ("logit_bias", "stop_token_ids"):
             for token_id in getattr(params, name):
                 check_int(name, token_id, 0, vocab_size - 1)
+
+    def validate_beam_search(self, prompt_token_ids: list[int], params: BeamSearchParams) -> None:
+        """Raise RequestError if the search can never be served."""
+        self.validate(prompt_token_ids)
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(f"params must be BeamSearchParams, got {type(params).__name__}")
+        check_int("beam_width", params.beam_width, 1, self.config.max_num_seqs)
 
     def add_request(
         self,
@@ -138,7 +149,7 @@ class Engine:
             RequestError: the request can never be served, or its id is taken.
         """
         params = params or SamplingParams()
-        self.validate(prompt_token_ids, params)
+        self.validate(prompt_token_ids, params, adapter)
         request_id = self._new_id(request_id)
         check_int("priority", priority, -INT64_MAX, INT64_MAX)
         max_length = self.max_model_len
@@ -190,10 +201,7 @@ class Engine:
         Raises:
             QueueFullError, RequestError: as :meth:`add_request`.
         """
-        self.validate(prompt_token_ids)
-        if not isinstance(params, BeamSearchParams):
-            raise RequestError(f"params must be BeamSearchParams, got {type(params).__name__}")
-        check_int("beam_width", params.beam_width, 1, self.config.max_num_seqs)
+        self.validate_beam_search(prompt_token_ids, params)
         request_id = self._new_id(request_id)
         greedy = SamplingParams(temperature=0.0, max_tokens=params.max_tokens, logprobs=2 * params.beam_width)
         max_length = min(self.max_model_len, len(prompt_token_ids) + params.max_tokens)
