@@ -277,3 +277,29 @@ def test_where_it_does_not_pay_there_is_none() -> None:
     outputs = drain(engine)
     assert engine.stats().num_drafted_tokens == 0
     assert [outputs[f"request-{i}"].outputs[0].token_ids for i in range(6)] == [greedy(p, 20) for p in PROMPTS]
+
+
+@pytest.mark.parametrize("method", ["ngram", "a draft model", "itself"])
+def test_blocks_of_accepted_drafts_are_found(method: str) -> None:
+    engine = engines(block_size=4)[method]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    engine.add_request([1, 2, 3], params)
+    text = [1, 2, 3, *drain(engine)["request-0"].outputs[0].token_ids]
+    request_id = engine.add_request([*text, 7], params)
+    output = drain(engine)[request_id]
+    assert output.num_cached_tokens in (36, 40)  # a draft model may have missed the newest tokens
+    assert output.outputs[0].token_ids == greedy([*text, 7], 40, stop_at_eos=False)
+
+
+def test_drafts_that_were_accepted_after_the_end_are_not_committed() -> None:
+    """The model has computed more tokens than the text takes."""
+    engine = engines(block_size=1)["itself"]
+    expected = greedy([1, 2, 3], 20, stop_at_eos=False)
+    stop = next(token for index, token in enumerate(expected) if index > 6 and token not in expected[:index])
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, stop_token_ids=[stop])
+    engine.add_request([1, 2, 3], params)
+    text = drain(engine)["request-0"].outputs[0].token_ids
+    assert text == expected[: expected.index(stop) + 1]
+    keys = [content.tokens for content in engine.kv_cache._contents if content is not None]
+    assert all(len(tokens) == 8 for tokens in keys), "each of one token"
+    assert 3 < len(keys) <= 3 + len(text)

@@ -382,7 +382,6 @@ class Engine:
             sequence.num_computed_tokens += chunk.num_tokens + accepted
             if self.speculator is not None:
                 self.speculator.accept(chunk, accepted)
-            self.kv_cache.commit(sequence)
             siblings, sequence.siblings = (sequence.siblings, []) if is_last else ([], sequence.siblings)
             for child in siblings:
                 self.scheduler.fork(sequence, child)
@@ -396,6 +395,7 @@ class Engine:
                     request.take(Computed(self.model, child, first, hidden, [token], is_last))
             except Exception as error:  # whatever it is, the others live on
                 request.finish("error", f"{type(error).__name__}: {error}")
+            self.kv_cache.commit(sequence)  # only now it has the tokens that were accepted
             if is_last or not request.unfinished:
                 to_report[request.request_id] = request
         for request in touched.values():

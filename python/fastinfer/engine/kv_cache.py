@@ -111,9 +111,10 @@ class KVCache:
             self._ref_counts[block] += 1
 
     def commit(self, sequence: Sequence) -> None:
-        """Make the blocks that have become full findable; to be called when tokens are computed."""
-        # A block is found with what both models have in it.
-        num_full = (sequence.num_computed_tokens - sequence.draft_gap) // self.block_size
+        """Make the blocks that have become full findable; to be called when the computed tokens are the sequence's."""
+        # A block is found with what both models have in it. Of accepted drafts a text may have taken only the first.
+        num_tokens = min(sequence.num_computed_tokens - sequence.draft_gap, len(sequence))
+        num_full = num_tokens // self.block_size
         if num_full > sequence.num_cached_blocks:
             if self.enable_prefix_caching:
                 for index in range(sequence.num_cached_blocks, num_full):
