@@ -303,3 +303,24 @@ def test_drafts_that_were_accepted_after_the_end_are_not_committed() -> None:
     keys = [content.tokens for content in engine.kv_cache._contents if content is not None]
     assert all(len(tokens) == 8 for tokens in keys), "each of one token"
     assert 3 < len(keys) <= 3 + len(text)
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_failed_steps_do_not_count_as_tokens_that_the_draft_model_missed(depth: int) -> None:
+    engine = engines(block_size=4)["itself"]
+    speculator = engine.speculator
+    assert speculator is not None
+    speculator._best_depth = lambda sequences, available: depth  # type: ignore[method-assign]
+    engine.add_request([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    engine.model.fail = True  # type: ignore[attr-defined]
+    for _ in range(20):
+        with pytest.raises(RuntimeError, match="the model broke"):
+            engine.step()
+    engine.model.fail = False  # type: ignore[attr-defined]
+    [sequence] = engine.scheduler.running
+    assert sequence.draft_gap <= sequence.num_computed_tokens - 3
+    speculator._best_depth = lambda sequences, available: 5  # type: ignore[method-assign]
+    assert drain(engine)["request-0"].outputs[0].token_ids == greedy([1, 2, 3], 40, stop_at_eos=False)
+    assert engine.stats().num_accepted_tokens == engine.stats().num_drafted_tokens > 20

@@ -92,7 +92,7 @@ class DraftModelSpeculator(Speculator):
     def accept(self, chunk: Chunk, num_accepted: int) -> None:
         super().accept(chunk, num_accepted)
         # The last draft was drawn, but nothing was computed from it.
-        chunk.sequence.draft_gap += max(num_accepted - max(len(chunk.drafts) - 1, 0), 0)
+        chunk.sequence.draft_gap = chunk.draft_gap + max(num_accepted - max(len(chunk.drafts) - 1, 0), 0)
 
     def _catch_up(self, chunks: list[Chunk]) -> list[tuple[Chunk, _View]]:
         """Compute what the large model has computed or will compute in this step, and the first drafts; returns the
@@ -109,7 +109,7 @@ class DraftModelSpeculator(Speculator):
         self._draw([(view, count) for _, view, count in pairs if count])
         wanting = []
         for chunk, view, count in pairs:
-            chunk.sequence.draft_gap += chunk.num_tokens - count
+            chunk.draft_gap = chunk.sequence.draft_gap + chunk.num_tokens - count
             chunk.drafts = view.drafts
             if 0 < len(view.drafts) < chunk.num_drafts:
                 wanting.append((chunk, view))

@@ -18,12 +18,14 @@ class Chunk:
         num_tokens: its next uncomputed tokens: one while it decodes, more of a prompt.
         num_drafts: room for so many drafts after its last token.
         drafts: guesses of its next tokens, which the step verifies.
+        draft_gap: the sequence's after the step, should no draft be accepted.
     """
 
     sequence: Sequence
     num_tokens: int
     num_drafts: int = 0
     drafts: list[int] = field(default_factory=list)
+    draft_gap: int = 0
 
     @property
     def is_last(self) -> bool:
