@@ -233,6 +233,15 @@ def test_invalid_answers_are_found() -> None:
     assert [line.partition(":")[0] for line in invalid] == ["'2'", "'four'", "'44'"]
 
 
+@pytest.mark.parametrize("package", ["jsonschema", "llguidance"])
+def test_a_missing_package_is_told_before_anything_is_measured(
+    package: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    assert main(["bench", "throughput", "--model", "m.gguf"]) == 2
+    assert f"needs the package {package}" in capsys.readouterr().err
+
+
 def test_cost_of_a_schema() -> None:
     cost = structured.Cost("x", 100, draws_with=50, draws_without=100, with_s=[1.0, 1.2], without_s=[1.0, 1.0])
     assert math.isclose(cost.per_token, 1.1)

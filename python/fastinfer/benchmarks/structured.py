@@ -9,6 +9,7 @@ Two workloads, each with and without the schema in turns, with the same number o
 Answers are validated by the package jsonschema, which knows nothing of the grammars.
 """
 
+import importlib
 import json
 import statistics
 from collections.abc import Sequence
@@ -108,6 +109,15 @@ def measure(
         num_valid=num_requests - len(invalid),
         invalid=invalid,
     )
+
+
+def check_installed() -> None:
+    """Raise RequestError where a package is missing."""
+    for name in ("jsonschema", "llguidance"):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            raise RequestError(f"the section json needs the package {name}: pip install 'fastinfer[bench]'") from None
 
 
 def find_invalid(timelines: Sequence[Timeline], texts: Sequence[str]) -> list[str]:

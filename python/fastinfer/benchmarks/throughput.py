@@ -11,27 +11,31 @@ from typing import Any
 
 from fastinfer.benchmarks import batch_sizes, policies, prefix_reuse, prompt_arrival, speculation, structured
 from fastinfer.benchmarks.progress import Progress, shown
-from fastinfer.benchmarks.report import goal_rows, print_plot, table, write_json
+from fastinfer.benchmarks.report import Goal, goal_rows, print_plot, table, write_json
 from fastinfer.benchmarks.subject import Subject
 
 
 def run(args: argparse.Namespace) -> int:
+    if "json" in args.only:
+        structured.check_installed()  # now, not after all the other sections
     subject = Subject.load(args.model, args.dtype)
+    settings = {name: value for name, value in vars(args).items() if name not in ("module", "out")}
+    path = None if args.out is None else Path(args.out) / "throughput.json"
     results: dict[str, Any] = {}
+    goals: list[Goal] = []
     for name in args.only:
         with shown(name) as progress:
             results[name] = SECTIONS[name](subject, args, progress)
         print(f"\n{name}\n{table(results[name].rows())}", flush=True)
-    goals = [goal for result in results.values() for goal in result.goals()]
+        goals += results[name].goals()
+        if path is not None:  # after each section, as all of them take long
+            measured = {name: asdict(result) for name, result in results.items()}
+            write_json(path, {"settings": settings, "goals": [goal.as_dict() for goal in goals], "results": measured})
     print(f"\n{table(goal_rows(goals))}")
-    if args.out is not None:
-        out = Path(args.out)
-        settings = {name: value for name, value in vars(args).items() if name not in ("module", "out")}
-        measured = {name: asdict(result) for name, result in results.items()}
-        goals_json = [goal.as_dict() for goal in goals]
-        print(write_json(out / "throughput.json", {"settings": settings, "goals": goals_json, "results": measured}))
+    if path is not None:
+        print(path)
         if "batch" in results:
-            print_plot(lambda: results["batch"].plot(out / "throughput.png", args.model))
+            print_plot(lambda: results["batch"].plot(path.with_suffix(".png"), args.model))
     return 0
 
 
