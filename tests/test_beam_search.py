@@ -1,5 +1,6 @@
 """Beam search against an exhaustive one written down here, and against transformers on the real model."""
 
+import random
 from typing import Any, NamedTuple
 
 import pytest
@@ -135,3 +136,33 @@ def test_abort_gives_what_there_is() -> None:
 def test_what_cannot_be_searched(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=f"^{message}$"):
         toy_engine(max_num_seqs=8).add_beam_request([1], BeamSearchParams(**fields))
+
+
+@pytest.mark.parametrize("seed", [21, 78, 102])  # where it would happen
+def test_beams_never_take_more_places_than_there_are(seed: int) -> None:
+    """While some beams are preempted others take their places; then all go on from one that still runs."""
+    ignore_eos = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    rng = random.Random(seed)
+    engine = toy_engine(
+        block_size=rng.choice([1, 2, 4]),
+        max_model_len=24,
+        num_kv_blocks=rng.choice([24, 26, 30]),
+        max_num_seqs=rng.choice([3, 4, 5]),
+        max_num_batched_tokens=rng.choice([1, 2, 3, 64]),
+    )
+    searches = {}
+    for _ in range(8):
+        prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 10))]
+        if rng.random() < 0.5:
+            request_id = engine.add_beam_request(prompt, BeamSearchParams(3, max_tokens=12, ignore_eos=True))
+            searches[request_id] = prompt
+        else:
+            engine.add_request(prompt, ignore_eos, priority=rng.randrange(-1, 2))
+        for _ in range(rng.randrange(4)):
+            engine.step()
+    while engine.has_unfinished:
+        for output in engine.step():
+            if output.request_id in searches:
+                tokens = [completion.token_ids for completion in output.outputs]
+                assert tokens == search(searches[output.request_id], 3, 12, 1.0, None)
+        check_blocks(engine)

@@ -83,8 +83,8 @@ class Scheduler:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a child with the parent's tokens run as well, from what the parent has computed; or wait, if the parent
-        has been preempted."""
-        if parent.state is SequenceState.RUNNING:
+        has been preempted, or others have taken the place of a beam that was."""
+        if parent.state is SequenceState.RUNNING and self._num_slots < self.max_num_seqs:
             self.kv_cache.fork(parent, child)
             child.state = SequenceState.RUNNING
             bisect.insort(self.running, child, key=_order)
@@ -132,7 +132,7 @@ class Scheduler:
 
     def _schedule_admissions(self, chunks: list[Chunk], budget: int) -> None:
         admissible = self.batching.num_admissible(self.waiting, self.running, time.perf_counter())
-        num_slots = sum(sequence.num_slots for sequence in self.running)
+        num_slots = self._num_slots
         while budget and admissible and self.waiting:
             sequence = self.waiting[0]
             num_slots += sequence.num_slots
@@ -162,6 +162,10 @@ class Scheduler:
             self.add(sequence)
         self.batching.preempted()
         self.num_preemptions += 1
+
+    @property
+    def _num_slots(self) -> int:
+        return sum(sequence.num_slots for sequence in self.running)
 
     @staticmethod
     def _take(sequence: Sequence, budget: int, chunks: list[Chunk], num_drafts: int = 0) -> int:
