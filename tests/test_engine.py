@@ -242,6 +242,13 @@ def test_request_ids() -> None:
     engine.add_request([1], GREEDY, request_id="mine")
 
 
+def test_numbered_ids_avoid_those_that_users_chose() -> None:
+    engine = toy_engine()
+    for name in ("request-0", "request-2"):
+        engine.add_request([1], GREEDY, request_id=name)
+    assert [engine.add_request([1], GREEDY) for _ in range(2)] == ["request-1", "request-3"]
+
+
 def test_metrics_are_in_order() -> None:
     engine = toy_engine(max_num_batched_tokens=2)
     engine.add_request([1] * 6, GREEDY)

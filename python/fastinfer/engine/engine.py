@@ -1,5 +1,6 @@
 """Runs many requests at the same time: every step is schedule, run, sample, update."""
 
+import itertools
 import secrets
 import time
 from collections.abc import Iterable
@@ -86,7 +87,7 @@ class Engine:
         self.prompt_modules = PromptModules(self.kv_cache, self.max_model_len)
         self._compiling: dict[str, Future[Grammar]] = {}
         self._requests: dict[str, Request] = {}
-        self._num_added = 0
+        self._numbers = itertools.count()
 
     def validate(
         self, prompt_token_ids: list[int], params: SamplingParams | None = None, adapter: str | None = None
@@ -453,10 +454,10 @@ class Engine:
         if num_waiting >= self.config.max_num_waiting:
             raise QueueFullError(f"the queue is full: max_num_waiting={self.config.max_num_waiting} requests wait")
         if request_id is None:
-            request_id = f"request-{self._num_added}"
+            while (request_id := f"request-{next(self._numbers)}") in self._requests:
+                pass  # somebody's own choice
         if request_id in self._requests:
             raise RequestError(f"request_id must be new, got {request_id!r}, which is still running")
-        self._num_added += 1
         return request_id
 
     def _prefill_sequence(
