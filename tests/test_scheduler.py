@@ -184,6 +184,21 @@ def test_drafts_share_the_budget(budget: int, expected: list[int]) -> None:
         assert len(each.blocks) == -(-(4 + count) // 4)
 
 
+@pytest.mark.parametrize(("budget", "expected"), [(3, (3, 0)), (5, (5, 0)), (6, (5, 0)), (7, (5, 1)), (20, (5, 4))])
+def test_forced_tokens_come_before_drafts(budget: int, expected: tuple[int, int]) -> None:
+    s = scheduler(budget=64)
+    for name in "ab":
+        s.add(sequence(name, 3))
+    run(s.schedule())
+    s.max_num_batched_tokens = budget
+    first, second = s.running
+    first.token_ids += [1] * 4  # forced by a grammar, beside the drawn one
+    first.num_drafts = 4
+    chunks = s.schedule()
+    assert (chunks[0].num_tokens, chunks[0].num_drafts) == expected
+    assert [chunk.num_tokens for chunk in chunks[1:]] == ([1] if budget > 5 else [])
+
+
 def test_nobody_is_preempted_for_a_guess() -> None:
     s = scheduler(num_blocks=3)
     a, b = sequence("a", 3), sequence("b", 3)

@@ -116,8 +116,9 @@ class Scheduler:
             if not sequence.is_decoding or not sequence.num_uncomputed_tokens:
                 index += 1
                 continue
-            # Every running sequence's own token comes before the drafts.
-            num_drafts = max(min(sequence.num_drafts, budget - (len(self.running) - index)), 0)
+            # Its own tokens (several, where a grammar has forced some) and every other's come before the drafts.
+            own = sequence.num_uncomputed_tokens + len(self.running) - index - 1
+            num_drafts = max(min(sequence.num_drafts, budget - own), 0)
             if num_drafts and not self.kv_cache.can_append(sequence, num_drafts):
                 num_drafts = 0  # nobody is preempted for a guess
             while not self.kv_cache.can_append(sequence, num_drafts):
@@ -171,7 +172,7 @@ class Scheduler:
     def _take(sequence: Sequence, budget: int, chunks: list[Chunk], num_drafts: int = 0) -> int:
         """Add the sequence's chunk; returns its tokens."""
         num_tokens = min(sequence.num_uncomputed_tokens, budget - num_drafts)
-        chunks.append(Chunk(sequence, num_tokens, num_drafts if num_tokens == sequence.num_uncomputed_tokens else 0))
+        chunks.append(Chunk(sequence, num_tokens, num_drafts))
         return num_tokens + num_drafts
 
 
