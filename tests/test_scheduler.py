@@ -191,7 +191,7 @@ def test_forced_tokens_come_before_drafts(budget: int, expected: tuple[int, int]
         s.add(sequence(name, 3))
     run(s.schedule())
     s.max_num_batched_tokens = budget
-    first, second = s.running
+    first, _ = s.running
     first.token_ids += [1] * 4  # forced by a grammar, beside the drawn one
     first.num_drafts = 4
     chunks = s.schedule()

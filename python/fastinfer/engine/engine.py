@@ -454,8 +454,8 @@ class Engine:
         if num_waiting >= self.config.max_num_waiting:
             raise QueueFullError(f"the queue is full: max_num_waiting={self.config.max_num_waiting} requests wait")
         if request_id is None:
-            while (request_id := f"request-{next(self._numbers)}") in self._requests:
-                pass  # somebody's own choice
+            numbered = (f"request-{number}" for number in self._numbers)
+            return next(name for name in numbered if name not in self._requests)  # a user may have chosen one of them
         if request_id in self._requests:
             raise RequestError(f"request_id must be new, got {request_id!r}, which is still running")
         return request_id
