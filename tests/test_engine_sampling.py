@@ -1,5 +1,6 @@
 """Every sampling parameter, end to end on the toy model, against a plain reference of the same draw."""
 
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -263,6 +264,45 @@ def test_a_grammar_that_fails_ends_its_request_only() -> None:
     assert [c.finish_reason for c in outputs[bad].outputs] == ["error"] * 3
     assert outputs[bad].outputs[0].stop_reason == "RequestError: too long"
     assert engine.kv_cache.num_used == 0
+
+
+@pytest.mark.parametrize("when", ["compiling", "masking"])
+def test_a_failed_request_is_told_of_though_the_step_fails_too(when: str) -> None:
+    engine = toy_engine()
+    good = engine.add_request(PROMPT, GREEDY)
+    if when == "masking":
+        bad = constrained(engine, PROMPT, SAMPLED, Letters("abc", 4, "aaaaaa"))
+    else:
+        bad = engine.add_request(PROMPT, SAMPLED)
+        engine.scheduler.finish(engine._requests[bad].sequences[0])
+        engine._compiling[bad] = Future()
+        engine._compiling[bad].set_exception(RequestError("no such grammar"))
+    engine.model.fail = True  # type: ignore[attr-defined]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the model broke"):
+            engine.step()
+    with pytest.raises(RequestError, match="request_id must be new"):
+        engine.add_request(PROMPT, SAMPLED, request_id=bad)
+    engine.model.fail = False  # type: ignore[attr-defined]
+    outputs = drain(engine)
+    assert outputs[bad].outputs[0].finish_reason == "error"
+    assert outputs[good].outputs[0].token_ids == greedy(PROMPT, 25, stop_at_eos=False)
+
+
+def test_abort_of_a_failed_request_that_nobody_was_told_of() -> None:
+    engine = toy_engine()
+    engine.add_request(PROMPT, GREEDY, request_id="good")
+    constrained(engine, PROMPT, SAMPLED, Letters("abc", 4, "aaaaaa"))
+    engine.model.fail = True  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="the model broke"):
+        engine.step()
+    for request_id, reason in (("request-0", "error"), ("good", "abort")):
+        output = engine.abort(request_id)
+        assert output is not None
+        assert output.outputs[0].finish_reason == reason
+        assert engine.abort(request_id) is None
+    assert not engine.has_unfinished
+    assert engine.step() == []
 
 
 def test_max_tokens_cuts_a_grammar() -> None:

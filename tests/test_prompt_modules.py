@@ -59,6 +59,7 @@ def test_a_module_that_is_not_computed_yet(how: str) -> None:
         assert output.finish_reason == "abort"
     else:
         engine.remove_prompt_module("system")
+        assert drain(engine)[request_id].finish_reason == "abort", "whoever waits for it must hear of it"
     check_blocks(engine)
     assert engine.stats().num_used_blocks == 0
     assert not engine.has_unfinished

@@ -87,6 +87,7 @@ class Engine:
         self.prompt_modules = PromptModules(self.kv_cache, self.max_model_len)
         self._compiling: dict[str, Future[Grammar]] = {}
         self._requests: dict[str, Request] = {}
+        self._undelivered: dict[str, Output] = {}  # last outputs that no step has returned yet
         self._numbers = itertools.count()
 
     def validate(
@@ -255,13 +256,15 @@ class Engine:
         return self._add_prefill(PrefillRequest(sequence))
 
     def remove_prompt_module(self, name: str) -> None:
-        """Forget a prompt module; its blocks stay findable until others need the room.
+        """Forget a prompt module; its blocks stay findable until others need the room. If it is not computed yet, its
+        request ends with the finish reason ``"abort"``.
 
         Raises:
             RequestError: there is none of this name.
         """
         sequence = self.prompt_modules.get(name)
-        self.abort(sequence.request_id)
+        if (output := self.abort(sequence.request_id)) is not None:
+            self._undelivered[sequence.request_id] = output  # somebody may wait for it
         self.prompt_modules.forget([sequence])
         self.kv_cache.free(sequence)
 
@@ -293,42 +296,46 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Output]:
         """Compute the next tokens, and return the outputs of the requests that got some."""
-        outputs = self._start_compiled()
+        self._start_compiled()
+        outputs: list[Output] = []
         if self.speculator is not None:
             self.speculator.plan(self.scheduler.running)
         chunks = self.scheduler.schedule()
-        if not chunks:
+        if chunks:
+            self._copy_blocks()
+            if self.speculator is not None:
+                self.speculator.propose(chunks)
+        elif not self._undelivered:
             self._wait()
-            return outputs
-        self._copy_blocks()
-        if self.speculator is not None:
-            self.speculator.propose(chunks)
-        chunks, rows, failed = self._prepare(chunks)
+        chunks, rows = self._prepare(chunks)
         if chunks:
             start = time.perf_counter()
             result = self.runner(chunks)
             tokens = self.sampler.draw(result.logits.float(), rows)
             if self.speculator is not None:
                 self.speculator.note_seconds(chunks, time.perf_counter() - start)
-            outputs += self._update(chunks, result, tokens)
-        return outputs + failed
+            outputs = self._update(chunks, result, tokens)
+        outputs += self._undelivered.values()
+        self._undelivered.clear()
+        return outputs
 
     def abort(self, request_id: str) -> Output | None:
         """End a request and free its cache at once.
 
         Returns:
-            Its last output, with the finish reason ``"abort"``; ``None`` for a request that is unknown or finished.
+            Its last output, with the finish reason ``"abort"``, unless it has just ended by itself and no step has
+            returned that; ``None`` for a request that is unknown or finished.
         """
         request = self._requests.get(request_id)
         if request is None:
-            return None
+            return self._undelivered.pop(request_id, None)
         self._compiling.pop(request_id, None)
         outputs = self._end(request, "abort")
         return outputs[0] if outputs else None
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests or self._undelivered)
 
     def stats(self) -> EngineStats:
         cache, running = self.kv_cache, self.scheduler.running
@@ -356,8 +363,8 @@ class Engine:
                     tensors.copy_blocks(self.kv_cache.copies)
             self.kv_cache.copies.clear()
 
-    def _prepare(self, chunks: list[Chunk]) -> tuple[list[Chunk], list[Row], list[Output]]:
-        """The chunks to compute and their rows of logits; and the outputs of requests whose grammar has failed."""
+    def _prepare(self, chunks: list[Chunk]) -> tuple[list[Chunk], list[Row]]:
+        """The chunks to compute and their rows of logits; ends the requests whose grammar fails."""
         rows: dict[int, list[Row]] = {}
         errors: dict[str, Exception] = {}
         for index, chunk in enumerate(chunks):
@@ -366,8 +373,9 @@ class Engine:
             except Exception as error:  # whatever it is, the others live on
                 errors[chunk.sequence.request_id] = error
         kept = [index for index, chunk in enumerate(chunks) if chunk.sequence.request_id not in errors]
-        failed = [output for request_id, error in errors.items() for output in self._fail(request_id, error)]
-        return [chunks[index] for index in kept], [row for index in kept for row in rows[index]], failed
+        for request_id, error in errors.items():
+            self._fail(request_id, error)
+        return [chunks[index] for index in kept], [row for index in kept for row in rows[index]]
 
     def _update(self, chunks: list[Chunk], result: StepResult, tokens: list[SampledToken]) -> list[Output]:
         """Note what was computed, hand out the tokens, and end what has ended."""
@@ -423,12 +431,13 @@ class Engine:
         self.prompt_modules.forget(request.sequences)
         return self._report([request])
 
-    def _fail(self, request_id: str, error: Exception) -> list[Output]:
-        return self._end(self._requests[request_id], "error", f"{type(error).__name__}: {error}")
+    def _fail(self, request_id: str, error: Exception) -> None:
+        """End a request within a step, which may yet raise: then the next one returns the output."""
+        for output in self._end(self._requests[request_id], "error", f"{type(error).__name__}: {error}"):
+            self._undelivered[request_id] = output
 
-    def _start_compiled(self) -> list[Output]:
-        """Queue the requests whose grammar has been compiled; returns the outputs of those where that failed."""
-        failed: list[Output] = []
+    def _start_compiled(self) -> None:
+        """Queue the requests whose grammar has been compiled, and end those where that failed."""
         for request_id in [name for name, future in self._compiling.items() if future.done()]:
             request, future = self._requests[request_id], self._compiling.pop(request_id)
             first = request.sequences[0]
@@ -437,10 +446,9 @@ class Engine:
                 for sequence in request.sequences:
                     sequence.grammar = grammar.copy()
             except Exception as error:
-                failed += self._fail(request_id, error)
+                self._fail(request_id, error)
             else:
                 self.scheduler.add(first)
-        return failed
 
     def _wait(self) -> None:
         """Nothing can be computed yet."""
@@ -456,7 +464,7 @@ class Engine:
         if request_id is None:
             numbered = (f"request-{number}" for number in self._numbers)
             return next(name for name in numbered if name not in self._requests)  # a user may have chosen one of them
-        if request_id in self._requests:
+        if request_id in self._requests or request_id in self._undelivered:
             raise RequestError(f"request_id must be new, got {request_id!r}, which is still running")
         return request_id
 
