@@ -7,7 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toy import EOS_ID, VOCAB_SIZE, ToyTokenizer, drain, greedy, logits_of, toy_engine
+from torch import Tensor
+from toy import (
+    EOS_ID,
+    VOCAB_SIZE,
+    ToyModel,
+    ToyTokenizer,
+    always_speculate,
+    drain,
+    greedy,
+    hashes_of,
+    logits_of,
+    toy_engine,
+)
 
 from fastinfer import ops
 from fastinfer.engine.engine import Engine
@@ -303,6 +315,38 @@ def test_abort_of_a_failed_request_that_nobody_was_told_of() -> None:
         assert engine.abort(request_id) is None
     assert not engine.has_unfinished
     assert engine.step() == []
+
+
+class Poisoned(ToyModel):
+    """After [9, 9] come no numbers."""
+
+    def logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
+        logits = super().logits(hidden, indices)
+        logits[hidden[indices, 0] == hashes_of([9, 9])[-1]] = torch.nan
+        return logits
+
+
+@pytest.mark.parametrize("why", ["nothing is allowed", "no numbers"])
+@pytest.mark.parametrize("speculation", ["none", "ngram", "a draft model"])
+def test_a_draw_that_fails_ends_its_request_only(why: str, speculation: str) -> None:
+    num_drafts = 0 if speculation == "none" else 3
+    engine = toy_engine(Poisoned() if speculation == "a draft model" else None, num_speculative_tokens=num_drafts)
+    if num_drafts:
+        always_speculate(engine)
+    good = [engine.add_request(PROMPT, replace(SAMPLED, n=2)) for _ in range(2)]
+    if why == "no numbers":
+        engine.runner._model = Poisoned()
+        bad = engine.add_request([9], replace(GREEDY, logit_bias={9: 100.0}, n=2))
+    else:
+        bad = engine.add_request([9], replace(GREEDY, min_tokens=9, stop_token_ids=list(range(VOCAB_SIZE)), n=2))
+    outputs = drain(engine, 100)
+    for completion in outputs[bad].outputs:
+        assert completion.finish_reason == "error"
+        assert completion.stop_reason.startswith("RuntimeError: sample: ")
+    for request_id in good:
+        texts = [completion.token_ids for completion in outputs[request_id].outputs]
+        assert texts == [reference(SAMPLED), reference(replace(SAMPLED, seed=5))]
+    assert engine.kv_cache.num_used == 0
 
 
 def test_max_tokens_cuts_a_grammar() -> None:

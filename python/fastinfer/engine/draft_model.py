@@ -87,7 +87,7 @@ class DraftModelSpeculator(Speculator):
             start = time.perf_counter()
             self._draw([(view, 1) for _, view in views])
             self._seconds.append(time.perf_counter() - start)
-            views = [(chunk, view) for chunk, view in views if len(view.drafts) < chunk.num_drafts]
+            views = [(chunk, view) for chunk, view in views if view.samples and len(view.drafts) < chunk.num_drafts]
 
     def accept(self, chunk: Chunk, num_accepted: int) -> None:
         super().accept(chunk, num_accepted)
@@ -111,7 +111,7 @@ class DraftModelSpeculator(Speculator):
         for chunk, view, count in pairs:
             chunk.draft_gap = chunk.sequence.draft_gap + chunk.num_tokens - count
             chunk.drafts = view.drafts
-            if 0 < len(view.drafts) < chunk.num_drafts:
+            if view.samples and 0 < len(view.drafts) < chunk.num_drafts:
                 wanting.append((chunk, view))
         return wanting
 
@@ -126,4 +126,6 @@ class DraftModelSpeculator(Speculator):
         for view, count in parts:
             view.num_computed_tokens += count
         for view, token in zip(drawing, drawn, strict=True):
-            view.drafts.append(token.token_id)
+            view.samples = token.token_id >= 0
+            if view.samples:
+                view.drafts.append(token.token_id)

@@ -46,9 +46,9 @@ IDLE_WAIT_S = 0.001
 class Engine:
     """Owns the cache and the queues. Not thread-safe: one thread at a time may call it.
 
-    Errors: what goes wrong in one request's own processing (its text, its grammar) ends that request with the finish
-    reason ``"error"``. If the model or the sampler fails, :meth:`step` raises and no request has moved: the caller
-    aborts them, or steps again.
+    Errors: what goes wrong in one request's own processing (its draw, its text, its grammar) ends that request with the
+    finish reason ``"error"``. If the model fails, :meth:`step` raises and no request has moved: the caller aborts them,
+    or steps again.
     """
 
     def __init__(
@@ -399,12 +399,16 @@ class Engine:
             hidden = result.hidden[start:end]
             own, others = its_tokens[: accepted + 1], its_tokens[1 : len(siblings) + 1]
             try:
+                for token in (*own, *others):
+                    if token.token_id < 0:
+                        raise RuntimeError(token.error or "no token could be drawn")
                 request.take(Computed(self.model, sequence, first, hidden, own, is_last))
                 for child, token in zip(siblings, others, strict=True):
                     request.take(Computed(self.model, child, first, hidden, [token], is_last))
             except Exception as error:  # whatever it is, the others live on
                 request.finish("error", f"{type(error).__name__}: {error}")
-            self.kv_cache.commit(sequence)  # only now it has the tokens that were accepted
+            else:
+                self.kv_cache.commit(sequence)  # only now it has the tokens that were accepted
             if is_last or not request.unfinished:
                 to_report[request.request_id] = request
         for request in touched.values():

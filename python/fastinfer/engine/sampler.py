@@ -35,10 +35,14 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A chosen token; ``logprobs`` holds it and the likeliest tokens of its position where the request asked."""
+    """A chosen token; ``logprobs`` holds it and the likeliest tokens of its position where the request asked.
+
+    If none could be chosen, as the logits are not numbers or nothing is allowed, it is -1, and ``error`` says why.
+    """
 
     token_id: int
     logprobs: list[TokenLogprob] | None = None
+    error: str | None = None
 
 
 class Sampler:
@@ -67,6 +71,15 @@ class Sampler:
         """One token for each row of logits [rows, vocab] fp32."""
         if not rows:
             return []
+        try:
+            return self._draw(logits, rows)
+        except RuntimeError as error:
+            if len(rows) == 1:
+                return [SampledToken(-1, error=str(error))]
+            # One row must not stop the others: who is to blame comes out when each is drawn alone.
+            return [self.draw(logits[index : index + 1], [row])[0] for index, row in enumerate(rows)]
+
+    def _draw(self, logits: Tensor, rows: list[Row]) -> list[SampledToken]:
         self._write(rows)
 
         def tensor(values: np.ndarray) -> Tensor:
