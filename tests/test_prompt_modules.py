@@ -48,6 +48,27 @@ def test_a_module_is_never_evicted_until_it_is_removed() -> None:
     assert num_cached_tokens() == 0
 
 
+@pytest.mark.parametrize("still_runs", [False, True])
+def test_a_module_that_is_computed_together_with_the_same_text(still_runs: bool) -> None:
+    """The first one's blocks are found, and may be evicted; then the module's must be."""
+    engine = toy_engine(block_size=4, num_kv_blocks=26, max_model_len=40)
+    request_id = engine.add_request([*MODULE, 30], SamplingParams(temperature=0.0, max_tokens=2 + 8 * still_runs))
+    engine.add_prompt_module("system", MODULE)
+    for _ in range(3):
+        engine.step()
+        check_blocks(engine)
+    assert engine.has_unfinished is still_runs
+    engine.abort(request_id)
+    for index in range(6):
+        engine.add_request([index] * 30, GREEDY)
+    drain(engine)
+    check_blocks(engine)
+    request_id = engine.add_request([*MODULE, 50], GREEDY)
+    output = drain(engine)[request_id]
+    assert output.num_cached_tokens == 20
+    assert output.outputs[0].token_ids == greedy([*MODULE, 50], 8)
+
+
 @pytest.mark.parametrize("how", ["abort", "remove"])
 def test_a_module_that_is_not_computed_yet(how: str) -> None:
     engine = toy_engine(block_size=4, max_num_batched_tokens=8)

@@ -422,7 +422,10 @@ class Engine:
             unfinished = request.unfinished
             for sequence in request.sequences:
                 if sequence.state is not SequenceState.FINISHED and sequence not in unfinished:
-                    self.scheduler.finish(sequence, keep_blocks=self.prompt_modules.holds(sequence))
+                    is_module = self.prompt_modules.holds(sequence)
+                    if is_module:
+                        self.kv_cache.publish(sequence)  # others' blocks may go, these are pinned
+                    self.scheduler.finish(sequence, keep_blocks=is_module)
             if not unfinished:
                 del self._requests[request.request_id]
             output = request.output()

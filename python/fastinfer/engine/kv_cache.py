@@ -125,6 +125,20 @@ class KVCache:
                         self._contents[sequence.blocks[index]] = _Content(key, tokens)
             sequence.num_cached_blocks = num_full
 
+    def publish(self, sequence: Sequence) -> None:
+        """Let the sequence's own full blocks be found, where those of another one with the same tokens have been."""
+        for index in range(sequence.num_cached_blocks):
+            key, tokens = self._key(sequence, index)
+            block, other = sequence.blocks[index], self._by_key.get(key)
+            if other != block:
+                if other is not None:
+                    self._contents[other] = None
+                    if other in self._cached:
+                        del self._cached[other]
+                        self._free.append(other)
+                self._by_key[key] = block
+                self._contents[block] = _Content(key, tokens)
+
     def free(self, sequence: Sequence) -> None:
         """Take back all blocks; of those that nobody else holds, the findable ones become cached, the others free."""
         # The end of a text is the first to go: without its beginning it could not be found.
