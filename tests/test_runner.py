@@ -14,8 +14,8 @@ from toy import VOCAB_SIZE, ToyModel, ToyTokenizer, greedy
 
 from fastinfer import ops
 from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.cpu_graphs import MAX_RECORDED_TOKENS
 from fastinfer.engine.engine import Engine
-from fastinfer.engine.runner import MAX_RECORDED_TOKENS
 from fastinfer.engine.sampler import Row, SampledToken
 from fastinfer.formats.gguf_dequant import Dense, Int4
 from fastinfer.formats.weight import ConcatenatedWeight, Weight, make_weight
@@ -107,8 +107,8 @@ def drain(engine: Watched) -> None:
 
 
 def assert_same_steps(eager: Watched, recorded: Watched) -> None:
-    assert not eager.runner._graphs
-    assert recorded.runner._graphs
+    assert not eager.runner.graphs
+    assert recorded.runner.graphs.recorded
     assert len(eager.steps) == len(recorded.steps)
     for (expected, expected_tokens), (logits, tokens) in zip(eager.steps, recorded.steps, strict=True):
         assert not expected.isnan().any()
@@ -131,7 +131,7 @@ def test_recorded_steps_are_the_eager_ones(block_size: int, dtype: torch.dtype) 
             engine.step()
         drain(engine)
     assert_same_steps(*engines)
-    assert len(engines[1].runner._graphs) >= 6
+    assert len(engines[1].runner.graphs.recorded) >= 6
     assert all(logits.dtype == torch.float32 for logits, _ in engines[1].steps)
 
 
@@ -195,14 +195,14 @@ def test_a_replayed_step_calls_no_operator() -> None:
         engine.add_request(prompt, replace(PARAMS, max_tokens=None))
     for _ in range(3):
         engine.step()
-    [(size, (_, result))] = engine.runner._graphs.items()
+    [(size, (_, result))] = engine.runner.graphs.recorded.items()
     assert (size.num_seqs, size.num_tokens, size.num_logits) == (3, 3, 3)
     for _ in range(60):
         with CountCalls() as calls:
             engine.step()
         assert [name for name in calls.names if name.startswith("fastinfer")] == ["fastinfer.sample.default"]
-    assert engine.runner._graphs.keys() == {size}
-    assert engine.runner._graphs[size][1] is result
+    assert engine.runner.graphs.recorded.keys() == {size}
+    assert engine.runner.graphs.recorded[size][1] is result
 
 
 def test_many_requests_leave_nothing_behind() -> None:
@@ -226,7 +226,7 @@ def test_large_batches_are_not_recorded() -> None:
     for index in range(MAX_RECORDED_TOKENS + 5):
         engine.add_request([index % VOCAB_SIZE], replace(PARAMS, max_tokens=3 if index < 6 else 5))
     drain(engine)
-    assert [size.num_seqs for size in engine.runner._graphs] == [MAX_RECORDED_TOKENS - 1]
+    assert [size.num_seqs for size in engine.runner.graphs.recorded] == [MAX_RECORDED_TOKENS - 1]
 
 
 def test_an_exception_in_a_replay_leaves_the_engine_usable() -> None:
@@ -238,11 +238,11 @@ def test_an_exception_in_a_replay_leaves_the_engine_usable() -> None:
             engine.step()
     broken = engines[1]
     block = broken.scheduler.running[1].blocks[0]
-    broken.runner._inputs._block_table[1, 0] = 10_000
+    broken.runner.inputs._block_table[1, 0] = 10_000
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"block_table\[1, 0\]"):
             broken.step()
-    broken.runner._inputs._block_table[1, 0] = block
+    broken.runner.inputs._block_table[1, 0] = block
     for engine in engines:
         drain(engine)
     assert_same_steps(*engines)

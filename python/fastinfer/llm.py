@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fastinfer import hub
+from fastinfer.device import resolve_device
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.engine import POOLINGS, Engine
 from fastinfer.errors import RequestError
@@ -39,11 +40,11 @@ class LLM:
     Args:
         model: a name or path that :func:`fastinfer.hub.resolve` knows.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"``, or ``"auto"`` for the fastest of the machine.
-        device: ``"cpu"``, ``"cuda"`` or ``"auto"``.
+        device: ``"cpu"``, ``"cuda"``, or ``"auto"`` for a GPU where there is one.
         draft_model: a smaller model of the same vocabulary, by name or path, that guesses tokens ahead; without it
             ``num_speculative_tokens`` are looked up in the text itself.
         kv_cache_dtype: of the cached keys and values: a ``dtype``, ``"int8"``, ``"fp8"`` (float8_e4m3fn), or ``"auto"``
-            for what suits the model's ``dtype``.
+            for what suits the model's ``dtype``, which on a GPU is the only one beside the last two.
         max_model_len, max_num_seqs, max_num_batched_tokens, max_num_waiting, batching, block_size, kv_cache_memory,
             enable_prefix_caching, num_speculative_tokens, max_loras, max_lora_rank, deterministic, enforce_eager: see
             :class:`fastinfer.engine.config.EngineConfig`. Prompts beyond ``max_num_waiting`` wait outside the engine.
@@ -57,7 +58,7 @@ class LLM:
         UnsupportedModelError: its architecture is not implemented.
         RequestError: an argument is out of its range, or memory does not suffice for ``max_model_len``.
 
-    Devices: CPU.
+    Devices: CPU, CUDA (not yet run on a GPU).
     """
 
     def __init__(
@@ -83,9 +84,8 @@ class LLM:
         enforce_eager: bool = False,
     ) -> None:
         _check_choice("dtype", dtype, DTYPES)
-        _check_choice("device", device, ("auto", "cpu", "cuda"))
         _check_choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
-        device = "cpu" if device == "auto" else device  # no model runs on CUDA yet
+        device = resolve_device(device)
         config = EngineConfig(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -93,7 +93,7 @@ class LLM:
             max_num_waiting=max_num_waiting,
             batching=batching,
             block_size=block_size,
-            kv_cache_dtype=_torch_dtype(dtype if kv_cache_dtype == "auto" else kv_cache_dtype),
+            kv_cache_dtype=_kv_cache_dtype(kv_cache_dtype, dtype, device),
             kv_cache_memory=kv_cache_memory,
             enable_prefix_caching=enable_prefix_caching,
             num_speculative_tokens=num_speculative_tokens,
@@ -381,9 +381,15 @@ def _one_per_prompt(name: str, value: Any, count: int) -> list[Any]:
     return values
 
 
-def _torch_dtype(kv_cache_dtype: str) -> torch.dtype:
+def _kv_cache_dtype(name: str, dtype: str, device: str) -> torch.dtype:
+    default = Precision.of(dtype, device).kv_cache_dtype
     quantized = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-    return quantized.get(kv_cache_dtype) or Precision.of(kv_cache_dtype).kv_cache_dtype
+    found: torch.dtype = default if name == "auto" else quantized.get(name) or getattr(torch, name)
+    if device != "cpu" and found not in (default, *quantized.values()):
+        raise RequestError(
+            f"kv_cache_dtype must be auto, int8 or fp8 on device {device!r} with this dtype, got {name!r}"
+        )
+    return found
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

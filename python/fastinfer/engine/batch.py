@@ -58,26 +58,50 @@ def num_rows(chunk: Chunk) -> int:
     return chunk.sequence.num_slots + len(chunk.drafts) if chunk.is_last and chunk.sequence.samples else 0
 
 
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the model computed, valid until the next step.
+
+    Attributes:
+        hidden: [tokens, hidden] of the last layer, before its norm.
+        logits: [n, vocab], as many rows as :func:`num_rows` says, chunk after chunk.
+    """
+
+    hidden: Tensor
+    logits: Tensor
+
+
 class BatchInputs:
-    """The memory in which batches are written down. It is always the same, as there a recorded graph finds the next
-    step.
+    """The memory in which batches are written down. It is always the same, as there a graph finds the next step; on a
+    GPU it has a twin there, which :meth:`upload` brings up to date in one copy.
 
     Args:
         max_seqs, max_tokens, max_logits: of the largest batch.
         max_blocks: of one sequence.
         block_size: tokens per block of the cache.
+        device: that computes.
     """
 
-    def __init__(self, max_seqs: int, max_tokens: int, max_logits: int, max_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, max_seqs: int, max_tokens: int, max_logits: int, max_blocks: int, block_size: int, device: str = "cpu"
+    ) -> None:
+        self.max_seqs = max_seqs
+        self.max_tokens = max_tokens
+        self.device = torch.device(device)
         self._block_size = block_size
-        self._token_ids = np.zeros(max_tokens, dtype=np.int64)
-        self._positions = np.zeros(max_tokens, dtype=np.int64)
-        self._slot_mapping = np.zeros(max_tokens, dtype=np.int64)
-        self._adapter_ids = np.zeros(max_tokens, dtype=np.int32)
-        self._query_start = np.zeros(max_seqs + 1, dtype=np.int32)
-        self._seq_lens = np.zeros(max_seqs, dtype=np.int32)
-        self._block_table = np.zeros((max_seqs, max_blocks), dtype=np.int32)
-        self._logits_indices = np.zeros(max_logits, dtype=np.int64)
+        # The wide ones first, as they are aligned; the table last, as few of its rows are copied as a rule.
+        longs, ints = 3 * max_tokens + max_logits, max_tokens + 2 * max_seqs + 1
+        self._table_start = 8 * longs + 4 * ints
+        self._host = np.zeros(self._table_start + 4 * max_seqs * max_blocks, np.uint8)
+        wide = self._host[: 8 * longs].view(np.int64)
+        narrow = self._host[8 * longs : self._table_start].view(np.int32)
+        self._token_ids, self._positions, self._slot_mapping, self._logits_indices = np.split(
+            wide, [max_tokens, 2 * max_tokens, 3 * max_tokens]
+        )
+        self._adapter_ids, self._seq_lens, self._query_start = np.split(narrow, [max_tokens, max_tokens + max_seqs])
+        self._block_table = self._host[self._table_start :].view(np.int32).reshape(max_seqs, max_blocks)
+        host = torch.from_numpy(self._host)
+        self._memory = host if self.device.type == "cpu" else host.to(self.device)
         # What each row of the table holds: a sequence's blocks, and how many of them.
         self._rows: list[tuple[list[int], int]] = [([], 0)] * max_seqs
 
@@ -106,11 +130,28 @@ class BatchInputs:
                 self._logits_indices[row + slots : row + rows] = range(last + 1, end)
                 row += rows
 
+    def pad(self, size: BatchSize, bucket: int) -> None:
+        """Write down, behind a batch of this size, what makes it one of ``bucket`` tokens, sequences and rows of
+        logits: tokens without a sequence, a slot or an adapter; sequences without queries; copies of the first row."""
+        self._slot_mapping[size.num_tokens : bucket] = -1
+        self._adapter_ids[size.num_tokens : bucket] = -1
+        self._query_start[size.num_seqs + 1 : bucket + 1] = size.num_tokens
+        self._seq_lens[size.num_seqs : bucket] = 0
+        self._logits_indices[size.num_logits : bucket] = 0
+
+    def upload(self, num_seqs: int) -> None:
+        """Bring what was written to the GPU, with so many rows of the block table; nothing waits for the copy."""
+        if self.device.type != "cpu":
+            end = self._table_start + num_seqs * self._block_table.strides[0]
+            self._memory[:end].copy_(torch.from_numpy(self._host[:end]).pin_memory(), non_blocking=True)
+
     def batch(self, size: BatchSize) -> Batch:
-        """The first rows as tensors that see every later ``fill``."""
+        """The first rows as tensors on the device, which see every later ``fill`` (and ``upload``)."""
 
         def tensor(array: np.ndarray, length: int) -> Tensor:
-            return torch.from_numpy(array[:length])
+            start = array.ctypes.data - self._host.ctypes.data
+            values = self._memory[start : start + array[:length].nbytes].view(torch.from_numpy(array[:0]).dtype)
+            return values.view(length, *array.shape[1:])
 
         return Batch(
             token_ids=tensor(self._token_ids, size.num_tokens),

@@ -12,7 +12,7 @@ import torch
 
 from fastinfer.checks import INT64_MAX, check_int
 from fastinfer.engine.adapters import Adapters
-from fastinfer.engine.batch import BatchInputs, num_rows
+from fastinfer.engine.batch import BatchInputs, StepResult, num_rows
 from fastinfer.engine.beam_request import BeamRequest
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.draft_model import DraftModelSpeculator
@@ -23,7 +23,7 @@ from fastinfer.engine.kv_tensors import KVCacheTensors, choose_num_blocks, num_b
 from fastinfer.engine.prefill_request import EmbeddingRequest, PrefillRequest
 from fastinfer.engine.prompt_modules import PromptModules
 from fastinfer.engine.request import Computed, Output, Request
-from fastinfer.engine.runner import Runner, StepResult
+from fastinfer.engine.runner import Runner
 from fastinfer.engine.sampler import Row, SampledToken, Sampler, rows_of
 from fastinfer.engine.scheduler import Chunk, Scheduler
 from fastinfer.engine.sequence import Sequence, SequenceState
@@ -81,7 +81,7 @@ class Engine:
             self.kv_cache, config.max_num_seqs, config.max_num_batched_tokens, config.make_batching()
         )
         self.sampler = self._make_sampler()
-        self.runner = self._make_runner(self.model, self.kv_cache_tensors)
+        self.runner = self._make_runner(self.model, self.kv_cache_tensors, with_adapters=config.max_loras > 0)
         self.speculator = self._make_speculator(draft_model)
         self.grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
         self.prompt_modules = PromptModules(self.kv_cache, self.max_model_len)
@@ -373,8 +373,8 @@ class Engine:
             except Exception as error:  # whatever it is, the others live on
                 errors[chunk.sequence.request_id] = error
         kept = [index for index, chunk in enumerate(chunks) if chunk.sequence.request_id not in errors]
-        for request_id, error in errors.items():
-            self._fail(request_id, error)
+        for request_id, reason in errors.items():
+            self._fail(request_id, reason)
         return [chunks[index] for index in kept], [row for index in kept for row in rows[index]]
 
     def _update(self, chunks: list[Chunk], result: StepResult, tokens: list[SampledToken]) -> list[Output]:
@@ -501,16 +501,18 @@ class Engine:
     def _make_sampler(self) -> Sampler:
         return Sampler(self._max_rows, self.model.config.vocab_size, self.tokenizer.eos_ids)
 
-    def _make_runner(self, model: "Model", kv_cache: KVCacheTensors) -> Runner:
+    def _make_runner(self, model: "Model", kv_cache: KVCacheTensors, *, with_adapters: bool = False) -> Runner:
         config = self.config
         inputs = BatchInputs(
-            max_seqs=config.max_num_seqs,
+            # Padding takes a sequence for each token of a step that decodes.
+            max_seqs=config.max_num_seqs * (1 + config.num_speculative_tokens),
             max_tokens=config.max_num_batched_tokens,
             max_logits=self._max_rows,
             max_blocks=num_blocks_for(self.max_model_len, config.block_size),
             block_size=config.block_size,
+            device=config.device,
         )
-        return Runner(model, kv_cache, inputs, device=config.device, enforce_eager=config.enforce_eager)
+        return Runner(model, kv_cache, inputs, enforce_eager=config.enforce_eager, with_adapters=with_adapters)
 
     def _make_speculator(self, draft_model: "Model | None") -> Speculator | None:
         max_drafts = self.config.num_speculative_tokens

@@ -67,7 +67,7 @@ class EmbeddingRequest(PrefillRequest):
         if computed.start == 0 or self._pooling == "last":  # a preemption begins anew
             self._sum, self._num_summed = torch.zeros(hidden.shape[1], dtype=torch.float64), 0
         pooled = hidden[-1:] if self._pooling == "last" else hidden
-        self._sum = self._sum + pooled.double().sum(0)
+        self._sum = self._sum + pooled.cpu().double().sum(0)
         self._num_summed += len(pooled)
         super().take(computed)
 

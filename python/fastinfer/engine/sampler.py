@@ -1,6 +1,5 @@
 """From logits to the next tokens of every sequence."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ from fastinfer import ops
 from fastinfer.engine.batch import num_rows
 from fastinfer.engine.scheduler import Chunk
 from fastinfer.engine.sequence import Sequence
+from fastinfer.engine.transfer import to_device, to_host
 from fastinfer.sampling_params import SamplingParams
 
 
@@ -61,11 +61,9 @@ class Sampler:
     def __init__(self, max_rows: int, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
-        floats, integers = np.zeros((3, max_rows), np.float32), np.zeros((2, max_rows), np.int64)
-        self._temperature, self._top_p, self._min_p = floats
-        self._seeds, self._positions = integers
-        self._top_k = np.zeros(max_rows, np.int32)
+        self._positions = np.zeros(max_rows, np.int64)
         self._sequences: list[Sequence] = []
+        self._parameters: dict[str, Tensor] = {}
 
     def draw(self, logits: Tensor, rows: list[Row]) -> list[SampledToken]:
         """One token for each row of logits [rows, vocab] fp32."""
@@ -80,46 +78,41 @@ class Sampler:
             return [self.draw(logits[index : index + 1], [row])[0] for index, row in enumerate(rows)]
 
     def _draw(self, logits: Tensor, rows: list[Row]) -> list[SampledToken]:
-        self._write(rows)
-
-        def tensor(values: np.ndarray) -> Tensor:
-            return torch.from_numpy(values[: len(rows)]).to(logits.device)
-
+        self._write(rows, logits.device)
         params = [row.sequence.params for row in rows]
         counts = [p.logprobs for p in params]
         sampled = ops.sample(
             logits,
-            temperature=tensor(self._temperature),
-            top_k=tensor(self._top_k),
-            top_p=tensor(self._top_p),
-            min_p=tensor(self._min_p),
-            seeds=tensor(self._seeds),
-            positions=tensor(self._positions),
+            positions=to_device(self._positions[: len(rows)], logits.device),
             num_logprobs=max((count for count in counts if count is not None), default=0),
-            **self._penalties(rows, tensor),
+            **self._parameters,
+            **self._penalties(rows, logits.device),
             **self._bias(params, logits.device),
-            **self._mask(rows, tensor),
+            **self._mask(rows, logits.device),
         )
+        sampled = ops.Sampled(*to_host(list(sampled)))
         return [
             SampledToken(token, None if count is None else _logprobs(logits, sampled, row, count))
             for row, (token, count) in enumerate(zip(sampled.tokens.tolist(), counts, strict=True))
         ]
 
-    def _write(self, rows: list[Row]) -> None:
+    def _write(self, rows: list[Row], device: torch.device) -> None:
         """Write down the parameters that every row has."""
         sequences = [row.sequence for row in rows]
-        every = slice(len(rows))
         if sequences != self._sequences:  # as a rule the same ones decode again
             self._sequences = sequences
             params = [sequence.params for sequence in sequences]
-            self._temperature[every] = [p.temperature for p in params]
-            self._top_k[every] = [max(p.top_k, 0) for p in params]
-            self._top_p[every] = [p.top_p for p in params]
-            self._min_p[every] = [p.min_p for p in params]
-            self._seeds[every] = [sequence.seed for sequence in sequences]
-        self._positions[every] = [len(sequence) + len(drafts) for sequence, drafts, _ in rows]
+            values: dict[str, np.ndarray] = {
+                "temperature": np.array([p.temperature for p in params], np.float32),
+                "top_k": np.array([max(p.top_k, 0) for p in params], np.int32),
+                "top_p": np.array([p.top_p for p in params], np.float32),
+                "min_p": np.array([p.min_p for p in params], np.float32),
+                "seeds": np.array([sequence.seed for sequence in sequences], np.int64),
+            }
+            self._parameters = {name: to_device(array, device) for name, array in values.items()}
+        self._positions[: len(rows)] = [len(sequence) + len(drafts) for sequence, drafts, _ in rows]
 
-    def _penalties(self, rows: list[Row], tensor: Callable[[np.ndarray], Tensor]) -> dict[str, Tensor]:
+    def _penalties(self, rows: list[Row], device: torch.device) -> dict[str, Tensor]:
         if all(row.sequence.counts is None for row in rows):
             return {}
         penalties = np.tile(np.array([1, 0, 0], np.float32), (len(rows), 1))
@@ -132,21 +125,22 @@ class Sampler:
                 output[index] = sequence.counts.output
                 np.add.at(output[index], drafts, 1)
                 prompt[index] = sequence.counts.prompt
-        return {"penalties": tensor(penalties), "output_counts": tensor(output), "prompt_mask": tensor(prompt)}
+        arrays = {"penalties": penalties, "output_counts": output, "prompt_mask": prompt}
+        return {name: to_device(array, device) for name, array in arrays.items()}
 
     @staticmethod
     def _bias(params: list[SamplingParams], device: torch.device) -> dict[str, Tensor]:
         biases = [p.logit_bias or {} for p in params]
         if not any(biases):
             return {}
-        start = np.cumsum([0, *map(len, biases)])
-        return {
-            "bias_start": torch.tensor(start, dtype=torch.int32, device=device),
-            "bias_tokens": torch.tensor([t for bias in biases for t in bias], dtype=torch.int32, device=device),
-            "bias_values": torch.tensor([v for bias in biases for v in bias.values()], device=device),
+        arrays = {
+            "bias_start": np.cumsum([0, *map(len, biases)], dtype=np.int32),
+            "bias_tokens": np.array([t for bias in biases for t in bias], np.int32),
+            "bias_values": np.array([v for bias in biases for v in bias.values()], np.float32),
         }
+        return {name: to_device(array, device) for name, array in arrays.items()}
 
-    def _mask(self, rows: list[Row], tensor: Callable[[np.ndarray], Tensor]) -> dict[str, Tensor]:
+    def _mask(self, rows: list[Row], device: torch.device) -> dict[str, Tensor]:
         """What grammars and ``min_tokens`` forbid."""
         early = [row.sequence.num_output_tokens + len(row.drafts) < row.sequence.params.min_tokens for row in rows]
         if not any(early) and all(row.mask is None for row in rows):
@@ -158,7 +152,7 @@ class Sampler:
             if early[index]:
                 for token_id in self._eos_ids.union(row.sequence.params.stop_token_ids or ()):
                     mask[index].view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)
-        return {"mask": tensor(mask)}
+        return {"mask": to_device(mask, device)}
 
     @property
     def _num_words(self) -> int:

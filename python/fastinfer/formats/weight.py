@@ -142,16 +142,28 @@ class ConcatenatedWeight(Weight):
         return torch.cat([part.rows(None, dtype) for part in self.parts])
 
 
-def make_weight(unpacked: Dense | Int4 | Int8, activation_bits: int) -> Weight:
-    """The kernels' form of a weight that a reader has unpacked; nothing is rounded."""
+def make_weight(
+    unpacked: Dense | Int4 | Int8,
+    activation_bits: int,
+    device: str = "cpu",
+    dense_dtype: torch.dtype | None = None,
+) -> Weight:
+    """The kernels' form of a weight that a reader has unpacked; no integer or scale is rounded.
+
+    Args:
+        unpacked: in host memory.
+        activation_bits: see :class:`QuantizedWeight`.
+        device: that will use it: packed forms differ.
+        dense_dtype: of a weight that is not quantised, where it must be that of the hidden states; ``None``: as it is.
+    """
     if isinstance(unpacked, Dense):
-        return DenseWeight(unpacked.values)
+        return DenseWeight(unpacked.values.to(device, dense_dtype))
     bits, pack = (4, ops.int4_pack) if isinstance(unpacked, Int4) else (8, ops.int8_pack)
     return QuantizedWeight(
         bits=bits,
-        qweight=pack(unpacked.q),
-        scales=ops.pack_scales(unpacked.scales),
-        mins=None if unpacked.mins is None else ops.pack_scales(unpacked.mins),
+        qweight=pack(unpacked.q.to(device)),
+        scales=ops.pack_scales(unpacked.scales.to(device)),
+        mins=None if unpacked.mins is None else ops.pack_scales(unpacked.mins.to(device)),
         out_features=unpacked.q.shape[0],
         activation_bits=activation_bits,
     )

@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fastinfer.device import resolve_device
 from fastinfer.engine.batch import Batch
 from fastinfer.engine.kv_tensors import KVCacheTensors
-from fastinfer.errors import UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.config import ModelConfig, Precision
 from fastinfer.models.gguf_loader import load_gguf
@@ -49,18 +49,19 @@ def load_model(
     Args:
         path: a ``.gguf`` file.
         dtype: see :meth:`fastinfer.models.config.Precision.of`.
-        device: ``"cpu"``.
+        device: ``"cpu"``, ``"cuda"`` (not yet run on a GPU), or ``"auto"``.
         max_model_len: longest sequence that will be asked for, ``None`` for the model's own limit.
 
     Raises:
         ModelNotFoundError, GGUFFormatError, UnsupportedModelError: the file cannot be read, is malformed, or holds
             something that is not implemented.
+        RequestError: the device is missing, or cannot compute in this dtype.
     """
-    if device != "cpu":
-        raise UnsupportedModelError(f"models run on the CPU only so far, got device {device!r}")
+    device = resolve_device(device)
+    precision = Precision.of(dtype, device)
     file = GGUFFile(path)
     with _one_torch_thread():
-        model = load_gguf(file, Precision.of(dtype), max_model_len)
+        model = load_gguf(file, precision, max_model_len, device)
     return model, Tokenizer.from_gguf(file)
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fastinfer.errors import RequestError
 from fastinfer.ops import RopeScaling
 
 
@@ -58,13 +59,23 @@ class Precision:
     kv_cache_dtype: torch.dtype
 
     @classmethod
-    def of(cls, dtype: str) -> "Precision":
+    def of(cls, dtype: str, device: str = "cpu") -> "Precision":
         """The precision that a user's ``dtype`` stands for.
 
         ``"float32"`` is fp32 throughout. ``"auto"`` keeps fp32 hidden states, which cost nothing beside the weights,
         and multiplies in integers; ``"bfloat16"`` and ``"float16"`` do so with hidden states of that type. The cache
         of ``"auto"`` is fp16: three more bits of mantissa than bf16, at the same speed.
+
+        A GPU multiplies 16-bit numbers, bf16 for ``"auto"``, by weights as they are; its cache has the same dtype.
+
+        Raises:
+            RequestError: fp32 on a GPU.
         """
+        if device != "cpu":
+            if dtype == "float32":
+                raise RequestError(f"dtype must be auto, bfloat16 or float16 on device {device!r}, got 'float32'")
+            half = torch.float16 if dtype == "float16" else torch.bfloat16
+            return cls(half, 32, 32, half)
         if dtype == "float32":
             return cls(torch.float32, 32, 32, torch.float32)
         if dtype == "auto":

@@ -65,8 +65,10 @@ class Decoder:
             [tokens, hidden] of the last layer, before the last norm.
         """
         x = self.embedding.rows(batch.token_ids, self.dtype)
+        sizes = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
+        plan = ops.paged_attention_plan(batch.seq_lens, batch.query_start, *sizes)
         for layer, lora, cache in zip(self.layers, self._adapters(batch), kv_cache, strict=True):
-            x = self._attention(layer, lora, x, batch, cache)
+            x = self._attention(layer, lora, x, batch, cache, plan)
             x = self._mlp(layer, lora, x)
         return x
 
@@ -93,7 +95,7 @@ class Decoder:
         return self.adapters.of(batch.adapter_ids)
 
     def _attention(
-        self, layer: DecoderLayer, lora: LayerAdapters | None, x: Tensor, batch: Batch, cache: LayerCache
+        self, layer: DecoderLayer, lora: LayerAdapters | None, x: Tensor, batch: Batch, cache: LayerCache, plan: Tensor
     ) -> Tensor:
         config = self.config
         sizes = [heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
@@ -113,6 +115,7 @@ class Decoder:
             batch.query_start,
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
+            plan=plan,
         )
         out = out.view(len(x), -1)
         x = layer.output.linear(out, residual=x)

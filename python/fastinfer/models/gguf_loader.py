@@ -11,7 +11,7 @@ from torch import Tensor
 from fastinfer import ops
 from fastinfer.errors import GGUFFormatError, RequestError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile, GGUFTensor
-from fastinfer.formats.gguf_dequant import Dense, unpack, unpack_rows
+from fastinfer.formats.gguf_dequant import Dense, Int4, Int8, unpack, unpack_rows
 from fastinfer.formats.weight import ConcatenatedWeight, Weight, make_weight
 from fastinfer.models.config import ModelConfig, Precision
 from fastinfer.models.decoder import Decoder, DecoderLayer
@@ -82,13 +82,14 @@ def _rope_scaling(file: GGUFFile, architecture: str) -> ops.RopeScaling:
     return ops.RopeScaling(kind=kind, factor=factor, original_max_position=trained)
 
 
-def load_gguf(file: GGUFFile, precision: Precision, max_model_len: int | None) -> Decoder:
+def load_gguf(file: GGUFFile, precision: Precision, max_model_len: int | None, device: str = "cpu") -> Decoder:
     """Read, check and pack all weights.
 
     Args:
         file: an open file.
         precision: how the model computes.
         max_model_len: positions in the rotary table, ``None`` for the model's own limit.
+        device: where the weights will be.
 
     Raises:
         UnsupportedModelError: the architecture, or a tensor's type, is not implemented.
@@ -98,7 +99,7 @@ def load_gguf(file: GGUFFile, precision: Precision, max_model_len: int | None) -
     positions = min(max_model_len or config.max_position, config.max_position)
     if positions > MAX_POSITIONS:
         raise RequestError(f"max_model_len must be at most {MAX_POSITIONS}, got {positions} from {file.path}")
-    loader = _Loader(file, precision)
+    loader = _Loader(file, precision, device)
     embedding = loader.vocabulary("token_embd.weight", config)
     lm_head = loader.vocabulary("output.weight", config) if "output.weight" in file.tensors else embedding
     layers = []
@@ -118,16 +119,17 @@ def load_gguf(file: GGUFFile, precision: Precision, max_model_len: int | None) -
             config.rope_theta,
             config.rope_scaling,
             loader.frequency_factors(config),
-        ),
+        ).to(device),
     )
 
 
 class _Loader:
     """Turns the tensors of one file into weights."""
 
-    def __init__(self, file: GGUFFile, precision: Precision) -> None:
+    def __init__(self, file: GGUFFile, precision: Precision, device: str) -> None:
         self._file = file
         self._precision = precision
+        self._device = device
 
     def layer(self, index: int, config: ModelConfig) -> DecoderLayer:
         def name(part: str) -> str:
@@ -166,7 +168,7 @@ class _Loader:
     def vocabulary(self, name: str, config: ModelConfig) -> Weight:
         """The embedding or the last product; often one and the same."""
         tensor = self._rows(name, config.vocab_size, config.hidden_size)
-        return make_weight(unpack(tensor), self._precision.logits_activation_bits)
+        return self._make(unpack(tensor), self._precision.logits_activation_bits)
 
     def vector(self, name: str, size: int) -> Tensor:
         """A norm's weight, fp32."""
@@ -174,13 +176,13 @@ class _Loader:
         unpacked = unpack(tensor)
         if not isinstance(unpacked, Dense):
             raise UnsupportedModelError(f"{self._file.path}: tensor {name!r} must be dense, got {tensor.type.name}")
-        return unpacked.values.float()
+        return unpacked.values.float().to(self._device)
 
     def frequency_factors(self, config: ModelConfig) -> Tensor | None:
         """Divisors of the rotary frequencies: how converters write down Llama 3's scaling."""
         if "rope_freqs.weight" not in self._file.tensors:
             return None
-        return self.vector("rope_freqs.weight", config.rotary_dim // 2)
+        return self.vector("rope_freqs.weight", config.rotary_dim // 2).cpu()
 
     def _rows(self, name: str, rows: int, columns: int) -> GGUFTensor:
         return _tensor(self._file, name, (rows, columns))
@@ -192,8 +194,12 @@ class _Loader:
         return ConcatenatedWeight(tuple(self._weight(tensor, data) for tensor, data in parts))
 
     def _weight(self, tensor: GGUFTensor, data: np.ndarray) -> Weight:
-        unpacked = unpack_rows(data, tensor.type, tensor.name)
-        return make_weight(unpacked, self._precision.activation_bits)
+        return self._make(unpack_rows(data, tensor.type, tensor.name), self._precision.activation_bits)
+
+    def _make(self, unpacked: Dense | Int4 | Int8, activation_bits: int) -> Weight:
+        """On a GPU a dense weight has the dtype of the hidden states, which products want there."""
+        dense_dtype = None if self._device == "cpu" else self._precision.dtype
+        return make_weight(unpacked, activation_bits, self._device, dense_dtype)
 
 
 def _tensor(file: GGUFFile, name: str, shape: tuple[int, ...] | None = None) -> GGUFTensor:
