@@ -141,11 +141,11 @@ def test_options_reach_the_model(llms: list[FakeLLM]) -> None:
 
 def test_more_options_reach_the_model(llms: list[FakeLLM], tmp_path: Path) -> None:
     options = (
-        "--speculate 5 --kv-cache-dtype int8 --repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty -0.3 "
-        "--min-tokens 2 --stop END --stop ."
+        "--device cpu --speculate 5 --kv-cache-dtype int8 "
+        "--repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty -0.3 --min-tokens 2 --stop END --stop ."
     )
     assert main(["generate", "Why?", *options.split()]) == 0
-    assert llms[0].options == {"num_speculative_tokens": 5, "kv_cache_dtype": "int8"}
+    assert llms[0].options == {"device": "cpu", "num_speculative_tokens": 5, "kv_cache_dtype": "int8"}
     expected = SamplingParams(
         temperature=0.7,
         top_p=0.95,

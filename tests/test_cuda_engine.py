@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from fake_cuda_graph import use_fakes, with_twin
 from helpers import device_fixture
 from peft_adapter import write_adapter
 from torch import Tensor
 from toy import VOCAB_SIZE, ToyTokenizer, always_speculate, check_blocks, drain
 
 from fastinfer import ops
-from fastinfer.engine import cuda_graphs
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.cuda_graphs import CUDAGraphs
 from fastinfer.engine.engine import Engine
@@ -287,18 +287,6 @@ def test_embeddings_and_scores(expected_embeddings: list[Any], device: str) -> N
 # ---- CUDA graphs ----
 
 
-class FakeGraph:
-    """In place of a CUDA graph, which repeats kernels: repeats the calls."""
-
-    def __init__(self, step: Callable[[], None], pool: object) -> None:
-        step()
-        self.replay = step
-        self.given_pool = pool
-
-    def pool(self) -> str:
-        return "pool"
-
-
 @pytest.fixture
 def recorded(device: str, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Makes engines with CUDA graphs, or fakes where there is no GPU."""
@@ -308,11 +296,11 @@ def recorded(device: str, monkeypatch: pytest.MonkeyPatch) -> Make:
             return Forced(device, enforce_eager=False, **limits)
         engine = Forced(device, **limits)
         runner = engine.runner
-        runner.graphs = CUDAGraphs(runner.compute, runner.inputs, engine.config.max_loras > 0)
+        runner.graphs = CUDAGraphs(runner.compute, with_twin(runner.inputs), engine.config.max_loras > 0)
         return engine
 
     if device == "cpu":
-        monkeypatch.setattr(cuda_graphs, "capture", FakeGraph)
+        use_fakes(monkeypatch)
     return make
 
 

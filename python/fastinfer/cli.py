@@ -226,6 +226,9 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="guess up to N tokens ahead, from the text itself; default: 0",
     )
     options.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), help="where to compute; default: auto, a GPU where there is one"
+    )
+    options.add_argument(
         "--kv-cache-dtype", choices=KV_CACHE_DTYPES, help="of the cached keys and values; default: auto"
     )
 

@@ -74,7 +74,7 @@ class Result:
 
 def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
-    llm = LLM(args.model, dtype=args.dtype)
+    llm = LLM(args.model, dtype=args.dtype, device="cpu")
     load_s = time.perf_counter() - start
 
     results = measure(llm, args.prompt_tokens, args.new_tokens, args.requests, args.repeats)

@@ -10,7 +10,7 @@ from fastinfer.llm import LLM
 from fastinfer.sampling_params import DEFAULT_PARAMS, SamplingParams
 from fastinfer.structured_output import StructuredOutputsParams
 
-ENGINE_OPTIONS = ("num_speculative_tokens", "kv_cache_dtype")
+ENGINE_OPTIONS = ("device", "num_speculative_tokens", "kv_cache_dtype")
 
 
 def load(args: argparse.Namespace) -> tuple[LLM, SamplingParams]:
