@@ -116,6 +116,39 @@ def test_the_first_to_write_into_a_shared_block_gets_a_copy() -> None:
     check(cache, 3, 2, 0)
 
 
+def test_forks_that_go_on_differently_are_both_found() -> None:
+    cache = KVCache(num_blocks=20, block_size=4)
+    parent, child = sequence(10), sequence(10)
+    cache.allocate(parent)
+    compute(cache, parent)
+    cache.fork(parent, child)
+    for token, each in enumerate((parent, child), 50):
+        each.token_ids += [token] * 3
+        cache.append(each)
+        compute(cache, each)
+    for each in (parent, child):
+        cache.free(each)
+        again = Sequence("r", list(each.token_ids), SamplingParams(), seed=0)
+        cache.allocate(again)
+        assert again.num_computed_tokens == 12
+        cache.free(again)
+
+
+def test_all_of_a_preempted_text_is_prefill() -> None:
+    cache = KVCache(num_blocks=20, block_size=4, enable_prefix_caching=False)
+    tokens = sequence(6)
+    cache.allocate(tokens)
+    compute(cache, tokens)
+    tokens.token_ids += [1, 2, 3]
+    assert tokens.is_decoding
+    cache.free(tokens)
+    cache.allocate(tokens)
+    tokens.num_computed_tokens = 8
+    assert not tokens.is_decoding
+    tokens.num_computed_tokens = 9
+    assert tokens.is_decoding
+
+
 def test_a_copy_needs_a_free_block() -> None:
     cache = KVCache(num_blocks=3, block_size=4)
     parent, child = sequence(10), sequence(10)

@@ -324,3 +324,21 @@ def test_failed_steps_do_not_count_as_tokens_that_the_draft_model_missed(depth: 
     speculator._best_depth = lambda sequences, available: 5  # type: ignore[method-assign]
     assert drain(engine)["request-0"].outputs[0].token_ids == greedy([1, 2, 3], 40, stop_at_eos=False)
     assert engine.stats().num_accepted_tokens == engine.stats().num_drafted_tokens > 20
+
+
+def test_after_a_preemption_the_draft_model_has_missed_nothing() -> None:
+    engine = engines(block_size=2, num_kv_blocks=24, max_model_len=48, enable_prefix_caching=False)["itself"]
+    speculator = engine.speculator
+    assert speculator is not None
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    speculator._best_depth = lambda sequences, available: 0  # type: ignore[method-assign]
+    ids = [engine.add_request(prompt, params) for prompt in PROMPTS[:3]]
+    while not engine.stats().num_preemptions:
+        engine.step()
+    assert any(sequence.draft_gap > len(sequence) / 3 for sequence in engine.scheduler.waiting)
+    speculator._best_depth = lambda sequences, available: max(available)  # type: ignore[method-assign]
+    outputs = drain(engine)
+    for request_id, prompt in zip(ids, PROMPTS, strict=False):
+        length = min(30, 48 - len(prompt))
+        assert outputs[request_id].outputs[0].token_ids == greedy(prompt, length, stop_at_eos=False)
+    assert engine.stats().num_drafted_tokens == engine.stats().num_accepted_tokens > 0
