@@ -104,7 +104,7 @@ def test_half_precision_stays_near(
 
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0])
 def test_beam_search_finds_the_same_texts(model_path: Path, original: Any, length_penalty: float) -> None:
-    width, max_tokens = 4, 20
+    width, max_tokens = 3, 12
     llm = LLM(str(model_path), dtype="float32", max_model_len=128, max_num_seqs=8)
     for prompt in (
         "The capital of France is",
@@ -127,4 +127,4 @@ def test_beam_search_finds_the_same_texts(model_path: Path, original: Any, lengt
         found = [ids + completion.token_ids for completion in output.outputs]
         for text, tokens in zip(texts.tolist(), found, strict=True):
             assert text[: len(tokens)] == tokens
-            assert not any(text[len(tokens) :])
+            assert set(text[len(tokens) :]) <= {tokens[-1]}  # padding
