@@ -152,7 +152,7 @@ def test_the_last_seed_has_a_successor() -> None:
 def test_prompt_logprobs(count: int, budget: int) -> None:
     engine = toy_engine(max_num_batched_tokens=budget, block_size=2, num_kv_blocks=30, max_model_len=30)
     prompt = [(3 * j + 1) % VOCAB_SIZE for j in range(17)]
-    for _ in range(2):  # the second time the prefix cache has all of it
+    for _ in range(2):
         request_id = engine.add_request(prompt, replace(GREEDY, prompt_logprobs=count, max_tokens=6, logprobs=1, n=2))
         for company in range(4):
             engine.add_request([company], replace(GREEDY, max_tokens=20))
@@ -174,6 +174,18 @@ def test_prompt_logprobs(count: int, budget: int) -> None:
             entries[token].logprob for entries, token in zip(completion.logprobs, completion.token_ids, strict=True)
         )
         assert completion.cumulative_logprob == pytest.approx(total)
+
+
+def test_prompt_logprobs_of_what_the_prefix_cache_has() -> None:
+    engine = toy_engine(block_size=2)
+    engine.add_request(PROMPT, GREEDY)
+    drain(engine)
+    request_id = engine.add_request(PROMPT, replace(GREEDY, prompt_logprobs=1))
+    output = drain(engine)[request_id]
+    assert output.num_cached_tokens == 0
+    assert len(output.prompt_logprobs) == len(PROMPT)
+    request_id = engine.add_request(PROMPT, GREEDY)
+    assert drain(engine)[request_id].num_cached_tokens == 4
 
 
 def test_no_prompt_logprobs_unless_asked_for() -> None:
