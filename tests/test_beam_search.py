@@ -4,7 +4,7 @@ import random
 from typing import Any, NamedTuple
 
 import pytest
-from toy import EOS_ID, VOCAB_SIZE, check_blocks, drain, logits_of, toy_engine
+from toy import EOS_ID, VOCAB_SIZE, always_speculate, check_blocks, drain, logits_of, toy_engine
 
 from fastinfer.engine.engine import Engine
 from fastinfer.errors import RequestError
@@ -89,6 +89,8 @@ def test_texts_that_end_early_are_kept() -> None:
 def test_in_company_and_without_room(limits: dict[str, int]) -> None:
     """Beams that are preempted wait for each other, and come back."""
     engine = toy_engine(**limits)
+    if "num_speculative_tokens" in limits:
+        always_speculate(engine)
     greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     params = BeamSearchParams(4, max_tokens=15)
     ids = {}

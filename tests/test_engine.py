@@ -249,6 +249,17 @@ def test_numbered_ids_avoid_those_that_users_chose() -> None:
     assert [engine.add_request([1], GREEDY) for _ in range(2)] == ["request-1", "request-3"]
 
 
+def test_the_urgent_one_and_the_salted_one() -> None:
+    engine = toy_engine(max_num_seqs=1, block_size=2)
+    engine.add_request([1] * 9, GREEDY, request_id="later", priority=1)
+    engine.add_request([1] * 9, GREEDY, request_id="salted", cache_salt="a")
+    outputs = drain(engine)
+    assert list(outputs) == ["salted", "later"]
+    assert [output.num_cached_tokens for output in outputs.values()] == [0, 0]
+    engine.add_request([1] * 9, GREEDY, request_id="salted", cache_salt="a")
+    assert drain(engine)["salted"].num_cached_tokens == 8
+
+
 def test_metrics_are_in_order() -> None:
     engine = toy_engine(max_num_batched_tokens=2)
     engine.add_request([1] * 6, GREEDY)

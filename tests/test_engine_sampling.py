@@ -23,7 +23,10 @@ from toy import (
 
 from fastinfer import ops
 from fastinfer.engine.engine import Engine
-from fastinfer.errors import RequestError
+from fastinfer.engine.sampler import rows_of
+from fastinfer.engine.scheduler import Chunk
+from fastinfer.engine.sequence import Sequence, SequenceState
+from fastinfer.errors import QueueFullError, RequestError
 from fastinfer.sampling_params import SamplingParams
 
 PROMPT = [5, 9, 5, 30, 2]
@@ -116,6 +119,12 @@ def test_n_completions_are_those_of_n_seeds(n: int) -> None:
         assert completion.token_ids == reference(replace(SAMPLED, temperature=1.5, seed=4 + index))
         assert completion.text == ToyTokenizer().decode(completion.token_ids)
     assert len({tuple(completion.token_ids) for completion in output.outputs}) == n
+
+
+def test_each_completion_is_penalised_for_its_own_tokens() -> None:
+    params = replace(SAMPLED, n=3, temperature=1.5, frequency_penalty=1.5, presence_penalty=1.0)
+    for index, completion in enumerate(complete(params).outputs):
+        assert completion.token_ids == reference(replace(params, seed=4 + index))
 
 
 def test_n_computes_the_prompt_once() -> None:
@@ -313,6 +322,30 @@ def test_a_failed_request_is_told_of_though_the_step_fails_too(when: str) -> Non
     assert outputs[good].outputs[0].token_ids == greedy(PROMPT, 25, stop_at_eos=False)
 
 
+def test_grammars_that_are_compiled_in_the_background() -> None:
+    """Each completion has its own copy, and one that comes too late is of no harm."""
+    engine = toy_engine(max_num_waiting=2)
+    ids, compiled = [], []
+    for _ in range(2):
+        ids.append(engine.add_request(PROMPT, replace(SAMPLED, n=2, temperature=1.0)))
+        engine.scheduler.finish(engine._requests[ids[-1]].sequences[0])
+        for sequence in engine._requests[ids[-1]].sequences:
+            sequence.state = SequenceState.PENDING
+        compiled.append(Future())
+        engine._compiling[ids[-1]] = compiled[-1]
+    assert engine.step() == []
+    with pytest.raises(QueueFullError):
+        engine.add_request(PROMPT)
+    assert engine.abort(ids[0]) is not None
+    for future in compiled:
+        future.set_result(Letters("abc", 9))
+    outputs = drain(engine)
+    assert outputs.keys() == {ids[1]}
+    texts = [completion.text for completion in outputs[ids[1]].outputs]
+    assert {len(text) for text in texts} == {9}
+    assert texts[0] != texts[1]
+
+
 def test_abort_of_a_failed_request_that_nobody_was_told_of() -> None:
     engine = toy_engine()
     engine.add_request(PROMPT, GREEDY, request_id="good")
@@ -327,6 +360,23 @@ def test_abort_of_a_failed_request_that_nobody_was_told_of() -> None:
         assert engine.abort(request_id) is None
     assert not engine.has_unfinished
     assert engine.step() == []
+
+
+def test_drafts_that_the_grammar_allows() -> None:
+    sequence = Sequence("r", PROMPT, GREEDY, seed=0)
+    sequence.num_computed_tokens = len(PROMPT) - 1
+
+    def drafts_and_rows(length: int, drafts: list[int]) -> tuple[list[int], int]:
+        sequence.grammar = Letters("abc", length)  # type: ignore[assignment]
+        chunk = Chunk(sequence, 1, drafts=drafts)
+        rows = rows_of(chunk, VOCAB_SIZE)
+        assert sequence.grammar.text == ""
+        return chunk.drafts, len(rows)
+
+    assert drafts_and_rows(9, [1, 2]) == ([1, 2], 3)
+    assert drafts_and_rows(9, [1, 4, 2]) == ([1], 2), "d is not allowed"
+    assert drafts_and_rows(9, [1, 2, 3, 24]) == ([1, 2], 3), "after c there is no choice"
+    assert drafts_and_rows(2, [1, 2, 3]) == ([1], 2), "b is the end"
 
 
 class Poisoned(ToyModel):
