@@ -59,7 +59,7 @@ def reference(params: SamplingParams, prompt: list[int] = PROMPT) -> list[int]:
         drawn = ops.sample(
             logits[None],
             temperature=torch.tensor([float(params.temperature)]),
-            top_k=torch.tensor([params.top_k], dtype=torch.int32),
+            top_k=torch.tensor([max(params.top_k, 0)], dtype=torch.int32),
             top_p=torch.tensor([float(params.top_p)]),
             min_p=torch.tensor([float(params.min_p)]),
             seeds=torch.tensor([params.seed or 0]),
@@ -91,6 +91,7 @@ SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.9, seed=4)
         replace(SAMPLED, temperature=2.0, min_tokens=10, ignore_eos=False),
         replace(SAMPLED, temperature=2.0, min_tokens=12, stop_token_ids=[1, 2, 3, 4, 5, 6, 7, 8], ignore_eos=False),
         replace(SAMPLED, temperature=3.0, top_k=5, min_p=0.05),
+        replace(SAMPLED, top_k=-1),
     ],
 )
 def test_each_parameter(params: SamplingParams) -> None:

@@ -252,6 +252,19 @@ def test_a_preempted_member_comes_back_into_its_batch() -> None:
     assert names(s) == ["c"]
 
 
+def test_a_preempted_member_comes_back_while_the_others_run() -> None:
+    s = scheduler(num_blocks=7, batching=Static(3))
+    a, b, c, d = (sequence(name, 4) for name in "abcd")
+    for each in (a, b, c, d):
+        s.add(each)
+    while not s.num_preemptions:
+        run(s.schedule())
+    assert (s.running, s.waiting) == ([a, b], [c, d])
+    s.finish(b)
+    assert names(s) == ["a", "c"]
+    assert s.waiting == [d]
+
+
 def test_a_dynamic_batch_waits_for_company_but_not_for_ever() -> None:
     batching = Dynamic(max_seqs=3, max_tokens=10, max_wait_s=5.0)
     a, b, c, long = sequence("a", 4), sequence("b", 4), sequence("c", 2), sequence("long", 11)

@@ -18,7 +18,7 @@ class Batch:
         positions: [tokens] int64; in each token's sequence, from 0.
         query_start: [seqs + 1] int32; cumulative token counts of the sequences, from 0 to ``tokens``.
         seq_lens: [seqs] int32; cached length of each sequence, this step's tokens included.
-        block_table: [seqs, max_blocks] int32; 0 past a sequence's blocks.
+        block_table: [seqs, max_blocks] int32; past a sequence's blocks anything, which is not read.
         slot_mapping: [tokens] int64; ``block * block_size + offset`` of each token.
         logits_indices: [n] int64; the rows of the flattened tokens whose logits are wanted.
         adapter_ids: [tokens] int32; each token's LoRA adapter, -1 for none; or ``None`` if no token has one.
