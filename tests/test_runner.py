@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toy import VOCAB_SIZE, ToyModel, ToyTokenizer, always_speculate, greedy
 
 from fastinfer import ops
-from fastinfer.engine import runner
+from fastinfer.engine import cpu_graphs
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.cpu_graphs import MAX_RECORDED_TOKENS
 from fastinfer.engine.engine import Engine
@@ -149,7 +149,7 @@ def test_after_preemptions() -> None:
 @pytest.mark.parametrize("max_graphs", [2, 256])
 def test_steps_that_verify_drafts(max_graphs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same number of tokens, cut into sequences in other ways each time; and graphs that make room for others."""
-    monkeypatch.setattr(runner, "MAX_GRAPHS", max_graphs)
+    monkeypatch.setattr(cpu_graphs, "MAX_GRAPHS", max_graphs)
     engines = list(both(block_size=3, num_speculative_tokens=3))
     for engine in engines:
         always_speculate(engine)
@@ -159,8 +159,8 @@ def test_steps_that_verify_drafts(max_graphs: int, monkeypatch: pytest.MonkeyPat
         assert engine.stats().num_accepted_tokens > 5
         assert engine.stats().num_accepted_tokens < engine.stats().num_drafted_tokens
     assert_same_steps(*engines)
-    assert len(engines[1].runner._graphs) <= max_graphs
-    assert max_graphs == 2 or len(engines[1].runner._graphs) > 2
+    assert len(engines[1].runner.graphs.recorded) <= max_graphs
+    assert max_graphs == 2 or len(engines[1].runner.graphs.recorded) > 2
 
 
 def test_after_aborts() -> None:
