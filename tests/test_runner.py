@@ -89,8 +89,8 @@ class Watched(Engine):
             tensor.fill_(float("nan"))
         draw = self.sampler.draw
 
-        def watched(logits: Tensor, rows: list[Row]) -> list[SampledToken]:
-            tokens = draw(logits, rows)
+        def watched(logits: Tensor, rows: list[Row], recorded: bool) -> list[SampledToken]:
+            tokens = draw(logits, rows, recorded)
             self.steps.append((logits.clone(), tokens))
             return tokens
 
@@ -218,7 +218,7 @@ def test_a_replayed_step_calls_no_operator() -> None:
     for _ in range(60):
         with CountCalls() as calls:
             engine.step()
-        assert [name for name in calls.names if name.startswith("fastinfer")] == ["fastinfer.sample.default"]
+        assert not [name for name in calls.names if name.startswith("fastinfer")]
     assert engine.runner.graphs.recorded.keys() == {size}
     assert engine.runner.graphs.recorded[size][1] is result
 

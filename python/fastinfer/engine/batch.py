@@ -65,10 +65,12 @@ class StepResult:
     Attributes:
         hidden: [tokens, hidden] of the last layer, before its norm.
         logits: [n, vocab], as many rows as :func:`num_rows` says, chunk after chunk.
+        recorded: whether they have the same address whenever a step of this size comes.
     """
 
     hidden: Tensor
     logits: Tensor
+    recorded: bool = False
 
 
 class BatchInputs:

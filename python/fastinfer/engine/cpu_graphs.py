@@ -2,6 +2,9 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
+
+import torch
 
 from fastinfer import ops
 from fastinfer.engine.batch import Batch, BatchInputs, BatchSize, StepResult
@@ -54,5 +57,5 @@ class CPUGraphs:
             return None
         if len(self.recorded) == MAX_GRAPHS:
             del self.recorded[next(iter(self.recorded))]
-        self.recorded[size] = graph, result
+        self.recorded[size] = graph, replace(result, recorded=result.logits.dtype == torch.float32)
         return result

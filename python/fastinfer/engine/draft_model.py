@@ -122,7 +122,8 @@ class DraftModelSpeculator(Speculator):
         chunks = [Chunk(view, count) for view, count in parts]  # type: ignore[arg-type]
         drawing = [view for chunk, (view, _) in zip(chunks, parts, strict=True) if chunk.is_last and view.samples]
         result = self._runner(chunks)
-        drawn = self._sampler.draw(result.logits.float(), [Row(view.sequence, view.drafts) for view in drawing])
+        rows = [Row(view.sequence, view.drafts) for view in drawing]
+        drawn = self._sampler.draw(result.logits.float(), rows, result.recorded)
         for view, count in parts:
             view.num_computed_tokens += count
         for view, token in zip(drawing, drawn, strict=True):

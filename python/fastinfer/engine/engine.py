@@ -311,7 +311,7 @@ class Engine:
         if chunks:
             start = time.perf_counter()
             result = self.runner(chunks)
-            tokens = self.sampler.draw(result.logits.float(), rows)
+            tokens = self.sampler.draw(result.logits.float(), rows, result.recorded)
             if self.speculator is not None:
                 self.speculator.note_seconds(chunks, time.perf_counter() - start)
             outputs = self._update(chunks, result, tokens)

@@ -14,6 +14,9 @@ from fastinfer.engine.sequence import Sequence
 from fastinfer.engine.transfer import to_device, to_host
 from fastinfer.sampling_params import SamplingParams
 
+# One for each recorded step.
+MAX_RECORDED_DRAWS = 256
+
 
 class Row(NamedTuple):
     """Whose token a row of logits is for, the drafts that stand before it, and the tokens that its grammar allows: a
@@ -61,15 +64,34 @@ class Sampler:
     def __init__(self, max_rows: int, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
-        self._positions = np.zeros(max_rows, np.int64)
+        # Always in the same memory, where a recorded draw finds them.
+        self._arrays: dict[str, np.ndarray] = {
+            "temperature": np.zeros(max_rows, np.float32),
+            "top_k": np.zeros(max_rows, np.int32),
+            "top_p": np.zeros(max_rows, np.float32),
+            "min_p": np.zeros(max_rows, np.float32),
+            "seeds": np.zeros(max_rows, np.int64),
+            "positions": np.zeros(max_rows, np.int64),
+        }
         self._sequences: list[Sequence] = []
         self._parameters: dict[str, Tensor] = {}
+        self._recorded: dict[tuple[int, int], tuple[ops.CPUGraph, Tensor, Tensor]] = {}
+        self._memory = ops.GraphMemory()
 
-    def draw(self, logits: Tensor, rows: list[Row]) -> list[SampledToken]:
-        """One token for each row of logits [rows, vocab] fp32."""
+    def draw(self, logits: Tensor, rows: list[Row], recorded: bool = False) -> list[SampledToken]:
+        """One token for each row of logits [rows, vocab] fp32.
+
+        Args:
+            logits: of the model.
+            rows: whose they are.
+            recorded: the logits are a recorded step's, and have the same address whenever it comes again. Then the draw
+                is recorded as well: after a step the caches are cold, and the call alone takes longer than its kernel.
+        """
         if not rows:
             return []
         try:
+            if recorded and all(_is_plain(row) for row in rows):
+                return self._replay(logits, rows)
             return self._draw(logits, rows)
         except RuntimeError as error:
             if len(rows) == 1:
@@ -83,7 +105,6 @@ class Sampler:
         counts = [p.logprobs for p in params]
         sampled = ops.sample(
             logits,
-            positions=to_device(self._positions[: len(rows)], logits.device),
             num_logprobs=max((count for count in counts if count is not None), default=0),
             **self._parameters,
             **self._penalties(rows, logits.device),
@@ -96,21 +117,40 @@ class Sampler:
             for row, (token, count) in enumerate(zip(sampled.tokens.tolist(), counts, strict=True))
         ]
 
+    def _replay(self, logits: Tensor, rows: list[Row]) -> list[SampledToken]:
+        """Of rows with no more than the parameters that every row has, on the CPU."""
+        self._write(rows, logits.device)
+        key = logits.data_ptr(), len(rows)
+        if key in self._recorded:
+            graph, _, tokens = self._recorded[key]
+            graph.replay()
+        else:
+            graph = ops.CPUGraph(self._memory)
+            with graph.capture():
+                tokens = ops.sample(logits, num_logprobs=0, **self._parameters).tokens
+            if len(self._recorded) == MAX_RECORDED_DRAWS:
+                del self._recorded[next(iter(self._recorded))]
+            self._recorded[key] = graph, logits, tokens
+        return [SampledToken(token) for token in tokens.tolist()]
+
     def _write(self, rows: list[Row], device: torch.device) -> None:
         """Write down the parameters that every row has."""
         sequences = [row.sequence for row in rows]
-        if sequences != self._sequences:  # as a rule the same ones decode again
+        arrays, every = self._arrays, slice(len(rows))
+        changed = sequences != self._sequences  # as a rule the same ones decode again
+        if changed:
             self._sequences = sequences
             params = [sequence.params for sequence in sequences]
-            values: dict[str, np.ndarray] = {
-                "temperature": np.array([p.temperature for p in params], np.float32),
-                "top_k": np.array([max(p.top_k, 0) for p in params], np.int32),
-                "top_p": np.array([p.top_p for p in params], np.float32),
-                "min_p": np.array([p.min_p for p in params], np.float32),
-                "seeds": np.array([sequence.seed for sequence in sequences], np.int64),
-            }
-            self._parameters = {name: to_device(array, device) for name, array in values.items()}
-        self._positions[: len(rows)] = [len(sequence) + len(drafts) for sequence, drafts, _ in rows]
+            arrays["temperature"][every] = [p.temperature for p in params]
+            arrays["top_k"][every] = [max(p.top_k, 0) for p in params]
+            arrays["top_p"][every] = [p.top_p for p in params]
+            arrays["min_p"][every] = [p.min_p for p in params]
+            arrays["seeds"][every] = [sequence.seed for sequence in sequences]
+        arrays["positions"][every] = [len(sequence) + len(drafts) for sequence, drafts, _ in rows]
+        if changed:
+            self._parameters = {name: to_device(array[every], device) for name, array in arrays.items()}
+        elif device.type != "cpu":
+            self._parameters["positions"] = to_device(arrays["positions"][every], device)
 
     def _penalties(self, rows: list[Row], device: torch.device) -> dict[str, Tensor]:
         if all(row.sequence.counts is None for row in rows):
@@ -190,6 +230,18 @@ def rows_of(chunk: Chunk, vocab_size: int) -> list[Row]:
         grammar.rollback(num_followed)
     chunk.drafts = chunk.drafts[: len(rows) - sequence.num_slots]
     return rows
+
+
+def _is_plain(row: Row) -> bool:
+    """Whether it wants nothing but a token, drawn with the parameters that every row has."""
+    params = row.sequence.params
+    return (
+        row.mask is None
+        and row.sequence.counts is None
+        and params.logprobs is None
+        and not params.logit_bias
+        and not params.min_tokens
+    )
 
 
 def top_logprobs(logits: Tensor, token_id: int, count: int) -> list[TokenLogprob]:

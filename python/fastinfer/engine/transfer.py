@@ -17,7 +17,8 @@ def to_device(values: np.ndarray, device: torch.device) -> Tensor:
 
 def to_host(tensors: list[Tensor]) -> list[Tensor]:
     """The tensors in host memory, after one wait for the GPU that they are on."""
+    if not tensors or not tensors[0].is_cuda:
+        return tensors
     copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
-    if tensors and tensors[0].is_cuda:
-        torch.cuda.current_stream(tensors[0].device).synchronize()
+    torch.cuda.current_stream(tensors[0].device).synchronize()
     return copies
