@@ -4,7 +4,7 @@ import random
 from typing import Any, NamedTuple
 
 import pytest
-from toy import EOS_ID, VOCAB_SIZE, always_speculate, check_blocks, drain, logits_of, toy_engine
+from toy import EOS_ID, VOCAB_SIZE, ToyModel, always_speculate, check_blocks, drain, logits_of, toy_engine
 
 from fastinfer.engine.engine import Engine
 from fastinfer.errors import RequestError
@@ -168,3 +168,12 @@ def test_beams_never_take_more_places_than_there_are(seed: int) -> None:
                 tokens = [completion.token_ids for completion in output.outputs]
                 assert tokens == search(searches[output.request_id], 3, 12, 1.0, None)
         check_blocks(engine)
+
+
+def test_nothing_is_guessed_for_beams() -> None:
+    """They do not go on with the likeliest token alone."""
+    engine = always_speculate(toy_engine(draft_model=ToyModel(), num_speculative_tokens=3))
+    for prompt in PROMPTS[:3]:
+        output = beam_search(engine, prompt, BeamSearchParams(3, max_tokens=12))
+        assert [completion.token_ids for completion in output.outputs] == search(prompt, 3, 12, 1.0, EOS_ID)
+    assert engine.stats().num_drafted_tokens == 0

@@ -160,6 +160,19 @@ def test_an_urgent_prompt_does_not_hold_up_decodes() -> None:
     assert run(s.schedule()) == {"a": 1, "urgent": 7}
 
 
+def test_who_runs_is_kept_in_order() -> None:
+    s = scheduler()
+    a, b, urgent, child = sequence("a", 3), sequence("b", 3), sequence("urgent", 3, priority=-1), sequence("a2", 3)
+    child.order = a.order
+    for each in (a, b):
+        s.add(each)
+    run(s.schedule())
+    s.add(urgent)
+    run(s.schedule())
+    s.fork(a, child)
+    assert s.running == [urgent, a, child, b], "the last one is the first to be preempted"
+
+
 def test_siblings_take_slots_before_they_run() -> None:
     s = scheduler(max_num_seqs=4)
     many, one, other = sequence("many", 3), sequence("one", 3), sequence("other", 3)

@@ -10,11 +10,12 @@ from torch import Tensor
 from toy import VOCAB_SIZE, Forgetful, ToyModel, always_speculate, drain, greedy, logits_of, toy_engine
 
 from fastinfer.engine.batch import Batch
+from fastinfer.engine.draft_model import RETRY_STEPS
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.kv_tensors import KVCacheTensors
 from fastinfer.engine.scheduler import Chunk
 from fastinfer.engine.sequence import Sequence
-from fastinfer.engine.speculation import NgramIndex, NgramSpeculator, StepCosts
+from fastinfer.engine.speculation import Acceptance, NgramIndex, NgramSpeculator, StepCosts
 from fastinfer.errors import RequestError
 from fastinfer.sampling_params import SamplingParams
 
@@ -266,6 +267,34 @@ def test_it_learns_from_guesses_that_nobody_verified() -> None:
     chunk = Chunk(sequence, 1, num_drafts=2)
     speculator.propose([chunk])
     assert chunk.drafts == [1, 2]
+
+
+def test_it_learns_nothing_from_what_follows_a_wrong_draft() -> None:
+    speculator, sequence = speculator_with(0.5, 0.3)
+    rates = []
+    for num_drafts in (2, 8):
+        sequence.acceptance = Acceptance(0.5)
+        speculator.accept(Chunk(sequence, 1, drafts=[1] * num_drafts), 1)
+        rates.append(sequence.acceptance.rate)
+    assert rates[0] == rates[1]
+    assert (speculator.num_drafted, speculator.num_accepted) == (10, 2)
+
+
+def test_a_draft_model_that_did_not_pay_is_tried_again() -> None:
+    engine = toy_engine(draft_model=Forgetful(), num_speculative_tokens=3)
+    speculator = engine.speculator
+    assert speculator is not None
+    speculator._acceptance = 0.0
+    speculator._costs.estimate = lambda num_tokens: 10.0 + num_tokens  # type: ignore[method-assign]
+    engine.add_request([1, 2], SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True))
+    engine.step()
+    engine.scheduler.running[0].acceptance = Acceptance(0.0)
+    for _ in range(RETRY_STEPS - 2):
+        engine.step()
+    assert engine.stats().num_drafted_tokens == 0
+    for _ in range(3):
+        engine.step()
+    assert engine.stats().num_drafted_tokens > 0
 
 
 def test_where_it_does_not_pay_there_is_none() -> None:
