@@ -121,3 +121,19 @@ def test_embeddings_are_the_same_in_any_company(pooling: str) -> None:
         for request_id, expected in zip(ids, alone, strict=True):
             assert outputs[request_id].embedding == pytest.approx(expected, abs=1e-12)
     assert engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_an_embedding_that_is_preempted_half_way_begins_anew(pooling: str) -> None:
+    prompt = list(range(1, 31))
+    alone = toy_engine()
+    request_id = alone.add_embedding_request(prompt, pooling=pooling)
+    expected = drain(alone)[request_id].embedding
+    engine = toy_engine(block_size=2, num_kv_blocks=24, max_model_len=48, max_num_batched_tokens=2)
+    engine.add_request([1] * 10, SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    request_id = engine.add_embedding_request(prompt, pooling=pooling)
+    while not engine.stats().num_preemptions:
+        engine.step()
+    assert drain(engine)[request_id].embedding == pytest.approx(expected, abs=1e-12)
