@@ -275,3 +275,19 @@ def test_a_model_that_cannot_be_recorded_runs_with_a_warning() -> None:
     while engine.has_unfinished:  # and no second warning: pytest would show it
         output = engine.step()[0]
     assert output.outputs[0].token_ids == greedy([1, 2, 3], 12)
+
+
+def test_draws_with_and_without_masks_in_turns() -> None:
+    """Recorded draws find their masks where the last ones were, also in rows that have none any more."""
+    engines = list(both(block_size=4))
+    params = replace(PARAMS, temperature=2.0, ignore_eos=False, stop_token_ids=list(range(1, 40)))
+    for engine in engines:
+        for index, prompt in enumerate(prompts(6)):
+            engine.add_request(prompt, replace(params, min_tokens=5 * index, seed=index))
+        engine.add_request([1, 2], replace(params, logprobs=2, min_tokens=12))
+        engine.add_request([1, 2], replace(params, logit_bias={50: 5.0}, min_tokens=7))
+        drain(engine)
+    assert_same_steps(*engines)
+    lengths = [len(tokens) for _, tokens in engines[1].steps]
+    assert len(set(lengths)) > 4
+    assert {key[2] for key in engines[1].sampler._recorded} == {False, True}

@@ -16,8 +16,8 @@ from fastinfer.benchmarks.subject import Subject
 from fastinfer.engine.config import BATCHING
 from fastinfer.sampling_params import SamplingParams
 
-PROMPT_TOKENS = (16, 512)
-NEW_TOKENS = (8, 256)
+PROMPT_TOKENS = (16, 128)
+NEW_TOKENS = (8, 512)
 
 
 @dataclass(frozen=True)

@@ -73,9 +73,10 @@ class Sampler:
             "seeds": np.zeros(max_rows, np.int64),
             "positions": np.zeros(max_rows, np.int64),
         }
+        self._mask_words = np.zeros((max_rows, self._num_words), np.int32)
         self._sequences: list[Sequence] = []
         self._parameters: dict[str, Tensor] = {}
-        self._recorded: dict[tuple[int, int], tuple[ops.CPUGraph, Tensor, Tensor]] = {}
+        self._recorded: dict[tuple[int, int, bool], tuple[ops.CPUGraph, Tensor, Tensor]] = {}
         self._memory = ops.GraphMemory()
 
     def draw(self, logits: Tensor, rows: list[Row], recorded: bool = False) -> list[SampledToken]:
@@ -90,7 +91,7 @@ class Sampler:
         if not rows:
             return []
         try:
-            if recorded and all(_is_plain(row) for row in rows):
+            if recorded and all(_is_usual(row) for row in rows):
                 return self._replay(logits, rows)
             return self._draw(logits, rows)
         except RuntimeError as error:
@@ -118,16 +119,17 @@ class Sampler:
         ]
 
     def _replay(self, logits: Tensor, rows: list[Row]) -> list[SampledToken]:
-        """Of rows with no more than the parameters that every row has, on the CPU."""
+        """Of rows that want nothing unusual, on the CPU."""
         self._write(rows, logits.device)
-        key = logits.data_ptr(), len(rows)
+        mask = self._mask(rows, logits.device)
+        key = logits.data_ptr(), len(rows), bool(mask)
         if key in self._recorded:
             graph, _, tokens = self._recorded[key]
             graph.replay()
         else:
             graph = ops.CPUGraph(self._memory)
             with graph.capture():
-                tokens = ops.sample(logits, num_logprobs=0, **self._parameters).tokens
+                tokens = ops.sample(logits, num_logprobs=0, **self._parameters, **mask).tokens
             if len(self._recorded) == MAX_RECORDED_DRAWS:
                 del self._recorded[next(iter(self._recorded))]
             self._recorded[key] = graph, logits, tokens
@@ -185,10 +187,9 @@ class Sampler:
         early = [row.sequence.num_output_tokens + len(row.drafts) < row.sequence.params.min_tokens for row in rows]
         if not any(early) and all(row.mask is None for row in rows):
             return {}
-        mask = np.full((len(rows), self._num_words), -1, np.int32)
+        mask = self._mask_words[: len(rows)]
         for index, row in enumerate(rows):
-            if row.mask is not None:
-                mask[index] = row.mask
+            mask[index] = -1 if row.mask is None else row.mask
             if early[index]:
                 for token_id in self._eos_ids.union(row.sequence.params.stop_token_ids or ()):
                     mask[index].view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)
@@ -232,16 +233,10 @@ def rows_of(chunk: Chunk, vocab_size: int) -> list[Row]:
     return rows
 
 
-def _is_plain(row: Row) -> bool:
-    """Whether it wants nothing but a token, drawn with the parameters that every row has."""
+def _is_usual(row: Row) -> bool:
+    """Whether it wants a token alone, drawn with the parameters that every row has, and perhaps a mask."""
     params = row.sequence.params
-    return (
-        row.mask is None
-        and row.sequence.counts is None
-        and params.logprobs is None
-        and not params.logit_bias
-        and not params.min_tokens
-    )
+    return row.sequence.counts is None and params.logprobs is None and not params.logit_bias
 
 
 def top_logprobs(logits: Tensor, token_id: int, count: int) -> list[TokenLogprob]:
