@@ -16,6 +16,7 @@ from json_schemas import SCHEMAS
 from teacher_forcing import log_probabilities
 
 from fastinfer import LLM, AsyncEngine, PrefillOutput, RequestError, SamplingParams, StructuredOutputsParams
+from fastinfer.engine.generation import GenerationRequest
 
 PROMPTS = ["The capital of France is", "A", "In the beginning God created the heaven and the earth. " * 4]
 
@@ -126,7 +127,7 @@ def test_a_failing_request_gives_no_score(llm: LLM, monkeypatch: pytest.MonkeyPa
         raise ValueError("no logits")
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(llm.engine), "_add_prompt_logprobs", broken)
+        patch.setattr(GenerationRequest, "_take_prompt_logprobs", broken)
         with pytest.raises(RuntimeError, match="the request failed: ValueError: no logits"):
             llm.score("Some text")
 

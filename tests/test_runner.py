@@ -289,5 +289,5 @@ def test_draws_with_and_without_masks_in_turns() -> None:
         drain(engine)
     assert_same_steps(*engines)
     lengths = [len(tokens) for _, tokens in engines[1].steps]
-    assert len(set(lengths)) > 4
+    assert len(set(lengths)) > 2
     assert {key[2] for key in engines[1].sampler._recorded} == {False, True}

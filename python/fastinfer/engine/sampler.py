@@ -113,10 +113,13 @@ class Sampler:
             **self._mask(rows, logits.device),
         )
         sampled = ops.Sampled(*to_host(list(sampled)))
-        return [
-            SampledToken(token, None if count is None else _logprobs(logits, sampled, row, count))
-            for row, (token, count) in enumerate(zip(sampled.tokens.tolist(), counts, strict=True))
-        ]
+
+        def drawn(row: int, token: int, count: int | None) -> SampledToken:
+            if token < 0:  # a GPU cannot raise for one row
+                return SampledToken(-1, error=f"logits[{row}] must have a finite logit that is allowed, and no NaN")
+            return SampledToken(token, None if count is None else _logprobs(logits, sampled, row, count))
+
+        return [drawn(row, *pair) for row, pair in enumerate(zip(sampled.tokens.tolist(), counts, strict=True))]
 
     def _replay(self, logits: Tensor, rows: list[Row]) -> list[SampledToken]:
         """Of rows that want nothing unusual, on the CPU."""
