@@ -35,6 +35,11 @@ from fastinfer.models.decoder import Decoder
 from fastinfer.models.gguf_loader import load_gguf
 from fastinfer.sampling_params import SamplingParams
 
+if "FASTINFER_EMULATION" in os.environ:
+    pytest.skip(
+        "the operators' own tests run the kernels under sanitizers; engines take minutes", allow_module_level=True
+    )
+
 device = device_fixture("cuda", "emulated")
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -245,8 +250,6 @@ def logits_of_text(model: Decoder, dtype: torch.dtype, device: str) -> Tensor:
 @pytest.fixture
 def default_model() -> tuple[GGUFFile, Tensor]:
     """The default model's file, and what it gives in fp32 on the CPU."""
-    if "FASTINFER_EMULATION" in os.environ:
-        pytest.skip("takes minutes under a sanitizer")
     try:
         file = GGUFFile(hub.resolve(hub.DEFAULT_MODEL))
     except ModelNotFoundError as error:  # machines with GPUs are often offline
