@@ -58,8 +58,8 @@ class Forced(Engine):
             tensor.view(torch.uint8).fill_(0xFF)  # NaN, or -1 where that is none
         draw = self.sampler.draw
 
-        def forced(logits: Tensor, rows: list[Row]) -> list[SampledToken]:
-            drawn = draw(logits, rows)
+        def forced(logits: Tensor, rows: list[Row], recorded: bool) -> list[SampledToken]:
+            drawn = draw(logits, rows, recorded)
             for index, (row, token) in enumerate(zip(rows, drawn, strict=True)):
                 key = (row.sequence.seed, *row.sequence.token_ids, *row.drafts)
                 self.logits[key] = logits[index].cpu().clone()
@@ -271,11 +271,11 @@ def test_a_row_without_a_token_ends_its_request_alone(device: str) -> None:
     bad, good = (engine.add_request([1, 2], replace(PARAMS, seed=seed)) for seed in (0, 1))
     draw = engine.sampler.draw
 
-    def poisoned(logits: Tensor, rows: list[Row]) -> list[SampledToken]:
+    def poisoned(logits: Tensor, rows: list[Row], recorded: bool) -> list[SampledToken]:
         for index, row in enumerate(rows):
             if row.sequence.request_id == bad and len(row.sequence) == 4:
                 logits[index, 5] = float("nan")
-        return draw(logits, rows)
+        return draw(logits, rows, recorded)
 
     engine.sampler.draw = poisoned  # type: ignore[method-assign]
     outputs = drain(engine)
