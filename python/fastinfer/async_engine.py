@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 from fastinfer import hub
 from fastinfer.checks import INT64_MAX, check_int, show
-from fastinfer.engine.engine import Engine, EngineStats
+from fastinfer.engine.engine import Engine
+from fastinfer.engine.stats import EngineStats
 from fastinfer.errors import QueueFullError, RequestError
 from fastinfer.llm import LLM
 from fastinfer.mailbox import Mailbox
@@ -194,8 +195,9 @@ class AsyncEngine:
                 outcome = add()
         except Exception as error:  # full meanwhile, for instance by preemptions
             outcome = error
-        self._stats = self._engine.stats()
-        with self._lock:
+        stats = self._engine.stats()
+        with self._lock:  # at once, or a request would count as submitted and as waiting
+            self._stats = stats
             self._num_submitted -= 1
             del self._mailboxes[mailbox.request_id]
             if isinstance(outcome, str):
