@@ -12,7 +12,7 @@ class Fastinfer:
     def __init__(self, model: str, threads: int, max_tokens: int, max_requests: int) -> None:
         torch.set_num_threads(threads)
         _C.set_num_threads(threads)
-        self._llm = LLM(model)
+        self._llm = LLM(model, enable_prefix_caching=False)  # as of the others
 
     @staticmethod
     def version() -> str:

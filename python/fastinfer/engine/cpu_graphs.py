@@ -11,7 +11,7 @@ from fastinfer.engine.batch import Batch, BatchInputs, BatchSize, StepResult
 
 # Larger batches run operator by operator: there Python is a hundredth of a step, and every size has its own graph.
 MAX_RECORDED_TOKENS = 64
-# A graph is about 100 KB. Without speculation there are as many as sequences; with it their number is bounded by this.
+# Without speculation there are as many graphs as numbers of sequences, with it as many as mixtures of drafts.
 MAX_GRAPHS = 256
 
 
