@@ -35,6 +35,7 @@ TENSOR_CORES = {
 # the other variants are for rows that are not aligned.
 NARROW_LOADS: dict[str, str] = {
     "dequantize_kernel": "gathers a few rows a step: bound by latency",
+    "expand_kernel": "a thread per column, so that a few rows of B spread over all multiprocessors",
     "pack_kernel": "runs once, when a model is loaded",
     "paged_attention_plan_kernel": "reads a few integers of each sequence",
     "zero_counters_kernel": "reads nothing",
