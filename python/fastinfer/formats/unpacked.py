@@ -1,0 +1,160 @@
+"""A weight between its file and the kernels: integers, scales and minimums side by side, nothing packed yet.
+
+Every reader of a quantised format produces one of these four forms; :func:`fastinfer.formats.weight.make_weight` packs
+them. Rows can be picked, reordered and concatenated here without touching a number.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+U = TypeVar("U", bound="Unpacked")
+
+
+@dataclass(frozen=True, eq=False)
+class Unpacked(ABC):
+    """A weight [out_features, in_features]. Fields that are tensors have one row per output unless they say otherwise."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)."""
+
+    @abstractmethod
+    def dequantize(self) -> Tensor:
+        """[out_features, in_features] fp32, the order of inputs the model's own."""
+
+    def rows(self: U, index: slice | Tensor) -> U:
+        """Some of the outputs, in that order."""
+        return replace(self, **{name: values[index] for name, values in self._by_row().items()})
+
+    def fits(self, other: "Unpacked") -> bool:
+        """Whether the two can be one weight: the same form, group size, dtypes and order of inputs."""
+        if type(self) is not type(other) or self._by_row().keys() != other._by_row().keys():
+            return False
+        mine, theirs = self._by_row(), other._by_row()
+        if any(mine[name].dtype != theirs[name].dtype or mine[name].shape[1:] != theirs[name].shape[1:] for name in mine):
+            return False
+        return all(_same(value, getattr(other, name)) for name, value in self._shared().items())
+
+    def _by_row(self) -> dict[str, Tensor]:
+        shared = self._shared()
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in shared}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def _shared(self) -> dict[str, object]:
+        """Fields that all rows share."""
+        return {}
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Unpacked):
+    """Not quantised.
+
+    ``values`` is fp32, fp16 or bf16 as in the file. It may share the file's mapped memory: do not write to it.
+    """
+
+    values: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.values.shape
+        return rows, columns
+
+    def dequantize(self) -> Tensor:
+        return self.values.float()
+
+
+@dataclass(frozen=True, eq=False)
+class Grouped(Unpacked):
+    """Integers with a scale, and perhaps a minimum, per row and group of inputs.
+
+    Attributes:
+        q: [rows, cols].
+        scales, mins: [rows, groups] fp16 or fp32, both the same; ``cols / groups`` is a multiple of 32, or all of cols.
+        permutation: [cols] int64, ``None`` for the model's order: column j of ``q`` is the model's input
+            ``permutation[j]``.
+    """
+
+    q: Tensor
+    scales: Tensor
+    mins: Tensor | None = None
+    permutation: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.q.shape
+        return rows, columns
+
+    def dequantize(self) -> Tensor:
+        groups = self._levels().unflatten(1, (self.scales.shape[1], -1))
+        values = groups * self.scales.float()[..., None]
+        if self.mins is not None:
+            values = values + self.mins.float()[..., None]
+        values = values.flatten(1)
+        return values if self.permutation is None else values[:, self.permutation.argsort()]
+
+    def _levels(self) -> Tensor:
+        return self.q.float()
+
+    def _shared(self) -> dict[str, object]:
+        return {"permutation": self.permutation}
+
+
+@dataclass(frozen=True, eq=False)
+class Int4(Grouped):
+    """w = scale * q + min, without minimums w = scale * (q - 8); ``q`` is uint8, 0..15."""
+
+    def _levels(self) -> Tensor:
+        return self.q.float() - (8.0 if self.mins is None else 0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Int8(Grouped):
+    """w = scale * q + min, without minimums w = scale * q; ``q`` is int8.
+
+    Attributes:
+        int8_activations: the weight was made for inputs that are rounded to int8 too, with one scale per token; it then
+            has one scale per row and no minimums.
+    """
+
+    int8_activations: bool = False
+
+    def _shared(self) -> dict[str, object]:
+        return {"permutation": self.permutation, "int8_activations": self.int8_activations}
+
+
+@dataclass(frozen=True, eq=False)
+class Table(Grouped):
+    """w = scale * table[q]; ``q`` is uint8, 0..15, ``table`` [16] fp32. No minimums.
+
+    NF4 (https://arxiv.org/abs/2305.14314) and other formats of 16 values.
+    """
+
+    table: Tensor | None = None
+
+    def _levels(self) -> Tensor:
+        assert self.table is not None
+        return self.table[self.q.long()]
+
+    def _shared(self) -> dict[str, object]:
+        return {"permutation": self.permutation, "table": self.table}
+
+
+def concatenate(parts: Sequence[U]) -> U:
+    """The rows of several weights below each other; each must fit the first."""
+    first = parts[0]
+    if not all(first.fits(part) for part in parts):
+        raise ValueError(f"parts must have one form, got {[type(part).__name__ for part in parts]}")
+    columns = [part._by_row() for part in parts]
+    return replace(first, **{name: torch.cat([column[name] for column in columns]) for name in columns[0]})
+
+
+def _same(a: object, b: object) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return a is None and b is None if a is None or b is None else bool(a == b)
