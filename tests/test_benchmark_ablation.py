@@ -20,8 +20,8 @@ from fastinfer.benchmarks.replay import Job
 from fastinfer.benchmarks.subject import Subject
 from fastinfer.cli import ABLATION_ROWS, main
 from fastinfer.errors import RequestError, UnsupportedModelError
-from fastinfer.formats.weight import DenseWeight
-from fastinfer.models.decoder import Decoder
+from fastinfer.formats.weight import DenseWeight, Weight
+from fastinfer.models.decoder import Decoder, DecoderLayer
 from fastinfer.sampling_params import SamplingParams
 
 Captured = pytest.CaptureFixture[str]
@@ -113,24 +113,28 @@ def test_int8_rounds_to_half_a_step_of_its_group() -> None:
     assert quantized.q.abs().max() == 127
 
 
+def layer_weights(layer: DecoderLayer) -> list[Weight]:
+    return [layer.attention.qkv, layer.attention.output.weight, layer.mlp.gate_up, layer.mlp.down.weight]
+
+
 def test_repacked_models_compute_the_same(subject: Subject) -> None:
     decoder = subject.model
     assert isinstance(decoder, Decoder)
     first = replace(decoder, layers=decoder.layers[:1])
     x = torch.randn(3, decoder.config.hidden_size, generator=torch.Generator().manual_seed(1))
     layer = first.layers[0]
-    expected = x @ layer.qkv.rows(None, torch.float32).T
+    expected = x @ layer.attention.qkv.rows(None, torch.float32).T
     sizes = []
     for form, tolerance in (("float32", 1e-5), ("int8", 2e-2), ("int4", 2e-2)):
         other = repack(first, form)
         assert other.lm_head is other.embedding
-        got = other.layers[0].qkv.linear(x)
+        got = other.layers[0].attention.qkv.linear(x)
         assert float((got - expected).norm() / expected.norm()) < tolerance
         sizes.append(weight_bytes(other))
-    assert isinstance(repack(first, "float32").layers[0].down, DenseWeight)
+    assert isinstance(repack(first, "float32").layers[0].mlp.down.weight, DenseWeight)
     num_weights = sum(
         weight.rows(None, torch.float32).numel()
-        for weight in (layer.qkv, layer.output, layer.gate_up, layer.down, first.embedding)
+        for weight in (*layer_weights(layer), first.embedding)
     )
     assert sizes[0] == 4 * num_weights
     assert math.isclose(sizes[1], num_weights * (1 + 2 / 32), rel_tol=1e-3)

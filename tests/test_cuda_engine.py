@@ -32,7 +32,8 @@ from fastinfer.errors import ModelNotFoundError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.config import Precision
 from fastinfer.models.decoder import Decoder
-from fastinfer.models.gguf_loader import load_gguf
+from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
+from fastinfer.models.loader import load_decoder
 from fastinfer.sampling_params import SamplingParams
 
 if "FASTINFER_EMULATION" in os.environ:
@@ -254,13 +255,13 @@ def default_model() -> tuple[GGUFFile, Tensor]:
         file = GGUFFile(hub.resolve(hub.DEFAULT_MODEL))
     except ModelNotFoundError as error:  # machines with GPUs are often offline
         pytest.skip(str(error))
-    return file, logits_of_text(load_gguf(file, Precision.of("float32"), 64), torch.float32, "cpu")
+    return file, logits_of_text(load_decoder(GGUFCheckpoint(file), Precision.of("float32"), 64), torch.float32, "cpu")
 
 
 def test_the_default_model(default_model: tuple[GGUFFile, Tensor], device: str) -> None:
     """In fp16, whose rounding is small enough to show any other difference: 0.2 to 0.4 %."""
     file, expected = default_model
-    logits = logits_of_text(load_gguf(file, Precision.of("float16", "cuda"), 64, device), torch.float16, device)
+    logits = logits_of_text(load_decoder(GGUFCheckpoint(file), Precision.of("float16", "cuda"), 64, device), torch.float16, device)
     assert torch.equal(logits.argmax(1), expected.argmax(1))
     assert ((logits - expected).norm(dim=1) < 0.01 * expected.norm(dim=1)).all()
 

@@ -8,7 +8,9 @@ import pytest
 from fastinfer.errors import FastinferError, GGUFFormatError, RequestError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.config import Precision
-from fastinfer.models.gguf_loader import load_gguf, read_config
+from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
+from fastinfer.models.gguf_config import read_gguf_config
+from fastinfer.models.loader import load_decoder
 
 MISSING = object()
 
@@ -36,7 +38,7 @@ def test_bad_metadata(case: str, model_path: Path) -> None:
         if value is MISSING:
             del file.metadata[key]
     with pytest.raises(error, match=named) as caught:
-        read_config(file)
+        read_gguf_config(file)
     assert "\n" not in str(caught.value)
 
 
@@ -45,8 +47,8 @@ def test_context_too_long_for_its_rotary_table(model_path: Path) -> None:
     file = GGUFFile(model_path)
     file.metadata["llama.context_length"] = 2**24
     with pytest.raises(RequestError, match="max_model_len"):
-        load_gguf(file, Precision.of("float32"), None)
-    assert load_gguf(file, Precision.of("float32"), 64).cos_sin_cache.shape == (64, 64)
+        load_decoder(GGUFCheckpoint(file), Precision.of("float32"), None)
+    assert load_decoder(GGUFCheckpoint(file), Precision.of("float32"), 64).layers[0].attention.cos_sin_cache.shape == (64, 64)
 
 
 @pytest.mark.parametrize(
@@ -60,4 +62,4 @@ def test_bad_tensors(name: str, change: str, error: str, model_path: Path) -> No
     else:
         file.tensors[name] = file.tensors["blk.3.attn_q.weight"]
     with pytest.raises(GGUFFormatError, match=rf"{name}.*{error}"):
-        load_gguf(file, Precision.of("float32"), 64)
+        load_decoder(GGUFCheckpoint(file), Precision.of("float32"), 64)

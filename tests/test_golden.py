@@ -55,20 +55,20 @@ def test_weights_are_those_of_the_file(model_path: Path) -> None:
         return file[name].view(heads, config.head_dim // 2, 2, -1).transpose(1, 2).reshape(-1, config.hidden_size)
 
     assert torch.equal(model.embedding.rows(None, torch.float32), file["token_embd.weight"])
-    assert torch.equal(model.norm, file["output_norm.weight"])
+    assert torch.equal(model.norm.weight, file["output_norm.weight"])
     assert len(model.layers) == config.num_layers
     for index, layer in enumerate(model.layers):
         q = halves(f"blk.{index}.attn_q.weight", config.num_heads)
         k = halves(f"blk.{index}.attn_k.weight", config.num_kv_heads)
         v = file[f"blk.{index}.attn_v.weight"]
-        assert torch.equal(layer.qkv.rows(None, torch.float32), torch.cat([q, k, v]))
-        gate_up = layer.gate_up.rows(None, torch.float32).view(-1, 2, 16, config.hidden_size)
+        assert torch.equal(layer.attention.qkv.rows(None, torch.float32), torch.cat([q, k, v]))
+        gate_up = layer.mlp.gate_up.rows(None, torch.float32).view(-1, 2, 16, config.hidden_size)
         assert torch.equal(gate_up[:, 0].flatten(0, 1), file[f"blk.{index}.ffn_gate.weight"])
         assert torch.equal(gate_up[:, 1].flatten(0, 1), file[f"blk.{index}.ffn_up.weight"])
-        assert torch.equal(layer.output.rows(None, torch.float32), file[f"blk.{index}.attn_output.weight"])
-        assert torch.equal(layer.down.rows(None, torch.float32), file[f"blk.{index}.ffn_down.weight"])
-        assert torch.equal(layer.attention_norm, file[f"blk.{index}.attn_norm.weight"])
-        assert torch.equal(layer.mlp_norm, file[f"blk.{index}.ffn_norm.weight"])
+        assert torch.equal(layer.attention.output.weight.rows(None, torch.float32), file[f"blk.{index}.attn_output.weight"])
+        assert torch.equal(layer.mlp.down.weight.rows(None, torch.float32), file[f"blk.{index}.ffn_down.weight"])
+        assert torch.equal(layer.attention.norm.weight, file[f"blk.{index}.attn_norm.weight"])
+        assert torch.equal(layer.mlp.norm.weight, file[f"blk.{index}.ffn_norm.weight"])
 
 
 def test_fp32_log_probabilities_are_within_1e_3(

@@ -20,7 +20,9 @@ from fastinfer.formats.weight import make_weight
 from fastinfer.hub import DEFAULT_MODEL
 from fastinfer.memory import KV_DTYPES, Rates, Weights, _packed_bytes, describe, head_layouts, kv_cache_bytes
 from fastinfer.models.config import Precision
-from fastinfer.models.gguf_loader import load_gguf, read_config
+from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
+from fastinfer.models.gguf_config import read_gguf_config
+from fastinfer.models.loader import load_decoder
 
 RATES = Rates(read_bytes=1e10, byte_operations=1e12, float_operations=1e11)
 
@@ -41,12 +43,12 @@ def tensors_of(value: Any) -> dict[int, Tensor]:
 
 def test_weights_are_those_of_the_loaded_model(model_path: Path) -> None:
     file = GGUFFile(model_path)
-    config = read_config(file)
+    config = read_gguf_config(file)
     weights = Weights.of(file, config)
-    loaded = load_gguf(file, Precision.of("auto"), None)
+    loaded = load_decoder(GGUFCheckpoint(file), Precision.of("auto"), None)
     sizes = {pointer: tensor.nbytes for pointer, tensor in tensors_of(loaded).items()}
     assert weights.memory_bytes == sum(sizes.values())
-    assert weights.step_bytes == weights.memory_bytes - loaded.cos_sin_cache.nbytes
+    assert weights.step_bytes == weights.memory_bytes - loaded.layers[0].attention.cos_sin_cache.nbytes
     assert weights.logits_operations == 2 * 49152 * 576
     layer = 576 * (576 + 2 * 192) + 576 * 576 + 3 * 576 * 1536
     assert (weights.byte_operations, weights.float_operations) == (2 * 30 * layer, 0)
@@ -54,7 +56,7 @@ def test_weights_are_those_of_the_loaded_model(model_path: Path) -> None:
 
 def test_an_embedding_that_is_not_tied_is_stored_and_not_read(model_path: Path) -> None:
     file = GGUFFile(model_path)
-    config = read_config(file)
+    config = read_gguf_config(file)
     tied = Weights.of(file, config)
     file.tensors["output.weight"] = file.tensors["token_embd.weight"]
     file.tensors["rope_freqs.weight"] = file.tensors["output_norm.weight"]
@@ -78,7 +80,7 @@ def test_packed_bytes_of_every_type(kind: GGUFType, rows: int) -> None:
 def test_kv_cache_bytes_are_those_of_a_real_cache(
     dtype: torch.dtype, context: int, batch: int, model_path: Path
 ) -> None:
-    config = replace(read_config(GGUFFile(model_path)), num_layers=2)
+    config = replace(read_gguf_config(GGUFFile(model_path)), num_layers=2)
     block_size = EngineConfig().block_size
     num_blocks = batch * num_blocks_for(context, block_size)
     shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
@@ -97,7 +99,7 @@ def test_kv_cache_bytes_are_those_of_a_real_cache(
     ],
 )
 def test_head_layouts(heads: int, kv_heads: int, layouts: dict[str, int], model_path: Path) -> None:
-    config = replace(read_config(GGUFFile(model_path)), num_heads=heads, num_kv_heads=kv_heads)
+    config = replace(read_gguf_config(GGUFFile(model_path)), num_heads=heads, num_kv_heads=kv_heads)
     assert list(head_layouts(config).items()) == list(layouts.items())
 
 

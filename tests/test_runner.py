@@ -8,20 +8,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from random_checkpoint import RandomCheckpoint, int4, int8
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy import VOCAB_SIZE, ToyModel, ToyTokenizer, always_speculate, greedy
 
-from fastinfer import ops
 from fastinfer.engine import cpu_graphs
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.cpu_graphs import MAX_RECORDED_TOKENS
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.sampler import Row, SampledToken
-from fastinfer.formats.gguf_dequant import Dense, Int4
-from fastinfer.formats.weight import ConcatenatedWeight, Weight, make_weight
-from fastinfer.models.config import ModelConfig
-from fastinfer.models.decoder import Decoder, DecoderLayer
+from fastinfer.formats.unpacked import Dense, Unpacked
+from fastinfer.models.config import ModelConfig, Precision
+from fastinfer.models.decoder import Decoder
+from fastinfer.models.loader import load_decoder
 from fastinfer.sampling_params import SamplingParams
 
 CONFIG = ModelConfig(
@@ -35,48 +35,21 @@ CONFIG = ModelConfig(
     rotary_dim=16,
     vocab_size=VOCAB_SIZE,
     max_position=96,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
+    norm_eps=1e-5,
 )
 PARAMS = SamplingParams(temperature=0.8, top_k=20, max_tokens=40, seed=3, ignore_eos=True)
 
 
 def random_decoder(dtype: torch.dtype = torch.float32) -> Decoder:
-    """A small model with 4-bit layers, one of them with a QKV weight in three parts; and a dense embedding of ``dtype``
+    """A small model with 4-bit layers, one of them with a QKV weight in two forms; and a dense embedding of ``dtype``
     that is also the last layer."""
-    generator = torch.Generator().manual_seed(0)
 
-    def int4(rows: int, columns: int) -> Weight:
-        q = torch.randint(0, 16, (rows, columns), dtype=torch.uint8, generator=generator)
-        scales = torch.rand(rows, columns // 32, generator=generator) / 20
-        return make_weight(Int4(q, scales.half(), None), activation_bits=8)
+    def form(name: str, values: Tensor) -> Unpacked:
+        if name == "embedding":
+            return Dense(values.to(dtype))
+        return int8(values) if name == "layers.1.v_proj" else int4(values)
 
-    def vector() -> Tensor:
-        return torch.rand(CONFIG.hidden_size, generator=generator) + 0.5
-
-    def layer(index: int) -> DecoderLayer:
-        hidden, heads = CONFIG.hidden_size, [CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.num_kv_heads]
-        parts = ConcatenatedWeight(tuple(int4(count * CONFIG.head_dim, hidden) for count in heads))
-        return DecoderLayer(
-            attention_norm=vector(),
-            qkv=parts if index == 1 else int4(sum(heads) * CONFIG.head_dim, hidden),
-            output=int4(hidden, CONFIG.num_heads * CONFIG.head_dim),
-            mlp_norm=vector(),
-            gate_up=int4(2 * CONFIG.intermediate_size, hidden),
-            down=int4(hidden, CONFIG.intermediate_size),
-        )
-
-    values = torch.randn(VOCAB_SIZE, CONFIG.hidden_size, generator=generator).to(dtype)
-    embedding = make_weight(Dense(values), activation_bits=8)
-    return Decoder(
-        config=CONFIG,
-        dtype=dtype,
-        embedding=embedding,
-        layers=tuple(layer(index) for index in range(CONFIG.num_layers)),
-        norm=vector(),
-        lm_head=embedding,
-        cos_sin_cache=ops.cos_sin_cache(CONFIG.rotary_dim, CONFIG.max_position, CONFIG.rope_theta),
-    )
+    return load_decoder(RandomCheckpoint(CONFIG, form), Precision(dtype, 8, 8, dtype), None)
 
 
 class Watched(Engine):

@@ -1,16 +1,16 @@
 """A small random decoder of dense weights, to be compared with itself under other weights."""
 
 import torch
+from random_checkpoint import Apart, RandomCheckpoint
 from torch import Tensor
 
-from fastinfer import ops
 from fastinfer.engine.batch import Batch
 from fastinfer.engine.kv_tensors import KVCacheTensors
-from fastinfer.formats.weight import ConcatenatedWeight, DenseWeight
-from fastinfer.models.config import ModelConfig
-from fastinfer.models.decoder import Decoder, DecoderLayer
-from fastinfer.models.lora import module_sizes
-from fastinfer.ops.pack import interleave_gate_up
+from fastinfer.formats.unpacked import Dense, Unpacked
+from fastinfer.models.checkpoint import split_name
+from fastinfer.models.config import ModelConfig, Precision
+from fastinfer.models.decoder import Decoder
+from fastinfer.models.loader import load_decoder
 
 CONFIG = ModelConfig(
     architecture="llama",
@@ -23,8 +23,7 @@ CONFIG = ModelConfig(
     rotary_dim=16,
     vocab_size=50,
     max_position=64,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
+    norm_eps=1e-5,
 )
 BLOCK_SIZE = 16
 
@@ -37,38 +36,16 @@ def make_decoder(
     concatenated: bool = False,
 ) -> Decoder:
     """Always the same weights, with ``deltas`` added by layer and module; Q, K and V as one weight or as three."""
-    generator = torch.Generator().manual_seed(7)
 
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+    def form(name: str, values: Tensor) -> Unpacked:
+        if not name.startswith("layers."):
+            return Dense(values.to(dtype))
+        layer, module, _ = split_name(name)
+        changed = (values.double() + (deltas or {}).get((layer, module), 0)).to(dtype)
+        return Apart(changed) if concatenated and module == "v_proj" else Dense(changed)
 
-    def layer(index: int) -> DecoderLayer:
-        weights = {}
-        for name, (features, out) in module_sizes(config).items():
-            weight = random(out, features).double() + (deltas or {}).get((index, name), 0)
-            weights[name] = weight.to(dtype)
-        q, k, v = (DenseWeight(weights[name]) for name in ("q_proj", "k_proj", "v_proj"))
-        return DecoderLayer(
-            attention_norm=1 + random(config.hidden_size),
-            qkv=ConcatenatedWeight((q, k, v))
-            if concatenated
-            else DenseWeight(torch.cat([q.values, k.values, v.values])),
-            output=DenseWeight(weights["o_proj"]),
-            mlp_norm=1 + random(config.hidden_size),
-            gate_up=DenseWeight(interleave_gate_up(weights["gate_proj"], weights["up_proj"])),
-            down=DenseWeight(weights["down_proj"]),
-        )
-
-    embedding = DenseWeight((8 * random(config.vocab_size, config.hidden_size)).to(dtype))
-    return Decoder(
-        config=config,
-        dtype=dtype,
-        embedding=embedding,
-        layers=tuple(layer(index) for index in range(config.num_layers)),
-        norm=1 + random(config.hidden_size),
-        lm_head=embedding,
-        cos_sin_cache=ops.cos_sin_cache(config.rotary_dim, config.max_position, config.rope_theta),
-    )
+    precision = Precision(dtype, 32, 32, dtype)
+    return load_decoder(RandomCheckpoint(config, form), precision, None)
 
 
 def make_batch(lengths: list[int], adapters: list[int] | None = None, seed: int = 0) -> Batch:

@@ -17,6 +17,10 @@ class GGUFFormatError(FastinferError):
     """The file is not a sound GGUF file."""
 
 
+class CheckpointFormatError(FastinferError):
+    """A folder of safetensors files, or its configuration, is not sound."""
+
+
 class AdapterError(FastinferError):
     """A LoRA adapter that is damaged, does not fit the model, or needs what is not implemented."""
 

@@ -23,7 +23,7 @@ from fastinfer.formats.gguf_dequant import unpack_rows
 from fastinfer.formats.weight import DenseWeight, make_weight
 from fastinfer.info import facts
 from fastinfer.models.config import ModelConfig, Precision
-from fastinfer.models.gguf_loader import read_config
+from fastinfer.models.gguf_config import read_gguf_config
 from fastinfer.ops.pack import TILE_ROWS
 
 KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
@@ -137,7 +137,7 @@ def describe(model: str, context: int | None, batch: int, rates: Rates | None = 
         RequestError: ``context`` is beyond the model's own limit, or ``batch`` out of range.
     """
     file = GGUFFile(hub.resolve(model))
-    config = read_config(file)
+    config = read_gguf_config(file)
     context = config.max_position if context is None else context
     check_int("--context", context, 1, config.max_position)
     check_int("--batch", batch, 1, MAX_BATCH)

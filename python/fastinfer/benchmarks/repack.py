@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from fastinfer.errors import UnsupportedModelError
-from fastinfer.formats.gguf_dequant import Int8
+from fastinfer.formats.unpacked import Int8
 from fastinfer.formats.weight import ConcatenatedWeight, DenseWeight, QuantizedWeight, Weight, make_weight
 from fastinfer.models.decoder import Decoder, DecoderLayer
+from fastinfer.models.mlp import GatedMLP
+from fastinfer.models.projection import OutputProjection
 
 GROUP = 32
 FORMS = ("float32", "int8", "int4")
@@ -61,7 +63,14 @@ def quantize_int8(values: Tensor) -> Int8:
 
 
 def _weights(layer: DecoderLayer) -> list[Weight]:
-    return [layer.qkv, layer.output, layer.gate_up, layer.down]
+    attention, mlp = layer.attention, _gated(layer)
+    return [attention.qkv, attention.output.weight, mlp.gate_up, mlp.down.weight]
+
+
+def _gated(layer: DecoderLayer) -> GatedMLP:
+    if not isinstance(layer.mlp, GatedMLP):
+        raise UnsupportedModelError(f"expected a model of gated MLPs, got {type(layer.mlp).__name__}")
+    return layer.mlp
 
 
 def _quantized(layer: DecoderLayer) -> list[QuantizedWeight]:
@@ -87,12 +96,14 @@ def _tensors(weight: Weight) -> list[Tensor]:
 
 
 def _converted_layer(layer: DecoderLayer, form: str) -> DecoderLayer:
-    return dataclasses.replace(
-        layer,
-        qkv=_converted(layer.qkv, form),
-        output=_converted(layer.output, form),
-        gate_up=_converted(layer.gate_up, form),
-        down=_converted(layer.down, form),
+    attention, mlp = layer.attention, _gated(layer)
+
+    def output(projection: OutputProjection) -> OutputProjection:
+        return dataclasses.replace(projection, weight=_converted(projection.weight, form))
+
+    return DecoderLayer(
+        dataclasses.replace(attention, qkv=_converted(attention.qkv, form), output=output(attention.output)),
+        dataclasses.replace(mlp, gate_up=_converted(mlp.gate_up, form), down=output(mlp.down)),
     )
 
 

@@ -2,34 +2,42 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from fastinfer import ops
-from fastinfer.formats.gguf_dequant import Dense, Int4, Int8
+from fastinfer.formats.unpacked import Dense, Int4, Int8, Table, Unpacked
+
+
+class NormOptions(TypedDict, total=False):
+    """The norm that a product fuses in; see :mod:`fastinfer.ops.gemm`."""
+
+    norm_weight: Tensor
+    eps: float
+
+
+class LinearOptions(NormOptions, total=False):
+    """All that a product fuses in; see :mod:`fastinfer.ops.gemm`."""
+
+    activation: str
+    residual: Tensor
 
 
 class Weight(ABC):
-    """[out_features, in_features], whatever its form."""
+    """[out_features, in_features], whatever its form, and perhaps a bias."""
 
     out_features: int
 
     @abstractmethod
-    def linear(
-        self,
-        x: Tensor,
-        *,
-        norm_weight: Tensor | None = None,
-        eps: float = 0.0,
-        activation: str | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """``x @ weight.T`` with what is fused around it; see :mod:`fastinfer.ops.gemm` for the arguments."""
+    def linear(self, x: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
+        """``x @ weight.T + bias`` with what is fused around it."""
 
-    def split_linear(self, x: Tensor, sizes: list[int], *, norm_weight: Tensor, eps: float) -> tuple[Tensor, ...]:
+    def split_linear(self, x: Tensor, sizes: list[int], **options: Unpack[NormOptions]) -> tuple[Tensor, ...]:
         """:meth:`linear` in runs of so many columns; their rows may be strided."""
-        return self.linear(x, norm_weight=norm_weight, eps=eps).split(sizes, dim=-1)
+        return self.linear(x, **options).split(sizes, dim=-1)
 
     @abstractmethod
     def rows(self, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -41,21 +49,14 @@ class DenseWeight(Weight):
     """Not quantised; ``values`` is [out_features, in_features]."""
 
     values: Tensor
+    bias: Tensor | None = None
 
     @property
     def out_features(self) -> int:  # type: ignore[override]
         return self.values.shape[0]
 
-    def linear(
-        self,
-        x: Tensor,
-        *,
-        norm_weight: Tensor | None = None,
-        eps: float = 0.0,
-        activation: str | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        return ops.gemm(x, self.values, norm_weight=norm_weight, eps=eps, activation=activation, residual=residual)
+    def linear(self, x: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
+        return ops.gemm(x, self.values, bias=self.bias, **options)
 
     def rows(self, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
         return (self.values if ids is None else ops.embedding(self.values, ids)).to(dtype)
@@ -70,6 +71,8 @@ class QuantizedWeight(Weight):
         qweight, scales, mins: packed, see :mod:`fastinfer.ops.pack`.
         out_features: rows before padding.
         activation_bits: precision of the input in products, see :func:`fastinfer.ops.int8_gemm`.
+        bias: [out_features].
+        permutation: [in_features] int64, order in which the weight takes its inputs; ``None`` for theirs.
     """
 
     bits: int
@@ -78,16 +81,12 @@ class QuantizedWeight(Weight):
     mins: Tensor | None
     out_features: int
     activation_bits: int
+    bias: Tensor | None = None
+    permutation: Tensor | None = None
 
-    def linear(
-        self,
-        x: Tensor,
-        *,
-        norm_weight: Tensor | None = None,
-        eps: float = 0.0,
-        activation: str | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
+    def linear(self, x: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
+        if self.permutation is not None:
+            x = ops.permute_columns(_normalized(x, options), self.permutation)
         gemm = ops.int4_gemm if self.bits == 4 else ops.int8_gemm
         return gemm(
             x,
@@ -95,16 +94,83 @@ class QuantizedWeight(Weight):
             self.scales,
             self.mins,
             self.out_features,
-            norm_weight=norm_weight,
-            eps=eps,
-            activation=activation,
-            residual=residual,
+            bias=self.bias,
             activation_bits=self.activation_bits,
+            **options,
         )
 
     def rows(self, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
         dequantize = ops.int4_dequantize if self.bits == 4 else ops.int8_dequantize
-        return dequantize(self.qweight, self.scales, self.mins, self.out_features, ids, dtype)
+        values = dequantize(self.qweight, self.scales, self.mins, self.out_features, ids, dtype)
+        return values if self.permutation is None else values[:, self.permutation.argsort()]
+
+
+@dataclass(frozen=True, eq=False)
+class TableWeight(Weight):
+    """4 bits that choose one of 16 values, with scales per group.
+
+    Attributes:
+        qweight, scales: packed, see :mod:`fastinfer.ops.pack`.
+        table: [16] fp32.
+        out_features: rows before padding.
+        bias: [out_features].
+    """
+
+    qweight: Tensor
+    scales: Tensor
+    table: Tensor
+    out_features: int
+    bias: Tensor | None = None
+
+    def linear(self, x: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
+        return ops.table_gemm(
+            x, self.qweight, self.scales, self.table, self.out_features, bias=self.bias, **options
+        )
+
+    def rows(self, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if ids is not None:
+            raise ValueError("a table weight is no embedding: it yields all rows only")
+        ones = torch.ones_like(self.scales)
+        q = ops.int4_dequantize(self.qweight, ones, torch.zeros_like(ones), self.out_features, None, torch.float32)
+        scales = self.scales.transpose(1, 2).reshape(-1, self.scales.shape[1])[: self.out_features].float()
+        levels = self.table[q.long()].unflatten(1, (scales.shape[1], -1))
+        return (levels * scales[..., None]).flatten(1).to(dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class W8A8Weight(Weight):
+    """8 bits with a scale per row, for inputs that are rounded to int8 with a scale per token.
+
+    Attributes:
+        qweight, scales: packed, see :mod:`fastinfer.ops.pack`.
+        out_features: rows before padding.
+        bias: [out_features].
+    """
+
+    qweight: Tensor
+    scales: Tensor
+    out_features: int
+    bias: Tensor | None = None
+
+    def linear(self, x: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
+        if "norm_weight" in options:
+            q, x_scales = ops.rms_norm_quantize(x, None, options["norm_weight"], options["eps"])
+        else:
+            q, x_scales = ops.quantize_int8(x)
+        return ops.w8a8_gemm(
+            q,
+            x_scales,
+            self.qweight,
+            self.scales,
+            self.out_features,
+            bias=self.bias,
+            activation=options.get("activation"),
+            residual=options.get("residual"),
+            dtype=x.dtype,
+        )
+
+    def rows(self, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return ops.int8_dequantize(self.qweight, self.scales, None, self.out_features, ids, dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,24 +183,16 @@ class ConcatenatedWeight(Weight):
     def out_features(self) -> int:  # type: ignore[override]
         return sum(part.out_features for part in self.parts)
 
-    def linear(
-        self,
-        x: Tensor,
-        *,
-        norm_weight: Tensor | None = None,
-        eps: float = 0.0,
-        activation: str | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        if activation is not None or residual is not None:
+    def linear(self, x: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
+        if "activation" in options or "residual" in options:
             raise ValueError("a concatenated weight takes neither activation nor residual")
-        return torch.cat([part.linear(x, norm_weight=norm_weight, eps=eps) for part in self.parts], dim=-1)
+        return torch.cat([part.linear(x, **options) for part in self.parts], dim=-1)
 
-    def split_linear(self, x: Tensor, sizes: list[int], *, norm_weight: Tensor, eps: float) -> tuple[Tensor, ...]:
+    def split_linear(self, x: Tensor, sizes: list[int], **options: Unpack[NormOptions]) -> tuple[Tensor, ...]:
         """Without a copy, as the parts are what is asked for."""
         if sizes != [part.out_features for part in self.parts]:
             raise ValueError(f"sizes must be those of the parts, got {sizes}")
-        return tuple(part.linear(x, norm_weight=norm_weight, eps=eps) for part in self.parts)
+        return tuple(part.linear(x, **options) for part in self.parts)
 
     def rows(self, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
         if ids is not None:
@@ -142,11 +200,19 @@ class ConcatenatedWeight(Weight):
         return torch.cat([part.rows(None, dtype) for part in self.parts])
 
 
+def _normalized(x: Tensor, options: LinearOptions) -> Tensor:
+    """The input after the norm, which is taken out of the options."""
+    if "norm_weight" not in options:
+        return x
+    return ops.rms_norm(x, options.pop("norm_weight"), options.pop("eps"))
+
+
 def make_weight(
-    unpacked: Dense | Int4 | Int8,
+    unpacked: Unpacked,
     activation_bits: int,
     device: str = "cpu",
     dense_dtype: torch.dtype | None = None,
+    bias: Tensor | None = None,
 ) -> Weight:
     """The kernels' form of a weight that a reader has unpacked; no integer or scale is rounded.
 
@@ -155,15 +221,27 @@ def make_weight(
         activation_bits: see :class:`QuantizedWeight`.
         device: that will use it: packed forms differ.
         dense_dtype: of a weight that is not quantised, where it must be that of the hidden states; ``None``: as it is.
+        bias: [out_features] fp32.
     """
+    bias = None if bias is None else bias.to(device)
     if isinstance(unpacked, Dense):
-        return DenseWeight(unpacked.values.to(device, dense_dtype))
-    bits, pack = (4, ops.int4_pack) if isinstance(unpacked, Int4) else (8, ops.int8_pack)
+        return DenseWeight(unpacked.values.to(device, dense_dtype), bias)
+    assert isinstance(unpacked, Int4 | Int8 | Table)
+    out_features, _ = unpacked.shape
+    pack = ops.int8_pack if isinstance(unpacked, Int8) else ops.int4_pack
+    qweight, scales = pack(unpacked.q.to(device)), ops.pack_scales(unpacked.scales.to(device))
+    if isinstance(unpacked, Table):
+        assert unpacked.table is not None
+        return TableWeight(qweight, scales, unpacked.table.to(device), out_features, bias)
+    if isinstance(unpacked, Int8) and unpacked.int8_activations:
+        return W8A8Weight(qweight, scales, out_features, bias)
     return QuantizedWeight(
-        bits=bits,
-        qweight=pack(unpacked.q.to(device)),
-        scales=ops.pack_scales(unpacked.scales.to(device)),
+        bits=8 if isinstance(unpacked, Int8) else 4,
+        qweight=qweight,
+        scales=scales,
         mins=None if unpacked.mins is None else ops.pack_scales(unpacked.mins.to(device)),
-        out_features=unpacked.q.shape[0],
+        out_features=out_features,
         activation_bits=activation_bits,
+        bias=bias,
+        permutation=None if unpacked.permutation is None else unpacked.permutation.to(device),
     )

@@ -13,7 +13,10 @@ from fastinfer.engine.batch import Batch
 from fastinfer.engine.kv_tensors import KVCacheTensors
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.config import ModelConfig, Precision
-from fastinfer.models.gguf_loader import load_gguf
+from fastinfer.models.checkpoint import Checkpoint
+from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
+from fastinfer.models.hf_checkpoint import HFCheckpoint
+from fastinfer.models.loader import load_decoder
 from fastinfer.models.lora import AdapterSlots
 from fastinfer.tokenizer import Tokenizer
 
@@ -47,22 +50,28 @@ def load_model(
     """Load a checkpoint and its tokenizer.
 
     Args:
-        path: a ``.gguf`` file.
+        path: a ``.gguf`` file, or a folder of safetensors files with their ``config.json``.
         dtype: see :meth:`fastinfer.models.config.Precision.of`.
         device: ``"cpu"``, ``"cuda"`` (not yet run on a GPU), or ``"auto"``.
         max_model_len: longest sequence that will be asked for, ``None`` for the model's own limit.
 
     Raises:
-        ModelNotFoundError, GGUFFormatError, UnsupportedModelError: the file cannot be read, is malformed, or holds
-            something that is not implemented.
+        ModelNotFoundError, GGUFFormatError, CheckpointFormatError, UnsupportedModelError: the checkpoint cannot be
+            read, is malformed, or holds something that is not implemented.
         RequestError: the device is missing, or cannot compute in this dtype.
     """
     device = resolve_device(device)
     precision = Precision.of(dtype, device)
-    file = GGUFFile(path)
     with _one_torch_thread():
-        model = load_gguf(file, precision, max_model_len, device)
-    return model, Tokenizer.from_gguf(file)
+        checkpoint, tokenizer = _open(path, exact=precision.dtype == torch.float32 and precision.activation_bits == 32)
+        return load_decoder(checkpoint, precision, max_model_len, device), tokenizer
+
+
+def _open(path: Path, exact: bool) -> tuple[Checkpoint, Tokenizer]:
+    if path.is_dir():
+        return HFCheckpoint(path), Tokenizer.from_folder(path)
+    file = GGUFFile(path)
+    return GGUFCheckpoint(file, exact), Tokenizer.from_gguf(file)
 
 
 @contextlib.contextmanager

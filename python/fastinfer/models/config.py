@@ -7,6 +7,9 @@ import torch
 from fastinfer.errors import RequestError
 from fastinfer.ops import RopeScaling
 
+# Larger claims are not sizes of a model but damage; each stays far below what would overflow a product of two.
+MAX_SIZE = 2**24
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -14,15 +17,28 @@ class ModelConfig:
 
     Attributes:
         architecture: the family's name as the file gives it.
-        hidden_size, intermediate_size: widths of the residual stream and of the MLP.
+        hidden_size, intermediate_size: widths of the residual stream and of the MLP (of one expert's, in a mixture).
         num_layers, num_heads, num_kv_heads, head_dim: of the attention; query heads share KV heads in equal groups.
-        rotary_dim: elements of a head that are rotated.
+        rotary_dim: elements of a head that are rotated; 0 for a model with learned positions.
         vocab_size: rows of the embedding.
         max_position: longest context, in tokens.
-        rms_norm_eps: added to the mean of squares.
+        norm_eps: added to the mean of squares, or to the variance.
         rope_theta: base of the rotary frequencies.
         rope_scaling: how those are stretched.
-        activation: of the gated MLP, by its name in :mod:`fastinfer.ops.gemm`.
+        local_rope_theta: base of the layers with a window, unscaled, where it is another.
+        windows: how many positions each layer's attention sees, 0 for all; empty: all layers see all.
+        activation: of the MLP, by its name in :mod:`fastinfer.ops.gemm`.
+        gated: the MLP multiplies the activated gate by a second projection.
+        norm: ``"rms_norm"`` or ``"layer_norm"``.
+        post_norms: attention and MLP are normalised again before they are added to the residual stream.
+        qk_norm: each head of Q and K is normalised before it is rotated.
+        qkv_bias, output_bias, mlp_bias: which projections have a bias.
+        embedding_scale: factor of the embedding.
+        attention_scale: factor of the attention's logits, ``None`` for ``head_dim ** -0.5``.
+        attention_softcap, logits_softcap: ``cap * tanh(logits / cap)`` of either, 0 for none.
+        num_experts: of each mixture, 0 for a model without.
+        experts_per_token: chosen for each token.
+        renormalize_experts: the chosen ones' probabilities are made to sum to 1.
     """
 
     architecture: str
@@ -35,10 +51,30 @@ class ModelConfig:
     rotary_dim: int
     vocab_size: int
     max_position: int
-    rms_norm_eps: float
-    rope_theta: float
+    norm_eps: float
+    rope_theta: float = 10000.0
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    local_rope_theta: float | None = None
+    windows: tuple[int, ...] = ()
     activation: str = "silu"
+    gated: bool = True
+    norm: str = "rms_norm"
+    post_norms: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
+    attention_softcap: float = 0.0
+    logits_softcap: float = 0.0
+    num_experts: int = 0
+    experts_per_token: int = 0
+    renormalize_experts: bool = True
+
+    def window(self, layer: int) -> int:
+        """How many positions this layer's attention sees, 0 for all."""
+        return self.windows[layer] if self.windows else 0
 
 
 @dataclass(frozen=True)

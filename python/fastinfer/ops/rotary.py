@@ -20,12 +20,16 @@ class RopeScaling:
 
     Attributes:
         kind: ``"none"``, ``"linear"`` (position interpolation, https://arxiv.org/abs/2306.15595), ``"ntk"`` (NTK-aware
-            base), ``"yarn"`` (https://arxiv.org/abs/2309.00071) or ``"llama3"`` (Llama 3.1's piecewise scaling).
+            base), ``"yarn"`` (https://arxiv.org/abs/2309.00071), ``"llama3"`` (Llama 3.1's piecewise scaling) or
+            ``"longrope"`` (https://arxiv.org/abs/2402.13753).
         factor: how many times longer the context becomes.
-        original_max_position: trained context length (yarn, llama3).
+        original_max_position: trained context length (yarn, llama3, longrope).
         low_freq_factor, high_freq_factor: llama3's borders, in rotations over the trained context.
         beta_fast, beta_slow: yarn's borders, in rotations over the trained context.
-        attention_factor: yarn's factor on cos and sin; ``None`` for the paper's ``0.1 ln(factor) + 1``.
+        attention_factor: factor on cos and sin of yarn and longrope; ``None`` for the papers' ``0.1 ln(factor) + 1``
+            and ``sqrt(1 + ln(factor) / ln(original_max_position))``.
+        short_factors, long_factors: longrope's divisors of each frequency, for tables up to the trained length and for
+            longer ones. A table serves all positions, so that one for a long context uses the long ones throughout.
     """
 
     kind: str = "none"
@@ -36,6 +40,8 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
 
 def cos_sin_cache(
@@ -63,7 +69,7 @@ def cos_sin_cache(
     scaling = scaling or RopeScaling()
     if base <= 1:
         raise ValueError(f"base must be above 1, got {base}")
-    if scaling.kind in ("yarn", "llama3") and scaling.original_max_position <= 0:
+    if scaling.kind in ("yarn", "llama3", "longrope") and scaling.original_max_position <= 0:
         raise ValueError(f"{scaling.kind} scaling needs original_max_position, got {scaling.original_max_position}")
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
     magnitude = 1.0
@@ -76,8 +82,10 @@ def cos_sin_cache(
         frequencies, magnitude = _yarn(frequencies, base, rotary_dim, scaling)
     elif scaling.kind == "llama3":
         frequencies = _llama3(frequencies, scaling)
+    elif scaling.kind == "longrope":
+        frequencies, magnitude = _longrope(frequencies, max_position, scaling)
     elif scaling.kind not in ("none", "ntk"):
-        raise ValueError(f"scaling.kind must be none, linear, ntk, yarn or llama3, got {scaling.kind!r}")
+        raise ValueError(f"scaling.kind must be none, linear, ntk, yarn, llama3 or longrope, got {scaling.kind!r}")
     if frequency_factors is not None:
         frequencies = frequencies / frequency_factors.double()
     table = torch.empty(max_position, rotary_dim)
@@ -114,6 +122,18 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     kept = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = kept.clamp(0, 1)
     return frequencies / scaling.factor * (1 - kept) + frequencies * kept
+
+
+def _longrope(frequencies: Tensor, max_position: int, scaling: RopeScaling) -> tuple[Tensor, float]:
+    """Every frequency has a divisor of its own, found by search (LongRoPE, section 3)."""
+    factors = scaling.long_factors if max_position > scaling.original_max_position else scaling.short_factors
+    if len(factors) != len(frequencies):
+        raise ValueError(f"longrope needs {len(frequencies)} factors, got {len(factors)}")
+    magnitude = scaling.attention_factor
+    if magnitude is None:
+        growth = math.log(max(scaling.factor, 1.0)) / math.log(scaling.original_max_position)
+        magnitude = math.sqrt(1.0 + growth)
+    return frequencies / torch.tensor(factors, dtype=torch.float64), magnitude
 
 
 def rotary_embedding(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool = False) -> None:

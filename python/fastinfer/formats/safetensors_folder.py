@@ -1,0 +1,118 @@
+"""A checkpoint's tensors in one or several safetensors files, as Hugging Face saves them.
+
+Format: https://huggingface.co/docs/safetensors. Pickled weights are refused: they can run any code.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fastinfer.errors import CheckpointFormatError
+from fastinfer.formats.json_fields import JsonFields
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.pkl")
+
+_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+
+
+class SafetensorsFolder:
+    """The tensors of a folder by name; data stays on disk until a tensor is read.
+
+    Raises:
+        CheckpointFormatError: no safetensors file, a missing or damaged shard, or an index that points elsewhere.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        self._names: dict[str, str] = self._index()
+        self._files: dict[str, Any] = {}
+        self._keys: dict[str, frozenset[str]] = {}
+        for shard in sorted(set(self._names.values())):
+            self._open(shard)
+        if not self._names:
+            self._open(SINGLE)
+            self._names = dict.fromkeys(sorted(self._keys[SINGLE]), SINGLE)
+        for name, shard in self._names.items():
+            if name not in self._keys[shard]:
+                raise CheckpointFormatError(f"{folder / shard}: tensor {name!r} is missing, which {INDEX} says is here")
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._names)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Without reading the tensor."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Without reading the tensor.
+
+        Raises:
+            CheckpointFormatError: a dtype that nothing here reads.
+        """
+        code = self._slice(name).get_dtype()
+        if code not in _DTYPES:
+            raise CheckpointFormatError(f"{self.path}: tensor {name!r} has the dtype {code}; known are {list(_DTYPES)}")
+        return _DTYPES[code]
+
+    def get(self, name: str) -> Tensor:
+        """A tensor; its memory is the mapped file's."""
+        self.dtype(name)
+        return self._files[self._names[name]].get_tensor(name)
+
+    def release(self) -> None:
+        """Give the memory of what was read back, as far as no tensor uses it any more."""
+        for shard in list(self._files):
+            self._open(shard)
+
+    def _index(self) -> dict[str, str]:
+        path = self.path / INDEX
+        if not path.exists():
+            if not (self.path / SINGLE).exists():
+                raise CheckpointFormatError(f"{self.path}: expected {SINGLE} or {INDEX}, got {self._found()}")
+            return {}
+        shards = JsonFields.read(path, CheckpointFormatError).get("weight_map", dict)
+        for name, shard in shards.items():
+            if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+                raise CheckpointFormatError(f"{path}: expected a .safetensors file beside it for {name!r}, got {shard!r:.80}")
+        if not shards:
+            raise CheckpointFormatError(f"{path}: weight_map is empty")
+        missing = sorted({shard for shard in shards.values() if not (self.path / shard).is_file()})
+        if missing:
+            raise CheckpointFormatError(f"{self.path}: {len(missing)} shards are missing, the first is {missing[0]}")
+        return shards
+
+    def _found(self) -> str:
+        pickled = sorted(path.name for pattern in PICKLED for path in self.path.glob(pattern))
+        if pickled:
+            return f"{pickled[0]}, a pickle, which can run any code: save the model as safetensors"
+        return "neither"
+
+    def _open(self, shard: str) -> None:
+        try:
+            file = safe_open(self.path / shard, framework="pt")
+            self._keys[shard] = frozenset(file.keys())
+        except (SafetensorError, OSError) as error:
+            raise CheckpointFormatError(f"{self.path / shard}: not a sound safetensors file: {error}") from None
+        self._files[shard] = file
+
+    def _slice(self, name: str) -> Any:
+        return self._files[self._names[name]].get_slice(name)

@@ -1,0 +1,90 @@
+"""One layer's attention: norm + QKV, rotary + cache store, attention, output + residual."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fastinfer import ops
+from fastinfer.engine.batch import Batch
+from fastinfer.engine.kv_tensors import LayerCache
+from fastinfer.formats.weight import Weight
+from fastinfer.models.lora import LayerAdapters
+from fastinfer.models.norm import Norm
+from fastinfer.models.projection import OutputProjection
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """Grouped-query attention over a paged cache.
+
+    Attributes:
+        num_heads, num_kv_heads, head_dim: of queries, of keys and values, elements of each.
+        norm: of the input.
+        qkv: Q, K and V rows below each other.
+        output: back to the residual stream.
+        cos_sin_cache: [max_position, rotary_dim] fp32.
+        q_norm, k_norm: [head_dim], weights of each head's RMSNorm, or ``None``.
+        head_norm_eps: of those.
+        window: how many positions are seen, 0 for all.
+        softcap, scale: of the logits, see :func:`fastinfer.ops.paged_attention`.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm: Norm
+    qkv: Weight
+    output: OutputProjection
+    cos_sin_cache: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    head_norm_eps: float = 0.0
+    window: int = 0
+    softcap: float = 0.0
+    scale: float | None = None
+
+    def plan(self, batch: Batch) -> Tensor:
+        """How this step's attention is divided; layers with the same window share it."""
+        sizes = self.num_heads, self.num_kv_heads, self.head_dim
+        return ops.paged_attention_plan(batch.seq_lens, batch.query_start, *sizes, self.window)
+
+    def __call__(
+        self, residual: Tensor, batch: Batch, cache: LayerCache, plan: Tensor, lora: LayerAdapters | None
+    ) -> Tensor:
+        x, options = self.norm.before_linear(residual)
+        sizes = [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+        qkv = self.qkv.split_linear(x, sizes, **options)
+        if lora is not None:
+            for name, part in zip(("q_proj", "k_proj", "v_proj"), qkv, strict=True):
+                lora.add(name, part, x, **options)
+        q, k, v = (part.view(len(x), -1, self.head_dim) for part in qkv)
+        rotary = batch.positions, self.cos_sin_cache, False
+        ops.norm_rotary_store(
+            q,
+            k,
+            v,
+            self.q_norm,
+            self.k_norm,
+            self.head_norm_eps,
+            *rotary,
+            cache.k,
+            cache.v,
+            cache.k_scale,
+            cache.v_scale,
+            batch.slot_mapping,
+        )
+        out = ops.paged_attention(
+            q,
+            cache.k,
+            cache.v,
+            batch.block_table,
+            batch.seq_lens,
+            batch.query_start,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+            plan=plan,
+        )
+        return self.output(out.view(len(x), -1), residual, lora)

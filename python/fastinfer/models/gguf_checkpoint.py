@@ -1,0 +1,142 @@
+"""The tensors of a GGUF file by the project's names; rows are picked and reordered while they are still packed."""
+
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from fastinfer.errors import GGUFFormatError, UnsupportedModelError
+from fastinfer.formats.gguf import GGUFFile, GGUFTensor
+from fastinfer.formats.gguf_dequant import unpack_rows
+from fastinfer.formats.unpacked import Dense, Unpacked
+from fastinfer.models.checkpoint import fused_rows, split_name
+from fastinfer.models.gguf_config import read_gguf_config
+
+_TOP = {
+    "embedding": "token_embd",
+    "norm": "output_norm",
+    "lm_head": "output",
+    "position_embedding": "position_embd",
+    "rope_factors": "rope_freqs",
+}
+_LAYER = {
+    "attention_norm": "attn_norm",
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "o_proj": "attn_output",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "post_attention_norm": "post_attention_norm",
+    "mlp_norm": "ffn_norm",
+    "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+    "post_mlp_norm": "post_ffw_norm",
+    "router": "ffn_gate_inp",
+}
+_EXPERTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
+# Matrices that some families store as one.
+_FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "attn_qkv") | dict.fromkeys(("gate_proj", "up_proj"), "ffn_up")
+
+
+class GGUFCheckpoint:
+    """An open GGUF file.
+
+    Args:
+        file: the file.
+        exact: unpack every type without rounding, at the price of memory; see :func:`unpack_rows`.
+
+    Raises:
+        UnsupportedModelError: the architecture is not implemented.
+        GGUFFormatError: its metadata are wrong.
+    """
+
+    def __init__(self, file: GGUFFile, exact: bool = False) -> None:
+        self._file = file
+        self._exact = exact
+        self.path: Path = file.path
+        self.config = read_gguf_config(file)
+
+    def __contains__(self, name: str) -> bool:
+        return f"{self._stored(name)}.weight" in self._file.tensors
+
+    def linear(self, name: str, out_features: int, in_features: int) -> Unpacked:
+        tensor, data = self._rows(name, out_features, in_features)
+        if self.config.architecture == "llama" and name.endswith((".q_proj", ".k_proj")):
+            heads = self.config.num_heads if name.endswith(".q_proj") else self.config.num_kv_heads
+            data = _unpermute(data, heads, self.config.rotary_dim)
+        return unpack_rows(data, tensor.type, tensor.name, exact=self._exact)
+
+    def vector(self, name: str, size: int) -> Tensor:
+        is_bias = name.endswith(".bias")
+        stored = self._stored(name.removesuffix(".bias")) + (".bias" if is_bias else ".weight")
+        tensor = self._get(stored)
+        unpacked = unpack_rows(tensor.data.reshape(1, -1), tensor.type, stored)
+        if not isinstance(unpacked, Dense):
+            raise UnsupportedModelError(f"{self.path}: tensor {stored!r} must be dense, got {tensor.type.name}")
+        values = unpacked.values.float().view(-1)
+        rows = self._fused_rows(name.removesuffix(".bias")) if is_bias else None
+        if rows is not None and len(values) >= rows.stop:
+            values = values[rows]
+        if len(tensor.shape) != 1 or len(values) != size:
+            raise GGUFFormatError(f"{self.path}: tensor {stored!r} must have the shape {(size,)}, got {tensor.shape}")
+        return values.clone()
+
+    def release(self) -> None:
+        self._file.release()
+
+    def _rows(self, name: str, out_features: int, in_features: int) -> tuple[GGUFTensor, np.ndarray]:
+        """The tensor that holds a matrix, and the matrix's packed rows."""
+        tensor = self._get(f"{self._stored(name)}.weight")
+        rows = slice(None)
+        shape: tuple[int, ...] = (out_features, in_features)
+        if fused := self._fused_rows(name):
+            rows = fused
+            whole = fused_rows(self.config, "v_proj" if tensor.name.endswith("attn_qkv.weight") else "up_proj").stop
+            shape = (whole, in_features)
+        elif ".experts." in name:
+            expert = int(split_name(name)[2].partition(".")[0])
+            rows = slice(expert * out_features, (expert + 1) * out_features)
+            shape = (self.config.num_experts, out_features, in_features)
+        if tensor.shape != shape:
+            raise GGUFFormatError(f"{self.path}: tensor {tensor.name!r} must have the shape {shape}, got {tensor.shape}")
+        return tensor, tensor.data[rows]
+
+    def _stored(self, name: str) -> str:
+        """The file's name of a matrix or vector, without its ending."""
+        if not name.startswith("layers."):
+            return _TOP[name]
+        layer, part, rest = split_name(name)
+        if part == "experts":
+            return f"blk.{layer}.{_EXPERTS[rest.partition('.')[2]]}"
+        return f"blk.{layer}.{_FUSED[part] if self._fused_rows(name) else _LAYER[part]}"
+
+    def _fused_rows(self, name: str) -> slice | None:
+        if not name.startswith("layers."):
+            return None
+        layer, part, _ = split_name(name)
+        single = f"blk.{layer}.{'ffn_gate' if part == 'up_proj' else _LAYER.get(part)}.weight"
+        # Without a gate of its own, "up" holds both, or is all that there is.
+        if part not in _FUSED or single in self._file.tensors or (part == "up_proj" and not self.config.gated):
+            return None
+        fused = f"blk.{layer}.{_FUSED[part]}.weight"
+        return fused_rows(self.config, part) if fused in self._file.tensors else None
+
+    def _get(self, name: str) -> GGUFTensor:
+        tensor = self._file.tensors.get(name)
+        if tensor is None:
+            raise GGUFFormatError(f"{self.path}: tensor {name!r} is missing")
+        return tensor
+
+
+def _unpermute(rows: np.ndarray, num_heads: int, rotary_dim: int) -> np.ndarray:
+    """Undo the converter's reordering of Q and K rows, which makes rotated pairs neighbours: back to halves.
+
+    Args:
+        rows: [num_heads * head_dim, row_bytes].
+    """
+    heads = rows.reshape(num_heads, -1, rows.shape[-1])
+    pairs = heads[:, :rotary_dim].reshape(num_heads, rotary_dim // 2, 2, -1)
+    halves = pairs.swapaxes(1, 2).reshape(num_heads, rotary_dim, -1)
+    return np.concatenate([halves, heads[:, rotary_dim:]], axis=1).reshape(rows.shape)

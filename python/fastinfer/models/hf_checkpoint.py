@@ -1,0 +1,110 @@
+"""A folder of safetensors files with a ``config.json``, as Hugging Face's transformers saves models."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
+from fastinfer.formats.json_fields import JsonFields
+from fastinfer.formats.safetensors_folder import SafetensorsFolder
+from fastinfer.formats.unpacked import Dense, Unpacked
+from fastinfer.models.checkpoint import fused_rows, split_name
+from fastinfer.models.families import FAMILIES
+from fastinfer.models.hf_config import read_hf_config
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class HFCheckpoint:
+    """An open folder.
+
+    Args:
+        path: of the folder.
+
+    Raises:
+        CheckpointFormatError: a file is missing or damaged.
+        UnsupportedModelError: the architecture, or a setting of it, is not implemented.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = read_hf_config(path / "config.json")
+        self._fields = JsonFields.read(path / "config.json", CheckpointFormatError)
+        self._family = FAMILIES[self.config.architecture]
+        self._tensors = SafetensorsFolder(path)
+        prefix = self._family.prefix
+        self._bare = not any(name.startswith(prefix) for name in self._tensors.names)
+        self._read: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return f"{self._module(name)}.weight" in self._tensors
+
+    def linear(self, name: str, out_features: int, in_features: int) -> Unpacked:
+        module = self._module(name)
+        weight = self._linear(module)
+        rows = self._rows(name)
+        if rows is not None and weight.shape[0] >= rows.stop:
+            weight = weight.rows(rows)
+        if weight.shape != (out_features, in_features):
+            raise CheckpointFormatError(
+                f"{self.path}: {module} must have the shape {[out_features, in_features]}, got {list(weight.shape)}"
+            )
+        return weight
+
+    def vector(self, name: str, size: int) -> Tensor:
+        if name.endswith(".bias"):
+            stored, rows = f"{self._module(name.removesuffix('.bias'))}.bias", self._rows(name.removesuffix(".bias"))
+        else:
+            stored, rows = f"{self._module(name)}.weight", None
+        values = self._get(stored).float()
+        if rows is not None and len(values) >= rows.stop:
+            values = values[rows]
+        if values.shape != (size,):
+            raise CheckpointFormatError(
+                f"{self.path}: tensor {stored!r} must have the shape {[size]}, got {list(values.shape)}"
+            )
+        return values + self._family.norm_offset if name.endswith("norm") else values.clone()
+
+    def release(self) -> None:
+        self._tensors.release()
+
+    def _linear(self, module: str) -> Unpacked:
+        values = self._get(f"{module}.weight")
+        if values.dim() != 2:
+            raise CheckpointFormatError(f"{self.path}: tensor '{module}.weight' must be a matrix, got {list(values.shape)}")
+        return Dense(values.T.contiguous() if self._is_transposed(module) else values)
+
+    def _get(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            raise CheckpointFormatError(f"{self.path}: tensor {name!r} is missing")
+        self._read.add(name)
+        values = self._tensors.get(name)
+        if values.dtype not in _FLOATS:
+            raise UnsupportedModelError(f"{self.path}: tensor {name!r} is stored as {values.dtype}, which is not implemented")
+        return values
+
+    def _is_transposed(self, module: str) -> bool:
+        return self._family.transposed and ".h." in f".{module}"
+
+    def _rows(self, name: str) -> slice | None:
+        """Of a matrix that is a part of a larger one."""
+        if not name.startswith("layers."):
+            return None
+        _, part, _ = split_name(name)
+        names = self._family.layer
+        fused = list(names.values()).count(names[part]) > 1
+        return fused_rows(self.config, part) if fused else None
+
+    def _module(self, name: str) -> str:
+        """The checkpoint's name."""
+        top = self._family.top
+        if name.startswith("layers."):
+            layer, part, rest = split_name(name)
+            module = f"{top['layers']}.{layer}.{self._family.layer[part]}"
+            if rest:
+                expert, projection = rest.split(".")
+                module += f".{expert}.{self._family.layer[projection]}"
+        else:
+            module = top.get(name, name)
+        return module.removeprefix(self._family.prefix) if self._bare else module

@@ -1,0 +1,189 @@
+"""Builds a decoder from a checkpoint: rows that share their input become one weight, gate and up are interleaved."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fastinfer import ops
+from fastinfer.errors import RequestError, UnsupportedModelError
+from fastinfer.formats.unpacked import Dense, Unpacked, concatenate
+from fastinfer.formats.weight import ConcatenatedWeight, Weight, make_weight
+from fastinfer.models.attention import Attention
+from fastinfer.models.checkpoint import Checkpoint
+from fastinfer.models.config import ModelConfig, Precision
+from fastinfer.models.decoder import Decoder, DecoderLayer
+from fastinfer.models.mlp import MLP, GatedMLP, PlainMLP
+from fastinfer.models.norm import LayerNorm, Norm, RMSNorm
+from fastinfer.models.projection import OutputProjection
+from fastinfer.ops.pack import TILE_ROWS, interleave_gate_up
+
+# Of the rotary table: 256 MiB at a head size of 64.
+MAX_POSITIONS = 2**20
+
+
+def load_decoder(
+    checkpoint: Checkpoint, precision: Precision, max_model_len: int | None, device: str = "cpu"
+) -> Decoder:
+    """Read, check and pack all weights.
+
+    Args:
+        checkpoint: an open one.
+        precision: how the model computes.
+        max_model_len: positions in the rotary table, ``None`` for the model's own limit.
+        device: where the weights will be.
+
+    Raises:
+        UnsupportedModelError: the form of a tensor is not implemented.
+        GGUFFormatError, CheckpointFormatError: a tensor is missing or has another shape than the metadata say.
+    """
+    return _Loader(checkpoint, precision, max_model_len, device).decoder()
+
+
+class _Loader:
+    def __init__(
+        self, checkpoint: Checkpoint, precision: Precision, max_model_len: int | None, device: str
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._config = config = checkpoint.config
+        self._precision = precision
+        self._device = device
+        self._positions = min(max_model_len or config.max_position, config.max_position)
+        if self._positions > MAX_POSITIONS:
+            raise RequestError(
+                f"max_model_len must be at most {MAX_POSITIONS}, got {self._positions} from {checkpoint.path}"
+            )
+        # An embedding's factor s is left out, and the residual stream is smaller by it: RMSNorm does not see the
+        # difference, given eps / s^2, and what the layers add comes from norms whose weights are divided by s.
+        self._scale = config.embedding_scale
+        self._rope, self._local_rope = self._cos_sin_caches(config)
+
+    def decoder(self) -> Decoder:
+        config, checkpoint = self._config, self._checkpoint
+        vocabulary = config.vocab_size, config.hidden_size
+        bits = self._precision.logits_activation_bits
+        embedding = self._make(checkpoint.linear("embedding", *vocabulary), bits)
+        head = self._make(checkpoint.linear("lm_head", *vocabulary), bits) if "lm_head" in checkpoint else embedding
+        layers = []
+        for index in range(config.num_layers):
+            layers.append(DecoderLayer(self._attention(index), self._mlp(index)))
+            checkpoint.release()  # else the file and its packed copy would be in memory at once
+        return Decoder(
+            config=config,
+            dtype=self._precision.dtype,
+            embedding=embedding,
+            layers=tuple(layers),
+            norm=self._norm("norm"),
+            lm_head=head,
+            position_embedding=self._position_embedding(),
+        )
+
+    def _attention(self, index: int) -> Attention:
+        config, layer = self._config, f"layers.{index}"
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        head_norms = [self._vector(f"{layer}.{name}", config.head_dim) for name in ("q_norm", "k_norm") if config.qk_norm]
+        q_norm, k_norm = head_norms or (None, None)
+        window = config.window(index)
+        return Attention(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            norm=self._norm(f"{layer}.attention_norm"),
+            qkv=self._stacked(
+                {f"{layer}.q_proj": q_size, f"{layer}.k_proj": kv_size, f"{layer}.v_proj": kv_size}, config.qkv_bias
+            ),
+            output=self._output(f"{layer}.o_proj", q_size, config.output_bias, f"{layer}.post_attention_norm"),
+            cos_sin_cache=self._local_rope if window else self._rope,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            head_norm_eps=config.norm_eps,
+            window=window,
+            softcap=config.attention_softcap,
+            scale=config.attention_scale,
+        )
+
+    def _mlp(self, index: int) -> MLP:
+        config, layer = self._config, f"layers.{index}"
+        inner = config.intermediate_size
+        norm = self._norm(f"{layer}.mlp_norm")
+        down = self._output(f"{layer}.down_proj", inner, config.mlp_bias, f"{layer}.post_mlp_norm")
+        if not config.gated:
+            return PlainMLP(norm, self._stacked({f"{layer}.up_proj": inner}, config.mlp_bias), down, config.activation)
+        gate, up = (self._checkpoint.linear(f"{layer}.{name}", inner, config.hidden_size) for name in GATE_UP)
+        if not gate.fits(up) or inner % TILE_ROWS:
+            raise UnsupportedModelError(
+                f"{self._checkpoint.path}: layer {index}: gate and up must have one form and a multiple of "
+                f"{TILE_ROWS} rows, got {type(gate).__name__} and {type(up).__name__} with {inner}"
+            )
+        bias = None
+        if config.mlp_bias:
+            bias = interleave_gate_up(*(self._vector(f"{layer}.{name}.bias", inner) for name in GATE_UP))
+        gate_up = self._make(interleaved(gate, up), self._precision.activation_bits, bias)
+        return GatedMLP(norm, gate_up, down, config.activation)
+
+    def _output(self, name: str, in_features: int, has_bias: bool, post_norm: str) -> OutputProjection:
+        config = self._config
+        weight = self._checkpoint.linear(name, config.hidden_size, in_features)
+        bias = self._vector(f"{name}.bias", config.hidden_size) if has_bias else None
+        norm = None
+        if config.post_norms:
+            norm = RMSNorm(self._vector(post_norm, config.hidden_size) / self._scale, config.norm_eps)
+        module = name.rpartition(".")[2]
+        return OutputProjection(module, self._make(weight, self._precision.activation_bits, bias), norm)
+
+    def _stacked(self, sizes: dict[str, int], has_bias: bool) -> Weight:
+        """Matrices that share their input, below each other."""
+        hidden, bits = self._config.hidden_size, self._precision.activation_bits
+        parts = [self._checkpoint.linear(name, size, hidden) for name, size in sizes.items()]
+        biases = [self._vector(f"{name}.bias", size) for name, size in sizes.items() if has_bias]
+        if all(parts[0].fits(part) for part in parts):
+            return self._make(concatenate(parts), bits, torch.cat(biases) if biases else None)
+        return ConcatenatedWeight(
+            tuple(self._make(part, bits, biases[i] if biases else None) for i, part in enumerate(parts))
+        )
+
+    def _norm(self, name: str) -> Norm:
+        config = self._config
+        weight = self._vector(name, config.hidden_size)
+        if config.norm == "layer_norm":
+            return LayerNorm(weight, self._vector(f"{name}.bias", config.hidden_size), config.norm_eps)
+        return RMSNorm(weight, config.norm_eps / self._scale**2)
+
+    def _vector(self, name: str, size: int) -> Tensor:
+        return self._checkpoint.vector(name, size).to(self._device)
+
+    def _make(self, unpacked: Unpacked, activation_bits: int, bias: Tensor | None = None) -> Weight:
+        """On a GPU a dense weight has the dtype of the hidden states, which products want there."""
+        dense_dtype = None if self._device == "cpu" else self._precision.dtype
+        return make_weight(unpacked, activation_bits, self._device, dense_dtype, bias)
+
+    def _position_embedding(self) -> Tensor | None:
+        config = self._config
+        if config.rotary_dim:
+            return None
+        table = self._checkpoint.linear("position_embedding", config.max_position, config.hidden_size)
+        return table.dequantize().to(self._device, self._precision.dtype)
+
+    def _cos_sin_caches(self, config: ModelConfig) -> tuple[Tensor, Tensor]:
+        """Tables for layers that see everything and for those with a window; often one and the same."""
+        if not config.rotary_dim:  # a rotation by nothing
+            table = torch.tensor([[1.0, 0.0]]).repeat(self._positions, 1).to(self._device)
+            return table, table
+        factors = None
+        if "rope_factors" in self._checkpoint:
+            factors = self._checkpoint.vector("rope_factors", config.rotary_dim // 2)
+        sizes = config.rotary_dim, self._positions
+        table = ops.cos_sin_cache(*sizes, config.rope_theta, config.rope_scaling, factors).to(self._device)
+        if config.local_rope_theta is None:
+            return table, table
+        return table, ops.cos_sin_cache(*sizes, config.local_rope_theta).to(self._device)
+
+
+GATE_UP = ("gate_proj", "up_proj")
+
+
+def interleaved(gate: Unpacked, up: Unpacked) -> Unpacked:
+    """Rows in runs of 16, gate and up by turns."""
+    stacked = concatenate([gate, up])
+    order = torch.arange(stacked.shape[0])
+    return stacked.rows(interleave_gate_up(*order.chunk(2)))

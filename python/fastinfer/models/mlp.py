@@ -1,0 +1,75 @@
+"""One layer's MLP: norm + first product + activation, second product + residual."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fastinfer import ops
+from fastinfer.formats.weight import Weight
+from fastinfer.models.lora import LayerAdapters
+from fastinfer.models.norm import Norm
+from fastinfer.models.projection import OutputProjection
+from fastinfer.ops.pack import TILE_ROWS
+
+
+@dataclass(frozen=True, eq=False)
+class GatedMLP:
+    """``down(activation(gate x) * up x)``.
+
+    Attributes:
+        norm: of the input.
+        gate_up: gate and up rows, interleaved in runs of 16.
+        down: back to the residual stream.
+        activation: of the gate, by its name in :mod:`fastinfer.ops.gemm`.
+
+    In a step with LoRA adapters every projection is followed by its low-rank part, and the activation by itself.
+    """
+
+    norm: Norm
+    gate_up: Weight
+    down: OutputProjection
+    activation: str
+
+    def __call__(self, residual: Tensor, lora: LayerAdapters | None) -> Tensor:
+        x, options = self.norm.before_linear(residual)
+        if lora is None:
+            return self.down(self.gate_up.linear(x, activation=self.activation, **options), residual, None)
+        gate_up = self.gate_up.linear(x, **options).view(len(x), -1, 2, TILE_ROWS)
+        lora.add("gate_proj", gate_up[:, :, 0], x, **options)
+        lora.add("up_proj", gate_up[:, :, 1], x, **options)
+        hidden = _activation_and_mul(gate_up.flatten(2), self.activation).view(len(x), -1)
+        return self.down(hidden, residual, lora)
+
+
+@dataclass(frozen=True, eq=False)
+class PlainMLP:
+    """``down(gelu(up x))``, GPT-2's.
+
+    Attributes:
+        norm: of the input.
+        up: [intermediate, hidden].
+        down: back to the residual stream.
+        activation: ``"gelu_tanh"`` or ``"gelu"``.
+    """
+
+    norm: Norm
+    up: Weight
+    down: OutputProjection
+    activation: str
+
+    def __call__(self, residual: Tensor, lora: LayerAdapters | None) -> Tensor:
+        x, options = self.norm.before_linear(residual)
+        hidden = ops.gelu(self.up.linear(x, **options), _approximation(self.activation))
+        return self.down(hidden, residual, lora)
+
+
+MLP = GatedMLP | PlainMLP
+
+
+def _activation_and_mul(x: Tensor, activation: str) -> Tensor:
+    """Of rows that are gate, then up."""
+    return ops.silu_and_mul(x) if activation == "silu" else ops.gelu_and_mul(x, _approximation(activation))
+
+
+def _approximation(activation: str) -> str:
+    return "tanh" if activation == "gelu_tanh" else "none"
