@@ -17,7 +17,7 @@ U = TypeVar("U", bound="Unpacked")
 
 @dataclass(frozen=True, eq=False)
 class Unpacked(ABC):
-    """A weight [out_features, in_features]. Fields that are tensors have one row per output unless they say otherwise."""
+    """A weight [out_features, in_features]. Tensors among the fields have one row per output unless said otherwise."""
 
     @property
     @abstractmethod
@@ -37,7 +37,8 @@ class Unpacked(ABC):
         if type(self) is not type(other) or self._by_row().keys() != other._by_row().keys():
             return False
         mine, theirs = self._by_row(), other._by_row()
-        if any(mine[name].dtype != theirs[name].dtype or mine[name].shape[1:] != theirs[name].shape[1:] for name in mine):
+        pairs = [(values, theirs[name]) for name, values in mine.items()]
+        if any(a.dtype != b.dtype or a.shape[1:] != b.shape[1:] for a, b in pairs):
             return False
         return all(_same(value, getattr(other, name)) for name, value in self._shared().items())
 

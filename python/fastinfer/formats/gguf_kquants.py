@@ -1,0 +1,170 @@
+"""Unpacking of GGUF's K types: blocks of 256 values whose groups have small integer scales of a common fp16 one.
+
+Q4_K and Q5_K have groups of 32 with scale ``d * scale`` and minimum ``-dmin * minimum``, six bits each. Such products
+have up to 17 bits: exact in fp32, rounded in fp16 by at most 2^-11 of themselves. (Small ones are not rounded at all:
+they are whole multiples of 2^-24, as fp16's smallest numbers are.)
+
+Q6_K, Q3_K (scale alone) and Q2_K (scale and minimum) have groups of 16, which the kernels' groups of 32 cannot hold.
+Exactly they are dense fp32. Otherwise two groups become one of 8-bit integers. For Q6_K and Q3_K its scale is the
+larger one's divided by 4 or 32, so that the larger group keeps its integers, and the smaller one is rounded to 1/4 or
+1/32 of the larger's step. (Where the scales' signs differ the range is 127 instead of 128: -32 * -4 would be 128.)
+Q2_K's values are rounded to a 127th of the pair's largest. The joined scale is rounded up to fp16 first. For random
+weights this adds to the format's own RMS error (in square) 0.24 of it for Q6_K, which grows by 3 %; 0.03 for Q3_K and
+0.02 for Q2_K, which grow by 0.1 % at most.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import DTypeLike
+
+from fastinfer.formats.gguf_blocks import bit_fields, by_row, halves, split_blocks
+from fastinfer.formats.gguf_types import GGUFType
+from fastinfer.formats.unpacked import Dense, Int4, Int8
+
+Integers = Callable[[np.ndarray], np.ndarray]
+Scales = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray | None]]
+
+# Values that are worked on at once, so that their fp32 copies stay in the cache.
+CHUNK = 2**17
+
+
+def split_groups_of_32(data: np.ndarray, type: GGUFType, exact: bool) -> Int4 | Int8:
+    """Rows of Q4_K (Int4) or Q5_K (Int8, q is 0..31): scales and minimums are fp32, or fp16 if not exact."""
+    blocks = split_blocks(data, type)
+    low, high, shared = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    scales = _float(blocks, 0) * np.concatenate([low & 63, shared & 15 | low >> 2 & 48], axis=-1)
+    mins = -_float(blocks, 2) * np.concatenate([high & 63, shared >> 4 | high >> 2 & 48], axis=-1)
+    if not exact:
+        scales, mins = _fp16_unless_too_large(scales, mins)
+    q = bit_fields(blocks, type.block_bytes - 128, type.block_bytes, bits=4, run=32)
+    if type is GGUFType.Q4_K:
+        return Int4(by_row(q), by_row(scales), by_row(mins))
+    q |= bit_fields(blocks, 16, 48, bits=1, run=32) << 4
+    return Int8(by_row(q.view(np.int8)), by_row(scales), by_row(mins))
+
+
+def split_groups_of_16(data: np.ndarray, type: GGUFType, exact: bool) -> Dense | Int8:
+    """Rows of Q6_K, Q3_K or Q2_K: dense fp32, or if not exact 8-bit integers in groups of 32 without minimums."""
+    split_integers, split_scales, largest = GROUPS_OF_16[type]
+    blocks = split_blocks(data, type)
+    scales, mins = split_scales(blocks)
+    columns = blocks.shape[1] * type.block_size
+    if exact:
+        return Dense(torch.from_numpy(_affine(split_integers, blocks, scales, mins).reshape(-1, columns)))
+    joined = _join_pairs(scales, mins, largest)
+    divisors = np.repeat(joined.astype(np.float32), 2, axis=-1)
+    with np.errstate(invalid="ignore"):  # a damaged block's infinities
+        np.divide(scales, divisors, out=scales, where=divisors != 0)
+        if mins is not None:
+            np.divide(mins, divisors, out=mins, where=divisors != 0)
+    q = _affine(split_integers, blocks, scales, mins, np.int8)
+    return Int8(torch.from_numpy(q.reshape(-1, columns)), by_row(joined))
+
+
+# Integers [rows, blocks, 256] int8 of blocks [rows, blocks, block_bytes].
+
+
+def _q6_k_integers(blocks: np.ndarray) -> np.ndarray:
+    q = bit_fields(blocks, 128, 192, bits=2, run=32)
+    q <<= 4
+    q |= bit_fields(blocks, 0, 128, bits=4, run=64)
+    q -= 32  # wraps around in uint8, which is right once the bytes are seen as int8
+    return q.view(np.int8)
+
+
+def _q3_k_integers(blocks: np.ndarray) -> np.ndarray:
+    q = bit_fields(blocks, 0, 32, bits=1, run=32)
+    q <<= 2
+    q |= bit_fields(blocks, 32, 96, bits=2, run=32)
+    q -= 4
+    return q.view(np.int8)
+
+
+def _q2_k_integers(blocks: np.ndarray) -> np.ndarray:
+    return bit_fields(blocks, 16, 80, bits=2, run=32).view(np.int8)
+
+
+# Scales and minimums [rows, blocks, 16] fp32 of the groups of 16.
+
+
+def _q6_k_scales(blocks: np.ndarray) -> tuple[np.ndarray, None]:
+    return _float(blocks, 208) * blocks[..., 192:208].view(np.int8), None
+
+
+def _q3_k_scales(blocks: np.ndarray) -> tuple[np.ndarray, None]:
+    four_bits = bit_fields(blocks, 96, 104, bits=4, run=8)
+    two_bits = [blocks[..., 104:108] >> shift & 3 for shift in (0, 2, 4, 6)]
+    six_bits = four_bits | np.concatenate(two_bits, axis=-1) << 4
+    return _float(blocks, 108) * (six_bits.view(np.int8) - np.int8(32)), None
+
+
+def _q2_k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return _float(blocks, 80) * (blocks[..., :16] & 15), -_float(blocks, 82) * (blocks[..., :16] >> 4)
+
+
+GROUPS_OF_32 = (GGUFType.Q4_K, GGUFType.Q5_K)
+# Integers, scales and minimums, the largest magnitude of an integer.
+GROUPS_OF_16: dict[GGUFType, tuple[Integers, Scales, int]] = {
+    GGUFType.Q6_K: (_q6_k_integers, _q6_k_scales, 32),
+    GGUFType.Q3_K: (_q3_k_integers, _q3_k_scales, 4),
+    GGUFType.Q2_K: (_q2_k_integers, _q2_k_scales, 3),
+}
+
+
+def _join_pairs(scales: np.ndarray, mins: np.ndarray | None, largest: int) -> np.ndarray:
+    """One scale for every two groups of 16.
+
+    Args:
+        scales, mins: [rows, blocks, 16] fp32.
+        largest: magnitude of an integer.
+
+    Returns:
+        [rows, blocks, 8] fp16, fp32 where that is too small: with this scale both groups' values fit into 8 bits.
+    """
+    pairs = scales.reshape(*scales.shape[:2], 8, 2)
+    if mins is None:
+        first, second = pairs[..., 0], pairs[..., 1]
+        limits = np.where((first < 0) == (second < 0), np.float32(128), np.float32(127))
+        joined = np.where(abs(first) >= abs(second), first, second) * (largest / limits)
+    else:
+        low = mins.reshape(pairs.shape)
+        joined = np.maximum(abs(low), abs(pairs * largest + low)).max(axis=-1) / 127
+    (rounded,) = _fp16_unless_too_large(joined)
+    away = np.nextafter(rounded, np.copysign(np.inf, joined).astype(rounded.dtype))
+    return np.where(abs(rounded) < abs(joined), away, rounded)
+
+
+def _affine(
+    split_integers: Integers,
+    blocks: np.ndarray,
+    scales: np.ndarray,
+    mins: np.ndarray | None,
+    dtype: DTypeLike = np.float32,
+) -> np.ndarray:
+    """scale * q + min for every group of 16, computed in fp32, rounded if ``dtype`` is int8: [rows, blocks, 256]."""
+    values = np.empty((*blocks.shape[:2], 256), dtype)
+    step = max(1, CHUNK // (256 * blocks.shape[1]))
+    for begin in range(0, len(blocks), step):
+        rows = slice(begin, begin + step)
+        part = split_integers(blocks[rows]).astype(np.float32)
+        # Repeated scales are faster than broadcast ones, whose loops are 16 long.
+        part *= np.repeat(scales[rows], 16, axis=-1)
+        if mins is not None:
+            part += np.repeat(mins[rows], 16, axis=-1)
+        with np.errstate(invalid="ignore"):  # a damaged block's infinities
+            values[rows] = part if dtype is np.float32 else np.rint(part, out=part)
+    return values
+
+
+def _float(blocks: np.ndarray, offset: int) -> np.ndarray:
+    """The fp16 number at this byte of every block in fp32: [rows, blocks, 1]."""
+    return halves(blocks, offset).astype(np.float32)[..., None]
+
+
+def _fp16_unless_too_large(*numbers: np.ndarray) -> list[np.ndarray]:
+    """All of them in fp16, or as they are if fp16 cannot hold one of them (no sensible weight has such scales)."""
+    with np.errstate(over="ignore"):
+        rounded = [values.astype(np.float16) for values in numbers]
+    return rounded if all(np.isfinite(values).all() for values in rounded) else list(numbers)
