@@ -96,8 +96,10 @@ def split_int8(data: np.ndarray, type: GGUFType) -> Int8:
     if type is GGUFType.Q8_0:
         q = np.ascontiguousarray(blocks[..., -32:].view("V32")).view(np.uint8)
     else:
-        fifth_bits = np.unpackbits(blocks[..., -20:-16], axis=-1, bitorder="little")
-        q = _nibbles(blocks) | fifth_bits << 4
+        fifth_bits = np.unpackbits(np.ascontiguousarray(blocks[..., -20:-16]), bitorder="little").view(np.uint64)
+        fifth_bits <<= np.uint64(4)
+        q = _nibbles(blocks)
+        q |= fifth_bits.view(np.uint8).reshape(q.shape)
         if type is GGUFType.Q5_0:
             q -= 16  # wraps around in uint8, which is right once the bytes are seen as int8
     return Int8(by_row(q.view(np.int8)), _half(blocks, 0), mins)

@@ -28,6 +28,7 @@ Scales = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray | None]]
 
 # Values that are worked on at once, so that their fp32 copies stay in the cache.
 CHUNK = 2**17
+FP16_MAX = 65504.0
 
 
 def split_groups_of_32(data: np.ndarray, type: GGUFType, exact: bool) -> Int4 | Int8:
@@ -41,7 +42,7 @@ def split_groups_of_32(data: np.ndarray, type: GGUFType, exact: bool) -> Int4 | 
     q = bit_fields(blocks, type.block_bytes - 128, type.block_bytes, bits=4, run=32)
     if type is GGUFType.Q4_K:
         return Int4(by_row(q), by_row(scales), by_row(mins))
-    q |= bit_fields(blocks, 16, 48, bits=1, run=32) << 4
+    q |= bit_fields(blocks, 16, 48, bits=1, run=32, shift=4)
     return Int8(by_row(q.view(np.int8)), by_row(scales), by_row(mins))
 
 
@@ -67,17 +68,15 @@ def split_groups_of_16(data: np.ndarray, type: GGUFType, exact: bool) -> Dense |
 
 
 def _q6_k_integers(blocks: np.ndarray) -> np.ndarray:
-    q = bit_fields(blocks, 128, 192, bits=2, run=32)
-    q <<= 4
-    q |= bit_fields(blocks, 0, 128, bits=4, run=64)
+    q = bit_fields(blocks, 0, 128, bits=4, run=64)
+    q |= bit_fields(blocks, 128, 192, bits=2, run=32, shift=4)
     q -= 32  # wraps around in uint8, which is right once the bytes are seen as int8
     return q.view(np.int8)
 
 
 def _q3_k_integers(blocks: np.ndarray) -> np.ndarray:
-    q = bit_fields(blocks, 0, 32, bits=1, run=32)
-    q <<= 2
-    q |= bit_fields(blocks, 32, 96, bits=2, run=32)
+    q = bit_fields(blocks, 32, 96, bits=2, run=32)
+    q |= bit_fields(blocks, 0, 32, bits=1, run=32, shift=2)
     q -= 4
     return q.view(np.int8)
 
@@ -123,17 +122,18 @@ def _join_pairs(scales: np.ndarray, mins: np.ndarray | None, largest: int) -> np
     Returns:
         [rows, blocks, 8] fp16, fp32 where that is too small: with this scale both groups' values fit into 8 bits.
     """
-    pairs = scales.reshape(*scales.shape[:2], 8, 2)
+    first, second = scales[..., 0::2], scales[..., 1::2]
     if mins is None:
-        first, second = pairs[..., 0], pairs[..., 1]
         limits = np.where((first < 0) == (second < 0), np.float32(128), np.float32(127))
         joined = np.where(abs(first) >= abs(second), first, second) * (largest / limits)
     else:
-        low = mins.reshape(pairs.shape)
-        joined = np.maximum(abs(low), abs(pairs * largest + low)).max(axis=-1) / 127
+        values = np.maximum(abs(mins), abs(scales * largest + mins)) / 127
+        joined = np.maximum(values[..., 0::2], values[..., 1::2])
     (rounded,) = _fp16_unless_too_large(joined)
-    away = np.nextafter(rounded, np.copysign(np.inf, joined).astype(rounded.dtype))
-    return np.where(abs(rounded) < abs(joined), away, rounded)
+    if rounded is not joined:
+        # One more in the last place is away from zero, whatever the sign.
+        rounded.view(np.uint16)[...] += abs(rounded.astype(np.float32)) < abs(joined)
+    return rounded
 
 
 def _affine(
@@ -165,6 +165,6 @@ def _float(blocks: np.ndarray, offset: int) -> np.ndarray:
 
 def _fp16_unless_too_large(*numbers: np.ndarray) -> list[np.ndarray]:
     """All of them in fp16, or as they are if fp16 cannot hold one of them (no sensible weight has such scales)."""
-    with np.errstate(over="ignore"):
-        rounded = [values.astype(np.float16) for values in numbers]
-    return rounded if all(np.isfinite(values).all() for values in rounded) else list(numbers)
+    if all(abs(values).max() <= FP16_MAX for values in numbers):
+        return [values.astype(np.float16) for values in numbers]
+    return list(numbers)
