@@ -24,7 +24,7 @@ BAD: dict[str, tuple[type[FastinferError], str, dict[str, Any]]] = {
     "rotary size past the head": (GGUFFormatError, "rotary size", {"llama.rope.dimension_count": 128}),
     "yarn without its length": (GGUFFormatError, "original_context_length", {"llama.rope.scaling.type": "yarn"}),
     "rotary base of 1": (GGUFFormatError, "freq_base", {"llama.rope.freq_base": 1.0}),
-    "unknown scaling": (UnsupportedModelError, "longrope", {"llama.rope.scaling.type": "longrope"}),
+    "unknown scaling": (UnsupportedModelError, "dynamic", {"llama.rope.scaling.type": "dynamic"}),
     "epsilon is text": (GGUFFormatError, "epsilon", {"llama.attention.layer_norm_rms_epsilon": "small"}),
 }
 

@@ -1,0 +1,56 @@
+"""AWQ (Lin et al., 2023, https://arxiv.org/abs/2306.00978): inputs that are large make their weights important; those
+weights are scaled up before rounding, and the inputs down by whatever produces them."""
+
+import torch
+from torch import Tensor
+
+from fastinfer.quantize.rounding import Grid
+from fastinfer.quantize.statistics import InputStatistics
+
+EXPONENTS = 20
+SHRINKS = 20
+LEAST_SHRINK = 0.5
+
+
+def search_scales(
+    values: Tensor, statistics: InputStatistics, bits: int, group_size: int, symmetric: bool = False
+) -> Tensor:
+    """Scales [in_features] of the weight [rows, in_features] with the least error of the output.
+
+    The candidates are ``mean_abs ** a`` for a in 0, 1/20, ... 19/20, normalised so that the largest and the smallest
+    have the product 1.
+    """
+    best, scales = float("inf"), torch.ones(values.shape[1])
+    importance = statistics.mean_abs.clamp(min=1e-4)
+    for step in range(EXPONENTS):
+        candidate = importance ** (step / EXPONENTS)
+        candidate = candidate / (candidate.amax() * candidate.amin()).sqrt()
+        grid = Grid.of(values * candidate, bits, group_size, symmetric)
+        rounded = grid.dequantize(grid.quantize(values * candidate)) / candidate
+        error = statistics.output_error(values - rounded)
+        if error < best:
+            best, scales = error, candidate
+    return scales
+
+
+def search_clipping(
+    values: Tensor, statistics: InputStatistics, bits: int, group_size: int, symmetric: bool = False
+) -> Grid:
+    """For each group the share of its range whose rounding and clipping errors together are least.
+
+    A group's error is judged by itself, with the correlations among its own inputs.
+    """
+    groups = values.shape[1] // group_size
+    blocks = statistics.hessian.view(groups, group_size, groups, group_size)
+    blocks = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # [groups, group_size, group_size]
+    best = torch.full((len(values), groups), float("inf"))
+    shrink = torch.ones_like(best)
+    for step in range(SHRINKS):
+        share = 1 - (1 - LEAST_SHRINK) * step / SHRINKS
+        grid = Grid.of(values, bits, group_size, symmetric, share)
+        change = (values - grid.dequantize(grid.quantize(values))).unflatten(1, (groups, group_size)).transpose(0, 1)
+        errors = (change @ blocks).mul_(change).sum(-1).T
+        better = errors < best
+        best = torch.where(better, errors, best)
+        shrink[better] = share
+    return Grid.of(values, bits, group_size, symmetric, shrink)

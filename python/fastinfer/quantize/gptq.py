@@ -1,0 +1,62 @@
+"""GPTQ (Frantar et al., 2022, https://arxiv.org/abs/2210.17323): the error of each rounding is made good by the columns
+that are still to be rounded, as far as the inputs' correlations allow."""
+
+import torch
+from torch import Tensor
+
+from fastinfer.formats.unpacked import Unpacked
+from fastinfer.quantize.rounding import Grid
+from fastinfer.quantize.statistics import InputStatistics
+
+BLOCK = 128  # columns whose corrections are applied to the rest at once
+
+
+def quantize_gptq(
+    values: Tensor,
+    statistics: InputStatistics,
+    bits: int,
+    group_size: int,
+    *,
+    symmetric: bool = False,
+    act_order: bool = True,
+    damping: float = 0.01,
+) -> Unpacked:
+    """Quantise a weight.
+
+    Args:
+        values: [rows, cols] fp32.
+        statistics: of its inputs.
+        bits: 2 to 8.
+        group_size: inputs that share a scale; must divide cols.
+        symmetric: see :meth:`Grid.of`.
+        act_order: round the columns with the largest inputs first. Scales are those of the original groups all the
+            same, so that the result needs no permutation.
+        damping: of the Hessian: this share of its mean diagonal is added to the diagonal.
+    """
+    # Columns without input cost nothing: rounded as they are, last.
+    hessian = statistics.hessian.clone()
+    diagonal = hessian.diagonal()
+    dead = diagonal == 0
+    diagonal[dead] = 1.0
+    order = diagonal.argsort(descending=True, stable=True) if act_order else torch.arange(len(diagonal))
+    diagonal += damping * diagonal.mean()
+    hessian = hessian[order][:, order]
+    # Row i of the upper factor tells how an error in column i is spread over the columns after it.
+    spread = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True)
+
+    grid = Grid.of(values, bits, group_size, symmetric)
+    groups = order // group_size
+    weights = values[:, order].T.contiguous()  # a column of the weight is a row here: contiguous
+    q = torch.empty_like(weights)
+    for start in range(0, len(order), BLOCK):
+        end = min(start + BLOCK, len(order))
+        errors = torch.empty(end - start, weights.shape[1])
+        for i in range(start, end):
+            column = weights[i]
+            scale, zero = grid.scales[:, groups[i]], grid.zeros[:, groups[i]]
+            q[i] = (column / scale).round_().add_(zero).clamp_(0, grid.levels - 1)
+            error = (column - (q[i] - zero) * scale) / spread[i, i]
+            weights[i + 1 : end].addr_(spread[i, i + 1 : end], error, alpha=-1)
+            errors[i - start] = error
+        weights[end:].addmm_(spread[start:end, end:].T, errors, alpha=-1)
+    return grid.unpacked(q[order.argsort()].T.contiguous())

@@ -1,0 +1,117 @@
+"""Round to nearest: scales and zero points per group of inputs, and the integers that follow from them."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fastinfer.formats.unpacked import Int4, Int8, Table, Unpacked
+
+# The quantiles of a normal distribution that NF4 rounds to (https://arxiv.org/abs/2305.14314, appendix E).
+NF4_TABLE = torch.tensor(
+    [
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ]
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """The values that a group's weights can take: ``scale * (q - zero)``, q in ``0 .. levels - 1``.
+
+    Attributes:
+        scales: [rows, groups] fp32, each of them an fp16 number.
+        zeros: [rows, groups], whole numbers.
+        levels: 2 ** bits.
+    """
+
+    scales: Tensor
+    zeros: Tensor
+    levels: int
+
+    @classmethod
+    def of(cls, values: Tensor, bits: int, group_size: int, symmetric: bool, shrink: float | Tensor = 1.0) -> "Grid":
+        """Fit to the least and greatest value of each group, times ``shrink``.
+
+        Args:
+            values: [rows, cols] fp32.
+            bits: 2 to 8.
+            group_size: inputs that share a scale; must divide cols.
+            symmetric: the zero point is the middle level.
+            shrink: [rows, groups] or a number: how much of the range is kept; what lies beyond is clipped.
+        """
+        groups = values.unflatten(1, (-1, group_size))
+        levels = 2**bits
+        if symmetric:
+            ranges = 2 * groups.abs().amax(-1) * shrink
+            scales = ranges / (levels - 1)
+        else:
+            low, high = (groups.amin(-1) * shrink).clamp(max=0), (groups.amax(-1) * shrink).clamp(min=0)
+            scales = (high - low) / (levels - 1)
+        scales = scales.clamp(min=1e-5 / levels).half().float()  # of zeros alone, any scale will do
+        zeros = torch.full_like(scales, levels // 2) if symmetric else (-low / scales).round().clamp(0, levels - 1)
+        return cls(scales, zeros, levels)
+
+    def quantize(self, values: Tensor) -> Tensor:
+        """The nearest level of each of [rows, cols]."""
+        groups = values.unflatten(1, (self.scales.shape[1], -1))
+        q = (groups / self.scales[..., None]).round_().add_(self.zeros[..., None]).clamp_(0, self.levels - 1)
+        return q.flatten(1)
+
+    def dequantize(self, q: Tensor) -> Tensor:
+        groups = q.unflatten(1, (self.scales.shape[1], -1))
+        return ((groups - self.zeros[..., None]) * self.scales[..., None]).flatten(1)
+
+    def column(self, group: int) -> "Grid":
+        """Of one group alone."""
+        one = slice(group, group + 1)
+        return replace(self, scales=self.scales[:, one], zeros=self.zeros[:, one])
+
+    def unpacked(self, q: Tensor) -> Unpacked:
+        """The quantised weight, in the form that the kernels' readers share."""
+        middle = self.levels // 2
+        symmetric = bool((self.zeros == middle).all())
+        if self.levels <= 16:
+            if self.levels == 16 and symmetric:
+                return Int4(q.byte(), self.scales.half())
+            return Int4(q.byte(), self.scales, -self.zeros * self.scales)
+        shifted = (q - middle).to(torch.int8)
+        if symmetric:
+            return Int8(shifted, self.scales.half())
+        return Int8(shifted, self.scales, (middle - self.zeros) * self.scales)
+
+
+def round_to_nearest(values: Tensor, bits: int, group_size: int, symmetric: bool = False) -> Unpacked:
+    """Every weight [rows, cols] to the nearest level of its group's grid."""
+    grid = Grid.of(values, bits, group_size, symmetric)
+    return grid.unpacked(grid.quantize(values))
+
+
+def round_to_nf4(values: Tensor, group_size: int = 64) -> Table:
+    """Every weight to the nearest of NF4's 16 values times the group's largest magnitude."""
+    groups = values.unflatten(1, (-1, group_size))
+    scales = groups.abs().amax(-1)
+    relative = groups / scales.clamp(min=torch.finfo(torch.float32).tiny)[..., None]
+    borders = (NF4_TABLE[1:] + NF4_TABLE[:-1]) / 2
+    return Table(torch.bucketize(relative, borders).byte().flatten(1), scales, table=NF4_TABLE)
+
+
+def round_rows(values: Tensor) -> Int8:
+    """To int8 with a scale per row, symmetric, for inputs that are int8 as well."""
+    scales = (values.abs().amax(1, keepdim=True) / 127).clamp(min=1e-8)
+    return Int8((values / scales).round().clamp(-127, 127).to(torch.int8), scales, int8_activations=True)

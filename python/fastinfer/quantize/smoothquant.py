@@ -1,0 +1,12 @@
+"""SmoothQuant (Xiao et al., 2022, https://arxiv.org/abs/2211.10438): outliers of the inputs are moved into the weights."""
+
+from torch import Tensor
+
+from fastinfer.quantize.statistics import InputStatistics
+
+
+def smoothing_scales(values: Tensor, statistics: InputStatistics, strength: float = 0.5) -> Tensor:
+    """What to divide each input by, and to multiply its weights [rows, in_features] with: [in_features]."""
+    inputs = statistics.max_abs.clamp(min=1e-5)
+    weights = values.abs().amax(0).clamp(min=1e-5)
+    return (inputs**strength / weights ** (1 - strength)).clamp(min=1e-5)
