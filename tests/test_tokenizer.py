@@ -4,15 +4,16 @@ import random
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
+from gguf_tokenizer_file import write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
 from fastinfer.errors import FastinferError, GGUFFormatError, RequestError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile
-from fastinfer.tokenizer import PRE_TOKENIZERS, Detokenizer, Tokenizer
+from fastinfer.formats.pre_tokenizers import PRE_TOKENIZERS
+from fastinfer.tokenizer import Detokenizer, Tokenizer
 
 PIECES = [
     *("hello", "World", " the", " and ", "ing", "don't", "I'LL", "we've", "x86_64", "naïve", "Ünïcödé", "ﬁ", "ß", "İ"),
@@ -241,20 +242,7 @@ def toy_file(tmp_path: Path, **changes: Any) -> GGUFFile:
         "token_type": [3 if token in control else 4 if token in user_defined else 1 for token in tokens],
         "bos_token_id": tokens.index("<s>"),
     }
-    writer = gguf.GGUFWriter(tmp_path / "toy.gguf", "llama")
-    for name, value in (values | changes).items():
-        if isinstance(value, list):
-            writer.add_array(f"tokenizer.ggml.{name}", value)
-        elif isinstance(value, bool):
-            writer.add_bool(f"tokenizer.ggml.{name}", value)
-        elif isinstance(value, int):
-            writer.add_int32(f"tokenizer.ggml.{name}", value)
-        elif isinstance(value, str):
-            writer.add_string(f"tokenizer.ggml.{name}", value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    return GGUFFile(tmp_path / "toy.gguf")
+    return write_tokenizer(tmp_path / "toy.gguf", values | changes)
 
 
 def test_toy_vocabulary(tmp_path: Path) -> None:
@@ -298,7 +286,7 @@ def test_qwen2_composes_characters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "part"),
     [
-        ({"model": "llama"}, UnsupportedModelError, "tokenizer model 'llama' is not supported"),
+        ({"model": "t5"}, UnsupportedModelError, "tokenizer model 't5' is not supported; known are gpt2"),
         ({"model": None}, GGUFFormatError, "'tokenizer.ggml.model' is missing"),
         ({"pre": "no-such"}, UnsupportedModelError, "'no-such' is not supported; known are default, gpt-2, smollm"),
         ({"tokens": None}, GGUFFormatError, "'tokenizer.ggml.tokens' is missing"),
