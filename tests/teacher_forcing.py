@@ -1,5 +1,7 @@
 """A model's log-probabilities of a given text."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -24,17 +26,10 @@ def log_probabilities(model: Decoder, ids: list[int], dtype: str, adapter: int |
         Precision.of(dtype).kv_cache_dtype,
         "cpu",
     )
-    every = torch.arange(len(ids))
-    batch = Batch(
-        token_ids=torch.tensor(ids),
-        positions=every,
-        query_start=torch.tensor([0, len(ids)], dtype=torch.int32),
-        seq_lens=torch.tensor([len(ids)], dtype=torch.int32),
-        block_table=torch.arange(blocks, dtype=torch.int32)[None],
-        slot_mapping=every,
-        logits_indices=every,
-        adapter_ids=None if adapter is None else torch.full_like(every, adapter, dtype=torch.int32),
-    )
+    batch = Batch.of_texts([ids], BLOCK_SIZE)
+    if adapter is not None:
+        batch = replace(batch, adapter_ids=torch.full((len(ids),), adapter, dtype=torch.int32))
+    every = batch.positions
     return model.logits(model.forward(batch, cache), every).float().log_softmax(-1)
 
 

@@ -33,6 +33,27 @@ class Batch:
     logits_indices: Tensor
     adapter_ids: Tensor | None = None
 
+    @classmethod
+    def of_texts(cls, texts: list[list[int]], block_size: int) -> "Batch":
+        """Whole texts of token ids in one step, the first at the cache's first block, without logits."""
+        lengths = torch.tensor([len(text) for text in texts], dtype=torch.int32)
+        counts = [-(-len(text) // block_size) for text in texts]
+        table = torch.zeros(len(texts), max(counts), dtype=torch.int32)
+        slots, first = [], 0
+        for row, (text, count) in enumerate(zip(texts, counts, strict=True)):
+            table[row, :count] = torch.arange(first, first + count)
+            slots.append(torch.arange(len(text)) + first * block_size)
+            first += count
+        return cls(
+            token_ids=torch.tensor([token for text in texts for token in text]),
+            positions=torch.cat([torch.arange(len(text)) for text in texts]),
+            query_start=torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()]),
+            seq_lens=lengths,
+            block_table=table,
+            slot_mapping=torch.cat(slots),
+            logits_indices=torch.arange(0),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:

@@ -86,7 +86,7 @@ class QuantizedWeight(Weight):
 
     def linear(self, x: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
         if self.permutation is not None:
-            x = ops.permute_columns(_normalized(x, options), self.permutation)
+            x = ops.permute_columns(normalized(x, options), self.permutation)
         gemm = ops.int4_gemm if self.bits == 4 else ops.int8_gemm
         return gemm(
             x,
@@ -200,7 +200,7 @@ class ConcatenatedWeight(Weight):
         return torch.cat([part.rows(None, dtype) for part in self.parts])
 
 
-def _normalized(x: Tensor, options: LinearOptions) -> Tensor:
+def normalized(x: Tensor, options: LinearOptions) -> Tensor:
     """The input after the norm, which is taken out of the options."""
     if "norm_weight" not in options:
         return x

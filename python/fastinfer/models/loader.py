@@ -37,10 +37,12 @@ def load_decoder(
         UnsupportedModelError: the form of a tensor is not implemented.
         GGUFFormatError, CheckpointFormatError: a tensor is missing or has another shape than the metadata say.
     """
-    return _Loader(checkpoint, precision, max_model_len, device).decoder()
+    return DecoderLoader(checkpoint, precision, max_model_len, device).decoder()
 
 
-class _Loader:
+class DecoderLoader:
+    """Builds one decoder. Who wants other weights than the checkpoint's replaces :meth:`weight`."""
+
     def __init__(
         self, checkpoint: Checkpoint, precision: Precision, max_model_len: int | None, device: str
     ) -> None:
@@ -61,12 +63,13 @@ class _Loader:
     def decoder(self) -> Decoder:
         config, checkpoint = self._config, self._checkpoint
         vocabulary = config.vocab_size, config.hidden_size
-        bits = self._precision.logits_activation_bits
-        embedding = self._make(checkpoint.linear("embedding", *vocabulary), bits)
-        head = self._make(checkpoint.linear("lm_head", *vocabulary), bits) if "lm_head" in checkpoint else embedding
+        embedding = self.embedding()
+        head = embedding
+        if "lm_head" in checkpoint:
+            head = self._make(checkpoint.linear("lm_head", *vocabulary), self._precision.logits_activation_bits)
         layers = []
         for index in range(config.num_layers):
-            layers.append(DecoderLayer(self._attention(index), self._mlp(index)))
+            layers.append(self.layer(index))
             checkpoint.release()  # else the file and its packed copy would be in memory at once
         return Decoder(
             config=config,
@@ -75,8 +78,26 @@ class _Loader:
             layers=tuple(layers),
             norm=self._norm("norm"),
             lm_head=head,
-            position_embedding=self._position_embedding(),
+            position_embedding=self.position_embedding(),
         )
+
+    def embedding(self) -> Weight:
+        config = self._config
+        stored = self._checkpoint.linear("embedding", config.vocab_size, config.hidden_size)
+        return self._make(stored, self._precision.logits_activation_bits)
+
+    def layer(self, index: int) -> DecoderLayer:
+        return DecoderLayer(self._attention(index), self._mlp(index))
+
+    def weight(self, names: tuple[str, ...], unpacked: Unpacked, bias: Tensor | None) -> Weight:
+        """A layer's weight.
+
+        Args:
+            names: whose rows it holds, below each other; of gate and up in runs of 16 by turns.
+            unpacked: as the checkpoint has it.
+            bias: [out_features], likewise.
+        """
+        return self._make(unpacked, self._precision.activation_bits, bias)
 
     def _attention(self, index: int) -> Attention:
         config, layer = self._config, f"layers.{index}"
@@ -118,8 +139,8 @@ class _Loader:
         bias = None
         if config.mlp_bias:
             bias = interleave_gate_up(*(self._vector(f"{layer}.{name}.bias", inner) for name in GATE_UP))
-        gate_up = self._make(interleaved(gate, up), self._precision.activation_bits, bias)
-        return GatedMLP(norm, gate_up, down, config.activation)
+        names = tuple(f"{layer}.{name}" for name in GATE_UP)
+        return GatedMLP(norm, self.weight(names, interleaved(gate, up), bias), down, config.activation)
 
     def _output(self, name: str, in_features: int, has_bias: bool, post_norm: str) -> OutputProjection:
         config = self._config
@@ -129,17 +150,17 @@ class _Loader:
         if config.post_norms:
             norm = RMSNorm(self._vector(post_norm, config.hidden_size) / self._scale, config.norm_eps)
         module = name.rpartition(".")[2]
-        return OutputProjection(module, self._make(weight, self._precision.activation_bits, bias), norm)
+        return OutputProjection(module, self.weight((name,), weight, bias), norm)
 
     def _stacked(self, sizes: dict[str, int], has_bias: bool) -> Weight:
         """Matrices that share their input, below each other."""
-        hidden, bits = self._config.hidden_size, self._precision.activation_bits
+        hidden, names = self._config.hidden_size, tuple(sizes)
         parts = [self._checkpoint.linear(name, size, hidden) for name, size in sizes.items()]
         biases = [self._vector(f"{name}.bias", size) for name, size in sizes.items() if has_bias]
         if all(parts[0].fits(part) for part in parts):
-            return self._make(concatenate(parts), bits, torch.cat(biases) if biases else None)
+            return self.weight(names, concatenate(parts), torch.cat(biases) if biases else None)
         return ConcatenatedWeight(
-            tuple(self._make(part, bits, biases[i] if biases else None) for i, part in enumerate(parts))
+            tuple(self.weight(names[i : i + 1], part, biases[i] if biases else None) for i, part in enumerate(parts))
         )
 
     def _norm(self, name: str) -> Norm:
@@ -157,7 +178,7 @@ class _Loader:
         dense_dtype = None if self._device == "cpu" else self._precision.dtype
         return make_weight(unpacked, activation_bits, self._device, dense_dtype, bias)
 
-    def _position_embedding(self) -> Tensor | None:
+    def position_embedding(self) -> Tensor | None:
         config = self._config
         if config.rotary_dim:
             return None

@@ -1,0 +1,42 @@
+"""What quantisation did to each layer, and to the whole."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fastinfer.benchmarks.report import table
+
+
+@dataclass
+class Report:
+    """The figures of one quantisation.
+
+    Attributes:
+        method: its name and numbers.
+        errors: by the modules that share a weight: mean squared error of the output on the calibration text, relative
+            to its mean square.
+        bytes_before, bytes_after: size of the weight files.
+        perplexity_before, perplexity_after: on the evaluation text, in fp32; ``None`` without one.
+    """
+
+    method: dict[str, Any]
+    errors: dict[str, float] = field(default_factory=dict)
+    bytes_before: int = 0
+    bytes_after: int = 0
+    perplexity_before: float | None = None
+    perplexity_after: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        rows = [["layer", "relative error"]]
+        rows += [[name, f"{error:.2e}"] for name, error in self.errors.items()]
+        lines = [table(rows), "", f"size        {_mib(self.bytes_before)} to {_mib(self.bytes_after)}"]
+        if self.perplexity_before is not None and self.perplexity_after is not None:
+            change = self.perplexity_after / self.perplexity_before - 1
+            lines.append(f"perplexity  {self.perplexity_before:.3f} to {self.perplexity_after:.3f} ({change:+.2%})")
+        return "\n".join(lines)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
