@@ -1,0 +1,188 @@
+"""Reader of linear layers in the compressed-tensors format (LLM Compressor, vLLM).
+
+A ``quantization_config`` has groups of layers, each with a scheme. Two kinds are read
+(https://github.com/vllm-project/compressed-tensors, src/compressed_tensors/compressors):
+
+- weights of 4 or 8 bits, inputs as they are (W4A16, W8A16), ``pack-quantized``: ``weight_packed`` [out, in * bits / 32]
+  packs inputs, ``weight_scale`` [out, groups], ``weight_zero_point`` [out * bits / 32, groups] packs outputs, if there
+  are zeros; all integers are stored with 2**(bits - 1) added. ``weight_g_idx`` [in] names the groups of inputs;
+- weights of 8 bits, ``int-quantized``: ``weight`` [out, in] int8 and ``weight_scale`` [out, 1] or [1], where the inputs
+  stay as they are (W8A16) or are rounded to int8, each token with a scale of its own (W8A8).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
+from fastinfer.formats.linear_tensors import DENSE_DTYPES, LinearTensors
+from fastinfer.formats.packed_integers import unpack_integers
+from fastinfer.formats.quantization_settings import one_of, refuse, setting
+from fastinfer.formats.unpacked import Dense, Int4, Int8
+from fastinfer.formats.zero_points import kernel_scales, with_zero_points
+
+PACKED = "pack-quantized"
+PLAIN = ("int-quantized", "naive-quantized")
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How the layers of one group are stored.
+
+    Attributes:
+        targets: names of layers, ``re:`` and a regular expression, or names of classes.
+        packed: ``pack-quantized``, else a byte per integer.
+        bits: 4 or 8.
+        group_size: inputs per scale, -1 for all.
+        per_tensor: one scale for the whole weight.
+        symmetric: there are no zeros.
+        int8_activations: inputs are rounded to int8, too.
+    """
+
+    targets: tuple[str, ...]
+    packed: bool
+    bits: int
+    group_size: int
+    per_tensor: bool
+    symmetric: bool
+    int8_activations: bool
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any], default_format: str) -> "Scheme":
+        weights = setting(config, "weights", dict)
+        inputs: dict[str, Any] | None = setting(config, "input_activations", dict, None)
+        refuse(config, "output_activations")
+        format = one_of({"format": config.get("format") or default_format}, "format", (PACKED, *PLAIN))
+        one_of(weights, "type", ("int",), "int")
+        refuse(weights, "dynamic", "block_structure")
+        strategy = one_of(weights, "strategy", ("group", "channel", "tensor"), "channel")
+        scheme = cls(
+            targets=tuple(str(target) for target in setting(config, "targets", list)),
+            packed=format == PACKED,
+            bits=one_of(weights, "num_bits", (4, 8) if format == PACKED else (8,), 8),
+            group_size=setting(weights, "group_size", int) if strategy == "group" else -1,
+            per_tensor=strategy == "tensor",
+            symmetric=setting(weights, "symmetric", bool, True),
+            int8_activations=inputs is not None,
+        )
+        if inputs is not None:
+            scheme._check_inputs(inputs)
+        if not scheme.symmetric and (format != PACKED or strategy == "tensor"):
+            raise UnsupportedModelError(
+                f"quantization_config: asymmetric weights are not implemented for {format}, {strategy}"
+            )
+        return scheme
+
+    def _check_inputs(self, inputs: Mapping[str, Any]) -> None:
+        """The kernels round inputs to int8 by token as they come, for weights with one scale per output."""
+        prefix = "quantization_config: input_activations: "
+        if setting(inputs, "type", str, "int") != "int" or setting(inputs, "num_bits", int, 8) != 8:
+            raise UnsupportedModelError(f"{prefix}only int8 is implemented, got {inputs!r:.90}")
+        if inputs.get("dynamic") is not True or setting(inputs, "strategy", str, "token") != "token":
+            raise UnsupportedModelError(f"{prefix}only dynamic scales by token are implemented, got {inputs!r:.90}")
+        if not setting(inputs, "symmetric", bool, True):
+            raise UnsupportedModelError(f"{prefix}asymmetric ones are not implemented")
+        if self.packed or self.group_size != -1:
+            raise UnsupportedModelError(f"{prefix}need int-quantized weights of 8 bits with one scale per output")
+
+
+@dataclass(frozen=True)
+class CompressedTensorsFormat:
+    """How a checkpoint's layers are stored: schemes, and the layers that have none."""
+
+    schemes: tuple[Scheme, ...]
+    ignore: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any]) -> "CompressedTensorsFormat":
+        """From a ``quantization_config``. How it would store keys and values is ignored: that is the engine's business.
+
+        Raises:
+            UnsupportedModelError: a setting is not implemented.
+            CheckpointFormatError: a setting is missing or of the wrong type.
+        """
+        if setting(config, "sparsity_config", dict, {}).get("format", "dense") != "dense":
+            raise UnsupportedModelError("quantization_config: 'sparsity_config' is not implemented")
+        refuse(setting(config, "transform_config", dict, {}), "config_groups")
+        format = setting(config, "format", str)
+        groups = setting(config, "config_groups", dict)
+        schemes = [Scheme.parse(setting(groups, name, dict), format) for name in groups]
+        ignore = [str(name) for name in setting(config, "ignore", list, [])]
+        return cls(tuple(schemes), tuple(ignore))
+
+    def scheme(self, module: str) -> Scheme | None:
+        """How a linear layer is stored; ``None``: it is not quantised. A name is a better match than a class."""
+        if any(_matches(module, pattern) for pattern in self.ignore):
+            return None
+        for match in (_matches_name, _matches):
+            for scheme in self.schemes:
+                if any(match(module, target) for target in scheme.targets):
+                    return scheme
+        return None
+
+    def read(self, layer: LinearTensors, exact: bool = True) -> Int4 | Int8 | Dense:
+        """A layer's weight: Int4 or Int8, or Dense for a layer that was left out.
+
+        Args:
+            layer: its tensors.
+            exact: see :func:`fastinfer.formats.zero_points.with_zero_points`.
+
+        Raises:
+            CheckpointFormatError: a tensor is missing or has another shape or type than its format says.
+            UnsupportedModelError: the kernels have no such groups.
+        """
+        scheme = self.scheme(layer.module)
+        if scheme is None:
+            return layer.dense()
+        return _read_packed(layer, scheme, exact) if scheme.packed else _read_plain(layer, scheme)
+
+
+def _read_packed(layer: LinearTensors, scheme: Scheme, exact: bool) -> Int4 | Int8:
+    words = layer.take("weight_packed", torch.int32, (None, None))
+    rows, columns = layer.take("weight_shape", (torch.int64, torch.int32), (2,)).tolist()
+    if list(words.shape) != [rows, columns * scheme.bits // 32] or columns * scheme.bits % 32:
+        layer.fail(
+            "weight_packed", f"expected {scheme.bits}-bit integers for {[rows, columns]}, got {list(words.shape)}"
+        )
+    group_size = layer.group_size(scheme.group_size, columns)
+    groups = columns // group_size
+    scales = layer.take("weight_scale", DENSE_DTYPES, (1,) if scheme.per_tensor else (rows, groups))
+    zeros = None
+    if not scheme.symmetric:
+        zero_words = layer.take("weight_zero_point", torch.int32, (-(-rows * scheme.bits // 32), groups))
+        zeros = unpack_integers(zero_words.t().contiguous(), scheme.bits)[:, :rows].t().contiguous()
+    order = layer.get("weight_g_idx")
+    permutation = None
+    if order is not None and not bool((order == -1).all()):  # -1: a layer whose groups are in order after all
+        permutation = layer.group_order("weight_g_idx", group_size, columns)
+    q = unpack_integers(words, scheme.bits)
+    q = q if permutation is None else q[:, permutation]
+    return with_zero_points(q, scales.expand(rows, groups).contiguous(), zeros, scheme.bits, permutation, exact)
+
+
+def _read_plain(layer: LinearTensors, scheme: Scheme) -> Int8:
+    q = layer.take("weight", torch.int8, (None, None))
+    rows, columns = q.shape
+    groups = columns // layer.group_size(scheme.group_size, columns)
+    scales = layer.take("weight_scale", DENSE_DTYPES, (1,) if scheme.per_tensor else (rows, groups))
+    kernel, _ = kernel_scales(scales.expand(rows, groups).contiguous())
+    return Int8(q, kernel, int8_activations=scheme.int8_activations)
+
+
+def _matches(module: str, pattern: str) -> bool:
+    return pattern == "Linear" or _matches_name(module, pattern)
+
+
+def _matches_name(module: str, pattern: str) -> bool:
+    """Whether a target or exception means this layer: its name, or ``re:`` and what its name begins with."""
+    if not pattern.startswith("re:"):
+        return pattern == module
+    try:
+        return re.match(pattern.removeprefix("re:"), module) is not None
+    except re.error as error:
+        raise CheckpointFormatError(
+            f"quantization_config: {pattern!r:.90} is no regular expression ({error})"
+        ) from None

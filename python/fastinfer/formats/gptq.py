@@ -1,0 +1,89 @@
+"""Reader of linear layers that GPTQ's tools (AutoGPTQ, GPTQModel) have packed.
+
+``w[o, i] = scales[g, o] * (q[i, o] - zero[g, o])`` with the group g of input i. Layout as those tools' ``pack`` methods
+write it (https://github.com/ModelCloud/GPTQModel, gptqmodel/nn_modules/qlinear): ``qweight`` [in * bits / 32, out]
+packs inputs, ``qzeros`` [groups, out * bits / 32] packs outputs, ``g_idx`` [in] names the groups. Checkpoints of the
+format ``gptq`` store each zero less one, those of ``gptq_v2`` store it as it is. Method: Frantar et al., 2022,
+https://arxiv.org/abs/2210.17323.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastinfer.formats.linear_tensors import DENSE_DTYPES, LinearTensors
+from fastinfer.formats.packed_integers import unpack_integers
+from fastinfer.formats.quantization_settings import one_of, refuse, setting
+from fastinfer.formats.unpacked import Dense, Int4, Int8
+from fastinfer.formats.zero_points import with_zero_points
+
+
+@dataclass(frozen=True)
+class GPTQFormat:
+    """How a checkpoint's layers are packed.
+
+    Attributes:
+        bits: 2, 3, 4 or 8.
+        group_size: inputs per scale, -1 for all.
+        act_order: inputs of a group need not be neighbours (``desc_act``).
+        stored_zero: what is stored for a zero of 0: -1 in the first format, 0 in the second.
+    """
+
+    bits: int
+    group_size: int
+    act_order: bool
+    stored_zero: int
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any]) -> "GPTQFormat":
+        """From a ``quantization_config``.
+
+        Raises:
+            UnsupportedModelError: a setting is not implemented.
+            CheckpointFormatError: a setting is missing or of the wrong type.
+        """
+        refuse(config, "is_marlin_format", "dynamic", "rotation", "adapter")
+        one_of(config, "pack_dtype", ("int32",), "int32")
+        key = "checkpoint_format" if config.get("checkpoint_format") else "format"
+        return cls(
+            bits=one_of(config, "bits", (2, 3, 4, 8)),
+            group_size=setting(config, "group_size", int),
+            act_order=setting(config, "desc_act", bool, False),
+            stored_zero=-1 if one_of(config, key, ("gptq", "gptq_v2"), "gptq") == "gptq" else 0,
+        )
+
+    def read(self, layer: LinearTensors, exact: bool = True) -> Int4 | Int8 | Dense:
+        """A layer's weight: Int4 for 2, 3 and 4 bits, Int8 for 8, Dense for a layer that was left out.
+
+        Args:
+            layer: its tensors.
+            exact: see :func:`fastinfer.formats.zero_points.with_zero_points`.
+
+        Raises:
+            CheckpointFormatError: a tensor is missing or has another shape or type than its format says.
+            UnsupportedModelError: the kernels have no such groups.
+        """
+        if layer.has("weight") and not layer.has("qweight"):
+            return layer.dense()
+        words = layer.take("qweight", torch.int32, (None, None))
+        in_features, out_features = words.shape[0] * 32 // self.bits, words.shape[1]
+        if words.shape[0] % self.bits:
+            layer.fail("qweight", f"expected a multiple of {self.bits} rows, got {words.shape[0]}")
+        if out_features % 32:
+            layer.fail("qweight", f"expected a multiple of 32 columns, got {out_features}")
+        group_size = layer.group_size(self.group_size, in_features)
+        groups = in_features // group_size
+        scales = layer.take("scales", DENSE_DTYPES, (groups, out_features))
+        zero_words = layer.take("qzeros", torch.int32, (groups, out_features * self.bits // 32))
+        permutation = None
+        if self.act_order or layer.has("g_idx"):
+            permutation = layer.group_order("g_idx", group_size, in_features)
+
+        q = unpack_integers(words.t().contiguous(), self.bits)
+        if permutation is not None:
+            q = q[:, permutation]
+        # A zero of 0 is stored as all ones in the first format: adding one wraps around within the bits.
+        zeros = (unpack_integers(zero_words, self.bits) - self.stored_zero) & (2**self.bits - 1)
+        return with_zero_points(q, scales.t().contiguous(), zeros.t().contiguous(), self.bits, permutation, exact)

@@ -1,0 +1,97 @@
+"""The stored tensors of one linear layer, checked as they are taken."""
+
+from typing import NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
+from fastinfer.formats.unpacked import Dense
+
+DENSE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Inputs that share a scale in the kernels: this many, or a multiple of it.
+KERNEL_GROUP = 32
+
+
+class Tensors(Protocol):
+    """Tensors by name; a dictionary is one."""
+
+    def get(self, name: str, /) -> Tensor | None: ...
+
+
+class LinearTensors:
+    """Tensors named ``module.part``.
+
+    Args:
+        tensors: of the whole checkpoint, in host memory.
+        module: the layer's name, ``model.layers.0.mlp.down_proj`` for instance.
+    """
+
+    def __init__(self, tensors: Tensors, module: str) -> None:
+        self._tensors = tensors
+        self.module = module
+
+    def get(self, part: str) -> Tensor | None:
+        """A tensor as it is, if there is one."""
+        return self._tensors.get(f"{self.module}.{part}")
+
+    def has(self, part: str) -> bool:
+        return self.get(part) is not None
+
+    def take(self, part: str, dtypes: torch.dtype | tuple[torch.dtype, ...], shape: tuple[int | None, ...]) -> Tensor:
+        """A tensor, contiguous, of one of these dtypes and this shape (``None``: any size but 0).
+
+        Raises:
+            CheckpointFormatError: it is missing or not like that; the message says what was expected and what came.
+        """
+        tensor = self.get(part)
+        if tensor is None:
+            raise CheckpointFormatError(f"tensor '{self.module}.{part}' is missing")
+        allowed = dtypes if isinstance(dtypes, tuple) else (dtypes,)
+        if tensor.dtype not in allowed:
+            names = " or ".join(_name(dtype) for dtype in allowed)
+            self.fail(part, f"expected {names}, got {_name(tensor.dtype)}")
+        sizes = tuple(tensor.shape)
+        if len(sizes) != len(shape) or any(a == 0 or b not in (None, a) for a, b in zip(sizes, shape, strict=True)):
+            expected = ", ".join("any" if size is None else str(size) for size in shape)
+            self.fail(part, f"expected the shape [{expected}], got {list(sizes)}")
+        return tensor.contiguous()
+
+    def dense(self) -> Dense:
+        """The weight of a layer that is not quantised."""
+        return Dense(self.take("weight", DENSE_DTYPES, (None, None)))
+
+    def group_size(self, group_size: int, in_features: int) -> int:
+        """Inputs per scale, all of them for -1 or more than there are.
+
+        Raises:
+            UnsupportedModelError: the kernels have no such groups.
+        """
+        size = in_features if group_size == -1 or group_size > in_features else group_size
+        if size <= 0 or size % KERNEL_GROUP or in_features % size:
+            raise UnsupportedModelError(
+                f"layer '{self.module}' has groups of {group_size} in {in_features} inputs; "
+                f"the kernels need a multiple of {KERNEL_GROUP} that divides the inputs"
+            )
+        return size
+
+    def group_order(self, part: str, group_size: int, in_features: int) -> Tensor | None:
+        """The order in which the inputs of a group are neighbours, from each input's group; ``None``: they are already.
+
+        Returns:
+            [in_features] int64: which input comes at each place; inputs of a group keep their order.
+        """
+        groups = self.take(part, (torch.int32, torch.int64), (in_features,)).long()
+        if torch.equal(groups, torch.arange(in_features) // group_size):
+            return None
+        order = groups.argsort(stable=True)
+        if not torch.equal(groups[order], torch.arange(in_features) // group_size):
+            self.fail(part, f"expected {in_features // group_size} groups of {group_size} inputs each")
+        return order
+
+    def fail(self, part: str, problem: str) -> NoReturn:
+        raise CheckpointFormatError(f"tensor '{self.module}.{part}': {problem}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
