@@ -49,7 +49,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", HEADS),
     "gemma2": (
         "Gemma2",
-        HEADS | {"sliding_window": 16, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 5.0}
+        HEADS
+        | {"sliding_window": 16, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 5.0}
         | {"final_logit_softcapping": 3.0},
     ),
     "gemma3": ("Gemma3Text", HEADS | {"sliding_window": 16, "query_pre_attn_scalar": 20, "num_hidden_layers": 7}),

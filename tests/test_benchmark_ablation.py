@@ -132,10 +132,7 @@ def test_repacked_models_compute_the_same(subject: Subject) -> None:
         assert float((got - expected).norm() / expected.norm()) < tolerance
         sizes.append(weight_bytes(other))
     assert isinstance(repack(first, "float32").layers[0].mlp.down.weight, DenseWeight)
-    num_weights = sum(
-        weight.rows(None, torch.float32).numel()
-        for weight in (*layer_weights(layer), first.embedding)
-    )
+    num_weights = sum(weight.rows(None, torch.float32).numel() for weight in (*layer_weights(layer), first.embedding))
     assert sizes[0] == 4 * num_weights
     assert math.isclose(sizes[1], num_weights * (1 + 2 / 32), rel_tol=1e-3)
     assert sizes[2] < sizes[1]

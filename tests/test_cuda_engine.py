@@ -261,7 +261,9 @@ def default_model() -> tuple[GGUFFile, Tensor]:
 def test_the_default_model(default_model: tuple[GGUFFile, Tensor], device: str) -> None:
     """In fp16, whose rounding is small enough to show any other difference: 0.2 to 0.4 %."""
     file, expected = default_model
-    logits = logits_of_text(load_decoder(GGUFCheckpoint(file), Precision.of("float16", "cuda"), 64, device), torch.float16, device)
+    logits = logits_of_text(
+        load_decoder(GGUFCheckpoint(file), Precision.of("float16", "cuda"), 64, device), torch.float16, device
+    )
     assert torch.equal(logits.argmax(1), expected.argmax(1))
     assert ((logits - expected).norm(dim=1) < 0.01 * expected.norm(dim=1)).all()
 

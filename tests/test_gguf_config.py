@@ -48,7 +48,10 @@ def test_context_too_long_for_its_rotary_table(model_path: Path) -> None:
     file.metadata["llama.context_length"] = 2**24
     with pytest.raises(RequestError, match="max_model_len"):
         load_decoder(GGUFCheckpoint(file), Precision.of("float32"), None)
-    assert load_decoder(GGUFCheckpoint(file), Precision.of("float32"), 64).layers[0].attention.cos_sin_cache.shape == (64, 64)
+    assert load_decoder(GGUFCheckpoint(file), Precision.of("float32"), 64).layers[0].attention.cos_sin_cache.shape == (
+        64,
+        64,
+    )
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,9 @@ def test_weights_are_those_of_the_file(model_path: Path) -> None:
         gate_up = layer.mlp.gate_up.rows(None, torch.float32).view(-1, 2, 16, config.hidden_size)
         assert torch.equal(gate_up[:, 0].flatten(0, 1), file[f"blk.{index}.ffn_gate.weight"])
         assert torch.equal(gate_up[:, 1].flatten(0, 1), file[f"blk.{index}.ffn_up.weight"])
-        assert torch.equal(layer.attention.output.weight.rows(None, torch.float32), file[f"blk.{index}.attn_output.weight"])
+        assert torch.equal(
+            layer.attention.output.weight.rows(None, torch.float32), file[f"blk.{index}.attn_output.weight"]
+        )
         assert torch.equal(layer.mlp.down.weight.rows(None, torch.float32), file[f"blk.{index}.ffn_down.weight"])
         assert torch.equal(layer.attention.norm.weight, file[f"blk.{index}.attn_norm.weight"])
         assert torch.equal(layer.mlp.norm.weight, file[f"blk.{index}.ffn_norm.weight"])

@@ -73,8 +73,10 @@ class SafetensorsFolder:
             raise CheckpointFormatError(f"{self.path}: tensor {name!r} has the dtype {code}; known are {list(_DTYPES)}")
         return _DTYPES[code]
 
-    def get(self, name: str) -> Tensor:
-        """A tensor; its memory is the mapped file's."""
+    def get(self, name: str) -> Tensor | None:
+        """A tensor, if there is one of this name; its memory is the mapped file's."""
+        if name not in self._names:
+            return None
         self.dtype(name)
         return self._files[self._names[name]].get_tensor(name)
 
@@ -92,7 +94,9 @@ class SafetensorsFolder:
         shards = JsonFields.read(path, CheckpointFormatError).get("weight_map", dict)
         for name, shard in shards.items():
             if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
-                raise CheckpointFormatError(f"{path}: expected a .safetensors file beside it for {name!r}, got {shard!r:.80}")
+                raise CheckpointFormatError(
+                    f"{path}: expected a .safetensors file beside it for {name!r}, got {shard!r:.80}"
+                )
         if not shards:
             raise CheckpointFormatError(f"{path}: weight_map is empty")
         missing = sorted({shard for shard in shards.values() if not (self.path / shard).is_file()})

@@ -12,8 +12,8 @@ from fastinfer.device import resolve_device
 from fastinfer.engine.batch import Batch
 from fastinfer.engine.kv_tensors import KVCacheTensors
 from fastinfer.formats.gguf import GGUFFile
-from fastinfer.models.config import ModelConfig, Precision
 from fastinfer.models.checkpoint import Checkpoint
+from fastinfer.models.config import ModelConfig, Precision
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
 from fastinfer.models.hf_checkpoint import HFCheckpoint
 from fastinfer.models.loader import load_decoder
@@ -69,7 +69,7 @@ def load_model(
 
 def _open(path: Path, exact: bool) -> tuple[Checkpoint, Tokenizer]:
     if path.is_dir():
-        return HFCheckpoint(path), Tokenizer.from_folder(path)
+        return HFCheckpoint(path, exact), Tokenizer.from_folder(path)
     file = GGUFFile(path)
     return GGUFCheckpoint(file, exact), Tokenizer.from_gguf(file)
 

@@ -68,9 +68,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": Family(qkv_bias=True),
     "Qwen3ForCausalLM": Family(qk_norm=True),
     "Gemma2ForCausalLM": _GEMMA2,
-    "Gemma3ForCausalLM": Family(
-        _GEMMA2.layer, qk_norm=True, post_norms=True, norm_offset=1.0, scaled_embedding=True
-    ),
+    "Gemma3ForCausalLM": Family(_GEMMA2.layer, qk_norm=True, post_norms=True, norm_offset=1.0, scaled_embedding=True),
     # Q, K and V are one matrix, gate and up another.
     "Phi3ForCausalLM": Family(
         _LAYER

@@ -2,18 +2,17 @@
 
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
+from fastinfer.errors import CheckpointFormatError, FastinferError
 from fastinfer.formats.json_fields import JsonFields
+from fastinfer.formats.linear_tensors import DENSE_DTYPES
+from fastinfer.formats.quantized_checkpoint import read_linear
 from fastinfer.formats.safetensors_folder import SafetensorsFolder
 from fastinfer.formats.unpacked import Dense, Unpacked
 from fastinfer.models.checkpoint import fused_rows, split_name
 from fastinfer.models.families import FAMILIES
 from fastinfer.models.hf_config import read_hf_config
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class HFCheckpoint:
@@ -21,13 +20,14 @@ class HFCheckpoint:
 
     Args:
         path: of the folder.
+        exact: no number of a quantised weight is rounded; see :func:`fastinfer.formats.quantized_checkpoint.read_linear`.
 
     Raises:
         CheckpointFormatError: a file is missing or damaged.
         UnsupportedModelError: the architecture, or a setting of it, is not implemented.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, exact: bool = False) -> None:
         self.path = path
         self.config = read_hf_config(path / "config.json")
         self._fields = JsonFields.read(path / "config.json", CheckpointFormatError)
@@ -35,14 +35,17 @@ class HFCheckpoint:
         self._tensors = SafetensorsFolder(path)
         prefix = self._family.prefix
         self._bare = not any(name.startswith(prefix) for name in self._tensors.names)
-        self._read: set[str] = set()
+        self._exact = exact
+        quantization = self._fields.object("quantization_config")
+        self._quantization = None if quantization is None else quantization.values
 
     def __contains__(self, name: str) -> bool:
         return f"{self._module(name)}.weight" in self._tensors
 
     def linear(self, name: str, out_features: int, in_features: int) -> Unpacked:
         module = self._module(name)
-        weight = self._linear(module)
+        is_layer = name.startswith("layers.")
+        weight = self._linear(module) if is_layer else Dense(self._get(f"{module}.weight"))
         rows = self._rows(name)
         if rows is not None and weight.shape[0] >= rows.stop:
             weight = weight.rows(rows)
@@ -70,18 +73,20 @@ class HFCheckpoint:
         self._tensors.release()
 
     def _linear(self, module: str) -> Unpacked:
-        values = self._get(f"{module}.weight")
-        if values.dim() != 2:
-            raise CheckpointFormatError(f"{self.path}: tensor '{module}.weight' must be a matrix, got {list(values.shape)}")
-        return Dense(values.T.contiguous() if self._is_transposed(module) else values)
+        try:
+            weight = read_linear(self._tensors, module, self._quantization, exact=self._exact)
+        except FastinferError as error:
+            raise type(error)(f"{self.path}: {error}") from None
+        return (
+            Dense(weight.values.T.contiguous()) if isinstance(weight, Dense) and self._is_transposed(module) else weight
+        )
 
     def _get(self, name: str) -> Tensor:
-        if name not in self._tensors:
-            raise CheckpointFormatError(f"{self.path}: tensor {name!r} is missing")
-        self._read.add(name)
         values = self._tensors.get(name)
-        if values.dtype not in _FLOATS:
-            raise UnsupportedModelError(f"{self.path}: tensor {name!r} is stored as {values.dtype}, which is not implemented")
+        if values is None:
+            raise CheckpointFormatError(f"{self.path}: tensor {name!r} is missing")
+        if values.dtype not in DENSE_DTYPES:
+            raise CheckpointFormatError(f"{self.path}: tensor {name!r} must be of a float dtype, got {values.dtype}")
         return values
 
     def _is_transposed(self, module: str) -> bool:

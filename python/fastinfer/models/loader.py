@@ -1,13 +1,11 @@
 """Builds a decoder from a checkpoint: rows that share their input become one weight, gate and up are interleaved."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from fastinfer import ops
 from fastinfer.errors import RequestError, UnsupportedModelError
-from fastinfer.formats.unpacked import Dense, Unpacked, concatenate
+from fastinfer.formats.unpacked import Unpacked, concatenate
 from fastinfer.formats.weight import ConcatenatedWeight, Weight, make_weight
 from fastinfer.models.attention import Attention
 from fastinfer.models.checkpoint import Checkpoint
@@ -43,9 +41,7 @@ def load_decoder(
 class DecoderLoader:
     """Builds one decoder. Who wants other weights than the checkpoint's replaces :meth:`weight`."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, precision: Precision, max_model_len: int | None, device: str
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, precision: Precision, max_model_len: int | None, device: str) -> None:
         self._checkpoint = checkpoint
         self._config = config = checkpoint.config
         self._precision = precision
@@ -102,7 +98,9 @@ class DecoderLoader:
     def _attention(self, index: int) -> Attention:
         config, layer = self._config, f"layers.{index}"
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        head_norms = [self._vector(f"{layer}.{name}", config.head_dim) for name in ("q_norm", "k_norm") if config.qk_norm]
+        head_norms = [
+            self._vector(f"{layer}.{name}", config.head_dim) for name in ("q_norm", "k_norm") if config.qk_norm
+        ]
         q_norm, k_norm = head_norms or (None, None)
         window = config.window(index)
         return Attention(

@@ -32,6 +32,4 @@ class InputStatistics:
 
     def scaled(self, scales: Tensor) -> "InputStatistics":
         """Of the inputs divided by ``scales`` [in_features]."""
-        return InputStatistics(
-            self.hessian / scales / scales[:, None], self.mean_abs / scales, self.max_abs / scales
-        )
+        return InputStatistics(self.hessian / scales / scales[:, None], self.mean_abs / scales, self.max_abs / scales)
