@@ -47,15 +47,26 @@ def read_tokenizer(folder: Path) -> tuple[Vocabulary, Callable[[str, bool], list
         )
     names = _SpecialNames(folder)
     backend = _read_backend(path)
-    # Known to the model alone in some files; all the same their spelling is the token.
-    backend.add_special_tokens([AddedToken(name, normalized=False) for name in (names.bos, names.eos) if name])
+    if unknown := [name for name in (names.bos, names.eos) if name and backend.token_to_id(name) is None]:
+        raise CheckpointFormatError(f"{path}: the special token {unknown[0]!r:.80} is missing")
+    # In some files the model alone knows these; all the same their spelling is the token.
+    special_tokens = [AddedToken(name, normalized=False) for name in (names.bos, names.eos) if name]
+    for token in backend.get_added_tokens_decoder().values():
+        if MARKER.fullmatch(token.content):
+            token.special = True
+            special_tokens.append(token)
+    backend.add_special_tokens(special_tokens)
     vocab = backend.get_vocab(with_added_tokens=True)
     size = max([names.vocab_size, *(i + 1 for i in vocab.values())])
     if size > MAX_VOCAB_SIZE:
         raise CheckpointFormatError(f"{path}: expected token ids below {MAX_VOCAB_SIZE}, got {size - 1}")
     tokens: list[str | None] = [None] * size
-    for token, token_id in vocab.items():
-        tokens[token_id] = token
+    for name, token_id in vocab.items():
+        if tokens[token_id] is not None:
+            raise CheckpointFormatError(
+                f"{path}: {tokens[token_id]!r:.80} and {name!r:.80} have the same id {token_id}"
+            )
+        tokens[token_id] = name
     added = backend.get_added_tokens_decoder()
     special = {i for i, token in added.items() if token.special}
     to_bytes, adds_space = _decoder(backend, path)
@@ -168,27 +179,33 @@ def _read_backend(path: Path) -> Backend:
         match = _ADDED_TOKENS.search(text)
         added = json.JSONDecoder().raw_decode(text, match.end())[0] if match else []
         # The library numbers the added tokens anew where their ids have gaps, and says nothing.
-        moved = [token for token in added if backend.token_to_id(token["content"]) != token["id"]]
-        if moved or any(MARKER.fullmatch(token["content"]) and not token["special"] for token in added):
-            backend = Backend.from_str(_repaired(text, moved))
+        if _moved(backend, added):
+            backend = Backend.from_str(_with_ids_of_added_tokens(text))
+        moved = _moved(backend, added)
     except Exception as error:  # the library raises plain Exception
         raise CheckpointFormatError(
             f"{path}: not a sound tokenizer.json: {' '.join(str(error).split())[:200]}"
         ) from None
-    if bad := [t for t in moved if backend.token_to_id(t["content"]) != t["id"]]:
-        raise CheckpointFormatError(f"{path}: the added token {bad[0]['content']!r:.80} cannot have id {bad[0]['id']}")
+    if moved:
+        raise CheckpointFormatError(
+            f"{path}: the added token {moved[0]['content']!r:.80} cannot have the id {moved[0]['id']}"
+        )
     backend.no_padding()
     backend.no_truncation()
     return backend
 
 
-def _repaired(text: str, moved: list[Any]) -> str:
-    """tokenizer.json with these tokens' ids in the model's own vocabulary, and with all markers special."""
+def _moved(backend: Backend, added: list[Any]) -> list[Any]:
+    """The added tokens whose ids in the library are not those of the file."""
+    return [token for token in added if backend.token_to_id(token["content"]) != token["id"]]
+
+
+def _with_ids_of_added_tokens(text: str) -> str:
+    """tokenizer.json with the added tokens in the model's own vocabulary, where ids may have gaps."""
     values = json.loads(text)
-    for token in moved:
-        values["model"]["vocab"][token["content"]] = token["id"]
-    for token in values["added_tokens"]:
-        token["special"] |= MARKER.fullmatch(token["content"]) is not None
+    vocab = values["model"]["vocab"]
+    for token in values["added_tokens"] if isinstance(vocab, dict) else ():
+        vocab.setdefault(token["content"], token["id"])
     return json.dumps(values)
 
 
