@@ -8,21 +8,29 @@ import argparse
 import errno
 import importlib
 import io
-import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 import fastinfer
+from fastinfer.cli_options import (
+    add_dtype_option,
+    add_engine_options,
+    add_model_option,
+    add_model_options,
+    add_sampling_options,
+    count,
+    counts,
+    names,
+    rate,
+)
 from fastinfer.errors import FastinferError
-from fastinfer.hub import DEFAULT_MODEL
 
 DEFAULT_BENCHMARK = "end-to-end"
 ABLATION_ROWS = ("none", "kv", "batch", "kv+batch", "continuous", "int8", "int4", "prefix", "speculation")
 THROUGHPUT_SECTIONS = ("batch", "policies", "arrival", "prefix", "ngram", "json")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_CACHE_DTYPES = (*DTYPES, "int8", "fp8")
+QUANTIZATION_METHODS = ("rtn", "gptq", "awq", "nf4", "int8", "w8a8")
 
 
 class _UsageError(FastinferError):
@@ -77,15 +85,15 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("prompt", metavar="PROMPT", help="the text; - reads it from standard input")
     generate.add_argument("--raw", action="store_true", help="give the text as is, without the model's chat template")
     generate.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
-    _add_model_options(generate)
-    _add_engine_options(generate)
-    _add_sampling_options(generate)
+    add_model_options(generate)
+    add_engine_options(generate)
+    add_sampling_options(generate)
 
     chat = add("chat", "commands.chat", "talk with a model; Ctrl-C stops an answer, Ctrl-D ends")
     chat.add_argument("--system", metavar="TEXT", help="the system message")
-    _add_model_options(chat)
-    _add_engine_options(chat)
-    _add_sampling_options(chat)
+    add_model_options(chat)
+    add_engine_options(chat)
+    add_sampling_options(chat)
 
     pull = add("pull", "commands.pull", "download a model and print where it is")
     pull.add_argument("name", metavar="NAME", help="a name from 'fastinfer models', or org/repo/file.gguf")
@@ -97,13 +105,11 @@ def _parser() -> argparse.ArgumentParser:
     about = info.add_mutually_exclusive_group()
     about.add_argument("--plan", nargs="+", metavar=("OP", "SIZE"), help="how OP is launched: --plan int4_gemm M N K")
     about.add_argument("--memory", metavar="MODEL", help="what MODEL and its KV cache take, and bounds on its speed")
+    info.add_argument("--context", type=count(1), metavar="N", help="with --memory: tokens; default: the model's limit")
+    info.add_argument("--batch", type=count(1), default=1, metavar="B", help="with --memory: sequences; default: 1")
+    info.add_argument("--group", type=count(32), metavar="N", help="with --plan: inputs that share a scale")
     info.add_argument(
-        "--context", type=_count(1), metavar="N", help="with --memory: tokens; default: the model's limit"
-    )
-    info.add_argument("--batch", type=_count(1), default=1, metavar="B", help="with --memory: sequences; default: 1")
-    info.add_argument("--group", type=_count(32), metavar="N", help="with --plan: inputs that share a scale")
-    info.add_argument(
-        "--arch", type=_count(80), metavar="N", help="with --plan: 80, 86, 89 or 90; default: this GPU, or 90"
+        "--arch", type=count(80), metavar="N", help="with --plan: 80, 86, 89 or 90; default: this GPU, or 90"
     )
 
     bench = commands.add_parser(
@@ -112,7 +118,55 @@ def _parser() -> argparse.ArgumentParser:
         description=f"Measure speed and memory on a model. Without a benchmark's name: {DEFAULT_BENCHMARK}.",
     )
     _add_benchmarks(bench)
+    _add_quantize(add("quantize", "commands.quantize", "write a quantised copy of a model"))
+    evaluate = commands.add_parser(
+        "eval", help="judge models on a text", description="Judge models on a text: perplexity, agreement, speed."
+    )
+    _add_evaluations(evaluate)
     return parser
+
+
+def _add_quantize(quantize: argparse.ArgumentParser) -> None:
+    quantize.add_argument("model", metavar="MODEL", help="a folder of safetensors files, or org/repo on the hub")
+    quantize.add_argument("--method", required=True, choices=QUANTIZATION_METHODS)
+    quantize.add_argument("--bits", type=count(2), metavar="N", help="of a weight; default: the method's usual number")
+    quantize.add_argument(
+        "--group-size", type=int, default=64, metavar="N", help="inputs that share a scale, -1 for all; default: 64"
+    )
+    quantize.add_argument("--symmetric", action="store_true", help="without zero points")
+    quantize.add_argument("--calibration", metavar="FILE", help="text whose inputs the method looks at")
+    quantize.add_argument("--evaluation", metavar="FILE", help="another text, for the perplexity before and after")
+    quantize.add_argument("--out", required=True, metavar="DIR", help="the folder to write")
+    _add_text_sizes(quantize)
+
+
+def _add_evaluations(evaluate: argparse.ArgumentParser) -> None:
+    kinds = evaluate.add_subparsers(metavar="WHAT", required=True)
+
+    def add(name: str, help: str) -> argparse.ArgumentParser:
+        kind = kinds.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+        kind.set_defaults(module="fastinfer.commands.eval", what=name)
+        kind.add_argument("--text", required=True, metavar="FILE", help="the text, UTF-8")
+        add_dtype_option(kind)
+        _add_text_sizes(kind)
+        return kind
+
+    perplexity = add("perplexity", "how well a model predicts a text")
+    perplexity.add_argument("models", nargs=1, metavar="MODEL")
+    perplexity.add_argument("--json", action="store_true", help="print one JSON object")
+    compare = add("compare", "models by size, perplexity, agreement with the first, and speed")
+    compare.add_argument("models", nargs="+", metavar="MODEL")
+    compare.add_argument("--no-speed", dest="speed", action="store_false", help="do not measure decoding")
+    compare.add_argument("--out", metavar="DIR", help="write compare.json and compare.png there")
+
+
+def _add_text_sizes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tokens", type=count(32), default=16384, metavar="N", help="of the text, at most; default: %(default)s"
+    )
+    parser.add_argument(
+        "--length", type=count(32), default=512, metavar="N", help="of each stretch of it; default: %(default)s"
+    )
 
 
 def _add_benchmarks(bench: argparse.ArgumentParser) -> None:
@@ -121,62 +175,62 @@ def _add_benchmarks(bench: argparse.ArgumentParser) -> None:
     def add(name: str, help: str) -> argparse.ArgumentParser:
         benchmark = benchmarks.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
         benchmark.set_defaults(module=f"fastinfer.benchmarks.{name.replace('-', '_')}")
-        _add_model_option(benchmark)
+        add_model_option(benchmark)
         if name != "ablation":  # whose rows say what they compute in
-            _add_dtype_option(benchmark)
+            add_dtype_option(benchmark)
         return benchmark
 
     def add_sizes(benchmark: argparse.ArgumentParser, new_tokens: int, repeats: int, files: str) -> None:
         for name, low, default, help in (("new-tokens", 2, new_tokens, "per request"), ("repeats", 1, repeats, "")):
             help = f"{help}; default: %(default)s".lstrip("; ")
-            benchmark.add_argument(f"--{name}", type=_count(low), default=default, metavar="N", help=help)
+            benchmark.add_argument(f"--{name}", type=count(low), default=default, metavar="N", help=help)
         benchmark.add_argument("--out", metavar="DIR", help=f"write {files} there")
 
     end_to_end = add(DEFAULT_BENCHMARK, "prompt processing, decoding, and requests at once")
-    end_to_end.add_argument("--prompt-tokens", type=_counts, default=[32, 512], metavar="N,N", help="default: 32,512")
-    end_to_end.add_argument("--requests", type=_count(1), default=16, metavar="N", help="at once; default: %(default)s")
+    end_to_end.add_argument("--prompt-tokens", type=counts, default=[32, 512], metavar="N,N", help="default: 32,512")
+    end_to_end.add_argument("--requests", type=count(1), default=16, metavar="N", help="at once; default: %(default)s")
     add_sizes(end_to_end, 128, 5, "end_to_end.json and end_to_end.png")
 
     throughput = add("throughput", "what batching, prefix reuse, speculation and JSON schemas bring and cost")
     throughput.add_argument(
         "--only",
-        type=_names(THROUGHPUT_SECTIONS),
+        type=names(THROUGHPUT_SECTIONS),
         default=THROUGHPUT_SECTIONS,
         metavar="NAME,NAME",
         help=f"some of {','.join(THROUGHPUT_SECTIONS)}; default: all",
     )
     throughput.add_argument(
-        "--batch-sizes", type=_counts, default=[1, 2, 4, 8, 16, 32], metavar="N,N", help="default: 1,2,4,8,16,32"
+        "--batch-sizes", type=counts, default=[1, 2, 4, 8, 16, 32], metavar="N,N", help="default: 1,2,4,8,16,32"
     )
-    throughput.add_argument("--prompt-tokens", type=_count(1), default=128, metavar="N", help="default: %(default)s")
+    throughput.add_argument("--prompt-tokens", type=count(1), default=128, metavar="N", help="default: %(default)s")
     throughput.add_argument(
-        "--requests", type=_count(1), default=64, metavar="N", help="of the mixed trace; default: %(default)s"
-    )
-    throughput.add_argument(
-        "--rate", type=_rate, metavar="R", help="of the mixed trace, requests per second; default: all at once"
+        "--requests", type=count(1), default=64, metavar="N", help="of the mixed trace; default: %(default)s"
     )
     throughput.add_argument(
-        "--max-num-seqs", type=_count(1), default=16, metavar="N", help="of the mixed trace; default: %(default)s"
+        "--rate", type=rate, metavar="R", help="of the mixed trace, requests per second; default: all at once"
+    )
+    throughput.add_argument(
+        "--max-num-seqs", type=count(1), default=16, metavar="N", help="of the mixed trace; default: %(default)s"
     )
     _add_speculative_tokens(throughput)
     throughput.add_argument(
-        "--json-requests", type=_count(1), default=200, metavar="N", help="default: %(default)s, over 20 schemas"
+        "--json-requests", type=count(1), default=200, metavar="N", help="default: %(default)s, over 20 schemas"
     )
     add_sizes(throughput, 64, 3, "throughput.json and throughput.png")
 
     ablation = add("ablation", "one optimisation after another switched on, each in a process of its own")
     ablation.add_argument(
         "--rows",
-        type=_names(ABLATION_ROWS),
+        type=names(ABLATION_ROWS),
         default=ABLATION_ROWS,
         metavar="NAME,NAME",
         help=f"some of {','.join(ABLATION_ROWS)}; default: all",
     )
-    ablation.add_argument("--requests", type=_count(1), default=24, metavar="N", help="default: %(default)s")
-    ablation.add_argument("--batch-size", type=_count(1), default=8, metavar="N", help="default: %(default)s")
+    ablation.add_argument("--requests", type=count(1), default=24, metavar="N", help="default: %(default)s")
+    ablation.add_argument("--batch-size", type=count(1), default=8, metavar="N", help="default: %(default)s")
     ablation.add_argument(
         "--limit-seconds",
-        type=_count(1),
+        type=count(1),
         default=60,
         metavar="N",
         help="of each run without a KV cache; default: %(default)s",
@@ -187,7 +241,7 @@ def _add_benchmarks(bench: argparse.ArgumentParser) -> None:
 
 def _add_speculative_tokens(benchmark: argparse.ArgumentParser) -> None:
     benchmark.add_argument(
-        "--speculative-tokens", type=_count(1), default=7, metavar="N", help="guessed at most; default: %(default)s"
+        "--speculative-tokens", type=count(1), default=7, metavar="N", help="guessed at most; default: %(default)s"
     )
 
 
@@ -196,95 +250,3 @@ def _with_benchmark(argv: Sequence[str]) -> Sequence[str]:
     if argv[:1] == ["bench"] and (len(argv) == 1 or (argv[1].startswith("-") and argv[1] not in ("-h", "--help"))):
         return ["bench", DEFAULT_BENCHMARK, *argv[1:]]
     return argv
-
-
-def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    _add_model_option(parser)
-    _add_dtype_option(parser)
-
-
-def _add_model_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        default=DEFAULT_MODEL,
-        help="a .gguf file, a name from 'fastinfer models', or org/repo/file.gguf; default: %(default)s",
-    )
-
-
-def _add_dtype_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="what to compute in; default: %(default)s")
-
-
-def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Options of :class:`fastinfer.LLM`, which has the defaults."""
-    options = parser.add_argument_group("engine", argument_default=argparse.SUPPRESS)
-    options.add_argument(
-        "--speculate",
-        type=int,
-        dest="num_speculative_tokens",
-        metavar="N",
-        help="guess up to N tokens ahead, from the text itself; default: 0",
-    )
-    options.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), help="where to compute; default: auto, a GPU where there is one"
-    )
-    options.add_argument(
-        "--kv-cache-dtype", choices=KV_CACHE_DTYPES, help="of the cached keys and values; default: auto"
-    )
-
-
-def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Options named as the fields of SamplingParams, which checks their ranges and has the defaults."""
-    options = parser.add_argument_group("sampling", argument_default=argparse.SUPPRESS)
-    options.add_argument("--max-tokens", type=int, metavar="N", help="end after N generated tokens; default: 256")
-    options.add_argument("--min-tokens", type=int, metavar="N", help="do not end by itself before N generated tokens")
-    options.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
-    options.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token; default: 0.7")
-    options.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest of this sum; default: 0.95")
-    options.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens")
-    options.add_argument("--min-p", type=float, metavar="P", help="drop tokens below this share of the likeliest")
-    options.add_argument(
-        "--repetition-penalty", type=float, metavar="R", help="above 1, tokens of prompt and text come less often"
-    )
-    options.add_argument("--presence-penalty", type=float, metavar="X", help="subtracted for tokens in the text")
-    options.add_argument("--frequency-penalty", type=float, metavar="X", help="the same, as often as the token occurs")
-    options.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
-    form = parser.add_argument_group("structured output", argument_default=argparse.SUPPRESS)
-    form = form.add_mutually_exclusive_group()
-    form.add_argument("--json-schema", metavar="FILE", help="the text is JSON that this schema allows")
-    form.add_argument("--regex", metavar="PATTERN", help="the whole text matches this regular expression")
-    form.add_argument("--choice", action="append", metavar="TEXT", help="the text is one of these; to be repeated")
-
-
-def _count(low: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < low:
-            raise argparse.ArgumentTypeError(f"expected an integer of at least {low}, got {text!r}")
-        return int(text)
-
-    return parse
-
-
-def _counts(text: str) -> list[int]:
-    return [_count(1)(part) for part in text.split(",")]
-
-
-def _rate(text: str) -> float:
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = math.nan
-    if not 0 < rate < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
-    return rate
-
-
-def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
-    def parse(text: str) -> list[str]:
-        names = text.split(",")
-        for name in names:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {name!r}")
-        return names
-
-    return parse

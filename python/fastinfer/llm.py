@@ -13,6 +13,7 @@ import torch
 
 from fastinfer import hub
 from fastinfer.device import resolve_device
+from fastinfer.dtypes import DTYPES, KV_CACHE_DTYPES
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.engine import POOLINGS, Engine
 from fastinfer.errors import RequestError
@@ -23,8 +24,6 @@ from fastinfer.prompt import PreparedPrompt, Prompt, prepare, prepare_chat, unsa
 from fastinfer.sampling_params import DEFAULT_PARAMS, BeamSearchParams, SamplingParams
 from fastinfer.shared_engine import Job, SharedEngine
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_CACHE_DTYPES = (*DTYPES, "int8", "fp8")
 # The model reads the whole prompt for its log-probabilities; the token that it then draws is of no use.
 SCORE_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
 

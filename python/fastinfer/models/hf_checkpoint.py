@@ -20,7 +20,8 @@ class HFCheckpoint:
 
     Args:
         path: of the folder.
-        exact: no number of a quantised weight is rounded; see :func:`fastinfer.formats.quantized_checkpoint.read_linear`.
+        exact: no number of a quantised weight is rounded, see
+            :func:`fastinfer.formats.quantized_checkpoint.read_linear`.
 
     Raises:
         CheckpointFormatError: a file is missing or damaged.
@@ -32,18 +33,18 @@ class HFCheckpoint:
         self.config = read_hf_config(path / "config.json")
         self._fields = JsonFields.read(path / "config.json", CheckpointFormatError)
         self._family = FAMILIES[self.config.architecture]
-        self._tensors = SafetensorsFolder(path)
+        self.tensors = SafetensorsFolder(path)
         prefix = self._family.prefix
-        self._bare = not any(name.startswith(prefix) for name in self._tensors.names)
+        self._bare = not any(name.startswith(prefix) for name in self.tensors.names)
         self._exact = exact
         quantization = self._fields.object("quantization_config")
         self._quantization = None if quantization is None else quantization.values
 
     def __contains__(self, name: str) -> bool:
-        return f"{self._module(name)}.weight" in self._tensors
+        return f"{self.stored_name(name)}.weight" in self.tensors
 
     def linear(self, name: str, out_features: int, in_features: int) -> Unpacked:
-        module = self._module(name)
+        module = self.stored_name(name)
         is_layer = name.startswith("layers.")
         weight = self._linear(module) if is_layer else Dense(self._get(f"{module}.weight"))
         rows = self._rows(name)
@@ -57,9 +58,12 @@ class HFCheckpoint:
 
     def vector(self, name: str, size: int) -> Tensor:
         if name.endswith(".bias"):
-            stored, rows = f"{self._module(name.removesuffix('.bias'))}.bias", self._rows(name.removesuffix(".bias"))
+            stored, rows = (
+                f"{self.stored_name(name.removesuffix('.bias'))}.bias",
+                self._rows(name.removesuffix(".bias")),
+            )
         else:
-            stored, rows = f"{self._module(name)}.weight", None
+            stored, rows = f"{self.stored_name(name)}.weight", None
         values = self._get(stored).float()
         if rows is not None and len(values) >= rows.stop:
             values = values[rows]
@@ -70,27 +74,24 @@ class HFCheckpoint:
         return values + self._family.norm_offset if name.endswith("norm") else values.clone()
 
     def release(self) -> None:
-        self._tensors.release()
+        self.tensors.release()
 
     def _linear(self, module: str) -> Unpacked:
         try:
-            weight = read_linear(self._tensors, module, self._quantization, exact=self._exact)
+            weight = read_linear(self.tensors, module, self._quantization, exact=self._exact)
         except FastinferError as error:
             raise type(error)(f"{self.path}: {error}") from None
-        return (
-            Dense(weight.values.T.contiguous()) if isinstance(weight, Dense) and self._is_transposed(module) else weight
-        )
+        if self._family.transposed and isinstance(weight, Dense):
+            return Dense(weight.values.T.contiguous())
+        return weight
 
     def _get(self, name: str) -> Tensor:
-        values = self._tensors.get(name)
+        values = self.tensors.get(name)
         if values is None:
             raise CheckpointFormatError(f"{self.path}: tensor {name!r} is missing")
         if values.dtype not in DENSE_DTYPES:
             raise CheckpointFormatError(f"{self.path}: tensor {name!r} must be of a float dtype, got {values.dtype}")
         return values
-
-    def _is_transposed(self, module: str) -> bool:
-        return self._family.transposed and ".h." in f".{module}"
 
     def _rows(self, name: str) -> slice | None:
         """Of a matrix that is a part of a larger one."""
@@ -101,8 +102,22 @@ class HFCheckpoint:
         fused = list(names.values()).count(names[part]) > 1
         return fused_rows(self.config, part) if fused else None
 
-    def _module(self, name: str) -> str:
-        """The checkpoint's name."""
+    @property
+    def is_quantized(self) -> bool:
+        return self._quantization is not None
+
+    @property
+    def is_transposed(self) -> bool:
+        """Matrices are stored as [in_features, out_features]."""
+        return self._family.transposed
+
+    @property
+    def norm_offset(self) -> float:
+        """What is added to the stored weights of RMSNorms."""
+        return self._family.norm_offset
+
+    def stored_name(self, name: str) -> str:
+        """The checkpoint's own name of a module."""
         top = self._family.top
         if name.startswith("layers."):
             layer, part, rest = split_name(name)

@@ -147,7 +147,8 @@ class _Rope:
             )
         if kind not in ("linear", "llama3", "yarn"):
             raise UnsupportedModelError(
-                f"{fields.path}: rotary scaling {kind!r} is not implemented; supported are linear, llama3, longrope, yarn"
+                f"{fields.path}: rotary scaling {kind!r} is not implemented; "
+                "supported are linear, llama3, longrope, yarn"
             )
         for key in ("mscale", "mscale_all_dim") if kind == "yarn" else ():
             _require(scaling, key, None)

@@ -98,10 +98,8 @@ class DecoderLoader:
     def _attention(self, index: int) -> Attention:
         config, layer = self._config, f"layers.{index}"
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        head_norms = [
-            self._vector(f"{layer}.{name}", config.head_dim) for name in ("q_norm", "k_norm") if config.qk_norm
-        ]
-        q_norm, k_norm = head_norms or (None, None)
+        q_norm = self._vector(f"{layer}.q_norm", config.head_dim) if config.qk_norm else None
+        k_norm = self._vector(f"{layer}.k_norm", config.head_dim) if config.qk_norm else None
         window = config.window(index)
         return Attention(
             num_heads=config.num_heads,

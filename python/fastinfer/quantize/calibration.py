@@ -1,9 +1,9 @@
 """Quantises a model layer by layer: every weight sees what the layers before it, already quantised, make of a text.
 
 The text goes through the model once, as one ragged batch. A weight that is asked for its first product has all its
-calibration inputs before it: it quantises itself, and answers with the result. So each layer is quantised in the order in
-which it computes (QKV, output, gate and up, down: the "true sequential" order of GPTQ), and only one layer's original
-weights are in memory at a time.
+calibration inputs before it: it quantises itself, and answers with the result. So each layer is quantised in the order
+in which it computes (QKV, output, gate and up, down: the "true sequential" order of GPTQ), and only one layer's
+original weights are in memory at a time.
 """
 
 from collections.abc import Callable, Iterator
@@ -75,7 +75,7 @@ class _CalibratedLoader(DecoderLoader):
     def __init__(
         self, checkpoint: Checkpoint, length: int, quantize: Callable[[Calibrated, InputStatistics], None]
     ) -> None:
-        super().__init__(checkpoint, Precision.of("float32"), length)
+        super().__init__(checkpoint, Precision.of("float32"), length, "cpu")
         self._quantize = quantize
         self.waiting: list[Calibrated] = []
 

@@ -1,4 +1,4 @@
-"""SmoothQuant (Xiao et al., 2022, https://arxiv.org/abs/2211.10438): outliers of the inputs are moved into the weights."""
+"""SmoothQuant (Xiao et al., 2022, https://arxiv.org/abs/2211.10438): outliers of the inputs move into the weights."""
 
 from torch import Tensor
 

@@ -1,0 +1,162 @@
+"""Models side by side on one text: size, perplexity, agreement with the first of them, speed."""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastinfer import hub
+from fastinfer.benchmarks.report import table
+from fastinfer.commands.text import read_tokens
+from fastinfer.errors import RequestError
+from fastinfer.evaluation.perplexity import log_probabilities, loss, windows
+from fastinfer.llm import LLM
+from fastinfer.models import load_model
+from fastinfer.models.config import Precision
+from fastinfer.sampling_params import SamplingParams
+
+SPEED_PROMPT, SPEED_TOKENS, SPEED_REPEATS = 32, 64, 3
+
+
+@dataclass
+class Result:
+    """One model.
+
+    Attributes:
+        model: as the user named it.
+        bytes: of the weight files.
+        perplexity: on the text.
+        agreement: share of the positions whose most likely token is the first model's.
+        divergence: mean Kullback-Leibler divergence from the first model's distribution, in nats.
+        tokens_per_s: of decoding one sequence, median.
+    """
+
+    model: str
+    bytes: int
+    perplexity: float
+    agreement: float
+    divergence: float
+    tokens_per_s: float | None = None
+
+    def row(self) -> list[str]:
+        speed = "-" if self.tokens_per_s is None else f"{self.tokens_per_s:.1f}"
+        return [
+            self.model,
+            f"{self.bytes / 2**20:.1f}",
+            f"{self.perplexity:.3f}",
+            f"{self.agreement:.2%}",
+            f"{self.divergence:.4f}",
+            speed,
+        ]
+
+
+HEADER = ["model", "MiB", "perplexity", "same token", "KL, nats", "tokens/s"]
+
+
+def compare(
+    names: list[str],
+    text: str,
+    length: int,
+    max_tokens: int,
+    dtype: str,
+    *,
+    speed: bool = True,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Result]:
+    """Judge models on a text, one after the other; the first is what the others are compared with.
+
+    Args:
+        names: names or paths that :func:`fastinfer.hub.resolve` knows.
+        text: path of a text file.
+        length: tokens of each stretch of the text, which is judged by itself.
+        max_tokens: of the text, at most.
+        dtype: in which the models compute, see :meth:`Precision.of`.
+        speed: measure decoding, too.
+        progress: is told what happens now.
+
+    Raises:
+        RequestError: the models cut the text into different tokens.
+    """
+    results: list[Result] = []
+    reference: list[Tensor] = []
+    texts: list[list[int]] = []
+    for name in names:
+        progress(name)
+        path = hub.resolve(name)
+        model, tokenizer = load_model(path, dtype, max_model_len=length)
+        mine = windows(read_tokens(text, tokenizer), length, max_tokens)
+        if texts and mine != texts:
+            raise RequestError(f"{name}: its tokens of {text} are not those of {names[0]}: expected one vocabulary")
+        texts = mine
+        judged = list(_judge(model, texts, reference, Precision.of(dtype).kv_cache_dtype))
+        mean = [sum(column) / len(column) for column in zip(*judged, strict=True)]
+        results.append(Result(name, _size(path), math.exp(mean[0]), mean[1], mean[2]))
+        del model
+    if speed:
+        for result in results:
+            progress(f"speed of {result.model}")
+            result.tokens_per_s = _speed(result.model, dtype, texts[0][:SPEED_PROMPT])
+    return results
+
+
+def report(results: list[Result]) -> str:
+    return table([HEADER, *(result.row() for result in results)])
+
+
+def as_json(results: list[Result]) -> list[dict[str, Any]]:
+    return [asdict(result) for result in results]
+
+
+def plot(results: list[Result], path: Path) -> Path:
+    """Perplexity over size, as PNG. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    for result in results:
+        axes.plot(result.bytes / 2**20, result.perplexity, "o")
+        label = Path(result.model).name
+        axes.annotate(label, (result.bytes / 2**20, result.perplexity), xytext=(5, 4), textcoords="offset points")
+    axes.set_xlabel("weight files, MiB")
+    axes.set_ylabel("perplexity")
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path
+
+
+def _judge(model: Any, texts: list[list[int]], reference: list[Tensor], kv_cache_dtype: torch.dtype) -> Any:
+    """(loss, agreement, divergence) of each text. The first model leaves its log-probabilities, in fp16, behind."""
+    is_first = not reference
+    for index, log_probs in enumerate(log_probabilities(model, texts, kv_cache_dtype)):
+        if is_first:
+            reference.append(log_probs.half())
+        first = reference[index].float()
+        agreement = float((log_probs.argmax(-1) == first.argmax(-1)).float().mean())
+        divergence = float((first.exp() * (first - log_probs)).sum(-1).mean())
+        yield loss(log_probs, texts[index]), agreement, 0.0 if is_first else divergence
+
+
+def _speed(name: str, dtype: str, prompt: list[int]) -> float:
+    llm = LLM(name, dtype=dtype, max_model_len=SPEED_PROMPT + SPEED_TOKENS, enable_prefix_caching=False)
+    params = SamplingParams(temperature=0.0, max_tokens=SPEED_TOKENS, ignore_eos=True)
+    speeds = []
+    for _ in range(SPEED_REPEATS + 1):  # the first warms up
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], params)
+        times = output.metrics
+        assert times.first_token_time is not None
+        assert times.finish_time is not None
+        speeds.append((SPEED_TOKENS - 1) / (times.finish_time - times.first_token_time))
+    return sorted(speeds[1:])[SPEED_REPEATS // 2]
+
+
+def _size(path: Path) -> int:
+    if path.is_dir():
+        return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    return path.stat().st_size
