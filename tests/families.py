@@ -54,6 +54,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"final_logit_softcapping": 3.0},
     ),
     "gemma3": ("Gemma3Text", HEADS | {"sliding_window": 16, "query_pre_attn_scalar": 20, "num_hidden_layers": 7}),
+    "qwen2-plain": ("Qwen2", {}),
+    # As GGUF files can say it: with the head's own width as scale.
+    "gemma2-plain": ("Gemma2", HEADS | {"sliding_window": 16, "query_pre_attn_scalar": 32, "num_hidden_layers": 3}),
+    "gemma3-plain": ("Gemma3Text", HEADS | {"sliding_window": 16, "query_pre_attn_scalar": 32, "num_hidden_layers": 7}),
     "phi3": ("Phi3", {"sliding_window": 40}),
     "phi3-longrope": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}),
     "gpt2": ("GPT2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "vocab_size": 320}),
