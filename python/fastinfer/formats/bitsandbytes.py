@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
-from fastinfer.formats.linear_tensors import LinearTensors
+from fastinfer.formats.linear_tensors import DENSE_DTYPES, LinearTensors
 from fastinfer.formats.quantization_settings import setting
 from fastinfer.formats.unpacked import Dense, Int8, Table
+from fastinfer.formats.zero_points import kernel_scales
 
-QUANT_TYPES = ("nf4", "fp4")
 STATE = "weight.quant_state.bitsandbytes__"
 
 
@@ -52,16 +52,20 @@ class BitsAndBytesFormat:
         return cls(4 if four else 8)
 
     def read(self, layer: LinearTensors, exact: bool = True) -> Table | Int8 | Dense:
-        """A layer's weight: Table, Int8, or Dense for a layer that was left out. Without loss, whatever ``exact`` says.
+        """A layer's weight: Table, Int8, or Dense for a layer that was left out.
+
+        Args:
+            layer: its tensors.
+            exact: fp32 scales; otherwise a table's are fp16, see :func:`fastinfer.formats.zero_points.kernel_scales`.
 
         Raises:
             CheckpointFormatError: a tensor is missing or has another shape or type than its format says.
             UnsupportedModelError: the kernels have no such groups.
         """
-        if self.bits == 8:
-            return _read_int8(layer) if layer.has("SCB") else layer.dense()
-        state = next((kind for kind in QUANT_TYPES if layer.has(STATE + kind)), None)
-        return layer.dense() if state is None else _read_table(layer, STATE + state)
+        weight = layer.get("weight")
+        if weight is not None and weight.dtype in DENSE_DTYPES and not layer.has("weight.absmax"):
+            return layer.dense()
+        return _read_int8(layer) if self.bits == 8 else _read_table(layer, exact)
 
 
 def _read_int8(layer: LinearTensors) -> Int8:
@@ -76,8 +80,9 @@ def _read_int8(layer: LinearTensors) -> Int8:
     return Int8(weight, (scales / 127)[:, None])
 
 
-def _read_table(layer: LinearTensors, part: str) -> Table:
-    state = _State.parse(layer, part)
+def _read_table(layer: LinearTensors, exact: bool) -> Table:
+    kind = "fp4" if layer.has(STATE + "fp4") else "nf4"
+    state = _State.parse(layer, STATE + kind)
     rows, columns = state.shape
     layer.group_size(state.block_size, columns)
     weight = layer.get("weight")
@@ -91,7 +96,8 @@ def _read_table(layer: LinearTensors, part: str) -> Table:
         scales = layer.take("weight.absmax", torch.float32, (blocks,))
     else:
         scales = _nested_scales(layer, blocks, *state.nested)
-    return Table(_nibbles(packed), scales.view(rows, -1), table=table)
+    scales, _ = kernel_scales(scales.view(rows, -1), exact=exact)
+    return Table(_nibbles(packed), scales, table=table)
 
 
 def _nested_scales(layer: LinearTensors, blocks: int, block_size: int, offset: float) -> Tensor:
@@ -121,7 +127,7 @@ class _State:
         text = layer.take(part, torch.uint8, (None,))
         try:
             values = json.loads(bytes(text.numpy()))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointFormatError(f"tensor '{layer.module}.{part}': expected JSON ({error})") from None
         if not isinstance(values, dict):
             layer.fail(part, "expected a JSON object")

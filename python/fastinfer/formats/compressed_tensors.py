@@ -137,7 +137,7 @@ class CompressedTensorsFormat:
         scheme = self.scheme(layer.module)
         if scheme is None:
             return layer.dense()
-        return _read_packed(layer, scheme, exact) if scheme.packed else _read_plain(layer, scheme)
+        return _read_packed(layer, scheme, exact) if scheme.packed else _read_plain(layer, scheme, exact)
 
 
 def _read_packed(layer: LinearTensors, scheme: Scheme, exact: bool) -> Int4 | Int8:
@@ -163,13 +163,13 @@ def _read_packed(layer: LinearTensors, scheme: Scheme, exact: bool) -> Int4 | In
     return with_zero_points(q, scales.expand(rows, groups).contiguous(), zeros, scheme.bits, permutation, exact)
 
 
-def _read_plain(layer: LinearTensors, scheme: Scheme) -> Int8:
+def _read_plain(layer: LinearTensors, scheme: Scheme, exact: bool) -> Int8:
     q = layer.take("weight", torch.int8, (None, None))
     rows, columns = q.shape
     groups = columns // layer.group_size(scheme.group_size, columns)
     scales = layer.take("weight_scale", DENSE_DTYPES, (1,) if scheme.per_tensor else (rows, groups))
-    kernel, _ = kernel_scales(scales.expand(rows, groups).contiguous())
-    return Int8(q, kernel, int8_activations=scheme.int8_activations)
+    scales, _ = kernel_scales(scales.expand(rows, groups).contiguous(), exact=exact)
+    return Int8(q, scales, int8_activations=scheme.int8_activations)
 
 
 def _matches(module: str, pattern: str) -> bool:

@@ -73,7 +73,7 @@ class GPTQFormat:
             layer.fail("qweight", f"expected a multiple of {self.bits} rows, got {words.shape[0]}")
         if out_features % 32:
             layer.fail("qweight", f"expected a multiple of 32 columns, got {out_features}")
-        group_size = layer.group_size(self.group_size, in_features)
+        group_size = layer.group_size(min(self.group_size, in_features), in_features)
         groups = in_features // group_size
         scales = layer.take("scales", DENSE_DTYPES, (groups, out_features))
         zero_words = layer.take("qzeros", torch.int32, (groups, out_features * self.bits // 32))

@@ -62,15 +62,15 @@ class LinearTensors:
         return Dense(self.take("weight", DENSE_DTYPES, (None, None)))
 
     def group_size(self, group_size: int, in_features: int) -> int:
-        """Inputs per scale, all of them for -1 or more than there are.
+        """Inputs per scale, all of them for -1.
 
         Raises:
             UnsupportedModelError: the kernels have no such groups.
         """
-        size = in_features if group_size == -1 or group_size > in_features else group_size
+        size = in_features if group_size == -1 else group_size
         if size <= 0 or size % KERNEL_GROUP or in_features % size:
             raise UnsupportedModelError(
-                f"layer '{self.module}' has groups of {group_size} in {in_features} inputs; "
+                f"layer '{self.module}' has groups of {size} in {in_features} inputs; "
                 f"the kernels need a multiple of {KERNEL_GROUP} that divides the inputs"
             )
         return size

@@ -1,0 +1,179 @@
+"""Linear layers as quantisation tools pack them: plain loops over the documented layouts, and the weights they mean."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAME = "model.layers.0.mlp.down_proj"
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+@dataclass
+class Layer:
+    """Tensors by full name, the configuration, and the weight [out, in] in fp64."""
+
+    tensors: dict[str, Tensor]
+    config: dict[str, Any]
+    weight: Tensor
+
+
+def int32(word: int) -> int:
+    """The signed number with these 32 bits."""
+    return word - 2**32 if word >= 2**31 else word
+
+
+def pack_rows(values: Tensor, bits: int) -> Tensor:
+    """[rows, n] as [rows, ceil(n * bits / 32)] int32: one long number per row, lowest bits first."""
+    rows = []
+    for row in values.tolist():
+        number = sum(value << (bits * index) for index, value in enumerate(row))
+        count = -(-len(row) * bits // 32)
+        rows.append([int32(number >> (32 * index) & 0xFFFFFFFF) for index in range(count)])
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def random_layer(
+    bits: int, rows: int, columns: int, group_size: int, act_order: bool = False, low_zero: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Integers [out, in], scales fp16 [out, groups], zeros [out, groups], the group of every input [in]."""
+    groups = columns // group_size
+    q = torch.randint(0, 2**bits, (rows, columns))
+    scales = (torch.rand(rows, groups) * 0.01 + 1e-3).half()
+    zeros = torch.randint(low_zero, 2**bits, (rows, groups))
+    group = torch.arange(columns) // group_size
+    return q, scales, zeros, group[torch.randperm(columns)] if act_order else group
+
+
+def dequantize(q: Tensor, scales: Tensor, zeros: Tensor | int, group: Tensor) -> Tensor:
+    zeros = zeros[:, group] if isinstance(zeros, Tensor) else zeros
+    return scales.double()[:, group] * (q - zeros)
+
+
+def gptq_layer(
+    bits: int = 4,
+    rows: int = 64,
+    columns: int = 256,
+    group_size: int = 64,
+    *,
+    symmetric: bool = False,
+    act_order: bool = False,
+    version: int = 1,
+) -> Layer:
+    size = columns if group_size == -1 else group_size
+    q, scales, zeros, group = random_layer(bits, rows, columns, size, act_order)
+    if symmetric:
+        zeros.fill_(2 ** (bits - 1))
+    stored = (zeros - 1) % 2**bits if version == 1 else zeros
+    tensors = {
+        "qweight": pack_rows(q, bits).t().contiguous(),
+        "qzeros": pack_rows(stored.t(), bits),
+        "scales": scales.t().contiguous(),
+        "g_idx": group.int(),
+    }
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group_size, "desc_act": act_order, "sym": symmetric}
+    config["checkpoint_format"] = "gptq" if version == 1 else "gptq_v2"
+    return Layer(_named(tensors), config, dequantize(q, scales, zeros, group))
+
+
+def awq_layer(rows: int = 64, columns: int = 256, group_size: int = 64) -> Layer:
+    q, scales, zeros, group = random_layer(4, rows, columns, columns if group_size == -1 else group_size)
+
+    def pack(values: Tensor) -> Tensor:
+        """[n, out]: every eight outputs in the order of AWQ's kernel."""
+        return pack_rows(values.unflatten(1, (-1, 8))[..., list(AWQ_ORDER)].flatten(1), 4)
+
+    tensors = {"qweight": pack(q.t()), "qzeros": pack(zeros.t()), "scales": scales.t().contiguous()}
+    config = {"quant_method": "awq", "bits": 4, "group_size": group_size, "version": "gemm", "zero_point": True}
+    return Layer(_named(tensors), config, dequantize(q, scales, zeros, group))
+
+
+def bitsandbytes_layer(
+    kind: str = "nf4", rows: int = 40, columns: int = 256, block_size: int = 64, *, nested: bool = True
+) -> Layer:
+    places = torch.randint(0, 16, (rows * columns,)).tolist()
+    table = torch.randn(16).sort().values
+    blocks = rows * columns // block_size
+    state: dict[str, Any] = {"quant_type": kind, "blocksize": block_size, "dtype": "bfloat16", "shape": [rows, columns]}
+    tensors = {"weight.quant_map": table}
+    if nested:
+        codes, nested_table = torch.randint(0, 256, (blocks,)), torch.randn(256)
+        nested_scales = torch.rand(-(-blocks // 100)) + 0.5
+        state |= {"nested_blocksize": 100, "nested_dtype": "float32", "nested_offset": 0.25}
+        tensors |= {"weight.nested_absmax": nested_scales, "weight.nested_quant_map": nested_table}
+        tensors["weight.absmax"] = codes.to(torch.uint8)
+        scales = [nested_table[code].item() * nested_scales[i // 100].item() + 0.25 for i, code in enumerate(codes)]
+    else:
+        tensors["weight.absmax"] = torch.rand(blocks) + 0.5
+        scales = tensors["weight.absmax"].tolist()
+    packed = [first << 4 | second for first, second in zip(places[0::2], places[1::2], strict=True)]
+    tensors["weight"] = torch.tensor(packed, dtype=torch.uint8)[:, None]
+    text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    tensors[f"weight.quant_state.bitsandbytes__{kind}"] = text
+    weight = [table[place].item() * scales[index // block_size] for index, place in enumerate(places)]
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}
+    return Layer(_named(tensors), config, torch.tensor(weight, dtype=torch.float64).view(rows, columns))
+
+
+def int8_layer(rows: int = 40, columns: int = 96) -> Layer:
+    q, scales = torch.randint(-127, 128, (rows, columns)), torch.rand(rows) + 0.1
+    tensors = {"weight": q.to(torch.int8), "SCB": scales, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    config = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0}
+    return Layer(_named(tensors), config, q * scales.double()[:, None] / 127)
+
+
+def compressed_config(format: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+    }
+
+
+def pack_quantized_layer(
+    bits: int = 4,
+    rows: int = 40,
+    columns: int = 256,
+    group_size: int = 64,
+    *,
+    symmetric: bool = True,
+    act_order: bool = False,
+) -> Layer:
+    """W4A16 or W8A16; 40 rows of 4-bit zeros fill five words, of three bits more would not be whole."""
+    q, scales, zeros, group = random_layer(bits, rows, columns, columns if group_size == -1 else group_size, act_order)
+    tensors = {
+        "weight_packed": pack_rows(q, bits),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor([rows, columns]),
+    }
+    if symmetric:
+        zeros.fill_(2 ** (bits - 1))
+    else:
+        tensors["weight_zero_point"] = pack_rows(zeros.t(), bits).t().contiguous()
+    if act_order:
+        tensors["weight_g_idx"] = group.int()
+    weights: dict[str, Any] = {"num_bits": bits, "type": "int", "symmetric": symmetric, "dynamic": False}
+    weights |= {"strategy": "channel"} if group_size == -1 else {"strategy": "group", "group_size": group_size}
+    weights["actorder"] = "group" if act_order else None
+    weight = dequantize(q, scales, zeros, group)
+    return Layer(_named(tensors), compressed_config("pack-quantized", weights), weight)
+
+
+def int_quantized_layer(rows: int = 40, columns: int = 96, *, strategy: str = "channel") -> Layer:
+    """W8A8."""
+    q = torch.randint(-128, 128, (rows, columns)).to(torch.int8)
+    scales = torch.rand(rows, 1) + 0.1 if strategy == "channel" else torch.tensor([0.3])
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": strategy, "dynamic": False}
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    tensors = {"weight": q, "weight_scale": scales}
+    return Layer(_named(tensors), compressed_config("int-quantized", weights, inputs), q * scales.double())
+
+
+def _named(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{NAME}.{part}": tensor for part, tensor in tensors.items()}

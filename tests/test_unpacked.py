@@ -1,0 +1,64 @@
+"""Rows of unpacked weights picked, reordered and concatenated."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fastinfer.formats.unpacked import Dense, Int4, Int8, Table, Unpacked, concatenate
+
+ROWS, COLUMNS, GROUPS = 6, 64, 2
+
+
+def weights() -> dict[str, Unpacked]:
+    torch.manual_seed(0)
+    q = torch.randint(0, 16, (ROWS, COLUMNS), dtype=torch.uint8)
+    scales, mins = torch.rand(ROWS, GROUPS).half(), torch.randn(ROWS, GROUPS).half()
+    signed = torch.randint(-128, 128, (ROWS, COLUMNS)).to(torch.int8)
+    return {
+        "dense": Dense(torch.randn(ROWS, COLUMNS).bfloat16()),
+        "int4": Int4(q, scales),
+        "int4 mins": Int4(q, scales, mins),
+        "int4 permuted": Int4(q, scales, mins, torch.randperm(COLUMNS)),
+        "int8": Int8(signed, scales),
+        "int8 mins": Int8(signed, scales, mins),
+        "w8a8": Int8(signed, scales[:, :1], int8_activations=True),
+        "table": Table(q, scales, table=torch.randn(16)),
+    }
+
+
+@pytest.mark.parametrize("name", weights())
+def test_rows_and_their_concatenation(name: str) -> None:
+    weight = weights()[name]
+    assert weight.shape == (ROWS, COLUMNS)
+    whole = weight.dequantize()
+    order = torch.tensor([5, 0, 0, 3])
+    assert torch.equal(weight.rows(order).dequantize(), whole[order])
+    assert torch.equal(weight.rows(slice(1, 3)).dequantize(), whole[1:3])
+    joined = concatenate([weight.rows(slice(4, 6)), weight.rows(slice(0, 4))])
+    assert type(joined) is type(weight)
+    assert torch.equal(joined.dequantize(), torch.cat([whole[4:], whole[:4]]))
+
+
+def test_permuted_columns() -> None:
+    """Column j of the integers is the model's input ``permutation[j]``."""
+    q = torch.arange(32, dtype=torch.int8)[None]
+    order = torch.randperm(32)
+    weight = Int8(q, torch.ones(1, 1).half(), permutation=order).dequantize()
+    assert torch.equal(weight[0, order], q[0].float())
+
+
+def test_only_equal_forms_fit() -> None:
+    forms = weights()
+    for name, weight in forms.items():
+        assert [other for other in forms if weight.fits(forms[other])] == [name]
+    for name, changes in {
+        "int4": {"scales": torch.ones(ROWS, GROUPS)},
+        "int8": {"scales": torch.ones(ROWS, 1).half()},
+        "table": {"table": torch.zeros(16)},
+        "int4 permuted": {"permutation": torch.arange(COLUMNS)},
+        "dense": {"values": torch.ones(ROWS, COLUMNS)},
+    }.items():
+        assert not forms[name].fits(replace(forms[name], **changes))
+    with pytest.raises(ValueError, match=r"parts must have one form, got \['Int4', 'Int8'\]"):
+        concatenate([forms["int4"], forms["int8"]])
