@@ -88,12 +88,13 @@ class GGUFCheckpoint:
 
     def _rows(self, name: str, out_features: int, in_features: int) -> tuple[GGUFTensor, np.ndarray]:
         """The tensor that holds a matrix, and the matrix's packed rows."""
-        tensor = self._get(f"{self._stored(name)}.weight")
+        stored = f"{self._stored(name)}.weight"
+        tensor = self._get(stored)
         rows = slice(None)
         shape: tuple[int, ...] = (out_features, in_features)
         if fused := self._fused_rows(name):
             rows = fused
-            whole = fused_rows(self.config, "v_proj" if tensor.name.endswith("attn_qkv.weight") else "up_proj").stop
+            whole = fused_rows(self.config, "v_proj" if stored.endswith("attn_qkv.weight") else "up_proj").stop
             shape = (whole, in_features)
         elif ".experts." in name:
             expert = int(split_name(name)[2].partition(".")[0])
@@ -101,7 +102,7 @@ class GGUFCheckpoint:
             shape = (self.config.num_experts, out_features, in_features)
         if tensor.shape != shape:
             raise GGUFFormatError(
-                f"{self.path}: tensor {tensor.name!r} must have the shape {shape}, got {tensor.shape}"
+                f"{self.path}: tensor {stored!r} must have the shape {shape}, got {tensor.shape}"
             )
         return tensor, tensor.data[rows]
 
