@@ -223,6 +223,7 @@ def test_id_outside_the_vocabulary_is_refused(tokenizer: Tokenizer, token_id: in
         ("gpt-2", "we'll  go 1234\n", ["we", "'ll", "Ġ", "Ġgo", "Ġ1234", "Ċ"]),
         ("smollm", "we'll  go 1234\n", ["we", "'ll", "Ġ", "Ġgo", "Ġ", "1", "2", "3", "4", "Ċ"]),
         ("llama-bpe", "WE'LL  go 1234?!\n", ["WE", "'LL", "Ġ", "Ġgo", "Ġ", "123", "4", "?!Ċ"]),
+        ("tekken", "iPhone THEm 12 a/b\n", ["i", "Phone", "ĠTHEm", "Ġ", "1", "2", "Ġa", "/b", "Ċ"]),
         ("qwen2", "WE'LL  go 1234?!\n", ["WE", "'LL", "Ġ", "Ġgo", "Ġ", "1", "2", "3", "4", "?!Ċ"]),
     ],
 )

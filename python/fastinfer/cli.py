@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     add_sampling_options(chat)
 
     pull = add("pull", "commands.pull", "download a model and print where it is")
-    pull.add_argument("name", metavar="NAME", help="a name from 'fastinfer models', or org/repo/file.gguf")
+    pull.add_argument("name", metavar="NAME", help="a name from 'fastinfer models', org/repo or org/repo/file.gguf")
 
     add("models", "commands.models", "list the models known by name")
 

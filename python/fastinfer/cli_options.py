@@ -17,7 +17,8 @@ def add_model_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default=DEFAULT_MODEL,
-        help="a .gguf file, a folder, a name from 'fastinfer models', or org/repo on the hub; default: %(default)s",
+        help="a .gguf file or a folder, a name from 'fastinfer models', org/repo or org/repo/file.gguf; "
+        "default: %(default)s",
     )
 
 

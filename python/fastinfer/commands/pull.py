@@ -1,4 +1,4 @@
-"""``fastinfer pull``: download a model, print its file."""
+"""``fastinfer pull``: download a model, print its file or folder."""
 
 import argparse
 
