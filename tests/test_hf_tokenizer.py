@@ -3,9 +3,11 @@
 import json
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -14,8 +16,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE, Unigram
 
 from fastinfer.chat_template import render
+from fastinfer.engine.grammar import GrammarCompiler
 from fastinfer.errors import CheckpointFormatError, RequestError, UnsupportedModelError
 from fastinfer.formats.vocabulary import metaspace_bytes
+from fastinfer.structured_output import StructuredOutputsParams
 from fastinfer.tokenizer import Detokenizer, Tokenizer
 
 TEXT = [
@@ -146,7 +150,7 @@ def test_decoding_equals_transformers(tokenizer: Tokenizer, reference: Any) -> N
             expected = reference.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
             if text[:1] == " " and tokenizer._vocabulary.to_bytes is metaspace_bytes:
                 continue  # the reference takes away the text's own spaces, too
-            assert tokenizer.decode(ids, skip, whole_text=True) == expected, repr(text)
+            assert tokenizer.decode(ids, skip, continues=False) == expected, repr(text)
 
 
 @settings(max_examples=150, deadline=None)
@@ -156,7 +160,7 @@ def test_any_text(tokenizer: Tokenizer, reference: Any, text: str) -> None:
     ids = tokenizer.encode(text, parse_special=False)
     assert ids == reference.encode(text, split_special_tokens=True)
     if not isinstance(reference.backend_tokenizer.model, Unigram):  # has no token for every character
-        assert tokenizer.decode(ids, whole_text=True) == text
+        assert tokenizer.decode(ids, continues=False) == text
     detokenizer = Detokenizer(tokenizer)
     pieces = [*(detokenizer.add(i) for i in ids), detokenizer.flush()]
     assert "".join(pieces) == tokenizer.decode(ids)
@@ -175,8 +179,37 @@ def test_answers_keep_their_space(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(save(tmp_path / "model", byte_fallback()))
     ids = tokenizer.encode("the fox", add_special_tokens=False)
     assert tokenizer.decode(ids) == " the fox"
-    assert tokenizer.decode(ids, whole_text=True) == "the fox"
+    assert tokenizer.decode(ids, continues=False) == "the fox"
     assert tokenizer.token_bytes(tokenizer.encode("\x00")[-1]) == b"\x00"
+
+
+def test_structured_output_begins_without_a_space(tmp_path: Path) -> None:
+    """Padding ids of the model are never allowed, either."""
+    pytest.importorskip("llguidance")
+    folder = save(tmp_path / "model", byte_fallback())
+    write(folder, "config.json", {"vocab_size": 500})
+    tokenizer = Tokenizer.from_folder(folder)
+    compiler = GrammarCompiler(tokenizer, vocab_size=512)
+    grammar = compiler.submit(StructuredOutputsParams(regex="the [a-z]+")).result()
+    mask = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
+    grammar.fill_mask(mask)
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    compiler.close()
+    assert {tokenizer.token_bytes(int(i)) for i in allowed} & {b"t", b"th", b"the"}
+    assert all(b"the ".startswith(tokenizer.token_bytes(int(i)) or b"?") for i in allowed)
+
+
+def test_two_threads_do_not_disturb_each_other(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(save(tmp_path / "model", byte_level()))
+    text = "the </s> " * 50
+    expected = {parse: tokenizer.encode(text, parse_special=parse) for parse in (True, False)}
+    assert expected[True] != expected[False]
+
+    def encode(parse_special: bool) -> bool:
+        return all(tokenizer.encode(text, parse_special=parse_special) == expected[parse_special] for _ in range(100))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(encode, [True, False]))
 
 
 @pytest.mark.parametrize(

@@ -95,12 +95,19 @@ def test_a_text_begins_with_bos_and_a_space(tmp_path: Path) -> None:
 def test_the_added_space_is_taken_away_from_a_whole_text_only(tmp_path: Path) -> None:
     tokenizer = toy(tmp_path)
     ids = tokenizer.encode("ab a")
-    assert tokenizer.decode(ids, whole_text=True) == "ab a"
+    assert tokenizer.decode(ids, continues=False) == "ab a"
     assert tokenizer.decode(ids) == " ab a"  # as it goes on after a prompt
-    assert tokenizer.decode(ids, skip_special_tokens=False, whole_text=True) == "<s> ab a"
-    assert tokenizer.decode(tokenizer.encode(" a"), whole_text=True) == " a"
+    assert tokenizer.decode(ids, skip_special_tokens=False, continues=False) == "<s> ab a"
+    assert tokenizer.decode(tokenizer.encode(" a"), continues=False) == " a"
     without = toy(tmp_path, add_space_prefix=False)
-    assert without.decode(without.encode(" a"), whole_text=True) == " a"
+    assert without.decode(without.encode(" a"), continues=False) == " a"
+
+
+def test_a_text_that_continues_another_gets_no_space(tmp_path: Path) -> None:
+    tokenizer = toy(tmp_path)
+    assert spellings(tokenizer, "ab a", add_special_tokens=False, continues=True) == ["ab", "▁a"]
+    assert spellings(tokenizer, " ab", add_special_tokens=False, continues=True) == ["▁ab"]
+    assert spellings(tokenizer, "", add_special_tokens=False, continues=True) == []
 
 
 def test_unknown_characters_become_bytes(tmp_path: Path) -> None:
@@ -149,7 +156,7 @@ def test_phi3_strips_white_space_after_control_tokens(tmp_path: Path) -> None:
 def test_any_text_comes_back(shared_toy: Tokenizer, text: str) -> None:
     assume("▁" not in text)  # is a space to SentencePiece
     ids = shared_toy.encode(text, parse_special=False)
-    assert shared_toy.decode(ids, whole_text=True) == text
+    assert shared_toy.decode(ids, continues=False) == text
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,8 @@ from fastinfer.formats import gguf_tokenizer, hf_tokenizer
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.formats.vocabulary import Vocabulary
 
+_BEFORE = "\x02"  # a character that no token joins with what follows it
+
 
 class Tokenizer:
     """A model's tokenizer.
@@ -59,7 +61,9 @@ class Tokenizer:
         """
         return cls(*hf_tokenizer.read_tokenizer(folder))
 
-    def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, parse_special: bool = True, continues: bool = False
+    ) -> list[int]:
         """Token ids of a text.
 
         Args:
@@ -68,6 +72,8 @@ class Tokenizer:
             add_special_tokens: put the beginning-of-text token in front, if the model wants one.
             parse_special: the spelling of a special token (``<|im_end|>``) becomes that token; otherwise it is plain
                 text, which is right for text from outside.
+            continues: the text goes on after another, as an answer after a prompt: the space that some vocabularies
+                put in front of a text is left out.
 
         Raises:
             RequestError: ``text`` is no str or holds a lone surrogate.
@@ -78,23 +84,26 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"prompt: expected text, got a lone surrogate at position {error.start}") from None
-        ids = self._encode(text, parse_special)
+        if continues and self._vocabulary.adds_space:
+            ids = self._encode(_BEFORE + text, parse_special)[len(self._encode(_BEFORE, parse_special)) :]
+        else:
+            ids = self._encode(text, parse_special)
         return [*self._vocabulary.prefix, *ids, *self._vocabulary.suffix] if add_special_tokens else ids
 
-    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True, whole_text: bool = False) -> str:
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True, continues: bool = True) -> str:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD.
 
         Args:
             ids: from the vocabulary.
             skip_special_tokens: leave out the tokens that are no text.
-            whole_text: the ids are a text from its beginning: the space that some vocabularies put there is taken away,
-                so that this is :meth:`encode` reversed. An answer goes on after a prompt, and keeps its space.
+            continues: the ids go on after a text, as an answer after a prompt. False for a text from its beginning: the
+                space that some vocabularies put there is taken away, so that this is :meth:`encode` reversed.
 
         Raises:
             RequestError: an id is not in the vocabulary.
         """
         text = b"".join(self.token_bytes(i, skip_special_tokens) for i in ids).decode(errors="replace")
-        return text.removeprefix(" ") if whole_text and self._vocabulary.adds_space else text
+        return text.removeprefix(" ") if self._vocabulary.adds_space and not continues else text
 
     def token_bytes(self, token_id: int, skip_special_tokens: bool = True) -> bytes:
         """The bytes that a token stands for, perhaps a part of a character.

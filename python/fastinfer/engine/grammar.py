@@ -256,7 +256,7 @@ class _Vocabulary:
         self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False, parse_special=False)
+        return self._tokenizer.encode(text, add_special_tokens=False, parse_special=False, continues=True)
 
 
 def _compile(params: StructuredOutputsParams, ll_tokenizer: "LLTokenizer", tokenizer: Tokenizer) -> Grammar:
