@@ -43,6 +43,18 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
   m.def(
       "w8a8_gemm(Tensor x, Tensor x_scales, Tensor qweight, Tensor scales, int out_features, Tensor? bias, "
       "str? activation, Tensor? residual, ScalarType dtype) -> Tensor");
+  m.def("route_experts(Tensor logits, int top_k, bool renormalize) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("grouped_gemm(Tensor x, Tensor weight, Tensor row_ids, Tensor expert_start, str? activation) -> Tensor");
+  m.def(
+      "grouped_int8_gemm(Tensor x, Tensor qweight, Tensor scales, Tensor? mins, int out_features, Tensor row_ids, "
+      "Tensor expert_start, str? activation, int activation_bits) -> Tensor");
+  m.def(
+      "grouped_int4_gemm(Tensor x, Tensor qweight, Tensor scales, Tensor? mins, int out_features, Tensor row_ids, "
+      "Tensor expert_start, str? activation, int activation_bits) -> Tensor");
+  m.def(
+      "grouped_table_gemm(Tensor x, Tensor qweight, Tensor scales, Tensor table, int out_features, Tensor row_ids, "
+      "Tensor expert_start, str? activation) -> Tensor");
+  m.def("combine_experts(Tensor x, Tensor expert_weights, Tensor? residual) -> Tensor");
   m.def(
       "add_lora(Tensor(a!) y, Tensor x, Tensor a, Tensor b, Tensor adapter_ids, Tensor? ranks, Tensor? norm_weight, "
       "float eps) -> ()");

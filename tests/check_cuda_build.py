@@ -35,9 +35,12 @@ TENSOR_CORES = {
 # the other variants are for rows that are not aligned.
 NARROW_LOADS: dict[str, str] = {
     "dequantize_kernel": "gathers a few rows a step: bound by latency",
+    "expert_tiles_kernel": "a warp that reads a number per expert",
     "expand_kernel": "a thread per column, so that a few rows of B spread over all multiprocessors",
     "pack_kernel": "runs once, when a model is loaded",
     "paged_attention_plan_kernel": "reads a few integers of each sequence",
+    "route_experts_kernel": "reads a few logits of each token, in any row stride",
+    "sort_rows_kernel": "reads a number per token and expert",
     "zero_counters_kernel": "reads nothing",
 }
 

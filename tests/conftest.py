@@ -10,7 +10,7 @@ from emulation import build
 
 from fastinfer import hub
 
-pytest.register_assert_rewrite("helpers", "quantized_gemm")
+pytest.register_assert_rewrite("helpers", "quantized_gemm", "expert_stack")
 
 
 @pytest.fixture(scope="session")

@@ -51,6 +51,21 @@ def lora_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     )
 
 
+def expert_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    x, ids = torch.randn(5, 64).bfloat16(), torch.rand(5, 6).argsort(-1)[:, :2]
+    yield "route_experts", (torch.randn(5, 6).half(), 2, True)
+    routing = ids.flatten().argsort(stable=True).int(), ids.flatten().bincount(minlength=6).cumsum(0).int()
+    routing = routing[0], torch.cat([int32(0), routing[1]])
+    yield "grouped_gemm", (x, torch.randn(6, 96, 64) / 8, *routing, "silu")
+    for bits in (8, 4):
+        weights = [random_weight(bits, 96, 64).packed for _ in range(6)]
+        stack = [torch.stack([weight[name] for weight in weights]) for name in ("qweight", "scales", "mins")]
+        yield f"grouped_int{bits}_gemm", (x, *stack, 96, *routing, None, 32)
+        yield f"grouped_int{bits}_gemm", (x, *stack, 96, *routing, "gelu", 8)
+    yield "grouped_table_gemm", (x, *stack[:2], torch.randn(16), 96, *routing, None)
+    yield "combine_experts", (torch.randn(10, 64).bfloat16(), torch.rand(5, 2), x.clone())
+
+
 def pack_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     for bits in (8, 4):
         weight = random_weight(bits, 17, 64)
@@ -97,6 +112,7 @@ def op_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield from w8a8_calls()
     yield from lora_calls()
     yield from pack_calls()
+    yield from expert_calls()
     parameters = torch.tensor([0.0, 0.5, 1.0, 1.0, 2.0]), int32(0, 3, 0, 5, 0), torch.full((5,), 0.9), torch.zeros(5)
     plain, words = (x.clone(), *parameters, torch.arange(5), torch.arange(5)), torch.full((5, 2), 0x12345678).int()
     yield "sample", (*plain, *[None] * 7, 0)

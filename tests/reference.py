@@ -163,6 +163,27 @@ def gemm(
     return out
 
 
+def route_experts(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """Weights and ids [tokens, top_k]; stable: the smaller id first among equals."""
+    ids = logits.double().sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = logits.double().softmax(-1).gather(-1, ids)
+    return (weights / weights.sum(-1, keepdim=True) if renormalize else weights), ids
+
+
+def grouped_gemm(x: Tensor, weight: Tensor, expert_ids: Tensor, *, activation: str | None = None) -> Tensor:
+    """Row r of the result is that of expert ``expert_ids.flatten()[r]`` and of the token that this row belongs to."""
+    experts = expert_ids.flatten()
+    x = x.repeat_interleave(len(experts) // max(len(x), 1), 0)
+    rows = [gemm(x[None, row], weight[expert], activation=activation) for row, expert in enumerate(experts.tolist())]
+    out_features = weight.shape[1] // (2 if activation else 1)
+    return torch.cat(rows) if rows else x.new_zeros(0, out_features, dtype=torch.float64)
+
+
+def combine_experts(x: Tensor, expert_weights: Tensor, residual: Tensor | None = None) -> Tensor:
+    rows = x.double().view(*expert_weights.shape, x.shape[1]) * expert_weights.double()[..., None]
+    return rows.sum(1) + (0.0 if residual is None else residual.double())
+
+
 def activation_multipliers(x: Tensor) -> Tensor:
     """The scales that would just hold each run of ``x``, [tokens, runs, 1] between 0 and 4095, in steps of its row."""
     runs = x.double().unflatten(-1, (-1, ACTIVATION_RUN)).abs().amax(-1, keepdim=True)

@@ -30,10 +30,7 @@ Tensor gemm(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias, s
   DenseGemmParams params{common, weight.data_ptr(), check.float_dtype(weight, "weight")};
   GemmScratch scratch;
   if (gpu_of(x) != nullptr) {
-    check.dtype(weight, "weight", x.scalar_type());
-    check.require(params.k > 0 && params.k % 8 == 0, "weight must have a multiple of 8 columns on a GPU, got ",
-                  params.k);
-    check_aligned(check, weight, "weight");
+    check_gpu_weight(check, x, weight, params.k);
     prepare_gpu(check, args, cuda::WeightFormat::kDense, 0, params, scratch);
   }
   FASTINFER_LAUNCH(x, gemm, params);
@@ -51,6 +48,17 @@ Activation parse_activation(const Checks& check, const std::optional<std::string
   return Activation::kNone;
 }
 
+void check_gated(const Checks& check, bool gated, int64_t n) {
+  check.require(!gated || n % (2 * kTileRows) == 0, "a gated activation needs a multiple of ", 2 * kTileRows,
+                " output features (gate and up in runs of 16), got ", n);
+}
+
+void check_gpu_weight(const Checks& check, const Tensor& x, const Tensor& weight, int64_t k) {
+  check.dtype(weight, "weight", x.scalar_type());
+  check.require(k > 0 && k % 8 == 0, "weight must have a multiple of 8 columns on a GPU, got ", k);
+  check_aligned(check, weight, "weight");
+}
+
 GemmParams gemm_params(const Checks& check, const GemmArgs& args, int64_t n, int64_t k, Tensor& out) {
   check.shape(args.x, "x", {kAny, k});
   const int64_t m = args.x.size(0);
@@ -58,8 +66,7 @@ GemmParams gemm_params(const Checks& check, const GemmArgs& args, int64_t n, int
   check.rows_contiguous(args.x, "x");
   const Activation activation = parse_activation(check, args.activation);
   const bool gated = activation != Activation::kNone;
-  check.require(!gated || n % (2 * kTileRows) == 0, "a gated activation needs a multiple of ", 2 * kTileRows,
-                " output features (gate and up in runs of 16), got ", n);
+  check_gated(check, gated, n);
   check.require(!gated || !args.residual, "activation and residual must not be given together");
   if (args.residual) {
     check.shape(*args.residual, "residual", {m, n});
@@ -91,13 +98,14 @@ void prepare_gpu(const Checks& check, const GemmArgs& args, cuda::WeightFormat f
                  GemmParams& params, GemmScratch& scratch) {
   const Tensor& x = args.x;
   check.require(params.dtype != DType::kFloat32, "x must be bfloat16 or float16 on a GPU, got float32");
-  params.plan = cuda::gemm_plan(format, params.m, params.n, params.k, group, *gpu_of(x));
+  params.plan = cuda::gemm_plan(format, params.m, params.n, params.k, group, *gpu_of(x),
+                                params.expert_rows.start != nullptr ? params.expert_rows.experts : 0);
   if (params.plan.units == 0) return;
 
   const bool norm_first = params.norm_weight.data != nullptr &&
                           (params.plan.tile.tokens > cuda::kMostNormTokens || !aligned(params.norm_weight.data));
   const bool as_it_is =
-      norm_first ? x.is_contiguous() : aligned(params.x) && (params.m == 1 || params.x_stride % 8 == 0);
+      norm_first ? x.is_contiguous() : aligned(params.x) && (x.size(0) == 1 || params.x_stride % 8 == 0);
   if (!as_it_is) {
     scratch.x = torch::stable::clone(x);
     params.x = scratch.x->data_ptr();

@@ -17,8 +17,25 @@ struct VectorArg {
   DType dtype = DType::kFloat32;
 };
 
+// Which expert computes which rows, where a weight is a stack with a slice for each (experts/grouped_gemm.cpp): expert
+// e the rows row_ids[start[e]] .. row_ids[start[e + 1] - 1] of the output. A kernel counts rows by their places in
+// row_ids, and asks here for those of x and of the output.
+struct ExpertRows {
+  const int32_t* start = nullptr;    // [experts + 1]; null: one weight for all rows
+  const int32_t* row_ids = nullptr;  // [m]
+  int experts = 1;
+  int fan_out = 1;  // rows of the output that read one row of x: row r reads r / fan_out
+
+  FASTINFER_HOST_DEVICE int64_t out_row(int64_t row) const {
+    return start == nullptr ? row : row_ids[row];
+  }
+  FASTINFER_HOST_DEVICE int64_t x_row(int64_t row) const {
+    return start == nullptr ? row : row_ids[row] / fan_out;
+  }
+};
+
 struct GemmParams {
-  const void* x;          // [m, k], rows x_stride elements apart
+  const void* x;          // [m, k], rows x_stride elements apart; [m / fan_out, k] with experts
   const void* residual;   // [m, n] or null
   void* out;              // [m, n], or [m, n / 2] with an activation
   VectorArg norm_weight;  // [k]: x is RMS-normalised first
@@ -32,10 +49,11 @@ struct GemmParams {
   DType dtype;            // of x, residual and out
   cuda::GemmPlan plan{};  // on a GPU, with its scratch memory
   void* workspace = nullptr;
+  ExpertRows expert_rows{};
 };
 
 struct DenseGemmParams : GemmParams {
-  const void* weight;  // [n, k]
+  const void* weight;  // [n, k]; of a stack, as of those of packed forms, the first slice, which the others follow
   DType weight_dtype;
 };
 

@@ -19,6 +19,12 @@ struct GemmArgs {
 // Of None, 'silu', 'gelu_tanh' or 'gelu'; anything else raises.
 Activation parse_activation(const Checks& check, const std::optional<std::string>& name);
 
+// A gated activation takes whole runs of gate and up.
+void check_gated(const Checks& check, bool gated, int64_t n);
+
+// Of a dense weight, what the GPU's kernels want.
+void check_gpu_weight(const Checks& check, const Tensor& x, const Tensor& weight, int64_t k);
+
 // Checks the arguments, allocates `out` and returns the parameters but for the weight.
 GemmParams gemm_params(const Checks& check, const GemmArgs& args, int64_t n, int64_t k, Tensor& out);
 

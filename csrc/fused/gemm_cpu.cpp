@@ -104,30 +104,29 @@ class DenseGemm {
 
   void run() const {
     const int width = p_.activation != Activation::kNone ? 2 * kTileRows : kTileRows;  // rows of the weight in a unit
-    parallel_for((p_.n + width - 1) / width, [&](int64_t begin, int64_t end) {
+    for_each_unit(p_, (p_.n + width - 1) / width, [&](int64_t expert, int64_t unit, int64_t begin, int64_t end) {
       alignas(64) float sums[kRowBlock * 2 * kTileRows];
-      for (int64_t unit = begin; unit < end; ++unit) {
-        for (int64_t row0 = 0; row0 < p_.m; row0 += kRowBlock) {
-          const int rows = static_cast<int>(std::min<int64_t>(kRowBlock, p_.m - row0));
-          std::fill_n(sums, rows * width, 0.0f);
-          for (int column = 0; column < width; column += kColumns) {
-            for (int64_t i = 0; i < p_.k; i += kChunk) {
-              multiply_chunk(unit * width + column, i, row0, rows, sums + column, width);
-            }
+      const W* weight = static_cast<const W*>(p_.weight) + expert * p_.n * p_.k;
+      for (int64_t row0 = begin; row0 < end; row0 += kRowBlock) {
+        const int rows = static_cast<int>(std::min<int64_t>(kRowBlock, end - row0));
+        std::fill_n(sums, rows * width, 0.0f);
+        for (int column = 0; column < width; column += kColumns) {
+          for (int64_t i = 0; i < p_.k; i += kChunk) {
+            multiply_chunk(weight, unit * width + column, i, row0, rows, sums + column, width);
           }
-          dispatch(p_.dtype, [&]<class T>(T) { epilogue<T>(p_, unit, row0, rows, sums); });
         }
+        dispatch(p_.dtype, [&]<class T>(T) { epilogue<T>(p_, unit, row0, rows, sums); });
       }
     });
   }
 
  private:
   // Adds the products with the weight's rows n0 .. n0 + kColumns over the chunk of inputs that starts at i.
-  void multiply_chunk(int64_t n0, int64_t i, int64_t row0, int rows, float* sums, int stride) const {
+  void multiply_chunk(const W* weight, int64_t n0, int64_t i, int64_t row0, int rows, float* sums, int stride) const {
     const int64_t count = std::min<int64_t>(kChunk, p_.k - i), whole = count / Products::kStep * Products::kStep;
     const W* w[kColumns];
     for (int c = 0; c < kColumns; ++c) {
-      w[c] = static_cast<const W*>(p_.weight) + std::min(n0 + c, p_.n - 1) * p_.k + i;  // past the end: a row again
+      w[c] = weight + std::min(n0 + c, p_.n - 1) * p_.k + i;  // past the end: a row again
     }
     const Element* x = x_.data + row0 * x_.stride + i;
     if (whole > 0) multiply_rows(w, x, rows, whole, sums, stride);
@@ -167,7 +166,7 @@ Rows<BFloat16> bfloat16_rows(const GemmParams& p) {
   auto* data = scratch_array<BFloat16>(kActivations, p.m * stride);
   parallel_for(p.m, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      const BFloat16* x = static_cast<const BFloat16*>(p.x) + row * p.x_stride;
+      const BFloat16* x = static_cast<const BFloat16*>(p.x) + p.expert_rows.x_row(row) * p.x_stride;
       std::fill(std::copy_n(x, p.k, data + row * stride), data + (row + 1) * stride, BFloat16{0});
     }
   });

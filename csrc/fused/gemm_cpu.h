@@ -4,6 +4,8 @@
 // thread gets a contiguous run of units and, for each, sweeps all rows of x in blocks: the tile's weights come from
 // memory once and then stay in the cache. Every output element is summed in one order, whatever m and the number of
 // threads are.
+//
+// With a stack of experts there are units of every expert that has rows, and each sweeps its expert's rows alone.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +22,7 @@ inline constexpr int kHalves = kTileRows / kLanes;  // vectors that hold a tile'
 inline constexpr int kRowBlock = 64;                // rows of x between two visits to the epilogue: 8 KB of sums
 
 // Slots of scratch memory.
-enum ScratchSlot { kActivations, kQuantized, kScales, kRowBuffer };
+enum ScratchSlot { kActivations, kQuantized, kScales, kRowBuffer, kActiveExperts };
 
 // Rows of x after the prologue, fp32, padded with zeros to a multiple of kLanes and then by a cache line, so that rows
 // of a power of two do not share a set of the cache.
@@ -31,7 +33,7 @@ struct FloatRows {
 
 inline void load_row(const GemmParams& p, int64_t row, float* out) {
   dispatch(p.dtype, [&]<class T>(T) {
-    const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
+    const T* x = static_cast<const T*>(p.x) + p.expert_rows.x_row(row) * p.x_stride;
     if (p.norm_weight.data == nullptr) {
       for_each_vector(p.k, [&](int64_t i, int64_t lanes) { store_lanes(out + i, load_lanes(x + i, lanes), lanes); });
       return;
@@ -73,11 +75,34 @@ void epilogue(const GemmParams& p, int64_t unit, int64_t row0, int rows, const f
     }
     for (int row = 0; row < rows; ++row) {
       const float* sum = sums + row * sums_stride + i;
-      const int64_t offset = (row0 + row) * width + column0 + i;
+      const int64_t offset = p.expert_rows.out_row(row0 + row) * width + column0 + i;
       f32v value = load(sum) + bias;
       if (gated) value = activate(p.activation, value) * (load(sum + kTileRows) + up_bias);
       if (p.residual != nullptr) value += load_lanes(static_cast<const T*>(p.residual) + offset, lanes);
       store_lanes(static_cast<T*>(p.out) + offset, value, lanes);
+    }
+  });
+}
+
+// Calls fn(expert, unit, begin, end) for all units of all experts, with their rows begin .. end - 1: for the experts
+// that have any, so that threads share out evenly what there is to do.
+template <class Fn>
+void for_each_unit(const GemmParams& p, int64_t units, const Fn& fn) {
+  const ExpertRows& rows = p.expert_rows;
+  if (rows.start == nullptr) {
+    return parallel_for(units, [&](int64_t begin, int64_t end) {
+      for (int64_t unit = begin; unit < end; ++unit) fn(0, unit, 0, p.m);
+    });
+  }
+  auto* active = scratch_array<int32_t>(kActiveExperts, rows.experts);
+  int64_t count = 0;
+  for (int32_t expert = 0; expert < rows.experts; ++expert) {
+    if (rows.start[expert] < rows.start[expert + 1]) active[count++] = expert;
+  }
+  parallel_for(count * units, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int32_t expert = active[i / units];
+      fn(expert, i % units, rows.start[expert], rows.start[expert + 1]);
     }
   });
 }
@@ -89,26 +114,24 @@ void run_gemm(const GemmParams& p, const Kernel& kernel) {
   const int tiles_per_unit = p.activation != Activation::kNone ? 2 : 1;
   const int stride = tiles_per_unit * kTileRows;
   const int64_t tiles = (p.n + kTileRows - 1) / kTileRows;
-  parallel_for(tiles / tiles_per_unit, [&](int64_t begin, int64_t end) {
+  for_each_unit(p, tiles / tiles_per_unit, [&](int64_t expert, int64_t unit, int64_t begin, int64_t end) {
     alignas(64) float sums[kRowBlock * 2 * kTileRows];
-    for (int64_t unit = begin; unit < end; ++unit) {
-      for (int64_t row0 = 0; row0 < p.m; row0 += kRowBlock) {
-        const int rows = static_cast<int>(std::min<int64_t>(kRowBlock, p.m - row0));
-        for (int i = 0; i < tiles_per_unit; ++i) {
-          const int64_t tile = unit * tiles_per_unit + i;
-          int row = 0;
-          const auto step = [&]<int kRows>() {
-            for (; row + kRows <= rows; row += kRows) {
-              kernel.template tile<kRows>(tile, row0 + row, sums + row * stride + i * kTileRows, stride);
-            }
-          };
-          if constexpr (Kernel::kMaxRows >= 8) step.template operator()<8>();
-          step.template operator()<4>();
-          step.template operator()<2>();
-          step.template operator()<1>();
-        }
-        dispatch(p.dtype, [&]<class T>(T) { epilogue<T>(p, unit, row0, rows, sums); });
+    for (int64_t row0 = begin; row0 < end; row0 += kRowBlock) {
+      const int rows = static_cast<int>(std::min<int64_t>(kRowBlock, end - row0));
+      for (int i = 0; i < tiles_per_unit; ++i) {
+        const int64_t tile = expert * tiles + unit * tiles_per_unit + i;
+        int row = 0;
+        const auto step = [&]<int kRows>() {
+          for (; row + kRows <= rows; row += kRows) {
+            kernel.template tile<kRows>(tile, row0 + row, sums + row * stride + i * kTileRows, stride);
+          }
+        };
+        if constexpr (Kernel::kMaxRows >= 8) step.template operator()<8>();
+        step.template operator()<4>();
+        step.template operator()<2>();
+        step.template operator()<1>();
       }
+      dispatch(p.dtype, [&]<class T>(T) { epilogue<T>(p, unit, row0, rows, sums); });
     }
   });
 }

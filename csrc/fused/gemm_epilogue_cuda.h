@@ -8,6 +8,7 @@
 #include "common/cuda/ptx.h"
 #include "common/cuda/reduce.h"
 #include "common/cuda/vector_io.h"
+#include "experts/expert_tiles.h"
 #include "fused/gemm.h"
 #include "fused/gemm_plan.h"
 
@@ -55,11 +56,11 @@ __host__ __device__ inline int* gemm_counters(const GemmParams& p) {
   return reinterpret_cast<int*>(static_cast<float*>(p.workspace) + int64_t{2} * p.plan.workers * p.plan.slot_floats);
 }
 
-template <class T, int kTokens, int kWarpsRows, int kWarpsTokens, int kWarpsInputs>
+template <class T, int kTokens, int kWarpsRows, int kWarpsTokens, int kWarpsInputs, bool kGrouped>
 struct GemmEpilogue {
   static constexpr int kThreads = kWarpsRows * kWarpsTokens * kWarpsInputs * kWarpSize;
   static constexpr int kRowTiles = kGemmRows / kTileRows / kWarpsRows, kTokenTiles = kTokens / 8 / kWarpsTokens;
-  static constexpr bool kNorm = kTokens <= kMostNormTokens;
+  static constexpr bool kNorm = kTokens <= kMostNormTokens && !kGrouped;
   static constexpr int kWidth = 8;  // sums that a thread takes at a time
 
   // A lane's: mma's d for each row tile and eight tokens; of the squares of token g its own inputs.
@@ -75,6 +76,8 @@ struct GemmEpilogue {
   const int thread, lane, warp_rows, warp_tokens, warp_inputs;
   int first_chunk = 0;  // of the unit, in the line of all chunks
   int first_worker = 0, pieces = 1;
+  int token_tiles = 0;  // these two with a stack of experts alone
+  ExpertTile expert_tile{};
 
   __device__ GemmEpilogue(const GemmParams& params, int unit, float* shared)
       : p(params),
@@ -86,7 +89,11 @@ struct GemmEpilogue {
         warp_rows(thread / kWarpSize % kWarpsRows),
         warp_tokens(thread / kWarpSize / kWarpsRows % kWarpsTokens),
         warp_inputs(thread / kWarpSize / kWarpsRows / kWarpsTokens) {
-    if (p.plan.worker_chunks == 0) return;
+    if constexpr (kGrouped) {
+      token_tiles = expert_tiles(p)->expert;
+      expert_tile = expert_tiles(p)[1 + unit % token_tiles];
+    }
+    if (kGrouped || p.plan.worker_chunks == 0) return;
     first_chunk = unit * p.plan.chunks;
     first_worker = first_chunk / p.plan.worker_chunks;
     pieces = (first_chunk + p.plan.chunks - 1) / p.plan.worker_chunks - first_worker + 1;
@@ -97,7 +104,7 @@ struct GemmEpilogue {
     // Once from shared memory to the output or this worker's slot; the last to arrive goes from the slots to the
     // output.
     for (bool gather = false;; gather = true) {
-      const bool keep = pieces > 1 && !gather;
+      const bool keep = !kGrouped && pieces > 1 && !gather;
       const int vectors = kGemmRows / kWidth / (gated() && !keep ? 2 : 1);
 #pragma unroll 1
       for (int slice = 0; slice < kTokenTiles; ++slice) {
@@ -106,7 +113,7 @@ struct GemmEpilogue {
         for (int i = thread; i < kSliceTokens * vectors; i += kThreads) {
           const int slice_token = i / vectors, vector = i % vectors;
           const int token = (slice_token / 8 * kTokenTiles + slice) * 8 + slice_token % 8;
-          if (first_token() + token >= p.m) continue;
+          if (first_token() + token >= end_token()) continue;
           if (keep) {
             keep_sums(slice_token, token, vector);
           } else {
@@ -139,10 +146,16 @@ struct GemmEpilogue {
   };
 
   __device__ int64_t first_row() const {
-    return static_cast<int64_t>(unit / p.plan.token_tiles) * kGemmRows;
+    return static_cast<int64_t>(unit / (kGrouped ? token_tiles : p.plan.token_tiles)) * kGemmRows;
   }
   __device__ int64_t first_token() const {
-    return static_cast<int64_t>(unit % p.plan.token_tiles) * kTokens;
+    return kGrouped ? expert_tile.begin : static_cast<int64_t>(unit % p.plan.token_tiles) * kTokens;
+  }
+  __device__ int64_t end_token() const {
+    return kGrouped ? expert_tile.end : p.m;
+  }
+  __device__ int64_t out_row(int token) const {
+    return kGrouped ? p.expert_rows.out_row(first_token() + token) : first_token() + token;
   }
   __device__ bool gated() const {
     return p.activation != Activation::kNone;
@@ -252,7 +265,7 @@ struct GemmEpilogue {
     const int64_t width = gated() ? p.n / 2 : p.n;
     const int64_t column = first_row() / (gated() ? 2 : 1) + vector * kWidth;
     if (column >= width) return;
-    const int64_t offset = (first_token() + token) * width + column;
+    const int64_t offset = out_row(token) * width + column;
     const T* residual = p.residual != nullptr ? static_cast<const T*>(p.residual) + offset : nullptr;
     T* out = static_cast<T*>(p.out) + offset;
     const auto aligned = [](const T* at) { return reinterpret_cast<uintptr_t>(at) % 16 == 0; };

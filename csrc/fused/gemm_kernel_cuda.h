@@ -9,57 +9,71 @@
 //                    with a matrix of ones.
 //   more             the fragments become scale * q + min in 16 bits: the scale and the weight are each rounded once.
 //
+// With a stack of experts (ExpertRows) the tiles of tokens are those of one expert each, and their rows are gathered on
+// the way in and scattered on the way out.
+//
 // With a norm and few tokens, x * norm_weight is rounded to 16 bits on its way into the fragments, its squares are
 // added up beside, and the sums are divided by the root mean square at the end.
 #pragma once
 
 #include "common/cuda/launch.h"
+#include "experts/expert_tiles.h"
 #include "fused/gemm_epilogue_cuda.h"
 #include "fused/gemm_weights_cuda.h"
 
 namespace fastinfer::cuda {
 
-// A worker's place in the line of units and chunks.
+// A worker's place in the line of units and chunks. With a stack of experts the token tiles are those of a list.
+template <bool kGrouped>
 struct GemmPosition {
   int unit, chunk, row_unit, token_tile;
+  ExpertTile expert_tile{};
 
-  __device__ explicit GemmPosition(const GemmPlan& plan) : unit(blockIdx.x), chunk(0) {
-    if (plan.worker_chunks > 0) {
-      const int first = blockIdx.x * plan.worker_chunks;
-      unit = first / plan.chunks;
-      chunk = first % plan.chunks;
+  __device__ explicit GemmPosition(const GemmParams& p) : unit(blockIdx.x), chunk(0) {
+    if (!kGrouped && p.plan.worker_chunks > 0) {
+      const int first = blockIdx.x * p.plan.worker_chunks;
+      unit = first / p.plan.chunks;
+      chunk = first % p.plan.chunks;
     }
-    locate(plan);
+    locate(p);
   }
 
-  __device__ void advance(const GemmPlan& plan) {
-    if (++chunk < plan.chunks) return;
+  __device__ void advance(const GemmParams& p) {
+    if (++chunk < p.plan.chunks) return;
     chunk = 0;
-    unit += plan.worker_chunks > 0 ? 1 : plan.workers;
-    locate(plan);
+    unit += !kGrouped && p.plan.worker_chunks > 0 ? 1 : p.plan.workers;
+    locate(p);
   }
 
  private:
-  __device__ void locate(const GemmPlan& plan) {
-    row_unit = unit / plan.token_tiles;
-    token_tile = unit % plan.token_tiles;
+  __device__ void locate(const GemmParams& p) {
+    const int token_tiles = kGrouped ? expert_tiles(p)->expert : p.plan.token_tiles;
+    row_unit = unit / token_tiles;
+    token_tile = unit % token_tiles;
+    if constexpr (kGrouped) expert_tile = expert_tiles(p)[1 + token_tile];
   }
 };
 
 // Chunks of this worker.
-__device__ inline int worker_chunks(const GemmPlan& plan) {
+template <bool kGrouped>
+__device__ int worker_chunks(const GemmParams& p) {
+  const GemmPlan& plan = p.plan;
   const int worker = blockIdx.x;
+  if constexpr (kGrouped) {
+    const int units = plan.units / plan.token_tiles * expert_tiles(p)->expert;  // the plan's are the most there can be
+    return worker < units ? ((units - worker - 1) / plan.workers + 1) * plan.chunks : 0;
+  }
   if (plan.worker_chunks == 0) return ((plan.units - worker - 1) / plan.workers + 1) * plan.chunks;
   return min(plan.worker_chunks, plan.units * plan.chunks - worker * plan.worker_chunks);
 }
 
-template <class Weight, class T, int kTokens>
+template <class Weight, class T, int kTokens, bool kGrouped>
 struct GemmKernel {
   using Params = typename Weight::Params;
   static constexpr GemmTile kTile = gemm_tile(Weight::kFormat, kTokens);
   static constexpr bool kDense = Weight::kFormat == WeightFormat::kDense;
   static constexpr bool kExact = kTokens <= kMostExactTokens;
-  static constexpr bool kNorm = kTokens <= kMostNormTokens;
+  static constexpr bool kNorm = kTokens <= kMostNormTokens && !kGrouped;
   static constexpr int kThreads = kTile.threads(), kStages = kTile.stages;
   static constexpr int kResident = gemm_resident(Weight::kFormat, kTokens);
   static constexpr int kChunk = kTile.chunk, kBlocks = kTile.blocks();
@@ -70,7 +84,8 @@ struct GemmKernel {
   static constexpr int kRowBytes = shared_row_bytes(kChunk);
   static constexpr GemmStage kStage = gemm_stage(Weight::kFormat, kTokens, kChunk);
   static constexpr int kX = kStage.x, kNormWeights = kStage.norm, kScales = kStage.scales;  // places in a stage
-  using Epilogue = GemmEpilogue<T, kTokens, kWarpsRows, kWarpsTokens, kWarpsInputs>;
+  using Epilogue = GemmEpilogue<T, kTokens, kWarpsRows, kWarpsTokens, kWarpsInputs, kGrouped>;
+  using Position = GemmPosition<kGrouped>;
 
   const Params& p;
   const Weight weight;
@@ -108,19 +123,20 @@ struct GemmKernel {
   }
 
   // Scales or mins of the chunk's groups: a run of memory for each row tile, which a warp copies.
-  __device__ void load_scales(unsigned char* to, const void* from, int row_unit, int chunk) const
+  __device__ void load_scales(unsigned char* to, const void* from, const Position& at) const
     requires(!kDense)
   {
     const int size = p.weight.scale_dtype == DType::kFloat16 ? 2 : 4;  // 16 scales are `size` pieces of 16 bytes
     const int pieces = p.plan.chunk_groups * size, row_pieces = p.weight.groups * size;
     const int thread = opaque(threadIdx.x), lane = thread % kWarpSize;
-    const int piece = group_of(chunk * kBlocks) * size + lane;
+    const int piece = group_of(at.chunk * kBlocks) * size + lane;
     const int tiles = (static_cast<int>(p.n) + kTileRows - 1) / kTileRows;
     if (lane >= pieces) return;
     for (int i = thread / kWarpSize; i < kGemmRowTiles; i += kThreads / kWarpSize) {
-      const int row_tile = row_unit * kGemmRowTiles + i;
+      const int row_tile = at.row_unit * kGemmRowTiles + i;
       const bool valid = row_tile < tiles && piece < row_pieces;
-      const int64_t offset = valid ? (static_cast<int64_t>(row_tile) * row_pieces + piece) * 16 : 0;
+      const int64_t offset =
+          valid ? ((int64_t{at.expert_tile.expert} * tiles + row_tile) * row_pieces + piece) * 16 : 0;
       cp_async(to + (i * pieces + lane) * 16, static_cast<const unsigned char*>(from) + offset, valid);
     }
   }
@@ -129,11 +145,11 @@ struct GemmKernel {
     return scales + p.plan.chunk_groups * kScaleBytes;
   }
 
-  __device__ void load_weight(unsigned char* stage, const GemmPosition& at) const {
-    Weight::template load<kChunk, kThreads>(stage, p, at.row_unit, at.chunk);
+  __device__ void load_weight(unsigned char* stage, const Position& at) const {
+    Weight::template load<kChunk, kThreads>(stage, p, at.expert_tile.expert, at.row_unit, at.chunk);
     if constexpr (!kDense) {
-      load_scales(stage + kScales, p.weight.scales, at.row_unit, at.chunk);
-      if (p.weight.mins != nullptr) load_scales(mins_of(stage + kScales), p.weight.mins, at.row_unit, at.chunk);
+      load_scales(stage + kScales, p.weight.scales, at);
+      if (p.weight.mins != nullptr) load_scales(mins_of(stage + kScales), p.weight.mins, at);
     }
     if (has_norm()) {
       const int size = p.norm_weight.dtype == DType::kFloat32 ? 4 : 2;
@@ -141,11 +157,12 @@ struct GemmKernel {
     }
   }
 
-  __device__ void load_x(unsigned char* stage, const GemmPosition& at) const {
+  __device__ void load_x(unsigned char* stage, const Position& at) const {
     constexpr int kPieces = kChunk / 8, kStep = kThreads / kPieces;
     const int thread = opaque(threadIdx.x), row = thread / kPieces, piece = thread % kPieces;
-    const int token = at.token_tile * kTokens + row, input = at.chunk * kChunk + piece * 8;
-    const int m = static_cast<int>(p.m), k = static_cast<int>(p.k);
+    const int first = kGrouped ? at.expert_tile.begin : at.token_tile * kTokens;
+    const int token = first + row, input = at.chunk * kChunk + piece * 8;
+    const int m = kGrouped ? at.expert_tile.end : static_cast<int>(p.m), k = static_cast<int>(p.k);
     const T* x = static_cast<const T*>(p.x);
     const T* from = x + token * p.x_stride + input;
     unsigned char* to = stage + kX + row * kRowBytes + piece * 16;
@@ -153,6 +170,9 @@ struct GemmKernel {
     for (int i = 0; i < kTokens; i += kStep, from += kStep * p.x_stride, to += kStep * kRowBytes) {
       if (kStep > kTokens && row >= kTokens) break;
       const bool valid = token + i < m && input < k;
+      if constexpr (kGrouped) {
+        if (valid) from = x + p.expert_rows.x_row(token + i) * p.x_stride + input;
+      }
       cp_async(to, valid ? from : x, valid);
     }
   }
@@ -276,15 +296,15 @@ struct GemmKernel {
     unsigned char* shared = dynamic_shared();
     const auto stage = [&](int i) { return shared + i % kStages * p.plan.stage_bytes; };
     constexpr int kAhead = kStages - 1;
-    const int count = worker_chunks(p.plan);
+    const int count = worker_chunks<kGrouped>(p);
 
-    GemmPosition here(p.plan), ahead = here;
+    Position here(p), ahead = here;
 #pragma unroll 1
     for (int i = 0; i < kAhead; ++i) {
       if (i < count) {
         load_weight(stage(i), ahead);
         load_x(stage(i), ahead);
-        ahead.advance(p.plan);
+        ahead.advance(p);
       }
       cp_async_commit();
     }
@@ -295,7 +315,7 @@ struct GemmKernel {
       if (i + kAhead < count) {
         load_weight(stage(i + kAhead), ahead);
         load_x(stage(i + kAhead), ahead);
-        ahead.advance(p.plan);
+        ahead.advance(p);
       }
       cp_async_commit();
       multiply(stage(i), here.chunk);
@@ -303,7 +323,7 @@ struct GemmKernel {
         Epilogue(p, here.unit, reinterpret_cast<float*>(shared + kStages * p.plan.stage_bytes)).store(sums);
         sums = {};
       }
-      here.advance(p.plan);
+      here.advance(p);
     }
   }
 };
@@ -326,20 +346,30 @@ static __global__ void zero_counters_kernel(int* counters, int count) {
 template <template <class> class Weight>
 void launch_gemm(const char* name, const typename Weight<__half>::Params& p, void* stream) {
   const GemmPlan& plan = p.plan;
-  if (plan.workspace_bytes > 0) {
+  const bool grouped = p.expert_rows.start != nullptr;
+  if (grouped) {
+    list_expert_tiles(p, stream);
+  } else if (plan.workspace_bytes > 0) {
     const LaunchConfig config{.grid = (plan.units + 255) / 256, .block = 256, .dependent = true};
     launch("zero_counters", zero_counters_kernel, config, stream, gemm_counters(p), plan.units);
   }
   const auto run = [&]<class T>(T) {
-    const auto run_tile = [&]<int kTokens>() {
-      launch(name, gemm_kernel<GemmKernel<Weight<T>, T, kTokens>>, plan.launch, stream, p);
+    const auto run_tile = [&]<int kTokens, bool kGrouped>() {
+      launch(name, gemm_kernel<GemmKernel<Weight<T>, T, kTokens, kGrouped>>, plan.launch, stream, p);
     };
+    if (grouped) {
+      switch (plan.tile.tokens) {
+        case 8: return run_tile.template operator()<8, true>();
+        case 32: return run_tile.template operator()<32, true>();
+        default: return run_tile.template operator()<128, true>();
+      }
+    }
     switch (plan.tile.tokens) {
-      case 8: return run_tile.template operator()<8>();
-      case 16: return run_tile.template operator()<16>();
-      case 32: return run_tile.template operator()<32>();
-      case 64: return run_tile.template operator()<64>();
-      default: return run_tile.template operator()<128>();
+      case 8: return run_tile.template operator()<8, false>();
+      case 16: return run_tile.template operator()<16, false>();
+      case 32: return run_tile.template operator()<32, false>();
+      case 64: return run_tile.template operator()<64, false>();
+      default: return run_tile.template operator()<128, false>();
     }
   };
   p.dtype == DType::kFloat16 ? run(__half{}) : run(__nv_bfloat16{});

@@ -96,6 +96,11 @@ constexpr GemmTile gemm_tile(WeightFormat format, int tokens) {
   return tile;
 }
 
+// Rows of an expert that make a tile of tokens. Of a list the first one's `expert` is the number of those that follow.
+struct alignas(16) ExpertTile {
+  int expert, begin, end;
+};
+
 struct GemmPlan {
   GemmTile tile{};
   int chunk_groups = 0;  // groups of scales that a stage holds
@@ -110,8 +115,27 @@ struct GemmPlan {
   LaunchConfig launch{};
 };
 
-inline GemmPlan gemm_plan(WeightFormat format, int64_t m, int64_t n, int64_t k, int64_t group, const Device& device) {
-  const int tokens = m <= 8 ? 8 : m <= 16 ? 16 : m <= 32 ? 32 : m <= 64 ? 64 : 128;
+constexpr int gemm_tokens(int64_t m) {
+  return m <= 8 ? 8 : m <= 16 ? 16 : m <= 32 ? 32 : m <= 64 ? 64 : 128;
+}
+
+// How many rows an expert gets is known on the GPU alone: the tile is chosen for an even share, and a kernel makes the
+// list of the tiles that there are, in the workspace. One kernel for few, one for some, one for many.
+constexpr int grouped_tokens(int64_t m, int64_t experts) {
+  const int64_t share = (m + experts - 1) / experts;
+  return share <= 8 ? 8 : share <= 32 ? 32 : 128;
+}
+
+// At most: every expert that has rows may have one tile that is not full.
+constexpr int64_t most_expert_tiles(int64_t m, int64_t experts, int tokens) {
+  const int64_t active = std::min(m, experts);
+  return active + (m - active) / tokens;
+}
+
+// `experts`: 0 for one weight, else the weight is a stack of so many slices.
+inline GemmPlan gemm_plan(WeightFormat format, int64_t m, int64_t n, int64_t k, int64_t group, const Device& device,
+                          int64_t experts = 0) {
+  const int tokens = experts > 0 ? grouped_tokens(m, experts) : gemm_tokens(m);
   GemmPlan plan;
   const GemmTile tile = plan.tile = gemm_tile(format, tokens);
   if (format != WeightFormat::kDense) {  // a chunk that starts within a group touches one more
@@ -124,7 +148,7 @@ inline GemmPlan gemm_plan(WeightFormat format, int64_t m, int64_t n, int64_t k, 
   const auto shared = static_cast<size_t>(tile.stages * plan.stage_bytes + gemm_sums_bytes(tile));
 
   const auto up = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
-  plan.token_tiles = static_cast<int>(up(m, tokens));
+  plan.token_tiles = static_cast<int>(experts > 0 ? most_expert_tiles(m, experts, tokens) : up(m, tokens));
   plan.units = static_cast<int>(up(n, kGemmRows)) * plan.token_tiles;
   plan.chunks = static_cast<int>(up(k, tile.chunk));
   plan.launch = {.grid = 0, .block = tile.threads(), .shared_bytes = shared, .dependent = true};
@@ -133,7 +157,7 @@ inline GemmPlan gemm_plan(WeightFormat format, int64_t m, int64_t n, int64_t k, 
   // Of a multiprocessor's shared memory 1 KB a block is the system's.
   const int64_t resident = device.shared_bytes + 1024 >= 2 * (shared + 1024) ? gemm_resident(format, tokens) : 1;
   const int64_t slots = device.multiprocessors * resident, units = plan.units;
-  const bool whole = units * 10 >= up(units, slots) * slots * 9;
+  const bool whole = experts > 0 || units * 10 >= up(units, slots) * slots * 9;
   if (whole) {
     plan.workers = static_cast<int>(std::min(units, slots));
   } else {
@@ -146,6 +170,7 @@ inline GemmPlan gemm_plan(WeightFormat format, int64_t m, int64_t n, int64_t k, 
     plan.slot_floats = tokens * (kGemmRows + 1);
     plan.workspace_bytes = static_cast<size_t>(int64_t{2} * plan.workers * plan.slot_floats + units) * 4;
   }
+  if (experts > 0) plan.workspace_bytes = (1 + plan.token_tiles) * sizeof(ExpertTile);
   plan.launch.grid = plan.workers;
   return plan;
 }

@@ -30,15 +30,15 @@ struct DenseWeight {
 
   __device__ explicit DenseWeight(const Params& /*p*/) {}
 
-  // 128 rows of a chunk, by all threads; zeros past the weight's end.
+  // 128 rows of a chunk of an expert's slice, by all threads; zeros past its end.
   template <int kChunk, int kThreads>
-  __device__ static void load(unsigned char* stage, const Params& p, int row_unit, int chunk) {
+  __device__ static void load(unsigned char* stage, const Params& p, int expert, int row_unit, int chunk) {
     constexpr int kPieces = kChunk / 8, kRowBytes = shared_row_bytes(kChunk), kRows = kThreads / kPieces;
     const int thread = opaque(threadIdx.x), row = thread / kPieces, piece = thread % kPieces;
     const int first_row = row_unit * kGemmRows + row, input = chunk * kChunk + piece * 8;
     const int n = static_cast<int>(p.n), k = static_cast<int>(p.k);
     const T* from = static_cast<const T*>(p.weight);
-    const T* at = from + static_cast<int64_t>(first_row) * k + input;
+    const T* at = from + (static_cast<int64_t>(expert) * n + first_row) * k + input;
     unsigned char* to = stage + row * kRowBytes + piece * 16;
     for (int i = 0; i < kGemmRows; i += kRows, at += kRows * p.k, to += kRows * kRowBytes) {
       const bool valid = first_row + i < n && input < k;
@@ -74,14 +74,15 @@ struct PackedWeight {
 
   // The blocks of a chunk lie together, row tile by row tile.
   template <int kChunk, int kThreads>
-  __device__ static void load(unsigned char* stage, const Params& p, int row_unit, int chunk) {
+  __device__ static void load(unsigned char* stage, const Params& p, int expert, int row_unit, int chunk) {
     constexpr int kBlocks = kChunk / kBlockInputs, kPieces = kBlocks * kBlockBytes / 16, kTiles = kThreads / kPieces;
     const int thread = opaque(threadIdx.x), tile = thread / kPieces, byte = thread % kPieces * 16;
     const int tiles = (static_cast<int>(p.n) + kTileRows - 1) / kTileRows,
               blocks = static_cast<int>(p.k) / kBlockInputs;
     const int first_tile = row_unit * kGemmRowTiles + tile, first_block = chunk * kBlocks;
     const auto* from = static_cast<const unsigned char*>(p.weight.q);
-    const unsigned char* at = from + (static_cast<int64_t>(first_tile) * blocks + first_block) * kBlockBytes + byte;
+    const unsigned char* at =
+        from + ((static_cast<int64_t>(expert) * tiles + first_tile) * blocks + first_block) * kBlockBytes + byte;
     const bool inside = first_block + byte / kBlockBytes < blocks;
     const int64_t step = static_cast<int64_t>(blocks) * (kTiles * kBlockBytes);
     unsigned char* to = stage + thread * 16;

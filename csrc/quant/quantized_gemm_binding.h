@@ -16,13 +16,10 @@ Tensor quantized_gemm(const Tensor& x, const Tensor& qweight, const Tensor& scal
   Tensor out;
   const GemmArgs args{x, bias, norm_weight, eps, activation, residual};
   const GemmParams common = gemm_params(check, args, out_features, qweight.size(1) * kBlockInputs, out);
-  check.require(activation_bits == 8 || activation_bits == 16 || activation_bits == 32,
-                "activation_bits must be 8, 16 or 32, got ", activation_bits);
+  check_activation_bits(check, x, activation_bits);
   QuantizedGemmParams params{common, weight, static_cast<int>(activation_bits)};
   GemmScratch scratch;
   if (gpu_of(x) != nullptr) {
-    check.require(activation_bits == 32, "activation_bits must be 32 on a GPU, which takes x as it is, got ",
-                  activation_bits);
     check_quantized_aligned(check, qweight, scales, mins);
     constexpr auto kFormat = kBits == 4 ? cuda::WeightFormat::kInt4 : cuda::WeightFormat::kInt8;
     prepare_gpu(check, args, kFormat, weight.group_blocks * kBlockInputs, params, scratch);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/binding.h"
+#include "common/device.h"
 #include "fused/gemm_binding.h"
 
 namespace fastinfer {
@@ -40,6 +41,20 @@ inline QuantizedWeight quantized_weight(const Checks& check, const Tensor& qweig
       .groups = static_cast<int>(groups),
       .group_reciprocal = ((uint64_t{1} << 32) + blocks / groups - 1) / (blocks / groups),
   };
+}
+
+inline void check_activation_bits(const Checks& check, const Tensor& x, int64_t bits) {
+  check.require(bits == 8 || bits == 16 || bits == 32, "activation_bits must be 8, 16 or 32, got ", bits);
+  check.require(bits == 32 || gpu_of(x) == nullptr, "activation_bits must be 32 on a GPU, which takes x as it is, got ",
+                bits);
+}
+
+// The 16 numbers of a table weight.
+inline const float* table_entries(const Checks& check, const Tensor& table) {
+  check.shape(table, "table", {16});
+  check.dtype(table, "table", ScalarType::Float);
+  check.contiguous(table, "table");
+  return static_cast<const float*>(table.data_ptr());
 }
 
 inline void check_quantized_aligned(const Checks& check, const Tensor& qweight, const Tensor& scales,

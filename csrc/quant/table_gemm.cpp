@@ -5,20 +5,16 @@
 namespace fastinfer {
 namespace {
 
-constexpr int kTableEntries = 16;
-
 Tensor table_gemm(const Tensor& x, const Tensor& qweight, const Tensor& scales, const Tensor& table,
                   int64_t out_features, std::optional<Tensor> bias, std::optional<Tensor> norm_weight, double eps,
                   std::optional<std::string> activation, std::optional<Tensor> residual) {
   const Checks check("table_gemm", x);
   const QuantizedWeight weight = quantized_weight(check, qweight, scales, std::nullopt, out_features, 4);
-  check.shape(table, "table", {kTableEntries});
-  check.dtype(table, "table", ScalarType::Float);
-  check.contiguous(table, "table");
+  const float* entries = table_entries(check, table);
   Tensor out;
   const GemmArgs args{x, bias, norm_weight, eps, activation, residual};
   const GemmParams common = gemm_params(check, args, out_features, qweight.size(1) * kBlockInputs, out);
-  TableGemmParams params{{common, weight, 32}, static_cast<const float*>(table.data_ptr())};
+  TableGemmParams params{{common, weight, 32}, entries};
   GemmScratch scratch;
   if (gpu_of(x) != nullptr) {
     check_quantized_aligned(check, qweight, scales, std::nullopt);

@@ -12,6 +12,15 @@ from fastinfer.ops import _fakes  # noqa: F401  (registers the shape functions f
 from fastinfer.ops.activation import gelu_and_mul, silu_and_mul
 from fastinfer.ops.attention import merge_attention_states, paged_attention, paged_attention_plan, store_kv_cache
 from fastinfer.ops.embedding import embedding
+from fastinfer.ops.experts import (
+    Routing,
+    combine_experts,
+    grouped_gemm,
+    grouped_int4_gemm,
+    grouped_int8_gemm,
+    grouped_table_gemm,
+    route_experts,
+)
 from fastinfer.ops.gemm import gemm, int4_gemm, int8_gemm, table_gemm
 from fastinfer.ops.graph import CPUGraph, GraphCaptureError, GraphMemory
 from fastinfer.ops.lora import add_lora
@@ -27,13 +36,19 @@ __all__ = [
     "GraphCaptureError",
     "GraphMemory",
     "RopeScaling",
+    "Routing",
     "Sampled",
     "add_lora",
     "add_rms_norm",
+    "combine_experts",
     "cos_sin_cache",
     "embedding",
     "gelu_and_mul",
     "gemm",
+    "grouped_gemm",
+    "grouped_int4_gemm",
+    "grouped_int8_gemm",
+    "grouped_table_gemm",
     "int4_dequantize",
     "int4_gemm",
     "int4_pack",
@@ -49,6 +64,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_quantize",
     "rotary_embedding",
+    "route_experts",
     "sample",
     "silu_and_mul",
     "store_kv_cache",

@@ -100,6 +100,43 @@ def _(  # type: ignore[no-untyped-def]
     return _gemm_out(x, out_features, activation)
 
 
+@register_fake("fastinfer::route_experts")
+def _(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tokens, experts = logits.shape
+    weights = logits.new_empty([tokens, top_k], dtype=torch.float32)
+    ids, row_ids, start = (
+        logits.new_empty(shape, dtype=torch.int32) for shape in ([tokens, top_k], [tokens * top_k], [experts + 1])
+    )
+    return weights, ids, row_ids, start
+
+
+def _grouped_out(x: Tensor, out_features: int, row_ids: Tensor, activation: str | None) -> Tensor:
+    return x.new_empty([row_ids.shape[0], out_features // 2 if activation else out_features])
+
+
+@register_fake("fastinfer::grouped_gemm")
+def _(x: Tensor, weight: Tensor, row_ids: Tensor, expert_start: Tensor, activation: str | None) -> Tensor:
+    return _grouped_out(x, weight.shape[1], row_ids, activation)
+
+
+@register_fake("fastinfer::grouped_int8_gemm")
+@register_fake("fastinfer::grouped_int4_gemm")
+def _(  # type: ignore[no-untyped-def]
+    x, qweight, scales, mins, out_features, row_ids, expert_start, activation, activation_bits
+) -> Tensor:
+    return _grouped_out(x, out_features, row_ids, activation)
+
+
+@register_fake("fastinfer::grouped_table_gemm")
+def _(x, qweight, scales, table, out_features, row_ids, expert_start, activation) -> Tensor:  # type: ignore[no-untyped-def]
+    return _grouped_out(x, out_features, row_ids, activation)
+
+
+@register_fake("fastinfer::combine_experts")
+def _(x: Tensor, expert_weights: Tensor, residual: Tensor | None) -> Tensor:
+    return x.new_empty([expert_weights.shape[0], x.shape[1]])
+
+
 @register_fake("fastinfer::w8a8_gemm")
 def _(x, x_scales, qweight, scales, out_features, bias, activation, residual, dtype) -> Tensor:  # type: ignore[no-untyped-def]
     return x.new_empty([x.shape[0], out_features // 2 if activation else out_features], dtype=dtype)

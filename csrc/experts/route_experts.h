@@ -1,0 +1,56 @@
+// Which experts of a mixture compute a token, with which weights, and the rows that each of them gets.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "common/dtype.h"
+
+namespace fastinfer {
+
+inline constexpr int64_t kMostExperts = 1024;
+inline constexpr int64_t kMostTopK = 32;
+
+struct RouteExpertsParams {
+  const void* logits;     // [tokens, experts], rows logits_stride elements apart
+  float* expert_weights;  // [tokens, top_k]
+  int32_t* expert_ids;    // [tokens, top_k]
+  int32_t* row_ids;       // [tokens top_k]: row token * top_k + i stands behind the rows of smaller experts
+  int32_t* expert_start;  // [experts + 1]: where an expert's rows begin in row_ids
+  int64_t tokens;
+  int64_t logits_stride;
+  int experts;
+  int top_k;
+  bool renormalize;
+  DType dtype;  // of logits
+};
+
+// An integer that is larger for a larger logit and, among equal ones, for a smaller index: its maximum is the next
+// expert. 0 is smaller than all. A NaN has its place too, so that an expert is always one of those that exist.
+FASTINFER_HOST_DEVICE inline uint64_t expert_key(float logit, int expert) {
+  logit += 0.0f;  // -0 is 0
+  uint32_t bits;
+  memcpy(&bits, &logit, sizeof bits);
+  const uint32_t ordered = bits >> 31 != 0 ? ~bits : bits | 0x80000000u;
+  return uint64_t{ordered} << 32 | (0xffffffffu - static_cast<uint32_t>(expert));
+}
+FASTINFER_HOST_DEVICE inline int expert_of(uint64_t key) {
+  return static_cast<int>(0xffffffffu - static_cast<uint32_t>(key));
+}
+FASTINFER_HOST_DEVICE inline float logit_of(uint64_t key) {
+  const auto ordered = static_cast<uint32_t>(key >> 32);
+  const uint32_t bits = ordered >> 31 != 0 ? ordered & 0x7fffffffu : ~ordered;
+  float logit;
+  memcpy(&logit, &bits, sizeof logit);
+  return logit;
+}
+
+namespace cpu {
+void route_experts(const RouteExpertsParams& params);
+}
+
+namespace cuda {
+void route_experts(const RouteExpertsParams& params, void* stream);
+}
+
+}  // namespace fastinfer

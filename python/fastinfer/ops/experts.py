@@ -1,0 +1,161 @@
+"""Mixtures of experts: which experts compute a token, their products, and the weighted sum.
+
+Every token has ``top_k`` *rows*, one for each of its experts: row ``token * top_k + i`` belongs to expert
+``expert_ids[token, i]``. Tensors of rows stand in this order throughout. A grouped product computes each row with its
+expert's slice of a stacked weight; only the list of work that it goes through, ``row_ids``, is sorted by expert.
+
+>>> import torch, fastinfer.ops as ops
+>>> x, residual = torch.randn(3, 64), torch.zeros(3, 64)
+>>> gate_up, down = torch.randn(4, 96, 64), torch.randn(4, 64, 48)
+>>> routing = ops.route_experts(torch.randn(3, 4), top_k=2, renormalize=True)
+>>> hidden = ops.grouped_gemm(x, gate_up, routing.row_ids, routing.expert_start, activation="silu")
+>>> rows = ops.grouped_gemm(hidden, down, routing.row_ids, routing.expert_start)
+>>> ops.combine_experts(rows, routing.expert_weights, residual).shape
+torch.Size([3, 64])
+
+All shapes follow from the arguments' shapes, and nothing is read back: calls can be recorded as a graph. On the CPU a
+token's result is bitwise the same in any batch. On a GPU it depends on the token tile that the batch's size chooses (8,
+32 or 128 tokens, for an even share of rows per expert), not on the other tokens. Not yet run on a GPU.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fastinfer.ops._library import ops
+
+
+class Routing(NamedTuple):
+    """What :func:`route_experts` decides.
+
+    Attributes:
+        expert_weights: [tokens, top_k] fp32, the largest first.
+        expert_ids: [tokens, top_k] int32.
+        row_ids: [tokens * top_k] int32, sorted by expert; rows of one expert in their order.
+        expert_start: [experts + 1] int32: expert ``e`` has ``row_ids[expert_start[e]:expert_start[e + 1]]``.
+    """
+
+    expert_weights: Tensor
+    expert_ids: Tensor
+    row_ids: Tensor
+    expert_start: Tensor
+
+
+def route_experts(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
+    """Choose the experts of each token: those of the ``top_k`` largest logits, weighted by the softmax over all.
+
+    Args:
+        logits: [tokens, experts], what the router computed; fp32, bf16 or fp16; rows may be strided. At most 1024
+            experts.
+        top_k: 1 .. 32, at most the number of experts.
+        renormalize: divide a token's weights by their sum (Mixtral, https://arxiv.org/abs/2401.04088; Qwen3-MoE where
+            its ``norm_topk_prob`` is set).
+
+    Of equal logits the expert with the smaller index is chosen. The softmax is computed in fp32; a NaN among a token's
+    logits makes all its weights NaN.
+
+    Devices: CPU, CUDA.
+    """
+    return Routing(*ops.route_experts.default(logits, top_k, renormalize))
+
+
+def grouped_gemm(
+    x: Tensor, weight: Tensor, row_ids: Tensor, expert_start: Tensor, *, activation: str | None = None
+) -> Tensor:
+    """Each row times the weight of its expert.
+
+    Args:
+        x: [tokens, in_features] of which each row is read by the ``rows / tokens`` rows of that token, without a copy;
+            or [rows, in_features]. fp32 (CPU), bf16 or fp16; rows may be strided.
+        weight: [experts, out_features, in_features]; dtypes as in :func:`fastinfer.ops.gemm`.
+        row_ids, expert_start: of :func:`route_experts`. ``rows`` is the length of ``row_ids``. On the CPU an index past
+            the rows, or a decreasing start, is an error.
+        activation: ``None``, ``"silu"``, ``"gelu_tanh"`` or ``"gelu"``: gated, with gate and up rows interleaved, see
+            :mod:`fastinfer.ops.gemm`.
+
+    Returns:
+        [rows, out_features] (``out_features / 2`` with an activation), dtype of ``x``. Accumulated in fp32. Weights of
+        experts without rows are not read.
+
+    Devices: CPU, CUDA.
+    """
+    return ops.grouped_gemm.default(x, weight, row_ids, expert_start, activation)
+
+
+def grouped_int8_gemm(
+    x: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    mins: Tensor | None,
+    out_features: int,
+    row_ids: Tensor,
+    expert_start: Tensor,
+    *,
+    activation: str | None = None,
+    activation_bits: int = 32,
+) -> Tensor:
+    """:func:`grouped_gemm` with 8-bit weights.
+
+    Args:
+        qweight: [experts, tiles, in_features / 32, 8, 16, 4]: each expert's from :func:`int8_pack`.
+        scales: [experts, tiles, groups, 16]: each expert's from :func:`pack_scales`.
+        mins: like ``scales``, or ``None``.
+        out_features, activation_bits: as in :func:`fastinfer.ops.int8_gemm`.
+        x, row_ids, expert_start, activation: as in :func:`grouped_gemm`.
+
+    Devices: CPU, CUDA.
+    """
+    return ops.grouped_int8_gemm.default(
+        x, qweight, scales, mins, out_features, row_ids, expert_start, activation, activation_bits
+    )
+
+
+def grouped_int4_gemm(
+    x: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    mins: Tensor | None,
+    out_features: int,
+    row_ids: Tensor,
+    expert_start: Tensor,
+    *,
+    activation: str | None = None,
+    activation_bits: int = 32,
+) -> Tensor:
+    """:func:`grouped_int8_gemm` with 4-bit weights: ``qweight`` is [experts, tiles, in_features / 32, 4, 16, 4], each
+    expert's from :func:`int4_pack`."""
+    return ops.grouped_int4_gemm.default(
+        x, qweight, scales, mins, out_features, row_ids, expert_start, activation, activation_bits
+    )
+
+
+def grouped_table_gemm(
+    x: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    table: Tensor,
+    out_features: int,
+    row_ids: Tensor,
+    expert_start: Tensor,
+    *,
+    activation: str | None = None,
+) -> Tensor:
+    """:func:`grouped_int4_gemm` with ``w = scale * table[q]``, one ``table`` [16] fp32 for all experts; see
+    :func:`fastinfer.ops.table_gemm`."""
+    return ops.grouped_table_gemm.default(x, qweight, scales, table, out_features, row_ids, expert_start, activation)
+
+
+def combine_experts(x: Tensor, expert_weights: Tensor, residual: Tensor | None = None) -> Tensor:
+    """The weighted sum of each token's rows, and the residual.
+
+    Args:
+        x: [tokens * top_k, hidden]: of a grouped product; fp32, bf16 or fp16; contiguous.
+        expert_weights: [tokens, top_k] fp32, contiguous.
+        residual: [tokens, hidden], dtype of ``x``, contiguous; added after the rows.
+
+    Returns:
+        [tokens, hidden], dtype of ``x``. Summed in fp32, in the order of a token's experts.
+
+    Devices: CPU, CUDA.
+    """
+    return ops.combine_experts.default(x, expert_weights, residual)
