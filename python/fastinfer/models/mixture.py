@@ -1,0 +1,38 @@
+"""The MLP of a mixture of experts, as Mixtral and Qwen3-MoE have it."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fastinfer import ops
+from fastinfer.formats.stacked_weight import StackedWeight
+from fastinfer.formats.weight import Weight
+
+
+@dataclass(frozen=True, eq=False)
+class MixtureOfExperts:
+    """``sum of weight_e * down_e(activation(gate_e x) * up_e x)`` over the experts that the router chooses for a token.
+
+    Five kernel calls, recordable as a graph: router, routing, gate/up + activation, down, weighted sum + residual.
+
+    Attributes:
+        router: [experts, hidden].
+        gate_up: [experts, 2 * intermediate, hidden], each expert's gate and up rows interleaved in runs of 16.
+        down: [experts, hidden, intermediate].
+        top_k: experts of a token.
+        renormalize: whether their weights are divided by their sum.
+        activation: of the gate, by its name in :mod:`fastinfer.ops.gemm`.
+    """
+
+    router: Weight
+    gate_up: StackedWeight
+    down: StackedWeight
+    top_k: int
+    renormalize: bool
+    activation: str
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """``residual`` [tokens, hidden] and what the experts make of ``x`` [tokens, hidden], the normalised input."""
+        routing = ops.route_experts(self.router.linear(x), self.top_k, self.renormalize)
+        hidden = self.gate_up.linear(x, routing, activation=self.activation)
+        return ops.combine_experts(self.down.linear(hidden, routing), routing.expert_weights, residual)
