@@ -36,6 +36,7 @@ BENCHES = [
     "rotary_embedding",
     "activation",
     "add_lora",
+    "grouped_gemm",
 ]
 NCU_METRICS = (
     "gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed,"
