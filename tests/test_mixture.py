@@ -14,6 +14,7 @@ from fastinfer.formats.stacked_weight import DenseStack, QuantizedStack, TableSt
 from fastinfer.formats.unpacked import Dense, Int4, Int8, Table, Unpacked
 from fastinfer.formats.weight import DenseWeight
 from fastinfer.models.mixture import MixtureOfExperts
+from fastinfer.models.norm import RMSNorm
 from fastinfer.ops.pack import TILE_ROWS
 
 HIDDEN, INTERMEDIATE = 96, 64
@@ -81,6 +82,7 @@ class Mixture:
         router = torch.randn(experts, HIDDEN)
         self.experts = [(a.dequantize(), b.dequantize()) for a, b in zip(gate_up, down, strict=True)]
         self.module = MixtureOfExperts(
+            norm=RMSNorm(torch.rand(HIDDEN) + 0.5, 1e-5),
             router=DenseWeight(router),
             gate_up=stack_weights(gate_up, activation_bits),
             down=stack_weights(down, activation_bits),
@@ -89,7 +91,8 @@ class Mixture:
             activation="silu",
         )
 
-    def loop(self, x: Tensor, residual: Tensor) -> Tensor:
+    def loop(self, residual: Tensor) -> Tensor:
+        x = F.rms_norm(residual, (HIDDEN,), self.module.norm.weight, self.module.norm.eps)
         assert isinstance(self.module.router, DenseWeight)
         weights, chosen = (x @ self.module.router.values.T).softmax(-1).topk(self.module.top_k)
         if self.module.renormalize:
@@ -111,38 +114,37 @@ def test_against_a_loop_over_experts(
     tokens: int, experts: int, top_k: int, renormalize: bool, form: Callable[[int, int], Unpacked]
 ) -> None:
     mixture = Mixture(form, experts, top_k, renormalize)
-    x, residual = torch.randn(tokens, HIDDEN), torch.randn(tokens, HIDDEN)
-    torch.testing.assert_close(mixture.module.forward(x, residual), mixture.loop(x, residual), rtol=1e-4, atol=1e-4)
+    residual = torch.randn(tokens, HIDDEN)
+    torch.testing.assert_close(mixture.module(residual, None), mixture.loop(residual), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("activation_bits", "most"), [(8, 3e-2), (16, 5e-4)])
 def test_integer_products_stay_near(activation_bits: int, most: float) -> None:
     mixture = Mixture(int4, activation_bits=activation_bits)
-    x, residual = torch.randn(17, HIDDEN), torch.zeros(17, HIDDEN)
-    expected = mixture.loop(x, residual)
-    assert (mixture.module.forward(x, residual) - expected).abs().mean() < most * expected.abs().mean()
+    residual = torch.randn(17, HIDDEN)
+    expected = mixture.loop(residual) - residual
+    assert (mixture.module(residual, None) - residual - expected).abs().mean() < most * expected.abs().mean()
 
 
 @pytest.mark.parametrize("activation_bits", [8, 32])
 def test_a_token_does_not_depend_on_its_batch(activation_bits: int) -> None:
     module = Mixture(int4, activation_bits=activation_bits).module
-    x, residual = torch.randn(17, HIDDEN).bfloat16(), torch.randn(17, HIDDEN).bfloat16()
-    out = module.forward(x, residual)
+    residual = torch.randn(17, HIDDEN).bfloat16()
+    out = module(residual, None)
     for size in (1, 5):
-        parts = zip(x.split(size), residual.split(size), strict=True)
-        assert_bitwise(torch.cat([module.forward(*part) for part in parts]), out)
+        assert_bitwise(torch.cat([module(part, None) for part in residual.split(size)]), out)
 
 
 def test_a_recorded_step_routes_anew() -> None:
     module = Mixture(int4, activation_bits=8).module
-    x, residual, graph = torch.randn(3, HIDDEN), torch.randn(3, HIDDEN), ops.CPUGraph()
+    residual, graph = torch.randn(3, HIDDEN), ops.CPUGraph()
     with graph.capture():
-        out = module.forward(x, residual)
-    assert len(graph) == 5
+        out = module(residual, None)
+    assert len(graph) == 6
     for _ in range(3):
-        x.copy_(torch.randn(3, HIDDEN))
+        residual.copy_(torch.randn(3, HIDDEN))
         graph.replay()
-        assert_bitwise(out, module.forward(x, residual))
+        assert_bitwise(out, module(residual, None))
 
 
 def test_forms() -> None:

@@ -101,9 +101,7 @@ class GGUFCheckpoint:
             rows = slice(expert * out_features, (expert + 1) * out_features)
             shape = (self.config.num_experts, out_features, in_features)
         if tensor.shape != shape:
-            raise GGUFFormatError(
-                f"{self.path}: tensor {stored!r} must have the shape {shape}, got {tensor.shape}"
-            )
+            raise GGUFFormatError(f"{self.path}: tensor {stored!r} must have the shape {shape}, got {tensor.shape}")
         return tensor, tensor.data[rows]
 
     def _stored(self, name: str) -> str:

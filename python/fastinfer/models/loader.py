@@ -6,11 +6,13 @@ from torch import Tensor
 from fastinfer import ops
 from fastinfer.errors import RequestError, UnsupportedModelError
 from fastinfer.formats.unpacked import Unpacked, concatenate
+from fastinfer.formats.stacked_weight import stack_weights
 from fastinfer.formats.weight import ConcatenatedWeight, Weight, make_weight
 from fastinfer.models.attention import Attention
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig, Precision
 from fastinfer.models.decoder import Decoder, DecoderLayer
+from fastinfer.models.mixture import MixtureOfExperts
 from fastinfer.models.mlp import MLP, GatedMLP, PlainMLP
 from fastinfer.models.norm import LayerNorm, Norm, RMSNorm
 from fastinfer.models.projection import OutputProjection
@@ -46,6 +48,8 @@ class DecoderLoader:
         self._config = config = checkpoint.config
         self._precision = precision
         self._device = device
+        # On a GPU a dense weight has the dtype of the hidden states, which products want there.
+        self._dense_dtype = None if device == "cpu" else precision.dtype
         self._positions = min(max_model_len or config.max_position, config.max_position)
         if self._positions > MAX_POSITIONS:
             raise RequestError(
@@ -123,20 +127,46 @@ class DecoderLoader:
         config, layer = self._config, f"layers.{index}"
         inner = config.intermediate_size
         norm = self._norm(f"{layer}.mlp_norm")
+        if config.num_experts:
+            return self._mixture(layer, norm)
         down = self._output(f"{layer}.down_proj", inner, config.mlp_bias, f"{layer}.post_mlp_norm")
         if not config.gated:
             return PlainMLP(norm, self._stacked({f"{layer}.up_proj": inner}, config.mlp_bias), down, config.activation)
-        gate, up = (self._checkpoint.linear(f"{layer}.{name}", inner, config.hidden_size) for name in GATE_UP)
-        if not gate.fits(up) or inner % TILE_ROWS:
-            raise UnsupportedModelError(
-                f"{self._checkpoint.path}: layer {index}: gate and up must have one form and a multiple of "
-                f"{TILE_ROWS} rows, got {type(gate).__name__} and {type(up).__name__} with {inner}"
-            )
+        gate_up = self._gate_up(layer)
         bias = None
         if config.mlp_bias:
             bias = interleave_gate_up(*(self._vector(f"{layer}.{name}.bias", inner) for name in GATE_UP))
         names = tuple(f"{layer}.{name}" for name in GATE_UP)
-        return GatedMLP(norm, self.weight(names, interleaved(gate, up), bias), down, config.activation)
+        return GatedMLP(norm, self.weight(names, gate_up, bias), down, config.activation)
+
+    def _gate_up(self, owner: str) -> Unpacked:
+        """Of a layer or an expert, interleaved."""
+        inner = self._config.intermediate_size
+        gate, up = (self._checkpoint.linear(f"{owner}.{name}", inner, self._config.hidden_size) for name in GATE_UP)
+        if not gate.fits(up) or inner % TILE_ROWS:
+            raise UnsupportedModelError(
+                f"{self._checkpoint.path}: {owner}: gate and up must have one form and a multiple of "
+                f"{TILE_ROWS} rows, got {type(gate).__name__} and {type(up).__name__} with {inner}"
+            )
+        return interleaved(gate, up)
+
+    def _mixture(self, layer: str, norm: Norm) -> MixtureOfExperts:
+        config, checkpoint = self._config, self._checkpoint
+        assert isinstance(norm, RMSNorm)
+        experts = [f"{layer}.experts.{index}" for index in range(config.num_experts)]
+        shape = config.hidden_size, config.intermediate_size
+        packing = self._precision.activation_bits, self._device, self._dense_dtype
+        # The router's choice is all or nothing, so that its products are exact.
+        router = checkpoint.linear(f"{layer}.router", config.num_experts, config.hidden_size)
+        return MixtureOfExperts(
+            norm=norm,
+            router=make_weight(router, 32, self._device, self._dense_dtype),
+            gate_up=stack_weights([self._gate_up(expert) for expert in experts], *packing),
+            down=stack_weights([checkpoint.linear(f"{expert}.down_proj", *shape) for expert in experts], *packing),
+            top_k=config.experts_per_token,
+            renormalize=config.renormalize_experts,
+            activation=config.activation,
+        )
 
     def _output(self, name: str, in_features: int, has_bias: bool, post_norm: str) -> OutputProjection:
         config = self._config
@@ -170,9 +200,7 @@ class DecoderLoader:
         return self._checkpoint.vector(name, size).to(self._device)
 
     def _make(self, unpacked: Unpacked, activation_bits: int, bias: Tensor | None = None) -> Weight:
-        """On a GPU a dense weight has the dtype of the hidden states, which products want there."""
-        dense_dtype = None if self._device == "cpu" else self._precision.dtype
-        return make_weight(unpacked, activation_bits, self._device, dense_dtype, bias)
+        return make_weight(unpacked, activation_bits, self._device, self._dense_dtype, bias)
 
     def position_embedding(self) -> Tensor | None:
         config = self._config

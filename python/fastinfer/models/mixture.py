@@ -7,15 +7,18 @@ from torch import Tensor
 from fastinfer import ops
 from fastinfer.formats.stacked_weight import StackedWeight
 from fastinfer.formats.weight import Weight
+from fastinfer.models.lora import LayerAdapters
+from fastinfer.models.norm import RMSNorm
 
 
 @dataclass(frozen=True, eq=False)
 class MixtureOfExperts:
     """``sum of weight_e * down_e(activation(gate_e x) * up_e x)`` over the experts that the router chooses for a token.
 
-    Five kernel calls, recordable as a graph: router, routing, gate/up + activation, down, weighted sum + residual.
+    Six kernel calls, recordable as a graph: norm, router, routing, gate/up + activation, down, weighted sum + residual.
 
     Attributes:
+        norm: of the input.
         router: [experts, hidden].
         gate_up: [experts, 2 * intermediate, hidden], each expert's gate and up rows interleaved in runs of 16.
         down: [experts, hidden, intermediate].
@@ -24,6 +27,7 @@ class MixtureOfExperts:
         activation: of the gate, by its name in :mod:`fastinfer.ops.gemm`.
     """
 
+    norm: RMSNorm
     router: Weight
     gate_up: StackedWeight
     down: StackedWeight
@@ -31,8 +35,9 @@ class MixtureOfExperts:
     renormalize: bool
     activation: str
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """``residual`` [tokens, hidden] and what the experts make of ``x`` [tokens, hidden], the normalised input."""
+    def __call__(self, residual: Tensor, lora: LayerAdapters | None) -> Tensor:
+        """``residual`` [tokens, hidden] and what the experts make of it; adapters reach none of them."""
+        x = self.norm(residual)
         routing = ops.route_experts(self.router.linear(x), self.top_k, self.renormalize)
         hidden = self.gate_up.linear(x, routing, activation=self.activation)
         return ops.combine_experts(self.down.linear(hidden, routing), routing.expert_weights, residual)

@@ -7,6 +7,7 @@ from torch import Tensor
 from fastinfer import ops
 from fastinfer.formats.weight import Weight
 from fastinfer.models.lora import LayerAdapters
+from fastinfer.models.mixture import MixtureOfExperts
 from fastinfer.models.norm import Norm
 from fastinfer.models.projection import OutputProjection
 from fastinfer.ops.pack import TILE_ROWS
@@ -63,7 +64,7 @@ class PlainMLP:
         return self.down(hidden, residual, lora)
 
 
-MLP = GatedMLP | PlainMLP
+MLP = GatedMLP | PlainMLP | MixtureOfExperts
 
 
 def _activation_and_mul(x: Tensor, activation: str) -> Tensor:
