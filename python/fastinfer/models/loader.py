@@ -5,8 +5,8 @@ from torch import Tensor
 
 from fastinfer import ops
 from fastinfer.errors import RequestError, UnsupportedModelError
-from fastinfer.formats.unpacked import Unpacked, concatenate
 from fastinfer.formats.stacked_weight import stack_weights
+from fastinfer.formats.unpacked import Unpacked, concatenate
 from fastinfer.formats.weight import ConcatenatedWeight, Weight, make_weight
 from fastinfer.models.attention import Attention
 from fastinfer.models.checkpoint import Checkpoint
