@@ -5,7 +5,7 @@
 #define FASTINFER_SCHEMAS(name, m) STABLE_TORCH_LIBRARY(name, m)
 
 FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
-  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  m.def("rms_norm(Tensor x, Tensor weight, float eps, Tensor? residual=None) -> Tensor");
   m.def("add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps) -> Tensor");
   m.def("rms_norm_quantize(Tensor x, Tensor(a!)? residual, Tensor weight, float eps) -> (Tensor, Tensor)");
   m.def("quantize_int8(Tensor x) -> (Tensor, Tensor)");

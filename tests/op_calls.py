@@ -100,6 +100,7 @@ def op_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Names and complete positional arguments; every call has fresh tensors of its own."""
     x = torch.randn(5, 64)
     yield "rms_norm", (x.bfloat16(), torch.ones(64), 1e-6)
+    yield "rms_norm", (x.clone(), torch.ones(64), 1e-6, x.clone())
     yield "add_rms_norm", (x.clone(), x.clone(), torch.ones(64), 1e-6)
     yield "rms_norm_quantize", (x.bfloat16(), None, torch.ones(64), 1e-6)
     yield "rms_norm_quantize", (x.clone(), x.clone(), torch.ones(64), 1e-6)

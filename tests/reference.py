@@ -13,9 +13,10 @@ ACTIVATION_RUN = 16  # inputs that share a scale
 LARGEST_MULTIPLIER = 4095
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     x = x.double()
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+    norm = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+    return norm if residual is None else residual.double() + norm
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,9 @@
-"""RMSNorm and add + RMSNorm against fp64."""
+"""RMSNorm with the residual added before, after or not, against fp64."""
 
 import pytest
 import reference
 import torch
-from helpers import DTYPES, assert_bitwise, device_fixture, per_thread_count
+from helpers import DTYPES, assert_bitwise, assert_rounded, device_fixture, per_thread_count
 from torch import Tensor
 
 from fastinfer import ops
@@ -83,6 +83,26 @@ def test_add_rms_norm(tokens: int, hidden: int, dtype: torch.dtype, device: str)
     assert_bitwise(out, ops.rms_norm(residual, weight, 1e-5))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [1, 7, 111, 576, 4096])
+@pytest.mark.parametrize("tokens", [0, 1, 19])
+def test_residual_after_the_norm(tokens: int, hidden: int, dtype: torch.dtype, device: str) -> None:
+    """One rounding, where the norm and the sum as two operations would have two."""
+    x, residual = torch.randn(2, tokens, hidden, device=device).to(dtype)
+    for weight in (torch.randn(hidden, device=device), torch.randn(hidden, device=device).to(dtype)):
+        before = x.clone(), residual.clone()
+        assert_rounded(ops.rms_norm(x, weight, 1e-5, residual), reference.rms_norm(x, weight, 1e-5, residual))
+        assert_bitwise(x, before[0])
+        assert_bitwise(residual, before[1])
+
+
+def test_residual_may_be_unaligned_or_x_itself(device: str) -> None:
+    x, weight = torch.randn(3, 576, device=device), torch.randn(576, device=device)
+    residual = torch.randn(3 * 576 + 1, device=device)[1:].view(3, 576)
+    for other in (residual, x):
+        assert_rounded(ops.rms_norm(x, weight, 1e-6, other), reference.rms_norm(x, weight, 1e-6, other))
+
+
 X = torch.zeros(2, 8)
 BAD_RMS_NORM: dict[str, tuple[str, Tensor, Tensor]] = {
     "x dtype": ("x", X.int(), torch.ones(8)),
@@ -111,9 +131,11 @@ BAD_RESIDUAL = {
 
 
 @pytest.mark.parametrize("case", BAD_RESIDUAL)
-def test_add_rms_norm_errors_name_the_residual(case: str) -> None:
+def test_errors_name_the_residual(case: str) -> None:
     with pytest.raises((RuntimeError, ValueError), match=r"\bresidual\b"):
         ops.add_rms_norm(X, BAD_RESIDUAL[case], torch.ones(8))
+    with pytest.raises((RuntimeError, ValueError), match=r"^rms_norm: residual\b"):
+        ops.rms_norm(X, torch.ones(8), residual=BAD_RESIDUAL[case])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -116,6 +116,7 @@ void prepare_gpu(const Checks& check, const GemmArgs& args, cuda::WeightFormat f
     const RmsNormParams norm{
         .x = params.x,
         .residual = nullptr,
+        .addend = nullptr,
         .weight = params.norm_weight.data,
         .out = normed.data_ptr(),
         .scales = nullptr,

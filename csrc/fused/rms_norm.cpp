@@ -9,9 +9,11 @@
 namespace fastinfer {
 namespace {
 
+enum class Add { kBefore, kAfter };  // the residual: before it is also stored
+
 // Into `out`, or as int8 with `scales`.
-void run(const Checks& check, const Tensor& x, const Tensor* residual, const Tensor& weight, double eps, Tensor& out,
-         Tensor* scales) {
+void run(const Checks& check, const Tensor& x, const Tensor* residual, Add add, const Tensor& weight, double eps,
+         Tensor& out, Tensor* scales) {
   check.require(x.dim() >= 1, "x must have at least one dimension, got a scalar");
   const int64_t hidden = x.size(x.dim() - 1);
   const DType dtype = check.float_dtype(x, "x");
@@ -33,9 +35,11 @@ void run(const Checks& check, const Tensor& x, const Tensor* residual, const Ten
   } else {
     out = new_tensor(x, x.sizes());
   }
+  void* const residual_data = residual != nullptr ? residual->data_ptr() : nullptr;
   const RmsNormParams params{
       .x = x.data_ptr(),
-      .residual = residual != nullptr ? residual->data_ptr() : nullptr,
+      .residual = add == Add::kBefore ? residual_data : nullptr,
+      .addend = add == Add::kAfter ? residual_data : nullptr,
       .weight = weight.data_ptr(),
       .out = out.data_ptr(),
       .scales = scales != nullptr ? static_cast<float*>(scales->data_ptr()) : nullptr,
@@ -50,22 +54,22 @@ void run(const Checks& check, const Tensor& x, const Tensor* residual, const Ten
   FASTINFER_LAUNCH(x, rms_norm, params);
 }
 
-Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, std::optional<Tensor> residual) {
   Tensor out;
-  run(Checks("rms_norm", x), x, nullptr, weight, eps, out, nullptr);
+  run(Checks("rms_norm", x), x, residual ? &*residual : nullptr, Add::kAfter, weight, eps, out, nullptr);
   return out;
 }
 
 Tensor add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps) {
   Tensor out;
-  run(Checks("add_rms_norm", x), x, &residual, weight, eps, out, nullptr);
+  run(Checks("add_rms_norm", x), x, &residual, Add::kBefore, weight, eps, out, nullptr);
   return out;
 }
 
 std::tuple<Tensor, Tensor> rms_norm_quantize(const Tensor& x, std::optional<Tensor> residual, const Tensor& weight,
                                              double eps) {
   Tensor out, scales;
-  run(Checks("rms_norm_quantize", x), x, residual ? &*residual : nullptr, weight, eps, out, &scales);
+  run(Checks("rms_norm_quantize", x), x, residual ? &*residual : nullptr, Add::kBefore, weight, eps, out, &scales);
   return {out, scales};
 }
 

@@ -93,6 +93,10 @@ __global__ void __launch_bounds__(kHeld == 0 ? 1024 : 512) rms_norm_kernel(RmsNo
   } else {
     each_vector([&](int v, int64_t i) {
       normalise(v, i);
+      if (p.addend != nullptr) {
+        const auto addend = load_vector<kCount>(static_cast<const T*>(p.addend) + offset + i);
+        for (int j = 0; j < kCount; ++j) values[v][j] += to_float(addend.values[j]);
+      }
       store_values(static_cast<T*>(p.out) + offset + i, values[v]);
     });
   }
@@ -101,7 +105,7 @@ __global__ void __launch_bounds__(kHeld == 0 ? 1024 : 512) rms_norm_kernel(RmsNo
 template <class T, bool kQuantize>
 void launch_rows(const RmsNormParams& p, void* stream) {
   constexpr int kVector = kVectorElements<T>;
-  const bool vectorised = p.hidden % kVector == 0 && vector_aligned(p.x, p.residual, p.weight, p.out);
+  const bool vectorised = p.hidden % kVector == 0 && vector_aligned(p.x, p.residual, p.addend, p.weight, p.out);
   const RowPlan plan = plan_row(p.rows, p.hidden, vectorised ? kVector : 1, kSharedBytes);
   const auto kernel = !vectorised                ? rms_norm_kernel<T, 1, 0, kQuantize>
                       : plan.thread_vectors == 1 ? rms_norm_kernel<T, kVector, 1, kQuantize>

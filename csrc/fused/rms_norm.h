@@ -1,4 +1,4 @@
-// RMSNorm, residual add + RMSNorm, and either with the result as int8.
+// RMSNorm, residual add + RMSNorm, either with the result as int8, and RMSNorm + residual add.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,14 @@ namespace fastinfer {
 struct RmsNormParams {
   const void* x;       // [rows, hidden]
   void* residual;      // [rows, hidden] or null: receives residual + x, which is then normalised
+  const void* addend;  // [rows, hidden] or null: added to what was normalised; not with scales
   const void* weight;  // [hidden]
   void* out;           // [rows, hidden]
   float* scales;       // [rows] or null: out is then int8, with one scale per row
   int64_t rows;
   int64_t hidden;
   float eps;
-  DType dtype;  // of x, residual and out that is not int8
+  DType dtype;  // of x, residual, addend and out that is not int8
   DType weight_dtype;
 };
 

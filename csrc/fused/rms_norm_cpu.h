@@ -5,9 +5,10 @@
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 
-// out = x / sqrt(mean(x^2) + eps) * weight; statistics in fp32, out may be x.
+// out = x / sqrt(mean(x^2) + eps) * weight, plus the addend where there is one; statistics in fp32, out may be x.
 template <class X, class W, class Out>
-FASTINFER_INLINE void rms_norm_row(const X* x, const W* weight, int64_t hidden, float eps, Out* out) {
+FASTINFER_INLINE void rms_norm_row(const X* x, const W* weight, int64_t hidden, float eps, Out* out,
+                                   const X* addend = nullptr) {
   f32v squares{};
   for_each_vector(hidden, [&](int64_t i, int64_t lanes) {
     const f32v v = load_lanes(x + i, lanes);
@@ -15,7 +16,9 @@ FASTINFER_INLINE void rms_norm_row(const X* x, const W* weight, int64_t hidden, 
   });
   const f32v scale = broadcast(1.0f / std::sqrt(reduce_add(squares) / static_cast<float>(hidden) + eps));
   for_each_vector(hidden, [&](int64_t i, int64_t lanes) {
-    store_lanes(out + i, load_lanes(x + i, lanes) * scale * load_lanes(weight + i, lanes), lanes);
+    f32v v = load_lanes(x + i, lanes) * scale * load_lanes(weight + i, lanes);
+    if (addend != nullptr) v += load_lanes(addend + i, lanes);
+    store_lanes(out + i, v, lanes);
   });
 }
 

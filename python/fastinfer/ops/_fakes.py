@@ -10,7 +10,7 @@ from fastinfer.ops import _library  # noqa: F401  (the schemas must exist first)
 
 
 @register_fake("fastinfer::rms_norm")
-def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     return torch.empty_like(x)
 
 

@@ -1,17 +1,19 @@
-"""RMSNorm, residual add + RMSNorm, and either with an int8 result (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467)."""
+"""RMSNorm with a residual added before or after, and with an int8 result (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467)."""
 
 from torch import Tensor
 
 from fastinfer.ops._library import ops
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, residual: Tensor | None = None) -> Tensor:
     """``x / sqrt(mean(x**2) + eps) * weight`` over the last dimension, statistics in fp32.
 
     Args:
         x: [..., hidden]; fp32, bf16 or fp16; contiguous.
         weight: [hidden]; fp32 or the dtype of ``x``.
         eps: added to the mean of squares.
+        residual: shape and dtype of ``x``; added to the norm in fp32, before the one rounding of the result. It is not
+            changed: the sum is the result.
 
     Returns:
         [..., hidden], dtype of ``x``.
@@ -25,7 +27,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     >>> ops.rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), eps=0.0)
     tensor([[0.8485, 1.1314]])
     """
-    return ops.rms_norm.default(x, weight, eps)
+    return ops.rms_norm.default(x, weight, eps, residual)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
