@@ -35,6 +35,10 @@ def gelu_and_mul(x: Tensor, approximate: str = "tanh") -> Tensor:
     return F.gelu(gate, approximate=approximate) * up
 
 
+def softcap(x: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(x.double() / cap)
+
+
 def rotary_embedding(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate ``x`` [tokens, heads, head_dim]: queries and keys alike."""
     x = x.double()

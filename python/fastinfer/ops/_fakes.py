@@ -44,6 +44,11 @@ def _(x: Tensor, approximate: str) -> Tensor:
     return x.new_empty([*x.shape[:-1], x.shape[-1] // 2])
 
 
+@register_fake("fastinfer::softcap")
+def _(x: Tensor, cap: float) -> None:
+    return None
+
+
 @register_fake("fastinfer::rotary_embedding")
 def _(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool) -> None:
     return None

@@ -1,4 +1,4 @@
-"""Gated activations (Shazeer, 2020, https://arxiv.org/abs/2002.05202)."""
+"""Gated activations (Shazeer, 2020, https://arxiv.org/abs/2002.05202), and the cap of logits."""
 
 from torch import Tensor
 
@@ -36,3 +36,23 @@ def gelu_and_mul(x: Tensor, approximate: str = "tanh") -> Tensor:
     Devices: CPU, CUDA (not yet run on a GPU).
     """
     return ops.gelu_and_mul.default(x, approximate)
+
+
+def softcap(x: Tensor, cap: float) -> None:
+    """``x = cap * tanh(x / cap)`` in place: logits that stay within the cap (Gemma 2, 2024, https://arxiv.org/abs/2408.00118).
+
+    Computed in fp32, to within 2e-7 of the cap.
+
+    Args:
+        x: any shape; fp32, bf16 or fp16; contiguous; changed in place.
+        cap: positive and finite.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> logits = torch.tensor([[1.0, 60.0]])
+    >>> ops.softcap(logits, 30.0)
+    >>> logits
+    tensor([[ 0.9996, 28.9208]])
+    """
+    ops.softcap.default(x, cap)
