@@ -104,6 +104,7 @@ def op_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "add_rms_norm", (x.clone(), x.clone(), torch.ones(64), 1e-6)
     yield "rms_norm_quantize", (x.bfloat16(), None, torch.ones(64), 1e-6)
     yield "rms_norm_quantize", (x.clone(), x.clone(), torch.ones(64), 1e-6)
+    yield "layer_norm", (x.bfloat16(), torch.ones(64), torch.ones(64), 1e-5)
     yield "quantize_int8", (x.half(),)
     yield "embedding", (x.clone(), torch.tensor([4, 0, 4]))
     yield "silu_and_mul", (x,)

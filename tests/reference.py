@@ -25,6 +25,10 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x.double(), weight.shape, weight.double(), bias.double(), eps)
+
+
 def silu_and_mul(x: Tensor) -> Tensor:
     gate, up = x.double().chunk(2, -1)
     return F.silu(gate) * up

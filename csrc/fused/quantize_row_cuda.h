@@ -5,9 +5,8 @@
 
 #include <cfloat>
 
-#include "common/cuda/dtype.h"
 #include "common/cuda/reduce.h"
-#include "common/cuda/vector_io.h"
+#include "fused/row_cuda.h"
 
 namespace fastinfer::cuda {
 
@@ -45,19 +44,6 @@ __device__ RowScale row_scale(uint32_t largest_bits) {
   const float amax = __uint_as_float(largest_bits), inverse = kLargestQuantized<Q> / amax;
   if (amax > 0.0f && amax <= FLT_MAX && inverse <= FLT_MAX) return {amax / kLargestQuantized<Q>, inverse};
   return {amax <= FLT_MAX ? 0.0f : __uint_as_float(0x7fc00000u), 0.0f};
-}
-
-// Stores kCount values in accesses of at most 16 bytes.
-template <int kCount, class C>
-__device__ void store_values(C* out, const float (&values)[kCount]) {
-  constexpr int kPiece = kCount * sizeof(C) <= 16 ? kCount : 16 / sizeof(C);
-#pragma unroll
-  for (int i = 0; i < kCount; i += kPiece) {
-    Vector<C, kPiece> piece;
-#pragma unroll
-    for (int j = 0; j < kPiece; ++j) piece.values[j] = from_float<C>(values[i + j]);
-    store_vector(out + i, piece);
-  }
 }
 
 // Largest over the block, for every thread. blockDim.x must be a multiple of 32; warp_values is shared memory of one

@@ -12,16 +12,6 @@ namespace {
 
 constexpr size_t kSharedBytes = 2 * kWarpSize * sizeof(float);  // of block_sum and block_max
 
-template <class W, int kCount>
-__device__ void load_floats(const W* p, float (&values)[kCount]) {
-  constexpr int kPiece = kCount * sizeof(W) <= 16 ? kCount : kVectorElements<W>;
-#pragma unroll
-  for (int i = 0; i < kCount; i += kPiece) {
-    const auto piece = load_vector<kPiece>(p + i);
-    for (int j = 0; j < kPiece; ++j) values[i + j] = to_float(piece.values[j]);
-  }
-}
-
 // kHeld: vectors of the row that a thread keeps in registers; with 0 it reads them again in each sweep.
 template <class T, int kCount, int kHeld, bool kQuantize>
 __global__ void __launch_bounds__(kHeld == 0 ? 1024 : 512) rms_norm_kernel(RmsNormParams p) {
@@ -31,18 +21,7 @@ __global__ void __launch_bounds__(kHeld == 0 ? 1024 : 512) rms_norm_kernel(RmsNo
   const T* const x = static_cast<const T*>(p.x) + offset;
   T* const residual = p.residual != nullptr ? static_cast<T*>(p.residual) + offset : nullptr;
 
-  // Calls fn(slot, i) for this thread's vectors, element i the first.
-  const auto each_vector = [&](auto&& fn) {
-    if constexpr (kHeld == 0) {
-      for (int64_t i = threadIdx.x * kCount; i < p.hidden; i += blockDim.x * kCount) fn(0, i);
-    } else {
-#pragma unroll
-      for (int v = 0; v < kHeld; ++v) {
-        const int64_t i = (v * blockDim.x + threadIdx.x) * kCount;
-        if (i < p.hidden) fn(v, i);
-      }
-    }
-  };
+  const auto each_vector = [&](auto&& fn) { cuda::each_vector<kCount, kHeld>(p.hidden, fn); };
   const auto load_weight = [&](int v, int64_t i) {
     if (p.weight_dtype == DType::kFloat32) {
       load_floats(static_cast<const float*>(p.weight) + i, weight[v]);

@@ -24,7 +24,7 @@ from fastinfer.ops.experts import (
 from fastinfer.ops.gemm import gemm, int4_gemm, int8_gemm, table_gemm
 from fastinfer.ops.graph import CPUGraph, GraphCaptureError, GraphMemory
 from fastinfer.ops.lora import add_lora
-from fastinfer.ops.norm import add_rms_norm, rms_norm, rms_norm_quantize
+from fastinfer.ops.norm import add_rms_norm, layer_norm, rms_norm, rms_norm_quantize
 from fastinfer.ops.pack import int4_dequantize, int4_pack, int8_dequantize, int8_pack, pack_scales
 from fastinfer.ops.quantize import quantize_int8
 from fastinfer.ops.rotary import RopeScaling, cos_sin_cache, norm_rotary_store, rotary_embedding
@@ -55,6 +55,7 @@ __all__ = [
     "int8_dequantize",
     "int8_gemm",
     "int8_pack",
+    "layer_norm",
     "merge_attention_states",
     "norm_rotary_store",
     "pack_scales",

@@ -24,6 +24,11 @@ def _(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[T
     return torch.empty_like(x, dtype=torch.int8), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
+@register_fake("fastinfer::layer_norm")
+def _(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return torch.empty_like(x)
+
+
 @register_fake("fastinfer::quantize_int8")
 def _(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, dtype=torch.int8), x.new_empty(x.shape[:-1], dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""RMSNorm with a residual added before or after, and with an int8 result (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467)."""
+"""LayerNorm; RMSNorm with a residual added before or after, and with an int8 result (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467)."""
 
 from torch import Tensor
 
@@ -68,3 +68,27 @@ def rms_norm_quantize(x: Tensor, residual: Tensor | None, weight: Tensor, eps: f
     Devices: CPU, CUDA (not yet run on a GPU).
     """
     return ops.rms_norm_quantize.default(x, residual, weight, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    """``(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias`` over the last dimension (Ba et al., 2016,
+    https://arxiv.org/abs/1607.06450).
+
+    Statistics in fp32: the mean first, then the (biased) variance of the differences to it.
+
+    Args:
+        x: [..., hidden]; fp32, bf16 or fp16; contiguous.
+        weight: [hidden]; fp32 or the dtype of ``x``.
+        bias: [hidden], dtype of ``weight``.
+        eps: added to the variance.
+
+    Returns:
+        [..., hidden], dtype of ``x``.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> ops.layer_norm(torch.tensor([[1.0, 3.0]]), torch.ones(2), torch.zeros(2), eps=0.0)
+    tensor([[-1.,  1.]])
+    """
+    return ops.layer_norm.default(x, weight, bias, eps)

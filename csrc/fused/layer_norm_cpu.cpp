@@ -1,0 +1,49 @@
+#include "fused/layer_norm.h"
+
+#include "common/cpu/parallel.h"
+#include "common/cpu/vec.h"
+
+namespace fastinfer::cpu::FASTINFER_ISA {
+
+namespace {
+
+FASTINFER_INLINE f32v first_lanes(f32v v, int64_t lanes) {
+  if (lanes == kLanes) return v;
+  float values[kLanes];
+  store(values, v);
+  return load_partial(values, lanes);
+}
+
+// The variance from the differences to the mean, in a sweep of its own: mean(x^2) - mean(x)^2 cancels.
+template <class T, class W>
+void layer_norm_row(const T* x, const W* weight, const W* bias, int64_t hidden, float eps, T* out) {
+  f32v sum{}, squares{};
+  for_each_vector(hidden, [&](int64_t i, int64_t lanes) { sum += load_lanes(x + i, lanes); });
+  const f32v mean = broadcast(reduce_add(sum) / static_cast<float>(hidden));
+  for_each_vector(hidden, [&](int64_t i, int64_t lanes) {
+    const f32v difference = first_lanes(load_lanes(x + i, lanes) - mean, lanes);
+    squares += difference * difference;
+  });
+  const f32v scale = broadcast(1.0f / std::sqrt(reduce_add(squares) / static_cast<float>(hidden) + eps));
+  for_each_vector(hidden, [&](int64_t i, int64_t lanes) {
+    const f32v normed = (load_lanes(x + i, lanes) - mean) * scale;
+    store_lanes(out + i, normed * load_lanes(weight + i, lanes) + load_lanes(bias + i, lanes), lanes);
+  });
+}
+
+}  // namespace
+
+void layer_norm(const LayerNormParams& p) {
+  dispatch(p.dtype, [&]<class T>(T) {
+    dispatch(p.weight_dtype, [&]<class W>(W) {
+      parallel_for(p.rows, [&](int64_t begin, int64_t end) {
+        for (int64_t offset = begin * p.hidden; offset < end * p.hidden; offset += p.hidden) {
+          layer_norm_row(static_cast<const T*>(p.x) + offset, static_cast<const W*>(p.weight),
+                         static_cast<const W*>(p.bias), p.hidden, p.eps, static_cast<T*>(p.out) + offset);
+        }
+      });
+    });
+  });
+}
+
+}  // namespace fastinfer::cpu::FASTINFER_ISA
