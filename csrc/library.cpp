@@ -13,6 +13,7 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
   m.def("embedding(Tensor weight, Tensor ids) -> Tensor");
   m.def("silu_and_mul(Tensor x) -> Tensor");
   m.def("gelu_and_mul(Tensor x, str approximate) -> Tensor");
+  m.def("gelu(Tensor x, str approximate) -> Tensor");
   m.def("softcap(Tensor(a!) x, float cap) -> ()");
   m.def("rotary_embedding(Tensor(a!) q, Tensor(b!) k, Tensor positions, Tensor cos_sin_cache, bool interleaved) -> ()");
   m.def(

@@ -109,6 +109,7 @@ def op_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "embedding", (x.clone(), torch.tensor([4, 0, 4]))
     yield "silu_and_mul", (x,)
     yield "gelu_and_mul", (x, "none")
+    yield "gelu", (x.half(), "tanh")
     yield "softcap", (x.bfloat16(), 30.0)
     yield from attention_calls()
     yield from gemm_calls()

@@ -39,6 +39,10 @@ def gelu_and_mul(x: Tensor, approximate: str = "tanh") -> Tensor:
     return F.gelu(gate, approximate=approximate) * up
 
 
+def gelu(x: Tensor, approximate: str = "tanh") -> Tensor:
+    return F.gelu(x.double(), approximate=approximate)
+
+
 def softcap(x: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(x.double() / cap)
 

@@ -1,4 +1,4 @@
-"""SwiGLU's and GeGLU's elementwise halves against fp64."""
+"""SwiGLU's and GeGLU's elementwise halves, and GELU without a gate, against fp64."""
 
 from collections.abc import Callable
 
@@ -10,13 +10,15 @@ from torch import Tensor
 
 from fastinfer import ops
 
-device = device_fixture("cpu", "cuda", "emulated")
+device = device_fixture("cpu", "avx512", "cuda", "emulated")
 
 OPERATORS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "silu": (ops.silu_and_mul, reference.silu_and_mul),
     "gelu_tanh": (ops.gelu_and_mul, reference.gelu_and_mul),
     "gelu": (lambda x: ops.gelu_and_mul(x, "none"), lambda x: reference.gelu_and_mul(x, "none")),
 }
+
+APPROXIMATIONS = ["tanh", "none"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -41,6 +43,29 @@ def test_whole_range_of_the_gate(name: str, dtype: torch.dtype, device: str) -> 
     assert out.isfinite().all()
     assert_rounded(out[:601], expected(x)[:601])
     assert_rounded(out[601:], expected(x)[601:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("approximate", APPROXIMATIONS)
+@pytest.mark.parametrize("shape", [(0, 7), (1, 1), (2, 7), (19, 111), (3, 3072), (2, 3, 34), (9,), (2, 0)])
+def test_gelu(shape: tuple[int, ...], approximate: str, dtype: torch.dtype, device: str) -> None:
+    x = (3 * torch.randn(shape, device=device)).to(dtype)
+    before = x.clone()
+    out = ops.gelu(x, approximate)
+    assert out.dtype == dtype
+    assert_rounded(out, reference.gelu(x, approximate))
+    assert_bitwise(x, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("approximate", APPROXIMATIONS)
+def test_gelu_is_the_gated_one_with_a_gate_of_ones(approximate: str, dtype: torch.dtype, device: str) -> None:
+    """Also where exp overflows or underflows, and for NaN, which stays in its element."""
+    extremes = torch.tensor([-6e4, -200.0, -88.8, -0.0, 0.0, torch.nan, 88.8, 200.0, 6e4])
+    x = torch.cat([extremes, torch.linspace(-30, 30, 601), extremes]).to(device, dtype)
+    out = ops.gelu(x, approximate)
+    assert_bitwise(out, ops.gelu_and_mul(torch.cat([x, torch.ones_like(x)]), approximate))
+    assert_bitwise(out.isnan(), x.isnan())
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -70,6 +95,13 @@ def test_errors_name_x(operator: Callable[[Tensor], Tensor], x: Tensor) -> None:
         operator(x)
 
 
-def test_unknown_approximation_is_refused() -> None:
+@pytest.mark.parametrize("x", [torch.zeros(2, 8).int(), torch.zeros(2, 16)[:, :8]], ids=["dtype", "strided"])
+def test_gelu_errors_name_x(x: Tensor) -> None:
+    with pytest.raises((RuntimeError, ValueError), match=r"^gelu: x\b"):
+        ops.gelu(x)
+
+
+@pytest.mark.parametrize("operator", [ops.gelu_and_mul, ops.gelu])
+def test_unknown_approximation_is_refused(operator: Callable[[Tensor, str], Tensor]) -> None:
     with pytest.raises((RuntimeError, ValueError), match="approximate"):
-        ops.gelu_and_mul(torch.zeros(2, 8), "fast")
+        operator(torch.zeros(2, 8), "fast")

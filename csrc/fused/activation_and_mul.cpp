@@ -8,22 +8,24 @@
 namespace fastinfer {
 namespace {
 
-Tensor run(const Checks& check, const Tensor& x, Activation activation) {
+Tensor run(const Checks& check, const Tensor& x, Activation activation, bool gated) {
   check.require(x.dim() >= 1, "x must have at least one dimension, got a scalar");
   const int64_t width = x.size(x.dim() - 1);
-  check.require(width % 2 == 0, "the last dimension of x must be even (gate and up), got ", width);
+  check.require(!gated || width % 2 == 0, "the last dimension of x must be even (gate and up), got ", width);
   check.contiguous(x, "x");
   const DType dtype = check.float_dtype(x, "x");
+  const int64_t d = gated ? width / 2 : width;
   const auto sizes = x.sizes();
   std::vector<int64_t> out_sizes(sizes.begin(), sizes.end());
-  out_sizes.back() = width / 2;
+  out_sizes.back() = d;
   Tensor out = new_tensor(x, out_sizes);
   const ActivationAndMulParams params{
       .x = x.data_ptr(),
       .out = out.data_ptr(),
       .rows = width > 0 ? x.numel() / width : 0,
-      .d = width / 2,
+      .d = d,
       .activation = activation,
+      .gated = gated,
       .dtype = dtype,
   };
   FASTINFER_LAUNCH(x, activation_and_mul, params);
@@ -31,14 +33,22 @@ Tensor run(const Checks& check, const Tensor& x, Activation activation) {
 }
 
 Tensor silu_and_mul(const Tensor& x) {
-  return run(Checks("silu_and_mul", x), x, Activation::kSilu);
+  return run(Checks("silu_and_mul", x), x, Activation::kSilu, true);
+}
+
+Tensor run_gelu(const char* op, const Tensor& x, const std::string& approximate, bool gated) {
+  const Checks check(op, x);
+  check.require(approximate == "tanh" || approximate == "none", "approximate must be 'tanh' or 'none', got '",
+                approximate, "'");
+  return run(check, x, approximate == "tanh" ? Activation::kGeluTanh : Activation::kGelu, gated);
 }
 
 Tensor gelu_and_mul(const Tensor& x, const std::string& approximate) {
-  const Checks check("gelu_and_mul", x);
-  check.require(approximate == "tanh" || approximate == "none", "approximate must be 'tanh' or 'none', got '",
-                approximate, "'");
-  return run(check, x, approximate == "tanh" ? Activation::kGeluTanh : Activation::kGelu);
+  return run_gelu("gelu_and_mul", x, approximate, true);
+}
+
+Tensor gelu(const Tensor& x, const std::string& approximate) {
+  return run_gelu("gelu", x, approximate, false);
 }
 
 }  // namespace
@@ -46,6 +56,7 @@ Tensor gelu_and_mul(const Tensor& x, const std::string& approximate) {
 FASTINFER_OPERATORS(m) {
   m.impl("silu_and_mul", TORCH_BOX(&silu_and_mul));
   m.impl("gelu_and_mul", TORCH_BOX(&gelu_and_mul));
+  m.impl("gelu", TORCH_BOX(&gelu));
 }
 
 }  // namespace fastinfer

@@ -1,5 +1,5 @@
-// Gated activations on the GPU: bound by memory, so a thread does 16 bytes of the output, and exact functions cost
-// nothing.
+// Activations on the GPU, gated or not: bound by memory, so a thread does 16 bytes of the output, and exact functions
+// cost nothing.
 #include "fused/activation_and_mul.h"
 
 #include <algorithm>
@@ -30,12 +30,14 @@ __global__ void activation_and_mul_kernel(ActivationAndMulParams p) {
   grid_dependency_launch();
   const int64_t i = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * kCount, row = blockIdx.x;
   if (i >= p.d) return;
-  const T* gate = static_cast<const T*>(p.x) + row * 2 * p.d + i;
-  const auto a = load_vector<kCount>(gate), b = load_vector<kCount>(gate + p.d);
-  Vector<T, kCount> out;
+  const T* x = static_cast<const T*>(p.x) + row * (p.gated ? 2 * p.d : p.d) + i;
+  const auto gate = load_vector<kCount>(x);
+  Vector<T, kCount> up{}, out;
+  if (p.gated) up = load_vector<kCount>(x + p.d);
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {
-    out.values[j] = from_float<T>(apply(p.activation, to_float(a.values[j])) * to_float(b.values[j]));
+    const float activated = apply(p.activation, to_float(gate.values[j]));
+    out.values[j] = from_float<T>(p.gated ? activated * to_float(up.values[j]) : activated);
   }
   store_vector(static_cast<T*>(p.out) + row * p.d + i, out);
 }

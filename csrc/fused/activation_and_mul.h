@@ -1,4 +1,4 @@
-// Gated activations: out = act(x[..., :d]) * x[..., d:].
+// Gated activations: out = act(x[..., :d]) * x[..., d:], and activations without a gate: out = act(x).
 #pragma once
 
 #include <cstdint>
@@ -11,11 +11,12 @@ namespace fastinfer {
 enum class Activation { kNone, kSilu, kGeluTanh, kGelu };
 
 struct ActivationAndMulParams {
-  const void* x;  // [rows, 2 * d], gate first
+  const void* x;  // [rows, 2 * d], gate first; [rows, d] if not gated
   void* out;      // [rows, d]
   int64_t rows;
   int64_t d;
   Activation activation;
+  bool gated;
   DType dtype;
 };
 

@@ -9,7 +9,7 @@ names the argument, what was expected and what came.
 """
 
 from fastinfer.ops import _fakes  # noqa: F401  (registers the shape functions for torch.compile)
-from fastinfer.ops.activation import gelu_and_mul, silu_and_mul, softcap
+from fastinfer.ops.activation import gelu, gelu_and_mul, silu_and_mul, softcap
 from fastinfer.ops.attention import merge_attention_states, paged_attention, paged_attention_plan, store_kv_cache
 from fastinfer.ops.embedding import embedding
 from fastinfer.ops.experts import (
@@ -43,6 +43,7 @@ __all__ = [
     "combine_experts",
     "cos_sin_cache",
     "embedding",
+    "gelu",
     "gelu_and_mul",
     "gemm",
     "grouped_gemm",

@@ -49,6 +49,11 @@ def _(x: Tensor, approximate: str) -> Tensor:
     return x.new_empty([*x.shape[:-1], x.shape[-1] // 2])
 
 
+@register_fake("fastinfer::gelu")
+def _(x: Tensor, approximate: str) -> Tensor:
+    return torch.empty_like(x)
+
+
 @register_fake("fastinfer::softcap")
 def _(x: Tensor, cap: float) -> None:
     return None

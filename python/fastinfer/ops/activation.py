@@ -1,4 +1,4 @@
-"""Gated activations (Shazeer, 2020, https://arxiv.org/abs/2002.05202), and the cap of logits."""
+"""Gated activations (Shazeer, 2020, https://arxiv.org/abs/2002.05202), GELU without a gate, and the cap of logits."""
 
 from torch import Tensor
 
@@ -36,6 +36,21 @@ def gelu_and_mul(x: Tensor, approximate: str = "tanh") -> Tensor:
     Devices: CPU, CUDA (not yet run on a GPU).
     """
     return ops.gelu_and_mul.default(x, approximate)
+
+
+def gelu(x: Tensor, approximate: str = "tanh") -> Tensor:
+    """``gelu(x)``, elementwise (Hendrycks and Gimpel, 2016, https://arxiv.org/abs/1606.08415).
+
+    Args:
+        x: [..., d]; fp32, bf16 or fp16; contiguous.
+        approximate: ``"tanh"`` or ``"none"`` (exact, by erf), as in ``torch.nn.functional.gelu``.
+
+    Returns:
+        Shape and dtype of ``x``; computed in fp32.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+    """
+    return ops.gelu.default(x, approximate)
 
 
 def softcap(x: Tensor, cap: float) -> None:
