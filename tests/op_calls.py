@@ -107,6 +107,7 @@ def op_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "layer_norm", (x.bfloat16(), torch.ones(64), torch.ones(64), 1e-5)
     yield "quantize_int8", (x.half(),)
     yield "embedding", (x.clone(), torch.tensor([4, 0, 4]))
+    yield "embedding", (x.clone(), torch.tensor([4, 0, 4]), x[:3].bfloat16())
     yield "silu_and_mul", (x,)
     yield "gelu_and_mul", (x, "none")
     yield "gelu", (x.half(), "tanh")

@@ -1,13 +1,13 @@
-"""Rows of a dense table: bitwise."""
+"""Rows of a dense table: bitwise; and added to a residual, with one rounding."""
 
 import pytest
 import torch
-from helpers import DTYPES, assert_bitwise, device_fixture, per_thread_count
+from helpers import DTYPES, assert_bitwise, assert_rounded, device_fixture, per_thread_count
 from torch import Tensor
 
 from fastinfer import ops
 
-device = device_fixture("cpu", "cuda", "emulated")
+device = device_fixture("cpu", "avx512", "cuda", "emulated")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -23,10 +23,37 @@ def test_embedding(tokens: int, hidden: int, dtype: torch.dtype, device: str) ->
     assert_bitwise(out, weight[ids])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "hidden"), [(0, 64), (1, 1), (3, 7), (19, 64), (2, 2304)])
+def test_residual(tokens: int, hidden: int, weight_dtype: torch.dtype, dtype: torch.dtype, device: str) -> None:
+    weight = torch.randn(33, hidden, device=device).to(weight_dtype)
+    ids = torch.randint(0, 33, (tokens,), device=device)
+    residual = torch.randn(tokens, hidden, device=device).to(dtype)
+    before = residual.clone()
+    out = ops.embedding(weight, ids, residual)
+    assert out.dtype == dtype
+    assert_rounded(out, residual.double() + weight[ids].double())
+    assert_bitwise(residual, before)
+
+
+def test_every_16_bit_number_is_copied(device: str) -> None:
+    """Subnormals, infinities and the sign of zero too."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16, device=device)
+    for dtype in (torch.bfloat16, torch.float16):
+        weight = every.view(dtype).view(64, 1024)
+        out = ops.embedding(weight, torch.arange(64, device=device))
+        assert_bitwise(out, weight)
+        assert_bitwise(out.signbit() | out.isnan(), weight.signbit() | weight.isnan())
+
+
 def test_unaligned_table(device: str) -> None:
-    weight = torch.randn(5 * 64 + 1, device=device)[1:].view(5, 64)
-    ids = torch.tensor([4, 0, 4], device=device)
-    assert_bitwise(ops.embedding(weight, ids), weight[ids])
+    memory = torch.randn(5 * 64 + 1, device=device)
+    for weight, residual in ((memory[1:], memory[:192]), (memory[:-1], memory[1:193])):
+        weight, residual = weight.view(5, 64), residual.view(3, 64)
+        ids = torch.tensor([4, 0, 4], device=device)
+        assert_bitwise(ops.embedding(weight, ids), weight[ids])
+        assert_bitwise(ops.embedding(weight, ids, residual), residual + weight[ids])
 
 
 def test_no_columns(device: str) -> None:
@@ -49,6 +76,7 @@ def test_ids_outside_the_table(outside: int, device: str, request: pytest.Fixtur
         out = ops.embedding(weight, ids)
         assert out[1].eq(0).all()
         assert_bitwise(out[::2], weight[ids[::2]])
+        assert_bitwise(ops.embedding(weight, ids, weight[:3])[1], weight[1])
 
 
 WEIGHT, IDS = torch.zeros(5, 8), torch.arange(3)
@@ -67,3 +95,17 @@ def test_errors_name_the_argument(case: str) -> None:
     argument, weight, ids = BAD[case]
     with pytest.raises((RuntimeError, ValueError), match=rf"\b{argument}\b"):
         ops.embedding(weight, ids)
+
+
+BAD_RESIDUAL = {
+    "tokens": torch.zeros(2, 8),
+    "hidden": torch.zeros(3, 7),
+    "dtype": torch.zeros(3, 8).int(),
+    "strided": torch.zeros(3, 16)[:, :8],
+}
+
+
+@pytest.mark.parametrize("case", BAD_RESIDUAL)
+def test_errors_name_the_residual(case: str) -> None:
+    with pytest.raises((RuntimeError, ValueError), match=r"^embedding: residual\b"):
+        ops.embedding(WEIGHT, IDS, BAD_RESIDUAL[case])

@@ -5,15 +5,16 @@ from torch import Tensor
 from fastinfer.ops._library import ops
 
 
-def embedding(weight: Tensor, ids: Tensor) -> Tensor:
-    """``weight[ids]``.
+def embedding(weight: Tensor, ids: Tensor, residual: Tensor | None = None) -> Tensor:
+    """``weight[ids]``, or ``residual + weight[ids]``: learned positions added to the tokens' embeddings.
 
     Args:
         weight: [vocab, hidden]; fp32, bf16 or fp16; contiguous.
-        ids: [tokens] int64; contiguous. An id outside 0 .. vocab - 1 raises on the CPU; on CUDA it gives zeros.
+        ids: [tokens] int64; contiguous. An id outside 0 .. vocab - 1 raises on the CPU; on CUDA its row is zeros.
+        residual: [tokens, hidden]; fp32, bf16 or fp16; contiguous; not changed. The sum is in fp32.
 
     Returns:
-        [tokens, hidden], dtype of ``weight``.
+        [tokens, hidden], dtype of ``residual`` if there is one, else of ``weight``.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
@@ -22,4 +23,4 @@ def embedding(weight: Tensor, ids: Tensor) -> Tensor:
     tensor([[3., 4.],
             [3., 4.]])
     """
-    return ops.embedding.default(weight, ids)
+    return ops.embedding.default(weight, ids, residual)
