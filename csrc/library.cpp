@@ -61,6 +61,7 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
   m.def(
       "add_lora(Tensor(a!) y, Tensor x, Tensor a, Tensor b, Tensor adapter_ids, Tensor? ranks, Tensor? norm_weight, "
       "float eps) -> ()");
+  m.def("permute_columns(Tensor x, Tensor permutation) -> Tensor");
   m.def("int4_pack(Tensor q) -> Tensor");
   m.def("int8_pack(Tensor q) -> Tensor");
   m.def(

@@ -67,6 +67,7 @@ def expert_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 
 def pack_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    yield "permute_columns", (torch.randn(5, 96).bfloat16()[:, 32:], torch.randperm(64))
     for bits in (8, 4):
         weight = random_weight(bits, 17, 64)
         yield f"int{bits}_pack", (weight.q,)

@@ -26,6 +26,7 @@ from fastinfer.ops.graph import CPUGraph, GraphCaptureError, GraphMemory
 from fastinfer.ops.lora import add_lora
 from fastinfer.ops.norm import add_rms_norm, layer_norm, rms_norm, rms_norm_quantize
 from fastinfer.ops.pack import int4_dequantize, int4_pack, int8_dequantize, int8_pack, pack_scales
+from fastinfer.ops.permute import permute_columns
 from fastinfer.ops.quantize import quantize_int8
 from fastinfer.ops.rotary import RopeScaling, cos_sin_cache, norm_rotary_store, rotary_embedding
 from fastinfer.ops.sampling import Sampled, sample
@@ -62,6 +63,7 @@ __all__ = [
     "pack_scales",
     "paged_attention",
     "paged_attention_plan",
+    "permute_columns",
     "quantize_int8",
     "rms_norm",
     "rms_norm_quantize",

@@ -163,6 +163,11 @@ def _(y: Tensor, *args: object) -> None:
     return None
 
 
+@register_fake("fastinfer::permute_columns")
+def _(x: Tensor, permutation: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 @register_fake("fastinfer::int4_pack")
 def _(q: Tensor) -> Tensor:
     return q.new_empty([-(-q.shape[0] // 16), q.shape[1] // 32, 4, 16, 4])

@@ -1,0 +1,25 @@
+"""Activations in the order of columns in which a weight was quantised (GPTQ's activation order, Frantar et al., 2022,
+https://arxiv.org/abs/2210.17323)."""
+
+from torch import Tensor
+
+from fastinfer.ops._library import ops
+
+
+def permute_columns(x: Tensor, permutation: Tensor) -> Tensor:
+    """``x[:, permutation]``.
+
+    Args:
+        x: [tokens, cols]; fp32, bf16 or fp16; rows may be strided, columns not.
+        permutation: [cols] int64; contiguous. An index outside 0 .. cols - 1 raises on the CPU; on CUDA it gives zeros.
+
+    Returns:
+        [tokens, cols], dtype of ``x``.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> ops.permute_columns(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([2, 0, 1]))
+    tensor([[3., 1., 2.]])
+    """
+    return ops.permute_columns.default(x, permutation)
