@@ -93,7 +93,8 @@ def test_dense_inputs_need_no_multiple_of_32(in_features: int, device: str) -> N
 def test_fusions(fusion: str, dtype: torch.dtype, device: str) -> None:
     """Formats and vector dtypes take turns. A fused norm rounds x * norm_weight, and gate times up has both errors."""
     eps = torch.finfo(dtype).eps
-    for form, tokens, vector_dtype in [("int4 min", 3, torch.float32), ("dense", 12, dtype), ("int8", 20, dtype)]:
+    forms = [("int4 min", 3, torch.float32), ("dense", 12, dtype), ("int8", 20, dtype), ("table", 5, torch.float32)]
+    for form, tokens, vector_dtype in forms:
         x = torch.randn(tokens, 160, device=device).to(dtype)
         slack = (2 * eps if "norm" in fusion else 1e-5) * (4 if "lu" in fusion else 1)
         assert_exact(Linear(form, 160, 160, dtype, device), x, slack, **gemm_options(fusion, x, 160, vector_dtype))

@@ -101,14 +101,14 @@ def test_nan_stays_in_its_row(device: str) -> None:
 
 
 def test_reference_is_that_of_torch() -> None:
-    """The unfused reference against torch.nn.functional, gate and up from a plain concatenation."""
+    """The unfused reference against torch.nn.functional, gate and up with biases of their own."""
     torch.manual_seed(0)
     x, gate, up = torch.randn(5, 64).double(), torch.randn(32, 64).double(), torch.randn(32, 64).double()
-    norm_weight = torch.randn(64).double()
+    gate_bias, up_bias, norm_weight = torch.randn(32).double(), torch.randn(32).double(), torch.randn(64).double()
     normed = torch.nn.functional.rms_norm(x, (64,), norm_weight, 1e-5)
-    expected = torch.nn.functional.silu(normed @ gate.T) * (normed @ up.T)
-    weight = interleave_gate_up(gate, up)
-    out = reference.gemm(x, weight, norm_weight=norm_weight, eps=1e-5, activation="silu")
+    expected = torch.nn.functional.silu(normed @ gate.T + gate_bias) * (normed @ up.T + up_bias)
+    weight, bias = interleave_gate_up(gate, up), interleave_gate_up(gate_bias, up_bias)
+    out = reference.gemm(x, weight, bias=bias, norm_weight=norm_weight, eps=1e-5, activation="silu")
     torch.testing.assert_close(out, expected)
 
 

@@ -165,6 +165,24 @@ def test_strided_views_of_a_fused_projection(cache_dtype: torch.dtype, device: s
             assert_bitwise(strided[name], case[name])
 
 
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_table_without_rotation_changes_nothing(dtype: torch.dtype, head_dim: int, device: str) -> None:
+    """For models without rotary embedding: rows of (cos, sin) = (1, 0), which rotate a pair by nothing, bit for bit."""
+    case = random_case(7, 4, 2, head_dim, dtype, dtype, device)
+    case["q"][:, :, 0], case["k"][:, :, 1] = 6e4, -6e4
+    case["cos_sin_cache"] = torch.tensor([[1.0, 0.0]], device=device).expand(MAX_POSITION, 2).contiguous()
+    before = copy_of(case)
+    for interleaved in (False, True):
+        ops.norm_rotary_store(**case | {"interleaved": interleaved})
+        assert_bitwise(case["q"], before["q"])
+        stored = case["slot_mapping"] >= 0
+        for name in ("k", "v"):
+            cache = case[f"{name}_cache"].flatten(0, 1)
+            assert_bitwise(cache[case["slot_mapping"][stored]], before[name][stored])
+            cache[:] = 5
+
+
 def test_a_token_does_not_depend_on_its_batch_or_the_threads(device: str) -> None:
     case = random_case(33, 3, 1, 64, torch.bfloat16, torch.int8, device, norm=torch.float32)
     per_token = ["q", "k", "v", "positions", "slot_mapping"]
