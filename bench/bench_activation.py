@@ -1,4 +1,4 @@
-"""SwiGLU's and GeGLU's elementwise halves on a GPU beside torch's two operations."""
+"""SwiGLU's and GeGLU's elementwise halves on a GPU beside torch's two operations, and GELU without a gate."""
 
 import torch
 from harness import Cases, Setting, cold_inputs, compare, main
@@ -22,15 +22,17 @@ def run(setting: Setting) -> Cases:
     for tokens, width in SHAPES:
         shape = setting.size(tokens, 2), 2 * width
         inputs = cold_inputs(lambda shape=shape: (torch.randn(shape, device=setting.device).bfloat16(),))
-        for name, (ours, theirs) in {
-            "silu_and_mul": (ops.silu_and_mul, torch_silu),
-            "gelu_and_mul": (ops.gelu_and_mul, torch_gelu),
+        elements = shape[0] * shape[1]  # two bytes each, a gated result half as wide
+        for name, (ours, theirs, bytes_moved) in {
+            "silu_and_mul": (ops.silu_and_mul, torch_silu, 3 * elements),
+            "gelu_and_mul": (ops.gelu_and_mul, torch_gelu, 3 * elements),
+            "gelu": (ops.gelu, lambda x: F.gelu(x, approximate="tanh"), 4 * elements),
         }.items():
             cases[f"{name} [{tokens}, {width}]"] = compare(
                 {"fastinfer": ours, "torch": theirs},
                 inputs,
                 repeats=setting.repeats,
-                bytes_moved=3 * shape[0] * shape[1],  # two bytes each, half as many written as read
+                bytes_moved=bytes_moved,
             )
     return cases
 

@@ -1,6 +1,7 @@
-"""RMSNorm beside torch's: one decode step, a small batch, a prompt; on the CPU caches warm, and cold for the largest.
+"""RMSNorm and LayerNorm beside torch's: one decode step, a small batch, a prompt; on the CPU caches warm, and cold for
+the largest.
 
-On a GPU also with the residual's addition, and with the result as int8.
+On a GPU also with the residual's addition before or after, and with the result as int8.
 """
 
 import torch
@@ -15,6 +16,10 @@ CUDA_SHAPES = [(1, 4096), (128, 4096), (8192, 4096), (8192, 8192), (32768, 8192)
 
 def torch_norm(x: torch.Tensor, weight: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
     return F.rms_norm(x, weight.shape, weight, 1e-6)
+
+
+def torch_layer_norm(x: torch.Tensor, weight: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x, weight.shape, weight, weight)
 
 
 def run_cpu(setting: Setting) -> Cases:
@@ -36,6 +41,10 @@ def run_cpu(setting: Setting) -> Cases:
                 cases[f"{label} cold"] = compare(
                     candidates, cold_inputs(make), repeats=setting.repeats, bytes_moved=bytes_moved
                 )
+            candidates = {"fastinfer": lambda x, w: ops.layer_norm(x, w, w), "torch": torch_layer_norm}
+            cases[f"layer_norm {label}"] = compare(
+                candidates, [(x, weight)], repeats=setting.repeats, bytes_moved=bytes_moved
+            )
     return cases
 
 
@@ -55,6 +64,14 @@ def run_cuda(setting: Setting) -> Cases:
         elements = rows * hidden
         groups = {
             "rms_norm": (4, {"fastinfer": lambda x, w, r: ops.rms_norm(x, w), "torch": torch_norm}),
+            "rms_norm, residual after": (
+                6,
+                {
+                    "fastinfer": lambda x, w, r: ops.rms_norm(x, w, residual=r),
+                    "torch": lambda x, w, r: r + torch_norm(x, w),
+                },
+            ),
+            "layer_norm": (4, {"fastinfer": lambda x, w, r: ops.layer_norm(x, w, w), "torch": torch_layer_norm}),
             "add_rms_norm": (8, {"fastinfer": lambda x, w, r: ops.add_rms_norm(x, r, w), "torch": torch_add}),
             "rms_norm_quantize": (7, {"fastinfer": lambda x, w, r: ops.rms_norm_quantize(x, r, w)}),
         }
