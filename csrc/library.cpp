@@ -10,7 +10,7 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
   m.def("rms_norm_quantize(Tensor x, Tensor(a!)? residual, Tensor weight, float eps) -> (Tensor, Tensor)");
   m.def("layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor");
   m.def("quantize_int8(Tensor x) -> (Tensor, Tensor)");
-  m.def("embedding(Tensor weight, Tensor ids, Tensor? residual=None) -> Tensor");
+  m.def("embedding(Tensor weight, Tensor ids, Tensor? residual=None, ScalarType? dtype=None) -> Tensor");
   m.def("silu_and_mul(Tensor x) -> Tensor");
   m.def("gelu_and_mul(Tensor x, str approximate) -> Tensor");
   m.def("gelu(Tensor x, str approximate) -> Tensor");

@@ -109,6 +109,7 @@ def op_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "quantize_int8", (x.half(),)
     yield "embedding", (x.clone(), torch.tensor([4, 0, 4]))
     yield "embedding", (x.clone(), torch.tensor([4, 0, 4]), x[:3].bfloat16())
+    yield "embedding", (x.clone(), torch.tensor([4, 0, 4]), None, torch.bfloat16)
     yield "silu_and_mul", (x,)
     yield "gelu_and_mul", (x, "none")
     yield "gelu", (x.half(), "tanh")

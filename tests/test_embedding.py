@@ -37,6 +37,16 @@ def test_residual(tokens: int, hidden: int, weight_dtype: torch.dtype, dtype: to
     assert_bitwise(residual, before)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+def test_dtype(weight_dtype: torch.dtype, dtype: torch.dtype, device: str) -> None:
+    weight = torch.randn(5, 65, device=device).to(weight_dtype)
+    ids = torch.tensor([4, 0, 4], device=device)
+    assert_bitwise(ops.embedding(weight, ids, dtype=dtype), weight[ids].to(dtype))
+    with pytest.raises(RuntimeError, match="dtype must be None"):
+        ops.embedding(weight, ids, weight[:3], dtype)
+
+
 def test_every_16_bit_number_is_copied(device: str) -> None:
     """Subnormals, infinities and the sign of zero too."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16, device=device)

@@ -6,26 +6,27 @@
 namespace fastinfer {
 namespace {
 
-Tensor embedding(const Tensor& weight, const Tensor& ids, std::optional<Tensor> residual) {
+Tensor embedding(const Tensor& weight, const Tensor& ids, std::optional<Tensor> residual,
+                 std::optional<ScalarType> dtype) {
   const Checks check("embedding", weight);
   check.shape(weight, "weight", {kAny, kAny});
   check.contiguous(weight, "weight");
   const DType weight_dtype = check.float_dtype(weight, "weight");
+  check.require(!residual || !dtype, "dtype must be None with a residual, whose dtype the result has");
   check.shape(ids, "ids", {kAny});
   check.dtype(ids, "ids", ScalarType::Long);
   check.contiguous(ids, "ids");
   const int64_t tokens = ids.size(0), vocab = weight.size(0), hidden = weight.size(1);
-  DType dtype = weight_dtype;
   if (residual) {
     check.shape(*residual, "residual", {tokens, hidden});
     check.contiguous(*residual, "residual");
-    dtype = check.float_dtype(*residual, "residual");
+    check.float_dtype(*residual, "residual");
   }
   const auto* id = static_cast<const int64_t*>(ids.data_ptr());
   for (int64_t i = 0; gpu_of(ids) == nullptr && i < tokens; ++i) {
     check.require(id[i] >= 0 && id[i] < vocab, "ids[", i, "] must be in 0..", vocab - 1, ", got ", id[i]);
   }
-  Tensor out = new_tensor(weight, {tokens, hidden}, (residual ? *residual : weight).scalar_type());
+  Tensor out = new_tensor(weight, {tokens, hidden}, dtype.value_or((residual ? *residual : weight).scalar_type()));
   const EmbeddingParams params{
       .weight = weight.data_ptr(),
       .ids = id,
@@ -35,7 +36,7 @@ Tensor embedding(const Tensor& weight, const Tensor& ids, std::optional<Tensor> 
       .vocab = vocab,
       .hidden = hidden,
       .weight_dtype = weight_dtype,
-      .dtype = dtype,
+      .dtype = check.float_dtype(out, "dtype"),
   };
   FASTINFER_LAUNCH(weight, embedding, params);
   return out;

@@ -59,7 +59,7 @@ class DenseWeight(Weight):
         return ops.gemm(x, self.values, bias=self.bias, **options)
 
     def rows(self, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
-        return (self.values if ids is None else ops.embedding(self.values, ids)).to(dtype)
+        return self.values.to(dtype) if ids is None else ops.embedding(self.values, ids, dtype=dtype)
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,9 +35,9 @@ def _(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @register_fake("fastinfer::embedding")
-def _(weight: Tensor, ids: Tensor, residual: Tensor | None = None) -> Tensor:
+def _(weight: Tensor, ids: Tensor, residual: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     like = weight if residual is None else residual
-    return like.new_empty([ids.shape[0], weight.shape[1]])
+    return like.new_empty([ids.shape[0], weight.shape[1]], dtype=dtype)
 
 
 @register_fake("fastinfer::silu_and_mul")

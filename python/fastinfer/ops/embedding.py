@@ -1,20 +1,23 @@
 """Token embedding over a dense table; quantised tables have int4_dequantize and int8_dequantize."""
 
+import torch
 from torch import Tensor
 
 from fastinfer.ops._library import ops
 
 
-def embedding(weight: Tensor, ids: Tensor, residual: Tensor | None = None) -> Tensor:
+def embedding(weight: Tensor, ids: Tensor, residual: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """``weight[ids]``, or ``residual + weight[ids]``: learned positions added to the tokens' embeddings.
 
     Args:
         weight: [vocab, hidden]; fp32, bf16 or fp16; contiguous.
         ids: [tokens] int64; contiguous. An id outside 0 .. vocab - 1 raises on the CPU; on CUDA its row is zeros.
         residual: [tokens, hidden]; fp32, bf16 or fp16; contiguous; not changed. The sum is in fp32.
+        dtype: of the result; ``None`` for that of ``residual`` if there is one (then it must be ``None``), else of
+            ``weight``.
 
     Returns:
-        [tokens, hidden], dtype of ``residual`` if there is one, else of ``weight``.
+        [tokens, hidden].
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
@@ -23,4 +26,4 @@ def embedding(weight: Tensor, ids: Tensor, residual: Tensor | None = None) -> Te
     tensor([[3., 4.],
             [3., 4.]])
     """
-    return ops.embedding.default(weight, ids, residual)
+    return ops.embedding.default(weight, ids, residual, dtype)

@@ -1,0 +1,150 @@
+"""Quantisation of single weights: what each method promises, on inputs whose features are correlated."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastinfer.errors import RequestError
+from fastinfer.formats.unpacked import Grouped, Int4, Int8, Table
+from fastinfer.quantize.awq import search_clipping, search_scales
+from fastinfer.quantize.gptq import quantize_gptq
+from fastinfer.quantize.methods import METHODS, Method, fold_into_rows
+from fastinfer.quantize.rounding import NF4_TABLE, Grid, round_rows, round_to_nearest, round_to_nf4
+from fastinfer.quantize.smoothquant import smoothing_scales
+from fastinfer.quantize.statistics import InputStatistics
+
+ROWS, COLS, GROUP = 48, 128, 32
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def weight() -> Tensor:
+    return random(ROWS, COLS) / 10
+
+
+def inputs(tokens: int = 512) -> Tensor:
+    """Correlated, some features ten times as large as the others."""
+    x = random(tokens, COLS, seed=1) @ (torch.eye(COLS) + random(COLS, COLS, seed=2) / 8)
+    x[:, ::37] *= 10
+    return x
+
+
+def statistics() -> InputStatistics:
+    return InputStatistics.of(inputs())
+
+
+def test_statistics_are_the_output_error() -> None:
+    x, change = inputs(), random(ROWS, COLS, seed=3)
+    expected = (x.double() @ change.double().T).square().sum(1).mean()
+    found = InputStatistics.of(x)
+    assert found.output_error(change.clone()) == pytest.approx(float(expected), rel=1e-4)
+    scales = random(COLS, seed=4).abs() + 0.5
+    assert torch.allclose(found.scaled(scales).hessian, InputStatistics.of(x / scales).hessian, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_rounding_is_to_the_nearest_level(bits: int, symmetric: bool) -> None:
+    values = weight()
+    values[3, :GROUP], values[4, :GROUP], values[5, :GROUP] = 0.0, 0.7, -0.3
+    found = round_to_nearest(values, bits, GROUP, symmetric)
+    assert isinstance(found, Int8 if bits == 8 else Int4)
+    grid = Grid.of(values, bits, GROUP, symmetric)
+    every = ((torch.arange(2**bits) - grid.zeros[..., None]) * grid.scales[..., None])[:, :, None]
+    nearest = (values.unflatten(1, (-1, GROUP))[..., None] - every).abs().amin(-1)
+    assert torch.allclose((found.dequantize() - values).abs().unflatten(1, (-1, GROUP)), nearest, atol=1e-6)
+    assert (found.dequantize()[3, :GROUP] == 0).all()
+    if symmetric and bits == 4:
+        assert found.mins is None
+
+
+def test_nf4_takes_the_nearest_value() -> None:
+    found = round_to_nf4(weight())
+    assert isinstance(found, Table)
+    scaled = NF4_TABLE * found.scales[..., None]
+    nearest = (weight().unflatten(1, (-1, 64))[..., None] - scaled[:, :, None]).abs().amin(-1)
+    assert torch.allclose((found.dequantize() - weight()).abs().unflatten(1, (-1, 64)), nearest, atol=1e-7)
+    assert torch.isfinite(round_to_nf4(torch.zeros(2, 64)).dequantize()).all()
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_gptq_with_independent_inputs_is_rounding(act_order: bool) -> None:
+    """Nothing can be made good where no input tells of another."""
+    independent = InputStatistics(torch.diag(torch.rand(COLS) + 0.5), torch.ones(COLS), torch.ones(COLS))
+    found = quantize_gptq(weight(), independent, 4, GROUP, act_order=act_order)
+    assert torch.equal(found.dequantize(), round_to_nearest(weight(), 4, GROUP).dequantize())
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("bits", [3, 4])
+def test_gptq_lowers_the_output_error(bits: int, act_order: bool) -> None:
+    found = quantize_gptq(weight(), statistics(), bits, GROUP, act_order=act_order)
+    rounded = round_to_nearest(weight(), bits, GROUP)
+    errors = [statistics().output_error(w.dequantize() - weight()) for w in (found, rounded)]
+    assert errors[0] < 0.7 * errors[1]
+
+
+def test_gptq_survives_inputs_that_never_come() -> None:
+    x = inputs()
+    x[:, 5] = 0
+    assert torch.isfinite(quantize_gptq(weight(), InputStatistics.of(x), 4, GROUP).dequantize()).all()
+
+
+def test_awq_is_never_worse_than_rounding_and_better_with_outliers() -> None:
+    scales = search_scales(weight(), statistics(), 4, GROUP)
+    assert scales[::37].mean() > 2 * scales[1::37].mean()
+    scaled = round_to_nearest(weight() * scales, 4, GROUP).dequantize() / scales
+    rounded = round_to_nearest(weight(), 4, GROUP).dequantize()
+    errors = [statistics().output_error(w - weight()) for w in (scaled, rounded)]
+    assert errors[0] < 0.8 * errors[1]
+
+
+def test_clipping_lowers_each_groups_error() -> None:
+    values = weight()
+    values[:, ::GROUP] *= 6  # an outlier in every group
+    small = inputs()
+    small[:, ::GROUP] /= 100  # that hardly matters
+    found = InputStatistics.of(small)
+    grid = search_clipping(values, found, 3, GROUP)
+    clipped, rounded = grid.dequantize(grid.quantize(values)), round_to_nearest(values, 3, GROUP).dequantize()
+    assert found.output_error(clipped - values) < 0.8 * found.output_error(rounded - values)
+
+
+def test_smoothing_evens_out_inputs_and_weights() -> None:
+    scales = smoothing_scales(weight(), statistics())
+    smooth = inputs().abs().amax(0) / scales
+    rough = inputs().abs().amax(0)
+    assert smooth.amax() / smooth.amin() < 0.5 * rough.amax() / rough.amin()
+
+
+@pytest.mark.parametrize("form", ["int4", "int4 symmetric", "int8", "rows"])
+def test_folding_divides_the_outputs(form: str) -> None:
+    values = weight()
+    stored: Grouped = {
+        "int4": lambda: round_to_nearest(values, 4, GROUP),
+        "int4 symmetric": lambda: round_to_nearest(values, 4, GROUP, symmetric=True),
+        "int8": lambda: round_to_nearest(values, 8, COLS),
+        "rows": lambda: round_rows(values),
+    }[form]()  # type: ignore[assignment]
+    scales = random(ROWS, seed=6).abs() + 0.5
+    folded = fold_into_rows(stored, scales)
+    assert isinstance(folded, Grouped)
+    assert torch.equal(folded.q, stored.q)
+    assert torch.allclose(folded.dequantize(), stored.dequantize() / scales[:, None], rtol=2e-3, atol=1e-5)
+    if folded.mins is not None:  # still a whole number of steps
+        zeros = folded.mins / folded.scales.float()
+        assert torch.allclose(zeros, zeros.round(), atol=1e-3)
+
+
+def test_bad_methods() -> None:
+    for arguments, message in [
+        (("fp4", 4), "method: expected one of rtn, gptq, awq, nf4, int8, w8a8, got 'fp4'"),
+        (("gptq", 5), "bits: expected one of .* for gptq, got 5"),
+        (("gptq", 4, 48), "group_size: expected a multiple of 32, or -1 for whole rows, got 48"),
+        (("nf4", 4, 32), "group_size: expected 64 for nf4, got 32"),
+    ]:
+        with pytest.raises(RequestError, match=message):
+            Method(*arguments)
+    assert set(METHODS) == {"rtn", "gptq", "awq", "nf4", "int8", "w8a8"}
