@@ -52,17 +52,22 @@ def quantize_checkpoint(
         raise RequestError(f"{method.name} needs a calibration text")
     method.check(config)
     report = Report(asdict(method))
-    settings = WriterSettings(bits=method.bits, group_size=method.group_size, symmetric=method.symmetric)
-    writer = CheckpointWriter(out, source, FORMATS.get(method.name, "compressed-tensors"), settings)
+    settings = WriterSettings(
+        bits=method.bits,
+        group_size=-1 if method.by_row else method.group_size,
+        symmetric=method.symmetric or method.name == "w8a8",
+        int8_activations=method.name == "w8a8",
+    )
 
     def quantize(weight: Calibrated, statistics: InputStatistics) -> None:
         method.quantize(weight, statistics, fold_target(weight.names[0], config) is not None)
 
-    for index, calibrated in enumerate(calibrate(checkpoint, texts, quantize)):
-        report.errors |= {", ".join(weight.names): weight.error for weight in calibrated}
-        _write_layer(writer, checkpoint, assemble(calibrated, checkpoint))
-        progress(index + 1, config.num_layers)
-    writer.close(checkpoint.tensors)
+    with CheckpointWriter(out, source, FORMATS.get(method.name, "compressed-tensors"), settings) as writer:
+        for index, calibrated in enumerate(calibrate(checkpoint, texts, quantize)):
+            report.errors |= {", ".join(weight.names): weight.error for weight in calibrated}
+            _write_layer(writer, checkpoint, assemble(calibrated, checkpoint))
+            progress(index + 1, config.num_layers)
+        writer.close(checkpoint.tensors)
     report.bytes_before, report.bytes_after = (weight_file_bytes(folder) for folder in (source, out))
     return report
 

@@ -57,6 +57,11 @@ class Method:
             raise RequestError(f"group_size: expected {NF4_GROUP} for nf4, got {self.group_size}")
 
     @property
+    def by_row(self) -> bool:
+        """Whether a row has one scale, whatever the group size."""
+        return self.name in ("int8", "w8a8")
+
+    @property
     def needs_inputs(self) -> bool:
         """Whether a calibration text changes the result."""
         return self.name in ("gptq", "awq", "w8a8")
@@ -68,7 +73,7 @@ class Method:
             RequestError: a layer has a number of inputs that the group size does not divide.
         """
         widths = {config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size}
-        if self.group_size != -1 and self.name not in ("int8", "w8a8"):
+        if self.group_size != -1 and not self.by_row:
             for width in sorted(width for width in widths if width % self.group_size):
                 raise RequestError(
                     f"group_size: expected a divisor of every layer's inputs, {self.group_size} does not divide {width}"
