@@ -25,6 +25,10 @@ class AdapterError(FastinferError):
     """A LoRA adapter that is damaged, does not fit the model, or needs what is not implemented."""
 
 
+class QuantizationError(FastinferError):
+    """A weight that a format cannot hold, or a folder that a quantised checkpoint cannot be made from or written to."""
+
+
 class RequestError(FastinferError):
     """A prompt or a sampling parameter that cannot be served."""
 

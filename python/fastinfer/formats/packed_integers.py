@@ -36,3 +36,13 @@ def _unpack_three_bits(stored: np.ndarray) -> np.ndarray:
     for index in range(8):
         values[:, index] = joined >> (3 * index) & 7
     return values
+
+
+def pack_integers(values: Tensor, bits: int) -> Tensor:
+    """[rows, n] uint8, below 2**bits, as [rows, n * bits / 32] int32; n is a multiple of 8 that fills whole words."""
+    eights = values.numpy().reshape(-1, 8)
+    joined = np.zeros(len(eights), "<u8")
+    for index in range(8):
+        joined |= eights[:, index].astype(np.uint64) << np.uint64(bits * index)
+    stored = np.ascontiguousarray(joined.view(np.uint8).reshape(-1, 8)[:, :bits])
+    return torch.from_numpy(stored.reshape(-1).view(np.int32).reshape(values.shape[0], -1))

@@ -1,0 +1,66 @@
+"""Integers with zero points, the way that files store a quantised weight."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastinfer.errors import QuantizationError
+from fastinfer.formats.unpacked import Int4, Int8
+from fastinfer.formats.zero_points import INT4_ZERO, INT8_ZERO
+
+# How far a minimum may be from a whole number of scales: more than fp32 rounds its product, far less than a step.
+WHOLE = 1e-3
+
+
+@dataclass(frozen=True, eq=False)
+class Levels:
+    """``w = scale * (q - zero)``.
+
+    Attributes:
+        q: [rows, cols] uint8, below ``2**bits``.
+        scales: [rows, groups] fp16.
+        zeros: [rows, groups] uint8, below ``2**bits``.
+    """
+
+    q: Tensor
+    scales: Tensor
+    zeros: Tensor
+
+    @classmethod
+    def of(cls, weight: Int4 | Int8, bits: int, symmetric: bool) -> "Levels":
+        """The inverse of :func:`fastinfer.formats.zero_points.with_zero_points`: no integer and no scale is rounded.
+
+        Args:
+            weight: its minimums, if any, are whole multiples of the scales.
+            bits: of an integer.
+            symmetric: insist on the middle as the zero point everywhere.
+
+        Raises:
+            QuantizationError: the weight is not like that.
+        """
+        if weight.permutation is not None:
+            raise QuantizationError("expected inputs in the model's order, got a permutation")
+        scales = weight.scales.half()
+        if not torch.equal(scales.float(), weight.scales.float()):
+            raise QuantizationError("expected scales that fp16 holds")
+        if isinstance(weight, Int8):
+            q, offset, middle = weight.q.view(torch.uint8) ^ 0x80, INT8_ZERO, INT8_ZERO
+        else:
+            q, offset, middle = weight.q, 0, INT4_ZERO
+        if weight.mins is None:
+            zeros = torch.full(scales.shape, float(middle))
+        else:
+            quotients = offset - weight.mins.float() / weight.scales.float()
+            zeros = quotients.round()
+            if not bool(((quotients - zeros).abs() <= WHOLE).all()):
+                raise QuantizationError("expected minimums that are whole multiples of their scales")
+        highest = max(int(q.max()), int(zeros.max()))
+        if highest >= 2**bits or int(zeros.min()) < 0:
+            raise QuantizationError(
+                f"expected integers and zero points 0 .. {2**bits - 1}, got integers up to {int(q.max())} "
+                f"and zero points {int(zeros.min())} .. {int(zeros.max())}"
+            )
+        if symmetric and bool((zeros != 2 ** (bits - 1)).any()):
+            raise QuantizationError(f"expected {2 ** (bits - 1)} as every zero point of a symmetric weight")
+        return cls(q, scales, zeros.byte())
