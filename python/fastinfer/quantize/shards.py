@@ -1,0 +1,69 @@
+"""Tensors written to one or several safetensors files; :mod:`fastinfer.formats.safetensors_folder` reads them."""
+
+import json
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fastinfer.errors import QuantizationError
+from fastinfer.formats.safetensors_folder import INDEX, SINGLE
+
+
+class ShardWriter:
+    """Keeps tensors until they fill a file.
+
+    Args:
+        folder: to write to.
+        shard_bytes: a file is written before it would be larger than that, unless a single tensor is.
+    """
+
+    def __init__(self, folder: Path, shard_bytes: int) -> None:
+        self._folder = folder
+        self._shard_bytes = shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._total_bytes = 0
+        self._shards: dict[str, int] = {}
+        self._count = 0  # of files that are written
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shards
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """A tensor on the CPU; it must not change until its file is written.
+
+        Raises:
+            QuantizationError: there is one of that name already.
+        """
+        if name in self:
+            raise QuantizationError(f"tensor {name!r} is there already")
+        if self._pending and self._pending_bytes + tensor.nbytes > self._shard_bytes:
+            self._write()
+        self._shards[name] = self._count
+        self._pending[name] = tensor.contiguous()
+        self._pending_bytes += tensor.nbytes
+        self._total_bytes += tensor.nbytes
+
+    def close(self) -> None:
+        """Write what is left, and the index of several files."""
+        self._write()
+        if self._count == 1:
+            self._temporary(0).rename(self._folder / SINGLE)
+            return
+        names = [f"model-{index + 1:05}-of-{self._count:05}.safetensors" for index in range(self._count)]
+        for number, name in enumerate(names):
+            self._temporary(number).rename(self._folder / name)
+        weight_map = {name: names[number] for name, number in sorted(self._shards.items())}
+        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _write(self) -> None:
+        # transformers wants to be told whose tensors they are.
+        save_file(self._pending, self._temporary(self._count), metadata={"format": "pt"})
+        self._count += 1
+        self._pending, self._pending_bytes = {}, 0
+
+    def _temporary(self, index: int) -> Path:
+        """A file's name until it is known how many there are."""
+        return self._folder / f"shard-{index}"

@@ -1,0 +1,160 @@
+"""Writer of quantised checkpoints that transformers and vLLM read."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastinfer.errors import CheckpointFormatError, QuantizationError
+from fastinfer.formats.json_fields import JsonFields
+from fastinfer.formats.linear_tensors import DENSE_DTYPES
+from fastinfer.formats.safetensors_folder import SafetensorsFolder
+from fastinfer.formats.unpacked import Dense, Unpacked
+from fastinfer.quantize.bitsandbytes_layout import BitsAndBytesLayout
+from fastinfer.quantize.compressed_tensors_layout import CompressedTensorsLayout
+from fastinfer.quantize.gptq_layout import GPTQLayout
+from fastinfer.quantize.layout import Layout, WriterSettings
+from fastinfer.quantize.shards import ShardWriter
+
+FORMATS = ("gptq", "compressed-tensors", "bitsandbytes")
+SHARD_BYTES = 2 * 10**9
+
+# What belongs to a tokenizer and to generation. Nothing that is run or unpickled is copied, whatever its name.
+COPIED = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "generation_config.json",
+    "chat_template*",
+    "vocab*",
+    "merges*",
+    "*.model",
+)
+COPIED_SUFFIXES = (".json", ".txt", ".jinja", ".model")
+
+
+class CheckpointWriter:
+    """A folder in the making.
+
+    It lies beside ``out`` under another name until :meth:`close`, so that ``out`` is whole or not there. A context
+    manager, which removes what was written if it is left without that.
+
+    Args:
+        out: the folder to write, new or empty.
+        source: folder of the model that is quantised: safetensors files and config.json.
+        fmt: one of ``FORMATS``.
+        settings: of all weights.
+        shard_bytes: size of a file of tensors, which are in memory until it is full.
+
+    Raises:
+        QuantizationError: the folder is not empty, the format is unknown, or it cannot hold such weights.
+        CheckpointFormatError: the source is not a sound checkpoint.
+    """
+
+    def __init__(
+        self, out: Path, source: Path, fmt: str, settings: WriterSettings, shard_bytes: int = SHARD_BYTES
+    ) -> None:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise QuantizationError(f"{out}: expected a new or empty folder")
+        self._source = SafetensorsFolder(source)
+        self._config = JsonFields.read(source / "config.json", CheckpointFormatError).values
+        self._layout = _layout(fmt, settings, self._dtype())
+        self._left_out = ["lm_head"]
+        self._modules: set[str] = set()
+        self._out = out.resolve()
+        self._folder = self._out.with_name(f".{self._out.name}.{os.getpid()}")
+        self._discard()  # of another process that was killed
+        self._folder.mkdir(parents=True)
+        self._shards = ShardWriter(self._folder, shard_bytes)
+
+    def __enter__(self) -> "CheckpointWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._discard()
+
+    def add_linear(self, module: str, weight: Unpacked, bias: Tensor | None = None) -> None:
+        """A linear layer.
+
+        Args:
+            module: its name in the source: ``model.layers.3.self_attn.q_proj``.
+            weight: in the form that the settings say; Dense for a layer that is not quantised,
+                which gptq has not.
+            bias: [out_features], stored in the source's dtype.
+
+        Raises:
+            QuantizationError: the format cannot hold the weight, or the layer is there already.
+        """
+        if isinstance(weight, Dense) and self._layout.leaves_out:
+            self._left_out.append(module)
+            self.add(f"{module}.weight", weight.values)
+        else:
+            try:
+                tensors = self._layout.tensors(weight)
+            except QuantizationError as error:
+                raise QuantizationError(f"layer '{module}': {error}") from None
+            self._modules.add(module)
+            for part, tensor in tensors.items():
+                self._shards.add(f"{module}.{part}", tensor)
+        if bias is not None:
+            self.add(f"{module}.bias", bias)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Any other tensor: a norm, the embedding. Stored in the dtype of the source's tensor of this name.
+
+        Raises:
+            QuantizationError: that dtype cannot hold it, or it is there already.
+        """
+        dtype = self._source.dtype(name) if name in self._source else tensor.dtype
+        stored = tensor.to(dtype)
+        if dtype != tensor.dtype and not bool(stored.isfinite().all()):
+            raise QuantizationError(f"tensor {name!r} has numbers that {str(dtype).removeprefix('torch.')} cannot hold")
+        self._shards.add(name, stored)
+
+    def close(self, rest: SafetensorsFolder | None = None) -> None:
+        """Finish the folder and give it its name.
+
+        Args:
+            rest: a checkpoint whose tensors are added, too, unless they have been added or quantised.
+        """
+        if rest is not None:
+            self._add_rest(rest)
+        self._shards.close()
+        # What names Python files of the source is left out, as they are.
+        config = {key: value for key, value in self._config.items() if key != "auto_map"}
+        config["quantization_config"] = self._layout.config(self._left_out)
+        (self._folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for path in sorted({path for pattern in COPIED for path in self._source.path.glob(pattern)}):
+            if path.is_file() and path.suffix in COPIED_SUFFIXES:
+                shutil.copyfile(path, self._folder / path.name)
+        self._folder.replace(self._out)
+
+    def _discard(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _add_rest(self, rest: SafetensorsFolder) -> None:
+        for name in rest.names:
+            if name not in self._shards and name.removesuffix(".weight") not in self._modules:
+                tensor = rest.get(name)
+                assert tensor is not None
+                self.add(name, tensor)
+
+    def _dtype(self) -> torch.dtype:
+        """That the source's model is computed in."""
+        name: Any = self._config.get("dtype") or self._config.get("torch_dtype")
+        by_name = {str(dtype).removeprefix("torch."): dtype for dtype in DENSE_DTYPES}
+        return by_name[name] if name in by_name else self._source.dtype(self._source.names[0])
+
+
+def _layout(fmt: str, settings: WriterSettings, dtype: torch.dtype) -> Layout:
+    if fmt == "gptq":
+        return GPTQLayout(settings)
+    if fmt == "compressed-tensors":
+        return CompressedTensorsLayout(settings)
+    if fmt == "bitsandbytes":
+        return BitsAndBytesLayout(settings, dtype)
+    raise QuantizationError(f"format: expected one of {', '.join(FORMATS)}, got {fmt!r}")
