@@ -243,9 +243,18 @@ def test_compressed_tensors_library(settings: WriterSettings) -> None:
     config = library.quantization.QuantizationConfig.model_validate(layout.config(["lm_head"]))
     scheme = config.config_groups["group_0"]
     compressor = compressors.BaseCompressor.get_value_from_registry(config.format)
-    state = compressor.decompress({name: t.contiguous() for name, t in layout.tensors(weight).items()}, scheme)
+    ours = {name: tensor.contiguous() for name, tensor in layout.tensors(weight).items()}
+    values = compressor.decompress(ours, scheme)["weight"]
     # It computes in the scales' dtype.
-    torch.testing.assert_close(state["weight"].float(), weight.dequantize(), rtol=2**-10, atol=1e-6)
+    torch.testing.assert_close(values.float(), weight.dequantize(), rtol=2**-10, atol=1e-6)
+
+    state = {"weight": weight.dequantize(), "weight_scale": ours["weight_scale"].float()}
+    if "weight_zero_point" in ours:
+        zeros = unpack_integers(ours["weight_zero_point"].t().contiguous(), settings.bits)[:, :ROWS].t()
+        state["weight_zero_point"] = (zeros.int() - 2 ** (settings.bits - 1)).to(torch.int8)
+    theirs = compressor.compress(state, scheme)
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], ours[name].to(theirs[name].dtype)) for name in ours)
 
 
 @pytest.mark.parametrize("double_quantization", [False, True])

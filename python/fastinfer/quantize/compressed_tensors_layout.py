@@ -1,6 +1,7 @@
 """The layout of LLM Compressor and vLLM.
 
-:mod:`fastinfer.formats.compressed_tensors` reads it and says what is where.
+:mod:`fastinfer.formats.compressed_tensors` reads it and says what is where. transformers 5.23 loads
+asymmetric checkpoints, the library's own as well, only with ``CompressedTensorsConfig(dequantize=True)``.
 """
 
 from collections.abc import Sequence
