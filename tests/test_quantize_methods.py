@@ -143,7 +143,8 @@ def test_bad_methods() -> None:
         (("fp4", 4), "method: expected one of rtn, gptq, awq, nf4, int8, w8a8, got 'fp4'"),
         (("gptq", 5), "bits: expected one of .* for gptq, got 5"),
         (("gptq", 4, 48), "group_size: expected a multiple of 32, or -1 for whole rows, got 48"),
-        (("nf4", 4, 32), "group_size: expected 64 for nf4, got 32"),
+        (("nf4", 4, 32, True), "group_size: expected 64 for nf4, got 32"),
+        (("w8a8", 8), "symmetric: expected true for w8a8, got false"),
     ]:
         with pytest.raises(RequestError, match=message):
             Method(*arguments)

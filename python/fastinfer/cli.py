@@ -133,7 +133,11 @@ def _add_quantize(quantize: argparse.ArgumentParser) -> None:
     quantize.add_argument(
         "--group-size", type=int, default=64, metavar="N", help="inputs that share a scale, -1 for all; default: 64"
     )
-    quantize.add_argument("--symmetric", action="store_true", help="without zero points")
+    quantize.add_argument(
+        "--symmetric",
+        action=argparse.BooleanOptionalAction,
+        help="without zero points; default: for int8, nf4 and w8a8",
+    )
     quantize.add_argument("--calibration", metavar="FILE", help="text whose inputs the method looks at")
     quantize.add_argument("--evaluation", metavar="FILE", help="another text, for the perplexity before and after")
     quantize.add_argument("--out", required=True, metavar="DIR", help="the folder to write")

@@ -12,13 +12,14 @@ from fastinfer.errors import RequestError
 from fastinfer.evaluation.perplexity import perplexity, windows
 from fastinfer.models import load_model
 from fastinfer.quantize.checkpoint import quantize_checkpoint
-from fastinfer.quantize.methods import METHODS, Method
+from fastinfer.quantize.methods import METHODS, SYMMETRIC, Method
 from fastinfer.tokenizer import Tokenizer
 
 
 def run(args: argparse.Namespace) -> int:
     bits = args.bits or METHODS[args.method][0]
-    method = Method(args.method, bits, args.group_size, args.symmetric)
+    symmetric = args.method in SYMMETRIC if args.symmetric is None else args.symmetric
+    method = Method(args.method, bits, args.group_size, symmetric)
     source = hub.resolve(args.model)
     if not source.is_dir():
         raise RequestError(f"model: expected a folder of safetensors files, got {source}")

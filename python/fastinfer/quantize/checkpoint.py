@@ -5,7 +5,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from fastinfer.quantize.writer import CheckpointWriter, WriterSettings
 
 from fastinfer.errors import RequestError, UnsupportedModelError
 from fastinfer.formats.unpacked import concatenate
@@ -15,9 +14,17 @@ from fastinfer.quantize.layer import QuantizedLayer, assemble, fold_target
 from fastinfer.quantize.methods import Method
 from fastinfer.quantize.report import Report
 from fastinfer.quantize.statistics import InputStatistics
+from fastinfer.quantize.writer import CheckpointWriter, WriterSettings
 
-# What each method's result is written as.
-FORMATS = {"gptq": "gptq", "nf4": "bitsandbytes"}
+# What each method's result is written as; GPTQ's layout holds zero points that every reader takes.
+FORMATS = {
+    "rtn": "gptq",
+    "gptq": "gptq",
+    "awq": "gptq",
+    "nf4": "bitsandbytes",
+    "int8": "compressed-tensors",
+    "w8a8": "compressed-tensors",
+}
 
 
 def quantize_checkpoint(
@@ -55,14 +62,14 @@ def quantize_checkpoint(
     settings = WriterSettings(
         bits=method.bits,
         group_size=-1 if method.by_row else method.group_size,
-        symmetric=method.symmetric or method.name == "w8a8",
+        symmetric=method.symmetric,
         int8_activations=method.name == "w8a8",
     )
 
     def quantize(weight: Calibrated, statistics: InputStatistics) -> None:
         method.quantize(weight, statistics, fold_target(weight.names[0], config) is not None)
 
-    with CheckpointWriter(out, source, FORMATS.get(method.name, "compressed-tensors"), settings) as writer:
+    with CheckpointWriter(out, source, FORMATS[method.name], settings) as writer:
         for index, calibrated in enumerate(calibrate(checkpoint, texts, quantize)):
             report.errors |= {", ".join(weight.names): weight.error for weight in calibrated}
             _write_layer(writer, checkpoint, assemble(calibrated, checkpoint))

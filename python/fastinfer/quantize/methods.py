@@ -15,6 +15,8 @@ from fastinfer.quantize.rounding import round_rows, round_to_nearest, round_to_n
 from fastinfer.quantize.smoothquant import smoothing_scales
 from fastinfer.quantize.statistics import InputStatistics
 
+# Without zero points unless asked for: 8 bits lose nothing by it, and more programs read the result.
+SYMMETRIC = ("int8", "nf4", "w8a8")
 # By method: bits that it takes, the first by default.
 METHODS = {
     "rtn": (4, 2, 3, 8),
@@ -35,7 +37,7 @@ class Method:
         name: of ``METHODS``.
         bits: of the weights.
         group_size: inputs that share a scale, -1 for a whole row. ``int8`` and ``w8a8`` have one scale per row.
-        symmetric: without zero points.
+        symmetric: without zero points; ``w8a8`` and ``nf4`` have none.
 
     Raises:
         RequestError: an unknown name, or a number that the method does not take.
@@ -53,6 +55,8 @@ class Method:
             raise RequestError(f"bits: expected one of {METHODS[self.name]} for {self.name}, got {self.bits}")
         if self.group_size != -1 and (self.group_size < 32 or self.group_size % 32):
             raise RequestError(f"group_size: expected a multiple of 32, or -1 for whole rows, got {self.group_size}")
+        if self.name in ("w8a8", "nf4") and not self.symmetric:
+            raise RequestError(f"symmetric: expected true for {self.name}, got false")
         if self.name == "nf4" and self.group_size != NF4_GROUP:
             raise RequestError(f"group_size: expected {NF4_GROUP} for nf4, got {self.group_size}")
 
