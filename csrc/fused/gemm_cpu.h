@@ -85,24 +85,27 @@ void epilogue(const GemmParams& p, int64_t unit, int64_t row0, int rows, const f
 }
 
 // Calls fn(expert, unit, begin, end) for all units of all experts, with their rows begin .. end - 1: for the experts
-// that have any, so that threads share out evenly what there is to do.
+// that have any, so that threads share out evenly what there is to do. There is one call of fn, to be inlined.
 template <class Fn>
 void for_each_unit(const GemmParams& p, int64_t units, const Fn& fn) {
   const ExpertRows& rows = p.expert_rows;
-  if (rows.start == nullptr) {
-    return parallel_for(units, [&](int64_t begin, int64_t end) {
-      for (int64_t unit = begin; unit < end; ++unit) fn(0, unit, 0, p.m);
-    });
+  int32_t* active = nullptr;
+  int64_t count = 1;
+  if (rows.start != nullptr) {
+    active = scratch_array<int32_t>(kActiveExperts, rows.experts);
+    count = 0;
+    for (int32_t expert = 0; expert < rows.experts; ++expert) {
+      if (rows.start[expert] < rows.start[expert + 1]) active[count++] = expert;
+    }
   }
-  auto* active = scratch_array<int32_t>(kActiveExperts, rows.experts);
-  int64_t count = 0;
-  for (int32_t expert = 0; expert < rows.experts; ++expert) {
-    if (rows.start[expert] < rows.start[expert + 1]) active[count++] = expert;
-  }
-  parallel_for(count * units, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int32_t expert = active[i / units];
-      fn(expert, i % units, rows.start[expert], rows.start[expert + 1]);
+  parallel_for(count * units, [&](int64_t first, int64_t last) {
+    while (first < last) {
+      const int64_t place = active == nullptr ? 0 : first / units;
+      const int64_t expert = active == nullptr ? 0 : active[place];
+      const int64_t begin = active == nullptr ? 0 : rows.start[expert];
+      const int64_t end = active == nullptr ? p.m : rows.start[expert + 1];
+      const int64_t stop = std::min(last, (place + 1) * units);
+      for (; first < stop; ++first) fn(expert, first - place * units, begin, end);
     }
   });
 }
@@ -114,7 +117,8 @@ void run_gemm(const GemmParams& p, const Kernel& kernel) {
   const int tiles_per_unit = p.activation != Activation::kNone ? 2 : 1;
   const int stride = tiles_per_unit * kTileRows;
   const int64_t tiles = (p.n + kTileRows - 1) / kTileRows;
-  for_each_unit(p, tiles / tiles_per_unit, [&](int64_t expert, int64_t unit, int64_t begin, int64_t end) {
+  // Inlined: a call for each unit cost decoding 1.5 %.
+  const auto sweep = [&](int64_t expert, int64_t unit, int64_t begin, int64_t end) __attribute__((always_inline)) {
     alignas(64) float sums[kRowBlock * 2 * kTileRows];
     for (int64_t row0 = begin; row0 < end; row0 += kRowBlock) {
       const int rows = static_cast<int>(std::min<int64_t>(kRowBlock, end - row0));
@@ -133,7 +137,8 @@ void run_gemm(const GemmParams& p, const Kernel& kernel) {
       }
       dispatch(p.dtype, [&]<class T>(T) { epilogue<T>(p, unit, row0, rows, sums); });
     }
-  });
+  };
+  for_each_unit(p, tiles / tiles_per_unit, sweep);
 }
 
 }  // namespace fastinfer::cpu::FASTINFER_ISA
