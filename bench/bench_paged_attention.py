@@ -13,12 +13,14 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastinfer import ops
+from fastinfer.engine.kv_tensors import KVCacheTensors
 
 # ---- CPU: SmolLM2-135M ----
 
 CPU_HEADS = 9, 3, 64  # query heads, KV heads, head_dim
 # (queries, context): decode at growing contexts, a chunk of prefill, a whole prompt.
 CPU_CASES = [(1, 128), (1, 1024), (1, 8192), (64, 1024), (512, 512)]
+QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
 # (sequences, context): decode, beside the same from quantised caches.
 CPU_BATCHES = [(1, 1024), (16, 256)]
 
@@ -41,8 +43,8 @@ def run_cpu(setting: Setting) -> Cases:
         )
     for seqs, context in CPU_BATCHES:
         batches = {
-            str(dtype).removeprefix("torch."): make_batch([1] * seqs, [context] * seqs, CPU_HEADS, 32, setting, dtype)
-            for dtype in (torch.bfloat16, torch.int8, torch.float8_e4m3fn)
+            name: make_batch([1] * seqs, [context] * seqs, CPU_HEADS, 32, setting, dtype)
+            for name, dtype in (("bfloat16", torch.bfloat16), *QUANTIZED.items())
         }
         caches = {name: lambda batch=batch: batch.attend() for name, batch in batches.items()}
         cases[f"decode, {seqs} x {context}, by cache"] = compare(caches, [()], repeats=setting.repeats)
@@ -68,10 +70,9 @@ def run_cuda(setting: Setting) -> Cases:
     mixed = MIXED[: setting.size(len(MIXED), 4)]
     mixed = [setting.size(length, length % 97 + 1) for length in mixed]
     cases["decode, 64 of 120 to 32000"] = decode(setting, mixed, dense=False)
-    for dtype in (torch.int8, torch.float8_e4m3fn):
+    for name, dtype in QUANTIZED.items():
         lengths = [setting.size(8192, 100)] * setting.size(16, 2)
-        label = f"decode, 16 x 8192, {str(dtype).removeprefix('torch.')}"
-        cases[label] = decode(setting, lengths, dense=False, cache_dtype=dtype)
+        cases[f"decode, 16 x 8192, {name}"] = decode(setting, lengths, dense=False, cache_dtype=dtype)
     for tokens in PREFILL:
         cases[f"prefill, causal, {tokens}"] = prefill(setting, setting.size(tokens, 60))
     cases["prefill, chunk of 512 after 7680"] = prefill(setting, setting.size(512, 20), setting.size(7680, 60))
@@ -138,9 +139,8 @@ class Batch:
         return ops.paged_attention(self.q, *self.caches, *self.ragged, **self.options)
 
     def cache_bytes(self, positions: int) -> int:
-        row = self.caches[0][0, 0]
-        scales = row.shape[0] * 4 if self.options.get("k_scale") is not None else 0
-        return 2 * positions * (row.nbytes + scales)
+        scales = (self.options[name] for name in ("k_scale", "v_scale") if name in self.options)
+        return positions * sum(tensor[0, 0].nbytes for tensor in (*self.caches, *scales))
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [seqs, kv_heads, context, head_dim] of sequences of one length, as SDPA takes them."""
@@ -169,6 +169,11 @@ def make_batch(
     options = {}
     if cache_dtype == torch.bfloat16:
         caches = [torch.randn(shape, device=setting.device, dtype=cache_dtype) for _ in "kv"]
+    elif cache_dtype == torch.uint8:
+        cache = KVCacheTensors.empty(1, *shape, cache_dtype, setting.device).layers[0]
+        caches = [cache.k.random_(), cache.v.random_()]
+        scale = torch.tensor([1 / 7.5, -1.0])
+        options = {"k_scale": cache.k_scale.copy_(scale), "v_scale": cache.v_scale.copy_(scale)}
     else:
         caches = [(torch.randn(shape, device=setting.device) * 30).clamp(-127, 127).to(cache_dtype) for _ in "kv"]
         options = {f"{name}_scale": torch.rand(shape[:3], device=setting.device) / 30 for name in "kv"}

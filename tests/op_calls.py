@@ -93,6 +93,11 @@ def attention_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "paged_attention", (q, *caches, *ragged, 0.125, 0, 0.0, None, None, None, None, None)
     yield "paged_attention", (q, *caches, *ragged, 0.125, 9, 5.0, torch.zeros(4), torch.zeros(4, 4), None, None, None)
     yield "paged_attention", (q, *integers, *ragged, 0.125, 0, 0.0, None, None, *scales, None)
+    codes = torch.zeros(2, 7, 16, 2, 32, dtype=torch.uint8).unbind()
+    groups = [torch.zeros(7, 16, 2, count, 2).half() for count in (4, 1)]
+    yield "store_kv_cache", (k.clone(), v.clone(), *(c.clone() for c in codes), slots, *(g.clone() for g in groups))
+    yield "norm_rotary_store", (q.clone(), k, v, *norms, *rotary, False, *codes, *groups, slots)
+    yield "paged_attention", (q, *codes, *ragged, 0.125, 0, 0.0, None, None, *groups, None)
     yield "paged_attention_plan", (*ragged[1:], 4, 2, 64, 0)
     yield "merge_attention_states", (q.contiguous(), torch.randn(4, 4), torch.randn_like(q), torch.randn(4, 4))
 

@@ -78,6 +78,34 @@ def quantize_row(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.where(scale[..., None] > 0, x.double() / scale[..., None], 0.0), scale
 
 
+INT4_GROUPS = 16, 64  # of keys and of values
+
+
+def quantize_int4(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Rows [..., n] as [..., n / 2] bytes of two codes, and each group's scale and minimum, [..., groups, 2] fp16.
+
+    In fp32, step by step as store_kv_cache, whose results are the same bits.
+    """
+    codes, pairs = [], []
+    for group in x.float().split(size, -1):
+        lowest, largest = group.amin(-1, keepdim=True) + 0.0, group.amax(-1, keepdim=True)
+        minimum = lowest.half()
+        scale = (((largest - minimum.float()).clamp(min=0) + 0.0) / 15).half()
+        shown = (lowest >= -65504) & (minimum.float() + 15 * scale.float() <= 65504)
+        steps = ((group - minimum.float()) * (1 / scale.float())).round().clamp(0, 15)
+        codes.append(torch.where(shown & (scale > 0), steps, 0.0).byte())
+        pairs.append(torch.where(shown, torch.cat([scale, minimum], -1), torch.nan))
+    q = torch.cat(codes, -1)
+    return q[..., ::2] | q[..., 1::2] << 4, torch.stack(pairs, -2)
+
+
+def dequantize_int4(codes: Tensor, scales: Tensor, size: int) -> Tensor:
+    """What codes and scales of :func:`quantize_int4` are worth, in fp64."""
+    q = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).double()
+    scale, minimum = (part.repeat_interleave(size, -1)[..., : q.shape[-1]] for part in scales.double().unbind(-1))
+    return scale * q + minimum
+
+
 def norm_rotary(
     x: Tensor, weight: Tensor | None, eps: float, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool
 ) -> Tensor:

@@ -56,7 +56,7 @@ def test_what_an_llm_refuses_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastinfer.llm.load_model", None)
     with pytest.raises(RequestError, match="dtype must be auto, bfloat16 or float16 on device 'cuda', got 'float32'"):
         LLM(dtype="float32")
-    with pytest.raises(RequestError, match=r"kv_cache_dtype must be auto, int8 or fp8 .* got 'float16'"):
+    with pytest.raises(RequestError, match=r"kv_cache_dtype must be auto, int8, fp8 or int4 .* got 'float16'"):
         LLM(kv_cache_dtype="float16")
     with pytest.raises(RequestError, match="deterministic=True is implemented on the CPU only, got device 'cuda'"):
         LLM(deterministic=True)

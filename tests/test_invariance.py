@@ -122,7 +122,7 @@ def test_other_policies(make: Make, prompts: list[list[int]], expected: list[lis
     assert texts(make(batching=batching, max_num_seqs=3), prompts[:8]) == expected[:8]
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.uint8])
 def test_a_quantised_cache(make: Make, prompts: list[list[int]], dtype: torch.dtype) -> None:
     alone = make(kv_cache_dtype=dtype, enable_prefix_caching=False, enforce_eager=True)
     expected = [texts(alone, [prompt])[0] for prompt in prompts[:8]]

@@ -265,10 +265,10 @@ def test_a_draft_model_needs_tokens_to_guess(model_path: Path) -> None:
         LLM(str(model_path), draft_model=str(model_path))
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "int8", "fp8"])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "int8", "fp8", "int4"])
 def test_kv_cache_dtypes(model_path: Path, name: str) -> None:
     llm = LLM(str(model_path), max_model_len=64, kv_cache_dtype=name)
-    expected = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(name) or getattr(torch, name)
+    expected = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}.get(name) or getattr(torch, name)
     assert llm.engine.config.kv_cache_dtype == expected
     assert "Paris" in llm.generate(PROMPTS[0], greedy(6))[0].outputs[0].text
 
@@ -276,7 +276,7 @@ def test_kv_cache_dtypes(model_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype must be one of auto, float32, bfloat16, float16, int8, fp8"),
+        ({"kv_cache_dtype": "int3"}, "kv_cache_dtype must be one of auto, float32, bfloat16, float16, int8, fp8, int4"),
         ({"batching": "random"}, "batching must be one of"),
         ({"num_speculative_tokens": 99}, "num_speculative_tokens must be an integer in 0..15, got 99"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching must be True or False, got 1"),

@@ -169,7 +169,8 @@ def test_command(quick: None, capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert part in text
     assert {line.split(" ")[0] for line in text.splitlines()} >= {
-        str(dtype).removeprefix("torch.") for dtype in KV_DTYPES
+        *(str(dtype).removeprefix("torch.") for dtype in KV_DTYPES if dtype != torch.uint8),
+        "int4",
     }
 
 

@@ -150,6 +150,34 @@ def test_equals_the_separate_operators(cache_dtype: torch.dtype, norm: torch.dty
         assert_bitwise(fused["v_scale"], case["v_scale"])
 
 
+@pytest.mark.parametrize("norm", [None, torch.float32])
+@pytest.mark.parametrize("head_dim", [64, 80, 34])
+def test_int4_cache(head_dim: int, norm: torch.dtype | None, device: str) -> None:
+    case = random_case(7, 6, 3, head_dim, torch.bfloat16, torch.float32, device, norm=norm)
+    before = copy_of(case)
+    pages = (NUM_BLOCKS, BLOCK_SIZE, 3)
+    caches = torch.full((2, *pages, head_dim // 2), 5, dtype=torch.uint8, device=device)
+    k_size, v_size = reference.INT4_GROUPS
+    scales = [torch.full((*pages, -(-head_dim // n), 2), -7.0, device=device).half() for n in (k_size, v_size)]
+    given = {"k_cache": caches[0], "v_cache": caches[1], "k_scale": scales[0], "v_scale": scales[1]}
+    ops.norm_rotary_store(**case | given)
+    slots = before["slot_mapping"]
+    stored = slots[slots >= 0]
+    codes, pairs = reference.quantize_int4(before["v"][slots >= 0], v_size)
+    assert_bitwise(caches[1].flatten(0, 1)[stored], codes)
+    assert_bitwise(scales[1].flatten(0, 1)[stored], pairs)
+    rotary = [before[name] for name in ("eps", "positions", "cos_sin_cache", "interleaved")]
+    key = reference.norm_rotary(before["k"], before["k_norm_weight"], *rotary)[slots >= 0]
+    pairs = scales[0].flatten(0, 1)[stored]
+    error = reference.dequantize_int4(caches[0].flatten(0, 1)[stored], pairs, k_size) - key
+    step = pairs[..., 0].double().repeat_interleave(k_size, -1)[..., :head_dim]
+    assert (error.abs() <= 0.51 * step + 2**-11 * key.abs().amax(-1, keepdim=True)).all()
+    skipped = torch.ones(NUM_BLOCKS * BLOCK_SIZE, dtype=torch.bool, device=slots.device)
+    skipped[stored] = False
+    assert caches.flatten(1, 2)[:, skipped].eq(5).all()
+    assert all(scale.flatten(0, 1)[skipped].eq(-7).all() for scale in scales)
+
+
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.int8])
 def test_strided_views_of_a_fused_projection(cache_dtype: torch.dtype, device: str) -> None:
     case = random_case(9, 6, 2, 64, torch.bfloat16, cache_dtype, device, norm=torch.float32)

@@ -291,6 +291,7 @@ def test_shared_pages(dtype: torch.dtype, device: str) -> None:
     assert_bitwise(out[1], out[0])
 
 
+HEAD_DIMS = [64, 80, 96, 128, 256]
 QUANTIZED = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
@@ -322,7 +323,7 @@ def quantized(batch: Batch, cache_dtype: torch.dtype) -> QuantizedBatch:
 
 @low_or_fp32
 @pytest.mark.parametrize("cache_dtype", QUANTIZED)
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_quantized_cache(head_dim: int, cache_dtype: torch.dtype, dtype: torch.dtype, device: str) -> None:
     batch = make_batch([(1, 300), (6, 70), (1, 1), (20, 33)], 6, 2, head_dim, 16, dtype, torch.float32, device)
     assert_attention(quantized(batch, cache_dtype))
@@ -370,6 +371,73 @@ def test_every_quantized_value_is_exact(cache_dtype: torch.dtype, dtype: torch.d
     assert_bitwise(out, cache[0].float().div(2).to(dtype))
     products = 0.75 * q.double() * cache.double()
     torch.testing.assert_close(lse.double().sum(), products.sum(), rtol=0, atol=float(1e-6 * products.abs().sum()))
+
+
+@dataclass
+class Int4Batch(QuantizedBatch):
+    def worth(self, codes: Tensor, scales: Tensor, size: int) -> Tensor:
+        values = reference.dequantize_int4(codes, scales, size)
+        # On a GPU the factors of the products have 16 bits, and fp16 comes first.
+        return values if self.q.dtype == torch.float32 else values.half().to(self.q.dtype)
+
+    def expected(self, **options: Any) -> tuple[Tensor, Tensor]:
+        k_size, v_size = reference.INT4_GROUPS
+        caches = self.worth(self.k_cache, self.k_scale, k_size), self.worth(self.v_cache, self.v_scale, v_size)
+        ragged = (self.block_table, self.seq_lens, self.query_start)
+        return reference.paged_attention(self.q, *caches, *ragged, **options)
+
+
+def int4(batch: Batch) -> Int4Batch:
+    """Positions that must not be read are NaN by their scales."""
+    k_size, v_size = reference.INT4_GROUPS
+    k_cache, k_scale = reference.quantize_int4(batch.k_cache, k_size)
+    v_cache, v_scale = reference.quantize_int4(batch.v_cache, v_size)
+    return Int4Batch(batch.q, k_cache, v_cache, batch.block_table, batch.seq_lens, batch.query_start, k_scale, v_scale)
+
+
+INT4_LENGTHS = [(1, 300), (6, 70), (1, 1), (20, 33)]
+
+
+@per_device("head_dim, dtype", [(d, torch.float32) for d in (2, 24, 34, 64, 80, 128)], list(product(HEAD_DIMS, LOW)))
+def test_int4_cache(head_dim: int, dtype: torch.dtype, device: str) -> None:
+    assert_attention(int4(make_batch(INT4_LENGTHS, 6, 2, head_dim, 16, dtype, torch.float32, device)))
+
+
+@per_device("dtype", [torch.float32], LOW)
+def test_int4_cache_with_options(dtype: torch.dtype, device: str) -> None:
+    batch = int4(make_batch([(3, 400), (33, 33)], 6, 2, 64, 32, dtype, torch.float32, device))
+    assert_attention(batch, window=100, softcap=2.0, sinks=torch.arange(6.0, device=device))
+
+
+@per_device("dtype", [torch.float32], LOW)
+def test_every_int4_value_is_exact(dtype: torch.dtype, device: str) -> None:
+    """Each code in each place of a word, with a scale and a minimum of its own in every group."""
+    cache = torch.randperm(256)[:128].byte().view(1, 1, 1, 128).to(device)
+    keys, values = (torch.arange(count) - count // 2 for count in (16, 4))
+    k_scale, v_scale = (torch.stack([2.0**n, n], -1).half().view(1, 1, 1, -1, 2).to(device) for n in (keys, values))
+    zero, one = torch.tensor([0, 1], device=device).int().split(1)
+    ragged = {"block_table": zero[None], "seq_lens": one, "query_start": torch.cat([zero, one])}
+    q, lse = torch.randn(1, 1, 256, device=device).to(dtype), torch.empty(1, 1, device=device)
+    out = ops.paged_attention(q, cache, cache, **ragged, k_scale=k_scale, v_scale=v_scale, scale=0.25, lse=lse)
+    key, value = (
+        reference.dequantize_int4(cache, scale, size)[0].half().to(dtype)
+        for scale, size in zip((k_scale, v_scale), reference.INT4_GROUPS, strict=True)
+    )
+    assert_bitwise(out, value)
+    products = 0.25 * q.double() * key.double()
+    torch.testing.assert_close(lse.double().sum(), products.sum(), rtol=0, atol=float(1e-6 * products.abs().sum()))
+
+
+def test_nan_in_an_int4_value_shows_to_those_that_see_it_alone() -> None:
+    batch = int4(make_batch([(140, 140)], 3, 1, 128))
+    for position in (0, 66, 139):
+        v_scale = batch.v_scale.clone()
+        v_scale[batch.block_table[0, position // 16], position % 16, 0, 1, 0] = torch.nan
+        out = ops.paged_attention(**(vars(batch) | {"v_scale": v_scale}))
+        seen = torch.tensor([position <= query for query in range(140)])
+        assert_bitwise(out[..., 64:].isnan().all(-1).all(-1), seen)
+        assert_bitwise(out[..., 64:].isnan().any(-1).any(-1), seen)
+        assert out[..., :64].isfinite().all()
 
 
 @fp32_or_bf16

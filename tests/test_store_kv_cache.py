@@ -155,6 +155,73 @@ def test_quantized_special_rows(cache_dtype: torch.dtype, device: str) -> None:
         assert_quantized_rows(cache[:6, 0, 1], scale[:6, 0, 1], k[:, 1].double())
 
 
+def int4_scales(cache: Tensor, head_dim: int) -> list[Tensor]:
+    """Of keys and values; numbers that no test stores."""
+    groups = (-(-head_dim // size) for size in reference.INT4_GROUPS)
+    return [torch.full((*cache.shape[:3], count, 2), -7.0, device=cache.device).half() for count in groups]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "block_size", "kv_heads", "head_dim"),
+    [
+        (0, 16, 3, 64),
+        (1, 1, 1, 8),
+        (7, 1, 2, 80),
+        (19, 32, 1, 2),
+        (9, 16, 2, 34),
+        (19, 64, 3, 96),
+        (5, 16, 2, 256),
+        (4, 16, 1, 1000),
+    ],
+)
+def test_int4_store(
+    tokens: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str
+) -> None:
+    k, v = 3 * torch.randn(2, tokens, kv_heads, head_dim, device=device)
+    k[..., head_dim // 2] += 40  # as keys have it
+    k, v = k.to(dtype), v.to(dtype)
+    caches = torch.full((2, NUM_BLOCKS, block_size, kv_heads, head_dim // 2), 77, dtype=torch.uint8, device=device)
+    scales = int4_scales(caches[0], head_dim)
+    slots = random_slots(tokens, block_size, device)
+    untouched = torch.ones(NUM_BLOCKS * block_size, dtype=torch.bool, device=device)
+    untouched[slots[slots >= 0]] = False
+    given_k, given_v = (Guarded(x).view if tokens else x for x in (k, v))
+    ops.store_kv_cache(given_k, given_v, *caches, slots, *scales)
+    for x, cache, scale, size in zip((k, v), caches.flatten(1, 2), scales, reference.INT4_GROUPS, strict=True):
+        codes, pairs = reference.quantize_int4(x[slots >= 0], size)
+        assert_bitwise(cache[slots[slots >= 0]], codes)
+        scale = scale.flatten(0, 1)
+        assert_bitwise(scale[slots[slots >= 0]], pairs)
+        assert cache[untouched].eq(77).all()
+        assert scale[untouched].eq(-7).all()
+        step, amax = pairs[..., :1].amax(-2).double(), x[slots >= 0].double().abs().amax(-1, keepdim=True)
+        error = reference.dequantize_int4(codes, pairs, size) - x[slots >= 0].double()
+        assert (error.abs() <= 0.51 * step + 2**-11 * amax).all()
+
+
+def test_int4_special_groups(device: str) -> None:
+    """The other groups are ordinary ones, and stay so."""
+    k = torch.randn(9, 1, 128, device=device)
+    zeros, constant, overflow = slice(0, 3), slice(3, 4), slice(4, 9)
+    k[0, 0, :64], k[1, 0, :64], k[2, 0, :64] = 0, -0.0, k[2, 0, :64] * 1e-38
+    k[constant, 0, :64] = 0.1
+    k[4, 0, 15], k[5, 0, 0], k[6, 0, 7], k[7, 0, 3], k[8, 0, 3] = torch.nan, torch.inf, -torch.inf, 7e4, -7e4
+    caches = torch.full((2, NUM_BLOCKS, 16, 1, 64), 77, dtype=torch.uint8, device=device)
+    scales = int4_scales(caches[0], 128)
+    ops.store_kv_cache(k, k, *caches, torch.arange(9, device=device), *scales)
+    for cache, scale, size in zip(caches[:, 0, :9, 0], scales, reference.INT4_GROUPS, strict=True):
+        scale = scale[0, :9, 0]
+        codes, pairs = reference.quantize_int4(k[:, 0], size)
+        assert cache[[*range(3), *range(4, 9)], : size // 2].eq(0).all()
+        assert scale[zeros, 0].eq(0).all()
+        assert reference.dequantize_int4(cache, scale, size)[constant, :64].sub(0.1).abs().max() < 5e-5
+        assert scale[overflow, 0].isnan().all()
+        assert scale[:, 1:].isfinite().all()
+        assert_bitwise(cache, codes)
+        assert_bitwise(scale, pairs)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 def test_slots_outside_the_cache(dtype: torch.dtype, device: str, request: pytest.FixtureRequest) -> None:
     """Refused where the host can look, else not written."""
@@ -234,6 +301,25 @@ BAD_SCALES: dict[str, tuple[str, Tensor | None, Tensor | None]] = {
     "v_scale dtype": ("v_scale", SCALE, SCALE.half()),
     "v_scale strided": ("v_scale", SCALE, torch.zeros(4, 2, 16).transpose(1, 2)),
 }
+
+
+INT4_SCALES = {"k_scale": torch.zeros(4, 16, 2, 4, 2).half(), "v_scale": torch.zeros(4, 16, 2, 1, 2).half()}
+BAD_INT4: dict[str, tuple[str, dict[str, Tensor | None]]] = {
+    "odd head": ("k", {"k": torch.ones(3, 2, 63), "v": torch.ones(3, 2, 63)}),
+    "k_cache not packed": ("k_cache", {"k_cache": torch.zeros(4, 16, 2, 64, dtype=torch.uint8)}),
+    "k_scale missing": ("k_scale", {"k_scale": None}),
+    "k_scale of int8": ("k_scale", {"k_scale": SCALE}),
+    "v_scale dtype": ("v_scale", {"v_scale": INT4_SCALES["v_scale"].float()}),
+    "v_scale groups": ("v_scale", {"v_scale": INT4_SCALES["k_scale"]}),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INT4)
+def test_int4_errors_name_the_argument(case: str) -> None:
+    argument, values = BAD_INT4[case]
+    caches = {name: torch.zeros(4, 16, 2, 32, dtype=torch.uint8) for name in ("k_cache", "v_cache")}
+    with pytest.raises(RuntimeError, match=rf"\b{argument}\b"):
+        ops.store_kv_cache(**(GOOD | caches | INT4_SCALES | values))
 
 
 @pytest.mark.parametrize("case", BAD_SCALES)

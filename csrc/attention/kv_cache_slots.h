@@ -9,10 +9,10 @@
 namespace fastinfer {
 
 struct KvCacheSlots {
-  void* k;  // [slots, heads, head_dim]
+  void* k;  // [slots, heads, head_dim]; of int4 two elements a byte
   void* v;
-  float* k_scale;  // [slots, heads] where the cache is quantized, else null
-  float* v_scale;
+  void* k_scale;  // float [slots, heads] for int8 and fp8; Int4Scale [slots, heads, groups] for int4; else null
+  void* v_scale;
   const int64_t* slot_mapping;  // [tokens]; -1 is skipped
   int64_t slots;
   int heads;

@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
+#include "attention/kv_int4_cpu.h"
 #include "attention/paged_attention.h"
 #include "fused/quantize_row_cpu.h"
 
@@ -37,11 +39,18 @@ FASTINFER_INLINE f32v load(const E4m3* p) {
 }
 
 template <class C>
+inline constexpr bool kRowScales = std::is_same_v<C, Int8> || std::is_same_v<C, E4m3>;  // one scale a position
+template <class C>
+inline constexpr bool kGroupScales = std::is_same_v<C, Int4Pair>;
+
+template <class C>
 struct KvTile {
+  using Scale = std::conditional_t<kGroupScales<C>, const Int4Scale*, float>;
+
   const C* keys[kTile];  // where nobody sees the position, those of one that is seen
   const C* values[kTile];
-  float key_scales[kTile];
-  float value_scales[kTile];
+  Scale key_scales[kTile];
+  Scale value_scales[kTile];
 };
 
 // One KV head of one sequence.
@@ -52,19 +61,23 @@ class KvPages {
 
   // Finds positions first..end - 1 of the tile that begins at `tile`.
   void find(int tile, int first, int end, KvTile<C>& found) const {
-    const bool quantized = p_.quantization != CacheQuantization::kNone;
-    const int64_t row = static_cast<int64_t>(p_.kv_heads) * p_.head_dim;
+    const int64_t columns = kGroupScales<C> ? p_.head_dim / 2 : p_.head_dim;
     for (int position = first; position < end;) {
       const int entry = position / p_.block_size, offset = position - entry * p_.block_size;
       int64_t slot = block(entry) * p_.block_size + offset;
       const int run = std::min(end - position, p_.block_size - offset);
       for (int j = position - tile; j < position - tile + run; ++j, ++slot) {
-        const int64_t at = slot * row + static_cast<int64_t>(kv_head_) * p_.head_dim;
-        found.keys[j] = static_cast<const C*>(p_.k_cache) + at;
-        found.values[j] = static_cast<const C*>(p_.v_cache) + at;
-        if (quantized) {
-          found.key_scales[j] = p_.k_scale[slot * p_.kv_heads + kv_head_];
-          found.value_scales[j] = p_.v_scale[slot * p_.kv_heads + kv_head_];
+        const int64_t row = slot * p_.kv_heads + kv_head_;
+        found.keys[j] = static_cast<const C*>(p_.k_cache) + row * columns;
+        found.values[j] = static_cast<const C*>(p_.v_cache) + row * columns;
+        if constexpr (kGroupScales<C>) {
+          found.key_scales[j] =
+              static_cast<const Int4Scale*>(p_.k_scale) + row * int4_groups(p_.head_dim, kInt4KeyGroup);
+          found.value_scales[j] =
+              static_cast<const Int4Scale*>(p_.v_scale) + row * int4_groups(p_.head_dim, kInt4ValueGroup);
+        } else if constexpr (kRowScales<C>) {
+          found.key_scales[j] = static_cast<const float*>(p_.k_scale)[row];
+          found.value_scales[j] = static_cast<const float*>(p_.v_scale)[row];
         }
       }
       position += run;
@@ -78,10 +91,15 @@ class KvPages {
   // Keys and values to fp32 [kTile, columns]; columns beyond head_dim become zeros.
   void widen(const KvTile<C>& tile, int first, int end, int columns, float* keys, float* values) const {
     for (int j = first; j < end; ++j) {
-      for_each_vector(p_.head_dim, [&](int64_t i, int64_t lanes) {
-        store(keys + j * columns + i, load_lanes(tile.keys[j] + i, lanes));
-        store(values + j * columns + i, load_lanes(tile.values[j] + i, lanes));
-      });
+      if constexpr (kGroupScales<C>) {
+        widen_int4<kInt4KeyGroup>(tile.keys[j], tile.key_scales[j], p_.head_dim, keys + j * columns);
+        widen_int4<kInt4ValueGroup>(tile.values[j], tile.value_scales[j], p_.head_dim, values + j * columns);
+      } else {
+        for_each_vector(p_.head_dim, [&](int64_t i, int64_t lanes) {
+          store(keys + j * columns + i, load_lanes(tile.keys[j] + i, lanes));
+          store(values + j * columns + i, load_lanes(tile.values[j] + i, lanes));
+        });
+      }
     }
   }
 

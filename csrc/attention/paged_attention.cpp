@@ -1,5 +1,6 @@
 #include "attention/paged_attention.h"
 
+#include "attention/kv_cache_binding.h"
 #include "attention/paged_attention_plan.h"
 #include "common/binding.h"
 #include "common/device.h"
@@ -16,34 +17,23 @@ const float* optional_floats(const Checks& check, const std::optional<Tensor>& t
   return static_cast<const float*>(t->data_ptr());
 }
 
-// The elements of the cache; sets cache_dtype or quantization, and the scales.
+// Sets cache_dtype or quantization, and the scales.
 void check_cache(const Checks& check, const Tensor& k_cache, const Tensor& v_cache,
                  const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale, PagedAttentionParams& p) {
-  const ScalarType type = k_cache.scalar_type();
-  check.dtype(v_cache, "v_cache", type);
+  check.dtype(v_cache, "v_cache", k_cache.scalar_type());
   check.contiguous(k_cache, "k_cache");
   check.contiguous(v_cache, "v_cache");
-  p.cache_dtype = p.dtype;
-  p.quantization = type == ScalarType::Char            ? CacheQuantization::kInt8
-                   : type == ScalarType::Float8_e4m3fn ? CacheQuantization::kFp8
-                                                       : CacheQuantization::kNone;
+  p.quantization = cache_quantization(k_cache);
+  p.k_scale = cache_scales(check, k_scale, "k_scale", k_cache, p.head_dim, kInt4KeyGroup);
+  p.v_scale = cache_scales(check, v_scale, "v_scale", v_cache, p.head_dim, kInt4ValueGroup);
   const bool quantized = p.quantization != CacheQuantization::kNone;
-  check.require(
-      k_scale.has_value() == quantized && v_scale.has_value() == quantized,
-      "k_scale and v_scale must be given for a cache of int8 or float8_e4m3fn and for no other, got a k_cache of ",
-      name(type), k_scale ? " with" : " without", " k_scale and", v_scale ? " with" : " without", " v_scale");
-  if (quantized) {
-    const auto pages = k_cache.sizes();
-    p.k_scale = optional_floats(check, k_scale, "k_scale", {pages[0], pages[1], pages[2]});
-    p.v_scale = optional_floats(check, v_scale, "v_scale", {pages[0], pages[1], pages[2]});
-  } else {
-    p.cache_dtype = check.float_dtype(k_cache, "k_cache");
-  }
+  p.cache_dtype = quantized ? p.dtype : check.float_dtype(k_cache, "k_cache");
 }
 
 // What the CUDA kernels can do.
 void check_cuda(const Checks& check, const Tensor& q, const PagedAttentionParams& p) {
   check.require(p.dtype != DType::kFloat32, "q must be bfloat16 or float16 on CUDA, got float32");
+  check.require(p.quantization != CacheQuantization::kInt4, "k_cache must not be uint8 (int4) on CUDA");
   check.require(p.cache_dtype == p.dtype, "k_cache must be int8, float8_e4m3fn or, as q, ", name(q.scalar_type()),
                 " on CUDA");
   for (const void* pages : {p.k_cache, p.v_cache}) {
@@ -97,9 +87,10 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
   const Checks check("paged_attention", q);
   check.shape(q, "q", {kAny, kAny, kAny});
   const int64_t tokens = q.size(0), q_heads = q.size(1), head_dim = q.size(2);
-  check.shape(k_cache, "k_cache", {kAny, kAny, kAny, head_dim});
+  const int64_t columns = cache_columns(check, k_cache, "q", head_dim);
+  check.shape(k_cache, "k_cache", {kAny, kAny, kAny, columns});
   const int64_t num_blocks = k_cache.size(0), block_size = k_cache.size(1), kv_heads = k_cache.size(2);
-  check.shape(v_cache, "v_cache", {num_blocks, block_size, kv_heads, head_dim});
+  check.shape(v_cache, "v_cache", {num_blocks, block_size, kv_heads, columns});
   check.shape(block_table, "block_table", {kAny, kAny});
   const int64_t seqs = block_table.size(0);
   check.shape(seq_lens, "seq_lens", {seqs});

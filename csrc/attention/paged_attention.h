@@ -8,21 +8,22 @@
 
 namespace fastinfer {
 
-// What a cache's elements are: floats, or integers and small floats that are worth scale[position, head] times as much.
-enum class CacheQuantization { kNone, kInt8, kFp8 };
+// What a cache's elements are: floats; integers and small floats that are worth scale[position, head] times as much; or
+// four bits, see kv_int4.h.
+enum class CacheQuantization { kNone, kInt8, kFp8, kInt4 };
 
 struct PagedAttentionParams {
   const void* q;        // [tokens, q_heads, head_dim], tokens q_stride elements apart
-  const void* k_cache;  // [num_blocks, block_size, kv_heads, head_dim]
+  const void* k_cache;  // [num_blocks, block_size, kv_heads, head_dim]; of int4 two elements a byte
   const void* v_cache;
-  const float* k_scale = nullptr;  // [num_blocks, block_size, kv_heads] where the cache is quantized, else null
-  const float* v_scale = nullptr;
-  const int32_t* block_table;  // [seqs, max_blocks]
-  const int32_t* seq_lens;     // [seqs], the queries included
-  const int32_t* query_start;  // [seqs + 1]
-  const float* sinks;          // [q_heads] or null
-  float* lse;                  // [tokens, q_heads] or null
-  void* out;                   // [tokens, q_heads, head_dim]
+  const void* k_scale = nullptr;  // float [num_blocks, block_size, kv_heads] for int8 and fp8; Int4Scale
+  const void* v_scale = nullptr;  // [num_blocks, block_size, kv_heads, groups] for int4; else null
+  const int32_t* block_table;     // [seqs, max_blocks]
+  const int32_t* seq_lens;        // [seqs], the queries included
+  const int32_t* query_start;     // [seqs + 1]
+  const float* sinks;             // [q_heads] or null
+  float* lse;                     // [tokens, q_heads] or null
+  void* out;                      // [tokens, q_heads, head_dim]
   int64_t seqs;
   int64_t q_stride;
   int64_t max_blocks;

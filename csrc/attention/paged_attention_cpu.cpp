@@ -95,6 +95,7 @@ void paged_attention(const PagedAttentionParams& p) {
   switch (p.quantization) {
     case CacheQuantization::kInt8: return run<Int8>(p);
     case CacheQuantization::kFp8: return run<E4m3>(p);
+    case CacheQuantization::kInt4: return run<Int4Pair>(p);
     default: dispatch(p.cache_dtype, [&]<class C>(C) { run<C>(p); });
   }
 }

@@ -180,8 +180,8 @@ class TileLoader {
     const int lane = threadIdx.x % kWarpSize;
     if (lane >= kRows) return;
     const int64_t offset = slot >= 0 ? int64_t{slot} * p_.kv_heads + head_ : 0;
-    cp_async_small<4>(Shared::scales(stage, false) + warp_row() + lane, p_.k_scale + offset, slot >= 0);
-    cp_async_small<4>(Shared::scales(stage, true) + warp_row() + lane, p_.v_scale + offset, slot >= 0);
+    cp_async_small<4>(Shared::scales(stage, false) + warp_row() + lane, static_cast<const float*>(p_.k_scale) + offset, slot >= 0);
+    cp_async_small<4>(Shared::scales(stage, true) + warp_row() + lane, static_cast<const float*>(p_.v_scale) + offset, slot >= 0);
   }
 
   const PagedAttentionParams& p_;

@@ -118,7 +118,9 @@ class RowAttention {
       const int end = position_[r] + 1 - tile * kTile, first = p_.window > 0 ? end - p_.window : 0;
       seen_[r] = {std::clamp(first, 0, kTile), std::clamp(end, 0, kTile)};
     }
-    if (direct_) return multiply<true>(found, found.keys, next.keys, found.values, next.values, state);
+    if constexpr (!kGroupScales<C>) {
+      if (direct_) return multiply<true>(found, found.keys, next.keys, found.values, next.values, state);
+    }
     const Range seen = seen_of_tile(tile);
     pages.widen(found, seen.first - tile * kTile, seen.end - tile * kTile, columns_, keys_, values_);
     multiply<false>(found, wide_keys_, wide_keys_, wide_values_, wide_values_, state);
@@ -127,9 +129,8 @@ class RowAttention {
   template <bool kAhead, class K>
   void multiply(const KvTile<C>& found, const K* const* keys, const K* const* next_keys, const K* const* values,
                 const K* const* next_values, const AttentionState& state) {
-    const bool quantized = p_.quantization != CacheQuantization::kNone;
-    const Logits logits{quantized ? found.key_scales : nullptr, quantized ? found.value_scales : nullptr,
-                        p_.softcap * kLog2e};
+    Logits logits{nullptr, nullptr, p_.softcap * kLog2e};
+    if constexpr (kRowScales<C>) logits.key_scales = found.key_scales, logits.value_scales = found.value_scales;
     multiply_keys<kAhead>(q_, columns_, seen_, count_, keys, next_keys, scores_);
     for (int r = 0; r < count_; ++r) {
       softmax_row(scores_ + r * kTile, seen_[r], logits, state.maximum[r], state.sum[r]);

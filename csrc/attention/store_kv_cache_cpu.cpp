@@ -16,8 +16,8 @@ void store_kv_cache(const StoreKvCacheParams& p) {
         const T* v = static_cast<const T*>(p.v) + token * p.v_stride;
         for (int head = 0; head < cache.heads; ++head) {
           const int64_t at = static_cast<int64_t>(head) * cache.head_dim;
-          store_head(cache, k + at, cache.k, cache.k_scale, slot, head);
-          store_head(cache, v + at, cache.v, cache.v_scale, slot, head);
+          store_head<kInt4KeyGroup>(cache, k + at, cache.k, cache.k_scale, slot, head);
+          store_head<kInt4ValueGroup>(cache, v + at, cache.v, cache.v_scale, slot, head);
         }
       }
     });

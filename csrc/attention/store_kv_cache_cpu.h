@@ -2,17 +2,24 @@
 #pragma once
 
 #include "attention/kv_cache_slots.h"
+#include "attention/kv_int4_cpu.h"
 #include "fused/quantize_row_cpu.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 
-template <class X>
-FASTINFER_INLINE void store_head(const KvCacheSlots& cache, const X* x, void* to, float* scale, int64_t slot,
+template <int kInt4Group, class X>
+FASTINFER_INLINE void store_head(const KvCacheSlots& cache, const X* x, void* to, void* scales, int64_t slot,
                                  int head) {
   const int64_t row = slot * cache.heads + head, at = row * cache.head_dim;
+  const auto quantize = [&]<class Q>(Q* out) {
+    static_cast<float*>(scales)[row] = quantize_row(x, cache.head_dim, out + at);
+  };
   switch (cache.quantization) {
-    case CacheQuantization::kInt8: scale[row] = quantize_row(x, cache.head_dim, static_cast<Int8*>(to) + at); return;
-    case CacheQuantization::kFp8: scale[row] = quantize_row(x, cache.head_dim, static_cast<E4m3*>(to) + at); return;
+    case CacheQuantization::kInt8: return quantize(static_cast<Int8*>(to));
+    case CacheQuantization::kFp8: return quantize(static_cast<E4m3*>(to));
+    case CacheQuantization::kInt4:
+      return quantize_int4<kInt4Group>(x, cache.head_dim, static_cast<Int4Pair*>(to) + at / 2,
+                                       static_cast<Int4Scale*>(scales) + row * int4_groups(cache.head_dim, kInt4Group));
     default: break;
   }
   dispatch(cache.dtype, [&]<class C>(C) {

@@ -59,16 +59,17 @@ __device__ void convert_head(const LaneGroup& group, const X* x, int count, C* o
 
 // All lanes of the warp must call it, with slot < 0 where nothing is to be stored.
 template <int kCount, class X>
-__device__ void store_head(const LaneGroup& group, const KvCacheSlots& cache, const X* x, void* to, float* scale,
+__device__ void store_head(const LaneGroup& group, const KvCacheSlots& cache, const X* x, void* to, void* scales,
                            int64_t slot, int head) {
   const int64_t row = (slot < 0 ? 0 : slot) * cache.heads + head, at = row * cache.head_dim;
+  auto* const scale = static_cast<float*>(scales) + row;
   if (cache.quantization == CacheQuantization::kInt8) {
     auto* const out = static_cast<int8_t*>(to) + at;
-    return quantize_head<kCount>(group, x, cache.head_dim, slot < 0 ? nullptr : out, scale + row);
+    return quantize_head<kCount>(group, x, cache.head_dim, slot < 0 ? nullptr : out, scale);
   }
   if (cache.quantization == CacheQuantization::kFp8) {
     auto* const out = static_cast<__nv_fp8_e4m3*>(to) + at;
-    return quantize_head<kCount>(group, x, cache.head_dim, slot < 0 ? nullptr : out, scale + row);
+    return quantize_head<kCount>(group, x, cache.head_dim, slot < 0 ? nullptr : out, scale);
   }
   if (slot < 0) return;
   switch (cache.dtype) {

@@ -40,8 +40,8 @@ void norm_rotary_store(const NormRotaryStoreParams& p) {
         const T* v = static_cast<const T*>(p.v) + token * p.v_stride;
         for (int head = 0; head < cache.heads; ++head, k += cache.head_dim, v += cache.head_dim) {
           prepare_head(p, k, p.k_norm_weight, token, prepared);
-          store_head(cache, prepared, cache.k, cache.k_scale, slot, head);
-          store_head(cache, v, cache.v, cache.v_scale, slot, head);
+          store_head<kInt4KeyGroup>(cache, prepared, cache.k, cache.k_scale, slot, head);
+          store_head<kInt4ValueGroup>(cache, v, cache.v, cache.v_scale, slot, head);
         }
       }
     });

@@ -42,8 +42,9 @@ class LLM:
         device: ``"cpu"``, ``"cuda"``, or ``"auto"`` for a GPU where there is one.
         draft_model: a smaller model of the same vocabulary, by name or path, that guesses tokens ahead; without it
             ``num_speculative_tokens`` are looked up in the text itself.
-        kv_cache_dtype: of the cached keys and values: a ``dtype``, ``"int8"``, ``"fp8"`` (float8_e4m3fn), or ``"auto"``
-            for what suits the model's ``dtype``, which on a GPU is the only one beside the last two.
+        kv_cache_dtype: of the cached keys and values: a ``dtype``, ``"int8"``, ``"fp8"`` (float8_e4m3fn), ``"int4"``
+            (least memory, and a visible loss: see docs/performance.md), or ``"auto"`` for what suits the model's
+            ``dtype``, which on a GPU is the only one beside the last three.
         max_model_len, max_num_seqs, max_num_batched_tokens, max_num_waiting, batching, block_size, kv_cache_memory,
             enable_prefix_caching, num_speculative_tokens, max_loras, max_lora_rank, deterministic, enforce_eager: see
             :class:`fastinfer.engine.config.EngineConfig`. Prompts beyond ``max_num_waiting`` wait outside the engine.
@@ -382,11 +383,11 @@ def _one_per_prompt(name: str, value: Any, count: int) -> list[Any]:
 
 def _kv_cache_dtype(name: str, dtype: str, device: str) -> torch.dtype:
     default = Precision.of(dtype, device).kv_cache_dtype
-    quantized = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+    quantized = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
     found: torch.dtype = default if name == "auto" else quantized.get(name) or getattr(torch, name)
     if device != "cpu" and found not in (default, *quantized.values()):
         raise RequestError(
-            f"kv_cache_dtype must be auto, int8 or fp8 on device {device!r} with this dtype, got {name!r}"
+            f"kv_cache_dtype must be auto, int8, fp8 or int4 on device {device!r} with this dtype, got {name!r}"
         )
     return found
 

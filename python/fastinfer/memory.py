@@ -26,7 +26,7 @@ from fastinfer.models.config import ModelConfig, Precision
 from fastinfer.models.gguf_config import read_gguf_config
 from fastinfer.ops.pack import TILE_ROWS
 
-KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
+KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.uint8)
 MAX_BATCH = 2**20
 READ_BYTES = 256 << 20  # more than the last-level cache of nearly all machines
 SAMPLE_S = 0.03
@@ -117,7 +117,7 @@ def _packed_bytes(tensor: GGUFTensor) -> tuple[int, bool]:
 
 
 def kv_cache_bytes(config: ModelConfig, num_kv_heads: int, dtype: torch.dtype, context: int, batch: int) -> int:
-    """Keys and values of ``batch`` sequences in whole blocks; 8-bit ones have an fp32 scale per token and head."""
+    """Keys and values of ``batch`` sequences in whole blocks, with their scales where they have some."""
     block_size = EngineConfig().block_size
     slots = batch * num_blocks_for(context, block_size) * block_size
     return slots * token_bytes(config.num_layers, num_kv_heads, config.head_dim, dtype)
@@ -212,7 +212,7 @@ def report(found: dict[str, Any]) -> str:
 
 
 def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return "int4" if dtype == torch.uint8 else str(dtype).removeprefix("torch.")
 
 
 def _size(count: int) -> str:

@@ -9,7 +9,7 @@ from fastinfer.engine.batching import Batching, Continuous, Dynamic, Static
 from fastinfer.errors import RequestError
 
 BATCHING = ("continuous", "static", "dynamic")
-KV_CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn)
+KV_CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn, torch.uint8)
 MAX_SPECULATIVE_TOKENS = 15
 
 
@@ -29,7 +29,8 @@ class EngineConfig:
         max_batch_wait_s: see ``batching``.
         block_size: tokens per block of the KV cache.
         kv_cache_dtype: of the cached keys and values: fp32, bf16, fp16; or int8 or float8_e4m3fn, with a scale for each
-            token and head.
+            token and head; or uint8, which stands for int4, with a scale and a minimum for 16 elements of a key and
+            for 64 of a value.
         kv_cache_memory: size of the KV cache in bytes; ``None`` for what ``max_num_seqs`` requests of usual length
             need, at most a quarter of the memory available.
         num_kv_blocks: size of the KV cache in blocks, in place of ``kv_cache_memory``.

@@ -1,5 +1,6 @@
 """The memory of the KV cache: its tensors and how large it should be."""
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,13 +16,16 @@ MEMORY_SHARE = 0.25
 # Few requests fill a long context; beyond this many tokens each, preemption is cheaper than the memory.
 TYPICAL_TOKENS = 2048
 
-QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
+# One fp32 scale per token and head; uint8 is int4: two elements a byte, and two fp16 for so many elements.
+QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.uint8)
+INT4_KEY_GROUP = 16
+INT4_VALUE_GROUP = 64
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's keys and values [num_blocks, block_size, num_kv_heads, head_dim], and where they are quantised, fp32
-    scales [num_blocks, block_size, num_kv_heads]."""
+    """One layer's keys and values, and their scales where they are quantised, [num_blocks, block_size,
+    num_kv_heads, ...]: see :func:`head_shapes`."""
 
     k: Tensor
     v: Tensor
@@ -52,15 +56,13 @@ class KVCacheTensors:
     ) -> "KVCacheTensors":
         """Uninitialised tensors: on a CPU a page costs memory only once it is written."""
 
-        def pages() -> Tensor:
-            return torch.empty(num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype, device=device)
+        shapes = head_shapes(head_dim, dtype)
 
-        def scales() -> Tensor | None:
-            if dtype not in QUANTIZED_DTYPES:
-                return None
-            return torch.empty(num_blocks, block_size, num_kv_heads, dtype=torch.float32, device=device)
+        def tensors() -> Iterator[Tensor]:
+            for shape, element in shapes:
+                yield torch.empty(num_blocks, block_size, num_kv_heads, *shape, dtype=element, device=device)
 
-        return cls([LayerCache(pages(), pages(), scales(), scales()) for _ in range(num_layers)])
+        return cls([LayerCache(*tensors()) for _ in range(num_layers)])
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, each pair from its first to its second; all are read before any is written."""
@@ -74,10 +76,25 @@ class KVCacheTensors:
         return iter(self.layers)
 
 
+def head_shapes(head_dim: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of what the cache holds of a token's head: key, value, and their scales if they have some.
+
+    Raises:
+        RequestError: an odd ``head_dim`` for a cache of two elements a byte.
+    """
+    if dtype == torch.uint8:
+        if head_dim % 2:
+            raise RequestError(f"kv_cache_dtype int4 (torch.uint8) needs an even head_dim, got {head_dim}")
+        groups = (-(-head_dim // group) for group in (INT4_KEY_GROUP, INT4_VALUE_GROUP))
+        return [((head_dim // 2,), dtype)] * 2 + [((count, 2), torch.float16) for count in groups]
+    scale: tuple[tuple[int, ...], torch.dtype] = (), torch.float32
+    return [((head_dim,), dtype)] * 2 + [scale] * 2 * (dtype in QUANTIZED_DTYPES)
+
+
 def token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """Size of one token's keys and values in all layers, scales included."""
-    scale = torch.float32.itemsize if dtype in QUANTIZED_DTYPES else 0
-    return 2 * num_layers * num_kv_heads * (head_dim * dtype.itemsize + scale)
+    head = sum(math.prod(shape) * element.itemsize for shape, element in head_shapes(head_dim, dtype))
+    return num_layers * num_kv_heads * head
 
 
 def available_memory(device: str) -> int:

@@ -25,12 +25,17 @@ def store_kv_cache(
         k, v: [tokens, kv_heads, head_dim]; fp32, bf16 or fp16; may be strided views whose last two dimensions are
             contiguous (slices of a fused QKV projection).
         k_cache, v_cache: [num_blocks, block_size, kv_heads, head_dim]; fp32, bf16 or fp16, not necessarily that of
-            ``k``; or int8 or float8_e4m3fn, with scales. Values are rounded to nearest even.
+            ``k``; or int8 or float8_e4m3fn, with scales; or uint8, [num_blocks, block_size, kv_heads, head_dim / 2],
+            which stands for int4: two elements a byte, the first in its lower half. Rounded to nearest even.
         slot_mapping: [tokens] int64; ``block * block_size + offset``. A slot of -1 is skipped; any other slot outside
             the cache raises on the CPU, and is skipped on CUDA.
         k_scale, v_scale: [num_blocks, block_size, kv_heads] fp32, for caches of int8 and float8_e4m3fn alone: receive
             the scale of each stored token and head, amax / 127 for int8 and amax / 448 for e4m3. A row of zeros gets
-            zeros and scale 0; one with an infinity or a NaN gets zeros and scale NaN.
+            zeros and scale 0; one with an infinity or a NaN gets zeros and scale NaN. For caches of uint8 [num_blocks,
+            block_size, kv_heads, groups, 2] fp16: of each group of 16 elements of a key, 64 of a value (the last one
+            may be smaller), a scale s and a minimum m, so that code q is worth s q + m; m = min x, s = (max x - m) / 15
+            and q = (x - m) / s in 0..15, each from the rounded ones before it. A group of equal numbers gets codes 0;
+            one with an infinity, a NaN or a number beyond fp16's range codes 0 and NaN for s and m.
 
     Devices: CPU, CUDA (not yet run on a GPU).
     """
@@ -63,7 +68,8 @@ def paged_attention(
         q: [tokens, q_heads, head_dim]; fp32, bf16 or fp16; may be a strided view whose last two dimensions are
             contiguous. On CUDA bf16 or fp16, with a head_dim of 64, 80, 96, 128 or 256.
         k_cache, v_cache: [num_blocks, block_size, kv_heads, head_dim]; fp32, bf16, fp16, int8 or float8_e4m3fn (whose
-            NaN counts as 480). On CUDA the dtype of ``q``, int8 or float8_e4m3fn, aligned to 16 bytes.
+            NaN counts as 480); or uint8, [num_blocks, block_size, kv_heads, head_dim / 2], for int4. On CUDA the dtype
+            of ``q``, int8, float8_e4m3fn or uint8, aligned to 16 bytes.
         block_table: [seqs, max_blocks] int32; entries past a sequence's length are never read.
         seq_lens: [seqs] int32; cached length of each sequence, this step's tokens included.
         query_start: [seqs + 1] int32; cumulative query counts, from 0 to ``tokens``.
@@ -73,7 +79,8 @@ def paged_attention(
         sinks: [q_heads] fp32, one more logit per head that takes probability and has no value.
         lse: [tokens, q_heads] fp32, written in place: natural logarithm of the sum of exponentials, sink included.
         k_scale, v_scale: [num_blocks, block_size, kv_heads] fp32, for caches of int8 and float8_e4m3fn alone: the
-            element [b, i, h, d] is worth ``k_cache[b, i, h, d] * k_scale[b, i, h]``.
+            element [b, i, h, d] is worth ``k_cache[b, i, h, d] * k_scale[b, i, h]``. For int4 [num_blocks, block_size,
+            kv_heads, groups, 2] fp16: scales and minimums, see :func:`store_kv_cache`.
         plan: ``paged_attention_plan`` of the same ``seq_lens``, ``query_start``, heads, head_dim and window; without
             one each call makes its own. Calls that share a plan must follow each other on one stream.
 
