@@ -17,8 +17,6 @@ inline KvCacheSlots kv_cache_slots(const Checks& check, const Tensor& k_cache, c
   check.contiguous(v_cache, "v_cache");
   check.dtype(v_cache, "v_cache", k_cache.scalar_type());
   const CacheQuantization quantization = cache_quantization(k_cache);
-  check.require(quantization != CacheQuantization::kInt4 || gpu_of(k_cache) == nullptr,
-                "k_cache must not be uint8 (int4) on CUDA");
   const bool quantized = quantization != CacheQuantization::kNone;
   check.shape(slot_mapping, "slot_mapping", {tokens});
   check.dtype(slot_mapping, "slot_mapping", ScalarType::Long);

@@ -33,11 +33,13 @@ void check_cache(const Checks& check, const Tensor& k_cache, const Tensor& v_cac
 // What the CUDA kernels can do.
 void check_cuda(const Checks& check, const Tensor& q, const PagedAttentionParams& p) {
   check.require(p.dtype != DType::kFloat32, "q must be bfloat16 or float16 on CUDA, got float32");
-  check.require(p.quantization != CacheQuantization::kInt4, "k_cache must not be uint8 (int4) on CUDA");
-  check.require(p.cache_dtype == p.dtype, "k_cache must be int8, float8_e4m3fn or, as q, ", name(q.scalar_type()),
-                " on CUDA");
+  check.require(p.cache_dtype == p.dtype, "k_cache must be int8, float8_e4m3fn, uint8 (int4) or, as q, ",
+                name(q.scalar_type()), " on CUDA");
   for (const void* pages : {p.k_cache, p.v_cache}) {
     check.require(reinterpret_cast<uintptr_t>(pages) % 16 == 0, "k_cache and v_cache must be aligned to 16 bytes");
+  }
+  for (const void* scales : {p.k_scale, p.v_scale}) {
+    check.require(reinterpret_cast<uintptr_t>(scales) % 16 == 0, "k_scale and v_scale must be aligned to 16 bytes");
   }
 }
 

@@ -73,7 +73,7 @@ class RowAttention {
       cp_async_wait<1>();
       __syncthreads();
       if (quantized) {
-        Shared::widen(stage, p_.quantization == CacheQuantization::kFp8);
+        Shared::widen(stage, p_.quantization);
         __syncthreads();
       }
       add_tile(tile, quantized ? 0 : stage, stage);
@@ -132,7 +132,7 @@ class RowAttention {
   // S becomes P, relative to the rows' new maxima (times V's scales); a row's results so far count `rescale` of that.
   __device__ void softmax(float (&s)[kPositions / 8][4], int first_position, int scales, float (&rescale)[2]) {
     const int last_position = first_position + kPositions - 1;
-    const bool quantized = p_.quantization != CacheQuantization::kNone;
+    const bool scaled = p_.quantization == CacheQuantization::kInt8 || p_.quantization == CacheQuantization::kFp8;
     const float* const k_scales = Shared::scales(scales, false) + position0_ + lane() % 4 * 2;
     const float* const v_scales = Shared::scales(scales, true) + position0_ + lane() % 4 * 2;
     const float factor = p_.softcap > 0.0f ? p_.scale / p_.softcap * 2 * kLog2e : p_.scale * kLog2e;
@@ -140,7 +140,7 @@ class RowAttention {
     for (int n = 0; n < kPositions / 8; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (quantized) s[n][i] *= k_scales[n * 8 + i % 2];
+        if (scaled) s[n][i] *= k_scales[n * 8 + i % 2];
         s[n][i] *= factor;
         // tanh(x) = 1 - 2 / (exp(2 x) + 1)
         if (p_.softcap > 0.0f) s[n][i] = p_.softcap * kLog2e * (1.0f - __fdividef(2.0f, exp2_approx(s[n][i]) + 1.0f));
@@ -172,7 +172,7 @@ class RowAttention {
           float& probability = s[n][2 * i + c];
           probability = exp2_approx(probability - base);
           sum_[i] += probability;
-          if (quantized) probability *= v_scales[n * 8 + c] * kValueFactor;
+          if (scaled) probability *= v_scales[n * 8 + c] * kValueFactor;
         }
       }
     }

@@ -2,6 +2,7 @@
 // become 16-bit floats.
 #pragma once
 
+#include "attention/kv_int4_cuda.h"
 #include "attention/paged_attention.h"
 #include "attention/paged_attention_work.h"
 #include "common/cuda/dtype.h"
@@ -64,6 +65,8 @@ template <class T, int kHeadDim>
 struct Tiles {
   static constexpr int kTile = kv_tile(kHeadDim);
   static constexpr int kChunks = kHeadDim / 8;
+  static constexpr int kKeyGroups = int4_groups(kHeadDim, kInt4KeyGroup);
+  static constexpr int kValueGroups = int4_groups(kHeadDim, kInt4ValueGroup);
   static constexpr int kRowBytes = row_stride(kHeadDim) * 16;
   static constexpr int kTileBytes = kTile * kRowBytes;
 
@@ -83,8 +86,32 @@ struct Tiles {
   __device__ static float* scales(int index, bool values) {
     return reinterpret_cast<float*>(stage(2, false)) + (2 * index + values) * kTile;
   }
+  // Those of int4 are half as large again; their scales, up to half as large as they, follow them.
+  __device__ static unsigned char* int4_stage(int index, bool values) {
+    return stage(1, false) + (2 * index + values) * kTile * (kHeadDim / 2);
+  }
+  __device__ static unsigned char* int4_scales(int index, bool values) {
+    return int4_stage(2, false) + (index * (kKeyGroups + kValueGroups) + values * kKeyGroups) * kTile * 4;
+  }
 
-  __device__ static void widen(int index, bool fp8) {
+  __device__ static void widen_int4_tiles(int index) {
+    constexpr int kWords = kTile * kChunks;  // of eight codes
+#pragma unroll 1
+    for (int i = opaque(threadIdx.x); i < 2 * kWords; i += kAttentionThreads) {
+      const bool values = i >= kWords;
+      const int word = values ? i - kWords : i, row = word / kChunks, chunk = word % kChunks;
+      const int group =
+          values ? row * kValueGroups + chunk * 8 / kInt4ValueGroup : row * kKeyGroups + chunk * 8 / kInt4KeyGroup;
+      Vector<uint32_t, 4> wide;
+      widen_int4<T>(reinterpret_cast<const uint32_t*>(int4_stage(index, values))[word],
+                    reinterpret_cast<const uint32_t*>(int4_scales(index, values))[group], wide.values);
+      store_vector(reinterpret_cast<uint32_t*>(stage(0, values) + chunk_offset<kChunks>(row, chunk)), wide);
+    }
+  }
+
+  __device__ static void widen(int index, CacheQuantization quantization) {
+    if (quantization == CacheQuantization::kInt4) return widen_int4_tiles(index);
+    const bool fp8 = quantization == CacheQuantization::kFp8;
     constexpr int kVectors = kTile * kHeadDim / 16;
 #pragma unroll 1
     for (int i = threadIdx.x; i < 2 * kVectors; i += kAttentionThreads) {
@@ -131,12 +158,18 @@ class TileLoader {
       const int slot = slot_;
       slot_ = slot_of(++tile_);  // read one tile ahead: the table's latency is hidden
       if (p_.quantization == CacheQuantization::kNone) {
-        copy<kHeadDim / 8>(slot, [&](bool values, int row, int chunk) {
-          return Shared::stage(stage, values) + chunk_offset<kHeadDim / 8>(row, chunk);
+        copy<kHeadDim * 2>(slot, [&](bool values, int row, int byte) {
+          return Shared::stage(stage, values) + chunk_offset<kHeadDim / 8>(row, byte / 16);
         });
+      } else if (p_.quantization == CacheQuantization::kInt4) {
+        copy<kHeadDim / 2>(slot, [&](bool values, int row, int byte) {
+          return Shared::int4_stage(stage, values) + row * (kHeadDim / 2) + byte;
+        });
+        copy_int4_scales<Shared::kKeyGroups * 4>(slot, p_.k_scale, Shared::int4_scales(stage, false));
+        copy_int4_scales<Shared::kValueGroups * 4>(slot, p_.v_scale, Shared::int4_scales(stage, true));
       } else {
-        copy<kHeadDim / 16>(slot, [&](bool values, int row, int chunk) {
-          return Shared::quantized_stage(stage, values) + (row * (kHeadDim / 16) + chunk) * 16;
+        copy<kHeadDim>(slot, [&](bool values, int row, int byte) {
+          return Shared::quantized_stage(stage, values) + row * kHeadDim + byte;
         });
         copy_scales(slot, stage);
       }
@@ -158,30 +191,60 @@ class TileLoader {
     return static_cast<int>(threadIdx.x) / kWarpSize * kRows;
   }
 
-  template <int kCopyChunks, class Place>
-  __device__ void copy(int own_slot, const Place& place) const {
-    const auto* keys = static_cast<const unsigned char*>(p_.k_cache);
-    const auto* values = static_cast<const unsigned char*>(p_.v_cache);
-    const int64_t slot_bytes = int64_t{kCopyChunks * 16} * p_.kv_heads;
-    constexpr int kCount = kRows * kCopyChunks;
+  template <int kBytes>
+  static constexpr int kChunkOf = kBytes % 16 == 0  ? 16
+                                  : kBytes % 8 == 0 ? 8
+                                                    : 4;
+
+  // Calls fn(row, byte, offset, valid) for each chunk of the warp's rows of kBytes; it lies at `offset` in the cache.
+  template <int kBytes, class Fn>
+  __device__ void for_each_chunk(int own_slot, const Fn& fn) const {
+    constexpr int kChunk = kChunkOf<kBytes>, kChunks = kBytes / kChunk, kCount = kRows * kChunks;
+    const int64_t slot_bytes = int64_t{kBytes} * p_.kv_heads;
+    const int lane = opaque(threadIdx.x) % kWarpSize;
 #pragma unroll 2
     for (int first = 0; first < kCount; first += kWarpSize) {
-      const int i = first + static_cast<int>(threadIdx.x) % kWarpSize;
-      const int row = i / kCopyChunks, chunk = i % kCopyChunks;
+      const int i = first + lane;
+      const int row = i / kChunks, byte = i % kChunks * kChunk;
       const int slot = __shfl_sync(kFullMask, own_slot, row);
       if (kCount % kWarpSize != 0 && i >= kCount) continue;
-      const int64_t offset = slot >= 0 ? slot * slot_bytes + (head_ * kCopyChunks + chunk) * 16 : 0;
-      cp_async(place(false, warp_row() + row, chunk), keys + offset, slot >= 0);
-      cp_async(place(true, warp_row() + row, chunk), values + offset, slot >= 0);
+      fn(warp_row() + row, byte, slot >= 0 ? slot * slot_bytes + head_ * kBytes + byte : int64_t{0}, slot >= 0);
     }
+  }
+
+  template <int kChunk>
+  __device__ static void copy_chunk(void* to, const void* from, int64_t offset, bool valid) {
+    const auto* const chunk = static_cast<const unsigned char*>(from) + offset;
+    if constexpr (kChunk == 16) {
+      cp_async(to, chunk, valid);
+    } else {
+      cp_async_small<kChunk>(to, chunk, valid);
+    }
+  }
+
+  template <int kBytes, class Place>
+  __device__ void copy(int own_slot, const Place& place) const {
+    for_each_chunk<kBytes>(own_slot, [&](int row, int byte, int64_t offset, bool valid) {
+      copy_chunk<kChunkOf<kBytes>>(place(false, row, byte), p_.k_cache, offset, valid);
+      copy_chunk<kChunkOf<kBytes>>(place(true, row, byte), p_.v_cache, offset, valid);
+    });
+  }
+
+  template <int kBytes>
+  __device__ void copy_int4_scales(int own_slot, const void* scales, unsigned char* to) const {
+    for_each_chunk<kBytes>(own_slot, [&](int row, int byte, int64_t offset, bool valid) {
+      copy_chunk<kChunkOf<kBytes>>(to + row * kBytes + byte, scales, offset, valid);
+    });
   }
 
   __device__ void copy_scales(int slot, int stage) const {
     const int lane = threadIdx.x % kWarpSize;
     if (lane >= kRows) return;
     const int64_t offset = slot >= 0 ? int64_t{slot} * p_.kv_heads + head_ : 0;
-    cp_async_small<4>(Shared::scales(stage, false) + warp_row() + lane, static_cast<const float*>(p_.k_scale) + offset, slot >= 0);
-    cp_async_small<4>(Shared::scales(stage, true) + warp_row() + lane, static_cast<const float*>(p_.v_scale) + offset, slot >= 0);
+    cp_async_small<4>(Shared::scales(stage, false) + warp_row() + lane, static_cast<const float*>(p_.k_scale) + offset,
+                      slot >= 0);
+    cp_async_small<4>(Shared::scales(stage, true) + warp_row() + lane, static_cast<const float*>(p_.v_scale) + offset,
+                      slot >= 0);
   }
 
   const PagedAttentionParams& p_;

@@ -22,7 +22,8 @@ __global__ void store_kv_cache_kernel(StoreKvCacheParams p, int lanes) {
   const T* x =
       is_key ? static_cast<const T*>(p.k) + token * p.k_stride : static_cast<const T*>(p.v) + token * p.v_stride;
   store_head<kCount>(group, cache, x + static_cast<int64_t>(head) * cache.head_dim, is_key ? cache.k : cache.v,
-                     is_key ? cache.k_scale : cache.v_scale, valid ? slot_of(cache, token) : -1, head);
+                     is_key ? cache.k_scale : cache.v_scale, valid ? slot_of(cache, token) : -1, head,
+                     is_key ? kInt4KeyGroup : kInt4ValueGroup);
 }
 
 }  // namespace

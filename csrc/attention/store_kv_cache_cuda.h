@@ -4,6 +4,7 @@
 #include <cuda_fp8.h>
 
 #include "attention/kv_cache_slots.h"
+#include "attention/kv_int4_cuda.h"
 #include "common/cuda/vector_io.h"
 #include "fused/quantize_row_cuda.h"
 
@@ -47,6 +48,37 @@ __device__ void quantize_head(const LaneGroup& group, const X* x, int count, Q* 
   }
 }
 
+// Neighbouring lanes have a part each of a group of `elements`; the warp's other heads may have other groups. A lane
+// has whole bytes, so that a group of 64 never exceeds what the lanes have at once.
+template <int kCount, class X>
+__device__ void quantize_int4_head(const LaneGroup& group, const X* x, int count, unsigned char* out, uint32_t* scales,
+                                   int elements) {
+  constexpr int kOwn = kCount > 1 ? kCount : 2;
+  for (int begin = 0; begin < count; begin += group.lanes * kOwn) {
+    const int i = begin + group.rank * kOwn;
+    float values[kOwn] = {}, lowest = INFINITY, largest = -INFINITY;
+    for (int j = 0; j < kOwn && i < count; ++j) {
+      if (j % kCount == 0) {
+        const auto v = load_vector<kCount>(x + i + j);
+        for (int k = 0; k < kCount; ++k) values[j + k] = to_float(v.values[k]);
+      }
+      const float finite = fabsf(values[j]) <= FLT_MAX ? values[j] : -INFINITY;
+      lowest = fminf(lowest, finite), largest = fmaxf(largest, finite);
+    }
+    for (int offset = group.lanes / 2; offset > 0; offset /= 2) {
+      const float low = __shfl_xor_sync(kFullMask, lowest, offset), high = __shfl_xor_sync(kFullMask, largest, offset);
+      if (offset * kOwn < elements) lowest = fminf(lowest, low), largest = fmaxf(largest, high);
+    }
+    const Int4Rounding rounding(lowest, largest);
+    uint32_t codes = 0;
+    for (int j = 0; j < kOwn; ++j) codes |= rounding.code(values[j]) << (4 * j);
+    if (i >= count || out == nullptr) continue;
+    if (i % elements == 0) scales[i / elements] = rounding.scale;
+    using Codes = std::conditional_t<kOwn == 8, uint32_t, std::conditional_t<kOwn == 4, uint16_t, uint8_t>>;
+    *reinterpret_cast<Codes*>(out + i / 2) = static_cast<Codes>(codes);
+  }
+}
+
 template <int kCount, class C, class X>
 __device__ void convert_head(const LaneGroup& group, const X* x, int count, C* out) {
   for (int i = group.rank * kCount; i < count; i += group.lanes * kCount) {
@@ -60,8 +92,14 @@ __device__ void convert_head(const LaneGroup& group, const X* x, int count, C* o
 // All lanes of the warp must call it, with slot < 0 where nothing is to be stored.
 template <int kCount, class X>
 __device__ void store_head(const LaneGroup& group, const KvCacheSlots& cache, const X* x, void* to, void* scales,
-                           int64_t slot, int head) {
+                           int64_t slot, int head, int int4_group) {
   const int64_t row = (slot < 0 ? 0 : slot) * cache.heads + head, at = row * cache.head_dim;
+  if (cache.quantization == CacheQuantization::kInt4) {
+    auto* const out = static_cast<unsigned char*>(to) + at / 2;
+    return quantize_int4_head<kCount>(group, x, cache.head_dim, slot < 0 ? nullptr : out,
+                                      static_cast<uint32_t*>(scales) + row * int4_groups(cache.head_dim, int4_group),
+                                      int4_group);
+  }
   auto* const scale = static_cast<float*>(scales) + row;
   if (cache.quantization == CacheQuantization::kInt8) {
     auto* const out = static_cast<int8_t*>(to) + at;

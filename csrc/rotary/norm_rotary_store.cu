@@ -80,7 +80,8 @@ __global__ void norm_rotary_store_kernel(NormRotaryStoreParams p, int lanes) {
                           valid ? cache.head_dim : 0, weight, is_value ? -1 : p.positions[token], prepared);
   if (valid && is_query) convert_head<kCount>(group, prepared, cache.head_dim, q);
   store_head<kCount>(group, cache, prepared, is_key ? cache.k : cache.v, is_key ? cache.k_scale : cache.v_scale,
-                     valid && !is_query ? slot_of(cache, token) : -1, kv_head);
+                     valid && !is_query ? slot_of(cache, token) : -1, kv_head,
+                     is_key ? kInt4KeyGroup : kInt4ValueGroup);
 }
 
 }  // namespace
