@@ -1,7 +1,5 @@
 """Models: a decoder that reads its sizes from the checkpoint, and the loaders that build it."""
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +17,7 @@ from fastinfer.models.hf_checkpoint import HFCheckpoint
 from fastinfer.models.loader import load_decoder
 from fastinfer.models.lora import AdapterSlots
 from fastinfer.tokenizer import Tokenizer
+from fastinfer.torch_threads import one_torch_thread
 
 
 class Model(Protocol):
@@ -62,7 +61,7 @@ def load_model(
     """
     device = resolve_device(device)
     precision = Precision.of(dtype, device)
-    with _one_torch_thread():
+    with one_torch_thread():
         checkpoint, tokenizer = _open(path, exact=precision.dtype == torch.float32 and precision.activation_bits == 32)
         return load_decoder(checkpoint, precision, max_model_len, device), tokenizer
 
@@ -72,18 +71,3 @@ def _open(path: Path, exact: bool) -> tuple[Checkpoint, Tokenizer]:
         return HFCheckpoint(path, exact), Tokenizer.from_folder(path)
     file = GGUFFile(path)
     return GGUFCheckpoint(file, exact), Tokenizer.from_gguf(file)
-
-
-@contextlib.contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    """Keep torch's own thread pool out of loading's many small copies.
-
-    Its barriers spin: on two cores with another busy process each copy took 2 ms instead of 20 us, and loading 2.0 s
-    instead of 0.4 s.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

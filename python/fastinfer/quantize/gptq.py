@@ -7,6 +7,7 @@ from torch import Tensor
 from fastinfer.formats.unpacked import Unpacked
 from fastinfer.quantize.rounding import Grid
 from fastinfer.quantize.statistics import InputStatistics
+from fastinfer.torch_threads import one_torch_thread
 
 BLOCK = 128  # columns whose corrections are applied to the rest at once
 
@@ -51,12 +52,13 @@ def quantize_gptq(
     for start in range(0, len(order), BLOCK):
         end = min(start + BLOCK, len(order))
         errors = torch.empty(end - start, weights.shape[1])
-        for i in range(start, end):
-            column = weights[i]
-            scale, zero = grid.scales[:, groups[i]], grid.zeros[:, groups[i]]
-            q[i] = (column / scale).round_().add_(zero).clamp_(0, grid.levels - 1)
-            error = (column - (q[i] - zero) * scale) / spread[i, i]
-            weights[i + 1 : end].addr_(spread[i, i + 1 : end], error, alpha=-1)
-            errors[i - start] = error
+        with one_torch_thread():
+            for i in range(start, end):
+                column = weights[i]
+                scale, zero = grid.scales[:, groups[i]], grid.zeros[:, groups[i]]
+                q[i] = (column / scale).round_().add_(zero).clamp_(0, grid.levels - 1)
+                error = (column - (q[i] - zero) * scale) / spread[i, i]
+                weights[i + 1 : end].addr_(spread[i, i + 1 : end], error, alpha=-1)
+                errors[i - start] = error
         weights[end:].addmm_(spread[start:end, end:].T, errors, alpha=-1)
     return grid.unpacked(q[order.argsort()].T.contiguous())
