@@ -70,23 +70,36 @@ FASTINFER_INLINE f32v load_int4(const Int4Pair* p) {
   return to_f32((i32v)((words >> shifts) & 15u));
 }
 
+// The scale and the minimum, each in every lane.
+FASTINFER_INLINE void load_scale(const Int4Scale* p, f32v& scale, f32v& minimum) {
+#if defined(FASTINFER_AVX2)
+  typedef uint32_t Words __attribute__((vector_size(kLanes * 2)));
+  const f32v pair = half_to_float((u16half)Words{load_as<uint32_t>(p)});
+  scale = __builtin_shuffle(pair, i32v{}), minimum = __builtin_shuffle(pair, i32v{} + 1);
+#else
+  scale = broadcast(to_float(p->scale)), minimum = broadcast(to_float(p->minimum));
+#endif
+}
+
 // A head to fp32; what is beyond its elements up to a multiple of kLanes becomes zeros.
 template <int kGroup>
 FASTINFER_INLINE void widen_int4(const Int4Pair* codes, const Int4Scale* scales, int head_dim, float* out) {
-  for (int begin = 0; begin < head_dim; begin += kGroup, ++scales) {
-    const float scale = to_float(scales->scale), minimum = to_float(scales->minimum);
-    const Int4Pair* const from = codes + begin / 2;
-    for_each_vector(std::min(kGroup, head_dim - begin), [&](int64_t i, int64_t lanes) {
-      if (lanes == kLanes) {
-        store(out + begin + i, load_int4(from + i / 2) * scale + minimum);
-        return;
-      }
-      Int4Pair some[kLanes / 2] = {};
-      std::copy(from + i / 2, from + (i + lanes) / 2, some);
-      float values[kLanes] = {};
-      store_partial(values, load_int4(some) * scale + minimum, lanes);
-      store(out + begin + i, load(values));
-    });
+  f32v scale, minimum;
+  int begin = 0;
+  for (; begin + kGroup <= head_dim; begin += kGroup) {
+    load_scale(scales++, scale, minimum);
+#pragma GCC unroll 8
+    for (int i = begin; i < begin + kGroup; i += kLanes) store(out + i, load_int4(codes + i / 2) * scale + minimum);
+  }
+  if (begin == head_dim) return;
+  load_scale(scales, scale, minimum);
+  for (int i = begin; i < head_dim; i += kLanes) {
+    const int lanes = std::min(kLanes, head_dim - i);
+    Int4Pair some[kLanes / 2] = {};
+    std::copy_n(codes + i / 2, lanes / 2, some);
+    float values[kLanes] = {};
+    store_partial(values, load_int4(some) * scale + minimum, lanes);
+    store(out + i, load(values));
   }
 }
 

@@ -88,10 +88,13 @@ class KvPages {
     }
   }
 
-  // Keys and values to fp32 [kTile, columns]; columns beyond head_dim become zeros.
-  void widen(const KvTile<C>& tile, int first, int end, int columns, float* keys, float* values) const {
+  // Keys and values to fp32 [kTile, columns]; columns beyond head_dim become zeros. `next` is the tile after this one.
+  void widen(const KvTile<C>& tile, [[maybe_unused]] const KvTile<C>& next, int first, int end, int columns,
+             float* keys, float* values) const {
     for (int j = first; j < end; ++j) {
       if constexpr (kGroupScales<C>) {
+        __builtin_prefetch(next.keys[j]), __builtin_prefetch(next.values[j]);
+        __builtin_prefetch(next.key_scales[j]), __builtin_prefetch(next.value_scales[j]);
         widen_int4<kInt4KeyGroup>(tile.keys[j], tile.key_scales[j], p_.head_dim, keys + j * columns);
         widen_int4<kInt4ValueGroup>(tile.values[j], tile.value_scales[j], p_.head_dim, values + j * columns);
       } else {

@@ -122,7 +122,7 @@ class RowAttention {
       if (direct_) return multiply<true>(found, found.keys, next.keys, found.values, next.values, state);
     }
     const Range seen = seen_of_tile(tile);
-    pages.widen(found, seen.first - tile * kTile, seen.end - tile * kTile, columns_, keys_, values_);
+    pages.widen(found, next, seen.first - tile * kTile, seen.end - tile * kTile, columns_, keys_, values_);
     multiply<false>(found, wide_keys_, wide_keys_, wide_values_, wide_values_, state);
   }
 
