@@ -214,7 +214,7 @@ def test_standard_input_that_is_no_text(llms: list[FakeLLM], monkeypatch: pytest
         ("generate x --max-tokens many", "--max-tokens"),
         ("generate x --max-tokens 1e3", "--max-tokens"),
         ("generate x --dtype int3", "--dtype"),
-        ("generate x --kv-cache-dtype int4", "--kv-cache-dtype"),
+        ("generate x --kv-cache-dtype int3", "--kv-cache-dtype"),
         ("generate x --speculate many", "--speculate"),
         ("generate x --regex a --choice b", "--choice"),
         ("pull", "NAME"),

@@ -71,13 +71,14 @@ class Forced(Engine):
         self.sampler.draw = forced  # type: ignore[method-assign]
 
 
-def assert_close(engine: Forced, expected: Forced) -> None:
+def assert_close(engine: Forced, expected: Forced, limit: float = 0.06) -> None:
     """The logits of all that both have drawn. bf16 (0.4 %) makes a difference of 1 to 2 % after three layers, with a
-    cache in fp8 of up to 4 %; one wrong slot or scale makes it as large as the logits."""
+    cache in fp8 of up to 4 %, in int4 of up to 10 %, as other codes are the nearest; one wrong slot or scale makes it
+    as large as the logits."""
     assert engine.logits.keys() == expected.logits.keys()
     for key, logits in engine.logits.items():
         error = (logits - expected.logits[key]).norm() / expected.logits[key].norm()
-        assert error < 0.06, f"{key}: relative error {error}"
+        assert error < limit, f"{key}: relative error {error}"
 
 
 def serve(engine: Forced, prompts: list[list[int]], params: SamplingParams = PARAMS, **names: Any) -> Forced:
@@ -144,6 +145,10 @@ def fp8_cache(make: Make) -> Forced:
     return serve(make(kv_cache_dtype=torch.float8_e4m3fn), prompts(3))
 
 
+def int4_cache(make: Make) -> Forced:
+    return serve(make(kv_cache_dtype=torch.uint8), prompts(3))
+
+
 def sampling(make: Make) -> Forced:
     """All that the sampling operator takes."""
     params = replace(PARAMS, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.3, logprobs=3)
@@ -165,6 +170,7 @@ SCENARIOS = [
     copies_on_write,
     int8_cache,
     fp8_cache,
+    int4_cache,
     sampling,
     one_long_context,
 ]
@@ -179,7 +185,8 @@ def expected(request: pytest.FixtureRequest) -> Forced:
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_logits_are_close_to_the_cpus(scenario: Callable[[Make], Forced], expected: Forced, device: str) -> None:
-    assert_close(scenario(partial(Forced, device, expected.tokens)), expected)
+    limit = 0.15 if scenario is int4_cache else 0.06
+    assert_close(scenario(partial(Forced, device, expected.tokens)), expected, limit)
 
 
 @pytest.fixture
