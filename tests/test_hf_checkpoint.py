@@ -148,9 +148,7 @@ def test_bad_folders(tmp_path: Path) -> None:
 
     for shard in ("../model.safetensors", "/etc/passwd", "model.bin", 7):
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": index["weight_map"] | {"lm_head.weight": shard}}))
-        with pytest.raises(
-            CheckpointFormatError, match=r"expected a \.safetensors file beside it for 'lm_head.weight'"
-        ):
+        with pytest.raises(CheckpointFormatError, match=r"expected a \.safetensors file beside it for 'lm_head"):
             load(tmp_path)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": index["weight_map"] | {"extra": shards[0].name}}))
     with pytest.raises(CheckpointFormatError, match=f"{shards[0].name}: tensor 'extra' is missing"):
