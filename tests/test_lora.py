@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from fastinfer import ops
 from fastinfer.engine.batch import Batch
-from fastinfer.errors import AdapterError
+from fastinfer.errors import AdapterError, UnsupportedModelError
 from fastinfer.formats.peft import MODULES, read_adapter
 from fastinfer.models import load_model
 from fastinfer.models.decoder import Decoder
@@ -156,3 +156,10 @@ def test_real_model_equals_transformers_with_merged_weights(model_path: Path, tm
     got = log_probabilities(replace(model, adapters=slots), ids, "float32", adapter=1)
     assert (expected - plain).abs().mean() > 0.1
     assert (got - expected).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("change", [{"gated": False}, {"num_experts": 4}])
+def test_models_without_a_gated_mlp_are_refused(change: dict[str, object]) -> None:
+    """Else a part of an adapter would be left out in silence."""
+    with pytest.raises(UnsupportedModelError, match="only of models with one gated MLP per layer"):
+        AdapterSlots(replace(CONFIG, **change), 1, 8, torch.float32)  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from fastinfer.benchmarks.report import table
 from fastinfer.checks import check_int
 from fastinfer.engine.engine import EngineConfig
 from fastinfer.engine.kv_tensors import available_memory, num_blocks_for, token_bytes
+from fastinfer.errors import RequestError
 from fastinfer.formats.gguf import GGUFFile, GGUFTensor
 from fastinfer.formats.gguf_dequant import unpack_rows
 from fastinfer.formats.weight import DenseWeight, make_weight
@@ -109,7 +110,8 @@ def _packed_bytes(tensor: GGUFTensor) -> tuple[int, bool]:
     if len(tensor.shape) == 1:
         return 4 * tensor.shape[0], True  # norms are fp32
     rows, row_bytes = tensor.data.shape
-    tile = make_weight(unpack_rows(np.zeros((TILE_ROWS, row_bytes), np.uint8), tensor.type, tensor.name), 8)
+    zeros = np.zeros((TILE_ROWS, row_bytes), np.uint8)
+    tile = make_weight(unpack_rows(zeros, tensor.type, tensor.name, exact=False), 8)
     parts = (getattr(tile, field.name) for field in fields(tile))  # type: ignore[arg-type]
     tile_bytes = sum(part.nbytes for part in parts if isinstance(part, Tensor))
     dense = isinstance(tile, DenseWeight)
@@ -136,7 +138,10 @@ def describe(model: str, context: int | None, batch: int, rates: Rates | None = 
         ModelNotFoundError, GGUFFormatError, UnsupportedModelError: as for loading the model.
         RequestError: ``context`` is beyond the model's own limit, or ``batch`` out of range.
     """
-    file = GGUFFile(hub.resolve(model))
+    path = hub.resolve(model)
+    if path.is_dir():
+        raise RequestError(f"--memory: expected a .gguf file, got the folder {path}")
+    file = GGUFFile(path)
     config = read_gguf_config(file)
     context = config.max_position if context is None else context
     check_int("--context", context, 1, config.max_position)

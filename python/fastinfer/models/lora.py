@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastinfer import ops
-from fastinfer.errors import AdapterError
+from fastinfer.errors import AdapterError, UnsupportedModelError
 from fastinfer.formats.peft import LoraAdapter
 from fastinfer.models.config import ModelConfig
 
@@ -59,6 +59,10 @@ class AdapterSlots:
     def __init__(
         self, config: ModelConfig, max_loras: int, max_rank: int, dtype: torch.dtype, device: str = "cpu"
     ) -> None:
+        if config.num_experts or not config.gated:
+            raise UnsupportedModelError(
+                f"adapters of {config.architecture} are not implemented: only of models with one gated MLP per layer"
+            )
         self.max_loras = max_loras
         self.max_rank = max_rank
 
