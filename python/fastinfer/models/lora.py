@@ -63,8 +63,6 @@ class AdapterSlots:
             raise UnsupportedModelError(
                 f"adapters of {config.architecture} are not implemented: only of models with one gated MLP per layer"
             )
-                f"adapters of {config.architecture} are not implemented: only of models with one gated MLP per layer"
-            )
         self.max_loras = max_loras
         self.max_rank = max_rank
 
