@@ -70,11 +70,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_model(family: str, seed: int = 0) -> Any:
+def make_model(family: str, seed: int = 0, **more: Any) -> Any:
     """A model in fp32; weights that start as ones or zeros are random, too, or a mistake with them would not show."""
     name, changes = FAMILIES[family]
     sizes = {} if name == "GPT2" else SIZES
-    config = getattr(transformers, f"{name}Config")(**(sizes | changes))
+    config = getattr(transformers, f"{name}Config")(**(sizes | changes | more))
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     kind = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}.get(name, f"{name}ForCausalLM")
