@@ -57,7 +57,8 @@ def main() -> None:
     parser.add_argument("--model", default=hub.DEFAULT_MODEL, help="a GGUF file; default: %(default)s")
     parser.add_argument("--tokens", type=int, default=16384, help="of either text; default: %(default)s")
     parser.add_argument("--out", type=Path, required=True, help="folder of compare.json and compare.png")
-    parser.add_argument("--keep", type=Path, help="folder that keeps the checkpoints")
+    parser.add_argument("--methods", default=",".join(METHODS), metavar="NAME,NAME", help="default: %(default)s")
+    parser.add_argument("--keep", type=Path, help="folder of the checkpoints; those that are there are not made again")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.keep or Path(scratch)
@@ -65,14 +66,18 @@ def main() -> None:
         texts = {"calibration": calibration_text(), "evaluation": evaluation_text()}
         for name, text in texts.items():
             (folder / f"{name}.txt").write_text(text)
-        dequantize(hub.resolve(args.model), folder / "bf16")
-        for method in METHODS:
+        if not (folder / "bf16").exists():
+            dequantize(hub.resolve(args.model), folder / "bf16")
+        methods = args.methods.split(",")
+        for method in methods:
+            if (folder / method).exists():
+                continue
             start = time.perf_counter()
             calibration = folder / "calibration.txt"
             options = "--method", method, "--calibration", calibration, "--tokens", args.tokens
             run("quantize", folder / "bf16", *options, "--out", folder / method)
             print(f"{method}: {time.perf_counter() - start:.0f} s")
-        models = [folder / name for name in ("bf16", *METHODS)]
+        models = [folder / name for name in ("bf16", *methods)]
         text = "--text", folder / "evaluation.txt", "--tokens", args.tokens
         run("eval", "compare", *models, *text, "--dtype", "float32", "--out", args.out)
 
