@@ -1,7 +1,7 @@
 """Models side by side on one text: size, perplexity, agreement with the first of them, speed."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from fastinfer.commands.text import read_tokens
 from fastinfer.errors import RequestError
 from fastinfer.evaluation.perplexity import log_probabilities, loss, windows
 from fastinfer.llm import LLM
-from fastinfer.models import load_model
+from fastinfer.models import Model, load_model
 from fastinfer.models.config import Precision
 from fastinfer.sampling_params import SamplingParams
 
@@ -82,7 +82,7 @@ def compare(
         RequestError: the models cut the text into different tokens.
     """
     results: list[Result] = []
-    reference: list[Tensor] = []
+    reference: list[tuple[Tensor, Tensor]] = []
     texts: list[list[int]] = []
     for name in names:
         progress(name)
@@ -120,9 +120,8 @@ def plot(results: list[Result], path: Path) -> Path:
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
     for result in results:
-        axes.plot(result.bytes / 2**20, result.perplexity, "o")
-        label = Path(result.model).name
-        axes.annotate(label, (result.bytes / 2**20, result.perplexity), xytext=(5, 4), textcoords="offset points")
+        axes.plot(result.bytes / 2**20, result.perplexity, "o", label=Path(result.model).name)
+    axes.legend()
     axes.set_xlabel("weight files, MiB")
     axes.set_ylabel("perplexity")
     axes.grid(alpha=0.3)
@@ -131,14 +130,18 @@ def plot(results: list[Result], path: Path) -> Path:
     return path
 
 
-def _judge(model: Any, texts: list[list[int]], reference: list[Tensor], kv_cache_dtype: torch.dtype) -> Any:
-    """(loss, agreement, divergence) of each text. The first model leaves its log-probabilities, in fp16, behind."""
+def _judge(
+    model: Model, texts: list[list[int]], reference: list[tuple[Tensor, Tensor]], kv_cache_dtype: torch.dtype
+) -> Iterator[tuple[float, float, float]]:
+    """(loss, agreement, divergence) of each text. The first model leaves its most likely tokens, and its
+    log-probabilities in fp16, behind."""
     is_first = not reference
     for index, log_probs in enumerate(log_probabilities(model, texts, kv_cache_dtype)):
+        likeliest = log_probs.argmax(-1)
         if is_first:
-            reference.append(log_probs.half())
-        first = reference[index].float()
-        agreement = float((log_probs.argmax(-1) == first.argmax(-1)).float().mean())
+            reference.append((likeliest, log_probs.half()))
+        first_likeliest, first = reference[index][0], reference[index][1].float()
+        agreement = float((likeliest == first_likeliest).float().mean())
         divergence = float((first.exp() * (first - log_probs)).sum(-1).mean())
         yield loss(log_probs, texts[index]), agreement, 0.0 if is_first else divergence
 
