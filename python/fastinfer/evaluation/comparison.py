@@ -14,6 +14,7 @@ from fastinfer.benchmarks.report import table
 from fastinfer.commands.text import read_tokens
 from fastinfer.errors import RequestError
 from fastinfer.evaluation.perplexity import log_probabilities, loss, windows
+from fastinfer.formats.safetensors_folder import weight_file_bytes
 from fastinfer.llm import LLM
 from fastinfer.models import Model, load_model
 from fastinfer.models.config import Precision
@@ -92,9 +93,10 @@ def compare(
         if texts and mine != texts:
             raise RequestError(f"{name}: its tokens of {text} are not those of {names[0]}: expected one vocabulary")
         texts = mine
+        size = weight_file_bytes(path) if path.is_dir() else path.stat().st_size
         judged = list(_judge(model, texts, reference, Precision.of(dtype).kv_cache_dtype))
         mean = [sum(column) / len(column) for column in zip(*judged, strict=True)]
-        results.append(Result(name, _size(path), math.exp(mean[0]), mean[1], mean[2]))
+        results.append(Result(name, size, math.exp(mean[0]), mean[1], mean[2]))
         del model
     if speed:
         for result in results:
@@ -157,9 +159,3 @@ def _speed(name: str, dtype: str, prompt: list[int]) -> float:
         assert times.finish_time is not None
         speeds.append((SPEED_TOKENS - 1) / (times.finish_time - times.first_token_time))
     return sorted(speeds[1:])[SPEED_REPEATS // 2]
-
-
-def _size(path: Path) -> int:
-    if path.is_dir():
-        return sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    return path.stat().st_size

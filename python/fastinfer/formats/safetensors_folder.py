@@ -58,10 +58,6 @@ class SafetensorsFolder:
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Without reading the tensor."""
-        return tuple(self._slice(name).get_shape())
-
     def dtype(self, name: str) -> torch.dtype:
         """Without reading the tensor.
 
@@ -120,3 +116,8 @@ class SafetensorsFolder:
 
     def _slice(self, name: str) -> Any:
         return self._files[self._names[name]].get_slice(name)
+
+
+def weight_file_bytes(folder: Path) -> int:
+    """Size of a folder's safetensors files."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

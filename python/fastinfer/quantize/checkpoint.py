@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from fastinfer.errors import RequestError, UnsupportedModelError
+from fastinfer.formats.safetensors_folder import weight_file_bytes
 from fastinfer.formats.unpacked import concatenate
 from fastinfer.models.hf_checkpoint import HFCheckpoint
 from fastinfer.quantize.calibration import Calibrated, calibrate
@@ -94,8 +95,3 @@ def _write_layer(writer: CheckpointWriter, checkpoint: HFCheckpoint, layer: Quan
         module = checkpoint.stored_name(stored if is_bias else name)
         offset = 0.0 if is_bias else checkpoint.norm_offset
         writer.add(f"{module}.{'bias' if is_bias else 'weight'}", values - offset)
-
-
-def weight_file_bytes(folder: Path) -> int:
-    """Size of a folder's safetensors files."""
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -1,6 +1,6 @@
 """Round to nearest: scales and zero points per group of inputs, and the integers that follow from them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -76,11 +76,6 @@ class Grid:
     def dequantize(self, q: Tensor) -> Tensor:
         groups = q.unflatten(1, (self.scales.shape[1], -1))
         return ((groups - self.zeros[..., None]) * self.scales[..., None]).flatten(1)
-
-    def column(self, group: int) -> "Grid":
-        """Of one group alone."""
-        one = slice(group, group + 1)
-        return replace(self, scales=self.scales[:, one], zeros=self.zeros[:, one])
 
     def unpacked(self, q: Tensor) -> Unpacked:
         """The quantised weight, in the form that the kernels' readers share."""
