@@ -27,6 +27,11 @@ struct AttentionPiece {
   int tile_begin, tile_end;
 };
 
+// A sequence's first queries, where it has more of them than positions: they see nothing.
+inline int blind_queries(const PagedAttentionParams& p, int seq) {
+  return std::max(0, p.query_start[seq + 1] - p.query_start[seq] - p.seq_lens[seq]);
+}
+
 inline int ceil_div(int64_t a, int64_t b) {
   return static_cast<int>((a + b - 1) / b);
 }
@@ -93,8 +98,9 @@ class AttentionTasks {
   template <class Fn>
   void for_each_task(const Fn& fn) const {
     for (int seq = 0; seq < p_.seqs; ++seq) {
-      for (int end = queries(seq); end > 0; end -= task_tokens_) {
-        const int begin = std::max(0, end - task_tokens_), before = p_.seq_lens[seq] - queries(seq);
+      const int before = p_.seq_lens[seq] - queries(seq), blind = blind_queries(p_, seq);
+      for (int end = queries(seq); end > blind; end -= task_tokens_) {
+        const int begin = std::max(blind, end - task_tokens_);
         const int first = p_.window > 0 ? std::max(0, before + begin - p_.window + 1) : 0;
         for (int head = 0; head < p_.kv_heads; ++head) {
           fn(AttentionTask{{seq, head, begin, end}, first / kTile, ceil_div(before + end, kTile), 0, 1, 0});

@@ -78,8 +78,20 @@ void run_piece(const PagedAttentionParams& p, const AttentionTasks& tasks, const
   rows.store_output(all.take());
 }
 
+void store_blind_queries(const PagedAttentionParams& p) {
+  const int64_t row_bytes = p.head_dim * (p.dtype == DType::kFloat32 ? 4 : 2);
+  for (int seq = 0; seq < p.seqs; ++seq) {
+    const int64_t row = int64_t{p.query_start[seq]} * p.q_heads, rows = int64_t{blind_queries(p, seq)} * p.q_heads;
+    std::fill_n(static_cast<char*>(p.out) + row * row_bytes, rows * row_bytes, char{0});
+    for (int64_t r = 0; p.lse != nullptr && r < rows; ++r) {
+      p.lse[row + r] = p.sinks != nullptr ? p.sinks[r % p.q_heads] : kNegInf;
+    }
+  }
+}
+
 template <class C>
 void run(const PagedAttentionParams& p) {
+  store_blind_queries(p);
   const AttentionTasks tasks(p);
   std::atomic<int> next{0};  // pieces differ too much in cost for a static partition
   parallel_for(std::min(num_threads(), tasks.pieces()), [&](int64_t, int64_t) {

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastinfer.formats.unpacked import Int4, Int8, Table, Unpacked
+from fastinfer.formats.unpacked import Int4, Int8, Table
 
 # The quantiles of a normal distribution that NF4 rounds to (https://arxiv.org/abs/2305.14314, appendix E).
 NF4_TABLE = torch.tensor(
@@ -77,7 +77,7 @@ class Grid:
         groups = q.unflatten(1, (self.scales.shape[1], -1))
         return ((groups - self.zeros[..., None]) * self.scales[..., None]).flatten(1)
 
-    def unpacked(self, q: Tensor) -> Unpacked:
+    def unpacked(self, q: Tensor) -> Int4 | Int8:
         """The quantised weight, in the form that the kernels' readers share."""
         middle = self.levels // 2
         symmetric = bool((self.zeros == middle).all())
@@ -91,10 +91,20 @@ class Grid:
         return Int8(shifted, self.scales, (middle - self.zeros) * self.scales)
 
 
-def round_to_nearest(values: Tensor, bits: int, group_size: int, symmetric: bool = False) -> Unpacked:
+def round_to_nearest(values: Tensor, bits: int, group_size: int, symmetric: bool = False) -> Int4 | Int8:
     """Every weight [rows, cols] to the nearest level of its group's grid."""
     grid = Grid.of(values, bits, group_size, symmetric)
     return grid.unpacked(grid.quantize(values))
+
+
+def round_with_minimum(values: Tensor, group_size: int) -> Int4:
+    """Every weight to the nearest of 16 levels between its group's least and greatest value."""
+    groups = values.unflatten(1, (-1, group_size))
+    mins = groups.amin(-1).half()
+    scales = ((groups.amax(-1) - mins.float()) / 15).clamp(min=0).half()
+    steps = scales.float().clamp(min=torch.finfo(torch.float32).tiny)  # of equal values: any step will do
+    q = ((groups - mins.float()[..., None]) / steps[..., None]).round_().clamp_(0, 15)
+    return Int4(q.byte().flatten(1), scales, mins)
 
 
 def round_to_nf4(values: Tensor, group_size: int = 64) -> Table:

@@ -1,0 +1,1 @@
+"""The kernels inside other libraries."""

@@ -1,0 +1,73 @@
+"""The attention function of ``attn_implementation="fastinfer"``."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastinfer.nn.dense_cache import dense_cache_attention
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention over a cache of transformers, of any kind.
+
+    Args:
+        module: the attention layer, which says whether it is causal.
+        query: [batch, q_heads, length, head_dim]; dtypes and head sizes as in :func:`fastinfer.ops.paged_attention`.
+        key, value: [batch, kv_heads, cached, head_dim].
+        attention_mask: of :func:`fastinfer.integrations.transformers.mask.attention_mask`.
+        dropout: must be 0.
+        scaling, sliding_window, softcap: see :func:`fastinfer.ops.paged_attention`.
+        s_aux: [q_heads], a sink's logits.
+        is_causal: overrides the module's.
+
+    Returns:
+        [batch, length, q_heads, head_dim], and ``None`` in the place of probabilities.
+
+    Raises:
+        ValueError: what is asked for is not causal inference: dropout, a mask of another kind, a position bias,
+            probabilities, or bidirectional attention.
+    """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    refused = {
+        "dropout": dropout > 0,
+        "output_attentions": bool(kwargs.get("output_attentions")),
+        "a position_bias": kwargs.get("position_bias") is not None,
+        "a paged cache of transformers' continuous batching": kwargs.get("cache") is not None,
+        "attention that is not causal": not causal and attention_mask is None,
+        "a custom attention_mask": attention_mask is not None and not _is_ours(attention_mask),
+    }
+    for what, asked in refused.items():
+        if asked:
+            raise ValueError(
+                "attn_implementation='fastinfer' expects causal attention for inference, with padding and sliding "
+                f"windows at most; got {what} in {type(module).__name__}"
+            )
+    out = dense_cache_attention(
+        query.transpose(1, 2),
+        key,
+        value,
+        attention_mask,
+        scale=scaling,
+        window=sliding_window or 0,
+        softcap=softcap or 0.0,
+        sinks=s_aux,
+    )
+    return out, None
+
+
+def _is_ours(mask: Tensor) -> bool:
+    return mask.dtype == torch.int32 and mask.shape[1:3] == (1, 1) and mask.shape[3] in (1, 2)

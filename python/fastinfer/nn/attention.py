@@ -1,0 +1,116 @@
+"""Causal self-attention as a module: one product for Q, K and V, rotation in place, attention over any cache."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastinfer import ops
+from fastinfer.nn.dense_cache import dense_cache_attention
+from fastinfer.nn.linear import make_linear
+from fastinfer.nn.rms_norm import RMSNorm
+from fastinfer.nn.rotary import rotary_table
+from fastinfer.nn.stacked import name_rows, stack_linears
+
+
+class Attention(nn.Module):
+    """Grouped-query attention, called as transformers' decoder layers call theirs.
+
+    The state has the layers' own names, dense or quantised.
+
+    Args:
+        q_proj, k_proj, v_proj: layers [hidden -> heads * head_dim], their rows a multiple of 16.
+        o_proj: layer [q_heads * head_dim -> hidden].
+        head_dim: elements of a head.
+        layer_idx: the layer's place in the cache.
+        scaling: factor of the logits; ``head_dim ** -0.5`` by default.
+        sliding_window: how many positions are seen, ``None`` for all.
+        softcap: logits become ``softcap * tanh(logits / softcap)``; ``None`` for none.
+        sinks: [q_heads], see :func:`fastinfer.ops.paged_attention`.
+        q_norm, k_norm: norms of each head, before the rotation.
+        quantize: a kind of :class:`QuantLinear`, or ``None`` for dense weights.
+        group_size, activation_bits: see :class:`QuantLinear`.
+
+    Raises:
+        ValueError: the layers do not fit each other, or the kernels.
+    """
+
+    is_causal = True
+
+    def __init__(
+        self,
+        q_proj: nn.Linear,
+        k_proj: nn.Linear,
+        v_proj: nn.Linear,
+        o_proj: nn.Linear,
+        *,
+        head_dim: int,
+        layer_idx: int,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: nn.Parameter | None = None,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+        quantize: str | None = None,
+        group_size: int | None = None,
+        activation_bits: int = 8,
+    ) -> None:
+        super().__init__()
+        sizes = [layer.out_features for layer in (q_proj, k_proj, v_proj)]
+        if any(size % head_dim for size in sizes) or sizes[1] != sizes[2] or sizes[0] % sizes[1]:
+            raise ValueError(f"q, k and v must be whole heads of {head_dim}, as many of k as of v, got {sizes} rows")
+        self.head_dim, self.layer_idx, self.scaling = head_dim, layer_idx, scaling
+        self.heads = [size // head_dim for size in sizes]
+        self.sliding_window, self.softcap = sliding_window, softcap
+        self.qkv_proj = stack_linears([q_proj, k_proj, v_proj], False, quantize, group_size, activation_bits)
+        self.o_proj = make_linear(o_proj, quantize, group_size, activation_bits)
+        self.q_norm, self.k_norm, self.sinks = q_norm, k_norm, sinks
+        name_rows(self, "qkv_proj", ("q_proj", "k_proj", "v_proj"), sizes, interleaved=False)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend to the cache and the new tokens.
+
+        Args:
+            hidden_states: [batch, length, hidden].
+            position_embeddings: of :class:`RotaryEmbedding`, or transformers' cosines and sines; ``None``: no rotation.
+            attention_mask: what transformers makes for ``attn_implementation="fastinfer"``; ``None``: everything before
+                a position is seen. See ``visible`` of :func:`fastinfer.nn.dense_cache.dense_cache_attention`.
+            past_key_values: a cache of transformers: ``update(k, v, layer_idx)`` stores [batch, kv_heads, length,
+                head_dim] and returns all of it. ``None``: only the new tokens are there.
+
+        Returns:
+            [batch, length, hidden], and ``None`` where transformers has probabilities.
+        """
+        batch, length = hidden_states.shape[:2]
+        heads = self.qkv_proj(hidden_states).view(batch * length, -1, self.head_dim)
+        q, k, v = heads.split(self.heads, 1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if position_embeddings is not None:
+            table, positions = rotary_table(position_embeddings, batch, length)
+            ops.rotary_embedding(q, k, positions, table)
+        k, v = (t.view(batch, length, -1, self.head_dim).transpose(1, 2) for t in (k, v))
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        out = dense_cache_attention(
+            q.view(batch, length, -1, self.head_dim),
+            k,
+            v,
+            attention_mask,
+            scale=self.scaling,
+            window=self.sliding_window or 0,
+            softcap=self.softcap or 0.0,
+            sinks=self.sinks,
+        )
+        return self.o_proj(out.flatten(2)), None
+
+    def extra_repr(self) -> str:
+        q_heads, kv_heads, _ = self.heads
+        return f"q_heads={q_heads}, kv_heads={kv_heads}, head_dim={self.head_dim}, sliding_window={self.sliding_window}"

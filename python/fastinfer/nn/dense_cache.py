@@ -1,0 +1,72 @@
+"""Attention over keys and values as transformers' caches hold them: [batch, kv_heads, length, head_dim].
+
+Such a tensor is a paged cache of one KV head: every head of every sequence is a sequence of its own, whose only page is
+as long as the cache. Where a sequence begins later, after padding, the pages are its positions one by one.
+"""
+
+import torch
+from torch import Tensor
+
+from fastinfer import ops
+
+
+def dense_cache_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of the last ``length`` positions of each sequence.
+
+    Args:
+        q: [batch, length, q_heads, head_dim]; dtypes and head sizes as in :func:`fastinfer.ops.paged_attention`.
+        k, v: [batch, kv_heads, cached, head_dim], dtype of ``q``.
+        visible: where the sequences lie in the cache, int32: [batch, 1, 1, 1], their ends, or [batch, 1, 1, 2], first
+            positions and ends. ``None``: from 0 to ``cached``. The last query stands at the last position before the
+            end; queries before the first position give 0.
+        scale, window, softcap: as in :func:`fastinfer.ops.paged_attention`.
+        sinks: [q_heads].
+
+    Returns:
+        [batch, length, q_heads, head_dim], contiguous.
+    """
+    batch, length, q_heads, head_dim = q.shape
+    kv_heads, cached = k.shape[1:3]
+    sequences, group, device = batch * kv_heads, q_heads // max(kv_heads, 1), q.device
+    rows = q.unflatten(2, (kv_heads, group)).transpose(1, 2).reshape(-1, group, head_dim)
+    table = torch.arange(sequences, dtype=torch.int32, device=device)[:, None]
+    page = cached
+    if visible is None:
+        lengths = torch.full((sequences,), cached, dtype=torch.int32, device=device)
+    else:
+        bounds = visible.view(batch, -1).repeat_interleave(kv_heads, 0)
+        lengths = bounds[:, -1].contiguous()
+        if bounds.shape[1] == 2:
+            first = bounds[:, :1]
+            table = table * cached + first + torch.arange(cached, dtype=torch.int32, device=device)
+            lengths, page = lengths - first[:, 0], 1
+    starts = torch.arange(sequences + 1, dtype=torch.int32, device=device) * length
+    lse = None if sinks is None else torch.empty(rows.shape[:2], device=device)
+    out = ops.paged_attention(
+        rows,
+        k.contiguous().view(-1, page, 1, head_dim),
+        v.contiguous().view(-1, page, 1, v.shape[-1]),
+        table,
+        lengths,
+        starts,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        lse=lse,
+    )
+    out = out.view(batch, kv_heads, length, group, head_dim).transpose(1, 2).reshape(q.shape)
+    if sinks is None or lse is None:
+        return out
+    # One more logit takes its share of every probability.
+    lse = lse.view(batch, kv_heads, length, group).transpose(1, 2).reshape(batch, length, q_heads, 1)
+    return (out * (lse - sinks.float()[:, None]).sigmoid()).to(q.dtype)

@@ -1,0 +1,52 @@
+"""The gated MLP as two products, the activation within the first."""
+
+from torch import Tensor, nn
+
+from fastinfer.nn.linear import make_linear
+from fastinfer.nn.stacked import name_rows, stack_linears
+
+
+class FusedMLP(nn.Module):
+    """``down_proj(activation(gate_proj(x)) * up_proj(x))``, the MLP of Llama, Mistral, Qwen and Gemma.
+
+    The state has the three layers' own names, dense or quantised.
+
+    Args:
+        gate_proj, up_proj: layers [hidden -> intermediate], which is a multiple of 16.
+        down_proj: layer [intermediate -> hidden].
+        activation: ``"silu"``, ``"gelu_tanh"`` or ``"gelu"``, see :mod:`fastinfer.ops.gemm`.
+        quantize: a kind of :class:`QuantLinear`, or ``None`` for dense weights.
+        group_size, activation_bits: see :class:`QuantLinear`.
+
+    Raises:
+        ValueError: the layers do not fit each other, or the kernels.
+    """
+
+    def __init__(
+        self,
+        gate_proj: nn.Linear,
+        up_proj: nn.Linear,
+        down_proj: nn.Linear,
+        *,
+        activation: str = "silu",
+        quantize: str | None = None,
+        group_size: int | None = None,
+        activation_bits: int = 8,
+    ) -> None:
+        super().__init__()
+        if activation not in ("silu", "gelu_tanh", "gelu"):
+            raise ValueError(f"activation must be silu, gelu_tanh or gelu, got {activation!r}")
+        self.activation = activation
+        self.gate_up_proj = stack_linears([gate_proj, up_proj], True, quantize, group_size, activation_bits)
+        self.down_proj = make_linear(down_proj, quantize, group_size, activation_bits)
+        sizes = gate_proj.out_features, up_proj.out_features
+        name_rows(self, "gate_up_proj", ("gate_proj", "up_proj"), sizes, interleaved=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] to the same."""
+        hidden: Tensor = self.gate_up_proj(x, activation=self.activation)
+        out: Tensor = self.down_proj(hidden)
+        return out
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}"

@@ -1,0 +1,140 @@
+"""Our modules into a model of transformers, in place."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from fastinfer.nn.attention import Attention
+from fastinfer.nn.linear import KINDS
+from fastinfer.nn.mlp import FusedMLP
+from fastinfer.nn.rms_norm import RMSNorm
+from fastinfer.nn.rotary import RotaryEmbedding
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass
+class Replacement:
+    """What :func:`replace` did.
+
+    Attributes:
+        replaced: by name of the module, what it was and what it became.
+        kept: by name of the module, what it is and why it stayed.
+    """
+
+    replaced: dict[str, tuple[str, str]] = field(default_factory=dict)
+    kept: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "\n".join(_counted("replaced", self.replaced, " -> ") + _counted("kept", self.kept, ": "))
+
+
+def replace(
+    model: "PreTrainedModel",
+    quantize: str | None = None,
+    *,
+    lm_head: str | None = "int8",
+    group_size: int | None = None,
+    activation_bits: int = 8,
+    skip: Sequence[str] = (),
+    fuse: bool = True,
+) -> Replacement:
+    """Swap norms, rotary embeddings, attention, MLPs and, when quantising, linear layers for those of this package.
+
+    Whether a module means what its replacement computes is not guessed from its name: the model runs once on a few
+    random tokens, and a module whose replacement makes something else of what it was given stays. The model is set to
+    inference, ``eval()`` and no parameter asks for a gradient, and to ``attn_implementation="fastinfer"``.
+
+    Args:
+        model: a causal decoder of transformers 5, on the CPU or one GPU.
+        quantize: ``"int4"``, ``"int8"`` or ``"nf4"`` for the linear layers, see :class:`QuantLinear`; ``None`` leaves
+            the weights as they are.
+        lm_head: the same for the output layer, whose errors show most; ``None`` leaves it. Only with ``quantize``.
+        group_size, activation_bits: see :class:`QuantLinear`; the output layer has at least 16 bits.
+        skip: names of modules, or patterns such as ``"model.layers.0.*"``, that stay.
+        fuse: ``False`` replaces linear layers, norms and the attention function alone, so that every layer keeps its
+            place, for PEFT adapters to be added to.
+
+    Returns:
+        What was replaced, and what was kept and why. ``print`` shows it.
+
+    Raises:
+        ValueError: an unknown kind or group size; nothing is replaced then.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from fastinfer import nn
+    >>> sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    >>> print(nn.replace(LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=99)), quantize="int4"))
+    replaced 2 LlamaAttention -> Attention (int4)
+    replaced 2 LlamaMLP -> FusedMLP (int4)
+    replaced 5 LlamaRMSNorm -> RMSNorm
+    replaced 1 LlamaRotaryEmbedding -> RotaryEmbedding
+    replaced 1 Linear -> QuantLinear (int8)
+    """
+    for kind in (quantize, lm_head):
+        if kind is not None and kind not in KINDS:
+            raise ValueError(f"quantize and lm_head must be {', '.join(KINDS)} or None, got {kind!r}")
+    if group_size is not None and (group_size < 32 or group_size % 32):
+        raise ValueError(f"group_size must be a multiple of 32, got {group_size}")
+    from fastinfer.nn import conversions  # both import transformers, which the modules alone do not need
+    from fastinfer.nn.trial import run_trial
+
+    model.eval().requires_grad_(False)
+    trial = run_trial(model)
+    layers = conversions.Options(quantize, group_size, activation_bits)
+    output = conversions.Options(quantize and lm_head, group_size, max(activation_bits, 16))
+    report = Replacement()
+
+    def convert(name: str, module: nn.Module, conversion: Callable[[], nn.Module], label: str = "") -> None:
+        kind = type(module).__name__
+        if any(fnmatch(name, pattern) for pattern in skip):
+            report.kept[name] = kind, "was to be skipped"
+            return
+        try:
+            with torch.no_grad():
+                ours = conversion()
+        except conversions.Kept as reason:
+            report.kept[name] = kind, str(reason)
+            return
+        model.set_submodule(name, ours)
+        report.replaced[name] = kind, type(ours).__name__ + label
+
+    if fuse:
+        for name, module in _modules(model, lambda m: m in trial.attention or type(m).__name__.endswith("Attention")):
+            convert(name, module, partial(conversions.convert_attention, module, trial, layers), layers.label)
+        for name, module in _modules(model, lambda m: hasattr(m, "gate_proj")):
+            convert(name, module, partial(conversions.convert_mlp, module, trial, layers), layers.label)
+    for name, module in _modules(model, lambda m: type(m).__name__.endswith("RMSNorm")):
+        convert(name, module, partial(conversions.convert_norm, module, trial))
+    if fuse:
+        theirs = [module for _, module in _modules(model, lambda m: m in trial.attention)]
+        for name, module in _modules(model, lambda m: type(m).__name__.endswith("RotaryEmbedding")):
+            convert(name, module, partial(conversions.convert_rotary, module, trial, theirs, _max_position(model)))
+    if quantize is not None:
+        for name, module in _modules(model, lambda m: type(m) is nn.Linear):
+            assert isinstance(module, nn.Linear)
+            options = output if module is model.get_output_embeddings() else layers
+            convert(name, module, partial(conversions.convert_linear, module, options), options.label)
+    return report
+
+
+def _modules(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
+    """Names and modules that are not ours yet."""
+    ours = (Attention, FusedMLP, RMSNorm, RotaryEmbedding)
+    return [(name, module) for name, module in model.named_modules() if wanted(module) and not isinstance(module, ours)]
+
+
+def _max_position(model: "PreTrainedModel") -> int:
+    positions: int = model.config.get_text_config().max_position_embeddings
+    return positions
+
+
+def _counted(title: str, modules: Mapping[str, tuple[str, str]], separator: str) -> list[str]:
+    return [f"{title:9}{count} {separator.join(texts)}" for texts, count in Counter(modules.values()).items()]

@@ -1,0 +1,59 @@
+"""RMSNorm as a module."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastinfer import ops
+
+
+class RMSNorm(nn.Module):
+    """:func:`fastinfer.ops.rms_norm` of the last dimension.
+
+    Args:
+        hidden_size: of that dimension.
+        eps: added to the mean of squares.
+        unit_offset: the weight is ``1 + weight``, as Gemma has it.
+        device, dtype: of the weight.
+    """
+
+    scale: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        unit_offset: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        fill = torch.zeros if unit_offset else torch.ones
+        self.weight = nn.Parameter(fill(hidden_size, device=device, dtype=dtype), requires_grad=False)
+        self.variance_epsilon = eps
+        self.unit_offset = unit_offset
+        self.scale = None
+        if unit_offset:  # once, not in every call; in fp32, as Gemma adds them
+            self.scale = nn.Buffer(torch.empty(0, device=device), persistent=False)
+            self._set_scale()
+            self.register_load_state_dict_post_hook(lambda norm, _: norm._set_scale())
+
+    @classmethod
+    def from_weight(cls, weight: nn.Parameter, eps: float, unit_offset: bool) -> "RMSNorm":
+        """A norm that shares the weight of another."""
+        norm = cls(weight.shape[0], eps, unit_offset, device="meta")
+        norm.weight = weight
+        norm._set_scale()
+        return norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight if self.scale is None else self.scale
+        return ops.rms_norm(x.contiguous(), weight, self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}, unit_offset={self.unit_offset}"
+
+    def _set_scale(self) -> None:
+        if self.scale is not None:
+            self.scale = 1.0 + self.weight.detach().float()

@@ -1,0 +1,84 @@
+"""Linear layers with one input, computed as one, under their own names in the state."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastinfer.nn.linear import PACKED, Linear, QuantLinear
+from fastinfer.ops.pack import TILE_ROWS, interleave_gate_up
+
+
+def stack_linears(
+    layers: Sequence[nn.Linear],
+    interleaved: bool,
+    quantize: str | None,
+    group_size: int | None = None,
+    activation_bits: int = 8,
+) -> Linear | QuantLinear:
+    """One layer whose rows are those of several: below each other, or two of them interleaved in runs of 16.
+
+    Raises:
+        ValueError: numbers of inputs differ, some layers alone have a bias, or rows are no multiple of 16.
+    """
+    if len({layer.in_features for layer in layers}) > 1:
+        raise ValueError(f"layers must have one number of inputs, got {[layer.in_features for layer in layers]}")
+    if len({layer.bias is None for layer in layers}) > 1:
+        raise ValueError("layers must all have a bias, or none")
+    if any(layer.out_features % TILE_ROWS for layer in layers):
+        rows = [layer.out_features for layer in layers]
+        raise ValueError(f"layers must have a multiple of {TILE_ROWS} rows, got {rows}")
+
+    def join(values: Sequence[Tensor]) -> nn.Parameter:
+        detached = [t.detach() for t in values]
+        return nn.Parameter(interleave_gate_up(*detached) if interleaved else torch.cat(detached), requires_grad=False)
+
+    first = layers[0]
+    stacked = Linear(first.in_features, sum(layer.out_features for layer in layers), bias=False, device="meta")
+    stacked.weight = join([layer.weight for layer in layers])
+    if first.bias is not None:
+        stacked.bias = join([layer.bias for layer in layers])
+    if quantize is None:
+        return stacked
+    return QuantLinear.from_linear(stacked, quantize, group_size, activation_bits)
+
+
+def name_rows(module: nn.Module, stacked: str, names: Sequence[str], sizes: Sequence[int], interleaved: bool) -> None:
+    """Let a module's state have the rows of one of its layers under the names of those that were stacked.
+
+    Args:
+        module: whose state it is.
+        stacked: its layer, of :func:`stack_linears`.
+        names: of the layers that it was made of.
+        sizes: their rows.
+        interleaved: how they were joined.
+    """
+
+    def split(values: Tensor, unit: int) -> Sequence[Tensor]:
+        if interleaved:
+            return [part.flatten(0, 1) for part in values.unflatten(0, (-1, len(names), TILE_ROWS // unit)).unbind(1)]
+        return values.split([size // unit for size in sizes])
+
+    def join(parts: Sequence[Tensor], unit: int) -> Tensor:
+        if interleaved:
+            return torch.stack([part.unflatten(0, (-1, TILE_ROWS // unit)) for part in parts], 1).flatten(0, 2)
+        return torch.cat(list(parts))
+
+    units = dict.fromkeys(("weight", "bias"), 1) | dict.fromkeys(PACKED, TILE_ROWS)  # rows of an element
+
+    def save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for kind, unit in units.items():
+            values = state.pop(f"{prefix}{stacked}.{kind}", None)
+            if values is not None:
+                for name, part in zip(names, split(values, unit), strict=True):
+                    state[f"{prefix}{name}.{kind}"] = part
+
+    def load(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        for kind, unit in units.items():
+            keys = [f"{prefix}{name}.{kind}" for name in names]
+            if all(key in state for key in keys):
+                state[f"{prefix}{stacked}.{kind}"] = join([state.pop(key) for key in keys], unit)
+
+    module.register_state_dict_post_hook(save)
+    module.register_load_state_dict_pre_hook(load)
