@@ -33,7 +33,7 @@ def dense_cache_attention(
         sinks: [q_heads].
 
     Returns:
-        [batch, length, q_heads, head_dim], contiguous.
+        [batch, length, q_heads, head_dim].
     """
     batch, length, q_heads, head_dim = q.shape
     kv_heads, cached = k.shape[1:3]

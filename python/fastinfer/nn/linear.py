@@ -11,12 +11,12 @@ from fastinfer import ops
 from fastinfer.formats.unpacked import Grouped
 from fastinfer.formats.weight import LinearOptions
 from fastinfer.ops.pack import TILE_ROWS
-from fastinfer.quantize.rounding import NF4_TABLE, round_to_nearest, round_to_nf4, round_with_minimum
+from fastinfer.quantize.rounding import NF4_TABLE, round_to_int8, round_to_nf4, round_with_minimum
 
 # By kind: how a weight is rounded, and the inputs that share a scale unless said otherwise.
 KINDS: dict[str, tuple[Callable[[Tensor, int], Grouped], int]] = {
     "int4": (round_with_minimum, 32),
-    "int8": (lambda values, group_size: round_to_nearest(values, 8, group_size, symmetric=True), 32),
+    "int8": (round_to_int8, 32),
     "nf4": (round_to_nf4, 64),
 }
 PACKED = ("qweight", "scales", "mins")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fastinfer.nn.attention import Attention
-from fastinfer.nn.linear import KINDS
+from fastinfer.nn.linear import KINDS, Linear, QuantLinear
 from fastinfer.nn.mlp import FusedMLP
 from fastinfer.nn.rms_norm import RMSNorm
 from fastinfer.nn.rotary import RotaryEmbedding
@@ -122,6 +122,10 @@ def replace(
             assert isinstance(module, nn.Linear)
             options = output if module is model.get_output_embeddings() else layers
             convert(name, module, partial(conversions.convert_linear, module, options), options.label)
+    for name, module in _modules(model, lambda m: not isinstance(m, nn.Embedding | Linear | QuantLinear)):
+        if module._parameters and name not in report.kept:
+            reason = "keeps its dense weight" if isinstance(module, nn.Linear) else "has no module here"
+            report.kept[name] = type(module).__name__, reason
     return report
 
 

@@ -33,11 +33,9 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(fill(hidden_size, device=device, dtype=dtype), requires_grad=False)
         self.variance_epsilon = eps
         self.unit_offset = unit_offset
-        self.scale = None
-        if unit_offset:  # once, not in every call; in fp32, as Gemma adds them
-            self.scale = nn.Buffer(torch.empty(0, device=device), persistent=False)
-            self._set_scale()
-            self.register_load_state_dict_post_hook(lambda norm, _: norm._set_scale())
+        # Once, not in every call; in fp32, as Gemma adds them.
+        self.scale = nn.Buffer(1.0 + self.weight.float(), persistent=False) if unit_offset else None
+        self.register_load_state_dict_post_hook(lambda norm, _: norm._set_scale())
 
     @classmethod
     def from_weight(cls, weight: nn.Parameter, eps: float, unit_offset: bool) -> "RMSNorm":

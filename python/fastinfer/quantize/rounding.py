@@ -97,6 +97,14 @@ def round_to_nearest(values: Tensor, bits: int, group_size: int, symmetric: bool
     return grid.unpacked(grid.quantize(values))
 
 
+def round_to_int8(values: Tensor, group_size: int) -> Int8:
+    """Every weight to a whole multiple, up to 127, of its group's scale."""
+    groups = values.unflatten(1, (-1, group_size))
+    scales = (groups.abs().amax(-1) / 127).half()
+    steps = scales.float().clamp(min=torch.finfo(torch.float32).tiny)
+    return Int8((groups / steps[..., None]).round_().clamp_(-127, 127).to(torch.int8).flatten(1), scales)
+
+
 def round_with_minimum(values: Tensor, group_size: int) -> Int4:
     """Every weight to the nearest of 16 levels between its group's least and greatest value."""
     groups = values.unflatten(1, (-1, group_size))
