@@ -2,7 +2,9 @@
 
 >>> from fastinfer import LLM, SamplingParams
 >>> llm = LLM()
->>> llm.generate("Once upon a time", SamplingParams(max_tokens=32))[0].outputs[0].text
+>>> [output] = llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=8))
+>>> output.outputs[0].text
+' Paris...'
 
 The operators alone are in :mod:`fastinfer.ops`.
 """

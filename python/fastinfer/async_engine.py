@@ -34,9 +34,15 @@ class AsyncEngine:
     A request whose processing fails ends with the finish reason ``"error"``. If a whole step fails, as when the model
     does, all requests end so, and the engine goes on with the next ones.
 
-    >>> async with AsyncEngine.from_model() as engine:
-    ...     async for output in engine.generate("Once upon a time"):
-    ...         print(output.outputs[0].delta, end="")
+    >>> import asyncio
+    >>> from fastinfer import AsyncEngine, SamplingParams
+    >>> async def main():
+    ...     async with AsyncEngine.from_model() as engine:
+    ...         params = SamplingParams(temperature=0, max_tokens=8)
+    ...         async for output in engine.generate("The capital of France is", params):
+    ...             print(output.outputs[0].delta, end="")
+    >>> asyncio.run(main())
+     Paris...
 
     Args:
         engine: one without requests.

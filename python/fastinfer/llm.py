@@ -341,7 +341,9 @@ def generate(prompt: str, *, model: str = hub.DEFAULT_MODEL, **sampling: Any) ->
         model: a name or path, as for :class:`LLM`.
         sampling: fields of :class:`SamplingParams`; temperature and top_p are 0.7 and 0.95 unless given.
 
-    >>> generate("Once upon a time", max_tokens=32, temperature=0.0)
+    >>> from fastinfer import generate
+    >>> generate("The capital of France is", max_tokens=8, temperature=0.0)
+    ' Paris...'
     """
     return "".join(_loaded(model).stream(prompt, dataclasses.replace(DEFAULT_PARAMS, **sampling)))
 

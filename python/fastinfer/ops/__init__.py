@@ -25,11 +25,19 @@ from fastinfer.ops.gemm import gemm, int4_gemm, int8_gemm, table_gemm
 from fastinfer.ops.graph import CPUGraph, GraphCaptureError, GraphMemory
 from fastinfer.ops.lora import add_lora
 from fastinfer.ops.norm import add_rms_norm, layer_norm, rms_norm, rms_norm_quantize
-from fastinfer.ops.pack import int4_dequantize, int4_pack, int8_dequantize, int8_pack, pack_scales
+from fastinfer.ops.pack import (
+    int4_dequantize,
+    int4_pack,
+    int8_dequantize,
+    int8_pack,
+    interleave_gate_up,
+    pack_scales,
+)
 from fastinfer.ops.permute import permute_columns
 from fastinfer.ops.quantize import quantize_int8
 from fastinfer.ops.rotary import RopeScaling, cos_sin_cache, norm_rotary_store, rotary_embedding
 from fastinfer.ops.sampling import Sampled, sample
+from fastinfer.ops.support import supported
 from fastinfer.ops.w8a8 import w8a8_gemm
 
 __all__ = [
@@ -57,6 +65,7 @@ __all__ = [
     "int8_dequantize",
     "int8_gemm",
     "int8_pack",
+    "interleave_gate_up",
     "layer_norm",
     "merge_attention_states",
     "norm_rotary_store",
@@ -73,6 +82,7 @@ __all__ = [
     "silu_and_mul",
     "softcap",
     "store_kv_cache",
+    "supported",
     "table_gemm",
     "w8a8_gemm",
 ]

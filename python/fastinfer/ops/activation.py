@@ -14,6 +14,9 @@ def silu_and_mul(x: Tensor) -> Tensor:
     Returns:
         [..., d], dtype of ``x``; computed in fp32.
 
+    Raises:
+        RuntimeError: an odd last dimension, or a dtype or strides that do not fit.
+
     Devices: CPU, CUDA (not yet run on a GPU).
 
     >>> import torch, fastinfer.ops as ops
@@ -33,7 +36,16 @@ def gelu_and_mul(x: Tensor, approximate: str = "tanh") -> Tensor:
     Returns:
         [..., d], dtype of ``x``; computed in fp32.
 
+    Raises:
+        RuntimeError: another ``approximate``, an odd last dimension, or a dtype or strides that do not fit.
+
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> x = torch.randn(3, 8)
+    >>> expected = torch.nn.functional.gelu(x[:, :4], approximate="tanh") * x[:, 4:]
+    >>> torch.allclose(ops.gelu_and_mul(x), expected, atol=1e-5)
+    True
     """
     return ops.gelu_and_mul.default(x, approximate)
 
@@ -48,7 +60,15 @@ def gelu(x: Tensor, approximate: str = "tanh") -> Tensor:
     Returns:
         Shape and dtype of ``x``; computed in fp32.
 
+    Raises:
+        RuntimeError: another ``approximate``, or a dtype or strides that do not fit.
+
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> x = torch.randn(3, 8)
+    >>> torch.allclose(ops.gelu(x, "none"), torch.nn.functional.gelu(x), atol=1e-5)
+    True
     """
     return ops.gelu.default(x, approximate)
 
@@ -61,6 +81,9 @@ def softcap(x: Tensor, cap: float) -> None:
     Args:
         x: any shape; fp32, bf16 or fp16; contiguous; changed in place.
         cap: positive and finite.
+
+    Raises:
+        RuntimeError: a cap that is not positive and finite in fp32, or a dtype or strides that do not fit.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 

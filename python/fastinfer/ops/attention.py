@@ -27,17 +27,30 @@ def store_kv_cache(
         k_cache, v_cache: [num_blocks, block_size, kv_heads, head_dim]; fp32, bf16 or fp16, not necessarily that of
             ``k``; or int8 or float8_e4m3fn, with scales; or uint8, [num_blocks, block_size, kv_heads, head_dim / 2],
             which stands for int4: two elements a byte, the first in its lower half. Rounded to nearest even.
-        slot_mapping: [tokens] int64; ``block * block_size + offset``. A slot of -1 is skipped; any other slot outside
-            the cache raises on the CPU, and is skipped on CUDA.
+        slot_mapping: [tokens] int64; ``block * block_size + offset``. A slot of -1 is skipped.
         k_scale, v_scale: [num_blocks, block_size, kv_heads] fp32, for caches of int8 and float8_e4m3fn alone: receive
             the scale of each stored token and head, amax / 127 for int8 and amax / 448 for e4m3. A row of zeros gets
             zeros and scale 0; one with an infinity or a NaN gets zeros and scale NaN. For caches of uint8 [num_blocks,
             block_size, kv_heads, groups, 2] fp16: of each group of 16 elements of a key, 64 of a value (the last one
             may be smaller), a scale s and a minimum m, so that code q is worth s q + m; m = min x, s = (max x - m) / 15
             and q = (x - m) / s in 0..15, each from the rounded ones before it. A group of equal numbers gets codes 0;
-            one with an infinity, a NaN or a number beyond fp16's range codes 0 and NaN for s and m.
+            one with an infinity, a NaN or a number beyond fp16's range codes 0 and NaN for s and m. Groups with a scale
+            and a minimum: Sheng et al., 2023, https://arxiv.org/abs/2303.06865.
+
+    Raises:
+        RuntimeError: a shape, dtype, device or stride does not fit; scales are missing, or given for a cache without;
+            on the CPU also a slot outside the cache, which CUDA skips.
 
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> k, v = torch.ones(2, 1, 2), torch.full((2, 1, 2), 5.0)
+    >>> k_cache, v_cache = torch.zeros(2, 4, 3, 1, 2)  # each of 4 blocks of 3 slots
+    >>> ops.store_kv_cache(k, v, k_cache, v_cache, torch.tensor([10, -1]))  # the second token is padding
+    >>> v_cache[3, :, 0]  # slot 10 is the second of block 3
+    tensor([[0., 0.],
+            [5., 5.],
+            [0., 0.]])
     """
     ops.store_kv_cache.default(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
@@ -62,7 +75,8 @@ def paged_attention(
     """Causal attention of ragged queries over a paged cache.
 
     Query i (of n) of a sequence with ``seq_lens`` = s stands at position p = s - n + i and sees positions
-    max(0, p - window + 1) .. p. Query head h reads KV head ``h // (q_heads // kv_heads)``.
+    max(0, p - window + 1) .. p. Query head h reads KV head ``h // (q_heads // kv_heads)`` (GQA, Ainslie et al., 2023,
+    https://arxiv.org/abs/2305.13245).
 
     Args:
         q: [tokens, q_heads, head_dim]; fp32, bf16 or fp16; may be a strided view whose last two dimensions are
@@ -90,9 +104,28 @@ def paged_attention(
 
     On the CPU a token's result is bitwise the same in any batch. On CUDA the work is cut into equal parts for all
     multiprocessors: the order of fp32 sums depends on the batch's lengths, and on nothing else (a call repeats
-    bitwise). The contents of ``block_table``, ``seq_lens`` and ``query_start`` are checked on the CPU alone.
+    bitwise).
+
+    Raises:
+        RuntimeError: a shape, dtype, device, stride or, on CUDA, head_dim does not fit; scales are missing, or given
+            for a cache without; a negative ``window`` or ``softcap``; on the CPU also lengths and blocks that
+            contradict each other or lie outside the cache.
 
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> q, k, v = torch.randn(5, 4, 64), torch.randn(5, 2, 64), torch.randn(5, 2, 64)  # one sequence of 5 tokens
+    >>> k_cache, v_cache = torch.zeros(2, 8, 16, 2, 64)  # each of 8 blocks of 16 positions
+    >>> ops.store_kv_cache(k, v, k_cache, v_cache, 3 * 16 + torch.arange(5))  # into block 3
+    >>> lengths = [torch.tensor(t, dtype=torch.int32) for t in ([[3]], [5], [0, 5])]
+    >>> out = ops.paged_attention(q, k_cache, v_cache, *lengths)
+    >>> heads = [t.transpose(0, 1) for t in (q, k, v)]
+    >>> expected = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+    >>> torch.allclose(out, expected.transpose(0, 1), atol=1e-5)
+    True
+    >>> lengths[2] = torch.tensor([0, 1], dtype=torch.int32)  # decode: the last token alone asks
+    >>> torch.equal(ops.paged_attention(q[4:], k_cache, v_cache, *lengths), out[4:])
+    True
     """
     if scale is None:
         scale = max(q.shape[-1], 1) ** -0.5  # an empty head is refused below
@@ -130,7 +163,16 @@ def paged_attention_plan(
     Returns:
         int32, opaque; empty on the CPU, whose kernel plans as it goes.
 
+    Raises:
+        RuntimeError: a shape, dtype or device does not fit; ``q_heads`` is no multiple of ``kv_heads``; a negative
+            ``window``; on CUDA also a head_dim that its kernels have not.
+
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> seq_lens, query_start = torch.tensor([7, 9]).int(), torch.tensor([0, 1, 2]).int()
+    >>> ops.paged_attention_plan(seq_lens, query_start, q_heads=4, kv_heads=2, head_dim=64)
+    tensor([], dtype=torch.int32)
     """
     return ops.paged_attention_plan.default(seq_lens, query_start, q_heads, kv_heads, head_dim, window)
 
@@ -150,6 +192,17 @@ def merge_attention_states(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -
         The merged attention, [tokens, heads, head_dim] with the dtype of ``a``, and its lse, [tokens, heads] fp32;
         0 and -inf where both are -inf.
 
+    Raises:
+        RuntimeError: a shape, dtype or device does not fit.
+
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> logits, values = torch.randn(1, 1, 6), torch.randn(6, 64)
+    >>> def attend(part):
+    ...     return logits[..., part].softmax(-1) @ values[part], logits[..., part].logsumexp(-1)
+    >>> out, lse = ops.merge_attention_states(*attend(slice(0, 4)), *attend(slice(4, 6)))
+    >>> torch.allclose(out, logits.softmax(-1) @ values, atol=1e-5)
+    True
     """
     return ops.merge_attention_states.default(a, a_lse, b, b_lse)

@@ -19,6 +19,10 @@ def embedding(weight: Tensor, ids: Tensor, residual: Tensor | None = None, dtype
     Returns:
         [tokens, hidden].
 
+    Raises:
+        RuntimeError: a shape, dtype or device does not fit; a ``dtype`` beside a ``residual``; on the CPU also an id
+            outside the table.
+
     Devices: CPU, CUDA (not yet run on a GPU).
 
     >>> import torch, fastinfer.ops as ops

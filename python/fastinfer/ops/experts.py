@@ -2,7 +2,8 @@
 
 Every token has ``top_k`` *rows*, one for each of its experts: row ``token * top_k + i`` belongs to expert
 ``expert_ids[token, i]``. Tensors of rows stand in this order throughout. A grouped product computes each row with its
-expert's slice of a stacked weight; only the list of work that it goes through, ``row_ids``, is sorted by expert.
+expert's slice of a stacked weight; only the list of work that it goes through, ``row_ids``, is sorted by expert, as in
+MegaBlocks (Gale et al., 2022, https://arxiv.org/abs/2211.15841).
 
 >>> import torch, fastinfer.ops as ops
 >>> x, residual = torch.randn(3, 64), torch.zeros(3, 64)
@@ -33,6 +34,11 @@ class Routing(NamedTuple):
         expert_ids: [tokens, top_k] int32.
         row_ids: [tokens * top_k] int32, sorted by expert; rows of one expert in their order.
         expert_start: [experts + 1] int32: expert ``e`` has ``row_ids[expert_start[e]:expert_start[e + 1]]``.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> routing = ops.route_experts(torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]]), top_k=2, renormalize=True)
+    >>> [rows.tolist() for rows in routing.row_ids.tensor_split(routing.expert_start[1:-1].tolist())]  # per expert
+    [[0], [2], [1, 3]]
     """
 
     expert_weights: Tensor
@@ -51,10 +57,23 @@ def route_experts(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
         renormalize: divide a token's weights by their sum (Mixtral, https://arxiv.org/abs/2401.04088; Qwen3-MoE where
             its ``norm_topk_prob`` is set).
 
-    Of equal logits the expert with the smaller index is chosen. The softmax is computed in fp32; a NaN among a token's
-    logits makes all its weights NaN.
+    Returns:
+        :class:`Routing`. Of equal logits the expert with the smaller index is chosen. The softmax is computed in fp32;
+        a NaN among a token's logits makes all its weights NaN.
 
-    Devices: CPU, CUDA.
+    Raises:
+        RuntimeError: a shape, dtype or stride does not fit; too many experts, or ``top_k`` out of its range.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> routing = ops.route_experts(torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]]), top_k=2, renormalize=True)
+    >>> routing.expert_ids
+    tensor([[0, 2],
+            [1, 2]], dtype=torch.int32)
+    >>> routing.expert_weights
+    tensor([[0.7311, 0.2689],
+            [0.8808, 0.1192]])
     """
     return Routing(*ops.route_experts.default(logits, top_k, renormalize))
 
@@ -68,8 +87,7 @@ def grouped_gemm(
         x: [tokens, in_features] of which each row is read by the ``rows / tokens`` rows of that token, without a copy;
             or [rows, in_features]. fp32 (CPU), bf16 or fp16; rows may be strided.
         weight: [experts, out_features, in_features]; dtypes as in :func:`fastinfer.ops.gemm`.
-        row_ids, expert_start: of :func:`route_experts`. ``rows`` is the length of ``row_ids``. On the CPU an index past
-            the rows, or a decreasing start, is an error.
+        row_ids, expert_start: of :func:`route_experts`. ``rows`` is the length of ``row_ids``.
         activation: ``None``, ``"silu"``, ``"gelu_tanh"`` or ``"gelu"``: gated, with gate and up rows interleaved, see
             :mod:`fastinfer.ops.gemm`.
 
@@ -77,7 +95,20 @@ def grouped_gemm(
         [rows, out_features] (``out_features / 2`` with an activation), dtype of ``x``. Accumulated in fp32. Weights of
         experts without rows are not read.
 
-    Devices: CPU, CUDA.
+    Raises:
+        RuntimeError: a shape, dtype, device or stride does not fit; an unknown ``activation``; on the CPU also an index
+            past the rows, or a decreasing start.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> routing = ops.route_experts(torch.randn(3, 4), top_k=2, renormalize=True)
+    >>> rows = routing.row_ids, routing.expert_start
+    >>> x, weight = torch.randn(3, 64), torch.randn(4, 96, 64)
+    >>> out = ops.grouped_gemm(x, weight, *rows)
+    >>> chosen = weight[routing.expert_ids]  # [tokens, top_k, out_features, in_features], which nobody wants to make
+    >>> torch.allclose(out.view(3, 2, 96), torch.einsum("ti,tkoi->tko", x, chosen), atol=1e-3)
+    True
     """
     return ops.grouped_gemm.default(x, weight, row_ids, expert_start, activation)
 
@@ -103,7 +134,23 @@ def grouped_int8_gemm(
         out_features, activation_bits: as in :func:`fastinfer.ops.int8_gemm`.
         x, row_ids, expert_start, activation: as in :func:`grouped_gemm`.
 
-    Devices: CPU, CUDA.
+    Returns:
+        As :func:`grouped_gemm`.
+
+    Raises:
+        RuntimeError: as :func:`grouped_gemm`.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> routing = ops.route_experts(torch.randn(3, 4), top_k=2, renormalize=True)
+    >>> rows = routing.row_ids, routing.expert_start
+    >>> x, q = torch.randn(3, 64), torch.randint(-128, 128, (4, 32, 64), dtype=torch.int8)
+    >>> qweight = torch.stack([ops.int8_pack(expert) for expert in q])
+    >>> scales = torch.ones(4, 2, 1, 16)  # one group a row
+    >>> out = ops.grouped_int8_gemm(x, qweight, scales, None, 32, *rows)
+    >>> torch.allclose(out, ops.grouped_gemm(x, q.float(), *rows), rtol=1e-3, atol=1e-2)
+    True
     """
     return ops.grouped_int8_gemm.default(
         x, qweight, scales, mins, out_features, row_ids, expert_start, activation, activation_bits
@@ -122,8 +169,32 @@ def grouped_int4_gemm(
     activation: str | None = None,
     activation_bits: int = 32,
 ) -> Tensor:
-    """:func:`grouped_int8_gemm` with 4-bit weights: ``qweight`` is [experts, tiles, in_features / 32, 4, 16, 4], each
-    expert's from :func:`int4_pack`."""
+    """:func:`grouped_gemm` with 4-bit weights.
+
+    Args:
+        qweight: [experts, tiles, in_features / 32, 4, 16, 4]: each expert's from :func:`int4_pack`.
+        scales, mins: as in :func:`grouped_int8_gemm`; ``mins=None`` as in :func:`fastinfer.ops.int4_gemm`.
+        out_features, activation_bits: as in :func:`fastinfer.ops.int8_gemm`.
+        x, row_ids, expert_start, activation: as in :func:`grouped_gemm`.
+
+    Returns:
+        As :func:`grouped_gemm`.
+
+    Raises:
+        RuntimeError: as :func:`grouped_gemm`.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> routing = ops.route_experts(torch.randn(3, 4), top_k=2, renormalize=True)
+    >>> rows = routing.row_ids, routing.expert_start
+    >>> x, q = torch.randn(3, 64), torch.randint(0, 16, (4, 32, 64), dtype=torch.uint8)
+    >>> qweight = torch.stack([ops.int4_pack(expert) for expert in q])
+    >>> scales = torch.ones(4, 2, 1, 16)  # one group a row
+    >>> out = ops.grouped_int4_gemm(x, qweight, scales, None, 32, *rows)
+    >>> torch.allclose(out, ops.grouped_gemm(x, q.float() - 8, *rows), atol=1e-3)
+    True
+    """
     return ops.grouped_int4_gemm.default(
         x, qweight, scales, mins, out_features, row_ids, expert_start, activation, activation_bits
     )
@@ -140,8 +211,31 @@ def grouped_table_gemm(
     *,
     activation: str | None = None,
 ) -> Tensor:
-    """:func:`grouped_int4_gemm` with ``w = scale * table[q]``, one ``table`` [16] fp32 for all experts; see
-    :func:`fastinfer.ops.table_gemm`."""
+    """:func:`grouped_gemm` with 4-bit weights ``w = scale * table[q]``.
+
+    Args:
+        table: [16] fp32, one for all experts; see :func:`fastinfer.ops.table_gemm`.
+        qweight, scales: as in :func:`grouped_int4_gemm`.
+        out_features: as in :func:`fastinfer.ops.int8_gemm`.
+        x, row_ids, expert_start, activation: as in :func:`grouped_gemm`.
+
+    Returns:
+        As :func:`grouped_gemm`.
+
+    Raises:
+        RuntimeError: as :func:`grouped_gemm`.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> routing = ops.route_experts(torch.randn(3, 4), top_k=2, renormalize=True)
+    >>> rows = routing.row_ids, routing.expert_start
+    >>> x, q = torch.randn(3, 64), torch.randint(0, 16, (4, 32, 64), dtype=torch.uint8)
+    >>> qweight, table = torch.stack([ops.int4_pack(expert) for expert in q]), torch.linspace(-1, 1, 16)
+    >>> out = ops.grouped_table_gemm(x, qweight, torch.ones(4, 2, 1, 16), table, 32, *rows)
+    >>> torch.allclose(out, ops.grouped_gemm(x, table[q.long()], *rows), atol=1e-3)
+    True
+    """
     return ops.grouped_table_gemm.default(x, qweight, scales, table, out_features, row_ids, expert_start, activation)
 
 
@@ -156,6 +250,15 @@ def combine_experts(x: Tensor, expert_weights: Tensor, residual: Tensor | None =
     Returns:
         [tokens, hidden], dtype of ``x``. Summed in fp32, in the order of a token's experts.
 
-    Devices: CPU, CUDA.
+    Raises:
+        RuntimeError: a shape, dtype or device does not fit.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])  # two rows a token
+    >>> ops.combine_experts(x, torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
+    tensor([[2., 3.],
+            [5., 6.]])
     """
     return ops.combine_experts.default(x, expert_weights, residual)

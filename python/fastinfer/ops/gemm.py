@@ -6,8 +6,8 @@ All operators here compute ``epilogue(prologue(x) @ weight.T)``:
 - epilogue: ``+ bias``, then either a gated activation or ``+ residual``.
 
 A gated activation (``"silu"``, ``"gelu_tanh"``, ``"gelu"``) expects gate and up rows interleaved in runs of 16: rows
-0-15 of the gate, rows 0-15 of up, rows 16-31 of the gate, ... (:func:`fastinfer.ops.pack.interleave_gate_up`), so that
-one tile of the output holds both. The output is then half as wide.
+0-15 of the gate, rows 0-15 of up, rows 16-31 of the gate, ... (:func:`fastinfer.ops.interleave_gate_up`), so that one
+tile of the output holds both. The output is then half as wide (Shazeer, 2020, https://arxiv.org/abs/2002.05202).
 
 On a GPU ``x`` is bf16 or fp16, and products are summed in fp32. Up to 64 tokens 4-bit and 8-bit weights enter exactly,
 as integers, and their fp32 scales multiply the sums: only the result is rounded to 16 bits. With more tokens the scaled
@@ -46,7 +46,17 @@ def gemm(
     Returns:
         [tokens, out_features] (``out_features / 2`` with an activation), dtype of ``x``. Accumulated in fp32.
 
-    Devices: CPU, CUDA.
+    Raises:
+        RuntimeError: a shape, dtype, device or stride does not fit; an unknown ``activation``, one beside a
+            ``residual``, or one of a weight whose rows are no multiple of 32.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> x, weight, residual = torch.randn(3, 64), torch.randn(96, 64), torch.randn(3, 96)
+    >>> expected = torch.nn.functional.rms_norm(x, (64,), eps=1e-6) @ weight.T + residual
+    >>> torch.allclose(ops.gemm(x, weight, norm_weight=torch.ones(64), residual=residual), expected, atol=1e-3)
+    True
     """
     return ops.gemm.default(x, weight, bias, norm_weight, eps, activation, residual)
 
@@ -82,7 +92,22 @@ def int8_gemm(
     Returns:
         [tokens, out_features] (``out_features / 2`` with an activation), dtype of ``x``. Accumulated in fp32.
 
-    Devices: CPU, CUDA.
+    Raises:
+        RuntimeError: a shape, dtype, device or stride does not fit; an unknown ``activation_bits`` or ``activation``,
+            one beside a ``residual``, or one of a weight whose rows are no multiple of 32.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> q, scales = torch.randint(-128, 128, (32, 64), dtype=torch.int8), torch.rand(32, 2)  # groups of 32 inputs
+    >>> packed = ops.int8_pack(q), ops.pack_scales(scales)
+    >>> x, weight = torch.randn(3, 64), q * scales.repeat_interleave(32, dim=1)
+    >>> exact = ops.int8_gemm(x, *packed, None, out_features=32)
+    >>> torch.allclose(exact, x @ weight.T, rtol=1e-4, atol=1e-2)
+    True
+    >>> quick = ops.int8_gemm(x, *packed, None, out_features=32, activation_bits=8)
+    >>> float((quick - exact).norm() / exact.norm()) < 0.01
+    True
     """
     return ops.int8_gemm.default(
         x, qweight, scales, mins, out_features, bias, norm_weight, eps, activation, residual, activation_bits
@@ -105,8 +130,31 @@ def int4_gemm(
 ) -> Tensor:
     """Linear layer with a 4-bit weight ``w = scale * q + min``, q in 0..15.
 
-    ``mins=None`` means the symmetric ``w = scale * (q - 8)``. Arguments, result and devices are those of
-    :func:`int8_gemm`, with ``qweight`` from :func:`int4_pack`.
+    Args:
+        qweight: from :func:`int4_pack`, on the device of ``x``.
+        mins: like ``scales``, or ``None`` for the symmetric ``w = scale * (q - 8)``.
+        x, scales, out_features, bias, norm_weight, eps, activation, residual, activation_bits: as in :func:`int8_gemm`.
+
+    Returns:
+        As :func:`int8_gemm`.
+
+    Raises:
+        RuntimeError: as :func:`int8_gemm`.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> q = torch.randint(0, 16, (64, 64), dtype=torch.uint8)  # 32 rows of the gate, then 32 of up
+    >>> scales, mins = torch.rand(64, 2) / 16, -torch.rand(64, 2)
+    >>> packed = ops.int4_pack(q), ops.pack_scales(scales), ops.pack_scales(mins)
+    >>> x, weight = torch.randn(3, 64), q * scales.repeat_interleave(32, 1) + mins.repeat_interleave(32, 1)
+    >>> torch.allclose(ops.int4_gemm(x, *packed, out_features=64), x @ weight.T, atol=1e-3)
+    True
+    >>> rows = ops.interleave_gate_up(*torch.arange(64).chunk(2))  # the order that a gated activation wants
+    >>> packed = ops.int4_pack(q[rows]), ops.pack_scales(scales[rows]), ops.pack_scales(mins[rows])
+    >>> swiglu = ops.int4_gemm(x, *packed, out_features=64, activation="silu")
+    >>> torch.allclose(swiglu, ops.silu_and_mul(x @ weight.T), atol=1e-3)
+    True
     """
     return ops.int4_gemm.default(
         x, qweight, scales, mins, out_features, bias, norm_weight, eps, activation, residual, activation_bits
@@ -126,7 +174,8 @@ def table_gemm(
     activation: str | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Linear layer with a 4-bit weight ``w = scale * table[q]``: NF4, FP4 and other formats of 16 values.
+    """Linear layer with a 4-bit weight ``w = scale * table[q]``: NF4 (Dettmers et al., 2023,
+    https://arxiv.org/abs/2305.14314), FP4 and other formats of 16 values.
 
     Args:
         qweight: from :func:`int4_pack`.
@@ -136,6 +185,16 @@ def table_gemm(
     Returns:
         As :func:`int8_gemm`.
 
-    Devices: CPU, CUDA.
+    Raises:
+        RuntimeError: as :func:`int8_gemm`.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> q, scales = torch.randint(0, 16, (32, 64), dtype=torch.uint8), torch.rand(32, 1)  # one group a row
+    >>> x, table = torch.randn(3, 64), torch.linspace(-1, 1, 16)
+    >>> out = ops.table_gemm(x, ops.int4_pack(q), ops.pack_scales(scales), table, out_features=32)
+    >>> torch.allclose(out, x @ (table[q.long()] * scales).T, atol=1e-3)
+    True
     """
     return ops.table_gemm.default(x, qweight, scales, table, out_features, bias, norm_weight, eps, activation, residual)

@@ -16,7 +16,14 @@ ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "n
 
 
 class GraphCaptureError(RuntimeError):
-    """A call that a replay would miss."""
+    """A call that a replay would miss.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> with ops.CPUGraph().capture():
+    ...     torch.ones(2) + 1
+    Traceback (most recent call last):
+    fastinfer.ops.graph.GraphCaptureError: ... got aten.ones.default: a replay would miss it
+    """
 
 
 class CPUGraph:

@@ -39,5 +39,13 @@ def add_lora(
             none, and such a rank the nearest in range.
 
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> x, y = torch.randn(3, 32), torch.zeros(3, 48)
+    >>> a, b = torch.randn(2, 8, 32), torch.randn(2, 8, 48)  # two adapters of rank 8
+    >>> ops.add_lora(y, x, a, b, torch.tensor([1, -1, 0], dtype=torch.int32))
+    >>> expected = [x[0] @ a[1].T @ b[1], torch.zeros(48), x[2] @ a[0].T @ b[0]]
+    >>> torch.allclose(y, torch.stack(expected), atol=1e-3)
+    True
     """
     ops.add_lora.default(y, x, a, b, adapter_ids, ranks, norm_weight, eps)

@@ -45,7 +45,17 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6)
     Returns:
         [..., hidden], dtype of ``x``.
 
+    Raises:
+        RuntimeError: a shape, dtype or device does not fit.
+
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> x, residual = torch.tensor([[1.0, 2.0]]), torch.tensor([[2.0, 2.0]])
+    >>> ops.add_rms_norm(x, residual, torch.ones(2), eps=0.0)
+    tensor([[0.8485, 1.1314]])
+    >>> residual
+    tensor([[3., 4.]])
     """
     return ops.add_rms_norm.default(x, residual, weight, eps)
 
@@ -65,7 +75,17 @@ def rms_norm_quantize(x: Tensor, residual: Tensor | None, weight: Tensor, eps: f
     Returns:
         [..., hidden] int8, and the rows' scales [...] fp32.
 
+    Raises:
+        RuntimeError: a shape, dtype or device does not fit.
+
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> q, scale = ops.rms_norm_quantize(torch.tensor([[3.0, 4.0]]), None, torch.ones(2), eps=0.0)
+    >>> q
+    tensor([[ 95, 127]], dtype=torch.int8)
+    >>> q * scale[:, None]  # rms_norm of the same is [[0.8485, 1.1314]]
+    tensor([[0.8463, 1.1314]])
     """
     return ops.rms_norm_quantize.default(x, residual, weight, eps)
 
@@ -84,6 +104,9 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
 
     Returns:
         [..., hidden], dtype of ``x``.
+
+    Raises:
+        RuntimeError: a shape, dtype or device does not fit.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 

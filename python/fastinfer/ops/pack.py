@@ -19,31 +19,72 @@ TILE_ROWS = 16
 
 
 def int4_pack(q: Tensor) -> Tensor:
-    """Pack [out_features, in_features] uint8 values 0..15; ``in_features`` must be a multiple of 32.
+    """A 4-bit weight in the form that its device's kernels read.
+
+    Args:
+        q: [out_features, in_features] uint8, 0..15; contiguous; ``in_features`` a multiple of 32.
 
     Returns:
-        [ceil(out_features / 16), in_features / 32, 4, 16, 4] uint8.
+        [ceil(out_features / 16), in_features / 32, 4, 16, 4] uint8, on the device of ``q``.
 
-    Values past 15 are an error; on a GPU, where they cannot be looked at, their lower four bits count.
+    Raises:
+        RuntimeError: a shape, dtype or strides that do not fit; on the CPU also a value past 15, of which a GPU takes
+            the lower four bits.
 
-    Devices: CPU, CUDA.
+    Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> q = torch.arange(17 * 32).view(17, 32).remainder(16).to(torch.uint8)
+    >>> packed = ops.int4_pack(q)
+    >>> packed.shape  # 17 rows take two tiles
+    torch.Size([2, 1, 4, 16, 4])
+    >>> one, zero = ops.pack_scales(torch.ones(17, 1)), ops.pack_scales(torch.zeros(17, 1))
+    >>> torch.equal(ops.int4_dequantize(packed, one, zero, out_features=17), q.float())
+    True
     """
     return ops.int4_pack.default(q)
 
 
 def int8_pack(q: Tensor) -> Tensor:
-    """Pack [out_features, in_features] int8 values; ``in_features`` must be a multiple of 32.
+    """An 8-bit weight in the form that its device's kernels read.
+
+    Args:
+        q: [out_features, in_features] int8; contiguous; ``in_features`` a multiple of 32.
 
     Returns:
-        [ceil(out_features / 16), in_features / 32, 8, 16, 4] int8.
+        [ceil(out_features / 16), in_features / 32, 8, 16, 4] int8, on the device of ``q``.
 
-    Devices: CPU, CUDA.
+    Raises:
+        RuntimeError: a shape, dtype or strides that do not fit.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> ops.int8_pack(torch.zeros(17, 64, dtype=torch.int8)).shape
+    torch.Size([2, 2, 8, 16, 4])
     """
     return ops.int8_pack.default(q)
 
 
 def pack_scales(scales: Tensor) -> Tensor:
-    """Bring scales or mins [out_features, groups] into the order of the packed weight: [tiles, groups, 16]."""
+    """Scales or mins in the order of the packed weight, in plain torch.
+
+    Args:
+        scales: [out_features, groups], any dtype; the products take fp16 and fp32.
+
+    Returns:
+        [ceil(out_features / 16), groups, 16], dtype of ``scales``; zeros past ``out_features``.
+
+    Raises:
+        ValueError: ``scales`` has not two dimensions.
+
+    Devices: any.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> ops.pack_scales(torch.tensor([[1.0, 10.0], [2.0, 20.0]]))[0, :, :3]  # by groups, then rows
+    tensor([[ 1.,  2.,  0.],
+            [10., 20.,  0.]])
+    """
     if scales.dim() != 2:
         raise ValueError(f"scales must be [out_features, groups], got the shape {tuple(scales.shape)}")
     rows, groups = scales.shape
@@ -53,7 +94,28 @@ def pack_scales(scales: Tensor) -> Tensor:
 
 
 def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:
-    """Interleave two [rows, ...] tensors in runs of 16 rows, as the gated activations expect; rows % 16 == 0."""
+    """The rows of gate and up in the order that a gated activation expects: 16 of the gate, 16 of up, and so on.
+
+    Args:
+        gate, up: [rows, ...] of one shape, any dtype; rows a multiple of 16. Weights, biases, or indices of rows.
+
+    Returns:
+        [2 * rows, ...].
+
+    Raises:
+        ValueError: two shapes, or rows that are no multiple of 16.
+
+    Devices: any.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> ops.interleave_gate_up(torch.arange(32), torch.arange(100, 132))[14:34]
+    tensor([ 14,  15, 100, 101, 102, 103, 104, 105, 106, 107, 108, 109, 110, 111,
+            112, 113, 114, 115,  16,  17])
+    >>> x, gate, up = torch.randn(3, 64), torch.randn(32, 64), torch.randn(32, 64)
+    >>> out = ops.gemm(x, ops.interleave_gate_up(gate, up), activation="silu")
+    >>> torch.allclose(out, torch.nn.functional.silu(x @ gate.T) * (x @ up.T), rtol=1e-3, atol=1e-3)
+    True
+    """
     if gate.shape != up.shape:
         raise ValueError(f"gate and up must have one shape, got {tuple(gate.shape)} and {tuple(up.shape)}")
     if gate.shape[0] % TILE_ROWS:
@@ -74,14 +136,23 @@ def int4_dequantize(
 
     Args:
         qweight, scales, mins, out_features: as in :func:`fastinfer.ops.int4_gemm`.
-        rows: [n] int64 row indices (an embedding's token ids); ``None`` for all rows in order. An index past the
-            weight is an error; on a GPU, where indices cannot be looked at, its row is NaN.
+        rows: [n] int64 row indices (an embedding's token ids); ``None`` for all rows in order. On a GPU, where indices
+            cannot be looked at, the row of one past the weight is NaN.
         dtype: fp32, bf16 or fp16.
 
     Returns:
         [n or out_features, in_features].
 
-    Devices: CPU, CUDA.
+    Raises:
+        RuntimeError: a shape, dtype or device does not fit; on the CPU also an index past the weight.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> q = torch.arange(2 * 32).view(2, 32).remainder(16).to(torch.uint8)
+    >>> scales, mins = ops.pack_scales(torch.tensor([[1.0], [0.5]])), ops.pack_scales(torch.tensor([[0.0], [-4.0]]))
+    >>> ops.int4_dequantize(ops.int4_pack(q), scales, mins, 2, rows=torch.tensor([1]))[:, :6]
+    tensor([[-4.0000, -3.5000, -3.0000, -2.5000, -2.0000, -1.5000]])
     """
     return ops.int4_dequantize.default(qweight, scales, mins, out_features, rows, dtype)
 
@@ -94,5 +165,24 @@ def int8_dequantize(
     rows: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """:func:`int4_dequantize` for a packed 8-bit weight."""
+    """:func:`int4_dequantize` for a packed 8-bit weight.
+
+    Args:
+        qweight, scales, mins, out_features: as in :func:`fastinfer.ops.int8_gemm`.
+        rows, dtype: as in :func:`int4_dequantize`.
+
+    Returns:
+        [n or out_features, in_features].
+
+    Raises:
+        RuntimeError: as :func:`int4_dequantize`.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> q, scales = torch.randint(-128, 128, (20, 64), dtype=torch.int8), torch.rand(20, 2)
+    >>> out = ops.int8_dequantize(ops.int8_pack(q), ops.pack_scales(scales), None, out_features=20)
+    >>> torch.equal(out, q * scales.repeat_interleave(32, dim=1))
+    True
+    """
     return ops.int8_dequantize.default(qweight, scales, mins, out_features, rows, dtype)

@@ -16,6 +16,9 @@ def permute_columns(x: Tensor, permutation: Tensor) -> Tensor:
     Returns:
         [tokens, cols], dtype of ``x``.
 
+    Raises:
+        RuntimeError: a shape, dtype, device or stride does not fit; on the CPU also an index outside the columns.
+
     Devices: CPU, CUDA (not yet run on a GPU).
 
     >>> import torch, fastinfer.ops as ops

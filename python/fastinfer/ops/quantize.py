@@ -6,7 +6,8 @@ from fastinfer.ops._library import ops
 
 
 def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows as int8: ``q = round(x / scale)``, half to even, with ``scale = max |x| / 127``.
+    """Rows as int8: ``q = round(x / scale)``, half to even, with ``scale = max |x| / 127`` (Dettmers et al., 2022,
+    https://arxiv.org/abs/2208.07339, section 2).
 
     Rounded is x times the fp32 reciprocal 127 / max |x|, so that a quotient within 1e-7 of a tie may go to either
     neighbour. A row of zeros, or one whose largest is below 4e-37, becomes zeros with scale 0; a row with an infinity
@@ -17,6 +18,9 @@ def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         [..., hidden] int8, and the rows' scales [...] fp32.
+
+    Raises:
+        RuntimeError: a dtype or strides that do not fit.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 

@@ -30,6 +30,11 @@ class RopeScaling:
             and ``sqrt(1 + ln(factor) / ln(original_max_position))``.
         short_factors, long_factors: longrope's divisors of each frequency, for tables up to the trained length and for
             longer ones. A table serves all positions, so that one for a long context uses the long ones throughout.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> stretched = ops.cos_sin_cache(64, 100, scaling=ops.RopeScaling("linear", factor=2.0))
+    >>> torch.allclose(stretched[::2], ops.cos_sin_cache(64, 50))  # position 2 p turns as p did
+    True
     """
 
     kind: str = "none"
@@ -51,7 +56,7 @@ def cos_sin_cache(
     scaling: RopeScaling | None = None,
     frequency_factors: Tensor | None = None,
 ) -> Tensor:
-    """The table that :func:`rotary_embedding` reads: [max_position, rotary_dim] fp32, cosines then sines.
+    """The table that :func:`rotary_embedding` reads, in plain torch.
 
     Args:
         rotary_dim: rotated elements per head, even.
@@ -61,8 +66,20 @@ def cos_sin_cache(
         frequency_factors: [rotary_dim / 2]; each frequency is divided by its factor (Phi-3's longrope; GGUF files of
             Llama 3 carry their scaling so).
 
+    Returns:
+        [max_position, rotary_dim] fp32 on the CPU: a position's cosines, then its sines.
+
     Raises:
-        ValueError: an odd ``rotary_dim``, an unknown kind of scaling, or a missing ``original_max_position``.
+        ValueError: an odd ``rotary_dim``, a ``base`` of at most 1, an unknown kind of scaling, a missing
+            ``original_max_position``, or another number of LongRoPE's factors than there are frequencies.
+
+    Devices: CPU; move the table to where it is used.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> ops.cos_sin_cache(2, 3)
+    tensor([[ 1.0000,  0.0000],
+            [ 0.5403,  0.8415],
+            [-0.4161,  0.9093]])
     """
     if rotary_dim <= 0 or rotary_dim % 2:
         raise ValueError(f"rotary_dim must be a positive even number, got {rotary_dim}")
@@ -140,15 +157,26 @@ def rotary_embedding(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Ten
     """Rotate queries and keys in place by their positions.
 
     Args:
-        q: [tokens, q_heads, head_dim], k: [tokens, kv_heads, head_dim]; one dtype, fp32, bf16 or fp16; may be strided
-            views whose last two dimensions are contiguous (slices of a fused QKV projection). Changed in place.
-        positions: [tokens] int64; a position outside the table raises on the CPU.
+        q: [tokens, q_heads, head_dim]; fp32, bf16 or fp16; changed in place.
+        k: [tokens, kv_heads, head_dim], dtype of ``q``; changed in place. Both may be strided views whose last two
+            dimensions are contiguous (slices of a fused QKV projection).
+        positions: [tokens] int64; on CUDA a token whose position is outside the table is left as it is.
         cos_sin_cache: [max_position, rotary_dim] fp32 from :func:`cos_sin_cache`; ``rotary_dim <= head_dim``, the
             elements past it stay as they are.
         interleaved: ``False`` rotates pairs (i, i + rotary_dim / 2) (GPT-NeoX, Hugging Face), ``True`` pairs
             (2i, 2i + 1) (GPT-J, Llama's own code).
 
+    Raises:
+        RuntimeError: a shape, dtype, device or stride does not fit; on the CPU also a position outside the table.
+
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> q, k = torch.randn(1, 1, 64).repeat(5, 1, 1), torch.randn(1, 1, 64).repeat(5, 1, 1)  # 5 equal tokens
+    >>> ops.rotary_embedding(q, k, torch.arange(5), ops.cos_sin_cache(64, 5))
+    >>> scores = q[:, 0] @ k[:, 0].T
+    >>> torch.allclose(scores[1:, 1:], scores[:-1, :-1], atol=1e-3)  # they depend on the distance alone
+    True
     """
     ops.rotary_embedding.default(q, k, positions, cos_sin_cache, interleaved)
 
@@ -171,7 +199,8 @@ def norm_rotary_store(
 ) -> None:
     """What stands between the QKV projection and attention, in one pass over memory.
 
-    Equals ``rms_norm`` of each head of q and k (where a weight is given), ``rotary_embedding`` of both and
+    Equals ``rms_norm`` of each head of q and k (where a weight is given; QK-norm, Henry et al., 2020,
+    https://arxiv.org/abs/2010.04245), ``rotary_embedding`` of both and
     ``store_kv_cache``, but for the roundings between them: norm and rotation pass fp32 numbers on, q is rounded once,
     and the rotated k is rounded, or quantised, straight to the cache.
 
@@ -186,7 +215,21 @@ def norm_rotary_store(
         k_cache, v_cache, k_scale, v_scale, slot_mapping: as in :func:`fastinfer.ops.store_kv_cache`. A token whose slot
             is -1 still has its q rotated.
 
+    Raises:
+        RuntimeError: as :func:`rotary_embedding` and :func:`fastinfer.ops.store_kv_cache`.
+
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> q, k, v = torch.randn(3, 4, 64).split([2, 1, 1], dim=1)  # slices of a fused projection
+    >>> positions, table, weight = torch.arange(3), ops.cos_sin_cache(64, 8), torch.ones(64)
+    >>> q_wanted, k_wanted = (torch.nn.functional.rms_norm(t, (64,), eps=1e-6) for t in (q, k))
+    >>> ops.rotary_embedding(q_wanted, k_wanted, positions, table)
+    >>> k_cache, v_cache = torch.zeros(2, 1, 16, 1, 64)
+    >>> caches = k_cache, v_cache, None, None, torch.arange(3)
+    >>> ops.norm_rotary_store(q, k, v, weight, weight, 1e-6, positions, table, False, *caches)
+    >>> torch.allclose(q, q_wanted, atol=1e-5), torch.allclose(k_cache[0, :3], k_wanted, atol=1e-5)
+    (True, True)
     """
     ops.norm_rotary_store.default(
         q,

@@ -8,9 +8,23 @@ from fastinfer.ops._library import ops
 
 
 class Sampled(NamedTuple):
-    """What :func:`sample` returns: the tokens [rows] int64, their log-probabilities [rows] fp32, and of each row the
-    ``num_logprobs`` likeliest tokens in falling order, ``top_logprobs`` [rows, num_logprobs] fp32 and ``top_tokens``
-    [rows, num_logprobs] int64."""
+    """What :func:`sample` returns.
+
+    Attributes:
+        tokens: [rows] int64.
+        logprobs: [rows] fp32, theirs.
+        top_logprobs: [rows, num_logprobs] fp32, of each row's likeliest tokens in falling order.
+        top_tokens: [rows, num_logprobs] int64, those tokens.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> one, zero = torch.ones(1), torch.zeros(1)
+    >>> logits = torch.tensor([[0.0, 2.0, 1.0]])
+    >>> sampled = ops.sample(logits, zero, zero.int(), one, zero, zero.long(), zero.long(), num_logprobs=2)
+    >>> sampled.tokens, sampled.logprobs
+    (tensor([1]), tensor([-0.4076]))
+    >>> sampled.top_tokens, sampled.top_logprobs
+    (tensor([[1, 2]]), tensor([[-0.4076, -1.4076]]))
+    """
 
     tokens: Tensor
     logprobs: Tensor
@@ -79,6 +93,19 @@ def sample(
             of tokens out of range, of +inf or NaN are left out.
 
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> logits, seeds, positions = torch.randn(2, 100), torch.tensor([7, 7]), torch.tensor([0, 0])
+    >>> off = torch.zeros(2, dtype=torch.int32), torch.ones(2), torch.zeros(2)  # top_k, top_p, min_p
+    >>> greedy = ops.sample(logits, torch.zeros(2), *off, seeds, positions)
+    >>> torch.equal(greedy.tokens, logits.argmax(-1))
+    True
+    >>> torch.allclose(greedy.logprobs, logits.log_softmax(-1).amax(-1), atol=1e-5)
+    True
+    >>> same = logits[:1].repeat(2, 1)
+    >>> a, b = ops.sample(same, torch.ones(2), *off, seeds, positions).tokens  # one seed, one position: one draw
+    >>> bool(a == b)
+    True
     """
     return Sampled(
         *ops.sample.default(

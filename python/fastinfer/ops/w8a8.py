@@ -37,6 +37,18 @@ def w8a8_gemm(
     Returns:
         [tokens, out_features] (``out_features / 2`` with an activation). The epilogue is in fp32, rounded once.
 
+    Raises:
+        RuntimeError: a shape, dtype, device or stride does not fit; scales of more than one group; an unknown
+            ``activation``, or one beside a ``residual``.
+
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> x, q = torch.randn(3, 64), torch.randint(-127, 128, (32, 64), dtype=torch.int8)
+    >>> x_int8, x_scales = ops.quantize_int8(x)
+    >>> packed = ops.int8_pack(q), ops.pack_scales(torch.ones(32, 1))
+    >>> out = ops.w8a8_gemm(x_int8, x_scales, *packed, out_features=32, dtype=torch.float32)
+    >>> torch.allclose(out, (x_int8.int() @ q.int().T) * x_scales[:, None])
+    True
     """
     return ops.w8a8_gemm.default(x, x_scales, qweight, scales, out_features, bias, activation, residual, dtype)

@@ -1,0 +1,230 @@
+"""What the operators' kernels take, by device, as data; :func:`supported` asks it, :func:`markdown` prints it."""
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+INT8, UINT8, FP8 = torch.int8, torch.uint8, torch.float8_e4m3fn
+FLOATS, HALVES = (FP32, BF16, FP16), (BF16, FP16)
+SAME = "the same"  # a dtype that must be that of the operator's first tensor
+
+SHORT_NAMES: dict[torch.dtype | str, str] = {FP32: "fp32", BF16: "bf16", FP16: "fp16", FP8: "fp8"}
+MOST = 2**31
+ANY, BLOCKS_OF_32 = range(1, MOST), range(32, MOST, 32)
+CUDA_HEAD_DIMS = (64, 80, 96, 128, 256)
+
+DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
+NOT_YET_RUN = {"cuda": "not yet run on a GPU"}
+
+
+@dataclass(frozen=True)
+class Takes:
+    """What an operator takes on one device. ``None``: the operator has nothing of the kind.
+
+    Attributes:
+        dtype: of its first tensor, which nearly always holds the activations.
+        weight_dtype: of a weight, norm weight or adapter; of a quantised weight, that of its packed integers.
+        cache_dtype: of the KV cache; uint8 stands for int4.
+        head_dim: head sizes. A cache of uint8 takes even ones alone.
+        in_features: columns of a linear layer's weight.
+        activation_bits: see :func:`fastinfer.ops.int8_gemm`.
+    """
+
+    dtype: tuple[torch.dtype, ...] = FLOATS
+    weight_dtype: tuple[torch.dtype | str, ...] | None = None
+    cache_dtype: tuple[torch.dtype | str, ...] | None = None
+    head_dim: range | tuple[int, ...] | None = None
+    in_features: range | None = None
+    activation_bits: tuple[int, ...] | None = None
+
+
+QUANTIZED_CACHES = (INT8, FP8, UINT8)
+ELEMENTWISE = Takes()
+NORM = Takes(weight_dtype=(FP32, SAME))
+STORE = Takes(cache_dtype=(*FLOATS, *QUANTIZED_CACHES), head_dim=ANY)
+ATTENTION = STORE
+CUDA_ATTENTION = Takes(HALVES, cache_dtype=(SAME, *QUANTIZED_CACHES), head_dim=CUDA_HEAD_DIMS)
+DENSE = Takes(weight_dtype=FLOATS, in_features=ANY)
+CUDA_DENSE = Takes(HALVES, weight_dtype=(SAME,), in_features=range(8, MOST, 8))
+INT8_WEIGHT = Takes(weight_dtype=(INT8,), in_features=BLOCKS_OF_32, activation_bits=(8, 16, 32))
+INT4_WEIGHT = replace(INT8_WEIGHT, weight_dtype=(UINT8,))
+TABLE_WEIGHT = replace(INT4_WEIGHT, activation_bits=None)
+W8A8 = Takes((INT8,), weight_dtype=(INT8,), in_features=range(32, 131_041, 32))
+PACK8 = Takes((INT8,), in_features=BLOCKS_OF_32)
+PACK4 = Takes((UINT8,), in_features=BLOCKS_OF_32)
+
+# Operators whose CUDA kernels take what the CPU's take.
+ON_BOTH = {
+    "rms_norm": NORM,
+    "add_rms_norm": NORM,
+    "rms_norm_quantize": NORM,
+    "layer_norm": NORM,
+    "quantize_int8": ELEMENTWISE,
+    "silu_and_mul": ELEMENTWISE,
+    "gelu_and_mul": ELEMENTWISE,
+    "gelu": ELEMENTWISE,
+    "softcap": ELEMENTWISE,
+    "embedding": ELEMENTWISE,
+    "permute_columns": ELEMENTWISE,
+    "rotary_embedding": Takes(head_dim=ANY),
+    "norm_rotary_store": replace(STORE, weight_dtype=(FP32, SAME)),
+    "store_kv_cache": STORE,
+    "merge_attention_states": Takes(head_dim=ANY),
+    "route_experts": ELEMENTWISE,
+    "combine_experts": ELEMENTWISE,
+    "add_lora": Takes(weight_dtype=FLOATS),
+    "w8a8_gemm": W8A8,
+    "int8_pack": PACK8,
+    "int4_pack": PACK4,
+    "int8_dequantize": PACK8,
+    "int4_dequantize": PACK4,
+    "sample": Takes((FP32,)),
+}
+
+
+def _on_cuda(takes: Takes) -> Takes:
+    """Of a product with a quantised weight: activations of 16 bits, as they are."""
+    return replace(takes, dtype=HALVES, activation_bits=takes.activation_bits and (32,))
+
+
+TABLE: dict[str, dict[str, Takes]] = {
+    **{op: {"cpu": takes, "cuda": takes} for op, takes in ON_BOTH.items()},
+    "paged_attention": {"cpu": ATTENTION, "cuda": CUDA_ATTENTION},
+    "paged_attention_plan": {
+        "cpu": Takes((torch.int32,), head_dim=ANY),
+        "cuda": Takes((torch.int32,), head_dim=CUDA_HEAD_DIMS),
+    },
+    **{op: {"cpu": DENSE, "cuda": CUDA_DENSE} for op in ("gemm", "grouped_gemm")},
+    **{op: {"cpu": INT8_WEIGHT, "cuda": _on_cuda(INT8_WEIGHT)} for op in ("int8_gemm", "grouped_int8_gemm")},
+    **{op: {"cpu": INT4_WEIGHT, "cuda": _on_cuda(INT4_WEIGHT)} for op in ("int4_gemm", "grouped_int4_gemm")},
+    **{op: {"cpu": TABLE_WEIGHT, "cuda": _on_cuda(TABLE_WEIGHT)} for op in ("table_gemm", "grouped_table_gemm")},
+}
+
+
+def supported(
+    op: str,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+    weight_dtype: torch.dtype | None = None,
+    cache_dtype: torch.dtype | None = None,
+    head_dim: int | None = None,
+    in_features: int | None = None,
+    activation_bits: int | None = None,
+) -> bool:
+    """Whether an operator takes these together on a device; what is left out may be anything.
+
+    This is what the kernels can do, the same on every machine: ``fastinfer info`` says whether this build has its CUDA
+    half and whether this machine has a GPU. Shapes, strides and alignment stand in each operator's own text.
+
+    Args:
+        op: an operator's name, without ``fastinfer.ops.``.
+        device: ``"cpu"`` or ``"cuda"``, or a ``torch.device``, whose index does not matter.
+        dtype: of the operator's first tensor, which nearly always holds the activations.
+        weight_dtype: of a weight, norm weight or adapter; of a quantised weight, that of its packed integers.
+        cache_dtype: of the KV cache; uint8 stands for int4.
+        head_dim: elements of a head.
+        in_features: columns of a linear layer's weight.
+        activation_bits: as in :func:`fastinfer.ops.int8_gemm`.
+
+    Returns:
+        False where the operator would raise.
+
+    Raises:
+        ValueError: an operator or a device of another name, or a keyword of which the operator has nothing.
+
+    Devices: asks of CPU and CUDA (not yet run on a GPU), computes on neither.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> ops.supported("paged_attention", device="cpu", dtype=torch.float32, head_dim=72)
+    True
+    >>> ops.supported("paged_attention", device="cuda", dtype=torch.bfloat16, head_dim=72)
+    False
+    >>> ops.supported("rms_norm", device="cuda", head_dim=64)
+    Traceback (most recent call last):
+    ValueError: rms_norm has no head_dim, only dtype, weight_dtype
+    """
+    takes = _takes(op, torch.device(device).type)
+    asked = {
+        "weight_dtype": weight_dtype,
+        "cache_dtype": cache_dtype,
+        "head_dim": head_dim,
+        "in_features": in_features,
+        "activation_bits": activation_bits,
+    }
+    asked = {name: value for name, value in asked.items() if value is not None}
+    known = [field.name for field in fields(Takes) if getattr(takes, field.name) is not None]
+    if unknown := [name for name in asked if name not in known]:
+        raise ValueError(f"{op} has no {', '.join(unknown)}, only {', '.join(known)}")
+    if cache_dtype == UINT8 and (head_dim or 0) % 2:
+        return False
+    return any(
+        all(value in _values(takes, name, first) for name, value in asked.items())
+        for first in takes.dtype
+        if dtype in (None, first)
+    )
+
+
+def _takes(op: str, device: str) -> Takes:
+    if op not in TABLE:
+        raise ValueError(f"op must be one of {', '.join(sorted(TABLE))}, got {op!r}")
+    if device not in DEVICES:
+        raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
+    return TABLE[op][device]
+
+
+def _values(takes: Takes, name: str, first: torch.dtype) -> range | tuple[object, ...]:
+    values = getattr(takes, name)
+    return values if isinstance(values, range) else tuple(first if value == SAME else value for value in values)
+
+
+def devices(op: str) -> str:
+    """The devices of an operator, as its docstring names them: ``"CPU, CUDA (not yet run on a GPU)"``."""
+    notes = {device: f" ({NOT_YET_RUN[device]})" if device in NOT_YET_RUN else "" for device in TABLE[op]}
+    return ", ".join(DEVICES[device] + note for device, note in notes.items())
+
+
+def cell(op: str, device: str) -> str:
+    """What an operator takes on a device, in a few words: a cell of the README's table."""
+    takes = _takes(op, device)
+    parts = [_dtypes(takes.dtype)]
+    if takes.cache_dtype:
+        parts.append(f"{_dtypes(QUANTIZED_CACHES, 'int4')} caches")
+    if isinstance(takes.head_dim, tuple):
+        parts.append(f"head sizes {_integers(takes.head_dim)}")
+    return "; ".join(parts)
+
+
+def markdown() -> str:
+    """The table of all operators, in Markdown; devices that take the same share a row."""
+    rows = [
+        ["operator", "devices", "dtype", "weight", "KV cache", "head size", "inputs", "`activation_bits`"],
+        ["---"] * 8,
+    ]
+    for op, by_device in sorted(TABLE.items()):
+        for takes in dict.fromkeys(by_device.values()):
+            names = [DEVICES[device] for device, same in by_device.items() if same == takes]
+            columns = [
+                _dtypes(takes.dtype),
+                _dtypes(takes.weight_dtype),
+                _dtypes(takes.cache_dtype, "int4"),
+                _integers(takes.head_dim),
+                _integers(takes.in_features),
+                _integers(takes.activation_bits),
+            ]
+            rows.append([f"`{op}`", ", ".join(names), *columns])
+    notes = [f"{DEVICES[device]}: {note}." for device, note in NOT_YET_RUN.items()]
+    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", *notes])
+
+
+def _dtypes(dtypes: tuple[torch.dtype | str, ...] | None, uint8: str = "uint8") -> str:
+    names = SHORT_NAMES | {UINT8: uint8}
+    return ", ".join(names.get(dtype, str(dtype).removeprefix("torch.")) for dtype in dtypes or ())
+
+
+def _integers(values: range | tuple[int, ...] | None) -> str:
+    if not isinstance(values, range):
+        return ", ".join(map(str, values or ()))
+    step = "any" if values.step == 1 else f"multiples of {values.step}"
+    return step if values.stop == MOST else f"{step} up to {values[-1]:,}"
