@@ -3,6 +3,7 @@
 #   make demo     build, fetch the default model, let it write
 #   make test     the whole test suite
 #   make lint     formatting, linting, types
+#   make docs     the documentation's pages, into build/docs
 #   make cuda     compile the CUDA kernels (needs nvcc, no GPU), check registers, spills and instructions
 #   make emulation  run the CUDA kernels on the CPU under the address and thread sanitizers
 #   make gpu-check  build, test and measure on a GPU; results in bench/out
@@ -19,7 +20,7 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 SOURCES := setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 
-.PHONY: demo test lint format cuda emulation gpu-check bench clean
+.PHONY: demo test lint format docs cuda emulation gpu-check bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fastinfer pull smollm2-135m-instruct
@@ -38,6 +39,10 @@ format: $(VENV)/.installed-lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+
+# Offline, but for the tools' own installation.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Proves that the CUDA half compiles, links and imports; the result is a wheel in build/cuda.
 cuda: $(VENV)/.installed-cuda
@@ -78,4 +83,8 @@ $(VENV)/.installed-cuda: $(VENV)/.installed
 
 $(VENV)/.installed-lint: $(VENV)/.installed
 	$(BIN)/pip install --quiet --no-build-isolation --editable ".[lint]"
+	touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/pip install --quiet --no-build-isolation --editable ".[docs]"
 	touch $@

@@ -91,6 +91,13 @@ def test_classes_are_documented(name: str) -> None:
 # ---- pages ----
 
 
+@pytest.mark.parametrize("name", OPERATORS + CLASSES)
+def test_every_operator_has_a_page(name: str) -> None:
+    shown = {path for page in PAGES for path in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE)}
+    home = getattr(ops, name).__module__
+    assert {home, f"fastinfer.ops.{name}"} & shown or home == "fastinfer._C"
+
+
 @pytest.mark.usefixtures("model_path")
 @pytest.mark.parametrize(("code", "reason"), BLOCKS)
 def test_pages(code: str, reason: str | None) -> None:

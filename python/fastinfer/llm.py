@@ -45,9 +45,10 @@ class LLM:
         kv_cache_dtype: of the cached keys and values: a ``dtype``, ``"int8"``, ``"fp8"`` (float8_e4m3fn), ``"int4"``
             (least memory, and a visible loss: see docs/performance.md), or ``"auto"`` for what suits the model's
             ``dtype``, which on a GPU is the only one beside the last three.
-        max_model_len, max_num_seqs, max_num_batched_tokens, max_num_waiting, batching, block_size, kv_cache_memory,
-            enable_prefix_caching, num_speculative_tokens, max_loras, max_lora_rank, deterministic, enforce_eager: see
-            :class:`fastinfer.engine.config.EngineConfig`. Prompts beyond ``max_num_waiting`` wait outside the engine.
+        max_num_waiting: requests that wait in the engine; prompts beyond it wait outside.
+        max_model_len, max_num_seqs, max_num_batched_tokens, batching, block_size, kv_cache_memory: as in
+            :class:`fastinfer.engine.config.EngineConfig`.
+        enable_prefix_caching, num_speculative_tokens, max_loras, max_lora_rank, deterministic, enforce_eager: as there.
 
     Attributes:
         engine: what computes. Its ``stats()`` may be read at any time; it is not to be called otherwise.

@@ -43,7 +43,8 @@ class AdapterSlots:
     """Room for adapters of a model; a step's tokens name theirs by its slot.
 
     Nothing moves once it is allocated: a graph that was recorded before an adapter came runs with it afterwards. Rows
-    keep the order of the checkpoints from which adapters are trained, as all weights of a :class:`Decoder` do.
+    keep the order of the checkpoints from which adapters are trained, as all weights of a
+    :class:`fastinfer.models.decoder.Decoder` do.
 
     Args:
         config: the model's.

@@ -1,0 +1,74 @@
+"""What building the pages needs besides mkdocs: docstrings as Markdown, and links that leave this folder.
+
+Docstrings are written to be read with ``help()``: they name other objects as ``:func:`rms_norm```, and have examples
+that begin with ``>>>``. Here the former become links, and the latter blocks of code.
+"""
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import griffe
+
+LOG = logging.getLogger("mkdocs.hooks")
+ROOT = Path(__file__).parents[1]
+ROLE = re.compile(r":(func|class|meth|mod|attr|data):`([\w.]+)`")
+EXAMPLE = re.compile(r"^( *)>>> .*(?:\n\1\S.*)*", re.MULTILINE)
+OUTSIDE = re.compile(r"(?<!!)\[([^\]]+)\]\(\.\./([^)#]+)\)")
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Files of the repository that are no pages are named, not linked: the site does not hold them."""
+
+    def named(match: re.Match[str]) -> str:
+        text, path = match.groups()
+        if not (ROOT / path).exists():
+            LOG.warning(f"a page links to ../{path}, which is not there")
+        return f"`{path}`" if path in text else f"{text} (`{path}`)"
+
+    return OUTSIDE.sub(named, markdown)
+
+
+class Docstrings(griffe.Extension):
+    """Makes Markdown of the docstrings of a package, once all of it is loaded."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        for obj in _objects(pkg):
+            if obj.docstring is not None:
+                text = ROLE.sub(lambda match, obj=obj: _link(obj, *match.groups()), obj.docstring.value)
+                obj.docstring.value = EXAMPLE.sub(r"\1```pycon\n\g<0>\n\1```", text)
+
+
+def _objects(obj: griffe.Object) -> list[griffe.Object]:
+    own = [member for member in obj.members.values() if not member.is_alias]
+    return [obj, *(below for member in own for below in _objects(member))]
+
+
+def _link(obj: griffe.Object, role: str, name: str) -> str:
+    """A link to what the name means at this place, or its bare name where the pages do not have it."""
+    around: griffe.Object | None = obj
+    scopes = [""]
+    while around is not None:
+        scopes.append(f"{around.path}.")
+        around = around.parent
+    for path in (scope + name for scope in scopes):
+        found = _find(obj.package, path, role)
+        if found:
+            return f'<autoref identifier="{found}" optional><code>{name.removeprefix("fastinfer.")}</code></autoref>'
+    LOG.warning(f"{obj.path}: there is no {role} {name}")  # an error, with --strict
+    return f"`{name}`"
+
+
+def _find(package: griffe.Module, path: str, role: str) -> str | None:
+    """The canonical path of an object."""
+    first, _, rest = path.partition(".")
+    if first != package.name:
+        return None
+    try:
+        found = package[rest] if rest else package
+        found = found.final_target if found.is_alias else found
+        # fastinfer.ops.gemm is a function, and the module that it is in.
+        return found[found.name].path if found.is_module and role == "func" else found.path
+    except (KeyError, griffe.AliasResolutionError):
+        return None
