@@ -14,7 +14,7 @@ import griffe
 LOG = logging.getLogger("mkdocs.hooks")
 ROOT = Path(__file__).parents[1]
 ROLE = re.compile(r":(func|class|meth|mod|attr|data):`([\w.]+)`")
-EXAMPLE = re.compile(r"^( *)>>> .*(?:\n\1\S.*)*", re.MULTILINE)
+EXAMPLE = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)  # with its output, to the next empty line
 OUTSIDE = re.compile(r"(?<!!)\[([^\]]+)\]\(\.\./([^)#]+)\)")
 
 
@@ -37,7 +37,7 @@ class Docstrings(griffe.Extension):
         for obj in _objects(pkg):
             if obj.docstring is not None:
                 text = ROLE.sub(lambda match, obj=obj: _link(obj, *match.groups()), obj.docstring.value)
-                obj.docstring.value = EXAMPLE.sub(r"\1```pycon\n\g<0>\n\1```", text)
+                obj.docstring.value = EXAMPLE.sub(r"```pycon\n\g<0>\n```", text)
 
 
 def _objects(obj: griffe.Object) -> list[griffe.Object]:
