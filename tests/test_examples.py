@@ -2,11 +2,16 @@
 
 import importlib.util
 import re
+import runpy
+import sys
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from families import make_model
+from test_hf_tokenizer import byte_level, save
 
 from fastinfer import LLM
 
@@ -86,3 +91,49 @@ def test_parts_join_to_the_text(model_path: Path) -> None:
     assert all(tokenizer.decode(part).rstrip(" ").endswith("\n") for part in parts[:-1])
     without_lines = list(summarize.cut(tokenizer, "x" * 1000, 64))
     assert {len(part) for part in without_lines[:-1]} == {64}
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as transformers saves it: a random Llama and a tokenizer."""
+    folder = tmp_path_factory.mktemp("examples") / "model"
+    make_model("llama2", vocab_size=420).save_pretrained(folder)
+    save(folder, byte_level())
+    return folder
+
+
+def test_faster_transformers(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["faster_transformers.py", str(tiny_model)])
+    runpy.run_path(str(ROOT / "examples" / "faster_transformers.py"), run_name="__main__")
+    output = capsys.readouterr().out
+    assert "replaced 4 LlamaAttention -> Attention (int4)" in output
+    assert re.search(r"\d tokens/s before, [\d.]+ after\n$", output)
+
+
+def test_tiny_decoder(tiny_model: Path) -> None:
+    """Against transformers, token by token, and logit by logit."""
+    decoder, ids = example("tiny_decoder").TinyDecoder(tiny_model), [5, 300, 17, 17, 90]
+    model = make_model("llama2", vocab_size=420)
+    output = model.generate(torch.tensor([ids]), max_new_tokens=40, min_new_tokens=40, do_sample=False)
+    assert decoder.generate(ids, 40) == output[0, len(ids) :].tolist()
+    with torch.inference_mode():
+        expected = model(torch.tensor([ids])).logits[0, -1]
+    torch.testing.assert_close(decoder.forward(torch.tensor(ids), 0), expected, rtol=0, atol=1e-4)
+
+
+def test_swap_kernels(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example("swap_kernels").main(str(tiny_model), "4")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:30].strip() for line in lines] == [
+        "transformers",
+        "attention function and norms",
+        "fused MLP",
+        "fused attention and rotary",
+        "int8 weights",
+        "int4 weights",
+    ]
+    shares = [set(re.findall(r"(\w+) \d+%", line)) for line in lines]
+    assert "paged_attention" not in shares[0]
+    assert {"gemm", "int8_gemm", "int4_gemm"}.isdisjoint(shares[0])

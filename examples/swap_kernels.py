@@ -1,0 +1,61 @@
+"""Which kernel brings what: our modules into a model one kind after another, each step timed and profiled.
+
+    python examples/swap_kernels.py [MODEL] [TOKENS]
+
+Prints, for decoding one sequence, tokens per second and the operators that take most of a step.
+"""
+
+import sys
+import time
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from fastinfer.nn import replace
+
+ATTENTION, MLP, ROTARY = "*.self_attn", "*.mlp", "*rotary_emb"
+# What replace() may not touch yet, in turn; then weights of 8 and of 4 bits, in a model loaded anew.
+STEPS = {
+    "attention function and norms": {"skip": [ATTENTION, MLP, ROTARY]},
+    "fused MLP": {"skip": [ATTENTION, ROTARY]},
+    "fused attention and rotary": {},
+    "int8 weights": {"quantize": "int8"},
+    "int4 weights": {"quantize": "int4"},
+}
+
+
+def load(path: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+
+
+def measure(name: str, model: PreTrainedModel, prompt: dict[str, torch.Tensor], count: int) -> None:
+    def generate() -> float:
+        start = time.perf_counter()
+        model.generate(**prompt, min_new_tokens=count, max_new_tokens=count, do_sample=False)
+        return time.perf_counter() - start
+
+    generate()  # warms up
+    seconds = min(generate() for _ in range(3))
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        generate()
+    costs = {event.key.split("::")[-1]: event.self_cpu_time_total for event in profiler.key_averages()}
+    total = sum(costs.values())
+    largest = sorted(costs, key=lambda key: -costs[key])[:4]
+    shares = ", ".join(f"{key} {costs[key] / total:.0%}" for key in largest)
+    print(f"{name:30} {count / seconds:6.1f} tokens/s   {shares}", flush=True)
+
+
+def main(path: str = "HuggingFaceTB/SmolLM2-135M-Instruct", tokens: str = "64") -> None:
+    prompt = AutoTokenizer.from_pretrained(path)("Once upon a time", return_tensors="pt")
+    model = load(path)
+    measure("transformers", model, prompt, int(tokens))
+    for name, options in STEPS.items():
+        if "quantize" in options:
+            model = load(path)
+        replace(model, **options)
+        measure(name, model, prompt, int(tokens))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
