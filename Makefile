@@ -63,7 +63,7 @@ bench: $(VENV)/.installed
 	$(BIN)/fastinfer bench
 
 clean:
-	rm -rf build $(VENV) python/fastinfer/_C.*.so python/*.egg-info
+	rm -rf build $(VENV) python/fastinfer/_C.*.so python/fastinfer/include python/fastinfer/lib python/*.egg-info
 
 # The extension is built in place against the torch of the environment, so that a second build is incremental.
 $(VENV)/.installed: $(SOURCES)

@@ -1,4 +1,4 @@
-"""Drives CMake + Ninja to build fastinfer._C; everything declarative stands in pyproject.toml.
+"""Drives CMake + Ninja to build libfastinfer.so and fastinfer._C; everything declarative stands in pyproject.toml.
 
 Environment:
     FASTINFER_BUILD       auto (default), cpu or cuda
@@ -137,6 +137,14 @@ class CMakeBuild(build_ext):
         for command in (configure, ["cmake", "--build", str(build), "--parallel", str(compile_jobs())]):
             if subprocess.run(command).returncode != 0:
                 raise SystemExit("fastinfer: the build failed; the compiler's message stands above")
+
+    def copy_extensions_to_source(self) -> None:
+        """In place, the library, headers and CMake package go where the module goes."""
+        super().copy_extensions_to_source()
+        source = ROOT / self.get_finalized_command("build_py").get_package_dir("fastinfer")
+        for folder in ("include", "lib"):
+            shutil.rmtree(source / folder, ignore_errors=True)
+            shutil.copytree(Path(self.build_lib) / "fastinfer" / folder, source / folder)
 
 
 setup(

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "common/api.h"
 #include "common/cpu/isa.h"
 #include "common/dtype.h"
 
@@ -38,5 +39,5 @@ FASTINFER_HOST_DEVICE inline MergedState merge_states(float a_lse, float b_lse) 
 FASTINFER_CPU_KERNEL(merge_attention_states, MergeAttentionStatesParams)
 
 namespace fastinfer::cuda {
-void merge_attention_states(const MergeAttentionStatesParams& params, void* stream);
+FASTINFER_API void merge_attention_states(const MergeAttentionStatesParams& params, void* stream);
 }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/api.h"
 #include "common/cpu/isa.h"
 #include "common/dtype.h"
 
@@ -49,5 +50,5 @@ struct PagedAttentionParams {
 FASTINFER_CPU_KERNEL(paged_attention, PagedAttentionParams)
 
 namespace fastinfer::cuda {
-void paged_attention(const PagedAttentionParams& params, void* stream);
+FASTINFER_API void paged_attention(const PagedAttentionParams& params, void* stream);
 }

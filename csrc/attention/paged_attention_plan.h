@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "common/api.h"
 #include "common/dtype.h"
 #include "common/launch_config.h"
 
@@ -31,7 +32,7 @@ inline void paged_attention_plan(const PagedAttentionPlanParams&) {}  // the CPU
 
 namespace fastinfer::cuda {
 
-void paged_attention_plan(const PagedAttentionPlanParams& params, void* stream);
+FASTINFER_API void paged_attention_plan(const PagedAttentionPlanParams& params, void* stream);
 
 // ---- launch policy ----
 

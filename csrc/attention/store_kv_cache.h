@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/kv_cache_slots.h"
+#include "common/api.h"
 
 namespace fastinfer {
 
@@ -20,5 +21,5 @@ struct StoreKvCacheParams {
 FASTINFER_CPU_KERNEL(store_kv_cache, StoreKvCacheParams)
 
 namespace fastinfer::cuda {
-void store_kv_cache(const StoreKvCacheParams& params, void* stream);
+FASTINFER_API void store_kv_cache(const StoreKvCacheParams& params, void* stream);
 }

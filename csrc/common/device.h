@@ -18,6 +18,7 @@
 
 #if defined(FASTINFER_CUDA)
 
+#include "common/cuda/device.h"
 #include "common/cuda/stream.h"
 
 #define FASTINFER_OPERATORS(m)                                             \

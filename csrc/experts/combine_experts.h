@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/api.h"
 #include "common/cpu/isa.h"
 #include "common/dtype.h"
 
@@ -24,5 +25,5 @@ struct CombineExpertsParams {
 FASTINFER_CPU_KERNEL(combine_experts, CombineExpertsParams)
 
 namespace fastinfer::cuda {
-void combine_experts(const CombineExpertsParams& params, void* stream);
+FASTINFER_API void combine_experts(const CombineExpertsParams& params, void* stream);
 }

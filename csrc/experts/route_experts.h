@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "common/api.h"
 #include "common/dtype.h"
 
 namespace fastinfer {
@@ -46,11 +47,11 @@ FASTINFER_HOST_DEVICE inline float logit_of(uint64_t key) {
 }
 
 namespace cpu {
-void route_experts(const RouteExpertsParams& params);
+FASTINFER_API void route_experts(const RouteExpertsParams& params);
 }
 
 namespace cuda {
-void route_experts(const RouteExpertsParams& params, void* stream);
+FASTINFER_API void route_experts(const RouteExpertsParams& params, void* stream);
 }
 
 }  // namespace fastinfer

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/api.h"
 #include "common/cpu/isa.h"
 #include "common/dtype.h"
 
@@ -25,5 +26,5 @@ struct ActivationAndMulParams {
 FASTINFER_CPU_KERNEL(activation_and_mul, ActivationAndMulParams)
 
 namespace fastinfer::cuda {
-void activation_and_mul(const ActivationAndMulParams& params, void* stream);
+FASTINFER_API void activation_and_mul(const ActivationAndMulParams& params, void* stream);
 }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/api.h"
 #include "common/cpu/isa.h"
 #include "common/dtype.h"
 #include "fused/gemm.h"
@@ -37,5 +38,5 @@ struct AddLoraParams {
 FASTINFER_CPU_KERNEL(add_lora, AddLoraParams)
 
 namespace fastinfer::cuda {
-void add_lora(const AddLoraParams& params, void* stream);
+FASTINFER_API void add_lora(const AddLoraParams& params, void* stream);
 }

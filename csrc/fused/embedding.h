@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/api.h"
 #include "common/cpu/isa.h"
 #include "common/dtype.h"
 
@@ -25,5 +26,5 @@ struct EmbeddingParams {
 FASTINFER_CPU_KERNEL(embedding, EmbeddingParams)
 
 namespace fastinfer::cuda {
-void embedding(const EmbeddingParams& params, void* stream);
+FASTINFER_API void embedding(const EmbeddingParams& params, void* stream);
 }

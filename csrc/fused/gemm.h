@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/api.h"
 #include "common/cpu/isa.h"
 #include "common/dtype.h"
 #include "fused/activation_and_mul.h"
@@ -90,8 +91,8 @@ FASTINFER_CPU_KERNEL(int4_gemm, QuantizedGemmParams)
 FASTINFER_CPU_KERNEL(table_gemm, TableGemmParams)
 
 namespace fastinfer::cuda {
-void gemm(const DenseGemmParams& params, void* stream);
-void int8_gemm(const QuantizedGemmParams& params, void* stream);
-void int4_gemm(const QuantizedGemmParams& params, void* stream);
-void table_gemm(const TableGemmParams& params, void* stream);
+FASTINFER_API void gemm(const DenseGemmParams& params, void* stream);
+FASTINFER_API void int8_gemm(const QuantizedGemmParams& params, void* stream);
+FASTINFER_API void int4_gemm(const QuantizedGemmParams& params, void* stream);
+FASTINFER_API void table_gemm(const TableGemmParams& params, void* stream);
 }  // namespace fastinfer::cuda

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/api.h"
 #include "common/cpu/isa.h"
 #include "common/dtype.h"
 
@@ -25,5 +26,5 @@ struct LayerNormParams {
 FASTINFER_CPU_KERNEL(layer_norm, LayerNormParams)
 
 namespace fastinfer::cuda {
-void layer_norm(const LayerNormParams& params, void* stream);
+FASTINFER_API void layer_norm(const LayerNormParams& params, void* stream);
 }

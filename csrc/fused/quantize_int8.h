@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/api.h"
 #include "common/cpu/isa.h"
 #include "common/dtype.h"
 
@@ -22,5 +23,5 @@ struct QuantizeInt8Params {
 FASTINFER_CPU_KERNEL(quantize_int8, QuantizeInt8Params)
 
 namespace fastinfer::cuda {
-void quantize_int8(const QuantizeInt8Params& params, void* stream);
+FASTINFER_API void quantize_int8(const QuantizeInt8Params& params, void* stream);
 }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/api.h"
 #include "common/cpu/isa.h"
 #include "common/dtype.h"
 
@@ -27,5 +28,5 @@ struct RmsNormParams {
 FASTINFER_CPU_KERNEL(rms_norm, RmsNormParams)
 
 namespace fastinfer::cuda {
-void rms_norm(const RmsNormParams& params, void* stream);
+FASTINFER_API void rms_norm(const RmsNormParams& params, void* stream);
 }

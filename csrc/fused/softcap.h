@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/api.h"
 #include "common/cpu/isa.h"
 #include "common/dtype.h"
 
@@ -20,5 +21,5 @@ struct SoftcapParams {
 FASTINFER_CPU_KERNEL(softcap, SoftcapParams)
 
 namespace fastinfer::cuda {
-void softcap(const SoftcapParams& params, void* stream);
+FASTINFER_API void softcap(const SoftcapParams& params, void* stream);
 }

@@ -12,6 +12,7 @@
 
 #include <cstdint>
 
+#include "common/api.h"
 #include "fused/gemm.h"
 
 namespace fastinfer {
@@ -36,13 +37,13 @@ struct DequantizeParams {
 };
 
 namespace cpu {
-void pack(const PackParams& params);
-void dequantize(const DequantizeParams& params);
+FASTINFER_API void pack(const PackParams& params);
+FASTINFER_API void dequantize(const DequantizeParams& params);
 }  // namespace cpu
 
 namespace cuda {
-void pack(const PackParams& params, void* stream);
-void dequantize(const DequantizeParams& params, void* stream);
+FASTINFER_API void pack(const PackParams& params, void* stream);
+FASTINFER_API void dequantize(const DequantizeParams& params, void* stream);
 }  // namespace cuda
 
 }  // namespace fastinfer

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "common/api.h"
+
 namespace fastinfer {
 
 struct PermuteColumnsParams {
@@ -16,11 +18,11 @@ struct PermuteColumnsParams {
 };
 
 namespace cpu {
-void permute_columns(const PermuteColumnsParams& params);
+FASTINFER_API void permute_columns(const PermuteColumnsParams& params);
 }
 
 namespace cuda {
-void permute_columns(const PermuteColumnsParams& params, void* stream);
+FASTINFER_API void permute_columns(const PermuteColumnsParams& params, void* stream);
 }
 
 }  // namespace fastinfer

@@ -1,6 +1,7 @@
 // out = epilogue(x_scale * weight_scale * (q_x q_w^T)): int8 by int8, one scale per token and one per weight row.
 #pragma once
 
+#include "common/api.h"
 #include "fused/gemm.h"
 #include "quant/w8a8_gemm_plan.h"
 
@@ -21,5 +22,5 @@ struct W8a8GemmParams : GemmParams {  // x: int8, contiguous; dtype: of residual
 FASTINFER_CPU_KERNEL(w8a8_gemm, W8a8GemmParams)
 
 namespace fastinfer::cuda {
-void w8a8_gemm(const W8a8GemmParams& params, void* stream);
+FASTINFER_API void w8a8_gemm(const W8a8GemmParams& params, void* stream);
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/kv_cache_slots.h"
+#include "common/api.h"
 
 namespace fastinfer {
 
@@ -33,5 +34,5 @@ struct NormRotaryStoreParams {
 FASTINFER_CPU_KERNEL(norm_rotary_store, NormRotaryStoreParams)
 
 namespace fastinfer::cuda {
-void norm_rotary_store(const NormRotaryStoreParams& params, void* stream);
+FASTINFER_API void norm_rotary_store(const NormRotaryStoreParams& params, void* stream);
 }

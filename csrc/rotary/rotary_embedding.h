@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/api.h"
 #include "common/cpu/isa.h"
 #include "common/dtype.h"
 
@@ -30,5 +31,5 @@ struct RotaryEmbeddingParams {
 FASTINFER_CPU_KERNEL(rotary_embedding, RotaryEmbeddingParams)
 
 namespace fastinfer::cuda {
-void rotary_embedding(const RotaryEmbeddingParams& params, void* stream);
+FASTINFER_API void rotary_embedding(const RotaryEmbeddingParams& params, void* stream);
 }

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/api.h"
 #include "common/cpu/isa.h"
 
 namespace fastinfer {
@@ -40,5 +41,5 @@ struct SampleParams {
 FASTINFER_CPU_KERNEL(sample, SampleParams)
 
 namespace fastinfer::cuda {
-void sample(const SampleParams& params, void* stream);
+FASTINFER_API void sample(const SampleParams& params, void* stream);
 }

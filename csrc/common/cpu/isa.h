@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "common/api.h"
+
 namespace fastinfer::cpu {
 
 enum class Isa { kPortable, kAvx2, kAvx512Vnni, kAvx512Bf16 };
@@ -16,11 +18,11 @@ struct IsaChoice {
   std::string reason;
 };
 
-const char* name(Isa isa);
-std::vector<Isa> built_isas();
-std::vector<Isa> usable_isas();           // built, and the machine has all they need; best last
-std::vector<std::string> cpu_features();  // those of the machine that matter to the kernels
-const IsaChoice& active_isa();            // throws std::runtime_error if FASTINFER_CPU_ISA cannot be honoured
+FASTINFER_API const char* name(Isa isa);
+FASTINFER_API std::vector<Isa> built_isas();
+FASTINFER_API std::vector<Isa> usable_isas();           // built, and the machine has all they need; best last
+FASTINFER_API std::vector<std::string> cpu_features();  // those of the machine that matter to the kernels
+FASTINFER_API const IsaChoice& active_isa();            // std::runtime_error where FASTINFER_CPU_ISA cannot be had
 
 }  // namespace fastinfer::cpu
 
@@ -29,7 +31,7 @@ const IsaChoice& active_isa();            // throws std::runtime_error if FASTIN
 // for AVX-512 BF16, because it uses its instruction; the others run there as compiled for AVX-512 VNNI.
 #define FASTINFER_DECLARE_KERNEL(isa, fn, Params) \
   namespace fastinfer::cpu::isa {                 \
-  void fn(const Params&);                         \
+  FASTINFER_API void fn(const Params&);           \
   }
 
 #if defined(__x86_64__)

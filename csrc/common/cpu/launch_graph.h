@@ -13,13 +13,16 @@
 #include <mutex>
 #include <new>
 #include <type_traits>
+#include <utility>
 #include <vector>
+
+#include "common/api.h"
 
 namespace fastinfer::cpu {
 
 // The memory of recorded tensors. It is never given back before the last graph and the last tensor are gone; within one
 // recording what is freed is used again, which keeps a step's intermediate results in the processor's caches.
-class GraphMemory {
+class FASTINFER_API GraphMemory {
  public:
   struct Allocation {
     void* data;
@@ -52,7 +55,7 @@ class GraphMemory {
 };
 
 // Errors are std::runtime_error. One thread at a time may use a graph, or graphs that share memory.
-class LaunchGraph {
+class FASTINFER_API LaunchGraph {
  public:
   explicit LaunchGraph(std::shared_ptr<GraphMemory> memory) : memory_(std::move(memory)) {}
   ~LaunchGraph();
@@ -82,7 +85,7 @@ class LaunchGraph {
   std::vector<std::function<void()>> launches_;
 };
 
-LaunchGraph* recording();  // this thread's, or null
+FASTINFER_API LaunchGraph* recording();  // this thread's, or null
 
 // The way from a binding to its kernel. Parameters must be complete in themselves: what they point to is a tensor's.
 template <class Params>

@@ -11,14 +11,16 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/api.h"
+
 namespace fastinfer::cpu {
 
-int num_threads();
-void set_num_threads(int count);  // throws std::invalid_argument unless 1 <= count <= 1024
+FASTINFER_API int num_threads();
+FASTINFER_API void set_num_threads(int count);  // throws std::invalid_argument unless 1 <= count <= 1024
 
 namespace detail {
 using Job = void (*)(const void* context, int64_t begin, int64_t end);
-void run(int64_t items, const void* context, Job job);
+FASTINFER_API void run(int64_t items, const void* context, Job job);
 }  // namespace detail
 
 // Calls fn(begin, end) for disjoint ranges that together are 0..items; returns when all are done. An exception of fn
@@ -31,7 +33,7 @@ void parallel_for(int64_t items, const Fn& fn) {
 
 // Memory that a kernel needs during one call, reused by the thread's next call: no allocation in a decode step.
 // 64-byte aligned; the contents are undefined. `slot` tells apart the buffers that are alive at once.
-void* scratch(int slot, size_t bytes);
+FASTINFER_API void* scratch(int slot, size_t bytes);
 
 template <class T>
 T* scratch_array(int slot, size_t count) {

@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "common/cuda/stream.h"
+#include "common/cuda/device.h"
 #include "common/launch_config.h"
 
 namespace fastinfer::cuda {

@@ -1,18 +1,9 @@
-// torch's current CUDA stream, and the facts of a device that launch policies need.
+// torch's current CUDA stream.
 #pragma once
-
-#include "common/launch_config.h"
 
 namespace fastinfer::cuda {
 
 // The cudaStream_t that torch uses on this device, as void*. Throws std::runtime_error if torch has no CUDA.
 void* current_stream(int device);
-
-// Asked of the driver once per device.
-const Device& device(int index);
-
-// Whether the code that the current device runs for a kernel contains grid_dependency_wait: PTX for an architecture
-// before 90, which a newer GPU may run, does not, and must not be launched as dependent. Asked once per kernel.
-bool has_dependency_wait(const void* kernel);
 
 }  // namespace fastinfer::cuda

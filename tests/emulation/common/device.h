@@ -8,7 +8,7 @@
 
 #include <optional>
 
-#include "common/cuda/stream.h"
+#include "common/cuda/device.h"
 
 #define FASTINFER_CPU_OPERATORS(m) [[maybe_unused]] static void not_emulated(torch::stable::detail::StableLibrary& m)
 #define FASTINFER_OPERATORS(m) STABLE_TORCH_LIBRARY_IMPL(fastinfer_emulated, CPU, m)
