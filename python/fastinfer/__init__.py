@@ -6,7 +6,7 @@
 >>> output.outputs[0].text
 ' Paris...'
 
-The operators alone are in :mod:`fastinfer.ops`.
+The operators alone are in :mod:`fastinfer.ops`; C++ code finds the kernels by :func:`fastinfer.get_include`.
 """
 
 import importlib
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fastinfer.async_engine import AsyncEngine, OutputStream
+    from fastinfer.cpp import get_cmake_dir, get_include, get_library
     from fastinfer.errors import (
         AdapterError,
         FastinferError,
@@ -56,6 +57,9 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "generate",
+    "get_cmake_dir",
+    "get_include",
+    "get_library",
 ]
 
 try:
@@ -66,6 +70,7 @@ except metadata.PackageNotFoundError:  # run from a source tree
 # Resolved on first use: `fastinfer --help` and `fastinfer pull` need neither torch (1.5 s) nor the compiled library.
 _HOMES = {
     "async_engine": ["AsyncEngine", "OutputStream"],
+    "cpp": ["get_cmake_dir", "get_include", "get_library"],
     "errors": [
         "AdapterError",
         "FastinferError",
