@@ -70,7 +70,7 @@ struct QuantizedWeight {
   int64_t group_blocks;  // blocks of 32 inputs that share a scale
   DType scale_dtype;     // of scales and mins: fp16 or fp32
   int groups;
-  uint64_t group_reciprocal;  // 2^32 / group_blocks, rounded up
+  uint64_t group_reciprocal;  // CUDA: 2^32 / group_blocks, rounded up
 };
 
 struct QuantizedGemmParams : GemmParams {
