@@ -1,19 +1,32 @@
 // Every operator's schema in one place.
 #include <torch/csrc/stable/library.h>
 
+#include <string>
+
 // The namespace comes from the build: tests/emulation registers the same operators under another one.
 #define FASTINFER_SCHEMAS(name, m) STABLE_TORCH_LIBRARY(name, m)
 
+namespace {
+
+// A result as a new tensor, and `.out`, which writes it into the caller's. That one returns nothing: a schema whose
+// result is one of its arguments cannot be traced.
+void def_with_out(torch::stable::detail::StableLibrary& m, const std::string& name, const std::string& arguments) {
+  m.def((name + "(" + arguments + ") -> Tensor").c_str());
+  m.def((name + ".out(" + arguments + ", *, Tensor(out!) out) -> ()").c_str());
+}
+
+}  // namespace
+
 FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
-  m.def("rms_norm(Tensor x, Tensor weight, float eps, Tensor? residual=None) -> Tensor");
-  m.def("add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps) -> Tensor");
+  def_with_out(m, "rms_norm", "Tensor x, Tensor weight, float eps, Tensor? residual=None");
+  def_with_out(m, "add_rms_norm", "Tensor x, Tensor(a!) residual, Tensor weight, float eps");
   m.def("rms_norm_quantize(Tensor x, Tensor(a!)? residual, Tensor weight, float eps) -> (Tensor, Tensor)");
-  m.def("layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor");
+  def_with_out(m, "layer_norm", "Tensor x, Tensor weight, Tensor bias, float eps");
   m.def("quantize_int8(Tensor x) -> (Tensor, Tensor)");
-  m.def("embedding(Tensor weight, Tensor ids, Tensor? residual=None, ScalarType? dtype=None) -> Tensor");
-  m.def("silu_and_mul(Tensor x) -> Tensor");
-  m.def("gelu_and_mul(Tensor x, str approximate) -> Tensor");
-  m.def("gelu(Tensor x, str approximate) -> Tensor");
+  def_with_out(m, "embedding", "Tensor weight, Tensor ids, Tensor? residual=None, ScalarType? dtype=None");
+  def_with_out(m, "silu_and_mul", "Tensor x");
+  def_with_out(m, "gelu_and_mul", "Tensor x, str approximate");
+  def_with_out(m, "gelu", "Tensor x, str approximate");
   m.def("softcap(Tensor(a!) x, float cap) -> ()");
   m.def("rotary_embedding(Tensor(a!) q, Tensor(b!) k, Tensor positions, Tensor cos_sin_cache, bool interleaved) -> ()");
   m.def(
@@ -23,53 +36,49 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
   m.def(
       "store_kv_cache(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
       "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> ()");
-  m.def(
-      "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, "
-      "Tensor query_start, float scale, int window, float softcap, Tensor? sinks, Tensor(a!)? lse, "
-      "Tensor? k_scale=None, Tensor? v_scale=None, Tensor? plan=None) -> Tensor");
+  def_with_out(m, "paged_attention",
+               "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, Tensor query_start, "
+               "float scale, int window, float softcap, Tensor? sinks, Tensor(a!)? lse, Tensor? k_scale=None, "
+               "Tensor? v_scale=None, Tensor? plan=None");
   m.def(
       "paged_attention_plan(Tensor seq_lens, Tensor query_start, int q_heads, int kv_heads, int head_dim, int window) "
       "-> Tensor");
   m.def("merge_attention_states(Tensor a, Tensor a_lse, Tensor b, Tensor b_lse) -> (Tensor, Tensor)");
-  m.def(
-      "gemm(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, str? activation, "
-      "Tensor? residual) -> Tensor");
-  m.def(
-      "int8_gemm(Tensor x, Tensor qweight, Tensor scales, Tensor? mins, int out_features, Tensor? bias, "
-      "Tensor? norm_weight, float eps, str? activation, Tensor? residual, int activation_bits) -> Tensor");
-  m.def(
-      "int4_gemm(Tensor x, Tensor qweight, Tensor scales, Tensor? mins, int out_features, Tensor? bias, "
-      "Tensor? norm_weight, float eps, str? activation, Tensor? residual, int activation_bits) -> Tensor");
-  m.def(
-      "table_gemm(Tensor x, Tensor qweight, Tensor scales, Tensor table, int out_features, Tensor? bias, "
-      "Tensor? norm_weight, float eps, str? activation, Tensor? residual) -> Tensor");
-  m.def(
-      "w8a8_gemm(Tensor x, Tensor x_scales, Tensor qweight, Tensor scales, int out_features, Tensor? bias, "
-      "str? activation, Tensor? residual, ScalarType dtype) -> Tensor");
+  def_with_out(
+      m, "gemm",
+      "Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, str? activation, Tensor? residual");
+  for (const char* name : {"int8_gemm", "int4_gemm"}) {
+    def_with_out(m, name,
+                 "Tensor x, Tensor qweight, Tensor scales, Tensor? mins, int out_features, Tensor? bias, "
+                 "Tensor? norm_weight, float eps, str? activation, Tensor? residual, int activation_bits");
+  }
+  def_with_out(m, "table_gemm",
+               "Tensor x, Tensor qweight, Tensor scales, Tensor table, int out_features, Tensor? bias, "
+               "Tensor? norm_weight, float eps, str? activation, Tensor? residual");
+  def_with_out(m, "w8a8_gemm",
+               "Tensor x, Tensor x_scales, Tensor qweight, Tensor scales, int out_features, Tensor? bias, "
+               "str? activation, Tensor? residual, ScalarType dtype");
   m.def("route_experts(Tensor logits, int top_k, bool renormalize) -> (Tensor, Tensor, Tensor, Tensor)");
-  m.def("grouped_gemm(Tensor x, Tensor weight, Tensor row_ids, Tensor expert_start, str? activation) -> Tensor");
-  m.def(
-      "grouped_int8_gemm(Tensor x, Tensor qweight, Tensor scales, Tensor? mins, int out_features, Tensor row_ids, "
-      "Tensor expert_start, str? activation, int activation_bits) -> Tensor");
-  m.def(
-      "grouped_int4_gemm(Tensor x, Tensor qweight, Tensor scales, Tensor? mins, int out_features, Tensor row_ids, "
-      "Tensor expert_start, str? activation, int activation_bits) -> Tensor");
-  m.def(
-      "grouped_table_gemm(Tensor x, Tensor qweight, Tensor scales, Tensor table, int out_features, Tensor row_ids, "
-      "Tensor expert_start, str? activation) -> Tensor");
-  m.def("combine_experts(Tensor x, Tensor expert_weights, Tensor? residual) -> Tensor");
+  def_with_out(m, "grouped_gemm", "Tensor x, Tensor weight, Tensor row_ids, Tensor expert_start, str? activation");
+  for (const char* name : {"grouped_int8_gemm", "grouped_int4_gemm"}) {
+    def_with_out(m, name,
+                 "Tensor x, Tensor qweight, Tensor scales, Tensor? mins, int out_features, Tensor row_ids, "
+                 "Tensor expert_start, str? activation, int activation_bits");
+  }
+  def_with_out(m, "grouped_table_gemm",
+               "Tensor x, Tensor qweight, Tensor scales, Tensor table, int out_features, Tensor row_ids, "
+               "Tensor expert_start, str? activation");
+  def_with_out(m, "combine_experts", "Tensor x, Tensor expert_weights, Tensor? residual");
   m.def(
       "add_lora(Tensor(a!) y, Tensor x, Tensor a, Tensor b, Tensor adapter_ids, Tensor? ranks, Tensor? norm_weight, "
       "float eps) -> ()");
-  m.def("permute_columns(Tensor x, Tensor permutation) -> Tensor");
+  def_with_out(m, "permute_columns", "Tensor x, Tensor permutation");
   m.def("int4_pack(Tensor q) -> Tensor");
   m.def("int8_pack(Tensor q) -> Tensor");
-  m.def(
-      "int4_dequantize(Tensor qweight, Tensor scales, Tensor? mins, int out_features, Tensor? rows, "
-      "ScalarType dtype) -> Tensor");
-  m.def(
-      "int8_dequantize(Tensor qweight, Tensor scales, Tensor? mins, int out_features, Tensor? rows, "
-      "ScalarType dtype) -> Tensor");
+  for (const char* name : {"int4_dequantize", "int8_dequantize"}) {
+    def_with_out(m, name,
+                 "Tensor qweight, Tensor scales, Tensor? mins, int out_features, Tensor? rows, ScalarType dtype");
+  }
   m.def(
       "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seeds, "
       "Tensor positions, Tensor? penalties, Tensor? output_counts, Tensor? prompt_mask, Tensor? mask, "

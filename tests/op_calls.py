@@ -1,5 +1,6 @@
 """One representative call of every operator, for the tests that hold for all of them."""
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -130,3 +131,17 @@ def op_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "sample", (*plain, *[None] * 7, 0)
     biases = int32(0, 2, 2, 2, 3, 3), int32(7, 0, 63), torch.tensor([-50.0, 2.0, -1.0])
     yield "sample", (*plain, torch.full((5, 3), 1.5), x.gt(1).int(), words, words, *biases, 3)
+
+
+def out_calls() -> Iterator[tuple[str, tuple[Any, ...], Tensor]]:
+    """The calls of operators with an overload ``.out``, each with a tensor for its result, full of NaN."""
+    for name, args in op_calls():
+        packet = getattr(torch.ops.fastinfer, name)
+        if "out" in packet.overloads():
+            yield name, args, torch.full_like(packet.default(*copy.deepcopy(args)), torch.nan)
+
+
+def named(name: str, args: tuple[Any, ...]) -> dict[str, Any]:
+    """A call's arguments as those of the function in ``fastinfer.ops``."""
+    names = [argument.name for argument in getattr(torch.ops.fastinfer, name).default._schema.arguments]
+    return dict(zip(names, args, strict=False))

@@ -1,12 +1,13 @@
-"""The operators as torch sees them: schemas, fakes, torch.compile, inference mode."""
+"""The operators as torch sees them: schemas, torch.compile, torch.export, CUDA graphs, inference mode."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from helpers import assert_bitwise
-from op_calls import int32, op_calls
+from op_calls import int32, op_calls, out_calls
 from quantized_gemm import random_weight
 from torch import Tensor
 
@@ -19,19 +20,28 @@ def overload(name: str) -> Any:
 
 torch.manual_seed(0)
 CALLS = [pytest.param(name, args, id=f"{name}-{index}") for index, (name, args) in enumerate(op_calls())]
+OUT_CALLS = {f"{name}.out": (args, out) for name, args, out in out_calls()}
 
 
 def test_every_operator_is_called() -> None:
-    schemas = [schema.name for schema in torch._C._jit_get_all_schemas()]
-    registered = {name.removeprefix("fastinfer::") for name in schemas if name.startswith("fastinfer::")}
-    assert registered == {name for name, _ in op_calls()}
+    schemas = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("fastinfer::")]
+    registered = {f"{schema.name}.{schema.overload_name}".removeprefix("fastinfer::").strip(".") for schema in schemas}
+    assert registered == {name for name, _ in op_calls()} | OUT_CALLS.keys()
+
+
+UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
 @pytest.mark.parametrize(("name", "args"), CALLS)
 def test_opcheck(name: str, args: tuple[Any, ...]) -> None:
-    """No test_autograd_registration: no operator has a gradient, and the arguments ask for none."""
-    utilities = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(overload(name), args, test_utils=utilities)
+    torch.library.opcheck(overload(name), args, test_utils=UTILITIES)
+
+
+@pytest.mark.parametrize("name", OUT_CALLS)
+def test_opcheck_of_out(name: str) -> None:
+    args, out = OUT_CALLS[name]
+    packet = getattr(torch.ops.fastinfer, name.removesuffix(".out"))
+    torch.library.opcheck(packet.out, args, {"out": out}, test_utils=UTILITIES)
 
 
 @pytest.mark.parametrize(("name", "args"), CALLS)
@@ -89,16 +99,71 @@ class Block(torch.nn.Module):
         return x, token, logprob
 
 
-def test_compiled_block_equals_eager() -> None:
-    """One graph, no break; views changed in place (rotary on slices of qkv) and the sum in add_rms_norm survive it."""
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def inputs(tokens: int) -> Inputs:
+    torch.manual_seed(tokens)
+    k_cache, v_cache = torch.zeros(2, 4, 16, KV_HEADS, HEAD_DIM).unbind(0)
+    return torch.randn(tokens, HIDDEN), torch.arange(tokens), k_cache, v_cache
+
+
+def assert_equals_eager(run: Callable[..., Any], block: Block, sizes: tuple[int, ...]) -> None:
+    for tokens in sizes:
+        ours, plain = inputs(tokens), inputs(tokens)
+        assert_same((*run(*ours), *ours), (*block(*plain), *plain))
+
+
+@pytest.fixture(scope="module")
+def block() -> Block:
     torch.manual_seed(0)
-    block = Block()
+    return Block()
+
+
+def test_compiled_block_equals_eager(block: Block) -> None:
+    """One graph, no break; views changed in place (rotary on slices of qkv) and the sum in add_rms_norm survive it."""
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
     with torch.inference_mode():
-        for tokens in (5, 9):
-            x, positions = torch.randn(tokens, HIDDEN), torch.arange(tokens)
-            results = []
-            for run in (block, compiled):
-                caches = torch.zeros(2, 4, 16, KV_HEADS, HEAD_DIM).unbind(0)
-                results.append((*run(x.clone(), positions, *caches), *caches))
-            assert_same(results[1], results[0])
+        assert_equals_eager(compiled, block, (5, 9))
+
+
+def test_inductor_block_equals_eager(block: Block) -> None:
+    """The backend that generates code and puts operators in place; 20 s, most of them g++."""
+    compiled = torch.compile(block, fullgraph=True)
+    example = inputs(5)
+    for tensor in example[:2]:
+        torch._dynamo.mark_dynamic(tensor, 0)
+    with torch.inference_mode():
+        compiled(*example)
+        assert_equals_eager(compiled, block, (5, 9))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_block_equals_eager(block: Block, strict: bool) -> None:
+    tokens = torch.export.Dim("tokens", min=2, max=60)
+    shapes = ({0: tokens}, {0: tokens}, None, None)
+    exported = torch.export.export(block, inputs(5), dynamic_shapes=shapes, strict=strict)
+    assert_equals_eager(exported.module(), block, (5, 9, 2))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_graph() -> None:
+    """Captured once, replayed on other contents; not yet run on a GPU."""
+    weight = ops.int4_pack(torch.randint(0, 16, (384, 256), device="cuda").byte())
+    scales = ops.pack_scales(torch.rand(384, 8, device="cuda") / 64)
+    norm, cache = torch.rand(256, device="cuda"), torch.randn(2, 4, 16, 2, 64, device="cuda").bfloat16()
+    table, lens, start = (t.cuda() for t in (int32(2, 0, 1)[None], int32(40), int32(0, 5)))
+
+    def run(x: Tensor, out: Tensor) -> Tensor:
+        qkv = ops.int4_gemm(ops.rms_norm(x, norm), weight, scales, None, 384)
+        return ops.paged_attention(qkv.view(5, 6, 64)[:, :4], *cache, table, lens, start, out=out)
+
+    x, out = torch.randn(5, 256, device="cuda").bfloat16(), torch.empty(5, 4, 64, device="cuda").bfloat16()
+    run(x, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(x, out)
+    x.copy_(torch.randn(5, 256, device="cuda"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_bitwise(out, run(x, torch.empty_like(out)))

@@ -2,8 +2,7 @@
 
 #include "attention/kv_cache_binding.h"
 #include "attention/paged_attention_plan.h"
-#include "common/binding.h"
-#include "common/device.h"
+#include "common/output.h"
 
 namespace fastinfer {
 namespace {
@@ -41,6 +40,7 @@ void check_cuda(const Checks& check, const Tensor& q, const PagedAttentionParams
   for (const void* scales : {p.k_scale, p.v_scale}) {
     check.require(reinterpret_cast<uintptr_t>(scales) % 16 == 0, "k_scale and v_scale must be aligned to 16 bytes");
   }
+  check.require(reinterpret_cast<uintptr_t>(p.out) % 16 == 0, "out must be aligned to 16 bytes");
 }
 
 // The CPU can look into the ragged description, and says what is wrong with it.
@@ -82,10 +82,11 @@ Tensor make_plan(const Tensor& seq_lens, const Tensor& query_start, int64_t q_he
   return plan;
 }
 
-Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_table,
-                       const Tensor& seq_lens, const Tensor& query_start, double scale, int64_t window, double softcap,
-                       std::optional<Tensor> sinks, std::optional<Tensor> lse, std::optional<Tensor> k_scale,
-                       std::optional<Tensor> v_scale, std::optional<Tensor> plan) {
+Tensor paged_attention(const Output& output, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                       const Tensor& block_table, const Tensor& seq_lens, const Tensor& query_start, double scale,
+                       int64_t window, double softcap, const std::optional<Tensor>& sinks,
+                       const std::optional<Tensor>& lse, const std::optional<Tensor>& k_scale,
+                       const std::optional<Tensor>& v_scale, const std::optional<Tensor>& plan) {
   const Checks check("paged_attention", q);
   check.shape(q, "q", {kAny, kAny, kAny});
   const int64_t tokens = q.size(0), q_heads = q.size(1), head_dim = q.size(2);
@@ -109,7 +110,7 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
     check.contiguous(*t, name);
   }
   check.rows_contiguous(q, "q");
-  Tensor out = new_tensor(q, {tokens, q_heads, head_dim});
+  const Tensor out = output.tensor(check, q, {tokens, q_heads, head_dim});
   PagedAttentionParams params{
       .q = q.data_ptr(),
       .k_cache = k_cache.data_ptr(),
@@ -147,11 +148,10 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
     check.shape(*plan, "plan", {launch.plan_ints});
     check.dtype(*plan, "plan", ScalarType::Int);
     check.contiguous(*plan, "plan");
-  } else {
-    plan = make_plan(seq_lens, query_start, q_heads, kv_heads, head_dim, window, launch);
   }
+  const Tensor steps = plan ? *plan : make_plan(seq_lens, query_start, q_heads, kv_heads, head_dim, window, launch);
   const Tensor workspace = new_tensor(q, {launch.workspace_bytes}, ScalarType::Byte);
-  params.plan = static_cast<int32_t*>(plan->data_ptr());
+  params.plan = static_cast<int32_t*>(steps.data_ptr());
   params.workspace = static_cast<float*>(workspace.data_ptr());
   params.blocks = static_cast<int>(launch.attention.grid);
   FASTINFER_LAUNCH(q, paged_attention, params);
@@ -180,7 +180,7 @@ Tensor paged_attention_plan(const Tensor& seq_lens, const Tensor& query_start, i
 }  // namespace
 
 FASTINFER_OPERATORS(m) {
-  m.impl("paged_attention", TORCH_BOX(&paged_attention));
+  impl_with_out<&paged_attention>(m, "paged_attention");
   m.impl("paged_attention_plan", TORCH_BOX(&paged_attention_plan));
 }
 

@@ -36,6 +36,11 @@ inline const char* name(ScalarType type) {
   }
 }
 
+inline std::string format_device(const torch::stable::Device& device) {
+  if (device.is_cpu()) return "cpu";
+  return device.is_cuda() ? "cuda:" + std::to_string(device.index()) : "another device";
+}
+
 template <class Range>
 std::string format_shape(const Range& sizes) {
   std::string text = "[";
@@ -61,14 +66,17 @@ class Checks {
     throw std::runtime_error(message.str());
   }
 
-  void shape(const Tensor& t, const char* name, std::initializer_list<int64_t> expected) const {
+  void shape(const Tensor& t, const char* name, torch::headeronly::IntHeaderOnlyArrayRef expected) const {
     const auto sizes = t.sizes();
     bool fits = sizes.size() == expected.size();
     for (size_t i = 0; fits && i < expected.size(); ++i) {
       fits = expected.begin()[i] == kAny || expected.begin()[i] == sizes[i];
     }
     if (!fits) require(false, name, " must have the shape ", format_shape(expected), ", got ", format_shape(sizes));
-    if (t.device() != device_) require(false, name, " must be on the device of the other arguments");
+    if (t.device() != device_) {
+      require(false, name, " must be on the device of the other arguments, ", format_device(device_), ", got ",
+              format_device(t.device()));
+    }
   }
 
   void contiguous(const Tensor& t, const char* name) const {

@@ -1,12 +1,12 @@
 #include "experts/combine_experts.h"
 
-#include "common/binding.h"
-#include "common/device.h"
+#include "common/output.h"
 
 namespace fastinfer {
 namespace {
 
-Tensor combine_experts(const Tensor& x, const Tensor& expert_weights, std::optional<Tensor> residual) {
+Tensor combine_experts(const Output& output, const Tensor& x, const Tensor& expert_weights,
+                       const std::optional<Tensor>& residual) {
   const Checks check("combine_experts", x);
   check.shape(expert_weights, "expert_weights", {kAny, kAny});
   check.dtype(expert_weights, "expert_weights", ScalarType::Float);
@@ -22,7 +22,7 @@ Tensor combine_experts(const Tensor& x, const Tensor& expert_weights, std::optio
     check.dtype(*residual, "residual", x.scalar_type());
     check.contiguous(*residual, "residual");
   }
-  Tensor out = new_tensor(x, {tokens, hidden});
+  const Tensor out = output.tensor(check, x, {tokens, hidden}, std::nullopt, {residual ? &*residual : nullptr});
   const CombineExpertsParams params{
       .x = x.data_ptr(),
       .expert_weights = static_cast<const float*>(expert_weights.data_ptr()),
@@ -40,7 +40,7 @@ Tensor combine_experts(const Tensor& x, const Tensor& expert_weights, std::optio
 }  // namespace
 
 FASTINFER_OPERATORS(m) {
-  m.impl("combine_experts", TORCH_BOX(&combine_experts));
+  impl_with_out<&combine_experts>(m, "combine_experts");
 }
 
 }  // namespace fastinfer

@@ -1,6 +1,5 @@
 // Bindings of grouped_gemm, grouped_int8_gemm, grouped_int4_gemm and grouped_table_gemm: the kernels are those of gemm
 // and its kin, which take a stack of experts (ExpertRows in fused/gemm.h).
-#include "common/device.h"
 #include "fused/gemm_binding.h"
 #include "quant/quantized_weight.h"
 
@@ -36,7 +35,7 @@ void check_rows(const Checks& check, const ExpertRows& rows, int64_t count) {
 }
 
 GemmParams grouped_params(const Checks& check, const GroupedArgs& args, int64_t experts, int64_t n, int64_t k,
-                          Tensor& out) {
+                          const Output& output, Tensor& out) {
   check.shape(args.x, "x", {kAny, k});
   check.rows_contiguous(args.x, "x");
   const DType dtype = check.float_dtype(args.x, "x");
@@ -55,7 +54,7 @@ GemmParams grouped_params(const Checks& check, const GroupedArgs& args, int64_t 
   const Activation activation = parse_activation(check, args.activation);
   const bool gated = activation != Activation::kNone;
   check_gated(check, gated, n);
-  out = new_tensor(args.x, {m, gated ? n / 2 : n});
+  out = output.tensor(check, args.x, {m, gated ? n / 2 : n});
   return {
       .x = args.x.data_ptr(),
       .residual = nullptr,
@@ -79,14 +78,14 @@ void prepare_grouped(const Checks& check, const GroupedArgs& args, cuda::WeightF
               scratch);
 }
 
-Tensor grouped_gemm(const Tensor& x, const Tensor& weight, const Tensor& row_ids, const Tensor& expert_start,
-                    std::optional<std::string> activation) {
+Tensor grouped_gemm(const Output& output, const Tensor& x, const Tensor& weight, const Tensor& row_ids,
+                    const Tensor& expert_start, const std::optional<std::string>& activation) {
   const Checks check("grouped_gemm", x);
   check.shape(weight, "weight", {kAny, kAny, kAny});
   check.contiguous(weight, "weight");
   const GroupedArgs args{x, row_ids, expert_start, activation};
   Tensor out;
-  const GemmParams common = grouped_params(check, args, weight.size(0), weight.size(1), weight.size(2), out);
+  const GemmParams common = grouped_params(check, args, weight.size(0), weight.size(1), weight.size(2), output, out);
   DenseGemmParams params{common, weight.data_ptr(), check.float_dtype(weight, "weight")};
   GemmScratch scratch;
   if (gpu_of(x) != nullptr) {
@@ -117,15 +116,16 @@ QuantizedWeight stacked_weight(const Checks& check, const Tensor& qweight, const
 }
 
 template <int kBits>
-Tensor grouped_quantized_gemm(const Tensor& x, const Tensor& qweight, const Tensor& scales, std::optional<Tensor> mins,
-                              int64_t out_features, const Tensor& row_ids, const Tensor& expert_start,
-                              std::optional<std::string> activation, int64_t activation_bits) {
+Tensor grouped_quantized_gemm(const Output& output, const Tensor& x, const Tensor& qweight, const Tensor& scales,
+                              const std::optional<Tensor>& mins, int64_t out_features, const Tensor& row_ids,
+                              const Tensor& expert_start, const std::optional<std::string>& activation,
+                              int64_t activation_bits) {
   const Checks check(kBits == 4 ? "grouped_int4_gemm" : "grouped_int8_gemm", x);
   const QuantizedWeight weight = stacked_weight(check, qweight, scales, mins, out_features, kBits);
   const GroupedArgs args{x, row_ids, expert_start, activation};
   Tensor out;
   const GemmParams common =
-      grouped_params(check, args, qweight.size(0), out_features, qweight.size(2) * kBlockInputs, out);
+      grouped_params(check, args, qweight.size(0), out_features, qweight.size(2) * kBlockInputs, output, out);
   check_activation_bits(check, x, activation_bits);
   QuantizedGemmParams params{common, weight, static_cast<int>(activation_bits)};
   GemmScratch scratch;
@@ -142,16 +142,16 @@ Tensor grouped_quantized_gemm(const Tensor& x, const Tensor& qweight, const Tens
   return out;
 }
 
-Tensor grouped_table_gemm(const Tensor& x, const Tensor& qweight, const Tensor& scales, const Tensor& table,
-                          int64_t out_features, const Tensor& row_ids, const Tensor& expert_start,
-                          std::optional<std::string> activation) {
+Tensor grouped_table_gemm(const Output& output, const Tensor& x, const Tensor& qweight, const Tensor& scales,
+                          const Tensor& table, int64_t out_features, const Tensor& row_ids, const Tensor& expert_start,
+                          const std::optional<std::string>& activation) {
   const Checks check("grouped_table_gemm", x);
   const QuantizedWeight weight = stacked_weight(check, qweight, scales, std::nullopt, out_features, 4);
   const float* entries = table_entries(check, table);
   const GroupedArgs args{x, row_ids, expert_start, activation};
   Tensor out;
   const GemmParams common =
-      grouped_params(check, args, qweight.size(0), out_features, qweight.size(2) * kBlockInputs, out);
+      grouped_params(check, args, qweight.size(0), out_features, qweight.size(2) * kBlockInputs, output, out);
   TableGemmParams params{{common, weight, 32}, entries};
   GemmScratch scratch;
   if (gpu_of(x) != nullptr) {
@@ -165,10 +165,10 @@ Tensor grouped_table_gemm(const Tensor& x, const Tensor& qweight, const Tensor& 
 }  // namespace
 
 FASTINFER_OPERATORS(m) {
-  m.impl("grouped_gemm", TORCH_BOX(&grouped_gemm));
-  m.impl("grouped_int8_gemm", TORCH_BOX(&grouped_quantized_gemm<8>));
-  m.impl("grouped_int4_gemm", TORCH_BOX(&grouped_quantized_gemm<4>));
-  m.impl("grouped_table_gemm", TORCH_BOX(&grouped_table_gemm));
+  impl_with_out<&grouped_gemm>(m, "grouped_gemm");
+  impl_with_out<&grouped_quantized_gemm<8>>(m, "grouped_int8_gemm");
+  impl_with_out<&grouped_quantized_gemm<4>>(m, "grouped_int4_gemm");
+  impl_with_out<&grouped_table_gemm>(m, "grouped_table_gemm");
 }
 
 }  // namespace fastinfer

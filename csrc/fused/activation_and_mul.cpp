@@ -2,13 +2,12 @@
 
 #include <vector>
 
-#include "common/binding.h"
-#include "common/device.h"
+#include "common/output.h"
 
 namespace fastinfer {
 namespace {
 
-Tensor run(const Checks& check, const Tensor& x, Activation activation, bool gated) {
+Tensor run(const Checks& check, const Output& output, const Tensor& x, Activation activation, bool gated) {
   check.require(x.dim() >= 1, "x must have at least one dimension, got a scalar");
   const int64_t width = x.size(x.dim() - 1);
   check.require(!gated || width % 2 == 0, "the last dimension of x must be even (gate and up), got ", width);
@@ -18,7 +17,7 @@ Tensor run(const Checks& check, const Tensor& x, Activation activation, bool gat
   const auto sizes = x.sizes();
   std::vector<int64_t> out_sizes(sizes.begin(), sizes.end());
   out_sizes.back() = d;
-  Tensor out = new_tensor(x, out_sizes);
+  const Tensor out = output.tensor(check, x, out_sizes, std::nullopt, {gated ? nullptr : &x});
   const ActivationAndMulParams params{
       .x = x.data_ptr(),
       .out = out.data_ptr(),
@@ -32,31 +31,31 @@ Tensor run(const Checks& check, const Tensor& x, Activation activation, bool gat
   return out;
 }
 
-Tensor silu_and_mul(const Tensor& x) {
-  return run(Checks("silu_and_mul", x), x, Activation::kSilu, true);
+Tensor silu_and_mul(const Output& output, const Tensor& x) {
+  return run(Checks("silu_and_mul", x), output, x, Activation::kSilu, true);
 }
 
-Tensor run_gelu(const char* op, const Tensor& x, const std::string& approximate, bool gated) {
+Tensor run_gelu(const char* op, const Output& output, const Tensor& x, const std::string& approximate, bool gated) {
   const Checks check(op, x);
   check.require(approximate == "tanh" || approximate == "none", "approximate must be 'tanh' or 'none', got '",
                 approximate, "'");
-  return run(check, x, approximate == "tanh" ? Activation::kGeluTanh : Activation::kGelu, gated);
+  return run(check, output, x, approximate == "tanh" ? Activation::kGeluTanh : Activation::kGelu, gated);
 }
 
-Tensor gelu_and_mul(const Tensor& x, const std::string& approximate) {
-  return run_gelu("gelu_and_mul", x, approximate, true);
+Tensor gelu_and_mul(const Output& output, const Tensor& x, const std::string& approximate) {
+  return run_gelu("gelu_and_mul", output, x, approximate, true);
 }
 
-Tensor gelu(const Tensor& x, const std::string& approximate) {
-  return run_gelu("gelu", x, approximate, false);
+Tensor gelu(const Output& output, const Tensor& x, const std::string& approximate) {
+  return run_gelu("gelu", output, x, approximate, false);
 }
 
 }  // namespace
 
 FASTINFER_OPERATORS(m) {
-  m.impl("silu_and_mul", TORCH_BOX(&silu_and_mul));
-  m.impl("gelu_and_mul", TORCH_BOX(&gelu_and_mul));
-  m.impl("gelu", TORCH_BOX(&gelu));
+  impl_with_out<&silu_and_mul>(m, "silu_and_mul");
+  impl_with_out<&gelu_and_mul>(m, "gelu_and_mul");
+  impl_with_out<&gelu>(m, "gelu");
 }
 
 }  // namespace fastinfer

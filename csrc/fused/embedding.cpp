@@ -1,12 +1,11 @@
 #include "fused/embedding.h"
 
-#include "common/binding.h"
-#include "common/device.h"
+#include "common/output.h"
 
 namespace fastinfer {
 namespace {
 
-Tensor embedding(const Tensor& weight, const Tensor& ids, std::optional<Tensor> residual,
+Tensor embedding(const Output& output, const Tensor& weight, const Tensor& ids, const std::optional<Tensor>& residual,
                  std::optional<ScalarType> dtype) {
   const Checks check("embedding", weight);
   check.shape(weight, "weight", {kAny, kAny});
@@ -26,7 +25,9 @@ Tensor embedding(const Tensor& weight, const Tensor& ids, std::optional<Tensor> 
   for (int64_t i = 0; gpu_of(ids) == nullptr && i < tokens; ++i) {
     check.require(id[i] >= 0 && id[i] < vocab, "ids[", i, "] must be in 0..", vocab - 1, ", got ", id[i]);
   }
-  Tensor out = new_tensor(weight, {tokens, hidden}, dtype.value_or((residual ? *residual : weight).scalar_type()));
+  const ScalarType out_dtype = dtype.value_or((residual ? *residual : weight).scalar_type());
+  const DType result_dtype = check.float_dtype(out_dtype, "dtype");
+  const Tensor out = output.tensor(check, weight, {tokens, hidden}, out_dtype, {residual ? &*residual : nullptr});
   const EmbeddingParams params{
       .weight = weight.data_ptr(),
       .ids = id,
@@ -36,7 +37,7 @@ Tensor embedding(const Tensor& weight, const Tensor& ids, std::optional<Tensor> 
       .vocab = vocab,
       .hidden = hidden,
       .weight_dtype = weight_dtype,
-      .dtype = check.float_dtype(out, "dtype"),
+      .dtype = result_dtype,
   };
   FASTINFER_LAUNCH(weight, embedding, params);
   return out;
@@ -45,7 +46,7 @@ Tensor embedding(const Tensor& weight, const Tensor& ids, std::optional<Tensor> 
 }  // namespace
 
 FASTINFER_OPERATORS(m) {
-  m.impl("embedding", TORCH_BOX(&embedding));
+  impl_with_out<&embedding>(m, "embedding");
 }
 
 }  // namespace fastinfer

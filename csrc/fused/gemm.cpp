@@ -1,6 +1,5 @@
 #include "fused/gemm.h"
 
-#include "common/device.h"
 #include "fused/gemm_binding.h"
 #include "fused/rms_norm.h"
 
@@ -19,14 +18,15 @@ VectorArg vector_arg(const Checks& check, const std::optional<Tensor>& t, const 
   return {t->data_ptr(), check.fp32_or(activations, *t, name)};
 }
 
-Tensor gemm(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias, std::optional<Tensor> norm_weight,
-            double eps, std::optional<std::string> activation, std::optional<Tensor> residual) {
+Tensor gemm(const Output& output, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+            const std::optional<Tensor>& norm_weight, double eps, const std::optional<std::string>& activation,
+            const std::optional<Tensor>& residual) {
   const Checks check("gemm", x);
   check.shape(weight, "weight", {kAny, kAny});
   check.contiguous(weight, "weight");
   Tensor out;
   const GemmArgs args{x, bias, norm_weight, eps, activation, residual};
-  const GemmParams common = gemm_params(check, args, weight.size(0), weight.size(1), out);
+  const GemmParams common = gemm_params(check, args, weight.size(0), weight.size(1), output, out);
   DenseGemmParams params{common, weight.data_ptr(), check.float_dtype(weight, "weight")};
   GemmScratch scratch;
   if (gpu_of(x) != nullptr) {
@@ -59,7 +59,8 @@ void check_gpu_weight(const Checks& check, const Tensor& x, const Tensor& weight
   check_aligned(check, weight, "weight");
 }
 
-GemmParams gemm_params(const Checks& check, const GemmArgs& args, int64_t n, int64_t k, Tensor& out) {
+GemmParams gemm_params(const Checks& check, const GemmArgs& args, int64_t n, int64_t k, const Output& output,
+                       Tensor& out) {
   check.shape(args.x, "x", {kAny, k});
   const int64_t m = args.x.size(0);
   const DType dtype = check.float_dtype(args.x, "x");
@@ -73,7 +74,8 @@ GemmParams gemm_params(const Checks& check, const GemmArgs& args, int64_t n, int
     check.dtype(*args.residual, "residual", args.x.scalar_type());
     check.contiguous(*args.residual, "residual");
   }
-  out = new_tensor(args.x, {m, gated ? n / 2 : n});
+  const Tensor* const residual = args.residual ? &*args.residual : nullptr;
+  out = output.tensor(check, args.x, {m, gated ? n / 2 : n}, std::nullopt, {residual});
   return {
       .x = args.x.data_ptr(),
       .residual = args.residual ? args.residual->data_ptr() : nullptr,
@@ -140,7 +142,7 @@ void prepare_gpu(const Checks& check, const GemmArgs& args, cuda::WeightFormat f
 }
 
 FASTINFER_OPERATORS(m) {
-  m.impl("gemm", TORCH_BOX(&gemm));
+  impl_with_out<&gemm>(m, "gemm");
 }
 
 }  // namespace fastinfer

@@ -1,7 +1,7 @@
 // The part of a matrix product's binding that does not depend on the weight's format.
 #pragma once
 
-#include "common/binding.h"
+#include "common/output.h"
 #include "fused/gemm.h"
 
 namespace fastinfer {
@@ -25,8 +25,9 @@ void check_gated(const Checks& check, bool gated, int64_t n);
 // Of a dense weight, what the GPU's kernels want.
 void check_gpu_weight(const Checks& check, const Tensor& x, const Tensor& weight, int64_t k);
 
-// Checks the arguments, allocates `out` and returns the parameters but for the weight.
-GemmParams gemm_params(const Checks& check, const GemmArgs& args, int64_t n, int64_t k, Tensor& out);
+// Checks the arguments, takes `out` from `output` and returns the parameters but for the weight.
+GemmParams gemm_params(const Checks& check, const GemmArgs& args, int64_t n, int64_t k, const Output& output,
+                       Tensor& out);
 
 // What a product on a GPU needs until it is launched.
 struct GemmScratch {

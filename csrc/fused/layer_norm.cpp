@@ -1,12 +1,11 @@
 #include "fused/layer_norm.h"
 
-#include "common/binding.h"
-#include "common/device.h"
+#include "common/output.h"
 
 namespace fastinfer {
 namespace {
 
-Tensor layer_norm(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps) {
+Tensor layer_norm(const Output& output, const Tensor& x, const Tensor& weight, const Tensor& bias, double eps) {
   const Checks check("layer_norm", x);
   check.require(x.dim() >= 1, "x must have at least one dimension, got a scalar");
   const int64_t hidden = x.size(x.dim() - 1);
@@ -18,7 +17,7 @@ Tensor layer_norm(const Tensor& x, const Tensor& weight, const Tensor& bias, dou
   check.shape(bias, "bias", {hidden});
   check.contiguous(bias, "bias");
   check.dtype(bias, "bias", weight.scalar_type());
-  Tensor out = new_tensor(x, x.sizes());
+  const Tensor out = output.tensor(check, x, x.sizes(), std::nullopt, {&x});
   const LayerNormParams params{
       .x = x.data_ptr(),
       .weight = weight.data_ptr(),
@@ -37,7 +36,7 @@ Tensor layer_norm(const Tensor& x, const Tensor& weight, const Tensor& bias, dou
 }  // namespace
 
 FASTINFER_OPERATORS(m) {
-  m.impl("layer_norm", TORCH_BOX(&layer_norm));
+  impl_with_out<&layer_norm>(m, "layer_norm");
 }
 
 }  // namespace fastinfer

@@ -5,15 +5,16 @@
 
 #include "common/binding.h"
 #include "common/device.h"
+#include "common/output.h"
 
 namespace fastinfer {
 namespace {
 
 enum class Add { kBefore, kAfter };  // the residual: before it is also stored
 
-// Into `out`, or as int8 with `scales`.
-void run(const Checks& check, const Tensor& x, const Tensor* residual, Add add, const Tensor& weight, double eps,
-         Tensor& out, Tensor* scales) {
+// Into `output`, or as int8 with `scales`.
+Tensor run(const Checks& check, const Tensor& x, const Tensor* residual, Add add, const Tensor& weight, double eps,
+           const Output& output, Tensor* scales = nullptr) {
   check.require(x.dim() >= 1, "x must have at least one dimension, got a scalar");
   const int64_t hidden = x.size(x.dim() - 1);
   const DType dtype = check.float_dtype(x, "x");
@@ -21,20 +22,16 @@ void run(const Checks& check, const Tensor& x, const Tensor* residual, Add add, 
   check.shape(weight, "weight", {hidden});
   check.contiguous(weight, "weight");
   if (residual != nullptr) {
-    const auto sizes = x.sizes(), residual_sizes = residual->sizes();
-    check.require(std::equal(sizes.begin(), sizes.end(), residual_sizes.begin(), residual_sizes.end()),
-                  "residual must have the shape of x, ", format_shape(sizes), ", got ", format_shape(residual_sizes));
-    check.require(residual->device() == x.device(), "residual must be on the device of the other arguments");
+    check.shape(*residual, "residual", x.sizes());
     check.dtype(*residual, "residual", x.scalar_type());
     check.contiguous(*residual, "residual");
   }
   if (scales != nullptr) {
     std::vector<int64_t> rows(x.sizes().begin(), x.sizes().end() - 1);
     *scales = new_tensor(x, rows, ScalarType::Float);
-    out = new_tensor(x, x.sizes(), ScalarType::Char);
-  } else {
-    out = new_tensor(x, x.sizes());
   }
+  const ScalarType out_dtype = scales != nullptr ? ScalarType::Char : x.scalar_type();
+  const Tensor out = output.tensor(check, x, x.sizes(), out_dtype, {&x, add == Add::kAfter ? residual : nullptr});
   void* const residual_data = residual != nullptr ? residual->data_ptr() : nullptr;
   const RmsNormParams params{
       .x = x.data_ptr(),
@@ -52,32 +49,31 @@ void run(const Checks& check, const Tensor& x, const Tensor* residual, Add add, 
       .weight_dtype = check.fp32_or(dtype, weight, "weight"),
   };
   FASTINFER_LAUNCH(x, rms_norm, params);
-}
-
-Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, std::optional<Tensor> residual) {
-  Tensor out;
-  run(Checks("rms_norm", x), x, residual ? &*residual : nullptr, Add::kAfter, weight, eps, out, nullptr);
   return out;
 }
 
-Tensor add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps) {
-  Tensor out;
-  run(Checks("add_rms_norm", x), x, &residual, Add::kBefore, weight, eps, out, nullptr);
-  return out;
+Tensor rms_norm(const Output& output, const Tensor& x, const Tensor& weight, double eps,
+                const std::optional<Tensor>& residual) {
+  return run(Checks("rms_norm", x), x, residual ? &*residual : nullptr, Add::kAfter, weight, eps, output);
+}
+
+Tensor add_rms_norm(const Output& output, const Tensor& x, const Tensor& residual, const Tensor& weight, double eps) {
+  return run(Checks("add_rms_norm", x), x, &residual, Add::kBefore, weight, eps, output);
 }
 
 std::tuple<Tensor, Tensor> rms_norm_quantize(const Tensor& x, std::optional<Tensor> residual, const Tensor& weight,
                                              double eps) {
-  Tensor out, scales;
-  run(Checks("rms_norm_quantize", x), x, residual ? &*residual : nullptr, Add::kBefore, weight, eps, out, &scales);
+  Tensor scales;
+  const Checks check("rms_norm_quantize", x);
+  const Tensor out = run(check, x, residual ? &*residual : nullptr, Add::kBefore, weight, eps, Output(), &scales);
   return {out, scales};
 }
 
 }  // namespace
 
 FASTINFER_OPERATORS(m) {
-  m.impl("rms_norm", TORCH_BOX(&rms_norm));
-  m.impl("add_rms_norm", TORCH_BOX(&add_rms_norm));
+  impl_with_out<&rms_norm>(m, "rms_norm");
+  impl_with_out<&add_rms_norm>(m, "add_rms_norm");
   m.impl("rms_norm_quantize", TORCH_BOX(&rms_norm_quantize));
 }
 

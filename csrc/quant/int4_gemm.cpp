@@ -3,7 +3,7 @@
 namespace fastinfer {
 
 FASTINFER_OPERATORS(m) {
-  m.impl("int4_gemm", TORCH_BOX(&quantized_gemm<4>));
+  impl_with_out<&quantized_gemm<4>>(m, "int4_gemm");
 }
 
 }  // namespace fastinfer

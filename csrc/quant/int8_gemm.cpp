@@ -3,7 +3,7 @@
 namespace fastinfer {
 
 FASTINFER_OPERATORS(m) {
-  m.impl("int8_gemm", TORCH_BOX(&quantized_gemm<8>));
+  impl_with_out<&quantized_gemm<8>>(m, "int8_gemm");
 }
 
 }  // namespace fastinfer

@@ -1,8 +1,7 @@
 // Bindings of int4_pack, int8_pack, int4_dequantize and int8_dequantize.
 #include "quant/pack.h"
 
-#include "common/binding.h"
-#include "common/device.h"
+#include "common/output.h"
 #include "quant/quantized_weight.h"
 
 namespace fastinfer {
@@ -26,8 +25,8 @@ Tensor pack(const Tensor& q) {
 }
 
 template <int kBits>
-Tensor dequantize(const Tensor& qweight, const Tensor& scales, std::optional<Tensor> mins, int64_t out_features,
-                  std::optional<Tensor> rows, ScalarType dtype) {
+Tensor dequantize(const Output& output, const Tensor& qweight, const Tensor& scales, const std::optional<Tensor>& mins,
+                  int64_t out_features, const std::optional<Tensor>& rows, ScalarType dtype) {
   const Checks check(kBits == 4 ? "int4_dequantize" : "int8_dequantize", qweight);
   const QuantizedWeight weight = quantized_weight(check, qweight, scales, mins, out_features, kBits);
   const DType out_dtype = check.float_dtype(dtype, "dtype");
@@ -45,7 +44,7 @@ Tensor dequantize(const Tensor& qweight, const Tensor& scales, std::optional<Ten
     }
   }
   const int64_t k = qweight.size(1) * kBlockInputs;
-  Tensor out = new_tensor(qweight, {count, k}, dtype);
+  const Tensor out = output.tensor(check, qweight, {count, k}, dtype);
   const DequantizeParams params{
       .weight = weight,
       .rows = row,
@@ -65,8 +64,8 @@ Tensor dequantize(const Tensor& qweight, const Tensor& scales, std::optional<Ten
 FASTINFER_OPERATORS(m) {
   m.impl("int4_pack", TORCH_BOX(&pack<4>));
   m.impl("int8_pack", TORCH_BOX(&pack<8>));
-  m.impl("int4_dequantize", TORCH_BOX(&dequantize<4>));
-  m.impl("int8_dequantize", TORCH_BOX(&dequantize<8>));
+  impl_with_out<&dequantize<4>>(m, "int4_dequantize");
+  impl_with_out<&dequantize<8>>(m, "int8_dequantize");
 }
 
 }  // namespace fastinfer

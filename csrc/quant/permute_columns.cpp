@@ -1,12 +1,11 @@
 #include "quant/permute_columns.h"
 
-#include "common/binding.h"
-#include "common/device.h"
+#include "common/output.h"
 
 namespace fastinfer {
 namespace {
 
-Tensor permute_columns(const Tensor& x, const Tensor& permutation) {
+Tensor permute_columns(const Output& output, const Tensor& x, const Tensor& permutation) {
   const Checks check("permute_columns", x);
   check.shape(x, "x", {kAny, kAny});
   check.rows_contiguous(x, "x");
@@ -19,7 +18,7 @@ Tensor permute_columns(const Tensor& x, const Tensor& permutation) {
   for (int64_t i = 0; gpu_of(permutation) == nullptr && i < cols; ++i) {
     check.require(from[i] >= 0 && from[i] < cols, "permutation[", i, "] must be in 0..", cols - 1, ", got ", from[i]);
   }
-  Tensor out = new_tensor(x, {tokens, cols});
+  const Tensor out = output.tensor(check, x, {tokens, cols});
   const PermuteColumnsParams params{
       .x = x.data_ptr(),
       .permutation = from,
@@ -36,7 +35,7 @@ Tensor permute_columns(const Tensor& x, const Tensor& permutation) {
 }  // namespace
 
 FASTINFER_OPERATORS(m) {
-  m.impl("permute_columns", TORCH_BOX(&permute_columns));
+  impl_with_out<&permute_columns>(m, "permute_columns");
 }
 
 }  // namespace fastinfer

@@ -1,21 +1,22 @@
 // The binding that int4_gemm and int8_gemm share.
 #pragma once
 
-#include "common/device.h"
 #include "fused/gemm_binding.h"
 #include "quant/quantized_weight.h"
 
 namespace fastinfer {
 
 template <int kBits>
-Tensor quantized_gemm(const Tensor& x, const Tensor& qweight, const Tensor& scales, std::optional<Tensor> mins,
-                      int64_t out_features, std::optional<Tensor> bias, std::optional<Tensor> norm_weight, double eps,
-                      std::optional<std::string> activation, std::optional<Tensor> residual, int64_t activation_bits) {
+Tensor quantized_gemm(const Output& output, const Tensor& x, const Tensor& qweight, const Tensor& scales,
+                      const std::optional<Tensor>& mins, int64_t out_features, const std::optional<Tensor>& bias,
+                      const std::optional<Tensor>& norm_weight, double eps,
+                      const std::optional<std::string>& activation, const std::optional<Tensor>& residual,
+                      int64_t activation_bits) {
   const Checks check(kBits == 4 ? "int4_gemm" : "int8_gemm", x);
   const QuantizedWeight weight = quantized_weight(check, qweight, scales, mins, out_features, kBits);
   Tensor out;
   const GemmArgs args{x, bias, norm_weight, eps, activation, residual};
-  const GemmParams common = gemm_params(check, args, out_features, qweight.size(1) * kBlockInputs, out);
+  const GemmParams common = gemm_params(check, args, out_features, qweight.size(1) * kBlockInputs, output, out);
   check_activation_bits(check, x, activation_bits);
   QuantizedGemmParams params{common, weight, static_cast<int>(activation_bits)};
   GemmScratch scratch;

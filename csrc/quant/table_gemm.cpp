@@ -1,19 +1,19 @@
-#include "common/device.h"
 #include "fused/gemm_binding.h"
 #include "quant/quantized_weight.h"
 
 namespace fastinfer {
 namespace {
 
-Tensor table_gemm(const Tensor& x, const Tensor& qweight, const Tensor& scales, const Tensor& table,
-                  int64_t out_features, std::optional<Tensor> bias, std::optional<Tensor> norm_weight, double eps,
-                  std::optional<std::string> activation, std::optional<Tensor> residual) {
+Tensor table_gemm(const Output& output, const Tensor& x, const Tensor& qweight, const Tensor& scales,
+                  const Tensor& table, int64_t out_features, const std::optional<Tensor>& bias,
+                  const std::optional<Tensor>& norm_weight, double eps, const std::optional<std::string>& activation,
+                  const std::optional<Tensor>& residual) {
   const Checks check("table_gemm", x);
   const QuantizedWeight weight = quantized_weight(check, qweight, scales, std::nullopt, out_features, 4);
   const float* entries = table_entries(check, table);
   Tensor out;
   const GemmArgs args{x, bias, norm_weight, eps, activation, residual};
-  const GemmParams common = gemm_params(check, args, out_features, qweight.size(1) * kBlockInputs, out);
+  const GemmParams common = gemm_params(check, args, out_features, qweight.size(1) * kBlockInputs, output, out);
   TableGemmParams params{{common, weight, 32}, entries};
   GemmScratch scratch;
   if (gpu_of(x) != nullptr) {
@@ -27,7 +27,7 @@ Tensor table_gemm(const Tensor& x, const Tensor& qweight, const Tensor& scales, 
 }  // namespace
 
 FASTINFER_OPERATORS(m) {
-  m.impl("table_gemm", TORCH_BOX(&table_gemm));
+  impl_with_out<&table_gemm>(m, "table_gemm");
 }
 
 }  // namespace fastinfer

@@ -1,15 +1,15 @@
 #include "quant/w8a8_gemm.h"
 
-#include "common/device.h"
 #include "fused/gemm_binding.h"
 #include "quant/quantized_weight.h"
 
 namespace fastinfer {
 namespace {
 
-Tensor w8a8_gemm(const Tensor& x, const Tensor& x_scales, const Tensor& qweight, const Tensor& scales,
-                 int64_t out_features, std::optional<Tensor> bias, std::optional<std::string> activation,
-                 std::optional<Tensor> residual, ScalarType dtype) {
+Tensor w8a8_gemm(const Output& output, const Tensor& x, const Tensor& x_scales, const Tensor& qweight,
+                 const Tensor& scales, int64_t out_features, const std::optional<Tensor>& bias,
+                 const std::optional<std::string>& activation, const std::optional<Tensor>& residual,
+                 ScalarType dtype) {
   const Checks check("w8a8_gemm", x);
   const QuantizedWeight weight = quantized_weight(check, qweight, scales, std::nullopt, out_features, 8);
   const int64_t n = out_features, k = qweight.size(1) * kBlockInputs;
@@ -40,7 +40,8 @@ Tensor w8a8_gemm(const Tensor& x, const Tensor& x_scales, const Tensor& qweight,
     check.contiguous(*bias, "bias");
     params.bias = {bias->data_ptr(), check.fp32_or(params.dtype, *bias, "bias")};
   }
-  Tensor out = new_tensor(x, {m, gated ? n / 2 : n}, dtype), sums, counters;
+  const Tensor out = output.tensor(check, x, {m, gated ? n / 2 : n}, dtype, {residual ? &*residual : nullptr});
+  Tensor sums, counters;
   params.x = x.data_ptr();
   params.out = out.data_ptr();
   params.m = m;
@@ -67,7 +68,7 @@ Tensor w8a8_gemm(const Tensor& x, const Tensor& x_scales, const Tensor& qweight,
 }  // namespace
 
 FASTINFER_OPERATORS(m) {
-  m.impl("w8a8_gemm", TORCH_BOX(&w8a8_gemm));
+  impl_with_out<&w8a8_gemm>(m, "w8a8_gemm");
 }
 
 }  // namespace fastinfer

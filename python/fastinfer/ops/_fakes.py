@@ -1,122 +1,160 @@
-"""Shape functions ("fakes") of the operators, which torch.compile and torch.export trace instead of the kernels."""
+"""What torch is told of the operators besides their kernels: shape functions ("fakes"), which torch.compile and
+torch.export trace, and that none has a gradient."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import register_fake
+from torch.library import fallthrough_kernel, register_fake
 
-from fastinfer.ops import _library  # noqa: F401  (the schemas must exist first)
+from fastinfer.ops._library import ops
+
+_library = torch.library.Library("fastinfer", "IMPL")
 
 
-@register_fake("fastinfer::rms_norm")
+def fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers the decorated shape function of an operator, for its overload ``.out`` as well.
+
+    Results are new and contiguous whatever the strides of the arguments, so ``new_empty`` and never ``empty_like``.
+    Autograd is passed by: a result that came from a Parameter would claim to require grad, and fail in ``backward``.
+    """
+
+    def register(shape: Callable[..., Any]) -> Callable[..., Any]:
+        for overload in getattr(ops, name).overloads():
+            out = overload == "out"
+            full_name = f"{name}.out" if out else name
+            register_fake(f"fastinfer::{full_name}", _out_fake(name, shape) if out else shape)
+            _library.impl(full_name, fallthrough_kernel, "Autograd")
+        return shape
+
+    return register
+
+
+def _out_fake(name: str, shape: Callable[..., Tensor]) -> Callable[..., None]:
+    def check(*args: Any, out: Tensor, **kwargs: Any) -> None:
+        like = shape(*args, **kwargs)
+        fits = out.dim() == like.dim() and all(a == b for a, b in zip(out.shape, like.shape, strict=True))
+        for right, expected in [
+            (fits, f"have the shape {list(like.shape)}, got {list(out.shape)}"),
+            (out.device == like.device, f"be on the device of the other arguments, {like.device}, got {out.device}"),
+            (out.dtype == like.dtype, f"be {like.dtype}, got {out.dtype}"),
+            (out.is_contiguous(), f"be contiguous, got strides {list(out.stride())}"),
+        ]:
+            if not right:
+                raise RuntimeError(f"{name}: out must {expected}")
+
+    return check
+
+
+@fake("rms_norm")
 def _(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
-@register_fake("fastinfer::add_rms_norm")
+@fake("add_rms_norm")
 def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
-@register_fake("fastinfer::rms_norm_quantize")
+@fake("rms_norm_quantize")
 def _(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x, dtype=torch.int8), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-@register_fake("fastinfer::layer_norm")
+@fake("layer_norm")
 def _(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
-@register_fake("fastinfer::quantize_int8")
+@fake("quantize_int8")
 def _(x: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x, dtype=torch.int8), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-@register_fake("fastinfer::embedding")
+@fake("embedding")
 def _(weight: Tensor, ids: Tensor, residual: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     like = weight if residual is None else residual
     return like.new_empty([ids.shape[0], weight.shape[1]], dtype=dtype)
 
 
-@register_fake("fastinfer::silu_and_mul")
+@fake("silu_and_mul")
 def _(x: Tensor) -> Tensor:
     return x.new_empty([*x.shape[:-1], x.shape[-1] // 2])
 
 
-@register_fake("fastinfer::gelu_and_mul")
+@fake("gelu_and_mul")
 def _(x: Tensor, approximate: str) -> Tensor:
     return x.new_empty([*x.shape[:-1], x.shape[-1] // 2])
 
 
-@register_fake("fastinfer::gelu")
+@fake("gelu")
 def _(x: Tensor, approximate: str) -> Tensor:
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
-@register_fake("fastinfer::softcap")
+@fake("softcap")
 def _(x: Tensor, cap: float) -> None:
     return None
 
 
-@register_fake("fastinfer::rotary_embedding")
+@fake("rotary_embedding")
 def _(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool) -> None:
     return None
 
 
-@register_fake("fastinfer::store_kv_cache")
+@fake("store_kv_cache")
 def _(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *scales: Tensor | None) -> None:
     return None
 
 
-@register_fake("fastinfer::norm_rotary_store")
+@fake("norm_rotary_store")
 def _(q: Tensor, *args: object) -> None:
     return None
 
 
-@register_fake("fastinfer::paged_attention")
+@fake("paged_attention")
 def _(q: Tensor, *args: object) -> Tensor:
     return q.new_empty(q.shape)
 
 
-@register_fake("fastinfer::paged_attention_plan")
+@fake("paged_attention_plan")
 def _(seq_lens: Tensor, *args: object) -> Tensor:
     # Its length depends on the GPU; the CPU needs no plan.
     on_cpu = seq_lens.device.type == "cpu"
     return seq_lens.new_empty([0 if on_cpu else torch.library.get_ctx().new_dynamic_size()])
 
 
-@register_fake("fastinfer::merge_attention_states")
+@fake("merge_attention_states")
 def _(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(a), torch.empty_like(a_lse)
+    return a.new_empty(a.shape), a_lse.new_empty(a_lse.shape)
 
 
 def _gemm_out(x: Tensor, out_features: int, activation: str | None) -> Tensor:
     return x.new_empty([x.shape[0], out_features // 2 if activation else out_features])
 
 
-@register_fake("fastinfer::gemm")
+@fake("gemm")
 def _(x: Tensor, weight: Tensor, bias, norm_weight, eps, activation, residual) -> Tensor:  # type: ignore[no-untyped-def]
     return _gemm_out(x, weight.shape[0], activation)
 
 
-@register_fake("fastinfer::int8_gemm")
-@register_fake("fastinfer::int4_gemm")
+@fake("int8_gemm")
+@fake("int4_gemm")
 def _(  # type: ignore[no-untyped-def]
     x, qweight, scales, mins, out_features, bias, norm_weight, eps, activation, residual, activation_bits
 ) -> Tensor:
     return _gemm_out(x, out_features, activation)
 
 
-@register_fake("fastinfer::table_gemm")
+@fake("table_gemm")
 def _(  # type: ignore[no-untyped-def]
     x, qweight, scales, table, out_features, bias, norm_weight, eps, activation, residual
 ) -> Tensor:
     return _gemm_out(x, out_features, activation)
 
 
-@register_fake("fastinfer::route_experts")
+@fake("route_experts")
 def _(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens, experts = logits.shape
     weights = logits.new_empty([tokens, top_k], dtype=torch.float32)
@@ -130,62 +168,62 @@ def _grouped_out(x: Tensor, out_features: int, row_ids: Tensor, activation: str 
     return x.new_empty([row_ids.shape[0], out_features // 2 if activation else out_features])
 
 
-@register_fake("fastinfer::grouped_gemm")
+@fake("grouped_gemm")
 def _(x: Tensor, weight: Tensor, row_ids: Tensor, expert_start: Tensor, activation: str | None) -> Tensor:
     return _grouped_out(x, weight.shape[1], row_ids, activation)
 
 
-@register_fake("fastinfer::grouped_int8_gemm")
-@register_fake("fastinfer::grouped_int4_gemm")
+@fake("grouped_int8_gemm")
+@fake("grouped_int4_gemm")
 def _(  # type: ignore[no-untyped-def]
     x, qweight, scales, mins, out_features, row_ids, expert_start, activation, activation_bits
 ) -> Tensor:
     return _grouped_out(x, out_features, row_ids, activation)
 
 
-@register_fake("fastinfer::grouped_table_gemm")
+@fake("grouped_table_gemm")
 def _(x, qweight, scales, table, out_features, row_ids, expert_start, activation) -> Tensor:  # type: ignore[no-untyped-def]
     return _grouped_out(x, out_features, row_ids, activation)
 
 
-@register_fake("fastinfer::combine_experts")
+@fake("combine_experts")
 def _(x: Tensor, expert_weights: Tensor, residual: Tensor | None) -> Tensor:
     return x.new_empty([expert_weights.shape[0], x.shape[1]])
 
 
-@register_fake("fastinfer::w8a8_gemm")
+@fake("w8a8_gemm")
 def _(x, x_scales, qweight, scales, out_features, bias, activation, residual, dtype) -> Tensor:  # type: ignore[no-untyped-def]
     return x.new_empty([x.shape[0], out_features // 2 if activation else out_features], dtype=dtype)
 
 
-@register_fake("fastinfer::add_lora")
+@fake("add_lora")
 def _(y: Tensor, *args: object) -> None:
     return None
 
 
-@register_fake("fastinfer::permute_columns")
+@fake("permute_columns")
 def _(x: Tensor, permutation: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@register_fake("fastinfer::int4_pack")
+@fake("int4_pack")
 def _(q: Tensor) -> Tensor:
     return q.new_empty([-(-q.shape[0] // 16), q.shape[1] // 32, 4, 16, 4])
 
 
-@register_fake("fastinfer::int8_pack")
+@fake("int8_pack")
 def _(q: Tensor) -> Tensor:
     return q.new_empty([-(-q.shape[0] // 16), q.shape[1] // 32, 8, 16, 4])
 
 
-@register_fake("fastinfer::int4_dequantize")
-@register_fake("fastinfer::int8_dequantize")
+@fake("int4_dequantize")
+@fake("int8_dequantize")
 def _(qweight, scales, mins, out_features, rows, dtype) -> Tensor:  # type: ignore[no-untyped-def]
     count = out_features if rows is None else rows.shape[0]
     return qweight.new_empty([count, qweight.shape[1] * 32], dtype=dtype)
 
 
-@register_fake("fastinfer::sample")
+@fake("sample")
 def _(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, count = logits.shape[0], args[-1]
     tokens, top_tokens = logits.new_empty([rows], dtype=torch.int64), logits.new_empty([rows, count], dtype=torch.int64)

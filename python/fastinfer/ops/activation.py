@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
-from fastinfer.ops._library import ops
+from fastinfer.ops._library import inference_only, into, ops
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
+def silu_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """SwiGLU's elementwise half: ``silu(x[..., :d]) * x[..., d:]``.
 
     Args:
@@ -23,10 +23,13 @@ def silu_and_mul(x: Tensor) -> Tensor:
     >>> ops.silu_and_mul(torch.tensor([[1.0, 2.0]]))
     tensor([[1.4621]])
     """
+    inference_only("silu_and_mul", "x", x)
+    if out is not None:
+        return into(out, ops.silu_and_mul, x)
     return ops.silu_and_mul.default(x)
 
 
-def gelu_and_mul(x: Tensor, approximate: str = "tanh") -> Tensor:
+def gelu_and_mul(x: Tensor, approximate: str = "tanh", *, out: Tensor | None = None) -> Tensor:
     """GeGLU's elementwise half: ``gelu(x[..., :d]) * x[..., d:]``.
 
     Args:
@@ -47,10 +50,13 @@ def gelu_and_mul(x: Tensor, approximate: str = "tanh") -> Tensor:
     >>> torch.allclose(ops.gelu_and_mul(x), expected, atol=1e-5)
     True
     """
+    inference_only("gelu_and_mul", "x", x)
+    if out is not None:
+        return into(out, ops.gelu_and_mul, x, approximate)
     return ops.gelu_and_mul.default(x, approximate)
 
 
-def gelu(x: Tensor, approximate: str = "tanh") -> Tensor:
+def gelu(x: Tensor, approximate: str = "tanh", *, out: Tensor | None = None) -> Tensor:
     """``gelu(x)``, elementwise (Hendrycks and Gimpel, 2016, https://arxiv.org/abs/1606.08415).
 
     Args:
@@ -70,6 +76,9 @@ def gelu(x: Tensor, approximate: str = "tanh") -> Tensor:
     >>> torch.allclose(ops.gelu(x, "none"), torch.nn.functional.gelu(x), atol=1e-5)
     True
     """
+    inference_only("gelu", "x", x)
+    if out is not None:
+        return into(out, ops.gelu, x, approximate)
     return ops.gelu.default(x, approximate)
 
 
@@ -93,4 +102,5 @@ def softcap(x: Tensor, cap: float) -> None:
     >>> logits
     tensor([[ 0.9996, 28.9208]])
     """
+    inference_only("softcap", "x", x)
     ops.softcap.default(x, cap)

@@ -6,8 +6,9 @@ https://arxiv.org/abs/2309.06180; online softmax: Dao et al., 2022, https://arxi
 """
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from fastinfer.ops._library import ops
+from fastinfer.ops._library import inference_only, into, ops
 
 
 def store_kv_cache(
@@ -52,6 +53,7 @@ def store_kv_cache(
             [5., 5.],
             [0., 0.]])
     """
+    inference_only("store_kv_cache", "k v", k, v)
     ops.store_kv_cache.default(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
@@ -71,6 +73,7 @@ def paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     plan: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of ragged queries over a paged cache.
 
@@ -127,9 +130,10 @@ def paged_attention(
     >>> torch.equal(ops.paged_attention(q[4:], k_cache, v_cache, *lengths), out[4:])
     True
     """
+    inference_only("paged_attention", "q", q)
     if scale is None:
         scale = max(q.shape[-1], 1) ** -0.5  # an empty head is refused below
-    return ops.paged_attention.default(
+    args = (
         q,
         k_cache,
         v_cache,
@@ -145,6 +149,11 @@ def paged_attention(
         v_scale,
         plan,
     )
+    if out is None and is_compiling():  # Inductor cannot lower an operator that might change an lse and is given none
+        out = q.new_empty(q.shape)
+    if out is not None:
+        return into(out, ops.paged_attention, *args)
+    return ops.paged_attention.default(*args)
 
 
 def paged_attention_plan(
@@ -205,4 +214,5 @@ def merge_attention_states(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -
     >>> torch.allclose(out, logits.softmax(-1) @ values, atol=1e-5)
     True
     """
+    inference_only("merge_attention_states", "a b", a, b)
     return ops.merge_attention_states.default(a, a_lse, b, b_lse)

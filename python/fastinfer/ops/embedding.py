@@ -3,10 +3,17 @@
 import torch
 from torch import Tensor
 
-from fastinfer.ops._library import ops
+from fastinfer.ops._library import inference_only, into, ops
 
 
-def embedding(weight: Tensor, ids: Tensor, residual: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+def embedding(
+    weight: Tensor,
+    ids: Tensor,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
     """``weight[ids]``, or ``residual + weight[ids]``: learned positions added to the tokens' embeddings.
 
     Args:
@@ -30,4 +37,8 @@ def embedding(weight: Tensor, ids: Tensor, residual: Tensor | None = None, dtype
     tensor([[3., 4.],
             [3., 4.]])
     """
+    if residual is not None:
+        inference_only("embedding", "residual", residual)
+    if out is not None:
+        return into(out, ops.embedding, weight, ids, residual, dtype)
     return ops.embedding.default(weight, ids, residual, dtype)

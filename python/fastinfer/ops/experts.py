@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fastinfer.ops._library import ops
+from fastinfer.ops._library import inference_only, into, ops
 
 
 class Routing(NamedTuple):
@@ -75,11 +75,18 @@ def route_experts(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
     tensor([[0.7311, 0.2689],
             [0.8808, 0.1192]])
     """
+    inference_only("route_experts", "logits", logits)
     return Routing(*ops.route_experts.default(logits, top_k, renormalize))
 
 
 def grouped_gemm(
-    x: Tensor, weight: Tensor, row_ids: Tensor, expert_start: Tensor, *, activation: str | None = None
+    x: Tensor,
+    weight: Tensor,
+    row_ids: Tensor,
+    expert_start: Tensor,
+    *,
+    activation: str | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Each row times the weight of its expert.
 
@@ -110,6 +117,9 @@ def grouped_gemm(
     >>> torch.allclose(out.view(3, 2, 96), torch.einsum("ti,tkoi->tko", x, chosen), atol=1e-3)
     True
     """
+    inference_only("grouped_gemm", "x", x)
+    if out is not None:
+        return into(out, ops.grouped_gemm, x, weight, row_ids, expert_start, activation)
     return ops.grouped_gemm.default(x, weight, row_ids, expert_start, activation)
 
 
@@ -124,6 +134,7 @@ def grouped_int8_gemm(
     *,
     activation: str | None = None,
     activation_bits: int = 32,
+    out: Tensor | None = None,
 ) -> Tensor:
     """:func:`grouped_gemm` with 8-bit weights.
 
@@ -152,9 +163,11 @@ def grouped_int8_gemm(
     >>> torch.allclose(out, ops.grouped_gemm(x, q.float(), *rows), rtol=1e-3, atol=1e-2)
     True
     """
-    return ops.grouped_int8_gemm.default(
-        x, qweight, scales, mins, out_features, row_ids, expert_start, activation, activation_bits
-    )
+    inference_only("grouped_int8_gemm", "x", x)
+    args = (x, qweight, scales, mins, out_features, row_ids, expert_start, activation, activation_bits)
+    if out is not None:
+        return into(out, ops.grouped_int8_gemm, *args)
+    return ops.grouped_int8_gemm.default(*args)
 
 
 def grouped_int4_gemm(
@@ -168,6 +181,7 @@ def grouped_int4_gemm(
     *,
     activation: str | None = None,
     activation_bits: int = 32,
+    out: Tensor | None = None,
 ) -> Tensor:
     """:func:`grouped_gemm` with 4-bit weights.
 
@@ -175,7 +189,7 @@ def grouped_int4_gemm(
         qweight: [experts, tiles, in_features / 32, 4, 16, 4]: each expert's from :func:`int4_pack`.
         scales, mins: as in :func:`grouped_int8_gemm`; ``mins=None`` as in :func:`fastinfer.ops.int4_gemm`.
         out_features, activation_bits: as in :func:`fastinfer.ops.int8_gemm`.
-        x, row_ids, expert_start, activation: as in :func:`grouped_gemm`.
+        x, row_ids, expert_start, activation, out: as in :func:`grouped_gemm`.
 
     Returns:
         As :func:`grouped_gemm`.
@@ -195,9 +209,11 @@ def grouped_int4_gemm(
     >>> torch.allclose(out, ops.grouped_gemm(x, q.float() - 8, *rows), atol=1e-3)
     True
     """
-    return ops.grouped_int4_gemm.default(
-        x, qweight, scales, mins, out_features, row_ids, expert_start, activation, activation_bits
-    )
+    inference_only("grouped_int4_gemm", "x", x)
+    args = (x, qweight, scales, mins, out_features, row_ids, expert_start, activation, activation_bits)
+    if out is not None:
+        return into(out, ops.grouped_int4_gemm, *args)
+    return ops.grouped_int4_gemm.default(*args)
 
 
 def grouped_table_gemm(
@@ -210,6 +226,7 @@ def grouped_table_gemm(
     expert_start: Tensor,
     *,
     activation: str | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """:func:`grouped_gemm` with 4-bit weights ``w = scale * table[q]``.
 
@@ -217,7 +234,7 @@ def grouped_table_gemm(
         table: [16] fp32, one for all experts; see :func:`fastinfer.ops.table_gemm`.
         qweight, scales: as in :func:`grouped_int4_gemm`.
         out_features: as in :func:`fastinfer.ops.int8_gemm`.
-        x, row_ids, expert_start, activation: as in :func:`grouped_gemm`.
+        x, row_ids, expert_start, activation, out: as in :func:`grouped_gemm`.
 
     Returns:
         As :func:`grouped_gemm`.
@@ -236,10 +253,16 @@ def grouped_table_gemm(
     >>> torch.allclose(out, ops.grouped_gemm(x, table[q.long()], *rows), atol=1e-3)
     True
     """
-    return ops.grouped_table_gemm.default(x, qweight, scales, table, out_features, row_ids, expert_start, activation)
+    inference_only("grouped_table_gemm", "x", x)
+    args = (x, qweight, scales, table, out_features, row_ids, expert_start, activation)
+    if out is not None:
+        return into(out, ops.grouped_table_gemm, *args)
+    return ops.grouped_table_gemm.default(*args)
 
 
-def combine_experts(x: Tensor, expert_weights: Tensor, residual: Tensor | None = None) -> Tensor:
+def combine_experts(
+    x: Tensor, expert_weights: Tensor, residual: Tensor | None = None, *, out: Tensor | None = None
+) -> Tensor:
     """The weighted sum of each token's rows, and the residual.
 
     Args:
@@ -261,4 +284,7 @@ def combine_experts(x: Tensor, expert_weights: Tensor, residual: Tensor | None =
     tensor([[2., 3.],
             [5., 6.]])
     """
+    inference_only("combine_experts", "x residual", x, residual)
+    if out is not None:
+        return into(out, ops.combine_experts, x, expert_weights, residual)
     return ops.combine_experts.default(x, expert_weights, residual)

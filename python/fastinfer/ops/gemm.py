@@ -18,7 +18,7 @@ weight is rounded to 16 bits first (the scale, then the product), as a dequantis
 
 from torch import Tensor
 
-from fastinfer.ops._library import ops
+from fastinfer.ops._library import inference_only, into, ops
 
 
 def gemm(
@@ -30,6 +30,7 @@ def gemm(
     eps: float = 1e-6,
     activation: str | None = None,
     residual: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Linear layer with a dense weight.
 
@@ -58,6 +59,9 @@ def gemm(
     >>> torch.allclose(ops.gemm(x, weight, norm_weight=torch.ones(64), residual=residual), expected, atol=1e-3)
     True
     """
+    inference_only("gemm", "x residual", x, residual)
+    if out is not None:
+        return into(out, ops.gemm, x, weight, bias, norm_weight, eps, activation, residual)
     return ops.gemm.default(x, weight, bias, norm_weight, eps, activation, residual)
 
 
@@ -74,6 +78,7 @@ def int8_gemm(
     activation: str | None = None,
     residual: Tensor | None = None,
     activation_bits: int = 32,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Linear layer with an 8-bit weight ``w = scale * q + min``, q in -128..127.
 
@@ -109,9 +114,11 @@ def int8_gemm(
     >>> float((quick - exact).norm() / exact.norm()) < 0.01
     True
     """
-    return ops.int8_gemm.default(
-        x, qweight, scales, mins, out_features, bias, norm_weight, eps, activation, residual, activation_bits
-    )
+    inference_only("int8_gemm", "x residual", x, residual)
+    args = (x, qweight, scales, mins, out_features, bias, norm_weight, eps, activation, residual, activation_bits)
+    if out is not None:
+        return into(out, ops.int8_gemm, *args)
+    return ops.int8_gemm.default(*args)
 
 
 def int4_gemm(
@@ -127,6 +134,7 @@ def int4_gemm(
     activation: str | None = None,
     residual: Tensor | None = None,
     activation_bits: int = 32,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Linear layer with a 4-bit weight ``w = scale * q + min``, q in 0..15.
 
@@ -156,9 +164,11 @@ def int4_gemm(
     >>> torch.allclose(swiglu, ops.silu_and_mul(x @ weight.T), atol=1e-3)
     True
     """
-    return ops.int4_gemm.default(
-        x, qweight, scales, mins, out_features, bias, norm_weight, eps, activation, residual, activation_bits
-    )
+    inference_only("int4_gemm", "x residual", x, residual)
+    args = (x, qweight, scales, mins, out_features, bias, norm_weight, eps, activation, residual, activation_bits)
+    if out is not None:
+        return into(out, ops.int4_gemm, *args)
+    return ops.int4_gemm.default(*args)
 
 
 def table_gemm(
@@ -173,6 +183,7 @@ def table_gemm(
     eps: float = 1e-6,
     activation: str | None = None,
     residual: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Linear layer with a 4-bit weight ``w = scale * table[q]``: NF4 (Dettmers et al., 2023,
     https://arxiv.org/abs/2305.14314), FP4 and other formats of 16 values.
@@ -197,4 +208,8 @@ def table_gemm(
     >>> torch.allclose(out, x @ (table[q.long()] * scales).T, atol=1e-3)
     True
     """
-    return ops.table_gemm.default(x, qweight, scales, table, out_features, bias, norm_weight, eps, activation, residual)
+    inference_only("table_gemm", "x residual", x, residual)
+    args = (x, qweight, scales, table, out_features, bias, norm_weight, eps, activation, residual)
+    if out is not None:
+        return into(out, ops.table_gemm, *args)
+    return ops.table_gemm.default(*args)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from fastinfer.ops._library import ops
+from fastinfer.ops._library import inference_only, ops
 
 
 def add_lora(
@@ -48,4 +48,5 @@ def add_lora(
     >>> torch.allclose(y, torch.stack(expected), atol=1e-3)
     True
     """
+    inference_only("add_lora", "y x", y, x)
     ops.add_lora.default(y, x, a, b, adapter_ids, ranks, norm_weight, eps)

@@ -2,10 +2,12 @@
 
 from torch import Tensor
 
-from fastinfer.ops._library import ops
+from fastinfer.ops._library import inference_only, into, ops
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, residual: Tensor | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, residual: Tensor | None = None, *, out: Tensor | None = None
+) -> Tensor:
     """``x / sqrt(mean(x**2) + eps) * weight`` over the last dimension, statistics in fp32.
 
     Args:
@@ -27,10 +29,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, residual: Tensor | No
     >>> ops.rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), eps=0.0)
     tensor([[0.8485, 1.1314]])
     """
+    inference_only("rms_norm", "x residual", x, residual)
+    if out is not None:
+        return into(out, ops.rms_norm, x, weight, eps, residual)
     return ops.rms_norm.default(x, weight, eps, residual)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None
+) -> Tensor:
     """``residual += x`` in place, then :func:`rms_norm` of the sum: one pass over memory for both.
 
     The norm reads the sum as it is stored, rounded to ``residual``'s dtype, so that the result equals that of the
@@ -57,6 +64,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6)
     >>> residual
     tensor([[3., 4.]])
     """
+    inference_only("add_rms_norm", "x residual", x, residual)
+    if out is not None:
+        return into(out, ops.add_rms_norm, x, residual, weight, eps)
     return ops.add_rms_norm.default(x, residual, weight, eps)
 
 
@@ -87,10 +97,11 @@ def rms_norm_quantize(x: Tensor, residual: Tensor | None, weight: Tensor, eps: f
     >>> q * scale[:, None]  # rms_norm of the same is [[0.8485, 1.1314]]
     tensor([[0.8463, 1.1314]])
     """
+    inference_only("rms_norm_quantize", "x residual", x, residual)
     return ops.rms_norm_quantize.default(x, residual, weight, eps)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, out: Tensor | None = None) -> Tensor:
     """``(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias`` over the last dimension (Ba et al., 2016,
     https://arxiv.org/abs/1607.06450).
 
@@ -114,4 +125,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
     >>> ops.layer_norm(torch.tensor([[1.0, 3.0]]), torch.ones(2), torch.zeros(2), eps=0.0)
     tensor([[-1.,  1.]])
     """
+    inference_only("layer_norm", "x", x)
+    if out is not None:
+        return into(out, ops.layer_norm, x, weight, bias, eps)
     return ops.layer_norm.default(x, weight, bias, eps)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastinfer.ops._library import ops
+from fastinfer.ops._library import into, ops
 
 TILE_ROWS = 16
 
@@ -131,6 +131,8 @@ def int4_dequantize(
     out_features: int,
     rows: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Rows of a packed 4-bit weight as numbers: ``scale * q + min``, in fp32, then rounded to ``dtype``.
 
@@ -154,6 +156,8 @@ def int4_dequantize(
     >>> ops.int4_dequantize(ops.int4_pack(q), scales, mins, 2, rows=torch.tensor([1]))[:, :6]
     tensor([[-4.0000, -3.5000, -3.0000, -2.5000, -2.0000, -1.5000]])
     """
+    if out is not None:
+        return into(out, ops.int4_dequantize, qweight, scales, mins, out_features, rows, dtype)
     return ops.int4_dequantize.default(qweight, scales, mins, out_features, rows, dtype)
 
 
@@ -164,12 +168,14 @@ def int8_dequantize(
     out_features: int,
     rows: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """:func:`int4_dequantize` for a packed 8-bit weight.
 
     Args:
         qweight, scales, mins, out_features: as in :func:`fastinfer.ops.int8_gemm`.
-        rows, dtype: as in :func:`int4_dequantize`.
+        rows, dtype, out: as in :func:`int4_dequantize`.
 
     Returns:
         [n or out_features, in_features].
@@ -185,4 +191,6 @@ def int8_dequantize(
     >>> torch.equal(out, q * scales.repeat_interleave(32, dim=1))
     True
     """
+    if out is not None:
+        return into(out, ops.int8_dequantize, qweight, scales, mins, out_features, rows, dtype)
     return ops.int8_dequantize.default(qweight, scales, mins, out_features, rows, dtype)

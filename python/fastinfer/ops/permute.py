@@ -3,10 +3,10 @@ https://arxiv.org/abs/2210.17323)."""
 
 from torch import Tensor
 
-from fastinfer.ops._library import ops
+from fastinfer.ops._library import inference_only, into, ops
 
 
-def permute_columns(x: Tensor, permutation: Tensor) -> Tensor:
+def permute_columns(x: Tensor, permutation: Tensor, *, out: Tensor | None = None) -> Tensor:
     """``x[:, permutation]``.
 
     Args:
@@ -25,4 +25,7 @@ def permute_columns(x: Tensor, permutation: Tensor) -> Tensor:
     >>> ops.permute_columns(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([2, 0, 1]))
     tensor([[3., 1., 2.]])
     """
+    inference_only("permute_columns", "x", x)
+    if out is not None:
+        return into(out, ops.permute_columns, x, permutation)
     return ops.permute_columns.default(x, permutation)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from fastinfer.ops._library import ops
+from fastinfer.ops._library import inference_only, ops
 
 
 def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -28,4 +28,5 @@ def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     >>> ops.quantize_int8(torch.tensor([[127.0, -3.6, 2.5]]))
     (tensor([[127,  -4,   2]], dtype=torch.int8), tensor([1.]))
     """
+    inference_only("quantize_int8", "x", x)
     return ops.quantize_int8.default(x)

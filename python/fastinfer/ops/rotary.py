@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastinfer.ops._library import ops
+from fastinfer.ops._library import inference_only, ops
 
 TABLE_SLICE = 8192  # positions
 
@@ -178,6 +178,7 @@ def rotary_embedding(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Ten
     >>> torch.allclose(scores[1:, 1:], scores[:-1, :-1], atol=1e-3)  # they depend on the distance alone
     True
     """
+    inference_only("rotary_embedding", "q k", q, k)
     ops.rotary_embedding.default(q, k, positions, cos_sin_cache, interleaved)
 
 
@@ -231,6 +232,8 @@ def norm_rotary_store(
     >>> torch.allclose(q, q_wanted, atol=1e-5), torch.allclose(k_cache[0, :3], k_wanted, atol=1e-5)
     (True, True)
     """
+    inference_only("norm_rotary_store", "q k", q, k)
+    inference_only("norm_rotary_store", "v", v)
     ops.norm_rotary_store.default(
         q,
         k,

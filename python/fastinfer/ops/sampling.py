@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fastinfer.ops._library import ops
+from fastinfer.ops._library import inference_only, ops
 
 
 class Sampled(NamedTuple):
@@ -107,6 +107,7 @@ def sample(
     >>> bool(a == b)
     True
     """
+    inference_only("sample", "logits", logits)
     return Sampled(
         *ops.sample.default(
             logits,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fastinfer.ops._library import ops
+from fastinfer.ops._library import inference_only, into, ops
 
 
 def w8a8_gemm(
@@ -17,6 +17,7 @@ def w8a8_gemm(
     activation: str | None = None,
     residual: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
 ) -> Tensor:
     """``x_scales[:, None] * scales * (x @ q.T)`` with an exact int32 product, then bias, and activation or residual.
 
@@ -51,4 +52,7 @@ def w8a8_gemm(
     >>> torch.allclose(out, (x_int8.int() @ q.int().T) * x_scales[:, None])
     True
     """
+    inference_only("w8a8_gemm", "x_scales residual", x_scales, residual)
+    if out is not None:
+        return into(out, ops.w8a8_gemm, x, x_scales, qweight, scales, out_features, bias, activation, residual, dtype)
     return ops.w8a8_gemm.default(x, x_scales, qweight, scales, out_features, bias, activation, residual, dtype)
