@@ -10,6 +10,7 @@ def silu_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
 
     Args:
         x: [..., 2 * d]; fp32, bf16 or fp16; contiguous. The gate comes first.
+        out: receives the result; see :mod:`fastinfer.ops`.
 
     Returns:
         [..., d], dtype of ``x``; computed in fp32.
@@ -35,6 +36,7 @@ def gelu_and_mul(x: Tensor, approximate: str = "tanh", *, out: Tensor | None = N
     Args:
         x: [..., 2 * d]; fp32, bf16 or fp16; contiguous. The gate comes first.
         approximate: ``"tanh"`` or ``"none"`` (exact, by erf), as in ``torch.nn.functional.gelu``.
+        out: receives the result; see :mod:`fastinfer.ops`.
 
     Returns:
         [..., d], dtype of ``x``; computed in fp32.
@@ -62,6 +64,7 @@ def gelu(x: Tensor, approximate: str = "tanh", *, out: Tensor | None = None) -> 
     Args:
         x: [..., d]; fp32, bf16 or fp16; contiguous.
         approximate: ``"tanh"`` or ``"none"`` (exact, by erf), as in ``torch.nn.functional.gelu``.
+        out: receives the result; may be ``x``; see :mod:`fastinfer.ops`.
 
     Returns:
         Shape and dtype of ``x``; computed in fp32.

@@ -100,6 +100,7 @@ def paged_attention(
             kv_heads, groups, 2] fp16: scales and minimums, see :func:`store_kv_cache`.
         plan: ``paged_attention_plan`` of the same ``seq_lens``, ``query_start``, heads, head_dim and window; without
             one each call makes its own. Calls that share a plan must follow each other on one stream.
+        out: receives the result; see :mod:`fastinfer.ops`.
 
     Returns:
         [tokens, q_heads, head_dim], dtype of ``q``. Computed in fp32; on CUDA the products' factors, probabilities

@@ -22,6 +22,7 @@ def embedding(
         residual: [tokens, hidden]; fp32, bf16 or fp16; contiguous; not changed. The sum is in fp32.
         dtype: of the result; ``None`` for that of ``residual`` if there is one (then it must be ``None``), else of
             ``weight``.
+        out: receives the result; may be ``residual``; see :mod:`fastinfer.ops`.
 
     Returns:
         [tokens, hidden].

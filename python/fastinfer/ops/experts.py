@@ -97,6 +97,7 @@ def grouped_gemm(
         row_ids, expert_start: of :func:`route_experts`. ``rows`` is the length of ``row_ids``.
         activation: ``None``, ``"silu"``, ``"gelu_tanh"`` or ``"gelu"``: gated, with gate and up rows interleaved, see
             :mod:`fastinfer.ops.gemm`.
+        out: receives the result; see :mod:`fastinfer.ops`.
 
     Returns:
         [rows, out_features] (``out_features / 2`` with an activation), dtype of ``x``. Accumulated in fp32. Weights of
@@ -144,6 +145,7 @@ def grouped_int8_gemm(
         mins: like ``scales``, or ``None``.
         out_features, activation_bits: as in :func:`fastinfer.ops.int8_gemm`.
         x, row_ids, expert_start, activation: as in :func:`grouped_gemm`.
+        out: receives the result; see :mod:`fastinfer.ops`.
 
     Returns:
         As :func:`grouped_gemm`.
@@ -269,6 +271,7 @@ def combine_experts(
         x: [tokens * top_k, hidden]: of a grouped product; fp32, bf16 or fp16; contiguous.
         expert_weights: [tokens, top_k] fp32, contiguous.
         residual: [tokens, hidden], dtype of ``x``, contiguous; added after the rows.
+        out: receives the result; may be ``residual``; see :mod:`fastinfer.ops`.
 
     Returns:
         [tokens, hidden], dtype of ``x``. Summed in fp32, in the order of a token's experts.

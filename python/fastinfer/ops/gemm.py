@@ -43,6 +43,7 @@ def gemm(
         eps: of that norm.
         activation: ``None``, ``"silu"``, ``"gelu_tanh"`` or ``"gelu"``: gated, see the module's text.
         residual: [tokens, out_features], dtype of ``x``: added to the result. Not together with ``activation``.
+        out: receives the result; may be ``residual``; see :mod:`fastinfer.ops`.
 
     Returns:
         [tokens, out_features] (``out_features / 2`` with an activation), dtype of ``x``. Accumulated in fp32.
@@ -93,6 +94,7 @@ def int8_gemm(
             the fly. 8: integer products, fastest, with a relative error of about 0.4 %; every run of 16 inputs has the
             smallest scale that holds it among 4,095 multiples of a step of the row. 16: likewise with 14 bits: as exact
             as fp32 for most purposes, at up to twice the arithmetic. A GPU takes ``x`` as it is: 32 only.
+        out: receives the result; may be ``residual``; see :mod:`fastinfer.ops`.
 
     Returns:
         [tokens, out_features] (``out_features / 2`` with an activation), dtype of ``x``. Accumulated in fp32.
@@ -192,6 +194,7 @@ def table_gemm(
         qweight: from :func:`int4_pack`.
         table: [16] fp32; on a GPU its values are rounded to the dtype of ``x``.
         x, scales, out_features, bias, norm_weight, eps, activation, residual: as in :func:`int8_gemm`.
+        out: receives the result; may be ``residual``; see :mod:`fastinfer.ops`.
 
     Returns:
         As :func:`int8_gemm`.

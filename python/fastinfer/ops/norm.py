@@ -16,6 +16,7 @@ def rms_norm(
         eps: added to the mean of squares.
         residual: shape and dtype of ``x``; added to the norm in fp32, before the one rounding of the result. It is not
             changed: the sum is the result.
+        out: receives the result; may be ``x`` or ``residual``; see :mod:`fastinfer.ops`.
 
     Returns:
         [..., hidden], dtype of ``x``.
@@ -48,6 +49,7 @@ def add_rms_norm(
         residual: shape and dtype of ``x``; changed in place.
         weight: [hidden]; fp32 or the dtype of ``x``.
         eps: added to the mean of squares.
+        out: receives the result; may be ``x``; see :mod:`fastinfer.ops`.
 
     Returns:
         [..., hidden], dtype of ``x``.
@@ -112,6 +114,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, ou
         weight: [hidden]; fp32 or the dtype of ``x``.
         bias: [hidden], dtype of ``weight``.
         eps: added to the variance.
+        out: receives the result; may be ``x``; see :mod:`fastinfer.ops`.
 
     Returns:
         [..., hidden], dtype of ``x``.

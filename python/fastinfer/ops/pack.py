@@ -141,6 +141,7 @@ def int4_dequantize(
         rows: [n] int64 row indices (an embedding's token ids); ``None`` for all rows in order. On a GPU, where indices
             cannot be looked at, the row of one past the weight is NaN.
         dtype: fp32, bf16 or fp16.
+        out: receives the result; see :mod:`fastinfer.ops`.
 
     Returns:
         [n or out_features, in_features].

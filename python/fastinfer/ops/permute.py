@@ -12,6 +12,7 @@ def permute_columns(x: Tensor, permutation: Tensor, *, out: Tensor | None = None
     Args:
         x: [tokens, cols]; fp32, bf16 or fp16; rows may be strided, columns not.
         permutation: [cols] int64; contiguous. An index outside 0 .. cols - 1 raises on the CPU; on CUDA it gives zeros.
+        out: receives the result; see :mod:`fastinfer.ops`.
 
     Returns:
         [tokens, cols], dtype of ``x``.

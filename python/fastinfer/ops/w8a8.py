@@ -34,6 +34,7 @@ def w8a8_gemm(
         activation: ``None``, ``"silu"``, ``"gelu_tanh"`` or ``"gelu"``: gated, as in :func:`fastinfer.ops.gemm`.
         residual: [tokens, out_features] of ``dtype``: added to the result. Not together with ``activation``.
         dtype: of the result: fp32, bf16 or fp16.
+        out: receives the result; may be ``residual``; see :mod:`fastinfer.ops`.
 
     Returns:
         [tokens, out_features] (``out_features / 2`` with an activation). The epilogue is in fp32, rounded once.
