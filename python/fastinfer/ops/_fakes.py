@@ -16,8 +16,8 @@ _library = torch.library.Library("fastinfer", "IMPL")
 def fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers the decorated shape function of an operator, for its overload ``.out`` as well.
 
-    Results are new and contiguous whatever the strides of the arguments, so ``new_empty`` and never ``empty_like``.
-    Autograd is passed by: a result that came from a Parameter would claim to require grad, and fail in ``backward``.
+    Results are contiguous whatever the strides of the arguments: ``new_empty``, not ``empty_like``. Autograd is passed
+    by: a result that came from a Parameter would claim to require grad, and fail in ``backward``.
     """
 
     def register(shape: Callable[..., Any]) -> Callable[..., Any]:
