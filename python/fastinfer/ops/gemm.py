@@ -143,7 +143,8 @@ def int4_gemm(
     Args:
         qweight: from :func:`int4_pack`, on the device of ``x``.
         mins: like ``scales``, or ``None`` for the symmetric ``w = scale * (q - 8)``.
-        x, scales, out_features, bias, norm_weight, eps, activation, residual, activation_bits: as in :func:`int8_gemm`.
+        x, scales, out_features, bias, norm_weight, eps, activation, residual, activation_bits, out: as in
+            :func:`int8_gemm`.
 
     Returns:
         As :func:`int8_gemm`.
