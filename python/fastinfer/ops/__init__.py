@@ -9,6 +9,8 @@ dtype and device, which is written and returned, with bitwise the same numbers. 
 elementwise step reads (``x`` of the norms and of ``gelu``, ``residual`` everywhere but in ``add_rms_norm``); any other
 overlap with an argument raises. All functions work under ``torch.compile(fullgraph=True)``, in ``torch.export``, in a
 :class:`CPUGraph` and in a ``torch.cuda.CUDAGraph`` (not yet run on a GPU); a graph's results stay where ``out`` is.
+Where shapes are dynamic, let them be the numbers of tokens: with a symbolic head size the Inductor of torch 2.13 writes
+in-place results of a split tensor to the wrong place.
 
 Shapes use these names: *tokens* (ragged batches are flattened, nothing is padded), *hidden*, *q_heads*, *kv_heads*,
 *head_dim*, *seqs*. A wrong shape, dtype or device raises ``RuntimeError`` (``ValueError`` where Python checks) that
