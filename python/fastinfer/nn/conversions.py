@@ -31,10 +31,6 @@ class Options:
     group_size: int | None = None
     activation_bits: int = 8
 
-    @property
-    def label(self) -> str:
-        return f" ({self.quantize})" if self.quantize else ""
-
     def arguments(self) -> dict[str, Any]:
         return vars(self)
 
@@ -126,7 +122,7 @@ def _rotary_table(rotary: nn.Module, device: torch.device, max_position: int, la
 def _linears(module: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
     layers = [getattr(module, name, None) for name in names]
     for name, layer in zip(names, layers, strict=True):
-        if type(layer) is not nn.Linear:
+        if type(layer) not in (nn.Linear, QuantLinear):
             raise Kept(f"has no plain linear layer {name}")
     return layers  # type: ignore[return-value]
 

@@ -41,6 +41,19 @@ class Linear(nn.Linear):
         return _by_rows(x, options, lambda rows: ops.gemm(rows, self.weight, bias=self.bias, **options))
 
 
+class PackedWeight(Tensor):
+    """Integers of a :class:`QuantLinear`, for code that asks a linear layer's weight for its device, dtype or type."""
+
+    _is_hf_initialized = True  # or transformers would fill it with random numbers
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        raise TypeError(
+            "a QuantLinear has no dense weight to change, or to merge an adapter into; merge it into the dense model "
+            "and quantise that"
+        )
+
+
 class QuantLinear(nn.Linear):
     """A linear layer with a weight of 4 or 8 bits.
 
@@ -103,6 +116,11 @@ class QuantLinear(nn.Linear):
         values = torch.empty(out_features, device=device, dtype=dtype) if bias else None
         self.bias = None if values is None else nn.Parameter(values, requires_grad=False)
 
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The packed integers, which are no matrix."""
+        return self.qweight.as_subclass(PackedWeight)
+
     @classmethod
     def from_linear(
         cls, linear: nn.Linear, kind: str = "int4", group_size: int | None = None, activation_bits: int = 8
@@ -125,8 +143,18 @@ class QuantLinear(nn.Linear):
         """Take a dense weight [out_features, in_features], on whose device the layer then is."""
         for name, values in self._round(weight).items():
             setattr(self, name, values)
+        self.finish_loading(cpu_layout=False)
+
+    def finish_loading(self, cpu_layout: bool) -> None:
+        """Put right what is not as :meth:`load_state_dict` leaves it, where a loader assigned the buffers.
+
+        Args:
+            cpu_layout: whether ``qweight`` came from a state, and so lies as on the CPU whatever its device.
+        """
+        if cpu_layout and self.qweight.is_cuda:
+            self.qweight = self._pack(self._integers(self.qweight.cpu()).to(self.qweight.device))
         if self.table is not None:
-            self.table = NF4_TABLE.to(weight.device)
+            self.table = NF4_TABLE.to(self.qweight.device)
 
     def dequantize(self) -> Tensor:
         """The weight as numbers, [out_features, in_features] fp32."""
@@ -213,7 +241,9 @@ class QuantLinear(nn.Linear):
 def make_linear(
     linear: nn.Linear, quantize: str | None, group_size: int | None, activation_bits: int
 ) -> Linear | QuantLinear:
-    """A layer as one of ours."""
+    """A layer as one of ours; one that is quantised already stays."""
+    if isinstance(linear, QuantLinear):
+        return linear
     if quantize is None:
         return Linear.from_linear(linear)
     return QuantLinear.from_linear(linear, quantize, group_size, activation_bits)

@@ -55,7 +55,7 @@ def replace(
     Args:
         model: a causal decoder of transformers 5, on the CPU or one GPU.
         quantize: ``"int4"``, ``"int8"`` or ``"nf4"`` for the linear layers, see :class:`QuantLinear`; ``None`` leaves
-            the weights as they are.
+            the weights as they are. Those that are quantised already stay so.
         lm_head: the same for the output layer, whose errors show most; ``None`` leaves it. Only with ``quantize``.
         group_size, activation_bits: see :class:`QuantLinear`; the output layer has at least 16 bits.
         skip: names of modules, or patterns such as ``"model.layers.0.*"``, that stay.
@@ -92,7 +92,7 @@ def replace(
     output = conversions.Options(quantize and lm_head, group_size, max(activation_bits, 16))
     report = Replacement()
 
-    def convert(name: str, module: nn.Module, conversion: Callable[[], nn.Module], label: str = "") -> None:
+    def convert(name: str, module: nn.Module, conversion: Callable[[], nn.Module]) -> None:
         kind = type(module).__name__
         if any(fnmatch(name, pattern) for pattern in skip):
             report.kept[name] = kind, "was to be skipped"
@@ -104,13 +104,14 @@ def replace(
             report.kept[name] = kind, str(reason)
             return
         model.set_submodule(name, ours)
-        report.replaced[name] = kind, type(ours).__name__ + label
+        kinds = sorted({layer.kind for layer in ours.modules() if isinstance(layer, QuantLinear)})
+        report.replaced[name] = kind, type(ours).__name__ + (f" ({', '.join(kinds)})" if kinds else "")
 
     if fuse:
         for name, module in _modules(model, lambda m: m in trial.attention or type(m).__name__.endswith("Attention")):
-            convert(name, module, partial(conversions.convert_attention, module, trial, layers), layers.label)
+            convert(name, module, partial(conversions.convert_attention, module, trial, layers))
         for name, module in _modules(model, lambda m: hasattr(m, "gate_proj")):
-            convert(name, module, partial(conversions.convert_mlp, module, trial, layers), layers.label)
+            convert(name, module, partial(conversions.convert_mlp, module, trial, layers))
     for name, module in _modules(model, lambda m: type(m).__name__.endswith("RMSNorm")):
         convert(name, module, partial(conversions.convert_norm, module, trial))
     if fuse:
@@ -121,7 +122,7 @@ def replace(
         for name, module in _modules(model, lambda m: type(m) is nn.Linear):
             assert isinstance(module, nn.Linear)
             options = output if module is model.get_output_embeddings() else layers
-            convert(name, module, partial(conversions.convert_linear, module, options), options.label)
+            convert(name, module, partial(conversions.convert_linear, module, options))
     for name, module in _modules(model, lambda m: not isinstance(m, nn.Embedding | Linear | QuantLinear)):
         if module._parameters and name not in report.kept:
             reason = "keeps its dense weight" if isinstance(module, nn.Linear) else "has no module here"

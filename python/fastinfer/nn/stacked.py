@@ -19,8 +19,11 @@ def stack_linears(
 ) -> Linear | QuantLinear:
     """One layer whose rows are those of several: below each other, or two of them interleaved in runs of 16.
 
+    Layers that are quantised already are joined as they are.
+
     Raises:
-        ValueError: numbers of inputs differ, some layers alone have a bias, or rows are no multiple of 16.
+        ValueError: numbers of inputs differ, some layers alone have a bias or are quantised, or otherwise than others,
+            or rows are no multiple of 16.
     """
     if len({layer.in_features for layer in layers}) > 1:
         raise ValueError(f"layers must have one number of inputs, got {[layer.in_features for layer in layers]}")
@@ -35,13 +38,55 @@ def stack_linears(
         return nn.Parameter(interleave_gate_up(*detached) if interleaved else torch.cat(detached), requires_grad=False)
 
     first = layers[0]
-    stacked = Linear(first.in_features, sum(layer.out_features for layer in layers), bias=False, device="meta")
-    stacked.weight = join([layer.weight for layer in layers])
+    stacked: Linear | QuantLinear
+    if any(isinstance(layer, QuantLinear) for layer in layers):
+        stacked = _stack_tiles(layers, interleaved)
+    else:
+        stacked = Linear(first.in_features, sum(layer.out_features for layer in layers), bias=False, device="meta")
+        stacked.weight = join([layer.weight for layer in layers])
+        if quantize is not None:
+            stacked = QuantLinear.from_linear(stacked, quantize, group_size, activation_bits)
     if first.bias is not None:
         stacked.bias = join([layer.bias for layer in layers])
-    if quantize is None:
-        return stacked
-    return QuantLinear.from_linear(stacked, quantize, group_size, activation_bits)
+    return stacked
+
+
+def _stack_tiles(layers: Sequence[nn.Linear], interleaved: bool) -> QuantLinear:
+    """The rows of packed weights, 16 to a tile; without a bias."""
+    forms = {
+        (layer.kind, layer.group_size, layer.activation_bits) if isinstance(layer, QuantLinear) else "dense"
+        for layer in layers
+    }
+    first = layers[0]
+    if len(forms) > 1 or not isinstance(first, QuantLinear):
+        raise ValueError(f"layers must all be quantised in one way, got {', '.join(sorted(map(str, forms)))}")
+    stacked = QuantLinear(
+        first.in_features,
+        sum(layer.out_features for layer in layers),
+        bias=False,
+        kind=first.kind,
+        group_size=first.group_size,
+        activation_bits=first.activation_bits,
+        device="meta",
+    )
+    for name in PACKED:
+        if getattr(first, name) is not None:
+            parts = [getattr(layer, name) for layer in layers]
+            setattr(stacked, name, torch.stack(parts, 1).flatten(0, 1) if interleaved else torch.cat(parts))
+    stacked.table = first.table
+    return stacked
+
+
+class StackedRows(nn.Module):
+    """Stands where a layer was before it was stacked. Adapters look for it by its name, and would be left out silently
+    if they did not find it; PEFT refuses this module with an error that shows it."""
+
+    def __init__(self, stacked: str) -> None:
+        super().__init__()
+        self.stacked = stacked
+
+    def extra_repr(self) -> str:
+        return f"rows of {self.stacked}; adapters need fastinfer.nn.replace(..., fuse=False)"
 
 
 def name_rows(module: nn.Module, stacked: str, names: Sequence[str], sizes: Sequence[int], interleaved: bool) -> None:
@@ -57,7 +102,8 @@ def name_rows(module: nn.Module, stacked: str, names: Sequence[str], sizes: Sequ
 
     def split(values: Tensor, unit: int) -> Sequence[Tensor]:
         if interleaved:
-            return [part.flatten(0, 1) for part in values.unflatten(0, (-1, len(names), TILE_ROWS // unit)).unbind(1)]
+            parts = values.unflatten(0, (-1, len(names), TILE_ROWS // unit)).unbind(1)
+            return [part.flatten(0, 1).contiguous() for part in parts]  # safetensors takes no strides
         return values.split([size // unit for size in sizes])
 
     def join(parts: Sequence[Tensor], unit: int) -> Tensor:
@@ -80,5 +126,7 @@ def name_rows(module: nn.Module, stacked: str, names: Sequence[str], sizes: Sequ
             if all(key in state for key in keys):
                 state[f"{prefix}{stacked}.{kind}"] = join([state.pop(key) for key in keys], unit)
 
+    for name in names:
+        module.add_module(name, StackedRows(stacked))
     module.register_state_dict_post_hook(save)
     module.register_load_state_dict_pre_hook(load)

@@ -1,11 +1,13 @@
-"""The kernels inside transformers (version 5): ``attn_implementation="fastinfer"``.
+"""The kernels inside transformers (version 5): ``attn_implementation="fastinfer"``, and quantisation while loading.
 
 >>> from transformers import AutoModelForCausalLM  # doctest: +SKIP
->>> from fastinfer.integrations.transformers import register
+>>> from fastinfer.integrations.transformers import FastinferConfig, register
 >>> register()
 >>> model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="fastinfer")  # doctest: +SKIP
+>>> small = AutoModelForCausalLM.from_pretrained(path, quantization_config=FastinferConfig("int4"))  # doctest: +SKIP
 """
 
+from fastinfer.integrations.transformers.quantizer import FastinferConfig
 from fastinfer.integrations.transformers.registration import register
 
-__all__ = ["register"]
+__all__ = ["FastinferConfig", "register"]

@@ -1,18 +1,27 @@
 """What transformers is told of us."""
 
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
 
 from fastinfer.integrations.transformers.attention import attention_forward
 from fastinfer.integrations.transformers.mask import attention_mask
-
-NAME = "fastinfer"
+from fastinfer.integrations.transformers.quantizer import NAME, FastinferConfig, FastinferQuantizer
 
 
 def register() -> None:
-    """Make ``attn_implementation="fastinfer"`` known. More than once does no harm.
+    """Make ``attn_implementation="fastinfer"`` and quantisation with :class:`FastinferConfig` known.
+
+    More than once does no harm.
 
     Raises:
         ImportError: transformers is not installed, or older than version 5.
     """
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)  # without one, padding would be ignored
+    if NAME not in AUTO_QUANTIZER_MAPPING:
+        register_quantization_config(NAME)(FastinferConfig)
+        register_quantizer(NAME)(FastinferQuantizer)
