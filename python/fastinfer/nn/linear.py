@@ -49,7 +49,7 @@ class PackedWeight(Tensor):
     @property
     def data(self) -> Tensor:  # type: ignore[override]
         raise TypeError(
-            "a QuantLinear has no dense weight to change, or to merge an adapter into; merge it into the dense model "
+            "a QuantLinear has no dense weight to read, change or merge an adapter into; merge it into the dense model "
             "and quantise that"
         )
 
