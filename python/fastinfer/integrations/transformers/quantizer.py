@@ -14,6 +14,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from fastinfer.nn.attention import Attention
 from fastinfer.nn.linear import KINDS, QuantLinear
 from fastinfer.nn.mlp import FusedMLP
+from fastinfer.torch_threads import one_torch_thread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -133,7 +134,8 @@ class FastinferQuantizer(HfQuantizer):
         layer, linear = self.layers.pop(name), model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         layer.bias = linear.bias
-        layer.quantize(linear.weight.detach() if weight is None else weight)
+        with one_torch_thread():  # SmolLM2 in 1.7 s instead of 2.5 to 5, on two busy cores
+            layer.quantize(linear.weight.detach() if weight is None else weight)
         model.set_submodule(name, layer)
 
     def _process_model_before_weight_loading(self, model: "PreTrainedModel", **kwargs: Any) -> None:
