@@ -23,7 +23,7 @@ class LinearOptions(NormOptions, total=False):
     """All that a product fuses in; see :mod:`fastinfer.ops.gemm`."""
 
     activation: str
-    residual: Tensor
+    residual: Tensor | None
 
 
 class Weight(ABC):

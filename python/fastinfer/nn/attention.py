@@ -3,8 +3,10 @@
 from typing import Any
 
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from fastinfer import ops
+from fastinfer.formats.weight import NormOptions
 from fastinfer.nn.dense_cache import dense_cache_attention
 from fastinfer.nn.linear import make_linear
 from fastinfer.nn.rms_norm import RMSNorm
@@ -88,8 +90,24 @@ class Attention(nn.Module):
         Returns:
             [batch, length, hidden], and ``None`` where transformers has probabilities.
         """
-        batch, length = hidden_states.shape[:2]
-        heads = self.qkv_proj(hidden_states).view(batch * length, -1, self.head_dim)
+        batch, length, hidden = hidden_states.shape
+        rows = hidden_states.reshape(batch * length, hidden)
+        out = self.attend(rows, batch, position_embeddings, attention_mask, past_key_values)
+        return out.view(batch, length, -1), None
+
+    def attend(
+        self,
+        x: Tensor,
+        batch: int,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        attention_mask: Tensor | None,
+        past_key_values: Any,
+        residual: Tensor | None = None,
+        **norm: Unpack[NormOptions],
+    ) -> Tensor:
+        """:meth:`forward` of [batch * length, hidden], perhaps with a norm before and a sum after."""
+        length = x.shape[0] // batch
+        heads = self.qkv_proj(x, **norm).view(batch * length, -1, self.head_dim)
         q, k, v = heads.split(self.heads, 1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -109,7 +127,8 @@ class Attention(nn.Module):
             softcap=self.softcap or 0.0,
             sinks=self.sinks,
         )
-        return self.o_proj(out.flatten(2)), None
+        projected: Tensor = self.o_proj(out.reshape(batch * length, -1), residual=residual)
+        return projected
 
     def extra_repr(self) -> str:
         q_heads, kv_heads, _ = self.heads

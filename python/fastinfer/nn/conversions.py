@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastinfer.nn.attention import Attention
+from fastinfer.nn.decoder_layer import fused_forward
 from fastinfer.nn.linear import QuantLinear
 from fastinfer.nn.mlp import FusedMLP
 from fastinfer.nn.rms_norm import RMSNorm
@@ -75,6 +77,17 @@ def convert_attention(attention: nn.Module, trial: Trial, options: Options) -> A
     if not _agrees(_build(Attention, *layers, **arguments), _calls(attention, trial)):
         raise Kept(DIFFERENT)
     return _build(Attention, *layers, **arguments, **options.arguments())
+
+
+def fuse_layer(layer: nn.Module, trial: Trial) -> nn.Module:
+    """A layer of our modules with another ``forward``; compared is what its modules make of the trial's input."""
+    fused = MethodType(fused_forward, layer)
+    quantized = any(isinstance(module, QuantLinear) for module in layer.modules())
+    for call in _calls(layer, trial):
+        if not same(fused(*call.args, **call.kwargs), layer(*call.args, **call.kwargs), quantized):
+            raise Kept(DIFFERENT)
+    layer.forward = fused
+    return layer
 
 
 def convert_linear(linear: nn.Linear, options: Options) -> QuantLinear:

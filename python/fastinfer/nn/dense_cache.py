@@ -38,9 +38,11 @@ def dense_cache_attention(
     batch, length, q_heads, head_dim = q.shape
     kv_heads, cached = k.shape[1:3]
     sequences, group, device = batch * kv_heads, q_heads // max(kv_heads, 1), q.device
-    rows = q.unflatten(2, (kv_heads, group)).transpose(1, 2).reshape(-1, group, head_dim)
-    table = torch.arange(sequences, dtype=torch.int32, device=device)[:, None]
-    page = cached
+    # Calls are a step's cost on a CPU: with one query each, rows stand in the order of heads already.
+    grouped = q if length == 1 else q.unflatten(2, (kv_heads, group)).transpose(1, 2)
+    rows = grouped.reshape(-1, group, head_dim)
+    starts = torch.arange(0, sequences * length + 1, length, dtype=torch.int32, device=device)
+    table, page = torch.arange(sequences, dtype=torch.int32, device=device)[:, None], cached
     if visible is None:
         lengths = torch.full((sequences,), cached, dtype=torch.int32, device=device)
     else:
@@ -50,7 +52,6 @@ def dense_cache_attention(
             first = bounds[:, :1]
             table = table * cached + first + torch.arange(cached, dtype=torch.int32, device=device)
             lengths, page = lengths - first[:, 0], 1
-    starts = torch.arange(sequences + 1, dtype=torch.int32, device=device) * length
     lse = None if sinks is None else torch.empty(rows.shape[:2], device=device)
     out = ops.paged_attention(
         rows,
@@ -64,9 +65,14 @@ def dense_cache_attention(
         softcap=softcap,
         lse=lse,
     )
-    out = out.view(batch, kv_heads, length, group, head_dim).transpose(1, 2).reshape(q.shape)
+
+    def in_order(rows: Tensor) -> Tensor:
+        """[batch * kv_heads * length, group, ...] as [batch, length, q_heads, ...]."""
+        if length > 1:
+            rows = rows.unflatten(0, (batch, kv_heads, length)).transpose(1, 2)
+        return rows.reshape(batch, length, q_heads, -1)
+
     if sinks is None or lse is None:
-        return out
+        return in_order(out)
     # One more logit takes its share of every probability.
-    lse = lse.view(batch, kv_heads, length, group).transpose(1, 2).reshape(batch, length, q_heads, 1)
-    return (out * (lse - sinks.float()[:, None]).sigmoid()).to(q.dtype)
+    return (in_order(out) * (in_order(lse) - sinks.float()[:, None]).sigmoid()).to(q.dtype)

@@ -38,7 +38,9 @@ class Linear(nn.Linear):
         return layer
 
     def forward(self, x: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
-        return _by_rows(x, options, lambda rows: ops.gemm(rows, self.weight, bias=self.bias, **options))
+        if x.dim() != 2:
+            return _by_rows(self, x, options)
+        return ops.gemm(x, self.weight, bias=self.bias, **options)
 
 
 class PackedWeight(Tensor):
@@ -167,15 +169,8 @@ class QuantLinear(nn.Linear):
         return groups.flatten(1)
 
     def forward(self, x: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
-        return _by_rows(x, options, lambda rows: self._product(rows, **options))
-
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"kind={self.kind}, group_size={self.group_size}"
-        )
-
-    def _product(self, x: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
+        if x.dim() != 2:
+            return _by_rows(self, x, options)
         if self.table is not None:
             return ops.table_gemm(
                 x, self.qweight, self.scales, self.table, self.out_features, bias=self.bias, **options
@@ -190,6 +185,12 @@ class QuantLinear(nn.Linear):
             bias=self.bias,
             activation_bits=32 if x.is_cuda else self.activation_bits,
             **options,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"kind={self.kind}, group_size={self.group_size}"
         )
 
     def _pack(self, integers: Tensor) -> Tensor:
@@ -255,9 +256,10 @@ def default_group_size(kind: str, in_features: int) -> int:
     return usual if in_features % usual == 0 else 32
 
 
-def _by_rows(x: Tensor, options: LinearOptions, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """A product of [..., in_features] by one that takes [tokens, in_features]."""
-    if "residual" in options:
-        options["residual"] = options["residual"].reshape(-1, options["residual"].shape[-1])
-    out = product(x.reshape(-1, x.shape[-1]))
+def _by_rows(layer: Linear | QuantLinear, x: Tensor, options: LinearOptions) -> Tensor:
+    """A layer's result for [..., in_features], by way of [tokens, in_features]."""
+    residual = options.get("residual")
+    if residual is not None:
+        options["residual"] = residual.reshape(-1, residual.shape[-1])
+    out = layer.forward(x.reshape(-1, x.shape[-1]), **options)
     return out.view(*x.shape[:-1], out.shape[-1])

@@ -1,7 +1,9 @@
 """The gated MLP as two products, the activation within the first."""
 
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
+from fastinfer.formats.weight import NormOptions
 from fastinfer.nn.linear import make_linear
 from fastinfer.nn.stacked import name_rows, stack_linears
 
@@ -44,8 +46,12 @@ class FusedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] to the same."""
-        hidden: Tensor = self.gate_up_proj(x, activation=self.activation)
-        out: Tensor = self.down_proj(hidden)
+        return self.transform(x.reshape(-1, x.shape[-1])).view(x.shape)
+
+    def transform(self, x: Tensor, residual: Tensor | None = None, **norm: Unpack[NormOptions]) -> Tensor:
+        """[tokens, hidden] to the same, perhaps with a norm before and a sum after."""
+        hidden = self.gate_up_proj(x, activation=self.activation, **norm)
+        out: Tensor = self.down_proj(hidden, residual=residual)
         return out
 
     def extra_repr(self) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fastinfer.nn.attention import Attention
+from fastinfer.nn.decoder_layer import is_fusible
 from fastinfer.nn.linear import KINDS, Linear, QuantLinear
 from fastinfer.nn.mlp import FusedMLP
 from fastinfer.nn.rms_norm import RMSNorm
@@ -76,6 +77,7 @@ def replace(
     replaced 2 LlamaMLP -> FusedMLP (int4)
     replaced 5 LlamaRMSNorm -> RMSNorm
     replaced 1 LlamaRotaryEmbedding -> RotaryEmbedding
+    replaced 2 LlamaDecoderLayer -> norms and residuals fused
     replaced 1 Linear -> QuantLinear (int8)
     """
     for kind in (quantize, lm_head):
@@ -92,7 +94,7 @@ def replace(
     output = conversions.Options(quantize and lm_head, group_size, max(activation_bits, 16))
     report = Replacement()
 
-    def convert(name: str, module: nn.Module, conversion: Callable[[], nn.Module]) -> None:
+    def convert(name: str, module: nn.Module, conversion: Callable[[], nn.Module], became: str | None = None) -> None:
         kind = type(module).__name__
         if any(fnmatch(name, pattern) for pattern in skip):
             report.kept[name] = kind, "was to be skipped"
@@ -103,9 +105,10 @@ def replace(
         except conversions.Kept as reason:
             report.kept[name] = kind, str(reason)
             return
-        model.set_submodule(name, ours)
+        if ours is not module:
+            model.set_submodule(name, ours)
         kinds = sorted({layer.kind for layer in ours.modules() if isinstance(layer, QuantLinear)})
-        report.replaced[name] = kind, type(ours).__name__ + (f" ({', '.join(kinds)})" if kinds else "")
+        report.replaced[name] = kind, became or type(ours).__name__ + (f" ({', '.join(kinds)})" if kinds else "")
 
     if fuse:
         for name, module in _modules(model, lambda m: m in trial.attention or type(m).__name__.endswith("Attention")):
@@ -118,6 +121,8 @@ def replace(
         theirs = [module for _, module in _modules(model, lambda m: m in trial.attention)]
         for name, module in _modules(model, lambda m: type(m).__name__.endswith("RotaryEmbedding")):
             convert(name, module, partial(conversions.convert_rotary, module, trial, theirs, _max_position(model)))
+        for name, module in _modules(model, is_fusible):
+            convert(name, module, partial(conversions.fuse_layer, module, trial), "norms and residuals fused")
     if quantize is not None:
         for name, module in _modules(model, lambda m: type(m) is nn.Linear):
             assert isinstance(module, nn.Linear)

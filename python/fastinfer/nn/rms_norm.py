@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fastinfer import ops
+from fastinfer.formats.weight import NormOptions
 
 
 class RMSNorm(nn.Module):
@@ -48,6 +49,10 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight if self.scale is None else self.scale
         return ops.rms_norm(x.contiguous(), weight, self.variance_epsilon)
+
+    def as_options(self) -> NormOptions:
+        """What a linear layer is given to compute this norm first."""
+        return {"norm_weight": self.weight if self.scale is None else self.scale, "eps": self.variance_epsilon}
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}, unit_offset={self.unit_offset}"

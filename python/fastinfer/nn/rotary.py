@@ -25,15 +25,15 @@ class RotaryEmbedding(nn.Module):
         """The table, and the tokens' positions.
 
         Args:
-            x: not looked at.
-            position_ids: [batch, length] int64; below the table's ``max_position``.
+            x: [batch, length, ...], of which only the sizes count.
+            position_ids: [1 or batch, length] int64; below the table's ``max_position``.
             layer_type: one that the module has a table for.
 
         Returns:
-            [max_position, rotary_dim] fp32 and [batch, length] int64.
+            [max_position, rotary_dim] fp32 and [batch * length] int64.
         """
         table: Tensor = getattr(self, self._names[layer_type])
-        return table, position_ids
+        return table, position_ids.expand(x.shape[:2]).reshape(-1)
 
     def _apply(self, fn: object, recurse: bool = True) -> "RotaryEmbedding":
         """Tables stay in fp32."""
@@ -59,5 +59,5 @@ def rotary_table(position_embeddings: tuple[Tensor, Tensor], batch: int, length:
     if positions.is_floating_point():
         half = table.shape[-1] // 2
         table = torch.cat((table[..., :half], positions[..., :half]), -1).flatten(0, 1).float()
-        positions = torch.arange(len(table), device=table.device).view(-1, length)
-    return table, positions.expand(batch, length).reshape(-1)
+        positions = torch.arange(len(table), device=table.device).view(-1, length).expand(batch, length).reshape(-1)
+    return table, positions
