@@ -21,9 +21,10 @@ namespace fastinfer::cpu {
 namespace {
 
 constexpr int kMaxThreads = 1024;
-// About 50 us of pauses (40 cycles each on recent cores): longer than Python needs between two operators of a decode
-// step, short enough to leave the core to others when the engine is idle.
-constexpr int kSpins = 4096;
+// About 200 us of pauses (40 cycles each on recent cores): longer than Python needs between two operators of a model
+// that calls them one by one, where waking up would cost as much as an operator; short enough to leave the core to
+// others when nothing runs. (With a quarter of it a decoding step of transformers took 32 ms instead of 24.)
+constexpr int kSpins = 16384;
 // Enough that a thread which lost its core leaves most of its share to others, few enough that taking them (a few
 // nanoseconds each) does not show.
 constexpr int kChunksPerThread = 4;

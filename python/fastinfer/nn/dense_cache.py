@@ -4,10 +4,19 @@ Such a tensor is a paged cache of one KV head: every head of every sequence is a
 as long as the cache. Where a sequence begins later, after padding, the pages are its positions one by one.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from fastinfer import ops
+
+
+@lru_cache(maxsize=8)
+def _whole(sequences: int, length: int, cached: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Block table, lengths and query starts of sequences that have one page each, all of it visible."""
+    numbers = torch.arange(sequences + 1, dtype=torch.int32, device=device)
+    return numbers[:-1, None].contiguous(), torch.full_like(numbers[:-1], cached), numbers * length
 
 
 def dense_cache_attention(
@@ -41,11 +50,11 @@ def dense_cache_attention(
     # Calls are a step's cost on a CPU: with one query each, rows stand in the order of heads already.
     grouped = q if length == 1 else q.unflatten(2, (kv_heads, group)).transpose(1, 2)
     rows = grouped.reshape(-1, group, head_dim)
-    starts = torch.arange(0, sequences * length + 1, length, dtype=torch.int32, device=device)
-    table, page = torch.arange(sequences, dtype=torch.int32, device=device)[:, None], cached
-    if visible is None:
-        lengths = torch.full((sequences,), cached, dtype=torch.int32, device=device)
-    else:
+    # Layers of a step ask for the same; what is traced must not be kept.
+    traced = torch.compiler.is_compiling() or type(q) is not Tensor
+    table, lengths, starts = (_whole.__wrapped__ if traced else _whole)(sequences, length, cached, device)
+    page = cached
+    if visible is not None:
         bounds = visible.view(batch, -1).repeat_interleave(kv_heads, 0)
         lengths = bounds[:, -1].contiguous()
         if bounds.shape[1] == 2:
