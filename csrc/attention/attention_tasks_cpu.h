@@ -8,6 +8,7 @@ namespace fastinfer::cpu::FASTINFER_ISA {
 
 inline constexpr int kTargetRows = 128;     // query rows of a task, to share the converted K and V
 inline constexpr int kFewestRows = 16;      // where there are too few tasks for the threads
+inline constexpr int kTilesPerThread = 8;   // of one query each, about 1 us: less work does not pay for waking a thread
 inline constexpr int kPiecesPerThread = 4;  // so that a thread which is done early finds more to do
 
 struct AttentionTask {
@@ -39,11 +40,14 @@ inline int ceil_div(int64_t a, int64_t b) {
 class AttentionTasks {
  public:
   explicit AttentionTasks(const PagedAttentionParams& p) : p_(p), group_(p.q_heads / p.kv_heads) {
-    const int parts = num_threads() == 1 ? 1 : num_threads() * kPiecesPerThread;
-    int64_t tiles = 0;
+    int64_t tiles = 0, work = 0;
     for (int seq = 0; seq < p.seqs; ++seq) {
-      if (queries(seq) > 0) tiles += int64_t{p.kv_heads} * ceil_div(p.seq_lens[seq], kTile);
+      const int64_t own = int64_t{p.kv_heads} * ceil_div(p.seq_lens[seq], kTile);
+      if (queries(seq) > 0) tiles += own;
+      work += own * queries(seq);
     }
+    threads_ = static_cast<int>(std::clamp<int64_t>(work / kTilesPerThread, 1, num_threads()));
+    const int parts = threads_ == 1 ? 1 : threads_ * kPiecesPerThread;
     const int target_rows = tiles >= parts ? kTargetRows
                                            : std::clamp(ceil_div(int64_t{p.query_start[p.seqs]} * p.q_heads, parts),
                                                         kFewestRows, kTargetRows);
@@ -63,6 +67,9 @@ class AttentionTasks {
 
   int pieces() const {
     return piece_count_;
+  }
+  int threads() const {
+    return threads_;
   }
   const AttentionPiece& piece(int index) const {
     return pieces_[index];
@@ -128,6 +135,7 @@ class AttentionTasks {
 
   const PagedAttentionParams& p_;
   const int group_;
+  int threads_ = 1;
   int task_tokens_ = 1;
   AttentionTask* tasks_ = nullptr;
   AttentionPiece* pieces_ = nullptr;

@@ -94,7 +94,7 @@ void run(const PagedAttentionParams& p) {
   store_blind_queries(p);
   const AttentionTasks tasks(p);
   std::atomic<int> next{0};  // pieces differ too much in cost for a static partition
-  parallel_for(std::min(num_threads(), tasks.pieces()), [&](int64_t, int64_t) {
+  parallel_for(std::min(tasks.threads(), tasks.pieces()), [&](int64_t, int64_t) {
     RowAttention<C> rows(p, tasks.max_rows());
     const auto take = [&] { return next.fetch_add(1, std::memory_order_relaxed); };
     for (int i = take(); i < tasks.pieces(); i = take()) run_piece(p, tasks, tasks.piece(i), rows);

@@ -4,6 +4,7 @@
 #include <sched.h>
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <exception>
@@ -21,10 +22,14 @@ namespace fastinfer::cpu {
 namespace {
 
 constexpr int kMaxThreads = 1024;
-// About 200 us of pauses (40 cycles each on recent cores): longer than Python needs between two operators of a model
-// that calls them one by one, where waking up would cost as much as an operator; short enough to leave the core to
-// others when nothing runs. (With a quarter of it a decoding step of transformers took 32 ms instead of 24.)
-constexpr int kSpins = 16384;
+// About 50 us of pauses (40 cycles each on recent cores), after which a caller gives its core to a late worker.
+constexpr int kSpins = 4096;
+// A worker that has waited for less than kShortWait spins so long the next time: longer than Python needs between two
+// operators of a model that calls them one by one, where waking up would cost as much as an operator (a decoding step
+// of transformers took 32 ms with 50 us, 24 with 200). One that has waited longer does not: between two of our
+// operators others may want its core, and torch's own threads did badly beside one that spins.
+constexpr std::chrono::microseconds kShortWait{200};
+constexpr int kLongSpins = 16384, kFewSpins = 512;
 // Enough that a thread which lost its core leaves most of its share to others, few enough that taking them (a few
 // nanoseconds each) does not show.
 constexpr int kChunksPerThread = 4;
@@ -137,15 +142,17 @@ class Pool {
 
   void work(int thread) {
     uint32_t seen = 0;
+    int spins = kLongSpins;
     while (true) {
-      seen = wait_for_job(seen);
+      seen = wait_for_job(seen, spins);
       if (stopping_) return;
       run_chunks(thread, seen);
     }
   }
 
-  uint32_t wait_for_job(uint32_t seen) {
-    for (int spin = 0; spin < kSpins; ++spin) {
+  uint32_t wait_for_job(uint32_t seen, int& spins) {
+    const auto begin = std::chrono::steady_clock::now();
+    for (int spin = 0; spin < spins; ++spin) {
       const uint32_t epoch = epoch_.load(std::memory_order_acquire);
       if (epoch != seen) return epoch;
       pause();
@@ -154,6 +161,7 @@ class Pool {
     sleepers_.fetch_add(1, std::memory_order_release);
     wake_.wait(lock, [&] { return epoch_.load(std::memory_order_acquire) != seen; });
     sleepers_.fetch_sub(1, std::memory_order_release);
+    spins = std::chrono::steady_clock::now() - begin < kShortWait ? kLongSpins : kFewSpins;
     return epoch_.load(std::memory_order_acquire);
   }
 

@@ -4,7 +4,7 @@
 // of the others. On a quiet machine that is a static partition; where another program takes a core away, the rest is
 // done by the thread that runs: with a plain static partition, decoding beside two busy processes fell to a quarter.
 // Workers spin for a short while after each job before they sleep, because the jobs of a decode step follow each other
-// within microseconds and a futex wake-up costs more than most of them.
+// within microseconds and a futex wake-up costs more than most of them; but only where that has been so lately.
 #pragma once
 
 #include <cstddef>
