@@ -106,6 +106,7 @@ def test_faster_transformers(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["faster_transformers.py", str(tiny_model)])
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # for this process has other tests to run
     runpy.run_path(str(ROOT / "examples" / "faster_transformers.py"), run_name="__main__")
     output = capsys.readouterr().out
     assert "replaced 4 LlamaAttention -> Attention (int4)" in output

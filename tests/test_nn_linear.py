@@ -70,6 +70,13 @@ def test_fusions(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_transposed_inputs(kind: str) -> None:
+    layer, _ = make(kind)
+    x = torch.randn(96, 4).T
+    assert torch.equal(layer(x), layer(x.contiguous()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bias", [True, False])
 def test_state(kind: str, bias: bool) -> None:
     layer, dense = make(kind, bias=bias)

@@ -39,8 +39,13 @@ def run(model: nn.Module, implementation: str, **inputs: Any) -> Any:
         return model(**inputs)
 
 
+def reference(model: Any) -> str:
+    """transformers' sdpa has no softcap, and none of GPT-OSS's sinks."""
+    return "eager" if model.config.model_type in ("gemma2", "gpt_oss") else "sdpa"
+
+
 def assert_logits(model: nn.Module, rows: Tensor | None = None, **inputs: Any) -> None:
-    theirs, ours = (run(model, name, **inputs).logits for name in ("eager", "fastinfer"))
+    theirs, ours = (run(model, name, **inputs).logits for name in (reference(model), "fastinfer"))
     if rows is not None:
         theirs, ours = theirs[rows], ours[rows]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
@@ -103,7 +108,7 @@ def test_generate(family: str, kind: str) -> None:
     model = make_model(family)
     inputs = {"input_ids": tokens(3, 20), "attention_mask": ones_from([20, 7, 13], 20)}
     outputs = []
-    for name in ("eager", "fastinfer"):
+    for name in (reference(model), "fastinfer"):
         model.set_attn_implementation(name)
         outputs.append(
             model.generate(**inputs, max_new_tokens=24, min_new_tokens=24, do_sample=False, **GENERATE[kind])

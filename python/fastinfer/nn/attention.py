@@ -75,6 +75,7 @@ class Attention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
+        is_causal: bool | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         """Attend to the cache and the new tokens.
@@ -87,9 +88,16 @@ class Attention(nn.Module):
             past_key_values: a cache of transformers: ``update(k, v, layer_idx)`` stores [batch, kv_heads, length,
                 head_dim] and returns all of it. ``None``: only the new tokens are there.
 
+            is_causal: must not be False.
+
         Returns:
             [batch, length, hidden], and ``None`` where transformers has probabilities.
+
+        Raises:
+            ValueError: another mask, or attention that is not causal.
         """
+        if is_causal is False:
+            raise ValueError("is_causal must be True or None: fastinfer.nn.Attention is causal, got False")
         batch, length, hidden = hidden_states.shape
         rows = hidden_states.reshape(batch * length, hidden)
         out = self.attend(rows, batch, position_embeddings, attention_mask, past_key_values)

@@ -22,6 +22,8 @@ def is_fusible(layer: nn.Module) -> bool:
     children = dict(layer.named_children())
     if children.keys() != CHILDREN.keys() or "forward" in vars(layer):
         return False
+    if any(child._forward_hooks or child._forward_pre_hooks for child in children.values()):
+        return False  # which would not be called
     return all(isinstance(children[name], kind) for name, kind in CHILDREN.items())
 
 
@@ -31,6 +33,7 @@ def fused_forward(
     attention_mask: Tensor | None = None,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     past_key_values: Any = None,
+    is_causal: bool | None = None,
     **_: Any,
 ) -> Tensor:
     """``x += self_attn(input_layernorm(x)); x += mlp(post_attention_layernorm(x))``, Llama's layer.
@@ -41,11 +44,13 @@ def fused_forward(
     Args:
         layer: with the modules of ``CHILDREN``.
         hidden_states: [batch, length, hidden]; not changed.
-        attention_mask, position_embeddings, past_key_values: as in :class:`fastinfer.nn.Attention`.
+        attention_mask, position_embeddings, past_key_values, is_causal: as in :class:`fastinfer.nn.Attention`.
 
     Returns:
         [batch, length, hidden].
     """
+    if is_causal is False:
+        raise ValueError("is_causal must be True or None: fastinfer.nn.Attention is causal, got False")
     batch, length, hidden = hidden_states.shape
     rows = hidden_states.reshape(batch * length, hidden)
     options = layer.input_layernorm.as_options()

@@ -12,6 +12,11 @@ from torch import Tensor
 from fastinfer import ops
 
 
+def is_visible(mask: Tensor) -> bool:
+    """Whether a mask is one of :func:`dense_cache_attention`."""
+    return mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[1:3] == (1, 1) and mask.shape[3] in (1, 2)
+
+
 @lru_cache(maxsize=8)
 def _whole(sequences: int, length: int, cached: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Block table, lengths and query starts of sequences that have one page each, all of it visible."""
@@ -43,15 +48,23 @@ def dense_cache_attention(
 
     Returns:
         [batch, length, q_heads, head_dim].
+
+    Raises:
+        ValueError: ``visible`` is something else, such as a mask for every pair of positions.
     """
+    if visible is not None and not is_visible(visible):
+        raise ValueError(
+            "attention_mask must be None, or what transformers makes for attn_implementation='fastinfer' (int32 of "
+            f"[batch, 1, 1, 1 or 2]), got {visible.dtype} of {tuple(visible.shape)}"
+        )
     batch, length, q_heads, head_dim = q.shape
     kv_heads, cached = k.shape[1:3]
     sequences, group, device = batch * kv_heads, q_heads // max(kv_heads, 1), q.device
     # Calls are a step's cost on a CPU: with one query each, rows stand in the order of heads already.
     grouped = q if length == 1 else q.unflatten(2, (kv_heads, group)).transpose(1, 2)
     rows = grouped.reshape(-1, group, head_dim)
-    # Layers of a step ask for the same; what is traced must not be kept.
-    traced = torch.compiler.is_compiling() or type(q) is not Tensor
+    # Layers of a step ask for the same; what is traced, or captured in a CUDA graph, must not be kept.
+    traced = torch.compiler.is_compiling() or type(q) is not Tensor or q.is_cuda
     table, lengths, starts = (_whole.__wrapped__ if traced else _whole)(sequences, length, cached, device)
     page = cached
     if visible is not None:

@@ -38,7 +38,7 @@ class Linear(nn.Linear):
         return layer
 
     def forward(self, x: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
-        if x.dim() != 2:
+        if x.dim() != 2 or x.stride(1) != 1:
             return _by_rows(self, x, options)
         return ops.gemm(x, self.weight, bias=self.bias, **options)
 
@@ -169,7 +169,7 @@ class QuantLinear(nn.Linear):
         return groups.flatten(1)
 
     def forward(self, x: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
-        if x.dim() != 2:
+        if x.dim() != 2 or x.stride(1) != 1:
             return _by_rows(self, x, options)
         buffers: Any = self._buffers  # as attributes they cost 3 us of a product's 60
         packed = buffers["qweight"], buffers["scales"]
@@ -260,5 +260,5 @@ def _by_rows(layer: Linear | QuantLinear, x: Tensor, options: LinearOptions) -> 
     residual = options.get("residual")
     if residual is not None:
         options["residual"] = residual.reshape(-1, residual.shape[-1])
-    out = layer.forward(x.reshape(-1, x.shape[-1]), **options)
+    out = layer.forward(x.reshape(-1, x.shape[-1]).contiguous(), **options)
     return out.view(*x.shape[:-1], out.shape[-1])

@@ -51,7 +51,12 @@ def replace(
 
     Whether a module means what its replacement computes is not guessed from its name: the model runs once on a few
     random tokens, and a module whose replacement makes something else of what it was given stays. The model is set to
-    inference, ``eval()`` and no parameter asks for a gradient, and to ``attn_implementation="fastinfer"``.
+    inference, ``eval()`` and no parameter asks for a gradient, and to ``attn_implementation="fastinfer"``. It knows the
+    positions that its configuration names, ``max_position_embeddings``; one beyond them raises on the CPU. Hooks on
+    modules that are replaced go with them.
+
+    A quantised model can be saved, and loaded with ``from_pretrained``; a second call quantises nothing that the first
+    one has joined.
 
     Args:
         model: a causal decoder of transformers 5, on the CPU or one GPU.
@@ -85,7 +90,9 @@ def replace(
             raise ValueError(f"quantize and lm_head must be {', '.join(KINDS)} or None, got {kind!r}")
     if group_size is not None and (group_size < 32 or group_size % 32):
         raise ValueError(f"group_size must be a multiple of 32, got {group_size}")
-    from fastinfer.nn import conversions  # both import transformers, which the modules alone do not need
+    # These import transformers, which the modules alone do not need.
+    from fastinfer.integrations.transformers.quantizer import FastinferConfig, mark_quantised
+    from fastinfer.nn import conversions
     from fastinfer.nn.trial import run_trial
 
     model.eval().requires_grad_(False)
@@ -128,10 +135,13 @@ def replace(
             assert isinstance(module, nn.Linear)
             options = output if module is model.get_output_embeddings() else layers
             convert(name, module, partial(conversions.convert_linear, module, options))
-    for name, module in _modules(model, lambda m: not isinstance(m, nn.Embedding | Linear | QuantLinear)):
-        if module._parameters and name not in report.kept:
+    for name, module in _modules(model, lambda m: not isinstance(m, nn.Embedding | QuantLinear)):
+        if module._parameters and name not in report.kept and not (isinstance(module, Linear) and quantize is None):
             reason = "keeps its dense weight" if isinstance(module, nn.Linear) else "has no module here"
             report.kept[name] = type(module).__name__, reason
+    if quantize is not None and getattr(model, "hf_quantizer", None) is None:
+        config = FastinferConfig(quantize, group_size, activation_bits, lm_head=lm_head)
+        mark_quantised(model, config)
     return report
 
 

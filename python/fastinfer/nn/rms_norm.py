@@ -1,5 +1,6 @@
 """RMSNorm as a module."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,14 +37,14 @@ class RMSNorm(nn.Module):
         self.unit_offset = unit_offset
         # Once, not in every call; in fp32, as Gemma adds them.
         self.scale = nn.Buffer(1.0 + self.weight.float(), persistent=False) if unit_offset else None
-        self.register_load_state_dict_post_hook(lambda norm, _: norm._set_scale())
+        self.register_load_state_dict_post_hook(_set_scale)
 
     @classmethod
     def from_weight(cls, weight: nn.Parameter, eps: float, unit_offset: bool) -> "RMSNorm":
         """A norm that shares the weight of another."""
         norm = cls(weight.shape[0], eps, unit_offset, device="meta")
         norm.weight = weight
-        norm._set_scale()
+        _set_scale(norm)
         return norm
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,6 +58,12 @@ class RMSNorm(nn.Module):
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}, unit_offset={self.unit_offset}"
 
-    def _set_scale(self) -> None:
-        if self.scale is not None:
-            self.scale = 1.0 + self.weight.detach().float()
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RMSNorm":
+        super()._apply(fn, recurse)
+        _set_scale(self)  # in fp32 again
+        return self
+
+
+def _set_scale(norm: RMSNorm, _: Any = None) -> None:
+    if norm.scale is not None:
+        norm.scale = 1.0 + norm.weight.detach().float()

@@ -1,6 +1,8 @@
 """Linear layers with one input, computed as one, under their own names in the state."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +10,8 @@ from torch import Tensor, nn
 
 from fastinfer.nn.linear import PACKED, Linear, QuantLinear
 from fastinfer.ops.pack import TILE_ROWS, interleave_gate_up
+
+UNITS = dict.fromkeys(("weight", "bias"), 1) | dict.fromkeys(PACKED, TILE_ROWS)  # rows of an element of the state
 
 
 def stack_linears(
@@ -100,33 +104,42 @@ def name_rows(module: nn.Module, stacked: str, names: Sequence[str], sizes: Sequ
         interleaved: how they were joined.
     """
 
-    def split(values: Tensor, unit: int) -> Sequence[Tensor]:
-        if interleaved:
-            parts = values.unflatten(0, (-1, len(names), TILE_ROWS // unit)).unbind(1)
-            return [part.flatten(0, 1).contiguous() for part in parts]  # safetensors takes no strides
-        return values.split([size // unit for size in sizes])
-
-    def join(parts: Sequence[Tensor], unit: int) -> Tensor:
-        if interleaved:
-            return torch.stack([part.unflatten(0, (-1, TILE_ROWS // unit)) for part in parts], 1).flatten(0, 2)
-        return torch.cat(list(parts))
-
-    units = dict.fromkeys(("weight", "bias"), 1) | dict.fromkeys(PACKED, TILE_ROWS)  # rows of an element
-
-    def save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for kind, unit in units.items():
-            values = state.pop(f"{prefix}{stacked}.{kind}", None)
-            if values is not None:
-                for name, part in zip(names, split(values, unit), strict=True):
-                    state[f"{prefix}{name}.{kind}"] = part
-
-    def load(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
-        for kind, unit in units.items():
-            keys = [f"{prefix}{name}.{kind}" for name in names]
-            if all(key in state for key in keys):
-                state[f"{prefix}{stacked}.{kind}"] = join([state.pop(key) for key in keys], unit)
-
+    rows = _NamedRows(stacked, tuple(names), tuple(sizes), interleaved)
     for name in names:
         module.add_module(name, StackedRows(stacked))
-    module.register_state_dict_post_hook(save)
-    module.register_load_state_dict_pre_hook(load)
+    module.register_state_dict_post_hook(partial(_NamedRows.save, rows))  # torch marks its hooks, which methods forbid
+    module.register_load_state_dict_pre_hook(partial(_NamedRows.load, rows))
+
+
+@dataclass(frozen=True)
+class _NamedRows:
+    """The hooks of :func:`name_rows`."""
+
+    stacked: str
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    interleaved: bool
+
+    def save(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for kind, unit in UNITS.items():
+            values = state.pop(f"{prefix}{self.stacked}.{kind}", None)
+            if values is not None:
+                for name, part in zip(self.names, self._split(values, unit), strict=True):
+                    state[f"{prefix}{name}.{kind}"] = part
+
+    def load(self, module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        for kind, unit in UNITS.items():
+            keys = [f"{prefix}{name}.{kind}" for name in self.names]
+            if all(key in state for key in keys):
+                state[f"{prefix}{self.stacked}.{kind}"] = self._join([state.pop(key) for key in keys], unit)
+
+    def _split(self, values: Tensor, unit: int) -> Sequence[Tensor]:
+        if self.interleaved:
+            parts = values.unflatten(0, (-1, len(self.names), TILE_ROWS // unit)).unbind(1)
+            return [part.flatten(0, 1).contiguous() for part in parts]  # safetensors takes no strides
+        return values.split([size // unit for size in self.sizes])
+
+    def _join(self, parts: Sequence[Tensor], unit: int) -> Tensor:
+        if self.interleaved:
+            return torch.stack([part.unflatten(0, (-1, TILE_ROWS // unit)) for part in parts], 1).flatten(0, 2)
+        return torch.cat(list(parts))

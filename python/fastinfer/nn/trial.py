@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class Trial:
 
 
 def run_trial(model: PreTrainedModel) -> Trial:
-    """Switch the model to ``attn_implementation="fastinfer"`` and run it once, on random tokens and without a cache."""
+    """Switch the model to ``attn_implementation="fastinfer"`` and run it on a few random tokens, without a cache."""
     trial = Trial()
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -52,14 +53,24 @@ def run_trial(model: PreTrainedModel) -> Trial:
         return attention_forward(module, *args, **kwargs)
 
     register()
+    before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
     hooks = [module.register_forward_hook(record, with_kwargs=True) for module in model.modules()]
     AttentionInterface.register(NAME, attend)
-    vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    text = model.config.get_text_config()
+    ids = torch.randint(text.vocab_size, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    # Some models scale by position: once at the end of what they know, then at the begin.
+    begins = (
+        (text.max_position_embeddings - LENGTH, 0) if "position_ids" in signature(model.forward).parameters else (0,)
+    )
     try:
         with torch.no_grad():
-            model(input_ids=ids.to(model.device), use_cache=False)
+            for begin in begins:
+                positions = {"position_ids": torch.arange(begin, begin + LENGTH, device=model.device)[None]}
+                model(input_ids=ids.to(model.device), use_cache=False, **(positions if begin else {}))
+    except BaseException:
+        model.set_attn_implementation(before)
+        raise
     finally:
         register()
         for hook in hooks:

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from fastinfer.nn.dense_cache import dense_cache_attention
+from fastinfer.nn.dense_cache import dense_cache_attention, is_visible
 
 
 def attention_forward(
@@ -48,7 +47,7 @@ def attention_forward(
         "a position_bias": kwargs.get("position_bias") is not None,
         "a paged cache of transformers' continuous batching": kwargs.get("cache") is not None,
         "attention that is not causal": not causal and attention_mask is None,
-        "a custom attention_mask": attention_mask is not None and not _is_ours(attention_mask),
+        "a custom attention_mask": attention_mask is not None and not is_visible(attention_mask),
     }
     for what, asked in refused.items():
         if asked:
@@ -67,7 +66,3 @@ def attention_forward(
         sinks=s_aux,
     )
     return out, None
-
-
-def _is_ours(mask: Tensor) -> bool:
-    return mask.dtype == torch.int32 and mask.shape[1:3] == (1, 1) and mask.shape[3] in (1, 2)

@@ -12,8 +12,9 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fastinfer.nn.attention import Attention
-from fastinfer.nn.linear import KINDS, QuantLinear
+from fastinfer.nn.linear import KINDS, Linear, QuantLinear
 from fastinfer.nn.mlp import FusedMLP
+from fastinfer.nn.stacked import StackedRows
 from fastinfer.torch_threads import one_torch_thread
 
 if TYPE_CHECKING:
@@ -186,9 +187,7 @@ class FastinferQuantizer(HfQuantizer):
         if not self.pre_quantized:  # what the checkpoint did not have: an output layer tied to the embedding
             for name in list(self.layers):
                 self.quantize(model, name)
-                if model.all_tied_weights_keys.pop(f"{name}.weight", None) is not None:
-                    for config in (model.config, model.config.get_text_config()):
-                        config.tie_word_embeddings = False
+                _untie(model, name)
         for _, layer in _quantised(model):
             layer.finish_loading(self.pre_quantized)
         model.requires_grad_(False)
@@ -204,6 +203,29 @@ class FastinferQuantizer(HfQuantizer):
             linear.bias = layer.bias  # type: ignore[assignment]
             model.set_submodule(name, linear)
         return model
+
+
+def mark_quantised(model: "PreTrainedModel", config: FastinferConfig) -> None:
+    """Let a model whose layers were quantised in place be saved and loaded like one quantised while it was loaded."""
+    config.modules_to_not_convert = [name for name, module in model.named_modules() if _is_dense(model, name, module)]
+    for name, _ in _quantised(model):
+        _untie(model, name)
+    quantizer = FastinferQuantizer(config, pre_quantized=True)
+    model.hf_quantizer = quantizer  # type: ignore[assignment]
+    quantizer.postprocess_model(model)
+
+
+def _is_dense(model: nn.Module, name: str, module: nn.Module) -> bool:
+    """A linear layer, or one that was stacked, with a dense weight."""
+    if isinstance(module, StackedRows):
+        return isinstance(model.get_submodule(f"{name.rpartition('.')[0]}.{module.stacked}"), Linear)
+    return type(module) in (nn.Linear, Linear)
+
+
+def _untie(model: "PreTrainedModel", name: str) -> None:
+    if model.all_tied_weights_keys.pop(f"{name}.weight", None) is not None:
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
 
 
 def _quantised(model: nn.Module) -> Iterator[tuple[str, QuantLinear]]:

@@ -1,5 +1,7 @@
 """What transformers is told of us."""
 
+from importlib.metadata import version
+
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.quantizers.auto import (
     AUTO_QUANTIZER_MAPPING,
@@ -11,6 +13,8 @@ from fastinfer.integrations.transformers.attention import attention_forward
 from fastinfer.integrations.transformers.mask import attention_mask
 from fastinfer.integrations.transformers.quantizer import NAME, FastinferConfig, FastinferQuantizer
 
+OLDEST = (5, 4)  # its mask functions are told where the queries begin
+
 
 def register() -> None:
     """Make ``attn_implementation="fastinfer"`` and quantisation with :class:`FastinferConfig` known.
@@ -18,8 +22,11 @@ def register() -> None:
     More than once does no harm.
 
     Raises:
-        ImportError: transformers is not installed, or older than version 5.
+        ImportError: transformers is not installed, or older than version 5.4.
     """
+    installed = version("transformers")
+    if tuple(map(int, installed.split(".")[:2])) < OLDEST:
+        raise ImportError(f"fastinfer needs transformers 5.4 or newer, got {installed}")
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)  # without one, padding would be ignored
     if NAME not in AUTO_QUANTIZER_MAPPING:
