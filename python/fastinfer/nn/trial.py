@@ -79,11 +79,11 @@ def run_trial(model: PreTrainedModel) -> Trial:
 
 
 def same(ours: Any, theirs: Any, quantized: bool = False) -> bool:
-    """Whether results agree within their dtype: 1e-4 of the largest in fp32, 3 % in 16 bits, which some models round
+    """Whether results agree within their dtype: to 1e-4 of their norm in fp32, to 5 % in 16 bits, which some models round
     several times on the way, and of weights whose products round their inputs."""
     if isinstance(theirs, tuple):
         return isinstance(ours, tuple) and same(ours[0], theirs[0], quantized)
     if not isinstance(ours, Tensor) or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
-    limit = 1e-4 if theirs.dtype == torch.float32 and not quantized else 3e-2
-    return bool((ours.float() - theirs.float()).abs().max() <= limit * theirs.float().abs().max())
+    limit = 1e-4 if theirs.dtype == torch.float32 and not quantized else 5e-2
+    return bool((ours.float() - theirs.float()).norm() <= limit * theirs.float().norm())
