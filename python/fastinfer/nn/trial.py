@@ -79,8 +79,8 @@ def run_trial(model: PreTrainedModel) -> Trial:
 
 
 def same(ours: Any, theirs: Any, quantized: bool = False) -> bool:
-    """Whether results agree within their dtype: to 1e-4 of their norm in fp32, to 5 % in 16 bits, which some models round
-    several times on the way, and of weights whose products round their inputs."""
+    """Whether results agree within their dtype: to 1e-4 of their norm in fp32, to 5 % in 16 bits, which some models
+    round several times on the way, and of weights whose products round their inputs."""
     if isinstance(theirs, tuple):
         return isinstance(ours, tuple) and same(ours[0], theirs[0], quantized)
     if not isinstance(ours, Tensor) or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
