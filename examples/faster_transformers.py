@@ -1,4 +1,7 @@
-"""A model of transformers on our kernels, in four bits: `python examples/faster_transformers.py [MODEL]`."""
+"""A model of transformers on our kernels, in four bits: `python examples/faster_transformers.py [MODEL]`.
+
+On two Zen 3 cores SmolLM2-135M decoded 21 tokens/s before, 47 after (docs/performance.md).
+"""
 
 import sys
 import time
