@@ -87,7 +87,6 @@ class Attention(nn.Module):
                 a position is seen. See ``visible`` of :func:`fastinfer.nn.dense_cache.dense_cache_attention`.
             past_key_values: a cache of transformers: ``update(k, v, layer_idx)`` stores [batch, kv_heads, length,
                 head_dim] and returns all of it. ``None``: only the new tokens are there.
-
             is_causal: must not be False.
 
         Returns:
@@ -96,11 +95,9 @@ class Attention(nn.Module):
         Raises:
             ValueError: another mask, or attention that is not causal.
         """
-        if is_causal is False:
-            raise ValueError("is_causal must be True or None: fastinfer.nn.Attention is causal, got False")
         batch, length, hidden = hidden_states.shape
         rows = hidden_states.reshape(batch * length, hidden)
-        out = self.attend(rows, batch, position_embeddings, attention_mask, past_key_values)
+        out = self.attend(rows, batch, position_embeddings, attention_mask, past_key_values, is_causal)
         return out.view(batch, length, -1), None
 
     def attend(
@@ -110,10 +107,13 @@ class Attention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None,
         attention_mask: Tensor | None,
         past_key_values: Any,
+        is_causal: bool | None,
         residual: Tensor | None = None,
         **norm: Unpack[NormOptions],
     ) -> Tensor:
         """:meth:`forward` of [batch * length, hidden], perhaps with a norm before and a sum after."""
+        if is_causal is False:
+            raise ValueError("is_causal must be True or None: fastinfer.nn.Attention is causal, got False")
         length = x.shape[0] // batch
         heads = self.qkv_proj(x, **norm).view(batch * length, -1, self.head_dim)
         q, k, v = heads.split(self.heads, 1)

@@ -49,13 +49,11 @@ def fused_forward(
     Returns:
         [batch, length, hidden].
     """
-    if is_causal is False:
-        raise ValueError("is_causal must be True or None: fastinfer.nn.Attention is causal, got False")
     batch, length, hidden = hidden_states.shape
     rows = hidden_states.reshape(batch * length, hidden)
     options = layer.input_layernorm.as_options()
     rows = layer.self_attn.attend(
-        rows, batch, position_embeddings, attention_mask, past_key_values, residual=rows, **options
+        rows, batch, position_embeddings, attention_mask, past_key_values, is_causal, residual=rows, **options
     )
     rows = layer.mlp.transform(rows, residual=rows, **layer.post_attention_layernorm.as_options())
     return rows.view(batch, length, hidden)

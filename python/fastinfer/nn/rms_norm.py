@@ -48,8 +48,8 @@ class RMSNorm(nn.Module):
         return norm
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight if self.scale is None else self.scale
-        return ops.rms_norm(x.contiguous(), weight, self.variance_epsilon)
+        norm = self.as_options()
+        return ops.rms_norm(x.contiguous(), norm["norm_weight"], norm["eps"])
 
     def as_options(self) -> NormOptions:
         """What a linear layer is given to compute this norm first."""
