@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 from fastinfer import ops
 from fastinfer.formats.unpacked import Grouped
 from fastinfer.formats.weight import LinearOptions
+from fastinfer.nn.exact_buffers import ExactBuffers
 from fastinfer.ops.pack import TILE_ROWS
 from fastinfer.quantize.rounding import NF4_TABLE, round_to_int8, round_to_nf4, round_with_minimum
 
@@ -56,7 +57,7 @@ class PackedWeight(Tensor):
         )
 
 
-class QuantLinear(nn.Linear):
+class QuantLinear(ExactBuffers, nn.Linear):
     """A linear layer with a weight of 4 or 8 bits.
 
     The state has the packed weight, as :mod:`fastinfer.ops.pack` says for the CPU, whatever the device: ``qweight``,
@@ -211,14 +212,10 @@ class QuantLinear(nn.Linear):
         return ops.int4_dequantize(qweight, one, torch.zeros_like(one), self.out_features).byte()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantLinear":
-        """Moves are followed, casts are not: scales keep their dtype. A GPU has a packed form of its own."""
-        names = [name for name in (*PACKED, "table") if getattr(self, name) is not None]
-        before = {name: getattr(self, name) for name in names}
+        """A GPU has a packed form of its own."""
+        packed = self.qweight
         super()._apply(fn, recurse)
         device = self.qweight.device
-        for name, values in before.items():
-            setattr(self, name, torch.empty_like(values, device=device) if values.is_meta else values.to(device))
-        packed = before["qweight"]
         if {packed.device.type, device.type} == {"cpu", "cuda"}:
             self.qweight = self._pack(self._integers(packed).to(device))
         return self

@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from fastinfer.nn.exact_buffers import ExactBuffers
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(ExactBuffers):
     """What transformers' decoders call for their ``position_embeddings``, which :class:`Attention` takes.
 
     Args:
@@ -34,17 +36,6 @@ class RotaryEmbedding(nn.Module):
         """
         table: Tensor = getattr(self, self._names[layer_type])
         return table, position_ids.expand(x.shape[:2]).reshape(-1)
-
-    def _apply(self, fn: object, recurse: bool = True) -> "RotaryEmbedding":
-        """Tables stay in fp32."""
-        tables = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, table in tables.items():
-            assert table is not None
-            moved = self._buffers[name]
-            assert moved is not None
-            self._buffers[name] = table.to(moved.device)
-        return self
 
 
 def rotary_table(position_embeddings: tuple[Tensor, Tensor], batch: int, length: int) -> tuple[Tensor, Tensor]:

@@ -103,7 +103,6 @@ def name_rows(module: nn.Module, stacked: str, names: Sequence[str], sizes: Sequ
         sizes: their rows.
         interleaved: how they were joined.
     """
-
     rows = _NamedRows(stacked, tuple(names), tuple(sizes), interleaved)
     for name in names:
         module.add_module(name, StackedRows(stacked))
