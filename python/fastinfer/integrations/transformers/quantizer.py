@@ -57,7 +57,7 @@ class FastinferConfig(QuantizationConfigMixin):
             raise ValueError(f"group_size must be a multiple of 32, got {group_size}")
         if activation_bits not in (8, 16, 32):
             raise ValueError(f"activation_bits must be 8, 16 or 32, got {activation_bits}")
-        self.quant_method = NAME  # type: ignore[assignment]  # theirs is an enumeration that cannot be extended
+        self.quant_method = NAME  # theirs is an enumeration that cannot be extended
         self.kind, self.group_size, self.activation_bits = kind, group_size, activation_bits
         self.modules_to_not_convert, self.lm_head = modules_to_not_convert, lm_head
 
@@ -68,7 +68,7 @@ class Quantize(ConversionOps):
     def __init__(self, quantizer: "FastinferQuantizer") -> None:
         self.quantizer = quantizer
 
-    def convert(  # type: ignore[override]
+    def convert(
         self, input_dict: dict[str, Any], *, model: nn.Module, missing_keys: set[str] | None = None, **_: Any
     ) -> dict[str, Any]:
         others = {}
@@ -211,7 +211,7 @@ def mark_quantised(model: "PreTrainedModel", config: FastinferConfig) -> None:
     for name, _ in _quantised(model):
         _untie(model, name)
     quantizer = FastinferQuantizer(config, pre_quantized=True)
-    model.hf_quantizer = quantizer  # type: ignore[assignment]
+    model.hf_quantizer = quantizer
     quantizer.postprocess_model(model)
 
 
