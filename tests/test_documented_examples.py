@@ -78,6 +78,8 @@ def test_operators_are_documented(name: str) -> None:
     devices = re.findall(r"^Devices: (.*)\.$", docstring, re.MULTILINE)
     assert len(devices) == 1
     assert name not in support.TABLE or devices == [support.devices(name)]
+    sources = re.findall(r"^Source: (.*(?:\n.+)*)\.$", docstring, re.MULTILINE)
+    assert len(sources) == (name in support.TABLE or name == "cos_sin_cache")
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -1,4 +1,4 @@
-"""Gated activations (Shazeer, 2020, https://arxiv.org/abs/2002.05202), GELU without a gate, and the cap of logits."""
+"""Gated activations, GELU without a gate, and the cap of logits."""
 
 from torch import Tensor
 
@@ -19,6 +19,8 @@ def silu_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
         RuntimeError: an odd last dimension, or a dtype or strides that do not fit.
 
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    Source: SwiGLU: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
 
     >>> import torch, fastinfer.ops as ops
     >>> ops.silu_and_mul(torch.tensor([[1.0, 2.0]]))
@@ -46,6 +48,8 @@ def gelu_and_mul(x: Tensor, approximate: str = "tanh", *, out: Tensor | None = N
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
+    Source: GEGLU: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
+
     >>> import torch, fastinfer.ops as ops
     >>> x = torch.randn(3, 8)
     >>> expected = torch.nn.functional.gelu(x[:, :4], approximate="tanh") * x[:, 4:]
@@ -59,7 +63,7 @@ def gelu_and_mul(x: Tensor, approximate: str = "tanh", *, out: Tensor | None = N
 
 
 def gelu(x: Tensor, approximate: str = "tanh", *, out: Tensor | None = None) -> Tensor:
-    """``gelu(x)``, elementwise (Hendrycks and Gimpel, 2016, https://arxiv.org/abs/1606.08415).
+    """``gelu(x)``, elementwise.
 
     Args:
         x: [..., d]; fp32, bf16 or fp16; contiguous.
@@ -74,6 +78,8 @@ def gelu(x: Tensor, approximate: str = "tanh", *, out: Tensor | None = None) -> 
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
+    Source: Hendrycks and Gimpel, 2016, https://arxiv.org/abs/1606.08415.
+
     >>> import torch, fastinfer.ops as ops
     >>> x = torch.randn(3, 8)
     >>> torch.allclose(ops.gelu(x, "none"), torch.nn.functional.gelu(x), atol=1e-5)
@@ -86,7 +92,7 @@ def gelu(x: Tensor, approximate: str = "tanh", *, out: Tensor | None = None) -> 
 
 
 def softcap(x: Tensor, cap: float) -> None:
-    """``x = cap * tanh(x / cap)`` in place: logits that stay within the cap (Gemma 2, 2024, https://arxiv.org/abs/2408.00118).
+    """``x = cap * tanh(x / cap)`` in place: logits that stay within the cap.
 
     Computed in fp32, to within 2e-7 of the cap.
 
@@ -98,6 +104,8 @@ def softcap(x: Tensor, cap: float) -> None:
         RuntimeError: a cap that is not positive and finite in fp32, or a dtype or strides that do not fit.
 
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    Source: Gemma 2, 2024, https://arxiv.org/abs/2408.00118, section 2.
 
     >>> import torch, fastinfer.ops as ops
     >>> logits = torch.tensor([[1.0, 60.0]])

@@ -1,8 +1,7 @@
 """Attention over a paged KV cache, and the store into it.
 
 One operator serves decode, prefill, chunked prefill, speculation and prefix hits: the queries of each sequence are its
-last positions, and attend causally to everything cached before and including them. Paging: Kwon et al., 2023,
-https://arxiv.org/abs/2309.06180; online softmax: Dao et al., 2022, https://arxiv.org/abs/2205.14135.
+last positions, and attend causally to everything cached before and including them.
 """
 
 from torch import Tensor
@@ -35,14 +34,16 @@ def store_kv_cache(
             block_size, kv_heads, groups, 2] fp16: of each group of 16 elements of a key, 64 of a value (the last one
             may be smaller), a scale s and a minimum m, so that code q is worth s q + m; m = min x, s = (max x - m) / 15
             and q = (x - m) / s in 0..15, each from the rounded ones before it. A group of equal numbers gets codes 0;
-            one with an infinity, a NaN or a number beyond fp16's range codes 0 and NaN for s and m. Groups with a scale
-            and a minimum: Sheng et al., 2023, https://arxiv.org/abs/2303.06865.
+            one with an infinity, a NaN or a number beyond fp16's range codes 0 and NaN for s and m.
 
     Raises:
         RuntimeError: a shape, dtype, device or stride does not fit; scales are missing, or given for a cache without;
             on the CPU also a slot outside the cache, which CUDA skips.
 
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    Source: the paged cache: Kwon et al., 2023, https://arxiv.org/abs/2309.06180; int4 by groups with a minimum: Sheng
+    et al., 2023, https://arxiv.org/abs/2303.06865.
 
     >>> import torch, fastinfer.ops as ops
     >>> k, v = torch.ones(2, 1, 2), torch.full((2, 1, 2), 5.0)
@@ -78,8 +79,7 @@ def paged_attention(
     """Causal attention of ragged queries over a paged cache.
 
     Query i (of n) of a sequence with ``seq_lens`` = s stands at position p = s - n + i and sees positions
-    max(0, p - window + 1) .. p. Query head h reads KV head ``h // (q_heads // kv_heads)`` (GQA, Ainslie et al., 2023,
-    https://arxiv.org/abs/2305.13245).
+    max(0, p - window + 1) .. p. Query head h reads KV head ``h // (q_heads // kv_heads)`` (GQA).
 
     Args:
         q: [tokens, q_heads, head_dim]; fp32, bf16 or fp16; may be a strided view whose last two dimensions are
@@ -116,6 +116,10 @@ def paged_attention(
             contradict each other or lie outside the cache.
 
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    Source: the paged cache: Kwon et al., 2023, https://arxiv.org/abs/2309.06180; online softmax over tiles: Dao et al.,
+    2022, https://arxiv.org/abs/2205.14135, and Dao, 2023, https://arxiv.org/abs/2307.08691; GQA: Ainslie et al., 2023,
+    https://arxiv.org/abs/2305.13245.
 
     >>> import torch, fastinfer.ops as ops
     >>> q, k, v = torch.randn(5, 4, 64), torch.randn(5, 2, 64), torch.randn(5, 2, 64)  # one sequence of 5 tokens
@@ -163,7 +167,7 @@ def paged_attention_plan(
     """How ``paged_attention`` divides a step's work among a GPU's multiprocessors, for all layers of the step.
 
     Made on the device and sized by shapes alone, so that a CUDA graph may hold it. Layers with another window need a
-    plan of their own. The cut into equal parts: Stream-K, Osama et al., 2023, https://arxiv.org/abs/2301.03598.
+    plan of their own.
 
     Args:
         seq_lens: [seqs] int32; cached length of each sequence, this step's tokens included.
@@ -179,6 +183,8 @@ def paged_attention_plan(
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
+    Source: the cut into equal parts: Stream-K, Osama et al., 2023, https://arxiv.org/abs/2301.03598.
+
     >>> import torch, fastinfer.ops as ops
     >>> seq_lens, query_start = torch.tensor([7, 9]).int(), torch.tensor([0, 1, 2]).int()
     >>> ops.paged_attention_plan(seq_lens, query_start, q_heads=4, kv_heads=2, head_dim=64)
@@ -191,7 +197,7 @@ def merge_attention_states(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -
     """Attention over two disjoint sets of positions, from the attention over each.
 
     Associative, so that any number of parts can be merged: a shared prefix and the rest, or chunks of a long context.
-    At most one part may include the sink. Online softmax: Dao et al., 2022, https://arxiv.org/abs/2205.14135.
+    At most one part may include the sink.
 
     Args:
         a, b: [tokens, heads, head_dim]; fp32, bf16 or fp16.
@@ -206,6 +212,8 @@ def merge_attention_states(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -
         RuntimeError: a shape, dtype or device does not fit.
 
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    Source: online softmax: Milakov and Gimelshein, 2018, https://arxiv.org/abs/1805.02867.
 
     >>> import torch, fastinfer.ops as ops
     >>> logits, values = torch.randn(1, 1, 6), torch.randn(6, 64)

@@ -33,6 +33,8 @@ def embedding(
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
+    Source: a look-up, as ``torch.nn.functional.embedding``.
+
     >>> import torch, fastinfer.ops as ops
     >>> ops.embedding(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 1]))
     tensor([[3., 4.],

@@ -2,8 +2,7 @@
 
 Every token has ``top_k`` *rows*, one for each of its experts: row ``token * top_k + i`` belongs to expert
 ``expert_ids[token, i]``. Tensors of rows stand in this order throughout. A grouped product computes each row with its
-expert's slice of a stacked weight; only the list of work that it goes through, ``row_ids``, is sorted by expert, as in
-MegaBlocks (Gale et al., 2022, https://arxiv.org/abs/2211.15841).
+expert's slice of a stacked weight; only the list of work that it goes through, ``row_ids``, is sorted by expert.
 
 >>> import torch, fastinfer.ops as ops
 >>> x, residual = torch.randn(3, 64), torch.zeros(3, 64)
@@ -66,6 +65,9 @@ def route_experts(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
+    Source: Shazeer et al., 2017, https://arxiv.org/abs/1701.06538; the softmax before the choice: Fedus et al., 2021,
+    https://arxiv.org/abs/2101.03961.
+
     >>> import torch, fastinfer.ops as ops
     >>> routing = ops.route_experts(torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]]), top_k=2, renormalize=True)
     >>> routing.expert_ids
@@ -108,6 +110,8 @@ def grouped_gemm(
             past the rows, or a decreasing start.
 
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    Source: one product over rows sorted by expert: MegaBlocks, Gale et al., 2022, https://arxiv.org/abs/2211.15841.
 
     >>> import torch, fastinfer.ops as ops
     >>> routing = ops.route_experts(torch.randn(3, 4), top_k=2, renormalize=True)
@@ -155,6 +159,8 @@ def grouped_int8_gemm(
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
+    Source: one product over rows sorted by expert: MegaBlocks, Gale et al., 2022, https://arxiv.org/abs/2211.15841.
+
     >>> import torch, fastinfer.ops as ops
     >>> routing = ops.route_experts(torch.randn(3, 4), top_k=2, renormalize=True)
     >>> rows = routing.row_ids, routing.expert_start
@@ -201,6 +207,8 @@ def grouped_int4_gemm(
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
+    Source: one product over rows sorted by expert: MegaBlocks, Gale et al., 2022, https://arxiv.org/abs/2211.15841.
+
     >>> import torch, fastinfer.ops as ops
     >>> routing = ops.route_experts(torch.randn(3, 4), top_k=2, renormalize=True)
     >>> rows = routing.row_ids, routing.expert_start
@@ -246,6 +254,8 @@ def grouped_table_gemm(
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
+    Source: one product over rows sorted by expert: MegaBlocks, Gale et al., 2022, https://arxiv.org/abs/2211.15841.
+
     >>> import torch, fastinfer.ops as ops
     >>> routing = ops.route_experts(torch.randn(3, 4), top_k=2, renormalize=True)
     >>> rows = routing.row_ids, routing.expert_start
@@ -280,6 +290,8 @@ def combine_experts(
         RuntimeError: a shape, dtype or device does not fit.
 
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    Source: Shazeer et al., 2017, https://arxiv.org/abs/1701.06538.
 
     >>> import torch, fastinfer.ops as ops
     >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])  # two rows a token

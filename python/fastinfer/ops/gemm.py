@@ -7,7 +7,7 @@ All operators here compute ``epilogue(prologue(x) @ weight.T)``:
 
 A gated activation (``"silu"``, ``"gelu_tanh"``, ``"gelu"``) expects gate and up rows interleaved in runs of 16: rows
 0-15 of the gate, rows 0-15 of up, rows 16-31 of the gate, ... (:func:`fastinfer.ops.interleave_gate_up`), so that one
-tile of the output holds both. The output is then half as wide (Shazeer, 2020, https://arxiv.org/abs/2002.05202).
+tile of the output holds both. The output is then half as wide.
 
 On a GPU ``x`` is bf16 or fp16, and products are summed in fp32. Up to 64 tokens 4-bit and 8-bit weights enter exactly,
 as integers, and their fp32 scales multiply the sums: only the result is rounded to 16 bits. With more tokens the scaled
@@ -53,6 +53,9 @@ def gemm(
             ``residual``, or one of a weight whose rows are no multiple of 32.
 
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    Source: register blocking: Goto and van de Geijn, 2008, https://doi.org/10.1145/1356052.1356053; a GPU's equal
+    parts: Stream-K, Osama et al., 2023, https://arxiv.org/abs/2301.03598.
 
     >>> import torch, fastinfer.ops as ops
     >>> x, weight, residual = torch.randn(3, 64), torch.randn(96, 64), torch.randn(3, 96)
@@ -105,6 +108,9 @@ def int8_gemm(
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
+    Source: integers with a scale on both sides: Dettmers et al., 2022, https://arxiv.org/abs/2208.07339, section 2; see
+    :func:`gemm` for the blocking.
+
     >>> import torch, fastinfer.ops as ops
     >>> q, scales = torch.randint(-128, 128, (32, 64), dtype=torch.int8), torch.rand(32, 2)  # groups of 32 inputs
     >>> packed = ops.int8_pack(q), ops.pack_scales(scales)
@@ -154,6 +160,9 @@ def int4_gemm(
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
+    Source: scales by groups: Frantar et al., 2022, https://arxiv.org/abs/2210.17323; weights laid out in advance as the
+    tensor cores take them: MARLIN, Frantar et al., 2024, https://arxiv.org/abs/2408.11743.
+
     >>> import torch, fastinfer.ops as ops
     >>> q = torch.randint(0, 16, (64, 64), dtype=torch.uint8)  # 32 rows of the gate, then 32 of up
     >>> scales, mins = torch.rand(64, 2) / 16, -torch.rand(64, 2)
@@ -188,8 +197,7 @@ def table_gemm(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Linear layer with a 4-bit weight ``w = scale * table[q]``: NF4 (Dettmers et al., 2023,
-    https://arxiv.org/abs/2305.14314), FP4 and other formats of 16 values.
+    """Linear layer with a 4-bit weight ``w = scale * table[q]``: NF4, FP4 and other formats of 16 values.
 
     Args:
         qweight: from :func:`int4_pack`.
@@ -204,6 +212,8 @@ def table_gemm(
         RuntimeError: as :func:`int8_gemm`.
 
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    Source: NF4: Dettmers et al., 2023, https://arxiv.org/abs/2305.14314, section 3.
 
     >>> import torch, fastinfer.ops as ops
     >>> q, scales = torch.randint(0, 16, (32, 64), dtype=torch.uint8), torch.rand(32, 1)  # one group a row

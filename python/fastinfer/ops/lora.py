@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, Hu et al., 2021, https://arxiv.org/abs/2106.09685) for batches that mix them."""
+"""Low-rank adapters (LoRA) for batches that mix them."""
 
 from torch import Tensor
 
@@ -18,8 +18,8 @@ def add_lora(
 ) -> None:
     """Add to each row of ``y``, in place, what its token's adapter adds to a linear layer: ``(x @ a[id].T) @ b[id]``.
 
-    Shrink and expand as in Punica (Chen et al., 2023, https://arxiv.org/abs/2310.18547), with fp32 sums between and
-    within them and one rounding at the end. A token's result is bitwise the same in any batch.
+    Shrunk to the rank and expanded, with fp32 sums between and within the two and one rounding at the end. A token's
+    result is bitwise the same in any batch.
 
     Args:
         y: [tokens, out]; fp32, bf16 or fp16; changed in place. Rows are contiguous, any distance apart. Or
@@ -39,6 +39,9 @@ def add_lora(
             none, and such a rank the nearest in range.
 
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    Source: LoRA: Hu et al., 2021, https://arxiv.org/abs/2106.09685; many adapters in one batch: Punica, Chen et al.,
+    2023, https://arxiv.org/abs/2310.18547.
 
     >>> import torch, fastinfer.ops as ops
     >>> x, y = torch.randn(3, 32), torch.zeros(3, 48)

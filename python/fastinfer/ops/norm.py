@@ -1,4 +1,4 @@
-"""LayerNorm; RMSNorm with a residual added before or after, and with an int8 result (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467)."""
+"""LayerNorm; RMSNorm with a residual added before or after, and with an int8 result."""
 
 from torch import Tensor
 
@@ -25,6 +25,8 @@ def rms_norm(
         RuntimeError: a shape, dtype or device does not fit.
 
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    Source: Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467.
 
     >>> import torch, fastinfer.ops as ops
     >>> ops.rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), eps=0.0)
@@ -59,6 +61,8 @@ def add_rms_norm(
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
+    Source: Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467.
+
     >>> import torch, fastinfer.ops as ops
     >>> x, residual = torch.tensor([[1.0, 2.0]]), torch.tensor([[2.0, 2.0]])
     >>> ops.add_rms_norm(x, residual, torch.ones(2), eps=0.0)
@@ -92,6 +96,9 @@ def rms_norm_quantize(x: Tensor, residual: Tensor | None, weight: Tensor, eps: f
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
+    Source: Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467; Dettmers et al., 2022,
+    https://arxiv.org/abs/2208.07339, section 2.
+
     >>> import torch, fastinfer.ops as ops
     >>> q, scale = ops.rms_norm_quantize(torch.tensor([[3.0, 4.0]]), None, torch.ones(2), eps=0.0)
     >>> q
@@ -104,8 +111,7 @@ def rms_norm_quantize(x: Tensor, residual: Tensor | None, weight: Tensor, eps: f
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, out: Tensor | None = None) -> Tensor:
-    """``(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias`` over the last dimension (Ba et al., 2016,
-    https://arxiv.org/abs/1607.06450).
+    """``(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias`` over the last dimension.
 
     Statistics in fp32: the mean first, then the (biased) variance of the differences to it.
 
@@ -123,6 +129,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, ou
         RuntimeError: a shape, dtype or device does not fit.
 
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    Source: Ba et al., 2016, https://arxiv.org/abs/1607.06450.
 
     >>> import torch, fastinfer.ops as ops
     >>> ops.layer_norm(torch.tensor([[1.0, 3.0]]), torch.ones(2), torch.zeros(2), eps=0.0)

@@ -33,6 +33,8 @@ def int4_pack(q: Tensor) -> Tensor:
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
+    Source: a layout of our own, csrc/quant/pack.h.
+
     >>> import torch, fastinfer.ops as ops
     >>> q = torch.arange(17 * 32).view(17, 32).remainder(16).to(torch.uint8)
     >>> packed = ops.int4_pack(q)
@@ -58,6 +60,8 @@ def int8_pack(q: Tensor) -> Tensor:
         RuntimeError: a shape, dtype or strides that do not fit.
 
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    Source: a layout of our own, csrc/quant/pack.h.
 
     >>> import torch, fastinfer.ops as ops
     >>> ops.int8_pack(torch.zeros(17, 64, dtype=torch.int8)).shape
@@ -151,6 +155,8 @@ def int4_dequantize(
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
+    Source: undoes :func:`int4_pack`.
+
     >>> import torch, fastinfer.ops as ops
     >>> q = torch.arange(2 * 32).view(2, 32).remainder(16).to(torch.uint8)
     >>> scales, mins = ops.pack_scales(torch.tensor([[1.0], [0.5]])), ops.pack_scales(torch.tensor([[0.0], [-4.0]]))
@@ -185,6 +191,8 @@ def int8_dequantize(
         RuntimeError: as :func:`int4_dequantize`.
 
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    Source: undoes :func:`int8_pack`.
 
     >>> import torch, fastinfer.ops as ops
     >>> q, scales = torch.randint(-128, 128, (20, 64), dtype=torch.int8), torch.rand(20, 2)

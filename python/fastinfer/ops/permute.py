@@ -1,5 +1,4 @@
-"""Activations in the order of columns in which a weight was quantised (GPTQ's activation order, Frantar et al., 2022,
-https://arxiv.org/abs/2210.17323)."""
+"""Activations in the order of columns in which a weight was quantised."""
 
 from torch import Tensor
 
@@ -21,6 +20,8 @@ def permute_columns(x: Tensor, permutation: Tensor, *, out: Tensor | None = None
         RuntimeError: a shape, dtype, device or stride does not fit; on the CPU also an index outside the columns.
 
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    Source: GPTQ's activation order, Frantar et al., 2022, https://arxiv.org/abs/2210.17323.
 
     >>> import torch, fastinfer.ops as ops
     >>> ops.permute_columns(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([2, 0, 1]))

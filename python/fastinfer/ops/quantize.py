@@ -6,8 +6,7 @@ from fastinfer.ops._library import inference_only, ops
 
 
 def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows as int8: ``q = round(x / scale)``, half to even, with ``scale = max |x| / 127`` (Dettmers et al., 2022,
-    https://arxiv.org/abs/2208.07339, section 2).
+    """Rows as int8: ``q = round(x / scale)``, half to even, with ``scale = max |x| / 127``.
 
     Rounded is x times the fp32 reciprocal 127 / max |x|, so that a quotient within 1e-7 of a tie may go to either
     neighbour. A row of zeros, or one whose largest is below 4e-37, becomes zeros with scale 0; a row with an infinity
@@ -23,6 +22,8 @@ def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
         RuntimeError: a dtype or strides that do not fit.
 
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    Source: Dettmers et al., 2022, https://arxiv.org/abs/2208.07339, section 2.
 
     >>> import torch, fastinfer.ops as ops
     >>> ops.quantize_int8(torch.tensor([[127.0, -3.6, 2.5]]))

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864) and the ways to stretch it.
+"""Rotary position embedding and the ways to stretch it.
 
 Every kind of scaling is a matter of the cos/sin table alone; the kernel only rotates.
 """
@@ -74,6 +74,8 @@ def cos_sin_cache(
             ``original_max_position``, or another number of LongRoPE's factors than there are frequencies.
 
     Devices: CPU; move the table to where it is used.
+
+    Source: Su et al., 2021, https://arxiv.org/abs/2104.09864; of each scaling in :class:`RopeScaling`.
 
     >>> import torch, fastinfer.ops as ops
     >>> ops.cos_sin_cache(2, 3)
@@ -171,6 +173,8 @@ def rotary_embedding(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Ten
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
+    Source: Su et al., 2021, https://arxiv.org/abs/2104.09864.
+
     >>> import torch, fastinfer.ops as ops
     >>> q, k = torch.randn(1, 1, 64).repeat(5, 1, 1), torch.randn(1, 1, 64).repeat(5, 1, 1)  # 5 equal tokens
     >>> ops.rotary_embedding(q, k, torch.arange(5), ops.cos_sin_cache(64, 5))
@@ -200,8 +204,7 @@ def norm_rotary_store(
 ) -> None:
     """What stands between the QKV projection and attention, in one pass over memory.
 
-    Equals ``rms_norm`` of each head of q and k (where a weight is given; QK-norm, Henry et al., 2020,
-    https://arxiv.org/abs/2010.04245), ``rotary_embedding`` of both and
+    Equals ``rms_norm`` of each head of q and k (where a weight is given), ``rotary_embedding`` of both and
     ``store_kv_cache``, but for the roundings between them: norm and rotation pass fp32 numbers on, q is rounded once,
     and the rotated k is rounded, or quantised, straight to the cache.
 
@@ -220,6 +223,9 @@ def norm_rotary_store(
         RuntimeError: as :func:`rotary_embedding` and :func:`fastinfer.ops.store_kv_cache`.
 
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    Source: QK-norm: Henry et al., 2020, https://arxiv.org/abs/2010.04245; see :func:`rotary_embedding` and
+    :func:`fastinfer.ops.store_kv_cache` for the rest.
 
     >>> import torch, fastinfer.ops as ops
     >>> q, k, v = torch.randn(3, 4, 64).split([2, 1, 1], dim=1)  # slices of a fused projection

@@ -53,13 +53,11 @@ def sample(
 
     Order of the filters, as in vLLM: penalties; bias; mask; temperature; min_p against the largest probability; top_k;
     top_p of what top_k left, renormalised. Equal logits are in the order of their token ids, so that top_k keeps
-    exactly k. The draw is the inverse of the cumulative distribution at a Philox-4x32-10 number (Salmon et al., 2011,
-    https://doi.org/10.1145/2063384.2063405) keyed by seed and position alone: it depends on nothing else in the batch.
-    CPU and GPU keep the same tokens, but for the rounding of sums at top_p's cut; they run through them in different
-    orders, and so may draw different ones.
+    exactly k. The draw is the inverse of the cumulative distribution at a Philox-4x32-10 number keyed by seed and
+    position alone: it depends on nothing else in the batch. CPU and GPU keep the same tokens, but for the rounding of
+    sums at top_p's cut; they run through them in different orders, and so may draw different ones.
 
-    The GPU does not sort the vocabulary: it searches the end of top_k and top_p with pivots, as FlashInfer does
-    (https://flashinfer.ai/2025/03/10/sampling.html).
+    The GPU does not sort the vocabulary: it searches the end of top_k and top_p with pivots.
 
     Bit masks hold token t in bit t % 32 of word t // 32, as those of xgrammar and llguidance do.
 
@@ -93,6 +91,10 @@ def sample(
             of tokens out of range, of +inf or NaN are left out.
 
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    Source: top_p: Holtzman et al., 2019, https://arxiv.org/abs/1904.09751; min_p: Nguyen et al., 2024,
+    https://arxiv.org/abs/2407.01082; Philox: Salmon et al., 2011, https://doi.org/10.1145/2063384.2063405; pivots:
+    https://flashinfer.ai/2025/03/10/sampling.html.
 
     >>> import torch, fastinfer.ops as ops
     >>> logits, seeds, positions = torch.randn(2, 100), torch.tensor([7, 7]), torch.tensor([0, 0])

@@ -21,8 +21,6 @@ def w8a8_gemm(
 ) -> Tensor:
     """``x_scales[:, None] * scales * (x @ q.T)`` with an exact int32 product, then bias, and activation or residual.
 
-    Scales per token and per weight row: Dettmers et al., 2022, https://arxiv.org/abs/2208.07339, section 2.
-
     Args:
         x: [tokens, in_features] int8, contiguous; from :func:`fastinfer.ops.quantize_int8` or ``rms_norm_quantize``. On
             the CPU it must not hold -128, which those never give; on CUDA it must start at a multiple of 16 bytes.
@@ -44,6 +42,8 @@ def w8a8_gemm(
             ``activation``, or one beside a ``residual``.
 
     Devices: CPU, CUDA (not yet run on a GPU).
+
+    Source: Dettmers et al., 2022, https://arxiv.org/abs/2208.07339, section 2.
 
     >>> import torch, fastinfer.ops as ops
     >>> x, q = torch.randn(3, 64), torch.randint(-127, 128, (32, 64), dtype=torch.int8)
