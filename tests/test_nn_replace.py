@@ -185,6 +185,21 @@ def test_masks_of_another_kind_are_refused() -> None:
             model(tokens(1, 12), attention_mask=mask)
 
 
+@pytest.mark.parametrize("fuse", [False, True])
+def test_probabilities_are_refused(fuse: bool) -> None:
+    model = make_model("llama2")
+    replace(model, fuse=fuse)
+    with pytest.raises(ValueError, match="output_attentions"):
+        model(**inputs(), output_attentions=True)
+
+
+def test_a_quantised_output_layer_is_not_resized() -> None:
+    model = make_model("llama2")
+    replace(model, quantize="int4")
+    with pytest.raises(TypeError, match="no matrix that could be resized"):
+        model.resize_token_embeddings(model.config.vocab_size + 16, mean_resizing=False)
+
+
 def test_norms_stay_exact_in_16_bits() -> None:
     model = make_model("gemma3")
     replace(model)

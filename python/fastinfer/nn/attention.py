@@ -76,6 +76,7 @@ class Attention(nn.Module):
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         is_causal: bool | None = None,
+        output_attentions: bool = False,
         **_: Any,
     ) -> tuple[Tensor, None]:
         """Attend to the cache and the new tokens.
@@ -88,16 +89,18 @@ class Attention(nn.Module):
             past_key_values: a cache of transformers: ``update(k, v, layer_idx)`` stores [batch, kv_heads, length,
                 head_dim] and returns all of it. ``None``: only the new tokens are there.
             is_causal: must not be False.
+            output_attentions: must be False.
 
         Returns:
             [batch, length, hidden], and ``None`` where transformers has probabilities.
 
         Raises:
-            ValueError: another mask, or attention that is not causal.
+            ValueError: another mask, attention that is not causal, or probabilities are asked for.
         """
+        check_computable(is_causal, output_attentions)
         batch, length, hidden = hidden_states.shape
         rows = hidden_states.reshape(batch * length, hidden)
-        out = self.attend(rows, batch, position_embeddings, attention_mask, past_key_values, is_causal)
+        out = self.attend(rows, batch, position_embeddings, attention_mask, past_key_values)
         return out.view(batch, length, -1), None
 
     def attend(
@@ -107,13 +110,10 @@ class Attention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None,
         attention_mask: Tensor | None,
         past_key_values: Any,
-        is_causal: bool | None,
         residual: Tensor | None = None,
         **norm: Unpack[NormOptions],
     ) -> Tensor:
         """:meth:`forward` of [batch * length, hidden], perhaps with a norm before and a sum after."""
-        if is_causal is False:
-            raise ValueError("is_causal must be True or None: fastinfer.nn.Attention is causal, got False")
         length = x.shape[0] // batch
         heads = self.qkv_proj(x, **norm).view(batch * length, -1, self.head_dim)
         q, k, v = heads.split(self.heads, 1)
@@ -141,3 +141,13 @@ class Attention(nn.Module):
     def extra_repr(self) -> str:
         q_heads, kv_heads, _ = self.heads
         return f"q_heads={q_heads}, kv_heads={kv_heads}, head_dim={self.head_dim}, sliding_window={self.sliding_window}"
+
+
+def check_computable(is_causal: bool | None, output_attentions: bool) -> None:
+    """Refuse what a caller of transformers' attention may ask for, and the kernel has not."""
+    if is_causal is False:
+        raise ValueError("is_causal must be True or None: fastinfer.nn.Attention is causal, got False")
+    if output_attentions:
+        raise ValueError(
+            "output_attentions must be False: fastinfer.nn.Attention never has the probabilities as a whole, got True"
+        )

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastinfer.nn.attention import Attention
+from fastinfer.nn.attention import Attention, check_computable
 from fastinfer.nn.mlp import FusedMLP
 from fastinfer.nn.rms_norm import RMSNorm
 
@@ -34,6 +34,7 @@ def fused_forward(
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     past_key_values: Any = None,
     is_causal: bool | None = None,
+    output_attentions: bool = False,
     **_: Any,
 ) -> Tensor:
     """``x += self_attn(input_layernorm(x)); x += mlp(post_attention_layernorm(x))``, Llama's layer.
@@ -44,16 +45,18 @@ def fused_forward(
     Args:
         layer: with the modules of ``CHILDREN``.
         hidden_states: [batch, length, hidden]; not changed.
-        attention_mask, position_embeddings, past_key_values, is_causal: as in :class:`fastinfer.nn.Attention`.
+        attention_mask, position_embeddings, past_key_values, is_causal, output_attentions: as in
+            :class:`fastinfer.nn.Attention`.
 
     Returns:
         [batch, length, hidden].
     """
+    check_computable(is_causal, output_attentions)
     batch, length, hidden = hidden_states.shape
     rows = hidden_states.reshape(batch * length, hidden)
     options = layer.input_layernorm.as_options()
     rows = layer.self_attn.attend(
-        rows, batch, position_embeddings, attention_mask, past_key_values, is_causal, residual=rows, **options
+        rows, batch, position_embeddings, attention_mask, past_key_values, residual=rows, **options
     )
     rows = layer.mlp.transform(rows, residual=rows, **layer.post_attention_layernorm.as_options())
     return rows.view(batch, length, hidden)

@@ -56,6 +56,9 @@ class PackedWeight(Tensor):
             "and quantise that"
         )
 
+    def size(self, *_: Any) -> Any:
+        raise TypeError("a QuantLinear's weight is no matrix that could be resized; resize the dense model's first")
+
 
 class QuantLinear(ExactBuffers, nn.Linear):
     """A linear layer with a weight of 4 or 8 bits.
