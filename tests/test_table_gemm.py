@@ -30,8 +30,8 @@ def weight_of(out_features: int, in_features: int, group: int = 64, **options: A
 @pytest.mark.parametrize("scale_dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize(("tokens", "out_features"), [(0, 16), (1, 1), (3, 49), (33, 100)])
 def test_shapes(tokens: int, out_features: int, scale_dtype: torch.dtype, dtype: torch.dtype, device: str) -> None:
-    x = torch.randn(tokens, 192).to(dtype)
-    packed, dense = weight_of(out_features, 192, scale_dtype=scale_dtype)
+    x = torch.randn(tokens, 576).to(dtype)
+    packed, dense = weight_of(out_features, 576, scale_dtype=scale_dtype)
     assert_rounded(ops.table_gemm(x, **packed), reference.gemm(x, dense), slack=1e-5)
 
 
@@ -43,10 +43,13 @@ def test_fusions(fusion: str, device: str) -> None:
     assert_rounded(ops.table_gemm(x, **packed, **options), reference.gemm(x, dense, **options), slack=5e-5)
 
 
-def test_threads_do_not_matter(device: str) -> None:
-    x = torch.randn(9, 192)
-    packed, _ = weight_of(100, 192)
-    assert_bitwise(*per_thread_count(lambda: ops.table_gemm(x, **packed)))
+def test_a_row_does_not_depend_on_its_batch_or_the_threads(device: str) -> None:
+    x = torch.randn(33, 576)
+    packed, _ = weight_of(100, 576)
+    one, two = per_thread_count(lambda: ops.table_gemm(x, **packed))
+    assert_bitwise(one, two)
+    for size in (1, 3, 8, 11):
+        assert_bitwise(torch.cat([ops.table_gemm(rows, **packed) for rows in x.split(size)]), one)
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,8 @@ void for_each_unit(const GemmParams& p, int64_t units, const Fn& fn) {
 }
 
 // Kernel::tile<kRows>(tile, row, sums, stride) writes the products of kRows rows of x with the 16 weight rows of a tile
-// to sums[kRows][stride]; kMaxRows is the most that it keeps in registers.
+// to sums[kRows][stride]; kMaxRows is the most that it keeps in registers. Kernel::panel(tile, row, rows, sums, stride),
+// if there is one, does so for any number of rows, and is called for more than kPanelFrom.
 template <class Kernel>
 void run_gemm(const GemmParams& p, const Kernel& kernel) {
   const int tiles_per_unit = p.activation != Activation::kNone ? 2 : 1;
@@ -124,6 +125,12 @@ void run_gemm(const GemmParams& p, const Kernel& kernel) {
       const int rows = static_cast<int>(std::min<int64_t>(kRowBlock, end - row0));
       for (int i = 0; i < tiles_per_unit; ++i) {
         const int64_t tile = expert * tiles + unit * tiles_per_unit + i;
+        if constexpr (requires { &Kernel::panel; }) {
+          if (rows > Kernel::kPanelFrom) {
+            kernel.panel(tile, row0, rows, sums + i * kTileRows, stride);
+            continue;
+          }
+        }
         int row = 0;
         const auto step = [&]<int kRows>() {
           for (; row + kRows <= rows; row += kRows) {

@@ -10,19 +10,21 @@
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 
-// Calls fn(block, scale, min) over the blocks of one tile's inputs, for the half-th vector of its rows.
+// Calls fn(block, weight, scale, min) over blocks begin .. end - 1 of one tile's inputs, for the half-th vector of its
+// rows.
 template <class Format, class Scale, class Fn>
-FASTINFER_INLINE void for_each_block(const QuantizedGemmParams& p, int64_t tile, int half, Fn&& fn) {
+FASTINFER_INLINE void for_each_block(const QuantizedGemmParams& p, int64_t tile, int half, int64_t begin, int64_t end,
+                                     Fn&& fn) {
   const QuantizedWeight& w = p.weight;
   const int64_t blocks = p.k / kBlockInputs, groups = blocks / w.group_blocks;
   const int64_t first = tile * groups * kTileRows + half * kLanes;
   const Scale* scales = static_cast<const Scale*>(w.scales) + first;
   const Scale* mins = w.mins != nullptr ? static_cast<const Scale*>(w.mins) + first : nullptr;
   const auto* weight = static_cast<const uint8_t*>(w.q) + tile * blocks * Format::kBlockBytes + half * kLanes * 4;
-  for (int64_t group = 0; group < groups; ++group) {
+  for (int64_t block = begin, group = begin / w.group_blocks; block < end; ++group) {
     const f32v scale = load(scales + group * kTileRows);
     const f32v min = mins != nullptr ? load(mins + group * kTileRows) : scale * -Format::kSymmetricOffset;
-    for (int64_t block = group * w.group_blocks; block < (group + 1) * w.group_blocks; ++block) {
+    for (const int64_t stop = std::min(end, (group + 1) * w.group_blocks); block < stop; ++block) {
       fn(block, weight + block * Format::kBlockBytes, scale, min);
     }
   }
@@ -148,27 +150,96 @@ struct IntegerKernel {
   }
 };
 
-// fp32 products: the weights are dequantised on the fly, once for kRows rows of x.
-template <class Format, class Scale>
+// fp32 products of weights that are dequantised on the fly: Values names each by its integer, scale and minimum. The
+// sums go through the inputs in one order, however many rows there are.
+template <class Format, class Scale, class Values>
 struct FloatKernel {
   static constexpr int kMaxRows = 4;
 
   const QuantizedGemmParams& p;
   FloatRows x;
+  Values values;
 
   template <int kRows>
   void tile(int64_t tile, int64_t row, float* sums, int stride) const {
     for (int half = 0; half < kHalves; ++half) {
       f32v acc[kRows] = {};
-      for_each_block<Format, Scale>(p, tile, half, [&](int64_t b, const uint8_t* weight, f32v scale, f32v min) {
-        const float* first = x.data + row * x.stride + b * kBlockInputs;
-        Format::for_each_input(weight, [&](int input, i32v q) {
-          const f32v w = to_f32(q) * scale + min;
-          for (int r = 0; r < kRows; ++r) acc[r] += w * first[r * x.stride + input];
-        });
-      });
+      for_each_block<Format, Scale>(p, tile, half, 0, p.k / kBlockInputs,
+                                    [&](int64_t b, const uint8_t* weight, f32v scale, f32v min) {
+                                      const float* first = x.data + row * x.stride + b * kBlockInputs;
+                                      Format::for_each_input(weight, [&](int input, i32v q) {
+                                        const f32v w = values(q, scale, min);
+                                        for (int r = 0; r < kRows; ++r) acc[r] += w * first[r * x.stride + input];
+                                      });
+                                    });
       for (int r = 0; r < kRows; ++r) store(sums + r * stride + half * kLanes, acc[r]);
     }
+  }
+
+  // With more rows the weights are dequantised once for all of a block's, as many as half of the L1 holds.
+  static constexpr int kPanelFrom = 8;
+  static constexpr int64_t kPanelBlocks = 8;
+  static constexpr int kPanelRows = 12 / kHalves;  // sums in 12 of 16 registers
+
+  void panel(int64_t tile, int64_t row0, int rows, float* sums, int stride) const {
+    alignas(64) float weights[kPanelBlocks * kBlockInputs * kTileRows];
+    for (int row = 0; row < rows; ++row) std::fill_n(sums + row * stride, kTileRows, 0.0f);
+    const int64_t blocks = p.k / kBlockInputs;
+    for (int64_t begin = 0; begin < blocks; begin += kPanelBlocks) {
+      const int64_t end = std::min(blocks, begin + kPanelBlocks);
+      for (int half = 0; half < kHalves; ++half) {
+        float* out = weights + half * kLanes;
+        for_each_block<Format, Scale>(p, tile, half, begin, end, [&](int64_t, const uint8_t* q, f32v scale, f32v min) {
+          Format::for_each_input(q, [&](int input, i32v q) { store(out + input * kTileRows, values(q, scale, min)); });
+          out += kBlockInputs * kTileRows;
+        });
+      }
+      const float* first = x.data + row0 * x.stride + begin * kBlockInputs;
+      int row = 0;
+      const auto step = [&]<int kRows>() {
+        for (; row + kRows <= rows; row += kRows) {
+          multiply<kRows>(weights, (end - begin) * kBlockInputs, first + row * x.stride, sums + row * stride, stride);
+        }
+      };
+      step.template operator()<kPanelRows>();
+      step.template operator()<4>();
+      step.template operator()<2>();
+      step.template operator()<1>();
+    }
+  }
+
+ private:
+  template <int kRows>
+  __attribute__((noinline)) void multiply(const float* weights, int64_t inputs, const float* rows, float* sums,
+                                          int stride) const {
+    f32v acc[kRows][kHalves];
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int half = 0; half < kHalves; ++half) acc[r][half] = load(sums + r * stride + half * kLanes);
+    }
+    for (int64_t i = 0; i < inputs; ++i, weights += kTileRows, ++rows) {
+      f32v w[kHalves];
+#pragma GCC unroll 2
+      for (int half = 0; half < kHalves; ++half) w[half] = load(weights + half * kLanes);
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r) {
+        const f32v value = in_register(broadcast(rows[r * x.stride]));
+#pragma GCC unroll 2
+        for (int half = 0; half < kHalves; ++half) acc[r][half] += w[half] * value;
+      }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int half = 0; half < kHalves; ++half) store(sums + r * stride + half * kLanes, acc[r][half]);
+    }
+  }
+};
+
+struct LinearValues {
+  FASTINFER_INLINE f32v operator()(i32v q, f32v scale, f32v min) const {
+    return to_f32(q) * scale + min;
   }
 };
 
@@ -184,7 +255,7 @@ void run_quantized_gemm(const QuantizedGemmParams& p) {
     switch (p.activation_bits) {
       case 8: return run_integer_gemm<Format, Scale, 8>(p);
       case 16: return run_integer_gemm<Format, Scale, 16>(p);
-      default: return run_gemm(p, FloatKernel<Format, Scale>{p, float_rows(p)});
+      default: return run_gemm(p, FloatKernel<Format, Scale, LinearValues>{p, float_rows(p), {}});
     }
   };
   p.weight.scale_dtype == DType::kFloat16 ? run(Float16{}) : run(float{});

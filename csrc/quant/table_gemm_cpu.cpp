@@ -4,33 +4,18 @@
 namespace fastinfer::cpu::FASTINFER_ISA {
 namespace {
 
-template <class Scale>
-struct TableKernel {
-  static constexpr int kMaxRows = 4;
+struct TableValues {
+  const float* table;
 
-  const TableGemmParams& p;
-  FloatRows x;
-
-  template <int kRows>
-  void tile(int64_t tile, int64_t row, float* sums, int stride) const {
-    for (int half = 0; half < kHalves; ++half) {
-      f32v acc[kRows] = {};
-      for_each_block<Int4Format, Scale>(p, tile, half, [&](int64_t b, const uint8_t* weight, f32v scale, f32v) {
-        const float* first = x.data + row * x.stride + b * kBlockInputs;
-        Int4Format::for_each_input(weight, [&](int input, i32v q) {
-          const f32v w = look_up(q) * scale;
-          for (int r = 0; r < kRows; ++r) acc[r] += w * first[r * x.stride + input];
-        });
-      });
-      for (int r = 0; r < kRows; ++r) store(sums + r * stride + half * kLanes, acc[r]);
-    }
+  FASTINFER_INLINE f32v operator()(i32v q, f32v scale, f32v) const {
+    return look_up(q) * scale;
   }
 
   FASTINFER_INLINE f32v look_up(i32v q) const {
     if constexpr (kLanes == 16) {
-      return __builtin_shuffle(load(p.table), q);
+      return __builtin_shuffle(load(table), q);
     } else {
-      return __builtin_shuffle(load(p.table), load(p.table + kLanes), q);
+      return __builtin_shuffle(load(table), load(table + kLanes), q);
     }
   }
 };
@@ -39,7 +24,9 @@ struct TableKernel {
 
 void table_gemm(const TableGemmParams& p) {
   const FloatRows x = float_rows(p);
-  const auto run = [&]<class Scale>(Scale) { run_gemm(p, TableKernel<Scale>{p, x}); };
+  const auto run = [&]<class Scale>(Scale) {
+    run_gemm(p, FloatKernel<Int4Format, Scale, TableValues>{p, x, {p.table}});
+  };
   p.weight.scale_dtype == DType::kFloat16 ? run(Float16{}) : run(float{});
 }
 
