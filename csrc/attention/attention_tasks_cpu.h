@@ -6,9 +6,10 @@
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 
-inline constexpr int kTargetRows = 128;     // query rows of a task, to share the converted K and V
-inline constexpr int kFewestRows = 16;      // where there are too few tasks for the threads
-inline constexpr int kTilesPerThread = 8;   // of one query each, about 1 us: less work does not pay for waking a thread
+inline constexpr int kTargetRows = 128;  // query rows of a task, to share the converted K and V
+inline constexpr int kFewestRows = 16;   // where there are too few tasks for the threads
+// Of one query each, 1 to 3 us: less work does not pay for waking a thread, or for sharing it with one that is awake.
+inline constexpr int kTilesToWake = 8, kTilesPerThread = 2;
 inline constexpr int kPiecesPerThread = 4;  // so that a thread which is done early finds more to do
 
 struct AttentionTask {
@@ -46,7 +47,11 @@ class AttentionTasks {
       if (queries(seq) > 0) tiles += own;
       work += own * queries(seq);
     }
-    threads_ = static_cast<int>(std::clamp<int64_t>(work / kTilesPerThread, 1, num_threads()));
+    threads_ = static_cast<int>(std::clamp<int64_t>(work / kTilesToWake, 1, num_threads()));
+    if (threads_ < num_threads()) {
+      threads_ = static_cast<int>(
+          std::clamp<int64_t>(work / kTilesPerThread, threads_, std::max(threads_, num_awake_threads())));
+    }
     const int parts = threads_ == 1 ? 1 : threads_ * kPiecesPerThread;
     const int target_rows = tiles >= parts ? kTargetRows
                                            : std::clamp(ceil_div(int64_t{p.query_start[p.seqs]} * p.q_heads, parts),

@@ -70,6 +70,10 @@ class Pool {
     return threads_;
   }
 
+  int awake() const {
+    return threads_ - sleepers_.load(std::memory_order_relaxed);
+  }
+
   void run(int64_t items, const void* context, detail::Job job) {
     items_ = items;
     context_ = context;
@@ -231,6 +235,12 @@ void set_num_threads(int count) {
   }
   State& s = state();
   s.threads.store(count, std::memory_order_relaxed);  // the next job of the pool sees it
+}
+
+int num_awake_threads() {
+  State& s = state();
+  const Busy busy(s);  // or another caller might replace the pool
+  return busy.taken() && s.pool && s.pool->threads() == num_threads() ? s.pool->awake() : 1;
 }
 
 void detail::run(int64_t items, const void* context, Job job) {

@@ -18,6 +18,9 @@ namespace fastinfer::cpu {
 FASTINFER_API int num_threads();
 FASTINFER_API void set_num_threads(int count);  // throws std::invalid_argument unless 1 <= count <= 1024
 
+// How many threads would take part in a job at once: one where the others sleep, or are at work for somebody else.
+FASTINFER_API int num_awake_threads();
+
 namespace detail {
 using Job = void (*)(const void* context, int64_t begin, int64_t end);
 FASTINFER_API void run(int64_t items, const void* context, Job job);
