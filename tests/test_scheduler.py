@@ -265,6 +265,34 @@ def test_a_preempted_member_comes_back_into_its_batch() -> None:
     assert names(s) == ["c"]
 
 
+def test_nobody_takes_the_place_of_a_member_that_was_aborted() -> None:
+    s = scheduler(num_blocks=4, batching=Static(2))
+    a, b, c = (sequence(name, 4) for name in "abc")
+    for each in (a, b, c):
+        s.add(each)
+    while not s.num_preemptions:
+        run(s.schedule())
+    s.finish(b)  # while it waits
+    assert names(s) == ["a"]
+    s.finish(a)
+    assert names(s) == ["c"]
+
+
+def test_one_with_priority_does_not_join_a_batch_that_runs() -> None:
+    s = scheduler(num_blocks=4, batching=Static(2))
+    a, b, first = sequence("a", 4), sequence("b", 4), sequence("first", 4, priority=-1)
+    for each in (a, b):
+        s.add(each)
+    while not s.num_preemptions:
+        run(s.schedule())
+    s.add(first)
+    assert names(s) == ["a"]
+    s.finish(a)
+    assert names(s) == ["first"]
+    s.finish(first)
+    assert names(s) == ["b"]
+
+
 def test_a_preempted_member_comes_back_while_the_others_run() -> None:
     s = scheduler(num_blocks=7, batching=Static(3))
     a, b, c, d = (sequence(name, 4) for name in "abcd")
@@ -282,7 +310,6 @@ def test_a_dynamic_batch_waits_for_company_but_not_for_ever() -> None:
     batching = Dynamic(max_seqs=3, max_tokens=10, max_wait_s=5.0)
     a, b, c, long = sequence("a", 4), sequence("b", 4), sequence("c", 2), sequence("long", 11)
     now = a.arrival_time
-    assert batching.num_admissible([], [], now) == 0
     assert batching.num_admissible([a], [], now + 4.9) == 0
     assert batching.num_admissible([a, b], [], now + 4.9) == 0
     assert Dynamic(3, 10, 5.0).num_admissible([a, b, c], [], now) == 3  # as many as fit
@@ -290,8 +317,6 @@ def test_a_dynamic_batch_waits_for_company_but_not_for_ever() -> None:
     assert Dynamic(9, 10, 5.0).num_admissible([a, b, c], [], now) == 0  # there is room for more
     assert Dynamic(3, 10, 5.0).num_admissible([long, a], [], now) == 1
     assert batching.num_admissible([a, b], [], now + 5.1) == 2
-    for _ in range(2):
-        batching.admitted()
     assert batching.num_admissible([c], [a, b], now + 99) == 0, "the batch runs"
     assert batching.num_admissible([c], [], now + 99) == 1
 

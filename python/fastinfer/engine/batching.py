@@ -1,5 +1,6 @@
 """When waiting sequences may join the running ones: continuous batching, and two older policies to compare it with."""
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as List
 
@@ -7,17 +8,11 @@ from fastinfer.engine.sequence import Sequence
 
 
 class Batching(ABC):
-    """Decides about admissions; memory and the budget decide after it. It hears of every admission and preemption."""
+    """Decides about admissions; memory and the budget decide after it."""
 
     @abstractmethod
     def num_admissible(self, waiting: List[Sequence], running: List[Sequence], now: float) -> int:
-        """How many of the waiting sequences may be admitted now, from the first on."""
-
-    @abstractmethod
-    def admitted(self) -> None: ...
-
-    @abstractmethod
-    def preempted(self) -> None: ...
+        """How many of the waiting sequences, which are some, may be admitted now, from the first on."""
 
 
 class Continuous(Batching):
@@ -26,15 +21,10 @@ class Continuous(Batching):
     def num_admissible(self, waiting: List[Sequence], running: List[Sequence], now: float) -> int:
         return len(waiting)
 
-    def admitted(self) -> None:
-        pass
-
-    def preempted(self) -> None:
-        pass
-
 
 class Static(Batching):
-    """What waits forms a batch, and the next batch is formed when all of it has finished.
+    """What waits forms a batch, and the next batch is formed when all of it has finished. A member that is preempted
+    may come back; nobody else takes its place.
 
     Args:
         max_seqs: of a batch.
@@ -42,18 +32,12 @@ class Static(Batching):
 
     def __init__(self, max_seqs: int) -> None:
         self._max_seqs = max_seqs
-        self._num_missing = 0  # members of the batch that wait for memory or budget
+        self._batch: set[Sequence] = set()
 
     def num_admissible(self, waiting: List[Sequence], running: List[Sequence], now: float) -> int:
-        if not running and self._num_missing == 0:
-            self._num_missing = self._batch_size(waiting, now)
-        return self._num_missing
-
-    def admitted(self) -> None:
-        self._num_missing -= 1
-
-    def preempted(self) -> None:
-        self._num_missing += 1
+        if not running and waiting[0] not in self._batch:
+            self._batch = set(waiting[: self._batch_size(waiting, now)])
+        return len(list(itertools.takewhile(self._batch.__contains__, waiting)))
 
     def _batch_size(self, waiting: List[Sequence], now: float) -> int:
         return min(len(waiting), self._max_seqs)
@@ -74,8 +58,6 @@ class Dynamic(Static):
         self._max_wait_s = max_wait_s
 
     def _batch_size(self, waiting: List[Sequence], now: float) -> int:
-        if not waiting:
-            return 0
         size, tokens = 1, len(waiting[0])
         while size < min(len(waiting), self._max_seqs) and tokens + len(waiting[size]) <= self._max_tokens:
             tokens += len(waiting[size])

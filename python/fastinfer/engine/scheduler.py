@@ -150,7 +150,6 @@ class Scheduler:
         self.kv_cache.allocate(sequence)
         sequence.state = SequenceState.RUNNING
         bisect.insort(self.running, sequence, key=_order)
-        self.batching.admitted()
 
     def _preempt_last(self) -> None:
         """Free the last running sequence's blocks; it will be computed again, generated tokens included."""
@@ -161,7 +160,6 @@ class Scheduler:
             sequence.state = SequenceState.PENDING
         else:
             self.add(sequence)
-        self.batching.preempted()
         self.num_preemptions += 1
 
     @property
