@@ -263,7 +263,7 @@ def test_a_grammar(speculate: int, logprobs: int | None) -> None:
     texts, steps = [], []
     engine = toy_engine(num_speculative_tokens=speculate)
     if speculate:
-        engine.speculator._best_depth = lambda sequences, available: 4  # type: ignore[union-attr,method-assign]
+        engine.speculator._choose = lambda sequences, available: available  # type: ignore[union-attr,method-assign]
     for seed in range(8):
         params = replace(SAMPLED, max_tokens=50, seed=2 * seed, n=2, logprobs=logprobs, temperature=1.0)
         request_id = constrained(engine, PROMPT, params, Letters("abc", 11))

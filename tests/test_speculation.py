@@ -137,7 +137,7 @@ def test_a_draft_model_that_paused_catches_up() -> None:
     speculator = engine.speculator
     assert speculator is not None
     depth = [3]
-    speculator._best_depth = lambda sequences, available: depth[0]  # type: ignore[method-assign]
+    speculator._choose = lambda sequences, available: [min(depth[0], n) for n in available]  # type: ignore[method-assign]
     engine.add_request(PROMPTS[2], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
     accepted = []
     while engine.has_unfinished:
@@ -154,10 +154,10 @@ def test_blocks_that_the_draft_model_has_not_computed_are_not_found() -> None:
     engine = engines(block_size=2)["itself"]
     speculator = engine.speculator
     assert speculator is not None
-    speculator._best_depth = lambda sequences, available: 0  # type: ignore[method-assign]
+    speculator._choose = lambda sequences, available: [0] * len(available)  # type: ignore[method-assign]
     engine.add_request([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
     text = [1, 2, 3, *drain(engine)["request-0"].outputs[0].token_ids]
-    speculator._best_depth = lambda sequences, available: 5  # type: ignore[method-assign]
+    speculator._choose = lambda sequences, available: available  # type: ignore[method-assign]
     request_id = engine.add_request(text, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
     output = drain(engine)[request_id]
     assert output.num_cached_tokens == 2
@@ -255,6 +255,14 @@ def test_how_far_ahead_it_guesses(rate: float, cost_per_token: float, depths: se
     assert sequence.num_drafts in depths
 
 
+def test_only_sequences_whose_guesses_are_right_get_any() -> None:
+    speculator, good = speculator_with(0.95, 0.25)
+    _, bad = speculator_with(0.1, 0.25)
+    speculator.plan([good, bad])
+    assert good.num_drafts > 2
+    assert bad.num_drafts == 0
+
+
 def test_it_learns_from_guesses_that_nobody_verified() -> None:
     speculator, sequence = speculator_with(0.0, 0.3)
     speculator.plan([sequence])
@@ -339,7 +347,7 @@ def test_failed_steps_do_not_count_as_tokens_that_the_draft_model_missed(depth: 
     engine = engines(block_size=4)["itself"]
     speculator = engine.speculator
     assert speculator is not None
-    speculator._best_depth = lambda sequences, available: depth  # type: ignore[method-assign]
+    speculator._choose = lambda sequences, available: [min(depth, n) for n in available]  # type: ignore[method-assign]
     engine.add_request([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
     for _ in range(3):
         engine.step()
@@ -350,7 +358,7 @@ def test_failed_steps_do_not_count_as_tokens_that_the_draft_model_missed(depth: 
     engine.model.fail = False  # type: ignore[attr-defined]
     [sequence] = engine.scheduler.running
     assert sequence.draft_gap <= sequence.num_computed_tokens - 3
-    speculator._best_depth = lambda sequences, available: 5  # type: ignore[method-assign]
+    speculator._choose = lambda sequences, available: available  # type: ignore[method-assign]
     assert drain(engine)["request-0"].outputs[0].token_ids == greedy([1, 2, 3], 40, stop_at_eos=False)
     assert engine.stats().num_accepted_tokens == engine.stats().num_drafted_tokens > 20
 
@@ -360,12 +368,12 @@ def test_after_a_preemption_the_draft_model_has_missed_nothing() -> None:
     speculator = engine.speculator
     assert speculator is not None
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
-    speculator._best_depth = lambda sequences, available: 0  # type: ignore[method-assign]
+    speculator._choose = lambda sequences, available: [0] * len(available)  # type: ignore[method-assign]
     ids = [engine.add_request(prompt, params) for prompt in PROMPTS[:3]]
     while not engine.stats().num_preemptions:
         engine.step()
     assert any(sequence.draft_gap > len(sequence) / 3 for sequence in engine.scheduler.waiting)
-    speculator._best_depth = lambda sequences, available: max(available)  # type: ignore[method-assign]
+    speculator._choose = lambda sequences, available: available  # type: ignore[method-assign]
     outputs = drain(engine)
     for request_id, prompt in zip(ids, PROMPTS, strict=False):
         length = min(30, 48 - len(prompt))

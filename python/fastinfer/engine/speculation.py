@@ -8,7 +8,7 @@ https://github.com/apoorvumang/prompt-lookup-decoding.
 
 import statistics
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 
 from fastinfer.engine.scheduler import Chunk
 from fastinfer.engine.sequence import Sequence
@@ -32,6 +32,7 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._samples: dict[int, deque[float]] = {}
+        self._medians: dict[int, float] = {}
         self._last_seen: dict[int, int] = {}
         self._num_steps = 0
 
@@ -41,18 +42,21 @@ class StepCosts:
             self._last_seen[num_tokens] = self._num_steps
             return  # the first one records a graph
         self._last_seen[num_tokens] = self._num_steps
-        self._samples.setdefault(num_tokens, deque(maxlen=self.SAMPLES)).append(seconds)
+        samples = self._samples.setdefault(num_tokens, deque(maxlen=self.SAMPLES))
+        samples.append(seconds)
+        if len(samples) >= self.ENOUGH:
+            self._medians[num_tokens] = statistics.median(samples)
         for stale in [n for n, step in self._last_seen.items() if self._num_steps - step > self.STALE]:
             del self._last_seen[stale]  # perhaps the machine was busy then
             self._samples.pop(stale, None)
+            self._medians.pop(stale, None)
 
     def estimate(self, num_tokens: int) -> float:
         """Seconds; in units of their own while nothing is known."""
-        known = {n: samples for n, samples in self._samples.items() if len(samples) >= self.ENOUGH}
-        if not known:
+        if not self._medians:
             return 3.0 + num_tokens
-        nearest = min(known, key=lambda n: abs(n - num_tokens))
-        return statistics.median(known[nearest]) * (3 + num_tokens) / (3 + nearest)
+        nearest = min(self._medians, key=lambda n: abs(n - num_tokens))
+        return self._medians[nearest] * (3 + num_tokens) / (3 + nearest)
 
 
 class Acceptance:
@@ -107,9 +111,9 @@ class Speculator(ABC):
             # The step brings one token more than it accepts drafts.
             limit = min(self._max_drafts, sequence.max_length - len(sequence) - 1)
             available.append(min(self.num_available(sequence), limit) if limit > 0 else 0)
-        depth = self._best_depth(decoding, available) if any(available) else 0
-        for sequence, count in zip(decoding, available, strict=True):
-            sequence.num_drafts = min(count, depth)
+        chosen = self._choose(decoding, available) if any(available) else available
+        for sequence, count in zip(decoding, chosen, strict=True):
+            sequence.num_drafts = count
 
     def accept(self, chunk: Chunk, num_accepted: int) -> None:
         """Learn that so many of a chunk's drafts were right."""
@@ -132,19 +136,24 @@ class Speculator(ABC):
             sequence.acceptance = Acceptance(self._acceptance)
         return sequence.acceptance
 
-    def _best_depth(self, sequences: list[Sequence], available: list[int]) -> int:
-        """The number of drafts per sequence with the most expected tokens per second."""
-        best, best_speed = 0, 0.0
+    def _choose(self, sequences: list[Sequence], available: list[int]) -> list[int]:
+        """Each sequence's number of drafts: of all that are available so many, the likeliest first, as give the most
+        expected tokens per second."""
         rates = [self._estimate(sequence).rate for sequence in sequences]
-        expected, num_tokens = float(len(sequences)), len(sequences)
-        for depth in range(max(available, default=0) + 1):
-            if depth:
-                reached = [rate**depth for rate, count in zip(rates, available, strict=True) if count >= depth]
-                expected, num_tokens = expected + sum(reached), num_tokens + len(reached)
-            speed = expected / (self._costs.estimate(num_tokens) + depth * self.draft_seconds())
-            if speed > best_speed:
-                best, best_speed = depth, speed
-        return best
+        likeliest = sorted(
+            (-(rate**depth), depth, index)
+            for index, (rate, count) in enumerate(zip(rates, available, strict=True))
+            for depth in range(1, count + 1)
+        )
+        expected, deepest, best = float(len(sequences)), 0, 0
+        best_speed = expected / self._costs.estimate(len(sequences))
+        for taken, (unlikeliness, depth, _) in enumerate(likeliest, start=1):
+            expected, deepest = expected - unlikeliness, max(deepest, depth)
+            cost = self._costs.estimate(len(sequences) + taken) + deepest * self.draft_seconds()
+            if expected / cost > best_speed:
+                best, best_speed = taken, expected / cost
+        chosen = Counter(index for _, _, index in likeliest[:best])
+        return [chosen[index] for index in range(len(sequences))]
 
 
 class NgramIndex:
