@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -317,6 +317,15 @@ def test_interrupt_stops_the_answer_and_not_the_chat(
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """As in a terminal: a program that a shell starts in the background ignores the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_second_interrupt_ends_the_program(fake: type[FakeLLM], typed: Callable[..., None]) -> None:
     def interrupt_twice(index: int) -> None:
         signal.raise_signal(signal.SIGINT)
