@@ -19,6 +19,8 @@ NGRAM_LENGTHS = (4, 3, 2)
 FIRST_ACCEPTANCE, PRIOR_WEIGHT = 0.5, 2.0
 # The newest outcome's weight in the engine's own estimate, and how fast a sequence forgets.
 LEARNING_RATE, MEMORY = 0.02, 0.9
+# A step has a multiple of so many tokens, as products compute them, or fewer: few sizes, whose costs are soon known.
+ROWS = 4
 
 
 class StepCosts:
@@ -149,7 +151,10 @@ class Speculator(ABC):
         best_speed = expected / self._costs.estimate(len(sequences))
         for taken, (unlikeliness, depth, _) in enumerate(likeliest, start=1):
             expected, deepest = expected - unlikeliness, max(deepest, depth)
-            cost = self._costs.estimate(len(sequences) + taken) + deepest * self.draft_seconds()
+            num_tokens = len(sequences) + taken
+            if num_tokens > ROWS and num_tokens % ROWS:
+                continue
+            cost = self._costs.estimate(num_tokens) + deepest * self.draft_seconds()
             if expected / cost > best_speed:
                 best, best_speed = taken, expected / cost
         chosen = Counter(index for _, _, index in likeliest[:best])
