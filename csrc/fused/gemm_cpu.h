@@ -111,8 +111,8 @@ void for_each_unit(const GemmParams& p, int64_t units, const Fn& fn) {
 }
 
 // Kernel::tile<kRows>(tile, row, sums, stride) writes the products of kRows rows of x with the 16 weight rows of a tile
-// to sums[kRows][stride]; kMaxRows is the most that it keeps in registers. Kernel::panel(tile, row, rows, sums, stride),
-// if there is one, does so for any number of rows, and is called for more than kPanelFrom.
+// to sums[kRows][stride]; kMaxRows is the most that it keeps in registers. Kernel::panel(tile, row, rows, sums,
+// stride), if there is one, does so for any number of rows, and is called for more than kPanelFrom.
 template <class Kernel>
 void run_gemm(const GemmParams& p, const Kernel& kernel) {
   const int tiles_per_unit = p.activation != Activation::kNone ? 2 : 1;
