@@ -11,9 +11,12 @@ from families import make_model, save_model
 from safetensors.torch import load_file, save_file
 from teacher_forcing import log_probabilities
 from test_families import expected, load, some_tokens
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
-from fastinfer.errors import CheckpointFormatError, FastinferError, UnsupportedModelError
+from fastinfer import LLM, SamplingParams
+from fastinfer.errors import CheckpointFormatError, FastinferError, RequestError, UnsupportedModelError
 from fastinfer.formats.safetensors_folder import INDEX, SINGLE, SafetensorsFolder
 from fastinfer.models.hf_checkpoint import HFCheckpoint
 
@@ -65,6 +68,23 @@ def test_names_without_their_prefix(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / SINGLE)
     save_file({name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}, tmp_path / SINGLE)
     assert torch.equal(log_probabilities(load(tmp_path), some_tokens(), "float32"), prefixed)
+
+
+def test_more_rows_of_logits_than_tokens(folder: Path) -> None:
+    """Models pad their vocabulary; an id that no token has is no text when it is drawn, or looked at."""
+    letters = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Backend(models.BPE(vocab=letters, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text("{}")
+    llm = LLM(str(folder), max_model_len=32)
+    params = SamplingParams(max_tokens=3, logit_bias={300: 100.0}, logprobs=1, ignore_eos=True)
+    [output] = llm.generate("ab", params)[0].outputs
+    assert (output.token_ids, output.text, output.finish_reason) == ([300, 300, 300], "", "length")
+    assert output.logprobs is not None
+    assert output.logprobs[0][300].decoded_token == ""
+    with pytest.raises(RequestError, match="expected 0 to 319, got 320"):
+        llm.tokenizer.decode([320])
 
 
 def test_code_in_a_folder_is_never_run(folder: Path) -> None:

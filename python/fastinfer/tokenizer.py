@@ -31,7 +31,7 @@ class Tokenizer:
     def __init__(self, vocabulary: Vocabulary, encode: Callable[[str, bool], list[int]]) -> None:
         self._vocabulary = vocabulary
         self._encode = encode
-        self.vocab_size = len(vocabulary.tokens)
+        self.vocab_size = self._num_ids = len(vocabulary.tokens)
         self.control_ids = vocabulary.control
         self.bos_id = vocabulary.bos_id
         self.bos_token = self._spelling(vocabulary.bos_id)
@@ -60,6 +60,11 @@ class Tokenizer:
             UnsupportedModelError: the tokenizer's decoder is not implemented.
         """
         return cls(*hf_tokenizer.read_tokenizer(folder))
+
+    def pad(self, num_ids: int) -> None:
+        """Take ids up to ``num_ids - 1``: those past the vocabulary are no text. Models often have more rows of logits
+        than there are tokens, and a random draw may hit one."""
+        self._num_ids = max(num_ids, self.vocab_size)
 
     def encode(
         self, text: str, add_special_tokens: bool = True, parse_special: bool = True, continues: bool = False
@@ -110,10 +115,10 @@ class Tokenizer:
 
         b"" for a skipped special token, and for an id without a token.
         """
-        if not 0 <= token_id < self.vocab_size:
-            raise RequestError(f"token id: expected 0 to {self.vocab_size - 1}, got {token_id}")
+        if not 0 <= token_id < self._num_ids:
+            raise RequestError(f"token id: expected 0 to {self._num_ids - 1}, got {token_id}")
         vocabulary = self._vocabulary
-        token = vocabulary.tokens[token_id]
+        token = vocabulary.tokens[token_id] if token_id < self.vocab_size else None
         if token is None:
             return b""
         if token_id in vocabulary.control:

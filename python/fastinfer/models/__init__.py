@@ -63,7 +63,9 @@ def load_model(
     precision = Precision.of(dtype, device)
     with one_torch_thread():
         checkpoint, tokenizer = _open(path, exact=precision.dtype == torch.float32 and precision.activation_bits == 32)
-        return load_decoder(checkpoint, precision, max_model_len, device), tokenizer
+        model = load_decoder(checkpoint, precision, max_model_len, device)
+    tokenizer.pad(model.config.vocab_size)
+    return model, tokenizer
 
 
 def _open(path: Path, exact: bool) -> tuple[Checkpoint, Tokenizer]:
