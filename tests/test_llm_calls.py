@@ -66,6 +66,14 @@ def test_embeddings(llm: LLM, pooling: str, normalize: bool, monkeypatch: pytest
         torch.testing.assert_close(torch.tensor(output.embedding, dtype=torch.float64), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_an_embedding_takes_a_prompt_of_the_whole_length(llm: LLM) -> None:
+    longest = [5] * llm.engine.max_model_len
+    [output] = llm.embed({"prompt_token_ids": longest}, pooling="last")
+    assert output.embedding is not None
+    with pytest.raises(RequestError, match="prompt must be at most max_model_len=256 tokens, got 257"):
+        llm.embed({"prompt_token_ids": [*longest, 5]})
+
+
 def test_embeddings_say_what_is_alike(llm: LLM) -> None:
     words = ["The cat sat on the mat.", "A cat was sitting on a mat.", "Interest rates rose by half a percent."]
     cat, other_cat, rates = torch.tensor(vectors(llm.embed(words)))

@@ -85,7 +85,7 @@ def unsalted_token_ids(engine: Engine, prompt: Prompt) -> list[int]:
     prepared = prepare(engine, prompt)
     if prepared.cache_salt:
         raise RequestError(f"cache_salt must be empty where nothing is generated, got {show(prepared.cache_salt)}")
-    engine.validate(prepared.token_ids)
+    engine.validate(prepared.token_ids, generates=False)
     return prepared.token_ids
 
 

@@ -91,17 +91,22 @@ class Engine:
         self._numbers = itertools.count()
 
     def validate(
-        self, prompt_token_ids: list[int], params: SamplingParams | None = None, adapter: str | None = None
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        *,
+        generates: bool = True,
     ) -> None:
         """Raise RequestError if the request can never be served."""
         if not isinstance(prompt_token_ids, list):
             raise RequestError(f"prompt_token_ids must be a list, got {type(prompt_token_ids).__name__}")
         if not prompt_token_ids:
             raise RequestError("prompt must have at least 1 token, got 0")
-        # One more, as at least one token is generated.
-        if len(prompt_token_ids) + 1 > self.max_model_len:
+        if len(prompt_token_ids) + generates > self.max_model_len:  # at least one token is generated
+            limit = "shorter than" if generates else "at most"
             raise RequestError(
-                f"prompt must be shorter than max_model_len={self.max_model_len} tokens, got {len(prompt_token_ids)}"
+                f"prompt must be {limit} max_model_len={self.max_model_len} tokens, got {len(prompt_token_ids)}"
             )
         if adapter is not None:
             self.adapters.slot(adapter)
@@ -234,7 +239,7 @@ class Engine:
         Raises:
             QueueFullError, RequestError: as :meth:`add_request`.
         """
-        self.validate(prompt_token_ids)
+        self.validate(prompt_token_ids, generates=False)
         if pooling not in POOLINGS:
             raise RequestError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
         sequence = self._prefill_sequence(prompt_token_ids, request_id, reads_prefix=pooling == "last")
