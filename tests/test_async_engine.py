@@ -280,8 +280,10 @@ def test_other_arguments_out_of_range() -> None:
             assert len(await read(stream)) > 0
             with pytest.raises(RequestError, match="pooling must be one of last, mean, got 'max'"):
                 await engine.embed([1], pooling="max")
-            with pytest.raises(RequestError, match="cache_salt must be empty"):
-                await engine.embed({"prompt_token_ids": [1], "cache_salt": "a"})
+            with pytest.raises(RequestError, match=r"priority must be .* got 1\.5"):
+                await engine.embed([1], priority=1.5)  # type: ignore[arg-type]
+            with pytest.raises(RequestError, match="'a'"):
+                await engine.embed([1], adapter="a")
 
     run(main())
 

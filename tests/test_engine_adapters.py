@@ -13,7 +13,7 @@ from toy import VOCAB_SIZE, ToyTokenizer, check_blocks, drain
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.engine import Engine
 from fastinfer.errors import AdapterError, RequestError
-from fastinfer.sampling_params import SamplingParams
+from fastinfer.sampling_params import BeamSearchParams, SamplingParams
 
 SIZES = replace(CONFIG, vocab_size=VOCAB_SIZE)
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, n=2)
@@ -57,6 +57,34 @@ def test_many_adapters_in_one_batch(limits: dict[str, Any], folders: dict[str, P
     assert complete(engine, PROMPTS, NAMES) == expected, "with what the cache has now"
     assert len({tuple(alone(folders, name, PROMPTS[3])) for name in (None, "a", "b")}) == 3
     assert engine.stats().num_hit_tokens > 0 or engine.config.block_size == 32
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_num_batched_tokens": 5, "block_size": 4}])
+def test_beams_and_embeddings_have_adapters(limits: dict[str, Any], folders: dict[str, Path]) -> None:
+    """A beam search of width 1 is greedy decoding; an embedding is as that of a model which has one adapter alone."""
+    engine = make_engine(**limits)
+    for name in ("b", "a"):
+        engine.load_adapter(name, folders[name])
+    prompt, names = PROMPTS[3], (None, "a", "b")
+    beams = [engine.add_beam_request(prompt, BeamSearchParams(1, 12, ignore_eos=True), adapter=name) for name in names]
+    vectors = [engine.add_embedding_request(prompt, adapter=name) for name in names]
+    with pytest.raises(RequestError, match="must not be in use to be unloaded, got 2"):
+        engine.unload_adapter("a")
+    outputs = drain(engine)
+    check_blocks(engine)
+    assert [outputs[b].outputs[0].token_ids for b in beams] == [alone(folders, name, prompt) for name in names]
+    embeddings = [tuple(outputs[vector].embedding) for vector in vectors]
+    assert len(set(embeddings)) == 3
+    for name, embedding in zip(names, embeddings, strict=True):
+        engine = make_engine(enforce_eager=True)
+        if name is not None:
+            engine.load_adapter(name, folders[name])
+        request_id = engine.add_embedding_request(prompt, adapter=name)
+        assert tuple(drain(engine)[request_id].embedding) == pytest.approx(embedding, abs=1e-5)
+    with pytest.raises(RequestError, match="'c'"):
+        engine.add_beam_request(prompt, BeamSearchParams(1, 12), adapter="c")
+    with pytest.raises(RequestError, match="'c'"):
+        engine.add_embedding_request(prompt, adapter="c")
 
 
 def test_prefixes_are_not_shared_between_adapters_or_loads(folders: dict[str, Path]) -> None:

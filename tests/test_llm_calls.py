@@ -15,7 +15,15 @@ import torch
 from json_schemas import SCHEMAS
 from teacher_forcing import log_probabilities
 
-from fastinfer import LLM, AsyncEngine, PrefillOutput, RequestError, SamplingParams, StructuredOutputsParams
+from fastinfer import (
+    LLM,
+    AsyncEngine,
+    BeamSearchParams,
+    PrefillOutput,
+    RequestError,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from fastinfer.engine.generation import GenerationRequest
 
 PROMPTS = ["The capital of France is", "A", "In the beginning God created the heaven and the earth. " * 4]
@@ -196,8 +204,11 @@ def test_cache_salt_separates(llm: LLM) -> None:
     assert cached("one") > 0
     assert cached("two") == 0
     assert llm.generate(text, greedy(1))[0].num_cached_tokens == 0
-    with pytest.raises(RequestError, match="cache_salt must be empty where nothing is generated, got 'one'"):
-        llm.embed({"prompt": text, "cache_salt": "one"})
+    assert llm.beam_search({"prompt": text, "cache_salt": "two"}, BeamSearchParams(2, 1))[0].num_cached_tokens > 0
+    assert llm.beam_search({"prompt": text, "cache_salt": "three"}, BeamSearchParams(2, 1))[0].num_cached_tokens == 0
+    llm.embed({"prompt": text, "cache_salt": "four"})
+    assert cached("four") > 0
+    assert cached("five") == 0
 
 
 def test_priority(model_path: Path) -> None:

@@ -18,7 +18,7 @@ from fastinfer.errors import QueueFullError, RequestError
 from fastinfer.llm import LLM
 from fastinfer.mailbox import Mailbox
 from fastinfer.outputs import PrefillOutput, RequestOutput
-from fastinfer.prompt import Prompt, prepare, unsalted_token_ids
+from fastinfer.prompt import Prompt, prepare
 from fastinfer.sampling_params import DEFAULT_PARAMS, SamplingParams
 
 Output = TypeVar("Output", RequestOutput, PrefillOutput)
@@ -110,13 +110,21 @@ class AsyncEngine:
         return self._submit(mailbox, partial(add, **names))
 
     async def embed(
-        self, prompt: Prompt | list[int], *, pooling: str = "mean", normalize: bool = True
+        self,
+        prompt: Prompt | list[int],
+        *,
+        pooling: str = "mean",
+        normalize: bool = True,
+        priority: int = 0,
+        adapter: str | None = None,
     ) -> PrefillOutput:
         """A prompt as a vector, as by :meth:`fastinfer.LLM.embed`; raises as :meth:`generate`."""
-        token_ids = unsalted_token_ids(self._engine, _as_prompt(prompt))
+        prepared = prepare(self._engine, _as_prompt(prompt))
+        self._engine.validate(prepared.token_ids, adapter=adapter, generates=False)
         mailbox: Mailbox[PrefillOutput] = Mailbox()
-        add = partial(self._engine.add_embedding_request, token_ids, pooling=pooling, normalize=normalize)
-        return await anext(self._submit(mailbox, partial(add, request_id=mailbox.request_id)))
+        add = partial(self._engine.add_embedding_request, prepared.token_ids, pooling=pooling, normalize=normalize)
+        names = {"request_id": mailbox.request_id, "cache_salt": prepared.cache_salt, "adapter": adapter}
+        return await anext(self._submit(mailbox, partial(add, priority=priority, **names)))
 
     async def add_prompt_module(self, name: str, text: str) -> None:
         """Compute a text and keep it in the cache, as :meth:`fastinfer.LLM.add_prompt_module` does.
@@ -124,7 +132,8 @@ class AsyncEngine:
         Raises:
             QueueFullError, RequestError, RuntimeError: as there, and as :meth:`generate`.
         """
-        token_ids = unsalted_token_ids(self._engine, text)
+        token_ids = prepare(self._engine, text).token_ids
+        self._engine.validate(token_ids)
         mailbox: Mailbox[PrefillOutput] = Mailbox()
         output = await anext(self._submit(mailbox, partial(self._engine.add_prompt_module, name, token_ids)))
         if output.finish_reason != "stop":

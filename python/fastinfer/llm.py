@@ -20,7 +20,7 @@ from fastinfer.errors import RequestError
 from fastinfer.models import load_model
 from fastinfer.models.config import Precision
 from fastinfer.outputs import PrefillOutput, RequestOutput, ScoreOutput
-from fastinfer.prompt import PreparedPrompt, Prompt, prepare, prepare_chat, unsalted_token_ids
+from fastinfer.prompt import PreparedPrompt, Prompt, prepare, prepare_chat
 from fastinfer.sampling_params import DEFAULT_PARAMS, BeamSearchParams, SamplingParams
 from fastinfer.shared_engine import Job, SharedEngine
 
@@ -143,23 +143,31 @@ class LLM:
         jobs = self._jobs([self._prepare(prompt) for prompt in many], params, priority, adapter)
         return self._shared.complete(jobs, use_tqdm)
 
-    def beam_search(self, prompts: Prompt | list[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
+    def beam_search(
+        self,
+        prompts: Prompt | list[Prompt],
+        params: BeamSearchParams,
+        *,
+        priority: int = 0,
+        adapter: str | None = None,
+    ) -> list[RequestOutput]:
         """The likeliest completions of the prompts that a beam search finds, the best one first.
 
         Args:
-            prompts: one or many, as for :meth:`generate`, but without ``"cache_salt"``.
+            prompts: one or many, as for :meth:`generate`.
             params: how to search.
+            priority, adapter: as for :meth:`generate`, one for all.
 
         Raises:
             RequestError: a prompt cannot be served; nothing has been computed then.
         """
         jobs: list[Job[RequestOutput]] = []
         for prompt in prompts if isinstance(prompts, list) else [prompts]:
-            token_ids = unsalted_token_ids(self.engine, prompt)
-            self.engine.validate_beam_search(token_ids, params)
-            text = prompt if isinstance(prompt, str) else prompt.get("prompt")
-            add = functools.partial(self.engine.add_beam_request, token_ids, params, prompt=text)
-            jobs.append(Job(functools.partial(add, request_id=self._new_id())))
+            prepared = self._prepare(prompt)
+            self.engine.validate_beam_search(prepared.token_ids, params, adapter)
+            add = functools.partial(self.engine.add_beam_request, prepared.token_ids, params, prompt=prepared.text)
+            names = {"request_id": self._new_id(), "cache_salt": prepared.cache_salt, "adapter": adapter}
+            jobs.append(Job(functools.partial(add, priority=priority, **names)))
         return self._shared.complete(jobs)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[str, None, None]:
@@ -197,14 +205,21 @@ class LLM:
         return self._shared.run(self._jobs([prepare_chat(self.engine, messages)], params))
 
     def embed(
-        self, prompts: Prompt | list[Prompt], *, pooling: str = "mean", normalize: bool = True
+        self,
+        prompts: Prompt | list[Prompt],
+        *,
+        pooling: str = "mean",
+        normalize: bool = True,
+        priority: int = 0,
+        adapter: str | None = None,
     ) -> list[PrefillOutput]:
         """The prompts as vectors: hidden states after the last norm.
 
         Args:
-            prompts: one or many, as for :meth:`generate`, but without ``"cache_salt"``.
+            prompts: one or many, as for :meth:`generate`.
             pooling: ``"mean"`` over all tokens, or the ``"last"`` token.
             normalize: scale each vector to length 1.
+            priority, adapter: as for :meth:`generate`, one for all.
 
         Returns:
             One output per prompt, in their order, each with its ``embedding``.
@@ -215,9 +230,11 @@ class LLM:
         _check_choice("pooling", pooling, POOLINGS)
         jobs: list[Job[PrefillOutput]] = []
         for prompt in prompts if isinstance(prompts, list) else [prompts]:
-            token_ids = unsalted_token_ids(self.engine, prompt)
+            prepared = self._prepare(prompt)
+            self.engine.validate(prepared.token_ids, adapter=adapter, generates=False)
             add = functools.partial(self.engine.add_embedding_request, pooling=pooling, normalize=normalize)
-            jobs.append(Job(functools.partial(add, token_ids, request_id=self._new_id())))
+            names = {"request_id": self._new_id(), "cache_salt": prepared.cache_salt, "adapter": adapter}
+            jobs.append(Job(functools.partial(add, prepared.token_ids, priority=priority, **names)))
         return self._shared.complete(jobs)
 
     def score(
@@ -259,7 +276,8 @@ class LLM:
         """
         if not isinstance(name, str):
             raise RequestError(f"name must be a string, got {type(name).__name__}")
-        token_ids = unsalted_token_ids(self.engine, text)
+        token_ids = self._prepare(text).token_ids
+        self.engine.validate(token_ids)
         job: Job[PrefillOutput] = Job(functools.partial(self.engine.add_prompt_module, name, token_ids))
         [output] = self._shared.complete([job])
         if output.finish_reason == "error":

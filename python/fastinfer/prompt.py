@@ -76,19 +76,6 @@ def prepare(engine: Engine, prompt: Prompt, *, cache_salt: str = "", add_special
     return PreparedPrompt(text, before + token_ids, cache_salt)
 
 
-def unsalted_token_ids(engine: Engine, prompt: Prompt) -> list[int]:
-    """The token ids of a prompt that generates nothing, which the engine takes without a salt.
-
-    Raises:
-        RequestError: it cannot be served, or has a ``"cache_salt"``.
-    """
-    prepared = prepare(engine, prompt)
-    if prepared.cache_salt:
-        raise RequestError(f"cache_salt must be empty where nothing is generated, got {show(prepared.cache_salt)}")
-    engine.validate(prepared.token_ids, generates=False)
-    return prepared.token_ids
-
-
 def prepare_chat(engine: Engine, messages: Sequence[Mapping[str, str]]) -> PreparedPrompt:
     """Write a conversation, such as ``[{"role": "user", "content": "Hello"}]``, as the model's template has it.
 

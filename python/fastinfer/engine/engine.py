@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -122,9 +122,11 @@ class Engine:
             for token_id in getattr(params, name):
                 check_int(name, token_id, 0, vocab_size - 1)
 
-    def validate_beam_search(self, prompt_token_ids: list[int], params: BeamSearchParams) -> None:
+    def validate_beam_search(
+        self, prompt_token_ids: list[int], params: BeamSearchParams, adapter: str | None = None
+    ) -> None:
         """Raise RequestError if the search can never be served."""
-        self.validate(prompt_token_ids)
+        self.validate(prompt_token_ids, adapter=adapter)
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params must be BeamSearchParams, got {type(params).__name__}")
         check_int("beam_width", params.beam_width, 1, self.config.max_num_seqs)
@@ -158,7 +160,7 @@ class Engine:
         params = params or SamplingParams()
         self.validate(prompt_token_ids, params, adapter)
         request_id = self._new_id(request_id)
-        check_int("priority", priority, -INT64_MAX, INT64_MAX)
+        identity = self._identity(priority, cache_salt, adapter)
         max_length = self.max_model_len
         if params.max_tokens is not None:
             max_length = min(max_length, len(prompt_token_ids) + params.max_tokens)
@@ -170,10 +172,7 @@ class Engine:
                 params,
                 (seed + index) % (INT64_MAX + 1),
                 max_length=max_length,
-                priority=priority,
-                cache_salt=cache_salt,
-                adapter=-1 if adapter is None else self.adapters.slot(adapter),
-                adapter_key="" if adapter is None else self.adapters.cache_key(adapter),
+                **identity,
                 reads_prefix=params.prompt_logprobs is None,  # the cache holds no logits
             )
             for index in range(params.n)
@@ -197,22 +196,26 @@ class Engine:
         *,
         prompt: str | None = None,
         request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        adapter: str | None = None,
     ) -> str:
         """Queue a prompt whose likeliest continuations are searched; there is one output, at the end.
 
         Args:
             prompt_token_ids: ids within the model's vocabulary.
             params: how to search.
-            prompt, request_id: as for :meth:`add_request`.
+            prompt, request_id, priority, cache_salt, adapter: as for :meth:`add_request`.
 
         Raises:
             QueueFullError, RequestError: as :meth:`add_request`.
         """
-        self.validate_beam_search(prompt_token_ids, params)
+        self.validate_beam_search(prompt_token_ids, params, adapter)
         request_id = self._new_id(request_id)
+        identity = self._identity(priority, cache_salt, adapter)
         greedy = SamplingParams(temperature=0.0, max_tokens=params.max_tokens, logprobs=2 * params.beam_width)
         max_length = min(self.max_model_len, len(prompt_token_ids) + params.max_tokens)
-        first = Sequence(request_id, prompt_token_ids, greedy, 0, max_length=max_length)
+        first = Sequence(request_id, prompt_token_ids, greedy, 0, max_length=max_length, **identity)
         first.may_speculate = False
         first.siblings = [first.copy() for _ in range(params.beam_width - 1)]
         request = BeamRequest([first, *first.siblings], params, prompt, self.tokenizer)
@@ -227,6 +230,9 @@ class Engine:
         pooling: str = "mean",
         normalize: bool = True,
         request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        adapter: str | None = None,
     ) -> str:
         """Queue a prompt whose hidden states are wanted as one vector.
 
@@ -234,15 +240,16 @@ class Engine:
             prompt_token_ids: ids within the model's vocabulary.
             pooling: ``"mean"`` over all tokens, or the ``"last"`` token.
             normalize: scale the vector to length 1.
-            request_id: as for :meth:`add_request`.
+            request_id, priority, cache_salt, adapter: as for :meth:`add_request`.
 
         Raises:
             QueueFullError, RequestError: as :meth:`add_request`.
         """
-        self.validate(prompt_token_ids, generates=False)
+        self.validate(prompt_token_ids, adapter=adapter, generates=False)
         if pooling not in POOLINGS:
             raise RequestError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
-        sequence = self._prefill_sequence(prompt_token_ids, request_id, reads_prefix=pooling == "last")
+        identity = self._identity(priority, cache_salt, adapter)
+        sequence = self._prefill_sequence(prompt_token_ids, request_id, reads_prefix=pooling == "last", **identity)
         return self._add_prefill(EmbeddingRequest(sequence, pooling, normalize))
 
     def add_prompt_module(self, name: str, prompt_token_ids: list[int]) -> str:
@@ -480,12 +487,18 @@ class Engine:
             raise RequestError(f"request_id must be new, got {request_id!r}, which is still running")
         return request_id
 
-    def _prefill_sequence(
-        self, prompt_token_ids: list[int], request_id: str | None, reads_prefix: bool = True
-    ) -> Sequence:
-        return Sequence(
-            self._new_id(request_id), prompt_token_ids, SamplingParams(), 0, reads_prefix=reads_prefix, samples=False
-        )
+    def _identity(self, priority: int, cache_salt: str, adapter: str | None) -> dict[str, Any]:
+        """A sequence's arguments that say whose it is."""
+        check_int("priority", priority, -INT64_MAX, INT64_MAX)
+        return {
+            "priority": priority,
+            "cache_salt": cache_salt,
+            "adapter": -1 if adapter is None else self.adapters.slot(adapter),
+            "adapter_key": "" if adapter is None else self.adapters.cache_key(adapter),
+        }
+
+    def _prefill_sequence(self, prompt_token_ids: list[int], request_id: str | None, **options: Any) -> Sequence:
+        return Sequence(self._new_id(request_id), prompt_token_ids, SamplingParams(), 0, samples=False, **options)
 
     def _add_prefill(self, request: PrefillRequest) -> str:
         self._requests[request.request_id] = request
