@@ -265,6 +265,25 @@ def test_a_preempted_member_comes_back_into_its_batch() -> None:
     assert names(s) == ["c"]
 
 
+@pytest.mark.parametrize("batching", [Static(2), Dynamic(max_seqs=2, max_tokens=8, max_wait_s=3600.0)])
+def test_what_a_member_forks_belongs_to_its_batch(batching: Batching) -> None:
+    s = scheduler(num_blocks=7, batching=batching)
+    a, b = sequence("a", 4), sequence("b", 4)
+    for each in (a, b):
+        s.add(each)
+    run(s.schedule())
+    child = b.copy()
+    s.fork(b, child)
+    while not s.num_preemptions:
+        run(s.schedule())
+    assert s.waiting == [child]
+    stranger = sequence("stranger", 4)
+    s.add(stranger)
+    s.finish(a)
+    s.schedule()
+    assert (s.running, s.waiting) == ([b, child], [stranger])
+
+
 def test_nobody_takes_the_place_of_a_member_that_was_aborted() -> None:
     s = scheduler(num_blocks=4, batching=Static(2))
     a, b, c = (sequence(name, 4) for name in "abc")

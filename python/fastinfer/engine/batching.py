@@ -32,12 +32,12 @@ class Static(Batching):
 
     def __init__(self, max_seqs: int) -> None:
         self._max_seqs = max_seqs
-        self._batch: set[Sequence] = set()
+        self._batch: set[str] = set()  # request ids: what a member forks belongs to it
 
     def num_admissible(self, waiting: List[Sequence], running: List[Sequence], now: float) -> int:
-        if not running and waiting[0] not in self._batch:
-            self._batch = set(waiting[: self._batch_size(waiting, now)])
-        return len(list(itertools.takewhile(self._batch.__contains__, waiting)))
+        if not running and waiting[0].request_id not in self._batch:
+            self._batch = {sequence.request_id for sequence in waiting[: self._batch_size(waiting, now)]}
+        return len(list(itertools.takewhile(lambda sequence: sequence.request_id in self._batch, waiting)))
 
     def _batch_size(self, waiting: List[Sequence], now: float) -> int:
         return min(len(waiting), self._max_seqs)
