@@ -244,6 +244,14 @@ def test_a_copy_is_independent(compiler: GrammarCompiler, tokenizer: Tokenizer) 
     assert state(copy, compiler) == state(compiled(compiler, regex="a(b|cd)*"), compiler)
 
 
+def test_an_id_that_no_token_has_is_no_draft(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    grammar = compiled(compiler, regex="[a-z]+")
+    [letter] = tokenizer.encode("a", add_special_tokens=False)
+    assert grammar.validate([letter, tokenizer.vocab_size, letter]) == 1
+    assert grammar.validate([tokenizer.vocab_size]) == 0
+    grammar.accept(letter)
+
+
 def test_validate_agrees_with_accept(compiler: GrammarCompiler, tokenizer: Tokenizer, walker: Walker) -> None:
     """And changes nothing."""
     draw = random.Random(0)

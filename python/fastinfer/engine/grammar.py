@@ -4,6 +4,7 @@ The automata are llguidance's (https://github.com/guidance-ai/llguidance): a lex
 below an Earley parser, run over the trie of all tokens.
 """
 
+import itertools
 import queue
 import re
 import threading
@@ -48,10 +49,11 @@ class Grammar:
     takes it and ``rollback`` takes it back. After it only another one is allowed.
     """
 
-    def __init__(self, matcher: "LLMatcher", eos_ids: frozenset[int], num_words: int) -> None:
+    def __init__(self, matcher: "LLMatcher", eos_ids: frozenset[int], vocab_size: int) -> None:
         self._matcher = matcher
         self._eos_ids = eos_ids
-        self._num_words = num_words  # of a mask over the tokenizer's vocabulary
+        self._vocab_size = vocab_size  # the tokenizer's
+        self._num_words = -(-vocab_size // 32)
         self._num_accepted = 0  # without those of the end
         self._num_ends = 0
 
@@ -129,10 +131,12 @@ class Grammar:
 
     def validate(self, tokens: Sequence[int]) -> int:
         """How many of these draft tokens ``accept`` would take, one after the other."""
+        # A draft model may guess an id that no token has; of one the matcher never recovers.
+        tokens = list(itertools.takewhile(lambda token_id: token_id < self._vocab_size, tokens))
         end = next((i for i, token_id in enumerate(tokens) if token_id in self._eos_ids), len(tokens))
         if self._num_ends or end == 0:
             return _run_length(tokens, self._eos_ids) if self._may_end() else 0
-        text = list(tokens[:end])
+        text = tokens[:end]
         num_valid = self._matcher.validate_tokens(text)
         if num_valid == end < len(tokens):
             self._matcher.consume_tokens(text)
@@ -143,7 +147,7 @@ class Grammar:
 
     def copy(self) -> "Grammar":
         """An independent grammar in the same state; takes some 5 us."""
-        other = Grammar(self._matcher.deep_copy(), self._eos_ids, self._num_words)
+        other = Grammar(self._matcher.deep_copy(), self._eos_ids, self._vocab_size)
         other._num_accepted, other._num_ends = self._num_accepted, self._num_ends
         return other
 
@@ -275,10 +279,9 @@ def _compile(params: StructuredOutputsParams, ll_tokenizer: "LLTokenizer", token
         matcher = LLMatcher(ll_tokenizer, _source(params), log_level=0, limits=limits)
         if matcher.is_error():
             raise RequestError(_reason(matcher.get_error()))
-        num_words = -(-tokenizer.vocab_size // 32)
-        grammar = Grammar(matcher, tokenizer.eos_ids, num_words)
+        grammar = Grammar(matcher, tokenizer.eos_ids, tokenizer.vocab_size)
         # Finds grammars without any text, and leaves the lexer's states, which copies share, for the first step.
-        grammar.fill_mask(np.empty(num_words, np.int32))
+        grammar.fill_mask(np.empty(-(-tokenizer.vocab_size // 32), np.int32))
     except (RequestError, ValueError) as error:
         reason = str(error).removeprefix("structured output: ")
         raise RequestError(f"{field} cannot be enforced: {reason}, got {show(getattr(params, field))}") from None
