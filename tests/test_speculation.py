@@ -305,6 +305,26 @@ def test_a_draft_model_that_did_not_pay_is_tried_again() -> None:
     assert engine.stats().num_drafted_tokens > 0
 
 
+def test_a_sequence_is_tried_again_though_others_get_drafts() -> None:
+    engine = toy_engine(draft_model=ToyModel(), num_speculative_tokens=2)
+    speculator = engine.speculator
+    assert speculator is not None
+    speculator._costs.estimate = lambda num_tokens: 10.0 + num_tokens  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
+    for prompt in PROMPTS[:2]:
+        engine.add_request(prompt, params)
+    while len(engine.scheduler.running) < 2 or not all(s.is_decoding for s in engine.scheduler.running):
+        engine.step()
+    unlucky = engine.scheduler.running[1]
+    unlucky.acceptance = Acceptance(0.0)
+    tried = []
+    for _ in range(RETRY_STEPS + 1):
+        engine.step()
+        tried.append(unlucky.num_drafts)
+    assert tried[0] == 0
+    assert any(tried)
+
+
 def test_where_it_does_not_pay_there_is_none() -> None:
     engine = toy_engine(num_speculative_tokens=4)
     assert engine.speculator is not None

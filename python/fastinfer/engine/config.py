@@ -35,8 +35,9 @@ class EngineConfig:
             need, at most a quarter of the memory available.
         num_kv_blocks: size of the KV cache in blocks, in place of ``kv_cache_memory``.
         enable_prefix_caching: keep what is computed for later requests that begin with the same tokens.
-        num_speculative_tokens: guess so many tokens ahead at most, and verify them in one step; 0 for none. A step has
-            at most four tokens or a multiple of four, so that 3 and 7 are good numbers. The text stays the same; see
+        num_speculative_tokens: guess so many tokens ahead at most, and verify them in one step; 0 for none. A step of
+            sequences that all decode gets drafts up to four tokens or a multiple of four, so that 3 and 7 are good
+            numbers for one alone. The text stays the same; see
             :mod:`fastinfer.engine.speculation`.
         max_loras: LoRA adapters that can be loaded at the same time.
         max_lora_rank: largest rank of one.

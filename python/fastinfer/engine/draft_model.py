@@ -8,9 +8,9 @@ from fastinfer.engine.runner import Runner
 from fastinfer.engine.sampler import Row, Sampler
 from fastinfer.engine.scheduler import Chunk
 from fastinfer.engine.sequence import Sequence
-from fastinfer.engine.speculation import FIRST_ACCEPTANCE, Speculator
+from fastinfer.engine.speculation import FIRST_ACCEPTANCE, Acceptance, Speculator
 
-# While it does not pay it is tried again after so many steps.
+# Sequences whose drafts do not pay are tried again every so many steps: only what is drafted can be learned from.
 RETRY_STEPS = 64
 
 
@@ -64,7 +64,7 @@ class DraftModelSpeculator(Speculator):
         self._sampler = sampler
         self._max_tokens = max_tokens
         self._seconds: deque[float] = deque(maxlen=8)
-        self._num_idle_steps = 0
+        self._num_steps = 0
 
     def num_available(self, sequence: Sequence) -> int:
         return self._max_drafts
@@ -74,12 +74,10 @@ class DraftModelSpeculator(Speculator):
 
     def plan(self, sequences: list[Sequence]) -> None:
         super().plan(sequences)
-        self._num_idle_steps = 0 if any(s.num_drafts for s in sequences) else self._num_idle_steps + 1
-        if self._num_idle_steps == RETRY_STEPS:
-            self._num_idle_steps = 0
-            self._acceptance = max(self._acceptance, FIRST_ACCEPTANCE)
-            for sequence in sequences:
-                sequence.acceptance = None
+        self._num_steps += 1
+        idle = [] if self._num_steps % RETRY_STEPS else [s for s in sequences if s.is_decoding and not s.num_drafts]
+        for sequence in idle:
+            sequence.acceptance = Acceptance(FIRST_ACCEPTANCE)
 
     def propose(self, chunks: list[Chunk]) -> None:
         views = self._catch_up(chunks)

@@ -19,7 +19,8 @@ NGRAM_LENGTHS = (4, 3, 2)
 FIRST_ACCEPTANCE, PRIOR_WEIGHT = 0.5, 2.0
 # The newest outcome's weight in the engine's own estimate, and how fast a sequence forgets.
 LEARNING_RATE, MEMORY = 0.02, 0.9
-# A step has a multiple of so many tokens, as products compute them, or fewer: few sizes, whose costs are soon known.
+# Drafts are given up to a multiple of so many tokens, as products compute them, or fewer than that: few sizes of steps,
+# whose costs are soon known.
 ROWS = 4
 
 
