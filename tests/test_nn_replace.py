@@ -196,6 +196,7 @@ def test_probabilities_are_refused(fuse: bool) -> None:
 def test_a_quantised_output_layer_is_not_resized() -> None:
     model = make_model("llama2")
     replace(model, quantize="int4")
+    assert repr(model.lm_head.weight) == "PackedWeight((20, 2, 8, 16, 4), torch.int8)"
     with pytest.raises(TypeError, match="no matrix that could be resized"):
         model.resize_token_embeddings(model.config.vocab_size + 16, mean_resizing=False)
 

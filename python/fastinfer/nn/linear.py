@@ -56,6 +56,9 @@ class PackedWeight(Tensor):
             "and quantise that"
         )
 
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"PackedWeight({tuple(self.shape)}, {self.dtype})"
+
     def size(self, *_: Any) -> Any:
         raise TypeError("a QuantLinear's weight is no matrix that could be resized; resize the dense model's first")
 

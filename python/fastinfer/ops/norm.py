@@ -97,7 +97,7 @@ def rms_norm_quantize(x: Tensor, residual: Tensor | None, weight: Tensor, eps: f
     Devices: CPU, CUDA (not yet run on a GPU).
 
     Source: Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467; Dettmers et al., 2022,
-    https://arxiv.org/abs/2208.07339, section 2.
+    https://arxiv.org/abs/2208.07339, section 3.1.
 
     >>> import torch, fastinfer.ops as ops
     >>> q, scale = ops.rms_norm_quantize(torch.tensor([[3.0, 4.0]]), None, torch.ones(2), eps=0.0)

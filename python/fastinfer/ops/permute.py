@@ -21,7 +21,7 @@ def permute_columns(x: Tensor, permutation: Tensor, *, out: Tensor | None = None
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
-    Source: GPTQ's activation order, Frantar et al., 2022, https://arxiv.org/abs/2210.17323.
+    Source: GPTQ's activation order, ``--act-order`` of https://github.com/IST-DASLab/gptq.
 
     >>> import torch, fastinfer.ops as ops
     >>> ops.permute_columns(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([2, 0, 1]))

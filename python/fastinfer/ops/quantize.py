@@ -23,7 +23,7 @@ def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
-    Source: Dettmers et al., 2022, https://arxiv.org/abs/2208.07339, section 2.
+    Source: Dettmers et al., 2022, https://arxiv.org/abs/2208.07339, section 3.1.
 
     >>> import torch, fastinfer.ops as ops
     >>> ops.quantize_int8(torch.tensor([[127.0, -3.6, 2.5]]))

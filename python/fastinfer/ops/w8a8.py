@@ -43,7 +43,7 @@ def w8a8_gemm(
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
-    Source: Dettmers et al., 2022, https://arxiv.org/abs/2208.07339, section 2.
+    Source: Dettmers et al., 2022, https://arxiv.org/abs/2208.07339, section 3.1.
 
     >>> import torch, fastinfer.ops as ops
     >>> x, q = torch.randn(3, 64), torch.randint(-127, 128, (32, 64), dtype=torch.int8)
