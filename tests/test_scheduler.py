@@ -251,13 +251,17 @@ def test_a_static_batch_whose_prompts_exceed_the_budget() -> None:
     assert names(s) == ["a", "b", "c"]
 
 
-def test_a_preempted_member_comes_back_into_its_batch() -> None:
-    s = scheduler(num_blocks=4, batching=Static(2))
-    a, b, c = (sequence(name, 4) for name in "abc")
-    for each in (a, b, c):
+def run_to_preemption(s: Scheduler, *sequences: Sequence) -> None:
+    for each in sequences:
         s.add(each)
     while not s.num_preemptions:
         run(s.schedule())
+
+
+def test_a_preempted_member_comes_back_into_its_batch() -> None:
+    s = scheduler(num_blocks=4, batching=Static(2))
+    a, b, c = (sequence(name, 4) for name in "abc")
+    run_to_preemption(s, a, b, c)
     assert s.waiting == [b, c]
     s.finish(a)
     assert names(s) == ["b"]
@@ -274,8 +278,7 @@ def test_what_a_member_forks_belongs_to_its_batch(batching: Batching) -> None:
     run(s.schedule())
     child = b.copy()
     s.fork(b, child)
-    while not s.num_preemptions:
-        run(s.schedule())
+    run_to_preemption(s)
     assert s.waiting == [child]
     stranger = sequence("stranger", 4)
     s.add(stranger)
@@ -287,10 +290,7 @@ def test_what_a_member_forks_belongs_to_its_batch(batching: Batching) -> None:
 def test_nobody_takes_the_place_of_a_member_that_was_aborted() -> None:
     s = scheduler(num_blocks=4, batching=Static(2))
     a, b, c = (sequence(name, 4) for name in "abc")
-    for each in (a, b, c):
-        s.add(each)
-    while not s.num_preemptions:
-        run(s.schedule())
+    run_to_preemption(s, a, b, c)
     s.finish(b)  # while it waits
     assert names(s) == ["a"]
     s.finish(a)
@@ -300,10 +300,7 @@ def test_nobody_takes_the_place_of_a_member_that_was_aborted() -> None:
 def test_one_with_priority_does_not_join_a_batch_that_runs() -> None:
     s = scheduler(num_blocks=4, batching=Static(2))
     a, b, first = sequence("a", 4), sequence("b", 4), sequence("first", 4, priority=-1)
-    for each in (a, b):
-        s.add(each)
-    while not s.num_preemptions:
-        run(s.schedule())
+    run_to_preemption(s, a, b)
     s.add(first)
     assert names(s) == ["a"]
     s.finish(a)
@@ -315,10 +312,7 @@ def test_one_with_priority_does_not_join_a_batch_that_runs() -> None:
 def test_a_preempted_member_comes_back_while_the_others_run() -> None:
     s = scheduler(num_blocks=7, batching=Static(3))
     a, b, c, d = (sequence(name, 4) for name in "abcd")
-    for each in (a, b, c, d):
-        s.add(each)
-    while not s.num_preemptions:
-        run(s.schedule())
+    run_to_preemption(s, a, b, c, d)
     assert (s.running, s.waiting) == ([a, b], [c, d])
     s.finish(b)
     assert names(s) == ["a", "c"]
