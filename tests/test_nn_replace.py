@@ -119,12 +119,30 @@ def test_report() -> None:
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_what_was_joined_dense_is_not_quantised_later() -> None:
+@pytest.mark.parametrize("quantize", ["int4", "int8"])
+def test_what_was_joined_dense_can_be_quantised_later(quantize: str, tmp_path: Path) -> None:
+    at_once, later = make_model("llama2", num_hidden_layers=1), make_model("llama2", num_hidden_layers=1)
+    how: Any = {"quantize": quantize, "activation_bits": 32}
+    replace(at_once, **how)
+    replace(later)
+    report = replace(later, skip=["model.layers.0.mlp.down_proj"], **how)
+    names = {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj"}
+    assert set(report.replaced) == {"lm_head", *(f"model.layers.0.{name}" for name in names)}
+    assert report.kept["model.layers.0.mlp.down_proj"] == ("Linear", "was to be skipped")
+    replace(later, **how)
+    assert torch.equal(logits(later), logits(at_once))
+    later.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert isinstance(loaded.model.layers[0].mlp.down_proj, QuantLinear)
+    torch.testing.assert_close(logits(loaded), logits(at_once), rtol=0, atol=1e-3)
+
+
+def test_a_model_is_quantised_in_one_way() -> None:
     model = make_model("llama2", num_hidden_layers=1)
-    replace(model)
-    report = replace(model, quantize="int4")
-    assert set(report.replaced) == {"lm_head"}
-    assert report.kept["model.layers.0.self_attn.qkv_proj"] == ("Linear", "keeps its dense weight")
+    replace(model, quantize="int4", skip=["*.mlp", "*.mlp.*"])
+    expected = r"expected \('int4', None, 8\), got \('int8', None, 8\)"
+    with pytest.raises(ValueError, match=expected):
+        replace(model, quantize="int8")
 
 
 @pytest.mark.parametrize("family", ["llama3", "gemma3"])

@@ -55,8 +55,8 @@ def replace(
     positions that its configuration names, ``max_position_embeddings``; one beyond them raises on the CPU. Hooks on
     modules that are replaced go with them.
 
-    A quantised model can be saved, and loaded with ``from_pretrained``; a second call quantises nothing that the first
-    one has joined.
+    A quantised model can be saved, and loaded with ``from_pretrained``. A second call quantises what the first one left
+    dense, layers that it has joined under the name of the joined one, ``"qkv_proj"`` or ``"gate_up_proj"``.
 
     Args:
         model: a causal decoder of transformers 5, on the CPU or one GPU.
@@ -72,7 +72,8 @@ def replace(
         What was replaced, and what was kept and why. ``print`` shows it.
 
     Raises:
-        ValueError: an unknown kind or group size; nothing is replaced then.
+        ValueError: an unknown kind or group size, or another than that of a model of which a part is quantised;
+            nothing is replaced then.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from fastinfer import nn
@@ -91,10 +92,22 @@ def replace(
     if group_size is not None and (group_size < 32 or group_size % 32):
         raise ValueError(f"group_size must be a multiple of 32, got {group_size}")
     # These import transformers, which the modules alone do not need.
-    from fastinfer.integrations.transformers.quantizer import FastinferConfig, mark_quantised
+    from fastinfer.integrations.transformers.quantizer import FastinferConfig, config_of, mark_quantised
     from fastinfer.nn import conversions
     from fastinfer.nn.trial import run_trial
 
+    config = None if quantize is None else FastinferConfig(quantize, group_size, activation_bits, lm_head=lm_head)
+    before = config_of(model)
+    if config is not None and before is not None:
+        if config.form != before.form and any(
+            type(module) in (nn.Linear, Linear) and module is not model.get_output_embeddings()
+            for module in model.modules()
+        ):
+            raise ValueError(
+                "kind, group_size and activation_bits must be those that the model is quantised with, so that it can "
+                f"be saved: expected {before.form}, got {config.form}"
+            )
+        config = FastinferConfig(*before.form, lm_head=lm_head)
     model.eval().requires_grad_(False)
     trial = run_trial(model)
     layers = conversions.Options(quantize, group_size, activation_bits)
@@ -131,7 +144,7 @@ def replace(
         for name, module in _modules(model, is_fusible):
             convert(name, module, partial(conversions.fuse_layer, module, trial), "norms and residuals fused")
     if quantize is not None:
-        for name, module in _modules(model, lambda m: type(m) is nn.Linear):
+        for name, module in _modules(model, lambda m: type(m) in (nn.Linear, Linear)):
             assert isinstance(module, nn.Linear)
             options = output if module is model.get_output_embeddings() else layers
             convert(name, module, partial(conversions.convert_linear, module, options))
@@ -139,8 +152,7 @@ def replace(
         if module._parameters and name not in report.kept and not (isinstance(module, Linear) and quantize is None):
             reason = "keeps its dense weight" if isinstance(module, nn.Linear) else "has no module here"
             report.kept[name] = type(module).__name__, reason
-    if quantize is not None and getattr(model, "hf_quantizer", None) is None:
-        config = FastinferConfig(quantize, group_size, activation_bits, lm_head=lm_head)
+    if config is not None and (before is not None or getattr(model, "hf_quantizer", None) is None):
         mark_quantised(model, config)
     return report
 

@@ -61,6 +61,11 @@ class FastinferConfig(QuantizationConfigMixin):
         self.kind, self.group_size, self.activation_bits = kind, group_size, activation_bits
         self.modules_to_not_convert, self.lm_head = modules_to_not_convert, lm_head
 
+    @property
+    def form(self) -> tuple[str, int | None, int]:
+        """How the layers are quantised, but for the last."""
+        return self.kind, self.group_size, self.activation_bits
+
 
 class Quantize(ConversionOps):
     """A linear layer whose weight has been read becomes one with a packed weight; other tensors pass."""
@@ -205,9 +210,17 @@ class FastinferQuantizer(HfQuantizer):
         return model
 
 
+def config_of(model: "PreTrainedModel") -> FastinferConfig | None:
+    """How a model is quantised; ``None`` for one that is not, or in another way."""
+    config = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
+    return config if isinstance(config, FastinferConfig) else None
+
+
 def mark_quantised(model: "PreTrainedModel", config: FastinferConfig) -> None:
     """Let a model whose layers were quantised in place be saved and loaded like one quantised while it was loaded."""
     config.modules_to_not_convert = [name for name, module in model.named_modules() if _is_dense(model, name, module)]
+    if isinstance(output := model.get_output_embeddings(), QuantLinear):
+        config.lm_head = output.kind
     for name, _ in _quantised(model):
         _untie(model, name)
     quantizer = FastinferQuantizer(config, pre_quantized=True)
