@@ -322,3 +322,21 @@ def test_recording_does_not_import_the_compiler() -> None:
         "sys.exit('sympy' in sys.modules or 'torch._dynamo' in sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_threads_read_ahead_of_weights_that_are_gone() -> None:
+    x, results, graphs = torch.randn(1, 512), [], []
+    weights = [torch.randn(4096, 512) for _ in range(3)]  # 8 MB each: its memory goes back to the system
+    with num_threads(2):
+        for weight in weights:
+            graphs.append(ops.CPUGraph())
+            with graphs[-1].capture():
+                results.append(ops.gemm(x, weight))
+        expected = ops.gemm(x, weights[0]).clone()
+        graphs[1].replay()  # what its replay reads is next now
+        del weights[1:], weight, graphs[1:]
+        gc.collect()
+        for _ in range(20):
+            results[0].fill_(float("nan"))
+            graphs[0].replay()
+            assert_bitwise(results[0], expected)

@@ -28,6 +28,7 @@ Tensor gemm(const Output& output, const Tensor& x, const Tensor& weight, const s
   const GemmArgs args{x, bias, norm_weight, eps, activation, residual};
   const GemmParams common = gemm_params(check, args, weight.size(0), weight.size(1), output, out);
   DenseGemmParams params{common, weight.data_ptr(), check.float_dtype(weight, "weight")};
+  params.weight_memory = memory_of(weight);
   GemmScratch scratch;
   if (gpu_of(x) != nullptr) {
     check_gpu_weight(check, x, weight, params.k);

@@ -6,6 +6,7 @@
 
 #include "common/api.h"
 #include "common/cpu/isa.h"
+#include "common/cpu/read_ahead.h"
 #include "common/dtype.h"
 #include "fused/activation_and_mul.h"
 #include "fused/gemm_plan.h"
@@ -51,6 +52,7 @@ struct GemmParams {
   cuda::GemmPlan plan{};  // on a GPU, with its scratch memory
   void* workspace = nullptr;
   ExpertRows expert_rows{};
+  cpu::Memory weight_memory{};  // of a weight that is read as a whole
 };
 
 struct DenseGemmParams : GemmParams {

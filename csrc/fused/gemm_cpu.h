@@ -98,6 +98,7 @@ void for_each_unit(const GemmParams& p, int64_t units, const Fn& fn) {
       if (rows.start[expert] < rows.start[expert + 1]) active[count++] = expert;
     }
   }
+  reached(p.weight_memory.data);
   parallel_for(count * units, [&](int64_t first, int64_t last) {
     while (first < last) {
       const int64_t place = active == nullptr ? 0 : first / units;

@@ -19,6 +19,7 @@ Tensor quantized_gemm(const Output& output, const Tensor& x, const Tensor& qweig
   const GemmParams common = gemm_params(check, args, out_features, qweight.size(1) * kBlockInputs, output, out);
   check_activation_bits(check, x, activation_bits);
   QuantizedGemmParams params{common, weight, static_cast<int>(activation_bits)};
+  params.weight_memory = memory_of(qweight);
   GemmScratch scratch;
   if (gpu_of(x) != nullptr) {
     check_quantized_aligned(check, qweight, scales, mins);

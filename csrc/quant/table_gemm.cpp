@@ -15,6 +15,7 @@ Tensor table_gemm(const Output& output, const Tensor& x, const Tensor& qweight, 
   const GemmArgs args{x, bias, norm_weight, eps, activation, residual};
   const GemmParams common = gemm_params(check, args, out_features, qweight.size(1) * kBlockInputs, output, out);
   TableGemmParams params{{common, weight, 32}, entries};
+  params.weight_memory = memory_of(qweight);
   GemmScratch scratch;
   if (gpu_of(x) != nullptr) {
     check_quantized_aligned(check, qweight, scales, std::nullopt);

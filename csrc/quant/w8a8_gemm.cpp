@@ -48,6 +48,7 @@ Tensor w8a8_gemm(const Output& output, const Tensor& x, const Tensor& x_scales, 
   params.n = n;
   params.k = params.x_stride = k;
   params.weight = weight;
+  params.weight_memory = memory_of(qweight);
   params.x_scales = static_cast<const float*>(x_scales.data_ptr());
   if (m == 0) return out;
   if (const cuda::Device* const gpu = gpu_of(x)) {

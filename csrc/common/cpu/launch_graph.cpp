@@ -85,12 +85,20 @@ void LaunchGraph::end() {
 
 void LaunchGraph::clear() {
   launches_.clear();
+  weights_ = std::make_shared<std::vector<Memory>>();  // threads may read the old one
+}
+
+void LaunchGraph::append(std::function<void()> launch, const Memory& weight) {
+  launches_.push_back(std::move(launch));
+  if (weight.data != nullptr) weights_->push_back(weight);
 }
 
 void LaunchGraph::replay() const {
   if (recording_graph != nullptr) throw std::runtime_error("a graph cannot be replayed while another is recorded");
   if (launches_.empty()) throw std::runtime_error("this graph has no launches: record something first");
+  if (!weights_->empty()) read_ahead_from_start(weights_);
   for (const auto& launch : launches_) launch();
+  if (!weights_->empty()) read_ahead_from_start(weights_);  // a step like this one comes next, as a rule
 }
 
 LaunchGraph* recording() {

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "common/api.h"
+#include "common/cpu/read_ahead.h"
 
 namespace fastinfer::cpu {
 
@@ -76,13 +77,12 @@ class FASTINFER_API LaunchGraph {
   const std::shared_ptr<GraphMemory>& memory() const {
     return memory_;
   }
-  void append(std::function<void()> launch) {
-    launches_.push_back(std::move(launch));
-  }
+  void append(std::function<void()> launch, const Memory& weight);  // which it reads once, if there is one
 
  private:
   const std::shared_ptr<GraphMemory> memory_;
   std::vector<std::function<void()>> launches_;
+  std::shared_ptr<std::vector<Memory>> weights_ = std::make_shared<std::vector<Memory>>();
 };
 
 FASTINFER_API LaunchGraph* recording();  // this thread's, or null
@@ -92,7 +92,11 @@ template <class Params>
 void launch(void (*kernel)(const Params&), const std::type_identity_t<Params>& params) {
   static_assert(std::is_trivially_copyable_v<Params>);
   kernel(params);
-  if (LaunchGraph* const graph = recording()) graph->append([kernel, params] { kernel(params); });
+  if (LaunchGraph* const graph = recording()) {
+    Memory weight;
+    if constexpr (requires { params.weight_memory; }) weight = params.weight_memory;
+    graph->append([kernel, params] { kernel(params); }, weight);
+  }
 }
 
 }  // namespace fastinfer::cpu

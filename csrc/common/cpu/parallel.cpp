@@ -18,6 +18,8 @@
 #include <utility>
 #include <vector>
 
+#include "common/cpu/read_ahead.h"
+
 namespace fastinfer::cpu {
 namespace {
 
@@ -147,19 +149,22 @@ class Pool {
   void work(int thread) {
     uint32_t seen = 0;
     int spins = kLongSpins;
+    WaitingReader reader(thread, threads_);
     while (true) {
-      seen = wait_for_job(seen, spins);
+      seen = wait_for_job(seen, spins, reader);
       if (stopping_) return;
       run_chunks(thread, seen);
     }
   }
 
-  uint32_t wait_for_job(uint32_t seen, int& spins) {
+  uint32_t wait_for_job(uint32_t seen, int& spins, WaitingReader& reader) {
     const auto begin = std::chrono::steady_clock::now();
-    for (int spin = 0; spin < spins; ++spin) {
+    for (int spin = 0; spin < spins;) {
       const uint32_t epoch = epoch_.load(std::memory_order_acquire);
       if (epoch != seen) return epoch;
+      if (reader.prefetch()) continue;
       pause();
+      ++spin;
     }
     std::unique_lock lock(mutex_);
     sleepers_.fetch_add(1, std::memory_order_release);
