@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 
 from fastinfer import ops
 from fastinfer.formats.unpacked import Dense, Int4, Int8, Table, Unpacked
+from fastinfer.huge_pages import HugePages
 
 
 class NormOptions(TypedDict, total=False):
@@ -211,6 +212,7 @@ def make_weight(
     device: str = "cpu",
     dense_dtype: torch.dtype | None = None,
     bias: Tensor | None = None,
+    memory: HugePages | None = None,
 ) -> Weight:
     """The kernels' form of a weight that a reader has unpacked; no integer or scale is rounded.
 
@@ -220,6 +222,7 @@ def make_weight(
         device: that will use it: packed forms differ.
         dense_dtype: of a weight that is not quantised, where it must be that of the hidden states; ``None``: as it is.
         bias: [out_features] fp32.
+        memory: where packed forms shall lie, on a CPU.
     """
     bias = None if bias is None else bias.to(device)
     if isinstance(unpacked, Dense):
@@ -227,7 +230,8 @@ def make_weight(
     assert isinstance(unpacked, Int4 | Int8 | Table)
     out_features, _ = unpacked.shape
     pack = ops.int8_pack if isinstance(unpacked, Int8) else ops.int4_pack
-    qweight, scales = pack(unpacked.q.to(device)), ops.pack_scales(unpacked.scales.to(device))
+    keep = memory.copy if memory is not None else lambda packed: packed
+    qweight, scales = keep(pack(unpacked.q.to(device))), keep(ops.pack_scales(unpacked.scales.to(device)))
     if isinstance(unpacked, Table):
         assert unpacked.table is not None
         return TableWeight(qweight, scales, unpacked.table.to(device), out_features, bias)
@@ -237,7 +241,7 @@ def make_weight(
         bits=8 if isinstance(unpacked, Int8) else 4,
         qweight=qweight,
         scales=scales,
-        mins=None if unpacked.mins is None else ops.pack_scales(unpacked.mins.to(device)),
+        mins=None if unpacked.mins is None else keep(ops.pack_scales(unpacked.mins.to(device))),
         out_features=out_features,
         activation_bits=activation_bits,
         bias=bias,

@@ -8,6 +8,7 @@ from fastinfer.errors import RequestError, UnsupportedModelError
 from fastinfer.formats.stacked_weight import stack_weights
 from fastinfer.formats.unpacked import Unpacked, concatenate
 from fastinfer.formats.weight import ConcatenatedWeight, Weight, make_weight
+from fastinfer.huge_pages import HugePages
 from fastinfer.models.attention import Attention
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig, Precision
@@ -37,17 +38,26 @@ def load_decoder(
         UnsupportedModelError: the form of a tensor is not implemented.
         GGUFFormatError, CheckpointFormatError: a tensor is missing or has another shape than the metadata say.
     """
-    return DecoderLoader(checkpoint, precision, max_model_len, device).decoder()
+    with HugePages() as memory:
+        return DecoderLoader(checkpoint, precision, max_model_len, device, memory).decoder()
 
 
 class DecoderLoader:
     """Builds one decoder. Who wants other weights than the checkpoint's replaces :meth:`weight`."""
 
-    def __init__(self, checkpoint: Checkpoint, precision: Precision, max_model_len: int | None, device: str) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        precision: Precision,
+        max_model_len: int | None,
+        device: str,
+        memory: HugePages | None = None,
+    ) -> None:
         self._checkpoint = checkpoint
         self._config = config = checkpoint.config
         self._precision = precision
         self._device = device
+        self._memory = memory if device == "cpu" else None
         # On a GPU a dense weight has the dtype of the hidden states, which products want there.
         self._dense_dtype = None if device == "cpu" else precision.dtype
         self._positions = min(max_model_len or config.max_position, config.max_position)
@@ -200,7 +210,7 @@ class DecoderLoader:
         return self._checkpoint.vector(name, size).to(self._device)
 
     def _make(self, unpacked: Unpacked, activation_bits: int, bias: Tensor | None = None) -> Weight:
-        return make_weight(unpacked, activation_bits, self._device, self._dense_dtype, bias)
+        return make_weight(unpacked, activation_bits, self._device, self._dense_dtype, bias, self._memory)
 
     def position_embedding(self) -> Tensor | None:
         config = self._config
