@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "common/cpu/read_ahead.h"
 #include "common/dtype.h"
 
 namespace fastinfer {
@@ -49,6 +50,11 @@ std::string format_shape(const Range& sizes) {
     text += size == kAny ? "*" : std::to_string(size);
   }
   return text + "]";
+}
+
+// Of a contiguous tensor.
+inline cpu::Memory memory_of(const Tensor& t) {
+  return {t.data_ptr(), static_cast<size_t>(t.numel()) * t.element_size()};
 }
 
 // The checks of one operator's call.

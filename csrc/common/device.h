@@ -55,10 +55,6 @@ namespace fastinfer {
 torch::stable::Tensor new_tensor(const torch::stable::Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
                                  std::optional<torch::headeronly::ScalarType> dtype = std::nullopt);
 
-inline cpu::Memory memory_of(const torch::stable::Tensor& t) {
-  return {t.data_ptr(), static_cast<size_t>(t.numel()) * t.element_size()};
-}
-
 // The GPU that a tensor is on, for launch policies; null for a tensor in host memory, whose contents may be looked at.
 inline const cuda::Device* gpu_of([[maybe_unused]] const torch::stable::Tensor& x) {
 #if defined(FASTINFER_CUDA)

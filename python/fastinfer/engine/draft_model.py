@@ -121,7 +121,7 @@ class DraftModelSpeculator(Speculator):
         drawing = [view for chunk, (view, _) in zip(chunks, parts, strict=True) if chunk.is_last and view.samples]
         result = self._runner(chunks)
         rows = [Row(view.sequence, view.drafts) for view in drawing]
-        drawn = self._sampler.draw(result.logits.float(), rows, result.recorded)
+        drawn = self._sampler.draw(result.logits, rows, result.recorded)
         for view, count in parts:
             view.num_computed_tokens += count
         for view, token in zip(drawing, drawn, strict=True):

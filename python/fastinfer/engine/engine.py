@@ -323,7 +323,7 @@ class Engine:
         if chunks:
             start = time.perf_counter()
             result = self.runner(chunks)
-            tokens = self.sampler.draw(result.logits.float(), rows, result.recorded)
+            tokens = self.sampler.draw(result.logits, rows, result.recorded)
             if self.speculator is not None:
                 self.speculator.note_seconds(chunks, time.perf_counter() - start)
             outputs = self._update(chunks, result, tokens)
@@ -408,15 +408,15 @@ class Engine:
                 self.scheduler.fork(sequence, child)
 
             request = touched[sequence.request_id] = self._requests[sequence.request_id]
-            hidden = result.hidden[start:end]
+            where = result.hidden, slice(start, end)
             own, others = its_tokens[: accepted + 1], its_tokens[1 : len(siblings) + 1]
             try:
                 for token in (*own, *others):
                     if token.token_id < 0:
                         raise RuntimeError(token.error or "no token could be drawn")
-                request.take(Computed(self.model, sequence, first, hidden, own, is_last))
+                request.take(Computed(self.model, sequence, first, *where, own, is_last))
                 for child, token in zip(siblings, others, strict=True):
-                    request.take(Computed(self.model, child, first, hidden, [token], is_last))
+                    request.take(Computed(self.model, child, first, *where, [token], is_last))
             except Exception as error:  # whatever it is, the others live on
                 request.finish("error", f"{type(error).__name__}: {error}")
             else:
