@@ -305,7 +305,7 @@ def test_penalties_biases_and_mask(vocab: int, device: str) -> None:
 @pytest.mark.parametrize(
     "given",
     [{"penalties"}, {"penalties", "output_counts"}, {"penalties", "prompt_mask"}, {"mask"}, set(BIASES)],
-    ids=str,
+    ids=lambda given: "-".join(sorted(given)),
 )
 def test_each_modifier_may_be_missing(given: set[str], device: str) -> None:
     logits = torch.randn(len(PENALTIES), 70, device=device)
