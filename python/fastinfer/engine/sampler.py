@@ -88,8 +88,8 @@ class Sampler:
         Args:
             logits: of the model.
             rows: whose they are.
-            recorded: the logits are a recorded step's, fp32, and the same tensor whenever it comes again. Then the draw is
-                recorded as well: after a step the caches are cold, and the call alone takes longer than its kernel.
+            recorded: the logits are a recorded step's, fp32, and the same tensor whenever it comes again. Then the draw
+                is recorded as well: after a step the caches are cold, and the call alone takes longer than its kernel.
         """
         if not rows:
             return []
