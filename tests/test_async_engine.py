@@ -463,9 +463,15 @@ def test_embeddings_and_prompt_modules(monkeypatch: pytest.MonkeyPatch) -> None:
             [*_, last] = await read(engine.generate(prompt, GREEDY))
             assert last.num_cached_tokens == 20
             assert last.outputs[0].token_ids == greedy([9] * 20 + [1, 2], 12)
-            with pytest.raises(RequestError, match="cache_salt must be empty with a prompt_module"):
+            with pytest.raises(RequestError, match="cache_salt must be the prompt_module's own, or empty, got 'a'"):
                 engine.generate(prompt, GREEDY, cache_salt="a")
             await engine.remove_prompt_module("system")
+            await engine.add_prompt_module("salted", {"prompt_token_ids": [8] * 20, "cache_salt": "a"})
+            for salt in ("", "a"):
+                prompt = {"prompt_token_ids": [1, 2], "prompt_module": "salted"}
+                [*_, last] = await read(engine.generate(prompt, GREEDY, cache_salt=salt))
+                assert last.num_cached_tokens == 20
+            await engine.remove_prompt_module("salted")
             with pytest.raises(RequestError, match=r"prompt module must be one of \[\], got 'system'"):
                 await engine.remove_prompt_module("system")
             engine._engine.model.fail = True  # type: ignore[attr-defined]

@@ -102,6 +102,27 @@ def test_prefixes_are_not_shared_between_adapters_or_loads(folders: dict[str, Pa
         assert first == engine.kv_cache.num_hit_tokens
 
 
+def test_a_prompt_module_of_an_adapter(folders: dict[str, Path]) -> None:
+    engine = make_engine(block_size=4)
+    module = PROMPTS[3][:9]
+    for name in ("a", "b"):
+        engine.load_adapter(name, folders[name])
+    engine.add_prompt_module("module", module, adapter="a")
+    drain(engine)
+    for name, num_cached_tokens in (("a", 8), ("b", 0), (None, 0)):
+        request_id = engine.add_request(PROMPTS[3], PARAMS, adapter=name)
+        output = drain(engine)[request_id]
+        assert output.num_cached_tokens == num_cached_tokens
+        assert output.outputs[0].token_ids == alone(folders, name, PROMPTS[3])
+    with pytest.raises(RequestError, match="got 1 requests or prompt modules"):
+        engine.unload_adapter("a")
+    engine.remove_prompt_module("module")
+    engine.unload_adapter("a")
+    check_blocks(engine)
+    with pytest.raises(RequestError, match="adapter must be one of"):
+        engine.add_prompt_module("module", module, adapter="a")
+
+
 def test_an_adapter_that_comes_later_runs_in_recorded_steps(folders: dict[str, Path]) -> None:
     engine = make_engine()
     engine.load_adapter("a", folders["a"])
@@ -127,7 +148,7 @@ def test_load_and_unload(folders: dict[str, Path], tmp_path: Path) -> None:
         engine.load_adapter("c", folders["c"])
     request_id = engine.add_request([1, 2], PARAMS, adapter="a")
     engine.step()
-    with pytest.raises(RequestError, match="adapter 'a' must not be in use to be unloaded, got 1 requests with it"):
+    with pytest.raises(RequestError, match="adapter 'a' must not be in use to be unloaded, got 1 requests or"):
         engine.unload_adapter("a")
     engine.abort(request_id)
     engine.unload_adapter("a")

@@ -209,6 +209,12 @@ def test_cache_salt_separates(llm: LLM) -> None:
     llm.embed({"prompt": text, "cache_salt": "four"})
     assert cached("four") > 0
     assert cached("five") == 0
+    llm.add_prompt_module("secret", {"prompt": text, "cache_salt": "six"})
+    prompt = {"prompt": "mine.", "prompt_module": "secret"}
+    assert llm.generate(prompt, greedy(1))[0].num_cached_tokens > 0
+    with pytest.raises(RequestError, match="cache_salt must be the prompt_module's own, or empty, got 'seven'"):
+        llm.generate({**prompt, "cache_salt": "seven"}, greedy(1))
+    llm.remove_prompt_module("secret")
 
 
 def test_priority(model_path: Path) -> None:

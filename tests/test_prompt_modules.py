@@ -13,9 +13,9 @@ def test_what_begins_with_a_module_has_it_computed() -> None:
     request_id = engine.add_prompt_module("system", MODULE)
     output = drain(engine)[request_id]
     assert (output.prompt_token_ids, output.finish_reason, output.embedding) == (MODULE, "stop", None)
-    assert engine.prompt_module("system") == MODULE
+    assert engine.prompt_module("system").token_ids == MODULE
     for _ in range(2):
-        request_id = engine.add_request([*engine.prompt_module("system"), 40, 41], GREEDY)
+        request_id = engine.add_request([*engine.prompt_module("system").token_ids, 40, 41], GREEDY)
         output = drain(engine)[request_id]
         assert output.num_cached_tokens == 20
         assert output.outputs[0].token_ids == greedy([*MODULE, 40, 41], 8)
@@ -86,6 +86,16 @@ def test_a_module_that_is_not_computed_yet(how: str) -> None:
     assert not engine.has_unfinished
     with pytest.raises(RequestError, match=r"prompt module must be one of \[\], got 'system'"):
         engine.prompt_module("system")
+
+
+def test_a_module_is_found_under_its_salt_alone() -> None:
+    engine = toy_engine(block_size=4)
+    engine.add_prompt_module("system", MODULE, cache_salt="tenant")
+    drain(engine)
+    for salt, num_cached_tokens in (("tenant", 20), ("", 0), ("other", 0)):
+        request_id = engine.add_request([*MODULE, 40], GREEDY, cache_salt=salt)
+        assert drain(engine)[request_id].num_cached_tokens == num_cached_tokens
+    check_blocks(engine)
 
 
 def test_what_is_refused() -> None:

@@ -158,7 +158,7 @@ def drain(engine: Engine, limit: int = 10_000) -> dict[str, Any]:
 def check_blocks(engine: Engine) -> None:
     """Every block is free, cached or held, by exactly as many sequences as are counted."""
     cache, scheduler = engine.kv_cache, engine.scheduler
-    pinned = [module for module in engine.prompt_modules._sequences.values() if module.state is SequenceState.FINISHED]
+    pinned = [module for module in engine.prompt_modules.sequences if module.state is SequenceState.FINISHED]
     held = Counter(block for sequence in [*scheduler.running, *pinned] for block in set(sequence.blocks))
     assert cache._ref_counts == [held[block] for block in range(cache.num_blocks)]
     assert len(held) == cache.num_used

@@ -126,16 +126,17 @@ class AsyncEngine:
         names = {"request_id": mailbox.request_id, "cache_salt": prepared.cache_salt, "adapter": adapter}
         return await anext(self._submit(mailbox, partial(add, priority=priority, **names)))
 
-    async def add_prompt_module(self, name: str, text: str) -> None:
+    async def add_prompt_module(self, name: str, prompt: Prompt | list[int], *, adapter: str | None = None) -> None:
         """Compute a text and keep it in the cache, as :meth:`fastinfer.LLM.add_prompt_module` does.
 
         Raises:
             QueueFullError, RequestError, RuntimeError: as there, and as :meth:`generate`.
         """
-        token_ids = prepare(self._engine, text).token_ids
-        self._engine.validate(token_ids)
+        prepared = prepare(self._engine, _as_prompt(prompt))
+        self._engine.validate(prepared.token_ids, adapter=adapter)
         mailbox: Mailbox[PrefillOutput] = Mailbox()
-        output = await anext(self._submit(mailbox, partial(self._engine.add_prompt_module, name, token_ids)))
+        add = partial(self._engine.add_prompt_module, name, prepared.token_ids, adapter=adapter)
+        output = await anext(self._submit(mailbox, partial(add, cache_salt=prepared.cache_salt)))
         if output.finish_reason != "stop":
             raise RuntimeError(f"prompt module {name!r} was not computed: {output.stop_reason or output.finish_reason}")
 

@@ -263,11 +263,17 @@ class LLM:
             starts.append(start)
         return [_score(output, start) for output, start in zip(self._shared.complete(jobs), starts, strict=True)]
 
-    def add_prompt_module(self, name: str, text: str) -> None:
+    def add_prompt_module(self, name: str, prompt: Prompt, *, adapter: str | None = None) -> None:
         """Compute a text, such as a system prompt, and keep it in the cache until :meth:`remove_prompt_module`.
 
         Prompts that begin with it (``{"prompt": text, "prompt_module": name}``) start where it ends, rounded down to
-        whole blocks. It is tokenised as a prompt of its own; what follows it is tokenised apart.
+        whole blocks. It is tokenised as a prompt of its own; what follows it is tokenised apart. Those that name it get
+        its ``cache_salt``, too.
+
+        Args:
+            name: of the module.
+            prompt: as for :meth:`generate`.
+            adapter: of the prompts that will begin with it; with another one they compute it for themselves.
 
         Raises:
             RequestError: the text cannot be served, the name is taken, prefixes are not cached, or the cache has no
@@ -276,9 +282,10 @@ class LLM:
         """
         if not isinstance(name, str):
             raise RequestError(f"name must be a string, got {type(name).__name__}")
-        token_ids = self._prepare(text).token_ids
-        self.engine.validate(token_ids)
-        job: Job[PrefillOutput] = Job(functools.partial(self.engine.add_prompt_module, name, token_ids))
+        prepared = self._prepare(prompt)
+        self.engine.validate(prepared.token_ids, adapter=adapter)
+        add = functools.partial(self.engine.add_prompt_module, name, prepared.token_ids, adapter=adapter)
+        job: Job[PrefillOutput] = Job(functools.partial(add, cache_salt=prepared.cache_salt))
         [output] = self._shared.complete([job])
         if output.finish_reason == "error":
             raise RuntimeError(f"the request failed: {output.stop_reason}")
@@ -306,7 +313,7 @@ class LLM:
         """Forget a LoRA adapter.
 
         Raises:
-            RequestError: there is none of this name, or an unfinished request uses it.
+            RequestError: there is none of this name, or an unfinished request or a prompt module uses it.
         """
         with self._shared.lock:
             self.engine.unload_adapter(name)

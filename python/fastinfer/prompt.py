@@ -61,9 +61,10 @@ def prepare(engine: Engine, prompt: Prompt, *, cache_salt: str = "", add_special
     cache_salt = prompt["cache_salt"]
     before: list[int] = []
     if "prompt_module" in prompt:
-        if cache_salt:
-            raise RequestError(f"cache_salt must be empty with a prompt_module, which has none, got {show(cache_salt)}")
-        before, add_special_tokens = engine.prompt_module(prompt["prompt_module"]), False
+        module = engine.prompt_module(prompt["prompt_module"])
+        if cache_salt not in ("", module.cache_salt):
+            raise RequestError(f"cache_salt must be the prompt_module's own, or empty, got {show(cache_salt)}")
+        cache_salt, before, add_special_tokens = module.cache_salt, module.token_ids, False
     if "prompt_token_ids" in prompt:
         token_ids = prompt["prompt_token_ids"]
         if not isinstance(token_ids, list):

@@ -47,14 +47,16 @@ class Adapters:
 
         Args:
             name: of the adapter.
-            sequences: those that are not finished.
+            sequences: those that are not finished, or stay in the cache.
 
         Raises:
             RequestError: there is none of this name, or one of the sequences uses it.
         """
         slot, _ = self._get(name)
         if users := {sequence.request_id for sequence in sequences if sequence.adapter == slot}:
-            raise RequestError(f"adapter {name!r} must not be in use to be unloaded, got {len(users)} requests with it")
+            raise RequestError(
+                f"adapter {name!r} must not be in use to be unloaded, got {len(users)} requests or prompt modules"
+            )
         assert self._slots is not None
         self._slots.unload(slot)
         del self._loaded[name]

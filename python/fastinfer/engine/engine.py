@@ -21,7 +21,7 @@ from fastinfer.engine.grammar import Grammar, GrammarCompiler
 from fastinfer.engine.kv_cache import KVCache
 from fastinfer.engine.kv_tensors import KVCacheTensors, choose_num_blocks, num_blocks_for, token_bytes
 from fastinfer.engine.prefill_request import EmbeddingRequest, PrefillRequest
-from fastinfer.engine.prompt_modules import PromptModules
+from fastinfer.engine.prompt_modules import PromptModule, PromptModules
 from fastinfer.engine.request import Computed, Output, Request
 from fastinfer.engine.runner import Runner
 from fastinfer.engine.sampler import Row, SampledToken, Sampler, rows_of
@@ -252,8 +252,15 @@ class Engine:
         sequence = self._prefill_sequence(prompt_token_ids, request_id, reads_prefix=pooling == "last", **identity)
         return self._add_prefill(EmbeddingRequest(sequence, pooling, normalize))
 
-    def add_prompt_module(self, name: str, prompt_token_ids: list[int]) -> str:
+    def add_prompt_module(
+        self, name: str, prompt_token_ids: list[int], *, cache_salt: str = "", adapter: str | None = None
+    ) -> str:
         """Queue a prompt that stays in the cache until :meth:`remove_prompt_module`, for others to begin with.
+
+        Args:
+            name: for :meth:`prompt_module`.
+            prompt_token_ids: ids within the model's vocabulary.
+            cache_salt, adapter: of the requests that may find it, see :meth:`add_request`.
 
         Returns:
             The id of the request that computes it; its blocks are shared as soon as they are full.
@@ -262,9 +269,9 @@ class Engine:
             QueueFullError, RequestError: as :meth:`add_request`; or the name is taken, or prefixes are not cached, or
                 with this module the cache could not hold a sequence of the greatest length any more.
         """
-        self.validate(prompt_token_ids)
-        sequence = self._prefill_sequence(prompt_token_ids, None)
-        self.prompt_modules.add(name, sequence)
+        self.validate(prompt_token_ids, adapter=adapter)
+        sequence = self._prefill_sequence(prompt_token_ids, None, **self._identity(0, cache_salt, adapter))
+        self.prompt_modules.add(name, PromptModule(sequence, cache_salt))
         return self._add_prefill(PrefillRequest(sequence))
 
     def remove_prompt_module(self, name: str) -> None:
@@ -274,19 +281,19 @@ class Engine:
         Raises:
             RequestError: there is none of this name.
         """
-        sequence = self.prompt_modules.get(name)
+        sequence = self.prompt_modules.get(name).sequence
         if (output := self.abort(sequence.request_id)) is not None:
             self._undelivered[sequence.request_id] = output  # somebody may wait for it
         self.prompt_modules.forget([sequence])
         self.kv_cache.free(sequence)
 
-    def prompt_module(self, name: str) -> list[int]:
-        """The token ids of a prompt module.
+    def prompt_module(self, name: str) -> PromptModule:
+        """What was added under this name.
 
         Raises:
             RequestError: there is none of this name.
         """
-        return list(self.prompt_modules.get(name).token_ids)
+        return self.prompt_modules.get(name)
 
     def load_adapter(self, name: str, path: str | Path) -> None:
         """Read a LoRA adapter, a folder as PEFT saves it, for requests that name it.
@@ -301,9 +308,10 @@ class Engine:
         """Forget a LoRA adapter.
 
         Raises:
-            RequestError: there is none of this name, or an unfinished request uses it.
+            RequestError: there is none of this name, or an unfinished request or a prompt module uses it.
         """
-        self.adapters.unload(name, [s for request in self._requests.values() for s in request.unfinished])
+        unfinished = [s for request in self._requests.values() for s in request.unfinished]
+        self.adapters.unload(name, unfinished + self.prompt_modules.sequences)
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
