@@ -4,11 +4,11 @@ import contextlib
 import math
 import mmap
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from fastinfer import _C
 
 PAGE = 2 << 20
 BLOCK = 32 * PAGE  # mapped at once; what is not written costs nothing
@@ -21,23 +21,10 @@ class HugePages:
 
     With pages of 4 KB a pass over 100 MB looks up 24,000 addresses in the page table, and the processor's prefetchers
     stop at the end of each. The memory lives as long as a tensor in it.
-
-    Leaving its context waits for the copies, which a thread of their own makes: the first touch of a page costs more
-    than all else of a copy (of 94 MB 0.3 s in a virtual machine whose host had to find the pages).
     """
 
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)
-        self._copier = ThreadPoolExecutor(1)
-        self._copies: list[Future[None]] = []
-
-    def __enter__(self) -> "HugePages":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._copier.shutdown()
-        for copy in self._copies:
-            copy.result()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor, aligned to 64 bytes."""
@@ -52,10 +39,9 @@ class HugePages:
         return memory[:num_bytes].view(dtype).view(*shape)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy, whose contents are there once the context has been left; of a dtype that numpy knows."""
+        """A copy of a contiguous tensor, of a dtype that numpy knows."""
         copied = self.empty(tensor.shape, tensor.dtype)
-        # Not torch's copy, which would start threads of torch in this one.
-        self._copies.append(self._copier.submit(np.copyto, copied.numpy(), tensor.numpy()))
+        _C.copy(copied.numpy(), tensor.numpy())
         return copied
 
 

@@ -1,7 +1,10 @@
 #include "common/cpu/read_ahead.h"
 
+#include <pthread.h>
+
 #include <atomic>
 #include <mutex>
+#include <new>
 
 namespace fastinfer::cpu {
 namespace {
@@ -19,7 +22,13 @@ struct Upcoming {
 };
 
 Upcoming& upcoming() {
-  static auto* const instance = new Upcoming;  // never destroyed: a pool's threads outlive static destructors
+  // Never destroyed: a pool's threads outlive static destructors.
+  static Upcoming* const instance = [] {
+    auto* created = new Upcoming;
+    // Another thread may hold the lock while this one forks; the child gets a new one (the list is lost, once).
+    pthread_atfork(nullptr, nullptr, [] { new (&upcoming()) Upcoming; });
+    return created;
+  }();
   return *instance;
 }
 
@@ -56,7 +65,7 @@ bool WaitingReader::prefetch() {
   if (const uint64_t place = next.place.load(std::memory_order_acquire); place != seen_) {
     if (place >> 32 != seen_ >> 32) {
       const std::unique_lock lock(next.mutex, std::try_to_lock);
-      if (!lock) return true;
+      if (!lock) return false;  // it tries again
       weights_ = next.weights;
     }
     seen_ = place;

@@ -22,10 +22,12 @@ struct Memory {
 // In the order in which they are read. They may be freed at any time: a prefetch of what is gone does nothing.
 using Weights = std::shared_ptr<const std::vector<Memory>>;
 
-// The first of these is read next. Of threads that call this or reached() at the same time, all but one do nothing.
+// The first of these is read next. This and reached() wait for nobody: they do nothing where another thread calls one
+// of them, or looks at a new list, at the same moment.
 void read_ahead_from_start(const Weights& weights);
 
-// All threads are about to read this weight: what follows it is next. Does nothing for one that is not listed.
+// All threads are about to read this weight: what follows it is next. Does nothing for one that is not listed from the
+// present place on.
 FASTINFER_API void reached(const void* weight);
 
 // A thread of a pool, which prefetches its share of every weight: of n threads number t reads the t-th part.

@@ -86,7 +86,7 @@ class StepResult:
     Attributes:
         hidden: [tokens, hidden] of the last layer, before its norm.
         logits: [n, vocab], as many rows as :func:`num_rows` says, chunk after chunk.
-        recorded: whether they have the same address whenever a step of this size comes.
+        recorded: whether they are the same tensors, and the logits fp32, whenever a step of this size comes.
     """
 
     hidden: Tensor

@@ -38,8 +38,8 @@ def load_decoder(
         UnsupportedModelError: the form of a tensor is not implemented.
         GGUFFormatError, CheckpointFormatError: a tensor is missing or has another shape than the metadata say.
     """
-    with HugePages() as memory:
-        return DecoderLoader(checkpoint, precision, max_model_len, device, memory).decoder()
+    memory = HugePages() if device == "cpu" else None
+    return DecoderLoader(checkpoint, precision, max_model_len, device, memory).decoder()
 
 
 class DecoderLoader:
@@ -57,7 +57,7 @@ class DecoderLoader:
         self._config = config = checkpoint.config
         self._precision = precision
         self._device = device
-        self._memory = memory if device == "cpu" else None
+        self._memory = memory
         # On a GPU a dense weight has the dtype of the hidden states, which products want there.
         self._dense_dtype = None if device == "cpu" else precision.dtype
         self._positions = min(max_model_len or config.max_position, config.max_position)
