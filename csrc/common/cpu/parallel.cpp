@@ -29,8 +29,8 @@ constexpr int kSpins = 4096;
 // A worker that has waited for less than kShortWait spins so long the next time: longer than Python needs between two
 // operators of a model that calls them one by one, where waking up would cost as much as an operator (a decoding step
 // of transformers took 32 ms with 50 us, 24 with 200). One that has waited longer does not: between two of our
-// operators others may want its core, and torch's own threads did badly beside one that spins. Reading ahead, which comes
-// first, ends by itself.
+// operators others may want its core, and torch's own threads did badly beside one that spins. Reading ahead, which
+// comes first, ends by itself.
 constexpr std::chrono::microseconds kShortWait{200};
 constexpr int kLongSpins = 16384, kFewSpins = 512;
 // Enough that a thread which lost its core leaves most of its share to others, few enough that taking them (a few
