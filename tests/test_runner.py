@@ -109,6 +109,17 @@ def test_recorded_steps_are_the_eager_ones(block_size: int, dtype: torch.dtype) 
     assert all(logits.dtype == dtype for logits, _ in engines[1].steps)
 
 
+def test_draws_are_recorded_once() -> None:
+    engine = Watched(enforce_eager=False, enable_prefix_caching=False)
+    counts = []
+    for _ in range(3):
+        for index, prompt in enumerate(prompts(5)):
+            engine.add_request(prompt, replace(PARAMS, max_tokens=5 + index))
+        drain(engine)
+        counts.append(len(engine.sampler._recorded))
+    assert counts[1] == counts[2] >= 5
+
+
 def test_after_preemptions() -> None:
     engines = list(both(block_size=2, num_kv_blocks=24, max_model_len=48))
     for engine in engines:
