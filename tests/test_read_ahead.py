@@ -1,4 +1,4 @@
-"""Threads that wait read ahead of what comes next: the program read_ahead.cpp, with and without a sanitizer."""
+"""Threads that wait read ahead of what comes next: the program read_ahead.cpp, under two sanitizers."""
 
 import subprocess
 from pathlib import Path

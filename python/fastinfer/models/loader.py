@@ -38,26 +38,18 @@ def load_decoder(
         UnsupportedModelError: the form of a tensor is not implemented.
         GGUFFormatError, CheckpointFormatError: a tensor is missing or has another shape than the metadata say.
     """
-    memory = HugePages() if device == "cpu" else None
-    return DecoderLoader(checkpoint, precision, max_model_len, device, memory).decoder()
+    return DecoderLoader(checkpoint, precision, max_model_len, device).decoder()
 
 
 class DecoderLoader:
     """Builds one decoder. Who wants other weights than the checkpoint's replaces :meth:`weight`."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        precision: Precision,
-        max_model_len: int | None,
-        device: str,
-        memory: HugePages | None = None,
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, precision: Precision, max_model_len: int | None, device: str) -> None:
         self._checkpoint = checkpoint
         self._config = config = checkpoint.config
         self._precision = precision
         self._device = device
-        self._memory = memory
+        self._memory = HugePages() if device == "cpu" else None
         # On a GPU a dense weight has the dtype of the hidden states, which products want there.
         self._dense_dtype = None if device == "cpu" else precision.dtype
         self._positions = min(max_model_len or config.max_position, config.max_position)
