@@ -56,7 +56,8 @@ __device__ void merge(int rows, int partials, const PartialAt& partial_at, const
       const float weight = exp2_approx(partial.maximum[row] - base);
       sum += weight * partial.sum[row];
       for (int half = 0; half < 2; ++half) {
-        const auto v = load_vector<4>(partial.values + row * kHeadDim + column + 4 * half);
+        const float* const from = partial.values + row * result_stride(kHeadDim);
+        const auto v = load_vector<4>(from + split_four(kHeadDim, column, half));
         for (int k = 0; k < 4; ++k) values.values[4 * half + k] += weight * v.values[k];
       }
     }
@@ -113,16 +114,18 @@ __device__ void attend(const PagedAttentionParams& p, const QueryRows& queries, 
     return p.workspace + (2 * (first + part) + (part == 0)) * partial_floats(kHeadDim);
   };
   const int part = static_cast<int>(blockIdx.x) - first;
+  constexpr int kStride = result_stride(kHeadDim);
   merge<kHeadDim>(row_count, Rows::kPartials, Rows::partial,
                   [&](int row, int column, float maximum, float sum, const float (&values)[8]) {
                     float* const own = part_of(part);
-                    Vector<float, 4> half[2];
-                    for (int k = 0; k < 8; ++k) half[k / 4].values[k % 4] = values[k];
-                    store_vector(own + row * kHeadDim + column, half[0]);
-                    store_vector(own + row * kHeadDim + column + 4, half[1]);
+                    for (int half = 0; half < 2; ++half) {
+                      Vector<float, 4> v;
+                      for (int k = 0; k < 4; ++k) v.values[k] = values[4 * half + k];
+                      store_vector(own + row * kStride + split_four(kHeadDim, column, half), v);
+                    }
                     if (column == 0) {
-                      own[kRowTile * kHeadDim + row] = maximum;
-                      own[kRowTile * (kHeadDim + 1) + row] = sum;
+                      own[kRowTile * kStride + row] = maximum;
+                      own[kRowTile * (kStride + 1) + row] = sum;
                     }
                   });
   __syncthreads();
@@ -139,7 +142,7 @@ __device__ void attend(const PagedAttentionParams& p, const QueryRows& queries, 
       row_count, parts,
       [&](int j) {
         const float* values = part_of(j);
-        return Partial{values, values + kRowTile * kHeadDim, values + kRowTile * (kHeadDim + 1)};
+        return Partial{values, values + kRowTile * kStride, values + kRowTile * (kStride + 1)};
       },
       store_final);
 }

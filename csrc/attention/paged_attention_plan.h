@@ -9,6 +9,7 @@
 #include "common/api.h"
 #include "common/dtype.h"
 #include "common/launch_config.h"
+#include "common/shared_layout.h"
 
 namespace fastinfer {
 
@@ -60,10 +61,15 @@ constexpr size_t attention_shared_bytes(int head_dim) {
   return static_cast<size_t>(rows * row_stride(head_dim) * 16 + scales);
 }
 
-// A block's part of a row tile that it shares with other blocks: [kRowTile, head_dim] sums, then maxima and sums of
+// Floats from row to row of results, of which split_place tells the columns.
+FASTINFER_HOST_DEVICE constexpr int result_stride(int head_dim) {
+  return 2 * split_half(head_dim);
+}
+
+// A block's part of a row tile that it shares with other blocks: the rows' results, then maxima and sums of
 // exponentials. A block has one at its begin and one at its end.
 FASTINFER_HOST_DEVICE constexpr int64_t partial_floats(int head_dim) {
-  return int64_t{kRowTile} * (head_dim + 2);
+  return int64_t{kRowTile} * (result_stride(head_dim) + 2);
 }
 
 inline constexpr LaunchConfig kPlanLaunch{.grid = 1, .block = 256, .shared_bytes = 64, .dependent = true};

@@ -26,7 +26,7 @@ __device__ uint32_t pack(float low, float high) {
   return bits;
 }
 
-// Results relative to exp2(maximum): sums of values [rows, head_dim], and sums of exponentials.
+// Results relative to exp2(maximum): sums of values [rows, result_stride], and sums of exponentials.
 struct Partial {
   const float* values;
   const float* maximum;
@@ -42,6 +42,7 @@ class RowAttention {
   static constexpr int kColumns = kHeadDim / kColumnWarps;
   static constexpr int kSteps = kHeadDim / 16;                     // of the product Q K^T
   static constexpr bool kKeepQueries = kDecode || kHeadDim < 128;  // in registers, 4 a step, where there is room
+  static_assert(4 * kRowTile * (2 + result_stride(kHeadDim)) <= attention_shared_bytes(kHeadDim));
 
  public:
   // Of its results in shared memory: a tile's positions are split in so many.
@@ -86,14 +87,21 @@ class RowAttention {
   }
 
   __device__ static Partial partial(int index) {
-    const float* values = reinterpret_cast<const float*>(Shared::stage(0, false)) + index * 16 * kHeadDim;
-    const float* maximum = reinterpret_cast<const float*>(Shared::queries()) + index * 16;
-    return {values, maximum, maximum + kRowTile};
+    return {results() + index * 16 * result_stride(kHeadDim), statistics() + index * 16,
+            statistics() + kRowTile + index * 16};
   }
 
  private:
   __device__ static int lane() {
     return static_cast<int>(threadIdx.x) % kWarpSize;
+  }
+
+  // The rows' maxima and sums of exponentials; behind them their sums of values.
+  __device__ static float* statistics() {
+    return reinterpret_cast<float*>(Shared::queries());
+  }
+  __device__ static float* results() {
+    return statistics() + 2 * kRowTile;
   }
 
   __device__ void load_queries(uint32_t (&a)[4], int k) const {
@@ -197,21 +205,19 @@ class RowAttention {
 
   // A row of partial i lies at 16 i + row.
   __device__ void store() {
-    auto* const values = reinterpret_cast<float*>(Shared::stage(0, false));
-    auto* const statistics = reinterpret_cast<float*>(Shared::queries());
     for (int i = 0; i < 2; ++i) {
       const int row = row0_ + position0_ + lane() / 4 + 8 * i;
+      float* const to = results() + row * result_stride(kHeadDim) + split_place(kHeadDim, column0_ + lane() % 4 * 2);
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n) {
-        store_vector(values + row * kHeadDim + column0_ + n * 8 + lane() % 4 * 2,
-                     Vector<float, 2>{o_[n][2 * i], o_[n][2 * i + 1]});
+        store_vector(to + split_place(kHeadDim, n * 8), Vector<float, 2>{o_[n][2 * i], o_[n][2 * i + 1]});
       }
       float sum = sum_[i];
       sum += __shfl_xor_sync(kFullMask, sum, 1);
       sum += __shfl_xor_sync(kFullMask, sum, 2);
       if (lane() % 4 == 0 && column0_ == 0) {
-        statistics[row] = maximum_[i];
-        statistics[kRowTile + row] = sum;
+        statistics()[row] = maximum_[i];
+        statistics()[kRowTile + row] = sum;
       }
     }
   }

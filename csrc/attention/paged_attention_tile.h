@@ -70,11 +70,11 @@ struct Tiles {
   static constexpr int kRowBytes = row_stride(kHeadDim) * 16;
   static constexpr int kTileBytes = kTile * kRowBytes;
 
-  // [kRowTile] rows of Q; at the end of a row tile the rows' maxima and sums.
+  // [kRowTile] rows of Q; at the end of a row tile the rows' maxima and sums, and then, into the stages, its results.
   __device__ static unsigned char* queries() {
     return dynamic_shared();
   }
-  // Two stages of K and V; at the end of a row tile its results.
+  // Two stages of K and V.
   __device__ static unsigned char* stage(int index, bool values) {
     return queries() + kRowTile * kRowBytes + (2 * index + values) * kTileBytes;
   }
@@ -112,23 +112,21 @@ struct Tiles {
   __device__ static void widen(int index, CacheQuantization quantization) {
     if (quantization == CacheQuantization::kInt4) return widen_int4_tiles(index);
     const bool fp8 = quantization == CacheQuantization::kFp8;
-    constexpr int kVectors = kTile * kHeadDim / 16;
+    constexpr int kVectors = kTile * kChunks;  // of eight bytes: 16 would become two chunks apart, whose banks collide
 #pragma unroll 1
-    for (int i = threadIdx.x; i < 2 * kVectors; i += kAttentionThreads) {
+    for (int i = opaque(threadIdx.x); i < 2 * kVectors; i += kAttentionThreads) {
       const bool values = i >= kVectors;
-      const int vector = values ? i - kVectors : i, row = vector / (kHeadDim / 16), chunk = vector % (kHeadDim / 16);
+      const int vector = values ? i - kVectors : i;
       const auto packed =
-          load_vector<4>(reinterpret_cast<const uint32_t*>(quantized_stage(index, values)) + 4 * vector);
-      for (int half = 0; half < 2; ++half) {
-        uint32_t low[2], high[2];
-        if (fp8) {
-          widen_fp8<T>(packed.values[2 * half], values, low), widen_fp8<T>(packed.values[2 * half + 1], values, high);
-        } else {
-          widen_int8<T>(packed.values[2 * half], values, low), widen_int8<T>(packed.values[2 * half + 1], values, high);
-        }
-        auto* const to = stage(0, values) + chunk_offset<kChunks>(row, 2 * chunk + half);
-        store_vector(reinterpret_cast<uint32_t*>(to), Vector<uint32_t, 4>{low[0], low[1], high[0], high[1]});
+          load_vector<2>(reinterpret_cast<const uint32_t*>(quantized_stage(index, values)) + 2 * vector);
+      uint32_t low[2], high[2];
+      if (fp8) {
+        widen_fp8<T>(packed.values[0], values, low), widen_fp8<T>(packed.values[1], values, high);
+      } else {
+        widen_int8<T>(packed.values[0], values, low), widen_int8<T>(packed.values[1], values, high);
       }
+      auto* const to = stage(0, values) + chunk_offset<kChunks>(vector / kChunks, vector % kChunks);
+      store_vector(reinterpret_cast<uint32_t*>(to), Vector<uint32_t, 4>{low[0], low[1], high[0], high[1]});
     }
   }
 };

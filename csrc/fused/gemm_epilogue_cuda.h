@@ -51,7 +51,8 @@ __device__ inline float activate(Activation activation, float x) {
   }
 }
 
-// The workspace: two slots of partial sums for every worker, [tokens, rows] and the tokens' sums of squares; counters.
+// The workspace: two slots of partial sums for every worker, [tokens, kSumsStride] and the tokens' sums of squares;
+// counters.
 __host__ __device__ inline int* gemm_counters(const GemmParams& p) {
   return reinterpret_cast<int*>(static_cast<float*>(p.workspace) + int64_t{2} * p.plan.workers * p.plan.slot_floats);
 }
@@ -132,11 +133,12 @@ struct GemmEpilogue {
   struct Vector8 {
     float values[kWidth] = {};
 
+    // The sums from `row` on, a multiple of eight, of a token's.
     template <class Load>
-    __device__ void add(const float* from, Load&& load) {
+    __device__ void add(const float* sums, int row, Load&& load) {
 #pragma unroll
       for (int i = 0; i < kWidth; i += 4) {
-        const float4 v = load(reinterpret_cast<const float4*>(from + i));
+        const float4 v = load(reinterpret_cast<const float4*>(sums + split_four(kGemmRows, row, i / 4)));
         values[i] += v.x;
         values[i + 1] += v.y;
         values[i + 2] += v.z;
@@ -176,15 +178,18 @@ struct GemmEpilogue {
   }
 
   __device__ void share_sums(const Sums& sums, int slice) const {
+    const int lane = opaque(threadIdx.x) % kWarpSize;  // computed before, the place spills for sm_90a
     float* to = shared_sums + (warp_inputs * kSliceTokens + warp_tokens * 8 + lane % 4 * 2) * kSumsStride +
-                warp_rows * kRowTiles * kTileRows + lane / 4;
+                warp_rows * (kRowTiles * kTileRows / 2) + split_place(kGemmRows, lane / 4);
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n) {  // registers have no index: a branch for each
       if (n != slice) continue;
 #pragma unroll
       for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) to[i % 2 * kSumsStride + r * kTileRows + i / 2 * 8] = sums.value[r][n][i];
+        for (int i = 0; i < 4; ++i) {
+          to[i % 2 * kSumsStride + split_place(kGemmRows, r * kTileRows + i / 2 * 8)] = sums.value[r][n][i];
+        }
       }
     }
   }
@@ -198,7 +203,7 @@ struct GemmEpilogue {
   __device__ Vector8 load_shared(int slice_token, int row) const {
     Vector8 v;
     for (int w = 0; w < kWarpsInputs; ++w) {
-      v.add(shared_sums + (w * kSliceTokens + slice_token) * kSumsStride + row, [](const float4* at) { return *at; });
+      v.add(shared_sums + (w * kSliceTokens + slice_token) * kSumsStride, row, [](const float4* at) { return *at; });
     }
     return v;
   }
@@ -206,20 +211,21 @@ struct GemmEpilogue {
   __device__ Vector8 load_slots(int token, int row) const {
     Vector8 v;
     for (int i = 0; i < pieces; ++i) {
-      v.add(slot(first_worker + i) + token * kGemmRows + row, [](const float4* at) { return __ldcg(at); });
+      v.add(slot(first_worker + i) + token * kSumsStride, row, [](const float4* at) { return __ldcg(at); });
     }
     return v;
   }
 
   __device__ void keep_sums(int slice_token, int token, int vector) const {
-    float* to = slot(blockIdx.x);
-    const Vector8 v = load_shared(slice_token, vector * kWidth);
+    float* const to = slot(blockIdx.x);
+    const int row = vector * kWidth;
+    const Vector8 v = load_shared(slice_token, row);
 #pragma unroll
     for (int i = 0; i < kWidth; i += 4) {
       const float4 part{v.values[i], v.values[i + 1], v.values[i + 2], v.values[i + 3]};
-      *reinterpret_cast<float4*>(to + token * kGemmRows + vector * kWidth + i) = part;
+      *reinterpret_cast<float4*>(to + token * kSumsStride + split_four(kGemmRows, row, i / 4)) = part;
     }
-    if (has_norm() && vector == 0) to[kTokens * kGemmRows + token] = shared_square_sum(token);
+    if (has_norm() && vector == 0) to[kTokens * kSumsStride + token] = shared_square_sum(token);
   }
 
   __device__ float shared_square_sum(int token) const {
@@ -233,7 +239,7 @@ struct GemmEpilogue {
     if (!has_norm()) return 1.0f;
     float sum = 0.0f;
     if (gather) {
-      for (int i = 0; i < pieces; ++i) sum += __ldcg(slot(first_worker + i) + kTokens * kGemmRows + token);
+      for (int i = 0; i < pieces; ++i) sum += __ldcg(slot(first_worker + i) + kTokens * kSumsStride + token);
     } else {
       sum = shared_square_sum(token);
     }

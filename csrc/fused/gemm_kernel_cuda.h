@@ -159,7 +159,8 @@ struct GemmKernel {
 
   __device__ void load_x(unsigned char* stage, const Position& at) const {
     constexpr int kPieces = kChunk / 8, kStep = kThreads / kPieces;
-    const int thread = opaque(threadIdx.x), row = thread / kPieces, piece = thread % kPieces;
+    const int thread = opaque(threadIdx.x), row = written_row(kChunk, thread / kPieces), piece = thread % kPieces;
+    static_assert(kStep % 4 == 0);
     const int first = kGrouped ? at.expert_tile.begin : at.token_tile * kTokens;
     const int token = first + row, input = at.chunk * kChunk + piece * 8;
     const int m = kGrouped ? at.expert_tile.end : static_cast<int>(p.m), k = static_cast<int>(p.k);

@@ -12,6 +12,7 @@
 
 #include "common/dtype.h"
 #include "common/launch_config.h"
+#include "common/shared_layout.h"
 
 namespace fastinfer::cuda {
 
@@ -21,12 +22,6 @@ inline constexpr int kGemmRows = 128;        // weight rows of a unit
 inline constexpr int kGemmBlockInputs = 32;  // inputs that a warp takes at a time; groups are multiples of it
 inline constexpr int kMostExactTokens = 64;  // tiles up to here scale the fp32 sums, wider ones the 16-bit weights
 inline constexpr int kMostNormTokens = 16;   // tiles up to here normalise on the fly, wider ones in a kernel before
-
-// Of a row of 16-bit values in shared memory: 8-byte reads of four lanes from each of four rows must meet all 32 banks,
-// so a row's bytes are 32 or 96 modulo 128.
-FASTINFER_HOST_DEVICE constexpr int shared_row_bytes(int inputs) {
-  return inputs * 2 + 32;
-}
 
 constexpr int packed_bits(WeightFormat format) {
   return format == WeightFormat::kInt8 ? 8 : 4;
@@ -68,9 +63,8 @@ constexpr GemmStage gemm_stage(WeightFormat format, int tokens, int chunk) {
   return {.x = x, .norm = norm, .scales = norm + (tokens <= kMostNormTokens ? chunk * 4 : 0)};
 }
 
-// Shared memory beside the pipeline: the sums of 8 tokens of every warp on their way out (four floats more a row, so
-// that columns lie in different banks), sums of squares, a flag.
-constexpr int kSumsStride = kGemmRows + 4;
+// Shared memory beside the pipeline: the sums of 8 tokens of every warp on their way out, sums of squares, a flag.
+inline constexpr int kSumsStride = 2 * split_half(kGemmRows) - 4;  // of a token's sums, placed by split_place
 constexpr int gemm_sums_bytes(const GemmTile& tile) {
   const int sums = tile.warps_inputs * tile.warps_tokens * 8 * kSumsStride;
   return (sums + tile.warps_inputs * tile.tokens + 4) * 4;
@@ -167,7 +161,7 @@ inline GemmPlan gemm_plan(WeightFormat format, int64_t m, int64_t n, int64_t k, 
     const int64_t worker_chunks = std::max({up(total, slots), up(plan.chunks, most_pieces), least_chunks});
     plan.worker_chunks = static_cast<int>(worker_chunks);
     plan.workers = static_cast<int>(up(total, worker_chunks));
-    plan.slot_floats = tokens * (kGemmRows + 1);
+    plan.slot_floats = tokens * (kSumsStride + 1);
     plan.workspace_bytes = static_cast<size_t>(int64_t{2} * plan.workers * plan.slot_floats + units) * 4;
   }
   if (experts > 0) plan.workspace_bytes = (1 + plan.token_tiles) * sizeof(ExpertTile);

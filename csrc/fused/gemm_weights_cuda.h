@@ -34,7 +34,8 @@ struct DenseWeight {
   template <int kChunk, int kThreads>
   __device__ static void load(unsigned char* stage, const Params& p, int expert, int row_unit, int chunk) {
     constexpr int kPieces = kChunk / 8, kRowBytes = shared_row_bytes(kChunk), kRows = kThreads / kPieces;
-    const int thread = opaque(threadIdx.x), row = thread / kPieces, piece = thread % kPieces;
+    static_assert(kRows % 4 == 0);
+    const int thread = opaque(threadIdx.x), row = written_row(kChunk, thread / kPieces), piece = thread % kPieces;
     const int first_row = row_unit * kGemmRows + row, input = chunk * kChunk + piece * 8;
     const int n = static_cast<int>(p.n), k = static_cast<int>(p.k);
     const T* from = static_cast<const T*>(p.weight);

@@ -53,7 +53,7 @@ Tensor w8a8_gemm(const Output& output, const Tensor& x, const Tensor& x_scales, 
   if (m == 0) return out;
   if (const cuda::Device* const gpu = gpu_of(x)) {
     check_aligned(check, x, "x");
-    check_aligned(check, qweight, "qweight");
+    check_quantized_aligned(check, qweight, scales, std::nullopt);
     params.w8a8_plan = cuda::plan_w8a8_gemm(m, n, k, *gpu);
     if (params.w8a8_plan.splits > 1) {
       sums = new_tensor(x, {static_cast<int64_t>(params.w8a8_plan.workspace_ints)}, ScalarType::Int);

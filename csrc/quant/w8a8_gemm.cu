@@ -17,7 +17,7 @@ template <int kTokens>
 struct W8a8Kernel {
   static constexpr W8a8Tile kTile = w8a8_tile(kTokens);
   static constexpr int kBlocks = kTile.chunk / kBlockInputs;  // of a chunk: even, as a warp takes two at once
-  static constexpr int kWeightBytes = kW8a8Rows * kTile.chunk, kXStride = kTile.x_stride();
+  static constexpr int kWeightBytes = kW8a8Rows * kTile.chunk;
   static constexpr int kStageBytes = kTile.stage_bytes();
   // With 128 tokens each warp has 32 rows by 64 tokens, to read shared memory less often; else 16 rows by all tokens.
   static constexpr int kWarpsTokens = kTokens == 128 ? 2 : 1;
@@ -49,7 +49,7 @@ struct W8a8Kernel {
     }
   }
 
-  // [token, x_stride]; zeros past the last token and the last input.
+  // [token, chunk], swizzled; zeros past the last token and the last input.
   __device__ void load_x(unsigned char* stage, int chunk) const {
     constexpr int kPieces = kTile.chunk / 16;
     const int64_t first_token = static_cast<int64_t>(blockIdx.x % p.w8a8_plan.token_tiles) * kTokens;
@@ -58,7 +58,8 @@ struct W8a8Kernel {
       const int64_t token = first_token + i / kPieces;
       const int64_t input = static_cast<int64_t>(chunk) * kTile.chunk + i % kPieces * 16;
       const bool valid = token < p.m && input < p.k;
-      unsigned char* to = stage + kWeightBytes + i / kPieces * kXStride + i % kPieces * 16;
+      const int byte = i % kPieces * 16 ^ matrix_swizzle(kTile.chunk, i / kPieces);
+      unsigned char* to = stage + kWeightBytes + i / kPieces * kTile.chunk + byte;
       cp_async(to, static_cast<const unsigned char*>(p.x) + (valid ? token * p.k + input : 0), valid);
     }
   }
@@ -81,7 +82,8 @@ struct W8a8Kernel {
         // Four matrices of eight tokens by 16 bytes: both halves of two blocks.
         const int token = (first_token_tile + n) * 8 + lane % 8;
         uint32_t b[4];
-        ldmatrix(b, stage + kWeightBytes + token * kXStride + block * kBlockInputs + lane / 8 * 16);
+        const int byte = (block * kBlockInputs + lane / 8 * 16) ^ matrix_swizzle(kTile.chunk, lane);
+        ldmatrix(b, stage + kWeightBytes + token * kTile.chunk + byte);
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
           mma_int8(sums[r][n], a[r][0], {b[0], b[1]});
@@ -99,7 +101,8 @@ struct W8a8Kernel {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int token = (first_token_tile + n) * 8 + lane % 4 * 2 + i % 2;
-          shared[token * kW8a8SumsStride + (first_row_tile + r) * kTileRows + lane / 4 + i / 2 * 8] = sums[r][n][i];
+          const int row = (first_row_tile + r) * kTileRows + lane / 4 + i / 2 * 8;
+          shared[token * kW8a8SumsStride + split_place(kW8a8Rows, row)] = sums[r][n][i];
         }
       }
     }

@@ -4,6 +4,7 @@
 
 #include "common/cuda/dtype.h"
 #include "common/cuda/vector_io.h"
+#include "fused/row_cuda.h"
 #include "quant/w8a8_gemm.h"
 
 namespace fastinfer::cuda {
@@ -33,11 +34,13 @@ struct W8a8Epilogue {
   }
 
  private:
-  // Calls fn(place in shared memory, place in a slot) for this thread's runs of four sums.
+  // Calls fn(place in shared memory, place in a slot) for this thread's runs of four sums, which slots hold in the same
+  // order without the gap.
   template <class Fn>
   __device__ void each_four(Fn&& fn) {
     for (int i = threadIdx.x * 4; i < tokens * kW8a8Rows; i += kW8a8Threads * 4) {
-      fn(reinterpret_cast<int4*>(sums + i / kW8a8Rows * kW8a8SumsStride + i % kW8a8Rows), i);
+      const int place = i % kW8a8Rows, gap = place < kW8a8Rows / 2 ? 0 : split_half(kW8a8Rows) - kW8a8Rows / 2;
+      fn(reinterpret_cast<int4*>(sums + i / kW8a8Rows * kW8a8SumsStride + place + gap), i);
     }
   }
 
@@ -72,11 +75,6 @@ struct W8a8Epilogue {
     return true;
   }
 
-  __device__ float weight_scale(int64_t row) const {
-    return p.weight.scale_dtype == DType::kFloat16 ? to_float(static_cast<const __half*>(p.weight.scales)[row])
-                                                   : static_cast<const float*>(p.weight.scales)[row];
-  }
-
   template <class T>
   __device__ float bias(int64_t row) const {
     if (p.bias.data == nullptr) return 0.0f;
@@ -84,11 +82,23 @@ struct W8a8Epilogue {
                                            : to_float(static_cast<const T*>(p.bias.data)[row]);
   }
 
-  // Of a weight row: scaled, with its bias.
+  // Of weight rows from `row` on: scaled, with their bias. Scales are there for whole row tiles.
   template <class T>
-  __device__ float value(int token, int row, float x_scale) const {
-    const int64_t at = first_row + row;
-    return static_cast<float>(sums[token * kW8a8SumsStride + row]) * weight_scale(at) * x_scale + bias<T>(at);
+  __device__ void load_values(int token, int row, float x_scale, int count, float (&values)[kWidth]) const {
+    if (p.weight.scale_dtype == DType::kFloat16) {
+      load_floats(static_cast<const __half*>(p.weight.scales) + first_row + row, values);
+    } else {
+      load_floats(static_cast<const float*>(p.weight.scales) + first_row + row, values);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const auto four = load_vector<4>(sums + token * kW8a8SumsStride + split_four(kW8a8Rows, row, half));
+#pragma unroll
+      for (int j = 4 * half; j < 4 * half + 4; ++j) {
+        values[j] = static_cast<float>(four.values[j % 4]) * values[j] * x_scale;
+        if (j < count) values[j] += bias<T>(first_row + row + j);
+      }
+    }
   }
 
   __device__ static float activate(Activation activation, float x) {
@@ -113,12 +123,13 @@ struct W8a8Epilogue {
       const float x_scale = p.x_scales[first_token + token];
       const int64_t offset = (first_token + token) * width + first_column + column;
       const T* const residual = p.residual != nullptr ? static_cast<const T*>(p.residual) + offset : nullptr;
-      float values[kWidth];
+      float values[kWidth], up[kWidth];
+      load_values<T>(token, row, x_scale, count, values);
+      if (gated) load_values<T>(token, row + kTileRows, x_scale, count, up);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
         if (j >= count) break;
-        values[j] = value<T>(token, row + j, x_scale);
-        if (gated) values[j] = activate(p.activation, values[j]) * value<T>(token, row + kTileRows + j, x_scale);
+        if (gated) values[j] = activate(p.activation, values[j]) * up[j];
         if (residual != nullptr) values[j] += to_float(residual[j]);
       }
       T* const out = static_cast<T*>(p.out) + offset;

@@ -10,12 +10,6 @@
 namespace fastinfer::cuda {
 namespace {
 
-template <class T>
-__device__ float norm_weight(const NormRotaryStoreParams& p, const void* weight, int i) {
-  return p.weight_dtype == DType::kFloat32 ? static_cast<const float*>(weight)[i]
-                                           : to_float(static_cast<const T*>(weight)[i]);
-}
-
 // Norm and rotation in fp32, from global to shared memory. All lanes of the warp must call it; with head_dim 0 a group
 // reads nothing.
 template <class T, int kCount>
@@ -23,17 +17,24 @@ __device__ void prepare_head(const LaneGroup& group, const NormRotaryStoreParams
                              const void* weight, int64_t position, float* out) {
   float squares = 0.0f;
   for (int i = group.rank * kCount; i < head_dim; i += group.lanes * kCount) {
-    const auto v = load_vector<kCount>(x + i);
-    for (int j = 0; j < kCount; ++j) {
-      out[i + j] = to_float(v.values[j]);
-      squares += out[i + j] * out[i + j];
-    }
+    float values[kCount];
+    load_floats(x + i, values);
+    for (int j = 0; j < kCount; ++j) squares += values[j] * values[j];
+    store_values(out + i, values);
   }
   squares = group.sum(squares);
   if (weight != nullptr) {
     const float scale = rsqrtf(squares / static_cast<float>(head_dim) + p.eps);
     for (int i = group.rank * kCount; i < head_dim; i += group.lanes * kCount) {
-      for (int j = 0; j < kCount; ++j) out[i + j] *= scale * norm_weight<T>(p, weight, i + j);
+      float values[kCount], weights[kCount];
+      load_floats(out + i, values);
+      if (p.weight_dtype == DType::kFloat32) {
+        load_floats(static_cast<const float*>(weight) + i, weights);
+      } else {
+        load_floats(static_cast<const T*>(weight) + i, weights);
+      }
+      for (int j = 0; j < kCount; ++j) values[j] *= scale * weights[j];
+      store_values(out + i, values);
     }
   }
   __syncwarp();
@@ -93,7 +94,8 @@ void norm_rotary_store(const NormRotaryStoreParams& p, void* stream) {
   dispatch_cuda(p.dtype, [&]<class T>(T) {
     constexpr int kVector = kVectorElements<T>;
     const bool vectorised = cache.head_dim % kVector == 0 && p.q_stride % kVector == 0 && p.k_stride % kVector == 0 &&
-                            p.v_stride % kVector == 0 && vector_aligned(p.q, p.k, p.v, cache.k, cache.v);
+                            p.v_stride % kVector == 0 &&
+                            vector_aligned(p.q, p.k, p.v, p.q_norm_weight, p.k_norm_weight, cache.k, cache.v);
     const size_t shared_bytes = static_cast<size_t>(cache.head_dim) * sizeof(float);
     const HeadPlan plan = plan_heads(p.tokens, heads, cache.head_dim, vectorised ? kVector : 1, shared_bytes);
     const auto kernel = vectorised ? norm_rotary_store_kernel<T, kVector> : norm_rotary_store_kernel<T, 1>;

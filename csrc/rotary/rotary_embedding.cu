@@ -6,6 +6,7 @@
 #include "common/cuda/ptx.h"
 #include "common/cuda/reduce.h"
 #include "common/cuda/vector_io.h"
+#include "fused/row_cuda.h"
 #include "rotary/rotary_embedding.h"
 
 namespace fastinfer::cuda {
@@ -27,13 +28,14 @@ __global__ void rotary_embedding_kernel(RotaryEmbeddingParams p) {
     T* const first = row + (p.interleaved ? 2 * pair : pair);
     T* const second = first + (p.interleaved ? kCount : half);
     Vector<T, kCount> elements[2] = {load_vector<kCount>(first), load_vector<kCount>(second)};
+    float cos[kCount], sin[kCount];
+    load_floats(table + pair, cos), load_floats(table + half + pair, sin);
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
       T& x = p.interleaved ? elements[2 * j / kCount].values[2 * j % kCount] : elements[0].values[j];
       T& y = p.interleaved ? elements[(2 * j + 1) / kCount].values[(2 * j + 1) % kCount] : elements[1].values[j];
-      const float cos = table[pair + j], sin = table[half + pair + j];
-      const float rotated = to_float(x) * cos - to_float(y) * sin;
-      y = from_float<T>(to_float(y) * cos + to_float(x) * sin);
+      const float rotated = to_float(x) * cos[j] - to_float(y) * sin[j];
+      y = from_float<T>(to_float(y) * cos[j] + to_float(x) * sin[j]);
       x = from_float<T>(rotated);
     }
     store_vector(first, elements[0]);
@@ -54,8 +56,8 @@ void rotary_embedding(const RotaryEmbeddingParams& p, void* stream) {
              {.grid = p.tokens, .block = static_cast<unsigned>(threads), .dependent = true}, stream, p);
     };
     const int64_t distances = p.rotary_dim / 2 | p.head_dim | p.q_stride | p.k_stride;
-    distances % kCount == 0 && vector_aligned(p.q, p.k) ? run.template operator()<kCount>()
-                                                        : run.template operator()<1>();
+    distances % kCount == 0 && vector_aligned(p.q, p.k, p.cos_sin_cache) ? run.template operator()<kCount>()
+                                                                         : run.template operator()<1>();
   });
 }
 

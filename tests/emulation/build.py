@@ -1,4 +1,4 @@
-"""Builds the emulated kernels: ``python tests/emulation/build.py plain|address|thread|avx512``."""
+"""Builds the emulated kernels: ``python tests/emulation/build.py plain|address|thread|traffic|avx512``."""
 
 import importlib.util
 import shutil
@@ -10,6 +10,7 @@ import torch
 
 HERE = Path(__file__).parent
 SANITIZERS = ("plain", "address", "thread")
+BUILDS = (*SANITIZERS, "traffic")
 
 
 def cuda_include() -> Path | None:
@@ -31,7 +32,7 @@ def folder_of(sanitizer: str) -> Path:
 
 
 def build(sanitizer: str, target: str = "all") -> Path:
-    """Build what changed of all, or of fastinfer_emulated, faults or layouts; returns the folder of the results."""
+    """Build what changed of all, or of one target; returns the folder of the results."""
     include = cuda_include()
     if include is None:
         raise FileNotFoundError("the CUDA toolkit's headers are needed: pip install 'fastinfer[test]'")
@@ -55,6 +56,6 @@ def cmake(source: Path, folder: Path, options: list[str], target: str) -> Path:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1] not in (*SANITIZERS, "avx512"):
-        sys.exit(f"usage: build.py {'|'.join(SANITIZERS)}|avx512")
+    if len(sys.argv) != 2 or sys.argv[1] not in (*BUILDS, "avx512"):
+        sys.exit(f"usage: build.py {'|'.join(BUILDS)}|avx512")
     print(build_avx512() if sys.argv[1] == "avx512" else build(sys.argv[1]))

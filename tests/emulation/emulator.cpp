@@ -19,6 +19,8 @@
 #include <sanitizer/common_interface_defs.h>
 #elif defined(EMULATION_THREAD)
 #include <sanitizer/tsan_interface.h>
+#elif defined(EMULATION_TRAFFIC)
+#include "traffic.h"
 #endif
 
 #if !defined(__x86_64__)
@@ -154,6 +156,9 @@ class Block {
     poison_shared();
     barriers_.assign(16, {});
     for (Thread& thread : threads_) start(thread);
+#if defined(EMULATION_TRAFFIC)
+    traffic::begin_block(launch_.name, launch_.threads, {shared_, launch_.shared_bytes});
+#endif
     while (true) {
       bool progress = false, done = true;
       for (size_t first = 0; first < threads_.size(); first += kWarp) {
@@ -170,9 +175,13 @@ class Block {
         }
         for (size_t i = first; i < last; ++i) done = done && threads_[i].state == State::kDone;
       }
-      if (done) return acquire(&end_token_);  // what the fibers allocated is freed here
+      if (done) break;
       if (!progress) throw std::runtime_error(std::string(launch_.name) + ": " + deadlock());
     }
+    acquire(&end_token_);  // what the fibers allocated is freed here
+#if defined(EMULATION_TRAFFIC)
+    traffic::end_block();
+#endif
   }
 
   // ---- on a fiber ----
@@ -338,10 +347,14 @@ class Block {
     __sanitizer_start_switch_fiber(&host_.fake_stack, thread.context.bottom, thread.context.size);
 #elif defined(EMULATION_THREAD)
     __tsan_switch_to_fiber(thread.context.fiber, __tsan_switch_to_fiber_no_sync);
+#elif defined(EMULATION_TRAFFIC)
+    traffic::enter_thread(thread.index, {thread.context.stack, kStackBytes});
 #endif
     emulation_switch(&host_.stack_pointer, thread.context.stack_pointer);
 #if defined(EMULATION_ADDRESS)
     __sanitizer_finish_switch_fiber(host_.fake_stack, nullptr, nullptr);
+#elif defined(EMULATION_TRAFFIC)
+    traffic::leave_thread();
 #endif
   }
 

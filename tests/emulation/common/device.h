@@ -1,5 +1,5 @@
 // csrc/common/device.h on the emulator: tensors lie in host memory, are treated as a GPU's, and the operators are those
-// of torch.ops.fastinfer_emulated.
+// of torch.ops.fastinfer_emulated (fastinfer_traffic in the build that counts accesses).
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -11,7 +11,7 @@
 #include "common/cuda/device.h"
 
 #define FASTINFER_CPU_OPERATORS(m) [[maybe_unused]] static void not_emulated(torch::stable::detail::StableLibrary& m)
-#define FASTINFER_OPERATORS(m) STABLE_TORCH_LIBRARY_IMPL(fastinfer_emulated, CPU, m)
+#define FASTINFER_OPERATORS(m) STABLE_TORCH_LIBRARY_IMPL(FASTINFER_NAMESPACE, CPU, m)
 #define FASTINFER_LAUNCH(x, op, ...) ::fastinfer::cuda::op(__VA_ARGS__, nullptr)
 
 namespace fastinfer {

@@ -27,8 +27,10 @@ inline void cp_async_bytes(void* shared, const void* global, size_t bytes, bool 
   if (reinterpret_cast<uintptr_t>(shared) % bytes != 0) emulation::trap("misaligned cp.async destination", site);
   if (valid) {
     if (reinterpret_cast<uintptr_t>(global) % bytes != 0) emulation::trap("misaligned cp.async source", site);
+    emulation::count_load(global, bytes);
     std::memcpy(copy.data, global, bytes);
   }
+  emulation::count_store(shared, bytes);
   std::memset(shared, 0xff, bytes);
   emulation::enqueue(copy);
 }

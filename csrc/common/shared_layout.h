@@ -1,0 +1,39 @@
+// How rows lie in a GPU's shared memory so that no access waits for a bank: 32 banks of four bytes each serve a warp's
+// 4-byte accesses at once, 8-byte ones by half warps, 16-byte ones by quarters. tests/emulation/traffic.py counts.
+#pragma once
+
+#include "common/dtype.h"
+
+namespace fastinfer::cuda {
+
+// Bytes from row to row of 16-bit values, 32 or a multiple of 64 of them, that are read 8 bytes at a time by four lanes
+// from each of four rows: 32 or 96 modulo 128.
+FASTINFER_HOST_DEVICE constexpr int shared_row_bytes(int inputs) {
+  return inputs * 2 + 32;
+}
+// The order in which they are written, 16 bytes a lane: rows of 32 values two at a time, which must be two apart.
+FASTINFER_HOST_DEVICE constexpr int written_row(int inputs, int i) {
+  return inputs == 32 ? (i & ~3) + (i & 1) * 2 + (i >> 1 & 1) : i;
+}
+
+// Rows of 64 bytes or a multiple of 128, of which ldmatrix reads 16 bytes each of eight: which 16 bytes of a row lie
+// where depends on the row. A byte of it, exclusive or this, is its place.
+FASTINFER_HOST_DEVICE constexpr int matrix_swizzle(int row_bytes, int row) {
+  return row_bytes == 64 ? (row & 6) << 3 : (row & 7) << 4;
+}
+
+// Rows of `count` sums of four bytes, written as mma leaves them and read eight at a time: first the fours that begin
+// each eight, then, four sums further on, those that end them. So what neighbouring lanes read is one run, also of
+// global memory.
+FASTINFER_HOST_DEVICE constexpr int split_half(int count) {
+  return count / 2 + 4;
+}
+// Of eight from i on, four at a time: `part` is 0 or 1.
+FASTINFER_HOST_DEVICE constexpr int split_four(int count, int i, int part) {
+  return i / 2 + part * split_half(count);
+}
+FASTINFER_HOST_DEVICE constexpr int split_place(int count, int i) {
+  return i % 8 / 4 * split_half(count) + i / 8 * 4 + i % 4;
+}
+
+}  // namespace fastinfer::cuda

@@ -1,0 +1,179 @@
+"""What the CUDA kernels' memory accesses cost, counted on the emulator: ``python tests/emulation/traffic.py``.
+
+Prints, for every place in a kernel, how many requests its warps make and what one takes: passes through shared memory
+(more than the least are bank conflicts) or 32-byte sectors of global memory. traffic.cpp says how it is counted.
+"""
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from quantized_gemm import random_weight
+
+from emulation import build
+from fastinfer import ops
+
+# Their accesses count where they are called.
+WRAPPERS = (
+    "tests/emulation/common/",
+    "tests/emulation/cuda_runtime.h",
+    "tests/emulation/emulator",
+    "csrc/common/cuda/",
+    "csrc/fused/row_cuda.h",
+)
+ROOT = Path(__file__).parent.parent.parent
+
+
+@dataclass
+class Access:
+    """A kernel's accesses of one kind at one line."""
+
+    kernel: str
+    place: str  # file:line, and the wrapper's name
+    shared: bool
+    store: bool
+    bytes: int  # of a lane
+    requests: int = 0
+    units: int = 0  # passes or sectors
+    least: int = 0  # that the same bytes need
+
+    @property
+    def ratio(self) -> float:
+        return self.units / self.least
+
+    def __str__(self) -> str:
+        kind = f"{'shared' if self.shared else 'global'} {'store' if self.store else 'load'}"
+        counts = f"{self.requests:9} {self.units / self.requests:8.2f} {self.ratio:6.2f}"
+        return f"{self.kernel:24} {kind:13} {self.bytes:4} {counts}  {self.place}"
+
+
+HEADER = f"{'kernel':24} {'access':13} {'B':>4} {'requests':>9} {'of each':>8} {'ratio':>6}  place"
+
+
+class Counter:
+    """The counts of one library of the traffic build."""
+
+    def __init__(self, library: Path):
+        self.library = library
+        self.loaded = ctypes.CDLL(str(library))
+        self.loaded.emulation_traffic.restype = ctypes.c_char_p
+
+    def accesses(self) -> list[Access]:
+        """Since the last call, the dearest of a kernel first; parameters' and single-threaded ones are left out."""
+        lines = [line.split() for line in self.loaded.emulation_traffic().decode().splitlines()]
+        frames = self._frames({address for line in lines for address in line[7:]})
+        found: dict[tuple[object, ...], Access] = {}
+        for kernel, shared, store, size, *rest in lines:
+            requests, units, least = map(int, rest[:3])
+            place = self._place([frames[address] for address in rest[3:]])
+            if place is None:
+                continue
+            key = (kernel, place, shared == "1", store == "1", int(size))
+            access = found.setdefault(key, Access(kernel, place, *key[2:]))
+            access.requests += requests
+            access.units += units
+            access.least += least
+        return sorted(found.values(), key=lambda access: (access.kernel, -access.units))
+
+    def _frames(self, addresses: set[str]) -> dict[str, tuple[str, str]]:
+        """Function and file:line of each address."""
+        ordered = sorted(addresses)
+        command = ["addr2line", "-f", "-C", "-e", str(self.library)]
+        numbers = "\n".join(hex(int(address)) for address in ordered)
+        lines = subprocess.run(command, input=numbers, capture_output=True, text=True, check=True).stdout.splitlines()
+        return dict(zip(ordered, zip(lines[::2], lines[1::2], strict=True), strict=True))
+
+    @staticmethod
+    def _place(frames: list[tuple[str, str]]) -> str | None:
+        """The innermost line of a kernel, or None where it is the launch, which hands the parameters over, or the
+        arrival of an asynchronous copy, which was counted when it started."""
+        names = [re.split(r"[<(]", function)[0].rpartition("::")[2].rpartition(" ")[2] for function, _ in frames]
+        if "cp_async_wait" in names:
+            return None
+        for name, (_, line) in zip(names, frames, strict=True):
+            file = os.path.relpath(line.partition(" ")[0], ROOT)
+            if file.startswith(("csrc/", "tests/")) and not file.startswith(WRAPPERS):
+                return file.removeprefix("csrc/") + (f" {names[0]}" if name != names[0] else "")
+        return None
+
+
+def operators() -> Counter:
+    """Registers ``torch.ops.fastinfer_traffic``."""
+    library = build.build("traffic", "fastinfer_emulated") / "libfastinfer_emulated.so"
+    torch.ops.load_library(library)
+    return Counter(library)
+
+
+def calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Operators in shapes of real models, small in what only repeats: names and complete positional arguments."""
+    hidden, rows = 256, 256
+    weight = torch.randn(rows, hidden).bfloat16()
+    packed = {bits: random_weight(bits, rows, hidden).packed for bits in (4, 8)}
+    norm, table = torch.ones(hidden), torch.randn(16)
+    for tokens in (1, 64, 128):
+        x = torch.randn(tokens, hidden).bfloat16()
+        for fused in ((None, None, 1e-6, None, torch.randn(tokens, rows).bfloat16()), (None, norm, 1e-6, "silu", None)):
+            yield "gemm", (x, weight, *fused)
+            yield "int4_gemm", (x, *packed[4].values(), *fused, 32)
+            yield "int8_gemm", (x, *packed[8].values(), *fused, 32)
+            yield "table_gemm", (x, packed[4]["qweight"], packed[4]["scales"], table, rows, *fused)
+        q = torch.randint(-127, 128, (tokens, hidden)).to(torch.int8), torch.rand(tokens)
+        row_scales = ops.pack_scales(torch.rand(rows, 1))
+        yield "w8a8_gemm", (*q, packed[8]["qweight"], row_scales, rows, None, "silu", None, torch.bfloat16)
+    for head_dim in (64, 128, 256):
+        yield from attention_calls(head_dim)
+    x = torch.randn(16, 4096).bfloat16()
+    yield "add_rms_norm", (x.clone(), x.clone(), torch.ones(4096).bfloat16(), 1e-6)
+    yield "silu_and_mul", (x,)
+    yield "sample", (torch.randn(2, 32_000), *sampling(2), *[None] * 7, 0)
+
+
+def attention_calls(head_dim: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """A decode and a prefill over a cache of each kind, and what comes before them."""
+    heads, kv_heads, length, block = 8, 2, 256, 16
+    blocks = length // block
+    tables = torch.randperm(blocks, dtype=torch.int32)[None], torch.tensor([length], dtype=torch.int32)
+    floats = [torch.randn(blocks, block, kv_heads, head_dim).bfloat16() for _ in range(2)]
+    integers = [torch.randint(-127, 128, cache.shape).to(torch.int8) for cache in floats]
+    codes = [torch.randint(0, 256, (*cache.shape[:-1], head_dim // 2)).to(torch.uint8) for cache in floats]
+    groups = [torch.rand(blocks, block, kv_heads, count, 2).half() for count in (head_dim // 16, head_dim // 64)]
+    scales = [torch.rand(blocks, block, kv_heads) for _ in range(2)]
+    for tokens in (1, 32):
+        q, k, v = torch.randn(tokens, heads + 2 * kv_heads, head_dim).bfloat16().split([heads, kv_heads, kv_heads], 1)
+        ragged = *tables, torch.tensor([0, tokens], dtype=torch.int32)
+        for cache in ((*floats, None, None), (*integers, *scales), (*codes, *groups)):
+            yield "paged_attention", (q, *cache[:2], *ragged, 0.125, 0, 0.0, None, None, *cache[2:], None)
+        positions = torch.arange(tokens)
+        rotary = ops.cos_sin_cache(head_dim, length)
+        yield "rotary_embedding", (q, k, positions, rotary, False)
+        norms = torch.ones(head_dim), torch.ones(head_dim)
+        yield "norm_rotary_store", (q, k, v, *norms, 1e-6, positions, rotary, False, *floats, None, None, positions)
+
+
+def sampling(count: int) -> tuple[torch.Tensor, ...]:
+    top_k, numbers = torch.full((count,), 50, dtype=torch.int32), torch.arange(count)
+    return torch.ones(count), top_k, torch.full((count,), 0.9), torch.zeros(count), numbers, numbers
+
+
+def main() -> None:
+    counter = operators()
+    torch.manual_seed(0)
+    for name, arguments in calls():
+        getattr(torch.ops.fastinfer_traffic, name).default(*arguments)
+    print(HEADER)
+    for access in counter.accesses():
+        print(access)
+
+
+if __name__ == "__main__":
+    main()
