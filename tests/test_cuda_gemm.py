@@ -195,3 +195,12 @@ def test_dense_weights_that_do_not_fit_are_refused(device: str) -> None:
         ops.gemm(x[:, :8], torch.zeros(3, 8, device=device).bfloat16())
     with pytest.raises(RuntimeError, match="weight must start at a multiple of 16 bytes"):
         ops.gemm(x[:, :8], torch.zeros(25, device=device).half()[1:].view(3, 8))
+
+
+def test_unaligned_scales_are_refused(device: str) -> None:
+    x, scales = torch.zeros(2, 32, device=device), torch.zeros(17, device=device)[1:].view(1, 1, 16)
+    weight = ops.int8_pack(torch.zeros(16, 32, dtype=torch.int8, device=device))
+    with pytest.raises(RuntimeError, match="scales must start at a multiple of 16 bytes on a GPU"):
+        ops.w8a8_gemm(x.to(torch.int8), torch.zeros(2, device=device), weight, scales, 16)
+    with pytest.raises(RuntimeError, match="scales must start at a multiple of 16 bytes on a GPU"):
+        ops.int8_gemm(x.half(), weight, scales, None, 16)

@@ -269,3 +269,11 @@ def test_errors_name_the_argument(case: str) -> None:
     good = random_case(3, 4, 2, 64, torch.float32, torch.float32, "cpu", norm=torch.float32)
     with pytest.raises((RuntimeError, ValueError), match=rf"\b{argument}\b"):
         ops.norm_rotary_store(**(good | {argument: value}))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unaligned_norm_weights(dtype: torch.dtype, device: str) -> None:
+    case = random_case(7, 4, 2, 64, dtype, torch.float32, device, norm=dtype)
+    for name in ("q_norm_weight", "k_norm_weight"):
+        case[name] = torch.cat([case[name].new_full((1,), torch.nan), case[name]])[1:]
+    run_and_check(case)

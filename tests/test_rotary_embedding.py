@@ -218,3 +218,14 @@ def test_errors_name_the_argument(case: str) -> None:
     argument, value = BAD[case]
     with pytest.raises((RuntimeError, ValueError), match=rf"\b{argument}\b"):
         ops.rotary_embedding(**(GOOD | {argument: value}))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_unaligned_table(interleaved: bool, device: str) -> None:
+    q, k, positions = random_case(7, 4, 2, 64, torch.bfloat16, device)
+    table = ops.cos_sin_cache(64, MAX_POSITION).to(device)
+    expected = [reference.rotary_embedding(t, positions, table, interleaved) for t in (q, k)]
+    unaligned = torch.cat([table.new_full((1,), torch.nan), table.flatten()])[1:].view_as(table)
+    ops.rotary_embedding(q, k, positions, unaligned, interleaved)
+    for out, reference_out in zip((q, k), expected, strict=True):
+        assert_rounded(out, reference_out)

@@ -9,6 +9,7 @@
 #include "common/cuda/reduce.h"
 #include "common/cuda/vector_io.h"
 #include "fused/add_lora_plan.h"
+#include "fused/row_cuda.h"
 
 namespace fastinfer::cuda {
 namespace {
@@ -21,13 +22,6 @@ __device__ int rank_of(const AddLoraParams& p, int64_t token) {
   if (slot < 0 || slot >= p.slots) return 0;
   const auto max_rank = static_cast<int>(p.max_rank);
   return p.ranks != nullptr ? max(0, min(p.ranks[slot], max_rank)) : max_rank;
-}
-
-template <int kCount, class T>
-__device__ void load_floats(const T* p, float (&values)[kCount]) {
-  const auto vector = load_vector<kCount>(p);
-#pragma unroll
-  for (int j = 0; j < kCount; ++j) values[j] = to_float(vector.values[j]);
 }
 
 // hidden[token][rank] = norm(x[token]) . a[rank]

@@ -134,7 +134,11 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield from attention_calls(head_dim)
     x = torch.randn(16, 4096).bfloat16()
     yield "add_rms_norm", (x.clone(), x.clone(), torch.ones(4096).bfloat16(), 1e-6)
+    yield "layer_norm", (x, torch.ones(4096), torch.ones(4096), 1e-5)
+    yield "quantize_int8", (x,)
     yield "silu_and_mul", (x,)
+    matrices, ids = torch.randn(2, 2, 16, 4096).bfloat16().unbind(), torch.arange(16, dtype=torch.int32) // 8
+    yield "add_lora", (x.clone(), x, *matrices, ids, None, None, 0.0)
     yield "sample", (torch.randn(2, 32_000), *sampling(2), *[None] * 7, 0)
 
 
@@ -158,6 +162,8 @@ def attention_calls(head_dim: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield "rotary_embedding", (q, k, positions, rotary, False)
         norms = torch.ones(head_dim), torch.ones(head_dim)
         yield "norm_rotary_store", (q, k, v, *norms, 1e-6, positions, rotary, False, *floats, None, None, positions)
+        for cache in (floats, (*integers, *scales), (*codes, *groups)):
+            yield "store_kv_cache", (k, v, *cache[:2], positions, *cache[2:])
 
 
 def sampling(count: int) -> tuple[torch.Tensor, ...]:
