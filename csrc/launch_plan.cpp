@@ -98,7 +98,8 @@ LaunchPlan plan_store_kv_cache(const Sizes& sizes, const Device&) {
 LaunchPlan plan_norm_rotary_store(const Sizes& sizes, const Device&) {
   const int heads = static_cast<int>(sizes.at("q_heads") + 2 * sizes.at("kv_heads"));
   const int head_dim = static_cast<int>(sizes.at("head_dim"));
-  const auto p = cuda::plan_heads(sizes.at("tokens"), heads, head_dim, kVector, head_dim * sizeof(float));
+  const auto p =
+      cuda::plan_heads(sizes.at("tokens"), heads, head_dim, kVector, cuda::head_stride(head_dim) * sizeof(float));
   return {.facts = {{"lanes_per_head", p.lanes}}, .workspace_bytes = 0, .launches = {{"norm_rotary_store", p.launch}}};
 }
 

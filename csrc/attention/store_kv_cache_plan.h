@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <bit>
 
+#include "common/dtype.h"
 #include "common/launch_config.h"
 
 namespace fastinfer::cuda {
@@ -13,6 +14,12 @@ struct HeadPlan {
   int lanes;  // of a warp that share a head: a power of two
   LaunchConfig launch;
 };
+
+// Floats from head to head in shared memory: the lanes of a warp's heads, an eighth of a head's elements each, meet
+// different banks.
+FASTINFER_HOST_DEVICE constexpr int head_stride(int head_dim) {
+  return head_dim + head_dim / 32 * 4;
+}
 
 // `vector` elements are one access; each head needs `shared_bytes` of shared memory. Blocks: [tokens, groups of heads].
 inline HeadPlan plan_heads(int64_t tokens, int heads, int head_dim, int vector, size_t shared_bytes) {

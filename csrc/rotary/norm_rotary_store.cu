@@ -71,7 +71,7 @@ __global__ void norm_rotary_store_kernel(NormRotaryStoreParams p, int lanes) {
   const T* const v = static_cast<const T*>(p.v) + token * p.v_stride + kv_head * head_dim;
 
   // Values need neither norm nor rotation, but the warp stays together.
-  float* const prepared = reinterpret_cast<float*>(dynamic_shared()) + local * head_dim;
+  float* const prepared = reinterpret_cast<float*>(dynamic_shared()) + local * head_stride(cache.head_dim);
   const bool is_value = !is_query && !is_key;
   const void* const weight = is_query ? p.q_norm_weight : is_key ? p.k_norm_weight : nullptr;
   prepare_head<T, kCount>(group, p,
@@ -96,7 +96,7 @@ void norm_rotary_store(const NormRotaryStoreParams& p, void* stream) {
     const bool vectorised = cache.head_dim % kVector == 0 && p.q_stride % kVector == 0 && p.k_stride % kVector == 0 &&
                             p.v_stride % kVector == 0 &&
                             vector_aligned(p.q, p.k, p.v, p.q_norm_weight, p.k_norm_weight, cache.k, cache.v);
-    const size_t shared_bytes = static_cast<size_t>(cache.head_dim) * sizeof(float);
+    const size_t shared_bytes = head_stride(cache.head_dim) * sizeof(float);
     const HeadPlan plan = plan_heads(p.tokens, heads, cache.head_dim, vectorised ? kVector : 1, shared_bytes);
     const auto kernel = vectorised ? norm_rotary_store_kernel<T, kVector> : norm_rotary_store_kernel<T, 1>;
     launch("norm_rotary_store", kernel, plan.launch, stream, p, plan.lanes);

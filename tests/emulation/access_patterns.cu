@@ -1,5 +1,6 @@
 // Kernels of one warp whose accesses cost what the manual says: what traffic.cpp must count.
 #include <cstdlib>
+#include <type_traits>
 
 #include "common/cuda/launch.h"
 #include "common/cuda/ptx.h"
@@ -8,19 +9,33 @@
 namespace fastinfer::cuda {
 namespace {
 
-template <int kBytes>
-using Bytes = Vector<unsigned char, kBytes>;
+struct Words {
+  uint32_t values[3];
+};
 
 // Each lane reads kBytes, `stride` bytes after those of the lane before.
 template <int kBytes>
 __global__ void load(const unsigned char* global, int stride) {
   const unsigned char* const from = global != nullptr ? global : dynamic_shared();
-  const auto value = load_vector<kBytes>(from + static_cast<int>(threadIdx.x) * stride);
+  using Value = std::conditional_t<kBytes == 12, Words, Vector<unsigned char, kBytes == 12 ? 16 : kBytes>>;
+  const Value value = *reinterpret_cast<const Value*>(from + static_cast<int>(threadIdx.x) * stride);
   static_cast<void>(value);
 }
 
 __global__ void store_twice(int stride) {
   for (int i = 0; i < 2; ++i) *reinterpret_cast<int*>(dynamic_shared() + static_cast<int>(threadIdx.x) * stride) = i;
+}
+
+// Of each half warp ten lanes, 16 bytes each.
+__global__ void load_some(int stride) {
+  const int lane = static_cast<int>(threadIdx.x);
+  if (lane % 16 >= 10) return;
+  const auto value = load_vector<16>(dynamic_shared() + lane * stride);
+  static_cast<void>(value);
+}
+
+__global__ void add(int stride) {
+  atomicAdd(reinterpret_cast<int*>(dynamic_shared() + static_cast<int>(threadIdx.x) * stride), 1);
 }
 
 __global__ void copy(const unsigned char* global, int stride) {
@@ -55,11 +70,19 @@ FASTINFER_EXPORT void load(int shared, int bytes, int stride) {
     case 2: return run(fastinfer::cuda::load<2>, global, stride);
     case 4: return run(fastinfer::cuda::load<4>, global, stride);
     case 8: return run(fastinfer::cuda::load<8>, global, stride);
+    case 12: return run(fastinfer::cuda::load<12>, global, stride);
+    case 32: return run(fastinfer::cuda::load<32>, global, stride);
     default: return run(fastinfer::cuda::load<16>, global, stride);
   }
 }
 FASTINFER_EXPORT void store_twice(int stride) {
   fastinfer::cuda::run(fastinfer::cuda::store_twice, stride);
+}
+FASTINFER_EXPORT void load_some(int stride) {
+  fastinfer::cuda::run(fastinfer::cuda::load_some, stride);
+}
+FASTINFER_EXPORT void add(int stride) {
+  fastinfer::cuda::run(fastinfer::cuda::add, stride);
 }
 FASTINFER_EXPORT void copy(int stride) {
   fastinfer::cuda::run(fastinfer::cuda::copy, fastinfer::cuda::global_memory(), stride);

@@ -50,21 +50,6 @@ void mma(Element element, void* d, const uint32_t* a, const uint32_t* b, Site si
 // What they are made of: the last lane to arrive calls complete(ops, mask), where ops[lane] is what that lane passed.
 void collective(uint32_t mask, void* op, void (*complete)(void* const (&ops)[32], uint32_t mask), Site site);
 
-// In the build that counts accesses: one that the compiler does not see, as it is made by a wrapper's memcpy.
-#if defined(EMULATION_TRAFFIC)
-extern "C" void __asan_loadN_noabort(void*, long);
-extern "C" void __asan_storeN_noabort(void*, long);
-inline void count_load(const void* p, size_t bytes) {
-  __asan_loadN_noabort(const_cast<void*>(p), static_cast<long>(bytes));
-}
-inline void count_store(void* p, size_t bytes) {
-  __asan_storeN_noabort(p, static_cast<long>(bytes));
-}
-#else
-inline void count_load(const void*, size_t) {}
-inline void count_store(void*, size_t) {}
-#endif
-
 // Asynchronous copies of the running thread, in its groups.
 struct Copy {
   void* to;

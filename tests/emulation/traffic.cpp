@@ -1,11 +1,12 @@
 // The accesses of a warp's lanes that were made at the same place, the n-th of each lane together, are one request.
 // Shared memory serves it in passes: 4-byte accesses of all lanes at once, 8-byte ones by half warps, 16-byte ones by
-// quarters, and a pass takes as long as the busiest of its 32 banks has different words to give. Global memory moves
-// sectors of 32 bytes. (Both after NVIDIA's "CUDA C++ Best Practices Guide", sections on device and shared memory.)
+// quarters, and a pass takes as long as the busiest of its 32 banks has different words to give (atomics: as it has
+// lanes). Global memory moves sectors of 32 bytes. (Both after NVIDIA's "CUDA C++ Best Practices Guide", sections on
+// device and shared memory.)
 //
-// Which accesses there are is what the source says, as g++ compiles it without optimisation: nvcc may join neighbouring
-// ones and drop repeated ones, so the counts of scalar code are an upper bound. Those of vectors and of the PTX wrappers,
-// on which the speed depends, are the hardware's own.
+// Which accesses there are is what the source says, compiled without optimisation: nvcc may join neighbouring ones and
+// drop repeated ones, so the counts of scalar code are an upper bound. Those of vectors and of the PTX wrappers, on
+// which the speed depends, are the hardware's own.
 #include "traffic.h"
 
 #include <dlfcn.h>
@@ -25,11 +26,18 @@ namespace {
 
 constexpr size_t kWarp = 32, kBankBytes = 4, kBanks = 32, kPassBytes = kBanks * kBankBytes, kSectorBytes = 32;
 
+enum class Kind { kLoad, kStore, kAtomic };
+
 // Return addresses, the innermost first: a wrapper's accesses count where it is called.
 using Place = std::array<uintptr_t, 6>;
 
 // A place's accesses of one kind.
-using Site = std::tuple<Place, bool, bool, size_t>;  // shared, store, bytes
+using Site = std::tuple<Place, bool, Kind, size_t>;  // shared, bytes
+
+struct Lane {
+  size_t lane;
+  uintptr_t address;
+};
 
 struct Cost {
   int64_t requests = 0;
@@ -55,22 +63,24 @@ bool contains(Memory memory, uintptr_t address) {
   return address - reinterpret_cast<uintptr_t>(memory.begin) < memory.bytes;
 }
 
-int64_t pieces(const uintptr_t* at, size_t count, size_t bytes, size_t unit) {
+int64_t different(const std::vector<Lane>& lanes, size_t bytes, size_t unit) {
   std::set<uintptr_t> all;
-  for (size_t i = 0; i < count; ++i) {
-    for (uintptr_t piece = at[i] / unit; piece <= (at[i] + bytes - 1) / unit; ++piece) all.insert(piece);
+  for (const Lane& lane : lanes) {
+    for (uintptr_t i = lane.address / unit; i <= (lane.address + bytes - 1) / unit; ++i) all.insert(i);
   }
   return static_cast<int64_t>(all.size());
 }
 
-int64_t passes(const std::vector<uintptr_t>& lanes, size_t bytes) {
-  const size_t together = std::max<size_t>(1, kPassBytes / std::max(bytes, kBankBytes));
+int64_t passes(const std::vector<Lane>& lanes, size_t bytes, Kind kind) {
+  const size_t together = kPassBytes / std::max(bytes, kBankBytes);
   int64_t total = 0;
-  for (size_t first = 0; first < lanes.size(); first += together) {
-    std::array<std::set<uintptr_t>, kBanks> words;
-    for (size_t i = first; i < std::min(lanes.size(), first + together); ++i) {
-      for (uintptr_t word = lanes[i] / kBankBytes; word <= (lanes[i] + bytes - 1) / kBankBytes; ++word) {
-        words[word % kBanks].insert(word);
+  for (size_t first = 0; first < kWarp; first += together) {
+    std::array<std::multiset<uintptr_t>, kBanks> words;
+    for (const Lane& lane : lanes) {
+      if (lane.lane < first || lane.lane >= first + together) continue;
+      for (uintptr_t word = lane.address / kBankBytes; word <= (lane.address + bytes - 1) / kBankBytes; ++word) {
+        auto& bank = words[word % kBanks];
+        if (kind == Kind::kAtomic || !bank.contains(word)) bank.insert(word);
       }
     }
     size_t busiest = 0;
@@ -80,15 +90,14 @@ int64_t passes(const std::vector<uintptr_t>& lanes, size_t bytes) {
   return total;
 }
 
-void add_request(Cost& cost, const Site& site, const std::vector<uintptr_t>& lanes) {
-  const auto [place, shared, store, bytes] = site;
-  const auto of = [](int64_t count, size_t unit, size_t of) {
-    return (count * static_cast<int64_t>(unit) + static_cast<int64_t>(of) - 1) / static_cast<int64_t>(of);
+void add_request(Cost& cost, const Site& site, const std::vector<Lane>& lanes) {
+  const auto [place, shared, kind, bytes] = site;
+  const auto up = [](int64_t count, size_t unit) {
+    return (count + static_cast<int64_t>(unit) - 1) / static_cast<int64_t>(unit);
   };
   ++cost.requests;
-  cost.units += shared ? passes(lanes, bytes) : pieces(lanes.data(), lanes.size(), bytes, kSectorBytes);
-  cost.least += shared ? of(pieces(lanes.data(), lanes.size(), bytes, kBankBytes), kBankBytes, kPassBytes)
-                       : of(pieces(lanes.data(), lanes.size(), bytes, 1), 1, kSectorBytes);
+  cost.units += shared ? passes(lanes, bytes, kind) : different(lanes, bytes, kSectorBytes);
+  cost.least += shared ? up(different(lanes, bytes, kBankBytes), kBanks) : up(different(lanes, bytes, 1), kSectorBytes);
 }
 
 }  // namespace
@@ -102,12 +111,12 @@ void begin_block(const char* name, unsigned count, Memory shared) {
 void end_block() {
   auto& into = costs[kernel];
   for (size_t first = 0; first < threads.size(); first += kWarp) {
-    std::map<Site, std::vector<std::vector<uintptr_t>>> requests;
+    std::map<Site, std::vector<std::vector<Lane>>> requests;
     for (size_t i = first; i < std::min(threads.size(), first + kWarp); ++i) {
       for (const auto& [site, addresses] : threads[i]) {
         auto& list = requests[site];
         if (list.size() < addresses.size()) list.resize(addresses.size());
-        for (size_t n = 0; n < addresses.size(); ++n) list[n].push_back(addresses[n]);
+        for (size_t n = 0; n < addresses.size(); ++n) list[n].push_back({i - first, addresses[n]});
       }
     }
     for (const auto& [site, list] : requests) {
@@ -125,55 +134,98 @@ void leave_thread() {
   running = nullptr;
 }
 
-// `frame` is the caller's frame: its own caller's, and the address that it returns to.
-void note(uintptr_t address, size_t bytes, bool store, uintptr_t caller, const uintptr_t* frame) {
+// `caller` is the instruction that made the access, `caller_frame` its function's, which
+// begins with its own caller's and the address where that goes on.
+void note(const volatile void* p, size_t bytes, Kind kind, const void* caller, const void* caller_frame) {
+  const auto address = reinterpret_cast<uintptr_t>(p);
   if (running == nullptr || contains(stack, address) || is_constant(address)) return;
-  Place place{caller};
+  Place place{reinterpret_cast<uintptr_t>(caller)};
+  const auto* frame = static_cast<const uintptr_t*>(caller_frame);
   for (size_t i = 1; i < place.size() && contains(stack, reinterpret_cast<uintptr_t>(frame + 1)); ++i) {
     place[i] = frame[1];
     frame = reinterpret_cast<const uintptr_t*>(frame[0]);
   }
-  (*running)[{place, contains(shared_memory, address), store, bytes}].push_back(address);
+  // A struct moves in words of its alignment, of which its size tells the most: 12 bytes three times 4, 32 twice 16.
+  const size_t word = std::min<size_t>(16, bytes & -bytes);
+  auto& addresses = (*running)[{place, contains(shared_memory, address), kind, word}];
+  for (size_t i = 0; i < bytes; i += word) addresses.push_back(address + i);
 }
 
 }  // namespace emulation::traffic
 
-// ---- called by instrumented code, at each access (-fsanitize=kernel-address names them) ----
+// ---- called by instrumented code, at each access: the interface of ThreadSanitizer ----
 
 extern "C" {
 
-#define FASTINFER_NOTE(address, bytes, store)                                            \
-  const auto* const own = static_cast<const uintptr_t*>(__builtin_frame_address(0));     \
-  emulation::traffic::note(reinterpret_cast<uintptr_t>(address), bytes, store, own[1],   \
-                           reinterpret_cast<const uintptr_t*>(own[0]))
+#define FASTINFER_NOTE(p, bytes, kind)                                                            \
+  emulation::traffic::note(p, bytes, emulation::traffic::Kind::kind, __builtin_return_address(0), \
+                           *static_cast<void* const*>(__builtin_frame_address(0)))
 
-#define FASTINFER_HOOKS(bytes)                       \
-  void __asan_load##bytes##_noabort(const void* p) { \
-    FASTINFER_NOTE(p, bytes, false);                 \
-  }                                                  \
-  void __asan_store##bytes##_noabort(void* p) {      \
-    FASTINFER_NOTE(p, bytes, true);                  \
+#define FASTINFER_ACCESSES(bytes)               \
+  void __tsan_read##bytes(void* p) {            \
+    FASTINFER_NOTE(p, bytes, kLoad);            \
+  }                                             \
+  void __tsan_write##bytes(void* p) {           \
+    FASTINFER_NOTE(p, bytes, kStore);           \
+  }                                             \
+  void __tsan_unaligned_read##bytes(void* p) {  \
+    FASTINFER_NOTE(p, bytes, kLoad);            \
+  }                                             \
+  void __tsan_unaligned_write##bytes(void* p) { \
+    FASTINFER_NOTE(p, bytes, kStore);           \
   }
 
-FASTINFER_HOOKS(1)
-FASTINFER_HOOKS(2)
-FASTINFER_HOOKS(4)
-FASTINFER_HOOKS(8)
-FASTINFER_HOOKS(16)
+FASTINFER_ACCESSES(1)
+FASTINFER_ACCESSES(2)
+FASTINFER_ACCESSES(4)
+FASTINFER_ACCESSES(8)
+FASTINFER_ACCESSES(16)
 
-void __asan_loadN_noabort(const void* p, size_t bytes) {
-  FASTINFER_NOTE(p, bytes, false);
+void __tsan_read_range(void* p, unsigned long bytes) {
+  FASTINFER_NOTE(p, bytes, kLoad);
 }
-void __asan_storeN_noabort(void* p, size_t bytes) {
-  FASTINFER_NOTE(p, bytes, true);
+void __tsan_write_range(void* p, unsigned long bytes) {
+  FASTINFER_NOTE(p, bytes, kStore);
 }
-void __asan_handle_no_return() {}
-void __asan_before_dynamic_init(const char*) {}
-void __asan_after_dynamic_init() {}
+
+#define FASTINFER_READ_MODIFY_WRITE(bits, T, name)              \
+  T __tsan_atomic##bits##_##name(volatile T* p, T value, int) { \
+    FASTINFER_NOTE(p, sizeof(T), kAtomic);                      \
+    return __atomic_##name(p, value, __ATOMIC_SEQ_CST);         \
+  }
+
+#define FASTINFER_ATOMICS(bits, T)                                                                     \
+  T __tsan_atomic##bits##_load(const volatile T* p, int) {                                             \
+    FASTINFER_NOTE(p, sizeof(T), kLoad);                                                               \
+    return __atomic_load_n(p, __ATOMIC_SEQ_CST);                                                       \
+  }                                                                                                    \
+  void __tsan_atomic##bits##_store(volatile T* p, T value, int) {                                      \
+    FASTINFER_NOTE(p, sizeof(T), kStore);                                                              \
+    __atomic_store_n(p, value, __ATOMIC_SEQ_CST);                                                      \
+  }                                                                                                    \
+  T __tsan_atomic##bits##_exchange(volatile T* p, T value, int) {                                      \
+    FASTINFER_NOTE(p, sizeof(T), kAtomic);                                                             \
+    return __atomic_exchange_n(p, value, __ATOMIC_SEQ_CST);                                            \
+  }                                                                                                    \
+  int __tsan_atomic##bits##_compare_exchange_strong(volatile T* p, T* expected, T value, int, int) {   \
+    FASTINFER_NOTE(p, sizeof(T), kAtomic);                                                             \
+    return __atomic_compare_exchange_n(p, expected, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST); \
+  }                                                                                                    \
+  FASTINFER_READ_MODIFY_WRITE(bits, T, fetch_add)                                                      \
+  FASTINFER_READ_MODIFY_WRITE(bits, T, fetch_or)
+
+FASTINFER_ATOMICS(8, char)
+FASTINFER_ATOMICS(32, int)
+FASTINFER_ATOMICS(64, long)
+
+void __tsan_atomic_thread_fence(int) {}
+void __tsan_init() {}
+void __tsan_vptr_read(void**) {}
+void __tsan_vptr_update(void**, void*) {}
 
 // ---- called by traffic.py ----
 
-// What was counted since the last call, a line per kernel and site: kernel, shared, store, bytes, requests, units,
+// What was counted since the last call, a line per kernel and site: kernel, shared, kind, bytes, requests, units,
 // least, and the addresses within the library.
 __attribute__((visibility("default"))) const char* emulation_traffic() {
   using emulation::traffic::costs;
@@ -184,9 +236,9 @@ __attribute__((visibility("default"))) const char* emulation_traffic() {
   std::ostringstream lines;
   for (const auto& [kernel, sites] : costs) {
     for (const auto& [site, cost] : sites) {
-      const auto& [place, shared, store, bytes] = site;
-      lines << kernel << ' ' << shared << ' ' << store << ' ' << bytes << ' ' << cost.requests << ' ' << cost.units
-            << ' ' << cost.least;
+      const auto& [place, shared, kind, bytes] = site;
+      lines << kernel << ' ' << shared << ' ' << static_cast<int>(kind) << ' ' << bytes << ' ' << cost.requests << ' '
+            << cost.units << ' ' << cost.least;
       for (const uintptr_t address : place) {
         if (address != 0) lines << ' ' << address - base - 1;  // the call, not what follows it
       }

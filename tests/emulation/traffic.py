@@ -1,7 +1,8 @@
 """What the CUDA kernels' memory accesses cost, counted on the emulator: ``python tests/emulation/traffic.py``.
 
-Prints, for every place in a kernel, how many requests its warps make and what one takes: passes through shared memory
-(more than the least are bank conflicts) or 32-byte sectors of global memory. traffic.cpp says how it is counted.
+Prints, for every place in the kernels of a model's step, how many requests its warps make and what one takes: passes
+through shared memory (more than the least are bank conflicts) or 32-byte sectors of global memory. traffic.cpp says how
+it is counted.
 """
 
 import ctypes
@@ -34,27 +35,38 @@ WRAPPERS = (
 ROOT = Path(__file__).parent.parent.parent
 
 
+KINDS = ("load", "store", "atomic")
+
+
 @dataclass
 class Access:
     """A kernel's accesses of one kind at one line."""
 
     kernel: str
-    place: str  # file:line, and the wrapper's name
+    file: str
+    line: str
+    function: str  # that the line is in
+    wrapper: str  # that it calls for the access, or nothing
     shared: bool
-    store: bool
+    kind: str
     bytes: int  # of a lane
     requests: int = 0
     units: int = 0  # passes or sectors
     least: int = 0  # that the same bytes need
 
     @property
+    def space(self) -> str:
+        return "shared" if self.shared else "global"
+
+    @property
     def ratio(self) -> float:
         return self.units / self.least
 
     def __str__(self) -> str:
-        kind = f"{'shared' if self.shared else 'global'} {'store' if self.store else 'load'}"
+        kind = f"{self.space} {self.kind}"
         counts = f"{self.requests:9} {self.units / self.requests:8.2f} {self.ratio:6.2f}"
-        return f"{self.kernel:24} {kind:13} {self.bytes:4} {counts}  {self.place}"
+        place = f"{self.file}:{self.line} {self.function} {self.wrapper}"
+        return f"{self.kernel:24} {kind:13} {self.bytes:4} {counts}  {place}"
 
 
 HEADER = f"{'kernel':24} {'access':13} {'B':>4} {'requests':>9} {'of each':>8} {'ratio':>6}  place"
@@ -67,44 +79,53 @@ class Counter:
         self.library = library
         self.loaded = ctypes.CDLL(str(library))
         self.loaded.emulation_traffic.restype = ctypes.c_char_p
+        self._known: dict[str, tuple[str, str]] = {}  # function and file:line of an address
 
     def accesses(self) -> list[Access]:
-        """Since the last call, the dearest of a kernel first; parameters' and single-threaded ones are left out."""
+        """Since the last call, the dearest of a kernel first; those that hand parameters over are left out."""
         lines = [line.split() for line in self.loaded.emulation_traffic().decode().splitlines()]
-        frames = self._frames({address for line in lines for address in line[7:]})
+        self._look_up({address for line in lines for address in line[7:]} - self._known.keys())
         found: dict[tuple[object, ...], Access] = {}
-        for kernel, shared, store, size, *rest in lines:
+        for kernel, shared, kind, size, *rest in lines:
             requests, units, least = map(int, rest[:3])
-            place = self._place([frames[address] for address in rest[3:]])
+            place = self._place(rest[3:])
             if place is None:
                 continue
-            key = (kernel, place, shared == "1", store == "1", int(size))
-            access = found.setdefault(key, Access(kernel, place, *key[2:]))
+            key = (kernel, *place, shared == "1", KINDS[int(kind)], int(size))
+            access = found.setdefault(key, Access(*key))
             access.requests += requests
             access.units += units
             access.least += least
         return sorted(found.values(), key=lambda access: (access.kernel, -access.units))
 
-    def _frames(self, addresses: set[str]) -> dict[str, tuple[str, str]]:
-        """Function and file:line of each address."""
+    def _look_up(self, addresses: set[str]) -> None:
         ordered = sorted(addresses)
         command = ["addr2line", "-f", "-C", "-e", str(self.library)]
         numbers = "\n".join(hex(int(address)) for address in ordered)
         lines = subprocess.run(command, input=numbers, capture_output=True, text=True, check=True).stdout.splitlines()
-        return dict(zip(ordered, zip(lines[::2], lines[1::2], strict=True), strict=True))
+        self._known.update(zip(ordered, zip(lines[::2], lines[1::2], strict=True), strict=True))
 
-    @staticmethod
-    def _place(frames: list[tuple[str, str]]) -> str | None:
-        """The innermost line of a kernel, or None where it is the launch, which hands the parameters over, or the
-        arrival of an asynchronous copy, which was counted when it started."""
-        names = [re.split(r"[<(]", function)[0].rpartition("::")[2].rpartition(" ")[2] for function, _ in frames]
+    def _place(self, addresses: list[str]) -> tuple[str, str, str, str] | None:
+        """The innermost place in a kernel; None for the launch, which hands the parameters over, and for the arrival of
+        an asynchronous copy, which was counted when it started."""
+        frames = [self._known[address] for address in addresses]
+        names = [_short_name(function) for function, _ in frames]
         if "cp_async_wait" in names:
             return None
-        for name, (_, line) in zip(names, frames, strict=True):
-            file = os.path.relpath(line.partition(" ")[0], ROOT)
+        for name, (_, place) in zip(names, frames, strict=True):
+            path, _, line = place.partition(" ")[0].rpartition(":")
+            file = os.path.relpath(path, ROOT)
             if file.startswith(("csrc/", "tests/")) and not file.startswith(WRAPPERS):
-                return file.removeprefix("csrc/") + (f" {names[0]}" if name != names[0] else "")
+                return file.removeprefix("csrc/"), line, name, "" if name == names[0] else names[0]
         return None
+
+
+def _short_name(function: str) -> str:
+    """Of a demangled function, without its namespaces, template arguments and parameters."""
+    name = function.replace("(anonymous namespace)::", "")
+    while (shorter := re.sub(r"<[^<>]*>", "", name)) != name:
+        name = shorter
+    return name.partition("(")[0].rpartition("::")[2].rpartition(" ")[2]
 
 
 def operators() -> Counter:
@@ -112,6 +133,10 @@ def operators() -> Counter:
     library = build.build("traffic", "fastinfer_emulated") / "libfastinfer_emulated.so"
     torch.ops.load_library(library)
     return Counter(library)
+
+
+def run(name: str, arguments: tuple[Any, ...]) -> None:
+    getattr(torch.ops.fastinfer_traffic, name).default(*arguments)
 
 
 def calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -129,8 +154,13 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
             yield "table_gemm", (x, packed[4]["qweight"], packed[4]["scales"], table, rows, *fused)
         q = torch.randint(-127, 128, (tokens, hidden)).to(torch.int8), torch.rand(tokens)
         row_scales = ops.pack_scales(torch.rand(rows, 1))
-        yield "w8a8_gemm", (*q, packed[8]["qweight"], row_scales, rows, None, "silu", None, torch.bfloat16)
-    for head_dim in (64, 128, 256):
+        for activation in (None, "silu"):
+            yield "w8a8_gemm", (*q, packed[8]["qweight"], row_scales, rows, None, activation, None, torch.bfloat16)
+    # So wide that no unit is cut.
+    x = torch.randn(8, 128).bfloat16()
+    yield "int4_gemm", (x, *random_weight(4, 1536, 128).packed.values(), None, None, 1e-6, "silu", None, 32)
+    yield from expert_calls()
+    for head_dim in (64, 80, 128, 256):
         yield from attention_calls(head_dim)
     x = torch.randn(16, 4096).bfloat16()
     yield "add_rms_norm", (x.clone(), x.clone(), torch.ones(4096).bfloat16(), 1e-6)
@@ -139,7 +169,21 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "silu_and_mul", (x,)
     matrices, ids = torch.randn(2, 2, 16, 4096).bfloat16().unbind(), torch.arange(16, dtype=torch.int32) // 8
     yield "add_lora", (x.clone(), x, *matrices, ids, None, None, 0.0)
+    yield "embedding", (x, torch.arange(8))
+    yield "softcap", (x, 30.0)
     yield "sample", (torch.randn(2, 32_000), *sampling(2), *[None] * 7, 0)
+
+
+def expert_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """A mixture of four experts, two for each of 32 tokens."""
+    x, logits = torch.randn(32, 256).bfloat16(), torch.randn(32, 4).bfloat16()
+    yield "route_experts", (logits, 2, True)
+    ids = logits.topk(2)[1].flatten()
+    rows = ids.argsort(stable=True).int(), torch.nn.functional.pad(ids.bincount(minlength=4).cumsum(0), (1, 0)).int()
+    stack = [random_weight(4, 256, 256).packed for _ in range(4)]
+    weights = [torch.stack([weight[name] for weight in stack]) for name in ("qweight", "scales", "mins")]
+    yield "grouped_int4_gemm", (x, *weights, 256, *rows, "silu", 32)
+    yield "combine_experts", (torch.randn(64, 256).bfloat16(), torch.rand(32, 2), x)
 
 
 def attention_calls(head_dim: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -150,7 +194,7 @@ def attention_calls(head_dim: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
     floats = [torch.randn(blocks, block, kv_heads, head_dim).bfloat16() for _ in range(2)]
     integers = [torch.randint(-127, 128, cache.shape).to(torch.int8) for cache in floats]
     codes = [torch.randint(0, 256, (*cache.shape[:-1], head_dim // 2)).to(torch.uint8) for cache in floats]
-    groups = [torch.rand(blocks, block, kv_heads, count, 2).half() for count in (head_dim // 16, head_dim // 64)]
+    groups = [torch.rand(blocks, block, kv_heads, count, 2).half() for count in (head_dim // 16, -(-head_dim // 64))]
     scales = [torch.rand(blocks, block, kv_heads) for _ in range(2)]
     for tokens in (1, 32):
         q, k, v = torch.randn(tokens, heads + 2 * kv_heads, head_dim).bfloat16().split([heads, kv_heads, kv_heads], 1)
@@ -175,7 +219,7 @@ def main() -> None:
     counter = operators()
     torch.manual_seed(0)
     for name, arguments in calls():
-        getattr(torch.ops.fastinfer_traffic, name).default(*arguments)
+        run(name, arguments)
     print(HEADER)
     for access in counter.accesses():
         print(access)

@@ -21,32 +21,38 @@ inline unsigned char* dynamic_shared() {
   return static_cast<unsigned char*>(emulation::dynamic_shared());
 }
 
-// The data arrive at the wait; until then the destination is poison, and reading it is a race besides.
-inline void cp_async_bytes(void* shared, const void* global, size_t bytes, bool valid, Site site) {
-  emulation::Copy copy{shared, {}, bytes};
-  if (reinterpret_cast<uintptr_t>(shared) % bytes != 0) emulation::trap("misaligned cp.async destination", site);
+// The data arrive at the wait; until then the destination is poison, and reading it is a race besides. One access each,
+// as on a GPU, so that the build that counts them sees it.
+template <int kBytes>
+void cp_async_bytes(void* shared, const void* global, bool valid, Site site) {
+  struct alignas(kBytes) Piece {
+    unsigned char bytes[kBytes];
+  };
+  emulation::Copy copy{shared, {}, kBytes};
+  if (reinterpret_cast<uintptr_t>(shared) % kBytes != 0) emulation::trap("misaligned cp.async destination", site);
   if (valid) {
-    if (reinterpret_cast<uintptr_t>(global) % bytes != 0) emulation::trap("misaligned cp.async source", site);
-    emulation::count_load(global, bytes);
-    std::memcpy(copy.data, global, bytes);
+    if (reinterpret_cast<uintptr_t>(global) % kBytes != 0) emulation::trap("misaligned cp.async source", site);
+    const Piece piece = *static_cast<const Piece*>(global);
+    std::memcpy(copy.data, &piece, kBytes);
   }
-  emulation::count_store(shared, bytes);
-  std::memset(shared, 0xff, bytes);
+  Piece poison;
+  std::memset(&poison, 0xff, kBytes);
+  *static_cast<Piece*>(shared) = poison;
   emulation::enqueue(copy);
 }
 
 inline void cp_async(void* shared, const void* global, bool valid = true, Site site = Site::current()) {
-  cp_async_bytes(shared, global, 16, valid, site);
+  cp_async_bytes<16>(shared, global, valid, site);
 }
 
 template <int kBytes>
 void cp_async_small(void* shared, const void* global, bool valid = true, Site site = Site::current()) {
   static_assert(kBytes == 4 || kBytes == 8);
-  cp_async_bytes(shared, global, kBytes, valid, site);
+  cp_async_bytes<kBytes>(shared, global, valid, site);
 }
 
 inline void cp_async_streaming(void* shared, const void* global, bool valid = true, Site site = Site::current()) {
-  cp_async_bytes(shared, global, 16, valid, site);
+  cp_async_bytes<16>(shared, global, valid, site);
 }
 
 inline void cp_async_commit() {
