@@ -16,9 +16,9 @@ struct HeadPlan {
 };
 
 // Floats from head to head in shared memory: the lanes of a warp's heads, an eighth of a head's elements each, meet
-// different banks.
+// different banks, and 32-byte vectors stay aligned.
 FASTINFER_HOST_DEVICE constexpr int head_stride(int head_dim) {
-  return head_dim + head_dim / 32 * 4;
+  return head_dim + head_dim / 64 * 8;
 }
 
 // `vector` elements are one access; each head needs `shared_bytes` of shared memory. Blocks: [tokens, groups of heads].

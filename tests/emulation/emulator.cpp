@@ -267,7 +267,9 @@ class Block {
 
  private:
   static bool same(const Site& a, const Site& b) {
-    return a.line() == b.line() && a.column() == b.column() && std::strcmp(a.file_name(), b.file_name()) == 0;
+    if (a.line() != b.line() || a.column() != b.column()) return false;
+    // One file's name is one string, almost always; strcmp under ThreadSanitizer took a third of all time.
+    return a.file_name() == b.file_name() || std::strcmp(a.file_name(), b.file_name()) == 0;
   }
 
   static void release([[maybe_unused]] void* token) {
