@@ -46,8 +46,8 @@ def avx512_library() -> Path:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of slow builds run the first and a fixed share of each test's cases.
 
-    ThreadSanitizer is ten times slower than the plain build, and barriers do not depend on the data. The emulated AVX-512 kernels are up to fifty times slower than real ones, and
-    differ from tested ones in few lines.
+    ThreadSanitizer is ten times slower than the plain build, and barriers do not depend on the data. The emulated
+    AVX-512 kernels are up to fifty times slower than real ones, and differ from tested ones in few lines.
     """
     one_of = {"avx512": 5, "emulated": 5 if os.environ.get("FASTINFER_EMULATION") == "thread" else 1}
     seen = set()
