@@ -44,18 +44,21 @@ def avx512_library() -> Path:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of slow builds run the first and a fixed share of each test's cases.
-
-    ThreadSanitizer is ten times slower than the plain build, and barriers do not depend on the data. The emulated
-    AVX-512 kernels are up to fifty times slower than real ones, and differ from tested ones in few lines.
+    """Of the emulated AVX-512 kernels run the first and a fixed share of each test's cases: they are up to fifty times
+    slower than real ones, and differ from tested ones in few lines. FASTINFER_EMULATION_PART, "1/4", is the part of the
+    emulated cases that this process runs.
     """
-    one_of = {"avx512": 5, "emulated": 5 if os.environ.get("FASTINFER_EMULATION") == "thread" else 1}
+    one_of = {"avx512": 5}
+    part, parts = map(int, os.environ.get("FASTINFER_EMULATION_PART", "1/1").split("/"))
     seen = set()
     kept, dropped = [], []
     for item in items:
         share = max((one_of[mark] for mark in one_of if item.get_closest_marker(mark)), default=1)
         function = item.nodeid.partition("[")[0]
-        keep = function not in seen or zlib.crc32(item.nodeid.encode()) % share == 0
+        number = zlib.crc32(item.nodeid.encode())
+        keep = function not in seen or number % share == 0
+        if item.get_closest_marker("emulated"):
+            keep = keep and number % parts == part - 1
         if share > 1:
             seen.add(function)
         (kept if keep else dropped).append(item)
