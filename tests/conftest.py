@@ -48,19 +48,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     slower than real ones, and differ from tested ones in few lines. FASTINFER_EMULATION_PART, "1/4", is the part of the
     emulated cases that this process runs.
     """
-    one_of = {"avx512": 5}
     part, parts = map(int, os.environ.get("FASTINFER_EMULATION_PART", "1/1").split("/"))
     seen = set()
     kept, dropped = [], []
     for item in items:
-        share = max((one_of[mark] for mark in one_of if item.get_closest_marker(mark)), default=1)
-        function = item.nodeid.partition("[")[0]
-        number = zlib.crc32(item.nodeid.encode())
-        keep = function not in seen or number % share == 0
-        if item.get_closest_marker("emulated"):
-            keep = keep and number % parts == part - 1
-        if share > 1:
+        function, number, keep = item.nodeid.partition("[")[0], zlib.crc32(item.nodeid.encode()), True
+        if item.get_closest_marker("avx512"):
+            keep = function not in seen or number % 5 == 0
             seen.add(function)
+        elif item.get_closest_marker("emulated"):
+            keep = number % parts == part - 1
         (kept if keep else dropped).append(item)
     config.hook.pytest_deselected(items=dropped)
     items[:] = kept

@@ -54,7 +54,7 @@ KNOWN_COSTS = {
     "shared sampling/sample_select.h z": 3.1,
 }
 
-# Kernels that no call reaches: they run when a model is loaded, or gather a few rows.
+# Kernels that no call reaches: not of the usual step of a model.
 NOT_COUNTED = {"dequantize", "merge_attention_states", "pack", "permute_columns"}
 
 
