@@ -91,6 +91,24 @@ def test_dpbusd_does_not_saturate(bits: int, run_instruction: Callable[..., Arra
     np.testing.assert_array_equal(out, exact.astype(np.int32))
 
 
+def test_dpbusd_of_a_broadcast_word(run_instruction: Callable[..., Array]) -> None:
+    a, b, total = integers(np.uint8, 0), integers(np.int8, 1), integers(np.int32, 2)
+    words = b[: 4 * VECTORS].reshape(VECTORS, 1, 4).astype(np.int64)  # one for the 16 lanes of a vector
+    exact = total + (a.reshape(VECTORS, 16, 4) * words).sum(2).reshape(-1)
+    out = run_instruction("dpbusd broadcast 512", np.int32, VECTORS, a, b, total)
+    np.testing.assert_array_equal(out, exact.astype(np.int32))
+
+
+def test_fused_multiply_add_rounds_once(run_instruction: Callable[..., Array]) -> None:
+    a, b = integers(np.int32, 0) >> 8, integers(np.int32, 1) >> 20  # 24 bits by 12: the product needs 36
+    a, b = a.astype(np.float32), b.astype(np.float32)
+    total = np.float32(-3 * 2.0**22) * b
+    exact = a.astype(np.float64) * b + total
+    out = run_instruction("fused_multiply_add 512", np.float32, VECTORS, a, b, total)
+    np.testing.assert_array_equal(out, exact.astype(np.float32))
+    assert (out != a * b + total).any(), "rounding twice gives something else"
+
+
 def test_sign(run_instruction: Callable[..., Array]) -> None:
     a, b = integers(np.int8, 0), integers(np.int8, 1)
     expected = np.where(b == 0, 0, np.where(b < 0, -a.astype(np.int64), a)).astype(np.int8)

@@ -115,7 +115,7 @@ class DenseGemm {
             multiply_chunk(weight, unit * width + column, i, row0, rows, sums + column, width);
           }
         }
-        dispatch(p_.dtype, [&]<class T>(T) { epilogue<T>(p_, unit, row0, rows, sums); });
+        dispatch(p_.dtype, [&]<class T>(T) { epilogue<T>(p_, unit, row0, rows, sums, width); });
       }
     });
   }

@@ -1,9 +1,9 @@
 // What the CPU's matrix products share: the prologue, the partition of the output, and the epilogue.
 //
-// The output is cut into units of one tile of 16 weight rows (two, gate and up, where a gated activation follows). A
-// thread gets a contiguous run of units and, for each, sweeps all rows of x in blocks: the tile's weights come from
-// memory once and then stay in the cache. Every output element is summed in one order, whatever m and the number of
-// threads are.
+// The output is cut into units of one tile of 16 weight rows (two where a gated activation follows, gate and up, or
+// where a kernel takes two together). A thread gets a contiguous run of units and, for each, sweeps all rows of x in
+// blocks: the tile's weights come from memory once and then stay in the cache. Every output element is summed in one
+// order, whatever m and the number of threads are.
 //
 // With a stack of experts there are units of every expert that has rows, and each sweeps its expert's rows alone.
 #pragma once
@@ -59,14 +59,14 @@ FASTINFER_INLINE f32v load_vector_arg(const VectorArg& arg, int64_t i, int64_t l
   return dispatch(arg.dtype, [&]<class T>(T) { return load_lanes(static_cast<const T*>(arg.data) + i, lanes); });
 }
 
-// sums: [rows, units tiles of 16]. Adds the bias, activates or adds the residual, and stores.
+// sums: [rows, sums_stride], of a unit's tiles. Adds the bias, activates or adds the residual, and stores.
 template <class T>
-void epilogue(const GemmParams& p, int64_t unit, int64_t row0, int rows, const float* sums) {
+void epilogue(const GemmParams& p, int64_t unit, int64_t row0, int rows, const float* sums, int sums_stride) {
   const bool gated = p.activation != Activation::kNone;
   const int64_t width = gated ? p.n / 2 : p.n;
-  const int64_t column0 = unit * kTileRows;
-  const int64_t columns = std::min<int64_t>(kTileRows, width - column0);
-  const int sums_stride = gated ? 2 * kTileRows : kTileRows;
+  const int64_t unit_columns = gated ? kTileRows : sums_stride;
+  const int64_t column0 = unit * unit_columns;
+  const int64_t columns = std::min(unit_columns, width - column0);
   for_each_vector(columns, [&](int64_t i, int64_t lanes) {
     f32v bias{}, up_bias{};
     if (p.bias.data != nullptr) {
@@ -112,30 +112,43 @@ void for_each_unit(const GemmParams& p, int64_t units, const Fn& fn) {
 }
 
 // Kernel::tile<kRows>(tile, row, sums, stride) writes the products of kRows rows of x with the 16 weight rows of a tile
-// to sums[kRows][stride]; kMaxRows is the most that it keeps in registers. Kernel::panel(tile, row, rows, sums,
-// stride), if there is one, does so for any number of rows, and is called for more than kPanelFrom.
+// to sums[kRows][stride]; kMaxRows is the most that it keeps in registers. Kernel::panel<kTiles>(tile, row, rows, sums,
+// stride), if there is one, does so for any number of rows and, side by side, kTiles tiles, of 1 to kPanelTiles; it is
+// called for more than kPanelFrom rows.
 template <class Kernel>
 void run_gemm(const GemmParams& p, const Kernel& kernel) {
-  const int tiles_per_unit = p.activation != Activation::kNone ? 2 : 1;
-  const int stride = tiles_per_unit * kTileRows;
+  constexpr bool kHasPanel = requires { Kernel::kPanelFrom; };
   const int64_t tiles = (p.n + kTileRows - 1) / kTileRows;
+  int tiles_per_unit = p.activation != Activation::kNone ? 2 : 1;
+  if constexpr (kHasPanel) {
+    if (p.m > Kernel::kPanelFrom && tiles % Kernel::kPanelTiles == 0) {
+      tiles_per_unit = std::max(tiles_per_unit, Kernel::kPanelTiles);
+    }
+  }
+  const int stride = tiles_per_unit * kTileRows;
   // Inlined: a call for each unit cost decoding 1.5 %.
   const auto sweep = [&](int64_t expert, int64_t unit, int64_t begin, int64_t end) __attribute__((always_inline)) {
     alignas(64) float sums[kRowBlock * 2 * kTileRows];
     for (int64_t row0 = begin; row0 < end; row0 += kRowBlock) {
       const int rows = static_cast<int>(std::min<int64_t>(kRowBlock, end - row0));
-      for (int i = 0; i < tiles_per_unit; ++i) {
-        const int64_t tile = expert * tiles + unit * tiles_per_unit + i;
-        if constexpr (requires { &Kernel::panel; }) {
-          if (rows > Kernel::kPanelFrom) {
-            kernel.panel(tile, row0, rows, sums + i * kTileRows, stride);
-            continue;
+      const int64_t tile0 = expert * tiles + unit * tiles_per_unit;
+      int i = 0;
+      if constexpr (kHasPanel) {
+        const auto panels = [&]<int kTiles>() {
+          for (; i + kTiles <= tiles_per_unit; i += kTiles) {
+            kernel.template panel<kTiles>(tile0 + i, row0, rows, sums + i * kTileRows, stride);
           }
+        };
+        if (rows > Kernel::kPanelFrom) {
+          panels.template operator()<Kernel::kPanelTiles>();
+          panels.template operator()<1>();
         }
+      }
+      for (; i < tiles_per_unit; ++i) {
         int row = 0;
         const auto step = [&]<int kRows>() {
           for (; row + kRows <= rows; row += kRows) {
-            kernel.template tile<kRows>(tile, row0 + row, sums + row * stride + i * kTileRows, stride);
+            kernel.template tile<kRows>(tile0 + i, row0 + row, sums + row * stride + i * kTileRows, stride);
           }
         };
         if constexpr (Kernel::kMaxRows >= 8) step.template operator()<8>();
@@ -143,7 +156,7 @@ void run_gemm(const GemmParams& p, const Kernel& kernel) {
         step.template operator()<2>();
         step.template operator()<1>();
       }
-      dispatch(p.dtype, [&]<class T>(T) { epilogue<T>(p, unit, row0, rows, sums); });
+      dispatch(p.dtype, [&]<class T>(T) { epilogue<T>(p, unit, row0, rows, sums, stride); });
     }
   };
   for_each_unit(p, tiles / tiles_per_unit, sweep);

@@ -1,6 +1,8 @@
 // How the CPU reads a block of 4-bit weights.
 #pragma once
 
+#include <type_traits>
+
 #include "quant/quantized_gemm_cpu.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {
@@ -17,15 +19,26 @@ struct Int4Format {
     return {{low_nibbles(first), high_nibbles(first), low_nibbles(second), high_nibbles(second)}};
   }
 
+#if defined(FASTINFER_AVX512_VNNI)
+  static constexpr float kUnsignedOffset = 0.0f;
+
+  FASTINFER_INLINE static RunBytes load_unsigned(const uint8_t* block, int run) {
+    return load_run(block, run);
+  }
+#else
   template <int kBits>
   struct Products {
-    using Run = WideRun;
-    static constexpr float kOffset = 0.0f;
+    using Run = std::conditional_t<kBits == 8, PairRun, WideRun>;
 
     FASTINFER_INLINE static Run load(const uint8_t* block, int run) {
-      return WideRun::of_unsigned(load_run(block, run));
+      if constexpr (kBits == 8) {
+        return {load_run(block, run)};
+      } else {
+        return WideRun::of_unsigned(load_run(block, run));
+      }
     }
   };
+#endif
 
   template <class Fn>
   FASTINFER_INLINE static void for_each_input(const uint8_t* weight, Fn&& fn) {
@@ -33,20 +46,6 @@ struct Int4Format {
       const i32v packed = load_as<i32v>(weight + s * kTileRows * 4);
       for (int i = 0; i < 8; ++i) fn(8 * s + i, (packed >> (8 * (i % 4) + 4 * (i / 4))) & 0x0f);
     }
-  }
-};
-
-template <>
-struct Int4Format::Products<8> {
-#if defined(FASTINFER_AVX512_VNNI)
-  using Run = UnsignedRun;
-#else
-  using Run = PairRun;
-#endif
-  static constexpr float kOffset = 0.0f;
-
-  FASTINFER_INLINE static Run load(const uint8_t* block, int run) {
-    return {load_run(block, run)};
   }
 };
 

@@ -16,15 +16,25 @@ struct Int8Format {
     return bytes;
   }
 
-  template <int kBits>
+#if defined(FASTINFER_AVX512_VNNI)
+  static constexpr float kUnsignedOffset = 128.0f;
+
+  FASTINFER_INLINE static RunBytes load_unsigned(const uint8_t* block, int run) {
+    RunBytes bytes = load_run(block, run);
+#pragma GCC unroll 4
+    for (u8v& step : bytes.step) step ^= 0x80;
+    return bytes;
+  }
+#else
+  template <int>
   struct Products {
     using Run = WideRun;
-    static constexpr float kOffset = 0.0f;
 
     FASTINFER_INLINE static Run load(const uint8_t* block, int run) {
       return WideRun::of_signed(load_run(block, run));
     }
   };
+#endif
 
   template <class Fn>
   FASTINFER_INLINE static void for_each_input(const uint8_t* weight, Fn&& fn) {
@@ -34,21 +44,6 @@ struct Int8Format {
     }
   }
 };
-
-#if defined(FASTINFER_AVX512_VNNI)
-template <>
-struct Int8Format::Products<8> {
-  using Run = UnsignedRun;
-  static constexpr float kOffset = 128.0f;  // of the unsigned weights that the instruction wants
-
-  FASTINFER_INLINE static Run load(const uint8_t* block, int run) {
-    RunBytes bytes = load_run(block, run);
-#pragma GCC unroll 4
-    for (u8v& step : bytes.step) step ^= 0x80;
-    return {bytes};
-  }
-};
-#endif
 
 }  // namespace
 

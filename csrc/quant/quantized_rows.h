@@ -23,8 +23,8 @@ inline constexpr float kLargestActivation = kBits == 8 ? 127.0f : 8191.0f;
 
 template <class Run>
 struct QuantizedRows {
-  const typename Run::X* q;                               // [m, k]
-  const typename ScaledDot<Run>::Multiplier* multiplier;  // [m, k / 16]
+  const typename Run::X* q;                    // [m, parts, k]
+  const typename Run::Multiplier* multiplier;  // [m, parts, k / 16]
   const float* sum;    // [m, k / 32]: sum of multiplier * q, by which the weights' minimum is multiplied
   const float* scale;  // [m]
 };
@@ -40,12 +40,20 @@ FASTINFER_INLINE i32v magnitudes_of(const float* x) {
   return largest;
 }
 
-FASTINFER_INLINE void store_activations(int8_t* p, i32v q) {
-  store_bytes(p, q);
+// The parts of kLanes inputs, at p and, if there are two, k further on.
+template <int kParts>
+FASTINFER_INLINE void store_activations(int8_t* p, int64_t k, i32v q) {
+  if constexpr (kParts == 1) {
+    store_bytes(p, q);
+  } else {
+    store_bytes(p, q >> 7);
+    store_bytes(p + k, q & 127);
+  }
 }
 
 // Four inputs in the order 0, 2, 1, 3: see WideRun.
-FASTINFER_INLINE void store_activations(int16_t* p, i32v q) {
+template <int kParts>
+FASTINFER_INLINE void store_activations(int16_t* p, int64_t, i32v q) {
   u16x8 low[kLanes / 8];
   i32x8 parts[kLanes / 8];
   std::memcpy(parts, &q, sizeof(q));
@@ -58,15 +66,15 @@ FASTINFER_INLINE void store_activations(int16_t* p, i32v q) {
 }
 
 // q = round to nearest even of x * inverse. Returns kLanes sums of q.
-template <class X>
-FASTINFER_INLINE i32v quantize_run(const float* x, float inverse, X* out) {
+template <class Run>
+FASTINFER_INLINE i32v quantize_run(const float* x, float inverse, typename Run::X* out, int64_t k) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest even integer in the low bits
   i32v sum{};
 #pragma GCC unroll 2
   for (int i = 0; i < kRunInputs; i += kLanes) {
     const i32v q = (i32v)(load(x + i) * inverse + kRound) - (i32v)broadcast(kRound);
     sum += q;
-    store_activations(out + i, q);
+    store_activations<Run::kParts>(out + i, k, q);
   }
   return sum;
 }
@@ -75,7 +83,7 @@ FASTINFER_INLINE i32v quantize_run(const float* x, float inverse, X* out) {
 // 2 k / 16 numbers, each k / 16 rounded up to whole vectors.
 template <class Run>
 float quantize_row(const float* x, int64_t k, float largest, float* work, typename Run::X* q,
-                   typename ScaledDot<Run>::Multiplier* multiplier, float* block_sums) {
+                   typename Run::Multiplier* multiplier, float* block_sums) {
   const int64_t runs = k / kRunInputs, padded = (runs + kLanes - 1) / kLanes * kLanes;
   auto* multipliers = reinterpret_cast<int32_t*>(work);
   float* inverses = work + padded;
@@ -89,8 +97,8 @@ float quantize_row(const float* x, int64_t k, float largest, float* work, typena
   const float steps = largest * kLargestMultiplier, inverse = steps / amax;
   // So small that this overflows, infinite or NaN: integers of 0, and a scale that keeps what is not finite.
   if (!(inverse <= FLT_MAX && amax <= FLT_MAX)) {
-    std::fill_n(q, k, typename Run::X{0});
-    std::fill_n(multiplier, runs, ScaledDot<Run>::multiplier(1));
+    std::fill_n(q, Run::kParts * k, typename Run::X{0});
+    std::fill_n(multiplier, Run::kParts * runs, Run::multiplier(1));
     std::fill_n(block_sums, k / kBlockInputs, 0.0f);
     return amax <= FLT_MAX ? 0.0f : NAN;
   }
@@ -106,8 +114,13 @@ float quantize_row(const float* x, int64_t k, float largest, float* work, typena
     i32v sum{};
 #pragma GCC unroll 2
     for (int64_t run = 2 * block; run < 2 * block + 2; ++run) {
-      sum += quantize_run(x + run * kRunInputs, inverses[run], q + run * kRunInputs) * multipliers[run];
-      multiplier[run] = ScaledDot<Run>::multiplier(multipliers[run]);
+      sum += quantize_run<Run>(x + run * kRunInputs, inverses[run], q + run * kRunInputs, k) * multipliers[run];
+      if constexpr (Run::kParts == 1) {
+        multiplier[run] = Run::multiplier(multipliers[run]);
+      } else {
+        multiplier[run] = Run::multiplier(multipliers[run] * 128);
+        multiplier[runs + run] = Run::multiplier(multipliers[run]);
+      }
     }
     block_sums[block] = static_cast<float>(reduce_add(sum));
   }
@@ -116,19 +129,20 @@ float quantize_row(const float* x, int64_t k, float largest, float* work, typena
 
 template <class Run, int kBits>
 QuantizedRows<Run> quantize_rows(const GemmParams& p) {
-  using Multiplier = typename ScaledDot<Run>::Multiplier;
-  static_assert(sizeof(Multiplier) == sizeof(float));
+  using Multiplier = typename Run::Multiplier;
+  static_assert(sizeof(Multiplier) % sizeof(float) == 0);
+  constexpr int kMultiplierFloats = Run::kParts * sizeof(Multiplier) / sizeof(float);
   const int64_t runs = p.k / kRunInputs, blocks = p.k / kBlockInputs;
-  auto* q = scratch_array<typename Run::X>(kQuantized, p.m * p.k);
-  float* scale = scratch_array<float>(kScales, p.m * (1 + blocks + runs));
+  auto* q = scratch_array<typename Run::X>(kQuantized, p.m * Run::kParts * p.k);
+  float* scale = scratch_array<float>(kScales, p.m * (1 + blocks + kMultiplierFloats * runs));
   float* sum = scale + p.m;
   auto* multiplier = reinterpret_cast<Multiplier*>(sum + p.m * blocks);
   parallel_for(p.m, [&](int64_t begin, int64_t end) {
     float* x = scratch_array<float>(kRowBuffer, p.k + 2 * (runs + kLanes));
     for (int64_t row = begin; row < end; ++row) {
       load_row(p, row, x);
-      scale[row] = quantize_row<Run>(x, p.k, kLargestActivation<kBits>, x + p.k, q + row * p.k, multiplier + row * runs,
-                                     sum + row * blocks);
+      scale[row] = quantize_row<Run>(x, p.k, kLargestActivation<kBits>, x + p.k, q + row * Run::kParts * p.k,
+                                     multiplier + row * Run::kParts * runs, sum + row * blocks);
     }
   });
   return {.q = q, .multiplier = multiplier, .sum = sum, .scale = scale};

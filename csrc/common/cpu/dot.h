@@ -1,9 +1,10 @@
 // Integer products of packed weights: every 32-bit lane is a weight row and multiplies its four bytes by the four
 // activations broadcast to all lanes.
 //
-// With AVX-512 VNNI, bytes by bytes is one instruction. Before it, products are added in pairs to 16 bits (vpmaddubsw),
-// and pairs of those to 32 (vpmaddwd), whose second factor comes free. 16-bit activations meet weights widened to 16
-// bits (vpmaddwd alone); so do 8-bit weights where there is no VNNI: their byte products overflow 16 bits.
+// With AVX-512 VNNI, bytes by bytes is one instruction, and 16-bit activations are two bytes. Without it, products are
+// added in pairs to 16 bits (vpmaddubsw), and pairs of those to 32 (vpmaddwd), whose second factor comes free. 16-bit
+// activations meet weights widened to 16 bits (vpmaddwd alone); so do 8-bit weights, whose byte products overflow 16
+// bits.
 #pragma once
 
 #include "common/cpu/vec.h"
@@ -28,6 +29,34 @@ FASTINFER_INLINE u8v high_nibbles(u8v v) {
   return (u8v)((u16v)v >> 4) & 0x0f;
 }
 
+// The weights of a run.
+struct RunBytes {
+  u8v step[kRunSteps];
+};
+
+#if defined(FASTINFER_AVX512_VNNI)
+
+// Runs of weights 0..255, and x in kParts rows of bytes: x itself, or x / 128 rounded down and the remainder, 0..127.
+template <int kBits>
+struct ByteRun {
+  using X = int8_t;
+  static constexpr int kParts = kBits / 8;
+
+  // A dot product that starts with the bits of kStart ends with those of kStart + dot: |dot| <= 16 * 255 * 128 < 2^22
+  // away from 1.5 * 2^23, where the last place is 1, it has become fp32 without a conversion. Then (kStart + dot) *
+  // value + bias rounds dot * value, and nothing else: kStart * value has 14 bits.
+  static constexpr float kStart = 12582912.0f;
+  struct Multiplier {
+    float value, bias;
+  };
+
+  static Multiplier multiplier(int32_t value) {
+    return {static_cast<float>(value), static_cast<float>(value) * -kStart};
+  }
+};
+
+#else
+
 #if !defined(FASTINFER_AVX2)
 
 FASTINFER_INLINE i16v maddubs(u8v a, i8v b) {
@@ -43,32 +72,21 @@ FASTINFER_INLINE i32v madd(i16v a, i16v b) {
 
 #endif
 
-// The weights of a run, as they were packed.
-struct RunBytes {
-  u8v step[kRunSteps];
-};
-
-// Runs of weights ready to be multiplied, by x of the type X.
-
-#if defined(FASTINFER_AVX512_VNNI)
-
-struct UnsignedRun {  // 0..255
-  using X = int8_t;
-  RunBytes w;
-
-  FASTINFER_INLINE i32v dot(const int8_t* x) const {
-    i32v sum{};
-#pragma GCC unroll 4
-    for (int s = 0; s < kRunSteps; ++s) sum = dpbusd(sum, w.step[s], (i8v)broadcast_word(x + 4 * s));
-    return sum;
-  }
-};
-
-#else
+// Runs of weights ready to be multiplied, by x of the type X in kParts rows, and by a multiplier that is made of an
+// integer.
 
 struct PairRun {  // 0..15: four pairs fit 16 bits, 4 * 2 * 15 * 127 = 15,240
   using X = int8_t;
+  static constexpr int kParts = 1;
   RunBytes w;
+
+  struct Multiplier {
+    int16_t even, odd;
+  };
+
+  static Multiplier multiplier(int32_t value) {
+    return {static_cast<int16_t>(value), static_cast<int16_t>(value)};
+  }
 
   FASTINFER_INLINE i16v pairs(const int8_t* x) const {
     i16v sum = maddubs(w.step[0], (i8v)broadcast_word(x));
@@ -78,12 +96,17 @@ struct PairRun {  // 0..15: four pairs fit 16 bits, 4 * 2 * 15 * 127 = 15,240
   }
 };
 
-#endif
-
 // Weights as 16 bits. Inputs 0, 2, 1, 3 of x lie in this order, as even and odd bytes are taken apart without shuffles.
 struct WideRun {
   using X = int16_t;
+  static constexpr int kParts = 1;
   i16v even[kRunSteps], odd[kRunSteps];
+
+  using Multiplier = float;
+
+  static float multiplier(int32_t value) {
+    return static_cast<float>(value);
+  }
 
   FASTINFER_INLINE static WideRun of_unsigned(const RunBytes& bytes) {
     WideRun run;
@@ -120,13 +143,7 @@ struct WideRun {
 template <class Run>
 class ScaledDot {
  public:
-  using Multiplier = float;
-
-  static float multiplier(int32_t value) {
-    return static_cast<float>(value);
-  }
-
-  FASTINFER_INLINE void add(const Run& run, const typename Run::X* x, const float* multiplier) {
+  FASTINFER_INLINE void add(const Run& run, const typename Run::X* x, const typename Run::Multiplier* multiplier) {
     sum_ += to_f32(run.dot(x)) * *multiplier;
   }
 
@@ -138,20 +155,10 @@ class ScaledDot {
   f32v sum_{};
 };
 
-#if !defined(FASTINFER_AVX512_VNNI)
-
 template <>
 class ScaledDot<PairRun> {
  public:
-  struct Multiplier {
-    int16_t even, odd;
-  };
-
-  static Multiplier multiplier(int32_t value) {
-    return {static_cast<int16_t>(value), static_cast<int16_t>(value)};
-  }
-
-  FASTINFER_INLINE void add(const PairRun& run, const int8_t* x, const Multiplier* multiplier) {
+  FASTINFER_INLINE void add(const PairRun& run, const int8_t* x, const PairRun::Multiplier* multiplier) {
     sum_ += madd(run.pairs(x), (i16v)broadcast_word(multiplier));
   }
 

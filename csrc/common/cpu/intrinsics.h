@@ -108,6 +108,18 @@ FASTINFER_INLINE i32x16 dpbusd(i32x16 sum, u8x64 a, i8x64 b) {
   return (i32x16)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
 }
 
+// vpdpbusd with the four bytes at b for every lane. GCC 12 would load them into a register with an instruction of its
+// own.
+FASTINFER_INLINE i32x16 dpbusd(i32x16 sum, u8x64 a, const int8_t* b) {
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(a), "m"(*(const int8_t (*)[4])b));
+  return sum;
+}
+
+// vfmadd: a b + c, rounded once: for what must not be rounded in between.
+FASTINFER_INLINE f32x16 fused_multiply_add(f32x16 a, f32x16 b, f32x16 c) {
+  return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+
 #endif
 
 #if defined(FASTINFER_AVX512_BF16)

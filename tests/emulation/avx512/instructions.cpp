@@ -51,6 +51,8 @@ extern "C" __attribute__((visibility("default"))) bool run_instruction(const cha
   INSTRUCTION("madd 512", madd(A(i16x32), B(i16x32)))
   INSTRUCTION("dpbusd 256", dpbusd(SUM(i32x8), A(u8x32), B(i8x32)))
   INSTRUCTION("dpbusd 512", dpbusd(SUM(i32x16), A(u8x64), B(i8x64)))
+  INSTRUCTION("dpbusd broadcast 512", dpbusd(SUM(i32x16), A(u8x64), reinterpret_cast<const int8_t*>(b + 4 * i)))
+  INSTRUCTION("fused_multiply_add 512", fused_multiply_add(A(f32x16), B(f32x16), SUM(f32x16)))
 #endif
 #if defined(FASTINFER_AVX512_BF16)
   INSTRUCTION("dpbf16 256", dpbf16(SUM(f32x8), A(u16x16), B(u16x16)))

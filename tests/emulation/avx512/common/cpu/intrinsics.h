@@ -145,6 +145,17 @@ FASTINFER_INLINE i32x16 dpbusd(i32x16 sum, u8x64 a, i8x64 b) {
   return detail::dpbusd(sum, a, b);
 }
 
+FASTINFER_INLINE i32x16 dpbusd(i32x16 sum, u8x64 a, const int8_t* b) {
+  i8x64 broadcast;
+  for (size_t i = 0; i < sizeof(a); ++i) broadcast[i] = b[i % 4];
+  return detail::dpbusd(sum, a, broadcast);
+}
+
+FASTINFER_INLINE f32x16 fused_multiply_add(f32x16 a, f32x16 b, f32x16 c) {
+  for (size_t i = 0; i < sizeof(a) / 4; ++i) a[i] = std::fma(a[i], b[i], c[i]);
+  return a;
+}
+
 FASTINFER_INLINE f32x8 dpbf16(f32x8 sum, u16x16 a, u16x16 b) {
   return detail::dpbf16(sum, a, b);
 }

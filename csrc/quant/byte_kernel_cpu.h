@@ -1,0 +1,182 @@
+// Integer products of packed weights with AVX-512 VNNI.
+#pragma once
+
+#include "quant/quantized_blocks_cpu.h"
+#include "quant/quantized_rows.h"
+
+namespace fastinfer::cpu::FASTINFER_ISA {
+
+// y = scale_x * sum over blocks of (min_w * (sum of x) + sum over runs and parts of x of scale_w * (multiplier_x
+// dot(q_w, q_x))), with the minimum of the unsigned weights that the instruction wants.
+template <class Format, class Scale, int kBits>
+struct ByteKernel {
+  using Run = ByteRun<kBits>;
+  static constexpr int kParts = Run::kParts;
+  static constexpr int kMaxRows = 8 / kParts;
+
+  const QuantizedGemmParams& p;
+  QuantizedRows<Run> x;
+
+  template <int kRows>
+  void tile(int64_t tile, int64_t row, float* sums, int stride) const {
+    f32v acc[kRows][1] = {};
+    Rows rows(*this, row, 0);
+    for_each_block<Format, Scale, true>(
+        p, tile, 0, 0, p.k / kBlockInputs, [&](int64_t, const uint8_t* weight, f32v scale, f32v min) {
+          rows.template add_min<kRows, 1>({unsigned_min(scale, min)}, acc);
+#pragma GCC unroll 2
+          for (int run = 0; run < 2; ++run) {
+            const RunBytes bytes = Format::load_unsigned(weight, run);
+            rows.template add_run<kRows, 1>([&](int step, int) { return bytes.step[step]; }, {scale}, acc);
+          }
+        });
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) store(sums + r * stride, acc[r][0] * x.scale[row + r]);
+  }
+
+  // With more rows, the weights of two tiles are unpacked once for all of a block's rows: broadcast activations serve
+  // both tiles, and 6 rows by 2 vectors of dot products leave registers for their operands.
+  static constexpr int kPanelFrom = 16 / kParts, kPanelTiles = 2;
+  static constexpr int64_t kMostPanelBlocks = 24;  // 24 KB for two tiles
+
+  template <int kTiles>
+  struct PanelBlock {
+    alignas(64) uint8_t weights[2][kRunSteps][kTiles][kTileRows * 4];
+    f32v scales[kTiles], mins[kTiles];
+  };
+
+  template <int kTiles>
+  void panel(int64_t tile, int64_t row0, int rows, float* sums, int stride) const {
+    PanelBlock<kTiles> panel[kMostPanelBlocks];
+    const int64_t blocks = p.k / kBlockInputs, parts = (blocks + kMostPanelBlocks - 1) / kMostPanelBlocks;
+    for (int row = 0; row < rows; ++row) std::fill_n(sums + row * stride, kTiles * kTileRows, 0.0f);
+    for (int64_t part = 0; part < parts; ++part) {
+      const int64_t begin = blocks * part / parts, end = blocks * (part + 1) / parts;
+      for (int t = 0; t < kTiles; ++t) unpack(tile + t, begin, end, t, panel);
+      int row = 0;
+      const auto step = [&]<int kRows>() {
+        for (; row + kRows <= rows; row += kRows) {
+          multiply<kRows, kTiles>(panel, end - begin, Rows(*this, row0 + row, begin), sums + row * stride, stride);
+        }
+      };
+      step.template operator()<6 / kParts>();
+      step.template operator()<4 / kParts>();
+      step.template operator()<2 / kParts>();
+      step.template operator()<1>();
+    }
+    for (int row = 0; row < rows; ++row) {
+      for (int t = 0; t < kTiles; ++t) {
+        float* sum = sums + row * stride + t * kTileRows;
+        store(sum, load(sum) * x.scale[row0 + row]);
+      }
+    }
+  }
+
+ private:
+  FASTINFER_INLINE static f32v unsigned_min(f32v scale, f32v min) {
+    return Format::kUnsignedOffset == 0.0f ? min : min - scale * Format::kUnsignedOffset;
+  }
+
+  template <int kTiles>
+  void unpack(int64_t tile, int64_t begin, int64_t end, int t, PanelBlock<kTiles>* panel) const {
+    for_each_block<Format, Scale, true>(p, tile, 0, begin, end, [&](int64_t, const uint8_t* weight, f32v scale, f32v min) {
+#pragma GCC unroll 2
+      for (int run = 0; run < 2; ++run) {
+        const RunBytes bytes = Format::load_unsigned(weight, run);
+#pragma GCC unroll 4
+        for (int step = 0; step < kRunSteps; ++step) store_as(panel->weights[run][step][t], bytes.step[step]);
+      }
+      panel->scales[t] = scale;
+      panel->mins[t] = unsigned_min(scale, min);
+      ++panel;
+    });
+  }
+
+  // kRows rows of x, from a block on.
+  struct Rows {
+    const int8_t* q;
+    const typename Run::Multiplier* multiplier;
+    const float* sum;
+    int64_t k, runs, blocks;
+
+    FASTINFER_INLINE Rows(const ByteKernel& kernel, int64_t row, int64_t block)
+        : k(kernel.p.k), runs(k / kRunInputs), blocks(k / kBlockInputs) {
+      q = kernel.x.q + row * kParts * k + block * kBlockInputs;
+      multiplier = kernel.x.multiplier + row * kParts * runs + block * 2;
+      sum = kernel.x.sum + row * blocks + block;
+    }
+
+    template <int kRows, int kTiles>
+    FASTINFER_INLINE void add_min(const f32v (&min)[kTiles], f32v (&acc)[kRows][kTiles]) {
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const f32v row_sum = in_register(broadcast(sum[r * blocks]));
+#pragma GCC unroll 2
+        for (int t = 0; t < kTiles; ++t) acc[r][t] += min[t] * row_sum;
+      }
+      ++sum;
+    }
+
+    // weights(step, tile): four vectors of each tile. All rows take a step before the next one, as each waits five
+    // cycles for its sum.
+    template <int kRows, int kTiles, class Weights>
+    FASTINFER_INLINE void add_run(Weights&& weights, const f32v (&scale)[kTiles], f32v (&acc)[kRows][kTiles]) {
+      i32v dots[kRows * kParts][kTiles];
+#pragma GCC unroll 4
+      for (int step = 0; step < kRunSteps; ++step) {
+        u8v w[kTiles];
+#pragma GCC unroll 2
+        for (int t = 0; t < kTiles; ++t) w[t] = in_register(weights(step, t));
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows * kParts; ++r) {
+          const int8_t* four = q + r * k + 4 * step;
+          const i32v start = (i32v)broadcast(Run::kStart);
+          if constexpr (kTiles == 1) {
+            dots[r][0] = dpbusd(step == 0 ? start : dots[r][0], w[0], four);
+          } else {
+            const i8v activations = in_register((i8v)broadcast_word(four));
+#pragma GCC unroll 2
+            for (int t = 0; t < kTiles; ++t) dots[r][t] = dpbusd(step == 0 ? start : dots[r][t], w[t], activations);
+          }
+        }
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows * kParts; ++r) {
+        const f32v value = in_register(broadcast(multiplier[r * runs].value));
+        const f32v bias = in_register(broadcast(multiplier[r * runs].bias));
+#pragma GCC unroll 2
+        for (int t = 0; t < kTiles; ++t) {
+          acc[r / kParts][t] += fused_multiply_add((f32v)dots[r][t], value, bias) * scale[t];
+        }
+      }
+      q += kRunInputs;
+      ++multiplier;
+    }
+  };
+
+  template <int kRows, int kTiles>
+  __attribute__((noinline)) static void multiply(const PanelBlock<kTiles>* panel, int64_t blocks, Rows rows,
+                                                 float* sums, int stride) {
+    f32v acc[kRows][kTiles];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int t = 0; t < kTiles; ++t) acc[r][t] = load(sums + r * stride + t * kTileRows);
+    }
+    for (const auto* end = panel + blocks; panel < end; ++panel) {
+      rows.template add_min<kRows, kTiles>(panel->mins, acc);
+#pragma GCC unroll 2
+      for (int run = 0; run < 2; ++run) {
+        rows.template add_run<kRows, kTiles>(
+            [&](int step, int t) { return load_as<u8v>(panel->weights[run][step][t]); }, panel->scales, acc);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int t = 0; t < kTiles; ++t) store(sums + r * stride + t * kTileRows, acc[r][t]);
+    }
+  }
+};
+
+}  // namespace fastinfer::cpu::FASTINFER_ISA
