@@ -36,7 +36,7 @@ struct ByteKernel {
 
   // With more rows, the weights of two tiles are unpacked once for all of a block's rows: broadcast activations serve
   // both tiles, and 6 rows by 2 vectors of dot products leave registers for their operands.
-  static constexpr int kPanelFrom = 16 / kParts, kPanelTiles = 2;
+  static constexpr int kPanelFrom = 16 / kParts, kPanelTiles = 2, kPanelRows = 192;
   static constexpr int64_t kMostPanelBlocks = 24;  // 24 KB for two tiles
 
   template <int kTiles>
@@ -45,30 +45,24 @@ struct ByteKernel {
     f32v scales[kTiles], mins[kTiles];
   };
 
-  template <int kTiles>
-  void panel(int64_t tile, int64_t row0, int rows, float* sums, int stride) const {
+  template <int kTiles, class Done>
+  void panel(int64_t tile, int64_t row0, int rows, float* sums, int stride, const Done& done) const {
     PanelBlock<kTiles> panel[kMostPanelBlocks];
     const int64_t blocks = p.k / kBlockInputs, parts = (blocks + kMostPanelBlocks - 1) / kMostPanelBlocks;
-    for (int row = 0; row < rows; ++row) std::fill_n(sums + row * stride, kTiles * kTileRows, 0.0f);
     for (int64_t part = 0; part < parts; ++part) {
       const int64_t begin = blocks * part / parts, end = blocks * (part + 1) / parts;
       for (int t = 0; t < kTiles; ++t) unpack(tile + t, begin, end, t, panel);
       int row = 0;
       const auto step = [&]<int kRows>() {
         for (; row + kRows <= rows; row += kRows) {
-          multiply<kRows, kTiles>(panel, end - begin, Rows(*this, row0 + row, begin), sums + row * stride, stride);
+          multiply<kRows, kTiles>(panel, row0 + row, begin, end, sums + row * stride, stride);
+          if (end == blocks) done(row, kRows);
         }
       };
       step.template operator()<6 / kParts>();
       step.template operator()<4 / kParts>();
       step.template operator()<2 / kParts>();
       step.template operator()<1>();
-    }
-    for (int row = 0; row < rows; ++row) {
-      for (int t = 0; t < kTiles; ++t) {
-        float* sum = sums + row * stride + t * kTileRows;
-        store(sum, load(sum) * x.scale[row0 + row]);
-      }
     }
   }
 
@@ -79,17 +73,19 @@ struct ByteKernel {
 
   template <int kTiles>
   void unpack(int64_t tile, int64_t begin, int64_t end, int t, PanelBlock<kTiles>* panel) const {
-    for_each_block<Format, Scale, true>(p, tile, 0, begin, end, [&](int64_t, const uint8_t* weight, f32v scale, f32v min) {
+    for_each_block<Format, Scale, true>(p, tile, 0, begin, end,
+                                        [&](int64_t, const uint8_t* weight, f32v scale, f32v min) {
 #pragma GCC unroll 2
-      for (int run = 0; run < 2; ++run) {
-        const RunBytes bytes = Format::load_unsigned(weight, run);
+                                          for (int run = 0; run < 2; ++run) {
+                                            const RunBytes bytes = Format::load_unsigned(weight, run);
 #pragma GCC unroll 4
-        for (int step = 0; step < kRunSteps; ++step) store_as(panel->weights[run][step][t], bytes.step[step]);
-      }
-      panel->scales[t] = scale;
-      panel->mins[t] = unsigned_min(scale, min);
-      ++panel;
-    });
+                                            for (int step = 0; step < kRunSteps; ++step)
+                                              store_as(panel->weights[run][step][t], bytes.step[step]);
+                                          }
+                                          panel->scales[t] = scale;
+                                          panel->mins[t] = unsigned_min(scale, min);
+                                          ++panel;
+                                        });
   }
 
   // kRows rows of x, from a block on.
@@ -154,16 +150,20 @@ struct ByteKernel {
     }
   };
 
+  // Adds the products with blocks begin .. end - 1 to sums, which it begins and ends.
   template <int kRows, int kTiles>
-  __attribute__((noinline)) static void multiply(const PanelBlock<kTiles>* panel, int64_t blocks, Rows rows,
-                                                 float* sums, int stride) {
-    f32v acc[kRows][kTiles];
+  __attribute__((noinline)) void multiply(const PanelBlock<kTiles>* panel, int64_t row, int64_t begin, int64_t end,
+                                          float* sums, int stride) const {
+    f32v acc[kRows][kTiles] = {};
+    if (begin > 0) {
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
+      for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
-      for (int t = 0; t < kTiles; ++t) acc[r][t] = load(sums + r * stride + t * kTileRows);
+        for (int t = 0; t < kTiles; ++t) acc[r][t] = load(sums + r * stride + t * kTileRows);
+      }
     }
-    for (const auto* end = panel + blocks; panel < end; ++panel) {
+    Rows rows(*this, row, begin);
+    for (const auto* stop = panel + (end - begin); panel < stop; ++panel) {
       rows.template add_min<kRows, kTiles>(panel->mins, acc);
 #pragma GCC unroll 2
       for (int run = 0; run < 2; ++run) {
@@ -171,10 +171,12 @@ struct ByteKernel {
             [&](int step, int t) { return load_as<u8v>(panel->weights[run][step][t]); }, panel->scales, acc);
       }
     }
+    const bool last = end == p.k / kBlockInputs;
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
+      const float scale = last ? x.scale[row + r] : 1.0f;
 #pragma GCC unroll 2
-      for (int t = 0; t < kTiles; ++t) store(sums + r * stride + t * kTileRows, acc[r][t]);
+      for (int t = 0; t < kTiles; ++t) store(sums + r * stride + t * kTileRows, acc[r][t] * scale);
     }
   }
 };

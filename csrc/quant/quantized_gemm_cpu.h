@@ -40,12 +40,12 @@ struct FloatKernel {
   }
 
   // With more rows the weights are dequantised once for all of a block's, as many as half of the L1 holds.
-  static constexpr int kPanelFrom = 8, kPanelTiles = 1;
+  static constexpr int kPanelFrom = 8, kPanelTiles = 1, kPanelRows = kRowBlock;
   static constexpr int64_t kPanelBlocks = 8;
-  static constexpr int kPanelRows = 12 / kHalves;  // sums in 12 of 16 registers
+  static constexpr int kSumRows = 12 / kHalves;  // sums in 12 of 16 registers
 
-  template <int kTiles>
-  void panel(int64_t tile, int64_t row0, int rows, float* sums, int stride) const {
+  template <int kTiles, class Done>
+  void panel(int64_t tile, int64_t row0, int rows, float* sums, int stride, const Done& done) const {
     alignas(64) float weights[kPanelBlocks * kBlockInputs * kTileRows];
     for (int row = 0; row < rows; ++row) std::fill_n(sums + row * stride, kTileRows, 0.0f);
     const int64_t blocks = p.k / kBlockInputs;
@@ -63,9 +63,10 @@ struct FloatKernel {
       const auto step = [&]<int kRows>() {
         for (; row + kRows <= rows; row += kRows) {
           multiply<kRows>(weights, (end - begin) * kBlockInputs, first + row * x.stride, sums + row * stride, stride);
+          if (end == blocks) done(row, kRows);
         }
       };
-      step.template operator()<kPanelRows>();
+      step.template operator()<kSumRows>();
       step.template operator()<4>();
       step.template operator()<2>();
       step.template operator()<1>();
