@@ -107,7 +107,7 @@ FASTINFER_INLINE void multiply_value_block(const float* weights, Range seen, con
     for (int r = 0; r < kRows; ++r) weight[r] = weights[r * kTile + j];
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
-      const f32v value = load(row + v * kLanes);
+      const f32v value = in_register(load(row + v * kLanes));  // or GCC loads it for each row
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) sums[r * kVectors + v] += value * weight[r];
     }

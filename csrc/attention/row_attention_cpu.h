@@ -6,6 +6,7 @@
 #include "attention/attention_products_cpu.h"
 #include "attention/attention_softmax_cpu.h"
 #include "attention/kv_tile_cpu.h"
+#include "attention/transposed_keys_cpu.h"
 #include "common/cpu/parallel.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {
@@ -32,13 +33,14 @@ class RowAttention {
   RowAttention(const PagedAttentionParams& p, int max_rows)
       : p_(p), group_(p.q_heads / p.kv_heads), columns_(columns_of(p)) {
     const int64_t rows = max_rows, columns = columns_, state = AttentionState::size(max_rows, columns_);
-    float* memory = scratch_array<float>(1, rows * (columns + kTile + 3) + 3 * state + 2 * kTile * columns);
+    float* memory = scratch_array<float>(1, rows * (columns + kTile + 3) + 3 * state + 3 * kTile * columns);
     const auto take = [&](int64_t count) { return std::exchange(memory, memory + count); };
     for (float*& at : states_) at = take(state);
     q_ = take(rows * columns);
     scores_ = take(rows * kTile);
     keys_ = take(kTile * columns);
     values_ = take(kTile * columns);
+    transposed_keys_ = take(kTile * columns);
     for (int j = 0; j < kTile; ++j) wide_keys_[j] = keys_ + j * columns, wide_values_[j] = values_ + j * columns;
     position_ = reinterpret_cast<int*>(take(rows));
     seen_ = reinterpret_cast<Range*>(take(2 * rows));
@@ -131,11 +133,33 @@ class RowAttention {
                 const K* const* next_values, const AttentionState& state) {
     Logits logits{nullptr, nullptr, p_.softcap * kLog2e};
     if constexpr (kRowScales<C>) logits.key_scales = found.key_scales, logits.value_scales = found.value_scales;
-    multiply_keys<kAhead>(q_, columns_, seen_, count_, keys, next_keys, scores_);
-    for (int r = 0; r < count_; ++r) {
-      softmax_row(scores_ + r * kTile, seen_[r], logits, state.maximum[r], state.sum[r]);
+    multiply_keys_of_tile<kAhead>(keys, next_keys);
+    const bool plain = logits.key_scales == nullptr && logits.value_scales == nullptr && logits.cap == 0.0f;
+    for (int r = 0; r < count_;) {
+      if (plain && r + 4 <= count_ && std::all_of(seen_ + r, seen_ + r + 4, sees_all)) {
+        softmax_four_rows(scores_ + r * kTile, state.maximum + r, state.sum + r);
+        r += 4;
+      } else {
+        softmax_row(scores_ + r * kTile, seen_[r], logits, state.maximum[r], state.sum[r]);
+        ++r;
+      }
     }
     multiply_values<kAhead>(scores_, seen_, count_, values, next_values, state.o, columns_);
+  }
+
+  template <bool kAhead, class K>
+  void multiply_keys_of_tile(const K* const* keys, const K* const* next_keys) {
+#if defined(FASTINFER_AVX512_VNNI)
+    if (!kAhead && count_ >= kTransposeFrom) {
+      transpose_keys(keys_, columns_, transposed_keys_);
+      return multiply_transposed_keys(q_, columns_, seen_, count_, transposed_keys_, scores_);
+    }
+#endif
+    multiply_keys<kAhead>(q_, columns_, seen_, count_, keys, next_keys, scores_);
+  }
+
+  static bool sees_all(const Range& seen) {
+    return seen.first == 0 && seen.end == kTile;
   }
 
   template <class T>
@@ -167,7 +191,7 @@ class RowAttention {
   int count_ = 0, kv_begin_ = 0, kv_end_ = 0;
   bool direct_ = false;
   float* states_[3];  // of a tile, a split and all
-  float *q_, *scores_, *keys_, *values_;
+  float *q_, *scores_, *keys_, *values_, *transposed_keys_;
   const float *wide_keys_[kTile], *wide_values_[kTile];
   int* position_;  // [rows]
   Range* seen_;    // [rows], of the tile in work

@@ -43,7 +43,7 @@ FASTINFER_INLINE f32x4 reduce_add(f32v a, f32v b, f32v c, f32v d) {
   return parts[0];
 }
 
-// A NaN may be lost.
+// The maximum of one vector's lanes. A NaN may be lost.
 FASTINFER_INLINE float max_of_lanes(f32v v) {
   f32x4 parts[kLanes / 4];
   store_as(parts, v);
