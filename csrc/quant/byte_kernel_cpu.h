@@ -11,6 +11,7 @@ namespace fastinfer::cpu::FASTINFER_ISA {
 template <class Format, class Scale, int kBits>
 struct ByteKernel {
   using Run = ByteRun<kBits>;
+  using Block = ActivationBlock<Run>;
   static constexpr int kParts = Run::kParts;
   static constexpr int kMaxRows = 8 / kParts;
 
@@ -20,15 +21,17 @@ struct ByteKernel {
   template <int kRows>
   void tile(int64_t tile, int64_t row, float* sums, int stride) const {
     f32v acc[kRows][1] = {};
-    Rows rows(*this, row, 0);
+    const int64_t blocks = p.k / kBlockInputs;
+    const Block* block = x.at(row, 0);
     for_each_block<Format, Scale, true>(
-        p, tile, 0, 0, p.k / kBlockInputs, [&](int64_t, const uint8_t* weight, f32v scale, f32v min) {
-          rows.template add_min<kRows, 1>({unsigned_min(scale, min)}, acc);
+        p, tile, 0, 0, blocks, [&](int64_t, const uint8_t* weight, f32v scale, f32v min) {
+          add_min<kRows, 1>(block, {unsigned_min(scale, min)}, acc);
 #pragma GCC unroll 2
           for (int run = 0; run < 2; ++run) {
             const RunBytes bytes = Format::load_unsigned(weight, run);
-            rows.template add_run<kRows, 1>([&](int step, int) { return bytes.step[step]; }, {scale}, acc);
+            add_run<kRows, 1>(block, run, [&](int step, int) { return bytes.step[step]; }, {scale}, acc);
           }
+          block += x.stride;
         });
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) store(sums + r * stride, acc[r][0] * x.scale[row + r]);
@@ -88,67 +91,50 @@ struct ByteKernel {
                                         });
   }
 
-  // kRows rows of x, from a block on.
-  struct Rows {
-    const int8_t* q;
-    const typename Run::Multiplier* multiplier;
-    const float* sum;
-    int64_t k, runs, blocks;
-
-    FASTINFER_INLINE Rows(const ByteKernel& kernel, int64_t row, int64_t block)
-        : k(kernel.p.k), runs(k / kRunInputs), blocks(k / kBlockInputs) {
-      q = kernel.x.q + row * kParts * k + block * kBlockInputs;
-      multiplier = kernel.x.multiplier + row * kParts * runs + block * 2;
-      sum = kernel.x.sum + row * blocks + block;
-    }
-
-    template <int kRows, int kTiles>
-    FASTINFER_INLINE void add_min(const f32v (&min)[kTiles], f32v (&acc)[kRows][kTiles]) {
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-        const f32v row_sum = in_register(broadcast(sum[r * blocks]));
-#pragma GCC unroll 2
-        for (int t = 0; t < kTiles; ++t) acc[r][t] += min[t] * row_sum;
-      }
-      ++sum;
-    }
-
-    // weights(step, tile): four vectors of each tile. All rows take a step before the next one, as each waits five
-    // cycles for its sum.
-    template <int kRows, int kTiles, class Weights>
-    FASTINFER_INLINE void add_run(Weights&& weights, const f32v (&scale)[kTiles], f32v (&acc)[kRows][kTiles]) {
-      i32v dots[kRows * kParts][kTiles];
+  // Adds the products of a block's run with kRows rows. weights(step, tile): four
+  // vectors of each tile. All rows take a step before the next one, as each waits five cycles for its sum.
+  template <int kRows, int kTiles, class Weights>
+  FASTINFER_INLINE static void add_run(const Block* block, int run, Weights&& weights, const f32v (&scale)[kTiles],
+                                       f32v (&acc)[kRows][kTiles]) {
+    i32v dots[kRows * kParts][kTiles];
 #pragma GCC unroll 4
-      for (int step = 0; step < kRunSteps; ++step) {
-        u8v w[kTiles];
+    for (int step = 0; step < kRunSteps; ++step) {
+      u8v w[kTiles];
 #pragma GCC unroll 2
-        for (int t = 0; t < kTiles; ++t) w[t] = in_register(weights(step, t));
+      for (int t = 0; t < kTiles; ++t) w[t] = in_register(weights(step, t));
 #pragma GCC unroll 8
-        for (int r = 0; r < kRows * kParts; ++r) {
-          const int8_t* four = q + r * k + 4 * step;
-          const i32v start = (i32v)broadcast(Run::kStart);
-          if constexpr (kTiles == 1) {
-            dots[r][0] = dpbusd(step == 0 ? start : dots[r][0], w[0], four);
-          } else {
-            const i8v activations = in_register((i8v)broadcast_word(four));
+      for (int i = 0; i < kRows * kParts; ++i) {
+        const int8_t* four = block[i / kParts].q[i % kParts] + run * kRunInputs + 4 * step;
+        const i32v start = (i32v)broadcast(Run::kStart);
+        if constexpr (kTiles == 1) {
+          dots[i][0] = dpbusd(step == 0 ? start : dots[i][0], w[0], four);
+        } else {
+          const i8v activations = in_register((i8v)broadcast_word(four));
 #pragma GCC unroll 2
-            for (int t = 0; t < kTiles; ++t) dots[r][t] = dpbusd(step == 0 ? start : dots[r][t], w[t], activations);
-          }
+          for (int t = 0; t < kTiles; ++t) dots[i][t] = dpbusd(step == 0 ? start : dots[i][t], w[t], activations);
         }
       }
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows * kParts; ++r) {
-        const f32v value = in_register(broadcast(multiplier[r * runs].value));
-        const f32v bias = in_register(broadcast(multiplier[r * runs].bias));
-#pragma GCC unroll 2
-        for (int t = 0; t < kTiles; ++t) {
-          acc[r / kParts][t] += fused_multiply_add((f32v)dots[r][t], value, bias) * scale[t];
-        }
-      }
-      q += kRunInputs;
-      ++multiplier;
     }
-  };
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows * kParts; ++i) {
+      const auto& multiplier = block[i / kParts].multiplier[i % kParts][run];
+      const f32v value = in_register(broadcast(multiplier.value)), bias = in_register(broadcast(multiplier.bias));
+#pragma GCC unroll 2
+      for (int t = 0; t < kTiles; ++t) {
+        acc[i / kParts][t] += fused_multiply_add((f32v)dots[i][t], value, bias) * scale[t];
+      }
+    }
+  }
+
+  template <int kRows, int kTiles>
+  FASTINFER_INLINE static void add_min(const Block* block, const f32v (&min)[kTiles], f32v (&acc)[kRows][kTiles]) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const f32v sum = in_register(broadcast(block[r].sum));
+#pragma GCC unroll 2
+      for (int t = 0; t < kTiles; ++t) acc[r][t] += min[t] * sum;
+    }
+  }
 
   // Adds the products with blocks begin .. end - 1 to sums, which it begins and ends.
   template <int kRows, int kTiles>
@@ -162,16 +148,20 @@ struct ByteKernel {
         for (int t = 0; t < kTiles; ++t) acc[r][t] = load(sums + r * stride + t * kTileRows);
       }
     }
-    Rows rows(*this, row, begin);
-    for (const auto* stop = panel + (end - begin); panel < stop; ++panel) {
-      rows.template add_min<kRows, kTiles>(panel->mins, acc);
+    const int64_t blocks = p.k / kBlockInputs;
+    const Block* block = x.at(row, begin);
+    for (const auto* stop = panel + (end - begin); panel < stop; ++panel, block += x.stride) {
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) __builtin_prefetch(block + 2 * x.stride + r);  // too far apart for the hardware
+      add_min<kRows, kTiles>(block, panel->mins, acc);
 #pragma GCC unroll 2
       for (int run = 0; run < 2; ++run) {
-        rows.template add_run<kRows, kTiles>(
-            [&](int step, int t) { return load_as<u8v>(panel->weights[run][step][t]); }, panel->scales, acc);
+        add_run<kRows, kTiles>(
+            block, run, [&](int step, int t) { return load_as<u8v>(panel->weights[run][step][t]); }, panel->scales,
+            acc);
       }
     }
-    const bool last = end == p.k / kBlockInputs;
+    const bool last = end == blocks;
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const float scale = last ? x.scale[row + r] : 1.0f;

@@ -61,16 +61,16 @@ struct IntegerKernel {
   template <int kRows, class Factor>
   FASTINFER_INLINE void add_sums(int64_t row, f32v (&acc)[kRows][Format::kVectors], Factor&& factor) const {
     const int64_t blocks = p.k / kBlockInputs;
-    const float* sums = x.sum + row * blocks;
+    const ActivationBlock<Run>* block = x.at(row, 0);
     for (int64_t at = 0, b = 0; b < blocks; at += kTileRows) {
       f32v factors[Format::kVectors];
 #pragma GCC unroll 2
       for (int v = 0; v < Format::kVectors; ++v) factors[v] = factor(at + v * kLanes);
-      for (const int64_t end = b + p.weight.group_blocks; b < end; ++b) {
+      for (const int64_t end = b + p.weight.group_blocks; b < end; ++b, block += x.stride) {
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
-          for (int v = 0; v < Format::kVectors; ++v) acc[r][v] += factors[v] * sums[r * blocks + b];
+          for (int v = 0; v < Format::kVectors; ++v) acc[r][v] += factors[v] * block[r].sum;
         }
       }
     }
@@ -80,12 +80,11 @@ struct IntegerKernel {
   FASTINFER_INLINE void add_products(int64_t tile, int vector, int64_t row,
                                      f32v (&acc)[kRows][Format::kVectors]) const {
     constexpr int kVectors = Format::kVectors;
-    const int64_t blocks = p.k / kBlockInputs, groups = blocks / p.weight.group_blocks, runs = p.k / kRunInputs;
+    const int64_t blocks = p.k / kBlockInputs, groups = blocks / p.weight.group_blocks;
     const Scale* scales = static_cast<const Scale*>(p.weight.scales) + tile * groups * kTileRows + vector * kLanes;
     const uint8_t* weight =
         static_cast<const uint8_t*>(p.weight.q) + tile * blocks * Format::kBlockBytes + vector * kLanes * 4;
-    const auto* q = x.q + row * p.k;
-    const auto* multiplier = x.multiplier + row * runs;
+    const ActivationBlock<Run>* block = x.at(row, 0);
     for (int64_t group = 0; group < groups; ++group, scales += kTileRows) {
       f32v scale[kVectors];
 #pragma GCC unroll 2
@@ -102,7 +101,8 @@ struct IntegerKernel {
           for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
             for (int v = 0; v < kVectors; ++v) {
-              dots[r][v].add(weights[v], q + r * p.k + run * kRunInputs, multiplier + r * runs + run);
+              const ActivationBlock<Run>& row_block = block[r];
+              dots[r][v].add(weights[v], row_block.q[0] + run * kRunInputs, &row_block.multiplier[0][run]);
             }
           }
         }
@@ -110,8 +110,7 @@ struct IntegerKernel {
           for (int i = 0; i < Format::kBlockBytes; i += 64) __builtin_prefetch(weight + i + kPrefetchBytes);
         }
         weight += Format::kBlockBytes;
-        q += kBlockInputs;
-        multiplier += 2;
+        block += x.stride;
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2

@@ -21,12 +21,25 @@ inline constexpr int32_t kLargestMultiplier = 4095;
 template <int kBits>
 inline constexpr float kLargestActivation = kBits == 8 ? 127.0f : 8191.0f;
 
+// 32 inputs of a row, with all that their products need: one pointer per row, and one cache line of bytes.
+template <class Run>
+struct alignas(64) ActivationBlock {
+  typename Run::X q[Run::kParts][kBlockInputs];
+  typename Run::Multiplier multiplier[Run::kParts][2];  // of its runs
+  float sum;  // of multiplier * q, by which the weights' minimum is multiplied
+};
+
 template <class Run>
 struct QuantizedRows {
-  const typename Run::X* q;                    // [m, parts, k]
-  const typename Run::Multiplier* multiplier;  // [m, parts, k / 16]
-  const float* sum;    // [m, k / 32]: sum of multiplier * q, by which the weights' minimum is multiplied
+  // [k / 32, stride]: neighbours are rows, so that those of a product lie at constant distances from one pointer. Odd,
+  // a stride spreads a row's blocks over the sets of the caches.
+  const ActivationBlock<Run>* blocks;
+  int64_t stride;
   const float* scale;  // [m]
+
+  const ActivationBlock<Run>* at(int64_t row, int64_t block) const {
+    return blocks + block * stride + row;
+  }
 };
 
 // kLanes largest magnitudes of a run, as the bits of fp32: integers order those like numbers, and a NaN above all.
@@ -40,20 +53,19 @@ FASTINFER_INLINE i32v magnitudes_of(const float* x) {
   return largest;
 }
 
-// The parts of kLanes inputs, at p and, if there are two, k further on.
+// kLanes inputs of a block's parts.
 template <int kParts>
-FASTINFER_INLINE void store_activations(int8_t* p, int64_t k, i32v q) {
+FASTINFER_INLINE void store_activations(int8_t (&out)[kParts][kBlockInputs], int input, i32v q) {
   if constexpr (kParts == 1) {
-    store_bytes(p, q);
+    store_bytes(out[0] + input, q);
   } else {
-    store_bytes(p, q >> 7);
-    store_bytes(p + k, q & 127);
+    store_bytes(out[0] + input, q >> 7);
+    store_bytes(out[1] + input, q & 127);
   }
 }
 
 // Four inputs in the order 0, 2, 1, 3: see WideRun.
-template <int kParts>
-FASTINFER_INLINE void store_activations(int16_t* p, int64_t, i32v q) {
+FASTINFER_INLINE void store_activations(int16_t (&out)[1][kBlockInputs], int input, i32v q) {
   u16x8 low[kLanes / 8];
   i32x8 parts[kLanes / 8];
   std::memcpy(parts, &q, sizeof(q));
@@ -62,28 +74,27 @@ FASTINFER_INLINE void store_activations(int16_t* p, int64_t, i32v q) {
     const u16x16 order = {0, 4, 2, 6, 8, 12, 10, 14}, halves = __builtin_shuffle((u16x16)parts[i], order);
     std::memcpy(&low[i], &halves, sizeof(low[i]));
   }
-  std::memcpy(p, low, sizeof(low));
+  std::memcpy(out[0] + input, low, sizeof(low));
 }
 
-// q = round to nearest even of x * inverse. Returns kLanes sums of q.
+// q = round to nearest even of x * inverse, of a block's run. Returns kLanes sums of q.
 template <class Run>
-FASTINFER_INLINE i32v quantize_run(const float* x, float inverse, typename Run::X* out, int64_t k) {
+FASTINFER_INLINE i32v quantize_run(const float* x, float inverse, int run, ActivationBlock<Run>& out) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest even integer in the low bits
   i32v sum{};
 #pragma GCC unroll 2
   for (int i = 0; i < kRunInputs; i += kLanes) {
     const i32v q = (i32v)(load(x + i) * inverse + kRound) - (i32v)broadcast(kRound);
     sum += q;
-    store_activations<Run::kParts>(out + i, k, q);
+    store_activations(out.q, run * kRunInputs + i, q);
   }
   return sum;
 }
 
-// One row of x, in fp32, to q, a multiplier per run and a sum per block. Returns the row's scale. `work` holds
-// 2 k / 16 numbers, each k / 16 rounded up to whole vectors.
+// One row of x, in fp32. Returns its scale. `work` holds 2 k / 16 numbers, each k / 16 rounded up to whole vectors.
 template <class Run>
-float quantize_row(const float* x, int64_t k, float largest, float* work, typename Run::X* q,
-                   typename Run::Multiplier* multiplier, float* block_sums) {
+float quantize_row(const float* x, int64_t k, float largest, float* work, ActivationBlock<Run>* blocks,
+                   int64_t stride) {
   const int64_t runs = k / kRunInputs, padded = (runs + kLanes - 1) / kLanes * kLanes;
   auto* multipliers = reinterpret_cast<int32_t*>(work);
   float* inverses = work + padded;
@@ -97,9 +108,9 @@ float quantize_row(const float* x, int64_t k, float largest, float* work, typena
   const float steps = largest * kLargestMultiplier, inverse = steps / amax;
   // So small that this overflows, infinite or NaN: integers of 0, and a scale that keeps what is not finite.
   if (!(inverse <= FLT_MAX && amax <= FLT_MAX)) {
-    std::fill_n(q, Run::kParts * k, typename Run::X{0});
-    std::fill_n(multiplier, Run::kParts * runs, Run::multiplier(1));
-    std::fill_n(block_sums, k / kBlockInputs, 0.0f);
+    ActivationBlock<Run> zero{};
+    for (auto& part : zero.multiplier) std::fill_n(part, 2, Run::multiplier(1));
+    for (int64_t b = 0; b < runs / 2; ++b) blocks[b * stride] = zero;
     return amax <= FLT_MAX ? 0.0f : NAN;
   }
   for (int64_t run = 0; run < runs; run += kLanes) {
@@ -110,42 +121,34 @@ float quantize_row(const float* x, int64_t k, float largest, float* work, typena
     store_as(multipliers + run, m);
     store(inverses + run, inverse / to_f32(m));
   }
-  for (int64_t block = 0; block < runs / 2; ++block) {
+  for (int64_t b = 0; b < runs / 2; ++b) {
+    ActivationBlock<Run>& block = blocks[b * stride];
     i32v sum{};
 #pragma GCC unroll 2
-    for (int64_t run = 2 * block; run < 2 * block + 2; ++run) {
-      sum += quantize_run<Run>(x + run * kRunInputs, inverses[run], q + run * kRunInputs, k) * multipliers[run];
-      if constexpr (Run::kParts == 1) {
-        multiplier[run] = Run::multiplier(multipliers[run]);
-      } else {
-        multiplier[run] = Run::multiplier(multipliers[run] * 128);
-        multiplier[runs + run] = Run::multiplier(multipliers[run]);
-      }
+    for (int run = 0; run < 2; ++run) {
+      const int64_t at = 2 * b + run;
+      sum += quantize_run(x + at * kRunInputs, inverses[at], run, block) * multipliers[at];
+      block.multiplier[Run::kParts - 1][run] = Run::multiplier(multipliers[at]);
+      if constexpr (Run::kParts == 2) block.multiplier[0][run] = Run::multiplier(multipliers[at] * 128);
     }
-    block_sums[block] = static_cast<float>(reduce_add(sum));
+    block.sum = static_cast<float>(reduce_add(sum));
   }
   return amax / steps;
 }
 
 template <class Run, int kBits>
 QuantizedRows<Run> quantize_rows(const GemmParams& p) {
-  using Multiplier = typename Run::Multiplier;
-  static_assert(sizeof(Multiplier) % sizeof(float) == 0);
-  constexpr int kMultiplierFloats = Run::kParts * sizeof(Multiplier) / sizeof(float);
-  const int64_t runs = p.k / kRunInputs, blocks = p.k / kBlockInputs;
-  auto* q = scratch_array<typename Run::X>(kQuantized, p.m * Run::kParts * p.k);
-  float* scale = scratch_array<float>(kScales, p.m * (1 + blocks + kMultiplierFloats * runs));
-  float* sum = scale + p.m;
-  auto* multiplier = reinterpret_cast<Multiplier*>(sum + p.m * blocks);
+  const int64_t runs = p.k / kRunInputs, stride = p.m | 1;
+  auto* blocks = scratch_array<ActivationBlock<Run>>(kQuantized, p.k / kBlockInputs * stride);
+  float* scale = scratch_array<float>(kScales, p.m);
   parallel_for(p.m, [&](int64_t begin, int64_t end) {
     float* x = scratch_array<float>(kRowBuffer, p.k + 2 * (runs + kLanes));
     for (int64_t row = begin; row < end; ++row) {
       load_row(p, row, x);
-      scale[row] = quantize_row<Run>(x, p.k, kLargestActivation<kBits>, x + p.k, q + row * Run::kParts * p.k,
-                                     multiplier + row * Run::kParts * runs, sum + row * blocks);
+      scale[row] = quantize_row<Run>(x, p.k, kLargestActivation<kBits>, x + p.k, blocks + row, stride);
     }
   });
-  return {.q = q, .multiplier = multiplier, .sum = sum, .scale = scale};
+  return {.blocks = blocks, .stride = stride, .scale = scale};
 }
 
 }  // namespace fastinfer::cpu::FASTINFER_ISA
