@@ -275,6 +275,18 @@ class QuantizedGemmTests:
             ]
             assert_bitwise(torch.cat(chunks), one)
 
+    @pytest.mark.parametrize("out_features", [48, 64])
+    def test_many_rows_in_several_parts(self, out_features: int, device: str) -> None:
+        """More rows and inputs than a kernel unpacks weights for at once; tiles in pairs, and one without another."""
+        x = torch.randn(200, 800, device=device)
+        weight = random_weight(self.bits, out_features, 800, device=device)
+        self.assert_exact(x, weight)
+        self.assert_quantized(x, weight)
+        self.assert_nearly_exact(x, weight)
+        for activation_bits in (32, 16, 8):
+            alone = [self.run(rows, weight, activation_bits=activation_bits) for rows in x.split(7)]
+            assert_bitwise(torch.cat(alone), self.run(x, weight, activation_bits=activation_bits))
+
     @pytest.mark.parametrize("case", BAD)
     def test_errors_name_the_argument(self, case: str) -> None:
         argument, change = BAD[case]

@@ -47,7 +47,7 @@ def test_every_instruction_set_has_its_own(isa: str) -> None:
     """Operations of a step follow from the registers' width: 16, 32 or 64 bytes."""
     code = (
         "import torch; from fastinfer import _C;"
-        "print(*(_C.roofline(name, b'', 1)[0] / 1024 / 10 for name in ('byte_dot', 'fp32_fma')))"
+        "print(*(_C.roofline(name, b'', 1)[0] / 1024 / 12 for name in ('byte_dot', 'fp32_fma')))"
     )
     environment = os.environ | {"FASTINFER_CPU_ISA": isa, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)

@@ -29,7 +29,7 @@ FASTINFER_INLINE i32v multiply_add(i32v sum, i8v w, i8v x) {
 
 // Lanes are weight rows. Sums are int32, and so the same in every order.
 struct W8a8Kernel {
-  static constexpr int kMaxRows = 4;
+  static constexpr int kMaxRows = kLanes == 16 ? 8 : 4;  // of 32 or 16 registers
   static constexpr int kSteps = kBlockInputs / 4, kStepBytes = kTileRows * 4;
 
   const W8a8GemmParams& p;
@@ -44,7 +44,7 @@ struct W8a8Kernel {
       i32v sums[kRows] = {};
       for (int64_t s = 0; s < steps; ++s) {
         const i8v w = load_as<i8v>(weight + s * kStepBytes);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) sums[r] = multiply_add(sums[r], w, (i8v)broadcast_word(x + r * p.k + 4 * s));
       }
       const f32v scale = scales(tile * kTileRows + half * kLanes);
