@@ -6,14 +6,14 @@
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 
-// y = scale_x * sum over blocks of (min_w * (sum of x) + sum over runs and parts of x of scale_w * (multiplier_x
-// dot(q_w, q_x))), with the minimum of the unsigned weights that the instruction wants.
+// y = scale_x * sum over blocks of (min_w * (sum of x) + sum over runs of scale_w * (multiplier_x dot(q_w, q_x))), with
+// the minimum of the unsigned weights that the instruction wants.
 template <class Format, class Scale, int kBits>
 struct ByteKernel {
   using Run = ByteRun<kBits>;
   using Block = ActivationBlock<Run>;
   static constexpr int kParts = Run::kParts;
-  static constexpr int kMaxRows = 8 / kParts;
+  static constexpr int kMaxRows = 8;
 
   const QuantizedGemmParams& p;
   QuantizedRows<Run> x;
@@ -39,7 +39,7 @@ struct ByteKernel {
 
   // With more rows, the weights of two tiles are unpacked once for all of a block's rows: broadcast activations serve
   // both tiles, and 6 rows by 2 vectors of dot products leave registers for their operands.
-  static constexpr int kPanelFrom = 16 / kParts, kPanelTiles = 2, kPanelRows = 192;
+  static constexpr int kPanelFrom = 16, kPanelTiles = 2, kPanelRows = 192;
   static constexpr int64_t kMostPanelBlocks = 24;  // 24 KB for two tiles
 
   template <int kTiles>
@@ -62,9 +62,9 @@ struct ByteKernel {
           if (end == blocks) done(row, kRows);
         }
       };
-      step.template operator()<6 / kParts>();
-      step.template operator()<4 / kParts>();
-      step.template operator()<2 / kParts>();
+      step.template operator()<6>();
+      step.template operator()<4>();
+      step.template operator()<2>();
       step.template operator()<1>();
     }
   }
@@ -91,39 +91,47 @@ struct ByteKernel {
                                         });
   }
 
-  // Adds the products of a block's run with kRows rows. weights(step, tile): four
-  // vectors of each tile. All rows take a step before the next one, as each waits five cycles for its sum.
+  // Adds the products of a block's run with kRows rows. weights(step, tile): four vectors of each tile. All rows take a
+  // step before the next one, as each waits five cycles for its sum.
   template <int kRows, int kTiles, class Weights>
   FASTINFER_INLINE static void add_run(const Block* block, int run, Weights&& weights, const f32v (&scale)[kTiles],
                                        f32v (&acc)[kRows][kTiles]) {
-    i32v dots[kRows * kParts][kTiles];
-#pragma GCC unroll 4
-    for (int step = 0; step < kRunSteps; ++step) {
+    i32v dots[kRows][kTiles];
+#pragma GCC unroll 8
+    for (int i = 0; i < kParts * kRunSteps; ++i) {
+      const int part = i / kRunSteps, step = i % kRunSteps;
       u8v w[kTiles];
 #pragma GCC unroll 2
       for (int t = 0; t < kTiles; ++t) w[t] = in_register(weights(step, t));
 #pragma GCC unroll 8
-      for (int i = 0; i < kRows * kParts; ++i) {
-        const int8_t* four = block[i / kParts].q[i % kParts] + run * kRunInputs + 4 * step;
-        const i32v start = (i32v)broadcast(Run::kStart);
-        if constexpr (kTiles == 1) {
-          dots[i][0] = dpbusd(step == 0 ? start : dots[i][0], w[0], four);
-        } else {
-          const i8v activations = in_register((i8v)broadcast_word(four));
+      for (int r = 0; r < kRows; ++r) {
+        const int8_t* four = block[r].q[part] + run * kRunInputs + 4 * step;
+        i8v activations;
+        if constexpr (kTiles > 1) activations = in_register((i8v)broadcast_word(four));
 #pragma GCC unroll 2
-          for (int t = 0; t < kTiles; ++t) dots[i][t] = dpbusd(step == 0 ? start : dots[i][t], w[t], activations);
+        for (int t = 0; t < kTiles; ++t) {
+          const i32v sum = i == 0 ? i32v{} + Run::kStart : step == 0 ? dots[r][t] << 7 : dots[r][t];
+          if constexpr (kTiles > 1) {
+            dots[r][t] = dpbusd(sum, w[t], activations);
+          } else {
+            dots[r][t] = dpbusd(sum, w[t], four);
+          }
         }
       }
     }
 #pragma GCC unroll 8
-    for (int i = 0; i < kRows * kParts; ++i) {
-      const auto& multiplier = block[i / kParts].multiplier[i % kParts][run];
-      const f32v value = in_register(broadcast(multiplier.value)), bias = in_register(broadcast(multiplier.bias));
+    for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
-      for (int t = 0; t < kTiles; ++t) {
-        acc[i / kParts][t] += fused_multiply_add((f32v)dots[i][t], value, bias) * scale[t];
-      }
+      for (int t = 0; t < kTiles; ++t) acc[r][t] += multiply(dots[r][t], block[r].multiplier[run]) * scale[t];
     }
+  }
+
+  FASTINFER_INLINE static f32v multiply(i32v dot, const ByteRun<8>::Multiplier& multiplier) {
+    return fused_multiply_add((f32v)dot, broadcast(multiplier.value), broadcast(multiplier.bias));
+  }
+
+  FASTINFER_INLINE static f32v multiply(i32v dot, float multiplier) {
+    return to_f32(dot) * multiplier;
   }
 
   template <int kRows, int kTiles>

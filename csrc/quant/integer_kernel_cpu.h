@@ -102,7 +102,7 @@ struct IntegerKernel {
 #pragma GCC unroll 2
             for (int v = 0; v < kVectors; ++v) {
               const ActivationBlock<Run>& row_block = block[r];
-              dots[r][v].add(weights[v], row_block.q[0] + run * kRunInputs, &row_block.multiplier[0][run]);
+              dots[r][v].add(weights[v], row_block.q[0] + run * kRunInputs, &row_block.multiplier[run]);
             }
           }
         }

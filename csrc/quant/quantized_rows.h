@@ -25,8 +25,8 @@ inline constexpr float kLargestActivation = kBits == 8 ? 127.0f : 8191.0f;
 template <class Run>
 struct alignas(64) ActivationBlock {
   typename Run::X q[Run::kParts][kBlockInputs];
-  typename Run::Multiplier multiplier[Run::kParts][2];  // of its runs
-  float sum;  // of multiplier * q, by which the weights' minimum is multiplied
+  typename Run::Multiplier multiplier[2];  // of its runs
+  float sum;                               // of multiplier * q, by which the weights' minimum is multiplied
 };
 
 template <class Run>
@@ -109,7 +109,7 @@ float quantize_row(const float* x, int64_t k, float largest, float* work, Activa
   // So small that this overflows, infinite or NaN: integers of 0, and a scale that keeps what is not finite.
   if (!(inverse <= FLT_MAX && amax <= FLT_MAX)) {
     ActivationBlock<Run> zero{};
-    for (auto& part : zero.multiplier) std::fill_n(part, 2, Run::multiplier(1));
+    std::fill_n(zero.multiplier, 2, Run::multiplier(1));
     for (int64_t b = 0; b < runs / 2; ++b) blocks[b * stride] = zero;
     return amax <= FLT_MAX ? 0.0f : NAN;
   }
@@ -128,8 +128,7 @@ float quantize_row(const float* x, int64_t k, float largest, float* work, Activa
     for (int run = 0; run < 2; ++run) {
       const int64_t at = 2 * b + run;
       sum += quantize_run(x + at * kRunInputs, inverses[at], run, block) * multipliers[at];
-      block.multiplier[Run::kParts - 1][run] = Run::multiplier(multipliers[at]);
-      if constexpr (Run::kParts == 2) block.multiplier[0][run] = Run::multiplier(multipliers[at] * 128);
+      block.multiplier[run] = Run::multiplier(multipliers[at]);
     }
     block.sum = static_cast<float>(reduce_add(sum));
   }

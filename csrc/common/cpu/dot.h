@@ -7,6 +7,8 @@
 // bits.
 #pragma once
 
+#include <bit>
+
 #include "common/cpu/vec.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {
@@ -36,22 +38,38 @@ struct RunBytes {
 
 #if defined(FASTINFER_AVX512_VNNI)
 
-// Runs of weights 0..255, and x in kParts rows of bytes: x itself, or x / 128 rounded down and the remainder, 0..127.
+// Runs of weights 0..255 with x in kParts rows of bytes: x itself, or x / 128 rounded down and the remainder, 0..127.
+// The sums of products begin with kStart, and are shifted by 7 bits from the first part to the second.
 template <int kBits>
-struct ByteRun {
-  using X = int8_t;
-  static constexpr int kParts = kBits / 8;
+struct ByteRun;
 
-  // A dot product that starts with the bits of kStart ends with those of kStart + dot: |dot| <= 16 * 255 * 128 < 2^22
-  // away from 1.5 * 2^23, where the last place is 1, it has become fp32 without a conversion. Then (kStart + dot) *
-  // value + bias rounds dot * value, and nothing else: kStart * value has 14 bits.
-  static constexpr float kStart = 12582912.0f;
+template <>
+struct ByteRun<8> {
+  using X = int8_t;
+  static constexpr int kParts = 1;
+
+  // |dot| <= 16 * 255 * 128 < 2^22: a sum that starts with the bits of 1.5 * 2^23, where the last place is 1, ends with
+  // those of 1.5 * 2^23 + dot in fp32, without a conversion. Then (1.5 * 2^23 + dot) * value + bias rounds dot * value,
+  // and nothing else: 1.5 * 2^23 * value has 14 bits.
+  static constexpr int32_t kStart = std::bit_cast<int32_t>(12582912.0f);
   struct Multiplier {
     float value, bias;
   };
 
   static Multiplier multiplier(int32_t value) {
-    return {static_cast<float>(value), static_cast<float>(value) * -kStart};
+    return {static_cast<float>(value), static_cast<float>(value) * -12582912.0f};
+  }
+};
+
+template <>
+struct ByteRun<16> {
+  using X = int8_t;
+  static constexpr int kParts = 2;
+  static constexpr int32_t kStart = 0;  // |dot| <= 16 * 255 * 8191 < 2^25 is converted
+  using Multiplier = float;
+
+  static float multiplier(int32_t value) {
+    return static_cast<float>(value);
   }
 };
 
