@@ -177,12 +177,13 @@ class QuantizedGemmTests:
         out, exact = self.run(x, weight, activation_bits=8), reference.gemm(x, weight.dense)
         assert (out.double() - exact).abs().mean() < 1.5e-2 * exact.abs().mean()
 
-    def test_representable_activations_lose_nothing(self, device: str) -> None:
-        """Integers with 127 in every block have scale 1: the integer path must then be exact."""
-        x = torch.randint(-127, 128, (33, 576), device=device).float()
-        x[:, ::16] = 127
+    @pytest.mark.parametrize(("activation_bits", "largest"), [(8, 127), (16, 8191)])
+    def test_representable_activations_lose_nothing(self, activation_bits: int, largest: int, device: str) -> None:
+        """Integers with the largest one in every run have scale 1: the integer path must then be exact."""
+        x = torch.randint(-largest, largest + 1, (33, 576), device=device).float()
+        x[:, ::16] = largest
         weight = random_weight(self.bits, 49, 576, device=device)
-        out = self.run(x, weight, activation_bits=8)
+        out = self.run(x, weight, activation_bits=activation_bits)
         assert_rounded(out, reference.gemm(x, weight.dense), slack=1e-5)
 
     def test_activations_round_half_to_even(self, device: str) -> None:
@@ -275,17 +276,24 @@ class QuantizedGemmTests:
             ]
             assert_bitwise(torch.cat(chunks), one)
 
-    @pytest.mark.parametrize("out_features", [48, 64])
-    def test_many_rows_in_several_parts(self, out_features: int, device: str) -> None:
-        """More rows and inputs than a kernel unpacks weights for at once; tiles in pairs, and one without another."""
-        x = torch.randn(200, 800, device=device)
-        weight = random_weight(self.bits, out_features, 800, device=device)
-        self.assert_exact(x, weight)
-        self.assert_quantized(x, weight)
-        self.assert_nearly_exact(x, weight)
+    @pytest.mark.parametrize(
+        ("out_features", "group", "mins", "activation"),
+        [(48, 32, True, None), (64, 160, False, None), (64, 160, True, "silu")],
+    )
+    def test_many_rows_in_several_parts(
+        self, out_features: int, group: int, mins: bool, activation: str | None, device: str
+    ) -> None:
+        """More rows (192) and inputs (12 of the 25 blocks, within a group) than a kernel unpacks weights for at once;
+        tiles in pairs, and one without another."""
+        x = torch.randn(192 + 25, 800, device=device)
+        weight = random_weight(self.bits, out_features, 800, group, mins=mins, device=device)
+        options = {} if activation is None else {"activation": activation}
+        self.assert_exact(x, weight, **options)
+        self.assert_quantized(x, weight, **options)
+        self.assert_nearly_exact(x, weight, **options)
         for activation_bits in (32, 16, 8):
-            alone = [self.run(rows, weight, activation_bits=activation_bits) for rows in x.split(7)]
-            assert_bitwise(torch.cat(alone), self.run(x, weight, activation_bits=activation_bits))
+            alone = [self.run(rows, weight, activation_bits=activation_bits, **options) for rows in x.split(7)]
+            assert_bitwise(torch.cat(alone), self.run(x, weight, activation_bits=activation_bits, **options))
 
     @pytest.mark.parametrize("case", BAD)
     def test_errors_name_the_argument(self, case: str) -> None:

@@ -84,13 +84,23 @@ def test_experts_without_rows_are_not_read(form: str, options: dict[str, Any], d
     assert_bitwise(stack.run(x, ids, **options).isnan().all(1), ids.flatten() == 5)
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_all_tokens_to_one_expert(form: str, device: str) -> None:
+@pytest.mark.parametrize(("form", "options"), PRODUCTS)
+def test_all_tokens_to_one_expert(form: str, options: dict[str, Any], device: str) -> None:
     stack = ExpertStack(form, 5, 33, 64)
     x = torch.randn(70, 64)
     for expert in (0, 4):
         ids = torch.full((70, 1), expert)
-        assert_bitwise(stack.run(x, ids), stack.run_expert(expert, x))
+        assert_bitwise(stack.run(x, ids, **options), stack.run_expert(expert, x, **options))
+
+
+@pytest.mark.parametrize(("form", "options"), PRODUCTS)
+def test_many_rows_of_few_experts(form: str, options: dict[str, Any], device: str) -> None:
+    """Weights that are unpacked for many rows at once, which begin anywhere."""
+    ids = torch.tensor([[0, 2]]).expand(90, 2).clone()
+    ids[:37, 0] = 1
+    stack = ExpertStack(form, 3, 64, 96)
+    x = torch.randn(90, 96)
+    assert_bitwise(stack.run(x, ids, **options), expert_by_expert(stack, x, ids, **options))
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -264,7 +264,9 @@ CACHES = [torch.float16, torch.int8, torch.float8_e4m3fn]
 
 
 @pytest.mark.parametrize("cache_dtype", CACHES)
-@pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), [(1, 1, 64), (8, 2, 128), (7, 1, 13), (9, 1, 80)])
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "head_dim"), [(1, 1, 64), (8, 2, 128), (7, 1, 13), (3, 1, 13), (9, 1, 80)]
+)
 def test_rows_decode_and_prefill_alike(q_heads: int, kv_heads: int, head_dim: int, cache_dtype: torch.dtype) -> None:
     """However many rows share a tile, and whether they read the cache itself or its copy."""
     float_cache = cache_dtype == torch.float16
@@ -498,18 +500,31 @@ def test_nan_in_a_visible_key_or_in_the_query_shows(context: int) -> None:
     assert attend(torch.full_like(q, torch.nan), k).isnan().all()
 
 
+@pytest.mark.parametrize("poisoned", ["k_cache", "v_cache"])
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("window", [0, 1, 40])
-def test_nan_in_a_value_shows_to_those_that_see_it_alone(window: int, heads: int) -> None:
+def test_nan_in_the_cache_shows_to_those_that_see_it_alone(window: int, heads: int, poisoned: str) -> None:
     """Not to other queries of its tile, as 0 times NaN."""
     batch = make_batch([(140, 140)], heads, 1, 64)
     for position in (0, 61, 66, 130, 139):
-        v_cache = batch.v_cache.clone()
-        v_cache[batch.block_table[0, position // 16], position % 16] = torch.nan
-        out = ops.paged_attention(**(vars(batch) | {"v_cache": v_cache}), window=window)
+        cache = vars(batch)[poisoned].clone()
+        cache[batch.block_table[0, position // 16], position % 16] = torch.nan
+        out = ops.paged_attention(**(vars(batch) | {poisoned: cache}), window=window)
         end = position + window if window else 140
         assert_bitwise(out.isnan().all(-1).all(-1), torch.tensor([position <= query < end for query in range(140)]))
         assert_bitwise(out.isnan().any(-1).any(-1), out.isnan().all(-1).all(-1))
+
+
+def test_nan_in_a_query_shows_in_its_head_alone() -> None:
+    batch = make_batch([(140, 140)], 3, 1, 64)
+    clean = batch.run()
+    for token, head in ((0, 0), (70, 1), (139, 2)):
+        q = batch.q.clone()
+        q[token, head, 5] = torch.nan
+        out = ops.paged_attention(**(vars(batch) | {"q": q}))
+        assert out[token, head].isnan().all()
+        out[token, head] = clean[token, head]
+        assert_bitwise(out, clean)
 
 
 def int32(*values: int) -> Tensor:

@@ -1,6 +1,7 @@
 // Attention of a tile of query rows - some tokens times the heads that share a KV head - over tiles of the cache.
 #pragma once
 
+#include <algorithm>
 #include <utility>
 
 #include "attention/attention_products_cpu.h"
@@ -150,9 +151,11 @@ class RowAttention {
   template <bool kAhead, class K>
   void multiply_keys_of_tile(const K* const* keys, const K* const* next_keys) {
 #if defined(FASTINFER_AVX512_VNNI)
-    if (!kAhead && count_ >= kTransposeFrom) {
-      transpose_keys(keys_, columns_, transposed_keys_);
-      return multiply_transposed_keys(q_, columns_, seen_, count_, transposed_keys_, scores_);
+    if constexpr (!kAhead) {
+      if (count_ >= kTransposeFrom) {
+        transpose_keys(keys_, columns_, transposed_keys_);
+        return multiply_transposed_keys(q_, columns_, seen_, count_, transposed_keys_, scores_);
+      }
     }
 #endif
     multiply_keys<kAhead>(q_, columns_, seen_, count_, keys, next_keys, scores_);

@@ -3,8 +3,6 @@
 // logits.
 #pragma once
 
-#include <algorithm>
-
 #include "attention/kv_tile_cpu.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {
@@ -14,7 +12,7 @@ namespace fastinfer::cpu::FASTINFER_ISA {
 // From so many rows on transposing pays.
 inline constexpr int kTransposeFrom = 16;
 
-// 16 rows of 16 numbers, `stride` apart, to columns.
+// 16 rows of 16 numbers to columns.
 FASTINFER_INLINE void transpose16(const float* from, int from_stride, float* to, int to_stride) {
   f32v a[16], b[16];
 #pragma GCC unroll 16
@@ -78,9 +76,10 @@ FASTINFER_INLINE void multiply_transposed_block(const float* q, int columns, con
       for (int d = 4 * quarter + lane + kLanes; d < columns; d += kLanes) add(d, false);
 #pragma GCC unroll 16
       for (int i = 0; i < kRows * kVectors; ++i) {
-        if (lane % 2 == 0) pair[i] = sums[i];
-        if (lane == 1) total[i] = pair[i] + sums[i];
-        if (lane == 3) total[i] += pair[i] + sums[i];
+        const f32v sum = in_register(sums[i]);  // or a lone product might be fused with the addition
+        if (lane % 2 == 0) pair[i] = sum;
+        if (lane == 1) total[i] = pair[i] + sum;
+        if (lane == 3) total[i] += pair[i] + sum;
       }
     }
   }

@@ -19,7 +19,9 @@
 namespace fastinfer::cpu::FASTINFER_ISA {
 
 inline constexpr int kHalves = kTileRows / kLanes;  // vectors that hold a tile's 16 rows
-inline constexpr int kRowBlock = 64;                // rows of x between two visits to the epilogue: 8 KB of sums
+inline constexpr int kRowBlock = 64;                // rows of x whose sums are kept: 8 KB
+
+inline constexpr int64_t kUnitsPerThread = 8;  // so many that one more or less does not show
 
 // Slots of scratch memory.
 enum ScratchSlot { kActivations, kQuantized, kScales, kRowBuffer, kActiveExperts };
@@ -115,9 +117,10 @@ void for_each_unit(const GemmParams& p, int64_t units, const Fn& fn) {
 // to sums[kRows][stride]; kMaxRows is the most that it keeps in registers.
 //
 // Kernel::panel<kTiles>(tile, row, rows, sums, stride, done), if there is one, does so for any number of rows and, side
-// by side, kTiles tiles, of 1 to kPanelTiles; it is called for more than kPanelFrom rows, of which it gets kPanelRows
-// at once. It calls done(begin, count) for rows that are ready: their results, lines of the cache that lie a whole row
-// apart, are stored while it computes the next ones. (All at its end took 14 % of the time of QKV at 512 tokens.)
+// by side, kTiles tiles, of 1 to kPanelTiles; it is called for more than kPanelFrom rows, of which it gets at most
+// kPanelRows at once. It calls done(begin, count) for rows that are ready: their results, lines of the cache that lie a
+// whole row apart, are stored while it computes the next ones. (All at its end took 14 % of the time of QKV at 512
+// tokens.)
 template <class Kernel>
 void run_gemm(const GemmParams& p, const Kernel& kernel) {
   constexpr bool kHasPanel = requires { Kernel::kPanelFrom; };
@@ -128,7 +131,10 @@ void run_gemm(const GemmParams& p, const Kernel& kernel) {
   const int64_t tiles = (p.n + kTileRows - 1) / kTileRows;
   int tiles_per_unit = p.activation != Activation::kNone ? 2 : 1;
   if constexpr (kHasPanel) {
-    if (p.m > Kernel::kPanelFrom && tiles % Kernel::kPanelTiles == 0) {
+    // Pairs halve the units that threads share out: only where enough are left, and where experts have rows for panels.
+    const bool many_rows = p.m > int64_t{Kernel::kPanelFrom} * p.expert_rows.experts;
+    const bool many_tiles = tiles / Kernel::kPanelTiles * p.expert_rows.experts >= kUnitsPerThread * num_threads();
+    if (many_rows && many_tiles && tiles % Kernel::kPanelTiles == 0) {
       tiles_per_unit = std::max(tiles_per_unit, Kernel::kPanelTiles);
     }
   }

@@ -40,25 +40,25 @@ struct ByteKernel {
   // With more rows, the weights of two tiles are unpacked once for all of a block's rows: broadcast activations serve
   // both tiles, and 6 rows by 2 vectors of dot products leave registers for their operands.
   static constexpr int kPanelFrom = 16, kPanelTiles = 2, kPanelRows = 192;
-  static constexpr int64_t kMostPanelBlocks = 24;  // 24 KB for two tiles
+  static constexpr int64_t kMostPanelBlocks = 24;  // 30 KB for two tiles, of an L1 of 48 KB
 
   template <int kTiles>
   struct PanelBlock {
-    alignas(64) uint8_t weights[2][kRunSteps][kTiles][kTileRows * 4];
+    alignas(64) uint8_t bytes[2][kRunSteps][kTiles][kTileRows * 4];
     f32v scales[kTiles], mins[kTiles];
   };
 
   template <int kTiles, class Done>
   void panel(int64_t tile, int64_t row0, int rows, float* sums, int stride, const Done& done) const {
-    PanelBlock<kTiles> panel[kMostPanelBlocks];
+    PanelBlock<kTiles> unpacked[kMostPanelBlocks];
     const int64_t blocks = p.k / kBlockInputs, parts = (blocks + kMostPanelBlocks - 1) / kMostPanelBlocks;
     for (int64_t part = 0; part < parts; ++part) {
       const int64_t begin = blocks * part / parts, end = blocks * (part + 1) / parts;
-      for (int t = 0; t < kTiles; ++t) unpack(tile + t, begin, end, t, panel);
+      for (int t = 0; t < kTiles; ++t) unpack(tile + t, begin, end, t, unpacked);
       int row = 0;
       const auto step = [&]<int kRows>() {
         for (; row + kRows <= rows; row += kRows) {
-          multiply<kRows, kTiles>(panel, row0 + row, begin, end, sums + row * stride, stride);
+          multiply<kRows, kTiles>(unpacked, row0 + row, begin, end, sums + row * stride, stride);
           if (end == blocks) done(row, kRows);
         }
       };
@@ -75,7 +75,7 @@ struct ByteKernel {
   }
 
   template <int kTiles>
-  void unpack(int64_t tile, int64_t begin, int64_t end, int t, PanelBlock<kTiles>* panel) const {
+  void unpack(int64_t tile, int64_t begin, int64_t end, int t, PanelBlock<kTiles>* unpacked) const {
     for_each_block<Format, Scale, true>(p, tile, 0, begin, end,
                                         [&](int64_t, const uint8_t* weight, f32v scale, f32v min) {
 #pragma GCC unroll 2
@@ -83,11 +83,11 @@ struct ByteKernel {
                                             const RunBytes bytes = Format::load_unsigned(weight, run);
 #pragma GCC unroll 4
                                             for (int step = 0; step < kRunSteps; ++step)
-                                              store_as(panel->weights[run][step][t], bytes.step[step]);
+                                              store_as(unpacked->bytes[run][step][t], bytes.step[step]);
                                           }
-                                          panel->scales[t] = scale;
-                                          panel->mins[t] = unsigned_min(scale, min);
-                                          ++panel;
+                                          unpacked->scales[t] = scale;
+                                          unpacked->mins[t] = unsigned_min(scale, min);
+                                          ++unpacked;
                                         });
   }
 
@@ -122,15 +122,15 @@ struct ByteKernel {
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
-      for (int t = 0; t < kTiles; ++t) acc[r][t] += multiply(dots[r][t], block[r].multiplier[run]) * scale[t];
+      for (int t = 0; t < kTiles; ++t) acc[r][t] += scaled(dots[r][t], block[r].multiplier[run]) * scale[t];
     }
   }
 
-  FASTINFER_INLINE static f32v multiply(i32v dot, const ByteRun<8>::Multiplier& multiplier) {
+  FASTINFER_INLINE static f32v scaled(i32v dot, const ByteRun<8>::Multiplier& multiplier) {
     return fused_multiply_add((f32v)dot, broadcast(multiplier.value), broadcast(multiplier.bias));
   }
 
-  FASTINFER_INLINE static f32v multiply(i32v dot, float multiplier) {
+  FASTINFER_INLINE static f32v scaled(i32v dot, float multiplier) {
     return to_f32(dot) * multiplier;
   }
 
@@ -146,7 +146,7 @@ struct ByteKernel {
 
   // Adds the products with blocks begin .. end - 1 to sums, which it begins and ends.
   template <int kRows, int kTiles>
-  __attribute__((noinline)) void multiply(const PanelBlock<kTiles>* panel, int64_t row, int64_t begin, int64_t end,
+  __attribute__((noinline)) void multiply(const PanelBlock<kTiles>* weights, int64_t row, int64_t begin, int64_t end,
                                           float* sums, int stride) const {
     f32v acc[kRows][kTiles] = {};
     if (begin > 0) {
@@ -158,14 +158,14 @@ struct ByteKernel {
     }
     const int64_t blocks = p.k / kBlockInputs;
     const Block* block = x.at(row, begin);
-    for (const auto* stop = panel + (end - begin); panel < stop; ++panel, block += x.stride) {
+    for (const auto* stop = weights + (end - begin); weights < stop; ++weights, block += x.stride) {
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) __builtin_prefetch(block + 2 * x.stride + r);  // too far apart for the hardware
-      add_min<kRows, kTiles>(block, panel->mins, acc);
+      add_min<kRows, kTiles>(block, weights->mins, acc);
 #pragma GCC unroll 2
       for (int run = 0; run < 2; ++run) {
         add_run<kRows, kTiles>(
-            block, run, [&](int step, int t) { return load_as<u8v>(panel->weights[run][step][t]); }, panel->scales,
+            block, run, [&](int step, int t) { return load_as<u8v>(weights->bytes[run][step][t]); }, weights->scales,
             acc);
       }
     }

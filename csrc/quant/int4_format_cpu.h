@@ -10,7 +10,6 @@ namespace fastinfer::cpu::FASTINFER_ISA {
 struct Int4Format {
   static constexpr int kSteps = 4;  // of 8 inputs: low nibbles hold the first four, high ones the others
   static constexpr int kBlockBytes = kSteps * kTileRows * 4;
-  static constexpr int kVectors = kHalves;         // read together, to use a broadcast activation twice
   static constexpr float kSymmetricOffset = 8.0f;  // a weight without minimum is scale * (q - 8)
 
   FASTINFER_INLINE static RunBytes load_run(const uint8_t* block, int run) {
@@ -26,6 +25,8 @@ struct Int4Format {
     return load_run(block, run);
   }
 #else
+  static constexpr int kVectors = kHalves;  // read together, to use a broadcast activation twice
+
   template <int kBits>
   struct Products {
     using Run = std::conditional_t<kBits == 8, PairRun, WideRun>;

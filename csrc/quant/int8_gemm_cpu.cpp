@@ -6,7 +6,6 @@ namespace {
 struct Int8Format {
   static constexpr int kSteps = 8;  // of 4 inputs
   static constexpr int kBlockBytes = kSteps * kTileRows * 4;
-  static constexpr int kVectors = 1;  // widened, a run takes eight registers
   static constexpr float kSymmetricOffset = 0.0f;
 
   FASTINFER_INLINE static RunBytes load_run(const uint8_t* block, int run) {
@@ -26,6 +25,8 @@ struct Int8Format {
     return bytes;
   }
 #else
+  static constexpr int kVectors = 1;  // widened, a run takes eight registers
+
   template <int>
   struct Products {
     using Run = WideRun;

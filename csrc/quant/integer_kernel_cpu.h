@@ -12,7 +12,7 @@ template <class Format, class Scale, int kBits>
 struct IntegerKernel {
   using Products = typename Format::template Products<kBits>;
   using Run = typename Products::Run;
-  static constexpr int kMaxRows = kLanes == 16 ? 8 : 4;  // of 32 or 16 registers
+  static constexpr int kMaxRows = kLanes == 16 ? 8 : 4;  // of one or two vectors of sums
 
   const QuantizedGemmParams& p;
   QuantizedRows<Run> x;

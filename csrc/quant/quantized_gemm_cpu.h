@@ -46,6 +46,7 @@ struct FloatKernel {
 
   template <int kTiles, class Done>
   void panel(int64_t tile, int64_t row0, int rows, float* sums, int stride, const Done& done) const {
+    static_assert(kTiles == kPanelTiles);
     alignas(64) float weights[kPanelBlocks * kBlockInputs * kTileRows];
     for (int row = 0; row < rows; ++row) std::fill_n(sums + row * stride, kTileRows, 0.0f);
     const int64_t blocks = p.k / kBlockInputs;

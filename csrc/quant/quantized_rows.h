@@ -3,7 +3,7 @@
 //
 // Sixteen inputs, because a few channels are much larger than the rest and spoil the precision of their neighbours: on
 // SmolLM2 runs of 16 halve the divergence from fp32 that runs of 32 cause. A multiplier is an integer, 1..4095, so that
-// a block's runs can be summed in integers.
+// without VNNI a block's runs of 4-bit weights can be summed in integers.
 #pragma once
 
 #include <bit>
@@ -21,7 +21,7 @@ inline constexpr int32_t kLargestMultiplier = 4095;
 template <int kBits>
 inline constexpr float kLargestActivation = kBits == 8 ? 127.0f : 8191.0f;
 
-// 32 inputs of a row, with all that their products need: one pointer per row, and one cache line of bytes.
+// 32 inputs of a row, with all that their products need: one pointer per row, and one cache line (two with 16 bits).
 template <class Run>
 struct alignas(64) ActivationBlock {
   typename Run::X q[Run::kParts][kBlockInputs];

@@ -91,19 +91,7 @@ FASTINFER_INLINE i32x16 widen(i8x16 v) {
   return (i32x16)_mm512_cvtepi8_epi32((__m128i)v);
 }
 
-FASTINFER_INLINE i16x32 maddubs(u8x64 a, i8x64 b) {
-  return (i16x32)_mm512_maddubs_epi16((__m512i)a, (__m512i)b);
-}
-
-FASTINFER_INLINE i32x16 madd(i16x32 a, i16x32 b) {
-  return (i32x16)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-}
-
 // vpdpbusd: sum[i] + a[4i] b[4i] + ... + a[4i+3] b[4i+3] modulo 2^32; nothing saturates on the way.
-FASTINFER_INLINE i32x8 dpbusd(i32x8 sum, u8x32 a, i8x32 b) {
-  return (i32x8)_mm256_dpbusd_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
-}
-
 FASTINFER_INLINE i32x16 dpbusd(i32x16 sum, u8x64 a, i8x64 b) {
   return (i32x16)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
 }

@@ -120,25 +120,13 @@ FASTINFER_INLINE i16x16 maddubs(u8x32 a, i8x32 b) {
   return detail::maddubs<i16x16>(a, b);
 }
 
-FASTINFER_INLINE i16x32 maddubs(u8x64 a, i8x64 b) {
-  return detail::maddubs<i16x32>(a, b);
-}
-
 FASTINFER_INLINE i32x8 madd(i16x16 a, i16x16 b) {
   return detail::madd<i32x8>(a, b);
-}
-
-FASTINFER_INLINE i32x16 madd(i16x32 a, i16x32 b) {
-  return detail::madd<i32x16>(a, b);
 }
 
 FASTINFER_INLINE i8x32 sign(i8x32 a, i8x32 b) {
   for (size_t i = 0; i < sizeof(a); ++i) a[i] = static_cast<int8_t>(a[i] * ((b[i] > 0) - (b[i] < 0)));
   return a;
-}
-
-FASTINFER_INLINE i32x8 dpbusd(i32x8 sum, u8x32 a, i8x32 b) {
-  return detail::dpbusd(sum, a, b);
 }
 
 FASTINFER_INLINE i32x16 dpbusd(i32x16 sum, u8x64 a, i8x64 b) {
