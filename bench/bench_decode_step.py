@@ -133,7 +133,7 @@ class Model:
             hidden = layer.gate_up.product(x, norm_weight=layer.norms[1], eps=EPS, activation="silu")
             x = layer.down.product(hidden, residual=x)
         logits = self.logits.product(x, norm_weight=self.norm, eps=EPS).float()
-        return ops.sample(logits, *self.sampling, self.seeds, self.positions)[0]
+        return ops.sample(logits, *self.sampling, self.seeds, self.positions, num_logprobs=None).tokens
 
 
 def run(setting: Setting) -> Cases:

@@ -48,7 +48,7 @@ def run(setting: Setting) -> Cases:
 
             cases[f"{rows} x {VOCAB}, {label}"] = compare(
                 {
-                    "fastinfer": lambda logits, parameters=parameters: ops.sample(logits, *parameters),
+                    "fastinfer": lambda logits, parameters=parameters: ops.sample(logits, *parameters, num_logprobs=None),
                     "torch": torch_sample,
                 },
                 inputs,

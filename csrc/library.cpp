@@ -82,6 +82,6 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
   m.def(
       "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seeds, "
       "Tensor positions, Tensor? penalties, Tensor? output_counts, Tensor? prompt_mask, Tensor? mask, "
-      "Tensor? bias_start, Tensor? bias_tokens, Tensor? bias_values, int num_logprobs) -> (Tensor, Tensor, Tensor, "
+      "Tensor? bias_start, Tensor? bias_tokens, Tensor? bias_values, int? num_logprobs) -> (Tensor, Tensor, Tensor, "
       "Tensor)");
 }

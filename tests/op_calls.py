@@ -129,6 +129,7 @@ def op_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     parameters = torch.tensor([0.0, 0.5, 1.0, 1.0, 2.0]), int32(0, 3, 0, 5, 0), torch.full((5,), 0.9), torch.zeros(5)
     plain, words = (x.clone(), *parameters, torch.arange(5), torch.arange(5)), torch.full((5, 2), 0x12345678).int()
     yield "sample", (*plain, *[None] * 7, 0)
+    yield "sample", (*plain, *[None] * 7, None)
     biases = int32(0, 2, 2, 2, 3, 3), int32(7, 0, 63), torch.tensor([-50.0, 2.0, -1.0])
     yield "sample", (*plain, torch.full((5, 3), 1.5), x.gt(1).int(), words, words, *biases, 3)
 

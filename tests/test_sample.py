@@ -421,6 +421,29 @@ def test_top_logprobs(vocab: int, count: int, device: str) -> None:
     assert top_logprobs[:, shared:].eq(-torch.inf).all()
 
 
+@pytest.mark.parametrize("parameters", [{"temperature": 0}, {}, {"top_k": 5, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("modified", [False, True])
+def test_no_logprobs(modified: bool, parameters: dict[str, Any], device: str) -> None:
+    """The tokens are those that come with log-probabilities."""
+    logits = torch.randn(3, 301, device=device)
+    options = modifiers(3, 301, device) if modified else {}
+    tokens, *others = sample(logits, **parameters, **options, num_logprobs=None)
+    assert_bitwise(tokens, sample(logits, **parameters, **options).tokens)
+    assert [(t.shape, t.dtype) for t in others] == [
+        ((0,), torch.float32),
+        ((3, 0), torch.float32),
+        ((3, 0), torch.int64),
+    ]
+
+
+@pytest.mark.parametrize("vocab", [1, 63, 64, 65, 130])
+def test_greedy_at_every_place(vocab: int, device: str) -> None:
+    """Of equal logits the first; -0 equals 0."""
+    logits = torch.full((vocab, vocab), -1.0, device=device).fill_diagonal_(0.0)
+    logits[:, -1] = -0.0
+    assert_bitwise(sample(logits, 0).tokens, torch.arange(vocab, device=device))
+
+
 def test_top_logprobs_among_many_equals(device: str) -> None:
     row = torch.zeros(1000, device=device)
     row[900] = 1.0

@@ -14,7 +14,8 @@ struct Int4Format {
 
   FASTINFER_INLINE static RunBytes load_run(const uint8_t* block, int run) {
     const uint8_t* packed = block + run * (kBlockBytes / 2);
-    const u8v first = load_as<u8v>(packed), second = load_as<u8v>(packed + kTileRows * 4);
+    const u8v first = in_register(load_as<u8v>(packed));  // or GCC loads it twice
+    const u8v second = in_register(load_as<u8v>(packed + kTileRows * 4));
     return {{low_nibbles(first), high_nibbles(first), low_nibbles(second), high_nibbles(second)}};
   }
 

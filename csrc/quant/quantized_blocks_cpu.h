@@ -12,29 +12,38 @@ namespace fastinfer::cpu::FASTINFER_ISA {
 inline constexpr int kPrefetchBytes = 2048;
 
 // Calls fn(block, weight, scale, min) over blocks begin .. end - 1 of one tile's inputs, for the half-th vector of its
-// rows. With kPrefetch the weights further on, and the next tile's scales and minimums, are prefetched.
+// rows. With kPrefetch the weights further on, and the next tile's scales and minimums, are prefetched. One loop, which
+// loads a group's scales for each of its blocks: a loop over groups around one over blocks cost 7 to 10 % at 16 rows with
+// groups of one block.
 template <class Format, class Scale, bool kPrefetch = false, class Fn>
 FASTINFER_INLINE void for_each_block(const QuantizedGemmParams& p, int64_t tile, int half, int64_t begin, int64_t end,
                                      Fn&& fn) {
   const QuantizedWeight& w = p.weight;
-  const int64_t blocks = p.k / kBlockInputs, groups = blocks / w.group_blocks;
-  const int64_t first = tile * groups * kTileRows + half * kLanes;
-  const Scale* scales = static_cast<const Scale*>(w.scales) + first;
-  const Scale* mins = w.mins != nullptr ? static_cast<const Scale*>(w.mins) + first : nullptr;
-  const auto* weight = static_cast<const uint8_t*>(w.q) + tile * blocks * Format::kBlockBytes + half * kLanes * 4;
-  for (int64_t block = begin, group = begin / w.group_blocks; block < end; ++group) {
-    const f32v scale = load(scales + group * kTileRows);
-    const f32v min = mins != nullptr ? load(mins + group * kTileRows) : scale * -Format::kSymmetricOffset;
+  const int64_t blocks = p.k / kBlockInputs, groups = blocks / w.group_blocks, first = begin / w.group_blocks;
+  const int64_t at = (tile * groups + first) * kTileRows + half * kLanes;
+  const bool has_min = w.mins != nullptr;
+  const Scale* scales = static_cast<const Scale*>(w.scales) + at;
+  const Scale* mins = has_min ? static_cast<const Scale*>(w.mins) + at : scales;
+  const auto* weight =
+      static_cast<const uint8_t*>(w.q) + (tile * blocks + begin) * Format::kBlockBytes + half * kLanes * 4;
+  int64_t left = (first + 1) * w.group_blocks - begin;  // blocks of the group
+  for (int64_t block = begin; block < end; ++block) {
+    const f32v scale = load(scales);
+    f32v min = load(mins);
+    if (!has_min) min = scale * -Format::kSymmetricOffset;
     if constexpr (kPrefetch) {
-      __builtin_prefetch(scales + (group + groups) * kTileRows);
-      if (mins != nullptr) __builtin_prefetch(mins + (group + groups) * kTileRows);
+      __builtin_prefetch(scales + groups * kTileRows);
+      __builtin_prefetch(mins + groups * kTileRows);
     }
-    for (const int64_t stop = std::min(end, (group + 1) * w.group_blocks); block < stop; ++block) {
-      const uint8_t* at = weight + block * Format::kBlockBytes;
-      fn(block, at, scale, min);
-      if constexpr (kPrefetch) {
-        for (int i = 0; i < Format::kBlockBytes; i += 64) __builtin_prefetch(at + i + kPrefetchBytes);
-      }
+    fn(block, weight, scale, min);
+    if constexpr (kPrefetch) {
+      for (int i = 0; i < Format::kBlockBytes; i += 64) __builtin_prefetch(weight + i + kPrefetchBytes);
+    }
+    weight += Format::kBlockBytes;
+    if (--left == 0) {
+      left = w.group_blocks;
+      scales += kTileRows;
+      mins += kTileRows;
     }
   }
 }

@@ -65,7 +65,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample(
     const Tensor& seeds, const Tensor& positions, const std::optional<Tensor>& penalties,
     const std::optional<Tensor>& output_counts, const std::optional<Tensor>& prompt_mask,
     const std::optional<Tensor>& mask, const std::optional<Tensor>& bias_start,
-    const std::optional<Tensor>& bias_tokens, const std::optional<Tensor>& bias_values, int64_t num_logprobs) {
+    const std::optional<Tensor>& bias_tokens, const std::optional<Tensor>& bias_values,
+    std::optional<int64_t> num_logprobs) {
   const Checks check("sample", logits);
   const auto* values = data<float>(check, logits, "logits", {kAny, kAny}, ScalarType::Float);
   const int64_t rows = logits.size(0), vocab = logits.size(1), mask_words = (vocab + 31) / 32;
@@ -79,12 +80,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample(
   check.require(!bias_values.has_value() || bias_values->numel() == num_biases,
                 "bias_tokens and bias_values must be equally long, got ", num_biases, " and ",
                 bias_values.has_value() ? bias_values->numel() : 0);
-  check.require(num_logprobs >= 0 && num_logprobs <= kMaxLogprobs, "num_logprobs must be in [0, ", kMaxLogprobs,
-                "], got ", num_logprobs);
+  const bool has_logprobs = num_logprobs.has_value();
+  const int64_t count = num_logprobs.value_or(0);
+  check.require(count >= 0 && count <= kMaxLogprobs, "num_logprobs must be None or in [0, ", kMaxLogprobs, "], got ",
+                count);
   Tensor tokens = new_tensor(logits, {rows}, ScalarType::Long);
-  Tensor logprobs = new_tensor(logits, {rows});
-  Tensor top_logprobs = new_tensor(logits, {rows, num_logprobs});
-  Tensor top_tokens = new_tensor(logits, {rows, num_logprobs}, ScalarType::Long);
+  Tensor logprobs = new_tensor(logits, {has_logprobs ? rows : 0});
+  Tensor top_logprobs = new_tensor(logits, {rows, count});
+  Tensor top_tokens = new_tensor(logits, {rows, count}, ScalarType::Long);
   SampleParams params{
       .logits = values,
       .temperature = data<float>(check, temperature, "temperature", {rows}, ScalarType::Float),
@@ -101,7 +104,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample(
       .bias_tokens = data<int32_t>(check, bias_tokens, "bias_tokens", {num_biases}, ScalarType::Int),
       .bias_values = data<float>(check, bias_values, "bias_values", {num_biases}, ScalarType::Float),
       .tokens = static_cast<int64_t*>(tokens.data_ptr()),
-      .logprobs = static_cast<float*>(logprobs.data_ptr()),
+      .logprobs = has_logprobs ? static_cast<float*>(logprobs.data_ptr()) : nullptr,
       .top_logprobs = static_cast<float*>(top_logprobs.data_ptr()),
       .top_tokens = static_cast<int64_t*>(top_tokens.data_ptr()),
       .scratch = nullptr,
@@ -109,7 +112,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample(
       .vocab = vocab,
       .mask_words = mask_words,
       .num_biases = num_biases,
-      .num_logprobs = num_logprobs,
+      .num_logprobs = count,
   };
   Tensor scratch;
   if (gpu_of(logits) == nullptr) {

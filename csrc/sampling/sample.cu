@@ -167,7 +167,10 @@ __global__ void __launch_bounds__(1024) sample_kernel(SampleParams p, int max_ca
   row.maximum = sum.maximum;
   const float log_sum = logf(raw_sum.sum);
   if (!raw_sum.valid() || !sum.valid()) {
-    if (threadIdx.x == 0) p.tokens[row_index] = -1, p.logprobs[row_index] = NAN;
+    if (threadIdx.x == 0) {
+      p.tokens[row_index] = -1;
+      if (p.logprobs != nullptr) p.logprobs[row_index] = NAN;
+    }
     for (int rank = threadIdx.x; rank < p.num_logprobs; rank += blockDim.x) {
       p.top_tokens[row_index * p.num_logprobs + rank] = -1;
       p.top_logprobs[row_index * p.num_logprobs + rank] = NAN;
@@ -190,7 +193,7 @@ __global__ void __launch_bounds__(1024) sample_kernel(SampleParams p, int max_ca
   }
   if (threadIdx.x == 0) {
     p.tokens[row_index] = token;
-    p.logprobs[row_index] = raw.z[token] - raw.maximum - log_sum;
+    if (p.logprobs != nullptr) p.logprobs[row_index] = raw.z[token] - raw.maximum - log_sum;
   }
   if (p.num_logprobs > 0) write_top_logprobs(block, p, raw, log_sum);
 }

@@ -25,7 +25,7 @@ struct SampleParams {
   const int32_t* bias_tokens;    // [num_biases]
   const float* bias_values;      // [num_biases]
   int64_t* tokens;               // [rows]
-  float* logprobs;               // [rows], under the unmodified logits
+  float* logprobs;               // [rows] or null, under the unmodified logits
   float* top_logprobs;           // [rows, num_logprobs], likewise
   int64_t* top_tokens;           // [rows, num_logprobs]
   float* scratch;                // CUDA: memory of the plan's size, or null

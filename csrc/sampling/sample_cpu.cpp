@@ -317,9 +317,13 @@ void top_logprobs(const SampleParams& p, int64_t row, const Logits& logits, floa
 }
 
 int64_t argmax(const Logits& logits, float maximum) {
-  int64_t token = 0;
-  while (logits[token] != maximum) ++token;
-  return token;
+  float room[kBlock];
+  for (int64_t token = 0;; token += kBlock) {
+    const float* z = logits.block(token, room);
+    i32v found{};
+    for (int64_t i = 0; i < kBlock; i += kLanes) found |= load(z + i) == maximum;
+    if (any(found)) return token + (std::find(z, z + kBlock, maximum) - z);
+  }
 }
 
 int64_t draw(const SampleParams& p, int64_t row, const Logits& logits, float maximum) {
@@ -335,9 +339,6 @@ int64_t draw(const SampleParams& p, int64_t row, const Logits& logits, float max
 void sample_row(const SampleParams& p, int64_t row) {
   const Logits raw(p.logits + row * p.vocab, p.vocab);
   const float raw_maximum = raw.maximum(row, "logits");
-  const Distribution likelihood(raw, p.vocab, raw_maximum, 1.0f);
-  const auto log_mass = static_cast<float>(std::log(likelihood.mass()));
-
   Logits logits = raw;
   float maximum = raw_maximum;
   if (p.penalties != nullptr || p.bias_start != nullptr || p.mask != nullptr) {
@@ -349,6 +350,9 @@ void sample_row(const SampleParams& p, int64_t row) {
   const bool greedy = p.temperature[row] < kGreedyTemperature;
   const int64_t token = greedy ? argmax(logits, maximum) : draw(p, row, logits, maximum);
   p.tokens[row] = token;
+  if (p.logprobs == nullptr) return;
+  const Distribution likelihood(raw, p.vocab, raw_maximum, 1.0f);
+  const auto log_mass = static_cast<float>(std::log(likelihood.mass()));
   p.logprobs[row] = raw[token] - raw_maximum - log_mass;
   if (p.num_logprobs > 0) top_logprobs(p, row, raw, raw_maximum, log_mass);
 }

@@ -108,7 +108,7 @@ class Sampler:
         counts = [p.logprobs for p in params]
         sampled = ops.sample(
             logits,
-            num_logprobs=max((count for count in counts if count is not None), default=0),
+            num_logprobs=max((count for count in counts if count is not None), default=None),
             **self._parameters,
             **self._penalties(rows),
             **self._bias(params),
@@ -133,7 +133,7 @@ class Sampler:
         else:
             graph = ops.CPUGraph(self._memory)
             with graph.capture():
-                tokens = ops.sample(logits, num_logprobs=0, **self._parameters, **mask).tokens.numpy()
+                tokens = ops.sample(logits, num_logprobs=None, **self._parameters, **mask).tokens.numpy()
             if len(self._recorded) == MAX_RECORDED_DRAWS:
                 del self._recorded[next(iter(self._recorded))]
             self._recorded[key] = graph, logits, tokens

@@ -225,6 +225,7 @@ def _(qweight, scales, mins, out_features, rows, dtype) -> Tensor:  # type: igno
 
 @fake("sample")
 def _(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, count = logits.shape[0], args[-1]
+    rows, num_logprobs = logits.shape[0], args[-1]
+    with_logprobs, count = 0 if num_logprobs is None else rows, num_logprobs or 0
     tokens, top_tokens = logits.new_empty([rows], dtype=torch.int64), logits.new_empty([rows, count], dtype=torch.int64)
-    return tokens, logits.new_empty([rows]), logits.new_empty([rows, count]), top_tokens
+    return tokens, logits.new_empty([with_logprobs]), logits.new_empty([rows, count]), top_tokens

@@ -12,7 +12,7 @@ class Sampled(NamedTuple):
 
     Attributes:
         tokens: [rows] int64.
-        logprobs: [rows] fp32, theirs.
+        logprobs: [rows] fp32, theirs; [0] where none were asked for.
         top_logprobs: [rows, num_logprobs] fp32, of each row's likeliest tokens in falling order.
         top_tokens: [rows, num_logprobs] int64, those tokens.
 
@@ -47,7 +47,7 @@ def sample(
     bias_start: Tensor | None = None,
     bias_tokens: Tensor | None = None,
     bias_values: Tensor | None = None,
-    num_logprobs: int = 0,
+    num_logprobs: int | None = 0,
 ) -> Sampled:
     """Draw one token per row, each row with its own parameters.
 
@@ -78,7 +78,8 @@ def sample(
             ``bias_start[r + 1] - 1``. The three are given together.
         bias_tokens: [n] int32; the token whose logit a bias is added to. One that a row has twice gets both.
         bias_values: [n] fp32; ``-inf`` forbids the token.
-        num_logprobs: of how many of the likeliest tokens to return the log-probabilities, at most 20.
+        num_logprobs: of how many of the likeliest tokens to return the log-probabilities, at most 20, besides that of
+            the token drawn. ``None`` for none at all: on the CPU that spares the exponentials of a whole row.
 
     Returns:
         :class:`Sampled`. Log-probabilities are natural, and under the unmodified logits: before penalties, bias, mask
