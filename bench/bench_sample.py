@@ -48,7 +48,9 @@ def run(setting: Setting) -> Cases:
 
             cases[f"{rows} x {VOCAB}, {label}"] = compare(
                 {
-                    "fastinfer": lambda logits, parameters=parameters: ops.sample(logits, *parameters, num_logprobs=None),
+                    "fastinfer": lambda logits, parameters=parameters: ops.sample(
+                        logits, *parameters, num_logprobs=None
+                    ),
                     "torch": torch_sample,
                 },
                 inputs,

@@ -6,12 +6,16 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from helpers import assert_bitwise
 
 from fastinfer.errors import UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile, GGUFTensor, GGUFType
 from fastinfer.formats.gguf_dequant import DENSE_DTYPES, SUPPORTED_TYPES, unpack, unpack_rows
 from fastinfer.formats.gguf_kquants import CHUNK, GROUPS_OF_16
 from fastinfer.formats.unpacked import Dense, Int4, Int8, Table
+from fastinfer.formats.weight import make_weight
+from fastinfer.models import gguf_checkpoint
+from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
 
 # Form and range of integers.
 FORMS = {
@@ -218,3 +222,29 @@ def test_unsupported_type(kind: GGUFType) -> None:
     tensor = random_tensor(kind)
     with pytest.raises(UnsupportedModelError, match=rf"'blk\.0\.test' is stored as {kind.name}; supported are .*Q4_1"):
         unpack(tensor)
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("kind", SUPPORTED_TYPES, ids=lambda kind: kind.name)
+def test_a_large_matrix_in_parts(
+    kind: GGUFType, exact: bool, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed part by part it is what it is as a whole; 100 rows of 3 blocks, parts of 16 and of 48 rows."""
+    columns = 3 * max(32, kind.block_size)
+    tensor = (sensible_tensor if kind in HALVES else random_tensor)(kind, 100, columns)
+    checkpoint = GGUFCheckpoint(GGUFFile(model_path), exact=exact)
+    monkeypatch.setitem(checkpoint._file.tensors, "token_embd.weight", tensor)
+    whole = make_weight(checkpoint.linear("embedding", 100, columns), 8)
+    for part_rows, count in ((1, 7), (33, 3)):
+        monkeypatch.setattr(gguf_checkpoint, "PART_ELEMENTS", part_rows * columns)
+        parts = list(checkpoint.parts("embedding", 100, columns))
+        assert len(parts) == (1 if kind in DENSE_DTYPES else count)
+        weight = make_weight(iter(parts), 8)
+        assert type(weight) is type(whole)
+        for name, expected in vars(whole).items():
+            got = getattr(weight, name)
+            if isinstance(expected, torch.Tensor):
+                assert_bitwise(got, expected)
+            else:
+                assert got == expected

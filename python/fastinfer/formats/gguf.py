@@ -216,15 +216,15 @@ class _Header:
         return _Strings(key, begin, count, is_array)
 
     def _decode(self, strings: _Strings) -> str | list[str]:
-        position = strings.offset
-        texts = []
-        for _ in range(strings.count):
-            start = position + 8
-            position = start + int.from_bytes(self.buffer[start - 8 : start], "little")
-            try:
-                texts.append(self.buffer[start:position].decode())
-            except UnicodeDecodeError as error:
-                self._fail(f"metadata key {_short(strings.key)}: a string is not UTF-8 ({error.reason})", start)
+        buffer, texts = self.buffer, []
+        start = position = strings.offset
+        try:
+            for _ in range(strings.count):
+                start = position + 8
+                position = start + int.from_bytes(buffer[position:start], "little")
+                texts.append(buffer[start:position].decode())
+        except UnicodeDecodeError as error:
+            self._fail(f"metadata key {_short(strings.key)}: a string is not UTF-8 ({error.reason})", start)
         return texts if strings.is_array else texts[0]
 
     def _alignment(self, values: dict[str, Any]) -> int:

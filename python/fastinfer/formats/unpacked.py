@@ -5,7 +5,7 @@ them. Rows can be picked, reordered and concatenated here without touching a num
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
@@ -148,11 +148,16 @@ class Table(Grouped):
 
 def concatenate(parts: Sequence[U]) -> U:
     """The rows of several weights below each other; each must fit the first."""
+    return combine(parts, torch.cat)
+
+
+def combine(parts: Sequence[U], join: Callable[[list[Tensor]], Tensor]) -> U:
+    """One weight of several, each of which must fit the first; ``join`` makes one tensor, by rows, of one from each."""
     first = parts[0]
     if not all(first.fits(part) for part in parts):
         raise ValueError(f"parts must have one form, got {[type(part).__name__ for part in parts]}")
     columns = [part._by_row() for part in parts]
-    return replace(first, **{name: torch.cat([column[name] for column in columns]) for name in columns[0]})
+    return replace(first, **{name: join([column[name] for column in columns]) for name in columns[0]})
 
 
 def _same(a: object, b: object) -> bool:

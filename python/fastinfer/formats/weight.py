@@ -1,6 +1,7 @@
 """A layer's weight, in one of the few packed forms that the kernels read; layers never know the file's format."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -207,7 +208,7 @@ def normalized(x: Tensor, options: LinearOptions) -> Tensor:
 
 
 def make_weight(
-    unpacked: Unpacked,
+    unpacked: Unpacked | Iterable[Unpacked],
     activation_bits: int,
     device: str = "cpu",
     dense_dtype: torch.dtype | None = None,
@@ -217,7 +218,7 @@ def make_weight(
     """The kernels' form of a weight that a reader has unpacked; no integer or scale is rounded.
 
     Args:
-        unpacked: in host memory.
+        unpacked: in host memory; or runs of its rows, multiples of 16 but for the last, that need not be there at once.
         activation_bits: see :class:`QuantizedWeight`.
         device: that will use it: packed forms differ.
         dense_dtype: of a weight that is not quantised, where it must be that of the hidden states; ``None``: as it is.
@@ -225,25 +226,42 @@ def make_weight(
         memory: where packed forms shall lie, on a CPU.
     """
     bias = None if bias is None else bias.to(device)
-    if isinstance(unpacked, Dense):
-        return DenseWeight(unpacked.values.to(device, dense_dtype), bias)
-    assert isinstance(unpacked, Int4 | Int8 | Table)
-    out_features, _ = unpacked.shape
-    pack = ops.int8_pack if isinstance(unpacked, Int8) else ops.int4_pack
+    values, qweights, scale_parts, min_parts, out_features = [], [], [], [], 0
+    for part in (unpacked,) if isinstance(unpacked, Unpacked) else unpacked:
+        out_features += part.shape[0]
+        if isinstance(part, Dense):
+            values.append(part.values.to(device, dense_dtype))
+            continue
+        assert isinstance(part, Int4 | Int8 | Table)
+        pack = ops.int8_pack if isinstance(part, Int8) else ops.int4_pack
+        qweights.append(pack(part.q.to(device)))
+        scale_parts.append(ops.pack_scales(part.scales.to(device)))
+        if part.mins is not None:
+            min_parts.append(ops.pack_scales(part.mins.to(device)))
+    if values:
+        return DenseWeight(_joined(values), bias)
+    assert isinstance(part, Int4 | Int8 | Table)
     keep = memory.copy if memory is not None else lambda packed: packed
-    qweight, scales = keep(pack(unpacked.q.to(device))), keep(ops.pack_scales(unpacked.scales.to(device)))
-    if isinstance(unpacked, Table):
-        assert unpacked.table is not None
-        return TableWeight(qweight, scales, unpacked.table.to(device), out_features, bias)
-    if isinstance(unpacked, Int8) and unpacked.int8_activations:
+    qweight, scales = keep(_joined(qweights)), keep(_joined(scale_parts))
+    if isinstance(part, Table):
+        assert part.table is not None
+        return TableWeight(qweight, scales, part.table.to(device), out_features, bias)
+    if isinstance(part, Int8) and part.int8_activations:
         return W8A8Weight(qweight, scales, out_features, bias)
     return QuantizedWeight(
-        bits=8 if isinstance(unpacked, Int8) else 4,
+        bits=8 if isinstance(part, Int8) else 4,
         qweight=qweight,
         scales=scales,
-        mins=None if unpacked.mins is None else keep(ops.pack_scales(unpacked.mins.to(device))),
+        mins=keep(_joined(min_parts)) if min_parts else None,
         out_features=out_features,
         activation_bits=activation_bits,
         bias=bias,
-        permutation=None if unpacked.permutation is None else unpacked.permutation.to(device),
+        permutation=None if part.permutation is None else part.permutation.to(device),
     )
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Below each other; the parts are given up, so that none is in memory for longer than it takes."""
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    parts.clear()
+    return whole

@@ -6,6 +6,7 @@ Of a layer: ``layers.3.q_proj`` (k, v, o), ``layers.3.gate_proj`` (up, down), ``
 ``lm_head``, ``position_embedding`` and ``rope_factors``. A bias is ``layers.3.q_proj.bias``.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -32,6 +33,14 @@ class Checkpoint(Protocol):
         Raises:
             GGUFFormatError, CheckpointFormatError: it is missing or has another shape.
             UnsupportedModelError: its form is not implemented.
+        """
+        ...
+
+    def parts(self, name: str, out_features: int, in_features: int) -> Iterator[Unpacked]:
+        """:meth:`linear` in runs of its rows, one at a time in memory, if it is quantised: for the largest ones.
+
+        Raises:
+            GGUFFormatError, CheckpointFormatError, UnsupportedModelError: as :meth:`linear`.
         """
         ...
 

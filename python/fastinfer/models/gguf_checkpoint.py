@@ -1,5 +1,6 @@
 """The tensors of a GGUF file by the project's names; rows are picked and reordered while they are still packed."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -7,10 +8,13 @@ from torch import Tensor
 
 from fastinfer.errors import GGUFFormatError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile, GGUFTensor
-from fastinfer.formats.gguf_dequant import unpack_rows
+from fastinfer.formats.gguf_dequant import DENSE_DTYPES, unpack_rows
 from fastinfer.formats.unpacked import Dense, Unpacked
 from fastinfer.models.checkpoint import fused_rows, split_name
 from fastinfer.models.gguf_config import read_gguf_config
+from fastinfer.ops.pack import TILE_ROWS
+
+PART_ELEMENTS = 2**25  # of a part, 34 MB as integers: glibc returns what is larger than 32 MiB to the system at once
 
 _TOP = {
     "embedding": "token_embd",
@@ -67,6 +71,13 @@ class GGUFCheckpoint:
             heads = self.config.num_heads if name.endswith(".q_proj") else self.config.num_kv_heads
             data = _unpermute(data, heads, self.config.rotary_dim)
         return unpack_rows(data, tensor.type, tensor.name, exact=self._exact)
+
+    def parts(self, name: str, out_features: int, in_features: int) -> Iterator[Unpacked]:
+        tensor, data = self._rows(name, out_features, in_features)
+        rows = len(data) if tensor.type in DENSE_DTYPES else -(-PART_ELEMENTS // in_features // TILE_ROWS) * TILE_ROWS
+        for begin in range(0, len(data), rows):
+            yield unpack_rows(data[begin : begin + rows], tensor.type, tensor.name, exact=self._exact)
+            self.release()
 
     def vector(self, name: str, size: int) -> Tensor:
         is_bias = name.endswith(".bias")

@@ -1,5 +1,6 @@
 """A folder of safetensors files with a ``config.json``, as Hugging Face's transformers saves models."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor
@@ -55,6 +56,9 @@ class HFCheckpoint:
                 f"{self.path}: {module} must have the shape {[out_features, in_features]}, got {list(weight.shape)}"
             )
         return weight
+
+    def parts(self, name: str, out_features: int, in_features: int) -> Iterator[Unpacked]:
+        yield self.linear(name, out_features, in_features)
 
     def vector(self, name: str, size: int) -> Tensor:
         if name.endswith(".bias"):

@@ -1,12 +1,14 @@
 """Builds a decoder from a checkpoint: rows that share their input become one weight, gate and up are interleaved."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from fastinfer import ops
 from fastinfer.errors import RequestError, UnsupportedModelError
 from fastinfer.formats.stacked_weight import stack_weights
-from fastinfer.formats.unpacked import Unpacked, concatenate
+from fastinfer.formats.unpacked import Unpacked, combine, concatenate
 from fastinfer.formats.weight import ConcatenatedWeight, Weight, make_weight
 from fastinfer.huge_pages import HugePages
 from fastinfer.models.attention import Attention
@@ -64,11 +66,10 @@ class DecoderLoader:
 
     def decoder(self) -> Decoder:
         config, checkpoint = self._config, self._checkpoint
-        vocabulary = config.vocab_size, config.hidden_size
         embedding = self.embedding()
         head = embedding
         if "lm_head" in checkpoint:
-            head = self._make(checkpoint.linear("lm_head", *vocabulary), self._precision.logits_activation_bits)
+            head = self._vocabulary("lm_head")
         layers = []
         for index in range(config.num_layers):
             layers.append(self.layer(index))
@@ -84,9 +85,7 @@ class DecoderLoader:
         )
 
     def embedding(self) -> Weight:
-        config = self._config
-        stored = self._checkpoint.linear("embedding", config.vocab_size, config.hidden_size)
-        return self._make(stored, self._precision.logits_activation_bits)
+        return self._vocabulary("embedding")
 
     def layer(self, index: int) -> DecoderLayer:
         return DecoderLayer(self._attention(index), self._mlp(index))
@@ -191,6 +190,10 @@ class DecoderLoader:
             tuple(self.weight(names[i : i + 1], part, biases[i] if biases else None) for i, part in enumerate(parts))
         )
 
+    def _vocabulary(self, name: str) -> Weight:
+        parts = self._checkpoint.parts(name, self._config.vocab_size, self._config.hidden_size)
+        return self._make(parts, self._precision.logits_activation_bits)
+
     def _norm(self, name: str) -> Norm:
         config = self._config
         weight = self._vector(name, config.hidden_size)
@@ -201,7 +204,9 @@ class DecoderLoader:
     def _vector(self, name: str, size: int) -> Tensor:
         return self._checkpoint.vector(name, size).to(self._device)
 
-    def _make(self, unpacked: Unpacked, activation_bits: int, bias: Tensor | None = None) -> Weight:
+    def _make(
+        self, unpacked: Unpacked | Iterable[Unpacked], activation_bits: int, bias: Tensor | None = None
+    ) -> Weight:
         return make_weight(unpacked, activation_bits, self._device, self._dense_dtype, bias, self._memory)
 
     def position_embedding(self) -> Tensor | None:
@@ -231,6 +236,4 @@ GATE_UP = ("gate_proj", "up_proj")
 
 def interleaved(gate: Unpacked, up: Unpacked) -> Unpacked:
     """Rows in runs of 16, gate and up by turns."""
-    stacked = concatenate([gate, up])
-    order = torch.arange(stacked.shape[0])
-    return stacked.rows(interleave_gate_up(*order.chunk(2)))
+    return combine([gate, up], lambda rows: interleave_gate_up(*rows))
