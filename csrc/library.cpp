@@ -43,6 +43,7 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
   m.def(
       "paged_attention_plan(Tensor seq_lens, Tensor query_start, int q_heads, int kv_heads, int head_dim, int window) "
       "-> Tensor");
+  m.def("set_batch_invariant(bool value) -> bool");
   m.def("merge_attention_states(Tensor a, Tensor a_lse, Tensor b, Tensor b_lse) -> (Tensor, Tensor)");
   def_with_out(
       m, "gemm",

@@ -1,7 +1,7 @@
 """A checkpoint of random numbers, from which the loader builds a decoder of any family."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -46,6 +46,9 @@ class RandomCheckpoint:
     def linear(self, name: str, out_features: int, in_features: int) -> Unpacked:
         values = _random(name, out_features, in_features) / in_features**0.5
         return self._form(name, 8 * values if name == "embedding" else values)
+
+    def parts(self, name: str, out_features: int, in_features: int) -> Iterator[Unpacked]:
+        yield self.linear(name, out_features, in_features)
 
     def vector(self, name: str, size: int) -> Tensor:
         values = _random(name, size) / 10

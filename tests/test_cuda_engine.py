@@ -275,6 +275,80 @@ def test_the_default_model(default_model: tuple[GGUFFile, Tensor], device: str) 
     assert ((logits - expected).norm(dim=1) < 0.01 * expected.norm(dim=1)).all()
 
 
+# ---- deterministic ----
+
+MIXED_PROMPTS = [
+    [(5 * i + 3 * j) % VOCAB_SIZE for j in range(length)] for i, length in enumerate((1, 6, 70, 13, 36, 17))
+]
+deterministic = partial(Forced, deterministic=True)
+serve_mixed = partial(serve, prompts=MIXED_PROMPTS, params=replace(PARAMS, max_tokens=12))
+
+
+def graphed(device: str, **limits: Any) -> Forced:
+    engine = deterministic(device, **limits)
+    if device == "cpu":  # emulated
+        engine.runner.graphs = CUDAGraphs(engine.runner.compute, with_twin(engine.runner.inputs), False)
+        return engine
+    return deterministic(device, enforce_eager=False, **limits)
+
+
+def twice(engine: Forced) -> Forced:
+    serve_mixed(engine)
+    engine.logits.clear()
+    serve_mixed(engine)
+    assert engine.stats().num_hit_tokens > 100
+    return engine
+
+
+def with_preemptions(engine: Forced) -> Forced:
+    serve_mixed(engine)
+    assert engine.stats().num_preemptions > 0
+    return engine
+
+
+def with_drafts(engine: Forced) -> Forced:
+    serve_mixed(always_speculate(engine))
+    assert engine.stats().num_drafted_tokens > 0
+    return engine
+
+
+WAYS: dict[str, Callable[[str], Forced]] = {
+    "batched": lambda device: serve_mixed(deterministic(device, max_num_batched_tokens=96)),
+    "chunked": lambda device: serve_mixed(deterministic(device, max_num_batched_tokens=19)),
+    "prefix hits": lambda device: twice(deterministic(device)),
+    "preempted": lambda device: with_preemptions(deterministic(device, num_kv_blocks=13, max_model_len=88)),
+    "drafts": lambda device: with_drafts(deterministic(device, num_speculative_tokens=3)),
+    "graphs": lambda device: serve_mixed(graphed(device)),
+}
+
+
+def alone(device: str, **limits: Any) -> Forced:
+    """One request after the other, each prompt in one step."""
+    return serve_mixed(Forced(device, max_num_seqs=1, max_num_batched_tokens=96, **limits))
+
+
+def differing_logits(engine: Forced, expected: Forced) -> list[tuple[int, ...]]:
+    assert engine.logits.keys() >= expected.logits.keys()  # drafts have more
+    return [key for key, logits in expected.logits.items() if not torch.equal(engine.logits[key], logits)]
+
+
+def test_deterministic(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a bit of any logits depends on how a request is computed."""
+    if device == "cpu":
+        use_fakes(monkeypatch)
+    expected = alone(device, deterministic=True, enable_prefix_caching=False)
+    assert not any(logits.isnan().any() for logits in expected.logits.values())
+    for name, way in WAYS.items():
+        assert differing_logits(way(device), expected) == [], name
+
+
+def test_otherwise_logits_differ(device: str) -> None:
+    """What the test above could miss."""
+    engine, expected = serve_mixed(Forced(device)), alone(device)
+    shared = engine.logits.keys() & expected.logits.keys()
+    assert any(not torch.equal(engine.logits[key], expected.logits[key]) for key in shared)
+
+
 def test_a_row_without_a_token_ends_its_request_alone(device: str) -> None:
     """The CUDA operator gives -1 for it, where the CPU's raises."""
     engine = Forced(device)

@@ -58,5 +58,3 @@ def test_what_an_llm_refuses_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         LLM(dtype="float32")
     with pytest.raises(RequestError, match=r"kv_cache_dtype must be auto, int8, fp8 or int4 .* got 'float16'"):
         LLM(kv_cache_dtype="float16")
-    with pytest.raises(RequestError, match="deterministic=True is implemented on the CPU only, got device 'cuda'"):
-        LLM(deterministic=True)

@@ -2,6 +2,7 @@
 
 #include "attention/kv_cache_binding.h"
 #include "attention/paged_attention_plan.h"
+#include "common/batch_invariant.h"
 #include "common/output.h"
 
 namespace fastinfer {
@@ -77,6 +78,7 @@ Tensor make_plan(const Tensor& seq_lens, const Tensor& query_start, int64_t q_he
       .head_dim = static_cast<int>(head_dim),
       .window = clamp_window(window),
       .blocks = static_cast<int>(launch.attention.grid),
+      .batch_invariant = batch_invariant(),
   };
   FASTINFER_LAUNCH(seq_lens, paged_attention_plan, params);
   return plan;

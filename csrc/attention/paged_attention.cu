@@ -6,9 +6,9 @@
 //     all of the row tile's tiles were in the stretch?  ->  out
 //     else  ->  workspace; the block that comes last merges all parts, in their order, ->  out
 //
-// The order of sums depends on the plan, and so on the batch, but never on timing. After FlashAttention-2 (Dao, 2023,
-// https://arxiv.org/abs/2307.08691); the even stretches after Stream-K (Osama et al., 2023,
-// https://arxiv.org/abs/2301.03598).
+// The order of sums depends on the plan, and so on the batch unless that is batch-invariant, but never on timing. After
+// FlashAttention-2 (Dao, 2023, https://arxiv.org/abs/2307.08691); the even stretches after Stream-K (Osama et al.,
+// 2023, https://arxiv.org/abs/2301.03598).
 #include "attention/paged_attention.h"
 
 #include "attention/paged_attention_rows.h"
@@ -19,9 +19,10 @@ namespace {
 
 // Q's rows, zeros past the last.
 template <class T, int kHeadDim>
-__device__ void load_rows(const PagedAttentionParams& p, const QueryRows& queries, const RowTile& rows, int head) {
+__device__ void load_rows(const PagedAttentionParams& p, const QueryRows& queries, const RowTile& rows, int head,
+                          bool decode) {
   using Shared = Tiles<T, kHeadDim>;
-  const int count = rows.row_end - rows.row_begin <= kDecodeRows ? kDecodeRows : kRowTile;
+  const int count = decode ? kDecodeRows : kRowTile;
   const bool aligned = (reinterpret_cast<uintptr_t>(p.q) % 16 | (p.q_stride * sizeof(T)) % 16) == 0;
 #pragma unroll 2
   for (int i = threadIdx.x; i < count * Shared::kChunks; i += kAttentionThreads) {
@@ -153,8 +154,8 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
   grid_dependency_wait();
   grid_dependency_launch();
   const PlanView plan(p.plan, p.blocks, p.seqs);
-  const int64_t per_block = plan.header->units_per_block;
-  const int units = static_cast<int>(min(plan.header->units - blockIdx.x * per_block, per_block));
+  const bool cuts = plan.header->units_per_block > 0;
+  const int units = plan.counts[blockIdx.x];
   if (units <= 0) return;
   int done = 0;
   for (WorkPosition at = plan.starts[blockIdx.x]; at.seq < p.seqs; at = {at.seq + 1, 0, 0, 0}) {
@@ -163,8 +164,9 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
       for (; at.row_tile < queries.row_tiles(); ++at.row_tile, at.kv_tile = 0) {
         const RowTile rows(queries, at.row_tile, p.window, Tiles<T, kHeadDim>::kTile);
         const int tiles = min(rows.kv_tiles - at.kv_tile, units - done);
-        load_rows<T, kHeadDim>(p, queries, rows, at.head);
-        if (rows.row_end - rows.row_begin <= kDecodeRows) {
+        const bool decode = cuts && rows.row_end - rows.row_begin <= kDecodeRows;
+        load_rows<T, kHeadDim>(p, queries, rows, at.head, decode);
+        if (decode) {
           attend<T, kHeadDim, true>(p, queries, rows, at, tiles, done);
         } else {
           attend<T, kHeadDim, false>(p, queries, rows, at, tiles, done);

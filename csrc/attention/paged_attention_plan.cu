@@ -52,26 +52,49 @@ __global__ void paged_attention_plan_kernel(const __grid_constant__ PagedAttenti
     units = plan.ends[min(first + threads, p.seqs) - 1];
   }
   const int64_t per_block = max((units + p.blocks - 1) / p.blocks, kMinUnits);
-  if (thread == 0) *plan.header = {units, per_block};
+  if (thread == 0) *plan.header = {units, p.batch_invariant ? 0 : per_block};
 
-  for (int block = thread; block < p.blocks; block += threads) {
-    plan.arrived[block] = 0;
-    const int64_t begin = block * per_block;
-    if (begin >= units) continue;
-    int64_t low = 0, high = p.seqs - 1;  // the first sequence that ends after `begin`
+  // Where a unit is; `tiles`: of its row tile.
+  const auto find = [&](int64_t unit, int& tiles) {
+    int64_t low = 0, high = p.seqs - 1;  // the first sequence that ends after it
     while (low < high) {
       const int64_t middle = (low + high) / 2;
-      plan.ends[middle] > begin ? high = middle : low = middle + 1;
+      plan.ends[middle] > unit ? high = middle : low = middle + 1;
     }
     const QueryRows queries(p.query_start, p.seq_lens, static_cast<int>(low), group);
     const int64_t before = low > 0 ? plan.ends[low - 1] : 0;
     const int64_t per_head = (plan.ends[low] - before) / p.kv_heads;
-    int64_t rest = (begin - before) % per_head;
+    int64_t rest = (unit - before) % per_head;
     int row_tile = 0;
-    for (int tiles = 0; rest >= (tiles = RowTile(queries, row_tile, p.window, tile).kv_tiles); ++row_tile)
-      rest -= tiles;
-    plan.starts[block] = {static_cast<int32_t>(low), static_cast<int32_t>((begin - before) / per_head), row_tile,
-                          static_cast<int32_t>(rest)};
+    for (; rest >= (tiles = RowTile(queries, row_tile, p.window, tile).kv_tiles); ++row_tile) rest -= tiles;
+    return WorkPosition{static_cast<int32_t>(low), static_cast<int32_t>((unit - before) / per_head), row_tile,
+                        static_cast<int32_t>(rest)};
+  };
+  // Onwards to where a row tile begins, perhaps one past a head's last; returns the units between.
+  const auto skip_to_row_tile = [](WorkPosition& at, int tiles) {
+    if (at.kv_tile == 0) return 0;
+    const int skipped = tiles - at.kv_tile;
+    ++at.row_tile;
+    at.kv_tile = 0;
+    return skipped;
+  };
+
+  for (int block = thread; block < p.blocks; block += threads) {
+    plan.arrived[block] = 0;
+    plan.counts[block] = 0;
+    int64_t begin = block * per_block, end = min(begin + per_block, units);
+    if (begin >= units) continue;
+    int tiles = 0;
+    WorkPosition start = find(begin, tiles);
+    if (p.batch_invariant) {
+      begin += skip_to_row_tile(start, tiles);
+      if (end < units) {
+        WorkPosition stop = find(end, tiles);
+        end += skip_to_row_tile(stop, tiles);
+      }
+    }
+    plan.starts[block] = start;
+    plan.counts[block] = static_cast<int32_t>(end - begin);
   }
 }
 

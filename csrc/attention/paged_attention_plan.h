@@ -23,6 +23,7 @@ struct PagedAttentionPlanParams {
   int head_dim;
   int window;  // 0: none
   int blocks;  // of the attention kernel
+  bool batch_invariant;
 };
 
 }  // namespace fastinfer
@@ -99,7 +100,7 @@ inline PagedAttentionPlan plan_paged_attention(int64_t seqs, int64_t head_dim, c
   const int64_t blocks = device.multiprocessors * static_cast<int64_t>(std::clamp<size_t>(fit, 1, 2));
   return {
       .kv_tile = kv_tile(columns),
-      .plan_ints = 4 + 4 * blocks + 2 * seqs + blocks,  // PlanView
+      .plan_ints = 4 + 4 * blocks + 2 * seqs + 2 * blocks,  // PlanView
       .workspace_bytes = blocks * 2 * partial_floats(columns) * int64_t{sizeof(float)},
       .plan = kPlanLaunch,
       .attention = attention_launch(columns, blocks),

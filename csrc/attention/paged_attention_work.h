@@ -3,7 +3,9 @@
 // A sequence's query rows (queries times the heads that share a KV head) are cut into row tiles; a row tile meets its
 // positions in KV tiles, aligned at absolute positions. One row tile and one KV tile are a unit of work. All units lie
 // in one line, ordered by sequence, KV head, row tile and KV tile, and every block does an equal stretch of it
-// ("stream-K").
+// ("stream-K"). A batch-invariant plan cuts no row tile: a stretch ends where its last one does. All row tiles are then
+// done in one way, a warp to 16 rows, so that a row's sums depend on its own positions alone; but one sequence that
+// decodes keeps no more blocks busy than it has KV heads.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +25,7 @@ struct alignas(16) WorkPosition {
 
 struct PlanHeader {
   int64_t units;
-  int64_t units_per_block;
+  int64_t units_per_block;  // 0: no row tile is cut
 };
 
 // The plan tensor's parts.
@@ -32,12 +34,14 @@ struct PlanView {
       : header(reinterpret_cast<PlanHeader*>(plan)),
         starts(reinterpret_cast<WorkPosition*>(plan + 4)),
         ends(reinterpret_cast<int64_t*>(plan + 4 + 4 * blocks)),
-        arrived(plan + 4 + 4 * blocks + 2 * seqs) {}
+        arrived(plan + 4 + 4 * blocks + 2 * seqs),
+        counts(arrived + blocks) {}
 
   PlanHeader* header;
   WorkPosition* starts;  // [blocks]
   int64_t* ends;         // [seqs]: units up to and including the sequence
   int32_t* arrived;      // [blocks]: partial results of the row tile that block b ends with; 0 between calls
+  int32_t* counts;       // [blocks]: units of its stretch
 };
 
 // A sequence's query rows; row r is head r % group of query r / group.

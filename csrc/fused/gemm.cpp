@@ -1,5 +1,6 @@
 #include "fused/gemm.h"
 
+#include "common/batch_invariant.h"
 #include "fused/gemm_binding.h"
 #include "fused/rms_norm.h"
 
@@ -101,12 +102,14 @@ void prepare_gpu(const Checks& check, const GemmArgs& args, cuda::WeightFormat f
                  GemmParams& params, GemmScratch& scratch) {
   const Tensor& x = args.x;
   check.require(params.dtype != DType::kFloat32, "x must be bfloat16 or float16 on a GPU, got float32");
-  params.plan = cuda::gemm_plan(format, params.m, params.n, params.k, group, *gpu_of(x),
-                                params.expert_rows.start != nullptr ? params.expert_rows.experts : 0);
+  params.plan =
+      cuda::gemm_plan(format, params.m, params.n, params.k, group, *gpu_of(x),
+                      params.expert_rows.start != nullptr ? params.expert_rows.experts : 0, batch_invariant());
   if (params.plan.units == 0) return;
 
-  const bool norm_first = params.norm_weight.data != nullptr &&
-                          (params.plan.tile.tokens > cuda::kMostNormTokens || !aligned(params.norm_weight.data));
+  const bool norm_first =
+      params.norm_weight.data != nullptr &&
+      (params.plan.tile.tokens > cuda::kMostNormTokens || !aligned(params.norm_weight.data) || batch_invariant());
   const bool as_it_is =
       norm_first ? x.is_contiguous() : aligned(params.x) && (x.size(0) == 1 || params.x_stride % 8 == 0);
   if (!as_it_is) {

@@ -275,7 +275,8 @@ struct GemmKernel {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               const float s = i < 2 ? scale[r].x : scale[r].y, m = i < 2 ? shift[r].x : shift[r].y;
-              sums.value[r][n][i] += s * part[i] + m * total[i];
+              // Not left to the compiler, which might contract a tile's differently from another's.
+              sums.value[r][n][i] = fmaf(s, part[i], fmaf(m, total[i], sums.value[r][n][i]));
             }
           }
         }

@@ -126,10 +126,13 @@ constexpr int64_t most_expert_tiles(int64_t m, int64_t experts, int tokens) {
   return active + (m - active) / tokens;
 }
 
-// `experts`: 0 for one weight, else the weight is a stack of so many slices.
+// `experts`: 0 for one weight, else the weight is a stack of so many slices. `batch_invariant`: a token's sums are in
+// one order, however many tokens there are. Up to 32 tokens that is so in every tile: warp w of two adds up the blocks
+// of 32 inputs w, w + 2, ..., whatever the chunk; so wider tiles are left out, and no unit is cut.
 inline GemmPlan gemm_plan(WeightFormat format, int64_t m, int64_t n, int64_t k, int64_t group, const Device& device,
-                          int64_t experts = 0) {
-  const int tokens = experts > 0 ? grouped_tokens(m, experts) : gemm_tokens(m);
+                          int64_t experts = 0, bool batch_invariant = false) {
+  const int widest = batch_invariant ? 32 : 128;
+  const int tokens = std::min(widest, experts > 0 ? grouped_tokens(m, experts) : gemm_tokens(m));
   GemmPlan plan;
   const GemmTile tile = plan.tile = gemm_tile(format, tokens);
   if (format != WeightFormat::kDense) {  // a chunk that starts within a group touches one more
@@ -151,7 +154,7 @@ inline GemmPlan gemm_plan(WeightFormat format, int64_t m, int64_t n, int64_t k, 
   // Of a multiprocessor's shared memory 1 KB a block is the system's.
   const int64_t resident = device.shared_bytes + 1024 >= 2 * (shared + 1024) ? gemm_resident(format, tokens) : 1;
   const int64_t slots = device.multiprocessors * resident, units = plan.units;
-  const bool whole = experts > 0 || units * 10 >= up(units, slots) * slots * 9;
+  const bool whole = batch_invariant || experts > 0 || units * 10 >= up(units, slots) * slots * 9;
   if (whole) {
     plan.workers = static_cast<int>(std::min(units, slots));
   } else {

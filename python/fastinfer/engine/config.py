@@ -42,8 +42,8 @@ class EngineConfig:
         max_loras: LoRA adapters that can be loaded at the same time.
         max_lora_rank: largest rank of one.
         lora_dtype: of their matrices.
-        deterministic: a request's text depends on nothing but the request. On the CPU that is always so; on a GPU sums
-            are cut by the batch's size, and this is refused.
+        deterministic: a request's text depends on nothing but the request. On the CPU that is always so; on a GPU steps
+            are computed under :func:`fastinfer.ops.batch_invariant`, which costs speed.
         device: where the model is: ``"cpu"`` or ``"cuda"``.
         enforce_eager: run decode steps operator by operator too, instead of replaying recorded graphs.
     """
@@ -85,8 +85,6 @@ class EngineConfig:
             raise RequestError(f"batching must be one of {', '.join(BATCHING)}, got {self.batching!r}")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise RequestError(f"kv_cache_dtype must be one of {KV_CACHE_DTYPES}, got {self.kv_cache_dtype!r}")
-        if self.deterministic and self.device != "cpu":
-            raise RequestError(f"deterministic=True is implemented on the CPU only, got device {self.device!r}")
 
     def make_batching(self) -> Batching:
         if self.batching == "static":

@@ -5,11 +5,13 @@ import secrets
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fastinfer import ops
 from fastinfer.checks import INT64_MAX, check_int
 from fastinfer.engine.adapters import Adapters
 from fastinfer.engine.batch import BatchInputs, StepResult, num_rows
@@ -30,7 +32,7 @@ from fastinfer.engine.sequence import Sequence, SequenceState
 from fastinfer.engine.speculation import NgramSpeculator, Speculator
 from fastinfer.engine.stats import EngineStats
 from fastinfer.engine.token_counts import TokenCounts
-from fastinfer.errors import QueueFullError, RequestError
+from fastinfer.errors import FastinferError, QueueFullError, RequestError
 from fastinfer.models.lora import AdapterSlots
 from fastinfer.sampling_params import BeamSearchParams, SamplingParams
 from fastinfer.tokenizer import Tokenizer
@@ -81,8 +83,9 @@ class Engine:
             self.kv_cache, config.max_num_seqs, config.max_num_batched_tokens, config.make_batching()
         )
         self.sampler = self._make_sampler()
-        self.runner = self._make_runner(self.model, self.kv_cache_tensors, with_adapters=config.max_loras > 0)
-        self.speculator = self._make_speculator(draft_model)
+        with self._numerics():  # graphs are captured
+            self.runner = self._make_runner(self.model, self.kv_cache_tensors, with_adapters=config.max_loras > 0)
+            self.speculator = self._make_speculator(draft_model)
         self.grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
         self.prompt_modules = PromptModules(self.kv_cache, self.max_model_len)
         self._compiling: dict[str, Future[Grammar]] = {}
@@ -316,6 +319,10 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Output]:
         """Compute the next tokens, and return the outputs of the requests that got some."""
+        with self._numerics():
+            return self._step()
+
+    def _step(self) -> list[Output]:
         self._start_compiled()
         outputs: list[Output] = []
         if self.speculator is not None:
@@ -375,6 +382,9 @@ class Engine:
             num_accepted_tokens=self.speculator.num_accepted if self.speculator else 0,
         )
 
+    def _numerics(self) -> AbstractContextManager[None]:
+        return ops.batch_invariant() if self.config.deterministic else nullcontext()
+
     def _copy_blocks(self) -> None:
         """Give their own copy of a block to those who are about to write into a shared one."""
         if self.kv_cache.copies:
@@ -426,7 +436,7 @@ class Engine:
                 for child, token in zip(siblings, others, strict=True):
                     request.take(Computed(self.model, child, first, *where, [token], is_last))
             except Exception as error:  # whatever it is, the others live on
-                request.finish("error", f"{type(error).__name__}: {error}")
+                request.finish("error", _reason(error))
             else:
                 self.kv_cache.commit(sequence)  # only now it has the tokens that were accepted
             if is_last or not request.unfinished:
@@ -460,7 +470,7 @@ class Engine:
 
     def _fail(self, request_id: str, error: Exception) -> None:
         """End a request within a step, which may yet raise: then the next one returns the output."""
-        for output in self._end(self._requests[request_id], "error", f"{type(error).__name__}: {error}"):
+        for output in self._end(self._requests[request_id], "error", _reason(error)):
             self._undelivered[request_id] = output
 
     def _start_compiled(self) -> None:
@@ -560,6 +570,11 @@ class Engine:
     def _max_rows(self) -> int:
         """Of logits in a step."""
         return self.config.max_num_seqs + self.config.max_num_batched_tokens
+
+
+def _reason(error: Exception) -> str:
+    """Our own errors are told as they are."""
+    return str(error) if isinstance(error, FastinferError) else f"{type(error).__name__}: {error}"
 
 
 def _num_accepted(chunk: Chunk, tokens: list[SampledToken]) -> int:

@@ -32,6 +32,7 @@ from fastinfer.ops.experts import (
 )
 from fastinfer.ops.gemm import gemm, int4_gemm, int8_gemm, table_gemm
 from fastinfer.ops.graph import CPUGraph, GraphCaptureError, GraphMemory
+from fastinfer.ops.invariance import batch_invariant
 from fastinfer.ops.lora import add_lora
 from fastinfer.ops.norm import add_rms_norm, layer_norm, rms_norm, rms_norm_quantize
 from fastinfer.ops.pack import (
@@ -58,6 +59,7 @@ __all__ = [
     "Sampled",
     "add_lora",
     "add_rms_norm",
+    "batch_invariant",
     "combine_experts",
     "cos_sin_cache",
     "embedding",

@@ -108,7 +108,7 @@ def paged_attention(
 
     On the CPU a token's result is bitwise the same in any batch. On CUDA the work is cut into equal parts for all
     multiprocessors: the order of fp32 sums depends on the batch's lengths, and on nothing else (a call repeats
-    bitwise).
+    bitwise); under :func:`fastinfer.ops.batch_invariant`, on the token's own sequence alone.
 
     Raises:
         RuntimeError: a shape, dtype, device, stride or, on CUDA, head_dim does not fit; scales are missing, or given
@@ -167,7 +167,7 @@ def paged_attention_plan(
     """How ``paged_attention`` divides a step's work among a GPU's multiprocessors, for all layers of the step.
 
     Made on the device and sized by shapes alone, so that a CUDA graph may hold it. Layers with another window need a
-    plan of their own.
+    plan of their own. One made under :func:`fastinfer.ops.batch_invariant` makes its calls so, wherever they are.
 
     Args:
         seq_lens: [seqs] int32; cached length of each sequence, this step's tokens included.
