@@ -12,8 +12,8 @@ tile of the output holds both. The output is then half as wide.
 On a GPU ``x`` is bf16 or fp16, and products are summed in fp32. Up to 64 tokens 4-bit and 8-bit weights enter exactly,
 as integers, and their fp32 scales multiply the sums: only the result is rounded to 16 bits. With more tokens the scaled
 weight is rounded to 16 bits first (the scale, then the product), as a dequantised weight would be. A fused norm rounds
-``x * norm_weight`` to 16 bits. The order of the sums, and so the last bit, depends on the number of tokens, by which the
-token tile (8, 16, 32, 64 or 128) and cuts of long sums are chosen; under :func:`fastinfer.ops.batch_invariant` it does
+``x * norm_weight`` to 16 bits. The order of the sums, and so the last bit, depends on the number of tokens: the
+token tile (8, 16, 32, 64 or 128) and cuts of long sums follow it; under :func:`fastinfer.ops.batch_invariant` it does
 not. Not yet run on a GPU.
 """
 
