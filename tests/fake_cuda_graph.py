@@ -7,21 +7,31 @@ import torch
 
 from fastinfer.engine import cuda_graphs
 from fastinfer.engine.batch import BatchInputs
+from fastinfer.ops import invariance
 
 
 class FakeGraph:
-    """Repeats the calls where a CUDA graph repeats kernels."""
+    """Repeats the calls where a CUDA graph repeats kernels, as batch-invariant as they were when it was captured."""
 
     def __init__(self, step: Callable[[], None], pool: object) -> None:
         step()
         self.step, self.given_pool, self.num_replays = step, pool, 0
+        self.invariant = is_batch_invariant()
 
     def replay(self) -> None:
         self.num_replays += 1
+        before = invariance._set(self.invariant)
         self.step()
+        invariance._set(before)
 
     def pool(self) -> str:
         return "pool"
+
+
+def is_batch_invariant() -> bool:
+    before = invariance._set(False)
+    invariance._set(before)
+    return before
 
 
 def use_fakes(monkeypatch: pytest.MonkeyPatch) -> None:

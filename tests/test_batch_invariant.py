@@ -138,3 +138,17 @@ def test_it_holds_for_the_calling_thread(device: str) -> None:
         thread.join()
         assert differing(run) == []
     assert others[0] != []
+
+
+def test_compiled_code_leaves_it_as_it_was(device: str) -> None:
+    """A trace must not set it for good."""
+    run = product("dense", "plain", device)
+
+    @torch.compile(backend="eager")
+    def compiled(x: Tensor) -> Tensor:
+        with ops.batch_invariant():
+            return x + 1
+
+    for _ in range(2):
+        compiled(torch.zeros(2))
+    assert differing(run) != []

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda_graph import use_fakes, with_twin
+from fake_cuda_graph import is_batch_invariant, use_fakes, with_twin
 from helpers import device_fixture
 from mixed_decoder import CONFIG, mixed_decoder
 from peft_adapter import write_adapter
@@ -287,7 +287,8 @@ serve_mixed = partial(serve, prompts=MIXED_PROMPTS, params=replace(PARAMS, max_t
 def graphed(device: str, **limits: Any) -> Forced:
     engine = deterministic(device, **limits)
     if device == "cpu":  # emulated
-        engine.runner.graphs = CUDAGraphs(engine.runner.compute, with_twin(engine.runner.inputs), False)
+        with engine._numerics():
+            engine.runner.graphs = CUDAGraphs(engine.runner.compute, with_twin(engine.runner.inputs), False)
         return engine
     return deterministic(device, enforce_eager=False, **limits)
 
@@ -340,6 +341,44 @@ def test_deterministic(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(logits.isnan().any() for logits in expected.logits.values())
     for name, way in WAYS.items():
         assert differing_logits(way(device), expected) == [], name
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn, torch.uint8])
+def test_deterministic_caches(cache_dtype: torch.dtype, device: str) -> None:
+    limits = {"deterministic": True, "kv_cache_dtype": cache_dtype}
+    engine = serve_mixed(Forced(device, max_num_batched_tokens=19, **limits))
+    assert differing_logits(engine, alone(device, **limits)) == []
+
+
+def test_deterministic_beside_adapters(adapters: list[Path], device: str) -> None:
+    """A request without an adapter is computed as those beside it that have one."""
+
+    def logits_of_base(names: list[str | None]) -> dict[tuple[int, ...], Tensor]:
+        engine = deterministic(device, max_loras=2, max_lora_rank=8)
+        for index, folder in enumerate(adapters):
+            engine.load_adapter(str(index), folder)
+        for seed, name in enumerate(names):
+            engine.add_request(MIXED_PROMPTS[3], replace(PARAMS, seed=seed), adapter=name)
+        drain(engine)
+        return {key: logits for key, logits in engine.logits.items() if key[0] == 0}
+
+    expected, found = logits_of_base([None, None]), logits_of_base([None, "0", "1"])
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], logits) for key, logits in expected.items())
+
+
+def test_graphs_are_captured_within(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those of a draft model, too."""
+    seen: list[bool] = []
+    make_runner = Engine._make_runner
+    monkeypatch.setattr(
+        Engine, "_make_runner", lambda *args, **names: seen.append(is_batch_invariant()) or make_runner(*args, **names)
+    )
+    config = EngineConfig(**LIMITS, device=device, enforce_eager=True, deterministic=True, num_speculative_tokens=2)
+    model = mixed_decoder(device)
+    Engine(model, ToyTokenizer(), config, draft_model=model)  # type: ignore[arg-type]
+    assert seen == [True, True]
+    assert not is_batch_invariant()
 
 
 def test_otherwise_logits_differ(device: str) -> None:

@@ -12,7 +12,7 @@ from fastinfer.errors import UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile, GGUFTensor, GGUFType
 from fastinfer.formats.gguf_dequant import DENSE_DTYPES, SUPPORTED_TYPES, unpack, unpack_rows
 from fastinfer.formats.gguf_kquants import CHUNK, GROUPS_OF_16
-from fastinfer.formats.unpacked import Dense, Int4, Int8, Table
+from fastinfer.formats.unpacked import Dense, Int4, Int8, Table, Unpacked
 from fastinfer.formats.weight import make_weight
 from fastinfer.models import gguf_checkpoint
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
@@ -248,3 +248,27 @@ def test_a_large_matrix_in_parts(
                 assert_bitwise(got, expected)
             else:
                 assert got == expected
+
+
+def test_a_layers_matrix_in_parts(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of rows that it has as a whole: Llama's Q and K are stored in another."""
+    monkeypatch.setattr(gguf_checkpoint, "PART_ELEMENTS", 64 * 576)
+    checkpoint = GGUFCheckpoint(GGUFFile(model_path))
+    whole, parts = (read("layers.0.q_proj", 576, 576) for read in (checkpoint.linear, checkpoint.parts))
+    assert_bitwise(torch.cat([part.dequantize() for part in parts]), whole.dequantize())
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [Dense(torch.zeros(16, 32)), Int4(torch.zeros(16, 32, dtype=torch.uint8), torch.ones(16, 1))],
+        [Int4(torch.zeros(16, 32, dtype=torch.uint8), torch.ones(16, 1), mins) for mins in (torch.ones(16, 1), None)],
+        [Dense(torch.zeros(7, 32)), Dense(torch.zeros(16, 32))],
+    ],
+    ids=["forms", "minimums", "rows"],
+)
+def test_parts_that_do_not_fit(parts: list[Unpacked]) -> None:
+    with pytest.raises(
+        ValueError, match="runs of rows must have one form and, but for the last, a multiple of 16 rows"
+    ):
+        make_weight(iter(parts), 8)

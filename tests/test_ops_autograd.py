@@ -49,7 +49,7 @@ def test_every_argument_has_a_kind() -> None:
 
 def test_every_function_is_an_operator() -> None:
     functions = {name for name in ops.__all__ if not isinstance(getattr(ops, name), type)}
-    helpers = {"cos_sin_cache", "interleave_gate_up", "pack_scales", "supported"}
+    helpers = {"batch_invariant", "cos_sin_cache", "interleave_gate_up", "pack_scales", "supported"}
     assert functions - helpers == CALLS.keys()
 
 

@@ -1,6 +1,6 @@
 // Flash attention of one row tile over some of its KV tiles, by one block. The matrix products are mma.sync; S and P
-// stay in registers. With up to 16 rows the warps share them and split each tile's positions; else a warp has 16 rows
-// of its own.
+// stay in registers. With up to 16 rows the warps share them and split each tile's positions, unless the plan is
+// batch-invariant; else a warp has 16 rows of its own.
 #pragma once
 
 #include <cstring>

@@ -12,8 +12,9 @@
 // With a stack of experts (ExpertRows) the tiles of tokens are those of one expert each, and their rows are gathered on
 // the way in and scattered on the way out.
 //
-// With a norm and few tokens, x * norm_weight is rounded to 16 bits on its way into the fragments, its squares are
-// added up beside, and the sums are divided by the root mean square at the end.
+// With a norm and few tokens (unless results must not depend on their number), x * norm_weight is rounded to 16 bits on
+// its way into the fragments, its squares are added up beside, and the sums are divided by the root mean square at the
+// end.
 #pragma once
 
 #include "common/cuda/launch.h"
@@ -275,8 +276,7 @@ struct GemmKernel {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               const float s = i < 2 ? scale[r].x : scale[r].y, m = i < 2 ? shift[r].x : shift[r].y;
-              // Not left to the compiler, which might contract a tile's differently from another's.
-              sums.value[r][n][i] = fmaf(s, part[i], fmaf(m, total[i], sums.value[r][n][i]));
+              sums.value[r][n][i] += s * part[i] + m * total[i];
             }
           }
         }

@@ -4,7 +4,7 @@
 // stay: where the units fill the GPU in whole waves, worker w does units w, w + workers, ...; where they do not, all
 // chunks of all units stand in one line and every worker takes an equal piece of it (stream-K), so that no
 // multiprocessor idles. A unit that is cut is added up by the worker that finishes last, in the order of the workers.
-// The division does not depend on how many tokens of a tile there are.
+// The division does not depend on how many tokens of a tile there are; a batch-invariant one on no number of tokens.
 #pragma once
 
 #include <algorithm>
@@ -22,6 +22,7 @@ inline constexpr int kGemmRows = 128;        // weight rows of a unit
 inline constexpr int kGemmBlockInputs = 32;  // inputs that a warp takes at a time; groups are multiples of it
 inline constexpr int kMostExactTokens = 64;  // tiles up to here scale the fp32 sums, wider ones the 16-bit weights
 inline constexpr int kMostNormTokens = 16;   // tiles up to here normalise on the fly, wider ones in a kernel before
+inline constexpr int kInvariantTokens = 32;  // the tile for any number of tokens where results must not depend on it
 
 constexpr int packed_bits(WeightFormat format) {
   return format == WeightFormat::kInt8 ? 8 : 4;
@@ -126,13 +127,11 @@ constexpr int64_t most_expert_tiles(int64_t m, int64_t experts, int tokens) {
   return active + (m - active) / tokens;
 }
 
-// `experts`: 0 for one weight, else the weight is a stack of so many slices. `batch_invariant`: a token's sums are in
-// one order, however many tokens there are. Up to 32 tokens that is so in every tile: warp w of two adds up the blocks
-// of 32 inputs w, w + 2, ..., whatever the chunk; so wider tiles are left out, and no unit is cut.
+// `experts`: 0 for one weight, else the weight is a stack of so many slices. `batch_invariant`: one kernel for any
+// number of tokens, which sums each element in one order, exactly scaled, and cuts no unit.
 inline GemmPlan gemm_plan(WeightFormat format, int64_t m, int64_t n, int64_t k, int64_t group, const Device& device,
                           int64_t experts = 0, bool batch_invariant = false) {
-  const int widest = batch_invariant ? 32 : 128;
-  const int tokens = std::min(widest, experts > 0 ? grouped_tokens(m, experts) : gemm_tokens(m));
+  const int tokens = batch_invariant ? kInvariantTokens : experts > 0 ? grouped_tokens(m, experts) : gemm_tokens(m);
   GemmPlan plan;
   const GemmTile tile = plan.tile = gemm_tile(format, tokens);
   if (format != WeightFormat::kDense) {  // a chunk that starts within a group touches one more

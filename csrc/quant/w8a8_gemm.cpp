@@ -1,5 +1,6 @@
 #include "quant/w8a8_gemm.h"
 
+#include "common/batch_invariant.h"
 #include "fused/gemm_binding.h"
 #include "quant/quantized_weight.h"
 
@@ -54,7 +55,7 @@ Tensor w8a8_gemm(const Output& output, const Tensor& x, const Tensor& x_scales, 
   if (const cuda::Device* const gpu = gpu_of(x)) {
     check_aligned(check, x, "x");
     check_quantized_aligned(check, qweight, scales, std::nullopt);
-    params.w8a8_plan = cuda::plan_w8a8_gemm(m, n, k, *gpu);
+    params.w8a8_plan = cuda::plan_w8a8_gemm(m, n, k, *gpu, batch_invariant());
     if (params.w8a8_plan.splits > 1) {
       sums = new_tensor(x, {static_cast<int64_t>(params.w8a8_plan.workspace_ints)}, ScalarType::Int);
       counters = torch::stable::new_zeros(x, {params.w8a8_plan.units}, ScalarType::Int);

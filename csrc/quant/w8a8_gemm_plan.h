@@ -47,9 +47,12 @@ struct W8a8GemmPlan {
   LaunchConfig launch{};      // [units, splits]
 };
 
-inline W8a8GemmPlan plan_w8a8_gemm(int64_t m, int64_t n, int64_t k, const Device& device) {
+// `batch_invariant`: one kernel for any number of tokens. (Sums are exact, however they are cut; the compiler alone
+// would keep the rounding of the scales equal in several.)
+inline W8a8GemmPlan plan_w8a8_gemm(int64_t m, int64_t n, int64_t k, const Device& device,
+                                   bool batch_invariant = false) {
   const auto up = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
-  const int tokens = m <= 8 ? 8 : m <= 16 ? 16 : m <= 32 ? 32 : m <= 64 ? 64 : 128;
+  const int tokens = batch_invariant ? 32 : m <= 8 ? 8 : m <= 16 ? 16 : m <= 32 ? 32 : m <= 64 ? 64 : 128;
   W8a8GemmPlan plan;
   plan.tile = w8a8_tile(tokens);
   plan.token_tiles = static_cast<int>(up(m, tokens));

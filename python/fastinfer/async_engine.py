@@ -14,7 +14,7 @@ from fastinfer import hub
 from fastinfer.checks import INT64_MAX, check_int, show
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.stats import EngineStats
-from fastinfer.errors import QueueFullError, RequestError
+from fastinfer.errors import QueueFullError, RequestError, reason
 from fastinfer.llm import LLM
 from fastinfer.mailbox import Mailbox
 from fastinfer.outputs import PrefillOutput, RequestOutput
@@ -324,7 +324,7 @@ def _as_prompt(prompt: Prompt | list[int]) -> Prompt:
 
 def _failed(output: RequestOutput | PrefillOutput, error: Exception) -> RequestOutput | PrefillOutput:
     """The last output of a request that was aborted because of an error."""
-    failure: dict[str, Any] = {"finish_reason": "error", "stop_reason": f"{type(error).__name__}: {error}"}
+    failure: dict[str, Any] = {"finish_reason": "error", "stop_reason": reason(error)}
     if isinstance(output, PrefillOutput):
         return replace(output, **failure)
     outputs = [replace(c, **failure) if c.finish_reason == "abort" else c for c in output.outputs]

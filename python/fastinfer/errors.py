@@ -5,6 +5,11 @@ class FastinferError(ValueError):
     """Base of all errors below; the command line prints its message and exits with code 2."""
 
 
+def reason(error: Exception) -> str:
+    """What is told of an error that ended a request: of ours the message, of others their class as well."""
+    return str(error) if isinstance(error, FastinferError) else f"{type(error).__name__}: {error}"
+
+
 class ModelNotFoundError(FastinferError):
     """No model under this name or path, or its download failed."""
 

@@ -42,8 +42,9 @@ class EngineConfig:
         max_loras: LoRA adapters that can be loaded at the same time.
         max_lora_rank: largest rank of one.
         lora_dtype: of their matrices.
-        deterministic: a request's text depends on nothing but the request. On the CPU that is always so; on a GPU steps
-            are computed under :func:`fastinfer.ops.batch_invariant`, which costs speed.
+        deterministic: a request's text depends on nothing but the request. On the CPU that is always so, but for 16-bit
+            hidden states beside requests with LoRA adapters; on a GPU steps are computed under
+            :func:`fastinfer.ops.batch_invariant`, which costs speed.
         device: where the model is: ``"cpu"`` or ``"cuda"``.
         enforce_eager: run decode steps operator by operator too, instead of replaying recorded graphs.
     """

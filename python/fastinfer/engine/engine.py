@@ -32,7 +32,7 @@ from fastinfer.engine.sequence import Sequence, SequenceState
 from fastinfer.engine.speculation import NgramSpeculator, Speculator
 from fastinfer.engine.stats import EngineStats
 from fastinfer.engine.token_counts import TokenCounts
-from fastinfer.errors import FastinferError, QueueFullError, RequestError
+from fastinfer.errors import QueueFullError, RequestError, reason
 from fastinfer.models.lora import AdapterSlots
 from fastinfer.sampling_params import BeamSearchParams, SamplingParams
 from fastinfer.tokenizer import Tokenizer
@@ -403,8 +403,8 @@ class Engine:
             except Exception as error:  # whatever it is, the others live on
                 errors[chunk.sequence.request_id] = error
         kept = [index for index, chunk in enumerate(chunks) if chunk.sequence.request_id not in errors]
-        for request_id, reason in errors.items():
-            self._fail(request_id, reason)
+        for request_id, failure in errors.items():
+            self._fail(request_id, failure)
         return [chunks[index] for index in kept], [row for index in kept for row in rows[index]]
 
     def _update(self, chunks: list[Chunk], result: StepResult, tokens: list[SampledToken]) -> list[Output]:
@@ -436,7 +436,7 @@ class Engine:
                 for child, token in zip(siblings, others, strict=True):
                     request.take(Computed(self.model, child, first, *where, [token], is_last))
             except Exception as error:  # whatever it is, the others live on
-                request.finish("error", _reason(error))
+                request.finish("error", reason(error))
             else:
                 self.kv_cache.commit(sequence)  # only now it has the tokens that were accepted
             if is_last or not request.unfinished:
@@ -470,7 +470,7 @@ class Engine:
 
     def _fail(self, request_id: str, error: Exception) -> None:
         """End a request within a step, which may yet raise: then the next one returns the output."""
-        for output in self._end(self._requests[request_id], "error", _reason(error)):
+        for output in self._end(self._requests[request_id], "error", reason(error)):
             self._undelivered[request_id] = output
 
     def _start_compiled(self) -> None:
@@ -548,7 +548,14 @@ class Engine:
             block_size=config.block_size,
             device=config.device,
         )
-        return Runner(model, kv_cache, inputs, enforce_eager=config.enforce_eager, with_adapters=with_adapters)
+        return Runner(
+            model,
+            kv_cache,
+            inputs,
+            enforce_eager=config.enforce_eager,
+            with_adapters=with_adapters,
+            deterministic=config.deterministic,
+        )
 
     def _make_speculator(self, draft_model: "Model | None") -> Speculator | None:
         max_drafts = self.config.num_speculative_tokens
@@ -570,11 +577,6 @@ class Engine:
     def _max_rows(self) -> int:
         """Of logits in a step."""
         return self.config.max_num_seqs + self.config.max_num_batched_tokens
-
-
-def _reason(error: Exception) -> str:
-    """Our own errors are told as they are."""
-    return str(error) if isinstance(error, FastinferError) else f"{type(error).__name__}: {error}"
 
 
 def _num_accepted(chunk: Chunk, tokens: list[SampledToken]) -> int:

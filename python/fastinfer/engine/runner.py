@@ -1,5 +1,6 @@
 """Runs a step's operators: steps of few tokens replay a graph, the others call one by one."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fastinfer.engine.batch import Batch, BatchInputs, BatchSize, StepResult
@@ -21,6 +22,8 @@ class Runner:
         inputs: where batches are written down, for the device of model and cache.
         enforce_eager: use no graphs.
         with_adapters: whether tokens may have LoRA adapters.
+        deterministic: where they may, compute all tokens as those that have one: what is fused otherwise is then not,
+            and rounds in other places.
     """
 
     def __init__(
@@ -31,10 +34,12 @@ class Runner:
         *,
         enforce_eager: bool,
         with_adapters: bool = False,
+        deterministic: bool = False,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
         self.inputs = inputs
+        self._always_adapters = with_adapters and deterministic
         self.graphs: CPUGraphs | CUDAGraphs | None = None
         if not enforce_eager and inputs.device.type == "cpu":
             self.graphs = CPUGraphs(self.compute, inputs)
@@ -45,6 +50,8 @@ class Runner:
         """Compute the chunks, whose blocks are allocated, filling the cache."""
         self.inputs.fill(chunks)
         size = BatchSize.of(chunks)
+        if self._always_adapters:
+            size = replace(size, has_adapters=True)
         if self.graphs is not None:
             result = self.graphs.run(size, all(chunk.sequence.is_decoding for chunk in chunks))
             if result is not None:

@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 from fastinfer import ops
 from fastinfer.formats.unpacked import Dense, Int4, Int8, Table, Unpacked
 from fastinfer.huge_pages import HugePages
+from fastinfer.ops.pack import TILE_ROWS
 
 
 class NormOptions(TypedDict, total=False):
@@ -224,10 +225,20 @@ def make_weight(
         dense_dtype: of a weight that is not quantised, where it must be that of the hidden states; ``None``: as it is.
         bias: [out_features] fp32.
         memory: where packed forms shall lie, on a CPU.
+
+    Raises:
+        ValueError: the runs of rows have several forms, or one but the last no multiple of 16 rows.
     """
     bias = None if bias is None else bias.to(device)
     values, qweights, scale_parts, min_parts, out_features = [], [], [], [], 0
+    forms = set()
     for part in (unpacked,) if isinstance(unpacked, Unpacked) else unpacked:
+        forms.add((type(part), getattr(part, "mins", None) is None))
+        if len(forms) > 1 or out_features % TILE_ROWS:
+            raise ValueError(
+                f"runs of rows must have one form and, but for the last, a multiple of {TILE_ROWS} rows, got "
+                f"{type(part).__name__} after {out_features} rows"
+            )
         out_features += part.shape[0]
         if isinstance(part, Dense):
             values.append(part.values.to(device, dense_dtype))

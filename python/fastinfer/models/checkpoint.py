@@ -37,7 +37,7 @@ class Checkpoint(Protocol):
         ...
 
     def parts(self, name: str, out_features: int, in_features: int) -> Iterator[Unpacked]:
-        """:meth:`linear` in runs of its rows, one at a time in memory, if it is quantised: for the largest ones.
+        """:meth:`linear` in runs of its rows, if it is quantised, so that not all of it is in memory unpacked.
 
         Raises:
             GGUFFormatError, CheckpointFormatError, UnsupportedModelError: as :meth:`linear`.

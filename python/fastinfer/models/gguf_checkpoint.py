@@ -67,9 +67,6 @@ class GGUFCheckpoint:
 
     def linear(self, name: str, out_features: int, in_features: int) -> Unpacked:
         tensor, data = self._rows(name, out_features, in_features)
-        if self.config.architecture == "llama" and name.endswith((".q_proj", ".k_proj")):
-            heads = self.config.num_heads if name.endswith(".q_proj") else self.config.num_kv_heads
-            data = _unpermute(data, heads, self.config.rotary_dim)
         return unpack_rows(data, tensor.type, tensor.name, exact=self._exact)
 
     def parts(self, name: str, out_features: int, in_features: int) -> Iterator[Unpacked]:
@@ -98,7 +95,7 @@ class GGUFCheckpoint:
         self._file.release()
 
     def _rows(self, name: str, out_features: int, in_features: int) -> tuple[GGUFTensor, np.ndarray]:
-        """The tensor that holds a matrix, and the matrix's packed rows."""
+        """The tensor that holds a matrix, and the matrix's packed rows in the project's order."""
         stored = f"{self._stored(name)}.weight"
         tensor = self._get(stored)
         rows = slice(None)
@@ -113,7 +110,11 @@ class GGUFCheckpoint:
             shape = (self.config.num_experts, out_features, in_features)
         if tensor.shape != shape:
             raise GGUFFormatError(f"{self.path}: tensor {stored!r} must have the shape {shape}, got {tensor.shape}")
-        return tensor, tensor.data[rows]
+        data = tensor.data[rows]
+        if self.config.architecture == "llama" and name.endswith((".q_proj", ".k_proj")):
+            heads = self.config.num_heads if name.endswith(".q_proj") else self.config.num_kv_heads
+            data = _unpermute(data, heads, self.config.rotary_dim)
+        return tensor, data
 
     def _stored(self, name: str) -> str:
         """The file's name of a matrix or vector, without its ending."""

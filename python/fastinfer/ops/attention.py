@@ -167,7 +167,8 @@ def paged_attention_plan(
     """How ``paged_attention`` divides a step's work among a GPU's multiprocessors, for all layers of the step.
 
     Made on the device and sized by shapes alone, so that a CUDA graph may hold it. Layers with another window need a
-    plan of their own. One made under :func:`fastinfer.ops.batch_invariant` makes its calls so, wherever they are.
+    plan of their own. One made under :func:`fastinfer.ops.batch_invariant` makes its calls so, wherever they are;
+    one made outside does not, even within.
 
     Args:
         seq_lens: [seqs] int32; cached length of each sequence, this step's tokens included.

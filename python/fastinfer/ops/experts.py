@@ -15,7 +15,8 @@ torch.Size([3, 64])
 
 All shapes follow from the arguments' shapes, and nothing is read back: calls can be recorded as a graph. On the CPU a
 token's result is bitwise the same in any batch. On a GPU it depends on the token tile that the batch's size chooses (8,
-32 or 128 tokens, for an even share of rows per expert), not on the other tokens. Not yet run on a GPU.
+32 or 128 tokens, for an even share of rows per expert), not on the other tokens; under
+:func:`fastinfer.ops.batch_invariant` on nothing but the token. Not yet run on a GPU.
 """
 
 from typing import NamedTuple

@@ -13,8 +13,8 @@ On a GPU ``x`` is bf16 or fp16, and products are summed in fp32. Up to 64 tokens
 as integers, and their fp32 scales multiply the sums: only the result is rounded to 16 bits. With more tokens the scaled
 weight is rounded to 16 bits first (the scale, then the product), as a dequantised weight would be. A fused norm rounds
 ``x * norm_weight`` to 16 bits. The order of the sums, and so the last bit, depends on the number of tokens: the
-token tile (8, 16, 32, 64 or 128) and cuts of long sums follow it; under :func:`fastinfer.ops.batch_invariant` it does
-not. Not yet run on a GPU.
+token tile (8, 16, 32, 64 or 128) and cuts of long sums follow it. Under :func:`fastinfer.ops.batch_invariant` there is
+one tile, of 32 tokens, with exact weights and the norm before it. Not yet run on a GPU.
 """
 
 from torch import Tensor

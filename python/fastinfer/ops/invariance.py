@@ -3,7 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from fastinfer.ops._library import ops
+
+
+@torch.compiler.disable  # a trace would call it for real, and note its result as a constant
+def _set(value: bool) -> bool:
+    return bool(ops.set_batch_invariant.default(value))
 
 
 @contextmanager
@@ -11,13 +18,14 @@ def batch_invariant() -> Iterator[None]:
     """Within it a token's results on a GPU depend on nothing but the token and what it attends to, to the last bit.
 
     However many tokens there are, wherever it stands among them, whichever sequences are beside its own, and however a
-    prompt is cut into chunks: products keep to tiles of at most 32 tokens, cut no sum for the sake of more
-    multiprocessors, and normalise in a kernel of their own; :func:`paged_attention_plan` (and
-    :func:`paged_attention` without a plan) cuts no sequence's positions. This costs speed, most where there is little
-    to do: one sequence that decodes over a long context keeps as many multiprocessors busy as it has KV heads. On the
-    CPU it changes nothing: there it is always so.
+    prompt is cut into chunks: products have one tile, of 32 tokens, cut no sum for the sake of more multiprocessors,
+    and normalise in a kernel of their own; :func:`paged_attention_plan` (and :func:`paged_attention` without a plan)
+    cuts no sequence's positions. This costs speed, most where there is little to do: one sequence that decodes over a
+    long context keeps as many multiprocessors busy as it has KV heads. On the CPU it changes nothing: there it is
+    always so. Not yet run on a GPU.
 
-    It holds for the calling thread, and for what a ``torch.cuda.CUDAGraph`` captures within it.
+    It holds for the calling thread, and for what a ``torch.cuda.CUDAGraph`` captures within it. Compiled functions are
+    to be called within it; inside them it breaks the graph, and ``torch.export`` does not keep it.
 
     Source: fixed tiles and splits, https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/.
 
@@ -28,8 +36,8 @@ def batch_invariant() -> Iterator[None]:
     >>> torch.equal(alone, together[7:8])
     True
     """
-    before = ops.set_batch_invariant.default(True)
+    before = _set(True)
     try:
         yield
     finally:
-        ops.set_batch_invariant.default(before)
+        _set(before)
