@@ -8,8 +8,11 @@ import torch
 from fastinfer.ops._library import ops
 
 
-@torch.compiler.disable  # a trace would call it for real, and note its result as a constant
 def _set(value: bool) -> bool:
+    # A trace would call the operator for real, and note its result as a constant. (The decorator that keeps functions
+    # out of traces imports the compiler, which takes two seconds.)
+    if torch.compiler.is_compiling():
+        raise RuntimeError("batch_invariant cannot be compiled: call compiled functions within it")
     return bool(ops.set_batch_invariant.default(value))
 
 
@@ -25,7 +28,10 @@ def batch_invariant() -> Iterator[None]:
     always so. Not yet run on a GPU.
 
     It holds for the calling thread, and for what a ``torch.cuda.CUDAGraph`` captures within it. Compiled functions are
-    to be called within it; inside them it breaks the graph, and ``torch.export`` does not keep it.
+    to be called within it; inside them it breaks the graph.
+
+    Raises:
+        RuntimeError: in a trace of one graph, as of ``torch.export`` or ``torch.compile(fullgraph=True)``.
 
     Source: fixed tiles and splits, https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/.
 
