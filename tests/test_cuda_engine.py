@@ -350,7 +350,7 @@ def test_deterministic_caches(cache_dtype: torch.dtype, device: str) -> None:
     assert differing_logits(engine, alone(device, **limits)) == []
 
 
-def test_deterministic_beside_adapters(adapters: list[Path], device: str) -> None:
+def assert_the_same_beside_adapters(adapters: list[Path], device: str) -> None:
     """A request without an adapter is computed as those beside it that have one."""
 
     def logits_of_base(names: list[str | None]) -> dict[tuple[int, ...], Tensor]:
@@ -365,6 +365,15 @@ def test_deterministic_beside_adapters(adapters: list[Path], device: str) -> Non
     expected, found = logits_of_base([None, None]), logits_of_base([None, "0", "1"])
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], logits) for key, logits in expected.items())
+
+
+def test_deterministic_beside_adapters(adapters: list[Path], device: str) -> None:
+    assert_the_same_beside_adapters(adapters, device)
+
+
+def test_deterministic_beside_adapters_on_the_cpu(adapters: list[Path]) -> None:
+    """Whose own kernels, too, round at another place where gate and up are not fused."""
+    assert_the_same_beside_adapters(adapters, "cpu")
 
 
 def test_graphs_are_captured_within(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

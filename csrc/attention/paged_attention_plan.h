@@ -40,9 +40,8 @@ FASTINFER_API void paged_attention_plan(const PagedAttentionPlanParams& params, 
 
 inline constexpr int kAttentionThreads = 128;
 inline constexpr int kAttentionWarps = kAttentionThreads / 32;
-inline constexpr int kRowTile = 64;  // query rows of a tile, 16 a warp
-inline constexpr int kDecodeRows =
-    16;  // with so few rows the warps share them, and split the positions, if the plan cuts
+inline constexpr int kRowTile = 64;     // query rows of a tile, 16 a warp
+inline constexpr int kDecodeRows = 16;  // with so few rows, and a plan that cuts, the warps split the positions instead
 
 inline constexpr int kHeadDims[] = {64, 80, 96, 128, 256};
 

@@ -248,7 +248,7 @@ def _is_usual(sequence: Sequence) -> bool:
 
 def top_logprobs(logits: Tensor, token_id: int, count: int) -> list[TokenLogprob]:
     """The chosen token of one row [vocab], then the ``count`` likeliest ones, without the chosen one twice."""
-    logprobs = torch.log_softmax(logits.clone(), dim=-1)  # aligned: on a GPU torch sums a row by where it begins
+    logprobs = torch.log_softmax(logits.clone(), dim=-1)  # aligned: a GPU may sum by where a row begins
     values, indices = logprobs.topk(min(count, logits.shape[-1]))
     return _ranked(logits, token_id, logprobs[token_id].item(), indices.tolist(), values.tolist())
 
