@@ -52,7 +52,7 @@ __global__ void paged_attention_plan_kernel(const __grid_constant__ PagedAttenti
     units = plan.ends[min(first + threads, p.seqs) - 1];
   }
   const int64_t per_block = max((units + p.blocks - 1) / p.blocks, kMinUnits);
-  if (thread == 0) *plan.header = {units, p.batch_invariant ? 0 : per_block};
+  if (thread == 0) *plan.header = {p.batch_invariant ? 0 : per_block};
 
   // Where a unit is; `tiles`: of its row tile.
   const auto find = [&](int64_t unit, int& tiles) {

@@ -24,7 +24,6 @@ struct alignas(16) WorkPosition {
 };
 
 struct PlanHeader {
-  int64_t units;
   int64_t units_per_block;  // 0: no row tile is cut
 };
 
