@@ -9,7 +9,7 @@ import torch
 from helpers import DTYPES, GEMM_FUSIONS, Guarded, assert_bitwise, assert_rounded, gemm_options, per_thread_count
 from torch import Tensor
 
-from fastinfer import ops
+from fastinfer import _C, ops
 
 
 @dataclass
@@ -114,13 +114,29 @@ class QuantizedGemmTests:
         out = self.run(x, weight, activation_bits=8, **options)
         assert out.dtype == x.dtype
         expected = reference.gemm(x, weight.dense, activation_bits=8, **options)
-        rounding = 0.5 * torch.finfo(x.dtype).eps * expected.abs()
-        error = ((out.double() - expected).abs() - rounding).amax(1) / expected.abs().mean()
-        assert error.max() < 5e-2
         norm_weight = options.get("norm_weight")
         rounded = x if norm_weight is None else reference.rms_norm(x, norm_weight, options["eps"])
+        rounding = 0.5 * torch.finfo(x.dtype).eps * expected.abs() + self.lost_sums(rounded, weight, **options)
+        error = ((out.double() - expected).abs() - rounding).amax(1) / expected.abs().mean()
+        assert error.max() < 5e-2
         sure = error[~reference.near_ties(rounded)]
         assert not len(sure) or sure.max() < 2e-5, f"error {sure.max():.2g} of the mean magnitude"
+
+    def lost_sums(self, x: Tensor, weight: QuantizedWeight, **options: Any) -> Tensor:
+        """What sums of 8-bit products may lose with AVX-512 VNNI: 0.75 of a step of the second run of each block, see
+        ByteRun in csrc/common/cpu/dot.h. [tokens, out_features]."""
+        scales = weight.scales.double().abs()
+        scales = scales.repeat_interleave(x.shape[1] // scales.shape[1] // 32, 1)
+        lost = 0.75 * reference.activation_steps(x)[1][:, 1::2, 0] @ scales.T
+        if not _C.cpu_info()["isa"].startswith("avx512") or x.is_cuda:
+            lost.zero_()
+        if "activation" not in options:
+            return lost
+        options = {name: value for name, value in options.items() if name == "bias"}
+        sums = reference.gemm(x, weight.dense, activation_bits=8, **options)
+        (gate, up), (lost_gate, lost_up) = (t.unflatten(1, (-1, 2, 16)).unbind(2) for t in (sums, lost))
+        # No slope is steeper than 1.13, no gate's absolute value is larger than the gate's own.
+        return (1.13 * lost_gate * (up.abs() + lost_up) + gate.abs() * lost_up).flatten(1)
 
     def assert_nearly_exact(self, x: Tensor, weight: QuantizedWeight, **options: Any) -> None:
         """With activations in 14 bits: steps of 1/8191 of a run's largest are below what most uses of fp32 notice."""
@@ -183,15 +199,17 @@ class QuantizedGemmTests:
         x = torch.randint(-largest, largest + 1, (33, 576), device=device).float()
         x[:, ::16] = largest
         weight = random_weight(self.bits, 49, 576, device=device)
-        out = self.run(x, weight, activation_bits=activation_bits)
-        assert_rounded(out, reference.gemm(x, weight.dense), slack=1e-5)
+        out, expected = self.run(x, weight, activation_bits=activation_bits), reference.gemm(x, weight.dense)
+        lost = self.lost_sums(x, weight) if activation_bits == 8 else 0.0
+        assert ((out - expected).abs() <= lost + 1e-5 * (expected.abs() + expected.abs().mean())).all()
 
     def test_activations_round_half_to_even(self, device: str) -> None:
         x = torch.arange(-126.0, 126.0, device=device)[:224].reshape(7, 32) + 0.5
         x[:, ::16] = 127
         weight = random_weight(self.bits, 17, 32, device=device)
-        expected = reference.gemm(x.round(), weight.dense)
-        assert_rounded(self.run(x, weight, activation_bits=8), expected, slack=1e-5)
+        out, expected = self.run(x, weight, activation_bits=8), reference.gemm(x.round(), weight.dense)
+        lost = self.lost_sums(x, weight)
+        assert ((out - expected).abs() <= lost + 1e-5 * (expected.abs() + expected.abs().mean())).all()
 
     def test_zero_and_tiny_blocks(self, device: str) -> None:
         """A block of zeros has no scale to divide by; one below fp16's range keeps its own scale."""

@@ -6,8 +6,8 @@
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 
-// y = scale_x * sum over blocks of (min_w * (sum of x) + sum over runs of scale_w * (multiplier_x dot(q_w, q_x))), with
-// the minimum of the unsigned weights that the instruction wants.
+// y = scale_x * sum over blocks of (min_w * (sum of x) + scale_w * sum over runs of multiplier_x dot(q_w, q_x)), with the
+// minimum of the unsigned weights that the instruction wants.
 template <class Format, class Scale, int kBits>
 struct ByteKernel {
   using Run = ByteRun<kBits>;
@@ -26,11 +26,9 @@ struct ByteKernel {
     for_each_block<Format, Scale, true>(
         p, tile, 0, 0, blocks, [&](int64_t, const uint8_t* weight, f32v scale, f32v min) {
           add_min<kRows, 1>(block, {unsigned_min(scale, min)}, acc);
-#pragma GCC unroll 2
-          for (int run = 0; run < 2; ++run) {
-            const RunBytes bytes = Format::load_unsigned(weight, run);
-            add_run<kRows, 1>(block, run, [&](int step, int) { return bytes.step[step]; }, {scale}, acc);
-          }
+          add_block<kRows, 1>(
+              block, [&](int run) { return Format::load_unsigned(weight, run); },
+              [](const RunBytes& bytes, int step, int) { return bytes.step[step]; }, {scale}, acc);
           block += x.stride;
         });
 #pragma GCC unroll 8
@@ -91,47 +89,66 @@ struct ByteKernel {
                                         });
   }
 
-  // Adds the products of a block's run with kRows rows. weights(step, tile): four vectors of each tile. All rows take a
-  // step before the next one, as each waits five cycles for its sum.
-  template <int kRows, int kTiles, class Weights>
-  FASTINFER_INLINE static void add_run(const Block* block, int run, Weights&& weights, const f32v (&scale)[kTiles],
-                                       f32v (&acc)[kRows][kTiles]) {
-    i32v dots[kRows][kTiles];
-#pragma GCC unroll 8
-    for (int i = 0; i < kParts * kRunSteps; ++i) {
-      const int part = i / kRunSteps, step = i % kRunSteps;
-      u8v w[kTiles];
+  // Adds the products of a block with kRows rows. load(run): a run's weights; step(weights, step, tile): four inputs of
+  // each of a tile's rows. All rows take a step before the next one, as each waits five cycles for its sum.
+  template <int kRows, int kTiles, class Load, class Step>
+  FASTINFER_INLINE static void add_block(const Block* block, Load&& load, Step&& step, const f32v (&scale)[kTiles],
+                                         f32v (&acc)[kRows][kTiles]) {
+    constexpr int kRuns = 2 / Run::kMultipliers;  // that share a multiplier
+    f32v products[kRows][kTiles];
 #pragma GCC unroll 2
-      for (int t = 0; t < kTiles; ++t) w[t] = in_register(weights(step, t));
+    for (int m = 0; m < Run::kMultipliers; ++m) {
+      using Weights = decltype(load(0));
+      Weights weights[kRuns];
+#pragma GCC unroll 2
+      for (int run = 0; run < kRuns; ++run) weights[run] = load(m * kRuns + run);
+      // A sum of both runs' 16-bit products would be a chain of 16: too long to be hidden by few rows.
+      constexpr int kChains = kRows <= 4 ? kRuns : 1, kSteps = kRuns * kRunSteps / kChains;
+      i32v dots[kRows][kTiles];
+#pragma GCC unroll 2
+      for (int chain = 0; chain < kChains; ++chain) {
+        i32v sums[kRows][kTiles];
+#pragma GCC unroll 16
+        for (int i = 0; i < Run::kParts * kSteps; ++i) {
+          const int part = i / kSteps, at = chain * kSteps + i % kSteps;
+          u8v w[kTiles];
+#pragma GCC unroll 2
+          for (int t = 0; t < kTiles; ++t) w[t] = in_register(step(weights[at / kRunSteps], at % kRunSteps, t));
+#pragma GCC unroll 8
+          for (int r = 0; r < kRows; ++r) {
+            const int8_t* four = block[r].q[part] + m * kRunInputs + 4 * at;
+            i8v activations;
+            if constexpr (kTiles > 1) activations = in_register((i8v)broadcast_word(four));
+#pragma GCC unroll 2
+            for (int t = 0; t < kTiles; ++t) {
+              const i32v sum = i == 0 ? i32v{} + Run::kStart : i % kSteps == 0 ? sums[r][t] << 7 : sums[r][t];
+              if constexpr (kTiles > 1) {
+                sums[r][t] = dpbusd(sum, w[t], activations);
+              } else {
+                sums[r][t] = dpbusd(sum, w[t], four);
+              }
+            }
+          }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+          for (int t = 0; t < kTiles; ++t) dots[r][t] = chain == 0 ? sums[r][t] : dots[r][t] + sums[r][t];
+        }
+      }
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
-        const int8_t* four = block[r].q[part] + run * kRunInputs + 4 * step;
-        i8v activations;
-        if constexpr (kTiles > 1) activations = in_register((i8v)broadcast_word(four));
 #pragma GCC unroll 2
         for (int t = 0; t < kTiles; ++t) {
-          const i32v sum = i == 0 ? i32v{} + Run::kStart : step == 0 ? dots[r][t] << 7 : dots[r][t];
-          if constexpr (kTiles > 1) {
-            dots[r][t] = dpbusd(sum, w[t], activations);
-          } else {
-            dots[r][t] = dpbusd(sum, w[t], four);
-          }
+          products[r][t] = Run::add_multiplied(block[r].multipliers, m, dots[r][t], products[r][t]);
         }
       }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
-      for (int t = 0; t < kTiles; ++t) acc[r][t] += scaled(dots[r][t], block[r].multiplier[run]) * scale[t];
+      for (int t = 0; t < kTiles; ++t) acc[r][t] += products[r][t] * scale[t];
     }
-  }
-
-  FASTINFER_INLINE static f32v scaled(i32v dot, const ByteRun<8>::Multiplier& multiplier) {
-    return fused_multiply_add((f32v)dot, broadcast(multiplier.value), broadcast(multiplier.bias));
-  }
-
-  FASTINFER_INLINE static f32v scaled(i32v dot, float multiplier) {
-    return to_f32(dot) * multiplier;
   }
 
   template <int kRows, int kTiles>
@@ -162,12 +179,9 @@ struct ByteKernel {
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) __builtin_prefetch(block + 2 * x.stride + r);  // too far apart for the hardware
       add_min<kRows, kTiles>(block, weights->mins, acc);
-#pragma GCC unroll 2
-      for (int run = 0; run < 2; ++run) {
-        add_run<kRows, kTiles>(
-            block, run, [&](int step, int t) { return load_as<u8v>(weights->bytes[run][step][t]); }, weights->scales,
-            acc);
-      }
+      add_block<kRows, kTiles>(
+          block, [&](int run) { return weights->bytes[run]; },
+          [](auto* bytes, int step, int t) { return load_as<u8v>(bytes[step][t]); }, weights->scales, acc);
     }
     const bool last = end == blocks;
 #pragma GCC unroll 8

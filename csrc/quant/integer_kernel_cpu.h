@@ -101,21 +101,20 @@ struct IntegerKernel {
           for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
             for (int v = 0; v < kVectors; ++v) {
-              const ActivationBlock<Run>& row_block = block[r];
-              dots[r][v].add(weights[v], row_block.q[0] + run * kRunInputs, &row_block.multiplier[run]);
+              dots[r][v].add(weights[v], block[r].q[0] + run * kRunInputs, block[r].multipliers, run);
             }
           }
         }
         if constexpr (kStreams<kRows>) {
           for (int i = 0; i < Format::kBlockBytes; i += 64) __builtin_prefetch(weight + i + kPrefetchBytes);
         }
-        weight += Format::kBlockBytes;
-        block += x.stride;
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
-          for (int v = 0; v < kVectors; ++v) acc[r][v] += dots[r][v].sum() * scale[v];
+          for (int v = 0; v < kVectors; ++v) acc[r][v] += dots[r][v].sum(block[r].multipliers) * scale[v];
         }
+        weight += Format::kBlockBytes;
+        block += x.stride;
       }
     }
   }

@@ -1,5 +1,5 @@
 // Activations as integers, for integer products: x ~ scale * multiplier * q, with a scale per row and a multiplier per
-// run of 16 inputs.
+// run of 16 inputs, or per 32 where q has 14 bits.
 //
 // Sixteen inputs, because a few channels are much larger than the rest and spoil the precision of their neighbours: on
 // SmolLM2 runs of 16 halve the divergence from fp32 that runs of 32 cause. A multiplier is an integer, 1..4095, so that
@@ -25,8 +25,8 @@ inline constexpr float kLargestActivation = kBits == 8 ? 127.0f : 8191.0f;
 template <class Run>
 struct alignas(64) ActivationBlock {
   typename Run::X q[Run::kParts][kBlockInputs];
-  typename Run::Multiplier multiplier[2];  // of its runs
-  float sum;                               // of multiplier * q, by which the weights' minimum is multiplied
+  typename Run::Multipliers multipliers;
+  float sum;  // of multiplier * q, by which the weights' minimum is multiplied
 };
 
 template <class Run>
@@ -42,11 +42,16 @@ struct QuantizedRows {
   }
 };
 
-// kLanes largest magnitudes of a run, as the bits of fp32: integers order those like numbers, and a NaN above all.
+// Inputs that share a multiplier.
+template <class Run>
+inline constexpr int kSpan = kBlockInputs / Run::kMultipliers;
+
+// kLanes largest magnitudes of a span, as the bits of fp32: integers order those like numbers, and a NaN above all.
+template <int kInputs>
 FASTINFER_INLINE i32v magnitudes_of(const float* x) {
   i32v largest{};
-#pragma GCC unroll 2
-  for (int i = 0; i < kRunInputs; i += kLanes) {
+#pragma GCC unroll 4
+  for (int i = 0; i < kInputs; i += kLanes) {
     const i32v magnitude = load_as<i32v>(x + i) & 0x7fffffff;
     largest = magnitude > largest ? magnitude : largest;
   }
@@ -77,16 +82,16 @@ FASTINFER_INLINE void store_activations(int16_t (&out)[1][kBlockInputs], int inp
   std::memcpy(out[0] + input, low, sizeof(low));
 }
 
-// q = round to nearest even of x * inverse, of a block's run. Returns kLanes sums of q.
+// q = round to nearest even of x * inverse, of a span that begins at a block's input. Returns kLanes sums of q.
 template <class Run>
-FASTINFER_INLINE i32v quantize_run(const float* x, float inverse, int run, ActivationBlock<Run>& out) {
+FASTINFER_INLINE i32v quantize_span(const float* x, float inverse, int input, ActivationBlock<Run>& out) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest even integer in the low bits
   i32v sum{};
-#pragma GCC unroll 2
-  for (int i = 0; i < kRunInputs; i += kLanes) {
+#pragma GCC unroll 4
+  for (int i = 0; i < kSpan<Run>; i += kLanes) {
     const i32v q = (i32v)(load(x + i) * inverse + kRound) - (i32v)broadcast(kRound);
     sum += q;
-    store_activations(out.q, run * kRunInputs + i, q);
+    store_activations(out.q, input + i, q);
   }
   return sum;
 }
@@ -95,41 +100,40 @@ FASTINFER_INLINE i32v quantize_run(const float* x, float inverse, int run, Activ
 template <class Run>
 float quantize_row(const float* x, int64_t k, float largest, float* work, ActivationBlock<Run>* blocks,
                    int64_t stride) {
-  const int64_t runs = k / kRunInputs, padded = (runs + kLanes - 1) / kLanes * kLanes;
+  const int64_t spans = k / kSpan<Run>, padded = (spans + kLanes - 1) / kLanes * kLanes;
   auto* multipliers = reinterpret_cast<int32_t*>(work);
   float* inverses = work + padded;
   i32v row_magnitudes{};
-  for (int64_t run = 0; run < runs; ++run) {
-    const i32v magnitudes = magnitudes_of(x + run * kRunInputs);
+  for (int64_t span = 0; span < spans; ++span) {
+    const i32v magnitudes = magnitudes_of<kSpan<Run>>(x + span * kSpan<Run>);
     row_magnitudes = magnitudes > row_magnitudes ? magnitudes : row_magnitudes;
-    multipliers[run] = reduce_max(magnitudes);
+    multipliers[span] = reduce_max(magnitudes);
   }
   const auto amax = std::bit_cast<float>(reduce_max(row_magnitudes));
   const float steps = largest * kLargestMultiplier, inverse = steps / amax;
   // So small that this overflows, infinite or NaN: integers of 0, and a scale that keeps what is not finite.
   if (!(inverse <= FLT_MAX && amax <= FLT_MAX)) {
-    ActivationBlock<Run> zero{};
-    std::fill_n(zero.multiplier, 2, Run::multiplier(1));
-    for (int64_t b = 0; b < runs / 2; ++b) blocks[b * stride] = zero;
+    for (int64_t b = 0; b < k / kBlockInputs; ++b) blocks[b * stride] = ActivationBlock<Run>{};
     return amax <= FLT_MAX ? 0.0f : NAN;
   }
-  for (int64_t run = 0; run < runs; run += kLanes) {
-    const f32v ratio = load_as<f32v>(multipliers + run) / amax * static_cast<float>(kLargestMultiplier);
+  for (int64_t span = 0; span < spans; span += kLanes) {
+    const f32v ratio = load_as<f32v>(multipliers + span) / amax * static_cast<float>(kLargestMultiplier);
     i32v m = __builtin_convertvector(ratio, i32v);
     m -= to_f32(m) < ratio;  // up
     m = m < 1 ? i32v{} + 1 : m;
-    store_as(multipliers + run, m);
-    store(inverses + run, inverse / to_f32(m));
+    store_as(multipliers + span, m);
+    store(inverses + span, inverse / to_f32(m));
   }
-  for (int64_t b = 0; b < runs / 2; ++b) {
+  for (int64_t b = 0; b < k / kBlockInputs; ++b) {
     ActivationBlock<Run>& block = blocks[b * stride];
+    const int64_t first = b * Run::kMultipliers;
     i32v sum{};
 #pragma GCC unroll 2
-    for (int run = 0; run < 2; ++run) {
-      const int64_t at = 2 * b + run;
-      sum += quantize_run(x + at * kRunInputs, inverses[at], run, block) * multipliers[at];
-      block.multiplier[run] = Run::multiplier(multipliers[at]);
+    for (int i = 0; i < Run::kMultipliers; ++i) {
+      const int64_t span = first + i;
+      sum += quantize_span(x + span * kSpan<Run>, inverses[span], i * kSpan<Run>, block) * multipliers[span];
     }
+    block.multipliers = Run::multipliers(multipliers + first);
     block.sum = static_cast<float>(reduce_add(sum));
   }
   return amax / steps;

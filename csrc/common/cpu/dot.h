@@ -47,17 +47,24 @@ template <>
 struct ByteRun<8> {
   using X = int8_t;
   static constexpr int kParts = 1;
+  static constexpr int kMultipliers = 2;
 
   // |dot| <= 16 * 255 * 128 < 2^22: a sum that starts with the bits of 1.5 * 2^23, where the last place is 1, ends with
-  // those of 1.5 * 2^23 + dot in fp32, without a conversion. Then (1.5 * 2^23 + dot) * value + bias rounds dot * value,
-  // and nothing else: 1.5 * 2^23 * value has 14 bits.
-  static constexpr int32_t kStart = std::bit_cast<int32_t>(12582912.0f);
-  struct Multiplier {
-    float value, bias;
+  // those of 1.5 * 2^23 + dot in fp32, without a conversion. Both starts are taken off with the first run's product,
+  // which is rounded to 0.75 of the second's unit at most: a hundredth of what rounding its activations does.
+  static constexpr float kOffset = 12582912.0f;
+  static constexpr int32_t kStart = std::bit_cast<int32_t>(kOffset);
+
+  struct Multipliers {
+    float values[2], bias;
   };
 
-  static Multiplier multiplier(int32_t value) {
-    return {static_cast<float>(value), static_cast<float>(value) * -12582912.0f};
+  static Multipliers multipliers(const int32_t* m) {
+    return {{static_cast<float>(m[0]), static_cast<float>(m[1])}, static_cast<float>(m[0] + m[1]) * -kOffset};
+  }
+
+  FASTINFER_INLINE static f32v add_multiplied(const Multipliers& m, int run, i32v dot, f32v before) {
+    return fused_multiply_add((f32v)dot, broadcast(m.values[run]), run == 0 ? broadcast(m.bias) : before);
   }
 };
 
@@ -65,11 +72,19 @@ template <>
 struct ByteRun<16> {
   using X = int8_t;
   static constexpr int kParts = 2;
-  static constexpr int32_t kStart = 0;  // |dot| <= 16 * 255 * 8191 < 2^25 is converted
-  using Multiplier = float;
+  static constexpr int kMultipliers = 1;
+  static constexpr int32_t kStart = 0;  // |dot| <= 32 * 255 * 8191 < 2^26 is converted
 
-  static float multiplier(int32_t value) {
-    return static_cast<float>(value);
+  struct Multipliers {
+    float value;
+  };
+
+  static Multipliers multipliers(const int32_t* m) {
+    return {static_cast<float>(m[0])};
+  }
+
+  FASTINFER_INLINE static f32v add_multiplied(const Multipliers& m, int, i32v dot, f32v) {
+    return to_f32(dot) * m.value;
   }
 };
 
@@ -90,20 +105,22 @@ FASTINFER_INLINE i32v madd(i16v a, i16v b) {
 
 #endif
 
-// Runs of weights ready to be multiplied, by x of the type X in kParts rows, and by a multiplier that is made of an
-// integer.
+// Runs of weights ready to be multiplied, by x of the type X in kParts rows, and by kMultipliers for a block's two runs,
+// made of integers.
 
 struct PairRun {  // 0..15: four pairs fit 16 bits, 4 * 2 * 15 * 127 = 15,240
   using X = int8_t;
   static constexpr int kParts = 1;
+  static constexpr int kMultipliers = 2;
   RunBytes w;
 
-  struct Multiplier {
-    int16_t even, odd;
+  struct Multipliers {
+    int16_t pairs[2][2];
   };
 
-  static Multiplier multiplier(int32_t value) {
-    return {static_cast<int16_t>(value), static_cast<int16_t>(value)};
+  static Multipliers multipliers(const int32_t* m) {
+    const auto first = static_cast<int16_t>(m[0]), second = static_cast<int16_t>(m[1]);
+    return {{{first, first}, {second, second}}};
   }
 
   FASTINFER_INLINE i16v pairs(const int8_t* x) const {
@@ -118,12 +135,15 @@ struct PairRun {  // 0..15: four pairs fit 16 bits, 4 * 2 * 15 * 127 = 15,240
 struct WideRun {
   using X = int16_t;
   static constexpr int kParts = 1;
+  static constexpr int kMultipliers = 1;
   i16v even[kRunSteps], odd[kRunSteps];
 
-  using Multiplier = float;
+  struct Multipliers {
+    float value;
+  };
 
-  static float multiplier(int32_t value) {
-    return static_cast<float>(value);
+  static Multipliers multipliers(const int32_t* m) {
+    return {static_cast<float>(m[0])};
   }
 
   FASTINFER_INLINE static WideRun of_unsigned(const RunBytes& bytes) {
@@ -156,31 +176,31 @@ struct WideRun {
   }
 };
 
-// Sums the products of a block's runs with one row of x, each times its run's multiplier: in fp32, or, where pairs are
-// multiplied once more on their way to 32 bits, in integers by a multiplier instead of the ones that would only add.
+// Sums the products of a block's runs with one row of x, times their multipliers: in fp32 at the end, or, where pairs
+// are multiplied once more on their way to 32 bits, in integers by a multiplier instead of the ones that would only add.
 template <class Run>
 class ScaledDot {
  public:
-  FASTINFER_INLINE void add(const Run& run, const typename Run::X* x, const typename Run::Multiplier* multiplier) {
-    sum_ += to_f32(run.dot(x)) * *multiplier;
+  FASTINFER_INLINE void add(const Run& run, const typename Run::X* x, const typename Run::Multipliers&, int) {
+    sum_ += run.dot(x);
   }
 
-  FASTINFER_INLINE f32v sum() const {
-    return sum_;
+  FASTINFER_INLINE f32v sum(const typename Run::Multipliers& multipliers) const {
+    return to_f32(sum_) * multipliers.value;
   }
 
  private:
-  f32v sum_{};
+  i32v sum_{};
 };
 
 template <>
 class ScaledDot<PairRun> {
  public:
-  FASTINFER_INLINE void add(const PairRun& run, const int8_t* x, const PairRun::Multiplier* multiplier) {
-    sum_ += madd(run.pairs(x), (i16v)broadcast_word(multiplier));
+  FASTINFER_INLINE void add(const PairRun& run, const int8_t* x, const PairRun::Multipliers& multipliers, int index) {
+    sum_ += madd(run.pairs(x), (i16v)broadcast_word(multipliers.pairs[index]));
   }
 
-  FASTINFER_INLINE f32v sum() const {
+  FASTINFER_INLINE f32v sum(const PairRun::Multipliers&) const {
     return to_f32(sum_);
   }
 
