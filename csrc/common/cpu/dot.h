@@ -105,8 +105,8 @@ FASTINFER_INLINE i32v madd(i16v a, i16v b) {
 
 #endif
 
-// Runs of weights ready to be multiplied, by x of the type X in kParts rows, and by kMultipliers for a block's two runs,
-// made of integers.
+// Runs of weights ready to be multiplied, by x of the type X in kParts rows, and by integers, kMultipliers for the two
+// runs of a block.
 
 struct PairRun {  // 0..15: four pairs fit 16 bits, 4 * 2 * 15 * 127 = 15,240
   using X = int8_t;
@@ -177,7 +177,8 @@ struct WideRun {
 };
 
 // Sums the products of a block's runs with one row of x, times their multipliers: in fp32 at the end, or, where pairs
-// are multiplied once more on their way to 32 bits, in integers by a multiplier instead of the ones that would only add.
+// are multiplied once more on their way to 32 bits, in integers by a multiplier instead of the ones that would only
+// add.
 template <class Run>
 class ScaledDot {
  public:
