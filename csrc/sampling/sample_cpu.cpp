@@ -258,6 +258,16 @@ class Selection {
   int64_t size_ = 0;
 };
 
+// Forbids those of 32 tokens whose bit is 0.
+FASTINFER_INLINE void apply_mask(int32_t word, float* z) {
+  const i32v lane_bits = (i32v{} + 1) << lane_ids();
+#pragma GCC unroll 8
+  for (int i = 0; i < 32; i += kLanes) {
+    const i32v allowed = ((i32v{} + (word >> i)) & lane_bits) != 0;
+    store(z + i, select(allowed, load(z + i), broadcast(-INFINITY)));
+  }
+}
+
 // Penalties and mask, 32 tokens at a time; words of tokens that nothing concerns are copied. Biases come last: what the
 // mask forbids, no bias allows again.
 void modify(const SampleParams& p, int64_t row, float* modified) {
@@ -280,9 +290,7 @@ void modify(const SampleParams& p, int64_t row, float* modified) {
       const bool in_prompt = prompt != nullptr && bit_of(prompt, i);
       modified[i] = penalised(modified[i], in_prompt, counts != nullptr ? counts[i] : 0, p.penalties + 3 * row);
     }
-    for (int64_t i = begin; i < end && mask != nullptr && mask[word] != -1; ++i) {
-      if (!bit_of(mask, i)) modified[i] = -INFINITY;
-    }
+    if (mask != nullptr && mask[word] != -1) apply_mask(mask[word], modified + begin);
   }
   if (p.bias_start == nullptr) return;
   const BiasRange biases(p, row);
@@ -342,7 +350,7 @@ void sample_row(const SampleParams& p, int64_t row) {
   Logits logits = raw;
   float maximum = raw_maximum;
   if (p.penalties != nullptr || p.bias_start != nullptr || p.mask != nullptr) {
-    auto* modified = scratch_array<float>(kModified, p.vocab);
+    auto* modified = scratch_array<float>(kModified, (p.vocab + 31) / 32 * 32);  // whole words of the mask
     modify(p, row, modified);
     logits = Logits(modified, p.vocab);
     maximum = logits.maximum(row, "penalised, biased and masked logits");
