@@ -23,7 +23,7 @@ from toy import (
 
 from fastinfer import ops
 from fastinfer.engine.engine import Engine
-from fastinfer.engine.sampler import rows_of
+from fastinfer.engine.sampler import Row, Sampler, rows_of
 from fastinfer.engine.scheduler import Chunk
 from fastinfer.engine.sequence import Sequence, SequenceState
 from fastinfer.errors import QueueFullError, RequestError
@@ -300,17 +300,21 @@ def test_a_grammar_that_fails_ends_its_request_only() -> None:
     assert engine.kv_cache.num_used == 0
 
 
+def with_unsound_grammar(engine: Engine) -> str:
+    """Queue a request whose grammar cannot be compiled."""
+    request_id = engine.add_request(PROMPT, SAMPLED)
+    engine.scheduler.finish(engine._requests[request_id].sequences[0])
+    engine._compiling[request_id] = Future()
+    engine._compiling[request_id].set_exception(RequestError("no such grammar"))
+    return request_id
+
+
 @pytest.mark.parametrize("when", ["compiling", "masking"])
 def test_a_failed_request_is_told_of_though_the_step_fails_too(when: str) -> None:
     engine = toy_engine()
     good = engine.add_request(PROMPT, GREEDY)
-    if when == "masking":
-        bad = constrained(engine, PROMPT, SAMPLED, Letters("abc", 4, "aaaaaa"))
-    else:
-        bad = engine.add_request(PROMPT, SAMPLED)
-        engine.scheduler.finish(engine._requests[bad].sequences[0])
-        engine._compiling[bad] = Future()
-        engine._compiling[bad].set_exception(RequestError("no such grammar"))
+    too_long = Letters("abc", 4, "aaaaaa")
+    bad = constrained(engine, PROMPT, SAMPLED, too_long) if when == "masking" else with_unsound_grammar(engine)
     engine.model.fail = True  # type: ignore[attr-defined]
     for _ in range(2):
         with pytest.raises(RuntimeError, match="the model broke"):
@@ -350,11 +354,11 @@ def test_grammars_that_are_compiled_in_the_background() -> None:
 def test_abort_of_a_failed_request_that_nobody_was_told_of() -> None:
     engine = toy_engine()
     engine.add_request(PROMPT, GREEDY, request_id="good")
-    constrained(engine, PROMPT, SAMPLED, Letters("abc", 4, "aaaaaa"))
+    bad = with_unsound_grammar(engine)
     engine.model.fail = True  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="the model broke"):
         engine.step()
-    for request_id, reason in (("request-0", "error"), ("good", "abort")):
+    for request_id, reason in ((bad, "error"), ("good", "abort")):
         output = engine.abort(request_id)
         assert output is not None
         assert output.outputs[0].finish_reason == reason
@@ -370,7 +374,7 @@ def test_drafts_that_the_grammar_allows() -> None:
     def drafts_and_rows(length: int, drafts: list[int]) -> tuple[list[int], int]:
         sequence.grammar = Letters("abc", length)  # type: ignore[assignment]
         chunk = Chunk(sequence, 1, drafts=drafts)
-        rows = rows_of(chunk, VOCAB_SIZE)
+        rows = rows_of(chunk)
         assert sequence.grammar.text == ""
         return chunk.drafts, len(rows)
 
@@ -378,6 +382,23 @@ def test_drafts_that_the_grammar_allows() -> None:
     assert drafts_and_rows(9, [1, 4, 2]) == ([1], 2), "d is not allowed"
     assert drafts_and_rows(9, [1, 2, 3, 24]) == ([1, 2], 3), "after c there is no choice"
     assert drafts_and_rows(2, [1, 2, 3]) == ([1], 2), "b is the end"
+
+
+def test_a_mask_that_fails_behind_a_draft_is_that_row_s_alone() -> None:
+    class Brittle(Letters):
+        def fill_mask(self, words: np.ndarray) -> None:
+            if self.text == "ab":
+                raise RequestError("ab is too much")
+            super().fill_mask(words)
+
+    grammar: Any = Brittle("abc", 9)
+    sequence = Sequence("r", PROMPT, GREEDY, seed=0)
+    other: Any = Letters("xyz", 9)
+    rows = [Row(sequence, [1, 2, 3][:count], grammar) for count in range(4)]
+    drawn = Sampler(9, VOCAB_SIZE, frozenset()).draw(torch.zeros(5, VOCAB_SIZE), [*rows, Row(sequence, [], other)])
+    assert [token.token_id for token in drawn] == [1, 1, -1, 24, 24], "a, a, an error, x as the fourth letter, and x"
+    assert str(drawn[2].error) == "ab is too much"
+    assert (grammar.text, other.text) == ("", "")
 
 
 class Poisoned(ToyModel):

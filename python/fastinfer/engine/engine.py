@@ -399,7 +399,7 @@ class Engine:
         errors: dict[str, Exception] = {}
         for index, chunk in enumerate(chunks):
             try:
-                rows[index] = rows_of(chunk, self.model.config.vocab_size)
+                rows[index] = rows_of(chunk)
             except Exception as error:  # whatever it is, the others live on
                 errors[chunk.sequence.request_id] = error
         kept = [index for index, chunk in enumerate(chunks) if chunk.sequence.request_id not in errors]
@@ -430,8 +430,8 @@ class Engine:
             own, others = its_tokens[: accepted + 1], its_tokens[1 : len(siblings) + 1]
             try:
                 for token in (*own, *others):
-                    if token.token_id < 0:
-                        raise RuntimeError(token.error or "no token could be drawn")
+                    if token.error is not None:
+                        raise token.error
                 request.take(Computed(self.model, sequence, first, *where, own, is_last))
                 for child, token in zip(siblings, others, strict=True):
                     request.take(Computed(self.model, child, first, *where, [token], is_last))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastinfer import ops
 from fastinfer.engine.batch import num_rows
+from fastinfer.engine.grammar import Grammar
 from fastinfer.engine.scheduler import Chunk
 from fastinfer.engine.sequence import Sequence
 from fastinfer.engine.transfer import to_device, to_host
@@ -19,12 +20,12 @@ MAX_RECORDED_DRAWS = 256
 
 
 class Row(NamedTuple):
-    """Whose token a row of logits is for, the drafts that stand before it, and the tokens that its grammar allows: a
-    bit mask [ceil(vocab / 32)] int32, ``None`` without a grammar."""
+    """Whose token a row of logits is for, the drafts that stand before it, and the grammar that it must follow. Rows
+    with drafts come after the one without, each with one more."""
 
     sequence: Sequence
     drafts: list[int]
-    mask: np.ndarray | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,13 @@ class TokenLogprob:
 class SampledToken:
     """A chosen token; ``logprobs`` holds it and the likeliest tokens of its position where the request asked.
 
-    If none could be chosen, as the logits are not numbers or nothing is allowed, it is -1, and ``error`` says why.
+    If none could be chosen, as the logits are not numbers, nothing is allowed or the grammar failed, it is -1, and
+    ``error`` says why.
     """
 
     token_id: int
     logprobs: list[TokenLogprob] | None = None
-    error: str | None = None
+    error: Exception | None = None
 
 
 class Sampler:
@@ -93,16 +95,29 @@ class Sampler:
         """
         if not rows:
             return []
+        # While a GPU still computes the logits; on a CPU the masks are read before they leave the caches.
+        masks, errors = self._masks(rows)
+        tokens = self._draw_each_or_all(logits, rows, masks, recorded)
+        for index, error in errors.items():
+            tokens[index] = SampledToken(-1, error=error)
+        return tokens
+
+    def _draw_each_or_all(
+        self, logits: Tensor, rows: list[Row], masks: np.ndarray | None, recorded: bool = False
+    ) -> list[SampledToken]:
         try:
             self._write(rows, logits)
-            return self._replay(logits, rows) if recorded and self._are_usual else self._draw(logits, rows)
+            return (self._replay if recorded and self._are_usual else self._draw)(logits, rows, masks)
         except RuntimeError as error:
             if len(rows) == 1:
-                return [SampledToken(-1, error=str(error))]
+                return [SampledToken(-1, error=error)]
             # One row must not stop the others: who is to blame comes out when each is drawn alone.
-            return [self.draw(logits[index : index + 1], [row])[0] for index, row in enumerate(rows)]
+            each = (slice(index, index + 1) for index in range(len(rows)))
+            return [
+                self._draw_each_or_all(logits[one], rows[one], None if masks is None else masks[one])[0] for one in each
+            ]
 
-    def _draw(self, logits: Tensor, rows: list[Row]) -> list[SampledToken]:
+    def _draw(self, logits: Tensor, rows: list[Row], masks: np.ndarray | None) -> list[SampledToken]:
         logits = logits.float()
         params = [row.sequence.params for row in rows]
         counts = [p.logprobs for p in params]
@@ -112,20 +127,21 @@ class Sampler:
             **self._parameters,
             **self._penalties(rows),
             **self._bias(params),
-            **self._mask(rows),
+            **self._mask(masks),
         )
         sampled = ops.Sampled(*to_host(list(sampled)))
 
         def drawn(row: int, token: int, count: int | None) -> SampledToken:
             if token < 0:  # a GPU cannot raise for one row
-                return SampledToken(-1, error=f"logits[{row}] must have a finite logit that is allowed, and no NaN")
+                reason = f"logits[{row}] must have a finite logit that is allowed, and no NaN"
+                return SampledToken(-1, error=RuntimeError(reason))
             return SampledToken(token, None if count is None else _logprobs(logits, sampled, row, count))
 
         return [drawn(row, *pair) for row, pair in enumerate(zip(sampled.tokens.tolist(), counts, strict=True))]
 
-    def _replay(self, logits: Tensor, rows: list[Row]) -> list[SampledToken]:
+    def _replay(self, logits: Tensor, rows: list[Row], masks: np.ndarray | None) -> list[SampledToken]:
         """Of rows that want nothing unusual, on the CPU."""
-        mask = self._mask(rows)
+        mask = self._mask(masks)
         key = id(logits), len(rows), bool(mask)
         if key in self._recorded:
             graph, _, tokens = self._recorded[key]
@@ -189,55 +205,66 @@ class Sampler:
         }
         return {name: to_device(array, self._device) for name, array in arrays.items()}
 
-    def _mask(self, rows: list[Row]) -> dict[str, Tensor]:
-        """What grammars and ``min_tokens`` forbid."""
+    def _masks(self, rows: list[Row]) -> tuple[np.ndarray | None, dict[int, Exception]]:
+        """What grammars and ``min_tokens`` allow, [rows, words] int32 if they forbid anything, and which rows' grammars
+        failed."""
         early = [row.sequence.num_output_tokens + len(row.drafts) < row.sequence.params.min_tokens for row in rows]
-        if not any(early) and all(row.mask is None for row in rows):
-            return {}
-        mask = self._mask_words[: len(rows)]
+        if not any(early) and all(row.grammar is None for row in rows):
+            return None, {}
+        errors: dict[int, Exception] = {}
+        masks = self._mask_words[: len(rows)]
+        num_followed = 0  # drafts
         for index, row in enumerate(rows):
-            mask[index] = -1 if row.mask is None else row.mask
+            masks[index] = -1
+            if row.grammar is not None:
+                try:
+                    if row.drafts:
+                        row.grammar.accept(row.drafts[-1])
+                        num_followed += 1
+                    row.grammar.fill_mask(masks[index])
+                except Exception as error:  # whatever it is, the others live on
+                    errors[index] = error
+                if num_followed and (row is rows[-1] or not rows[index + 1].drafts):
+                    row.grammar.rollback(num_followed)
+                    num_followed = 0
             if early[index]:
                 for token_id in self._eos_ids.union(row.sequence.params.stop_token_ids or ()):
-                    mask[index].view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)
-        return {"mask": to_device(mask, self._device)}
+                    masks[index].view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+        return masks, errors
+
+    def _mask(self, masks: np.ndarray | None) -> dict[str, Tensor]:
+        return {} if masks is None else {"mask": to_device(masks, self._device)}
 
     @property
     def _num_words(self) -> int:
         return -(-self._vocab_size // 32)
 
 
-def rows_of(chunk: Chunk, vocab_size: int) -> list[Row]:
-    """What a chunk's rows of logits are for, with the masks of its grammar.
+def rows_of(chunk: Chunk) -> list[Row]:
+    """What a chunk's rows of logits are for.
 
     Drafts are dropped from the first one on that the grammar does not allow, or after which it leaves no choice: what
     it forces is appended without a draw.
     """
     if not num_rows(chunk):
         return []
-    sequence, grammar = chunk.sequence, chunk.sequence.grammar
+    sequence = chunk.sequence
+    if sequence.grammar is not None:
+        chunk.drafts = chunk.drafts[: _num_allowed(chunk.drafts, sequence.grammar)]
+    rows = [Row(owner, [], owner.grammar) for owner in (sequence, *sequence.siblings)]
+    drafted = (chunk.drafts[: count + 1] for count in range(len(chunk.drafts)))
+    return rows + [Row(sequence, drafts, sequence.grammar) for drafts in drafted]
 
-    def mask(sequence: Sequence) -> np.ndarray | None:
-        if sequence.grammar is None:
-            return None
-        words = np.empty(-(-vocab_size // 32), np.int32)
-        sequence.grammar.fill_mask(words)
-        return words
 
-    rows = [Row(owner, [], mask(owner)) for owner in (sequence, *sequence.siblings)]
-    num_valid = len(chunk.drafts) if grammar is None else grammar.validate(chunk.drafts)
-    num_followed = 0
-    for index, draft in enumerate(chunk.drafts[:num_valid]):
-        if grammar is not None:
-            grammar.accept(draft)
-            num_followed += 1
-            if grammar.finished or grammar.forced_tokens():
-                break
-        rows.append(Row(sequence, chunk.drafts[: index + 1], mask(sequence)))
-    if grammar is not None:
-        grammar.rollback(num_followed)
-    chunk.drafts = chunk.drafts[: len(rows) - sequence.num_slots]
-    return rows
+def _num_allowed(drafts: list[int], grammar: Grammar) -> int:
+    num_valid = grammar.validate(drafts) if drafts else 0
+    for index, draft in enumerate(drafts[:num_valid]):
+        grammar.accept(draft)
+        if grammar.finished or grammar.forced_tokens():
+            grammar.rollback(index + 1)
+            return index
+    grammar.rollback(num_valid)
+    return num_valid
 
 
 def _is_usual(sequence: Sequence) -> bool:

@@ -97,7 +97,8 @@ def int8_gemm(
         activation_bits: precision of ``x`` (after the norm) within the product. 32: fp32, the weight is dequantised on
             the fly. 8: integer products, fastest, with a relative error of about 0.4 %; every run of 16 inputs has the
             smallest scale that holds it among 4,095 multiples of a step of the row. 16: likewise with 14 bits, per 32
-            inputs: as exact as fp32 for most purposes, at up to twice the arithmetic. A GPU takes ``x`` as it is: 32 only.
+            inputs: as exact as fp32 for most purposes, at up to twice the arithmetic. A GPU takes ``x`` as it is: 32
+            only.
         out: receives the result; may be ``residual``; see :mod:`fastinfer.ops`.
 
     Returns:
