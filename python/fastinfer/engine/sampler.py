@@ -141,15 +141,15 @@ class Sampler:
 
     def _replay(self, logits: Tensor, rows: list[Row], masks: np.ndarray | None) -> list[SampledToken]:
         """Of rows that want nothing unusual, on the CPU."""
-        mask = self._mask(masks)
-        key = id(logits), len(rows), bool(mask)
+        key = id(logits), len(rows), masks is not None
         if key in self._recorded:
             graph, _, tokens = self._recorded[key]
             graph.replay()
         else:
             graph = ops.CPUGraph(self._memory)
             with graph.capture():
-                tokens = ops.sample(logits, num_logprobs=None, **self._parameters, **mask).tokens.numpy()
+                sampled = ops.sample(logits, num_logprobs=None, **self._parameters, **self._mask(masks))
+            tokens = sampled.tokens.numpy()
             if len(self._recorded) == MAX_RECORDED_DRAWS:
                 del self._recorded[next(iter(self._recorded))]
             self._recorded[key] = graph, logits, tokens
@@ -208,6 +208,8 @@ class Sampler:
     def _masks(self, rows: list[Row]) -> tuple[np.ndarray | None, dict[int, Exception]]:
         """What grammars and ``min_tokens`` allow, [rows, words] int32 if they forbid anything, and which rows' grammars
         failed."""
+        if all(row.grammar is None and not row.sequence.params.min_tokens for row in rows):
+            return None, {}
         early = [row.sequence.num_output_tokens + len(row.drafts) < row.sequence.params.min_tokens for row in rows]
         if not any(early) and all(row.grammar is None for row in rows):
             return None, {}
