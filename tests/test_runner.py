@@ -15,7 +15,7 @@ from toy import VOCAB_SIZE, ToyModel, ToyTokenizer, always_speculate, greedy
 
 from fastinfer.engine import cpu_graphs
 from fastinfer.engine.config import EngineConfig
-from fastinfer.engine.cpu_graphs import MAX_RECORDED_TOKENS
+from fastinfer.engine.cpu_graphs import MAX_DECODED_TOKENS, OCCURRENCES
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.sampler import Row, SampledToken
 from fastinfer.formats.unpacked import Dense, Unpacked
@@ -223,12 +223,40 @@ def test_many_requests_leave_nothing_behind() -> None:
     assert serve(20) - before < 500  # about 2,000 tokens
 
 
-def test_large_batches_are_not_recorded() -> None:
-    engine = Watched(max_num_seqs=MAX_RECORDED_TOKENS + 5)
-    for index in range(MAX_RECORDED_TOKENS + 5):
-        engine.add_request([index % VOCAB_SIZE], replace(PARAMS, max_tokens=3 if index < 6 else 5))
+def test_large_batches_are_recorded_when_they_have_come_often() -> None:
+    engine = Watched(max_num_seqs=MAX_DECODED_TOKENS + 5)
+    for index in range(MAX_DECODED_TOKENS + 5):
+        engine.add_request([index % VOCAB_SIZE], replace(PARAMS, max_tokens=OCCURRENCES - 1 if index < 6 else 8))
     drain(engine)
-    assert [size.num_seqs for size in engine.runner.graphs.recorded] == [MAX_RECORDED_TOKENS - 1]
+    assert [size.num_seqs for size in engine.runner.graphs.recorded] == [MAX_DECODED_TOKENS - 1]
+    for _ in range(MAX_DECODED_TOKENS + 5):
+        engine.add_request([1, 2], replace(PARAMS, max_tokens=OCCURRENCES + 1))
+    drain(engine)
+    assert {size.num_seqs for size in engine.runner.graphs.recorded} == {MAX_DECODED_TOKENS - 1, MAX_DECODED_TOKENS + 5}
+
+
+def test_prompts_that_come_often_are_recorded() -> None:
+    """Chunks of long prompts, whole ones, and both beside sequences that decode; others are computed in between."""
+    engines = list(both(block_size=4, max_num_batched_tokens=16, enable_prefix_caching=False))
+    for engine in engines:
+        for number in range(2 * OCCURRENCES):
+            for index, prompt in enumerate(prompts(7)):
+                tokens = [(token + number) % VOCAB_SIZE for token in prompt * 3]
+                engine.add_request(tokens, replace(PARAMS, max_tokens=2 + index, seed=number))
+            drain(engine)
+    assert_same_steps(*engines)
+    recorded = engines[1].runner.graphs.recorded
+    assert any(size.num_tokens == 16 > size.num_seqs and size.num_logits < size.num_seqs for size in recorded)
+    assert any(size.num_tokens > size.num_seqs == size.num_logits for size in recorded)
+
+
+def test_sizes_that_were_counted_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_graphs, "MAX_COUNTED", 2)
+    engine = Watched(enable_prefix_caching=False)
+    for length in (3, 4, 5, 3, 4, 5, 3, 4, 5, 5, 5):
+        engine.add_request([1] * length, replace(PARAMS, max_tokens=1))
+        drain(engine)
+    assert [size.num_tokens for size in engine.runner.graphs.recorded] == [5], "of the others too few since"
 
 
 def test_an_exception_in_a_replay_leaves_the_engine_usable() -> None:
@@ -254,7 +282,7 @@ def test_a_model_that_cannot_be_recorded_runs_with_a_warning() -> None:
     engine = Engine(ToyModel(), ToyTokenizer(), EngineConfig(kv_cache_dtype=torch.float32))  # type: ignore[arg-type]
     engine.add_request([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=12))
     engine.step()
-    with pytest.warns(UserWarning, match="decode steps run operator by operator, which is slower: a CPUGraph records"):
+    with pytest.warns(UserWarning, match="steps run operator by operator, which is slower: a CPUGraph records"):
         engine.step()
     while engine.has_unfinished:  # and no second warning: pytest would show it
         output = engine.step()[0]

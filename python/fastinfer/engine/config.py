@@ -46,7 +46,7 @@ class EngineConfig:
             hidden states beside requests with LoRA adapters; on a GPU steps are computed under
             :func:`fastinfer.ops.batch_invariant`, which costs speed.
         device: where the model is: ``"cpu"`` or ``"cuda"``.
-        enforce_eager: run decode steps operator by operator too, instead of replaying recorded graphs.
+        enforce_eager: run all steps operator by operator, instead of replaying recorded graphs.
     """
 
     max_model_len: int | None = None
