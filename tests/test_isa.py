@@ -75,8 +75,8 @@ def assert_all_near(results: list[tuple[str, list[Tensor]]], wanted: list[tuple[
 def assert_near(name: str, out: Tensor, expected: Tensor) -> None:
     """Moves and integers bitwise; arithmetic to one step of its dtype, and in the mean to much less.
 
-    One activation in 50,000 may round to int8 differently, and one result in a thousand to bf16; sums of 8-bit products
-    lose up to 1e-3 with AVX-512 VNNI.
+    One activation in 50,000 may round to int8 differently, and one result in a thousand to bf16. With AVX-512 VNNI sums
+    of products with 8-bit activations lose something as well (ByteRun in csrc/common/cpu/dot.h), here up to 8e-4.
     """
     assert out.dtype == expected.dtype
     step = torch.finfo(out.dtype).eps if out.is_floating_point() else 0.0
@@ -87,8 +87,9 @@ def assert_near(name: str, out: Tensor, expected: Tensor) -> None:
         assert out.shape == expected.shape
         return
     out, expected = out.double(), expected.double()
-    torch.testing.assert_close(out, expected, rtol=max(step, 2e-5), atol=1e-3)
-    assert (out - expected).abs().mean() <= 5e-4 * expected.abs().mean()
+    loss = 5 if "int4_gemm" in name or "int8_gemm" in name else 1
+    torch.testing.assert_close(out, expected, rtol=max(step, 2e-5), atol=2e-4 * loss)
+    assert (out - expected).abs().mean() <= 2e-4 * loss * expected.abs().mean()
 
 
 def test_portable_is_always_usable() -> None:

@@ -1,4 +1,4 @@
-"""Recorded decode steps against the same steps run operator by operator: bitwise the same logits and tokens."""
+"""Recorded steps against the same steps run operator by operator: bitwise the same logits and tokens."""
 
 import gc
 import sys
@@ -240,6 +240,8 @@ def test_prompts_that_come_often_are_recorded() -> None:
     engines = list(both(block_size=4, max_num_batched_tokens=16, enable_prefix_caching=False))
     for engine in engines:
         for number in range(2 * OCCURRENCES):
+            engine.add_request([1 + number] * 40, replace(PARAMS, max_tokens=1))
+            drain(engine)
             for index, prompt in enumerate(prompts(7)):
                 tokens = [(token + number) % VOCAB_SIZE for token in prompt * 3]
                 engine.add_request(tokens, replace(PARAMS, max_tokens=2 + index, seed=number))
@@ -248,15 +250,27 @@ def test_prompts_that_come_often_are_recorded() -> None:
     recorded = engines[1].runner.graphs.recorded
     assert any(size.num_tokens == 16 > size.num_seqs and size.num_logits < size.num_seqs for size in recorded)
     assert any(size.num_tokens > size.num_seqs == size.num_logits for size in recorded)
+    assert any(size.num_tokens == 16 and size.num_logits == 0 for size in recorded)
 
 
 def test_sizes_that_were_counted_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_graphs, "MAX_COUNTED", 2)
     engine = Watched(enable_prefix_caching=False)
-    for length in (3, 4, 5, 3, 4, 5, 3, 4, 5, 5, 5):
+    for length in (3, 4, 5, 3, 4, 5, 3, 4, 5, 5, 5, 5):
         engine.add_request([1] * length, replace(PARAMS, max_tokens=1))
         drain(engine)
     assert [size.num_tokens for size in engine.runner.graphs.recorded] == [5], "of the others too few since"
+
+
+def test_a_size_that_was_forgotten_counts_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_graphs, "MAX_GRAPHS", 1)
+    engine = Watched(enable_prefix_caching=False)
+    recorded = []
+    for length in (3, 3, 3, 4, 4, 4, 3, 3, 3):
+        engine.add_request([1] * length, replace(PARAMS, max_tokens=1))
+        drain(engine)
+        recorded.append([size.num_tokens for size in engine.runner.graphs.recorded])
+    assert recorded == [[], [], [3], [3], [3], [4], [4], [4], [3]]
 
 
 def test_an_exception_in_a_replay_leaves_the_engine_usable() -> None:

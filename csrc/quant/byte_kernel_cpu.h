@@ -6,8 +6,8 @@
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 
-// y = scale_x * sum over blocks of (min_w * (sum of x) + scale_w * sum over runs of multiplier_x dot(q_w, q_x)), with the
-// minimum of the unsigned weights that the instruction wants.
+// y = scale_x * sum over blocks of (min_w * (sum of x) + scale_w * sum over runs of multiplier_x dot(q_w, q_x)), with
+// the minimum of the unsigned weights that the instruction wants.
 template <class Format, class Scale, int kBits>
 struct ByteKernel {
   using Run = ByteRun<kBits>;
@@ -95,7 +95,7 @@ struct ByteKernel {
   FASTINFER_INLINE static void add_block(const Block* block, Load&& load, Step&& step, const f32v (&scale)[kTiles],
                                          f32v (&acc)[kRows][kTiles]) {
     constexpr int kRuns = 2 / Run::kMultipliers;  // that share a multiplier
-    f32v products[kRows][kTiles];
+    f32v products[kRows][kTiles] = {};
 #pragma GCC unroll 2
     for (int m = 0; m < Run::kMultipliers; ++m) {
       using Weights = decltype(load(0));

@@ -30,13 +30,13 @@ struct Int4Format {
 
   template <int kBits>
   struct Products {
-    using Run = std::conditional_t<kBits == 8, PairRun, WideRun>;
+    using Run = std::conditional_t<kBits == 8, PairRun, WideRun<kBits> >;
 
     FASTINFER_INLINE static Run load(const uint8_t* block, int run) {
       if constexpr (kBits == 8) {
         return {load_run(block, run)};
       } else {
-        return WideRun::of_unsigned(load_run(block, run));
+        return Run::of_unsigned(load_run(block, run));
       }
     }
   };

@@ -27,12 +27,12 @@ struct Int8Format {
 #else
   static constexpr int kVectors = 1;  // widened, a run takes eight registers
 
-  template <int>
+  template <int kBits>
   struct Products {
-    using Run = WideRun;
+    using Run = WideRun<kBits>;
 
     FASTINFER_INLINE static Run load(const uint8_t* block, int run) {
-      return WideRun::of_signed(load_run(block, run));
+      return Run::of_signed(load_run(block, run));
     }
   };
 #endif

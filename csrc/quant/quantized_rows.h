@@ -96,7 +96,8 @@ FASTINFER_INLINE i32v quantize_span(const float* x, float inverse, int input, Ac
   return sum;
 }
 
-// One row of x, in fp32. Returns its scale. `work` holds 2 k / 16 numbers, each k / 16 rounded up to whole vectors.
+// One row of x, in fp32. Returns its scale. `work` has room for 2 k / 16 numbers, each k / 16 rounded up to whole
+// vectors.
 template <class Run>
 float quantize_row(const float* x, int64_t k, float largest, float* work, ActivationBlock<Run>* blocks,
                    int64_t stride) {

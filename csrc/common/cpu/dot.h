@@ -13,7 +13,7 @@
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 
-inline constexpr int kRunInputs = 16;             // inputs that share a scale of the activations
+inline constexpr int kRunInputs = 16;             // inputs that share a scale of 8-bit activations
 inline constexpr int kRunSteps = kRunInputs / 4;  // vectors of four inputs
 
 template <class T>
@@ -51,7 +51,7 @@ struct ByteRun<8> {
 
   // |dot| <= 16 * 255 * 128 < 2^22: a sum that starts with the bits of 1.5 * 2^23, where the last place is 1, ends with
   // those of 1.5 * 2^23 + dot in fp32, without a conversion. Both starts are taken off with the first run's product,
-  // which is rounded to 0.75 of the second's unit at most: a hundredth of what rounding its activations does.
+  // which this rounds by 0.75 of a unit of the second's dot at most. (Rounding its activations costs some 10 units.)
   static constexpr float kOffset = 12582912.0f;
   static constexpr int32_t kStart = std::bit_cast<int32_t>(kOffset);
 
@@ -131,19 +131,23 @@ struct PairRun {  // 0..15: four pairs fit 16 bits, 4 * 2 * 15 * 127 = 15,240
   }
 };
 
-// Weights as 16 bits. Inputs 0, 2, 1, 3 of x lie in this order, as even and odd bytes are taken apart without shuffles.
+// Weights as 16 bits, for activations of kBits. Inputs 0, 2, 1, 3 of x lie in this order, as even and odd bytes are
+// taken apart without shuffles.
+template <int kBits>
 struct WideRun {
   using X = int16_t;
   static constexpr int kParts = 1;
-  static constexpr int kMultipliers = 1;
+  static constexpr int kMultipliers = kBits == 8 ? 2 : 1;
   i16v even[kRunSteps], odd[kRunSteps];
 
   struct Multipliers {
-    float value;
+    float values[kMultipliers];
   };
 
   static Multipliers multipliers(const int32_t* m) {
-    return {static_cast<float>(m[0])};
+    Multipliers result;
+    for (int i = 0; i < kMultipliers; ++i) result.values[i] = static_cast<float>(m[i]);
+    return result;
   }
 
   FASTINFER_INLINE static WideRun of_unsigned(const RunBytes& bytes) {
@@ -176,18 +180,37 @@ struct WideRun {
   }
 };
 
-// Sums the products of a block's runs with one row of x, times their multipliers: in fp32 at the end, or, where pairs
-// are multiplied once more on their way to 32 bits, in integers by a multiplier instead of the ones that would only
-// add.
+// Sums the products of a block's runs with one row of x, times their multipliers: each in fp32, or both at the end if
+// they share one, or, where pairs are multiplied once more on their way to 32 bits, in integers by a multiplier instead
+// of the ones that would only add.
 template <class Run>
-class ScaledDot {
+class ScaledDot;
+
+template <>
+class ScaledDot<WideRun<8> > {
  public:
-  FASTINFER_INLINE void add(const Run& run, const typename Run::X* x, const typename Run::Multipliers&, int) {
+  FASTINFER_INLINE void add(const WideRun<8>& run, const int16_t* x, const WideRun<8>::Multipliers& multipliers,
+                            int index) {
+    sum_ += to_f32(run.dot(x)) * multipliers.values[index];
+  }
+
+  FASTINFER_INLINE f32v sum(const WideRun<8>::Multipliers&) const {
+    return sum_;
+  }
+
+ private:
+  f32v sum_{};
+};
+
+template <>
+class ScaledDot<WideRun<16> > {
+ public:
+  FASTINFER_INLINE void add(const WideRun<16>& run, const int16_t* x, const WideRun<16>::Multipliers&, int) {
     sum_ += run.dot(x);
   }
 
-  FASTINFER_INLINE f32v sum(const typename Run::Multipliers& multipliers) const {
-    return to_f32(sum_) * multipliers.value;
+  FASTINFER_INLINE f32v sum(const WideRun<16>::Multipliers& multipliers) const {
+    return to_f32(sum_) * multipliers.values[0];
   }
 
  private:

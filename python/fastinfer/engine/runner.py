@@ -1,4 +1,4 @@
-"""Runs a step's operators: steps of few tokens replay a graph, the others call one by one."""
+"""Runs a step's operators: steps whose size has been recorded replay a graph, the others call one by one."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING

@@ -15,7 +15,7 @@ from fastinfer.engine.sequence import Sequence
 from fastinfer.engine.transfer import to_device, to_host
 from fastinfer.sampling_params import SamplingParams
 
-# One for each recorded step.
+# One for each recorded step, two where grammars come and go.
 MAX_RECORDED_DRAWS = 256
 
 
@@ -110,7 +110,7 @@ class Sampler:
             return (self._replay if recorded and self._are_usual else self._draw)(logits, rows, masks)
         except RuntimeError as error:
             if len(rows) == 1:
-                return [SampledToken(-1, error=error)]
+                return [SampledToken(-1, error=error.with_traceback(None))]
             # One row must not stop the others: who is to blame comes out when each is drawn alone.
             each = (slice(index, index + 1) for index in range(len(rows)))
             return [
@@ -143,7 +143,7 @@ class Sampler:
         """Of rows that want nothing unusual, on the CPU."""
         key = id(logits), len(rows), masks is not None
         if key in self._recorded:
-            graph, _, tokens = self._recorded[key]
+            graph, _, tokens = self._recorded[key] = self._recorded.pop(key)  # the last to be forgotten
             graph.replay()
         else:
             graph = ops.CPUGraph(self._memory)
@@ -225,10 +225,14 @@ class Sampler:
                         num_followed += 1
                     row.grammar.fill_mask(masks[index])
                 except Exception as error:  # whatever it is, the others live on
-                    errors[index] = error
+                    errors[index] = error.with_traceback(None)
+                    masks[index] = -1
                 if num_followed and (row is rows[-1] or not rows[index + 1].drafts):
-                    row.grammar.rollback(num_followed)
-                    num_followed = 0
+                    num_followed, count = 0, num_followed
+                    try:
+                        row.grammar.rollback(count)
+                    except Exception as error:  # a grammar that has failed once fails again
+                        errors[index] = error.with_traceback(None)
             if early[index]:
                 for token_id in self._eos_ids.union(row.sequence.params.stop_token_ids or ()):
                     masks[index].view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)
