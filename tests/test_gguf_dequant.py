@@ -14,6 +14,7 @@ from fastinfer.formats.gguf_dequant import DENSE_DTYPES, SUPPORTED_TYPES, unpack
 from fastinfer.formats.gguf_kquants import CHUNK, GROUPS_OF_16
 from fastinfer.formats.unpacked import Dense, Int4, Int8, Table, Unpacked
 from fastinfer.formats.weight import make_weight
+from fastinfer.huge_pages import HugePages
 from fastinfer.models import gguf_checkpoint
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
 
@@ -240,14 +241,15 @@ def test_a_large_matrix_in_parts(
         monkeypatch.setattr(gguf_checkpoint, "PART_ELEMENTS", part_rows * columns)
         parts = list(checkpoint.parts("embedding", 100, columns))
         assert len(parts) == (1 if kind in DENSE_DTYPES else count)
-        weight = make_weight(iter(parts), 8)
-        assert type(weight) is type(whole)
-        for name, expected in vars(whole).items():
-            got = getattr(weight, name)
-            if isinstance(expected, torch.Tensor):
-                assert_bitwise(got, expected)
-            else:
-                assert got == expected
+        for memory in (None, HugePages()):
+            weight = make_weight(iter(parts), 8, memory=memory, out_features=100)
+            assert type(weight) is type(whole)
+            for name, expected in vars(whole).items():
+                got = getattr(weight, name)
+                if isinstance(expected, torch.Tensor):
+                    assert_bitwise(got, expected)
+                else:
+                    assert got == expected
 
 
 def test_a_layers_matrix_in_parts(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,11 +266,11 @@ def test_a_layers_matrix_in_parts(model_path: Path, monkeypatch: pytest.MonkeyPa
         [Dense(torch.zeros(16, 32)), Int4(torch.zeros(16, 32, dtype=torch.uint8), torch.ones(16, 1))],
         [Int4(torch.zeros(16, 32, dtype=torch.uint8), torch.ones(16, 1), mins) for mins in (torch.ones(16, 1), None)],
         [Dense(torch.zeros(7, 32)), Dense(torch.zeros(16, 32))],
+        [Dense(torch.zeros(16, 32)), Dense(torch.zeros(17, 32))],
+        [Dense(torch.zeros(16, 32))],
     ],
-    ids=["forms", "minimums", "rows"],
+    ids=["forms", "minimums", "rows", "too many", "too few"],
 )
 def test_parts_that_do_not_fit(parts: list[Unpacked]) -> None:
-    with pytest.raises(
-        ValueError, match="runs of rows must have one form and, but for the last, a multiple of 16 rows"
-    ):
-        make_weight(iter(parts), 8)
+    with pytest.raises(ValueError, match=r"runs must (have one form, fill|fill) 32 rows"):
+        make_weight(iter(parts), 8, out_features=32)

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from fastinfer import ops
 from fastinfer.formats.unpacked import Dense, Int4, Int8, Table, Unpacked
-from fastinfer.huge_pages import HugePages
+from fastinfer.huge_pages import HugePages, copy
 from fastinfer.ops.pack import TILE_ROWS
 
 
@@ -215,6 +215,7 @@ def make_weight(
     dense_dtype: torch.dtype | None = None,
     bias: Tensor | None = None,
     memory: HugePages | None = None,
+    out_features: int | None = None,
 ) -> Weight:
     """The kernels' form of a weight that a reader has unpacked; no integer or scale is rounded.
 
@@ -225,45 +226,52 @@ def make_weight(
         dense_dtype: of a weight that is not quantised, where it must be that of the hidden states; ``None``: as it is.
         bias: [out_features] fp32.
         memory: where packed forms shall lie, on a CPU.
+        out_features: how many rows the runs have.
 
     Raises:
-        ValueError: the runs of rows have several forms, or one but the last no multiple of 16 rows.
+        ValueError: the runs of rows have several forms, or one but the last no multiple of 16 rows, or are not as many
+            rows as ``out_features`` says.
     """
     bias = None if bias is None else bias.to(device)
-    values, qweights, scale_parts, min_parts, out_features = [], [], [], [], 0
+    if isinstance(unpacked, Unpacked):
+        out_features = unpacked.shape[0]
+    assert out_features is not None
+    tiles, num_rows = -(-out_features // TILE_ROWS), 0
+    values: list[Tensor] = []
+    qweight, scales, mins = (_Tiles(tiles, memory) for _ in range(3))
     forms = set()
     for part in (unpacked,) if isinstance(unpacked, Unpacked) else unpacked:
         forms.add((type(part), getattr(part, "mins", None) is None))
-        if len(forms) > 1 or out_features % TILE_ROWS:
+        if len(forms) > 1 or num_rows % TILE_ROWS or num_rows + part.shape[0] > out_features:
             raise ValueError(
-                f"runs of rows must have one form and, but for the last, a multiple of {TILE_ROWS} rows, got "
-                f"{type(part).__name__} after {out_features} rows"
+                f"runs must have one form, fill {out_features} rows and have, but for the last, a multiple of "
+                f"{TILE_ROWS}, got {type(part).__name__} of {part.shape[0]} rows after {num_rows}"
             )
-        out_features += part.shape[0]
+        num_rows += part.shape[0]
         if isinstance(part, Dense):
             values.append(part.values.to(device, dense_dtype))
             continue
         assert isinstance(part, Int4 | Int8 | Table)
         pack = ops.int8_pack if isinstance(part, Int8) else ops.int4_pack
-        qweights.append(pack(part.q.to(device)))
-        scale_parts.append(ops.pack_scales(part.scales.to(device)))
+        qweight.add(pack(part.q.to(device)))
+        scales.add(ops.pack_scales(part.scales.to(device)))
         if part.mins is not None:
-            min_parts.append(ops.pack_scales(part.mins.to(device)))
+            mins.add(ops.pack_scales(part.mins.to(device)))
+    if num_rows != out_features:
+        raise ValueError(f"runs must fill {out_features} rows, got {num_rows}")
     if values:
-        return DenseWeight(_joined(values), bias)
+        return DenseWeight(values[0] if len(values) == 1 else torch.cat(values), bias)
     assert isinstance(part, Int4 | Int8 | Table)
-    keep = memory.copy if memory is not None else lambda packed: packed
-    qweight, scales = keep(_joined(qweights)), keep(_joined(scale_parts))
     if isinstance(part, Table):
         assert part.table is not None
-        return TableWeight(qweight, scales, part.table.to(device), out_features, bias)
+        return TableWeight(qweight.all, scales.all, part.table.to(device), out_features, bias)
     if isinstance(part, Int8) and part.int8_activations:
-        return W8A8Weight(qweight, scales, out_features, bias)
+        return W8A8Weight(qweight.all, scales.all, out_features, bias)
     return QuantizedWeight(
         bits=8 if isinstance(part, Int8) else 4,
-        qweight=qweight,
-        scales=scales,
-        mins=keep(_joined(min_parts)) if min_parts else None,
+        qweight=qweight.all,
+        scales=scales.all,
+        mins=None if part.mins is None else mins.all,
         out_features=out_features,
         activation_bits=activation_bits,
         bias=bias,
@@ -271,8 +279,32 @@ def make_weight(
     )
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    """Below each other; the parts are given up, so that none is in memory for longer than it takes."""
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-    parts.clear()
-    return whole
+class _Tiles:
+    """Runs of tiles that are put below each other as they come, so that none is in memory for longer than it takes.
+
+    Args:
+        count: of all tiles.
+        memory: where they shall lie; ``None``: a single run stays where it is.
+
+    Attributes:
+        all: [count, ...], when all have come.
+    """
+
+    def __init__(self, count: int, memory: HugePages | None) -> None:
+        self._count = count
+        self._memory = memory
+        self._filled = 0
+
+    def add(self, tiles: Tensor) -> None:
+        if self._memory is None and len(tiles) == self._count:
+            self.all = tiles
+            return
+        if not self._filled:
+            shape = self._count, *tiles.shape[1:]
+            self.all = tiles.new_empty(shape) if self._memory is None else self._memory.empty(shape, tiles.dtype)
+        begin, self._filled = self._filled, self._filled + len(tiles)
+        target = self.all[begin : self._filled]
+        if self._memory is None:
+            target.copy_(tiles)
+        else:
+            copy(target, tiles)

@@ -14,7 +14,7 @@ from fastinfer.models.checkpoint import fused_rows, split_name
 from fastinfer.models.gguf_config import read_gguf_config
 from fastinfer.ops.pack import TILE_ROWS
 
-PART_ELEMENTS = 2**25  # of a part, 34 MB as integers: glibc returns what is larger than 32 MiB to the system at once
+PART_ELEMENTS = 2**22  # of a part: so small that each finds the memory of the one before
 
 _TOP = {
     "embedding": "token_embd",

@@ -191,8 +191,9 @@ class DecoderLoader:
         )
 
     def _vocabulary(self, name: str) -> Weight:
-        parts = self._checkpoint.parts(name, self._config.vocab_size, self._config.hidden_size)
-        return self._make(parts, self._precision.logits_activation_bits)
+        rows = self._config.vocab_size
+        parts = self._checkpoint.parts(name, rows, self._config.hidden_size)
+        return self._make(parts, self._precision.logits_activation_bits, rows=rows)
 
     def _norm(self, name: str) -> Norm:
         config = self._config
@@ -205,9 +206,13 @@ class DecoderLoader:
         return self._checkpoint.vector(name, size).to(self._device)
 
     def _make(
-        self, unpacked: Unpacked | Iterable[Unpacked], activation_bits: int, bias: Tensor | None = None
+        self,
+        unpacked: Unpacked | Iterable[Unpacked],
+        activation_bits: int,
+        bias: Tensor | None = None,
+        rows: int | None = None,
     ) -> Weight:
-        return make_weight(unpacked, activation_bits, self._device, self._dense_dtype, bias, self._memory)
+        return make_weight(unpacked, activation_bits, self._device, self._dense_dtype, bias, self._memory, rows)
 
     def position_embedding(self) -> Tensor | None:
         config = self._config
