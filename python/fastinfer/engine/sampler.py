@@ -208,9 +208,7 @@ class Sampler:
     def _masks(self, rows: list[Row]) -> tuple[np.ndarray | None, dict[int, Exception]]:
         """What grammars and ``min_tokens`` allow, [rows, words] int32 if they forbid anything, and which rows' grammars
         failed."""
-        if all(row.grammar is None and not row.sequence.params.min_tokens for row in rows):
-            return None, {}
-        early = [row.sequence.num_output_tokens + len(row.drafts) < row.sequence.params.min_tokens for row in rows]
+        early = [_is_early(row) for row in rows]
         if not any(early) and all(row.grammar is None for row in rows):
             return None, {}
         errors: dict[int, Exception] = {}
@@ -271,6 +269,12 @@ def _num_allowed(drafts: list[int], grammar: Grammar) -> int:
             return index
     grammar.rollback(num_valid)
     return num_valid
+
+
+def _is_early(row: Row) -> bool:
+    """Whether it is for a token that must not be the last."""
+    sequence, least = row.sequence, row.sequence.params.min_tokens
+    return least > 0 and sequence.num_output_tokens + len(row.drafts) < least
 
 
 def _is_usual(sequence: Sequence) -> bool:
