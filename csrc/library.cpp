@@ -74,8 +74,8 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
       "add_lora(Tensor(a!) y, Tensor x, Tensor a, Tensor b, Tensor adapter_ids, Tensor? ranks, Tensor? norm_weight, "
       "float eps) -> ()");
   def_with_out(m, "permute_columns", "Tensor x, Tensor permutation");
-  m.def("int4_pack(Tensor q) -> Tensor");
-  m.def("int8_pack(Tensor q) -> Tensor");
+  def_with_out(m, "int4_pack", "Tensor q");
+  def_with_out(m, "int8_pack", "Tensor q");
   for (const char* name : {"int4_dequantize", "int8_dequantize"}) {
     def_with_out(m, name,
                  "Tensor qweight, Tensor scales, Tensor? mins, int out_features, Tensor? rows, ScalarType dtype");

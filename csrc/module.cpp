@@ -3,7 +3,6 @@
 #include <pybind11/stl.h>
 
 #include <chrono>
-#include <cstring>
 #include <map>
 #include <memory>
 #include <stdexcept>
@@ -15,6 +14,7 @@
 #include "common/cpu/launch_graph.h"
 #include "common/cpu/parallel.h"
 #include "common/cpu/roofline.h"
+#include "formats/gguf.h"
 #include "launch_plan.h"
 
 namespace fastinfer {
@@ -73,26 +73,6 @@ std::pair<double, double> roofline(const std::string& ceiling, const py::buffer&
   const auto start = std::chrono::steady_clock::now();
   cpu::roofline(params);
   return {work, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()};
-}
-
-// Every thread writes the part that it will read as a weight's, first of all: on machines of several memory nodes the
-// pages then lie on the reader's.
-void copy(const py::buffer& target, const py::buffer& source) {
-  const py::buffer_info to = target.request(/*writable=*/true), from = source.request();
-  const int64_t bytes = to.size * to.itemsize;
-  if (bytes != from.size * from.itemsize) {
-    throw std::invalid_argument("target and source must have one size, got " + std::to_string(bytes) + " and " +
-                                std::to_string(from.size * from.itemsize) + " bytes");
-  }
-  for (const py::buffer_info* info : {&to, &from}) {
-    if (!PyBuffer_IsContiguous(info->view(), 'C')) {
-      throw std::invalid_argument("target and source must be contiguous, got strides");
-    }
-  }
-  const py::gil_scoped_release release;
-  cpu::parallel_for(bytes, [&](int64_t begin, int64_t end) {
-    std::memcpy(static_cast<char*>(to.ptr) + begin, static_cast<const char*>(from.ptr) + begin, end - begin);
-  });
 }
 
 py::dict plan_sizes() {
@@ -154,8 +134,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("get_num_threads", &fastinfer::cpu::num_threads, "Threads that the CPU kernels use.");
   m.def("set_num_threads", &fastinfer::cpu::set_num_threads, pybind11::arg("count"),
         "Set the threads that the CPU kernels use; ValueError unless 1 <= count <= 1024.");
-  m.def("copy", &fastinfer::copy, pybind11::arg("target"), pybind11::arg("source"),
-        "Copy the bytes of a contiguous buffer to another one on all threads; ValueError for two sizes or strides.");
   m.def("roofline", &fastinfer::roofline, pybind11::arg("ceiling"), pybind11::arg("memory"), pybind11::arg("passes"),
         "Keep one resource of the CPU busy on all threads: 'read' passes over the memory, a contiguous buffer that the "
         "threads share out in multiples of 512 bytes; 'byte_dot', 'fp32_fma' and 'bf16_dot' passes of 1,024 steps in "
@@ -168,4 +146,5 @@ PYBIND11_MODULE(_C, m) {
         "How an operator would be launched on such a GPU; ValueError for an unknown operator or a size that does not "
         "fit.");
   fastinfer::define_launch_graph(m);
+  fastinfer::define_gguf(m);
 }

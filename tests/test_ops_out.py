@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_bitwise, device_fixture
-from op_calls import named, out_calls
+from op_calls import named, out_calls, poison
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -150,16 +150,17 @@ def test_out_in_the_middle_of_memory(name: str, device: str, request: pytest.Fix
     """Nothing beside it is written, at addresses that are no multiple of a vector."""
     args, out = on(device, FIRST[name])
     want = expected(name, on(device, args))
-    memory = torch.full((out.numel() + 10,), torch.nan, dtype=out.dtype, device=out.device)
+    memory = out.new_full((out.numel() + 10,), poison(out))
     view = memory[5:-5].view(out.shape)
-    if name == "paged_attention" and request.node.callspec.params["device"] != "cpu":
+    aligned = name in ("paged_attention", "int4_pack", "int8_pack")
+    if aligned and request.node.callspec.params["device"] != "cpu":
         with pytest.raises(RuntimeError, match="out must be aligned to 16 bytes"):
-            ops.paged_attention(**args, out=view)
+            getattr(ops, name)(**args, out=view)
         return
     getattr(ops, name)(**args, out=view)
     assert_bitwise(view, want)
-    assert memory[:5].isnan().all()
-    assert memory[-5:].isnan().all()
+    for beside in (memory[:5], memory[-5:]):
+        assert_bitwise(beside, torch.full_like(beside, poison(out)))
 
 
 def test_recorded() -> None:

@@ -93,6 +93,13 @@ def test_pack_scales() -> None:
     for row in range(32):
         for group in range(2):
             assert packed[row // 16, group, row % 16] == (scales[row, group] if row < 17 else 0)
+    out = torch.full((3, 2, 16), torch.nan)
+    assert ops.pack_scales(scales, out=out[:2]).data_ptr() == out.data_ptr()
+    assert_bitwise(out[:2], packed)
+    assert out[2].isnan().all()
+    for bad in (out, out[:2].double()):
+        with pytest.raises(ValueError, match=r"out must be \(2, 2, 16\) torch.float32, got"):
+            ops.pack_scales(scales, out=bad)
 
 
 @pytest.mark.parametrize("shape", [(32,), (48, 3)])

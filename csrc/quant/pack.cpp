@@ -8,7 +8,7 @@ namespace fastinfer {
 namespace {
 
 template <int kBits>
-Tensor pack(const Tensor& q) {
+Tensor pack(const Output& output, const Tensor& q) {
   const Checks check(kBits == 4 ? "int4_pack" : "int8_pack", q);
   check.shape(q, "q", {kAny, kAny});
   check.dtype(q, "q", kBits == 4 ? ScalarType::Byte : ScalarType::Char);
@@ -18,7 +18,9 @@ Tensor pack(const Tensor& q) {
                 " columns, got ", format_shape(q.sizes()));
   const int64_t steps = kBlockInputs / (kBits == 4 ? kInputsPerStep4 : kInputsPerStep8);
   const int64_t tiles = (n + kTileRows - 1) / kTileRows;
-  Tensor out = new_tensor(q, {tiles, k / kBlockInputs, steps, kTileRows, 4});
+  const Tensor out = output.tensor(check, q, {tiles, k / kBlockInputs, steps, kTileRows, 4});
+  const bool aligned = reinterpret_cast<uintptr_t>(out.data_ptr()) % 16 == 0;
+  check.require(aligned || gpu_of(q) == nullptr, "out must be aligned to 16 bytes on a GPU");
   const PackParams params{.q = q.data_ptr(), .out = out.data_ptr(), .n = n, .k = k, .bits = kBits};
   FASTINFER_LAUNCH(q, pack, params);
   return out;
@@ -62,8 +64,8 @@ Tensor dequantize(const Output& output, const Tensor& qweight, const Tensor& sca
 }  // namespace
 
 FASTINFER_OPERATORS(m) {
-  m.impl("int4_pack", TORCH_BOX(&pack<4>));
-  m.impl("int8_pack", TORCH_BOX(&pack<8>));
+  impl_with_out<&pack<4>>(m, "int4_pack");
+  impl_with_out<&pack<8>>(m, "int8_pack");
   impl_with_out<&dequantize<4>>(m, "int4_dequantize");
   impl_with_out<&dequantize<8>>(m, "int8_dequantize");
 }

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastinfer import _C
-
 PAGE = 2 << 20
 BLOCK = 32 * PAGE  # mapped at once; what is not written costs nothing
 ALIGNMENT = 64
@@ -37,11 +35,6 @@ class HugePages:
                 self._free = _map(BLOCK)
             memory, self._free = self._free[:size], self._free[size:]
         return memory[:num_bytes].view(dtype).view(*shape)
-
-
-def copy(target: Tensor, source: Tensor) -> None:
-    """Contiguous tensors of one size, of dtypes that numpy knows; each part by the thread that will read it."""
-    _C.copy(target.numpy(), source.numpy())
 
 
 def _map(size: int) -> Tensor:

@@ -94,7 +94,7 @@ def split_int8(data: np.ndarray, type: GGUFType) -> Int8:
     blocks = split_blocks(data, type)
     mins = _half(blocks, 2) if type is GGUFType.Q5_1 else None
     if type is GGUFType.Q8_0:
-        q = np.ascontiguousarray(blocks[..., -32:].view("V32")).view(np.uint8)
+        q = bit_fields(blocks, 2, 34, bits=8, run=32)
     else:
         fifth_bits = np.unpackbits(np.ascontiguousarray(blocks[..., -20:-16]), bitorder="little").view(np.uint64)
         fifth_bits <<= np.uint64(4)

@@ -1,7 +1,7 @@
 """A layer's weight, in one of the few packed forms that the kernels read; layers never know the file's format."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from fastinfer import ops
 from fastinfer.formats.unpacked import Dense, Int4, Int8, Table, Unpacked
-from fastinfer.huge_pages import HugePages, copy
+from fastinfer.huge_pages import HugePages
 from fastinfer.ops.pack import TILE_ROWS
 
 
@@ -252,11 +252,13 @@ def make_weight(
             values.append(part.values.to(device, dense_dtype))
             continue
         assert isinstance(part, Int4 | Int8 | Table)
-        pack = ops.int8_pack if isinstance(part, Int8) else ops.int4_pack
-        qweight.add(pack(part.q.to(device)))
-        scales.add(ops.pack_scales(part.scales.to(device)))
+        if isinstance(part, Int8):
+            qweight.add(ops.int8_pack, part.q.to(device), (part.shape[1] // 32, 8, TILE_ROWS, 4))
+        else:
+            qweight.add(ops.int4_pack, part.q.to(device), (part.shape[1] // 32, 4, TILE_ROWS, 4))
+        scales.add(ops.pack_scales, part.scales.to(device), (part.scales.shape[1], TILE_ROWS))
         if part.mins is not None:
-            mins.add(ops.pack_scales(part.mins.to(device)))
+            mins.add(ops.pack_scales, part.mins.to(device), (part.mins.shape[1], TILE_ROWS))
     if num_rows != out_features:
         raise ValueError(f"runs must fill {out_features} rows, got {num_rows}")
     if values:
@@ -280,11 +282,11 @@ def make_weight(
 
 
 class _Tiles:
-    """Runs of tiles that are put below each other as they come, so that none is in memory for longer than it takes.
+    """Runs of tiles, packed below each other as they come, so that none is in memory for longer than it takes.
 
     Args:
         count: of all tiles.
-        memory: where they shall lie; ``None``: a single run stays where it is.
+        memory: where they shall lie; ``None``: where torch puts them.
 
     Attributes:
         all: [count, ...], when all have come.
@@ -295,16 +297,10 @@ class _Tiles:
         self._memory = memory
         self._filled = 0
 
-    def add(self, tiles: Tensor) -> None:
-        if self._memory is None and len(tiles) == self._count:
-            self.all = tiles
-            return
+    def add(self, pack: Callable[..., Tensor], rows: Tensor, shape: tuple[int, ...]) -> None:
+        """Rows for as many tiles of this shape as they need, in the form that ``pack`` gives them."""
         if not self._filled:
-            shape = self._count, *tiles.shape[1:]
-            self.all = tiles.new_empty(shape) if self._memory is None else self._memory.empty(shape, tiles.dtype)
-        begin, self._filled = self._filled, self._filled + len(tiles)
-        target = self.all[begin : self._filled]
-        if self._memory is None:
-            target.copy_(tiles)
-        else:
-            copy(target, tiles)
+            size = self._count, *shape
+            self.all = rows.new_empty(size) if self._memory is None else self._memory.empty(size, rows.dtype)
+        begin, self._filled = self._filled, self._filled - (-len(rows) // TILE_ROWS)
+        pack(rows, out=self.all[begin : self._filled])

@@ -18,11 +18,12 @@ from fastinfer.ops._library import into, ops
 TILE_ROWS = 16
 
 
-def int4_pack(q: Tensor) -> Tensor:
+def int4_pack(q: Tensor, *, out: Tensor | None = None) -> Tensor:
     """A 4-bit weight in the form that its device's kernels read.
 
     Args:
         q: [out_features, in_features] uint8, 0..15; contiguous; ``in_features`` a multiple of 32.
+        out: receives the result; see :mod:`fastinfer.ops`.
 
     Returns:
         [ceil(out_features / 16), in_features / 32, 4, 16, 4] uint8, on the device of ``q``.
@@ -44,14 +45,17 @@ def int4_pack(q: Tensor) -> Tensor:
     >>> torch.equal(ops.int4_dequantize(packed, one, zero, out_features=17), q.float())
     True
     """
+    if out is not None:
+        return into(out, ops.int4_pack, q)
     return ops.int4_pack.default(q)
 
 
-def int8_pack(q: Tensor) -> Tensor:
+def int8_pack(q: Tensor, *, out: Tensor | None = None) -> Tensor:
     """An 8-bit weight in the form that its device's kernels read.
 
     Args:
         q: [out_features, in_features] int8; contiguous; ``in_features`` a multiple of 32.
+        out: receives the result; see :mod:`fastinfer.ops`.
 
     Returns:
         [ceil(out_features / 16), in_features / 32, 8, 16, 4] int8, on the device of ``q``.
@@ -67,20 +71,23 @@ def int8_pack(q: Tensor) -> Tensor:
     >>> ops.int8_pack(torch.zeros(17, 64, dtype=torch.int8)).shape
     torch.Size([2, 2, 8, 16, 4])
     """
+    if out is not None:
+        return into(out, ops.int8_pack, q)
     return ops.int8_pack.default(q)
 
 
-def pack_scales(scales: Tensor) -> Tensor:
+def pack_scales(scales: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Scales or mins in the order of the packed weight, in plain torch.
 
     Args:
         scales: [out_features, groups], any dtype; the products take fp16 and fp32.
+        out: receives the result.
 
     Returns:
         [ceil(out_features / 16), groups, 16], dtype of ``scales``; zeros past ``out_features``.
 
     Raises:
-        ValueError: ``scales`` has not two dimensions.
+        ValueError: ``scales`` has not two dimensions, or ``out`` another shape or dtype than the result.
 
     Devices: any.
 
@@ -93,8 +100,14 @@ def pack_scales(scales: Tensor) -> Tensor:
         raise ValueError(f"scales must be [out_features, groups], got the shape {tuple(scales.shape)}")
     rows, groups = scales.shape
     tiles = -(-rows // TILE_ROWS)
-    padded = F.pad(scales, (0, 0, 0, tiles * TILE_ROWS - rows))
-    return padded.view(tiles, TILE_ROWS, groups).transpose(1, 2).contiguous()
+    if rows % TILE_ROWS:
+        scales = F.pad(scales, (0, 0, 0, tiles * TILE_ROWS - rows))
+    packed = scales.view(tiles, TILE_ROWS, groups).transpose(1, 2)
+    if out is None:
+        return packed.contiguous()
+    if (out.shape, out.dtype) != (packed.shape, packed.dtype):
+        raise ValueError(f"out must be {tuple(packed.shape)} {packed.dtype}, got {tuple(out.shape)} {out.dtype}")
+    return out.copy_(packed)
 
 
 def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:
