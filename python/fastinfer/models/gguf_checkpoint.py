@@ -14,7 +14,7 @@ from fastinfer.models.checkpoint import fused_rows, split_name
 from fastinfer.models.gguf_config import read_gguf_config
 from fastinfer.ops.pack import TILE_ROWS
 
-PART_ELEMENTS = 2**22  # of a part: so small that each finds the memory of the one before
+PART_ELEMENTS = 2**20  # of a part: so small that each finds the memory of the one before
 
 _TOP = {
     "embedding": "token_embd",

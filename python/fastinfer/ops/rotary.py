@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastinfer.ops._library import inference_only, ops
 
-TABLE_SLICE = 8192  # positions
+TABLE_SLICE = 512  # positions
 
 
 @dataclass(frozen=True)
