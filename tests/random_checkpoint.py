@@ -54,6 +54,9 @@ class RandomCheckpoint:
         values = _random(name, size) / 10
         return values if name.endswith(".bias") else 1 + values
 
+    def layout(self, layer: int) -> str:
+        return "all the same"
+
     def release(self) -> None:
         pass
 

@@ -235,7 +235,7 @@ def test_a_large_matrix_in_parts(
     columns = 3 * max(32, kind.block_size)
     tensor = (sensible_tensor if kind in HALVES else random_tensor)(kind, 100, columns)
     checkpoint = GGUFCheckpoint(GGUFFile(model_path), exact=exact)
-    monkeypatch.setitem(checkpoint._file.tensors, "token_embd.weight", tensor)
+    monkeypatch.setitem(checkpoint.file.tensors, "token_embd.weight", tensor)
     whole = make_weight(checkpoint.linear("embedding", 100, columns), 8)
     for part_rows, count in ((1, 7), (33, 3)):
         monkeypatch.setattr(gguf_checkpoint, "PART_ELEMENTS", part_rows * columns)

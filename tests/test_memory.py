@@ -5,24 +5,33 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from families import save_model
+from gguf_model_file import write_gguf
+from random_checkpoint import RandomCheckpoint, int4
 from torch import Tensor
 
 from fastinfer import _C
 from fastinfer.cli import main
 from fastinfer.engine.engine import EngineConfig
 from fastinfer.engine.kv_tensors import KVCacheTensors, num_blocks_for
-from fastinfer.formats.gguf import GGUFFile, GGUFTensor, GGUFType
-from fastinfer.formats.gguf_dequant import DENSE_DTYPES, INT4_TYPES, INT8_TYPES, unpack
-from fastinfer.formats.weight import make_weight
+from fastinfer.formats.gguf import GGUFFile
 from fastinfer.hub import DEFAULT_MODEL
-from fastinfer.memory import KV_DTYPES, Rates, Weights, _packed_bytes, describe, head_layouts, kv_cache_bytes
+from fastinfer.memory import (
+    KV_DTYPES,
+    Rates,
+    Weights,
+    attended_positions,
+    describe,
+    head_layouts,
+    kv_cache_bytes,
+)
+from fastinfer.models import open_checkpoint
 from fastinfer.models.config import Precision
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
 from fastinfer.models.gguf_config import read_gguf_config
-from fastinfer.models.loader import load_decoder
+from fastinfer.models.loader import DecoderLoader, load_decoder
 
 RATES = Rates(read_bytes=1e10, byte_operations=1e12, float_operations=1e11)
 
@@ -42,37 +51,85 @@ def tensors_of(value: Any) -> dict[int, Tensor]:
 
 
 def test_weights_are_those_of_the_loaded_model(model_path: Path) -> None:
-    file = GGUFFile(model_path)
-    config = read_gguf_config(file)
-    weights = Weights.of(file, config)
-    loaded = load_decoder(GGUFCheckpoint(file), Precision.of("auto"), None)
+    checkpoint = open_checkpoint(model_path)
+    weights = Weights.of(checkpoint)
+    loaded = load_decoder(checkpoint, Precision.of("auto"), None)
     sizes = {pointer: tensor.nbytes for pointer, tensor in tensors_of(loaded).items()}
     assert weights.memory_bytes == sum(sizes.values())
     assert weights.step_bytes == weights.memory_bytes - loaded.layers[0].attention.cos_sin_cache.nbytes
-    assert weights.logits_operations == 2 * 49152 * 576
+    assert (weights.logits_byte_operations, weights.logits_float_operations) == (2 * 49152 * 576, 0)
     layer = 576 * (576 + 2 * 192) + 576 * 576 + 3 * 576 * 1536
     assert (weights.byte_operations, weights.float_operations) == (2 * 30 * layer, 0)
 
 
 def test_an_embedding_that_is_not_tied_is_stored_and_not_read(model_path: Path) -> None:
     file = GGUFFile(model_path)
-    config = read_gguf_config(file)
-    tied = Weights.of(file, config)
+    tied = Weights.of(GGUFCheckpoint(file))
     file.tensors["output.weight"] = file.tensors["token_embd.weight"]
-    file.tensors["rope_freqs.weight"] = file.tensors["output_norm.weight"]
-    untied = Weights.of(file, config)
-    size, _ = _packed_bytes(file.tensors["token_embd.weight"])
+    checkpoint = GGUFCheckpoint(file)
+    untied = Weights.of(checkpoint)
+    embedding = DecoderLoader(checkpoint, Precision.of("auto"), None, "cpu").embedding()
+    size = sum(tensor.nbytes for tensor in tensors_of(embedding).values())
     assert untied == replace(tied, memory_bytes=tied.memory_bytes + size)
 
 
-@pytest.mark.parametrize("kind", [*DENSE_DTYPES, *INT4_TYPES, *INT8_TYPES])
-@pytest.mark.parametrize("rows", [1, 16, 37])
-def test_packed_bytes_of_every_type(kind: GGUFType, rows: int) -> None:
-    columns = 96
-    data = np.zeros((rows, columns // kind.block_size * kind.block_bytes), np.uint8)
-    tensor = GGUFTensor("blk.0.x", (rows, columns), kind, data)
-    real = sum(t.nbytes for t in tensors_of(make_weight(unpack(tensor), 8)).values())
-    assert _packed_bytes(tensor) == (real, kind in DENSE_DTYPES)
+@pytest.mark.parametrize(
+    "family", ["llama2", "llama3", "llama-biases", "gemma3", "gpt2", "phi3", "mixtral", "qwen3-moe"]
+)
+def test_weights_of_a_folder(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers with the same tensors and window one is read."""
+    save_model(tmp_path, family)
+    read = []
+    layer_of = DecoderLoader.layer
+    monkeypatch.setattr(DecoderLoader, "layer", lambda self, index: read.append(index) or layer_of(self, index))
+    weights = Weights.of(open_checkpoint(tmp_path))
+    assert len(read) == (2 if family == "gemma3" else 1)
+    loaded = load_decoder(open_checkpoint(tmp_path), Precision.of("auto"), None)
+    sizes = {pointer: tensor.nbytes for pointer, tensor in tensors_of(loaded).items()}
+    assert weights.memory_bytes == sum(sizes.values())
+    tables = {layer.attention.cos_sin_cache.data_ptr() for layer in loaded.layers}
+    unread = sum(sizes[pointer] for pointer in tables)
+    if loaded.position_embedding is not None:
+        unread += loaded.position_embedding.nbytes
+    if loaded.lm_head is not loaded.embedding:
+        unread += sum(tensor.nbytes for tensor in tensors_of(loaded.embedding).values())
+    if family in ("mixtral", "qwen3-moe"):
+        share = {"mixtral": 2 / 4, "qwen3-moe": 3 / 8}[family]
+        stacks = [stack for layer in loaded.layers for stack in (layer.mlp.gate_up, layer.mlp.down)]
+        unread += (1 - share) * sum(tensor.nbytes for stack in stacks for tensor in tensors_of(stack).values())
+    assert weights.step_bytes == weights.memory_bytes - unread
+
+
+def test_operations_of_a_mixture_are_those_of_one_token(tmp_path: Path) -> None:
+    """Dense weights are counted as floating point, packed ones as bytes, the logits' likewise."""
+    model = save_model(tmp_path / "dense", "mixtral")
+    weights = Weights.of(open_checkpoint(tmp_path / "dense"))
+    attention, router, expert = 2 * 64 * 64 + 2 * 32 * 64, 4 * 64, 3 * 64 * 96
+    assert weights.float_operations == 2 * 4 * (attention + router + 2 * expert)
+    assert (weights.byte_operations, weights.logits_byte_operations) == (0, 0)
+    assert weights.logits_float_operations == 2 * 320 * 64
+    write_gguf(tmp_path / "dense.gguf", model)
+    assert Weights.of(open_checkpoint(tmp_path / "dense.gguf")).float_operations == weights.float_operations
+    source = RandomCheckpoint(
+        replace(open_checkpoint(tmp_path / "dense").config, vocab_size=320), form=lambda _, v: int4(v)
+    )
+    packed = Weights.of(source)
+    assert packed.byte_operations == weights.float_operations
+    assert packed.float_operations == 0
+    found = describe(str(tmp_path / "dense"), 64, 2, RATES)
+    assert (found["architecture"], found["weights_bytes"]) == ("MixtralForCausalLM", weights.memory_bytes)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 15, 16, 17, 200])
+def test_attended_positions(tokens: int, tmp_path: Path) -> None:
+    """Layers with a window of 16 and without one."""
+    save_model(tmp_path, "gemma3")
+    config = open_checkpoint(tmp_path).config
+    assert {config.window(index) for index in range(7)} == {0, 16}
+    expected = sum(
+        min(position, config.window(index) or position) for index in range(7) for position in range(1, tokens + 1)
+    )
+    assert attended_positions(config, tokens) == expected
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)

@@ -1,4 +1,4 @@
-"""``fastinfer info --memory MODEL``: what a model and its KV cache take and how fast it can be, from the file's header.
+"""``fastinfer info --memory MODEL``: what a model and its KV cache take and how fast it can be, before it is loaded.
 
 A decode step cannot be faster than its weights and cached keys and values can be read once, nor than its operations at
 the arithmetic peak; a prefill likewise. Both rates are measured here, by loops that do nothing else (the "roofline" of
@@ -6,10 +6,10 @@ Williams et al., 2009, https://doi.org/10.1145/1498765.1498785).
 """
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Hashable
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,17 +18,19 @@ from fastinfer.benchmarks.report import table
 from fastinfer.checks import check_int
 from fastinfer.engine.engine import EngineConfig
 from fastinfer.engine.kv_tensors import available_memory, num_blocks_for, token_bytes
-from fastinfer.errors import RequestError
-from fastinfer.formats.gguf import GGUFFile, GGUFTensor
-from fastinfer.formats.gguf_dequant import unpack_rows
-from fastinfer.formats.weight import DenseWeight, make_weight
+from fastinfer.formats.stacked_weight import DenseStack, StackedWeight
+from fastinfer.formats.weight import DenseWeight, Weight
 from fastinfer.info import facts
+from fastinfer.models import open_checkpoint
+from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig, Precision
-from fastinfer.models.gguf_config import read_gguf_config
-from fastinfer.ops.pack import TILE_ROWS
+from fastinfer.models.loader import DecoderLoader
+from fastinfer.models.mixture import MixtureOfExperts
+from fastinfer.torch_threads import one_torch_thread
 
 KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.uint8)
 MAX_BATCH = 2**20
+BLOCK_INPUTS = 32  # of a packed weight
 READ_BYTES = 256 << 20  # more than the last-level cache of nearly all machines
 SAMPLE_S = 0.03
 SAMPLES = 5
@@ -69,53 +71,76 @@ def _best_rate(resource: str, memory: Tensor) -> float:
 class Weights:
     """Of a model once loaded: bytes in memory, bytes read per step, and operations by the unit that does them.
 
-    ``byte_operations`` and ``float_operations`` are per token in the layers, ``logits`` per sequence and step.
+    ``byte_operations`` and ``float_operations`` are per token in the layers, ``logits`` per sequence and step. Of a
+    mixture's experts a step reads and computes those of one token.
     """
 
     memory_bytes: int = 0
     step_bytes: int = 0
     byte_operations: int = 0
     float_operations: int = 0
-    logits_operations: int = 0
+    logits_byte_operations: int = 0
+    logits_float_operations: int = 0
 
     @classmethod
-    def of(cls, file: GGUFFile, config: ModelConfig) -> "Weights":
-        weights = cls(memory_bytes=config.max_position * config.rotary_dim * 4)  # the rotary table, fp32
-        tied = "output.weight" not in file.tensors
-        for name, tensor in file.tensors.items():
-            if name == "rope_freqs.weight":  # goes into the rotary table
-                continue
-            size, dense = _packed_bytes(tensor)
-            weights.memory_bytes += size
-            if name == "token_embd.weight" and not tied:  # rows of it are read, not all
-                continue
-            weights.step_bytes += size
-            if len(tensor.shape) == 1:
-                continue
-            operations = 2 * math.prod(tensor.shape)
-            if not name.startswith("blk."):
-                weights.logits_operations += operations
-            elif dense:
-                weights.float_operations += operations
-            else:
-                weights.byte_operations += operations
+    def of(cls, checkpoint: Checkpoint) -> "Weights":
+        """Made by the loader, one layer after the other, of those with the same layout one: this takes the memory of a
+        layer or of the embedding, and follows whatever the loader does.
+
+        Raises:
+            GGUFFormatError, CheckpointFormatError, UnsupportedModelError: as for loading the model.
+        """
+        loader = DecoderLoader(checkpoint, Precision.of("auto"), None, "cpu")
+        embedding = cls()._with(loader.embedding())
+        lm_head = loader.lm_head()
+        head = embedding if lm_head is None else cls()._with(lm_head)
+        weights = cls(
+            memory_bytes=embedding.memory_bytes + (0 if lm_head is None else head.memory_bytes),
+            step_bytes=head.step_bytes,  # of an embedding rows are read, not all
+            logits_byte_operations=head.byte_operations,
+            logits_float_operations=head.float_operations,
+        )
+        weights._with(loader.norm())
+        if (positions := loader.position_embedding()) is not None:
+            weights.memory_bytes += positions.nbytes
+        layers: dict[Hashable, Weights] = {}
+        tables: dict[int, int] = {}
+        for index in range(checkpoint.config.num_layers):
+            layout = checkpoint.layout(index), checkpoint.config.window(index)
+            if layout not in layers:
+                layer = loader.layer(index)
+                checkpoint.release()
+                layers[layout] = cls()._with(layer)
+                table = layer.attention.cos_sin_cache
+                tables[table.data_ptr()] = table.nbytes
+            for field in fields(cls):
+                total = getattr(weights, field.name) + getattr(layers[layout], field.name)
+                setattr(weights, field.name, total)
+        weights.memory_bytes += sum(tables.values())
         return weights
 
-
-def _packed_bytes(tensor: GGUFTensor) -> tuple[int, bool]:
-    """Bytes of a tensor in the kernels' form, and whether that is a dense one.
-
-    One tile of zeros is packed and measured, so that this follows whatever the loader does.
-    """
-    if len(tensor.shape) == 1:
-        return 4 * tensor.shape[0], True  # norms are fp32
-    rows, row_bytes = tensor.data.shape
-    zeros = np.zeros((TILE_ROWS, row_bytes), np.uint8)
-    tile = make_weight(unpack_rows(zeros, tensor.type, tensor.name, exact=False), 8)
-    parts = (getattr(tile, field.name) for field in fields(tile))  # type: ignore[arg-type]
-    tile_bytes = sum(part.nbytes for part in parts if isinstance(part, Tensor))
-    dense = isinstance(tile, DenseWeight)
-    return (tile_bytes * rows // TILE_ROWS if dense else tile_bytes * -(-rows // TILE_ROWS)), dense
+    def _with(self, part: Any, share: float = 1.0) -> "Weights":
+        """Counts the tensors of nested dataclasses, without the rotary table that layers share; a step reads a
+        ``share`` of them, and computes as much."""
+        if isinstance(part, Tensor):
+            self.memory_bytes += part.nbytes
+            self.step_bytes += round(part.nbytes * share)
+        elif isinstance(part, tuple):
+            for each in part:
+                self._with(each, share)
+        elif is_dataclass(part):
+            of_experts = part.top_k / part.router.out_features if isinstance(part, MixtureOfExperts) else share
+            for field in fields(part):
+                value = getattr(part, field.name)
+                if field.name != "cos_sin_cache":
+                    self._with(value, of_experts if isinstance(value, StackedWeight) else share)
+            if isinstance(part, DenseWeight | DenseStack):
+                self.float_operations += round(2 * part.values.numel() * share)
+            elif isinstance(part, Weight | StackedWeight) and hasattr(part, "qweight"):
+                *experts, _, blocks = part.qweight.shape[:-3]
+                rows = math.prod(experts) * part.out_features
+                self.byte_operations += round(2 * rows * blocks * BLOCK_INPUTS * share)
+        return self
 
 
 def kv_cache_bytes(config: ModelConfig, num_kv_heads: int, dtype: torch.dtype, context: int, batch: int) -> int:
@@ -123,6 +148,12 @@ def kv_cache_bytes(config: ModelConfig, num_kv_heads: int, dtype: torch.dtype, c
     block_size = EngineConfig().block_size
     slots = batch * num_blocks_for(context, block_size) * block_size
     return slots * token_bytes(config.num_layers, num_kv_heads, config.head_dim, dtype)
+
+
+def attended_positions(config: ModelConfig, tokens: int) -> int:
+    """At how many positions the first so many tokens of a sequence look, in all layers together."""
+    windows = [min(config.window(index) or tokens, tokens) for index in range(config.num_layers)]
+    return sum(window * (window + 1) // 2 + (tokens - window) * window for window in windows)
 
 
 def head_layouts(config: ModelConfig) -> dict[str, int]:
@@ -135,18 +166,16 @@ def describe(model: str, context: int | None, batch: int, rates: Rates | None = 
     """All figures for JSON, in bytes and seconds. ``rates`` are measured unless given.
 
     Raises:
-        ModelNotFoundError, GGUFFormatError, UnsupportedModelError: as for loading the model.
+        ModelNotFoundError, GGUFFormatError, CheckpointFormatError, UnsupportedModelError: as for loading the model.
         RequestError: ``context`` is beyond the model's own limit, or ``batch`` out of range.
     """
-    path = hub.resolve(model)
-    if path.is_dir():
-        raise RequestError(f"--memory: expected a .gguf file, got the folder {path}")
-    file = GGUFFile(path)
-    config = read_gguf_config(file)
+    checkpoint = open_checkpoint(hub.resolve(model))
+    config = checkpoint.config
     context = config.max_position if context is None else context
     check_int("--context", context, 1, config.max_position)
     check_int("--batch", batch, 1, MAX_BATCH)
-    weights = Weights.of(file, config)
+    with one_torch_thread():
+        weights = Weights.of(checkpoint)
     rates = rates or Rates.measure()
     layouts = head_layouts(config)
     kv_bytes = {
@@ -156,14 +185,17 @@ def describe(model: str, context: int | None, batch: int, rates: Rates | None = 
     own = next(iter(layouts))
 
     def bound(read_bytes: float, tokens: int, attended: int) -> float:
-        """Seconds for so many tokens of each sequence, which look at so many positions in all."""
-        attention = 4 * config.num_layers * config.num_heads * config.head_dim * attended
-        floats = attention + weights.float_operations * tokens
-        products = weights.byte_operations * tokens + weights.logits_operations
+        """Seconds for so many tokens of each sequence, which look at so many positions in all layers together."""
+        attention = 4 * config.num_heads * config.head_dim * attended
+        floats = attention + weights.float_operations * tokens + weights.logits_float_operations
+        products = weights.byte_operations * tokens + weights.logits_byte_operations
         seconds = batch * (floats / rates.float_operations + products / rates.byte_operations)
         return max(read_bytes / rates.read_bytes, seconds)
 
-    steps = {name: bound(weights.step_bytes + size, 1, context) for name, size in kv_bytes[own].items()}
+    in_prefill = attended_positions(config, context)
+    in_step = in_prefill - attended_positions(config, context - 1)
+    seen = in_step / (config.num_layers * context)
+    steps = {name: bound(weights.step_bytes + seen * size, 1, in_step) for name, size in kv_bytes[own].items()}
     return {
         "model": model,
         "architecture": config.architecture,
@@ -179,7 +211,7 @@ def describe(model: str, context: int | None, batch: int, rates: Rates | None = 
         "measured_per_s": vars(rates),
         "threads": _C.get_num_threads(),
         "decode_step_s": steps,
-        "prefill_s": bound(weights.step_bytes, context, context * (context + 1) // 2),
+        "prefill_s": bound(weights.step_bytes, context, in_prefill),
     }
 
 

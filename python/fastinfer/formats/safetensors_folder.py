@@ -69,6 +69,11 @@ class SafetensorsFolder:
             raise CheckpointFormatError(f"{self.path}: tensor {name!r} has the dtype {code}; known are {list(_DTYPES)}")
         return _DTYPES[code]
 
+    def header(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape and the format's name of the dtype, without reading the tensor."""
+        found = self._slice(name)
+        return tuple(found.get_shape()), found.get_dtype()
+
     def get(self, name: str) -> Tensor | None:
         """A tensor, if there is one of this name; its memory is the mapped file's."""
         if name not in self._names:

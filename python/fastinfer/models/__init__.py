@@ -62,14 +62,20 @@ def load_model(
     device = resolve_device(device)
     precision = Precision.of(dtype, device)
     with one_torch_thread():
-        checkpoint, tokenizer = _open(path, exact=precision.dtype == torch.float32 and precision.activation_bits == 32)
+        checkpoint = open_checkpoint(path, exact=precision.dtype == torch.float32 and precision.activation_bits == 32)
+        if isinstance(checkpoint, GGUFCheckpoint):
+            tokenizer = Tokenizer.from_gguf(checkpoint.file)
+        else:
+            tokenizer = Tokenizer.from_folder(path)
         model = load_decoder(checkpoint, precision, max_model_len, device)
     tokenizer.pad(model.config.vocab_size)
     return model, tokenizer
 
 
-def _open(path: Path, exact: bool) -> tuple[Checkpoint, Tokenizer]:
-    if path.is_dir():
-        return HFCheckpoint(path, exact), Tokenizer.from_folder(path)
-    file = GGUFFile(path)
-    return GGUFCheckpoint(file, exact), Tokenizer.from_gguf(file)
+def open_checkpoint(path: Path, exact: bool = False) -> Checkpoint:
+    """A ``.gguf`` file or a folder, of which the header is read and checked.
+
+    Raises:
+        ModelNotFoundError, GGUFFormatError, CheckpointFormatError, UnsupportedModelError: as :func:`load_model`.
+    """
+    return HFCheckpoint(path, exact) if path.is_dir() else GGUFCheckpoint(GGUFFile(path), exact)

@@ -6,7 +6,7 @@ Of a layer: ``layers.3.q_proj`` (k, v, o), ``layers.3.gate_proj`` (up, down), ``
 ``lm_head``, ``position_embedding`` and ``rope_factors``. A bias is ``layers.3.q_proj.bias``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -46,6 +46,10 @@ class Checkpoint(Protocol):
 
     def vector(self, name: str, size: int) -> Tensor:
         """A norm's weight, or a bias, [size] fp32."""
+        ...
+
+    def layout(self, layer: int) -> Hashable:
+        """Names, shapes and types of a layer's tensors, from the header: layers with the same take the same memory."""
         ...
 
     def release(self) -> None:

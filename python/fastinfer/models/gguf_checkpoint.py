@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from fastinfer.errors import GGUFFormatError, UnsupportedModelError
-from fastinfer.formats.gguf import GGUFFile, GGUFTensor
+from fastinfer.formats.gguf import GGUFFile, GGUFTensor, GGUFType
 from fastinfer.formats.gguf_dequant import DENSE_DTYPES, unpack_rows
 from fastinfer.formats.unpacked import Dense, Unpacked
 from fastinfer.models.checkpoint import fused_rows, split_name
@@ -57,13 +57,13 @@ class GGUFCheckpoint:
     """
 
     def __init__(self, file: GGUFFile, exact: bool = False) -> None:
-        self._file = file
+        self.file = file
         self._exact = exact
         self.path: Path = file.path
         self.config = read_gguf_config(file)
 
     def __contains__(self, name: str) -> bool:
-        return f"{self._stored(name)}.weight" in self._file.tensors
+        return f"{self._stored(name)}.weight" in self.file.tensors
 
     def linear(self, name: str, out_features: int, in_features: int) -> Unpacked:
         tensor, data = self._rows(name, out_features, in_features)
@@ -91,8 +91,13 @@ class GGUFCheckpoint:
             raise GGUFFormatError(f"{self.path}: tensor {stored!r} must have the shape {(size,)}, got {tensor.shape}")
         return values.clone()
 
+    def layout(self, layer: int) -> frozenset[tuple[str, tuple[int, ...], GGUFType]]:
+        prefix = f"blk.{layer}."
+        tensors = self.file.tensors.items()
+        return frozenset((name.removeprefix(prefix), t.shape, t.type) for name, t in tensors if name.startswith(prefix))
+
     def release(self) -> None:
-        self._file.release()
+        self.file.release()
 
     def _rows(self, name: str, out_features: int, in_features: int) -> tuple[GGUFTensor, np.ndarray]:
         """The tensor that holds a matrix, and the matrix's packed rows in the project's order."""
@@ -131,13 +136,13 @@ class GGUFCheckpoint:
         layer, part, _ = split_name(name)
         single = f"blk.{layer}.{'ffn_gate' if part == 'up_proj' else _LAYER.get(part)}.weight"
         # Without a gate of its own, "up" holds both, or is all that there is.
-        if part not in _FUSED or single in self._file.tensors or (part == "up_proj" and not self.config.gated):
+        if part not in _FUSED or single in self.file.tensors or (part == "up_proj" and not self.config.gated):
             return None
         fused = f"blk.{layer}.{_FUSED[part]}.weight"
-        return fused_rows(self.config, part) if fused in self._file.tensors else None
+        return fused_rows(self.config, part) if fused in self.file.tensors else None
 
     def _get(self, name: str) -> GGUFTensor:
-        tensor = self._file.tensors.get(name)
+        tensor = self.file.tensors.get(name)
         if tensor is None:
             raise GGUFFormatError(f"{self.path}: tensor {name!r} is missing")
         return tensor

@@ -77,6 +77,12 @@ class HFCheckpoint:
             )
         return values + self._family.norm_offset if name.endswith("norm") else values.clone()
 
+    def layout(self, layer: int) -> frozenset[tuple[str, tuple[int, ...], str]]:
+        layers = self._family.top["layers"]
+        prefix = f"{layers.removeprefix(self._family.prefix) if self._bare else layers}.{layer}."
+        names = [name for name in self.tensors.names if name.startswith(prefix)]
+        return frozenset((name.removeprefix(prefix), *self.tensors.header(name)) for name in names)
+
     def release(self) -> None:
         self.tensors.release()
 

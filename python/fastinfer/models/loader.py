@@ -67,9 +67,7 @@ class DecoderLoader:
     def decoder(self) -> Decoder:
         config, checkpoint = self._config, self._checkpoint
         embedding = self.embedding()
-        head = embedding
-        if "lm_head" in checkpoint:
-            head = self._vocabulary("lm_head")
+        head = self.lm_head()
         layers = []
         for index in range(config.num_layers):
             layers.append(self.layer(index))
@@ -79,13 +77,21 @@ class DecoderLoader:
             dtype=self._precision.dtype,
             embedding=embedding,
             layers=tuple(layers),
-            norm=self._norm("norm"),
-            lm_head=head,
+            norm=self.norm(),
+            lm_head=embedding if head is None else head,
             position_embedding=self.position_embedding(),
         )
 
     def embedding(self) -> Weight:
         return self._vocabulary("embedding")
+
+    def lm_head(self) -> Weight | None:
+        """``None`` where it is the embedding."""
+        return self._vocabulary("lm_head") if "lm_head" in self._checkpoint else None
+
+    def norm(self) -> Norm:
+        """The last one."""
+        return self._norm("norm")
 
     def layer(self, index: int) -> DecoderLayer:
         return DecoderLayer(self._attention(index), self._mlp(index))
