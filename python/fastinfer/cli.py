@@ -208,13 +208,13 @@ def _add_benchmarks(bench: argparse.ArgumentParser) -> None:
     )
     throughput.add_argument("--prompt-tokens", type=count(1), default=128, metavar="N", help="default: %(default)s")
     throughput.add_argument(
-        "--requests", type=count(1), default=64, metavar="N", help="of the mixed trace; default: %(default)s"
+        "--requests", type=count(1), default=128, metavar="N", help="of the mixed trace; default: %(default)s"
     )
     throughput.add_argument(
         "--rate", type=rate, metavar="R", help="of the mixed trace, requests per second; default: all at once"
     )
     throughput.add_argument(
-        "--max-num-seqs", type=count(1), default=16, metavar="N", help="of the mixed trace; default: %(default)s"
+        "--max-num-seqs", type=count(1), default=8, metavar="N", help="of the mixed trace; default: %(default)s"
     )
     _add_speculative_tokens(throughput)
     throughput.add_argument(
