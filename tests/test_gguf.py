@@ -2,6 +2,8 @@
 
 import contextlib
 import struct
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -101,6 +103,12 @@ def write_sound_file(path: Path) -> Path:
 @pytest.fixture(scope="module")
 def sound_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_sound_file(tmp_path_factory.mktemp("gguf") / "sound.gguf")
+
+
+@pytest.mark.parametrize("module", ["fastinfer.formats.gguf", "fastinfer.tokenizer", "fastinfer.memory"])
+def test_may_be_imported_first(module: str) -> None:
+    """Before torch, whose symbols the extension needs."""
+    subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
 
 
 def save(path: Path, content: bytes) -> Path:

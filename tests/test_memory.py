@@ -17,6 +17,7 @@ from fastinfer.cli import main
 from fastinfer.engine.engine import EngineConfig
 from fastinfer.engine.kv_tensors import KVCacheTensors, num_blocks_for
 from fastinfer.formats.gguf import GGUFFile
+from fastinfer.formats.unpacked import Table
 from fastinfer.hub import DEFAULT_MODEL
 from fastinfer.memory import (
     KV_DTYPES,
@@ -33,6 +34,7 @@ from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
 from fastinfer.models.gguf_config import read_gguf_config
 from fastinfer.models.loader import DecoderLoader, load_decoder
 
+MIXTURES = {"mixtral": (2, 4), "qwen3-moe": (3, 8)}  # experts of a token, and all
 RATES = Rates(read_bytes=1e10, byte_operations=1e12, float_operations=1e11)
 
 
@@ -93,11 +95,14 @@ def test_weights_of_a_folder(family: str, tmp_path: Path, monkeypatch: pytest.Mo
         unread += loaded.position_embedding.nbytes
     if loaded.lm_head is not loaded.embedding:
         unread += sum(tensor.nbytes for tensor in tensors_of(loaded.embedding).values())
-    if family in ("mixtral", "qwen3-moe"):
-        share = {"mixtral": 2 / 4, "qwen3-moe": 3 / 8}[family]
-        stacks = [stack for layer in loaded.layers for stack in (layer.mlp.gate_up, layer.mlp.down)]
-        unread += (1 - share) * sum(tensor.nbytes for stack in stacks for tensor in tensors_of(stack).values())
-    assert weights.step_bytes == weights.memory_bytes - unread
+    stacks = [stack for layer in loaded.layers if family in MIXTURES for stack in (layer.mlp.gate_up, layer.mlp.down)]
+    experts = sum(tensor.nbytes for stack in stacks for tensor in tensors_of(stack).values())
+    assert weights.expert_bytes == experts
+    assert weights.step_bytes == weights.memory_bytes - unread - experts
+    chosen, count = MIXTURES.get(family, (0, 1))
+    for tokens in (1, 4, 1000):
+        read = weights.step_bytes + experts * (1 - (1 - chosen / count) ** tokens)
+        assert weights.read_bytes(loaded.config, tokens) == pytest.approx(read)
 
 
 def test_operations_of_a_mixture_are_those_of_one_token(tmp_path: Path) -> None:
@@ -114,10 +119,35 @@ def test_operations_of_a_mixture_are_those_of_one_token(tmp_path: Path) -> None:
         replace(open_checkpoint(tmp_path / "dense").config, vocab_size=320), form=lambda _, v: int4(v)
     )
     packed = Weights.of(source)
-    assert packed.byte_operations == weights.float_operations
-    assert packed.float_operations == 0
+    # The router's products are exact.
+    assert (packed.byte_operations, packed.float_operations) == (2 * 4 * (attention + 2 * expert), 2 * 4 * router)
     found = describe(str(tmp_path / "dense"), 64, 2, RATES)
     assert (found["architecture"], found["weights_bytes"]) == ("MixtralForCausalLM", weights.memory_bytes)
+
+
+def test_tables_are_multiplied_as_floating_point(tmp_path: Path) -> None:
+    save_model(tmp_path, "llama3")
+    config = replace(open_checkpoint(tmp_path).config, num_experts=0)
+
+    def form(name: str, values: Tensor) -> Table:
+        q = torch.zeros(values.shape, dtype=torch.uint8)
+        return Table(q, torch.ones(len(values), values.shape[1] // 32).half(), table=torch.zeros(16))
+
+    weights = Weights.of(RandomCheckpoint(config, form))
+    assert weights.byte_operations == 0
+    assert weights.float_operations == 2 * 4 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 96)
+
+
+def test_a_context_longer_than_any_rotary_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of such a model a part can be used."""
+    save_model(tmp_path, "llama3")
+    source = open_checkpoint(tmp_path)
+    short = Weights.of(source)
+    source.config = replace(source.config, max_position=2**30)  # type: ignore[misc]
+    more = (2**30 - 256) * source.config.rotary_dim * 4
+    assert Weights.of(source) == replace(short, memory_bytes=short.memory_bytes + more)
+    monkeypatch.setattr("fastinfer.memory.open_checkpoint", lambda path: source)
+    assert describe(str(tmp_path), 1000, 2, RATES)["context"] == 1000
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 15, 16, 17, 200])

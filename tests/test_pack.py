@@ -97,9 +97,20 @@ def test_pack_scales() -> None:
     assert ops.pack_scales(scales, out=out[:2]).data_ptr() == out.data_ptr()
     assert_bitwise(out[:2], packed)
     assert out[2].isnan().all()
-    for bad in (out, out[:2].double()):
-        with pytest.raises(ValueError, match=r"out must be \(2, 2, 16\) torch.float32, got"):
+    for bad in (out, out[:2].double(), out[:2].to("meta")):
+        with pytest.raises(ValueError, match=r"out must be \(2, 2, 16\) torch.float32 on cpu, got"):
             ops.pack_scales(scales, out=bad)
+    ops.pack_scales(torch.nn.Parameter(scales), out=out[:2])
+    assert not out.requires_grad
+
+
+def test_packed_scales_have_memory_of_their_own() -> None:
+    for shape in ((32, 1), (16, 4), (17, 1)):
+        scales = torch.rand(shape)
+        packed = ops.pack_scales(scales)
+        want = packed.clone()
+        scales.zero_()
+        assert_bitwise(packed, want)
 
 
 @pytest.mark.parametrize("shape", [(32,), (48, 3)])

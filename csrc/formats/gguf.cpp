@@ -68,6 +68,7 @@ std::pair<py::list, int64_t> read_strings(const py::buffer& buffer, int64_t posi
   const int64_t end = each_string(Bytes(buffer, "buffer"), position, count, [&](const char* text, int64_t length) {
     const auto decoded = py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(text, length, "strict"));
     if (!decoded) {
+      if (!PyErr_ExceptionMatches(PyExc_UnicodeDecodeError)) throw py::error_already_set();
       PyErr_Clear();
       return false;
     }

@@ -18,8 +18,8 @@ from fastinfer.benchmarks.report import table
 from fastinfer.checks import check_int
 from fastinfer.engine.engine import EngineConfig
 from fastinfer.engine.kv_tensors import available_memory, num_blocks_for, token_bytes
-from fastinfer.formats.stacked_weight import DenseStack, StackedWeight
-from fastinfer.formats.weight import DenseWeight, Weight
+from fastinfer.formats.stacked_weight import DenseStack, StackedWeight, TableStack
+from fastinfer.formats.weight import DenseWeight, TableWeight, Weight
 from fastinfer.info import facts
 from fastinfer.models import open_checkpoint
 from fastinfer.models.checkpoint import Checkpoint
@@ -69,14 +69,15 @@ def _best_rate(resource: str, memory: Tensor) -> float:
 
 @dataclass
 class Weights:
-    """Of a model once loaded: bytes in memory, bytes read per step, and operations by the unit that does them.
+    """Of a model once loaded: bytes in memory, those read in every step, those of all experts, of which a step reads
+    some, and operations by the unit that does them.
 
-    ``byte_operations`` and ``float_operations`` are per token in the layers, ``logits`` per sequence and step. Of a
-    mixture's experts a step reads and computes those of one token.
+    ``byte_operations`` and ``float_operations`` are per token in the layers, ``logits`` per sequence and step.
     """
 
     memory_bytes: int = 0
     step_bytes: int = 0
+    expert_bytes: int = 0
     byte_operations: int = 0
     float_operations: int = 0
     logits_byte_operations: int = 0
@@ -84,13 +85,13 @@ class Weights:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "Weights":
-        """Made by the loader, one layer after the other, of those with the same layout one: this takes the memory of a
-        layer or of the embedding, and follows whatever the loader does.
+        """Made by the loader, which this follows in whatever it does: embedding, head and one layer of each layout, one
+        at a time. The rotary table is made for one position.
 
         Raises:
             GGUFFormatError, CheckpointFormatError, UnsupportedModelError: as for loading the model.
         """
-        loader = DecoderLoader(checkpoint, Precision.of("auto"), None, "cpu")
+        loader = DecoderLoader(checkpoint, Precision.of("auto"), 1, "cpu")
         embedding = cls()._with(loader.embedding())
         lm_head = loader.lm_head()
         head = embedding if lm_head is None else cls()._with(lm_head)
@@ -112,34 +113,51 @@ class Weights:
                 checkpoint.release()
                 layers[layout] = cls()._with(layer)
                 table = layer.attention.cos_sin_cache
-                tables[table.data_ptr()] = table.nbytes
+                tables[table.data_ptr()] = table.nbytes * checkpoint.config.max_position
+                del layer
             for field in fields(cls):
                 total = getattr(weights, field.name) + getattr(layers[layout], field.name)
                 setattr(weights, field.name, total)
         weights.memory_bytes += sum(tables.values())
         return weights
 
+    def read_bytes(self, config: ModelConfig, tokens: int) -> float:
+        """By a step of so many tokens, whose experts are as good as drawn: all but those that no token chooses."""
+        if not config.num_experts:
+            return self.step_bytes
+        chosen = 1 - (1 - config.experts_per_token / config.num_experts) ** tokens
+        return self.step_bytes + self.expert_bytes * chosen
+
     def _with(self, part: Any, share: float = 1.0) -> "Weights":
-        """Counts the tensors of nested dataclasses, without the rotary table that layers share; a step reads a
-        ``share`` of them, and computes as much."""
+        """Counts the tensors of nested dataclasses, without the rotary table that layers share; a token's products take
+        a ``share`` of them."""
         if isinstance(part, Tensor):
             self.memory_bytes += part.nbytes
-            self.step_bytes += round(part.nbytes * share)
+            self.step_bytes += part.nbytes
         elif isinstance(part, tuple):
             for each in part:
                 self._with(each, share)
+        elif isinstance(part, MixtureOfExperts):
+            self._with((part.norm, part.router))
+            experts = Weights()._with((part.gate_up, part.down), part.top_k / part.router.out_features)
+            self.memory_bytes += experts.memory_bytes
+            self.expert_bytes += experts.memory_bytes
+            self.byte_operations += experts.byte_operations
+            self.float_operations += experts.float_operations
         elif is_dataclass(part):
-            of_experts = part.top_k / part.router.out_features if isinstance(part, MixtureOfExperts) else share
             for field in fields(part):
-                value = getattr(part, field.name)
                 if field.name != "cos_sin_cache":
-                    self._with(value, of_experts if isinstance(value, StackedWeight) else share)
+                    self._with(getattr(part, field.name), share)
             if isinstance(part, DenseWeight | DenseStack):
                 self.float_operations += round(2 * part.values.numel() * share)
             elif isinstance(part, Weight | StackedWeight) and hasattr(part, "qweight"):
-                *experts, _, blocks = part.qweight.shape[:-3]
-                rows = math.prod(experts) * part.out_features
-                self.byte_operations += round(2 * rows * blocks * BLOCK_INPUTS * share)
+                *stacked, _, blocks = part.qweight.shape[:-3]
+                operations = round(2 * math.prod(stacked) * part.out_features * blocks * BLOCK_INPUTS * share)
+                # Of a table, and of inputs that are not rounded, products are computed in fp32.
+                if isinstance(part, TableWeight | TableStack) or getattr(part, "activation_bits", 8) == 32:
+                    self.float_operations += operations
+                else:
+                    self.byte_operations += operations
         return self
 
 
@@ -184,18 +202,19 @@ def describe(model: str, context: int | None, batch: int, rates: Rates | None = 
     }
     own = next(iter(layouts))
 
-    def bound(read_bytes: float, tokens: int, attended: int) -> float:
+    def bound(cache_bytes: float, tokens: int, attended: int) -> float:
         """Seconds for so many tokens of each sequence, which look at so many positions in all layers together."""
         attention = 4 * config.num_heads * config.head_dim * attended
         floats = attention + weights.float_operations * tokens + weights.logits_float_operations
         products = weights.byte_operations * tokens + weights.logits_byte_operations
         seconds = batch * (floats / rates.float_operations + products / rates.byte_operations)
+        read_bytes = weights.read_bytes(config, batch * tokens) + cache_bytes
         return max(read_bytes / rates.read_bytes, seconds)
 
     in_prefill = attended_positions(config, context)
     in_step = in_prefill - attended_positions(config, context - 1)
     seen = in_step / (config.num_layers * context)
-    steps = {name: bound(weights.step_bytes + seen * size, 1, in_step) for name, size in kv_bytes[own].items()}
+    steps = {name: bound(seen * size, 1, in_step) for name, size in kv_bytes[own].items()}
     return {
         "model": model,
         "architecture": config.architecture,
@@ -211,7 +230,7 @@ def describe(model: str, context: int | None, batch: int, rates: Rates | None = 
         "measured_per_s": vars(rates),
         "threads": _C.get_num_threads(),
         "decode_step_s": steps,
-        "prefill_s": bound(weights.step_bytes, context, in_prefill),
+        "prefill_s": bound(0, context, in_prefill),
     }
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, overload
 
 import numpy as np
+import torch  # noqa: F401 (before the extension, whose symbols it has)
 
 from fastinfer import _C
 from fastinfer.errors import GGUFFormatError, ModelNotFoundError

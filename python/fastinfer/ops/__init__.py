@@ -4,13 +4,13 @@ Every function here is a thin, typed call of ``torch.ops.fastinfer.<same name>``
 No operator has a gradient: an activation that requires one raises, unless under ``torch.inference_mode()`` or
 ``torch.no_grad()``; weights may be Parameters.
 
-Functions that return one tensor of activations take ``out=``: a contiguous tensor with exactly the result's shape,
-dtype and device, which is written and returned, with bitwise the same numbers. It may be the very tensor that an
-elementwise step reads (``x`` of the norms and of ``gelu``, ``residual`` everywhere but in ``add_rms_norm``); any other
-overlap with an argument raises. All functions work under ``torch.compile(fullgraph=True)``, in ``torch.export``, in a
-:class:`CPUGraph` and in a ``torch.cuda.CUDAGraph`` (not yet run on a GPU); a graph's results stay where ``out`` is.
-Where shapes are dynamic, let them be the numbers of tokens: with a symbolic head size the Inductor of torch 2.13 writes
-in-place results of a split tensor to the wrong place.
+Functions that return one tensor, of activations or packed weights, take ``out=``: a contiguous tensor with exactly the
+result's shape, dtype and device, which is written and returned, with bitwise the same numbers. It may be the very
+tensor that an elementwise step reads (``x`` of the norms and of ``gelu``, ``residual`` everywhere but in
+``add_rms_norm``); any other overlap with an argument raises. All functions work under
+``torch.compile(fullgraph=True)``, in ``torch.export``, in a :class:`CPUGraph` and in a ``torch.cuda.CUDAGraph`` (not
+yet run on a GPU); a graph's results stay where ``out`` is. Where shapes are dynamic, let them be the numbers of tokens:
+with a symbolic head size the Inductor of torch 2.13 writes in-place results of a split tensor to the wrong place.
 
 Shapes use these names: *tokens* (ragged batches are flattened, nothing is padded), *hidden*, *q_heads*, *kv_heads*,
 *head_dim*, *seqs*. A wrong shape, dtype or device raises ``RuntimeError`` (``ValueError`` where Python checks) that

@@ -81,13 +81,13 @@ def pack_scales(scales: Tensor, *, out: Tensor | None = None) -> Tensor:
 
     Args:
         scales: [out_features, groups], any dtype; the products take fp16 and fp32.
-        out: receives the result.
+        out: receives the result; any strides.
 
     Returns:
         [ceil(out_features / 16), groups, 16], dtype of ``scales``; zeros past ``out_features``.
 
     Raises:
-        ValueError: ``scales`` has not two dimensions, or ``out`` another shape or dtype than the result.
+        ValueError: ``scales`` has not two dimensions, or ``out`` another shape, dtype or device than the result.
 
     Devices: any.
 
@@ -104,10 +104,13 @@ def pack_scales(scales: Tensor, *, out: Tensor | None = None) -> Tensor:
         scales = F.pad(scales, (0, 0, 0, tiles * TILE_ROWS - rows))
     packed = scales.view(tiles, TILE_ROWS, groups).transpose(1, 2)
     if out is None:
-        return packed.contiguous()
-    if (out.shape, out.dtype) != (packed.shape, packed.dtype):
-        raise ValueError(f"out must be {tuple(packed.shape)} {packed.dtype}, got {tuple(out.shape)} {out.dtype}")
-    return out.copy_(packed)
+        return packed.clone(memory_format=torch.contiguous_format)  # memory of its own, though one group lies in order
+    if (out.shape, out.dtype, out.device) != (packed.shape, packed.dtype, packed.device):
+        raise ValueError(
+            f"out must be {tuple(packed.shape)} {packed.dtype} on {packed.device}, "
+            f"got {tuple(out.shape)} {out.dtype} on {out.device}"
+        )
+    return out.copy_(packed.detach())
 
 
 def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:
