@@ -7,7 +7,7 @@ Williams et al., 2009, https://doi.org/10.1145/1498765.1498785).
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -115,9 +115,7 @@ class Weights:
                 table = layer.attention.cos_sin_cache
                 tables[table.data_ptr()] = table.nbytes * checkpoint.config.max_position
                 del layer
-            for field in fields(cls):
-                total = getattr(weights, field.name) + getattr(layers[layout], field.name)
-                setattr(weights, field.name, total)
+            weights._add(layers[layout])
         weights.memory_bytes += sum(tables.values())
         return weights
 
@@ -127,6 +125,10 @@ class Weights:
             return self.step_bytes
         chosen = 1 - (1 - config.experts_per_token / config.num_experts) ** tokens
         return self.step_bytes + self.expert_bytes * chosen
+
+    def _add(self, other: "Weights") -> None:
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     def _with(self, part: Any, share: float = 1.0) -> "Weights":
         """Counts the tensors of nested dataclasses, without the rotary table that layers share; a token's products take
@@ -140,10 +142,7 @@ class Weights:
         elif isinstance(part, MixtureOfExperts):
             self._with((part.norm, part.router))
             experts = Weights()._with((part.gate_up, part.down), part.top_k / part.router.out_features)
-            self.memory_bytes += experts.memory_bytes
-            self.expert_bytes += experts.memory_bytes
-            self.byte_operations += experts.byte_operations
-            self.float_operations += experts.float_operations
+            self._add(replace(experts, step_bytes=0, expert_bytes=experts.step_bytes))
         elif is_dataclass(part):
             for field in fields(part):
                 if field.name != "cos_sin_cache":

@@ -6,6 +6,7 @@ Leviathan et al., 2023, https://arxiv.org/abs/2211.17192; lookup in the text its
 https://github.com/apoorvumang/prompt-lookup-decoding.
 """
 
+import statistics
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 
@@ -51,7 +52,7 @@ class StepCosts:
         samples = self._samples.setdefault(num_tokens, deque(maxlen=self.SAMPLES))
         samples.append(seconds)
         if len(samples) >= self.ENOUGH:
-            self._medians[num_tokens] = sorted(samples)[len(samples) // 2]
+            self._medians[num_tokens] = statistics.median(samples)
         for stale in [n for n, step in self._last_seen.items() if self._num_steps - step > self.STALE]:
             del self._last_seen[stale]  # perhaps the machine was busy then
             self._samples.pop(stale, None)

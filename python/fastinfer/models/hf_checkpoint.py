@@ -78,8 +78,7 @@ class HFCheckpoint:
         return values + self._family.norm_offset if name.endswith("norm") else values.clone()
 
     def layout(self, layer: int) -> frozenset[tuple[str, tuple[int, ...], str]]:
-        layers = self._family.top["layers"]
-        prefix = f"{layers.removeprefix(self._family.prefix) if self._bare else layers}.{layer}."
+        prefix = self._without_prefix(f"{self._family.top['layers']}.{layer}.")
         names = [name for name in self.tensors.names if name.startswith(prefix)]
         return frozenset((name.removeprefix(prefix), *self.tensors.header(name)) for name in names)
 
@@ -137,4 +136,8 @@ class HFCheckpoint:
                 module += f".{expert}.{self._family.layer[projection]}"
         else:
             module = top.get(name, name)
-        return module.removeprefix(self._family.prefix) if self._bare else module
+        return self._without_prefix(module)
+
+    def _without_prefix(self, name: str) -> str:
+        """Where the checkpoint leaves it out."""
+        return name.removeprefix(self._family.prefix) if self._bare else name
