@@ -2,7 +2,7 @@
 
 import sys
 
-from fastinfer.cli import main
+from fastinfer.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["bench", "--out", "bench/results", *sys.argv[1:]]))

@@ -28,9 +28,10 @@ from peers.plot import plot
 from peers.process import Peer, PeerError
 
 from fastinfer import hub
-from fastinfer.benchmarks.report import table, write_json
+from fastinfer.benchmarks.report import write_json
 from fastinfer.formats.gguf import GGUFFile
-from fastinfer.tokenizer import Tokenizer
+from fastinfer.tokenizers.tokenizer import Tokenizer
+from fastinfer.utils.table import table
 
 ROOT = Path(__file__).resolve().parents[1]
 # Key of worker.py to the name in tables.

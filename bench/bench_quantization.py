@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastinfer import hub
-from fastinfer.cli import main as fastinfer
+from fastinfer.cli.main import main as fastinfer
 
 METHODS = ("rtn", "gptq", "awq", "nf4", "int8", "w8a8")
 

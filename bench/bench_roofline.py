@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from fastinfer import _C, LLM, SamplingParams, hub, ops
-from fastinfer.benchmarks.report import table, write_json
+from fastinfer.benchmarks.report import write_json
 from fastinfer.formats.gguf import GGUFFile
+from fastinfer.utils.table import table
 
 SAMPLE_S = 0.03  # ten time slices of a scheduler
 GROUP = 32

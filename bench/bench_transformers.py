@@ -1,4 +1,4 @@
-"""A model of transformers before and after ``fastinfer.nn.replace``: decoding and prompts, in turns.
+"""A model of transformers before and after ``replace``: decoding and prompts, in turns.
 
     python bench/bench_transformers.py [--model FOLDER] [--rounds N] [--out DIR]
 
@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from fastinfer import hub
-from fastinfer.benchmarks.report import table, write_json
-from fastinfer.integrations.transformers import register
-from fastinfer.nn import replace
+from fastinfer.benchmarks.report import write_json
+from fastinfer.integrations.transformers import register, replace
+from fastinfer.utils.table import table
 
 PROMPT, NEW, LONG = 32, 64, 512  # tokens: before decoding, decoded, of a prompt that is timed alone
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

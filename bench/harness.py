@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from cuda_timing import Ceilings, CudaGraphSampler
 
-from fastinfer.benchmarks.report import percentile, table, write_json
+from fastinfer.benchmarks.report import percentile, write_json
+from fastinfer.utils.table import table
 
 # A sample shorter than this is dominated by the clock and the interpreter's jitter, so calls are repeated to fill it.
 MIN_SAMPLE_S = 2e-3

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from fastinfer import LLM, RequestError, SamplingParams
 from fastinfer.hub import DEFAULT_MODEL
-from fastinfer.prompt import prepare_chat
+from fastinfer.serving.prompt import prepare_chat
 
 Messages = list[dict[str, str]]
 

@@ -9,7 +9,7 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fastinfer.nn import replace
+from fastinfer.integrations.transformers import replace
 
 path = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruct"
 model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)

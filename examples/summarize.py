@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fastinfer import LLM, SamplingParams
-from fastinfer.chat_template import render
 from fastinfer.hub import DEFAULT_MODEL
-from fastinfer.tokenizer import Tokenizer
+from fastinfer.tokenizers.chat_template import render
+from fastinfer.tokenizers.tokenizer import Tokenizer
 
 INSTRUCTION = "Summarize the following text in a few plain sentences. Keep names and numbers, and add nothing.\n\n"
 MARK = "\0"

@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from fastinfer.nn import replace
+from fastinfer.integrations.transformers import replace
 
 ATTENTION, MLP, ROTARY = "*.self_attn", "*.mlp", "*rotary_emb"
 # What replace() may not touch yet, in turn; then weights of 8 and of 4 bits, in a model loaded anew.

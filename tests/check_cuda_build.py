@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fastinfer.benchmarks.report import table
+from fastinfer.utils.table import table
 
 ROOT = Path(__file__).parent.parent
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastinfer.engine import cuda_graphs
-from fastinfer.engine.batch import BatchInputs
+from fastinfer.engine.batch_inputs import BatchInputs
 from fastinfer.ops import invariance
 
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fastinfer.engine.batch import Batch
-from fastinfer.engine.kv_tensors import KVCacheTensors, num_blocks_for
+from fastinfer.models.batch import Batch
 from fastinfer.models.config import Precision
 from fastinfer.models.decoder import Decoder
+from fastinfer.models.kv_cache import KVCache, num_blocks_for
 
 BLOCK_SIZE = 32
 
@@ -17,7 +17,7 @@ def log_probabilities(model: Decoder, ids: list[int], dtype: str, adapter: int |
     """In one prefill: [tokens, vocab]; with the LoRA adapter in this slot."""
     config = model.config
     blocks = num_blocks_for(len(ids), BLOCK_SIZE)
-    cache = KVCacheTensors.empty(
+    cache = KVCache.empty(
         config.num_layers,
         blocks,
         BLOCK_SIZE,

@@ -14,7 +14,7 @@ import torch
 from teacher_forcing import log_probabilities, mean_loss
 
 from fastinfer.models import load_model
-from fastinfer.tokenizer import Tokenizer
+from fastinfer.tokenizers.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
 STRETCH = 512

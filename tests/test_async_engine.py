@@ -35,7 +35,7 @@ async def toy_async_engine(**limits: Any) -> AsyncIterator[AsyncEngine]:
     async with AsyncEngine(engine) as async_engine:
         yield async_engine
     assert not engine.has_unfinished
-    assert engine.kv_cache.num_free + engine.kv_cache.num_cached == engine.kv_cache.num_blocks
+    assert engine.block_manager.num_free + engine.block_manager.num_cached == engine.block_manager.num_blocks
     assert not async_engine._mailboxes
     assert async_engine._num_submitted == 0
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("fastinfer-engine")]

@@ -64,7 +64,7 @@ def test_the_best_texts(width: int, penalty: float, ignore_eos: bool) -> None:
             ended = tokens[-1] == EOS_ID and not ignore_eos
             assert completion.finish_reason == ("stop" if ended else "length")
             assert completion.text == engine.tokenizer.decode(tokens[:-1] if ended else tokens)
-        assert engine.kv_cache.num_used == 0
+        assert engine.block_manager.num_used == 0
 
 
 def test_texts_that_end_early_are_kept() -> None:
@@ -109,7 +109,7 @@ def test_in_company_and_without_room(limits: dict[str, int]) -> None:
         assert [c.token_ids for c in completions] == search(prompt, 4, length, 1.0, EOS_ID)
     if "num_kv_blocks" in limits:
         assert engine.stats().num_preemptions > 0
-    assert engine.kv_cache.num_used == 0
+    assert engine.block_manager.num_used == 0
 
 
 def test_abort_gives_what_there_is() -> None:
@@ -121,7 +121,7 @@ def test_abort_gives_what_there_is() -> None:
     assert output is not None
     assert [len(completion.token_ids) for completion in output.outputs] == [5, 5, 5]
     assert {completion.finish_reason for completion in output.outputs} == {"abort"}
-    assert engine.kv_cache.num_used == 0
+    assert engine.block_manager.num_used == 0
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from fake_llm import FakeLLM
 
 from fastinfer.benchmarks import end_to_end, report
-from fastinfer.cli import main
+from fastinfer.cli.main import main
 from fastinfer.errors import RequestError
 
 sys.path.append(str(Path(__file__).parents[1] / "bench"))

@@ -18,11 +18,11 @@ from fastinfer.benchmarks.prompts import SYSTEM
 from fastinfer.benchmarks.repack import quantize_int8, repack, weight_bytes
 from fastinfer.benchmarks.replay import Job
 from fastinfer.benchmarks.subject import Subject
-from fastinfer.cli import ABLATION_ROWS, main
+from fastinfer.cli.main import ABLATION_ROWS, main
 from fastinfer.errors import RequestError, UnsupportedModelError
-from fastinfer.formats.weight import DenseWeight, Weight
 from fastinfer.models.decoder import Decoder, DecoderLayer
 from fastinfer.sampling_params import SamplingParams
+from fastinfer.weights.weight import DenseWeight, Weight
 
 Captured = pytest.CaptureFixture[str]
 SETTINGS = Settings("toy", requests=5, new_tokens=9, batch_size=2, speculative_tokens=3, limit_s=60.0)

@@ -7,9 +7,9 @@ import pytest
 import tokenizers
 from tokenizers.models import BPE
 
-from fastinfer.chat_template import render
 from fastinfer.errors import RequestError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile
+from fastinfer.tokenizers.chat_template import render
 
 HELLO = [{"role": "user", "content": "Hello"}]
 CONVERSATIONS = [

@@ -14,7 +14,7 @@ import pytest
 from fake_llm import FakeLLM
 
 from fastinfer import hub
-from fastinfer.cli import main
+from fastinfer.cli.main import main
 from fastinfer.errors import RequestError
 from fastinfer.sampling_params import SamplingParams
 from fastinfer.structured_output import StructuredOutputsParams
@@ -25,7 +25,7 @@ Captured = pytest.CaptureFixture[str]
 @pytest.fixture
 def llms(monkeypatch: pytest.MonkeyPatch) -> list[FakeLLM]:
     """The models that the program has loaded, all of them fakes; their class is new for each test."""
-    from fastinfer.commands import session
+    from fastinfer.cli import session
 
     loaded: list[FakeLLM] = []
 
@@ -41,7 +41,7 @@ def llms(monkeypatch: pytest.MonkeyPatch) -> list[FakeLLM]:
 @pytest.fixture
 def fake(llms: list[FakeLLM]) -> type[FakeLLM]:
     """The class to set answers on."""
-    from fastinfer.commands import session
+    from fastinfer.cli import session
 
     return session.LLM  # type: ignore[return-value]
 
@@ -400,7 +400,7 @@ def test_info(capsys: Captured) -> None:
 def test_help_and_light_commands_do_not_import_torch() -> None:
     code = (
         "import contextlib, sys\n"
-        "from fastinfer.cli import main\n"
+        "from fastinfer.cli.main import main\n"
         "with contextlib.suppress(SystemExit): main(['--help'])\n"
         "main(['models'])\n"
         "sys.exit('torch' in sys.modules)"

@@ -7,7 +7,7 @@ import pytest
 from families import make_model
 from test_hf_tokenizer import TEXT, byte_level, save
 
-from fastinfer.cli import main
+from fastinfer.cli.main import main
 
 Captured = pytest.CaptureFixture[str]
 LENGTHS = ("--tokens", "128", "--length", "32")

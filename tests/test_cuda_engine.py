@@ -22,17 +22,17 @@ from torch import Tensor
 from toy import VOCAB_SIZE, ToyTokenizer, always_speculate, check_blocks, drain
 
 from fastinfer import hub
-from fastinfer.engine.batch import Batch
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.cuda_graphs import CUDAGraphs
 from fastinfer.engine.engine import Engine
-from fastinfer.engine.kv_tensors import KVCacheTensors
 from fastinfer.engine.sampler import Row, SampledToken
 from fastinfer.errors import ModelNotFoundError
 from fastinfer.formats.gguf import GGUFFile
+from fastinfer.models.batch import Batch
 from fastinfer.models.config import Precision
 from fastinfer.models.decoder import Decoder
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
+from fastinfer.models.kv_cache import KVCache
 from fastinfer.models.loader import load_decoder
 from fastinfer.sampling_params import SamplingParams
 
@@ -55,7 +55,7 @@ class Forced(Engine):
         super().__init__(mixed_decoder(device), ToyTokenizer(), config)  # type: ignore[arg-type]
         self.logits: dict[tuple[int, ...], Tensor] = {}
         self.tokens: dict[tuple[int, ...], int] = {}
-        for tensor in (tensor for cache in self.kv_cache_tensors for tensor in cache.tensors):
+        for tensor in (tensor for cache in self.kv_cache for tensor in cache.tensors):
             tensor.view(torch.uint8).fill_(0xFF)  # NaN, or -1 where that is none
         draw = self.sampler.draw
 
@@ -244,7 +244,7 @@ def test_embeddings_and_scores(expected_embeddings: list[Any], device: str) -> N
 def logits_of_text(model: Decoder, dtype: torch.dtype, device: str) -> Tensor:
     """After each of a few tokens."""
     config, ids = model.config, torch.tensor([504, 3575, 282, 4649, 314])  # The capital of France is
-    cache = KVCacheTensors.empty(config.num_layers, 2, 8, config.num_kv_heads, config.head_dim, dtype, device)
+    cache = KVCache.empty(config.num_layers, 2, 8, config.num_kv_heads, config.head_dim, dtype, device)
 
     def int32(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)

@@ -8,7 +8,7 @@ import torch
 from fake_cuda_graph import use_fakes, with_twin
 
 from fastinfer.engine import cuda_graphs
-from fastinfer.engine.batch import BatchInputs, BatchSize, StepResult
+from fastinfer.engine.batch_inputs import BatchInputs, BatchSize, StepResult
 from fastinfer.engine.cuda_graphs import MAX_CAPTURED_TOKENS, CUDAGraphs, bucket_sizes
 
 

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from fastinfer import _C, device
-from fastinfer.device import resolve_device
+from fastinfer import _C
 from fastinfer.errors import RequestError
 from fastinfer.llm import LLM
 from fastinfer.models.config import Precision
+from fastinfer.utils import device
+from fastinfer.utils.device import resolve_device
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, *, archs: list[str], torch_cuda: str | None, gpu: bool) -> None:

@@ -296,6 +296,6 @@ def test_a_cache_that_does_not_fit(limits: dict[str, int], message: str) -> None
 
 
 def test_cache_size_follows_the_limits() -> None:
-    assert toy_engine(kv_cache_memory=5000).kv_cache.num_blocks == 5000 // 512
-    assert toy_engine(num_kv_blocks=7).kv_cache.num_blocks == 7
-    assert toy_engine(max_num_seqs=4, max_model_len=33).kv_cache.num_blocks == 4 * 2
+    assert toy_engine(kv_cache_memory=5000).block_manager.num_blocks == 5000 // 512
+    assert toy_engine(num_kv_blocks=7).block_manager.num_blocks == 7
+    assert toy_engine(max_num_seqs=4, max_model_len=33).block_manager.num_blocks == 4 * 2

@@ -97,9 +97,9 @@ def test_prefixes_are_not_shared_between_adapters_or_loads(folders: dict[str, Pa
             output = drain(engine)[request_id]
         assert output.num_cached_tokens > 0
         assert output.outputs[0].token_ids == alone({name: folders[folder]}, name, prompt)
-        first = engine.kv_cache.num_hit_tokens
+        first = engine.block_manager.num_hit_tokens
         engine.unload_adapter(name)
-        assert first == engine.kv_cache.num_hit_tokens
+        assert first == engine.block_manager.num_hit_tokens
 
 
 def test_a_prompt_module_of_an_adapter(folders: dict[str, Path]) -> None:

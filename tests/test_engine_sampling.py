@@ -297,7 +297,7 @@ def test_a_grammar_that_fails_ends_its_request_only() -> None:
     assert outputs[good].outputs[0].finish_reason == "stop"
     assert [c.finish_reason for c in outputs[bad].outputs] == ["error"] * 3
     assert outputs[bad].outputs[0].stop_reason == "too long"
-    assert engine.kv_cache.num_used == 0
+    assert engine.block_manager.num_used == 0
 
 
 def with_unsound_grammar(engine: Engine) -> str:
@@ -433,7 +433,7 @@ def test_a_draw_that_fails_ends_its_request_only(why: str, speculation: str) -> 
     for request_id in good:
         texts = [completion.token_ids for completion in outputs[request_id].outputs]
         assert texts == [reference(SAMPLED), reference(replace(SAMPLED, seed=5))]
-    assert engine.kv_cache.num_used == 0
+    assert engine.block_manager.num_used == 0
 
 
 def test_max_tokens_cuts_a_grammar() -> None:

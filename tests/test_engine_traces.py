@@ -87,8 +87,8 @@ def test_random_traces(data: st.DataObject) -> None:
             expected = greedy(tokens, max_tokens)
             aborted = completion.finish_reason == "abort"
             assert completion.token_ids == (expected[: len(completion.token_ids)] if aborted else expected)
-    assert engine.kv_cache.num_used == 0
-    assert engine.kv_cache.num_free + engine.kv_cache.num_cached == engine.kv_cache.num_blocks
+    assert engine.block_manager.num_used == 0
+    assert engine.block_manager.num_free + engine.block_manager.num_cached == engine.block_manager.num_blocks
 
 
 def step(engine: Engine, last: dict[str, Any]) -> None:

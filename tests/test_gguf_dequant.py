@@ -10,13 +10,13 @@ from helpers import assert_bitwise
 
 from fastinfer.errors import UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile, GGUFTensor, GGUFType
-from fastinfer.formats.gguf_dequant import DENSE_DTYPES, SUPPORTED_TYPES, unpack, unpack_rows
 from fastinfer.formats.gguf_kquants import CHUNK, GROUPS_OF_16
-from fastinfer.formats.unpacked import Dense, Int4, Int8, Table, Unpacked
-from fastinfer.formats.weight import make_weight
-from fastinfer.huge_pages import HugePages
+from fastinfer.formats.gguf_unpack import DENSE_DTYPES, SUPPORTED_TYPES, unpack, unpack_rows
+from fastinfer.formats.unpacked import Dense, Int4, Int8, Lut, Unpacked
 from fastinfer.models import gguf_checkpoint
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
+from fastinfer.utils.huge_pages import HugePages
+from fastinfer.weights.weight import make_weight
 
 # Form and range of integers.
 FORMS = {
@@ -25,7 +25,7 @@ FORMS = {
     GGUFType.Q5_0: (Int8, -16, 15),
     GGUFType.Q5_1: (Int8, 0, 31),
     GGUFType.Q8_0: (Int8, -128, 127),
-    GGUFType.IQ4_NL: (Table, 0, 15),
+    GGUFType.IQ4_NL: (Lut, 0, 15),
     GGUFType.Q4_K: (Int4, 0, 15),
     GGUFType.Q5_K: (Int8, 0, 31),
 }

@@ -20,7 +20,7 @@ from fastinfer.engine.grammar import MAX_COMPILED, Grammar, GrammarCompiler
 from fastinfer.errors import RequestError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.structured_output import StructuredOutputsParams
-from fastinfer.tokenizer import Tokenizer
+from fastinfer.tokenizers.tokenizer import Tokenizer
 
 EXTRA = 77  # columns that the logits have beyond the tokenizer's vocabulary
 CLOSING = b'"]}@'

@@ -15,12 +15,12 @@ from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, proces
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE, Unigram
 
-from fastinfer.chat_template import render
 from fastinfer.engine.grammar import GrammarCompiler
 from fastinfer.errors import CheckpointFormatError, RequestError, UnsupportedModelError
-from fastinfer.formats.vocabulary import metaspace_bytes
 from fastinfer.structured_output import StructuredOutputsParams
-from fastinfer.tokenizer import Detokenizer, Tokenizer
+from fastinfer.tokenizers.chat_template import render
+from fastinfer.tokenizers.tokenizer import Detokenizer, Tokenizer
+from fastinfer.tokenizers.vocabulary import metaspace_bytes
 
 TEXT = [
     "The quick brown fox jumps over the lazy dog, 1234 times.",

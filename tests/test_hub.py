@@ -17,8 +17,8 @@ from threading import Thread
 import pytest
 
 from fastinfer import hub
-from fastinfer.download import download
 from fastinfer.errors import ModelNotFoundError
+from fastinfer.hub.download import download
 
 MODEL = random.Random(0).randbytes(700_001)  # more than two chunks, and no multiple of one
 MEMBER = "tiny_model/Tiny.gguf"

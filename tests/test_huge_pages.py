@@ -5,7 +5,7 @@ import gc
 import torch
 from helpers import assert_bitwise
 
-from fastinfer.huge_pages import BLOCK, HugePages
+from fastinfer.utils.huge_pages import BLOCK, HugePages
 
 DTYPES = (torch.uint8, torch.int8, torch.float16, torch.float32)
 

@@ -18,7 +18,7 @@ from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.engine import Engine
 from fastinfer.models import Model, load_model
 from fastinfer.sampling_params import SamplingParams
-from fastinfer.tokenizer import Tokenizer
+from fastinfer.tokenizers.tokenizer import Tokenizer
 
 NUM_PROMPTS = int(os.environ.get("FASTINFER_INVARIANCE_PROMPTS", "8"))
 NUM_KV_BLOCKS = 2048 if NUM_PROMPTS >= 64 else 384
@@ -38,7 +38,7 @@ def make(loaded: tuple[Model, Tokenizer]) -> Make:
         config = {"max_model_len": 2048, "kv_cache_dtype": torch.float16, "deterministic": True} | limits
         config.setdefault("num_kv_blocks", NUM_KV_BLOCKS)
         engine = Engine(*loaded, EngineConfig(**config))
-        for tensor in (tensor for cache in engine.kv_cache_tensors for tensor in cache.tensors):
+        for tensor in (tensor for cache in engine.kv_cache for tensor in cache.tensors):
             tensor.fill_(float("nan") if tensor.is_floating_point() else 127)
         return engine
 

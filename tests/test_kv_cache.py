@@ -1,17 +1,11 @@
 import pytest
 import torch
 
-from fastinfer.engine.kv_cache import KVCache
-from fastinfer.engine.kv_tensors import (
-    QUANTIZED_DTYPES,
-    KVCacheTensors,
-    available_memory,
-    default_num_blocks,
-    num_blocks_for,
-    token_bytes,
-)
+from fastinfer.engine.block_manager import BlockManager
+from fastinfer.engine.kv_cache_size import available_memory, default_num_blocks
 from fastinfer.engine.sequence import Sequence
 from fastinfer.errors import RequestError
+from fastinfer.models.kv_cache import QUANTIZED_DTYPES, KVCache, num_blocks_for, token_bytes
 from fastinfer.sampling_params import SamplingParams
 
 
@@ -21,7 +15,7 @@ def sequence(num_tokens: int) -> Sequence:
 
 @pytest.mark.parametrize(("num_tokens", "blocks"), [(1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
 def test_allocate_takes_whole_blocks_and_free_gives_them_back(num_tokens: int, blocks: int) -> None:
-    cache = KVCache(num_blocks=3, block_size=4)
+    cache = BlockManager(num_blocks=3, block_size=4)
     tokens = sequence(num_tokens)
     assert cache.can_allocate(tokens)
     cache.allocate(tokens)
@@ -33,14 +27,14 @@ def test_allocate_takes_whole_blocks_and_free_gives_them_back(num_tokens: int, b
 
 
 def test_can_allocate_counts_the_spare_blocks() -> None:
-    cache = KVCache(num_blocks=3, block_size=4)
+    cache = BlockManager(num_blocks=3, block_size=4)
     assert not cache.can_allocate(sequence(13))
     assert cache.can_allocate(sequence(8), spare=1)
     assert not cache.can_allocate(sequence(9), spare=1)
 
 
 def test_append_takes_a_block_only_at_a_border() -> None:
-    cache = KVCache(num_blocks=2, block_size=4)
+    cache = BlockManager(num_blocks=2, block_size=4)
     tokens = sequence(3)
     cache.allocate(tokens)
     for used in (1, 2, 2, 2, 2):
@@ -53,7 +47,7 @@ def test_append_takes_a_block_only_at_a_border() -> None:
 
 
 def test_two_sequences_never_share_a_block() -> None:
-    cache = KVCache(num_blocks=5, block_size=2)
+    cache = BlockManager(num_blocks=5, block_size=2)
     first, second = sequence(4), sequence(5)
     cache.allocate(first)
     cache.allocate(second)
@@ -61,7 +55,7 @@ def test_two_sequences_never_share_a_block() -> None:
 
 
 def test_freed_blocks_are_used_before_untouched_memory() -> None:
-    cache = KVCache(num_blocks=100, block_size=1)
+    cache = BlockManager(num_blocks=100, block_size=1)
     for _ in range(20):
         tokens = sequence(3)
         cache.allocate(tokens)
@@ -69,19 +63,19 @@ def test_freed_blocks_are_used_before_untouched_memory() -> None:
         cache.free(tokens)
 
 
-def compute(cache: KVCache, tokens: Sequence) -> None:
+def compute(cache: BlockManager, tokens: Sequence) -> None:
     """What a step does: all tokens are in the cache now."""
     tokens.num_computed_tokens = len(tokens)
     cache.commit(tokens)
 
 
-def check(cache: KVCache, free: int, cached: int, used: int) -> None:
+def check(cache: BlockManager, free: int, cached: int, used: int) -> None:
     assert (cache.num_free, cache.num_cached, cache.num_used) == (free, cached, used)
     assert free + cached + used == cache.num_blocks
 
 
 def test_fork_shares_all_blocks_until_both_are_gone() -> None:
-    cache = KVCache(num_blocks=5, block_size=4)
+    cache = BlockManager(num_blocks=5, block_size=4)
     parent, child = sequence(10), sequence(10)
     cache.allocate(parent)
     compute(cache, parent)
@@ -97,7 +91,7 @@ def test_fork_shares_all_blocks_until_both_are_gone() -> None:
 
 
 def test_the_first_to_write_into_a_shared_block_gets_a_copy() -> None:
-    cache = KVCache(num_blocks=5, block_size=4)
+    cache = BlockManager(num_blocks=5, block_size=4)
     parent, child = sequence(10), sequence(10)
     cache.allocate(parent)
     compute(cache, parent)
@@ -118,7 +112,7 @@ def test_the_first_to_write_into_a_shared_block_gets_a_copy() -> None:
 
 
 def test_forks_that_go_on_differently_are_both_found() -> None:
-    cache = KVCache(num_blocks=20, block_size=4)
+    cache = BlockManager(num_blocks=20, block_size=4)
     parent, child = sequence(10), sequence(10)
     cache.allocate(parent)
     compute(cache, parent)
@@ -136,7 +130,7 @@ def test_forks_that_go_on_differently_are_both_found() -> None:
 
 
 def test_all_of_a_preempted_text_is_prefill() -> None:
-    cache = KVCache(num_blocks=20, block_size=4, enable_prefix_caching=False)
+    cache = BlockManager(num_blocks=20, block_size=4, enable_prefix_caching=False)
     tokens = sequence(6)
     cache.allocate(tokens)
     compute(cache, tokens)
@@ -151,7 +145,7 @@ def test_all_of_a_preempted_text_is_prefill() -> None:
 
 
 def test_a_copy_needs_a_free_block() -> None:
-    cache = KVCache(num_blocks=3, block_size=4)
+    cache = BlockManager(num_blocks=3, block_size=4)
     parent, child = sequence(10), sequence(10)
     cache.allocate(parent)
     compute(cache, parent)
@@ -165,7 +159,7 @@ def test_a_copy_needs_a_free_block() -> None:
 
 
 def test_a_fork_at_a_border_copies_nothing() -> None:
-    cache = KVCache(num_blocks=4, block_size=4)
+    cache = BlockManager(num_blocks=4, block_size=4)
     parent, child = sequence(8), sequence(8)
     cache.allocate(parent)
     compute(cache, parent)
@@ -177,7 +171,7 @@ def test_a_fork_at_a_border_copies_nothing() -> None:
 
 
 def test_blocks_reserved_for_drafts_are_not_forked() -> None:
-    cache = KVCache(num_blocks=9, block_size=4)
+    cache = BlockManager(num_blocks=9, block_size=4)
     parent, child = sequence(7), sequence(7)
     cache.allocate(parent)
     compute(cache, parent)
@@ -190,7 +184,7 @@ def test_blocks_reserved_for_drafts_are_not_forked() -> None:
 
 @pytest.mark.parametrize(("num_tokens", "hits"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (13, 3), (30, 3)])
 def test_prefixes_are_found_in_full_blocks_and_a_token_is_left(num_tokens: int, hits: int) -> None:
-    cache = KVCache(num_blocks=20, block_size=4)
+    cache = BlockManager(num_blocks=20, block_size=4)
     first = sequence(14)
     cache.allocate(first)
     compute(cache, first)
@@ -207,7 +201,7 @@ def test_prefixes_are_found_in_full_blocks_and_a_token_is_left(num_tokens: int, 
 
 
 def test_what_is_not_computed_is_not_found() -> None:
-    cache = KVCache(num_blocks=20, block_size=4)
+    cache = BlockManager(num_blocks=20, block_size=4)
     first, second = sequence(12), sequence(12)
     cache.allocate(first)
     first.num_computed_tokens = 7
@@ -217,7 +211,7 @@ def test_what_is_not_computed_is_not_found() -> None:
 
 
 def test_a_token_that_differs_ends_the_prefix() -> None:
-    cache = KVCache(num_blocks=20, block_size=4)
+    cache = BlockManager(num_blocks=20, block_size=4)
     first, second = sequence(13), sequence(13)
     second.token_ids[5] = 99
     cache.allocate(first)
@@ -228,7 +222,7 @@ def test_a_token_that_differs_ends_the_prefix() -> None:
 
 @pytest.mark.parametrize("kind", ["salt", "adapter", "off for the sequence", "off"])
 def test_who_may_not_share(kind: str) -> None:
-    cache = KVCache(num_blocks=20, block_size=4, enable_prefix_caching=kind != "off")
+    cache = BlockManager(num_blocks=20, block_size=4, enable_prefix_caching=kind != "off")
     other = {
         "salt": {"cache_salt": "b"},
         "adapter": {"adapter_key": "b"},
@@ -245,7 +239,7 @@ def test_who_may_not_share(kind: str) -> None:
 
 
 def test_tokens_are_compared_and_a_hash_alone_proves_nothing() -> None:
-    cache = KVCache(num_blocks=20, block_size=4)
+    cache = BlockManager(num_blocks=20, block_size=4)
     first, second = sequence(9), sequence(9)
     cache.allocate(first)
     compute(cache, first)
@@ -256,7 +250,7 @@ def test_tokens_are_compared_and_a_hash_alone_proves_nothing() -> None:
 
 
 def test_the_least_recently_used_block_goes_first_and_ends_before_beginnings() -> None:
-    cache = KVCache(num_blocks=6, block_size=1)
+    cache = BlockManager(num_blocks=6, block_size=1)
     old, new = sequence(3), Sequence("r", [50, 51, 52], SamplingParams(), seed=0)
     for each in (old, new):
         cache.allocate(each)
@@ -276,7 +270,7 @@ def test_the_least_recently_used_block_goes_first_and_ends_before_beginnings() -
 
 
 def test_a_hit_makes_a_block_new_again() -> None:
-    cache = KVCache(num_blocks=4, block_size=1)
+    cache = BlockManager(num_blocks=4, block_size=1)
     first, second = Sequence("r", [1], SamplingParams(), seed=0), Sequence("r", [2], SamplingParams(), seed=0)
     for each in (first, second):
         cache.allocate(each)
@@ -294,7 +288,7 @@ def test_a_hit_makes_a_block_new_again() -> None:
 
 
 def test_hits_that_nobody_holds_are_not_counted_as_room() -> None:
-    cache = KVCache(num_blocks=3, block_size=4)
+    cache = BlockManager(num_blocks=3, block_size=4)
     first = sequence(9)
     cache.allocate(first)
     compute(cache, first)
@@ -306,7 +300,7 @@ def test_hits_that_nobody_holds_are_not_counted_as_room() -> None:
 
 
 def test_two_that_compute_the_same_at_the_same_time() -> None:
-    cache = KVCache(num_blocks=8, block_size=4)
+    cache = BlockManager(num_blocks=8, block_size=4)
     first, second = sequence(8), sequence(8)
     for each in (first, second):
         cache.allocate(each)
@@ -318,7 +312,7 @@ def test_two_that_compute_the_same_at_the_same_time() -> None:
 
 
 def test_reset_forgets_the_contents_and_keeps_the_sequences() -> None:
-    cache = KVCache(num_blocks=8, block_size=4)
+    cache = BlockManager(num_blocks=8, block_size=4)
     first, second = sequence(8), Sequence("r", [9] * 8, SamplingParams(), seed=0)
     for each in (first, second):
         cache.allocate(each)
@@ -333,7 +327,7 @@ def test_reset_forgets_the_contents_and_keeps_the_sequences() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn, torch.uint8])
 def test_tensors_have_their_own_memory_in_every_layer(dtype: torch.dtype) -> None:
-    tensors = KVCacheTensors.empty(3, 5, 4, 2, 80, dtype, "cpu")
+    tensors = KVCache.empty(3, 5, 4, 2, 80, dtype, "cpu")
     assert len(tensors.layers) == 3
     every = [tensor for cache in tensors for tensor in cache.tensors]
     quantised = dtype in QUANTIZED_DTYPES
@@ -351,7 +345,7 @@ def test_tensors_have_their_own_memory_in_every_layer(dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.uint8])
 def test_copied_blocks(dtype: torch.dtype) -> None:
-    tensors = KVCacheTensors.empty(2, 6, 4, 2, 8, dtype, "cpu")
+    tensors = KVCache.empty(2, 6, 4, 2, 8, dtype, "cpu")
     every = [tensor for cache in tensors for tensor in cache.tensors]
     for index, tensor in enumerate(every):
         numbers = 99 * torch.rand(tensor.shape, generator=torch.Generator().manual_seed(index))
@@ -364,7 +358,7 @@ def test_copied_blocks(dtype: torch.dtype) -> None:
 
 def test_two_elements_share_a_byte() -> None:
     with pytest.raises(RequestError, match="even head_dim, got 9"):
-        KVCacheTensors.empty(1, 2, 4, 1, 9, torch.uint8, "cpu")
+        KVCache.empty(1, 2, 4, 1, 9, torch.uint8, "cpu")
 
 
 def test_available_memory_is_that_of_a_real_machine() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fastinfer import _C
-from fastinfer.cli import main
-from fastinfer.launch_plan import GPUS, Gpu, launch_plan
+from fastinfer.cli.launch_plans import GPUS, Gpu, launch_plan
+from fastinfer.cli.main import main
 
 Captured = pytest.CaptureFixture[str]
 

@@ -24,7 +24,7 @@ from fastinfer import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from fastinfer.engine.generation import GenerationRequest
+from fastinfer.engine.generation_request import GenerationRequest
 
 PROMPTS = ["The capital of France is", "A", "In the beginning God created the heaven and the earth. " * 4]
 

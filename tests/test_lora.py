@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fastinfer import ops
-from fastinfer.engine.batch import Batch
 from fastinfer.errors import AdapterError, UnsupportedModelError
 from fastinfer.formats.peft import MODULES, read_adapter
 from fastinfer.models import load_model
+from fastinfer.models.batch import Batch
 from fastinfer.models.decoder import Decoder
 from fastinfer.models.lora import AdapterSlots
 

@@ -13,13 +13,8 @@ from random_checkpoint import RandomCheckpoint, int4
 from torch import Tensor
 
 from fastinfer import _C
-from fastinfer.cli import main
-from fastinfer.engine.engine import EngineConfig
-from fastinfer.engine.kv_tensors import KVCacheTensors, num_blocks_for
-from fastinfer.formats.gguf import GGUFFile
-from fastinfer.formats.unpacked import Table
-from fastinfer.hub import DEFAULT_MODEL
-from fastinfer.memory import (
+from fastinfer.cli.main import main
+from fastinfer.cli.memory_report import (
     KV_DTYPES,
     Rates,
     Weights,
@@ -28,10 +23,15 @@ from fastinfer.memory import (
     head_layouts,
     kv_cache_bytes,
 )
+from fastinfer.engine.engine import EngineConfig
+from fastinfer.formats.gguf import GGUFFile
+from fastinfer.formats.unpacked import Lut
+from fastinfer.hub import DEFAULT_MODEL
 from fastinfer.models import open_checkpoint
 from fastinfer.models.config import Precision
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
 from fastinfer.models.gguf_config import read_gguf_config
+from fastinfer.models.kv_cache import KVCache, num_blocks_for
 from fastinfer.models.loader import DecoderLoader, load_decoder
 
 MIXTURES = {"mixtral": (2, 4), "qwen3-moe": (3, 8)}  # experts of a token, and all
@@ -129,9 +129,9 @@ def test_tables_are_multiplied_as_floating_point(tmp_path: Path) -> None:
     save_model(tmp_path, "llama3")
     config = replace(open_checkpoint(tmp_path).config, num_experts=0)
 
-    def form(name: str, values: Tensor) -> Table:
+    def form(name: str, values: Tensor) -> Lut:
         q = torch.zeros(values.shape, dtype=torch.uint8)
-        return Table(q, torch.ones(len(values), values.shape[1] // 32).half(), table=torch.zeros(16))
+        return Lut(q, torch.ones(len(values), values.shape[1] // 32).half(), table=torch.zeros(16))
 
     weights = Weights.of(RandomCheckpoint(config, form))
     assert weights.byte_operations == 0
@@ -146,7 +146,7 @@ def test_a_context_longer_than_any_rotary_table(tmp_path: Path, monkeypatch: pyt
     source.config = replace(source.config, max_position=2**30)  # type: ignore[misc]
     more = (2**30 - 256) * source.config.rotary_dim * 4
     assert Weights.of(source) == replace(short, memory_bytes=short.memory_bytes + more)
-    monkeypatch.setattr("fastinfer.memory.open_checkpoint", lambda path: source)
+    monkeypatch.setattr("fastinfer.cli.memory_report.open_checkpoint", lambda path: source)
     assert describe(str(tmp_path), 1000, 2, RATES)["context"] == 1000
 
 
@@ -171,7 +171,7 @@ def test_kv_cache_bytes_are_those_of_a_real_cache(
     block_size = EngineConfig().block_size
     num_blocks = batch * num_blocks_for(context, block_size)
     shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
-    tensors = KVCacheTensors.empty(config.num_layers, *shape, dtype, "cpu")
+    tensors = KVCache.empty(config.num_layers, *shape, dtype, "cpu")
     real = sum(tensor.nbytes for cache in tensors for tensor in cache.tensors)
     assert kv_cache_bytes(config, config.num_kv_heads, dtype, context, batch) == real
 
@@ -226,7 +226,7 @@ def test_measured_rates() -> None:
 def test_a_missing_instruction_is_no_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
     work = {"read": 5.0, "byte_dot": 3.0, "fp32_fma": 2.0, "bf16_dot": 0.0}
     monkeypatch.setattr(_C, "roofline", lambda name, memory, passes: (work[name] * passes, 0.01 * passes))
-    monkeypatch.setattr("fastinfer.memory.READ_BYTES", 64)
+    monkeypatch.setattr("fastinfer.cli.memory_report.READ_BYTES", 64)
     rates = Rates.measure()
     assert [rates.read_bytes, rates.byte_operations, rates.float_operations] == pytest.approx([500, 300, 200])
 

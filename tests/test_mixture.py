@@ -10,12 +10,12 @@ from torch.nn import functional as F
 
 from fastinfer import ops
 from fastinfer.errors import UnsupportedModelError
-from fastinfer.formats.stacked_weight import DenseStack, QuantizedStack, TableStack, stack_weights
-from fastinfer.formats.unpacked import Dense, Int4, Int8, Table, Unpacked
-from fastinfer.formats.weight import DenseWeight
-from fastinfer.models.mixture import MixtureOfExperts
+from fastinfer.formats.unpacked import Dense, Int4, Int8, Lut, Unpacked
+from fastinfer.models.moe import MixtureOfExperts
 from fastinfer.models.norm import RMSNorm
 from fastinfer.ops.pack import TILE_ROWS
+from fastinfer.weights.expert_weights import DenseExperts, LutExperts, QuantizedExperts, make_expert_weights
+from fastinfer.weights.weight import DenseWeight
 
 HIDDEN, INTERMEDIATE = 96, 64
 
@@ -44,8 +44,8 @@ def w8a8(rows: int, columns: int) -> Int8:
     )
 
 
-def table(rows: int, columns: int) -> Table:
-    return Table(torch.randint(0, 16, (rows, columns)).to(torch.uint8), _scales(rows, columns), table=TABLE)
+def table(rows: int, columns: int) -> Lut:
+    return Lut(torch.randint(0, 16, (rows, columns)).to(torch.uint8), _scales(rows, columns), table=TABLE)
 
 
 TABLE = torch.linspace(-4, 4, 16)
@@ -84,8 +84,8 @@ class Mixture:
         self.module = MixtureOfExperts(
             norm=RMSNorm(torch.rand(HIDDEN) + 0.5, 1e-5),
             router=DenseWeight(router),
-            gate_up=stack_weights(gate_up, activation_bits),
-            down=stack_weights(down, activation_bits),
+            gate_up=make_expert_weights(gate_up, activation_bits),
+            down=make_expert_weights(down, activation_bits),
             top_k=top_k,
             renormalize=renormalize,
             activation="silu",
@@ -148,19 +148,19 @@ def test_a_recorded_step_routes_anew() -> None:
 
 
 def test_forms() -> None:
-    stacks = [stack_weights([form(33, 64) for _ in range(3)], 8) for form in FORMS]
-    assert [type(stack) for stack in stacks] == [DenseStack, *[QuantizedStack] * 4, TableStack]
+    stacks = [make_expert_weights([form(33, 64) for _ in range(3)], 8) for form in FORMS]
+    assert [type(stack) for stack in stacks] == [DenseExperts, *[QuantizedExperts] * 4, LutExperts]
     assert [stack.bits for stack in stacks[1:5]] == [4, 4, 8, 8]
-    assert stack_weights([dense(33, 64)] * 2, 8, dense_dtype=torch.bfloat16).values.dtype == torch.bfloat16
+    assert make_expert_weights([dense(33, 64)] * 2, 8, dense_dtype=torch.bfloat16).values.dtype == torch.bfloat16
 
 
 def test_experts_that_do_not_fit_together_are_refused() -> None:
     with pytest.raises(
         UnsupportedModelError, match=r"got Int4 \[16, 64\] for expert 0 and Int8 \[16, 64\] for expert 2"
     ):
-        stack_weights([int4(16, 64), int4(16, 64), int8(16, 64)], 8)
+        make_expert_weights([int4(16, 64), int4(16, 64), int8(16, 64)], 8)
     with pytest.raises(UnsupportedModelError, match=r"Dense \[16, 64\] for expert 0 and Dense \[32, 64\] for expert 1"):
-        stack_weights([dense(16, 64), dense(32, 64)], 8)
+        make_expert_weights([dense(16, 64), dense(32, 64)], 8)
     permuted = Int4(torch.zeros(16, 64, dtype=torch.uint8), torch.ones(16, 2), permutation=torch.arange(64))
     with pytest.raises(UnsupportedModelError, match="permuted"):
-        stack_weights([permuted, permuted], 8)
+        make_expert_weights([permuted, permuted], 8)

@@ -87,7 +87,7 @@ def test_attention_state(quantize: str | None) -> None:
 @pytest.mark.parametrize("family", ["llama2", "llama-biases", "qwen2", "qwen3", "gemma2", "gemma3", "mistral"])
 def test_states_of_transformers(family: str) -> None:
     """A replaced model's state is the original's, name by name and bit by bit."""
-    from fastinfer.nn import replace
+    from fastinfer.integrations.transformers import replace
 
     model = make_model(family)
     before = {name: values.clone() for name, values in model.state_dict().items()}

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from fastinfer.nn import Attention, FusedMLP, QuantLinear, Replacement, replace
+from fastinfer.integrations.transformers import Replacement, replace
+from fastinfer.nn import Attention, FusedMLP, QuantLinear
 
 WHOLE = ["llama2", "llama3", "llama-biases", "llama-yarn", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"]
 PARTLY = ["phi3", "phi3-longrope", "mixtral", "qwen3-moe", "gpt2"]

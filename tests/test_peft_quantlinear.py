@@ -157,7 +157,8 @@ def test_joined_layers_take_no_adapter(adapter: str, folder: Path) -> None:
     model = while_loading(folder)
     nn.replace(model)
     with pytest.raises(
-        ValueError, match=r"StackedRows\(rows of .*; adapters need fastinfer.nn.replace\(.*fuse=False\)"
+        ValueError,
+        match=r"MergedRows\(rows of .*; adapters need fastinfer.integrations.transformers.replace\(.*fuse=False\)",
     ):
         peft.PeftModel.from_pretrained(model, folder / adapter)
 

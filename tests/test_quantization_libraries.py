@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from fastinfer.formats.quantized_checkpoint import read_linear
-from fastinfer.formats.unpacked import Dense, Int8, Table
+from fastinfer.formats.unpacked import Dense, Int8, Lut
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def test_bitsandbytes_as_transformers_saves_it(options: dict[str, Any], tmp_path
         module = model.get_submodule(f"model.layers.0.{name}")
         expected = dequantize_bnb_weight(module.weight, getattr(module, "state", None))
         weight = read_linear(tensors, f"model.layers.0.{name}", saved)
-        assert isinstance(weight, Int8 if "load_in_8bit" in options else Table)
+        assert isinstance(weight, Int8 if "load_in_8bit" in options else Lut)
         torch.testing.assert_close(weight.dequantize(), expected.float(), rtol=1e-6, atol=0)
     assert isinstance(read_linear(tensors, "lm_head", saved), Dense)
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from fastinfer.errors import RequestError
-from fastinfer.formats.unpacked import Grouped, Int4, Int8, Table
+from fastinfer.formats.unpacked import Grouped, Int4, Int8, Lut
 from fastinfer.quantize.awq import search_clipping, search_scales
 from fastinfer.quantize.gptq import quantize_gptq
 from fastinfer.quantize.methods import METHODS, Method, fold_into_rows
@@ -62,7 +62,7 @@ def test_rounding_is_to_the_nearest_level(bits: int, symmetric: bool) -> None:
 
 def test_nf4_takes_the_nearest_value() -> None:
     found = round_to_nf4(weight())
-    assert isinstance(found, Table)
+    assert isinstance(found, Lut)
     scaled = NF4_TABLE * found.scales[..., None]
     nearest = (weight().unflatten(1, (-1, 64))[..., None] - scaled[:, :, None]).abs().amin(-1)
     assert torch.allclose((found.dequantize() - weight()).abs().unflatten(1, (-1, 64)), nearest, atol=1e-7)

@@ -16,7 +16,7 @@ from packed_layers import (
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.packed_integers import unpack_integers
 from fastinfer.formats.quantized_checkpoint import parse_quantization_config, read_linear
-from fastinfer.formats.unpacked import Dense, Grouped, Int4, Int8, Table
+from fastinfer.formats.unpacked import Dense, Grouped, Int4, Int8, Lut
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +131,7 @@ class TestBitsAndBytes:
     def test_table(self, kind: str, nested: bool, block_size: int) -> None:
         layer = bitsandbytes_layer(kind, block_size=block_size, nested=nested)
         weight = read(layer)
-        assert isinstance(weight, Table)
+        assert isinstance(weight, Lut)
         assert weight.scales.dtype == torch.float32
         torch.testing.assert_close(weight.dequantize().double(), layer.weight, rtol=1e-6, atol=1e-6)
 

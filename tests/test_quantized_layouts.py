@@ -208,7 +208,7 @@ def test_gptq_refuses(settings: WriterSettings, weight: Unpacked, message: str) 
         (WriterSettings(8, -1), round_rows(random_values()), "form Int8"),
         (WriterSettings(8, int8_activations=True), Int8(Q.char(), SCALES), "form Int8"),
         (WriterSettings(8, int8_activations=True), Int8(Q.char(), SCALES, int8_activations=True), "one scale per row"),
-        (FOUR, round_to_nf4(random_values(), GROUP), "form Table"),
+        (FOUR, round_to_nf4(random_values(), GROUP), "form Lut"),
     ],
 )
 def test_compressed_tensors_refuses(settings: WriterSettings, weight: Unpacked, message: str) -> None:

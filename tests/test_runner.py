@@ -58,7 +58,7 @@ class Watched(Engine):
     def __init__(self, model: Decoder | None = None, **limits: object) -> None:
         super().__init__(model or random_decoder(), ToyTokenizer(), EngineConfig(**limits))  # type: ignore[arg-type]
         self.steps: list[tuple[Tensor, list[SampledToken]]] = []
-        for tensor in (tensor for cache in self.kv_cache_tensors for tensor in cache.tensors):
+        for tensor in (tensor for cache in self.kv_cache for tensor in cache.tensors):
             tensor.fill_(float("nan"))
         draw = self.sampler.draw
 

@@ -1,7 +1,7 @@
 import pytest
 
-from fastinfer.engine.batching import Batching, Dynamic, Static
-from fastinfer.engine.kv_cache import KVCache
+from fastinfer.engine.admission import AdmissionPolicy, Dynamic, Static
+from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.scheduler import Chunk, Scheduler
 from fastinfer.engine.sequence import Sequence, SequenceState
 from fastinfer.sampling_params import SamplingParams
@@ -12,9 +12,9 @@ def scheduler(
     block_size: int = 4,
     max_num_seqs: int = 8,
     budget: int = 16,
-    batching: Batching | None = None,
+    batching: AdmissionPolicy | None = None,
 ) -> Scheduler:
-    return Scheduler(KVCache(num_blocks, block_size), max_num_seqs, budget, batching)
+    return Scheduler(BlockManager(num_blocks, block_size), max_num_seqs, budget, batching)
 
 
 def sequence(name: str, num_tokens: int, priority: int = 0) -> Sequence:
@@ -108,7 +108,7 @@ def test_the_newest_gives_way_itself_when_it_is_the_one_without_a_block() -> Non
     assert run(s.schedule()) == {"a": 1}
     assert s.running == [a]
     assert list(s.waiting) == [b]
-    assert (s.kv_cache.num_used, len(a.blocks)) == (3, 3)
+    assert (s.block_manager.num_used, len(a.blocks)) == (3, 3)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
@@ -121,7 +121,7 @@ def test_finish_frees_whatever_the_state_and_only_once(steps: int) -> None:
     s.finish(a)
     s.finish(a)
     assert a.state is SequenceState.FINISHED
-    assert (s.kv_cache.num_used, s.kv_cache.num_free) == (0, 100)
+    assert (s.block_manager.num_used, s.block_manager.num_free) == (0, 100)
     assert s.schedule() == []
 
 
@@ -270,7 +270,7 @@ def test_a_preempted_member_comes_back_into_its_batch() -> None:
 
 
 @pytest.mark.parametrize("batching", [Static(2), Dynamic(max_seqs=2, max_tokens=8, max_wait_s=3600.0)])
-def test_what_a_member_forks_belongs_to_its_batch(batching: Batching) -> None:
+def test_what_a_member_forks_belongs_to_its_batch(batching: AdmissionPolicy) -> None:
     s = scheduler(num_blocks=7, batching=batching)
     a, b = sequence("a", 4), sequence("b", 4)
     for each in (a, b):

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from fastinfer import hub
 from fastinfer.errors import GGUFFormatError
 from fastinfer.formats.gguf import GGUFFile
-from fastinfer.formats.sentencepiece import SentencePieceBPE
-from fastinfer.tokenizer import Detokenizer, Tokenizer
+from fastinfer.tokenizers.sentencepiece import SentencePieceBPE
+from fastinfer.tokenizers.tokenizer import Detokenizer, Tokenizer
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)

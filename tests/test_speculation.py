@@ -9,14 +9,16 @@ import pytest
 from torch import Tensor
 from toy import VOCAB_SIZE, Forgetful, ToyModel, always_speculate, drain, greedy, logits_of, toy_engine
 
-from fastinfer.engine.batch import Batch
+from fastinfer.engine.acceptance import Acceptance, StepCosts
 from fastinfer.engine.draft_model import RETRY_STEPS
 from fastinfer.engine.engine import Engine
-from fastinfer.engine.kv_tensors import KVCacheTensors
+from fastinfer.engine.ngram_index import NgramIndex
 from fastinfer.engine.scheduler import Chunk
 from fastinfer.engine.sequence import Sequence
-from fastinfer.engine.speculation import Acceptance, NgramIndex, NgramSpeculator, StepCosts
+from fastinfer.engine.speculation import NgramSpeculator
 from fastinfer.errors import RequestError
+from fastinfer.models.batch import Batch
+from fastinfer.models.kv_cache import KVCache
 from fastinfer.sampling_params import SamplingParams
 
 PROMPTS = [[(7 * i + 3 * j) % VOCAB_SIZE for j in range(1 + 5 * i % 23)] for i in range(6)]
@@ -26,7 +28,7 @@ SAMPLED = SamplingParams(temperature=1.2, top_k=20, top_p=0.95, max_tokens=30, s
 class Repetitive(ToyModel):
     """The next token depends on the last one alone, so that the text soon repeats itself."""
 
-    def forward(self, batch: Batch, kv_cache: KVCacheTensors) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         return batch.token_ids[:, None]
 
 
@@ -367,7 +369,7 @@ def test_drafts_that_were_accepted_after_the_end_are_not_committed() -> None:
     engine.add_request([1, 2, 3], params)
     text = drain(engine)["request-0"].outputs[0].token_ids
     assert text == expected[: expected.index(stop) + 1]
-    keys = [content.tokens for content in engine.kv_cache._contents if content is not None]
+    keys = [content.tokens for content in engine.block_manager._contents if content is not None]
     assert all(len(tokens) == 8 for tokens in keys), "each of one token"
     assert 3 < len(keys) <= 3 + len(text)
 

@@ -12,8 +12,8 @@ from tokenizers import pre_tokenizers
 
 from fastinfer.errors import FastinferError, GGUFFormatError, RequestError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile
-from fastinfer.formats.pre_tokenizers import PRE_TOKENIZERS
-from fastinfer.tokenizer import Detokenizer, Tokenizer
+from fastinfer.tokenizers.pre_tokenizers import PRE_TOKENIZERS
+from fastinfer.tokenizers.tokenizer import Detokenizer, Tokenizer
 
 PIECES = [
     *("hello", "World", " the", " and ", "ing", "don't", "I'LL", "we've", "x86_64", "naïve", "Ünïcödé", "ﬁ", "ß", "İ"),

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fastinfer.formats.unpacked import Dense, Int4, Int8, Table, Unpacked, concatenate
+from fastinfer.formats.unpacked import Dense, Int4, Int8, Lut, Unpacked, concatenate
 
 ROWS, COLUMNS, GROUPS = 6, 64, 2
 
@@ -23,7 +23,7 @@ def weights() -> dict[str, Unpacked]:
         "int8": Int8(signed, scales),
         "int8 mins": Int8(signed, scales, mins),
         "w8a8": Int8(signed, scales[:, :1], int8_activations=True),
-        "table": Table(q, scales, table=torch.randn(16)),
+        "table": Lut(q, scales, table=torch.randn(16)),
     }
 
 

@@ -4,12 +4,12 @@ import torch
 from random_checkpoint import Apart, RandomCheckpoint
 from torch import Tensor
 
-from fastinfer.engine.batch import Batch
-from fastinfer.engine.kv_tensors import KVCacheTensors
 from fastinfer.formats.unpacked import Dense, Unpacked
+from fastinfer.models.batch import Batch
 from fastinfer.models.checkpoint import split_name
 from fastinfer.models.config import ModelConfig, Precision
 from fastinfer.models.decoder import Decoder
+from fastinfer.models.kv_cache import KVCache
 from fastinfer.models.loader import load_decoder
 
 CONFIG = ModelConfig(
@@ -75,5 +75,5 @@ def make_batch(lengths: list[int], adapters: list[int] | None = None, seed: int 
     )
 
 
-def make_cache(config: ModelConfig = CONFIG, dtype: torch.dtype = torch.float32) -> KVCacheTensors:
-    return KVCacheTensors.empty(config.num_layers, 12, BLOCK_SIZE, config.num_kv_heads, config.head_dim, dtype, "cpu")
+def make_cache(config: ModelConfig = CONFIG, dtype: torch.dtype = torch.float32) -> KVCache:
+    return KVCache.empty(config.num_layers, 12, BLOCK_SIZE, config.num_kv_heads, config.head_dim, dtype, "cpu")

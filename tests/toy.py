@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastinfer.engine.batch import Batch
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.engine import Engine
-from fastinfer.engine.kv_tensors import KVCacheTensors
 from fastinfer.engine.sequence import SequenceState
+from fastinfer.models.batch import Batch
+from fastinfer.models.kv_cache import KVCache
 
 VOCAB_SIZE = 64
 EOS_ID = 0
@@ -63,7 +63,7 @@ class ToyModel:
         self.fail = False
         self.batch_sizes: list[int] = []
 
-    def forward(self, batch: Batch, kv_cache: KVCacheTensors) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """Of each token the hash of the text up to it, [tokens, 1] int64."""
         if self.fail:
             raise RuntimeError("the model broke")
@@ -85,7 +85,7 @@ class ToyModel:
         return torch.stack([random_logits(seed)[:8] for seed in hidden[:, 0].tolist()])
 
     @staticmethod
-    def _read(batch: Batch, kv_cache: KVCacheTensors, row: int) -> list[int]:
+    def _read(batch: Batch, kv_cache: KVCache, row: int) -> list[int]:
         """The sequence's tokens up to and including this step's; fails if a layer holds anything else."""
         length = int(batch.seq_lens[row])
         start, end = batch.query_start[row : row + 2].tolist()
@@ -132,7 +132,7 @@ def toy_engine(draft_model: ToyModel | None = None, **limits: Any) -> Engine:
     # The toy computes with torch, which no graph records.
     config = EngineConfig(kv_cache_dtype=torch.float32, enforce_eager=True, **limits)
     engine = Engine(ToyModel(), ToyTokenizer(), config, draft_model)  # type: ignore[arg-type]
-    for tensors in (engine.kv_cache_tensors, engine.draft_kv_cache_tensors):
+    for tensors in (engine.kv_cache, engine.draft_kv_cache):
         for tensor in (tensor for cache in tensors or () for tensor in cache.tensors):
             tensor.fill_(float("nan"))
     return engine
@@ -157,7 +157,7 @@ def drain(engine: Engine, limit: int = 10_000) -> dict[str, Any]:
 
 def check_blocks(engine: Engine) -> None:
     """Every block is free, cached or held, by exactly as many sequences as are counted."""
-    cache, scheduler = engine.kv_cache, engine.scheduler
+    cache, scheduler = engine.block_manager, engine.scheduler
     pinned = [module for module in engine.prompt_modules.sequences if module.state is SequenceState.FINISHED]
     held = Counter(block for sequence in [*scheduler.running, *pinned] for block in set(sequence.blocks))
     assert cache._ref_counts == [held[block] for block in range(cache.num_blocks)]

@@ -2,6 +2,6 @@
 
 import sys
 
-from fastinfer.cli import main
+from fastinfer.cli.main import main
 
 sys.exit(main())

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fastinfer import hub
-from fastinfer.checks import INT64_MAX, check_int, show
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.stats import EngineStats
 from fastinfer.errors import QueueFullError, RequestError, reason
 from fastinfer.llm import LLM
-from fastinfer.mailbox import Mailbox
 from fastinfer.outputs import PrefillOutput, RequestOutput
-from fastinfer.prompt import Prompt, prepare
 from fastinfer.sampling_params import DEFAULT_PARAMS, SamplingParams
+from fastinfer.serving.mailbox import Mailbox
+from fastinfer.serving.prompt import Prompt, prepare
+from fastinfer.utils.checks import INT64_MAX, check_int, show
 
 Output = TypeVar("Output", RequestOutput, PrefillOutput)
 
@@ -158,7 +158,8 @@ class AsyncEngine:
 
     async def abort(self, request_id: str) -> None:
         """End a request at once; its stream gets one more output, with the finish reason ``"abort"``. Does nothing
-        where the request is unknown or finished."""
+        where the request is unknown or finished.
+        """
         await self._call(self._end, [request_id])
 
     def stats(self) -> EngineStats:

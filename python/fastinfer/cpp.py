@@ -20,7 +20,8 @@ def get_library() -> str:
 
 def get_cmake_dir() -> str:
     """The folder for ``-Dfastinfer_DIR=``: with it, CMake's ``find_package(fastinfer CONFIG)`` has the target
-    ``fastinfer::fastinfer``."""
+    ``fastinfer::fastinfer``.
+    """
     return _built("lib/cmake/fastinfer")
 
 

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 
 from fastinfer import hub
-from fastinfer.device import resolve_device
-from fastinfer.dtypes import DTYPES, KV_CACHE_DTYPES
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.engine import POOLINGS, Engine
 from fastinfer.errors import RequestError
 from fastinfer.models import load_model
 from fastinfer.models.config import Precision
 from fastinfer.outputs import PrefillOutput, RequestOutput, ScoreOutput
-from fastinfer.prompt import PreparedPrompt, Prompt, prepare, prepare_chat
 from fastinfer.sampling_params import DEFAULT_PARAMS, BeamSearchParams, SamplingParams
-from fastinfer.shared_engine import Job, SharedEngine
+from fastinfer.serving.prompt import PreparedPrompt, Prompt, prepare, prepare_chat
+from fastinfer.serving.shared_engine import Job, SharedEngine
+from fastinfer.utils.device import resolve_device
+from fastinfer.utils.dtypes import DTYPES, KV_CACHE_DTYPES
 
 # The model reads the whole prompt for its log-probabilities; the token that it then draws is of no use.
 SCORE_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fastinfer.checks import INT32_MAX, INT64_MAX, check_bool, check_float, check_int, show
 from fastinfer.errors import RequestError
 from fastinfer.structured_output import StructuredOutputsParams
+from fastinfer.utils.checks import INT32_MAX, INT64_MAX, check_bool, check_float, check_int, show
 
 MAX_LOGPROBS = 20
 MAX_COMPLETIONS = 128

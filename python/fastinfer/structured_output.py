@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastinfer.checks import show
 from fastinfer.errors import RequestError
+from fastinfer.utils.checks import show
 
 # Far beyond what people write, and still compiled in about a second.
 MAX_SCHEMA_CHARS = 2**18

@@ -22,8 +22,9 @@ from pathlib import Path
 from fastinfer.benchmarks.ablation_row import Measured, Settings
 from fastinfer.benchmarks.ablation_rows import ROWS, Row
 from fastinfer.benchmarks.progress import shown
-from fastinfer.benchmarks.report import median_ratio, percentile, print_plot, table, write_json
+from fastinfer.benchmarks.report import median_ratio, percentile, print_plot, write_json
 from fastinfer.errors import FastinferError, RequestError
+from fastinfer.utils.table import format_table
 
 Results = dict[str, list[Measured]]  # of each row's key, one for each repeat
 
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
             for row in rows:
                 progress(f"{row.title}, {repeat + 1} of {args.repeats}")
                 results[row.key].append(_measure_in_process(row, settings))
-    print(table(_table_rows(rows, results)))
+    print(format_table(_table_rows(rows, results)))
     for row in rows:
         print(f"{row.title}: {row.meaning}{_notes(results[row.key])}")
     if args.out is not None:

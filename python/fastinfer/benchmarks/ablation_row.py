@@ -100,7 +100,7 @@ def measure(subject: Subject, row: Row, settings: Settings, jobs: list[Job]) -> 
         num_speculative_tokens=settings.speculative_tokens if row.speculation else 0,
     )
     _run(engine, row, _warm_up(jobs[:batch_size]), batch_size, WARM_UP_S)
-    engine.kv_cache.reset_prefix_cache()
+    engine.block_manager.reset_prefix_cache()
     before = engine.stats()
     reset_peak_memory()
     run = _run(engine, row, jobs, batch_size, settings.limit_s)

@@ -18,11 +18,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from fastinfer.benchmarks.report import PERCENTILES, percentile, print_plot, table, write_json
+from fastinfer.benchmarks.report import PERCENTILES, percentile, print_plot, write_json
 from fastinfer.errors import RequestError
 from fastinfer.llm import LLM, Prompt
 from fastinfer.outputs import RequestOutput
 from fastinfer.sampling_params import SamplingParams
+from fastinfer.utils.table import format_table
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     results = measure(llm, args.prompt_tokens, args.new_tokens, args.requests, args.repeats)
     peak_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
     print(f"{args.model}, {args.dtype}: loaded in {load_s:.2f} s, peak memory {peak_memory / 1e6:.0f} MB")
-    print(table(_rows(results, args.requests)))
+    print(format_table(_rows(results, args.requests)))
     if args.out is not None:
         settings = {
             name: getattr(args, name)

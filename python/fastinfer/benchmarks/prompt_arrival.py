@@ -26,7 +26,8 @@ SETTLED = 16  # tokens that each stream has when the prompt arrives
 @dataclass(frozen=True)
 class PromptArrival:
     """Seconds, one for each repeat: the streams' usual pause and longest one; the prompt's longest step and its time
-    to the first token when it is alone; its time to the first token beside the streams."""
+    to the first token when it is alone; its time to the first token beside the streams.
+    """
 
     prompt_tokens: int
     streams: int

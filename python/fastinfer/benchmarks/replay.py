@@ -117,7 +117,8 @@ class Replay:
 
     def decode_window(self) -> Window | None:
         """From the moment when the last request has its first token until the first one ends; ``None`` where the first
-        ends before the last begins."""
+        ends before the last begins.
+        """
         start = max(timeline.moments[0] for timeline in self.timelines)
         end = min(timeline.moments[-1] for timeline in self.timelines)
         if end <= start:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fastinfer.info import facts
+from fastinfer.utils.machine import machine_facts
 
 PERCENTILES = (50, 95, 99)
 
@@ -25,7 +25,7 @@ def write_json(path: Path, measured: dict[str, Any]) -> Path:
     """Write what was measured with the date (UTC) and the machine's description; create the folder if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    path.write_text(json.dumps({"date": date, "machine": facts(), **measured}, indent=2) + "\n")
+    path.write_text(json.dumps({"date": date, "machine": machine_facts(), **measured}, indent=2) + "\n")
     return path
 
 
@@ -35,16 +35,6 @@ def print_plot(plot: Callable[[], Path]) -> None:
         print(plot())
     except ImportError:
         print("no plot: it needs matplotlib (pip install 'fastinfer[bench]')", file=sys.stderr)
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells in aligned columns, the first one to the left; the first row is the head."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *rest in rows:
-        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -76,5 +66,6 @@ def goal_rows(goals: Iterable[Goal]) -> list[list[str]]:
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
     """The median of the ratios of pairs that were measured one after the other: another program's load, which comes
-    and goes, is in both."""
+    and goes, is in both.
+    """
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from fastinfer import hub
-from fastinfer.chat_template import render
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.engine import Engine
-from fastinfer.engine.kv_tensors import num_blocks_for
 from fastinfer.models import Model, load_model
 from fastinfer.models.config import Precision
-from fastinfer.tokenizer import Tokenizer
+from fastinfer.models.kv_cache import num_blocks_for
+from fastinfer.tokenizers.chat_template import render
+from fastinfer.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

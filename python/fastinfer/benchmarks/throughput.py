@@ -11,8 +11,9 @@ from typing import Any
 
 from fastinfer.benchmarks import batch_sizes, policies, prefix_reuse, prompt_arrival, speculation, structured
 from fastinfer.benchmarks.progress import Progress, shown
-from fastinfer.benchmarks.report import Goal, goal_rows, print_plot, table, write_json
+from fastinfer.benchmarks.report import Goal, goal_rows, print_plot, write_json
 from fastinfer.benchmarks.subject import Subject
+from fastinfer.utils.table import format_table
 
 
 def run(args: argparse.Namespace) -> int:
@@ -26,12 +27,12 @@ def run(args: argparse.Namespace) -> int:
     for name in args.only:
         with shown(name) as progress:
             results[name] = SECTIONS[name](subject, args, progress)
-        print(f"\n{name}\n{table(results[name].rows())}", flush=True)
+        print(f"\n{name}\n{format_table(results[name].rows())}", flush=True)
         goals += results[name].goals()
         if path is not None:  # after each section, as all of them take long
             measured = {name: asdict(result) for name, result in results.items()}
             write_json(path, {"settings": settings, "goals": [goal.as_dict() for goal in goals], "results": measured})
-    print(f"\n{table(goal_rows(goals))}")
+    print(f"\n{format_table(goal_rows(goals))}")
     if path is not None:
         print(path)
         if "batch" in results:

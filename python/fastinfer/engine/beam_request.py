@@ -3,13 +3,13 @@
 import time
 from typing import NamedTuple
 
-from fastinfer.engine.request import Computed, Request
+from fastinfer.engine.request import Request, SequenceStep
 from fastinfer.engine.sampler import TokenLogprob
 from fastinfer.engine.scheduler import Scheduler
 from fastinfer.engine.sequence import Sequence
 from fastinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from fastinfer.sampling_params import BeamSearchParams
-from fastinfer.tokenizer import Tokenizer
+from fastinfer.tokenizers.tokenizer import Tokenizer
 
 
 class _Candidate(NamedTuple):
@@ -68,14 +68,14 @@ class BeamRequest(Request):
     def unfinished(self) -> list[Sequence]:
         return self.sequences if self.finish_time is None else []
 
-    def take(self, computed: Computed) -> None:
+    def take(self, step: SequenceStep) -> None:
         """Note a beam's likeliest next tokens; the beam waits for the others then."""
         if self._num_cached_tokens is None:
-            self._num_cached_tokens = computed.start
-        if computed.tokens:
-            logprobs = computed.tokens[0].logprobs
+            self._num_cached_tokens = step.start
+        if step.tokens:
+            logprobs = step.tokens[0].logprobs
             assert logprobs is not None
-            self._next[computed.sequence] = logprobs
+            self._next[step.sequence] = logprobs
             self._first_token_time = self._first_token_time or time.perf_counter()
 
     def settle(self, scheduler: Scheduler) -> None:

@@ -4,9 +4,9 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from fastinfer.checks import INT32_MAX, INT64_MAX, check_bool, check_float, check_int
-from fastinfer.engine.batching import Batching, Continuous, Dynamic, Static
+from fastinfer.engine.admission import AdmissionPolicy, Continuous, Dynamic, Static
 from fastinfer.errors import RequestError
+from fastinfer.utils.checks import INT32_MAX, INT64_MAX, check_bool, check_float, check_int
 
 BATCHING = ("continuous", "static", "dynamic")
 KV_CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn, torch.uint8)
@@ -87,7 +87,7 @@ class EngineConfig:
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise RequestError(f"kv_cache_dtype must be one of {KV_CACHE_DTYPES}, got {self.kv_cache_dtype!r}")
 
-    def make_batching(self) -> Batching:
+    def make_admission_policy(self) -> AdmissionPolicy:
         if self.batching == "static":
             return Static(self.max_num_seqs)
         if self.batching == "dynamic":

@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 
 from fastinfer import ops
-from fastinfer.engine.batch import Batch, BatchInputs, BatchSize, StepResult
+from fastinfer.engine.batch_inputs import BatchInputs, BatchSize, StepResult
+from fastinfer.models.batch import Batch
 
 # Without speculation decoding has as many graphs as numbers of sequences, with it as many as mixtures of drafts.
 MAX_GRAPHS = 256

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import torch
 from tqdm import tqdm
 
-from fastinfer.engine.batch import Batch, BatchInputs, BatchSize, StepResult
+from fastinfer.engine.batch_inputs import BatchInputs, BatchSize, StepResult
+from fastinfer.models.batch import Batch
 
 # Larger steps run operator by operator: there the GPU is busy for longer than Python needs.
 MAX_CAPTURED_TOKENS = 256

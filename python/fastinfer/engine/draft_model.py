@@ -4,11 +4,12 @@ import statistics
 import time
 from collections import deque
 
+from fastinfer.engine.acceptance import FIRST_ACCEPTANCE, Acceptance
 from fastinfer.engine.runner import Runner
 from fastinfer.engine.sampler import Row, Sampler
 from fastinfer.engine.scheduler import Chunk
 from fastinfer.engine.sequence import Sequence
-from fastinfer.engine.speculation import FIRST_ACCEPTANCE, Acceptance, Speculator
+from fastinfer.engine.speculation import Speculator
 
 # Sequences whose drafts do not pay are tried again every so many steps: only what is drafted can be learned from.
 RETRY_STEPS = 64
@@ -16,7 +17,8 @@ RETRY_STEPS = 64
 
 class _View:
     """A sequence as the draft model sees it, in place of a :class:`Sequence`: the drafts so far are part of its text,
-    and computed is what the draft model has computed."""
+    and computed is what the draft model has computed.
+    """
 
     adapter = -1
     num_slots = 1
@@ -94,7 +96,8 @@ class DraftModelSpeculator(Speculator):
 
     def _catch_up(self, chunks: list[Chunk]) -> list[tuple[Chunk, _View]]:
         """Compute what the large model has computed or will compute in this step, and the first drafts; returns the
-        sequences that want more."""
+        sequences that want more.
+        """
         room = self._max_tokens
         pairs: list[tuple[Chunk, _View, int]] = []
         for chunk in chunks:

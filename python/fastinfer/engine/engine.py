@@ -7,24 +7,23 @@ from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fastinfer import ops
-from fastinfer.checks import INT64_MAX, check_int
 from fastinfer.engine.adapters import Adapters
-from fastinfer.engine.batch import BatchInputs, StepResult, num_rows
+from fastinfer.engine.batch_inputs import BatchInputs, StepResult, num_rows
 from fastinfer.engine.beam_request import BeamRequest
+from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.draft_model import DraftModelSpeculator
-from fastinfer.engine.generation import GenerationRequest
+from fastinfer.engine.generation_request import GenerationRequest
 from fastinfer.engine.grammar import Grammar, GrammarCompiler
-from fastinfer.engine.kv_cache import KVCache
-from fastinfer.engine.kv_tensors import KVCacheTensors, choose_num_blocks, num_blocks_for, token_bytes
+from fastinfer.engine.kv_cache_size import choose_num_blocks
 from fastinfer.engine.prefill_request import EmbeddingRequest, PrefillRequest
 from fastinfer.engine.prompt_modules import PromptModule, PromptModules
-from fastinfer.engine.request import Computed, Output, Request
+from fastinfer.engine.request import Output, Request, SequenceStep
 from fastinfer.engine.runner import Runner
 from fastinfer.engine.sampler import Row, SampledToken, Sampler, rows_of
 from fastinfer.engine.scheduler import Chunk, Scheduler
@@ -33,12 +32,12 @@ from fastinfer.engine.speculation import NgramSpeculator, Speculator
 from fastinfer.engine.stats import EngineStats
 from fastinfer.engine.token_counts import TokenCounts
 from fastinfer.errors import QueueFullError, RequestError, reason
+from fastinfer.models import Model
+from fastinfer.models.kv_cache import KVCache, num_blocks_for, token_bytes
 from fastinfer.models.lora import AdapterSlots
 from fastinfer.sampling_params import BeamSearchParams, SamplingParams
-from fastinfer.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from fastinfer.models import Model
+from fastinfer.tokenizers.tokenizer import Tokenizer
+from fastinfer.utils.checks import INT64_MAX, check_int
 
 POOLINGS = ("last", "mean")
 # How long a step waits where nothing can be computed yet: for a grammar's compiler, or for a batch to fill.
@@ -55,10 +54,10 @@ class Engine:
 
     def __init__(
         self,
-        model: "Model",
+        model: Model,
         tokenizer: Tokenizer,
         config: EngineConfig | None = None,
-        draft_model: "Model | None" = None,
+        draft_model: Model | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
         self.model = model
@@ -76,18 +75,18 @@ class Engine:
         sizes = [model.config] if draft_model is None else [model.config, draft_model.config]
         tokens = [token_bytes(s.num_layers, s.num_kv_heads, s.head_dim, config.kv_cache_dtype) for s in sizes]
         num_blocks = choose_num_blocks(config, sum(tokens), self.max_model_len)
-        self.kv_cache = KVCache(num_blocks, config.block_size, config.enable_prefix_caching)
-        self.kv_cache_tensors = self._make_tensors(model)
-        self.draft_kv_cache_tensors: KVCacheTensors | None = None
+        self.block_manager = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching)
+        self.kv_cache = self._make_tensors(model)
+        self.draft_kv_cache: KVCache | None = None
         self.scheduler = Scheduler(
-            self.kv_cache, config.max_num_seqs, config.max_num_batched_tokens, config.make_batching()
+            self.block_manager, config.max_num_seqs, config.max_num_batched_tokens, config.make_admission_policy()
         )
         self.sampler = self._make_sampler()
         with self._numerics():  # graphs are captured
-            self.runner = self._make_runner(self.model, self.kv_cache_tensors, with_adapters=config.max_loras > 0)
+            self.runner = self._make_runner(self.model, self.kv_cache, with_adapters=config.max_loras > 0)
             self.speculator = self._make_speculator(draft_model)
         self.grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
-        self.prompt_modules = PromptModules(self.kv_cache, self.max_model_len)
+        self.prompt_modules = PromptModules(self.block_manager, self.max_model_len)
         self._compiling: dict[str, Future[Grammar]] = {}
         self._requests: dict[str, Request] = {}
         self._undelivered: dict[str, Output] = {}  # last outputs that no step has returned yet
@@ -288,7 +287,7 @@ class Engine:
         if (output := self.abort(sequence.request_id)) is not None:
             self._undelivered[sequence.request_id] = output  # somebody may wait for it
         self.prompt_modules.forget([sequence])
-        self.kv_cache.free(sequence)
+        self.block_manager.free(sequence)
 
     def prompt_module(self, name: str) -> PromptModule:
         """What was added under this name.
@@ -365,7 +364,7 @@ class Engine:
         return bool(self._requests or self._undelivered)
 
     def stats(self) -> EngineStats:
-        cache, running = self.kv_cache, self.scheduler.running
+        cache, running = self.block_manager, self.scheduler.running
         slots = sum(len(sequence.blocks) for sequence in running) * cache.block_size
         tokens = sum(sequence.num_computed_tokens for sequence in running)
         return EngineStats(
@@ -387,11 +386,11 @@ class Engine:
 
     def _copy_blocks(self) -> None:
         """Give their own copy of a block to those who are about to write into a shared one."""
-        if self.kv_cache.copies:
-            for tensors in (self.kv_cache_tensors, self.draft_kv_cache_tensors):
+        if self.block_manager.copies:
+            for tensors in (self.kv_cache, self.draft_kv_cache):
                 if tensors is not None:
-                    tensors.copy_blocks(self.kv_cache.copies)
-            self.kv_cache.copies.clear()
+                    tensors.copy_blocks(self.block_manager.copies)
+            self.block_manager.copies.clear()
 
     def _prepare(self, chunks: list[Chunk]) -> tuple[list[Chunk], list[Row]]:
         """The chunks to compute and their rows of logits; ends the requests whose grammar fails."""
@@ -432,13 +431,13 @@ class Engine:
                 for token in (*own, *others):
                     if token.error is not None:
                         raise token.error
-                request.take(Computed(self.model, sequence, first, *where, own, is_last))
+                request.take(SequenceStep(self.model, sequence, first, *where, own, is_last))
                 for child, token in zip(siblings, others, strict=True):
-                    request.take(Computed(self.model, child, first, *where, [token], is_last))
+                    request.take(SequenceStep(self.model, child, first, *where, [token], is_last))
             except Exception as error:  # whatever it is, the others live on
                 request.finish("error", reason(error))
             else:
-                self.kv_cache.commit(sequence)  # only now it has the tokens that were accepted
+                self.block_manager.commit(sequence)  # only now it has the tokens that were accepted
             if is_last or not request.unfinished:
                 to_report[request.request_id] = request
         for request in touched.values():
@@ -454,7 +453,7 @@ class Engine:
                 if sequence.state is not SequenceState.FINISHED and sequence not in unfinished:
                     is_module = self.prompt_modules.holds(sequence)
                     if is_module:
-                        self.kv_cache.publish(sequence)  # others' blocks may go, these are pinned
+                        self.block_manager.publish(sequence)  # others' blocks may go, these are pinned
                     self.scheduler.finish(sequence, keep_blocks=is_module)
             if not unfinished:
                 del self._requests[request.request_id]
@@ -523,10 +522,10 @@ class Engine:
         self.scheduler.add(request.sequences[0])
         return request.request_id
 
-    def _make_tensors(self, model: "Model") -> KVCacheTensors:
-        return KVCacheTensors.empty(
+    def _make_tensors(self, model: Model) -> KVCache:
+        return KVCache.empty(
             model.config.num_layers,
-            self.kv_cache.num_blocks,
+            self.block_manager.num_blocks,
             self.config.block_size,
             model.config.num_kv_heads,
             model.config.head_dim,
@@ -537,7 +536,7 @@ class Engine:
     def _make_sampler(self) -> Sampler:
         return Sampler(self._max_rows, self.model.config.vocab_size, self.tokenizer.eos_ids)
 
-    def _make_runner(self, model: "Model", kv_cache: KVCacheTensors, *, with_adapters: bool = False) -> Runner:
+    def _make_runner(self, model: Model, kv_cache: KVCache, *, with_adapters: bool = False) -> Runner:
         config = self.config
         inputs = BatchInputs(
             # Padding takes a sequence for each token of a step that decodes.
@@ -557,7 +556,7 @@ class Engine:
             deterministic=config.deterministic,
         )
 
-    def _make_speculator(self, draft_model: "Model | None") -> Speculator | None:
+    def _make_speculator(self, draft_model: Model | None) -> Speculator | None:
         max_drafts = self.config.num_speculative_tokens
         if draft_model is None:
             return NgramSpeculator(max_drafts) if max_drafts else None
@@ -569,8 +568,8 @@ class Engine:
                 f"the draft model must have the vocabulary of {sizes.vocab_size} tokens and a context of at least "
                 f"{self.max_model_len}, got {theirs.vocab_size} and {theirs.max_position}"
             )
-        self.draft_kv_cache_tensors = self._make_tensors(draft_model)
-        runner = self._make_runner(draft_model, self.draft_kv_cache_tensors)
+        self.draft_kv_cache = self._make_tensors(draft_model)
+        runner = self._make_runner(draft_model, self.draft_kv_cache)
         return DraftModelSpeculator(runner, self._make_sampler(), max_drafts, self.config.max_num_batched_tokens)
 
     @property

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastinfer.checks import show
 from fastinfer.errors import RequestError
 from fastinfer.structured_output import StructuredOutputsParams
-from fastinfer.tokenizer import Tokenizer
+from fastinfer.tokenizers.tokenizer import Tokenizer
+from fastinfer.utils.checks import show
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -306,7 +306,7 @@ def _escape(text: str) -> str:
 
 
 def _reason(message: str) -> str:
-    """llguidance's message in one short line."""
+    """Llguidance's message in one short line."""
     if "NoExtensionBias" in message:
         return "no text matches"
     if message.startswith("panic"):

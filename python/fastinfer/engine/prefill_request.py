@@ -2,7 +2,7 @@
 
 import torch
 
-from fastinfer.engine.request import Computed, Request
+from fastinfer.engine.request import Request, SequenceStep
 from fastinfer.engine.sequence import Sequence
 from fastinfer.outputs import PrefillOutput
 
@@ -28,8 +28,8 @@ class PrefillRequest(Request):
     def unfinished(self) -> list[Sequence]:
         return self.sequences if self.finish_reason is None else []
 
-    def take(self, computed: Computed) -> None:
-        if computed.is_last:
+    def take(self, step: SequenceStep) -> None:
+        if step.is_last:
             self.finish("stop")
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
@@ -62,14 +62,14 @@ class EmbeddingRequest(PrefillRequest):
         self._sum = torch.zeros(())
         self._num_summed = 0
 
-    def take(self, computed: Computed) -> None:
-        hidden = computed.normalized()
-        if computed.start == 0 or self._pooling == "last":  # a preemption begins anew
+    def take(self, step: SequenceStep) -> None:
+        hidden = step.normalized()
+        if step.start == 0 or self._pooling == "last":  # a preemption begins anew
             self._sum, self._num_summed = torch.zeros(hidden.shape[1], dtype=torch.float64), 0
         pooled = hidden[-1:] if self._pooling == "last" else hidden
         self._sum = self._sum + pooled.cpu().double().sum(0)
         self._num_summed += len(pooled)
-        super().take(computed)
+        super().take(step)
 
     def _embedding(self) -> list[float] | None:
         if self.finish_reason != "stop":

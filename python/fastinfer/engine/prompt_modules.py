@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fastinfer.engine.kv_cache import KVCache
-from fastinfer.engine.kv_tensors import num_blocks_for
+from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.sequence import Sequence
 from fastinfer.errors import RequestError
+from fastinfer.models.kv_cache import num_blocks_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +30,18 @@ class PromptModules:
     """Names of pinned sequences. Their blocks are held like a running sequence's, and found by the prefix cache.
 
     Args:
-        kv_cache: where they are.
+        block_manager: holds their blocks.
         max_model_len: a sequence of so many tokens must always find room beside them.
     """
 
-    def __init__(self, kv_cache: KVCache, max_model_len: int) -> None:
-        self._kv_cache = kv_cache
+    def __init__(self, block_manager: BlockManager, max_model_len: int) -> None:
+        self._block_manager = block_manager
         self._max_model_len = max_model_len
         self._modules: dict[str, PromptModule] = {}
 
     def add(self, name: str, module: PromptModule) -> None:
         """Pin one that is going to be computed."""
-        cache = self._kv_cache
+        cache = self._block_manager
         if not cache.enable_prefix_caching:
             raise RequestError("prompt modules need enable_prefix_caching=True, got False")
         if name in self._modules:

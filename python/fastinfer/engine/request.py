@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,16 +9,14 @@ from torch import Tensor
 from fastinfer.engine.sampler import SampledToken
 from fastinfer.engine.scheduler import Scheduler
 from fastinfer.engine.sequence import Sequence
+from fastinfer.models import Model
 from fastinfer.outputs import PrefillOutput, RequestOutput
-
-if TYPE_CHECKING:
-    from fastinfer.models import Model
 
 Output = RequestOutput | PrefillOutput
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class SequenceStep:
     """What a step brought to one sequence.
 
     Attributes:
@@ -31,7 +28,7 @@ class Computed:
         is_last: whether all its tokens are computed now.
     """
 
-    model: "Model"
+    model: Model
     sequence: Sequence
     start: int
     step_hidden: Tensor
@@ -70,7 +67,7 @@ class Request(ABC):
         """Those of its sequences that go on; none when the request has ended."""
 
     @abstractmethod
-    def take(self, computed: Computed) -> None:
+    def take(self, step: SequenceStep) -> None:
         """Take in what a step brought to one of its sequences."""
 
     def settle(self, scheduler: Scheduler) -> None:  # noqa: B027  (most requests' sequences are independent)

@@ -1,16 +1,14 @@
 """Runs a step's operators: steps whose size has been recorded replay a graph, the others call one by one."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from fastinfer.engine.batch import Batch, BatchInputs, BatchSize, StepResult
+from fastinfer.engine.batch_inputs import BatchInputs, BatchSize, StepResult
 from fastinfer.engine.cpu_graphs import CPUGraphs
 from fastinfer.engine.cuda_graphs import CUDAGraphs
-from fastinfer.engine.kv_tensors import KVCacheTensors
 from fastinfer.engine.scheduler import Chunk
-
-if TYPE_CHECKING:
-    from fastinfer.models import Model
+from fastinfer.models import Model
+from fastinfer.models.batch import Batch
+from fastinfer.models.kv_cache import KVCache
 
 
 class Runner:
@@ -28,8 +26,8 @@ class Runner:
 
     def __init__(
         self,
-        model: "Model",
-        kv_cache: KVCacheTensors,
+        model: Model,
+        kv_cache: KVCache,
         inputs: BatchInputs,
         *,
         enforce_eager: bool,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastinfer import ops
-from fastinfer.engine.batch import num_rows
+from fastinfer.engine.batch_inputs import num_rows
 from fastinfer.engine.grammar import Grammar
 from fastinfer.engine.scheduler import Chunk
 from fastinfer.engine.sequence import Sequence
@@ -21,7 +21,8 @@ MAX_RECORDED_DRAWS = 256
 
 class Row(NamedTuple):
     """Whose token a row of logits is for, the drafts that stand before it, and the grammar that it must follow. Rows
-    with drafts come after the one without, each with one more."""
+    with drafts come after the one without, each with one more.
+    """
 
     sequence: Sequence
     drafts: list[int]
@@ -207,7 +208,8 @@ class Sampler:
 
     def _masks(self, rows: list[Row]) -> tuple[np.ndarray | None, dict[int, Exception]]:
         """What grammars and ``min_tokens`` allow, [rows, words] int32 if they forbid anything, and which rows' grammars
-        failed."""
+        failed.
+        """
         early = [_is_early(row) for row in rows]
         if not any(early) and all(row.grammar is None for row in rows):
             return None, {}

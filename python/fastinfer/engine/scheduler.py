@@ -4,8 +4,8 @@ import bisect
 import time
 from dataclasses import dataclass, field
 
-from fastinfer.engine.batching import Batching, Continuous
-from fastinfer.engine.kv_cache import KVCache
+from fastinfer.engine.admission import AdmissionPolicy, Continuous
+from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.sequence import Sequence, SequenceState
 
 
@@ -45,19 +45,23 @@ class Scheduler:
     one sequence of the greatest length.
 
     Args:
-        kv_cache: where sequences get their blocks.
+        block_manager: where sequences get their blocks.
         max_num_seqs: that run at the same time.
         max_num_batched_tokens: of a step, drafts included.
-        batching: which waiting sequences may join.
+        admission_policy: which waiting sequences may join.
     """
 
     def __init__(
-        self, kv_cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int, batching: Batching | None = None
+        self,
+        block_manager: BlockManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        admission_policy: AdmissionPolicy | None = None,
     ) -> None:
-        self.kv_cache = kv_cache
+        self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.batching = batching or Continuous()
+        self.admission_policy = admission_policy or Continuous()
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -83,9 +87,10 @@ class Scheduler:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a child with the parent's tokens run as well, from what the parent has computed; or wait, if the parent
-        has been preempted, or others have taken the place of a beam that was."""
+        has been preempted, or others have taken the place of a beam that was.
+        """
         if parent.state is SequenceState.RUNNING and self._num_slots < self.max_num_seqs:
-            self.kv_cache.fork(parent, child)
+            self.block_manager.fork(parent, child)
             child.state = SequenceState.RUNNING
             bisect.insort(self.running, child, key=_order)
         else:
@@ -98,13 +103,14 @@ class Scheduler:
 
     def finish(self, sequence: Sequence, keep_blocks: bool = False) -> None:
         """Take a sequence out, whatever its state, and free its blocks, or keep them in the cache; the second time does
-        nothing."""
+        nothing.
+        """
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
         elif sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
         if not keep_blocks:
-            self.kv_cache.free(sequence)
+            self.block_manager.free(sequence)
         sequence.state = SequenceState.FINISHED
 
     def _schedule_decodes(self, chunks: list[Chunk], budget: int) -> int:
@@ -119,27 +125,27 @@ class Scheduler:
             # Its own tokens (several, where a grammar has forced some) and every other's come before the drafts.
             own = sequence.num_uncomputed_tokens + len(self.running) - index - 1
             num_drafts = max(min(sequence.num_drafts, budget - own), 0)
-            if num_drafts and not self.kv_cache.can_append(sequence, num_drafts):
+            if num_drafts and not self.block_manager.can_append(sequence, num_drafts):
                 num_drafts = 0  # nobody is preempted for a guess
-            while not self.kv_cache.can_append(sequence, num_drafts):
+            while not self.block_manager.can_append(sequence, num_drafts):
                 self._preempt_last()
                 if sequence.state is SequenceState.WAITING:
                     break
             else:
-                self.kv_cache.append(sequence, num_drafts)
+                self.block_manager.append(sequence, num_drafts)
                 budget -= self._take(sequence, budget, chunks, num_drafts)
                 index += 1
         return budget
 
     def _schedule_admissions(self, chunks: list[Chunk], budget: int) -> None:
-        admissible = self.batching.num_admissible(self.waiting, self.running, time.perf_counter())
+        admissible = self.admission_policy.num_admissible(self.waiting, self.running, time.perf_counter())
         num_slots = self._num_slots
         while budget and admissible and self.waiting:
             sequence = self.waiting[0]
             num_slots += sequence.num_slots
             # One spare block for each running sequence, or the admission could cause a preemption in the next step. It
             # also keeps out a sequence that was preempted a moment ago.
-            if num_slots > self.max_num_seqs or not self.kv_cache.can_allocate(sequence, spare=len(self.running)):
+            if num_slots > self.max_num_seqs or not self.block_manager.can_allocate(sequence, spare=len(self.running)):
                 return
             self._admit()
             admissible -= 1
@@ -147,7 +153,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         sequence = self.waiting.pop(0)
-        self.kv_cache.allocate(sequence)
+        self.block_manager.allocate(sequence)
         sequence.state = SequenceState.RUNNING
         bisect.insort(self.running, sequence, key=_order)
 
@@ -155,7 +161,7 @@ class Scheduler:
         """Free the last running sequence's blocks; it will be computed again, generated tokens included."""
         sequence = self.running.pop()
         waits_for_others = not sequence.num_uncomputed_tokens
-        self.kv_cache.free(sequence)
+        self.block_manager.free(sequence)
         if waits_for_others:
             sequence.state = SequenceState.PENDING
         else:

@@ -4,14 +4,12 @@ import hashlib
 import itertools
 import time
 from enum import Enum, auto
-from typing import TYPE_CHECKING
 
+from fastinfer.engine.acceptance import Acceptance
+from fastinfer.engine.grammar import Grammar
+from fastinfer.engine.ngram_index import NgramIndex
 from fastinfer.engine.token_counts import TokenCounts
 from fastinfer.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from fastinfer.engine.grammar import Grammar
-    from fastinfer.engine.speculation import Acceptance, NgramIndex
 
 _arrivals = itertools.count()
 
@@ -33,9 +31,9 @@ class Sequence:
         num_computed_tokens: how many have their keys and values in the cache.
         num_prefill_tokens: how many there were when it was admitted: until so many are computed, it does not decode.
         max_length: it ends with so many tokens, prompt included.
-        blocks: cache blocks in the order of the tokens, owned by ``KVCache``: the list grows at its end, and is
+        blocks: cache blocks in the order of the tokens, owned by ``BlockManager``: the list grows at its end, and is
             replaced by a new one when anything else changes.
-        block_keys: of the prefix cache, one for each full block that was looked up; owned by ``KVCache``.
+        block_keys: of the prefix cache, one for each full block that was looked up; owned by ``BlockManager``.
         num_cached_blocks: how many of its blocks the prefix cache knows.
         cache_root: what the keys begin with: tokens are shared only under the same salt and adapter.
         reads_prefix: whether it may take computed blocks from the prefix cache.

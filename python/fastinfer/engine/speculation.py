@@ -6,19 +6,14 @@ Leviathan et al., 2023, https://arxiv.org/abs/2211.17192; lookup in the text its
 https://github.com/apoorvumang/prompt-lookup-decoding.
 """
 
-import statistics
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import Counter
 
+from fastinfer.engine.acceptance import FIRST_ACCEPTANCE, LEARNING_RATE, Acceptance, StepCosts
+from fastinfer.engine.ngram_index import NgramIndex
 from fastinfer.engine.scheduler import Chunk
 from fastinfer.engine.sequence import Sequence
 
-# Lengths of the n-grams that are looked up, the longest first. Single tokens were accepted too seldom to be of use.
-NGRAM_LENGTHS = (4, 3, 2)
-# A draft's chance before anything is known, and the weight of what the engine knows in a new sequence's estimate.
-FIRST_ACCEPTANCE, PRIOR_WEIGHT = 0.5, 2.0
-# The newest outcome's weight in the engine's own estimate, and how fast a sequence forgets.
-LEARNING_RATE, MEMORY = 0.02, 0.9
 # Drafts are given up to a multiple of so many tokens, as products compute them, or fewer than that: few sizes of steps,
 # whose costs are soon known.
 ROWS = 4
@@ -26,58 +21,6 @@ ROWS = 4
 # its place empty: four answers that copied little ran at 0.93 of the speed of none with 1, at 0.94 with 1.15, at 0.98
 # with 1.3; copies gain as much. Not for draft models, which have to be asked before they are known.
 NGRAM_BATCH_GAIN = 1.3
-
-
-class StepCosts:
-    """Seconds of a step that decodes, by its number of tokens: measured, and guessed where it has not been.
-
-    The guess: a step costs as much as reading the weights, and each token a third of that again (2 cores, 135M
-    parameters in 4 bits: 1.83 times for 4 tokens, 2.8 for 8, 5.1 for 16).
-    """
-
-    SAMPLES, ENOUGH, STALE = 8, 3, 256
-
-    def __init__(self) -> None:
-        self._samples: dict[int, deque[float]] = {}
-        self._medians: dict[int, float] = {}
-        self._last_seen: dict[int, int] = {}
-        self._num_steps = 0
-
-    def add(self, num_tokens: int, seconds: float) -> None:
-        self._num_steps += 1
-        if num_tokens not in self._last_seen:
-            self._last_seen[num_tokens] = self._num_steps
-            return  # the first one records a graph
-        self._last_seen[num_tokens] = self._num_steps
-        samples = self._samples.setdefault(num_tokens, deque(maxlen=self.SAMPLES))
-        samples.append(seconds)
-        if len(samples) >= self.ENOUGH:
-            self._medians[num_tokens] = statistics.median(samples)
-        for stale in [n for n, step in self._last_seen.items() if self._num_steps - step > self.STALE]:
-            del self._last_seen[stale]  # perhaps the machine was busy then
-            self._samples.pop(stale, None)
-            self._medians.pop(stale, None)
-
-    def estimate(self, num_tokens: int) -> float:
-        """Seconds; in units of their own while nothing is known."""
-        if not self._medians:
-            return 3.0 + num_tokens
-        nearest = min(self._medians, key=lambda n: abs(n - num_tokens))
-        return self._medians[nearest] * (3 + num_tokens) / (3 + nearest)
-
-
-class Acceptance:
-    """The share of drafts that were accepted lately."""
-
-    def __init__(self, prior: float) -> None:
-        self._accepted, self._total = prior * PRIOR_WEIGHT, PRIOR_WEIGHT
-
-    def add(self, accepted: bool) -> None:
-        self._accepted, self._total = MEMORY * self._accepted + accepted, MEMORY * self._total + 1
-
-    @property
-    def rate(self) -> float:
-        return self._accepted / self._total
 
 
 class Speculator(ABC):
@@ -148,7 +91,8 @@ class Speculator(ABC):
 
     def _choose(self, sequences: list[Sequence], available: list[int]) -> list[int]:
         """Each sequence's number of drafts: of all that are available so many, the likeliest first, as give the most
-        expected tokens per second."""
+        expected tokens per second.
+        """
         rates = [self._estimate(sequence).rate for sequence in sequences]
         likeliest = sorted(
             (-(rate**depth), depth, index)
@@ -171,34 +115,10 @@ class Speculator(ABC):
         return [chosen[index] for index in range(len(sequences))]
 
 
-class NgramIndex:
-    """Where the n-grams of a text were followed by what, the newest occurrence of each.
-
-    Attributes:
-        guess: how the text may go on from ``position``; empty where nothing was found, or the guess has been verified.
-    """
-
-    def __init__(self) -> None:
-        self.guess: list[int] = []
-        self.position = 0
-        self._next: dict[tuple[int, ...], int] = {}  # n-gram to the position after it
-
-    def look_up(self, tokens: list[int], count: int) -> None:
-        """Guess what follows the text: what followed the longest n-gram it ends with when that last occurred."""
-        for end in range(max(self.position, 1), len(tokens)):
-            for n in NGRAM_LENGTHS:
-                if n <= end:
-                    self._next[tuple(tokens[end - n : end])] = end
-        self.position = len(tokens)
-        found = (self._next.get(tuple(tokens[-n:])) for n in NGRAM_LENGTHS if n <= len(tokens))
-        start = next((start for start in found if start is not None), len(tokens))
-        # Near the end of the text it goes on with itself.
-        self.guess = [tokens[start + i % (len(tokens) - start)] for i in range(count if start < len(tokens) else 0)]
-
-
 class NgramSpeculator(Speculator):
     """Guesses that a text goes on as it did before, after the same few tokens. That costs next to nothing, so it
-    guesses in every step, and learns from guesses that were not verified as well."""
+    guesses in every step, and learns from guesses that were not verified as well.
+    """
 
     batch_gain = NGRAM_BATCH_GAIN
 

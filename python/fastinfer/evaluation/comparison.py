@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from fastinfer import hub
-from fastinfer.benchmarks.report import table
-from fastinfer.commands.text import read_tokens
 from fastinfer.errors import RequestError
 from fastinfer.evaluation.perplexity import log_probabilities, loss, windows
+from fastinfer.evaluation.text_file import read_tokens
 from fastinfer.formats.safetensors_folder import weight_file_bytes
 from fastinfer.llm import LLM
 from fastinfer.models import Model, load_model
 from fastinfer.models.config import Precision
 from fastinfer.sampling_params import SamplingParams
+from fastinfer.utils.table import format_table
 
 SPEED_PROMPT, SPEED_TOKENS, SPEED_REPEATS = 32, 64, 3
 
@@ -106,7 +106,7 @@ def compare(
 
 
 def report(results: list[Result]) -> str:
-    return table([HEADER, *(result.row() for result in results)])
+    return format_table([HEADER, *(result.row() for result in results)])
 
 
 def as_json(results: list[Result]) -> list[dict[str, Any]]:
@@ -136,7 +136,8 @@ def _judge(
     model: Model, texts: list[list[int]], reference: list[tuple[Tensor, Tensor]], kv_cache_dtype: torch.dtype
 ) -> Iterator[tuple[float, float, float]]:
     """(loss, agreement, divergence) of each text. The first model leaves its most likely tokens, and its
-    log-probabilities in fp16, behind."""
+    log-probabilities in fp16, behind.
+    """
     is_first = not reference
     for index, log_probs in enumerate(log_probabilities(model, texts, kv_cache_dtype)):
         likeliest = log_probs.argmax(-1)

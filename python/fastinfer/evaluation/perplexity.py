@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fastinfer.engine.batch import Batch
-from fastinfer.engine.kv_tensors import KVCacheTensors, num_blocks_for
 from fastinfer.errors import RequestError
 from fastinfer.models import Model
+from fastinfer.models.batch import Batch
+from fastinfer.models.kv_cache import KVCache, num_blocks_for
 
 BLOCK_SIZE = 32
 
@@ -33,7 +33,7 @@ def log_probabilities(model: Model, texts: list[list[int]], kv_cache_dtype: torc
     config = model.config
     blocks = max(num_blocks_for(len(text), BLOCK_SIZE) for text in texts)
     sizes = BLOCK_SIZE, config.num_kv_heads, config.head_dim, kv_cache_dtype, "cpu"
-    cache = KVCacheTensors.empty(config.num_layers, blocks, *sizes)
+    cache = KVCache.empty(config.num_layers, blocks, *sizes)
     for text in texts:
         batch = Batch.of_texts([text], BLOCK_SIZE)
         yield model.logits(model.forward(batch, cache), batch.positions).float().log_softmax(-1)

@@ -49,7 +49,8 @@ class AWQFormat:
 
     def read(self, layer: LinearTensors, exact: bool = True) -> Int4 | Int8 | Dense:
         """A layer's weight: Int4, or Dense for a layer that was left out; see
-        :meth:`fastinfer.formats.gptq.GPTQFormat.read`."""
+        :meth:`fastinfer.formats.gptq.GPTQFormat.read`.
+        """
         if layer.has("weight") and not layer.has("qweight"):
             return layer.dense()
         words = layer.take("qweight", torch.int32, (None, None))

@@ -22,7 +22,7 @@ from torch import Tensor
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.linear_tensors import DENSE_DTYPES, LinearTensors
 from fastinfer.formats.quantization_settings import setting
-from fastinfer.formats.unpacked import Dense, Int8, Table
+from fastinfer.formats.unpacked import Dense, Int8, Lut
 from fastinfer.formats.zero_points import kernel_scales
 
 STATE = "weight.quant_state.bitsandbytes__"
@@ -51,8 +51,8 @@ class BitsAndBytesFormat:
             raise UnsupportedModelError("quantization_config: expected load_in_4bit or load_in_8bit")
         return cls(4 if four else 8)
 
-    def read(self, layer: LinearTensors, exact: bool = True) -> Table | Int8 | Dense:
-        """A layer's weight: Table, Int8, or Dense for a layer that was left out.
+    def read(self, layer: LinearTensors, exact: bool = True) -> Lut | Int8 | Dense:
+        """A layer's weight: Lut, Int8, or Dense for a layer that was left out.
 
         Args:
             layer: its tensors.
@@ -80,7 +80,7 @@ def _read_int8(layer: LinearTensors) -> Int8:
     return Int8(weight, (scales / 127)[:, None])
 
 
-def _read_table(layer: LinearTensors, exact: bool) -> Table:
+def _read_table(layer: LinearTensors, exact: bool) -> Lut:
     kind = "fp4" if layer.has(STATE + "fp4") else "nf4"
     state = _State.parse(layer, STATE + kind)
     rows, columns = state.shape
@@ -97,7 +97,7 @@ def _read_table(layer: LinearTensors, exact: bool) -> Table:
     else:
         scales = _nested_scales(layer, blocks, *state.nested)
     scales, _ = kernel_scales(scales.view(rows, -1), exact=exact)
-    return Table(_nibbles(packed), scales, table=table)
+    return Lut(_nibbles(packed), scales, table=table)
 
 
 def _nested_scales(layer: LinearTensors, blocks: int, block_size: int, offset: float) -> Tensor:

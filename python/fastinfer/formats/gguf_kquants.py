@@ -143,7 +143,7 @@ def _affine(
     mins: np.ndarray | None,
     dtype: DTypeLike = np.float32,
 ) -> np.ndarray:
-    """scale * q + min for every group of 16, computed in fp32, rounded if ``dtype`` is int8: [rows, blocks, 256]."""
+    """Scale * q + min for every group of 16, computed in fp32, rounded if ``dtype`` is int8: [rows, blocks, 256]."""
     values = np.empty((*blocks.shape[:2], 256), dtype)
     step = max(1, CHUNK // (256 * blocks.shape[1]))
     for begin in range(0, len(blocks), step):

@@ -1,6 +1,6 @@
 """A weight between its file and the kernels: integers, scales and minimums side by side, nothing packed yet.
 
-Every reader of a quantised format produces one of these four forms; :func:`fastinfer.formats.weight.make_weight` packs
+Every reader of a quantised format produces one of these four forms; :func:`fastinfer.weights.weight.make_weight` packs
 them. Rows can be picked, reordered and concatenated here without touching a number.
 """
 
@@ -130,7 +130,7 @@ class Int8(Grouped):
 
 
 @dataclass(frozen=True, eq=False)
-class Table(Grouped):
+class Lut(Grouped):
     """w = scale * table[q]; ``q`` is uint8, 0..15, ``table`` [16] fp32. No minimums.
 
     NF4 (https://arxiv.org/abs/2305.14314) and other formats of 16 values.

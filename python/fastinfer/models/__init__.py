@@ -6,18 +6,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fastinfer.device import resolve_device
-from fastinfer.engine.batch import Batch
-from fastinfer.engine.kv_tensors import KVCacheTensors
 from fastinfer.formats.gguf import GGUFFile
+from fastinfer.models.batch import Batch
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig, Precision
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
 from fastinfer.models.hf_checkpoint import HFCheckpoint
+from fastinfer.models.kv_cache import KVCache
 from fastinfer.models.loader import load_decoder
 from fastinfer.models.lora import AdapterSlots
-from fastinfer.tokenizer import Tokenizer
-from fastinfer.torch_threads import one_torch_thread
+from fastinfer.tokenizers.tokenizer import Tokenizer
+from fastinfer.utils.device import resolve_device
+from fastinfer.utils.torch_threads import one_torch_thread
 
 
 class Model(Protocol):
@@ -26,7 +26,7 @@ class Model(Protocol):
     @property
     def config(self) -> ModelConfig: ...
 
-    def forward(self, batch: Batch, kv_cache: KVCacheTensors) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """Compute a step, filling the cache; [tokens, hidden] of the last layer, before the last norm."""
         ...
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fastinfer import ops
-from fastinfer.engine.batch import Batch
-from fastinfer.engine.kv_tensors import LayerCache
-from fastinfer.formats.weight import Weight
+from fastinfer.models.batch import Batch
+from fastinfer.models.kv_cache import LayerCache
 from fastinfer.models.lora import LayerAdapters
 from fastinfer.models.norm import Norm
 from fastinfer.models.projection import OutputProjection
+from fastinfer.weights.weight import Weight
 
 
 @dataclass(frozen=True, eq=False)

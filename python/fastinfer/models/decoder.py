@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from fastinfer import ops
-from fastinfer.engine.batch import Batch
-from fastinfer.engine.kv_tensors import KVCacheTensors
-from fastinfer.formats.weight import Weight
 from fastinfer.models.attention import Attention
+from fastinfer.models.batch import Batch
 from fastinfer.models.config import ModelConfig
+from fastinfer.models.kv_cache import KVCache
 from fastinfer.models.lora import AdapterSlots, LayerAdapters
 from fastinfer.models.mlp import MLP
 from fastinfer.models.norm import Norm
+from fastinfer.weights.weight import Weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ class Decoder:
     adapters: AdapterSlots | None = None
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, kv_cache: KVCacheTensors) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """Compute a step, filling the cache.
 
         Returns:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastinfer.errors import GGUFFormatError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile, GGUFTensor, GGUFType
-from fastinfer.formats.gguf_dequant import DENSE_DTYPES, unpack_rows
+from fastinfer.formats.gguf_unpack import DENSE_DTYPES, unpack_rows
 from fastinfer.formats.unpacked import Dense, Unpacked
 from fastinfer.models.checkpoint import fused_rows, split_name
 from fastinfer.models.gguf_config import read_gguf_config

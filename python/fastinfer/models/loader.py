@@ -7,19 +7,19 @@ from torch import Tensor
 
 from fastinfer import ops
 from fastinfer.errors import RequestError, UnsupportedModelError
-from fastinfer.formats.stacked_weight import stack_weights
 from fastinfer.formats.unpacked import Unpacked, combine, concatenate
-from fastinfer.formats.weight import ConcatenatedWeight, Weight, make_weight
-from fastinfer.huge_pages import HugePages
 from fastinfer.models.attention import Attention
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig, Precision
 from fastinfer.models.decoder import Decoder, DecoderLayer
-from fastinfer.models.mixture import MixtureOfExperts
 from fastinfer.models.mlp import MLP, GatedMLP, PlainMLP
+from fastinfer.models.moe import MixtureOfExperts
 from fastinfer.models.norm import LayerNorm, Norm, RMSNorm
 from fastinfer.models.projection import OutputProjection
 from fastinfer.ops.pack import TILE_ROWS, interleave_gate_up
+from fastinfer.utils.huge_pages import HugePages
+from fastinfer.weights.expert_weights import make_expert_weights
+from fastinfer.weights.weight import ConcatenatedWeight, Weight, make_weight
 
 # Of the rotary table: 256 MiB at a head size of 64.
 MAX_POSITIONS = 2**20
@@ -168,8 +168,10 @@ class DecoderLoader:
         return MixtureOfExperts(
             norm=norm,
             router=make_weight(router, 32, self._device, self._dense_dtype),
-            gate_up=stack_weights([self._gate_up(expert) for expert in experts], *packing),
-            down=stack_weights([checkpoint.linear(f"{expert}.down_proj", *shape) for expert in experts], *packing),
+            gate_up=make_expert_weights([self._gate_up(expert) for expert in experts], *packing),
+            down=make_expert_weights(
+                [checkpoint.linear(f"{expert}.down_proj", *shape) for expert in experts], *packing
+            ),
             top_k=config.experts_per_token,
             renormalize=config.renormalize_experts,
             activation=config.activation,

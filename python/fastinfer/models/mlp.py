@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fastinfer import ops
-from fastinfer.formats.weight import Weight
 from fastinfer.models.lora import LayerAdapters
-from fastinfer.models.mixture import MixtureOfExperts
+from fastinfer.models.moe import MixtureOfExperts
 from fastinfer.models.norm import Norm
 from fastinfer.models.projection import OutputProjection
 from fastinfer.ops.pack import TILE_ROWS
+from fastinfer.weights.weight import Weight
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fastinfer import ops
-from fastinfer.formats.weight import NormOptions
+from fastinfer.weights.weight import NormOptions
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fastinfer.formats.weight import Weight
 from fastinfer.models.lora import LayerAdapters
 from fastinfer.models.norm import RMSNorm
+from fastinfer.weights.weight import Weight
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,12 +6,12 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from fastinfer import ops
-from fastinfer.formats.weight import NormOptions
 from fastinfer.nn.dense_cache import dense_cache_attention
 from fastinfer.nn.linear import make_linear
+from fastinfer.nn.merged_linear import merge_linears, name_rows
 from fastinfer.nn.rms_norm import RMSNorm
 from fastinfer.nn.rotary import rotary_table
-from fastinfer.nn.stacked import name_rows, stack_linears
+from fastinfer.weights.weight import NormOptions
 
 
 class Attention(nn.Module):
@@ -64,7 +64,7 @@ class Attention(nn.Module):
         self.head_dim, self.layer_idx, self.scaling = head_dim, layer_idx, scaling
         self.heads = [size // head_dim for size in sizes]
         self.sliding_window, self.softcap = sliding_window, softcap
-        self.qkv_proj = stack_linears([q_proj, k_proj, v_proj], False, quantize, group_size, activation_bits)
+        self.qkv_proj = merge_linears([q_proj, k_proj, v_proj], False, quantize, group_size, activation_bits)
         self.o_proj = make_linear(o_proj, quantize, group_size, activation_bits)
         self.q_norm, self.k_norm, self.sinks = q_norm, k_norm, sinks
         name_rows(self, "qkv_proj", ("q_proj", "k_proj", "v_proj"), sizes, interleaved=False)

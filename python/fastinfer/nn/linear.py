@@ -9,10 +9,10 @@ from typing_extensions import Unpack
 
 from fastinfer import ops
 from fastinfer.formats.unpacked import Grouped
-from fastinfer.formats.weight import LinearOptions
 from fastinfer.nn.exact_buffers import ExactBuffers
 from fastinfer.ops.pack import TILE_ROWS
 from fastinfer.quantize.rounding import NF4_TABLE, round_to_int8, round_to_nf4, round_with_minimum
+from fastinfer.weights.weight import LinearOptions
 
 # By kind: how a weight is rounded, and the inputs that share a scale unless said otherwise.
 KINDS: dict[str, tuple[Callable[[Tensor, int], Grouped], int]] = {

@@ -3,9 +3,9 @@
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from fastinfer.formats.weight import NormOptions
 from fastinfer.nn.linear import make_linear
-from fastinfer.nn.stacked import name_rows, stack_linears
+from fastinfer.nn.merged_linear import merge_linears, name_rows
+from fastinfer.weights.weight import NormOptions
 
 
 class FusedMLP(nn.Module):
@@ -39,7 +39,7 @@ class FusedMLP(nn.Module):
         if activation not in ("silu", "gelu_tanh", "gelu"):
             raise ValueError(f"activation must be silu, gelu_tanh or gelu, got {activation!r}")
         self.activation = activation
-        self.gate_up_proj = stack_linears([gate_proj, up_proj], True, quantize, group_size, activation_bits)
+        self.gate_up_proj = merge_linears([gate_proj, up_proj], True, quantize, group_size, activation_bits)
         self.down_proj = make_linear(down_proj, quantize, group_size, activation_bits)
         sizes = gate_proj.out_features, up_proj.out_features
         name_rows(self, "gate_up_proj", ("gate_proj", "up_proj"), sizes, interleaved=True)

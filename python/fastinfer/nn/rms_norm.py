@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fastinfer import ops
-from fastinfer.formats.weight import NormOptions
+from fastinfer.weights.weight import NormOptions
 
 
 class RMSNorm(nn.Module):

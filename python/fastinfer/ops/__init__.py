@@ -21,7 +21,11 @@ from fastinfer.ops import _fakes  # noqa: F401  (tells torch what it must know o
 from fastinfer.ops.activation import gelu, gelu_and_mul, silu_and_mul, softcap
 from fastinfer.ops.attention import merge_attention_states, paged_attention, paged_attention_plan, store_kv_cache
 from fastinfer.ops.embedding import embedding
-from fastinfer.ops.experts import (
+from fastinfer.ops.gemm import gemm, int4_gemm, int8_gemm, table_gemm
+from fastinfer.ops.graph import CPUGraph, GraphCaptureError, GraphMemory
+from fastinfer.ops.invariance import batch_invariant
+from fastinfer.ops.lora import add_lora
+from fastinfer.ops.moe import (
     Routing,
     combine_experts,
     grouped_gemm,
@@ -30,10 +34,6 @@ from fastinfer.ops.experts import (
     grouped_table_gemm,
     route_experts,
 )
-from fastinfer.ops.gemm import gemm, int4_gemm, int8_gemm, table_gemm
-from fastinfer.ops.graph import CPUGraph, GraphCaptureError, GraphMemory
-from fastinfer.ops.invariance import batch_invariant
-from fastinfer.ops.lora import add_lora
 from fastinfer.ops.norm import add_rms_norm, layer_norm, rms_norm, rms_norm_quantize
 from fastinfer.ops.pack import (
     int4_dequantize,

@@ -1,5 +1,6 @@
 """What torch is told of the operators besides their kernels: shape functions ("fakes"), which torch.compile and
-torch.export trace, and that none has a gradient."""
+torch.export trace, and that none has a gradient.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,6 @@
 """AWQ (Lin et al., 2023, https://arxiv.org/abs/2306.00978): inputs that are large make their weights important; those
-weights are scaled up before rounding, and the inputs down by whatever produces them."""
+weights are scaled up before rounding, and the inputs down by whatever produces them.
+"""
 
 import torch
 from torch import Tensor

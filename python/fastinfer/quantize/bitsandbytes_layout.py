@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastinfer.errors import QuantizationError
 from fastinfer.formats.bitsandbytes import STATE
-from fastinfer.formats.unpacked import Table, Unpacked
+from fastinfer.formats.unpacked import Lut, Unpacked
 from fastinfer.quantize.layout import WriterSettings, cannot_hold
 from fastinfer.quantize.rounding import NF4_TABLE
 
@@ -44,7 +44,7 @@ class BitsAndBytesLayout:
         self._dtype = str(dtype).removeprefix("torch.")
 
     def tensors(self, weight: Unpacked) -> dict[str, Tensor]:
-        if not isinstance(weight, Table) or weight.table is None or not torch.equal(weight.table, NF4_TABLE):
+        if not isinstance(weight, Lut) or weight.table is None or not torch.equal(weight.table, NF4_TABLE):
             raise cannot_hold("bitsandbytes", weight)
         if weight.permutation is not None:
             raise QuantizationError("expected inputs in the model's order, got a permutation")

@@ -14,14 +14,14 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from fastinfer import ops
-from fastinfer.engine.batch import Batch
-from fastinfer.engine.kv_tensors import KVCacheTensors, num_blocks_for
 from fastinfer.formats.unpacked import Unpacked
-from fastinfer.formats.weight import LinearOptions, Weight, normalized
+from fastinfer.models.batch import Batch
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
+from fastinfer.models.kv_cache import KVCache, num_blocks_for
 from fastinfer.models.loader import DecoderLoader
 from fastinfer.quantize.statistics import InputStatistics
+from fastinfer.weights.weight import LinearOptions, Weight, normalized
 
 BLOCK_SIZE = 32
 
@@ -105,7 +105,7 @@ def calibrate(
     batch = Batch.of_texts(texts, BLOCK_SIZE)
     blocks = sum(num_blocks_for(len(text), BLOCK_SIZE) for text in texts)
     sizes = BLOCK_SIZE, config.num_kv_heads, config.head_dim, torch.float32, "cpu"
-    (cache,) = KVCacheTensors.empty(1, blocks, *sizes)
+    (cache,) = KVCache.empty(1, blocks, *sizes)
     loader = _CalibratedLoader(checkpoint, max(map(len, texts)), quantize)
     x = loader.embedding().rows(batch.token_ids, torch.float32)
     positions = loader.position_embedding()

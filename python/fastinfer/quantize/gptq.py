@@ -1,5 +1,6 @@
 """GPTQ (Frantar et al., 2022, https://arxiv.org/abs/2210.17323): the error of each rounding is made good by the columns
-that are still to be rounded, as far as the inputs' correlations allow."""
+that are still to be rounded, as far as the inputs' correlations allow.
+"""
 
 import torch
 from torch import Tensor
@@ -7,7 +8,7 @@ from torch import Tensor
 from fastinfer.formats.unpacked import Unpacked
 from fastinfer.quantize.rounding import Grid
 from fastinfer.quantize.statistics import InputStatistics
-from fastinfer.torch_threads import one_torch_thread
+from fastinfer.utils.torch_threads import one_torch_thread
 
 BLOCK = 128  # columns whose corrections are applied to the rest at once
 

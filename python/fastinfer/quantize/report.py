@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from fastinfer.benchmarks.report import table
+from fastinfer.utils.table import format_table
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Report:
     def __str__(self) -> str:
         rows = [["layer", "relative error"]]
         rows += [[name, f"{error:.2e}"] for name, error in self.errors.items()]
-        lines = [table(rows), "", f"size        {_mib(self.bytes_before)} to {_mib(self.bytes_after)}"]
+        lines = [format_table(rows), "", f"size        {_mib(self.bytes_before)} to {_mib(self.bytes_after)}"]
         if self.perplexity_before is not None and self.perplexity_after is not None:
             change = self.perplexity_after / self.perplexity_before - 1
             lines.append(f"perplexity  {self.perplexity_before:.3f} to {self.perplexity_after:.3f} ({change:+.2%})")

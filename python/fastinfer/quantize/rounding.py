@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastinfer.formats.unpacked import Int4, Int8, Table
+from fastinfer.formats.unpacked import Int4, Int8, Lut
 
 # The quantiles of a normal distribution that NF4 rounds to (https://arxiv.org/abs/2305.14314, appendix E).
 NF4_TABLE = torch.tensor(
@@ -115,13 +115,13 @@ def round_with_minimum(values: Tensor, group_size: int) -> Int4:
     return Int4(q.byte().flatten(1), scales, mins)
 
 
-def round_to_nf4(values: Tensor, group_size: int = 64) -> Table:
+def round_to_nf4(values: Tensor, group_size: int = 64) -> Lut:
     """Every weight to the nearest of NF4's 16 values times the group's largest magnitude."""
     groups = values.unflatten(1, (-1, group_size))
     scales = groups.abs().amax(-1)
     relative = groups / scales.clamp(min=torch.finfo(torch.float32).tiny)[..., None]
     borders = (NF4_TABLE[1:] + NF4_TABLE[:-1]) / 2
-    return Table(torch.bucketize(relative, borders).byte().flatten(1), scales, table=NF4_TABLE)
+    return Lut(torch.bucketize(relative, borders).byte().flatten(1), scales, table=NF4_TABLE)
 
 
 def round_rows(values: Tensor) -> Int8:

@@ -9,5 +9,6 @@
 
 from fastinfer.integrations.transformers.quantizer import FastinferConfig
 from fastinfer.integrations.transformers.registration import register
+from fastinfer.integrations.transformers.replace import Replacement, replace
 
-__all__ = ["FastinferConfig", "register"]
+__all__ = ["FastinferConfig", "Replacement", "register", "replace"]

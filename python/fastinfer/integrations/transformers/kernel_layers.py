@@ -9,7 +9,7 @@ or, by transformers' own means:
 
 >>> model = AutoModelForCausalLM.from_pretrained(path, kernel_config=FastinferKernels())  # doctest: +SKIP
 
-Such a layer has no state of its own, so only norms gain from it; :func:`fastinfer.nn.replace` does more. The names
+Such a layer has no state of its own, so only norms gain from it; :func:`fastinfer.integrations.transformers.replace` does more. The names
 ``SwiGLUMLP``, ``GeGLUMLP`` and ``Linear`` are registered by no model of transformers 5; ``rotary_pos_emb`` by models
 that rotate in different directions, and stands for a function that all models in a process share. The mapping has none
 of them.

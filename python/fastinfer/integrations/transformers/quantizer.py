@@ -13,9 +13,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fastinfer.nn.attention import Attention
 from fastinfer.nn.linear import KINDS, Linear, QuantLinear
+from fastinfer.nn.merged_linear import MergedRows
 from fastinfer.nn.mlp import FusedMLP
-from fastinfer.nn.stacked import StackedRows
-from fastinfer.torch_threads import one_torch_thread
+from fastinfer.utils.torch_threads import one_torch_thread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -91,7 +91,7 @@ class Quantize(ConversionOps):
 class FastinferQuantizer(HfQuantizer):
     """What :class:`FastinferConfig` asks for, one weight at a time, so that no dense model is ever in memory.
 
-    Every layer keeps its name and place, so that adapters find it; :func:`fastinfer.nn.replace` joins them afterwards
+    Every layer keeps its name and place, so that adapters find it; :func:`fastinfer.integrations.transformers.replace` joins them afterwards
     without rounding again. Saved, the model is loaded as it was. Layers whose inputs are no multiple of 32 stay dense.
 
     Devices: CPU, CUDA (not yet run on a GPU).
@@ -230,7 +230,7 @@ def mark_quantised(model: "PreTrainedModel", config: FastinferConfig) -> None:
 
 def _is_dense(model: nn.Module, name: str, module: nn.Module) -> bool:
     """A linear layer, or one that was stacked, with a dense weight."""
-    if isinstance(module, StackedRows):
+    if isinstance(module, MergedRows):
         return isinstance(model.get_submodule(f"{name.rpartition('.')[0]}.{module.stacked}"), Linear)
     return type(module) in (nn.Linear, Linear)
 

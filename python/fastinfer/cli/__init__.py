@@ -1,0 +1,1 @@
+"""The command line: ``fastinfer`` and its subcommands, one file each."""

@@ -1,0 +1,43 @@
+"""``fastinfer eval``: how well models predict a text."""
+
+import argparse
+import json
+from pathlib import Path
+
+from fastinfer import hub
+from fastinfer.benchmarks.progress import shown
+from fastinfer.benchmarks.report import print_plot, write_json
+from fastinfer.evaluation import comparison
+from fastinfer.evaluation.perplexity import perplexity, windows
+from fastinfer.evaluation.text_file import read_tokens
+from fastinfer.models import load_model
+from fastinfer.models.config import Precision
+
+
+def run(args: argparse.Namespace) -> int:
+    return _compare(args) if args.what == "compare" else _perplexity(args)
+
+
+def _perplexity(args: argparse.Namespace) -> int:
+    with shown(args.models[0]) as progress:
+        progress("loading")
+        model, tokenizer = load_model(hub.resolve(args.models[0]), args.dtype, max_model_len=args.length)
+        texts = windows(read_tokens(args.text, tokenizer), args.length, args.tokens)
+        progress(f"{sum(map(len, texts))} tokens")
+        found = perplexity(model, texts, Precision.of(args.dtype).kv_cache_dtype)
+    print(json.dumps({"perplexity": found, "tokens": sum(map(len, texts))}) if args.json else f"{found:.4f}")
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    with shown("compare") as progress:
+        results = comparison.compare(
+            args.models, args.text, args.length, args.tokens, args.dtype, speed=args.speed, progress=progress
+        )
+    print(comparison.report(results))
+    if args.out is not None:
+        path = Path(args.out) / "compare.json"
+        settings = {name: value for name, value in vars(args).items() if name not in ("module", "out")}
+        write_json(path, {"settings": settings, "results": comparison.as_json(results)})
+        print_plot(lambda: comparison.plot(results, path.with_suffix(".png")))
+    return 0

@@ -1,0 +1,88 @@
+"""``fastinfer generate``: one prompt, its text streamed, its speed below."""
+
+import argparse
+import contextlib
+import json
+import sys
+from dataclasses import asdict, dataclass
+
+from fastinfer.cli.session import load
+from fastinfer.errors import RequestError
+from fastinfer.outputs import RequestOutput
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Counts and times of one finished request.
+
+    Attributes:
+        prompt_tokens, tokens: counts; ``tokens`` are the generated ones.
+        first_token_s: seconds from arrival to the first token.
+        tokens_per_s: of decoding, the first token left out; ``None`` with fewer than two tokens.
+    """
+
+    prompt_tokens: int
+    tokens: int
+    first_token_s: float
+    tokens_per_s: float | None
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> "Speed":
+        times, tokens = output.metrics, len(output.outputs[0].token_ids)
+        assert times.first_token_time is not None
+        assert times.finish_time is not None
+        decoding = times.finish_time - times.first_token_time
+        return cls(
+            prompt_tokens=len(output.prompt_token_ids),
+            tokens=tokens,
+            first_token_s=times.first_token_time - times.arrival_time,
+            tokens_per_s=(tokens - 1) / decoding if tokens > 1 else None,
+        )
+
+    def __str__(self) -> str:
+        line = f"{self.prompt_tokens} prompt tokens, first token after {self.first_token_s * 1e3:.0f} ms, "
+        line += f"{self.tokens} token{'s' * (self.tokens != 1)}"
+        return line if self.tokens_per_s is None else f"{line} at {self.tokens_per_s:.1f} tokens/s"
+
+
+def run(args: argparse.Namespace) -> int:
+    prompt = _read_stdin() if args.prompt == "-" else args.prompt
+    llm, params = load(args)
+    if args.raw or llm.tokenizer.chat_template is None:
+        outputs = llm.stream_outputs(prompt, params)
+    else:
+        outputs = llm.stream_chat([{"role": "user", "content": prompt}], params)
+    with contextlib.closing(outputs):
+        for output in outputs:
+            if not args.json:
+                print(output.outputs[0].delta, end="", flush=True)
+    completion = output.outputs[0]
+    if completion.finish_reason == "error":
+        raise RequestError(f"the request failed: {completion.stop_reason}")
+    if args.json:
+        print(
+            json.dumps(
+                {
+                    "model": args.model,
+                    "prompt": prompt,
+                    "text": completion.text,
+                    "token_ids": completion.token_ids,
+                    "finish_reason": completion.finish_reason,
+                    **asdict(Speed.of(output)),
+                }
+            )
+        )
+    else:
+        print(flush=True)
+        print(Speed.of(output), file=sys.stderr)
+    return 0
+
+
+def _read_stdin() -> str:
+    if sys.stdin is None:
+        raise RequestError("prompt: expected text on standard input, which is closed")
+    try:
+        # The newline that ends the last line is the shell's or the editor's, not part of the prompt.
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"prompt: expected UTF-8 on standard input, got {error}") from error

@@ -1,0 +1,56 @@
+"""``fastinfer quantize``: write a quantised copy of a model."""
+
+import argparse
+import json
+from pathlib import Path
+
+from tqdm import tqdm
+
+from fastinfer import hub
+from fastinfer.errors import RequestError
+from fastinfer.evaluation.perplexity import perplexity, windows
+from fastinfer.evaluation.text_file import read_tokens
+from fastinfer.models import load_model
+from fastinfer.quantize.checkpoint import quantize_checkpoint
+from fastinfer.quantize.methods import METHODS, SYMMETRIC, Method
+from fastinfer.tokenizers.tokenizer import Tokenizer
+
+
+def run(args: argparse.Namespace) -> int:
+    bits = args.bits or METHODS[args.method][0]
+    symmetric = args.method in SYMMETRIC if args.symmetric is None else args.symmetric
+    method = Method(args.method, bits, args.group_size, symmetric)
+    source = hub.resolve(args.model)
+    if not source.is_dir():
+        raise RequestError(f"model: expected a folder of safetensors files, got {source}")
+    if method.needs_inputs and args.calibration is None:
+        raise RequestError(f"--calibration: {method.name} needs a text, got none")
+    tokenizer = Tokenizer.from_folder(source)
+    # Methods that do not look at the inputs still get some, for the report.
+    text = args.calibration or args.evaluation
+    if text is None:
+        raise RequestError("--calibration or --evaluation: expected a text to report errors on, got none")
+    texts = windows(read_tokens(text, tokenizer), args.length, args.tokens)
+    judged = None
+    if args.evaluation is not None:
+        judged = windows(read_tokens(args.evaluation, tokenizer), args.length, args.tokens)
+    with tqdm(desc=f"{method.name}, {sum(map(len, texts))} tokens", unit="layer") as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        out = Path(args.out)
+        report = quantize_checkpoint(source, out, method, texts, progress)
+    if judged is not None:
+        report.perplexity_before, report.perplexity_after = (_perplexity(path, judged) for path in (source, out))
+    (out / "quantization_report.json").write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    print(report)
+    print(out)
+    return 0
+
+
+def _perplexity(path: Path, texts: list[list[int]]) -> float:
+    model, _ = load_model(path, "float32", max_model_len=len(texts[0]))
+    with tqdm(texts, desc=f"perplexity of {path.name}", unit="text") as bar:
+        return perplexity(model, list(bar))

@@ -1,0 +1,188 @@
+"""Requests that generate text: their completions, and what the user sees of them."""
+
+import time
+
+from fastinfer.engine.request import Request, SequenceStep
+from fastinfer.engine.sampler import SampledToken, TokenLogprob, top_logprobs
+from fastinfer.engine.sequence import Sequence
+from fastinfer.engine.text_stream import TextStream
+from fastinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from fastinfer.tokenizers.tokenizer import Detokenizer, Tokenizer
+
+# Rows of a prompt whose logits are computed at a time when their log-probabilities are wanted: 12 MB of 49k logits.
+PROMPT_LOGPROBS_ROWS = 64
+
+
+class Completion:
+    """Takes in the sampled tokens of one sequence, decides when it ends, and reports.
+
+    Attributes:
+        sequence: what the scheduler works with.
+        finish_reason: ``None`` while it runs, see :class:`fastinfer.outputs.CompletionOutput`.
+    """
+
+    def __init__(self, index: int, sequence: Sequence, tokenizer: Tokenizer) -> None:
+        params = sequence.params
+        self.sequence = sequence
+        self.finish_reason: str | None = None
+        self._index = index
+        self._stop_reason: int | str | None = None
+        self._tokenizer = tokenizer
+        self._stop_ids = frozenset(params.stop_token_ids or ())
+        self._eos_ids = frozenset() if params.ignore_eos else tokenizer.eos_ids
+        self._stream = TextStream(Detokenizer(tokenizer, params.skip_special_tokens), params.stop or ())
+        self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self._cumulative_logprob = 0.0
+        self._num_reported = 0  # characters of the text that an output has carried
+
+    def add(self, token: SampledToken) -> None:
+        """Append a sampled token, and those that a grammar forces after it; finish if one of them ends the text."""
+        self._append(token)
+        grammar = self.sequence.grammar
+        if grammar is None or self.finish_reason is not None:
+            return
+        grammar.accept(token.token_id)
+        # Nobody has computed log-probabilities of tokens that are appended without a step.
+        for token_id in grammar.forced_tokens() if self._logprobs is None else ():
+            self._append(SampledToken(token_id))
+            if self.finish_reason is not None:
+                return
+            grammar.accept(token_id)
+        if grammar.finished:
+            self._finish_text("stop")
+
+    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
+        """End the completion with the text as it was last given out; the second time does nothing."""
+        if self.finish_reason is None:
+            self.finish_reason = reason
+            self._stop_reason = stop_reason
+
+    def output(self) -> CompletionOutput:
+        """The state now; its ``delta`` is what came since the last call."""
+        text = self._stream.text
+        delta = text[self._num_reported :]
+        self._num_reported = len(text)
+        return CompletionOutput(
+            index=self._index,
+            text=text,
+            token_ids=self.sequence.output_token_ids,
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+            logprobs=None if self._logprobs is None else list(self._logprobs),
+            delta=delta,
+            cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
+        )
+
+    def _append(self, token: SampledToken) -> None:
+        sequence, token_id = self.sequence, token.token_id
+        sequence.append(token_id)
+        if self._logprobs is not None and token.logprobs is not None:
+            self._logprobs.append(decoded(token.logprobs, self._tokenizer))
+            self._cumulative_logprob += token.logprobs[0].logprob
+        if token_id in self._eos_ids:
+            self._finish_text("stop")
+        elif token_id in self._stop_ids:
+            self._finish_text("stop", token_id)
+        else:
+            self._stream.add(token_id)
+            if self._stream.stopped_by is not None:
+                self.finish("stop", self._stream.stopped_by)
+            elif len(sequence) >= sequence.max_length:
+                self._finish_text("length")
+
+    def _finish_text(self, reason: str, stop_reason: int | str | None = None) -> None:
+        """End the completion, and its text with what was held back, in which a stop string may still come to light."""
+        self._stream.flush()
+        if self._stream.stopped_by is not None:
+            reason, stop_reason = "stop", self._stream.stopped_by
+        self.finish(reason, stop_reason)
+
+
+class GenerationRequest(Request):
+    """The completions of one prompt.
+
+    Args:
+        sequences: one for each completion, all of the same prompt; the first one computes it for all.
+        prompt: the prompt as text, handed through.
+        tokenizer: makes the text.
+
+    Attributes:
+        request_id: the engine's name for it.
+        finish_time: when its last completion ended, in seconds of ``time.perf_counter``.
+    """
+
+    def __init__(self, sequences: list[Sequence], prompt: str | None, tokenizer: Tokenizer) -> None:
+        first = sequences[0]
+        self.request_id = first.request_id
+        self.sequences = sequences
+        self.finish_time: float | None = None
+        self._num_cached_tokens: int | None = None  # of the prompt, when it began
+        self._params = first.params
+        self._completions = {s: Completion(index, s, tokenizer) for index, s in enumerate(sequences)}
+        self._prompt = prompt
+        self._prompt_token_ids = list(first.token_ids)
+        self._tokenizer = tokenizer
+        self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
+        self._arrival_time = first.arrival_time
+        self._first_token_time: float | None = None
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        return [s for s, completion in self._completions.items() if completion.finish_reason is None]
+
+    def take(self, step: SequenceStep) -> None:
+        """Append the tokens of a step to a completion, up to the one that ends it."""
+        if self._num_cached_tokens is None:
+            self._num_cached_tokens = step.start
+        if self._params.prompt_logprobs is not None:
+            self._take_prompt_logprobs(step, self._params.prompt_logprobs)
+        if step.tokens and self._first_token_time is None:
+            self._first_token_time = time.perf_counter()
+        completion = self._completions[step.sequence]
+        for token in step.tokens:
+            if completion.finish_reason is None:
+                completion.add(token)
+        self._note_the_end()
+
+    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
+        """End what has not ended by itself."""
+        for completion in self._completions.values():
+            completion.finish(reason, stop_reason)
+        self._note_the_end()
+
+    def output(self) -> RequestOutput:
+        """The state now; its deltas are what came since the last call."""
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self._prompt_token_ids,
+            outputs=[completion.output() for completion in self._completions.values()],
+            finished=self.finish_time is not None,
+            metrics=RequestMetrics(self._arrival_time, self._first_token_time, self.finish_time),
+            prompt_logprobs=None if self._params.prompt_logprobs is None else list(self._prompt_logprobs),
+            num_cached_tokens=self._num_cached_tokens or 0,
+        )
+
+    def _take_prompt_logprobs(self, step: SequenceStep, count: int) -> None:
+        """Of the prompt's tokens that follow on those computed; after a preemption they come once more."""
+        start = step.start + 1
+        tokens = self._prompt_token_ids[start : start + len(step.hidden)]
+        for begin in range(max(len(self._prompt_logprobs) - start, 0), len(tokens), PROMPT_LOGPROBS_ROWS):
+            part = tokens[begin : begin + PROMPT_LOGPROBS_ROWS]
+            logits = step.logits(begin, begin + len(part))
+            for row, token_id in zip(logits, part, strict=True):
+                self._prompt_logprobs.append(decoded(top_logprobs(row, token_id, count), self._tokenizer))
+
+    def _note_the_end(self) -> None:
+        if self.finish_time is None and not self.unfinished:
+            self.finish_time = time.perf_counter()
+
+
+def decoded(entries: list[TokenLogprob], tokenizer: Tokenizer) -> dict[int, Logprob]:
+    """One position's log-probabilities, as the user sees them."""
+    return {
+        entry.token_id: Logprob(
+            entry.logprob, entry.rank, tokenizer.decode([entry.token_id], skip_special_tokens=False)
+        )
+        for entry in entries
+    }

@@ -1,0 +1,177 @@
+"""Modules of transformers as ours, each held against what the original made of a trial run."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastinfer.integrations.transformers.trial import Call, Trial, same
+from fastinfer.nn.attention import Attention
+from fastinfer.nn.decoder_layer import fused_forward
+from fastinfer.nn.linear import QuantLinear
+from fastinfer.nn.mlp import FusedMLP
+from fastinfer.nn.rms_norm import RMSNorm
+from fastinfer.nn.rotary import RotaryEmbedding
+
+DIFFERENT = "computes something else than the kernel"
+MOVING_ROPE = ("dynamic", "longrope")  # their frequencies depend on the length of the sequence
+ROWS = 8192  # of a rotary table at once
+
+
+class Kept(Exception):
+    """Why a module stays."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How linear layers are quantised, see :class:`fastinfer.nn.QuantLinear`."""
+
+    quantize: str | None
+    group_size: int | None = None
+    activation_bits: int = 8
+
+    def arguments(self) -> dict[str, Any]:
+        return vars(self)
+
+
+def convert_norm(norm: nn.Module, trial: Trial) -> RMSNorm:
+    """An RMSNorm, whose weight may be an offset from one."""
+    weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or not isinstance(eps, float):
+        raise Kept("has no weight or no epsilon")
+    for unit_offset in (False, True):
+        ours = RMSNorm.from_weight(weight, eps, unit_offset)
+        if _agrees(ours, _calls(norm, trial)):
+            return ours
+    raise Kept(DIFFERENT)
+
+
+def convert_mlp(mlp: nn.Module, trial: Trial, options: Options) -> FusedMLP:
+    """A gated MLP."""
+    layers = _linears(mlp, ("gate_proj", "up_proj", "down_proj"))
+    activation = _activation(getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None)))
+    if not _agrees(_build(FusedMLP, *layers, activation=activation), _calls(mlp, trial)):
+        raise Kept(DIFFERENT)
+    return _build(FusedMLP, *layers, activation=activation, **options.arguments())
+
+
+def _activation(function: Any) -> str:
+    """Its name in :mod:`fastinfer.ops.gemm`, found on fp32 numbers: in 16 bits some can hardly be told apart."""
+    x = torch.linspace(-8, 8, 1001)
+    known = {
+        "silu": nn.functional.silu(x),
+        "gelu_tanh": nn.functional.gelu(x, approximate="tanh"),
+        "gelu": nn.functional.gelu(x),
+    }
+    values = function(x) if callable(function) else None
+    for name, expected in known.items():
+        if values is not None and torch.allclose(values, expected, rtol=0, atol=1e-5):
+            return name
+    raise Kept("has no activation that the kernels know")
+
+
+def convert_attention(attention: nn.Module, trial: Trial, options: Options) -> Attention:
+    """Attention that calls transformers' attention interface, with the arguments that it calls it with."""
+    layers = _linears(attention, ("q_proj", "k_proj", "v_proj", "o_proj"))
+    if attention not in trial.attention:
+        raise Kept("does not call transformers' attention interface")
+    called = trial.attention[attention]
+    norms = {name: norm for name in ("q_norm", "k_norm") if (norm := getattr(attention, name, None)) is not None}
+    arguments = {
+        "head_dim": attention.head_dim,
+        "layer_idx": attention.layer_idx,
+        "scaling": called.get("scaling"),
+        "sliding_window": called.get("sliding_window"),
+        "softcap": called.get("softcap"),
+        "sinks": called.get("s_aux"),
+        **{name: norm if isinstance(norm, RMSNorm) else convert_norm(norm, trial) for name, norm in norms.items()},
+    }
+    if not _agrees(_build(Attention, *layers, **arguments), _calls(attention, trial)):
+        raise Kept(DIFFERENT)
+    return _build(Attention, *layers, **arguments, **options.arguments())
+
+
+def fuse_layer(layer: nn.Module, trial: Trial) -> nn.Module:
+    """A layer of our modules with another ``forward``; compared is what its modules make of the trial's input."""
+    fused = MethodType(fused_forward, layer)
+    quantized = any(isinstance(module, QuantLinear) for module in layer.modules())
+    for call in _calls(layer, trial):
+        if not same(fused(*call.args, **call.kwargs), layer(*call.args, **call.kwargs), quantized):
+            raise Kept(DIFFERENT)
+    layer.forward = fused
+    return layer
+
+
+def convert_linear(linear: nn.Linear, options: Options) -> QuantLinear:
+    """Any linear layer."""
+    if options.quantize is None:
+        raise Kept("was not to be quantized")
+    return _build(QuantLinear.from_linear, linear, options.quantize, options.group_size, options.activation_bits)
+
+
+def convert_rotary(rotary: nn.Module, trial: Trial, others: Sequence[nn.Module], max_position: int) -> RotaryEmbedding:
+    """A table of the module's own cosines and sines, in fp32, unless other attention layers need theirs."""
+    if others:
+        raise Kept(f"{len(others)} attention layers that stay need its cosines and sines")
+    kinds = getattr(rotary, "rope_type", None)
+    if any(kind in MOVING_ROPE for kind in (kinds.values() if isinstance(kinds, Mapping) else (kinds,))):
+        raise Kept("its frequencies change with the length")
+    tables: dict[str | None, Tensor] = {}
+    for call in _calls(rotary, trial):
+        if not isinstance(call.output, tuple):
+            raise Kept(DIFFERENT)
+        x, positions, layer_type = _rotary_arguments(*call.args, **call.kwargs)
+        table = _rotary_table(rotary, x.device, max_position, layer_type)
+        cos, sin = table[positions].to(x.dtype).chunk(2, -1)
+        if not same(torch.cat((cos, cos, sin, sin), -1), torch.cat(call.output, -1)):
+            raise Kept(DIFFERENT)
+        tables[layer_type] = table  # of two trials the same
+    return RotaryEmbedding(tables)
+
+
+def _rotary_arguments(
+    x: Tensor, position_ids: Tensor, layer_type: str | None = None
+) -> tuple[Tensor, Tensor, str | None]:
+    return x, position_ids, layer_type
+
+
+def _rotary_table(rotary: nn.Module, device: torch.device, max_position: int, layer_type: str | None) -> Tensor:
+    x = torch.zeros(1, device=device)
+    extra = () if layer_type is None else (layer_type,)
+    slices = []
+    for positions in torch.arange(max_position, device=device).split(ROWS):
+        cos, sin = rotary(x, positions[None], *extra)
+        half = cos.shape[-1] // 2
+        slices.append(torch.cat((cos[0, :, :half], sin[0, :, :half]), -1))
+    return torch.cat(slices)
+
+
+def _linears(module: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
+    layers = [getattr(module, name, None) for name in names]
+    for name, layer in zip(names, layers, strict=True):
+        if type(layer) not in (nn.Linear, QuantLinear):
+            raise Kept(f"has no plain linear layer {name}")
+    return layers  # type: ignore[return-value]
+
+
+def _calls(module: nn.Module, trial: Trial) -> list[Call]:
+    if module not in trial.calls:
+        raise Kept("did not run in a trial")
+    return trial.calls[module]
+
+
+def _agrees(ours: nn.Module, calls: Sequence[Call]) -> bool:
+    try:
+        return all(call.agrees(ours) for call in calls)
+    except (RuntimeError, TypeError, ValueError) as error:  # inputs, dtypes or sizes that ours does not take
+        raise Kept(str(error)) from None
+
+
+def _build(make: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return make(*args, **kwargs)
+    except ValueError as error:
+        raise Kept(str(error)) from None

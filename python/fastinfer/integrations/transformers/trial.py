@@ -1,0 +1,90 @@
+"""A trial run of a model: what each of its modules is given, and what it makes of it."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from fastinfer.integrations.transformers.attention import attention_forward
+from fastinfer.integrations.transformers.registration import NAME, register
+
+LENGTH = 8  # tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a module."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+    def agrees(self, module: nn.Module) -> bool:
+        """Whether another module makes the same of it, but for rounding: ours rounds less often than 16 bits do."""
+        return same(module(*self.args, **self.kwargs), self.output)
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """What was recorded.
+
+    Attributes:
+        calls: of each module, in their order.
+        attention: keyword arguments with which a layer called its attention function.
+    """
+
+    calls: dict[nn.Module, list[Call]] = field(default_factory=lambda: defaultdict(list))
+    attention: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
+
+
+def run_trial(model: PreTrainedModel) -> Trial:
+    """Switch the model to ``attn_implementation="fastinfer"`` and run it on a few random tokens, without a cache."""
+    trial = Trial()
+
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        trial.calls[module].append(Call(args, kwargs, output))
+
+    def attend(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        trial.attention[module] = kwargs
+        return attention_forward(module, *args, **kwargs)
+
+    register()
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    hooks = [module.register_forward_hook(record, with_kwargs=True) for module in model.modules()]
+    AttentionInterface.register(NAME, attend)
+    text = model.config.get_text_config()
+    ids = torch.randint(text.vocab_size, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    # Some models scale by position: once at the end of what they know, then at the begin.
+    begins = (
+        (text.max_position_embeddings - LENGTH, 0) if "position_ids" in signature(model.forward).parameters else (0,)
+    )
+    try:
+        with torch.no_grad():
+            for begin in begins:
+                positions = {"position_ids": torch.arange(begin, begin + LENGTH, device=model.device)[None]}
+                model(input_ids=ids.to(model.device), use_cache=False, **(positions if begin else {}))
+    except BaseException:
+        model.set_attn_implementation(before)
+        raise
+    finally:
+        register()
+        for hook in hooks:
+            hook.remove()
+    return trial
+
+
+def same(ours: Any, theirs: Any, quantized: bool = False) -> bool:
+    """Whether results agree within their dtype: to 1e-4 of their norm in fp32, to 5 % in 16 bits, which some models
+    round several times on the way, and of weights whose products round their inputs.
+    """
+    if isinstance(theirs, tuple):
+        return isinstance(ours, tuple) and same(ours[0], theirs[0], quantized)
+    if not isinstance(ours, Tensor) or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    limit = 1e-4 if theirs.dtype == torch.float32 and not quantized else 5e-2
+    return bool((ours.float() - theirs.float()).norm() <= limit * theirs.float().norm())

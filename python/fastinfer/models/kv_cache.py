@@ -1,0 +1,95 @@
+"""The KV cache's tensors: keys and values of all layers in blocks."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastinfer.errors import RequestError
+
+# One fp32 scale per token and head; uint8 is int4: two elements a byte, and two fp16 for so many elements.
+QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.uint8)
+INT4_KEY_GROUP = 16
+INT4_VALUE_GROUP = 64
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's keys and values, and their scales where they are quantised, [num_blocks, block_size,
+    num_kv_heads, ...]: see :func:`head_shapes`.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in (self.k, self.v, self.k_scale, self.v_scale) if tensor is not None]
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """The cache of all layers."""
+
+    layers: list[LayerCache]
+
+    @classmethod
+    def empty(
+        cls,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: str,
+    ) -> "KVCache":
+        """Uninitialised tensors: on a CPU a page costs memory only once it is written."""
+        shapes = head_shapes(head_dim, dtype)
+
+        def tensors() -> Iterator[Tensor]:
+            for shape, element in shapes:
+                yield torch.empty(num_blocks, block_size, num_kv_heads, *shape, dtype=element, device=device)
+
+        return cls([LayerCache(*tensors()) for _ in range(num_layers)])
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole blocks, each pair from its first to its second; all are read before any is written."""
+        source, target = torch.tensor(pairs, device=self.layers[0].k.device).T
+        for layer in self.layers:
+            for tensor in layer.tensors:
+                # As bytes: torch has no indexing for float8.
+                tensor.view(torch.uint8)[target] = tensor.view(torch.uint8)[source]
+
+    def __iter__(self) -> Iterator[LayerCache]:
+        return iter(self.layers)
+
+
+def head_shapes(head_dim: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of what the cache holds of a token's head: key, value, and their scales if they have some.
+
+    Raises:
+        RequestError: an odd ``head_dim`` for a cache of two elements a byte.
+    """
+    if dtype == torch.uint8:
+        if head_dim % 2:
+            raise RequestError(f"kv_cache_dtype int4 (torch.uint8) needs an even head_dim, got {head_dim}")
+        groups = (-(-head_dim // group) for group in (INT4_KEY_GROUP, INT4_VALUE_GROUP))
+        return [((head_dim // 2,), dtype)] * 2 + [((count, 2), torch.float16) for count in groups]
+    scale: tuple[tuple[int, ...], torch.dtype] = (), torch.float32
+    return [((head_dim,), dtype)] * 2 + [scale] * 2 * (dtype in QUANTIZED_DTYPES)
+
+
+def token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Size of one token's keys and values in all layers, scales included."""
+    head = sum(math.prod(shape) * element.itemsize for shape, element in head_shapes(head_dim, dtype))
+    return num_layers * num_kv_heads * head
+
+
+def num_blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold this many tokens."""
+    return -(-num_tokens // block_size)

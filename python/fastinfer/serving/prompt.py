@@ -1,0 +1,90 @@
+"""What a user may give as a prompt, and the token ids that the engine gets for it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastinfer.engine.engine import Engine
+from fastinfer.errors import RequestError
+from fastinfer.tokenizers.chat_template import render
+from fastinfer.utils.checks import show
+
+# Text; or a dictionary with either "prompt": text or "prompt_token_ids": list, and perhaps "cache_salt": str, or
+# "prompt_module": the name of a prompt module that comes before it.
+Prompt = str | Mapping[str, Any]
+
+_CONTENTS = {"prompt", "prompt_token_ids"}
+_EXTRAS = {"cache_salt", "prompt_module"}
+_FORMS = "a string, {'prompt': string} or {'prompt_token_ids': list}, perhaps with 'cache_salt' or 'prompt_module'"
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """A prompt as the engine takes it.
+
+    Attributes:
+        text: as it was given, ``None`` if it came as token ids.
+        token_ids: of the whole, a prompt module's in front.
+        cache_salt: see :meth:`fastinfer.engine.engine.Engine.add_request`.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    cache_salt: str = ""
+
+
+def prepare(engine: Engine, prompt: Prompt, *, cache_salt: str = "", add_special_tokens: bool = True) -> PreparedPrompt:
+    """Tokenise a prompt.
+
+    A prompt module and what follows it are tokenised apart and joined: the module's blocks hold its own tokens,
+    whatever comes next. What follows it gets no beginning-of-text token.
+
+    Args:
+        engine: whose tokenizer and prompt modules are meant.
+        prompt: see :data:`Prompt`.
+        cache_salt: of a prompt that names none itself.
+        add_special_tokens: put the beginning-of-text token in front, if the model wants one.
+
+    Raises:
+        RequestError: it is none of the forms, or there is no such prompt module.
+    """
+    if isinstance(prompt, str):
+        prompt = {"prompt": prompt}
+    if not isinstance(prompt, Mapping):
+        raise RequestError(f"prompt must be {_FORMS}, got {type(prompt).__name__}")
+    if len(prompt.keys() & _CONTENTS) != 1 or prompt.keys() - _CONTENTS - _EXTRAS:
+        raise RequestError(f"prompt must be {_FORMS}, got {sorted(map(str, prompt))}")
+    prompt = {"cache_salt": cache_salt, **prompt}
+    for name in _EXTRAS & prompt.keys():
+        if not isinstance(prompt[name], str):
+            raise RequestError(f"{name} must be a string, got {show(prompt[name])}")
+    cache_salt = prompt["cache_salt"]
+    before: list[int] = []
+    if "prompt_module" in prompt:
+        module = engine.prompt_module(prompt["prompt_module"])
+        if cache_salt not in ("", module.cache_salt):
+            raise RequestError(f"cache_salt must be the prompt_module's own, or empty, got {show(cache_salt)}")
+        cache_salt, before, add_special_tokens = module.cache_salt, module.token_ids, False
+    if "prompt_token_ids" in prompt:
+        token_ids = prompt["prompt_token_ids"]
+        if not isinstance(token_ids, list):
+            raise RequestError(f"prompt_token_ids must be a list, got {type(token_ids).__name__}")
+        return PreparedPrompt(None, before + token_ids, cache_salt)
+    text = prompt["prompt"]
+    if not isinstance(text, str):
+        raise RequestError(f"prompt must be {_FORMS}, got 'prompt': {show(text)}")
+    token_ids = engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return PreparedPrompt(text, before + token_ids, cache_salt)
+
+
+def prepare_chat(engine: Engine, messages: Sequence[Mapping[str, str]]) -> PreparedPrompt:
+    """Write a conversation, such as ``[{"role": "user", "content": "Hello"}]``, as the model's template has it.
+
+    Raises:
+        RequestError: the messages are malformed, or the template refuses them.
+        UnsupportedModelError: the model has no chat template.
+    """
+    tokenizer = engine.tokenizer
+    text = render(tokenizer.chat_template, messages, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
+    # The template has written the special tokens itself.
+    return prepare(engine, text, add_special_tokens=False)

@@ -1,0 +1,144 @@
+"""The tokenizer that a GGUF file carries: byte-level BPE with merges, or SentencePiece's BPE with scores."""
+
+from collections.abc import Callable
+
+import numpy as np
+from tokenizers import AddedToken, normalizers
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
+
+from fastinfer.errors import GGUFFormatError, UnsupportedModelError
+from fastinfer.formats.gguf import GGUFFile
+from fastinfer.tokenizers.pre_tokenizers import COMPOSE, PRE_TOKENIZERS, TAKE_WHOLE_WORDS
+from fastinfer.tokenizers.sentencepiece import SentencePieceBPE
+from fastinfer.tokenizers.vocabulary import END_TOKENS, MARKER, Vocabulary, byte_level_bytes, sentencepiece_bytes
+
+# Values of tokenizer.ggml.token_type.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+
+# Phi-3's control tokens take the white space that follows them, but for these.
+_PHI3_KEEPS = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+
+Encode = Callable[[str, bool], list[int]]
+
+
+def read_tokenizer(file: GGUFFile) -> tuple[Vocabulary, Encode]:
+    """The vocabulary, and the function from a text and ``parse_special`` to token ids.
+
+    Raises:
+        UnsupportedModelError: the file's kind of tokenizer or its pre-tokenizer is not implemented.
+        GGUFFormatError: the vocabulary is missing or inconsistent.
+    """
+    model = file.get("tokenizer.ggml.model", str)
+    if model not in ("gpt2", "llama"):
+        raise UnsupportedModelError(
+            f"tokenizer model {model!r} is not supported; known are gpt2 (byte-level BPE) and llama (SentencePiece BPE)"
+        )
+    tokens = _Tokens(file)
+    return _byte_level(file, tokens) if model == "gpt2" else _sentencepiece(file, tokens)
+
+
+class _Tokens:
+    """What both kinds have in common."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file = file
+        self.spellings = file.get("tokenizer.ggml.tokens", list)
+        count = len(self.spellings)
+        self.ids = {token: index for index, token in enumerate(self.spellings)}
+        if len(self.ids) != count:
+            raise GGUFFormatError(f"{file.path}: {count - len(self.ids)} tokens of the vocabulary occur twice")
+        types = file.get("tokenizer.ggml.token_type", np.ndarray, np.full(count, NORMAL, np.int32))
+        if len(types) != count:
+            raise GGUFFormatError(f"{file.path}: expected {count} token types, got {len(types)}")
+        self.types = types.tolist()
+        added = {self.spellings[i]: int(i) for i in np.flatnonzero(types == USER_DEFINED)}
+        markers = {token: i for token, i in added.items() if MARKER.fullmatch(token)}
+        self.user_defined = {token: i for token, i in added.items() if token not in markers}
+        self.control = {self.spellings[i]: int(i) for i in np.flatnonzero((types == CONTROL) | (types == UNKNOWN))}
+        self.control |= markers
+
+    def special_id(self, name: str) -> int | None:
+        key = f"tokenizer.ggml.{name}_token_id"
+        return self.file.get(key, int, None, minimum=0, maximum=len(self.spellings) - 1)
+
+    def vocabulary(
+        self, *, to_bytes: Callable[[str], bytes], literal: bool, add_bos: bool, adds_space: bool
+    ) -> Vocabulary:
+        """With the file's own word on ``add_bos``, if it has one."""
+        bos, eos = self.special_id("bos"), self.special_id("eos")
+        added = self.control | self.user_defined
+        ends = {eos, self.special_id("eot"), self.special_id("eom"), *(added[t] for t in END_TOKENS & added.keys())}
+        add_bos = self.file.get("tokenizer.ggml.add_bos_token", bool, add_bos)
+        return Vocabulary(
+            tokens=self.spellings,
+            control=frozenset(self.control.values()),
+            literal=frozenset(self.user_defined.values()) if literal else frozenset(),
+            to_bytes=to_bytes,
+            bos_id=bos,
+            eos_id=eos,
+            eos_ids=frozenset(i for i in ends if i is not None),
+            prefix=(bos,) if add_bos and bos is not None else (),
+            adds_space=adds_space,
+            chat_template=self.file.get("tokenizer.chat_template", str, None),
+        )
+
+
+def _byte_level(file: GGUFFile, tokens: _Tokens) -> tuple[Vocabulary, Encode]:
+    merges = [tuple(merge.split(" ")) for merge in file.get("tokenizer.ggml.merges", list)]
+    if bad := [merge for merge in merges if len(merge) != 2]:
+        raise GGUFFormatError(f"{file.path}: metadata key 'tokenizer.ggml.merges': expected pairs, got {bad[0]!r:.90}")
+    pre = file.get("tokenizer.ggml.pre", str, "default")
+    if pre not in PRE_TOKENIZERS:
+        raise UnsupportedModelError(f"pre-tokenizer {pre!r} is not supported; known are {', '.join(PRE_TOKENIZERS)}")
+    whole_words = pre in TAKE_WHOLE_WORDS
+    try:
+        model = BPE(vocab=tokens.ids, merges=merges, ignore_merges=whole_words)
+    except Exception as error:  # the library raises plain Exception for a merge of unknown tokens
+        raise GGUFFormatError(f"{file.path}: metadata key 'tokenizer.ggml.merges': {error}") from None
+    # Two front ends that share one model in memory: one sees special tokens in a text, the other does not.
+    plain, parsing = _backend(model, pre), _backend(model, pre)
+    parsing.add_special_tokens([AddedToken(token, normalized=False) for token in tokens.control])
+    parsing.add_tokens([AddedToken(token, normalized=False) for token in tokens.user_defined])
+
+    def encode(text: str, parse_special: bool) -> list[int]:
+        return (parsing if parse_special else plain).encode(text, add_special_tokens=False).ids
+
+    vocabulary = tokens.vocabulary(to_bytes=byte_level_bytes, literal=True, add_bos=whole_words, adds_space=False)
+    return vocabulary, encode
+
+
+def _backend(model: BPE, pre: str) -> Backend:
+    backend = Backend(model)
+    backend.pre_tokenizer = PRE_TOKENIZERS[pre]()
+    if pre in COMPOSE:
+        backend.normalizer = normalizers.NFC()
+    return backend
+
+
+def _sentencepiece(file: GGUFFile, tokens: _Tokens) -> tuple[Vocabulary, Encode]:
+    scores = file.get("tokenizer.ggml.scores", np.ndarray)
+    if len(scores) != len(tokens.types) or not np.isfinite(scores).all():
+        raise GGUFFormatError(f"{file.path}: expected {len(tokens.types)} finite token scores, got {len(scores)}")
+    byte_ids = {}
+    for token, token_id, kind in zip(tokens.spellings, range(len(tokens.types)), tokens.types, strict=True):
+        if kind == BYTE:
+            if len(byte := sentencepiece_bytes(token)) != 1:
+                raise GGUFFormatError(f"{file.path}: expected <0x00> to <0xFF> for a byte token, got {token!r:.80}")
+            byte_ids[byte[0]] = token_id
+    if len(byte_ids) not in (0, 256):
+        raise GGUFFormatError(f"{file.path}: expected tokens for none or all of the 256 bytes, got {len(byte_ids)}")
+    adds_space = file.get("tokenizer.ggml.add_space_prefix", bool, True)
+    phi3 = file.get("general.architecture", str, "") == "phi3"
+    encode = SentencePieceBPE(
+        {token: i for token, i in tokens.ids.items() if tokens.types[i] == NORMAL},
+        scores.tolist(),
+        [byte_ids[byte] for byte in sorted(byte_ids)],
+        tokens.special_id("unknown"),
+        tokens.control,
+        tokens.user_defined,
+        adds_space,
+        frozenset(i for token, i in tokens.control.items() if token not in _PHI3_KEEPS) if phi3 else frozenset(),
+    )
+    vocabulary = tokens.vocabulary(to_bytes=sentencepiece_bytes, literal=False, add_bos=True, adds_space=adds_space)
+    return vocabulary, encode

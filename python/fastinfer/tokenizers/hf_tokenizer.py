@@ -1,0 +1,242 @@
+"""The tokenizer of a Hugging Face folder: ``tokenizer.json`` and what the JSON files next to it say of special tokens.
+
+Nothing of the folder is run: ``auto_map`` and Python files are not looked at. How tokenizer.json is read is
+https://huggingface.co/docs/tokenizers.
+"""
+
+import json
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
+from fastinfer.formats.json_fields import JsonFields
+from fastinfer.tokenizers.vocabulary import (
+    END_TOKENS,
+    MARKER,
+    SPACE,
+    Vocabulary,
+    byte_level_bytes,
+    metaspace_bytes,
+    sentencepiece_bytes,
+)
+
+MAX_VOCAB_SIZE = 1 << 24
+
+_ADDED_TOKENS = re.compile(r'(?<!\\)"added_tokens"\s*:\s*(?=\[)')
+
+
+def read_tokenizer(folder: Path) -> tuple[Vocabulary, Callable[[str, bool], list[int]]]:
+    """The vocabulary, and the function from a text and ``parse_special`` to token ids.
+
+    Raises:
+        CheckpointFormatError: a file is missing or malformed.
+        UnsupportedModelError: the decoder of tokenizer.json is not implemented.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        only = "tokenizer.model alone is not read" if (folder / "tokenizer.model").is_file() else "it is missing"
+        raise CheckpointFormatError(
+            f"{folder}: expected a tokenizer.json, but {only}; "
+            "transformers writes one: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+        )
+    names = _SpecialNames(folder)
+    backend = _read_backend(path)
+    if unknown := [name for name in (names.bos, names.eos) if name and backend.token_to_id(name) is None]:
+        raise CheckpointFormatError(f"{path}: the special token {unknown[0]!r:.80} is missing")
+    # In some files the model alone knows these; all the same their spelling is the token.
+    special_tokens = [AddedToken(name, normalized=False) for name in (names.bos, names.eos) if name]
+    for token in backend.get_added_tokens_decoder().values():
+        if MARKER.fullmatch(token.content):
+            token.special = True
+            special_tokens.append(token)
+    backend.add_special_tokens(special_tokens)
+    vocab = backend.get_vocab(with_added_tokens=True)
+    size = max([names.vocab_size, *(i + 1 for i in vocab.values())])
+    if size > MAX_VOCAB_SIZE:
+        raise CheckpointFormatError(f"{path}: expected token ids below {MAX_VOCAB_SIZE}, got {size - 1}")
+    tokens: list[str | None] = [None] * size
+    for name, token_id in vocab.items():
+        if tokens[token_id] is not None:
+            raise CheckpointFormatError(
+                f"{path}: {tokens[token_id]!r:.80} and {name!r:.80} have the same id {token_id}"
+            )
+        tokens[token_id] = name
+    added = backend.get_added_tokens_decoder()
+    special = {i for i, token in added.items() if token.special}
+    to_bytes, adds_space = _decoder(backend, path)
+
+    bos_id = vocab.get(names.bos or "", names.bos_id)
+    eos_ids = {*names.eos_ids, *(vocab[name] for name in (names.eos,) if name)}
+    eos_ids |= {i for i in special if tokens[i] in END_TOKENS}
+    if bad := [i for i in {bos_id, *eos_ids} if i is not None and i >= size]:
+        raise CheckpointFormatError(f"{folder}: expected token ids below {size} for the special tokens, got {bad[0]}")
+    prefix, suffix = _affixes(backend)
+    if bos_id is not None and names.add_bos is not None and (prefix[:1] == (bos_id,)) != names.add_bos:
+        prefix = (bos_id, *prefix) if names.add_bos else prefix[1:]
+    vocabulary = Vocabulary(
+        tokens=tokens,
+        control=frozenset(special | {i for i, token in enumerate(tokens) if token is None}),
+        literal=frozenset(added.keys() - special) if to_bytes is byte_level_bytes else frozenset(),
+        to_bytes=to_bytes,
+        bos_id=bos_id,
+        eos_id=vocab.get(names.eos or "", min(names.eos_ids, default=None)),
+        eos_ids=frozenset(eos_ids),
+        prefix=prefix,
+        suffix=suffix,
+        adds_space=adds_space,
+        chat_template=names.chat_template,
+    )
+    lock = threading.Lock()
+
+    def encode(text: str, parse_special: bool) -> list[int]:
+        with lock:
+            backend.encode_special_tokens = not parse_special  # "encode their spelling as text"
+            return backend.encode(text, add_special_tokens=False).ids
+
+    return vocabulary, encode
+
+
+class _SpecialNames:
+    """What the files beside tokenizer.json say.
+
+    Attributes:
+        bos, eos: spellings, ``None`` where no file names them.
+        bos_id, eos_ids: as config.json and generation_config.json number them.
+        add_bos: begin texts with bos, whatever tokenizer.json does; ``None``: as tokenizer.json does.
+        vocab_size: of the model, 0 where config.json does not say.
+        chat_template: the Jinja source, or ``None``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        tokenizer_config, special_tokens_map = (
+            self._read("tokenizer_config.json"),
+            self._read("special_tokens_map.json"),
+        )
+        config, generation = self._read("config.json"), self._read("generation_config.json")
+        text_config = config.object("text_config") or config
+        self.bos, self.eos = (
+            next((_spelling(f, name) for f in (tokenizer_config, special_tokens_map) if name in f.values), None)
+            for name in ("bos_token", "eos_token")
+        )
+        self.eos_ids = {i for f in (generation, config, text_config) for i in _ids(f, "eos_token_id")}
+        # A tokenizer_config.json that names none, or null, means it: Qwen2's config.json numbers one all the same.
+        named = "bos_token" in tokenizer_config.values
+        self.bos_id = None if named else next((i for f in (config, text_config) for i in _ids(f, "bos_token_id")), None)
+        self.add_bos = tokenizer_config.get("add_bos_token", bool, None)
+        self.vocab_size = text_config.get("vocab_size", int, 0, minimum=0, maximum=MAX_VOCAB_SIZE)
+        self.chat_template = self._template(tokenizer_config)
+
+    def _read(self, name: str) -> JsonFields:
+        path = self._folder / name
+        if path.is_file():
+            return JsonFields.read(path, CheckpointFormatError)
+        return JsonFields(path, {}, CheckpointFormatError)
+
+    def _template(self, tokenizer_config: JsonFields) -> str | None:
+        path = self._folder / "chat_template.jinja"
+        if path.is_file():
+            try:
+                return path.read_text(encoding="utf-8")
+            except ValueError as error:
+                raise CheckpointFormatError(f"{path}: not UTF-8: {error}") from None
+        if template := self._read("chat_template.json").get("chat_template", str, None):
+            return template
+        if not isinstance(tokenizer_config.values.get("chat_template"), list):
+            return tokenizer_config.get("chat_template", str, None)
+        # Several by name; the one for plain conversations is called "default".
+        templates = tokenizer_config.get("chat_template", list)
+        return next((t["template"] for t in templates if isinstance(t, dict) and t.get("name") == "default"), None)
+
+
+def _spelling(fields: JsonFields, name: str) -> str | None:
+    """A token's name: a string, or an object with its "content"."""
+    value = fields.values[name]
+    if not isinstance(value, dict):
+        return fields.get(name, str, None)
+    return JsonFields(fields.path, value, fields.error, f"{name}.").get("content", str)
+
+
+def _ids(fields: JsonFields, name: str) -> list[int]:
+    """One token id or a list of them."""
+    value = fields.values.get(name)
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if bad := [v for v in values if type(v) is not int or v < 0]:
+        raise fields.error(f"{fields.path}: {name}: expected token ids, got {bad[0]!r:.80}")
+    return values
+
+
+def _read_backend(path: Path) -> Backend:
+    try:
+        text = path.read_text(encoding="utf-8")
+        backend = Backend.from_str(text)
+        match = _ADDED_TOKENS.search(text)
+        added = json.JSONDecoder().raw_decode(text, match.end())[0] if match else []
+        # The library numbers the added tokens anew where their ids have gaps, and says nothing.
+        if _moved(backend, added):
+            backend = Backend.from_str(_with_ids_of_added_tokens(text))
+        moved = _moved(backend, added)
+    except Exception as error:  # the library raises plain Exception
+        raise CheckpointFormatError(
+            f"{path}: not a sound tokenizer.json: {' '.join(str(error).split())[:200]}"
+        ) from None
+    if moved:
+        raise CheckpointFormatError(
+            f"{path}: the added token {moved[0]['content']!r:.80} cannot have the id {moved[0]['id']}"
+        )
+    backend.no_padding()
+    backend.no_truncation()
+    return backend
+
+
+def _moved(backend: Backend, added: list[Any]) -> list[Any]:
+    """The added tokens whose ids in the library are not those of the file."""
+    return [token for token in added if backend.token_to_id(token["content"]) != token["id"]]
+
+
+def _with_ids_of_added_tokens(text: str) -> str:
+    """tokenizer.json with the added tokens in the model's own vocabulary, where ids may have gaps."""
+    values = json.loads(text)
+    vocab = values["model"]["vocab"]
+    for token in values["added_tokens"] if isinstance(vocab, dict) else ():
+        vocab.setdefault(token["content"], token["id"])
+    return json.dumps(values)
+
+
+def _affixes(backend: Backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids that the post-processor puts around a text."""
+    around = backend.encode("a", add_special_tokens=True)
+    mask = around.special_tokens_mask
+    first = mask.index(0) if 0 in mask else len(mask)
+    last = len(mask) - mask[::-1].index(0) if 0 in mask else len(mask)
+    return tuple(around.ids[:first]), tuple(around.ids[last:])
+
+
+def _decoder(backend: Backend, path: Path) -> tuple[Callable[[str], bytes], bool]:
+    """How a token's spelling becomes bytes, and whether a text's first space is not its own."""
+    state = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": None}
+    steps = {step["type"]: step for step in state.get("decoders", [state])}
+    kinds = steps.keys() - {"Fuse"}
+    if kinds == {"ByteLevel"}:
+        return byte_level_bytes, False
+    metaspace, replace, strip = (steps.get(name) for name in ("Metaspace", "Replace", "Strip"))
+    sound = (
+        kinds <= {"Metaspace", "Replace", "ByteFallback", "Strip"}
+        and (metaspace is None) != (replace is None)
+        and (metaspace is None or metaspace["replacement"] == SPACE)
+        and (replace is None or (replace["pattern"], replace["content"]) == ({"String": SPACE}, " "))
+        and (strip is None or (strip["content"], strip["start"], strip["stop"]) == (" ", 1, 0))
+    )
+    if not sound:
+        raise UnsupportedModelError(
+            f"{path}: decoder {' + '.join(map(str, steps))} is not supported; known are ByteLevel, Metaspace, and "
+            f"Replace of {SPACE!r} by a space, with ByteFallback, Fuse and Strip of one space at the start"
+        )
+    adds_space = strip is not None or (metaspace is not None and metaspace["prepend_scheme"] != "never")
+    return sentencepiece_bytes if "ByteFallback" in kinds else metaspace_bytes, adds_space

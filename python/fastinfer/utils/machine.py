@@ -1,0 +1,47 @@
+"""Facts about this machine and installation, for ``fastinfer info`` and for the results of benchmarks."""
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fastinfer
+
+
+def machine_facts() -> dict[str, Any]:
+    """Versions, CPU and GPUs of this machine, ready for JSON. Sizes are in bytes.
+
+    ``"extension"`` describes the compiled library, or holds only ``"error"`` where it does not load.
+    """
+    cpu: dict[str, Any] = {
+        "name": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    }
+    extension: dict[str, Any] = {}
+    try:
+        import fastinfer._C as _C
+    except ImportError as error:
+        extension["error"] = str(error)
+    else:
+        extension |= _C.build_info()
+        cpu |= _C.cpu_info()
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return {
+        "fastinfer": fastinfer.__version__,
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "extension": extension,
+        "cpu": cpu,
+        "gpus": [{"name": d.name, "arch": f"{d.major}{d.minor}", "memory": d.total_memory} for d in devices],
+    }
+
+
+def _cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    # Arm kernels give no model name.
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,13 @@
+"""Tables of text for a terminal."""
+
+from collections.abc import Sequence
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells in aligned columns, the first one to the left; the first row is the head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *rest in rows:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Weights in the packed forms that the kernels compute with."""
