@@ -22,10 +22,12 @@ from torch import Tensor
 from toy import VOCAB_SIZE, ToyTokenizer, always_speculate, check_blocks, drain
 
 from fastinfer import hub
+from fastinfer.engine import construction
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.cuda_graphs import CUDAGraphs
 from fastinfer.engine.engine import Engine
-from fastinfer.engine.sampler import Row, SampledToken
+from fastinfer.engine.logits_row import LogitsRow
+from fastinfer.engine.sampled_token import SampledToken
 from fastinfer.errors import ModelNotFoundError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.batch import Batch
@@ -59,7 +61,7 @@ class Forced(Engine):
             tensor.view(torch.uint8).fill_(0xFF)  # NaN, or -1 where that is none
         draw = self.sampler.draw
 
-        def forced(logits: Tensor, rows: list[Row], recorded: bool) -> list[SampledToken]:
+        def forced(logits: Tensor, rows: list[LogitsRow], recorded: bool) -> list[SampledToken]:
             drawn = draw(logits, rows, recorded)
             for index, (row, token) in enumerate(zip(rows, drawn, strict=True)):
                 key = (row.sequence.seed, *row.sequence.token_ids, *row.drafts)
@@ -379,9 +381,10 @@ def test_deterministic_beside_adapters_on_the_cpu(adapters: list[Path]) -> None:
 def test_graphs_are_captured_within(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And those of a draft model, too."""
     seen: list[bool] = []
-    make_runner = Engine._make_runner
+    make_runner = construction.make_runner
     monkeypatch.setattr(
-        Engine, "_make_runner", lambda *args, **names: seen.append(is_batch_invariant()) or make_runner(*args, **names)
+        "fastinfer.engine.engine.make_runner",
+        lambda *args, **names: seen.append(is_batch_invariant()) or make_runner(*args, **names),
     )
     config = EngineConfig(**LIMITS, device=device, enforce_eager=True, deterministic=True, num_speculative_tokens=2)
     model = mixed_decoder(device)
@@ -403,7 +406,7 @@ def test_a_row_without_a_token_ends_its_request_alone(device: str) -> None:
     bad, good = (engine.add_request([1, 2], replace(PARAMS, seed=seed)) for seed in (0, 1))
     draw = engine.sampler.draw
 
-    def poisoned(logits: Tensor, rows: list[Row], recorded: bool) -> list[SampledToken]:
+    def poisoned(logits: Tensor, rows: list[LogitsRow], recorded: bool) -> list[SampledToken]:
         for index, row in enumerate(rows):
             if row.sequence.request_id == bad and len(row.sequence) == 4:
                 logits[index, 5] = float("nan")

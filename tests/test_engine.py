@@ -189,7 +189,7 @@ def test_an_error_in_one_request_ends_that_one_only(monkeypatch: pytest.MonkeyPa
     def broken(token_id: int) -> None:
         raise ValueError("no text for this token")
 
-    [completion] = engine._requests[bad]._completions.values()
+    [completion] = engine.requests.active[bad]._completions.values()
     monkeypatch.setattr(completion._stream, "add", broken)
     outputs = drain(engine)
     assert outputs[bad].outputs[0].finish_reason == "error"

@@ -23,7 +23,8 @@ from toy import (
 
 from fastinfer import ops
 from fastinfer.engine.engine import Engine
-from fastinfer.engine.sampler import Row, Sampler, rows_of
+from fastinfer.engine.logits_row import LogitsRow, drop_impossible_drafts, logits_rows
+from fastinfer.engine.sampler import Sampler
 from fastinfer.engine.scheduler import Chunk
 from fastinfer.engine.sequence import Sequence, SequenceState
 from fastinfer.errors import QueueFullError, RequestError
@@ -252,7 +253,7 @@ class Letters:
 def constrained(engine: Engine, prompt: list[int], params: SamplingParams, grammar: Letters) -> str:
     """Queue a request that has been given this grammar."""
     request_id = engine.add_request(prompt, params)
-    for sequence in engine._requests[request_id].sequences:
+    for sequence in engine.requests.active[request_id].sequences:
         sequence.grammar = grammar.copy()  # type: ignore[assignment]
     return request_id
 
@@ -303,9 +304,9 @@ def test_a_grammar_that_fails_ends_its_request_only() -> None:
 def with_unsound_grammar(engine: Engine) -> str:
     """Queue a request whose grammar cannot be compiled."""
     request_id = engine.add_request(PROMPT, SAMPLED)
-    engine.scheduler.finish(engine._requests[request_id].sequences[0])
-    engine._compiling[request_id] = Future()
-    engine._compiling[request_id].set_exception(RequestError("no such grammar"))
+    engine.scheduler.finish(engine.requests.active[request_id].sequences[0])
+    engine.requests.compiling[request_id] = Future()
+    engine.requests.compiling[request_id].set_exception(RequestError("no such grammar"))
     return request_id
 
 
@@ -331,11 +332,11 @@ def test_grammars_that_are_compiled_in_the_background() -> None:
     ids, compiled = [], []
     for _ in range(2):
         ids.append(engine.add_request(PROMPT, replace(SAMPLED, n=2, temperature=1.0)))
-        engine.scheduler.finish(engine._requests[ids[-1]].sequences[0])
-        for sequence in engine._requests[ids[-1]].sequences:
+        engine.scheduler.finish(engine.requests.active[ids[-1]].sequences[0])
+        for sequence in engine.requests.active[ids[-1]].sequences:
             sequence.state = SequenceState.PENDING
         compiled.append(Future())
-        engine._compiling[ids[-1]] = compiled[-1]
+        engine.requests.compiling[ids[-1]] = compiled[-1]
     assert engine.step() == []
     with pytest.raises(QueueFullError):
         engine.add_request(PROMPT)
@@ -372,7 +373,8 @@ def test_drafts_that_the_grammar_allows() -> None:
     def drafts_and_rows(length: int, drafts: list[int]) -> tuple[list[int], int]:
         sequence.grammar = Letters("abc", length)  # type: ignore[assignment]
         chunk = Chunk(sequence, 1, drafts=drafts)
-        rows = rows_of(chunk)
+        drop_impossible_drafts(chunk)
+        rows = logits_rows(chunk)
         assert sequence.grammar.text == ""
         return chunk.drafts, len(rows)
 
@@ -397,8 +399,10 @@ def test_a_mask_that_fails_behind_a_draft_is_that_row_s_alone() -> None:
     grammar: Any = Brittle("abc", 9)
     sequence = Sequence("r", PROMPT, GREEDY, seed=0)
     other: Any = Letters("xyz", 9)
-    rows = [Row(sequence, [1, 2, 3][:count], grammar) for count in range(4)]
-    drawn = Sampler(9, VOCAB_SIZE, frozenset()).draw(torch.zeros(5, VOCAB_SIZE), [*rows, Row(sequence, [], other)])
+    rows = [LogitsRow(sequence, [1, 2, 3][:count], grammar) for count in range(4)]
+    drawn = Sampler(9, VOCAB_SIZE, frozenset()).draw(
+        torch.zeros(5, VOCAB_SIZE), [*rows, LogitsRow(sequence, [], other)]
+    )
     assert [token.token_id for token in drawn] == [1, 1, -1, -1, 24], "a, a, two errors, and x"
     assert [str(token.error) for token in drawn[2:4]] == ["ab is too much", "that was too much"]
     assert (grammar.text, other.text) == ("", "")

@@ -17,7 +17,8 @@ from fastinfer.engine import cpu_graphs
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.cpu_graphs import MAX_DECODED_TOKENS, OCCURRENCES
 from fastinfer.engine.engine import Engine
-from fastinfer.engine.sampler import Row, SampledToken
+from fastinfer.engine.logits_row import LogitsRow
+from fastinfer.engine.sampled_token import SampledToken
 from fastinfer.formats.unpacked import Dense, Unpacked
 from fastinfer.models.config import ModelConfig, Precision
 from fastinfer.models.decoder import Decoder
@@ -62,7 +63,7 @@ class Watched(Engine):
             tensor.fill_(float("nan"))
         draw = self.sampler.draw
 
-        def watched(logits: Tensor, rows: list[Row], recorded: bool) -> list[SampledToken]:
+        def watched(logits: Tensor, rows: list[LogitsRow], recorded: bool) -> list[SampledToken]:
             tokens = draw(logits, rows, recorded)
             self.steps.append((logits.clone(), tokens))
             return tokens
@@ -116,7 +117,7 @@ def test_draws_are_recorded_once() -> None:
         for index, prompt in enumerate(prompts(5)):
             engine.add_request(prompt, replace(PARAMS, max_tokens=5 + index))
         drain(engine)
-        counts.append(len(engine.sampler._recorded))
+        counts.append(len(engine.sampler.recorded.graphs))
     assert counts[1] == counts[2] >= 5
 
 
@@ -317,4 +318,4 @@ def test_draws_with_and_without_masks_in_turns() -> None:
         engine.add_request([4], PARAMS)
         drain(engine)
     assert_same_steps(*engines)
-    assert {key[2] for key in engines[1].sampler._recorded} == {False, True}
+    assert {key[2] for key in engines[1].sampler.recorded.graphs} == {False, True}

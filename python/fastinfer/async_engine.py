@@ -100,12 +100,12 @@ class AsyncEngine:
         """
         prepared = prepare(self._engine, _as_prompt(prompt), cache_salt=cache_salt)
         params = DEFAULT_PARAMS if params is None else params
-        self._engine.validate(prepared.token_ids, params, adapter)
+        valid = self._engine.validate(prepared.token_ids, params, adapter)
         check_int("priority", priority, -INT64_MAX, INT64_MAX)
         if not isinstance(request_id, str | None):
             raise RequestError(f"request_id must be a string, got {show(request_id)}")
         mailbox: Mailbox[RequestOutput] = Mailbox(request_id)
-        add = partial(self._engine.add_request, prepared.token_ids, params, prompt=prepared.text, priority=priority)
+        add = partial(self._engine.add_request, valid, params, prompt=prepared.text, priority=priority)
         names = {"request_id": mailbox.request_id, "cache_salt": prepared.cache_salt, "adapter": adapter}
         return self._submit(mailbox, partial(add, **names))
 
@@ -120,9 +120,9 @@ class AsyncEngine:
     ) -> PrefillOutput:
         """A prompt as a vector, as by :meth:`fastinfer.LLM.embed`; raises as :meth:`generate`."""
         prepared = prepare(self._engine, _as_prompt(prompt))
-        self._engine.validate(prepared.token_ids, adapter=adapter, generates=False)
+        valid = self._engine.validate(prepared.token_ids, adapter=adapter, generates=False)
         mailbox: Mailbox[PrefillOutput] = Mailbox()
-        add = partial(self._engine.add_embedding_request, prepared.token_ids, pooling=pooling, normalize=normalize)
+        add = partial(self._engine.add_embedding_request, valid, pooling=pooling, normalize=normalize)
         names = {"request_id": mailbox.request_id, "cache_salt": prepared.cache_salt, "adapter": adapter}
         return await anext(self._submit(mailbox, partial(add, priority=priority, **names)))
 
@@ -133,9 +133,9 @@ class AsyncEngine:
             QueueFullError, RequestError, RuntimeError: as there, and as :meth:`generate`.
         """
         prepared = prepare(self._engine, _as_prompt(prompt))
-        self._engine.validate(prepared.token_ids, adapter=adapter)
+        valid = self._engine.validate(prepared.token_ids, adapter=adapter)
         mailbox: Mailbox[PrefillOutput] = Mailbox()
-        add = partial(self._engine.add_prompt_module, name, prepared.token_ids, adapter=adapter)
+        add = partial(self._engine.add_prompt_module, name, valid, adapter=adapter)
         output = await anext(self._submit(mailbox, partial(add, cache_salt=prepared.cache_salt)))
         if output.finish_reason != "stop":
             raise RuntimeError(f"prompt module {name!r} was not computed: {output.stop_reason or output.finish_reason}")

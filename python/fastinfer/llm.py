@@ -13,7 +13,8 @@ import torch
 
 from fastinfer import hub
 from fastinfer.engine.config import EngineConfig
-from fastinfer.engine.engine import POOLINGS, Engine
+from fastinfer.engine.engine import Engine
+from fastinfer.engine.intake import POOLINGS
 from fastinfer.errors import RequestError
 from fastinfer.models import load_model
 from fastinfer.models.config import Precision
@@ -164,8 +165,8 @@ class LLM:
         jobs: list[Job[RequestOutput]] = []
         for prompt in prompts if isinstance(prompts, list) else [prompts]:
             prepared = self._prepare(prompt)
-            self.engine.validate_beam_search(prepared.token_ids, params, adapter)
-            add = functools.partial(self.engine.add_beam_request, prepared.token_ids, params, prompt=prepared.text)
+            valid = self.engine.validate_beam_search(prepared.token_ids, params, adapter)
+            add = functools.partial(self.engine.add_beam_request, valid, params, prompt=prepared.text)
             names = {"request_id": self._new_id(), "cache_salt": prepared.cache_salt, "adapter": adapter}
             jobs.append(Job(functools.partial(add, priority=priority, **names)))
         return self._shared.complete(jobs)
@@ -231,10 +232,10 @@ class LLM:
         jobs: list[Job[PrefillOutput]] = []
         for prompt in prompts if isinstance(prompts, list) else [prompts]:
             prepared = self._prepare(prompt)
-            self.engine.validate(prepared.token_ids, adapter=adapter, generates=False)
+            valid = self.engine.validate(prepared.token_ids, adapter=adapter, generates=False)
             add = functools.partial(self.engine.add_embedding_request, pooling=pooling, normalize=normalize)
             names = {"request_id": self._new_id(), "cache_salt": prepared.cache_salt, "adapter": adapter}
-            jobs.append(Job(functools.partial(add, prepared.token_ids, priority=priority, **names)))
+            jobs.append(Job(functools.partial(add, valid, priority=priority, **names)))
         return self._shared.complete(jobs)
 
     def score(
@@ -283,8 +284,8 @@ class LLM:
         if not isinstance(name, str):
             raise RequestError(f"name must be a string, got {type(name).__name__}")
         prepared = self._prepare(prompt)
-        self.engine.validate(prepared.token_ids, adapter=adapter)
-        add = functools.partial(self.engine.add_prompt_module, name, prepared.token_ids, adapter=adapter)
+        valid = self.engine.validate(prepared.token_ids, adapter=adapter)
+        add = functools.partial(self.engine.add_prompt_module, name, valid, adapter=adapter)
         job: Job[PrefillOutput] = Job(functools.partial(add, cache_salt=prepared.cache_salt))
         [output] = self._shared.complete([job])
         if output.finish_reason == "error":
@@ -349,8 +350,8 @@ class LLM:
         for prompt, its_params, its_priority, its_adapter in zip(
             prompts, every_params, priorities, adapters, strict=True
         ):
-            self.engine.validate(prompt.token_ids, its_params, its_adapter)
-            add = functools.partial(self.engine.add_request, prompt.token_ids, its_params, prompt=prompt.text)
+            valid = self.engine.validate(prompt.token_ids, its_params, its_adapter)
+            add = functools.partial(self.engine.add_request, valid, its_params, prompt=prompt.text)
             names = {"request_id": self._new_id(), "cache_salt": prompt.cache_salt}
             jobs.append(Job(functools.partial(add, priority=its_priority, adapter=its_adapter, **names)))
         return jobs

@@ -1,14 +1,15 @@
 """Beam search: the likeliest texts found by always keeping the best few."""
 
+import math
 import time
 from typing import NamedTuple
 
 from fastinfer.engine.request import Request, SequenceStep
-from fastinfer.engine.sampler import TokenLogprob
+from fastinfer.engine.sampled_token import TokenLogprob
 from fastinfer.engine.scheduler import Scheduler
-from fastinfer.engine.sequence import Sequence
+from fastinfer.engine.sequence import Sequence, SequenceOwner
 from fastinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from fastinfer.sampling_params import BeamSearchParams
+from fastinfer.sampling_params import BeamSearchParams, SamplingParams
 from fastinfer.tokenizers.tokenizer import Tokenizer
 
 
@@ -30,34 +31,49 @@ class _Hypothesis(NamedTuple):
 
 
 class BeamRequest(Request):
-    """The beams of one prompt, which all go on in the same step.
+    """Searches for the likeliest continuations of one prompt.
 
-    In each round every beam's likeliest tokens compete; the best ``beam_width`` texts become the next beams. What ends
-    among them is kept aside, and the search is over when the best beam cannot become better than the worst of
-    ``beam_width`` of those: the rules of transformers' ``generate(num_beams=…)``. The first round has one beam in many
-    copies, of which only the first counts.
+    All beams advance in the same step. In each round every beam's likeliest tokens compete, and the best ``beam_width``
+    texts become the next beams. Texts that end are kept aside. The search is over when the best beam cannot become
+    better than the worst of ``beam_width`` texts that have ended: the rules of transformers'
+    ``generate(num_beams=...)``. The first round has one beam in many copies, of which only the first counts.
 
     Args:
-        sequences: ``beam_width`` of them, which draw greedily, with log-probabilities of ``2 * beam_width`` tokens.
+        request_id: the engine's name for the request.
+        prompt_token_ids: the prompt.
         params: how to search.
-        prompt: as text, handed through.
-        tokenizer: makes the texts.
+        owner: what the sequences share with others of their owner.
+        prompt: the prompt as text, for the output.
+        tokenizer: turns tokens into text.
+        max_model_len: tokens of the longest sequence.
     """
 
     def __init__(
-        self, sequences: list[Sequence], params: BeamSearchParams, prompt: str | None, tokenizer: Tokenizer
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: BeamSearchParams,
+        owner: SequenceOwner,
+        *,
+        prompt: str | None,
+        tokenizer: Tokenizer,
+        max_model_len: int,
     ) -> None:
-        first = sequences[0]
-        self.request_id = first.request_id
-        self.sequences = sequences
+        greedy = SamplingParams(temperature=0.0, max_tokens=params.max_tokens, logprobs=2 * params.beam_width)
+        max_length = min(max_model_len, len(prompt_token_ids) + params.max_tokens)
+        first = Sequence(request_id, prompt_token_ids, greedy, 0, max_length=max_length, **owner)
+        first.may_speculate = False
+        first.siblings = [first.copy() for _ in range(params.beam_width - 1)]
+        self.request_id = request_id
+        self.sequences = [first, *first.siblings]
         self.finish_time: float | None = None
         self._num_cached_tokens: int | None = None
         self._params = params
         self._prompt = prompt
-        self._prompt_token_ids = list(first.token_ids)
+        self._prompt_token_ids = list(prompt_token_ids)
         self._tokenizer = tokenizer
         self._eos_ids = frozenset() if params.ignore_eos else tokenizer.eos_ids
-        self._logprobs = {sequence: 0.0 if sequence is first else -float("inf") for sequence in sequences}
+        self._logprobs = {sequence: 0.0 if sequence is first else -float("inf") for sequence in self.sequences}
         self._next: dict[Sequence, list[TokenLogprob]] = {}
         self._ended: list[_Hypothesis] = []
         self._stop_reason: int | str | None = None
@@ -158,7 +174,7 @@ class BeamRequest(Request):
         self._ended.append(_Hypothesis(score, candidate.logprob, tokens, reason))
 
     def _score(self, logprob: float, length: int) -> float:
-        return logprob / length**self._params.length_penalty
+        return logprob / math.pow(length, self._params.length_penalty)
 
     def _cannot_improve(self, best: _Candidate) -> bool:
         if len(self._ended) < self._params.beam_width:

@@ -5,8 +5,9 @@ import time
 from collections import deque
 
 from fastinfer.engine.acceptance import FIRST_ACCEPTANCE, Acceptance
+from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.engine.runner import Runner
-from fastinfer.engine.sampler import Row, Sampler
+from fastinfer.engine.sampler import Sampler
 from fastinfer.engine.scheduler import Chunk
 from fastinfer.engine.sequence import Sequence
 from fastinfer.engine.speculation import Speculator
@@ -123,7 +124,7 @@ class DraftModelSpeculator(Speculator):
         chunks = [Chunk(view, count) for view, count in parts]  # type: ignore[arg-type]
         drawing = [view for chunk, (view, _) in zip(chunks, parts, strict=True) if chunk.is_last and view.samples]
         result = self._runner(chunks)
-        rows = [Row(view.sequence, view.drafts) for view in drawing]
+        rows = [LogitsRow(view.sequence, view.drafts) for view in drawing]
         drawn = self._sampler.draw(result.logits, rows, result.recorded)
         for view, count in parts:
             view.num_computed_tokens += count

@@ -1,13 +1,17 @@
 """Requests that generate text: their completions, and what the user sees of them."""
 
+import secrets
 import time
 
 from fastinfer.engine.request import Request, SequenceStep
-from fastinfer.engine.sampler import SampledToken, TokenLogprob, top_logprobs
-from fastinfer.engine.sequence import Sequence
+from fastinfer.engine.sampled_token import SampledToken, TokenLogprob, top_logprobs
+from fastinfer.engine.sequence import Sequence, SequenceOwner
 from fastinfer.engine.text_stream import TextStream
+from fastinfer.engine.token_counts import TokenCounts
 from fastinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from fastinfer.sampling_params import SamplingParams
 from fastinfer.tokenizers.tokenizer import Detokenizer, Tokenizer
+from fastinfer.utils.checks import INT64_MAX
 
 # Rows of a prompt whose logits are computed at a time when their log-probabilities are wanted: 12 MB of 49k logits.
 PROMPT_LOGPROBS_ROWS = 64
@@ -99,31 +103,48 @@ class Completion:
 
 
 class GenerationRequest(Request):
-    """The completions of one prompt.
+    """Generates ``params.n`` completions of one prompt.
+
+    The first sequence computes the prompt; the others wait as its siblings and share its blocks.
 
     Args:
-        sequences: one for each completion, all of the same prompt; the first one computes it for all.
-        prompt: the prompt as text, handed through.
-        tokenizer: makes the text.
+        request_id: the engine's name for the request.
+        prompt_token_ids: the prompt.
+        params: how to draw tokens and when to end.
+        owner: what the sequences share with others of their owner.
+        prompt: the prompt as text, for the outputs.
+        tokenizer: turns tokens into text.
+        max_model_len: tokens of the longest sequence.
+        vocab_size: token ids of the model.
 
     Attributes:
-        request_id: the engine's name for it.
-        finish_time: when its last completion ended, in seconds of ``time.perf_counter``.
+        request_id: the engine's name for the request.
+        finish_time: when the last completion ended, in seconds of ``time.perf_counter``.
     """
 
-    def __init__(self, sequences: list[Sequence], prompt: str | None, tokenizer: Tokenizer) -> None:
-        first = sequences[0]
-        self.request_id = first.request_id
-        self.sequences = sequences
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        owner: SequenceOwner,
+        *,
+        prompt: str | None,
+        tokenizer: Tokenizer,
+        max_model_len: int,
+        vocab_size: int,
+    ) -> None:
+        self.request_id = request_id
+        self.sequences = _sequences(request_id, prompt_token_ids, params, owner, max_model_len, vocab_size)
         self.finish_time: float | None = None
         self._num_cached_tokens: int | None = None  # of the prompt, when it began
-        self._params = first.params
-        self._completions = {s: Completion(index, s, tokenizer) for index, s in enumerate(sequences)}
+        self._params = params
+        self._completions = {s: Completion(index, s, tokenizer) for index, s in enumerate(self.sequences)}
         self._prompt = prompt
-        self._prompt_token_ids = list(first.token_ids)
+        self._prompt_token_ids = list(prompt_token_ids)
         self._tokenizer = tokenizer
         self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
-        self._arrival_time = first.arrival_time
+        self._arrival_time = self.sequences[0].arrival_time
         self._first_token_time: float | None = None
 
     @property
@@ -176,6 +197,39 @@ class GenerationRequest(Request):
     def _note_the_end(self) -> None:
         if self.finish_time is None and not self.unfinished:
             self.finish_time = time.perf_counter()
+
+
+def _sequences(
+    request_id: str,
+    prompt_token_ids: list[int],
+    params: SamplingParams,
+    owner: SequenceOwner,
+    max_model_len: int,
+    vocab_size: int,
+) -> list[Sequence]:
+    """Make a sequence for each completion, with consecutive seeds."""
+    max_length = max_model_len
+    if params.max_tokens is not None:
+        max_length = min(max_length, len(prompt_token_ids) + params.max_tokens)
+    seed = secrets.randbits(63) if params.seed is None else params.seed
+    sequences = [
+        Sequence(
+            request_id,
+            prompt_token_ids,
+            params,
+            (seed + index) % (INT64_MAX + 1),
+            max_length=max_length,
+            reads_prefix=params.prompt_logprobs is None,  # the cache holds no logits
+            **owner,
+        )
+        for index in range(params.n)
+    ]
+    sequences[0].siblings = sequences[1:]
+    if params.has_penalties:
+        counts = TokenCounts(prompt_token_ids, vocab_size)
+        for sequence in sequences:
+            sequence.counts = counts.copy()
+    return sequences
 
 
 def decoded(entries: list[TokenLogprob], tokenizer: Tokenizer) -> dict[int, Logprob]:

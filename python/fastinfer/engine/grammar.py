@@ -137,7 +137,7 @@ class Grammar:
         if self._num_ends or end == 0:
             return _run_length(tokens, self._eos_ids) if self._may_end() else 0
         text = tokens[:end]
-        num_valid = self._matcher.validate_tokens(text)
+        num_valid: int = self._matcher.validate_tokens(text)
         if num_valid == end < len(tokens):
             self._matcher.consume_tokens(text)
             if self._may_end():
@@ -292,12 +292,15 @@ def _source(params: StructuredOutputsParams) -> str:
     """The grammar in llguidance's own notation."""
     from llguidance import LLMatcher
 
+    source: str
     if isinstance(params.json, str):
-        return LLMatcher.grammar_from_json_schema(params.json, overrides=_JSON_OPTIONS)
-    if params.regex is not None:
-        return LLMatcher.grammar_from_regex(params.regex)
-    # An expression of literals: 4,096 choices have their first mask in 0.3 ms, as a rule of strings in 22.
-    return LLMatcher.grammar_from_regex("|".join(map(_escape, params.choice or ())))
+        source = LLMatcher.grammar_from_json_schema(params.json, overrides=_JSON_OPTIONS)
+    elif params.regex is not None:
+        source = LLMatcher.grammar_from_regex(params.regex)
+    else:
+        # An expression of literals: 4,096 choices have their first mask in 0.3 ms; as a rule of strings it takes 22 ms.
+        source = LLMatcher.grammar_from_regex("|".join(map(_escape, params.choice or ())))
+    return source
 
 
 def _escape(text: str) -> str:

@@ -3,23 +3,32 @@
 import torch
 
 from fastinfer.engine.request import Request, SequenceStep
-from fastinfer.engine.sequence import Sequence
+from fastinfer.engine.sequence import Sequence, SequenceOwner
 from fastinfer.outputs import PrefillOutput
+from fastinfer.sampling_params import SamplingParams
 
 
 class PrefillRequest(Request):
-    """A prompt to be computed, as a prompt module is.
+    """Computes a prompt and generates nothing, as for a prompt module.
 
     Args:
-        sequence: of the prompt; ``samples`` is off.
+        request_id: the engine's name for the request.
+        prompt_token_ids: the prompt.
+        owner: what the sequence shares with others of its owner.
+        reads_prefix: whether computed blocks may come from the prefix cache.
 
     Attributes:
-        request_id: the engine's name for it.
-        finish_reason: ``None`` until it is done.
+        request_id: the engine's name for the request.
+        finish_reason: why it ended; ``None`` until then.
     """
 
-    def __init__(self, sequence: Sequence) -> None:
-        self.request_id = sequence.request_id
+    def __init__(
+        self, request_id: str, prompt_token_ids: list[int], owner: SequenceOwner, *, reads_prefix: bool = True
+    ) -> None:
+        sequence = Sequence(
+            request_id, prompt_token_ids, SamplingParams(), 0, samples=False, reads_prefix=reads_prefix, **owner
+        )
+        self.request_id = request_id
         self.sequences = [sequence]
         self.finish_reason: str | None = None
         self._stop_reason: int | str | None = None
@@ -47,16 +56,20 @@ class PrefillRequest(Request):
 
 
 class EmbeddingRequest(PrefillRequest):
-    """The prompt as a vector: the last token's hidden state after the last norm, or the mean over all tokens.
+    """Returns a prompt as a vector: the last token's hidden state after the last norm, or the mean over all tokens.
+
+    A mean needs the hidden states of all tokens, which the prefix cache does not hold.
 
     Args:
-        sequence: of the prompt. For the mean it must not read the prefix cache, which holds no hidden states.
+        request_id, prompt_token_ids, owner: as for :class:`PrefillRequest`.
         pooling: ``"last"`` or ``"mean"``.
-        normalize: scale the vector to length 1.
+        normalize: whether to scale the vector to length 1.
     """
 
-    def __init__(self, sequence: Sequence, pooling: str, normalize: bool) -> None:
-        super().__init__(sequence)
+    def __init__(
+        self, request_id: str, prompt_token_ids: list[int], owner: SequenceOwner, *, pooling: str, normalize: bool
+    ) -> None:
+        super().__init__(request_id, prompt_token_ids, owner, reads_prefix=pooling == "last")
         self._pooling = pooling
         self._normalize = normalize
         self._sum = torch.zeros(())

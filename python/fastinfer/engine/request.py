@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastinfer.engine.sampler import SampledToken
+from fastinfer.engine.sampled_token import SampledToken
 from fastinfer.engine.scheduler import Scheduler
 from fastinfer.engine.sequence import Sequence
 from fastinfer.models import Model

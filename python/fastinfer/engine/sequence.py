@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import time
 from enum import Enum, auto
+from typing import TypedDict
 
 from fastinfer.engine.acceptance import Acceptance
 from fastinfer.engine.grammar import Grammar
@@ -12,6 +13,15 @@ from fastinfer.engine.token_counts import TokenCounts
 from fastinfer.sampling_params import SamplingParams
 
 _arrivals = itertools.count()
+
+
+class SequenceOwner(TypedDict):
+    """Arguments of :class:`Sequence` that all sequences of a request share."""
+
+    priority: int
+    cache_salt: str
+    adapter: int
+    adapter_key: str
 
 
 class SequenceState(Enum):

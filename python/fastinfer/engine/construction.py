@@ -1,0 +1,119 @@
+"""Makes an engine's parts from its configuration and its models."""
+
+from collections.abc import Sequence as List
+
+from fastinfer.engine.batch_inputs import BatchInputs
+from fastinfer.engine.block_manager import BlockManager
+from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.draft_model import DraftModelSpeculator
+from fastinfer.engine.kv_cache_size import choose_num_blocks
+from fastinfer.engine.runner import Runner
+from fastinfer.engine.sampler import Sampler
+from fastinfer.engine.speculation import NgramSpeculator, Speculator
+from fastinfer.errors import RequestError
+from fastinfer.models import Model
+from fastinfer.models.config import ModelConfig
+from fastinfer.models.kv_cache import KVCache, num_blocks_for, token_bytes
+from fastinfer.tokenizers.tokenizer import Tokenizer
+
+
+def choose_max_model_len(config: EngineConfig, sizes: ModelConfig) -> int:
+    """The longest sequence in tokens: the user's limit, or the model's own.
+
+    Raises:
+        RequestError: the user's limit is beyond the model's.
+    """
+    limit = config.max_model_len or sizes.max_position
+    if limit > sizes.max_position:
+        raise RequestError(f"max_model_len must be at most the model's {sizes.max_position}, got {limit}")
+    return limit
+
+
+def make_block_manager(config: EngineConfig, models: List[Model], max_model_len: int) -> BlockManager:
+    """A block manager for as many blocks as the memory allows; every model's cache has all of them.
+
+    Raises:
+        RequestError: the cache does not fit into memory, or the longest sequence not into the cache.
+    """
+    sizes = [model.config for model in models]
+    tokens = [token_bytes(s.num_layers, s.num_kv_heads, s.head_dim, config.kv_cache_dtype) for s in sizes]
+    num_blocks = choose_num_blocks(config, sum(tokens), max_model_len)
+    return BlockManager(num_blocks, config.block_size, config.enable_prefix_caching)
+
+
+def make_kv_cache(config: EngineConfig, model: Model, num_blocks: int) -> KVCache:
+    """The cache of one model, uninitialised."""
+    sizes = model.config
+    return KVCache.empty(
+        sizes.num_layers,
+        num_blocks,
+        config.block_size,
+        sizes.num_kv_heads,
+        sizes.head_dim,
+        config.kv_cache_dtype,
+        config.device,
+    )
+
+
+def make_sampler(config: EngineConfig, model: Model, tokenizer: Tokenizer) -> Sampler:
+    """A sampler for the rows of logits of the largest step."""
+    return Sampler(_max_rows(config), model.config.vocab_size, tokenizer.eos_ids)
+
+
+def make_runner(
+    config: EngineConfig, model: Model, kv_cache: KVCache, max_model_len: int, *, with_adapters: bool = False
+) -> Runner:
+    """A runner with inputs for the largest step; on a GPU it captures its graphs now."""
+    inputs = BatchInputs(
+        # A decode step is padded with one sequence per token.
+        max_seqs=config.max_num_seqs * (1 + config.num_speculative_tokens),
+        max_tokens=config.max_num_batched_tokens,
+        max_logits=_max_rows(config),
+        max_blocks=num_blocks_for(max_model_len, config.block_size),
+        block_size=config.block_size,
+        device=config.device,
+    )
+    return Runner(
+        model,
+        kv_cache,
+        inputs,
+        enforce_eager=config.enforce_eager,
+        with_adapters=with_adapters,
+        deterministic=config.deterministic,
+    )
+
+
+def make_ngram_speculator(config: EngineConfig) -> Speculator | None:
+    """A speculator that looks tokens up in the text itself, if the configuration wants drafts."""
+    return NgramSpeculator(config.num_speculative_tokens) if config.num_speculative_tokens else None
+
+
+def make_draft_speculator(config: EngineConfig, runner: Runner, sampler: Sampler) -> Speculator:
+    """A speculator that draws drafts from a smaller model.
+
+    Args:
+        config: the engine's.
+        runner: runs the draft model.
+        sampler: draws its tokens; not shared with the engine, as a sampler holds the parameters of its latest draw.
+    """
+    return DraftModelSpeculator(runner, sampler, config.num_speculative_tokens, config.max_num_batched_tokens)
+
+
+def check_draft_model(config: EngineConfig, sizes: ModelConfig, draft: ModelConfig, max_model_len: int) -> None:
+    """Check that a model can draft for another.
+
+    Raises:
+        RequestError: no drafts are wanted, or vocabulary or context do not fit.
+    """
+    if not config.num_speculative_tokens:
+        raise RequestError("a draft model needs num_speculative_tokens of at least 1, got 0")
+    if draft.vocab_size != sizes.vocab_size or draft.max_position < max_model_len:
+        raise RequestError(
+            f"the draft model must have the vocabulary of {sizes.vocab_size} tokens and a context of at least "
+            f"{max_model_len}, got {draft.vocab_size} and {draft.max_position}"
+        )
+
+
+def _max_rows(config: EngineConfig) -> int:
+    """Rows of logits in the largest step."""
+    return config.max_num_seqs + config.max_num_batched_tokens

@@ -1,0 +1,114 @@
+"""Checks requests against the limits of the engine and its model."""
+
+from dataclasses import dataclass
+
+from fastinfer.engine.adapters import Adapters
+from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.sequence import SequenceOwner
+from fastinfer.errors import RequestError
+from fastinfer.sampling_params import BeamSearchParams, SamplingParams
+from fastinfer.utils.checks import INT64_MAX, check_int
+
+POOLINGS = ("last", "mean")
+
+
+@dataclass(frozen=True, slots=True)
+class ValidPrompt:
+    """Token ids that have been checked once, so that nobody has to check them again."""
+
+    token_ids: list[int]
+
+
+class RequestIntake:
+    """Checks what users ask for; every mistake is a RequestError that names the field.
+
+    Args:
+        config: the engine's limits.
+        max_model_len: tokens of the longest sequence.
+        vocab_size: token ids of the model.
+        adapters: the loaded LoRA adapters.
+    """
+
+    def __init__(self, config: EngineConfig, max_model_len: int, vocab_size: int, adapters: Adapters) -> None:
+        self._config = config
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._adapters = adapters
+
+    def check_prompt(self, prompt: list[int] | ValidPrompt, *, generates: bool = True) -> ValidPrompt:
+        """Check a prompt's type, length and token ids.
+
+        Args:
+            prompt: token ids, or a prompt that has been checked already.
+            generates: whether there must be room for at least one generated token.
+
+        Raises:
+            RequestError: the prompt can never be served.
+        """
+        if isinstance(prompt, ValidPrompt):
+            return prompt
+        if not isinstance(prompt, list):
+            raise RequestError(f"prompt_token_ids must be a list, got {type(prompt).__name__}")
+        if not prompt:
+            raise RequestError("prompt must have at least 1 token, got 0")
+        if len(prompt) + generates > self._max_model_len:
+            limit = "shorter than" if generates else "at most"
+            raise RequestError(f"prompt must be {limit} max_model_len={self._max_model_len} tokens, got {len(prompt)}")
+        for token_id in prompt:
+            check_int("prompt_token_ids", token_id, 0, self._vocab_size - 1)
+        return ValidPrompt(prompt)
+
+    def check_sampling_params(self, params: SamplingParams) -> None:
+        """Check what depends on the model and the engine; SamplingParams has checked the rest.
+
+        Raises:
+            RequestError: the parameters do not fit this engine.
+        """
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params must be SamplingParams, got {type(params).__name__}")
+        check_int("n", params.n, 1, self._config.max_num_seqs)
+        for name in ("logit_bias", "stop_token_ids"):
+            for token_id in getattr(params, name):
+                check_int(name, token_id, 0, self._vocab_size - 1)
+
+    def check_beam_search_params(self, params: BeamSearchParams) -> None:
+        """Check that the engine can run this many beams at the same time.
+
+        Raises:
+            RequestError: the parameters do not fit this engine.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(f"params must be BeamSearchParams, got {type(params).__name__}")
+        check_int("beam_width", params.beam_width, 1, self._config.max_num_seqs)
+
+    def check_adapter(self, adapter: str | None) -> None:
+        """Check that an adapter of this name is loaded.
+
+        Raises:
+            RequestError: there is none.
+        """
+        if adapter is not None:
+            self._adapters.slot(adapter)
+
+    def check_pooling(self, pooling: str) -> None:
+        """Check the name of a pooling.
+
+        Raises:
+            RequestError: there is no such pooling.
+        """
+        if pooling not in POOLINGS:
+            raise RequestError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
+
+    def owner(self, priority: int, cache_salt: str, adapter: str | None) -> SequenceOwner:
+        """The arguments that all sequences of a request share.
+
+        Raises:
+            RequestError: the priority is no integer of 64 bits, or there is no such adapter.
+        """
+        check_int("priority", priority, -INT64_MAX, INT64_MAX)
+        return {
+            "priority": priority,
+            "cache_salt": cache_salt,
+            "adapter": -1 if adapter is None else self._adapters.slot(adapter),
+            "adapter_key": "" if adapter is None else self._adapters.cache_key(adapter),
+        }

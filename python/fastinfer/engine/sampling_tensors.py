@@ -1,0 +1,103 @@
+"""Sampling parameters as the tensors that ``ops.sample`` takes."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastinfer.engine.logits_row import LogitsRow
+from fastinfer.engine.sequence import Sequence
+from fastinfer.engine.transfer import to_device
+
+
+class SamplingTensors:
+    """Parameters of the rows of a draw, on the device of the logits.
+
+    The arrays stay at the same addresses, where a recorded draw finds them.
+
+    Args:
+        max_rows: rows of the largest draw.
+        vocab_size: columns of the logits.
+
+    Attributes:
+        every_row: parameters that every row has, by their names in ``ops.sample``.
+        needs_only_tokens: whether no row needs log-probabilities, penalties or a bias.
+        device: the device of the logits.
+    """
+
+    def __init__(self, max_rows: int, vocab_size: int) -> None:
+        self.every_row: dict[str, Tensor] = {}
+        self.needs_only_tokens = False
+        # Asking a tensor for its device takes 10 to 25 us after a step, when nothing of torch is in the caches.
+        self.device, self._on_gpu = torch.device("cpu"), False
+        self._vocab_size = vocab_size
+        self._arrays: dict[str, np.ndarray] = {
+            "temperature": np.zeros(max_rows, np.float32),
+            "top_k": np.zeros(max_rows, np.int32),
+            "top_p": np.zeros(max_rows, np.float32),
+            "min_p": np.zeros(max_rows, np.float32),
+            "seeds": np.zeros(max_rows, np.int64),
+            "positions": np.zeros(max_rows, np.int64),
+        }
+        self._sequences: list[Sequence] = []
+
+    def write(self, rows: list[LogitsRow], logits: Tensor) -> None:
+        """Bring ``every_row`` up to date; usually the same sequences decode again and only positions change."""
+        sequences = [row.sequence for row in rows]
+        arrays, used = self._arrays, slice(len(rows))
+        changed = sequences != self._sequences
+        if changed:
+            self._sequences = sequences
+            self.needs_only_tokens = all(map(_needs_only_token, sequences))
+            self.device, self._on_gpu = logits.device, logits.is_cuda
+            params = [sequence.params for sequence in sequences]
+            arrays["temperature"][used] = [p.temperature for p in params]
+            arrays["top_k"][used] = [max(p.top_k, 0) for p in params]
+            arrays["top_p"][used] = [p.top_p for p in params]
+            arrays["min_p"][used] = [p.min_p for p in params]
+            arrays["seeds"][used] = [sequence.seed for sequence in sequences]
+        positions = arrays["positions"]
+        for index, (sequence, drafts, _) in enumerate(rows):
+            positions[index] = len(sequence) + len(drafts)
+        if changed:
+            self.every_row = {name: to_device(array[used], self.device) for name, array in arrays.items()}
+        elif self._on_gpu:
+            self.every_row["positions"] = to_device(positions[used], self.device)
+
+    def penalties(self, rows: list[LogitsRow]) -> dict[str, Tensor]:
+        """Penalties and the token counts they need; empty where no row has any."""
+        if all(row.sequence.counts is None for row in rows):
+            return {}
+        penalties = np.tile(np.array([1, 0, 0], np.float32), (len(rows), 1))
+        output = np.zeros((len(rows), self._vocab_size), np.int32)
+        prompt = np.zeros((len(rows), -(-self._vocab_size // 32)), np.int32)
+        for index, (sequence, drafts, _) in enumerate(rows):
+            if sequence.counts is not None:
+                p = sequence.params
+                penalties[index] = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
+                output[index] = sequence.counts.output
+                np.add.at(output[index], drafts, 1)
+                prompt[index] = sequence.counts.prompt
+        arrays = {"penalties": penalties, "output_counts": output, "prompt_mask": prompt}
+        return {name: to_device(array, self.device) for name, array in arrays.items()}
+
+    def bias(self, rows: list[LogitsRow]) -> dict[str, Tensor]:
+        """Logit biases; empty where no row has any."""
+        biases = [row.sequence.params.logit_bias or {} for row in rows]
+        if not any(biases):
+            return {}
+        arrays = {
+            "bias_start": np.cumsum([0, *map(len, biases)], dtype=np.int32),
+            "bias_tokens": np.array([t for bias in biases for t in bias], np.int32),
+            "bias_values": np.array([v for bias in biases for v in bias.values()], np.float32),
+        }
+        return {name: to_device(array, self.device) for name, array in arrays.items()}
+
+    def mask(self, masks: np.ndarray | None) -> dict[str, Tensor]:
+        """Token masks; empty where every token is allowed."""
+        return {} if masks is None else {"mask": to_device(masks, self.device)}
+
+
+def _needs_only_token(sequence: Sequence) -> bool:
+    """Whether a sequence wants a token alone, drawn with the parameters that every row has, and perhaps a mask."""
+    params = sequence.params
+    return sequence.counts is None and params.logprobs is None and not params.logit_bias

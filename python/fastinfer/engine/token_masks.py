@@ -1,0 +1,63 @@
+"""Masks of the tokens that grammars and ``min_tokens`` allow."""
+
+import numpy as np
+
+from fastinfer.engine.logits_row import LogitsRow
+
+
+class TokenMasks:
+    """Computes a bit mask for each row of logits, always in the same memory.
+
+    Args:
+        max_rows: rows of the largest draw.
+        vocab_size: columns of the logits.
+        eos_ids: tokens that may not be drawn before ``min_tokens``, like the request's own stop tokens.
+    """
+
+    def __init__(self, max_rows: int, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        self._eos_ids = eos_ids
+        self._words = np.zeros((max_rows, -(-vocab_size // 32)), np.int32)
+
+    def compute(self, rows: list[LogitsRow]) -> tuple[np.ndarray | None, dict[int, Exception]]:
+        """Compute the masks of a draw.
+
+        Returns:
+            Masks [rows, ceil(vocab / 32)] int32, bit t % 32 of word t // 32 set where token t is allowed, or ``None``
+            where all tokens are; and the errors of grammars that failed, by row.
+        """
+        early = [_is_early(row) for row in rows]
+        if not any(early) and all(row.grammar is None for row in rows):
+            return None, {}
+        errors: dict[int, Exception] = {}
+        masks = self._words[: len(rows)]
+        num_followed = 0  # drafts that the current grammar has accepted and has to take back
+        for index, row in enumerate(rows):
+            masks[index] = -1
+            if row.grammar is not None:
+                try:
+                    if row.drafts:
+                        row.grammar.accept(row.drafts[-1])
+                        num_followed += 1
+                    row.grammar.fill_mask(masks[index])
+                except Exception as error:  # any error ends this request alone
+                    errors[index] = error.with_traceback(None)
+                    masks[index] = -1
+                if num_followed and (row is rows[-1] or not rows[index + 1].drafts):
+                    num_followed, count = 0, num_followed
+                    try:
+                        row.grammar.rollback(count)
+                    except Exception as error:  # a grammar that has failed once fails again
+                        errors[index] = error.with_traceback(None)
+            if early[index]:
+                self._forbid_ends(row, masks[index])
+        return masks, errors
+
+    def _forbid_ends(self, row: LogitsRow, mask: np.ndarray) -> None:
+        for token_id in self._eos_ids.union(row.sequence.params.stop_token_ids or ()):
+            mask.view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+
+
+def _is_early(row: LogitsRow) -> bool:
+    """Whether the row's token must not be the last, because ``min_tokens`` are not reached."""
+    sequence, least = row.sequence, row.sequence.params.min_tokens
+    return least > 0 and sequence.num_output_tokens + len(row.drafts) < least
