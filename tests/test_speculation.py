@@ -253,7 +253,7 @@ def speculator_with(rate: float, cost_per_token: float) -> tuple[NgramSpeculator
 )
 def test_how_far_ahead_it_guesses(rate: float, cost_per_token: float, depths: set[int]) -> None:
     speculator, sequence = speculator_with(rate, cost_per_token)
-    speculator.plan([sequence])
+    speculator.choose_num_drafts([sequence])
     assert sequence.num_drafts in depths
 
 
@@ -263,26 +263,26 @@ def test_a_batch_wants_more_than_a_small_gain() -> None:
     for num_sequences, cost_per_token, drafts in ((1, 0.4, True), (4, 0.08, False), (4, 0.05, True)):
         pairs = [speculator_with(0.6, cost_per_token) for _ in range(num_sequences)]
         sequences = [sequence for _, sequence in pairs]
-        pairs[0][0].plan(sequences)
+        pairs[0][0].choose_num_drafts(sequences)
         assert any(sequence.num_drafts for sequence in sequences) == drafts, (num_sequences, cost_per_token)
 
 
 def test_only_sequences_whose_guesses_are_right_get_any() -> None:
     speculator, good = speculator_with(0.95, 0.25)
     _, bad = speculator_with(0.1, 0.25)
-    speculator.plan([good, bad])
+    speculator.choose_num_drafts([good, bad])
     assert good.num_drafts > 2
     assert bad.num_drafts == 0
 
 
 def test_it_learns_from_guesses_that_nobody_verified() -> None:
     speculator, sequence = speculator_with(0.0, 0.3)
-    speculator.plan([sequence])
+    speculator.choose_num_drafts([sequence])
     assert sequence.num_drafts == 0
     for token in [1, 2, 3, 4, 5] * 6:
         sequence.append(token)
         sequence.num_computed_tokens += 1
-        speculator.plan([sequence])
+        speculator.choose_num_drafts([sequence])
     assert sequence.num_drafts > 3
     chunk = Chunk(sequence, 1, num_drafts=2)
     speculator.propose([chunk])
@@ -294,7 +294,7 @@ def test_it_learns_nothing_from_what_follows_a_wrong_draft() -> None:
     rates = []
     for num_drafts in (2, 8):
         sequence.acceptance = Acceptance(0.5)
-        speculator.accept(Chunk(sequence, 1, drafts=[1] * num_drafts), 1)
+        speculator.record_accepted(Chunk(sequence, 1, drafts=[1] * num_drafts), 1)
         rates.append(sequence.acceptance.rate)
     assert rates[0] == rates[1]
     assert (speculator.num_drafted, speculator.num_accepted) == (10, 2)

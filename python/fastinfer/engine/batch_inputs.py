@@ -24,12 +24,12 @@ class BatchSize:
         return cls(
             num_seqs=len(chunks),
             num_tokens=sum(chunk.num_tokens + len(chunk.drafts) for chunk in chunks),
-            num_logits=sum(num_rows(chunk) for chunk in chunks),
+            num_logits=sum(num_logits_rows(chunk) for chunk in chunks),
             has_adapters=any(chunk.sequence.adapter >= 0 for chunk in chunks),
         )
 
 
-def num_rows(chunk: Chunk) -> int:
+def num_logits_rows(chunk: Chunk) -> int:
     """Rows of logits that a chunk wants: one for each sequence that goes on from its last token, and one per draft."""
     return chunk.sequence.num_slots + len(chunk.drafts) if chunk.is_last and chunk.sequence.samples else 0
 
@@ -40,7 +40,7 @@ class StepResult:
 
     Attributes:
         hidden: [tokens, hidden] of the last layer, before its norm.
-        logits: [n, vocab], as many rows as :func:`num_rows` says, chunk after chunk.
+        logits: [n, vocab], as many rows as :func:`num_logits_rows` says, chunk after chunk.
         recorded: whether they are the same tensors, and the logits fp32, whenever a step of this size comes.
     """
 
@@ -101,7 +101,7 @@ class BatchInputs:
             self._query_start[index + 1] = end
             self._seq_lens[index] = position + end - start
             self._fill_blocks(index, sequence.blocks)
-            if rows := num_rows(chunk):
+            if rows := num_logits_rows(chunk):
                 last = start + chunk.num_tokens - 1
                 slots = sequence.num_slots
                 self._logits_indices[row : row + slots] = last

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from fastinfer.engine.request import Request, SequenceStep
 from fastinfer.engine.sampled_token import TokenLogprob
 from fastinfer.engine.scheduler import Scheduler
-from fastinfer.engine.sequence import Sequence, SequenceOwner
+from fastinfer.engine.sequence import Sequence, SequenceOptions
 from fastinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from fastinfer.sampling_params import BeamSearchParams, SamplingParams
 from fastinfer.tokenizers.tokenizer import Tokenizer
@@ -53,7 +53,7 @@ class BeamRequest(Request):
         request_id: str,
         prompt_token_ids: list[int],
         params: BeamSearchParams,
-        owner: SequenceOwner,
+        owner: SequenceOptions,
         *,
         prompt: str | None,
         tokenizer: Tokenizer,
@@ -84,7 +84,7 @@ class BeamRequest(Request):
     def unfinished(self) -> list[Sequence]:
         return self.sequences if self.finish_time is None else []
 
-    def take(self, step: SequenceStep) -> None:
+    def update(self, step: SequenceStep) -> None:
         """Note a beam's likeliest next tokens; the beam waits for the others then."""
         if self._num_cached_tokens is None:
             self._num_cached_tokens = step.start
@@ -94,7 +94,7 @@ class BeamRequest(Request):
             self._next[step.sequence] = logprobs
             self._first_token_time = self._first_token_time or time.perf_counter()
 
-    def settle(self, scheduler: Scheduler) -> None:
+    def end_step(self, scheduler: Scheduler) -> None:
         """Once all beams have their next tokens, choose the next beams."""
         if self.finish_time is not None or len(self._next) < len(self.sequences):
             return

@@ -1,58 +1,51 @@
-"""The paged KV cache's blocks: who holds which, and which prefixes they hold.
+"""Allocation of the paged KV cache: which sequence holds which block, and which prefixes are cached.
 
-Paging: Kwon et al., 2023, https://arxiv.org/abs/2309.06180. Prefixes are found by a chain of hashes over full blocks,
-as in vLLM (https://docs.vllm.ai/en/latest/design/prefix_caching.html).
+Paging follows Kwon et al., 2023, https://arxiv.org/abs/2309.06180. Cached prefixes are found by the chain of hashes in
+:mod:`fastinfer.engine.prefix_hash`.
 """
 
-import hashlib
-from array import array
-from dataclasses import dataclass
-
+from fastinfer.engine.prefix_hash import BlockContent, next_key, tokens_to_bytes
 from fastinfer.engine.sequence import Sequence
 from fastinfer.models.kv_cache import num_blocks_for
 
 
-@dataclass(frozen=True, slots=True)
-class _Content:
-    """A full block that is computed: its key, and its tokens, which a hit compares."""
-
-    key: bytes
-    tokens: bytes
-
-
 class BlockManager:
-    """Hands out blocks to sequences. Each block is in one of three states:
+    """Allocates blocks to sequences and takes them back.
+
+    Each block is in one of three states:
 
     - used: at least one sequence holds it;
-    - cached: nobody holds it, and a later sequence may find its content; taken when no block is free, the one that was
-      given back longest ago first;
+    - cached: no sequence holds it, but a later one may find its content. When no block is free, the cached block that
+      was released longest ago is reused;
     - free.
 
-    A block is shared between sequences that begin with the same tokens. Full blocks are never written again; a forked
-    sequence shares a partial block too, and whoever writes first into that gets a copy (``copies``).
+    Sequences that begin with the same tokens share blocks. Full blocks are never written again. A forked sequence also
+    shares its parent's partial block; the first of the two to write into that block gets a copy of it
+    (``pending_copies``).
 
     Args:
-        num_blocks: of the cache.
+        num_blocks: number of blocks in the cache.
         block_size: tokens per block.
-        enable_prefix_caching: keep the content of full blocks findable.
+        enable_prefix_caching: whether later sequences may reuse the content of full blocks.
 
     Attributes:
-        copies: pairs (from, to) of blocks to be copied before the next step computes anything.
-        num_queried_tokens, num_hit_tokens: of admitted sequences: all their tokens, and those found in the cache.
+        pending_copies: (source, destination) pairs of blocks to copy before the next step computes anything.
+        num_queried_tokens: tokens of all admitted sequences.
+        num_hit_tokens: those of them that the prefix cache already held.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.copies: list[tuple[int, int]] = []
+        self.pending_copies: list[tuple[int, int]] = []
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
-        # A stack, with block 0 on top: blocks that were in use are used again before untouched memory.
+        # A stack with block 0 on top, so that released blocks are reused before memory that was never touched.
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached: dict[int, None] = {}  # in the order in which they were given back
+        self._cached: dict[int, None] = {}  # in the order of their release
         self._ref_counts = [0] * num_blocks
-        self._contents: list[_Content | None] = [None] * num_blocks
+        self._contents: list[BlockContent | None] = [None] * num_blocks
         self._by_key: dict[bytes, int] = {}
 
     @property
@@ -68,18 +61,19 @@ class BlockManager:
         return self.num_blocks - len(self._free) - len(self._cached)
 
     def can_allocate(self, sequence: Sequence, spare: int = 0) -> bool:
-        """Whether all tokens of a waiting sequence fit and ``spare`` blocks are left over."""
+        """Return whether all tokens of a waiting sequence fit and at least ``spare`` blocks remain."""
         hits = self._find_prefix(sequence)
         available = len(self._free) + len(self._cached) - sum(block in self._cached for block in hits)
         return num_blocks_for(len(sequence), self.block_size) - len(hits) + spare <= available
 
     def allocate(self, sequence: Sequence) -> None:
-        """Give a waiting sequence blocks for all its tokens: those that the cache has, which are computed then, and
-        new ones for the rest.
+        """Give a waiting sequence blocks for all its tokens.
+
+        Cached blocks of its prefix count as computed; the remaining tokens get new blocks.
         """
         hits = self._find_prefix(sequence)
         for block in hits:
-            self._hold(block)
+            self._add_reference(block)
         sequence.blocks = hits
         sequence.num_cached_blocks = len(hits)
         sequence.num_computed_tokens = len(hits) * self.block_size
@@ -87,21 +81,21 @@ class BlockManager:
         sequence.draft_gap = 0
         self.num_queried_tokens += len(sequence)
         self.num_hit_tokens += sequence.num_computed_tokens
-        self._grow(sequence, len(sequence))
+        self._extend(sequence, len(sequence))
 
     def can_append(self, sequence: Sequence, num_drafts: int = 0) -> bool:
-        """Whether a running sequence's tokens, and drafts after them, have slots or can get them."""
+        """Return whether a running sequence has, or can get, slots for its tokens and ``num_drafts`` drafts."""
         missing = num_blocks_for(len(sequence) + num_drafts, self.block_size) - len(sequence.blocks)
-        return missing + self._writes_shared(sequence) <= len(self._free) + len(self._cached)
+        return missing + self._writes_into_shared_block(sequence) <= len(self._free) + len(self._cached)
 
     def append(self, sequence: Sequence, num_drafts: int = 0) -> None:
-        """Give a running sequence the blocks that its newest tokens need, if they need any."""
-        if self._writes_shared(sequence):
+        """Give a running sequence any new blocks that its newest tokens and ``num_drafts`` drafts need."""
+        if self._writes_into_shared_block(sequence):
             self._copy_block(sequence, sequence.num_computed_tokens // self.block_size)
-        self._grow(sequence, len(sequence) + num_drafts)
+        self._extend(sequence, len(sequence) + num_drafts)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a child that has the same computed tokens as a running parent share its blocks, the partial one too."""
+        """Let a child share the blocks of a running parent with the same computed tokens, the partial block too."""
         child.blocks = parent.blocks[: num_blocks_for(parent.num_computed_tokens, self.block_size)]
         child.block_keys = list(parent.block_keys)
         child.num_cached_blocks = parent.num_cached_blocks
@@ -111,46 +105,53 @@ class BlockManager:
         for block in child.blocks:
             self._ref_counts[block] += 1
 
-    def commit(self, sequence: Sequence) -> None:
-        """Make the blocks that have become full findable; to be called when the computed tokens are the sequence's."""
-        # A block is found with what both models have in it. Of accepted drafts a text may have taken only the first.
+    def cache_full_blocks(self, sequence: Sequence) -> None:
+        """Add blocks that have become full to the prefix cache.
+
+        Call this after the tokens that were computed have been appended to the sequence.
+        """
+        # A cached block must hold the keys and values of the draft model too. The sequence may also have ended within
+        # the accepted drafts, so that fewer tokens were appended than computed.
         num_tokens = min(sequence.num_computed_tokens - sequence.draft_gap, len(sequence))
         num_full = num_tokens // self.block_size
         if num_full > sequence.num_cached_blocks:
             if self.enable_prefix_caching:
                 for index in range(sequence.num_cached_blocks, num_full):
-                    # Of two sequences that computed the same tokens at the same time the first one's block is found.
-                    key, tokens = self._key(sequence, index)
-                    if key not in self._by_key:
-                        self._by_key[key] = sequence.blocks[index]
-                        self._contents[sequence.blocks[index]] = _Content(key, tokens)
+                    # If two sequences computed the same tokens at the same time, only the first one's block is cached.
+                    content = self._content(sequence, index)
+                    if content.key not in self._by_key:
+                        self._by_key[content.key] = sequence.blocks[index]
+                        self._contents[sequence.blocks[index]] = content
             sequence.num_cached_blocks = num_full
 
-    def publish(self, sequence: Sequence) -> None:
-        """Let the sequence's own full blocks be found, where those of another one with the same tokens have been."""
+    def prefer_blocks_of(self, sequence: Sequence) -> None:
+        """Make the prefix cache refer to this sequence's full blocks instead of other blocks with the same content."""
         for index in range(sequence.num_cached_blocks):
-            key, tokens = self._key(sequence, index)
-            block, other = sequence.blocks[index], self._by_key.get(key)
+            content = self._content(sequence, index)
+            block, other = sequence.blocks[index], self._by_key.get(content.key)
             if other != block:
                 if other is not None:
                     self._contents[other] = None
                     if other in self._cached:
                         del self._cached[other]
                         self._free.append(other)
-                self._by_key[key] = block
-                self._contents[block] = _Content(key, tokens)
+                self._by_key[content.key] = block
+                self._contents[block] = content
 
     def free(self, sequence: Sequence) -> None:
-        """Take back all blocks; of those that nobody else holds, the findable ones become cached, the others free."""
-        # The end of a text is the first to go: without its beginning it could not be found.
+        """Release all blocks of a sequence.
+
+        A block that no other sequence holds becomes cached if the prefix cache knows its content, and free otherwise.
+        """
+        # The last block is released first, and so reused first: a block is of no use once an earlier one is gone.
         for block in reversed(sequence.blocks):
-            self._release(block)
+            self._drop_reference(block)
         sequence.blocks = []
         sequence.num_cached_blocks = 0
         sequence.num_computed_tokens = 0
 
     def reset_prefix_cache(self) -> None:
-        """Forget all contents; used blocks stay with their sequences."""
+        """Empty the prefix cache; sequences keep the blocks that they hold."""
         for block in self._by_key.values():
             self._contents[block] = None
         self._by_key.clear()
@@ -158,43 +159,43 @@ class BlockManager:
         self._cached.clear()
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """The cached blocks of a sequence's beginning; its last token stays to be computed, whose logits it wants."""
+        """Return the cached blocks of a sequence's prefix, without its last token, whose logits must be computed."""
         hits: list[int] = []
         if self.enable_prefix_caching and sequence.reads_prefix:
             for index in range((len(sequence) - 1) // self.block_size):
-                key, tokens = self._key(sequence, index)
-                block = self._by_key.get(key)
-                if block is None or self._contents[block] != _Content(key, tokens):
+                content = self._content(sequence, index)
+                block = self._by_key.get(content.key)
+                if block is None or self._contents[block] != content:
                     break
                 hits.append(block)
         return hits
 
-    def _key(self, sequence: Sequence, index: int) -> tuple[bytes, bytes]:
-        """A full block's key, which depends on all tokens up to its end; and its tokens."""
+    def _content(self, sequence: Sequence, index: int) -> BlockContent:
+        """Return the content of a sequence's full block; each key is computed once and kept in the sequence."""
         start = index * self.block_size
-        tokens = array("q", sequence.token_ids[start : start + self.block_size]).tobytes()
+        tokens = tokens_to_bytes(sequence.token_ids[start : start + self.block_size])
         keys = sequence.block_keys
         if index == len(keys):
-            keys.append(hashlib.sha256((keys[-1] if keys else sequence.cache_root) + tokens).digest())
-        return keys[index], tokens
+            keys.append(next_key(keys[-1] if keys else sequence.first_key, tokens))
+        return BlockContent(keys[index], tokens)
 
-    def _writes_shared(self, sequence: Sequence) -> bool:
-        """Whether the next token's slot lies in a block that others hold as well."""
+    def _writes_into_shared_block(self, sequence: Sequence) -> bool:
+        """Return whether the next token's slot is in a block that another sequence holds too."""
         index = sequence.num_computed_tokens // self.block_size
         return index < len(sequence.blocks) and self._ref_counts[sequence.blocks[index]] > 1
 
     def _copy_block(self, sequence: Sequence, index: int) -> None:
-        shared, own = sequence.blocks[index], self._take()
-        self.copies.append((shared, own))
+        shared, own = sequence.blocks[index], self._take_block()
+        self.pending_copies.append((shared, own))
         sequence.blocks = [*sequence.blocks[:index], own, *sequence.blocks[index + 1 :]]
-        self._release(shared)
+        self._drop_reference(shared)
 
-    def _grow(self, sequence: Sequence, num_tokens: int) -> None:
+    def _extend(self, sequence: Sequence, num_tokens: int) -> None:
         for _ in range(num_blocks_for(num_tokens, self.block_size) - len(sequence.blocks)):
-            sequence.blocks.append(self._take())
+            sequence.blocks.append(self._take_block())
 
-    def _take(self) -> int:
-        """A block for new content."""
+    def _take_block(self) -> int:
+        """Return a block for new content: a free one, or else the cached one that was released longest ago."""
         if self._free:
             block = self._free.pop()
         else:
@@ -207,11 +208,11 @@ class BlockManager:
         self._ref_counts[block] = 1
         return block
 
-    def _hold(self, block: int) -> None:
+    def _add_reference(self, block: int) -> None:
         self._ref_counts[block] += 1
         self._cached.pop(block, None)
 
-    def _release(self, block: int) -> None:
+    def _drop_reference(self, block: int) -> None:
         self._ref_counts[block] -= 1
         if self._ref_counts[block] == 0:
             if self._contents[block] is None:

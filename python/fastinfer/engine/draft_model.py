@@ -75,8 +75,8 @@ class DraftModelSpeculator(Speculator):
     def draft_seconds(self) -> float:
         return statistics.median(self._seconds) if len(self._seconds) > 2 else 0.0
 
-    def plan(self, sequences: list[Sequence]) -> None:
-        super().plan(sequences)
+    def choose_num_drafts(self, sequences: list[Sequence]) -> None:
+        super().choose_num_drafts(sequences)
         self._num_steps += 1
         idle = [] if self._num_steps % RETRY_STEPS else [s for s in sequences if s.is_decoding and not s.num_drafts]
         for sequence in idle:
@@ -90,8 +90,8 @@ class DraftModelSpeculator(Speculator):
             self._seconds.append(time.perf_counter() - start)
             views = [(chunk, view) for chunk, view in views if view.samples and len(view.drafts) < chunk.num_drafts]
 
-    def accept(self, chunk: Chunk, num_accepted: int) -> None:
-        super().accept(chunk, num_accepted)
+    def record_accepted(self, chunk: Chunk, num_accepted: int) -> None:
+        super().record_accepted(chunk, num_accepted)
         # The last draft was drawn, but nothing was computed from it.
         chunk.sequence.draft_gap = chunk.draft_gap + max(num_accepted - max(len(chunk.drafts) - 1, 0), 0)
 

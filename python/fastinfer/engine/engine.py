@@ -162,7 +162,7 @@ class Engine:
             self.requests.new_id(request_id),
             token_ids,
             params,
-            self._intake.owner(priority, cache_salt, adapter),
+            self._intake.sequence_options(priority, cache_salt, adapter),
             prompt=prompt,
             tokenizer=self.tokenizer,
             max_model_len=self.max_model_len,
@@ -199,7 +199,7 @@ class Engine:
                 self.requests.new_id(request_id),
                 token_ids,
                 params,
-                self._intake.owner(priority, cache_salt, adapter),
+                self._intake.sequence_options(priority, cache_salt, adapter),
                 prompt=prompt,
                 tokenizer=self.tokenizer,
                 max_model_len=self.max_model_len,
@@ -230,7 +230,7 @@ class Engine:
         """
         token_ids = self._intake.check_prompt(prompt_token_ids, generates=False).token_ids
         self._intake.check_pooling(pooling)
-        owner = self._intake.owner(priority, cache_salt, adapter)
+        owner = self._intake.sequence_options(priority, cache_salt, adapter)
         return self.requests.add(
             EmbeddingRequest(self.requests.new_id(request_id), token_ids, owner, pooling=pooling, normalize=normalize)
         )
@@ -258,7 +258,9 @@ class Engine:
                 with this module the cache could not hold a sequence of the greatest length any more.
         """
         token_ids = self._intake.check_prompt(prompt_token_ids).token_ids
-        request = PrefillRequest(self.requests.new_id(None), token_ids, self._intake.owner(0, cache_salt, adapter))
+        request = PrefillRequest(
+            self.requests.new_id(None), token_ids, self._intake.sequence_options(0, cache_salt, adapter)
+        )
         self.prompt_modules.add(name, PromptModule(request.sequences[0], cache_salt))
         return self.requests.add(request)
 

@@ -5,7 +5,7 @@ import time
 
 from fastinfer.engine.request import Request, SequenceStep
 from fastinfer.engine.sampled_token import SampledToken, TokenLogprob, top_logprobs
-from fastinfer.engine.sequence import Sequence, SequenceOwner
+from fastinfer.engine.sequence import Sequence, SequenceOptions
 from fastinfer.engine.text_stream import TextStream
 from fastinfer.engine.token_counts import TokenCounts
 from fastinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -81,7 +81,7 @@ class Completion:
         sequence, token_id = self.sequence, token.token_id
         sequence.append(token_id)
         if self._logprobs is not None and token.logprobs is not None:
-            self._logprobs.append(decoded(token.logprobs, self._tokenizer))
+            self._logprobs.append(decode_logprobs(token.logprobs, self._tokenizer))
             self._cumulative_logprob += token.logprobs[0].logprob
         if token_id in self._eos_ids:
             self._finish_text("stop")
@@ -127,7 +127,7 @@ class GenerationRequest(Request):
         request_id: str,
         prompt_token_ids: list[int],
         params: SamplingParams,
-        owner: SequenceOwner,
+        owner: SequenceOptions,
         *,
         prompt: str | None,
         tokenizer: Tokenizer,
@@ -151,25 +151,25 @@ class GenerationRequest(Request):
     def unfinished(self) -> list[Sequence]:
         return [s for s, completion in self._completions.items() if completion.finish_reason is None]
 
-    def take(self, step: SequenceStep) -> None:
+    def update(self, step: SequenceStep) -> None:
         """Append the tokens of a step to a completion, up to the one that ends it."""
         if self._num_cached_tokens is None:
             self._num_cached_tokens = step.start
         if self._params.prompt_logprobs is not None:
-            self._take_prompt_logprobs(step, self._params.prompt_logprobs)
+            self._add_prompt_logprobs(step, self._params.prompt_logprobs)
         if step.tokens and self._first_token_time is None:
             self._first_token_time = time.perf_counter()
         completion = self._completions[step.sequence]
         for token in step.tokens:
             if completion.finish_reason is None:
                 completion.add(token)
-        self._note_the_end()
+        self._set_finish_time()
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         """End what has not ended by itself."""
         for completion in self._completions.values():
             completion.finish(reason, stop_reason)
-        self._note_the_end()
+        self._set_finish_time()
 
     def output(self) -> RequestOutput:
         """The state now; its deltas are what came since the last call."""
@@ -184,7 +184,7 @@ class GenerationRequest(Request):
             num_cached_tokens=self._num_cached_tokens or 0,
         )
 
-    def _take_prompt_logprobs(self, step: SequenceStep, count: int) -> None:
+    def _add_prompt_logprobs(self, step: SequenceStep, count: int) -> None:
         """Of the prompt's tokens that follow on those computed; after a preemption they come once more."""
         start = step.start + 1
         tokens = self._prompt_token_ids[start : start + len(step.hidden)]
@@ -192,9 +192,9 @@ class GenerationRequest(Request):
             part = tokens[begin : begin + PROMPT_LOGPROBS_ROWS]
             logits = step.logits(begin, begin + len(part))
             for row, token_id in zip(logits, part, strict=True):
-                self._prompt_logprobs.append(decoded(top_logprobs(row, token_id, count), self._tokenizer))
+                self._prompt_logprobs.append(decode_logprobs(top_logprobs(row, token_id, count), self._tokenizer))
 
-    def _note_the_end(self) -> None:
+    def _set_finish_time(self) -> None:
         if self.finish_time is None and not self.unfinished:
             self.finish_time = time.perf_counter()
 
@@ -203,7 +203,7 @@ def _sequences(
     request_id: str,
     prompt_token_ids: list[int],
     params: SamplingParams,
-    owner: SequenceOwner,
+    owner: SequenceOptions,
     max_model_len: int,
     vocab_size: int,
 ) -> list[Sequence]:
@@ -232,7 +232,7 @@ def _sequences(
     return sequences
 
 
-def decoded(entries: list[TokenLogprob], tokenizer: Tokenizer) -> dict[int, Logprob]:
+def decode_logprobs(entries: list[TokenLogprob], tokenizer: Tokenizer) -> dict[int, Logprob]:
     """One position's log-probabilities, as the user sees them."""
     return {
         entry.token_id: Logprob(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from fastinfer.engine.adapters import Adapters
 from fastinfer.engine.config import EngineConfig
-from fastinfer.engine.sequence import SequenceOwner
+from fastinfer.engine.sequence import SequenceOptions
 from fastinfer.errors import RequestError
 from fastinfer.sampling_params import BeamSearchParams, SamplingParams
 from fastinfer.utils.checks import INT64_MAX, check_int
@@ -99,7 +99,7 @@ class RequestIntake:
         if pooling not in POOLINGS:
             raise RequestError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
 
-    def owner(self, priority: int, cache_salt: str, adapter: str | None) -> SequenceOwner:
+    def sequence_options(self, priority: int, cache_salt: str, adapter: str | None) -> SequenceOptions:
         """The arguments that all sequences of a request share.
 
         Raises:

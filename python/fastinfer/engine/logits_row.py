@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from fastinfer.engine.batch_inputs import num_rows
+from fastinfer.engine.batch_inputs import num_logits_rows
 from fastinfer.engine.grammar import Grammar
 from fastinfer.engine.scheduler import Chunk
 from fastinfer.engine.sequence import Sequence
@@ -31,13 +31,13 @@ def drop_impossible_drafts(chunk: Chunk) -> None:
     are appended without a draw.
     """
     grammar = chunk.sequence.grammar
-    if grammar is not None and num_rows(chunk):
+    if grammar is not None and num_logits_rows(chunk):
         chunk.drafts = chunk.drafts[: _num_possible(chunk.drafts, grammar)]
 
 
 def logits_rows(chunk: Chunk) -> list[LogitsRow]:
     """The rows of logits that a chunk asks for: one per sequence that continues from it, then one per draft."""
-    if not num_rows(chunk):
+    if not num_logits_rows(chunk):
         return []
     sequence = chunk.sequence
     rows = [LogitsRow(owner, [], owner.grammar) for owner in (sequence, *sequence.siblings)]

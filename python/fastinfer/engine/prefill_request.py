@@ -3,7 +3,7 @@
 import torch
 
 from fastinfer.engine.request import Request, SequenceStep
-from fastinfer.engine.sequence import Sequence, SequenceOwner
+from fastinfer.engine.sequence import Sequence, SequenceOptions
 from fastinfer.outputs import PrefillOutput
 from fastinfer.sampling_params import SamplingParams
 
@@ -23,7 +23,7 @@ class PrefillRequest(Request):
     """
 
     def __init__(
-        self, request_id: str, prompt_token_ids: list[int], owner: SequenceOwner, *, reads_prefix: bool = True
+        self, request_id: str, prompt_token_ids: list[int], owner: SequenceOptions, *, reads_prefix: bool = True
     ) -> None:
         sequence = Sequence(
             request_id, prompt_token_ids, SamplingParams(), 0, samples=False, reads_prefix=reads_prefix, **owner
@@ -37,7 +37,7 @@ class PrefillRequest(Request):
     def unfinished(self) -> list[Sequence]:
         return self.sequences if self.finish_reason is None else []
 
-    def take(self, step: SequenceStep) -> None:
+    def update(self, step: SequenceStep) -> None:
         if step.is_last:
             self.finish("stop")
 
@@ -67,7 +67,7 @@ class EmbeddingRequest(PrefillRequest):
     """
 
     def __init__(
-        self, request_id: str, prompt_token_ids: list[int], owner: SequenceOwner, *, pooling: str, normalize: bool
+        self, request_id: str, prompt_token_ids: list[int], owner: SequenceOptions, *, pooling: str, normalize: bool
     ) -> None:
         super().__init__(request_id, prompt_token_ids, owner, reads_prefix=pooling == "last")
         self._pooling = pooling
@@ -75,14 +75,14 @@ class EmbeddingRequest(PrefillRequest):
         self._sum = torch.zeros(())
         self._num_summed = 0
 
-    def take(self, step: SequenceStep) -> None:
+    def update(self, step: SequenceStep) -> None:
         hidden = step.normalized()
         if step.start == 0 or self._pooling == "last":  # a preemption begins anew
             self._sum, self._num_summed = torch.zeros(hidden.shape[1], dtype=torch.float64), 0
         pooled = hidden[-1:] if self._pooling == "last" else hidden
         self._sum = self._sum + pooled.cpu().double().sum(0)
         self._num_summed += len(pooled)
-        super().take(step)
+        super().update(step)
 
     def _embedding(self) -> list[float] | None:
         if self.finish_reason != "stop":

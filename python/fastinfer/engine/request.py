@@ -67,10 +67,10 @@ class Request(ABC):
         """Those of its sequences that go on; none when the request has ended."""
 
     @abstractmethod
-    def take(self, step: SequenceStep) -> None:
+    def update(self, step: SequenceStep) -> None:
         """Take in what a step brought to one of its sequences."""
 
-    def settle(self, scheduler: Scheduler) -> None:  # noqa: B027  (most requests' sequences are independent)
+    def end_step(self, scheduler: Scheduler) -> None:  # noqa: B027  (most requests' sequences are independent)
         """All its sequences have taken what the step brought."""
 
     @abstractmethod

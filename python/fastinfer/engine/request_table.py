@@ -72,7 +72,7 @@ class RequestTable:
             self.compiling[request.request_id] = grammar
         return request.request_id
 
-    def start_compiled(self) -> None:
+    def queue_compiled(self) -> None:
         """Queue the requests whose grammar has been compiled, and end those where that failed."""
         for request_id in [name for name, future in self.compiling.items() if future.done()]:
             request, future = self.active[request_id], self.compiling.pop(request_id)
@@ -85,7 +85,7 @@ class RequestTable:
             else:
                 self._scheduler.add(request.sequences[0])
 
-    def wait(self) -> None:
+    def wait_for_work(self) -> None:
         """Wait a moment when nothing can be computed yet and there is nothing to deliver."""
         if self._undelivered:
             return
@@ -112,7 +112,7 @@ class RequestTable:
         """Keep a last output for the next step to return."""
         self._undelivered[output.request_id] = output
 
-    def take_undelivered(self) -> list[Output]:
+    def pop_undelivered(self) -> list[Output]:
         """The outputs that have been kept."""
         outputs = list(self._undelivered.values())
         self._undelivered.clear()
@@ -127,7 +127,9 @@ class RequestTable:
                 if sequence.state is not SequenceState.FINISHED and sequence not in unfinished:
                     is_module = self._prompt_modules.holds(sequence)
                     if is_module:
-                        self._block_manager.publish(sequence)  # other copies of these blocks may go, these are pinned
+                        self._block_manager.prefer_blocks_of(
+                            sequence
+                        )  # other copies of these blocks may go, these are pinned
                     self._scheduler.finish(sequence, keep_blocks=is_module)
             if not unfinished:
                 del self.active[request.request_id]

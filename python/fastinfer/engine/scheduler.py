@@ -77,7 +77,7 @@ class Scheduler:
         budget = self._schedule_decodes(chunks, self.max_num_batched_tokens)
         for sequence in self.running:
             if budget and not sequence.is_decoding:
-                budget -= self._take(sequence, budget, chunks)
+                budget -= self._add_chunk(sequence, budget, chunks)
         if budget and self.waiting:
             self._schedule_admissions(chunks, budget)
         if not chunks and self.waiting and self.running and not any(s.num_uncomputed_tokens for s in self.running):
@@ -133,7 +133,7 @@ class Scheduler:
                     break
             else:
                 self.block_manager.append(sequence, num_drafts)
-                budget -= self._take(sequence, budget, chunks, num_drafts)
+                budget -= self._add_chunk(sequence, budget, chunks, num_drafts)
                 index += 1
         return budget
 
@@ -149,7 +149,7 @@ class Scheduler:
                 return
             self._admit()
             admissible -= 1
-            budget -= self._take(sequence, budget, chunks)
+            budget -= self._add_chunk(sequence, budget, chunks)
 
     def _admit(self) -> None:
         sequence = self.waiting.pop(0)
@@ -173,7 +173,7 @@ class Scheduler:
         return sum(sequence.num_slots for sequence in self.running)
 
     @staticmethod
-    def _take(sequence: Sequence, budget: int, chunks: list[Chunk], num_drafts: int = 0) -> int:
+    def _add_chunk(sequence: Sequence, budget: int, chunks: list[Chunk], num_drafts: int = 0) -> int:
         """Add the sequence's chunk; returns its tokens."""
         num_tokens = min(sequence.num_uncomputed_tokens, budget - num_drafts)
         chunks.append(Chunk(sequence, num_tokens, num_drafts))

@@ -1,6 +1,5 @@
-"""One running text as the scheduler, the cache and the sampler see it: token ids and how far they are computed."""
+"""A sequence: the token ids of one text and how many of them are computed."""
 
-import hashlib
 import itertools
 import time
 from enum import Enum, auto
@@ -9,14 +8,15 @@ from typing import TypedDict
 from fastinfer.engine.acceptance import Acceptance
 from fastinfer.engine.grammar import Grammar
 from fastinfer.engine.ngram_index import NgramIndex
+from fastinfer.engine.prefix_hash import first_key
 from fastinfer.engine.token_counts import TokenCounts
 from fastinfer.sampling_params import SamplingParams
 
 _arrivals = itertools.count()
 
 
-class SequenceOwner(TypedDict):
-    """Arguments of :class:`Sequence` that all sequences of a request share."""
+class SequenceOptions(TypedDict):
+    """Arguments of :class:`Sequence` that are the same for all sequences of a request."""
 
     priority: int
     cache_salt: str
@@ -25,40 +25,46 @@ class SequenceOwner(TypedDict):
 
 
 class SequenceState(Enum):
-    PENDING = auto()  # not with the scheduler: its grammar is being compiled, or another sequence has to come first
-    WAITING = auto()  # holds no KV blocks: new, or preempted
-    RUNNING = auto()
+    """Where a sequence is on its way from arrival to its end."""
+
+    PENDING = auto()  # unknown to the scheduler: its grammar is being compiled, or another sequence must run first
+    WAITING = auto()  # in the scheduler's queue, without KV blocks: new or preempted
+    RUNNING = auto()  # in the scheduler's running list, with KV blocks
     FINISHED = auto()
 
 
 class Sequence:
-    """Prompt and generated tokens of one completion, with its place in the KV cache.
+    """Prompt and generated tokens of one completion, and the cache blocks that hold them.
 
     Attributes:
-        request_id: of the request it belongs to.
+        request_id: id of the request that the sequence belongs to.
         token_ids: prompt, then generated tokens.
-        num_prompt_tokens: how many of them are the prompt.
-        num_computed_tokens: how many have their keys and values in the cache.
-        num_prefill_tokens: how many there were when it was admitted: until so many are computed, it does not decode.
-        max_length: it ends with so many tokens, prompt included.
-        blocks: cache blocks in the order of the tokens, owned by ``BlockManager``: the list grows at its end, and is
-            replaced by a new one when anything else changes.
-        block_keys: of the prefix cache, one for each full block that was looked up; owned by ``BlockManager``.
-        num_cached_blocks: how many of its blocks the prefix cache knows.
-        cache_root: what the keys begin with: tokens are shared only under the same salt and adapter.
-        reads_prefix: whether it may take computed blocks from the prefix cache.
-        samples: whether a token is drawn when all of it is computed.
-        params, seed: how its tokens are drawn; with a token's position the seed decides that token's draw.
-        adapter: slot of its LoRA adapter, -1 for none.
-        siblings: sequences that begin as copies of this one once its prompt is computed.
-        may_speculate: whether its next tokens may be guessed.
-        num_drafts: so many tokens after its last one may be guessed and verified in the next step.
-        acceptance, ngrams: what the speculation knows of it.
-        draft_gap: how many computed tokens, the newest ones, a draft model has not computed yet.
-        counts: of its tokens, where the penalties want them.
-        grammar: what its text must obey.
-        arrival_time: in seconds of ``time.perf_counter``.
-        order: sequences are served in this order: priority, then arrival.
+        num_prompt_tokens: length of the prompt in tokens.
+        num_computed_tokens: number of tokens whose keys and values are in the cache.
+        num_prefill_tokens: length in tokens when the sequence was last admitted; it decodes once these are computed.
+        max_length: number of tokens, prompt included, at which the sequence ends.
+        blocks: cache blocks in the order of the tokens, managed by ``BlockManager``. The list only grows at its end;
+            for any other change it is replaced by a new list.
+        block_keys: keys of the full blocks in the prefix cache, as far as they were needed; managed by
+            ``BlockManager``.
+        num_cached_blocks: number of leading blocks that have been offered to the prefix cache.
+        first_key: key before the first block's, see :func:`fastinfer.engine.prefix_hash.first_key`.
+        reads_prefix: whether the sequence may reuse computed blocks from the prefix cache.
+        samples: whether a token is drawn once all tokens are computed.
+        params: sampling parameters.
+        seed: random seed; together with a token's position it determines that token's draw.
+        adapter: slot of the LoRA adapter; -1 for none.
+        siblings: sequences that are forked from this one once its prompt is computed.
+        may_speculate: whether the speculator may draft tokens for this sequence.
+        num_drafts: maximum number of tokens to draft for the next step.
+        acceptance: the speculator's estimate of how many drafts are right.
+        ngrams: the speculator's index of the text.
+        draft_gap: number of computed tokens, the newest ones, that the draft model has not computed yet.
+        counts: token counts for the penalties; ``None`` if there are no penalties.
+        grammar: grammar that the generated text must match; ``None`` for any text.
+        state: see :class:`SequenceState`.
+        arrival_time: time of creation in seconds of ``time.perf_counter``.
+        order: sort key by which sequences are served: priority, then number of arrival.
     """
 
     __slots__ = (
@@ -67,9 +73,9 @@ class Sequence:
         "arrival_time",
         "block_keys",
         "blocks",
-        "cache_root",
         "counts",
         "draft_gap",
+        "first_key",
         "grammar",
         "max_length",
         "may_speculate",
@@ -113,7 +119,7 @@ class Sequence:
         self.blocks: list[int] = []
         self.block_keys: list[bytes] = []
         self.num_cached_blocks = 0
-        self.cache_root = hashlib.sha256(repr((cache_salt, adapter_key)).encode()).digest()
+        self.first_key = first_key(cache_salt, adapter_key)
         self.reads_prefix = reads_prefix
         self.samples = samples
         self.params = params
@@ -135,37 +141,44 @@ class Sequence:
         return len(self.token_ids)
 
     def copy(self) -> "Sequence":
-        """A new sequence with the same tokens and the same place in the order, for the scheduler to fork."""
+        """Return a new sequence with the same tokens and the same place in the order, ready to be forked."""
         other = Sequence(self.request_id, self.token_ids, self.params, self.seed, max_length=self.max_length)
         other.num_prompt_tokens = self.num_prompt_tokens
-        other.cache_root, other.adapter = self.cache_root, self.adapter
+        other.first_key, other.adapter = self.first_key, self.adapter
         other.order, other.may_speculate = self.order, self.may_speculate
         return other
 
     def append(self, token_id: int) -> None:
-        """Take in a generated token."""
+        """Append a generated token."""
         self.token_ids.append(token_id)
         if self.counts is not None:
             self.counts.add(token_id)
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """1 for a sequence that decodes; more while its prompt (or, after a preemption, all of it) is processed."""
+        """Number of tokens that are not in the cache yet.
+
+        Usually 1 while the sequence decodes. It is larger during prefill, which after a preemption includes the
+        generated tokens, and after a grammar has forced several tokens at once.
+        """
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def is_decoding(self) -> bool:
+        """Whether all tokens that were present at admission are computed."""
         return self.num_computed_tokens >= self.num_prefill_tokens
 
     @property
     def num_slots(self) -> int:
-        """Sequences that run or will run because this one does."""
+        """Number of sequences that this one runs for: itself and its siblings."""
         return 1 + len(self.siblings)
 
     @property
     def num_output_tokens(self) -> int:
+        """Number of generated tokens."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
+        """The generated tokens, as a new list."""
         return self.token_ids[self.num_prompt_tokens :]

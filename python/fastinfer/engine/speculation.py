@@ -56,7 +56,7 @@ class Speculator(ABC):
         """What one more draft for every sequence costs beside its verification."""
         return 0.0
 
-    def plan(self, sequences: list[Sequence]) -> None:
+    def choose_num_drafts(self, sequences: list[Sequence]) -> None:
         """Decide how many drafts each running sequence may get in the next step."""
         decoding = [s for s in sequences if s.may_speculate and s.is_decoding and s.num_uncomputed_tokens]
         available = []
@@ -68,14 +68,14 @@ class Speculator(ABC):
         for sequence, count in zip(decoding, chosen, strict=True):
             sequence.num_drafts = count
 
-    def accept(self, chunk: Chunk, num_accepted: int) -> None:
+    def record_accepted(self, chunk: Chunk, num_accepted: int) -> None:
         """Learn that so many of a chunk's drafts were right."""
         self.num_drafted += len(chunk.drafts)
         self.num_accepted += num_accepted
         for index in range(min(num_accepted + 1, len(chunk.drafts))):
             self._learn(chunk.sequence, index < num_accepted)
 
-    def note_seconds(self, chunks: list[Chunk], seconds: float) -> None:
+    def record_seconds(self, chunks: list[Chunk], seconds: float) -> None:
         """Learn how long a step took, without the guessing."""
         if all(chunk.sequence.is_decoding and chunk.num_tokens == 1 for chunk in chunks):
             self._costs.add(sum(1 + len(chunk.drafts) for chunk in chunks), seconds)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fastinfer.engine.batch_inputs import StepResult, num_rows
+from fastinfer.engine.batch_inputs import StepResult, num_logits_rows
 from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.logits_row import LogitsRow, drop_impossible_drafts, logits_rows
 from fastinfer.engine.request import Output, Request, SequenceStep
@@ -72,33 +72,33 @@ class Step:
 
     def __call__(self) -> list[Output]:
         """Run one step, and return the outputs of the requests that got something."""
-        self.requests.start_compiled()
+        self.requests.queue_compiled()
         chunks, rows = self._choose_rows(self._schedule())
         outputs: list[Output] = []
         if chunks:
             result, tokens = self._compute(chunks, rows)
             outputs = self._update(chunks, result, tokens)
-        return outputs + self.requests.take_undelivered()
+        return outputs + self.requests.pop_undelivered()
 
     def _schedule(self) -> list[Chunk]:
         """Choose what to compute, drafts included; wait a moment if there is nothing."""
         if self.speculator is not None:
-            self.speculator.plan(self.scheduler.running)
+            self.speculator.choose_num_drafts(self.scheduler.running)
         chunks = self.scheduler.schedule()
         if chunks:
             self._copy_blocks()
             if self.speculator is not None:
                 self.speculator.propose(chunks)
         else:
-            self.requests.wait()
+            self.requests.wait_for_work()
         return chunks
 
     def _copy_blocks(self) -> None:
         """Copy shared blocks for the sequences that are about to write into them."""
-        if self.block_manager.copies:
+        if self.block_manager.pending_copies:
             for kv_cache in self.kv_caches:
-                kv_cache.copy_blocks(self.block_manager.copies)
-            self.block_manager.copies.clear()
+                kv_cache.copy_blocks(self.block_manager.pending_copies)
+            self.block_manager.pending_copies.clear()
 
     def _choose_rows(self, chunks: list[Chunk]) -> tuple[list[Chunk], list[LogitsRow]]:
         """The chunks to compute and their rows of logits, without the requests whose grammar fails here."""
@@ -121,7 +121,7 @@ class Step:
         result = self.runner(chunks)
         tokens = self.sampler.draw(result.logits, rows, result.recorded)
         if self.speculator is not None:
-            self.speculator.note_seconds(chunks, time.perf_counter() - start)
+            self.speculator.record_seconds(chunks, time.perf_counter() - start)
         return result, tokens
 
     def _update(self, chunks: list[Chunk], result: StepResult, tokens: list[SampledToken]) -> list[Output]:
@@ -135,7 +135,7 @@ class Step:
             if is_last or not request.unfinished:
                 to_report[request.request_id] = request
         for request in touched.values():
-            request.settle(self.scheduler)
+            request.end_step(self.scheduler)
         return self.requests.report(to_report.values())
 
     def _advance(self, part: ChunkResult, result: StepResult) -> list[SequenceStep]:
@@ -148,7 +148,7 @@ class Step:
         start, is_last, accepted = sequence.num_computed_tokens, chunk.is_last, part.num_accepted
         sequence.num_computed_tokens += chunk.num_tokens + accepted
         if self.speculator is not None:
-            self.speculator.accept(chunk, accepted)
+            self.speculator.record_accepted(chunk, accepted)
         siblings: list[Sequence] = []
         if is_last:
             siblings, sequence.siblings = sequence.siblings, []
@@ -171,11 +171,11 @@ class Step:
                 if token.error is not None:
                     raise token.error
             for step in steps:
-                request.take(step)
+                request.update(step)
         except Exception as error:
             request.finish("error", reason(error))
         else:
-            self.block_manager.commit(steps[0].sequence)  # only now it has the accepted tokens
+            self.block_manager.cache_full_blocks(steps[0].sequence)  # only now it has the accepted tokens
 
 
 def _split(chunks: list[Chunk], tokens: list[SampledToken]) -> Iterator[ChunkResult]:
@@ -183,4 +183,4 @@ def _split(chunks: list[Chunk], tokens: list[SampledToken]) -> Iterator[ChunkRes
     end, drawn = 0, iter(tokens)
     for chunk in chunks:
         start, end = end, end + chunk.num_tokens + len(chunk.drafts)
-        yield ChunkResult(chunk, slice(start, end), list(itertools.islice(drawn, num_rows(chunk))))
+        yield ChunkResult(chunk, slice(start, end), list(itertools.islice(drawn, num_logits_rows(chunk))))

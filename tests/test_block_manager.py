@@ -15,129 +15,129 @@ def sequence(num_tokens: int) -> Sequence:
 
 @pytest.mark.parametrize(("num_tokens", "blocks"), [(1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
 def test_allocate_takes_whole_blocks_and_free_gives_them_back(num_tokens: int, blocks: int) -> None:
-    cache = BlockManager(num_blocks=3, block_size=4)
+    manager = BlockManager(num_blocks=3, block_size=4)
     tokens = sequence(num_tokens)
-    assert cache.can_allocate(tokens)
-    cache.allocate(tokens)
-    assert len(tokens.blocks) == cache.num_used == blocks
-    assert cache.num_free == 3 - blocks
-    cache.free(tokens)
-    cache.free(tokens)
-    assert (cache.num_free, cache.num_used, tokens.blocks) == (3, 0, [])
+    assert manager.can_allocate(tokens)
+    manager.allocate(tokens)
+    assert len(tokens.blocks) == manager.num_used == blocks
+    assert manager.num_free == 3 - blocks
+    manager.free(tokens)
+    manager.free(tokens)
+    assert (manager.num_free, manager.num_used, tokens.blocks) == (3, 0, [])
 
 
 def test_can_allocate_counts_the_spare_blocks() -> None:
-    cache = BlockManager(num_blocks=3, block_size=4)
-    assert not cache.can_allocate(sequence(13))
-    assert cache.can_allocate(sequence(8), spare=1)
-    assert not cache.can_allocate(sequence(9), spare=1)
+    manager = BlockManager(num_blocks=3, block_size=4)
+    assert not manager.can_allocate(sequence(13))
+    assert manager.can_allocate(sequence(8), spare=1)
+    assert not manager.can_allocate(sequence(9), spare=1)
 
 
 def test_append_takes_a_block_only_at_a_border() -> None:
-    cache = BlockManager(num_blocks=2, block_size=4)
+    manager = BlockManager(num_blocks=2, block_size=4)
     tokens = sequence(3)
-    cache.allocate(tokens)
+    manager.allocate(tokens)
     for used in (1, 2, 2, 2, 2):
         tokens.token_ids.append(0)
-        assert cache.can_append(tokens)
-        cache.append(tokens)
-        assert cache.num_used == used
+        assert manager.can_append(tokens)
+        manager.append(tokens)
+        assert manager.num_used == used
     tokens.token_ids.append(0)
-    assert not cache.can_append(tokens)
+    assert not manager.can_append(tokens)
 
 
 def test_two_sequences_never_share_a_block() -> None:
-    cache = BlockManager(num_blocks=5, block_size=2)
+    manager = BlockManager(num_blocks=5, block_size=2)
     first, second = sequence(4), sequence(5)
-    cache.allocate(first)
-    cache.allocate(second)
+    manager.allocate(first)
+    manager.allocate(second)
     assert sorted(first.blocks + second.blocks) == [0, 1, 2, 3, 4]
 
 
 def test_freed_blocks_are_used_before_untouched_memory() -> None:
-    cache = BlockManager(num_blocks=100, block_size=1)
+    manager = BlockManager(num_blocks=100, block_size=1)
     for _ in range(20):
         tokens = sequence(3)
-        cache.allocate(tokens)
+        manager.allocate(tokens)
         assert tokens.blocks == [0, 1, 2]
-        cache.free(tokens)
+        manager.free(tokens)
 
 
-def compute(cache: BlockManager, tokens: Sequence) -> None:
-    """What a step does: all tokens are in the cache now."""
+def compute(manager: BlockManager, tokens: Sequence) -> None:
+    """Mark all tokens as computed, as a step does."""
     tokens.num_computed_tokens = len(tokens)
-    cache.commit(tokens)
+    manager.cache_full_blocks(tokens)
 
 
-def check(cache: BlockManager, free: int, cached: int, used: int) -> None:
-    assert (cache.num_free, cache.num_cached, cache.num_used) == (free, cached, used)
-    assert free + cached + used == cache.num_blocks
+def check(manager: BlockManager, free: int, cached: int, used: int) -> None:
+    assert (manager.num_free, manager.num_cached, manager.num_used) == (free, cached, used)
+    assert free + cached + used == manager.num_blocks
 
 
 def test_fork_shares_all_blocks_until_both_are_gone() -> None:
-    cache = BlockManager(num_blocks=5, block_size=4)
+    manager = BlockManager(num_blocks=5, block_size=4)
     parent, child = sequence(10), sequence(10)
-    cache.allocate(parent)
-    compute(cache, parent)
-    cache.fork(parent, child)
+    manager.allocate(parent)
+    compute(manager, parent)
+    manager.fork(parent, child)
     assert child.blocks == parent.blocks == [0, 1, 2]
     assert child.blocks is not parent.blocks
     assert child.num_computed_tokens == 10
-    check(cache, 2, 0, 3)
-    cache.free(parent)
-    check(cache, 2, 0, 3)
-    cache.free(child)
-    check(cache, 3, 2, 0)
+    check(manager, 2, 0, 3)
+    manager.free(parent)
+    check(manager, 2, 0, 3)
+    manager.free(child)
+    check(manager, 3, 2, 0)
 
 
 def test_the_first_to_write_into_a_shared_block_gets_a_copy() -> None:
-    cache = BlockManager(num_blocks=5, block_size=4)
+    manager = BlockManager(num_blocks=5, block_size=4)
     parent, child = sequence(10), sequence(10)
-    cache.allocate(parent)
-    compute(cache, parent)
-    cache.fork(parent, child)
+    manager.allocate(parent)
+    compute(manager, parent)
+    manager.fork(parent, child)
     known = parent.blocks
     for each in (parent, child):
         each.token_ids.append(7)
-        assert cache.can_append(each)
-        cache.append(each)
+        assert manager.can_append(each)
+        manager.append(each)
     assert parent.blocks == [0, 1, 3]
     assert parent.blocks is not known, "whoever has copied the list must see that it changed"
     assert child.blocks == [0, 1, 2]
-    assert cache.copies == [(2, 3)]
-    check(cache, 1, 0, 4)
-    cache.free(parent)
-    cache.free(child)
-    check(cache, 3, 2, 0)
+    assert manager.pending_copies == [(2, 3)]
+    check(manager, 1, 0, 4)
+    manager.free(parent)
+    manager.free(child)
+    check(manager, 3, 2, 0)
 
 
 def test_forks_that_go_on_differently_are_both_found() -> None:
-    cache = BlockManager(num_blocks=20, block_size=4)
+    manager = BlockManager(num_blocks=20, block_size=4)
     parent, child = sequence(10), sequence(10)
-    cache.allocate(parent)
-    compute(cache, parent)
-    cache.fork(parent, child)
+    manager.allocate(parent)
+    compute(manager, parent)
+    manager.fork(parent, child)
     for token, each in enumerate((parent, child), 50):
         each.token_ids += [token] * 3
-        cache.append(each)
-        compute(cache, each)
+        manager.append(each)
+        compute(manager, each)
     for each in (parent, child):
-        cache.free(each)
+        manager.free(each)
         again = Sequence("r", list(each.token_ids), SamplingParams(), seed=0)
-        cache.allocate(again)
+        manager.allocate(again)
         assert again.num_computed_tokens == 12
-        cache.free(again)
+        manager.free(again)
 
 
 def test_all_of_a_preempted_text_is_prefill() -> None:
-    cache = BlockManager(num_blocks=20, block_size=4, enable_prefix_caching=False)
+    manager = BlockManager(num_blocks=20, block_size=4, enable_prefix_caching=False)
     tokens = sequence(6)
-    cache.allocate(tokens)
-    compute(cache, tokens)
+    manager.allocate(tokens)
+    compute(manager, tokens)
     tokens.token_ids += [1, 2, 3]
     assert tokens.is_decoding
-    cache.free(tokens)
-    cache.allocate(tokens)
+    manager.free(tokens)
+    manager.allocate(tokens)
     tokens.num_computed_tokens = 8
     assert not tokens.is_decoding
     tokens.num_computed_tokens = 9
@@ -145,84 +145,84 @@ def test_all_of_a_preempted_text_is_prefill() -> None:
 
 
 def test_a_copy_needs_a_free_block() -> None:
-    cache = BlockManager(num_blocks=3, block_size=4)
+    manager = BlockManager(num_blocks=3, block_size=4)
     parent, child = sequence(10), sequence(10)
-    cache.allocate(parent)
-    compute(cache, parent)
-    cache.fork(parent, child)
+    manager.allocate(parent)
+    compute(manager, parent)
+    manager.fork(parent, child)
     parent.token_ids.append(7)
-    assert not cache.can_append(parent)
-    cache.free(child)
-    assert cache.can_append(parent)
-    cache.append(parent)
-    assert (parent.blocks, cache.copies) == ([0, 1, 2], [])
+    assert not manager.can_append(parent)
+    manager.free(child)
+    assert manager.can_append(parent)
+    manager.append(parent)
+    assert (parent.blocks, manager.pending_copies) == ([0, 1, 2], [])
 
 
 def test_a_fork_at_a_border_copies_nothing() -> None:
-    cache = BlockManager(num_blocks=4, block_size=4)
+    manager = BlockManager(num_blocks=4, block_size=4)
     parent, child = sequence(8), sequence(8)
-    cache.allocate(parent)
-    compute(cache, parent)
-    cache.fork(parent, child)
+    manager.allocate(parent)
+    compute(manager, parent)
+    manager.fork(parent, child)
     for each in (parent, child):
         each.token_ids.append(7)
-        cache.append(each)
-    assert (parent.blocks, child.blocks, cache.copies) == ([0, 1, 2], [0, 1, 3], [])
+        manager.append(each)
+    assert (parent.blocks, child.blocks, manager.pending_copies) == ([0, 1, 2], [0, 1, 3], [])
 
 
 def test_blocks_reserved_for_drafts_are_not_forked() -> None:
-    cache = BlockManager(num_blocks=9, block_size=4)
+    manager = BlockManager(num_blocks=9, block_size=4)
     parent, child = sequence(7), sequence(7)
-    cache.allocate(parent)
-    compute(cache, parent)
+    manager.allocate(parent)
+    compute(manager, parent)
     parent.token_ids.append(7)
-    cache.append(parent, num_drafts=6)
+    manager.append(parent, num_drafts=6)
     assert len(parent.blocks) == 4
-    cache.fork(parent, child)
+    manager.fork(parent, child)
     assert child.blocks == parent.blocks[:2]
 
 
 @pytest.mark.parametrize(("num_tokens", "hits"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (13, 3), (30, 3)])
 def test_prefixes_are_found_in_full_blocks_and_a_token_is_left(num_tokens: int, hits: int) -> None:
-    cache = BlockManager(num_blocks=20, block_size=4)
+    manager = BlockManager(num_blocks=20, block_size=4)
     first = sequence(14)
-    cache.allocate(first)
-    compute(cache, first)
+    manager.allocate(first)
+    compute(manager, first)
     blocks = list(first.blocks)
-    cache.free(first)
-    check(cache, 17, 3, 0)
+    manager.free(first)
+    check(manager, 17, 3, 0)
     second = sequence(num_tokens)
-    cache.allocate(second)
+    manager.allocate(second)
     assert second.blocks[:hits] == blocks[:hits]
     assert second.num_computed_tokens == 4 * hits
-    assert (cache.num_hit_tokens, cache.num_queried_tokens) == (4 * hits, 14 + num_tokens)
-    assert cache.num_used == num_blocks_for(num_tokens, 4)
+    assert (manager.num_hit_tokens, manager.num_queried_tokens) == (4 * hits, 14 + num_tokens)
+    assert manager.num_used == num_blocks_for(num_tokens, 4)
     assert not set(second.blocks[hits:]) & set(blocks[:hits])
 
 
 def test_what_is_not_computed_is_not_found() -> None:
-    cache = BlockManager(num_blocks=20, block_size=4)
+    manager = BlockManager(num_blocks=20, block_size=4)
     first, second = sequence(12), sequence(12)
-    cache.allocate(first)
+    manager.allocate(first)
     first.num_computed_tokens = 7
-    cache.commit(first)
-    cache.allocate(second)
+    manager.cache_full_blocks(first)
+    manager.allocate(second)
     assert second.num_computed_tokens == 4
 
 
 def test_a_token_that_differs_ends_the_prefix() -> None:
-    cache = BlockManager(num_blocks=20, block_size=4)
+    manager = BlockManager(num_blocks=20, block_size=4)
     first, second = sequence(13), sequence(13)
     second.token_ids[5] = 99
-    cache.allocate(first)
-    compute(cache, first)
-    cache.allocate(second)
+    manager.allocate(first)
+    compute(manager, first)
+    manager.allocate(second)
     assert second.num_computed_tokens == 4
 
 
 @pytest.mark.parametrize("kind", ["salt", "adapter", "off for the sequence", "off"])
 def test_who_may_not_share(kind: str) -> None:
-    cache = BlockManager(num_blocks=20, block_size=4, enable_prefix_caching=kind != "off")
+    manager = BlockManager(num_blocks=20, block_size=4, enable_prefix_caching=kind != "off")
     other = {
         "salt": {"cache_salt": "b"},
         "adapter": {"adapter_key": "b"},
@@ -231,97 +231,97 @@ def test_who_may_not_share(kind: str) -> None:
     first = sequence(13)
     second = Sequence("r", list(range(13)), SamplingParams(), seed=0, **other.get(kind, {}))  # type: ignore[arg-type]
     for each in (first, second):
-        cache.allocate(each)
+        manager.allocate(each)
         assert each.num_computed_tokens == 0
-        compute(cache, each)
-        cache.free(each)
-    assert cache.num_cached == {"off": 0, "off for the sequence": 3}.get(kind, 6)
+        compute(manager, each)
+        manager.free(each)
+    assert manager.num_cached == {"off": 0, "off for the sequence": 3}.get(kind, 6)
 
 
 def test_tokens_are_compared_and_a_hash_alone_proves_nothing() -> None:
-    cache = BlockManager(num_blocks=20, block_size=4)
+    manager = BlockManager(num_blocks=20, block_size=4)
     first, second = sequence(9), sequence(9)
-    cache.allocate(first)
-    compute(cache, first)
+    manager.allocate(first)
+    compute(manager, first)
     second.token_ids[0] = 99
     second.block_keys = list(first.block_keys)  # as if both texts had the same hash
-    cache.allocate(second)
+    manager.allocate(second)
     assert second.num_computed_tokens == 0
 
 
 def test_the_least_recently_used_block_goes_first_and_ends_before_beginnings() -> None:
-    cache = BlockManager(num_blocks=6, block_size=1)
+    manager = BlockManager(num_blocks=6, block_size=1)
     old, new = sequence(3), Sequence("r", [50, 51, 52], SamplingParams(), seed=0)
     for each in (old, new):
-        cache.allocate(each)
-        compute(cache, each)
-    cache.free(old)
-    cache.free(new)
-    check(cache, 0, 6, 0)
+        manager.allocate(each)
+        compute(manager, each)
+    manager.free(old)
+    manager.free(new)
+    check(manager, 0, 6, 0)
 
     def prefix(tokens: list[int]) -> int:
-        return len(cache._find_prefix(Sequence("r", [*tokens, 0], SamplingParams(), seed=0)))
+        return len(manager._find_prefix(Sequence("r", [*tokens, 0], SamplingParams(), seed=0)))
 
     lengths = []
     for _ in range(6):
-        cache._take()
+        manager._take_block()
         lengths.append((prefix([0, 1, 2]), prefix([50, 51, 52])))
     assert lengths == [(2, 3), (1, 3), (0, 3), (0, 2), (0, 1), (0, 0)]
 
 
 def test_a_hit_makes_a_block_new_again() -> None:
-    cache = BlockManager(num_blocks=4, block_size=1)
+    manager = BlockManager(num_blocks=4, block_size=1)
     first, second = Sequence("r", [1], SamplingParams(), seed=0), Sequence("r", [2], SamplingParams(), seed=0)
     for each in (first, second):
-        cache.allocate(each)
-        compute(cache, each)
-        cache.free(each)
+        manager.allocate(each)
+        compute(manager, each)
+        manager.free(each)
     again = Sequence("r", [1, 3], SamplingParams(), seed=0)
-    cache.allocate(again)
+    manager.allocate(again)
     assert again.num_computed_tokens == 1
-    cache.free(again)
-    oldest = cache._by_key[second.block_keys[0]]
-    assert list(cache._cached) == [oldest, cache._by_key[first.block_keys[0]]]
+    manager.free(again)
+    oldest = manager._by_key[second.block_keys[0]]
+    assert list(manager._cached) == [oldest, manager._by_key[first.block_keys[0]]]
     for _ in range(2):
-        cache._take()
-    assert cache._take() == oldest
+        manager._take_block()
+    assert manager._take_block() == oldest
 
 
 def test_hits_that_nobody_holds_are_not_counted_as_room() -> None:
-    cache = BlockManager(num_blocks=3, block_size=4)
+    manager = BlockManager(num_blocks=3, block_size=4)
     first = sequence(9)
-    cache.allocate(first)
-    compute(cache, first)
-    cache.free(first)
-    check(cache, 1, 2, 0)
-    assert cache.can_allocate(sequence(12))
-    assert not cache.can_allocate(sequence(12), spare=1)
-    assert not cache.can_allocate(sequence(13))
+    manager.allocate(first)
+    compute(manager, first)
+    manager.free(first)
+    check(manager, 1, 2, 0)
+    assert manager.can_allocate(sequence(12))
+    assert not manager.can_allocate(sequence(12), spare=1)
+    assert not manager.can_allocate(sequence(13))
 
 
 def test_two_that_compute_the_same_at_the_same_time() -> None:
-    cache = BlockManager(num_blocks=8, block_size=4)
+    manager = BlockManager(num_blocks=8, block_size=4)
     first, second = sequence(8), sequence(8)
     for each in (first, second):
-        cache.allocate(each)
+        manager.allocate(each)
     for each in (first, second):
-        compute(cache, each)
-    cache.free(first)
-    cache.free(second)
-    check(cache, 6, 2, 0)
+        compute(manager, each)
+    manager.free(first)
+    manager.free(second)
+    check(manager, 6, 2, 0)
 
 
 def test_reset_forgets_the_contents_and_keeps_the_sequences() -> None:
-    cache = BlockManager(num_blocks=8, block_size=4)
+    manager = BlockManager(num_blocks=8, block_size=4)
     first, second = sequence(8), Sequence("r", [9] * 8, SamplingParams(), seed=0)
     for each in (first, second):
-        cache.allocate(each)
-        compute(cache, each)
-    cache.free(first)
-    check(cache, 4, 2, 2)
-    cache.reset_prefix_cache()
-    check(cache, 6, 0, 2)
-    cache.free(second)
+        manager.allocate(each)
+        compute(manager, each)
+    manager.free(first)
+    check(manager, 4, 2, 2)
+    manager.reset_prefix_cache()
+    check(manager, 6, 0, 2)
+    manager.free(second)
     check(cache, 8, 0, 0)
 
 

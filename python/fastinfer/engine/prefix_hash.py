@@ -1,0 +1,44 @@
+"""Hashes of token prefixes: the keys under which the prefix cache finds full blocks.
+
+The hashes form a chain. The key of a block is the hash of the previous block's key and of the block's own tokens, so it
+stands for all tokens from the beginning of the sequence to the end of the block. The chain begins with a hash of the
+salt and the adapter: sequences share blocks only if both are the same. vLLM works in the same way
+(https://docs.vllm.ai/en/latest/design/prefix_caching.html).
+"""
+
+import hashlib
+from array import array
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BlockContent:
+    """Identity of a full, computed block.
+
+    Attributes:
+        key: hash of all tokens up to the end of the block.
+        tokens: the block's own tokens as bytes; a lookup compares them, so that a hash collision does no harm.
+    """
+
+    key: bytes
+    tokens: bytes
+
+
+def first_key(cache_salt: str, adapter_key: str) -> bytes:
+    """Return the key with which a chain begins, before any token.
+
+    Args:
+        cache_salt: name of the group of requests that may share prefixes.
+        adapter_key: identity of the LoRA adapter; empty for none.
+    """
+    return hashlib.sha256(repr((cache_salt, adapter_key)).encode()).digest()
+
+
+def next_key(previous_key: bytes, tokens: bytes) -> bytes:
+    """Return the key of a block from the previous block's key and the block's own tokens."""
+    return hashlib.sha256(previous_key + tokens).digest()
+
+
+def tokens_to_bytes(token_ids: list[int]) -> bytes:
+    """Return token ids as int64 values in native byte order, which is what is hashed and compared."""
+    return array("q", token_ids).tobytes()
