@@ -322,7 +322,7 @@ def test_reset_forgets_the_contents_and_keeps_the_sequences() -> None:
     manager.reset_prefix_cache()
     check(manager, 6, 0, 2)
     manager.free(second)
-    check(cache, 8, 0, 0)
+    check(manager, 8, 0, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn, torch.uint8])

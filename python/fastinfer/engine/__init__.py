@@ -1,1 +1,1 @@
-"""The runtime: ``engine.step()`` is schedule, run, sample, update; one noun per file."""
+"""The runtime: each step of the engine schedules sequences, runs the model, samples tokens and updates requests."""

@@ -1,4 +1,4 @@
-"""Names of the LoRA adapters that requests can ask for, and the slots in which they are."""
+"""The loaded LoRA adapters: the names by which requests refer to them, and their slots in the model."""
 
 import itertools
 from pathlib import Path
@@ -13,25 +13,30 @@ class Adapters:
     """Loads and unloads adapters between steps.
 
     Args:
-        slots: of the model, or ``None`` if it has none.
+        slots: the model's slots for adapters; ``None`` if it has none.
     """
 
     def __init__(self, slots: AdapterSlots | None = None) -> None:
         self._slots = slots
         self._free = [] if slots is None else list(range(slots.max_loras - 1, -1, -1))
-        self._loaded: dict[str, tuple[int, int]] = {}  # name to slot, and number of the load
+        self._loaded: dict[str, tuple[int, int]] = {}  # name to (slot, number of the load)
         self._num_loads = itertools.count()
 
     @property
     def names(self) -> list[str]:
+        """Names of the loaded adapters, sorted."""
         return sorted(self._loaded)
 
     def load(self, name: str, path: str | Path) -> None:
-        """Read an adapter and give it a name.
+        """Load an adapter into a free slot.
+
+        Args:
+            name: name by which requests refer to the adapter.
+            path: folder in the format that PEFT saves.
 
         Raises:
-            AdapterError: it cannot be read, or does not fit the model.
-            RequestError: the name is taken, or all slots are.
+            AdapterError: the adapter cannot be read, or does not fit the model.
+            RequestError: the name is in use, or no slot is free.
         """
         if name in self._loaded:
             raise RequestError(f"adapter name must be new, got {name!r}")
@@ -43,14 +48,14 @@ class Adapters:
         self._loaded[name] = self._free.pop(), next(self._num_loads)
 
     def unload(self, name: str, sequences: list[Sequence]) -> None:
-        """Forget an adapter.
+        """Unload an adapter and free its slot.
 
         Args:
-            name: of the adapter.
-            sequences: those that are not finished, or stay in the cache.
+            name: name of the adapter.
+            sequences: all unfinished sequences and those of prompt modules.
 
         Raises:
-            RequestError: there is none of this name, or one of the sequences uses it.
+            RequestError: there is no adapter of this name, or one of the sequences uses it.
         """
         slot, _ = self._get(name)
         if users := {sequence.request_id for sequence in sequences if sequence.adapter == slot}:
@@ -63,10 +68,19 @@ class Adapters:
         self._free.append(slot)
 
     def slot(self, name: str) -> int:
+        """Return the slot of an adapter.
+
+        Raises:
+            RequestError: there is no adapter of this name.
+        """
         return self._get(name)[0]
 
     def cache_key(self, name: str) -> str:
-        """Under which prefixes are cached: another one after the name is given to another adapter."""
+        """Return the adapter's identity for the prefix cache, which changes when the name is given to another adapter.
+
+        Raises:
+            RequestError: there is no adapter of this name.
+        """
         return f"{name} {self._get(name)[1]}"
 
     def _get(self, name: str) -> tuple[int, int]:

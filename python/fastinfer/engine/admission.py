@@ -1,4 +1,4 @@
-"""When waiting sequences may join the running ones: continuous batching, and two older policies to compare it with."""
+"""Admission of waiting sequences: continuous batching, and two older policies to compare it with."""
 
 import itertools
 from abc import ABC, abstractmethod
@@ -8,31 +8,38 @@ from fastinfer.engine.sequence import Sequence
 
 
 class AdmissionPolicy(ABC):
-    """Decides about admissions; memory and the budget decide after it."""
+    """Decides which waiting sequences may start; the scheduler then checks the memory and the token budget."""
 
     @abstractmethod
     def num_admissible(self, waiting: List[Sequence], running: List[Sequence], now: float) -> int:
-        """How many of the waiting sequences, which are some, may be admitted now, from the first on."""
+        """Return how many waiting sequences, from the first on, may be admitted now.
+
+        Args:
+            waiting: waiting sequences in the order of the queue; at least one.
+            running: running sequences.
+            now: current time in seconds of ``time.perf_counter``.
+        """
 
 
 class Continuous(AdmissionPolicy):
-    """Whoever fits joins in any step (Orca, Yu et al., 2022)."""
+    """Admits waiting sequences in every step (Orca, Yu et al., 2022)."""
 
     def num_admissible(self, waiting: List[Sequence], running: List[Sequence], now: float) -> int:
         return len(waiting)
 
 
 class Static(AdmissionPolicy):
-    """What waits forms a batch, and the next batch is formed when all of it has finished. A member that is preempted
-    may come back; nobody else takes its place.
+    """Forms a batch from the waiting sequences, and the next batch when all sequences of this one have finished.
+
+    A preempted member may return to its batch; no other sequence takes its place.
 
     Args:
-        max_seqs: of a batch.
+        max_seqs: maximum number of sequences in a batch.
     """
 
     def __init__(self, max_seqs: int) -> None:
         self._max_seqs = max_seqs
-        self._batch: set[str] = set()  # request ids: what a member forks belongs to it
+        self._batch: set[str] = set()  # request ids, so that forks of a member belong to the batch
 
     def num_admissible(self, waiting: List[Sequence], running: List[Sequence], now: float) -> int:
         if not running and waiting[0].request_id not in self._batch:
@@ -44,12 +51,12 @@ class Static(AdmissionPolicy):
 
 
 class Dynamic(Static):
-    """A static batch that waits for company: until it is full, or its first member has waited long enough.
+    """Forms static batches, but waits until a batch is full or its first member has waited long enough.
 
     Args:
-        max_seqs: of a batch.
-        max_tokens: of a batch's prompts together; one longer prompt is a batch of its own.
-        max_wait_s: how long a request waits for others.
+        max_seqs: maximum number of sequences in a batch.
+        max_tokens: maximum number of prompt tokens in a batch; a longer prompt forms a batch of its own.
+        max_wait_s: maximum time in seconds that a request waits for the batch to fill.
     """
 
     def __init__(self, max_seqs: int, max_tokens: int, max_wait_s: float) -> None:

@@ -1,4 +1,4 @@
-"""What one step computes, as tensors."""
+"""The input tensors of a step."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,14 @@ from fastinfer.models.batch import Batch
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """The sizes of a batch, by which a recorded graph is found."""
+    """Sizes of a batch; recorded graphs are looked up by them.
+
+    Attributes:
+        num_seqs: number of sequences.
+        num_tokens: number of tokens, drafts included.
+        num_logits: number of rows of logits.
+        has_adapters: whether any token has a LoRA adapter.
+    """
 
     num_seqs: int
     num_tokens: int
@@ -21,6 +28,7 @@ class BatchSize:
 
     @classmethod
     def of(cls, chunks: list[Chunk]) -> "BatchSize":
+        """Return the sizes of a step's batch."""
         return cls(
             num_seqs=len(chunks),
             num_tokens=sum(chunk.num_tokens + len(chunk.drafts) for chunk in chunks),
@@ -30,18 +38,21 @@ class BatchSize:
 
 
 def num_logits_rows(chunk: Chunk) -> int:
-    """Rows of logits that a chunk wants: one for each sequence that goes on from its last token, and one per draft."""
+    """Return the number of rows of logits that a chunk needs.
+
+    That is one for each sequence that continues from the chunk's last token, and one for each draft.
+    """
     return chunk.sequence.num_slots + len(chunk.drafts) if chunk.is_last and chunk.sequence.samples else 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the model computed, valid until the next step.
+    """Results of the model, valid until the next step.
 
     Attributes:
-        hidden: [tokens, hidden] of the last layer, before its norm.
-        logits: [n, vocab], as many rows as :func:`num_logits_rows` says, chunk after chunk.
-        recorded: whether they are the same tensors, and the logits fp32, whenever a step of this size comes.
+        hidden: [tokens, hidden] output of the last layer, before the last norm.
+        logits: [n, vocab], with :func:`num_logits_rows` rows for each chunk in turn.
+        recorded: whether every step of this size returns the same tensors, with fp32 logits.
     """
 
     hidden: Tensor
@@ -50,14 +61,21 @@ class StepResult:
 
 
 class BatchInputs:
-    """The memory in which batches are written down. It is always the same, as there a graph finds the next step; on a
-    GPU it has a twin there, which :meth:`upload` brings up to date in one copy.
+    """Input tensors of all steps, at addresses that never change, so that recorded graphs can read them.
+
+    The host writes them; for a GPU, :meth:`upload` copies them to the device in one transfer.
 
     Args:
-        max_seqs, max_tokens, max_logits: of the largest batch.
-        max_blocks: of one sequence.
+        max_seqs: maximum number of sequences in a batch.
+        max_tokens: maximum number of tokens in a batch.
+        max_logits: maximum number of rows of logits in a batch.
+        max_blocks: maximum number of blocks of one sequence.
         block_size: tokens per block of the cache.
-        device: that computes.
+        device: device that computes, ``"cpu"`` or ``"cuda"``.
+
+    Attributes:
+        max_seqs, max_tokens: see above.
+        device: device that computes.
     """
 
     def __init__(
@@ -67,7 +85,8 @@ class BatchInputs:
         self.max_tokens = max_tokens
         self.device = torch.device(device)
         self._block_size = block_size
-        # The wide ones first, as they are aligned; the table last, as few of its rows are copied as a rule.
+        # The int64 arrays come first, for their alignment. The block table comes last, as usually only few of its rows
+        # have to be copied.
         longs, ints = 3 * max_tokens + max_logits, max_tokens + 2 * max_seqs + 1
         self._table_start = 8 * longs + 4 * ints
         self._host = np.zeros(self._table_start + 4 * max_seqs * max_blocks, np.uint8)
@@ -80,17 +99,17 @@ class BatchInputs:
         self._block_table = self._host[self._table_start :].view(np.int32).reshape(max_seqs, max_blocks)
         host = torch.from_numpy(self._host)
         self._memory = host if self.device.type == "cpu" else host.to(self.device)
-        # What each row of the table holds: a sequence's blocks, and how many of them.
+        # For each row of the block table: the list of blocks that was written last, and how many of its entries.
         self._rows: list[tuple[list[int], int]] = [([], 0)] * max_seqs
 
     def fill(self, chunks: list[Chunk]) -> None:
-        """Write down the step: row i is ``chunks[i]``, whose blocks are allocated."""
+        """Write the inputs of a step: sequence i is that of ``chunks[i]``, whose blocks are allocated already."""
         end = row = 0
         for index, chunk in enumerate(chunks):
             sequence, start = chunk.sequence, end
             position = sequence.num_computed_tokens
             end += chunk.num_tokens + len(chunk.drafts)
-            if end - start == 1:  # as a rule: 0.7 us, where slices take 11
+            if end - start == 1:  # the usual case: 0.7 us instead of 11 us with slices
                 self._token_ids[start] = sequence.token_ids[position]
                 self._positions[start] = position
                 block = sequence.blocks[position // self._block_size]
@@ -109,8 +128,14 @@ class BatchInputs:
                 row += rows
 
     def pad(self, size: BatchSize, bucket: int) -> None:
-        """Write down, behind a batch of this size, what makes it one of ``bucket`` tokens, sequences and rows of
-        logits: tokens without a sequence, a slot or an adapter; sequences without queries; copies of the first row.
+        """Pad the batch that was written last.
+
+        Padding tokens belong to no sequence and have no slot and no adapter, padding sequences have no queries, and
+        padding rows of logits repeat the first token's.
+
+        Args:
+            size: sizes of the batch.
+            bucket: number of tokens, of sequences and of rows of logits after padding.
         """
         self._slot_mapping[size.num_tokens : bucket] = -1
         self._adapter_ids[size.num_tokens : bucket] = -1
@@ -119,13 +144,13 @@ class BatchInputs:
         self._logits_indices[size.num_logits : bucket] = 0
 
     def upload(self, num_seqs: int) -> None:
-        """Bring what was written to the GPU, with so many rows of the block table; nothing waits for the copy."""
+        """Queue a copy of the inputs, with ``num_seqs`` rows of the block table, to the GPU; does nothing on a CPU."""
         if self.device.type != "cpu":
             end = self._table_start + num_seqs * self._block_table.strides[0]
             self._memory[:end].copy_(torch.from_numpy(self._host[:end]).pin_memory(), non_blocking=True)
 
     def batch(self, size: BatchSize) -> Batch:
-        """The first rows as tensors on the device, which see every later ``fill`` (and ``upload``)."""
+        """Return a batch of this size as views of the input tensors, which later steps overwrite."""
 
         def tensor(array: np.ndarray, length: int) -> Tensor:
             start = array.ctypes.data - self._host.ctypes.data
@@ -144,6 +169,7 @@ class BatchInputs:
         )
 
     def _fill_tokens(self, chunk: Chunk, start: int, end: int) -> None:
+        """Write the inputs of a chunk's tokens, drafts included, to the rows ``start`` to ``end - 1``."""
         sequence, first = chunk.sequence, chunk.sequence.num_computed_tokens
         tokens = sequence.token_ids[first : first + chunk.num_tokens] + chunk.drafts
         positions = np.arange(first, first + len(tokens))
@@ -154,7 +180,10 @@ class BatchInputs:
         self._adapter_ids[start:end] = sequence.adapter
 
     def _fill_blocks(self, row: int, blocks: list[int]) -> None:
-        """Write only what is new: a sequence's list of blocks grows at its end, or is replaced by another list."""
+        """Write the new entries of a row of the block table.
+
+        A sequence's list of blocks either grows at its end or is replaced by another list.
+        """
         known, count = self._rows[row]
         if known is not blocks:
             count = 0

@@ -1,4 +1,4 @@
-"""Beam search: the likeliest texts found by always keeping the best few."""
+"""Beam search: finds likely texts by keeping the best few in every step."""
 
 import math
 import time
@@ -14,7 +14,13 @@ from fastinfer.tokenizers.tokenizer import Tokenizer
 
 
 class _Candidate(NamedTuple):
-    """A beam and a token after it, with the log-probability of all of it."""
+    """A beam extended by one token.
+
+    Attributes:
+        logprob: log-probability of the beam's generated tokens and the new one together.
+        parent: the beam.
+        token_id: the new token.
+    """
 
     logprob: float
     parent: Sequence
@@ -22,7 +28,14 @@ class _Candidate(NamedTuple):
 
 
 class _Hypothesis(NamedTuple):
-    """A text that has ended."""
+    """A finished text.
+
+    Attributes:
+        score: log-probability with the length penalty applied; texts are ranked by it.
+        logprob: log-probability of the generated tokens.
+        token_ids: generated tokens.
+        finish_reason: why the text ended.
+    """
 
     score: float
     logprob: float
@@ -33,19 +46,27 @@ class _Hypothesis(NamedTuple):
 class BeamRequest(Request):
     """Searches for the likeliest continuations of one prompt.
 
-    All beams advance in the same step. In each round every beam's likeliest tokens compete, and the best ``beam_width``
-    texts become the next beams. Texts that end are kept aside. The search is over when the best beam cannot become
-    better than the worst of ``beam_width`` texts that have ended: the rules of transformers'
-    ``generate(num_beams=...)``. The first round has one beam in many copies, of which only the first counts.
+    The rules are those of ``generate(num_beams=...)`` in transformers. A round begins when every beam has been
+    computed. The likeliest next tokens of all beams compete, and the best ``beam_width`` texts become the next beams.
+    Texts that end are set aside as hypotheses. The search ends when there are ``beam_width`` hypotheses and the best
+    beam cannot become better than the worst of them.
+
+    The first round starts from ``beam_width`` copies of the prompt. Only the first copy counts: the others have a
+    log-probability of minus infinity.
 
     Args:
-        request_id: the engine's name for the request.
+        request_id: id by which the engine knows the request.
         prompt_token_ids: the prompt.
-        params: how to search.
-        owner: what the sequences share with others of their owner.
+        params: parameters of the search.
+        options: arguments that all sequences of the request share.
         prompt: the prompt as text, for the output.
-        tokenizer: turns tokens into text.
-        max_model_len: tokens of the longest sequence.
+        tokenizer: tokenizer of the model.
+        max_model_len: longest sequence in tokens.
+
+    Attributes:
+        request_id: id by which the engine knows the request.
+        sequences: the current beams.
+        finish_time: time at which the search ended, in seconds of ``time.perf_counter``; ``None`` until then.
     """
 
     def __init__(
@@ -53,7 +74,7 @@ class BeamRequest(Request):
         request_id: str,
         prompt_token_ids: list[int],
         params: BeamSearchParams,
-        owner: SequenceOptions,
+        options: SequenceOptions,
         *,
         prompt: str | None,
         tokenizer: Tokenizer,
@@ -61,7 +82,7 @@ class BeamRequest(Request):
     ) -> None:
         greedy = SamplingParams(temperature=0.0, max_tokens=params.max_tokens, logprobs=2 * params.beam_width)
         max_length = min(max_model_len, len(prompt_token_ids) + params.max_tokens)
-        first = Sequence(request_id, prompt_token_ids, greedy, 0, max_length=max_length, **owner)
+        first = Sequence(request_id, prompt_token_ids, greedy, 0, max_length=max_length, **options)
         first.may_speculate = False
         first.siblings = [first.copy() for _ in range(params.beam_width - 1)]
         self.request_id = request_id
@@ -85,7 +106,7 @@ class BeamRequest(Request):
         return self.sequences if self.finish_time is None else []
 
     def update(self, step: SequenceStep) -> None:
-        """Note a beam's likeliest next tokens; the beam waits for the others then."""
+        """Record a beam's likeliest next tokens; the beam then waits for the other beams."""
         if self._num_cached_tokens is None:
             self._num_cached_tokens = step.start
         if step.tokens:
@@ -95,7 +116,7 @@ class BeamRequest(Request):
             self._first_token_time = self._first_token_time or time.perf_counter()
 
     def end_step(self, scheduler: Scheduler) -> None:
-        """Once all beams have their next tokens, choose the next beams."""
+        """Choose the next beams, once every beam has its likeliest next tokens."""
         if self.finish_time is not None or len(self._next) < len(self.sequences):
             return
         width = self._params.beam_width
@@ -123,10 +144,10 @@ class BeamRequest(Request):
         if not chosen or self._cannot_improve(chosen[0]):
             self.finish("stop")
         else:
-            self._go_on(chosen, scheduler)
+            self._continue_with(chosen, scheduler)
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
-        """End the search with what it has; the second time does nothing."""
+        """End the search unless it has ended; if it is cut short, current beams fill up the hypotheses."""
         if self.finish_time is None:
             self.finish_time = time.perf_counter()
             if reason != "stop":
@@ -136,7 +157,7 @@ class BeamRequest(Request):
                     self._ended.append(_Hypothesis(-float("inf"), logprob, sequence.output_token_ids, reason))
 
     def output(self) -> RequestOutput | None:
-        """The best texts, the best one first; while the search runs nothing, as the best may still change."""
+        """Return the best texts, best first; ``None`` during the search, as the best ones may still change."""
         if self.finish_time is None:
             return None
         return RequestOutput(
@@ -149,8 +170,11 @@ class BeamRequest(Request):
             num_cached_tokens=self._num_cached_tokens or 0,
         )
 
-    def _go_on(self, chosen: list[_Candidate], scheduler: Scheduler) -> None:
-        """Each beam goes on with its best token, copies of it with the others, and beams without any end."""
+    def _continue_with(self, chosen: list[_Candidate], scheduler: Scheduler) -> None:
+        """Make the chosen candidates the next beams.
+
+        A beam continues with its best candidate, is forked for each further one, and ends if it has none.
+        """
         following: dict[Sequence, list[_Candidate]] = {}
         for candidate in chosen:
             following.setdefault(candidate.parent, []).append(candidate)
@@ -169,6 +193,7 @@ class BeamRequest(Request):
         self.sequences, self._logprobs, self._next = list(logprobs), logprobs, {}
 
     def _end(self, candidate: _Candidate, reason: str) -> None:
+        """Set a finished text aside as a hypothesis."""
         tokens = [*candidate.parent.output_token_ids, candidate.token_id]
         score = self._score(candidate.logprob, len(tokens))
         self._ended.append(_Hypothesis(score, candidate.logprob, tokens, reason))
@@ -177,6 +202,7 @@ class BeamRequest(Request):
         return logprob / math.pow(length, self._params.length_penalty)
 
     def _cannot_improve(self, best: _Candidate) -> bool:
+        """Return whether the best beam cannot become better than the worst hypothesis."""
         if len(self._ended) < self._params.beam_width:
             return False
         return self._ended[-1].score >= self._score(best.logprob, best.parent.num_output_tokens + 1)

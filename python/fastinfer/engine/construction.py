@@ -1,4 +1,4 @@
-"""Makes an engine's parts from its configuration and its models."""
+"""Construction of an engine's parts from its configuration and its models."""
 
 from collections.abc import Sequence as List
 
@@ -18,10 +18,10 @@ from fastinfer.tokenizers.tokenizer import Tokenizer
 
 
 def choose_max_model_len(config: EngineConfig, sizes: ModelConfig) -> int:
-    """The longest sequence in tokens: the user's limit, or the model's own.
+    """Return the longest sequence in tokens: the configured limit, or by default the model's own.
 
     Raises:
-        RequestError: the user's limit is beyond the model's.
+        RequestError: the configured limit exceeds the model's.
     """
     limit = config.max_model_len or sizes.max_position
     if limit > sizes.max_position:
@@ -30,10 +30,10 @@ def choose_max_model_len(config: EngineConfig, sizes: ModelConfig) -> int:
 
 
 def make_block_manager(config: EngineConfig, models: List[Model], max_model_len: int) -> BlockManager:
-    """A block manager for as many blocks as the memory allows; every model's cache has all of them.
+    """Make the block manager; every model gets a KV cache with all of its blocks.
 
     Raises:
-        RequestError: the cache does not fit into memory, or the longest sequence not into the cache.
+        RequestError: the caches do not fit into memory, or the longest sequence does not fit into a cache.
     """
     sizes = [model.config for model in models]
     tokens = [token_bytes(s.num_layers, s.num_kv_heads, s.head_dim, config.kv_cache_dtype) for s in sizes]
@@ -42,7 +42,7 @@ def make_block_manager(config: EngineConfig, models: List[Model], max_model_len:
 
 
 def make_kv_cache(config: EngineConfig, model: Model, num_blocks: int) -> KVCache:
-    """The cache of one model, uninitialised."""
+    """Make the KV cache of one model; its memory is uninitialised."""
     sizes = model.config
     return KVCache.empty(
         sizes.num_layers,
@@ -56,16 +56,16 @@ def make_kv_cache(config: EngineConfig, model: Model, num_blocks: int) -> KVCach
 
 
 def make_sampler(config: EngineConfig, model: Model, tokenizer: Tokenizer) -> Sampler:
-    """A sampler for the rows of logits of the largest step."""
+    """Make a sampler that is large enough for any step."""
     return Sampler(_max_rows(config), model.config.vocab_size, tokenizer.eos_ids)
 
 
 def make_runner(
     config: EngineConfig, model: Model, kv_cache: KVCache, max_model_len: int, *, with_adapters: bool = False
 ) -> Runner:
-    """A runner with inputs for the largest step; on a GPU it captures its graphs now."""
+    """Make a runner whose inputs are large enough for any step; on a GPU this captures its graphs."""
     inputs = BatchInputs(
-        # A decode step is padded with one sequence per token.
+        # The padding of a decode step adds one sequence per padding token.
         max_seqs=config.max_num_seqs * (1 + config.num_speculative_tokens),
         max_tokens=config.max_num_batched_tokens,
         max_logits=_max_rows(config),
@@ -84,26 +84,32 @@ def make_runner(
 
 
 def make_ngram_speculator(config: EngineConfig) -> Speculator | None:
-    """A speculator that looks tokens up in the text itself, if the configuration wants drafts."""
+    """Make a speculator that finds drafts in the text itself; ``None`` if speculation is off."""
     return NgramSpeculator(config.num_speculative_tokens) if config.num_speculative_tokens else None
 
 
 def make_draft_speculator(config: EngineConfig, runner: Runner, sampler: Sampler) -> Speculator:
-    """A speculator that draws drafts from a smaller model.
+    """Make a speculator that draws drafts from a smaller model.
 
     Args:
-        config: the engine's.
-        runner: runs the draft model.
-        sampler: draws its tokens; not shared with the engine, as a sampler holds the parameters of its latest draw.
+        config: configuration of the engine.
+        runner: runner of the draft model.
+        sampler: sampler for the drafts; not the engine's own, as a sampler keeps the parameters of its last draw.
     """
     return DraftModelSpeculator(runner, sampler, config.num_speculative_tokens, config.max_num_batched_tokens)
 
 
 def check_draft_model(config: EngineConfig, sizes: ModelConfig, draft: ModelConfig, max_model_len: int) -> None:
-    """Check that a model can draft for another.
+    """Check that a draft model fits the model that it drafts for.
+
+    Args:
+        config: configuration of the engine.
+        sizes: configuration of the model.
+        draft: configuration of the draft model.
+        max_model_len: longest sequence in tokens.
 
     Raises:
-        RequestError: no drafts are wanted, or vocabulary or context do not fit.
+        RequestError: speculation is off, the vocabularies differ, or the draft model's context is too short.
     """
     if not config.num_speculative_tokens:
         raise RequestError("a draft model needs num_speculative_tokens of at least 1, got 0")
@@ -115,5 +121,5 @@ def check_draft_model(config: EngineConfig, sizes: ModelConfig, draft: ModelConf
 
 
 def _max_rows(config: EngineConfig) -> int:
-    """Rows of logits in the largest step."""
+    """Return the number of rows of logits in the largest step."""
     return config.max_num_seqs + config.max_num_batched_tokens

@@ -1,4 +1,4 @@
-"""Steps on the CPU, recorded and then replayed without Python, which costs 25 us for each operator."""
+"""CPU steps recorded as graphs and replayed without Python, whose overhead is 25 us per operator."""
 
 import warnings
 from collections import Counter
@@ -11,26 +11,28 @@ from fastinfer import ops
 from fastinfer.engine.batch_inputs import BatchInputs, BatchSize, StepResult
 from fastinfer.models.batch import Batch
 
-# Without speculation decoding has as many graphs as numbers of sequences, with it as many as mixtures of drafts.
+# Without speculation there is one graph per number of decoding sequences; with it, one per mixture of drafts.
 MAX_GRAPHS = 256
-# Steps that decode no more tokens than this are recorded when their size first occurs. Others, above all prompts, which
-# have all lengths, wait until it has come so often: recording costs 12 ms, and each replay saves 4 to 7.
+# Decode steps of up to MAX_DECODED_TOKENS tokens are recorded when their size first occurs. Other steps, mostly prompts
+# of any length, are recorded when their size has occurred OCCURRENCES times: recording costs 12 ms, and each replay
+# saves 4 to 7 ms.
 MAX_DECODED_TOKENS = 64
 OCCURRENCES = 3
 MAX_COUNTED = 4096
 
 
 class CPUGraphs:
-    """A graph belongs to one size of batch and is recorded when that size occurs, or does so again; recording computes
-    the step as well. All graphs read the same inputs and share the memory of their results, as one step follows the
-    other.
+    """Records one graph per size of batch, and replays it when the size occurs again.
+
+    Recording a step also computes it. All graphs read the same inputs. They share the memory of their results, because
+    the results of a step are used before the next step begins.
 
     Args:
-        compute: calls the operators of a step.
-        inputs: which they read.
+        compute: function that calls the operators of a step.
+        inputs: input tensors of all steps.
 
     Attributes:
-        recorded: the graphs and their results, those last that were used last.
+        recorded: for each size the graph and its results; the least recently used entry comes first.
     """
 
     def __init__(self, compute: Callable[[Batch], StepResult], inputs: BatchInputs) -> None:
@@ -41,24 +43,30 @@ class CPUGraphs:
         self._works = True
         self._occurrences: Counter[BatchSize] = Counter()
 
-    def run(self, size: BatchSize, decodes: bool) -> StepResult | None:
-        """Compute what the inputs hold, unless it is to run operator by operator: ``None``."""
+    def run(self, size: BatchSize, is_decode: bool) -> StepResult | None:
+        """Compute the step in the inputs with a graph; ``None`` if it has to run operator by operator.
+
+        Args:
+            size: sizes of the batch.
+            is_decode: whether all sequences decode.
+        """
         if not self._works:
             return None
         if size in self.recorded:
             graph, result = self.recorded[size] = self.recorded.pop(size)
             graph.replay()
             return result
-        if not decodes or size.num_tokens > MAX_DECODED_TOKENS:
+        if not is_decode or size.num_tokens > MAX_DECODED_TOKENS:
             self._occurrences[size] += 1
             if self._occurrences[size] < OCCURRENCES:
                 if len(self._occurrences) > MAX_COUNTED:
                     self._occurrences.clear()
                 return None
-            del self._occurrences[size]  # if the graph has to make room, the size counts from the beginning
+            del self._occurrences[size]  # once the graph is dropped to make room, the count starts again
         return self._record(size)
 
     def _record(self, size: BatchSize) -> StepResult | None:
+        """Record and compute a step; ``None`` if the model cannot be recorded."""
         graph = ops.CPUGraph(self._memory)
         batch = self._inputs.batch(size)
         try:

@@ -9,32 +9,32 @@ from tqdm import tqdm
 from fastinfer.engine.batch_inputs import BatchInputs, BatchSize, StepResult
 from fastinfer.models.batch import Batch
 
-# Larger steps run operator by operator: there the GPU is busy for longer than Python needs.
+# Larger steps run operator by operator: they keep the GPU busy for longer than Python needs to launch the operators.
 MAX_CAPTURED_TOKENS = 256
 
 
 def bucket_sizes(limit: int) -> list[int]:
-    """Tokens of the steps that are captured: 1, 2, 4, the multiples of 8, and the limit.
+    """Return the numbers of tokens for which steps are captured: 1, 2, 4, the multiples of 8, and the limit.
 
-    Products have tiles of 8, 16, 32, 64 or 128 tokens. A step that decodes has the same tiles as its bucket, so that
-    padding does not change a bit of its result.
+    Matrix products have tiles of 8, 16, 32, 64 or 128 tokens. A decode step uses the same tiles as its bucket, so that
+    padding does not change a single bit of its result.
     """
     return [n for n in (1, 2, 4, *range(8, limit, 8)) if n < limit] + [limit]
 
 
 class CUDAGraphs:
-    """A graph for each bucket; a step takes the smallest that holds it, and is padded.
+    """Captures one graph per bucket; each decode step is padded to the smallest bucket that holds it.
 
-    A bucket of n has n tokens, n sequences and n rows of logits, so that sequences with and without drafts fit alike.
-    Padding tokens belong to no sequence and have no slot, padding sequences have no queries, and padding rows of logits
-    are copies of the first.
+    A bucket of n has n tokens, n sequences and n rows of logits, so that steps with and without drafts use the same
+    buckets. :meth:`BatchInputs.pad <fastinfer.engine.batch_inputs.BatchInputs.pad>` describes the padding.
 
-    Results are copied to the same tensors by all graphs; else each would keep its own memory for them.
+    All graphs copy their results to the same tensors; otherwise each graph would need memory for its own.
 
     Args:
-        compute: calls the operators of a step.
-        inputs: which they read; the largest bucket has as many tokens as these have sequences.
-        with_adapters: capture each bucket for tokens with LoRA adapters as well.
+        compute: function that calls the operators of a step.
+        inputs: input tensors of all steps; the largest bucket has ``inputs.max_seqs`` tokens, or
+            ``MAX_CAPTURED_TOKENS`` if that is less.
+        with_adapters: whether to capture each bucket also for tokens with LoRA adapters.
     """
 
     def __init__(self, compute: Callable[[Batch], StepResult], inputs: BatchInputs, with_adapters: bool) -> None:
@@ -44,10 +44,15 @@ class CUDAGraphs:
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._capture_all((False, True) if with_adapters else (False,))
 
-    def run(self, size: BatchSize, decodes: bool) -> StepResult | None:
-        """Compute what the inputs hold, unless it is to run operator by operator: ``None``."""
+    def run(self, size: BatchSize, is_decode: bool) -> StepResult | None:
+        """Compute the step in the inputs with a graph; ``None`` if it has to run operator by operator.
+
+        Args:
+            size: sizes of the batch.
+            is_decode: whether all sequences decode.
+        """
         index = bisect_left(self._buckets, max(size.num_tokens, size.num_logits))
-        if not decodes or index == len(self._buckets):
+        if not is_decode or index == len(self._buckets):
             return None
         bucket = self._buckets[index]
         self._inputs.pad(size, bucket)
@@ -57,7 +62,7 @@ class CUDAGraphs:
 
     @torch.inference_mode()
     def _capture_all(self, adapters: tuple[bool, ...]) -> None:
-        """The largest first: the others find room in its memory."""
+        """Capture all graphs, the largest first, so that the others can use its memory."""
         sizes = [BatchSize(n, n, n, has_adapters) for n in reversed(self._buckets) for has_adapters in adapters]
         self._inputs.pad(BatchSize(0, 0, 0, False), self._buckets[-1])
         self._inputs.upload(0)
@@ -65,11 +70,12 @@ class CUDAGraphs:
         self._hidden, self._logits = torch.empty_like(first.hidden), torch.empty_like(first.logits, dtype=torch.float32)
         pool = None
         for size in tqdm(sizes, desc="capturing CUDA graphs", unit="graph", leave=False, disable=None):
-            graph = capture(self._step(size), pool)
+            graph = capture(self._make_step(size), pool)
             pool = graph.pool()
             self._graphs[size.num_tokens, size.has_adapters] = graph
 
-    def _step(self, size: BatchSize) -> Callable[[], None]:
+    def _make_step(self, size: BatchSize) -> Callable[[], None]:
+        """Return a function that computes a step of this size and copies the results to the common tensors."""
         batch = self._inputs.batch(size)
 
         def step() -> None:
@@ -81,9 +87,13 @@ class CUDAGraphs:
 
 
 def capture(step: Callable[[], None], pool: object) -> torch.cuda.CUDAGraph:
-    """Record a step; memory comes from the pool of other graphs, of which one runs at a time, or from a new one.
+    """Capture a step as a CUDA graph.
 
-    It runs once before, as the first launch of a kernel loads it, which must not happen in a capture.
+    The step runs once before the capture: the first launch of a kernel loads it, which a capture does not allow.
+
+    Args:
+        step: function that launches the kernels.
+        pool: memory pool of other graphs, of which only one runs at a time; ``None`` for a new pool.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -91,7 +101,7 @@ def capture(step: Callable[[], None], pool: object) -> torch.cuda.CUDAGraph:
         step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    # Other threads may use the GPU meanwhile.
+    # Only this thread's calls are checked, as other threads may use the GPU at the same time.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # type: ignore[arg-type]
         step()
     return graph

@@ -1,4 +1,7 @@
-"""Guesses by a smaller model, which keeps its keys and values in the same blocks, in tensors of its own."""
+"""Speculation with a draft model: a smaller model drafts tokens.
+
+The draft model has a KV cache of its own, which uses the same block numbers as the model's.
+"""
 
 import statistics
 import time
@@ -12,13 +15,23 @@ from fastinfer.engine.scheduler import Chunk
 from fastinfer.engine.sequence import Sequence
 from fastinfer.engine.speculation import Speculator
 
-# Sequences whose drafts do not pay are tried again every so many steps: only what is drafted can be learned from.
+# A sequence without drafts teaches nothing about them. Every RETRY_STEPS steps the estimates of all such sequences are
+# therefore reset, so that they get drafts again.
 RETRY_STEPS = 64
 
 
-class _View:
-    """A sequence as the draft model sees it, in place of a :class:`Sequence`: the drafts so far are part of its text,
-    and computed is what the draft model has computed.
+class _DraftView:
+    """A stand-in for a :class:`Sequence` in the draft model's steps.
+
+    Its tokens include the drafts so far, and its computed tokens are those that the draft model has computed.
+
+    Args:
+        sequence: the sequence to draft for.
+        num_computed_tokens: number of tokens that the draft model has computed.
+        wants_draft: whether to draw a draft once all tokens are computed.
+
+    Attributes:
+        drafts: tokens that have been drafted so far.
     """
 
     adapter = -1
@@ -48,17 +61,19 @@ class _View:
 
 
 class DraftModelSpeculator(Speculator):
-    """Draws drafts from a smaller model of the same vocabulary, each with the random number of the draw that will
-    verify it: where the two models agree on the distribution they agree on the token.
+    """Drafts tokens with a smaller model of the same vocabulary.
 
-    Every prompt goes through both models. Of generated tokens the draft model may miss the newest, when it did not pay
-    to ask it (``Sequence.draft_gap``); it computes them when it is asked again.
+    Each draft is drawn with the same random number as the draw that will verify it. If both models compute the same
+    distribution, they draw the same token.
+
+    Every prompt is computed by both models. The draft model skips generated tokens while drafts do not pay off for a
+    sequence (``Sequence.draft_gap``), and computes them when it next drafts for this sequence.
 
     Args:
-        runner: of the draft model.
-        sampler: of its own: it holds the parameters of its latest draw.
-        max_drafts: per sequence and step.
-        max_tokens: that the runner takes at a time.
+        runner: runner of the draft model.
+        sampler: sampler for the drafts; not the engine's own, as a sampler keeps the parameters of its last draw.
+        max_drafts: maximum number of drafts per sequence and step.
+        max_tokens: maximum number of tokens in one call of the runner.
     """
 
     def __init__(self, runner: Runner, sampler: Sampler, max_drafts: int, max_tokens: int) -> None:
@@ -92,33 +107,38 @@ class DraftModelSpeculator(Speculator):
 
     def record_accepted(self, chunk: Chunk, num_accepted: int) -> None:
         super().record_accepted(chunk, num_accepted)
-        # The last draft was drawn, but nothing was computed from it.
+        # The draft model has not computed the last draft itself, only drawn it.
         chunk.sequence.draft_gap = chunk.draft_gap + max(num_accepted - max(len(chunk.drafts) - 1, 0), 0)
 
-    def _catch_up(self, chunks: list[Chunk]) -> list[tuple[Chunk, _View]]:
-        """Compute what the large model has computed or will compute in this step, and the first drafts; returns the
-        sequences that want more.
+    def _catch_up(self, chunks: list[Chunk]) -> list[tuple[Chunk, _DraftView]]:
+        """Compute the tokens that the draft model lacks, this step's included, and draw the first drafts.
+
+        Returns:
+            The chunks that need more drafts, with their sequences' views.
         """
         room = self._max_tokens
-        pairs: list[tuple[Chunk, _View, int]] = []
+        pairs: list[tuple[Chunk, _DraftView, int]] = []
         for chunk in chunks:
             sequence = chunk.sequence
             missing = sequence.draft_gap + chunk.num_tokens
             count = min(missing, room) if chunk.num_drafts or not sequence.is_decoding else 0
-            view = _View(sequence, sequence.num_computed_tokens - sequence.draft_gap, chunk.num_drafts > 0)
+            view = _DraftView(sequence, sequence.num_computed_tokens - sequence.draft_gap, chunk.num_drafts > 0)
             pairs.append((chunk, view, count))
             room -= count
         self._draw([(view, count) for _, view, count in pairs if count])
-        wanting = []
+        unfinished = []
         for chunk, view, count in pairs:
             chunk.draft_gap = chunk.sequence.draft_gap + chunk.num_tokens - count
             chunk.drafts = view.drafts
             if view.samples and 0 < len(view.drafts) < chunk.num_drafts:
-                wanting.append((chunk, view))
-        return wanting
+                unfinished.append((chunk, view))
+        return unfinished
 
-    def _draw(self, parts: list[tuple[_View, int]]) -> None:
-        """Compute so many tokens of each, and draw a draft for those that reach the end of their text and want one."""
+    def _draw(self, parts: list[tuple[_DraftView, int]]) -> None:
+        """Compute the given number of tokens of each view, and draw a draft for each view that needs one.
+
+        A view needs a draft if all its tokens are computed then and it ``samples``.
+        """
         if not parts:
             return
         chunks = [Chunk(view, count) for view, count in parts]  # type: ignore[arg-type]

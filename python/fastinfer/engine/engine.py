@@ -1,4 +1,4 @@
-"""Runs many requests at the same time: every step is schedule, run, sample, update."""
+"""The engine, which computes many requests at the same time."""
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -38,17 +38,19 @@ from fastinfer.tokenizers.tokenizer import Tokenizer
 
 
 class Engine:
-    """Owns the KV cache and the queues. Not thread-safe: one thread at a time may call it.
+    """Computes many requests at the same time, with one model and one KV cache.
 
-    What goes wrong in one request's own processing (its draw, its text, its grammar) ends that request with the finish
-    reason ``"error"``. If the model fails, :meth:`step` raises and no request has moved: the caller aborts them, or
-    steps again.
+    The engine is not thread-safe: only one thread at a time may call it.
+
+    An error within one request (in its draw, its text or its grammar) ends that request with the finish reason
+    ``"error"``. If the model fails, :meth:`step` raises and all requests stay as they were: the caller may abort them
+    or call :meth:`step` again.
 
     Args:
-        model: computes the logits.
-        tokenizer: the model's.
-        config: limits and choices.
-        draft_model: a smaller model of the same vocabulary that guesses tokens ahead.
+        model: model that computes the logits.
+        tokenizer: tokenizer of the model.
+        config: limits and options; ``EngineConfig()`` by default.
+        draft_model: smaller model with the same vocabulary that drafts tokens for speculative decoding.
 
     Raises:
         RequestError: the configuration does not fit the models or the memory.
@@ -73,7 +75,7 @@ class Engine:
             self.block_manager, config.max_num_seqs, config.max_num_batched_tokens, config.make_admission_policy()
         )
         self.sampler = make_sampler(config, model, tokenizer)
-        with self._numerics():  # runners capture graphs
+        with self._numerics():  # on a GPU the runners capture their graphs here
             self.runner = make_runner(
                 config, self.model, self.kv_cache, self.max_model_len, with_adapters=config.max_loras > 0
             )
@@ -104,13 +106,13 @@ class Engine:
         """Check a request without queueing it.
 
         Args:
-            prompt_token_ids: ids within the model's vocabulary.
-            params: how to generate, if it does.
+            prompt_token_ids: token ids of the prompt.
+            params: sampling parameters; ``None`` to check none.
             adapter: name of a LoRA adapter.
             generates: whether there must be room for at least one generated token.
 
         Returns:
-            The prompt, for the methods that queue a request: they do not check it again.
+            The prompt in a form that the methods that queue a request accept without checking it again.
 
         Raises:
             RequestError: the request can never be served.
@@ -124,7 +126,7 @@ class Engine:
     def validate_beam_search(
         self, prompt_token_ids: list[int], params: BeamSearchParams, adapter: str | None = None
     ) -> ValidPrompt:
-        """Check a beam search without queueing it; returns and raises as :meth:`validate`."""
+        """Check a beam search without queueing it; returns and raises the same as :meth:`validate`."""
         prompt = self.validate(prompt_token_ids, adapter=adapter)
         self._intake.check_beam_search_params(params)
         return prompt
@@ -140,20 +142,20 @@ class Engine:
         cache_salt: str = "",
         adapter: str | None = None,
     ) -> str:
-        """Queue a request and return its id; the next steps work on it.
+        """Queue a request and return its id; the next calls of :meth:`step` compute it.
 
         Args:
-            prompt_token_ids: ids within the model's vocabulary.
-            params: how to generate; ``SamplingParams()`` by default.
+            prompt_token_ids: token ids of the prompt, or the prompt that :meth:`validate` returned.
+            params: sampling parameters; ``SamplingParams()`` by default.
             prompt: the prompt as text, for the outputs.
-            request_id: an id that no unfinished request has; a number by default.
-            priority: requests with smaller numbers are served first, and among equals the older one.
-            cache_salt: prefixes are shared only among requests of the same salt, a tenant's name for instance.
-            adapter: name of the LoRA adapter to compute it with, see :meth:`load_adapter`.
+            request_id: id that no unfinished request has; a generated one by default.
+            priority: requests with smaller numbers are served first; equal ones in the order of their arrival.
+            cache_salt: name of a group, such as a tenant; only requests with the same salt share cached prefixes.
+            adapter: name of a LoRA adapter to apply, see :meth:`load_adapter`.
 
         Raises:
-            QueueFullError: ``max_num_waiting`` requests wait.
-            RequestError: the request can never be served, or its id is taken.
+            QueueFullError: ``max_num_waiting`` requests are waiting already.
+            RequestError: the request can never be served, or its id is in use.
         """
         params = params or SamplingParams()
         token_ids = self._intake.check_prompt(prompt_token_ids).token_ids
@@ -182,15 +184,15 @@ class Engine:
         cache_salt: str = "",
         adapter: str | None = None,
     ) -> str:
-        """Queue a beam search for a prompt's likeliest continuations; there is one output, at the end.
+        """Queue a beam search for the likeliest continuations of a prompt; its only output comes at the end.
 
         Args:
-            prompt_token_ids: ids within the model's vocabulary.
-            params: how to search.
-            prompt, request_id, priority, cache_salt, adapter: as for :meth:`add_request`.
+            prompt_token_ids: token ids of the prompt, or the prompt that :meth:`validate_beam_search` returned.
+            params: parameters of the search.
+            prompt, request_id, priority, cache_salt, adapter: same as for :meth:`add_request`.
 
         Raises:
-            QueueFullError, RequestError: as :meth:`add_request`.
+            QueueFullError, RequestError: same as for :meth:`add_request`.
         """
         token_ids = self._intake.check_prompt(prompt_token_ids).token_ids
         self._intake.check_beam_search_params(params)
@@ -220,19 +222,19 @@ class Engine:
         """Queue a prompt whose hidden states are returned as one vector.
 
         Args:
-            prompt_token_ids: ids within the model's vocabulary.
-            pooling: ``"mean"`` over all tokens, or the ``"last"`` token.
+            prompt_token_ids: token ids of the prompt, or the prompt that :meth:`validate` returned.
+            pooling: ``"mean"`` for the mean over all tokens, ``"last"`` for the last token alone.
             normalize: whether to scale the vector to length 1.
-            request_id, priority, cache_salt, adapter: as for :meth:`add_request`.
+            request_id, priority, cache_salt, adapter: same as for :meth:`add_request`.
 
         Raises:
-            QueueFullError, RequestError: as :meth:`add_request`.
+            QueueFullError, RequestError: same as for :meth:`add_request`.
         """
         token_ids = self._intake.check_prompt(prompt_token_ids, generates=False).token_ids
         self._intake.check_pooling(pooling)
-        owner = self._intake.sequence_options(priority, cache_salt, adapter)
+        options = self._intake.sequence_options(priority, cache_salt, adapter)
         return self.requests.add(
-            EmbeddingRequest(self.requests.new_id(request_id), token_ids, owner, pooling=pooling, normalize=normalize)
+            EmbeddingRequest(self.requests.new_id(request_id), token_ids, options, pooling=pooling, normalize=normalize)
         )
 
     def add_prompt_module(
@@ -243,19 +245,20 @@ class Engine:
         cache_salt: str = "",
         adapter: str | None = None,
     ) -> str:
-        """Queue a prompt that stays in the cache until :meth:`remove_prompt_module`, for other prompts to begin with.
+        """Queue a prompt module: a common beginning of prompts that stays in the cache until it is removed.
 
         Args:
-            name: a name for :meth:`prompt_module`.
-            prompt_token_ids: ids within the model's vocabulary.
-            cache_salt, adapter: those of the requests that may find it, see :meth:`add_request`.
+            name: name for :meth:`prompt_module` and :meth:`remove_prompt_module`.
+            prompt_token_ids: token ids of the module, or the prompt that :meth:`validate` returned.
+            cache_salt, adapter: values that requests must have to share the module, see :meth:`add_request`.
 
         Returns:
-            The id of the request that computes it; its blocks are shared as soon as they are full.
+            The id of the request that computes the module; its blocks are shared as soon as they are full.
 
         Raises:
-            QueueFullError, RequestError: as :meth:`add_request`; or the name is taken, or prefixes are not cached, or
-                with this module the cache could not hold a sequence of the greatest length any more.
+            QueueFullError: same as for :meth:`add_request`.
+            RequestError: same as for :meth:`add_request`; also if the name is in use, if prefix caching is off, or if
+                the cache could no longer hold a sequence of the maximum length beside the module.
         """
         token_ids = self._intake.check_prompt(prompt_token_ids).token_ids
         request = PrefillRequest(
@@ -265,41 +268,45 @@ class Engine:
         return self.requests.add(request)
 
     def remove_prompt_module(self, name: str) -> None:
-        """Forget a prompt module; its blocks stay findable until others need the room.
+        """Remove a prompt module; its blocks stay in the prefix cache until they are reused.
 
-        If it is not computed yet, its request ends with the finish reason ``"abort"``.
+        If the module is still being computed, its request ends with the finish reason ``"abort"``.
 
         Raises:
-            RequestError: there is none of this name.
+            RequestError: there is no prompt module of this name.
         """
         sequence = self.prompt_modules.get(name).sequence
         if (output := self.abort(sequence.request_id)) is not None:
-            self.requests.deliver_later(output)  # somebody may wait for it
+            self.requests.deliver_later(output)  # a caller may be waiting for this output
         self.prompt_modules.forget([sequence])
         self.block_manager.free(sequence)
 
     def prompt_module(self, name: str) -> PromptModule:
-        """The prompt module of this name.
+        """Return the prompt module of this name.
 
         Raises:
-            RequestError: there is none of this name.
+            RequestError: there is no prompt module of this name.
         """
         return self.prompt_modules.get(name)
 
     def load_adapter(self, name: str, path: str | Path) -> None:
-        """Read a LoRA adapter, a folder as PEFT saves it, for requests that name it.
+        """Load a LoRA adapter for requests that name it.
+
+        Args:
+            name: name by which requests refer to the adapter.
+            path: folder in the format that PEFT saves.
 
         Raises:
-            AdapterError: it cannot be read, or does not fit the model.
-            RequestError: the name is taken, or ``max_loras`` are loaded.
+            AdapterError: the adapter cannot be read, or does not fit the model.
+            RequestError: the name is in use, or ``max_loras`` adapters are loaded already.
         """
         self.adapters.load(name, path)
 
     def unload_adapter(self, name: str) -> None:
-        """Forget a LoRA adapter.
+        """Unload a LoRA adapter.
 
         Raises:
-            RequestError: there is none of this name, or an unfinished request or a prompt module uses it.
+            RequestError: there is no adapter of this name, or an unfinished request or a prompt module uses it.
         """
         unfinished = [s for request in self.requests.active.values() for s in request.unfinished]
         self.adapters.unload(name, unfinished + self.prompt_modules.sequences)
@@ -308,18 +315,18 @@ class Engine:
         """End a request and free its blocks at once.
 
         Returns:
-            Its last output, with the finish reason ``"abort"``, unless it has just ended by itself and no step has
-            returned that; ``None`` for a request that is unknown or finished.
+            The request's last output. Its finish reason is ``"abort"``, or the request's own if it had ended but no
+            step had returned the output yet. ``None`` if the request is unknown, or its last output was returned.
         """
         return self.requests.abort(request_id)
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a step has something to compute or to return."""
+        """Whether there is anything for a step to compute or to return."""
         return self.requests.has_unfinished
 
     def stats(self) -> EngineStats:
-        """The load now, and counts since the start."""
+        """Return the current load, and counters since the start."""
         manager, running = self.block_manager, self.scheduler.running
         slots = sum(len(sequence.blocks) for sequence in running) * manager.block_size
         tokens = sum(sequence.num_computed_tokens for sequence in running)
@@ -339,11 +346,12 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
-        """Compute the next tokens, and return the outputs of the requests that got some."""
+        """Compute the next tokens, and return the outputs of the requests that made progress or ended."""
         with self._numerics():
             return self._step()
 
     def _numerics(self) -> AbstractContextManager[None]:
+        """Return the context in which the model must run."""
         return ops.batch_invariant() if self.config.deterministic else nullcontext()
 
     def _make_speculator(self, draft_model: Model | None) -> Speculator | None:
@@ -357,7 +365,7 @@ class Engine:
 
 
 def _with_adapters(model: Model, config: EngineConfig) -> tuple[Model, Adapters]:
-    """The model with slots for LoRA adapters if the configuration wants any, and the names of the loaded ones."""
+    """Return the model, with slots for LoRA adapters if the configuration has any, and the manager of the slots."""
     if not config.max_loras:
         return model, Adapters()
     slots = AdapterSlots(model.config, config.max_loras, config.max_lora_rank, config.lora_dtype, config.device)

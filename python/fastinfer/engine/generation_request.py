@@ -1,4 +1,4 @@
-"""Requests that generate text: their completions, and what the user sees of them."""
+"""Requests that generate text: one or more completions of a prompt."""
 
 import secrets
 import time
@@ -13,16 +13,22 @@ from fastinfer.sampling_params import SamplingParams
 from fastinfer.tokenizers.tokenizer import Detokenizer, Tokenizer
 from fastinfer.utils.checks import INT64_MAX
 
-# Rows of a prompt whose logits are computed at a time when their log-probabilities are wanted: 12 MB of 49k logits.
+# Number of prompt tokens whose logits are computed at a time if their log-probabilities are requested: 12 MB for a
+# vocabulary of 49k tokens.
 PROMPT_LOGPROBS_ROWS = 64
 
 
 class Completion:
-    """Takes in the sampled tokens of one sequence, decides when it ends, and reports.
+    """Appends sampled tokens to one sequence, decides when it ends, and reports its text.
+
+    Args:
+        index: number of the completion among those of its request, from 0.
+        sequence: the completion's sequence.
+        tokenizer: tokenizer of the model.
 
     Attributes:
-        sequence: what the scheduler works with.
-        finish_reason: ``None`` while it runs, see :class:`fastinfer.outputs.CompletionOutput`.
+        sequence: the completion's sequence.
+        finish_reason: why the completion ended, see :class:`fastinfer.outputs.CompletionOutput`; ``None`` until then.
     """
 
     def __init__(self, index: int, sequence: Sequence, tokenizer: Tokenizer) -> None:
@@ -37,16 +43,16 @@ class Completion:
         self._stream = TextStream(Detokenizer(tokenizer, params.skip_special_tokens), params.stop or ())
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._cumulative_logprob = 0.0
-        self._num_reported = 0  # characters of the text that an output has carried
+        self._num_reported = 0  # characters of the text that earlier outputs contained
 
     def add(self, token: SampledToken) -> None:
-        """Append a sampled token, and those that a grammar forces after it; finish if one of them ends the text."""
+        """Append a sampled token and the tokens that the grammar forces after it, up to one that ends the text."""
         self._append(token)
         grammar = self.sequence.grammar
         if grammar is None or self.finish_reason is not None:
             return
         grammar.accept(token.token_id)
-        # Nobody has computed log-probabilities of tokens that are appended without a step.
+        # A request for log-probabilities gets no forced tokens, because nothing computes theirs.
         for token_id in grammar.forced_tokens() if self._logprobs is None else ():
             self._append(SampledToken(token_id))
             if self.finish_reason is not None:
@@ -56,13 +62,13 @@ class Completion:
             self._finish_text("stop")
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
-        """End the completion with the text as it was last given out; the second time does nothing."""
+        """End the completion with its current text, unless it has ended already."""
         if self.finish_reason is None:
             self.finish_reason = reason
             self._stop_reason = stop_reason
 
     def output(self) -> CompletionOutput:
-        """The state now; its ``delta`` is what came since the last call."""
+        """Return the current state; its ``delta`` is the text that was added since the last call."""
         text = self._stream.text
         delta = text[self._num_reported :]
         self._num_reported = len(text)
@@ -95,7 +101,7 @@ class Completion:
                 self._finish_text("length")
 
     def _finish_text(self, reason: str, stop_reason: int | str | None = None) -> None:
-        """End the completion, and its text with what was held back, in which a stop string may still come to light."""
+        """Flush the text, which may complete a stop string, and end the completion."""
         self._stream.flush()
         if self._stream.stopped_by is not None:
             reason, stop_reason = "stop", self._stream.stopped_by
@@ -108,18 +114,18 @@ class GenerationRequest(Request):
     The first sequence computes the prompt; the others wait as its siblings and share its blocks.
 
     Args:
-        request_id: the engine's name for the request.
+        request_id: id by which the engine knows the request.
         prompt_token_ids: the prompt.
-        params: how to draw tokens and when to end.
-        owner: what the sequences share with others of their owner.
+        params: sampling parameters, stop conditions included.
+        options: arguments that all sequences of the request share.
         prompt: the prompt as text, for the outputs.
-        tokenizer: turns tokens into text.
-        max_model_len: tokens of the longest sequence.
-        vocab_size: token ids of the model.
+        tokenizer: tokenizer of the model.
+        max_model_len: longest sequence in tokens.
+        vocab_size: number of token ids of the model.
 
     Attributes:
-        request_id: the engine's name for the request.
-        finish_time: when the last completion ended, in seconds of ``time.perf_counter``.
+        request_id: id by which the engine knows the request.
+        finish_time: time at which the last completion ended, in seconds of ``time.perf_counter``; ``None`` until then.
     """
 
     def __init__(
@@ -127,7 +133,7 @@ class GenerationRequest(Request):
         request_id: str,
         prompt_token_ids: list[int],
         params: SamplingParams,
-        owner: SequenceOptions,
+        options: SequenceOptions,
         *,
         prompt: str | None,
         tokenizer: Tokenizer,
@@ -135,9 +141,9 @@ class GenerationRequest(Request):
         vocab_size: int,
     ) -> None:
         self.request_id = request_id
-        self.sequences = _sequences(request_id, prompt_token_ids, params, owner, max_model_len, vocab_size)
+        self.sequences = _sequences(request_id, prompt_token_ids, params, options, max_model_len, vocab_size)
         self.finish_time: float | None = None
-        self._num_cached_tokens: int | None = None  # of the prompt, when it began
+        self._num_cached_tokens: int | None = None  # prompt tokens that the prefix cache held
         self._params = params
         self._completions = {s: Completion(index, s, tokenizer) for index, s in enumerate(self.sequences)}
         self._prompt = prompt
@@ -152,7 +158,7 @@ class GenerationRequest(Request):
         return [s for s, completion in self._completions.items() if completion.finish_reason is None]
 
     def update(self, step: SequenceStep) -> None:
-        """Append the tokens of a step to a completion, up to the one that ends it."""
+        """Append a step's tokens to the sequence's completion, up to the token that ends it."""
         if self._num_cached_tokens is None:
             self._num_cached_tokens = step.start
         if self._params.prompt_logprobs is not None:
@@ -166,13 +172,13 @@ class GenerationRequest(Request):
         self._set_finish_time()
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
-        """End what has not ended by itself."""
+        """End the completions that have not ended yet."""
         for completion in self._completions.values():
             completion.finish(reason, stop_reason)
         self._set_finish_time()
 
     def output(self) -> RequestOutput:
-        """The state now; its deltas are what came since the last call."""
+        """Return the current state; its deltas contain the text that was added since the last call."""
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
@@ -185,7 +191,10 @@ class GenerationRequest(Request):
         )
 
     def _add_prompt_logprobs(self, step: SequenceStep, count: int) -> None:
-        """Of the prompt's tokens that follow on those computed; after a preemption they come once more."""
+        """Compute log-probabilities of the prompt tokens that follow the tokens of this step.
+
+        After a preemption the prompt is computed again; tokens that already have log-probabilities are skipped.
+        """
         start = step.start + 1
         tokens = self._prompt_token_ids[start : start + len(step.hidden)]
         for begin in range(max(len(self._prompt_logprobs) - start, 0), len(tokens), PROMPT_LOGPROBS_ROWS):
@@ -195,6 +204,7 @@ class GenerationRequest(Request):
                 self._prompt_logprobs.append(decode_logprobs(top_logprobs(row, token_id, count), self._tokenizer))
 
     def _set_finish_time(self) -> None:
+        """Record the time at which the last completion ended."""
         if self.finish_time is None and not self.unfinished:
             self.finish_time = time.perf_counter()
 
@@ -203,7 +213,7 @@ def _sequences(
     request_id: str,
     prompt_token_ids: list[int],
     params: SamplingParams,
-    owner: SequenceOptions,
+    options: SequenceOptions,
     max_model_len: int,
     vocab_size: int,
 ) -> list[Sequence]:
@@ -220,7 +230,7 @@ def _sequences(
             (seed + index) % (INT64_MAX + 1),
             max_length=max_length,
             reads_prefix=params.prompt_logprobs is None,  # the cache holds no logits
-            **owner,
+            **options,
         )
         for index in range(params.n)
     ]
@@ -233,7 +243,7 @@ def _sequences(
 
 
 def decode_logprobs(entries: list[TokenLogprob], tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """One position's log-probabilities, as the user sees them."""
+    """Return the log-probabilities of one position with the tokens' texts, by token id."""
     return {
         entry.token_id: Logprob(
             entry.logprob, entry.rank, tokenizer.decode([entry.token_id], skip_special_tokens=False)

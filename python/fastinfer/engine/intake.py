@@ -1,4 +1,4 @@
-"""Checks requests against the limits of the engine and its model."""
+"""Validation of new requests against the limits of the engine and its model."""
 
 from dataclasses import dataclass
 
@@ -14,18 +14,22 @@ POOLINGS = ("last", "mean")
 
 @dataclass(frozen=True, slots=True)
 class ValidPrompt:
-    """Token ids that have been checked once, so that nobody has to check them again."""
+    """A prompt that has been checked, so that it need not be checked again.
+
+    Attributes:
+        token_ids: the prompt's token ids.
+    """
 
     token_ids: list[int]
 
 
 class RequestIntake:
-    """Checks what users ask for; every mistake is a RequestError that names the field.
+    """Checks new requests; every mistake raises a RequestError that names the field.
 
     Args:
-        config: the engine's limits.
-        max_model_len: tokens of the longest sequence.
-        vocab_size: token ids of the model.
+        config: limits of the engine.
+        max_model_len: longest sequence in tokens.
+        vocab_size: number of token ids of the model.
         adapters: the loaded LoRA adapters.
     """
 
@@ -39,7 +43,7 @@ class RequestIntake:
         """Check a prompt's type, length and token ids.
 
         Args:
-            prompt: token ids, or a prompt that has been checked already.
+            prompt: token ids, or a checked prompt, which is returned as it is.
             generates: whether there must be room for at least one generated token.
 
         Raises:
@@ -59,7 +63,7 @@ class RequestIntake:
         return ValidPrompt(prompt)
 
     def check_sampling_params(self, params: SamplingParams) -> None:
-        """Check what depends on the model and the engine; SamplingParams has checked the rest.
+        """Check the parameters against the model and the engine; SamplingParams itself has checked the rest.
 
         Raises:
             RequestError: the parameters do not fit this engine.
@@ -85,25 +89,25 @@ class RequestIntake:
         """Check that an adapter of this name is loaded.
 
         Raises:
-            RequestError: there is none.
+            RequestError: no adapter of this name is loaded.
         """
         if adapter is not None:
             self._adapters.slot(adapter)
 
     def check_pooling(self, pooling: str) -> None:
-        """Check the name of a pooling.
+        """Check the name of a pooling method.
 
         Raises:
-            RequestError: there is no such pooling.
+            RequestError: there is no such method.
         """
         if pooling not in POOLINGS:
             raise RequestError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
 
     def sequence_options(self, priority: int, cache_salt: str, adapter: str | None) -> SequenceOptions:
-        """The arguments that all sequences of a request share.
+        """Return the arguments that all sequences of a request share.
 
         Raises:
-            RequestError: the priority is no integer of 64 bits, or there is no such adapter.
+            RequestError: the priority is not a 64-bit integer, or no adapter of this name is loaded.
         """
         check_int("priority", priority, -INT64_MAX, INT64_MAX)
         return {

@@ -1,4 +1,4 @@
-"""The memory of the KV cache: its tensors and how large it should be."""
+"""The size of the KV cache."""
 
 import os
 
@@ -8,14 +8,15 @@ from fastinfer.engine.config import EngineConfig
 from fastinfer.errors import RequestError
 from fastinfer.models.kv_cache import num_blocks_for
 
-# Of the memory that is available when the cache is sized without being told.
+# Share of the available memory that a cache of default size may use.
 MEMORY_SHARE = 0.25
-# Few requests fill a long context; beyond this many tokens each, preemption is cheaper than the memory.
+# Sequence length in tokens that the default size provides for. Few requests use a long context to the end, and for
+# those that do, preempting others costs less than the memory.
 TYPICAL_TOKENS = 2048
 
 
 def available_memory(device: str) -> int:
-    """Bytes that can be allocated on the device without pushing anything out."""
+    """Return the number of bytes that can be allocated on the device without swapping."""
     if torch.device(device).type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -29,14 +30,17 @@ def available_memory(device: str) -> int:
 def default_num_blocks(
     block_size: int, block_bytes: int, max_model_len: int, max_num_seqs: int, available_bytes: int
 ) -> int:
-    """Blocks for ``max_num_seqs`` sequences of usual length, as far as a share of the memory allows.
+    """Return the default number of blocks, which holds ``max_num_seqs`` sequences of typical length.
+
+    The result is at least enough for one sequence of ``max_model_len`` tokens, but at most what fits into
+    ``MEMORY_SHARE`` of the available memory.
 
     Args:
         block_size: tokens per block.
-        block_bytes: size of a block over all layers, keys and values.
-        max_model_len: longest sequence, in tokens.
-        max_num_seqs: sequences that run at the same time.
-        available_bytes: from :func:`available_memory`; ``MEMORY_SHARE`` of it may be used.
+        block_bytes: bytes of a block: keys and values of all layers.
+        max_model_len: longest sequence in tokens.
+        max_num_seqs: maximum number of running sequences.
+        available_bytes: available memory, see :func:`available_memory`.
     """
     usual = max_num_seqs * num_blocks_for(min(max_model_len, TYPICAL_TOKENS), block_size)
     affordable = int(available_bytes * MEMORY_SHARE) // block_bytes
@@ -44,15 +48,15 @@ def default_num_blocks(
 
 
 def choose_num_blocks(config: EngineConfig, token_bytes: int, max_model_len: int) -> int:
-    """Blocks of an engine's cache; at least one sequence of the greatest length fits, or it could never be served.
+    """Return the number of blocks for an engine's KV cache.
 
     Args:
-        config: of the engine.
-        token_bytes: size of a token's keys and values.
-        max_model_len: longest sequence, in tokens.
+        config: configuration of the engine.
+        token_bytes: bytes of one token's keys and values in all layers of all models.
+        max_model_len: longest sequence in tokens.
 
     Raises:
-        RequestError: the cache does not fit into memory, or the longest sequence not into the cache.
+        RequestError: the cache does not fit into memory, or the longest sequence does not fit into the cache.
     """
     block_bytes = config.block_size * token_bytes
     available = available_memory(config.device)

@@ -1,4 +1,4 @@
-"""Rows of logits: which sequence each one is for, and which drafts stand before it."""
+"""Rows of logits: the sequence that each row belongs to, and the drafts that precede its token."""
 
 from typing import NamedTuple
 
@@ -11,12 +11,12 @@ from fastinfer.engine.sequence import Sequence
 class LogitsRow(NamedTuple):
     """A row of logits, from which one token is drawn.
 
-    A sequence's rows with drafts follow its row without, each with one draft more.
+    The first row of a sequence has no drafts; each of its following rows has one draft more than the row before.
 
     Attributes:
-        sequence: gets the token.
-        drafts: draft tokens between the sequence's last token and the drawn one.
-        grammar: what the token must obey.
+        sequence: the sequence that the token is drawn for.
+        drafts: draft tokens between the sequence's last token and the token to draw.
+        grammar: grammar that the token must match; ``None`` for any token.
     """
 
     sequence: Sequence
@@ -25,10 +25,10 @@ class LogitsRow(NamedTuple):
 
 
 def drop_impossible_drafts(chunk: Chunk) -> None:
-    """Drop a chunk's drafts from the first one on that its grammar rules out.
+    """Drop a chunk's drafts from the first impossible one on.
 
-    A grammar rules out a draft that it does not allow, and one after which it leaves no choice: tokens that it forces
-    are appended without a draw.
+    A draft is impossible if the grammar does not allow it, or if the grammar leaves no choice after it: forced tokens
+    are appended without a draw, so the draft's own row of logits would be of no use.
     """
     grammar = chunk.sequence.grammar
     if grammar is not None and num_logits_rows(chunk):
@@ -36,16 +36,17 @@ def drop_impossible_drafts(chunk: Chunk) -> None:
 
 
 def logits_rows(chunk: Chunk) -> list[LogitsRow]:
-    """The rows of logits that a chunk asks for: one per sequence that continues from it, then one per draft."""
+    """Return the rows of logits that a chunk needs: one per sequence that continues from it, then one per draft."""
     if not num_logits_rows(chunk):
         return []
     sequence = chunk.sequence
-    rows = [LogitsRow(owner, [], owner.grammar) for owner in (sequence, *sequence.siblings)]
+    rows = [LogitsRow(each, [], each.grammar) for each in (sequence, *sequence.siblings)]
     drafted = (chunk.drafts[: count + 1] for count in range(len(chunk.drafts)))
     return rows + [LogitsRow(sequence, drafts, sequence.grammar) for drafts in drafted]
 
 
 def _num_possible(drafts: list[int], grammar: Grammar) -> int:
+    """Return the number of drafts before the first impossible one; the grammar's state is the same afterwards."""
     num_valid = grammar.validate(drafts) if drafts else 0
     for index, draft in enumerate(drafts[:num_valid]):
         grammar.accept(draft)

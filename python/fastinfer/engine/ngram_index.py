@@ -1,16 +1,18 @@
-"""Guessing a text's next tokens from the text itself (Saxena, 2023,
-https://github.com/apoorvumang/prompt-lookup-decoding).
+"""An index of a text's n-grams, which predicts its next tokens from earlier occurrences.
+
+The method is prompt lookup decoding (Saxena, 2023, https://github.com/apoorvumang/prompt-lookup-decoding).
 """
 
-# Lengths of the n-grams that are looked up, the longest first. Single tokens were accepted too seldom to be of use.
+# Lengths of the n-grams that are looked up, the longest first. Guesses from single tokens were seldom right.
 NGRAM_LENGTHS = (4, 3, 2)
 
 
 class NgramIndex:
-    """Where the n-grams of a text were followed by what, the newest occurrence of each.
+    """Maps each n-gram of one text to the position after its latest occurrence.
 
     Attributes:
-        guess: how the text may go on from ``position``; empty where nothing was found, or the guess has been verified.
+        guess: predicted tokens from ``position`` on; empty if nothing was found, or after they were taken as drafts.
+        position: length of the text in tokens at the last lookup.
     """
 
     def __init__(self) -> None:
@@ -19,7 +21,12 @@ class NgramIndex:
         self._next: dict[tuple[int, ...], int] = {}  # n-gram to the position after it
 
     def look_up(self, tokens: list[int], count: int) -> None:
-        """Guess what follows the text: what followed the longest n-gram it ends with when that last occurred."""
+        """Set ``guess`` to the tokens that followed the last earlier occurrence of the text's final n-gram.
+
+        Args:
+            tokens: the whole text; it must begin with the text of the previous call.
+            count: number of tokens to guess.
+        """
         for end in range(max(self.position, 1), len(tokens)):
             for n in NGRAM_LENGTHS:
                 if n <= end:
@@ -27,5 +34,5 @@ class NgramIndex:
         self.position = len(tokens)
         found = (self._next.get(tuple(tokens[-n:])) for n in NGRAM_LENGTHS if n <= len(tokens))
         start = next((start for start in found if start is not None), len(tokens))
-        # Near the end of the text it goes on with itself.
+        # A guess that reaches the end of the text continues with the guess itself: the text is taken as periodic.
         self.guess = [tokens[start + i % (len(tokens) - start)] for i in range(count if start < len(tokens) else 0)]

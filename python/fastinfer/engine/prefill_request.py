@@ -1,4 +1,4 @@
-"""Requests that generate nothing: they end when their prompt is computed."""
+"""Requests that generate no text and end when their prompt is computed: prompt modules and embeddings."""
 
 import torch
 
@@ -9,24 +9,24 @@ from fastinfer.sampling_params import SamplingParams
 
 
 class PrefillRequest(Request):
-    """Computes a prompt and generates nothing, as for a prompt module.
+    """Computes a prompt and generates no text; used as it is for prompt modules.
 
     Args:
-        request_id: the engine's name for the request.
+        request_id: id by which the engine knows the request.
         prompt_token_ids: the prompt.
-        owner: what the sequence shares with others of its owner.
-        reads_prefix: whether computed blocks may come from the prefix cache.
+        options: arguments of the request's sequence.
+        reads_prefix: whether computed blocks of the prefix cache may be reused.
 
     Attributes:
-        request_id: the engine's name for the request.
-        finish_reason: why it ended; ``None`` until then.
+        request_id: id by which the engine knows the request.
+        finish_reason: why the request ended; ``None`` until then.
     """
 
     def __init__(
-        self, request_id: str, prompt_token_ids: list[int], owner: SequenceOptions, *, reads_prefix: bool = True
+        self, request_id: str, prompt_token_ids: list[int], options: SequenceOptions, *, reads_prefix: bool = True
     ) -> None:
         sequence = Sequence(
-            request_id, prompt_token_ids, SamplingParams(), 0, samples=False, reads_prefix=reads_prefix, **owner
+            request_id, prompt_token_ids, SamplingParams(), 0, samples=False, reads_prefix=reads_prefix, **options
         )
         self.request_id = request_id
         self.sequences = [sequence]
@@ -56,20 +56,20 @@ class PrefillRequest(Request):
 
 
 class EmbeddingRequest(PrefillRequest):
-    """Returns a prompt as a vector: the last token's hidden state after the last norm, or the mean over all tokens.
+    """Turns a prompt into one vector: the last token's hidden state after the last norm, or the mean over all tokens.
 
-    A mean needs the hidden states of all tokens, which the prefix cache does not hold.
+    With the mean the request does not read the prefix cache, which holds no hidden states.
 
     Args:
-        request_id, prompt_token_ids, owner: as for :class:`PrefillRequest`.
+        request_id, prompt_token_ids, options: as for :class:`PrefillRequest`.
         pooling: ``"last"`` or ``"mean"``.
         normalize: whether to scale the vector to length 1.
     """
 
     def __init__(
-        self, request_id: str, prompt_token_ids: list[int], owner: SequenceOptions, *, pooling: str, normalize: bool
+        self, request_id: str, prompt_token_ids: list[int], options: SequenceOptions, *, pooling: str, normalize: bool
     ) -> None:
-        super().__init__(request_id, prompt_token_ids, owner, reads_prefix=pooling == "last")
+        super().__init__(request_id, prompt_token_ids, options, reads_prefix=pooling == "last")
         self._pooling = pooling
         self._normalize = normalize
         self._sum = torch.zeros(())
@@ -77,7 +77,7 @@ class EmbeddingRequest(PrefillRequest):
 
     def update(self, step: SequenceStep) -> None:
         hidden = step.normalized()
-        if step.start == 0 or self._pooling == "last":  # a preemption begins anew
+        if step.start == 0 or self._pooling == "last":  # after a preemption the prompt is computed again
             self._sum, self._num_summed = torch.zeros(hidden.shape[1], dtype=torch.float64), 0
         pooled = hidden[-1:] if self._pooling == "last" else hidden
         self._sum = self._sum + pooled.cpu().double().sum(0)

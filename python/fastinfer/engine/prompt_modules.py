@@ -1,4 +1,4 @@
-"""Prompts that stay in the cache under a name, for others to begin with."""
+"""Prompt modules: named beginnings of prompts whose blocks stay in the cache."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from fastinfer.models.kv_cache import num_blocks_for
 
 @dataclass(frozen=True, slots=True)
 class PromptModule:
-    """A pinned prompt.
+    """A prompt whose blocks stay in the cache.
 
     Attributes:
-        sequence: which holds its blocks.
-        cache_salt: under which others find them.
+        sequence: sequence that holds the blocks.
+        cache_salt: salt that requests must have to share the blocks.
     """
 
     sequence: Sequence
@@ -23,15 +23,18 @@ class PromptModule:
 
     @property
     def token_ids(self) -> list[int]:
+        """The prompt's tokens, as a new list."""
         return list(self.sequence.token_ids)
 
 
 class PromptModules:
-    """Names of pinned sequences. Their blocks are held like a running sequence's, and found by the prefix cache.
+    """The prompt modules by name.
+
+    The sequence of a module holds its blocks like a running sequence; other requests find them in the prefix cache.
 
     Args:
-        block_manager: holds their blocks.
-        max_model_len: a sequence of so many tokens must always find room beside them.
+        block_manager: manager of the blocks.
+        max_model_len: length in tokens of the longest sequence, for which there must always be room beside the modules.
     """
 
     def __init__(self, block_manager: BlockManager, max_model_len: int) -> None:
@@ -40,7 +43,11 @@ class PromptModules:
         self._modules: dict[str, PromptModule] = {}
 
     def add(self, name: str, module: PromptModule) -> None:
-        """Pin one that is going to be computed."""
+        """Add a module before it is computed.
+
+        Raises:
+            RequestError: prefix caching is off, the name is in use, or the cache is too small for the module.
+        """
         cache = self._block_manager
         if not cache.enable_prefix_caching:
             raise RequestError("prompt modules need enable_prefix_caching=True, got False")
@@ -54,18 +61,25 @@ class PromptModules:
         self._modules[name] = module
 
     def get(self, name: str) -> PromptModule:
+        """Return the module of this name.
+
+        Raises:
+            RequestError: there is no module of this name.
+        """
         if name not in self._modules:
             raise RequestError(f"prompt module must be one of {sorted(self._modules)}, got {name!r}")
         return self._modules[name]
 
     @property
     def sequences(self) -> list[Sequence]:
+        """The sequences of all modules."""
         return [module.sequence for module in self._modules.values()]
 
     def holds(self, sequence: Sequence) -> bool:
+        """Return whether a sequence is that of a module."""
         return sequence in self.sequences
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
-        """Unpin; who computes or holds the blocks then is the caller's business."""
+        """Remove the modules of these sequences, if there are any; the caller frees the blocks."""
         gone = set(sequences)
         self._modules = {name: module for name, module in self._modules.items() if module.sequence not in gone}

@@ -1,4 +1,7 @@
-"""Draws recorded as CPU graphs: after a step the caches are cold, and the call alone takes longer than its kernel."""
+"""Draws recorded as CPU graphs.
+
+Right after a step the CPU's caches are cold, and a normal call of the sampling operator takes longer than its kernel.
+"""
 
 from collections.abc import Callable
 
@@ -7,16 +10,16 @@ from torch import Tensor
 
 from fastinfer import ops
 
-# One for each recorded step, or two where grammars come and go.
+# One for each recorded step, or two if some draws have masks and others do not.
 MAX_RECORDED_DRAWS = 256
 
 
 class RecordedDraws:
-    """Replays ``ops.sample`` on the logits of recorded steps, which are the same tensors whenever a step comes again.
+    """Replays ``ops.sample`` on the logits of recorded steps, which are always the same tensors.
 
     Attributes:
-        graphs: by the logits' identity, the number of rows and whether there is a mask: the graph, the logits, which it
-            keeps alive, and the array that gets the tokens. The least recently used one comes first.
+        graphs: for each (id of the logits, number of rows, whether there is a mask): the graph, the logits, to keep
+            them alive, and the array that receives the tokens. The least recently used entry comes first.
     """
 
     def __init__(self) -> None:
@@ -26,13 +29,13 @@ class RecordedDraws:
     def draw(
         self, logits: Tensor, num_rows: int, has_mask: bool, parameters: Callable[[], dict[str, Tensor]]
     ) -> list[int]:
-        """Draw one token per row; the first draw from these logits records the call.
+        """Draw one token per row, and return the tokens; the first draw from these logits records a graph.
 
         Args:
-            logits: [rows, vocab] fp32 of a recorded step.
-            num_rows: rows of the logits.
-            has_mask: whether there is a mask among the parameters.
-            parameters: makes the arguments of ``ops.sample``, at the same addresses in every call.
+            logits: [rows, vocab] fp32 logits of a recorded step.
+            num_rows: number of rows of the logits.
+            has_mask: whether the parameters include a mask.
+            parameters: function that returns the arguments of ``ops.sample``, at the same addresses in every call.
         """
         key = id(logits), num_rows, has_mask
         if key in self.graphs:

@@ -1,4 +1,4 @@
-"""Runs a step's operators: steps whose size has been recorded replay a graph, the others call one by one."""
+"""Runs the model on the chunks of a step, by replaying a recorded graph where one exists for the size of the step."""
 
 from dataclasses import replace
 
@@ -12,16 +12,20 @@ from fastinfer.models.kv_cache import KVCache
 
 
 class Runner:
-    """From chunks to logits.
+    """Computes the hidden states and logits of a step's chunks.
 
     Args:
-        model: what gives the logits.
-        kv_cache: its cache.
-        inputs: where batches are written down, for the device of model and cache.
-        enforce_eager: use no graphs.
+        model: model to run.
+        kv_cache: KV cache of the model.
+        inputs: input tensors, on the device of the model and the cache.
+        enforce_eager: whether to call the operators one by one in all steps, without graphs.
         with_adapters: whether tokens may have LoRA adapters.
-        deterministic: where they may, compute all tokens as those that have one: what is fused otherwise is then not,
-            and rounds in other places.
+        deterministic: whether results must not depend on the other requests. If tokens may have adapters, all steps are
+            then computed as if some had: steps without adapters use fused operators, which round in other places.
+
+    Attributes:
+        inputs: see above.
+        graphs: recorded graphs; ``None`` with ``enforce_eager``.
     """
 
     def __init__(
@@ -45,7 +49,7 @@ class Runner:
             self.graphs = CUDAGraphs(self.compute, inputs, with_adapters)
 
     def __call__(self, chunks: list[Chunk]) -> StepResult:
-        """Compute the chunks, whose blocks are allocated, filling the cache."""
+        """Compute the chunks and store their keys and values in the blocks of their sequences."""
         self.inputs.fill(chunks)
         size = BatchSize.of(chunks)
         if self._always_adapters:
@@ -58,6 +62,6 @@ class Runner:
         return self.compute(self.inputs.batch(size))
 
     def compute(self, batch: Batch) -> StepResult:
-        """Call the model's operators one by one."""
+        """Compute a batch by calling the model's operators one by one."""
         hidden = self._model.forward(batch, self._kv_cache)
         return StepResult(hidden, self._model.logits(hidden, batch.logits_indices))

@@ -1,4 +1,4 @@
-"""Draws the next tokens of all sequences from the logits of a step."""
+"""Sampling of the next tokens from the logits of a step."""
 
 import numpy as np
 from torch import Tensor
@@ -13,16 +13,19 @@ from fastinfer.engine.transfer import to_host
 
 
 class Sampler:
-    """Draws each row's token with its own sequence's parameters, all rows in one call.
+    """Draws a token for each row of logits, with the parameters of the row's sequence, in one call for all rows.
 
-    A draw depends on the request's seed and the token's position alone: neither the other rows nor a preemption change
-    it. That is also why drafts are verified by drawing: a draft is accepted exactly if its token is the one that would
-    have been drawn without it.
+    Each draw takes its random number from the sequence's seed and the token's position alone, so neither the other rows
+    nor a preemption change it. This also makes it possible to verify drafts by drawing: a draft is accepted if and only
+    if it is the token that would have been drawn without speculation.
 
     Args:
-        max_rows: rows of the largest draw.
-        vocab_size: columns of the logits.
+        max_rows: maximum number of rows in a draw.
+        vocab_size: number of columns of the logits.
         eos_ids: end-of-sequence tokens.
+
+    Attributes:
+        recorded: recorded draws for the logits of recorded steps.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, eos_ids: frozenset[int]) -> None:
@@ -34,14 +37,18 @@ class Sampler:
         """Draw one token for each row.
 
         Args:
-            logits: [rows, vocab] of the model.
-            rows: what each row is for.
-            recorded: whether the logits are those of a recorded step: fp32, and the same tensor whenever the step comes
-                again. Then the draw is recorded as well.
+            logits: [rows, vocab] logits of the model.
+            rows: description of each row.
+            recorded: whether the logits are those of a recorded step, which are fp32 and always the same tensor. The
+                draw is then recorded too.
+
+        Returns:
+            One token per row; a row that failed has a token with an error.
         """
         if not rows:
             return []
-        # A GPU is still computing the logits now; on a CPU the masks are read before they leave the caches.
+        # On a GPU the masks are computed while it still computes the logits; on a CPU they stay in the caches for the
+        # draw.
         masks, errors = self._masks.compute(rows)
         tokens = self._draw_all_or_each(logits, rows, masks, recorded)
         for index, error in errors.items():
@@ -51,7 +58,7 @@ class Sampler:
     def _draw_all_or_each(
         self, logits: Tensor, rows: list[LogitsRow], masks: np.ndarray | None, recorded: bool = False
     ) -> list[SampledToken]:
-        """Draw all rows in one call; if that fails, draw each alone, so that an error reaches its own row only."""
+        """Draw all rows in one call; if that fails, draw each row alone, so that only the faulty rows get an error."""
         try:
             self._tensors.write(rows, logits)
             if recorded and self._tensors.needs_only_tokens:
@@ -69,6 +76,7 @@ class Sampler:
             ]
 
     def _draw(self, logits: Tensor, rows: list[LogitsRow], masks: np.ndarray | None) -> list[SampledToken]:
+        """Draw all rows in one call of the sampling operator."""
         logits = logits.float()
         counts = [row.sequence.params.logprobs for row in rows]
         sampled = ops.sample(
@@ -82,7 +90,7 @@ class Sampler:
         sampled = ops.Sampled(*to_host(list(sampled)))
 
         def drawn(row: int, token: int, count: int | None) -> SampledToken:
-            if token < 0:  # a GPU cannot raise for one row
+            if token < 0:  # the GPU operator reports a faulty row in this way, as it cannot raise
                 reason = f"logits[{row}] must have a finite logit that is allowed, and no NaN"
                 return SampledToken(-1, error=RuntimeError(reason))
             return SampledToken(token, None if count is None else sampled_logprobs(logits, sampled, row, count))

@@ -1,4 +1,4 @@
-"""Sampling parameters as the tensors that ``ops.sample`` takes."""
+"""Sampling parameters of a draw as tensors, which are the arguments of ``ops.sample``."""
 
 import numpy as np
 import torch
@@ -10,24 +10,25 @@ from fastinfer.engine.transfer import to_device
 
 
 class SamplingTensors:
-    """Parameters of the rows of a draw, on the device of the logits.
+    """Sampling parameters of the rows of a draw, on the device of the logits.
 
-    The arrays stay at the same addresses, where a recorded draw finds them.
+    On a CPU they stay at the same addresses, so that recorded draws can read them.
 
     Args:
-        max_rows: rows of the largest draw.
-        vocab_size: columns of the logits.
+        max_rows: maximum number of rows in a draw.
+        vocab_size: number of columns of the logits.
 
     Attributes:
-        every_row: parameters that every row has, by their names in ``ops.sample``.
+        every_row: the parameters that every row has, [rows] each, by their names in ``ops.sample``.
         needs_only_tokens: whether no row needs log-probabilities, penalties or a bias.
-        device: the device of the logits.
+        device: device of the logits.
     """
 
     def __init__(self, max_rows: int, vocab_size: int) -> None:
         self.every_row: dict[str, Tensor] = {}
         self.needs_only_tokens = False
-        # Asking a tensor for its device takes 10 to 25 us after a step, when nothing of torch is in the caches.
+        # Kept here because asking a tensor for its device takes 10 to 25 us right after a step, when the CPU's caches
+        # are cold.
         self.device, self._on_gpu = torch.device("cpu"), False
         self._vocab_size = vocab_size
         self._arrays: dict[str, np.ndarray] = {
@@ -41,7 +42,7 @@ class SamplingTensors:
         self._sequences: list[Sequence] = []
 
     def write(self, rows: list[LogitsRow], logits: Tensor) -> None:
-        """Bring ``every_row`` up to date; usually the same sequences decode again and only positions change."""
+        """Update ``every_row`` for a draw; if its sequences are those of the last draw, only the positions change."""
         sequences = [row.sequence for row in rows]
         arrays, used = self._arrays, slice(len(rows))
         changed = sequences != self._sequences
@@ -64,7 +65,7 @@ class SamplingTensors:
             self.every_row["positions"] = to_device(positions[used], self.device)
 
     def penalties(self, rows: list[LogitsRow]) -> dict[str, Tensor]:
-        """Penalties and the token counts they need; empty where no row has any."""
+        """Return the penalties and the token counts that they need; empty if no row has penalties."""
         if all(row.sequence.counts is None for row in rows):
             return {}
         penalties = np.tile(np.array([1, 0, 0], np.float32), (len(rows), 1))
@@ -81,7 +82,7 @@ class SamplingTensors:
         return {name: to_device(array, self.device) for name, array in arrays.items()}
 
     def bias(self, rows: list[LogitsRow]) -> dict[str, Tensor]:
-        """Logit biases; empty where no row has any."""
+        """Return the logit biases; empty if no row has any."""
         biases = [row.sequence.params.logit_bias or {} for row in rows]
         if not any(biases):
             return {}
@@ -93,11 +94,11 @@ class SamplingTensors:
         return {name: to_device(array, self.device) for name, array in arrays.items()}
 
     def mask(self, masks: np.ndarray | None) -> dict[str, Tensor]:
-        """Token masks; empty where every token is allowed."""
+        """Return the token masks; empty if every token is allowed."""
         return {} if masks is None else {"mask": to_device(masks, self.device)}
 
 
 def _needs_only_token(sequence: Sequence) -> bool:
-    """Whether a sequence wants a token alone, drawn with the parameters that every row has, and perhaps a mask."""
+    """Return whether a sequence has no penalties, no log-probabilities and no bias; it may have a mask."""
     params = sequence.params
     return sequence.counts is None and params.logprobs is None and not params.logit_bias

@@ -1,4 +1,4 @@
-"""Which tokens the next step computes."""
+"""The scheduler, which chooses the tokens that the next step computes."""
 
 import bisect
 import time
@@ -11,14 +11,14 @@ from fastinfer.engine.sequence import Sequence, SequenceState
 
 @dataclass(slots=True)
 class Chunk:
-    """A sequence's part of a step.
+    """The tokens of one sequence that a step computes.
 
     Attributes:
-        sequence: whose.
-        num_tokens: its next uncomputed tokens: one while it decodes, more of a prompt.
-        num_drafts: room for so many drafts after its last token.
-        drafts: guesses of its next tokens, which the step verifies.
-        draft_gap: the sequence's after the step, should no draft be accepted.
+        sequence: the sequence that the tokens belong to.
+        num_tokens: number of uncomputed tokens to compute: usually one during decoding, more during prefill.
+        num_drafts: maximum number of drafts after the sequence's last token; their slots are allocated.
+        drafts: draft tokens, which the step verifies.
+        draft_gap: the sequence's ``draft_gap`` after the step if no draft is accepted.
     """
 
     sequence: Sequence
@@ -29,26 +29,32 @@ class Chunk:
 
     @property
     def is_last(self) -> bool:
-        """Whether it reaches the end of the sequence, so that the next token can be sampled."""
+        """Whether the chunk reaches the end of the sequence, so that the next token can be sampled."""
         return self.num_tokens == self.sequence.num_uncomputed_tokens
 
 
 class Scheduler:
-    """Within a budget of tokens and of sequences per step: decodes first, then chunks of prompts, then admissions.
+    """Chooses what each step computes, within limits on tokens and sequences.
 
-    Sequences are served by priority, the smallest number first, and among equals by arrival. A prompt longer than what
-    is left of the budget is cut into chunks, which share their steps with the decodes; nothing new is admitted before
-    its last one. When the cache is full the last sequence in this order is preempted: it gives back its blocks, waits
-    again at its place in the queue, and is computed once more.
+    Decoding sequences come first, then chunks of prompts, then admissions from the queue. Among themselves, sequences
+    are served by priority, the smallest number first, and then by arrival. A prompt that exceeds the rest of the budget
+    is computed in chunks, in the same steps as the decoding sequences; no other sequence is admitted before its last
+    chunk. When the cache is full, the last sequence in this order is preempted: it loses its blocks, returns to its
+    place in the queue, and is computed again later.
 
-    The first sequence always progresses: it is preempted last, and the engine sees to it that the cache holds at least
-    one sequence of the greatest length.
+    The first sequence always makes progress: it is preempted last, and the engine ensures that the cache holds at least
+    one sequence of the maximum length.
 
     Args:
-        block_manager: where sequences get their blocks.
-        max_num_seqs: that run at the same time.
-        max_num_batched_tokens: of a step, drafts included.
-        admission_policy: which waiting sequences may join.
+        block_manager: allocator of the sequences' blocks.
+        max_num_seqs: maximum number of running sequences.
+        max_num_batched_tokens: maximum number of tokens in a step, drafts included.
+        admission_policy: policy that decides which waiting sequences may start; ``Continuous()`` by default.
+
+    Attributes:
+        waiting: queue of waiting sequences in the order of service.
+        running: running sequences in the order of service.
+        num_preemptions: number of preemptions since the start.
     """
 
     def __init__(
@@ -72,7 +78,7 @@ class Scheduler:
         bisect.insort(self.waiting, sequence, key=_order)
 
     def schedule(self) -> list[Chunk]:
-        """Choose the step's chunks and give each the cache blocks it needs; empty when nothing can be done now."""
+        """Return the chunks of the next step, with their blocks allocated; empty if nothing can be computed now."""
         chunks: list[Chunk] = []
         budget = self._schedule_decodes(chunks, self.max_num_batched_tokens)
         for sequence in self.running:
@@ -81,13 +87,15 @@ class Scheduler:
         if budget and self.waiting:
             self._schedule_admissions(chunks, budget)
         if not chunks and self.waiting and self.running and not any(s.num_uncomputed_tokens for s in self.running):
-            self._preempt_last()  # all of them wait for one that finds no room beside them
+            self._preempt_last()  # all running sequences wait for a beam that has no room beside them
             return self.schedule()
         return chunks
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a child with the parent's tokens run as well, from what the parent has computed; or wait, if the parent
-        has been preempted, or others have taken the place of a beam that was.
+        """Start a child that has the same tokens as its parent.
+
+        The child shares the parent's blocks and runs at once. It is queued instead if the parent is not running, or if
+        ``max_num_seqs`` sequences run already, as may happen after a beam was preempted.
         """
         if parent.state is SequenceState.RUNNING and self._num_slots < self.max_num_seqs:
             self.block_manager.fork(parent, child)
@@ -97,13 +105,16 @@ class Scheduler:
             self.add(child)
 
     def resume(self, sequence: Sequence) -> None:
-        """A sequence that waited for others has got its next token."""
+        """Queue a sequence that was preempted while it waited for its next token; do nothing for a running one."""
         if sequence.state is SequenceState.PENDING:
             self.add(sequence)
 
     def finish(self, sequence: Sequence, keep_blocks: bool = False) -> None:
-        """Take a sequence out, whatever its state, and free its blocks, or keep them in the cache; the second time does
-        nothing.
+        """End a sequence in any state.
+
+        Args:
+            sequence: sequence to end.
+            keep_blocks: whether the sequence keeps its blocks, as prompt modules do, instead of freeing them.
         """
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
@@ -114,19 +125,20 @@ class Scheduler:
         sequence.state = SequenceState.FINISHED
 
     def _schedule_decodes(self, chunks: list[Chunk], budget: int) -> int:
-        """The running sequences' newest tokens; returns what is left of the budget."""
+        """Add the chunks of the decoding sequences, and return the rest of the token budget."""
         index = 0
         while index < len(self.running) and budget:
             sequence = self.running[index]
-            # None are left to compute where a sequence waits for the others of its group.
+            # A beam that waits for the other beams of its request has no token to compute.
             if not sequence.is_decoding or not sequence.num_uncomputed_tokens:
                 index += 1
                 continue
-            # Its own tokens (several, where a grammar has forced some) and every other's come before the drafts.
-            own = sequence.num_uncomputed_tokens + len(self.running) - index - 1
-            num_drafts = max(min(sequence.num_drafts, budget - own), 0)
+            # Drafts get only the budget that is left by this sequence's own tokens (several if a grammar forced some)
+            # and by one token of each sequence after it.
+            reserved = sequence.num_uncomputed_tokens + len(self.running) - index - 1
+            num_drafts = max(min(sequence.num_drafts, budget - reserved), 0)
             if num_drafts and not self.block_manager.can_append(sequence, num_drafts):
-                num_drafts = 0  # nobody is preempted for a guess
+                num_drafts = 0  # drafts are not worth a preemption
             while not self.block_manager.can_append(sequence, num_drafts):
                 self._preempt_last()
                 if sequence.state is SequenceState.WAITING:
@@ -138,13 +150,14 @@ class Scheduler:
         return budget
 
     def _schedule_admissions(self, chunks: list[Chunk], budget: int) -> None:
+        """Admit waiting sequences, and add their first chunks."""
         admissible = self.admission_policy.num_admissible(self.waiting, self.running, time.perf_counter())
         num_slots = self._num_slots
         while budget and admissible and self.waiting:
             sequence = self.waiting[0]
             num_slots += sequence.num_slots
-            # One spare block for each running sequence, or the admission could cause a preemption in the next step. It
-            # also keeps out a sequence that was preempted a moment ago.
+            # One block is spared for each running sequence, so that the admission does not cause a preemption in the
+            # next step. This also keeps a sequence from returning right after its own preemption.
             if num_slots > self.max_num_seqs or not self.block_manager.can_allocate(sequence, spare=len(self.running)):
                 return
             self._admit()
@@ -152,13 +165,14 @@ class Scheduler:
             budget -= self._add_chunk(sequence, budget, chunks)
 
     def _admit(self) -> None:
+        """Move the first waiting sequence to the running ones, and allocate its blocks."""
         sequence = self.waiting.pop(0)
         self.block_manager.allocate(sequence)
         sequence.state = SequenceState.RUNNING
         bisect.insort(self.running, sequence, key=_order)
 
     def _preempt_last(self) -> None:
-        """Free the last running sequence's blocks; it will be computed again, generated tokens included."""
+        """Preempt the last running sequence; all its tokens, generated ones included, will be computed again."""
         sequence = self.running.pop()
         waits_for_others = not sequence.num_uncomputed_tokens
         self.block_manager.free(sequence)
@@ -170,11 +184,12 @@ class Scheduler:
 
     @property
     def _num_slots(self) -> int:
+        """Number of running sequences, siblings that will be forked from them included."""
         return sum(sequence.num_slots for sequence in self.running)
 
     @staticmethod
     def _add_chunk(sequence: Sequence, budget: int, chunks: list[Chunk], num_drafts: int = 0) -> int:
-        """Add the sequence's chunk; returns its tokens."""
+        """Add a chunk of the sequence, and return the number of its tokens, drafts included."""
         num_tokens = min(sequence.num_uncomputed_tokens, budget - num_drafts)
         chunks.append(Chunk(sequence, num_tokens, num_drafts))
         return num_tokens + num_drafts

@@ -1,9 +1,9 @@
-"""Guessing tokens ahead, so that one step can verify several of them.
+"""Speculative decoding: tokens are drafted ahead, so that one step can verify several of them.
 
-A draft is accepted exactly if its token is the one that would have been drawn without it (see ``Sampler``): the text is
-the same with and without speculation, greedy or sampled, with penalties and grammars; only the number of steps changes.
-Leviathan et al., 2023, https://arxiv.org/abs/2211.17192; lookup in the text itself: Saxena, 2023,
-https://github.com/apoorvumang/prompt-lookup-decoding.
+A draft is accepted if and only if it is the token that would have been drawn without speculation (see ``Sampler``). The
+text is therefore the same with and without speculation, greedy or sampled, with penalties and with grammars; only the
+number of steps changes. Speculative decoding: Leviathan et al., 2023, https://arxiv.org/abs/2211.17192. Prompt lookup
+decoding: Saxena, 2023, https://github.com/apoorvumang/prompt-lookup-decoding.
 """
 
 from abc import ABC, abstractmethod
@@ -14,25 +14,26 @@ from fastinfer.engine.ngram_index import NgramIndex
 from fastinfer.engine.scheduler import Chunk
 from fastinfer.engine.sequence import Sequence
 
-# Drafts are given up to a multiple of so many tokens, as products compute them, or fewer than that: few sizes of steps,
-# whose costs are soon known.
-ROWS = 4
-# The speed that n-grams must promise a batch, where all wait for a longer step and the one that ends early may leave
-# its place empty: four answers that copied little ran at 0.93 of the speed of none with 1, at 0.94 with 1.15, at 0.98
-# with 1.3; copies gain as much. Not for draft models, which have to be asked before they are known.
+# Drafts fill a step up to this many tokens or to a multiple of it, which is the number of tokens in a tile of the matrix
+# products. This leaves few different sizes of steps, so that their costs are soon known.
+TOKEN_MULTIPLE = 4
+# The gain in speed that n-gram drafts must promise before several sequences get any. All sequences wait for the longer
+# step, and one that finishes early may leave its place in the batch empty. Speed of four answers that copied little,
+# relative to no drafts: 0.93 with a required gain of 1, 0.94 with 1.15, 0.98 with 1.3; texts that copy much gain the
+# same with all three. Draft models need no such gain: their quality is unknown until they have drafted.
 NGRAM_BATCH_GAIN = 1.3
 
 
 class Speculator(ABC):
-    """Decides how far ahead to guess, from what steps cost and from how many guesses were right; guesses nothing where
-    that does not pay.
+    """Drafts tokens, as many as pay off according to the measured costs of steps and the share of accepted drafts.
 
     Args:
-        max_drafts: per sequence and step.
+        max_drafts: maximum number of drafts per sequence and step.
 
     Attributes:
-        batch_gain: the speed, in that of none, that drafts must promise several sequences.
-        num_drafted, num_accepted: tokens since the start.
+        batch_gain: speed relative to no drafts that drafts must promise before several sequences get any.
+        num_drafted: drafts since the start.
+        num_accepted: accepted drafts since the start.
     """
 
     batch_gain = 1.0
@@ -46,22 +47,22 @@ class Speculator(ABC):
 
     @abstractmethod
     def num_available(self, sequence: Sequence) -> int:
-        """How many tokens it could guess for a sequence."""
+        """Return the number of tokens that could be drafted for a sequence."""
 
     @abstractmethod
     def propose(self, chunks: list[Chunk]) -> None:
-        """Write each chunk's drafts, at most ``num_drafts``."""
+        """Set the ``drafts`` of each chunk, at most its ``num_drafts``."""
 
     def draft_seconds(self) -> float:
-        """What one more draft for every sequence costs beside its verification."""
+        """Return the time in seconds to draft one token for every sequence, without its verification."""
         return 0.0
 
     def choose_num_drafts(self, sequences: list[Sequence]) -> None:
-        """Decide how many drafts each running sequence may get in the next step."""
+        """Set the ``num_drafts`` of each decoding sequence for the next step."""
         decoding = [s for s in sequences if s.may_speculate and s.is_decoding and s.num_uncomputed_tokens]
         available = []
         for sequence in decoding:
-            # The step brings one token more than it accepts drafts.
+            # A step yields one token more than it accepts drafts.
             limit = min(self._max_drafts, sequence.max_length - len(sequence) - 1)
             available.append(min(self.num_available(sequence), limit) if limit > 0 else 0)
         chosen = self._choose(decoding, available) if any(available) else available
@@ -69,29 +70,37 @@ class Speculator(ABC):
             sequence.num_drafts = count
 
     def record_accepted(self, chunk: Chunk, num_accepted: int) -> None:
-        """Learn that so many of a chunk's drafts were right."""
+        """Update the estimates with the number of a chunk's drafts that were accepted."""
         self.num_drafted += len(chunk.drafts)
         self.num_accepted += num_accepted
         for index in range(min(num_accepted + 1, len(chunk.drafts))):
             self._learn(chunk.sequence, index < num_accepted)
 
     def record_seconds(self, chunks: list[Chunk], seconds: float) -> None:
-        """Learn how long a step took, without the guessing."""
+        """Update the costs with the time of a decode step, without the time for drafting."""
         if all(chunk.sequence.is_decoding and chunk.num_tokens == 1 for chunk in chunks):
             self._costs.add(sum(1 + len(chunk.drafts) for chunk in chunks), seconds)
 
     def _learn(self, sequence: Sequence, accepted: bool) -> None:
+        """Update the estimates of a sequence and of the engine with the outcome of one draft."""
         self._estimate(sequence).add(accepted)
         self._acceptance += LEARNING_RATE * (accepted - self._acceptance)
 
     def _estimate(self, sequence: Sequence) -> Acceptance:
+        """Return the sequence's estimate, which starts from the engine's."""
         if sequence.acceptance is None:
             sequence.acceptance = Acceptance(self._acceptance)
         return sequence.acceptance
 
     def _choose(self, sequences: list[Sequence], available: list[int]) -> list[int]:
-        """Each sequence's number of drafts: of all that are available so many, the likeliest first, as give the most
-        expected tokens per second.
+        """Return the number of drafts for each sequence that gives the most expected tokens per second.
+
+        Available drafts are added in the order of their probability of being accepted, which for the nth draft of a
+        sequence is the nth power of its acceptance rate.
+
+        Args:
+            sequences: decoding sequences.
+            available: number of drafts that each sequence could get.
         """
         rates = [self._estimate(sequence).rate for sequence in sequences]
         likeliest = sorted(
@@ -106,7 +115,7 @@ class Speculator(ABC):
         for taken, (unlikeliness, depth, _) in enumerate(likeliest, start=1):
             expected, deepest = expected - unlikeliness, max(deepest, depth)
             num_tokens = len(sequences) + taken
-            if num_tokens > ROWS and num_tokens % ROWS:
+            if num_tokens > TOKEN_MULTIPLE and num_tokens % TOKEN_MULTIPLE:
                 continue
             cost = self._costs.estimate(num_tokens) + deepest * self.draft_seconds()
             if expected / cost > best_speed:
@@ -116,8 +125,9 @@ class Speculator(ABC):
 
 
 class NgramSpeculator(Speculator):
-    """Guesses that a text goes on as it did before, after the same few tokens. That costs next to nothing, so it
-    guesses in every step, and learns from guesses that were not verified as well.
+    """Drafts the tokens that followed the last earlier occurrence of the text's final n-gram.
+
+    This costs almost nothing. It therefore guesses in every step, and also learns from guesses that no step verified.
     """
 
     batch_gain = NGRAM_BATCH_GAIN

@@ -1,20 +1,24 @@
-"""What an engine tells of its load."""
+"""Statistics of an engine's load."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A moment's load, and counts since the start.
+    """The load of an engine at one moment, and counters since its start.
 
     Attributes:
-        num_running, num_waiting: sequences.
-        num_free_blocks, num_cached_blocks, num_used_blocks: of the KV cache: empty; holding prefixes that nobody uses
-            now; held by sequences and prompt modules.
-        num_preemptions: since the start.
-        num_queried_tokens, num_hit_tokens: tokens of admitted sequences, and how many of them the prefix cache had.
-        kv_fragmentation: share of the slots in running sequences' blocks that hold no token.
-        num_drafted_tokens, num_accepted_tokens: of speculation.
+        num_running: running sequences.
+        num_waiting: waiting sequences, and requests whose grammar is being compiled.
+        num_free_blocks: blocks of the KV cache without content.
+        num_cached_blocks: blocks that hold a prefix but belong to no sequence.
+        num_used_blocks: blocks that belong to sequences or prompt modules.
+        num_preemptions: preemptions since the start.
+        num_queried_tokens: tokens of all sequences admitted since the start.
+        num_hit_tokens: those of them that the prefix cache held.
+        kv_fragmentation: share, from 0 to 1, of the slots in running sequences' blocks that hold no token.
+        num_drafted_tokens: draft tokens since the start.
+        num_accepted_tokens: draft tokens accepted since the start.
     """
 
     num_running: int
@@ -31,5 +35,5 @@ class EngineStats:
 
     @property
     def prefix_hit_rate(self) -> float:
-        """0 to 1; 0 before the first request."""
+        """Share, from 0 to 1, of the queried tokens that the prefix cache held; 0 before the first request."""
         return self.num_hit_tokens / max(self.num_queried_tokens, 1)

@@ -1,4 +1,4 @@
-"""One step of the engine: schedule, run, sample, update."""
+"""One step of the engine: schedule sequences, run the model, sample tokens, update requests."""
 
 import itertools
 import time
@@ -23,12 +23,12 @@ from fastinfer.models.kv_cache import KVCache
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
-    """A chunk's part of a step's result.
+    """The part of a step's result that belongs to one chunk.
 
     Attributes:
-        chunk: what was computed.
+        chunk: the chunk that was computed.
         hidden_rows: the chunk's rows of the step's hidden states.
-        tokens: what was drawn, one token per row of logits.
+        tokens: drawn tokens, one per row of logits.
     """
 
     chunk: Chunk
@@ -37,7 +37,7 @@ class ChunkResult:
 
     @property
     def num_accepted(self) -> int:
-        """How many of the drafts are the tokens that were drawn."""
+        """Number of drafts, from the first on, that equal the drawn tokens."""
         accepted = 0
         for draft, token in zip(self.chunk.drafts, self.tokens, strict=False):
             if draft != token.token_id:
@@ -51,14 +51,14 @@ class Step:
     """Computes the next tokens of all running sequences.
 
     Attributes:
-        model: computes logits of prompts for requests that ask for them.
-        runner: runs the model on a step's chunks.
-        sampler: draws tokens.
-        speculator: guesses tokens ahead, if anything does.
-        scheduler: chooses the chunks.
-        block_manager: decides which block holds which tokens.
-        kv_caches: the memory of the blocks, of each model.
-        requests: get the tokens.
+        model: model for logits that only some requests need, such as those of a prompt.
+        runner: runner of the model.
+        sampler: sampler of the next tokens.
+        speculator: source of draft tokens; ``None`` without speculation.
+        scheduler: scheduler, which chooses the chunks to compute.
+        block_manager: manager of the blocks of the KV caches.
+        kv_caches: KV caches of the model and of the draft model, if there is one.
+        requests: unfinished requests, which receive the tokens.
     """
 
     model: Model
@@ -71,7 +71,7 @@ class Step:
     requests: RequestTable
 
     def __call__(self) -> list[Output]:
-        """Run one step, and return the outputs of the requests that got something."""
+        """Run one step, and return the outputs of the requests that made progress or ended."""
         self.requests.queue_compiled()
         chunks, rows = self._choose_rows(self._schedule())
         outputs: list[Output] = []
@@ -81,7 +81,7 @@ class Step:
         return outputs + self.requests.pop_undelivered()
 
     def _schedule(self) -> list[Chunk]:
-        """Choose what to compute, drafts included; wait a moment if there is nothing."""
+        """Return the chunks to compute, drafts included; wait for a moment if there are none."""
         if self.speculator is not None:
             self.speculator.choose_num_drafts(self.scheduler.running)
         chunks = self.scheduler.schedule()
@@ -94,14 +94,17 @@ class Step:
         return chunks
 
     def _copy_blocks(self) -> None:
-        """Copy shared blocks for the sequences that are about to write into them."""
+        """Copy the shared blocks that sequences are about to write into."""
         if self.block_manager.pending_copies:
             for kv_cache in self.kv_caches:
                 kv_cache.copy_blocks(self.block_manager.pending_copies)
             self.block_manager.pending_copies.clear()
 
     def _choose_rows(self, chunks: list[Chunk]) -> tuple[list[Chunk], list[LogitsRow]]:
-        """The chunks to compute and their rows of logits, without the requests whose grammar fails here."""
+        """Return the chunks to compute and their rows of logits.
+
+        Requests whose grammar fails at this point end here, and their chunks are left out.
+        """
         rows: dict[int, list[LogitsRow]] = {}
         errors: dict[str, Exception] = {}
         for index, chunk in enumerate(chunks):
@@ -125,24 +128,24 @@ class Step:
         return result, tokens
 
     def _update(self, chunks: list[Chunk], result: StepResult, tokens: list[SampledToken]) -> list[Output]:
-        """Give what was computed to the requests, and report those that have got a token or have ended."""
-        touched: dict[str, Request] = {}
+        """Pass the results to the requests, and return the outputs of those that have a new token or have ended."""
+        updated: dict[str, Request] = {}
         to_report: dict[str, Request] = {}
         for part in _split(chunks, tokens):
             sequence, is_last = part.chunk.sequence, part.chunk.is_last
-            request = touched[sequence.request_id] = self.requests.active[sequence.request_id]
-            self._deliver(request, self._advance(part, result))
+            request = updated[sequence.request_id] = self.requests.active[sequence.request_id]
+            self._update_request(request, self._advance(part, result))
             if is_last or not request.unfinished:
                 to_report[request.request_id] = request
-        for request in touched.values():
+        for request in updated.values():
             request.end_step(self.scheduler)
         return self.requests.report(to_report.values())
 
     def _advance(self, part: ChunkResult, result: StepResult) -> list[SequenceStep]:
-        """Count a chunk's tokens as computed, and fork the siblings that have waited for the end of the prompt.
+        """Mark a chunk's tokens as computed, and fork the siblings once the prompt is complete.
 
         Returns:
-            What the chunk's sequence got, then what each sibling got.
+            The results for the chunk's sequence and for each sibling, in this order.
         """
         chunk, sequence = part.chunk, part.chunk.sequence
         start, is_last, accepted = sequence.num_computed_tokens, chunk.is_last, part.num_accepted
@@ -155,8 +158,8 @@ class Step:
         for sibling in siblings:
             self.scheduler.fork(sequence, sibling)
 
-        def step(owner: Sequence, tokens: list[SampledToken]) -> SequenceStep:
-            return SequenceStep(self.model, owner, start, result.hidden, part.hidden_rows, tokens, is_last)
+        def step(receiver: Sequence, tokens: list[SampledToken]) -> SequenceStep:
+            return SequenceStep(self.model, receiver, start, result.hidden, part.hidden_rows, tokens, is_last)
 
         own, others = part.tokens[: accepted + 1], part.tokens[1 : len(siblings) + 1]
         return [
@@ -164,8 +167,8 @@ class Step:
             *(step(sibling, [token]) for sibling, token in zip(siblings, others, strict=True)),
         ]
 
-    def _deliver(self, request: Request, steps: list[SequenceStep]) -> None:
-        """Let a request take what its sequences got; any error ends this request alone."""
+    def _update_request(self, request: Request, steps: list[SequenceStep]) -> None:
+        """Update a request with the results of its sequences; any error ends this request alone."""
         try:
             for token in (token for step in steps for token in step.tokens):
                 if token.error is not None:
@@ -175,7 +178,7 @@ class Step:
         except Exception as error:
             request.finish("error", reason(error))
         else:
-            self.block_manager.cache_full_blocks(steps[0].sequence)  # only now it has the accepted tokens
+            self.block_manager.cache_full_blocks(steps[0].sequence)  # after the accepted tokens were appended
 
 
 def _split(chunks: list[Chunk], tokens: list[SampledToken]) -> Iterator[ChunkResult]:

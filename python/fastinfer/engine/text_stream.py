@@ -1,64 +1,47 @@
-"""Generated tokens to text, up to a stop string."""
+"""Turns generated tokens into text, up to a stop string."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Protocol
+
+from fastinfer.engine.stop_strings import StopStringMatcher
 
 
 class Detokenizer(Protocol):
     """Turns tokens into text piece by piece, without splitting a character."""
 
-    def add(self, token_id: int) -> str: ...
+    def add(self, token_id: int) -> str:
+        """Append a token, and return the characters that it completes."""
 
-    def flush(self) -> str: ...
+    def flush(self) -> str:
+        """Return what is left of an incomplete character."""
 
 
 class TextStream:
-    """The text of one request.
+    """The text of one completion, as far as the user may see it.
 
-    Text that may be the beginning of a stop string is held back, so that what was given out never has to be taken
-    back. The stop string whose end comes first wins; hence the result does not depend on where tokens begin and end.
+    Args:
+        detokenizer: turns the completion's tokens into text.
+        stop: strings that end the text; they are not part of it.
 
     Attributes:
-        text: what is given out so far.
-        stopped_by: the stop string that was met, or ``None``. After it, nothing may be added.
+        text: the text so far, without the part that may be the beginning of a stop string.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, detokenizer: Detokenizer, stop: Iterable[str] = ()) -> None:
         self.text = ""
-        self.stopped_by: str | None = None
         self._detokenizer = detokenizer
-        self._stop = stop
-        self._longest = max(map(len, stop), default=0)
-        self._held = ""
+        self._stop = StopStringMatcher(stop)
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the text, or ``None``; after one no tokens may be added."""
+        return self._stop.matched
 
     def add(self, token_id: int) -> None:
-        self._extend(self._detokenizer.add(token_id))
+        """Append the text of a token."""
+        self.text += self._stop.add(self._detokenizer.add(token_id))
 
     def flush(self) -> None:
-        """Give out what is left at the end: an incomplete character, and text that became no stop string."""
-        self._extend(self._detokenizer.flush())
-        self.text += self._held
-        self._held = ""
-
-    def _extend(self, piece: str) -> None:
-        if not self._stop:
-            self.text += piece
-            return
-        # A stop string that ends in the new piece begins in it or in the held text, which is a prefix of one.
-        window = self._held + piece
-        found = [(start + len(stop), start, stop) for stop in self._stop if (start := window.find(stop)) >= 0]
-        if found:
-            _, start, self.stopped_by = min(found)
-            self.text += window[:start]
-            self._held = ""
-            return
-        split = len(window) - self._num_held(window)
-        self.text += window[:split]
-        self._held = window[split:]
-
-    def _num_held(self, window: str) -> int:
-        """Length of the longest end of the window that a stop string begins with."""
-        for length in range(min(self._longest - 1, len(window)), 0, -1):
-            if any(stop.startswith(window[-length:]) for stop in self._stop):
-                return length
-        return 0
+        """Append the rest at the end of the text: an incomplete character, and text that became no stop string."""
+        self.text += self._stop.add(self._detokenizer.flush())
+        self.text += self._stop.flush()

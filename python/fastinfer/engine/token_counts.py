@@ -1,14 +1,18 @@
-"""How often a text has each token, as the penalties want it."""
+"""Token counts of a sequence, which the penalties need."""
 
 import numpy as np
 
 
 class TokenCounts:
-    """Counts of one sequence's tokens.
+    """Counts of a sequence's generated tokens, and the set of its prompt tokens.
+
+    Args:
+        prompt_token_ids: token ids of the prompt.
+        vocab_size: number of columns of the logits.
 
     Attributes:
-        output: [vocab] int32; of each generated token.
-        prompt: [ceil(vocab / 32)] int32; bit t % 32 of word t // 32 is 1 where the prompt has token t.
+        output: [vocab] int32; number of times that each token was generated.
+        prompt: [ceil(vocab / 32)] int32; bit t % 32 of word t // 32 is 1 if token t occurs in the prompt.
     """
 
     def __init__(self, prompt_token_ids: list[int], vocab_size: int) -> None:
@@ -19,10 +23,11 @@ class TokenCounts:
         self.prompt = words.view(np.int32)
 
     def add(self, token_id: int) -> None:
+        """Count a generated token."""
         self.output[token_id] += 1
 
     def copy(self) -> "TokenCounts":
-        """Of a sequence that goes on from the same tokens; the prompt is shared, as it does not change."""
+        """Return independent counts with the same values; the prompt's array is shared, as it never changes."""
         copy = object.__new__(TokenCounts)
         copy.output, copy.prompt = self.output.copy(), self.prompt
         return copy

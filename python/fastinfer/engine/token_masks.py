@@ -1,4 +1,4 @@
-"""Masks of the tokens that grammars and ``min_tokens`` allow."""
+"""Bit masks of the tokens that grammars and ``min_tokens`` allow."""
 
 import numpy as np
 
@@ -9,9 +9,10 @@ class TokenMasks:
     """Computes a bit mask for each row of logits, always in the same memory.
 
     Args:
-        max_rows: rows of the largest draw.
-        vocab_size: columns of the logits.
-        eos_ids: tokens that may not be drawn before ``min_tokens``, like the request's own stop tokens.
+        max_rows: maximum number of rows in a draw.
+        vocab_size: number of columns of the logits.
+        eos_ids: end-of-sequence tokens. Like the request's own stop tokens, they are forbidden until the text has
+            ``min_tokens`` tokens.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, eos_ids: frozenset[int]) -> None:
@@ -22,15 +23,15 @@ class TokenMasks:
         """Compute the masks of a draw.
 
         Returns:
-            Masks [rows, ceil(vocab / 32)] int32, bit t % 32 of word t // 32 set where token t is allowed, or ``None``
-            where all tokens are; and the errors of grammars that failed, by row.
+            The masks, [rows, ceil(vocab / 32)] int32, where bit t % 32 of word t // 32 is set if token t is allowed, or
+            ``None`` if all tokens are allowed in all rows; and the errors of grammars that failed, by row.
         """
         early = [_is_early(row) for row in rows]
         if not any(early) and all(row.grammar is None for row in rows):
             return None, {}
         errors: dict[int, Exception] = {}
         masks = self._words[: len(rows)]
-        num_followed = 0  # drafts that the current grammar has accepted and has to take back
+        num_followed = 0  # drafts that the current grammar has accepted, to be rolled back
         for index, row in enumerate(rows):
             masks[index] = -1
             if row.grammar is not None:
@@ -53,11 +54,12 @@ class TokenMasks:
         return masks, errors
 
     def _forbid_ends(self, row: LogitsRow, mask: np.ndarray) -> None:
+        """Clear the bits of the tokens that would end the row's text."""
         for token_id in self._eos_ids.union(row.sequence.params.stop_token_ids or ()):
             mask.view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)
 
 
 def _is_early(row: LogitsRow) -> bool:
-    """Whether the row's token must not be the last, because ``min_tokens`` are not reached."""
-    sequence, least = row.sequence, row.sequence.params.min_tokens
-    return least > 0 and sequence.num_output_tokens + len(row.drafts) < least
+    """Return whether the row's token must not end the text, because it has fewer than ``min_tokens`` tokens."""
+    sequence, minimum = row.sequence, row.sequence.params.min_tokens
+    return minimum > 0 and sequence.num_output_tokens + len(row.drafts) < minimum
