@@ -16,9 +16,9 @@ LEARNING_RATE = 0.02
 class StepCosts:
     """Measured times of decode steps by their number of tokens.
 
-    Times that have not been measured are extrapolated from the nearest one that has, by a linear model: a step of n
-    tokens takes 3 + n units. (Measured on 2 cores with a 4-bit model of 135M parameters, relative to 1 token: 1.83 times
-    for 4 tokens, 2.8 times for 8, 5.1 times for 16.)
+    Other times are extrapolated from the nearest measured one by a linear model: reading the weights takes 3 units, and
+    each token 1 unit. (Times relative to 1 token, measured on 2 cores with a 4-bit model of 135M parameters: 1.83 for
+    4 tokens, 2.8 for 8, 5.1 for 16.)
 
     Attributes:
         SAMPLES: number of latest times of which the median is taken.

@@ -47,6 +47,7 @@ class Static(AdmissionPolicy):
         return len(list(itertools.takewhile(lambda sequence: sequence.request_id in self._batch, waiting)))
 
     def _batch_size(self, waiting: List[Sequence], now: float) -> int:
+        """Return the number of waiting sequences for the next batch; 0 to wait for more."""
         return min(len(waiting), self._max_seqs)
 
 

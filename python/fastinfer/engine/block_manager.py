@@ -50,14 +50,17 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
+        """Number of free blocks."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
+        """Number of cached blocks."""
         return len(self._cached)
 
     @property
     def num_used(self) -> int:
+        """Number of blocks that at least one sequence holds."""
         return self.num_blocks - len(self._free) - len(self._cached)
 
     def can_allocate(self, sequence: Sequence, spare: int = 0) -> bool:
@@ -185,12 +188,14 @@ class BlockManager:
         return index < len(sequence.blocks) and self._ref_counts[sequence.blocks[index]] > 1
 
     def _copy_block(self, sequence: Sequence, index: int) -> None:
+        """Replace a shared block of a sequence by a new one, and request a copy of its content."""
         shared, own = sequence.blocks[index], self._take_block()
         self.pending_copies.append((shared, own))
         sequence.blocks = [*sequence.blocks[:index], own, *sequence.blocks[index + 1 :]]
         self._drop_reference(shared)
 
     def _extend(self, sequence: Sequence, num_tokens: int) -> None:
+        """Give a sequence new blocks until they hold ``num_tokens`` tokens."""
         for _ in range(num_blocks_for(num_tokens, self.block_size) - len(sequence.blocks)):
             sequence.blocks.append(self._take_block())
 
@@ -209,10 +214,12 @@ class BlockManager:
         return block
 
     def _add_reference(self, block: int) -> None:
+        """Add a holder to a block; a cached block becomes used."""
         self._ref_counts[block] += 1
         self._cached.pop(block, None)
 
     def _drop_reference(self, block: int) -> None:
+        """Remove a holder from a block; without holders it becomes cached or free."""
         self._ref_counts[block] -= 1
         if self._ref_counts[block] == 0:
             if self._contents[block] is None:

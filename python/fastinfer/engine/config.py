@@ -1,4 +1,4 @@
-"""Limits and choices of an engine."""
+"""Configuration of an engine."""
 
 from dataclasses import dataclass, fields
 
@@ -15,38 +15,40 @@ MAX_SPECULATIVE_TOKENS = 15
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Limits and choices of an engine.
+    """Limits and options of an engine.
 
     Attributes:
-        max_model_len: longest sequence, prompt and generated tokens together; ``None`` for the model's own limit.
-        max_num_seqs: sequences that run at the same time; the others wait.
-        max_num_batched_tokens: tokens computed per step. Longer prompts are processed in several steps, in which the
-            other requests get their next tokens.
-        max_num_waiting: requests that may wait; more are refused.
-        batching: ``"continuous"``; or, to compare it with, ``"static"`` (a batch of all that waits runs to its end) or
-            ``"dynamic"`` (likewise, and it waits until ``max_num_seqs`` or ``max_num_batched_tokens`` of prompts have
-            come, or its first member has waited ``max_batch_wait_s``).
-        max_batch_wait_s: see ``batching``.
+        max_model_len: longest sequence in tokens, prompt and generated tokens together; ``None`` for the model's own
+            limit.
+        max_num_seqs: maximum number of running sequences; the others wait.
+        max_num_batched_tokens: maximum number of tokens per step. Longer prompts are computed in several steps, in
+            which the other requests still get their next tokens.
+        max_num_waiting: maximum number of waiting requests; further ones are refused.
+        batching: ``"continuous"``, or one of two older policies to compare it with. ``"static"`` forms a batch of the
+            waiting requests and runs it to its end. ``"dynamic"`` does the same, but waits until the batch has
+            ``max_num_seqs`` sequences or ``max_num_batched_tokens`` prompt tokens, or its first request has waited for
+            ``max_batch_wait_s``.
+        max_batch_wait_s: maximum time in seconds that a request waits for a batch to fill, see ``batching``.
         block_size: tokens per block of the KV cache.
-        kv_cache_dtype: of the cached keys and values: fp32, bf16, fp16; or int8 or float8_e4m3fn, with a scale for each
-            token and head; or uint8, which stands for int4, with a scale and a minimum for 16 elements of a key and
-            for 64 of a value.
-        kv_cache_memory: size of the KV cache in bytes; ``None`` for what ``max_num_seqs`` requests of usual length
-            need, at most a quarter of the memory available.
-        num_kv_blocks: size of the KV cache in blocks, in place of ``kv_cache_memory``.
-        enable_prefix_caching: keep what is computed for later requests that begin with the same tokens.
-        num_speculative_tokens: guess so many tokens ahead at most, and verify them in one step; 0 for none. A step of
-            sequences that all decode gets drafts up to four tokens or a multiple of four, so that 3 and 7 are good
-            numbers for one alone. The text stays the same; see
-            :mod:`fastinfer.engine.speculation`.
-        max_loras: LoRA adapters that can be loaded at the same time.
-        max_lora_rank: largest rank of one.
-        lora_dtype: of their matrices.
-        deterministic: a request's text depends on nothing but the request. On the CPU that is always so, but for 16-bit
-            hidden states beside requests with LoRA adapters; on a GPU steps are computed under
-            :func:`fastinfer.ops.batch_invariant`, which costs speed.
-        device: where the model is: ``"cpu"`` or ``"cuda"``.
-        enforce_eager: run all steps operator by operator, instead of replaying recorded graphs.
+        kv_cache_dtype: dtype of the cached keys and values. fp32, bf16 and fp16 are stored as they are; int8 and
+            float8_e4m3fn have one scale per token and head; uint8 stands for int4, with a scale and a minimum for every
+            16 elements of a key and every 64 elements of a value.
+        kv_cache_memory: size of the KV cache in bytes; ``None`` for as much as ``max_num_seqs`` requests of typical
+            length need, but at most a quarter of the available memory.
+        num_kv_blocks: size of the KV cache in blocks; overrides ``kv_cache_memory``.
+        enable_prefix_caching: whether requests reuse the cached keys and values of earlier requests that begin with the
+            same tokens.
+        num_speculative_tokens: maximum number of draft tokens per sequence and step; 0 for no speculation. If all
+            sequences decode, a step with drafts has at most four tokens or a multiple of four, so 3 and 7 are good
+            values for a single sequence. Drafts do not change the text, see :mod:`fastinfer.engine.speculation`.
+        max_loras: maximum number of loaded LoRA adapters.
+        max_lora_rank: maximum rank of a LoRA adapter.
+        lora_dtype: dtype of the LoRA adapters' matrices.
+        deterministic: whether a request's text must depend on the request alone. On a CPU this is always the case, with
+            one exception: 16-bit hidden states together with requests that use LoRA adapters. On a GPU, steps run under
+            :func:`fastinfer.ops.batch_invariant`, which is slower.
+        device: device of the model, ``"cpu"`` or ``"cuda"``.
+        enforce_eager: whether all steps run operator by operator instead of replaying recorded graphs.
     """
 
     max_model_len: int | None = None
@@ -88,6 +90,7 @@ class EngineConfig:
             raise RequestError(f"kv_cache_dtype must be one of {KV_CACHE_DTYPES}, got {self.kv_cache_dtype!r}")
 
     def make_admission_policy(self) -> AdmissionPolicy:
+        """Make the policy that ``batching`` names."""
         if self.batching == "static":
             return Static(self.max_num_seqs)
         if self.batching == "dynamic":

@@ -52,7 +52,7 @@ class Completion:
         if grammar is None or self.finish_reason is not None:
             return
         grammar.accept(token.token_id)
-        # A request for log-probabilities gets no forced tokens, because nothing computes theirs.
+        # With log-probabilities every token is drawn: none are computed for a token that is appended without a step.
         for token_id in grammar.forced_tokens() if self._logprobs is None else ():
             self._append(SampledToken(token_id))
             if self.finish_reason is not None:
@@ -84,6 +84,7 @@ class Completion:
         )
 
     def _append(self, token: SampledToken) -> None:
+        """Append one token, and finish if it ends the text."""
         sequence, token_id = self.sequence, token.token_id
         sequence.append(token_id)
         if self._logprobs is not None and token.logprobs is not None:

@@ -1,7 +1,7 @@
-"""Grammars that a generated text must follow: compiled off the engine's step, applied as bit masks over the tokens.
+"""Grammars that a generated text must match: compiled in the background, and applied as bit masks over the tokens.
 
-The automata are llguidance's (https://github.com/guidance-ai/llguidance): a lexer of regular-expression derivatives
-below an Earley parser, run over the trie of all tokens.
+The parser is llguidance (https://github.com/guidance-ai/llguidance): a lexer based on derivatives of regular
+expressions below an Earley parser, which run over the trie of all tokens.
 """
 
 import itertools
@@ -25,13 +25,15 @@ from fastinfer.utils.checks import show
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+# Number of compiled grammars that are kept.
 MAX_COMPILED = 64
+# Time limit of one compilation.
 COMPILE_SECONDS = 5.0
-# Processor time of one mask. Usual ones take 10 to 100 us; hostile patterns (a{1000000}) take most of a second, in
-# which every other request would wait.
+# Limit of the processor time for one mask. Typical masks take 10 to 100 us. Hostile patterns (a{1000000}) take most of
+# a second, during which every other request would wait.
 MASK_SECONDS = 0.25
 
-# All of them named, so that a schema's own "x-guidance" cannot change one.
+# All options are set explicitly, so that a schema's own "x-guidance" cannot change any.
 _JSON_OPTIONS: Any = {
     "item_separator": ", ",
     "key_separator": ": ",
@@ -43,31 +45,36 @@ _JSON_OPTIONS: Any = {
 
 
 class Grammar:
-    """Where one text stands in its grammar.
+    """The parser's state after the tokens of one text.
 
-    A token of the end of sequence is a token like others here: the mask allows it where the text may end, ``accept``
-    takes it and ``rollback`` takes it back. After it only another one is allowed.
+    End-of-sequence tokens are treated like other tokens: the mask allows them where the text may end, and ``accept``
+    and ``rollback`` take them. After an end-of-sequence token only further ones are allowed.
+
+    Args:
+        matcher: llguidance's matcher.
+        eos_ids: end-of-sequence tokens.
+        vocab_size: number of tokens of the tokenizer.
     """
 
     def __init__(self, matcher: "LLMatcher", eos_ids: frozenset[int], vocab_size: int) -> None:
         self._matcher = matcher
         self._eos_ids = eos_ids
-        self._vocab_size = vocab_size  # the tokenizer's
+        self._vocab_size = vocab_size
         self._num_words = -(-vocab_size // 32)
-        self._num_accepted = 0  # without those of the end
+        self._num_accepted = 0  # without end-of-sequence tokens
         self._num_ends = 0
 
     @property
     def finished(self) -> bool:
-        """Whether nothing may follow but the end of sequence."""
+        """Whether only the end of sequence may follow."""
         return self._num_ends > 0 or self._matcher.is_stopped()
 
     def fill_mask(self, words: np.ndarray) -> None:
-        """Write which tokens may come next, as :func:`fastinfer.ops.sample` wants its ``mask``.
+        """Write the tokens that may come next, in the format of ``mask`` of :func:`fastinfer.ops.sample`.
 
         Args:
-            words: [ceil(vocab / 32)] int32, contiguous; token t is bit t % 32 of word t // 32. Tokens that logits have
-                beyond the tokenizer's vocabulary are forbidden.
+            words: [ceil(vocab / 32)] int32, contiguous, to write to; token t is bit t % 32 of word t // 32. Tokens
+                beyond the tokenizer's vocabulary, which the logits may have, are forbidden.
 
         Raises:
             RequestError: the grammar has become too complex to follow.
@@ -94,7 +101,7 @@ class Grammar:
         """Append a token.
 
         Raises:
-            RequestError: the grammar does not allow it here; nothing has changed then.
+            RequestError: the grammar does not allow the token here; the state is unchanged.
         """
         if token_id in self._eos_ids:
             allowed = self._may_end()
@@ -107,10 +114,10 @@ class Grammar:
             raise RequestError(f"structured output: the grammar does not allow token {token_id} here")
 
     def rollback(self, n: int) -> None:
-        """Take back the last ``n`` tokens, as if they had never been accepted.
+        """Undo ``accept`` for the last ``n`` tokens.
 
         Raises:
-            ValueError: there are fewer.
+            ValueError: fewer tokens were accepted.
         """
         if not 0 <= n <= self._num_accepted + self._num_ends:
             raise ValueError(f"n: expected 0 to {self._num_accepted + self._num_ends}, got {n}")
@@ -122,16 +129,17 @@ class Grammar:
             self._check()
 
     def forced_tokens(self) -> list[int]:
-        """Tokens that the grammar leaves no choice about, perhaps none; to be appended (and accepted) without sampling.
+        """Return the tokens that must come next because the grammar allows only one text; empty if there is a choice.
 
-        They are those into which the tokenizer cuts the only text that may follow, so far as no later text could cut it
-        otherwise. The end of sequence is not among them, see :attr:`finished`.
+        The caller may append and accept them without sampling. They are the tokenization of the only text that may
+        follow, up to the point from which later text could change the tokenization. The end of sequence is not
+        included, see :attr:`finished`.
         """
         return [] if self._num_ends else self._matcher.compute_ff_tokens()
 
     def validate(self, tokens: Sequence[int]) -> int:
-        """How many of these draft tokens ``accept`` would take, one after the other."""
-        # A draft model may guess an id that no token has; of one the matcher never recovers.
+        """Return the number of draft tokens, from the first on, that ``accept`` would allow in turn."""
+        # A draft model may draw an id beyond the tokenizer's vocabulary, from which the matcher would never recover.
         tokens = list(itertools.takewhile(lambda token_id: token_id < self._vocab_size, tokens))
         end = next((i for i, token_id in enumerate(tokens) if token_id in self._eos_ids), len(tokens))
         if self._num_ends or end == 0:
@@ -146,26 +154,28 @@ class Grammar:
         return num_valid
 
     def copy(self) -> "Grammar":
-        """An independent grammar in the same state; takes some 5 us."""
+        """Return an independent grammar in the same state; takes about 5 us."""
         other = Grammar(self._matcher.deep_copy(), self._eos_ids, self._vocab_size)
         other._num_accepted, other._num_ends = self._num_accepted, self._num_ends
         return other
 
     def _may_end(self) -> bool:
+        """Return whether the text may end here."""
         return self._num_ends > 0 or self._matcher.is_accepting()
 
     def _check(self) -> None:
+        """Raise a RequestError if the matcher has failed."""
         if self._matcher.is_error():
             raise RequestError(f"structured output: {_reason(self._matcher.get_error())}")
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer in worker threads, and keeps the newest.
+    """Compiles grammars for one tokenizer in worker threads, and keeps the most recently used ones.
 
     Args:
-        tokenizer: whose tokens the grammars are over.
-        vocab_size: columns of the logits, at least the tokenizer's own number of tokens.
-        time_limit: seconds that one compilation may take. Usual schemas take 1 to 5 ms.
+        tokenizer: tokenizer of the model.
+        vocab_size: number of columns of the logits; at least the tokenizer's number of tokens.
+        time_limit: time limit of one compilation in seconds. Typical schemas take 1 to 5 ms.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, time_limit: float = COMPILE_SECONDS) -> None:
@@ -176,14 +186,18 @@ class GrammarCompiler:
         self._time_limit = time_limit
         self._lock = threading.Lock()
         self._tokenizer_lock = threading.Lock()
-        self._compiled: OrderedDict[StructuredOutputsParams, Future[Grammar]] = OrderedDict()  # oldest use first
+        # The least recently used one comes first.
+        self._compiled: OrderedDict[StructuredOutputsParams, Future[Grammar]] = OrderedDict()
         self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="fastinfer-grammar")
 
     def submit(self, params: StructuredOutputsParams) -> "Future[Grammar]":
-        """Compile in the background; equal parameters are compiled once, and each caller gets a grammar of its own.
+        """Compile a grammar in the background.
 
-        The future fails with a RequestError where the schema or pattern is not sound or not supported, the time limit
-        passes, or llguidance is not installed.
+        Equal parameters are compiled once; each caller gets an independent grammar.
+
+        Returns:
+            A future of the grammar. It fails with a RequestError if the schema or pattern is invalid or not supported,
+            if compilation exceeds the time limit, or if llguidance is not installed.
         """
         with self._lock:
             compiled = self._compiled.pop(params, None) or self._workers.submit(self._compile, params)
@@ -191,15 +205,16 @@ class GrammarCompiler:
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         grammar: Future[Grammar] = Future()
-        compiled.add_done_callback(lambda done: self._hand_out(params, done, grammar))
+        compiled.add_done_callback(lambda done: self._resolve(params, done, grammar))
         return grammar
 
     def close(self) -> None:
-        """Forget all grammars and let the threads end; what waits is cancelled."""
+        """Drop all grammars, cancel queued compilations and let the threads end."""
         self._workers.shutdown(wait=False, cancel_futures=True)
         self._compiled.clear()
 
-    def _hand_out(self, params: StructuredOutputsParams, done: "Future[Grammar]", grammar: "Future[Grammar]") -> None:
+    def _resolve(self, params: StructuredOutputsParams, done: "Future[Grammar]", grammar: "Future[Grammar]") -> None:
+        """Resolve a caller's future with a copy of the compiled grammar, or with its error."""
         if done.cancelled():
             grammar.cancel()
         if not grammar.set_running_or_notify_cancel():
@@ -207,15 +222,17 @@ class GrammarCompiler:
         if (error := done.exception()) is None:
             grammar.set_result(done.result().copy())
             return
-        with self._lock:  # a failure may have been the moment's, such as the time limit
+        with self._lock:  # the next attempt may succeed, for example after a timeout
             if self._compiled.get(params) is done:
                 del self._compiled[params]
         grammar.set_exception(RequestError(str(error)) if isinstance(error, RequestError) else error)
 
     def _compile(self, params: StructuredOutputsParams) -> Grammar:
+        """Compile a grammar within the time limit."""
         with self._tokenizer_lock:
             tokenizer = self._ll_tokenizer
-        # In a thread of its own, as nothing can stop it: after the limit it is left to the compiler's own limits.
+        # A compilation cannot be stopped, so it has its own thread; after the time limit only the compiler's own limits
+        # end it.
         answer: queue.SimpleQueue[Grammar | Exception] = queue.SimpleQueue()
 
         def run() -> None:
@@ -235,7 +252,7 @@ class GrammarCompiler:
 
     @cached_property
     def _ll_tokenizer(self) -> "LLTokenizer":
-        """The trie of all tokens. It takes 0.3 s for 49,000 tokens, so only those pay who need it."""
+        """The trie of all tokens, built on first use, as that takes 0.3 s for 49,000 tokens."""
         try:
             from llguidance import LLTokenizer, TokenizerWrapper
         except ImportError:
@@ -249,11 +266,15 @@ class GrammarCompiler:
 
 
 class _Vocabulary:
-    """A tokenizer in the form that llguidance asks for."""
+    """A tokenizer with the interface that llguidance requires.
+
+    Args:
+        tokenizer: tokenizer of the model.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokens = [tokenizer.token_bytes(i, skip_special_tokens=False) for i in range(tokenizer.vocab_size)]
-        # Special tokens are never text: the mask leaves them out.
+        # Special tokens are never part of the text: the mask forbids them.
         self.special_token_ids = sorted(tokenizer.control_ids | tokenizer.eos_ids)
         self.eos_token_id = min(tokenizer.eos_ids)
         self.bos_token_id = tokenizer.bos_id
@@ -264,9 +285,14 @@ class _Vocabulary:
 
 
 def _compile(params: StructuredOutputsParams, ll_tokenizer: "LLTokenizer", tokenizer: Tokenizer) -> Grammar:
+    """Compile a grammar.
+
+    Raises:
+        RequestError: the schema, pattern or choice is invalid or not supported.
+    """
     from llguidance import LLMatcher, LLParserLimits
 
-    # Half to a tenth of the defaults, with which a schema can hold up a step by 100 ms and take 500 MB.
+    # A half to a tenth of the defaults, with which a schema can delay a step by 100 ms and use 500 MB.
     limits = LLParserLimits(
         step_lexer_fuel=100_000,
         step_max_items=20_000,
@@ -280,7 +306,8 @@ def _compile(params: StructuredOutputsParams, ll_tokenizer: "LLTokenizer", token
         if matcher.is_error():
             raise RequestError(_reason(matcher.get_error()))
         grammar = Grammar(matcher, tokenizer.eos_ids, tokenizer.vocab_size)
-        # Finds grammars without any text, and leaves the lexer's states, which copies share, for the first step.
+        # Computing a mask finds grammars that no text matches. It also creates lexer states, which all copies share and
+        # which would otherwise slow down the first step.
         grammar.fill_mask(np.empty(-(-tokenizer.vocab_size // 32), np.int32))
     except (RequestError, ValueError) as error:
         reason = str(error).removeprefix("structured output: ")
@@ -289,7 +316,7 @@ def _compile(params: StructuredOutputsParams, ll_tokenizer: "LLTokenizer", token
 
 
 def _source(params: StructuredOutputsParams) -> str:
-    """The grammar in llguidance's own notation."""
+    """Return the grammar in llguidance's own format."""
     from llguidance import LLMatcher
 
     source: str
@@ -298,23 +325,24 @@ def _source(params: StructuredOutputsParams) -> str:
     elif params.regex is not None:
         source = LLMatcher.grammar_from_regex(params.regex)
     else:
-        # An expression of literals: 4,096 choices have their first mask in 0.3 ms; as a rule of strings it takes 22 ms.
+        # As a regular expression of literals, 4,096 choices take 0.3 ms for the first mask; as a grammar rule of
+        # strings they take 22 ms.
         source = LLMatcher.grammar_from_regex("|".join(map(_escape, params.choice or ())))
     return source
 
 
 def _escape(text: str) -> str:
-    """A regular expression for just this text."""
+    """Return a regular expression that matches this text alone."""
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):X}}}" for c in text)
 
 
 def _reason(message: str) -> str:
-    """Llguidance's message in one short line."""
+    """Shorten a message of llguidance to one line of at most 160 characters."""
     if "NoExtensionBias" in message:
         return "no text matches"
     if message.startswith("panic"):
         return "too complex"
-    # Of a regular expression's error, drawn over several lines, the last but one says what it is.
+    # The error of a regular expression has several lines with a drawing; one of them begins with "error:".
     if match := re.search(r"^error: (.*)$", message, re.MULTILINE):
         message = match[1]
     line = message.partition("\n")[0].partition(". Enable '")[0].strip()
@@ -322,4 +350,5 @@ def _reason(message: str) -> str:
 
 
 def _run_length(tokens: Sequence[int], ids: frozenset[int]) -> int:
+    """Return the number of tokens, from the first on, that are among ``ids``."""
     return next((i for i, token_id in enumerate(tokens) if token_id not in ids), len(tokens))

@@ -156,8 +156,8 @@ class Scheduler:
         while budget and admissible and self.waiting:
             sequence = self.waiting[0]
             num_slots += sequence.num_slots
-            # One block is spared for each running sequence, so that the admission does not cause a preemption in the
-            # next step. This also keeps a sequence from returning right after its own preemption.
+            # One block per running sequence must stay available, so that the admission causes no preemption in the next
+            # step. This also keeps a sequence from returning right after its own preemption.
             if num_slots > self.max_num_seqs or not self.block_manager.can_allocate(sequence, spare=len(self.running)):
                 return
             self._admit()

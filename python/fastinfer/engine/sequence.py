@@ -25,7 +25,7 @@ class SequenceOptions(TypedDict):
 
 
 class SequenceState(Enum):
-    """Where a sequence is on its way from arrival to its end."""
+    """Stage of a sequence between its arrival and its end."""
 
     PENDING = auto()  # unknown to the scheduler: its grammar is being compiled, or another sequence must run first
     WAITING = auto()  # in the scheduler's queue, without KV blocks: new or preempted

@@ -14,8 +14,8 @@ from fastinfer.engine.ngram_index import NgramIndex
 from fastinfer.engine.scheduler import Chunk
 from fastinfer.engine.sequence import Sequence
 
-# Drafts fill a step up to this many tokens or to a multiple of it, which is the number of tokens in a tile of the matrix
-# products. This leaves few different sizes of steps, so that their costs are soon known.
+# With drafts, a step has at most this many tokens or a multiple of it, as the matrix products process tokens in groups
+# of this size. Steps then have few different sizes, whose costs are soon known.
 TOKEN_MULTIPLE = 4
 # The gain in speed that n-gram drafts must promise before several sequences get any. All sequences wait for the longer
 # step, and one that finishes early may leave its place in the batch empty. Speed of four answers that copied little,
