@@ -27,10 +27,10 @@ from fastinfer.ops.experts import (
     grouped_gemm,
     grouped_int4_gemm,
     grouped_int8_gemm,
-    grouped_table_gemm,
+    grouped_lut_gemm,
     route_experts,
 )
-from fastinfer.ops.gemm import gemm, int4_gemm, int8_gemm, table_gemm
+from fastinfer.ops.gemm import gemm, int4_gemm, int8_gemm, lut_gemm
 from fastinfer.ops.graph import CPUGraph, GraphCaptureError, GraphMemory
 from fastinfer.ops.invariance import batch_invariant
 from fastinfer.ops.lora import add_lora
@@ -69,7 +69,7 @@ __all__ = [
     "grouped_gemm",
     "grouped_int4_gemm",
     "grouped_int8_gemm",
-    "grouped_table_gemm",
+    "grouped_lut_gemm",
     "int4_dequantize",
     "int4_gemm",
     "int4_pack",
@@ -78,6 +78,7 @@ __all__ = [
     "int8_pack",
     "interleave_gate_up",
     "layer_norm",
+    "lut_gemm",
     "merge_attention_states",
     "norm_rotary_store",
     "pack_scales",
@@ -94,6 +95,5 @@ __all__ = [
     "softcap",
     "store_kv_cache",
     "supported",
-    "table_gemm",
     "w8a8_gemm",
 ]
