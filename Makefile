@@ -33,12 +33,12 @@ lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(shell find csrc examples -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+	$(BIN)/clang-format --dry-run --Werror $(shell find csrc examples tests/emulation -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 format: $(VENV)/.installed-lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(shell find csrc examples -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+	$(BIN)/clang-format -i $(shell find csrc examples tests/emulation -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 # Offline, but for the tools' own installation.
 docs: $(VENV)/.installed-docs

@@ -1,6 +1,6 @@
 """The machine's ceilings, and what share of them the CPU kernels and the whole engine reach.
 
-Ceilings are measured by loops of the active instruction set that do nothing else (csrc/common/cpu/roofline_cpu.cpp).
+Ceilings are measured by loops of the active instruction set that do nothing else (csrc/roofline/roofline_cpu.cpp).
 Each kernel is timed right after its own ceiling, in every round anew, because a machine's speed drifts: shares are
 medians of those pairs. Decoding is held against the read bandwidth, prefill against the byte products.
 """

@@ -4,9 +4,9 @@
 
 #include "attention/paged_attention_plan.h"
 #include "attention/store_kv_cache_plan.h"
-#include "fused/add_lora_plan.h"
-#include "fused/gemm_plan.h"
-#include "fused/rms_norm_plan.h"
+#include "gemm/gemm_plan.h"
+#include "lora/add_lora_plan.h"
+#include "norm/rms_norm_plan.h"
 #include "quant/w8a8_gemm_plan.h"
 #include "sampling/sample_plan.h"
 
@@ -119,7 +119,7 @@ const std::vector<Policy>& policies() {
       {"gemm", dense, plan_gemm<WeightFormat::kDense>},
       {"int4_gemm", packed, plan_gemm<WeightFormat::kInt4>},
       {"int8_gemm", packed, plan_gemm<WeightFormat::kInt8>},
-      {"table_gemm", packed, plan_gemm<WeightFormat::kTable>},
+      {"lut_gemm", packed, plan_gemm<WeightFormat::kLut>},
       {"w8a8_gemm", {{"m", 0}, {"n", 1}, {"k", 32}}, plan_w8a8_gemm},
       {"paged_attention", {{"seqs", 0}, {"head_dim", 1}}, plan_paged_attention},
       {"rms_norm", {{"rows", 0}, {"hidden", 1}}, plan_rms_norm},

@@ -53,7 +53,7 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
                  "Tensor x, Tensor qweight, Tensor scales, Tensor? mins, int out_features, Tensor? bias, "
                  "Tensor? norm_weight, float eps, str? activation, Tensor? residual, int activation_bits");
   }
-  def_with_out(m, "table_gemm",
+  def_with_out(m, "lut_gemm",
                "Tensor x, Tensor qweight, Tensor scales, Tensor table, int out_features, Tensor? bias, "
                "Tensor? norm_weight, float eps, str? activation, Tensor? residual");
   def_with_out(m, "w8a8_gemm",
@@ -66,7 +66,7 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
                  "Tensor x, Tensor qweight, Tensor scales, Tensor? mins, int out_features, Tensor row_ids, "
                  "Tensor expert_start, str? activation, int activation_bits");
   }
-  def_with_out(m, "grouped_table_gemm",
+  def_with_out(m, "grouped_lut_gemm",
                "Tensor x, Tensor qweight, Tensor scales, Tensor table, int out_features, Tensor row_ids, "
                "Tensor expert_start, str? activation");
   def_with_out(m, "combine_experts", "Tensor x, Tensor expert_weights, Tensor? residual");

@@ -13,9 +13,9 @@
 #include "common/cpu/isa.h"
 #include "common/cpu/launch_graph.h"
 #include "common/cpu/parallel.h"
-#include "common/cpu/roofline.h"
 #include "formats/gguf.h"
 #include "launch_plan.h"
+#include "roofline/roofline.h"
 
 namespace fastinfer {
 namespace {

@@ -47,9 +47,9 @@ class ExpertStack:
             for name, value in packed[0].items()
         }
         self.operator = {"int8": ops.grouped_int8_gemm, "int4": ops.grouped_int4_gemm}.get(
-            form[:4], ops.grouped_table_gemm
+            form[:4], ops.grouped_lut_gemm
         )
-        self.single = {"int8": ops.int8_gemm, "int4": ops.int4_gemm}.get(form[:4], ops.table_gemm)
+        self.single = {"int8": ops.int8_gemm, "int4": ops.int4_gemm}.get(form[:4], ops.lut_gemm)
         if form == "table":
             table = torch.randn(16, device=device) * 4
             scales = torch.stack([weight.scales.double().repeat_interleave(32, 1) for weight in weights])

@@ -30,7 +30,7 @@ def gemm_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
             yield f"int{bits}_gemm", (x, *weight, *fused, 16)
             yield f"int{bits}_gemm", (x, *weight, *fused, 8)
         weight = random_weight(4, 96, 64, mins=False).packed
-        yield "table_gemm", (x, weight["qweight"], weight["scales"], torch.randn(16), 96, *fused)
+        yield "lut_gemm", (x, weight["qweight"], weight["scales"], torch.randn(16), 96, *fused)
 
 
 def w8a8_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -63,7 +63,7 @@ def expert_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
         stack = [torch.stack([weight[name] for weight in weights]) for name in ("qweight", "scales", "mins")]
         yield f"grouped_int{bits}_gemm", (x, *stack, 96, *routing, None, 32)
         yield f"grouped_int{bits}_gemm", (x, *stack, 96, *routing, "gelu", 8)
-    yield "grouped_table_gemm", (x, *stack[:2], torch.randn(16), 96, *routing, None)
+    yield "grouped_lut_gemm", (x, *stack[:2], torch.randn(16), 96, *routing, None)
     yield "combine_experts", (torch.randn(10, 64).bfloat16(), torch.rand(5, 2), x.clone())
 
 

@@ -46,7 +46,7 @@ def exports() -> list[str]:
 
 
 def test_paths() -> None:
-    assert (Path(fastinfer.get_include()) / "fastinfer" / "fused" / "rms_norm.h").is_file()
+    assert (Path(fastinfer.get_include()) / "fastinfer" / "norm" / "rms_norm.h").is_file()
     assert Path(fastinfer.get_library()).is_file()
     assert (Path(fastinfer.get_cmake_dir()) / "fastinfer-config.cmake").is_file()
 
@@ -82,7 +82,7 @@ def test_every_header_compiles_alone(tmp_path: Path) -> None:
 
 def test_headers_are_those_of_the_launchers() -> None:
     names = [str(header.relative_to(Path(fastinfer.get_include()) / "fastinfer")) for header in HEADERS]
-    assert {"fused/gemm.h", "quant/pack.h", "common/cpu/parallel.h", "sampling/sample_plan.h"} <= set(names)
+    assert {"gemm/gemm.h", "quant/pack.h", "common/cpu/parallel.h", "sampling/sample_plan.h"} <= set(names)
     assert [name for name in names if re.search(r"_(binding|cpu|cuda)\.h$|common/(binding|device)\.h", name)] == []
 
 

@@ -34,7 +34,7 @@ class Linear:
         bits = 8 if form.startswith("int8") else 4
         weight = random_weight(bits, n, k, group, mins=form.endswith("min"), device=device, **options)
         self.dense = weight.dense
-        self.operator = {"int8": ops.int8_gemm, "int4": ops.int4_gemm, "tabl": ops.table_gemm}[form[:4]]
+        self.operator = {"int8": ops.int8_gemm, "int4": ops.int4_gemm, "tabl": ops.lut_gemm}[form[:4]]
         self.arguments = weight.packed
         if form == "table":
             table = torch.randn(16, device=device) * 4

@@ -23,7 +23,7 @@ def cases() -> Iterator[tuple[str, dict[str, int]]]:
     for m, (n, k) in itertools.product(ROWS, WEIGHTS):
         yield "gemm", {"m": m, "n": n, "k": k}
         yield "w8a8_gemm", {"m": m, "n": n, "k": k}
-        for op in ("int4_gemm", "int8_gemm", "table_gemm"):
+        for op in ("int4_gemm", "int8_gemm", "lut_gemm"):
             yield from ((op, {"m": m, "n": n, "k": k, "group": group}) for group in (32, 128, k) if k % group == 0)
     for seqs, head_dim in itertools.product((1, 7, 256), (64, 80, 96, 128, 256)):
         yield "paged_attention", {"seqs": seqs, "head_dim": head_dim}

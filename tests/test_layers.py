@@ -35,7 +35,8 @@ CPP_LAYERS = """
     lora moe
     attention
     rotary
-    launch_plan library module
+    launch_plan
+    library module
 """
 Graph = dict[str, set[str]]
 
@@ -121,6 +122,19 @@ def test_cpp_includes_go_downward() -> None:
 
 def test_cpp_includes_have_no_circle() -> None:
     assert not circle(cpp_graph())
+
+
+def test_kernels_do_not_see_torch() -> None:
+    """Torch's headers end at the bindings: files of binding/, `*_binding.h`, and `.cpp` files that are no kernels."""
+    kernels = [
+        path
+        for path in (ROOT / "csrc").rglob("*.*")
+        if path.suffix in (".h", ".cu") or path.name.endswith("_cpu.cpp")
+        if path.parent.name != "binding" and not path.name.endswith("_binding.h")
+    ]
+    sees_torch = re.compile(r'^#include (<torch/|"binding/)', re.MULTILINE)
+    assert [path for path in kernels if sees_torch.search(path.read_text())] == []
+    assert sum(path.suffix == ".cu" for path in kernels) > 20
 
 
 @pytest.mark.parametrize("layers", [PYTHON_LAYERS, CPP_LAYERS])

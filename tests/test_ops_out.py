@@ -74,7 +74,7 @@ REPLACEABLE = {
     "gemm": {"residual"},
     "int8_gemm": {"residual"},
     "int4_gemm": {"residual"},
-    "table_gemm": {"residual"},
+    "lut_gemm": {"residual"},
     "w8a8_gemm": {"residual"},
     "combine_experts": {"residual"},
 }

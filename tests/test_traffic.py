@@ -14,13 +14,13 @@ pytestmark = pytest.mark.skipif(build.cuda_include() is None, reason="the CUDA t
 # a tenth more, but for those that are less than a fiftieth of the kernel's costs.
 KNOWN_COSTS = {
     # Gate and up lie 16 rows apart, so that eight lanes' rows meet the same banks; in the L2 they leave half a run out.
-    "shared fused/gemm_epilogue_cuda.h load_shared": 2.0,
-    "global fused/gemm_epilogue_cuda.h load_slots": 1.5,
+    "shared gemm/gemm_epilogue_cuda.h load_shared": 2.0,
+    "global gemm/gemm_epilogue_cuda.h load_slots": 1.5,
     "shared quant/w8a8_gemm_epilogue.h load_values": 2.0,
     # Eight fp32 to a lane, 32 bytes apart: what the first 16 bytes leave the second ones find in the L1.
     "global quant/w8a8_gemm_epilogue.h load_values": 2.0,
-    "global fused/layer_norm.cu layer_norm_kernel": 2.0,
-    "global fused/rms_norm.cu rms_norm_kernel": 2.0,
+    "global norm/layer_norm.cu layer_norm_kernel": 2.0,
+    "global norm/rms_norm.cu rms_norm_kernel": 2.0,
     "global rotary/norm_rotary_store.cu prepare_head": 2.0,
     "global rotary/rotary_embedding.cu rotary_embedding_kernel": 2.0,
     # The same in shared memory: small heads.
@@ -41,10 +41,10 @@ KNOWN_COSTS = {
     # One warp that writes a struct every so many bytes, and broadcasts of eight bytes.
     "global attention/paged_attention_plan.cu paged_attention_plan_kernel": 2.0,
     "shared attention/paged_attention_plan.cu inclusive_sum": 2.0,
-    "global experts/grouped_gemm.cu expert_tiles_kernel": 3.0,
+    "global gemm/grouped_gemm.cu expert_tiles_kernel": 3.0,
     # Rows of experts, in the order of the routing.
-    "global fused/gemm.h x_row": 1.4,
-    "global experts/route_experts.cu sort_rows_kernel": 1.3,
+    "global gemm/gemm.h x_row": 1.4,
+    "global moe/route_experts.cu sort_rows_kernel": 1.3,
     # Tables and lists whose places depend on the values.
     "shared sampling/sample.cu survey": 2.0,
     "shared sampling/sample_select.h list": 4.0,

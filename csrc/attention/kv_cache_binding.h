@@ -3,7 +3,7 @@
 
 #include "attention/kv_int4.h"
 #include "attention/paged_attention.h"
-#include "common/binding.h"
+#include "binding/checks.h"
 
 namespace fastinfer {
 

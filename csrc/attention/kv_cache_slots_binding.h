@@ -3,7 +3,7 @@
 
 #include "attention/kv_cache_binding.h"
 #include "attention/kv_cache_slots.h"
-#include "common/device.h"
+#include "binding/launch.h"
 
 namespace fastinfer {
 

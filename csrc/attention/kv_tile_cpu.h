@@ -8,7 +8,7 @@
 
 #include "attention/kv_int4_cpu.h"
 #include "attention/paged_attention.h"
-#include "fused/quantize_row_cpu.h"
+#include "common/cpu/quantize_row.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 

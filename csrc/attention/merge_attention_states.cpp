@@ -2,8 +2,8 @@
 
 #include <tuple>
 
-#include "common/binding.h"
-#include "common/device.h"
+#include "binding/checks.h"
+#include "binding/launch.h"
 
 namespace fastinfer {
 namespace {

@@ -2,8 +2,8 @@
 
 #include "attention/kv_cache_binding.h"
 #include "attention/paged_attention_plan.h"
-#include "common/batch_invariant.h"
-#include "common/output.h"
+#include "binding/batch_invariant.h"
+#include "binding/output.h"
 
 namespace fastinfer {
 namespace {

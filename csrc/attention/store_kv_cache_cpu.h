@@ -3,7 +3,7 @@
 
 #include "attention/kv_cache_slots.h"
 #include "attention/kv_int4_cpu.h"
-#include "fused/quantize_row_cpu.h"
+#include "common/cpu/quantize_row.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 

@@ -5,8 +5,8 @@
 
 #include "attention/kv_cache_slots.h"
 #include "attention/kv_int4_cuda.h"
+#include "common/cuda/quantize_row.h"
 #include "common/cuda/vector_io.h"
-#include "fused/quantize_row_cuda.h"
 
 namespace fastinfer::cuda {
 

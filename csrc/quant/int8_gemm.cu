@@ -1,4 +1,5 @@
-#include "fused/gemm_kernel_cuda.h"
+#include "gemm/gemm_kernel_cuda.h"
+#include "quant/int8_dequantize_cuda.h"
 
 namespace fastinfer::cuda {
 

@@ -1,8 +1,8 @@
 // Bindings of int4_pack, int8_pack, int4_dequantize and int8_dequantize.
 #include "quant/pack.h"
 
-#include "common/output.h"
-#include "quant/quantized_weight.h"
+#include "binding/output.h"
+#include "quant/quantized_weight_binding.h"
 
 namespace fastinfer {
 namespace {

@@ -4,7 +4,8 @@
 #include <algorithm>
 
 #include "common/cpu/dot.h"
-#include "fused/gemm_cpu.h"
+#include "gemm/gemm_cpu.h"
+#include "quant/quantized_gemm.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 

@@ -6,9 +6,9 @@
 
 #include "quant/quantized_blocks_cpu.h"
 #if defined(FASTINFER_AVX512_VNNI)
-#include "quant/byte_kernel_cpu.h"
+#include "quant/vnni_kernel_cpu.h"
 #else
-#include "quant/integer_kernel_cpu.h"
+#include "quant/madd_kernel_cpu.h"
 #endif
 
 namespace fastinfer::cpu::FASTINFER_ISA {
@@ -112,9 +112,9 @@ struct LinearValues {
 template <class Format, class Scale, int kBits>
 void run_integer_gemm(const QuantizedGemmParams& p) {
 #if defined(FASTINFER_AVX512_VNNI)
-  using Kernel = ByteKernel<Format, Scale, kBits>;
+  using Kernel = VnniKernel<Format, Scale, kBits>;
 #else
-  using Kernel = IntegerKernel<Format, Scale, kBits>;
+  using Kernel = MaddKernel<Format, Scale, kBits>;
 #endif
   run_gemm(p, Kernel{p, quantize_rows<typename Kernel::Run, kBits>(p)});
 }

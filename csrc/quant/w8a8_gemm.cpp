@@ -1,8 +1,8 @@
 #include "quant/w8a8_gemm.h"
 
-#include "common/batch_invariant.h"
-#include "fused/gemm_binding.h"
-#include "quant/quantized_weight.h"
+#include "binding/batch_invariant.h"
+#include "gemm/gemm_binding.h"
+#include "quant/quantized_weight_binding.h"
 
 namespace fastinfer {
 namespace {

@@ -2,7 +2,8 @@
 #pragma once
 
 #include "common/api.h"
-#include "fused/gemm.h"
+#include "gemm/gemm.h"
+#include "quant/quantized_gemm.h"
 #include "quant/w8a8_gemm_plan.h"
 
 namespace fastinfer {

@@ -3,7 +3,7 @@
 #include <stdexcept>
 
 #include "common/cpu/dot.h"
-#include "fused/gemm_cpu.h"
+#include "gemm/gemm_cpu.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 namespace {

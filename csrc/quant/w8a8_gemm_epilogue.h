@@ -3,8 +3,8 @@
 #pragma once
 
 #include "common/cuda/dtype.h"
+#include "common/cuda/row.h"
 #include "common/cuda/vector_io.h"
-#include "fused/row_cuda.h"
 #include "quant/w8a8_gemm.h"
 
 namespace fastinfer::cuda {

@@ -1,6 +1,6 @@
 #include "attention/store_kv_cache_cpu.h"
 #include "common/cpu/parallel.h"
-#include "fused/rms_norm_cpu.h"
+#include "norm/rms_norm_cpu.h"
 #include "rotary/norm_rotary_store.h"
 #include "rotary/rotary_embedding_cpu.h"
 

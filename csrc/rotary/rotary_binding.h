@@ -1,8 +1,8 @@
 // Checks of positions and table, shared by the operators that rotate.
 #pragma once
 
-#include "common/binding.h"
-#include "common/device.h"
+#include "binding/checks.h"
+#include "binding/launch.h"
 
 namespace fastinfer {
 

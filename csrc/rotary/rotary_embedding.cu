@@ -5,8 +5,8 @@
 #include "common/cuda/launch.h"
 #include "common/cuda/ptx.h"
 #include "common/cuda/reduce.h"
+#include "common/cuda/row.h"
 #include "common/cuda/vector_io.h"
-#include "fused/row_cuda.h"
 #include "rotary/rotary_embedding.h"
 
 namespace fastinfer::cuda {

@@ -3,8 +3,8 @@
 #include <cmath>
 #include <tuple>
 
-#include "common/binding.h"
-#include "common/device.h"
+#include "binding/checks.h"
+#include "binding/launch.h"
 #include "sampling/sample_filters.h"
 #include "sampling/sample_plan.h"
 

@@ -4,7 +4,7 @@
 #include "sampling/sample.h"
 
 #include "common/cuda/launch.h"
-#include "common/philox.h"
+#include "sampling/philox.h"
 #include "sampling/sample_filters.h"
 #include "sampling/sample_plan.h"
 #include "sampling/sample_select.h"

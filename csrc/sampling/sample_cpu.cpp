@@ -7,7 +7,7 @@
 
 #include "common/cpu/parallel.h"
 #include "common/cpu/vec.h"
-#include "common/philox.h"
+#include "sampling/philox.h"
 #include "sampling/sample.h"
 #include "sampling/sample_filters.h"
 

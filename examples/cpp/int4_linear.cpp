@@ -2,8 +2,8 @@
 // in double precision, and fails where that is too far.
 #include <fastinfer/common/cpu/isa.h>
 #include <fastinfer/common/cpu/parallel.h>
-#include <fastinfer/fused/gemm.h>
-#include <fastinfer/fused/rms_norm.h>
+#include <fastinfer/gemm/gemm.h>
+#include <fastinfer/norm/rms_norm.h>
 #include <fastinfer/quant/pack.h>
 
 #include <algorithm>

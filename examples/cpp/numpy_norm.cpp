@@ -1,7 +1,7 @@
 // A Python extension of one's own: RMSNorm of NumPy arrays. In a process that also imports fastinfer.ops, both use one
 // pool of threads.
 #include <fastinfer/common/cpu/parallel.h>
-#include <fastinfer/fused/rms_norm.h>
+#include <fastinfer/norm/rms_norm.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 

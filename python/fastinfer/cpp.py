@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parent
 
 
 def get_include() -> str:
-    """The folder for a compiler's ``-I``: with it, ``#include <fastinfer/fused/rms_norm.h>`` finds the launcher."""
+    """The folder for a compiler's ``-I``: with it, ``#include <fastinfer/norm/rms_norm.h>`` finds the launcher."""
     return _built("include")
 
 

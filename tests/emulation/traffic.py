@@ -30,7 +30,7 @@ WRAPPERS = (
     "tests/emulation/cuda_runtime.h",
     "tests/emulation/emulator",
     "csrc/common/cuda/",
-    "csrc/fused/row_cuda.h",
+    "csrc/common/cuda/row.h",
 )
 ROOT = Path(__file__).parent.parent.parent
 
@@ -151,7 +151,7 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
             yield "gemm", (x, weight, *fused)
             yield "int4_gemm", (x, *packed[4].values(), *fused, 32)
             yield "int8_gemm", (x, *packed[8].values(), *fused, 32)
-            yield "table_gemm", (x, packed[4]["qweight"], packed[4]["scales"], table, rows, *fused)
+            yield "lut_gemm", (x, packed[4]["qweight"], packed[4]["scales"], table, rows, *fused)
         q = torch.randint(-127, 128, (tokens, hidden)).to(torch.int8), torch.rand(tokens)
         row_scales = ops.pack_scales(torch.rand(rows, 1))
         for activation in (None, "silu"):

@@ -1,7 +1,7 @@
 // A recorded sequence of kernel calls, replayed without Python, dispatch and allocation: the CPU's CUDA graph.
 //
 // While a thread records, launch() also notes the kernel with a copy of its parameters, and bindings get the memory of
-// their tensors from the graph (new_tensor in common/device.h), so that the addresses in those copies stay valid.
+// their tensors from the graph (new_tensor in binding/launch.h), so that the addresses in those copies stay valid.
 // Recordings that share a GraphMemory overwrite each other's tensors: their sum costs what the largest one does.
 #pragma once
 

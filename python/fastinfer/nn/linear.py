@@ -181,7 +181,7 @@ class QuantLinear(ExactBuffers, nn.Linear):
         buffers: Any = self._buffers  # as attributes they cost 3 us of a product's 60
         packed = buffers["qweight"], buffers["scales"]
         if "table" in buffers:
-            return ops.table_gemm(x, *packed, buffers["table"], self.out_features, bias=self.bias, **options)
+            return ops.lut_gemm(x, *packed, buffers["table"], self.out_features, bias=self.bias, **options)
         gemm = ops.int8_gemm if self.kind == "int8" else ops.int4_gemm
         return gemm(
             x,

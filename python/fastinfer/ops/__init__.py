@@ -21,7 +21,7 @@ from fastinfer.ops import _fakes  # noqa: F401  (tells torch what it must know o
 from fastinfer.ops.activation import gelu, gelu_and_mul, silu_and_mul, softcap
 from fastinfer.ops.attention import merge_attention_states, paged_attention, paged_attention_plan, store_kv_cache
 from fastinfer.ops.embedding import embedding
-from fastinfer.ops.gemm import gemm, int4_gemm, int8_gemm, table_gemm
+from fastinfer.ops.gemm import gemm, int4_gemm, int8_gemm, lut_gemm
 from fastinfer.ops.graph import CPUGraph, GraphCaptureError, GraphMemory
 from fastinfer.ops.invariance import batch_invariant
 from fastinfer.ops.lora import add_lora
@@ -31,7 +31,7 @@ from fastinfer.ops.moe import (
     grouped_gemm,
     grouped_int4_gemm,
     grouped_int8_gemm,
-    grouped_table_gemm,
+    grouped_lut_gemm,
     route_experts,
 )
 from fastinfer.ops.norm import add_rms_norm, layer_norm, rms_norm, rms_norm_quantize
@@ -69,7 +69,7 @@ __all__ = [
     "grouped_gemm",
     "grouped_int4_gemm",
     "grouped_int8_gemm",
-    "grouped_table_gemm",
+    "grouped_lut_gemm",
     "int4_dequantize",
     "int4_gemm",
     "int4_pack",
@@ -78,6 +78,7 @@ __all__ = [
     "int8_pack",
     "interleave_gate_up",
     "layer_norm",
+    "lut_gemm",
     "merge_attention_states",
     "norm_rotary_store",
     "pack_scales",
@@ -94,6 +95,5 @@ __all__ = [
     "softcap",
     "store_kv_cache",
     "supported",
-    "table_gemm",
     "w8a8_gemm",
 ]

@@ -148,7 +148,7 @@ def _(  # type: ignore[no-untyped-def]
     return _gemm_out(x, out_features, activation)
 
 
-@fake("table_gemm")
+@fake("lut_gemm")
 def _(  # type: ignore[no-untyped-def]
     x, qweight, scales, table, out_features, bias, norm_weight, eps, activation, residual
 ) -> Tensor:
@@ -182,7 +182,7 @@ def _(  # type: ignore[no-untyped-def]
     return _grouped_out(x, out_features, row_ids, activation)
 
 
-@fake("grouped_table_gemm")
+@fake("grouped_lut_gemm")
 def _(x, qweight, scales, table, out_features, row_ids, expert_start, activation) -> Tensor:  # type: ignore[no-untyped-def]
     return _grouped_out(x, out_features, row_ids, activation)
 

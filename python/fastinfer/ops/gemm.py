@@ -185,7 +185,7 @@ def int4_gemm(
     return ops.int4_gemm.default(*args)
 
 
-def table_gemm(
+def lut_gemm(
     x: Tensor,
     qweight: Tensor,
     scales: Tensor,
@@ -220,12 +220,12 @@ def table_gemm(
     >>> import torch, fastinfer.ops as ops
     >>> q, scales = torch.randint(0, 16, (32, 64), dtype=torch.uint8), torch.rand(32, 1)  # one group a row
     >>> x, table = torch.randn(3, 64), torch.linspace(-1, 1, 16)
-    >>> out = ops.table_gemm(x, ops.int4_pack(q), ops.pack_scales(scales), table, out_features=32)
+    >>> out = ops.lut_gemm(x, ops.int4_pack(q), ops.pack_scales(scales), table, out_features=32)
     >>> torch.allclose(out, x @ (table[q.long()] * scales).T, atol=1e-3)
     True
     """
-    inference_only("table_gemm", "x residual", x, residual)
+    inference_only("lut_gemm", "x residual", x, residual)
     args = (x, qweight, scales, table, out_features, bias, norm_weight, eps, activation, residual)
     if out is not None:
-        return into(out, ops.table_gemm, *args)
-    return ops.table_gemm.default(*args)
+        return into(out, ops.lut_gemm, *args)
+    return ops.lut_gemm.default(*args)

@@ -227,7 +227,7 @@ def grouped_int4_gemm(
     return ops.grouped_int4_gemm.default(*args)
 
 
-def grouped_table_gemm(
+def grouped_lut_gemm(
     x: Tensor,
     qweight: Tensor,
     scales: Tensor,
@@ -242,7 +242,7 @@ def grouped_table_gemm(
     """:func:`grouped_gemm` with 4-bit weights ``w = scale * table[q]``.
 
     Args:
-        table: [16] fp32, one for all experts; see :func:`fastinfer.ops.table_gemm`.
+        table: [16] fp32, one for all experts; see :func:`fastinfer.ops.lut_gemm`.
         qweight, scales: as in :func:`grouped_int4_gemm`.
         out_features: as in :func:`fastinfer.ops.int8_gemm`.
         x, row_ids, expert_start, activation, out: as in :func:`grouped_gemm`.
@@ -262,15 +262,15 @@ def grouped_table_gemm(
     >>> rows = routing.row_ids, routing.expert_start
     >>> x, q = torch.randn(3, 64), torch.randint(0, 16, (4, 32, 64), dtype=torch.uint8)
     >>> qweight, table = torch.stack([ops.int4_pack(expert) for expert in q]), torch.linspace(-1, 1, 16)
-    >>> out = ops.grouped_table_gemm(x, qweight, torch.ones(4, 2, 1, 16), table, 32, *rows)
+    >>> out = ops.grouped_lut_gemm(x, qweight, torch.ones(4, 2, 1, 16), table, 32, *rows)
     >>> torch.allclose(out, ops.grouped_gemm(x, table[q.long()], *rows), atol=1e-3)
     True
     """
-    inference_only("grouped_table_gemm", "x", x)
+    inference_only("grouped_lut_gemm", "x", x)
     args = (x, qweight, scales, table, out_features, row_ids, expert_start, activation)
     if out is not None:
-        return into(out, ops.grouped_table_gemm, *args)
-    return ops.grouped_table_gemm.default(*args)
+        return into(out, ops.grouped_lut_gemm, *args)
+    return ops.grouped_lut_gemm.default(*args)
 
 
 def combine_experts(

@@ -98,7 +98,7 @@ TABLE: dict[str, dict[str, Takes]] = {
     **{op: {"cpu": DENSE, "cuda": CUDA_DENSE} for op in ("gemm", "grouped_gemm")},
     **{op: {"cpu": INT8_WEIGHT, "cuda": _on_cuda(INT8_WEIGHT)} for op in ("int8_gemm", "grouped_int8_gemm")},
     **{op: {"cpu": INT4_WEIGHT, "cuda": _on_cuda(INT4_WEIGHT)} for op in ("int4_gemm", "grouped_int4_gemm")},
-    **{op: {"cpu": TABLE_WEIGHT, "cuda": _on_cuda(TABLE_WEIGHT)} for op in ("table_gemm", "grouped_table_gemm")},
+    **{op: {"cpu": TABLE_WEIGHT, "cuda": _on_cuda(TABLE_WEIGHT)} for op in ("lut_gemm", "grouped_lut_gemm")},
 }
 
 

@@ -69,7 +69,7 @@ class LutExperts(ExpertWeights):
     """4 bits that choose one of 16 values, with scales per group.
 
     Attributes:
-        qweight, scales: packed, see :func:`fastinfer.ops.grouped_table_gemm`.
+        qweight, scales: packed, see :func:`fastinfer.ops.grouped_lut_gemm`.
         table: [16] fp32.
         out_features: rows before padding.
     """
@@ -80,7 +80,7 @@ class LutExperts(ExpertWeights):
     out_features: int
 
     def linear(self, x: Tensor, routing: ops.Routing, *, activation: str | None = None) -> Tensor:
-        return ops.grouped_table_gemm(
+        return ops.grouped_lut_gemm(
             x,
             self.qweight,
             self.scales,

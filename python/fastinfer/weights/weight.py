@@ -126,7 +126,7 @@ class LutWeight(Weight):
     bias: Tensor | None = None
 
     def linear(self, x: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
-        return ops.table_gemm(x, self.qweight, self.scales, self.table, self.out_features, bias=self.bias, **options)
+        return ops.lut_gemm(x, self.qweight, self.scales, self.table, self.out_features, bias=self.bias, **options)
 
     def rows(self, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
         if ids is not None:

@@ -1,0 +1,66 @@
+// Where an operator runs: registration for every device of this build, and the way from a binding to its kernel.
+#pragma once
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+
+#include "common/cpu/launch_graph.h"
+#include "common/launch_config.h"
+
+// FASTINFER_OPERATORS(m) { m.impl(...); }   operators with a kernel for the CPU and for CUDA
+// FASTINFER_CPU_OPERATORS(m) { ... }         operators without a CUDA kernel
+// FASTINFER_LAUNCH(x, op, params)            cpu::op(params), or cuda::op(params, stream) where tensor x is on a GPU
+// new_tensor(like, sizes, dtype)             the memory of results and of what a kernel needs besides
+#define FASTINFER_CPU_OPERATORS(m) STABLE_TORCH_LIBRARY_IMPL(FASTINFER_NAMESPACE, CPU, m)
+
+#if defined(FASTINFER_CUDA)
+
+#include "binding/stream.h"
+#include "common/cuda/device.h"
+
+#define FASTINFER_OPERATORS(m)                                             \
+  static void register_operators(torch::stable::detail::StableLibrary& m); \
+  STABLE_TORCH_LIBRARY_IMPL(FASTINFER_NAMESPACE, CPU, library) {           \
+    register_operators(library);                                           \
+  }                                                                        \
+  STABLE_TORCH_LIBRARY_IMPL(FASTINFER_NAMESPACE, CUDA, library) {          \
+    register_operators(library);                                           \
+  }                                                                        \
+  static void register_operators(torch::stable::detail::StableLibrary& m)
+
+#define FASTINFER_LAUNCH(x, op, ...)                                                \
+  do {                                                                              \
+    if ((x).is_cuda()) {                                                            \
+      const auto index = (x).get_device_index();                                    \
+      const torch::stable::accelerator::DeviceGuard guard(index);                   \
+      ::fastinfer::cuda::op(__VA_ARGS__, ::fastinfer::cuda::current_stream(index)); \
+    } else {                                                                        \
+      ::fastinfer::cpu::launch(&::fastinfer::cpu::op, __VA_ARGS__);                 \
+    }                                                                               \
+  } while (false)
+
+#else
+
+#define FASTINFER_OPERATORS(m) FASTINFER_CPU_OPERATORS(m)
+#define FASTINFER_LAUNCH(x, op, ...) ::fastinfer::cpu::launch(&::fastinfer::cpu::op, __VA_ARGS__)
+
+#endif
+
+namespace fastinfer {
+
+// torch's new_empty; while a graph is recorded, in the graph's memory. No binding allocates otherwise.
+torch::stable::Tensor new_tensor(const torch::stable::Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
+                                 std::optional<torch::headeronly::ScalarType> dtype = std::nullopt);
+
+// The GPU that a tensor is on, for launch policies; null for a tensor in host memory, whose contents may be looked at.
+inline const cuda::Device* gpu_of([[maybe_unused]] const torch::stable::Tensor& x) {
+#if defined(FASTINFER_CUDA)
+  if (x.is_cuda()) return &cuda::device(x.get_device_index());
+#endif
+  return nullptr;
+}
+
+}  // namespace fastinfer

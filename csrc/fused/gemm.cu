@@ -1,9 +1,0 @@
-#include "fused/gemm_kernel_cuda.h"
-
-namespace fastinfer::cuda {
-
-void gemm(const DenseGemmParams& p, void* stream) {
-  launch_gemm<DenseWeight>("gemm", p, stream);
-}
-
-}  // namespace fastinfer::cuda

@@ -1,0 +1,72 @@
+// out = epilogue(prologue(x) W^T): linear layers with RMSNorm fused before and bias, gated activation or residual fused
+// after. GemmParams is what the products share, whatever their weight; quant/quantized_gemm.h adds packed weights.
+#pragma once
+
+#include <cstdint>
+
+#include "common/api.h"
+#include "common/cpu/isa.h"
+#include "common/cpu/read_ahead.h"
+#include "common/dtype.h"
+#include "elementwise/activation_and_mul.h"
+#include "gemm/gemm_plan.h"
+
+namespace fastinfer {
+
+// A vector that may be fp32 or have the activations' dtype; data is null where it is absent.
+struct VectorArg {
+  const void* data = nullptr;
+  DType dtype = DType::kFloat32;
+};
+
+// Which expert computes which rows, where a weight is a stack with a slice for each (gemm/grouped_gemm.cpp): expert
+// e the rows row_ids[start[e]] .. row_ids[start[e + 1] - 1] of the output. A kernel counts rows by their places in
+// row_ids, and asks here for those of x and of the output.
+struct ExpertRows {
+  const int32_t* start = nullptr;    // [experts + 1]; null: one weight for all rows
+  const int32_t* row_ids = nullptr;  // [m]
+  int experts = 1;
+  int fan_out = 1;  // rows of the output that read one row of x: row r reads r / fan_out
+
+  FASTINFER_HOST_DEVICE int64_t out_row(int64_t row) const {
+    return start == nullptr ? row : row_ids[row];
+  }
+  FASTINFER_HOST_DEVICE int64_t x_row(int64_t row) const {
+    return start == nullptr ? row : row_ids[row] / fan_out;
+  }
+};
+
+struct GemmParams {
+  const void* x;          // [m, k], rows x_stride elements apart; [m / fan_out, k] with experts
+  const void* residual;   // [m, n] or null
+  void* out;              // [m, n], or [m, n / 2] with an activation
+  VectorArg norm_weight;  // [k]: x is RMS-normalised first
+  VectorArg bias;         // [n]
+  int64_t m;
+  int64_t n;
+  int64_t k;
+  int64_t x_stride;
+  float eps;
+  Activation activation;  // gated: rows of the weight come as 16 of the gate, 16 of up, ...
+  DType dtype;            // of x, residual and out
+  cuda::GemmPlan plan{};  // on a GPU, with its scratch memory
+  void* workspace = nullptr;
+  ExpertRows expert_rows{};
+  cpu::Memory weight_memory{};  // of a weight that is read as a whole
+};
+
+struct DenseGemmParams : GemmParams {
+  const void* weight;  // [n, k]; of a stack, as of those of packed forms, the first slice, which the others follow
+  DType weight_dtype;
+};
+
+inline constexpr int kTileRows = 16;     // rows of a weight that are packed side by side
+inline constexpr int kBlockInputs = 32;  // inputs of one block of a packed weight
+
+}  // namespace fastinfer
+
+FASTINFER_CPU_KERNEL_BF16(gemm, DenseGemmParams)
+
+namespace fastinfer::cuda {
+FASTINFER_API void gemm(const DenseGemmParams& params, void* stream);
+}  // namespace fastinfer::cuda

@@ -1,0 +1,190 @@
+// Dense weights stay as they are, row-major: each output is a dot product along the inputs, a few rows of x by a few of
+// the weight at a time.
+//
+// The inputs are cut into chunks. Over a chunk, lane i of a vector adds up every kLanes-th product, one after another;
+// a tree adds the lanes, and the chunks' sums follow one another. Nothing in that depends on how many rows x has.
+#include "gemm/gemm_cpu.h"
+
+#include "common/cpu/reduce.h"
+
+namespace fastinfer::cpu::FASTINFER_ISA {
+namespace {
+
+constexpr int kChunk = 1024;  // inputs: a block of x takes 256 KB then, and stays in the L2
+constexpr int kColumns = 8;   // rows of the weight that are read side by side
+
+// Products in fp32 of weights of any type, which are widened: exact but for fp32's own rounding.
+struct FloatProducts {
+  using Element = float;
+  static constexpr int kStep = kLanes;
+
+  template <class T>
+  FASTINFER_INLINE static f32v load(const T* p) {
+    return cpu::FASTINFER_ISA::load(p);
+  }
+  FASTINFER_INLINE static f32v add(f32v sum, f32v w, f32v x) {
+    return sum + w * x;
+  }
+};
+
+#if defined(FASTINFER_AVX512_BF16)
+// Products of bf16 with bf16, two of them into each lane: dpbf16 rounds as fp32 does, but counts denormals as zero.
+struct BFloat16Products {
+  using Element = BFloat16;
+  static constexpr int kStep = 2 * kLanes;
+
+  FASTINFER_INLINE static u16v load(const BFloat16* p) {
+    return load_as<u16v>(p);
+  }
+  FASTINFER_INLINE static f32v add(f32v sum, u16v w, u16v x) {
+    return dpbf16(sum, w, x);
+  }
+};
+#endif
+
+typedef float f32x2 __attribute__((vector_size(8)));
+
+template <class V>
+FASTINFER_INLINE void add_to(float* sums, V values) {
+  store_as(sums, load_as<V>(sums) + values);
+}
+
+// Adds to sums[kM][kN] the products of kM rows of x with kN of the weight over `count` inputs. 6 x 2 takes 12 sums and
+// 3 operands, of AVX2's 16 registers; inlined, its sums would be spilled. Two rows of the weight are too few streams
+// for the hardware to fetch in time, so those `ahead` elements further, which come next, are prefetched.
+template <class Products, int kM, int kN, class W>
+__attribute__((noinline)) void multiply(const W* const* w, const typename Products::Element* x, int64_t x_stride,
+                                        int64_t count, int64_t ahead, float* sums, int stride) {
+  f32v acc[kM][kN] = {};
+  for (int64_t i = 0; i < count; i += Products::kStep) {
+    decltype(Products::load(x)) columns[kN];
+#pragma GCC unroll 8
+    for (int c = 0; c < kN; ++c) columns[c] = Products::load(w[c] + i);
+    if (kN == 2 && ahead != 0) {
+      for (int c = 0; c < kN; ++c) __builtin_prefetch(w[c] + i + ahead);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kM; ++r) {
+      const auto row = in_register(Products::load(x + r * x_stride + i));
+#pragma GCC unroll 8
+      for (int c = 0; c < kN; ++c) acc[r][c] = Products::add(acc[r][c], columns[c], row);
+    }
+  }
+  if constexpr (kN == 2) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kM; r += 2) {
+      const f32x4 four = reduce_add(acc[r][0], acc[r][1], acc[r + 1][0], acc[r + 1][1]);
+      add_to(sums + r * stride, f32x2{four[0], four[1]});
+      add_to(sums + (r + 1) * stride, f32x2{four[2], four[3]});
+    }
+  } else {
+#pragma GCC unroll 8
+    for (int r = 0; r < kM; ++r) {
+#pragma GCC unroll 8
+      for (int c = 0; c < kN; c += 4) {
+        add_to(sums + r * stride + c, reduce_add(acc[r][c], acc[r][c + 1], acc[r][c + 2], acc[r][c + 3]));
+      }
+    }
+  }
+}
+
+// Rows of x after the prologue, followed by zeros up to a multiple of the products' step.
+template <class Element>
+struct Rows {
+  const Element* data;
+  int64_t stride;
+};
+
+template <class Products, class W>
+class DenseGemm {
+  using Element = typename Products::Element;
+
+ public:
+  DenseGemm(const DenseGemmParams& p, const Rows<Element>& x) : p_(p), x_(x) {}
+
+  void run() const {
+    const int width = p_.activation != Activation::kNone ? 2 * kTileRows : kTileRows;  // rows of the weight in a unit
+    for_each_unit(p_, (p_.n + width - 1) / width, [&](int64_t expert, int64_t unit, int64_t begin, int64_t end) {
+      alignas(64) float sums[kRowBlock * 2 * kTileRows];
+      const W* weight = static_cast<const W*>(p_.weight) + expert * p_.n * p_.k;
+      for (int64_t row0 = begin; row0 < end; row0 += kRowBlock) {
+        const int rows = static_cast<int>(std::min<int64_t>(kRowBlock, end - row0));
+        std::fill_n(sums, rows * width, 0.0f);
+        for (int column = 0; column < width; column += kColumns) {
+          for (int64_t i = 0; i < p_.k; i += kChunk) {
+            multiply_chunk(weight, unit * width + column, i, row0, rows, sums + column, width);
+          }
+        }
+        dispatch(p_.dtype, [&]<class T>(T) { epilogue<T>(p_, unit, row0, rows, sums, width); });
+      }
+    });
+  }
+
+ private:
+  // Adds the products with the weight's rows n0 .. n0 + kColumns over the chunk of inputs that starts at i.
+  void multiply_chunk(const W* weight, int64_t n0, int64_t i, int64_t row0, int rows, float* sums, int stride) const {
+    const int64_t count = std::min<int64_t>(kChunk, p_.k - i), whole = count / Products::kStep * Products::kStep;
+    const W* w[kColumns];
+    for (int c = 0; c < kColumns; ++c) {
+      w[c] = weight + std::min(n0 + c, p_.n - 1) * p_.k + i;  // past the end: a row again
+    }
+    const Element* x = x_.data + row0 * x_.stride + i;
+    if (whole > 0) multiply_rows(w, x, rows, whole, sums, stride);
+    if (whole == count) return;
+    W rest[kColumns][Products::kStep] = {};
+    for (int c = 0; c < kColumns; ++c) {
+      std::copy(w[c] + whole, w[c] + count, rest[c]);
+      w[c] = rest[c];
+    }
+    multiply_rows(w, x + whole, rows, Products::kStep, sums, stride);
+  }
+
+  void multiply_rows(const W* const* w, const Element* x, int rows, int64_t count, float* sums, int stride) const {
+    int row = 0;
+    const auto tiles = [&]<int kM, int kN>() {
+      for (; row + kM <= rows; row += kM) {
+        for (int c = 0; c < kColumns; c += kN) {
+          multiply<Products, kM, kN>(w + c, x + row * x_.stride, x_.stride, count, row == 0 ? 2 * p_.k : 0,
+                                     sums + row * stride + c, stride);
+        }
+      }
+    };
+    tiles.template operator()<6, 2>();
+    tiles.template operator()<4, 2>();
+    tiles.template operator()<2, 4>();
+    tiles.template operator()<1, 8>();
+  }
+
+  const DenseGemmParams& p_;
+  Rows<Element> x_;
+};
+
+#if defined(FASTINFER_AVX512_BF16)
+Rows<BFloat16> bfloat16_rows(const GemmParams& p) {
+  constexpr int kStep = BFloat16Products::kStep;
+  const int64_t stride = (p.k + kStep - 1) / kStep * kStep + 32;  // as float_rows
+  auto* data = scratch_array<BFloat16>(kActivations, p.m * stride);
+  parallel_for(p.m, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const BFloat16* x = static_cast<const BFloat16*>(p.x) + p.expert_rows.x_row(row) * p.x_stride;
+      std::fill(std::copy_n(x, p.k, data + row * stride), data + (row + 1) * stride, BFloat16{0});
+    }
+  });
+  return {data, stride};
+}
+#endif
+
+}  // namespace
+
+void gemm(const DenseGemmParams& p) {
+#if defined(FASTINFER_AVX512_BF16)
+  // Only where x is bf16 as it stands: a normalised row is fp32, and nothing rounds it silently.
+  if (p.dtype == DType::kBFloat16 && p.weight_dtype == DType::kBFloat16 && p.norm_weight.data == nullptr) {
+    return DenseGemm<BFloat16Products, BFloat16>(p, bfloat16_rows(p)).run();
+  }
+#endif
+  const FloatRows x = float_rows(p);
+  dispatch(p.weight_dtype, [&]<class W>(W) { DenseGemm<FloatProducts, W>(p, {x.data, x.stride}).run(); });
+}
+
+}  // namespace fastinfer::cpu::FASTINFER_ISA

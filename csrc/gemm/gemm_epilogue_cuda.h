@@ -1,0 +1,308 @@
+// The way out of the GPU's matrix products: sums of a unit through shared memory to rows of the output, with what is
+// fused behind the product; of a cut unit through the workspace, where the last worker to arrive adds up the pieces.
+#pragma once
+
+#include <type_traits>
+
+#include "common/cuda/dtype.h"
+#include "common/cuda/ptx.h"
+#include "common/cuda/reduce.h"
+#include "common/cuda/vector_io.h"
+#include "gemm/expert_tiles.h"
+#include "gemm/gemm.h"
+#include "gemm/gemm_plan.h"
+
+namespace fastinfer::cuda {
+
+// Two 16-bit floats in a register.
+template <class T>
+__device__ float2 unpack2(uint32_t word) {
+  Vector<T, 2> pair;
+  memcpy(&pair, &word, sizeof pair);
+  return {to_float(pair.values[0]), to_float(pair.values[1])};
+}
+
+template <class T>
+__device__ uint32_t pack2(float lower, float upper) {
+  const Vector<T, 2> pair{{from_float<T>(lower), from_float<T>(upper)}};
+  uint32_t word;
+  memcpy(&word, &pair, sizeof word);
+  return word;
+}
+
+template <class T>
+inline constexpr uint32_t kOnes = std::is_same_v<T, __half> ? 0x3c003c00u : 0x3f803f80u;
+
+// What norm weights are multiplied by while they meet x: fp16 would overflow at x * weight > 65504.
+template <class T>
+inline constexpr float kNormScale = std::is_same_v<T, __half> ? 0x1p-4f : 1.0f;
+
+template <class T>
+__device__ float vector_arg(const VectorArg& arg, int64_t i) {
+  return arg.dtype == DType::kFloat32 ? static_cast<const float*>(arg.data)[i]
+                                      : to_float(static_cast<const T*>(arg.data)[i]);
+}
+
+__device__ inline float activate(Activation activation, float x) {
+  switch (activation) {
+    case Activation::kSilu: return x / (1.0f + __expf(-x));
+    case Activation::kGeluTanh: return 0.5f * x * (1.0f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x)));
+    default: return 0.5f * x * (1.0f + erff(0.7071067812f * x));
+  }
+}
+
+// The workspace: two slots of partial sums for every worker, [tokens, kSumsStride] and the tokens' sums of squares;
+// counters.
+__host__ __device__ inline int* gemm_counters(const GemmParams& p) {
+  return reinterpret_cast<int*>(static_cast<float*>(p.workspace) + int64_t{2} * p.plan.workers * p.plan.slot_floats);
+}
+
+template <class T, int kTokens, int kWarpsRows, int kWarpsTokens, int kWarpsInputs, bool kGrouped>
+struct GemmEpilogue {
+  static constexpr int kThreads = kWarpsRows * kWarpsTokens * kWarpsInputs * kWarpSize;
+  static constexpr int kRowTiles = kGemmRows / kTileRows / kWarpsRows, kTokenTiles = kTokens / 8 / kWarpsTokens;
+  static constexpr bool kNorm = kTokens <= kMostNormTokens && !kGrouped;
+  static constexpr int kWidth = 8;  // sums that a thread takes at a time
+
+  // A lane's: mma's d for each row tile and eight tokens; of the squares of token g its own inputs.
+  struct Sums {
+    float value[kRowTiles][kTokenTiles][4] = {};
+    float squares[kNorm ? kTokenTiles : 1] = {};
+  };
+
+  const GemmParams& p;
+  const int unit;
+  float* const shared_sums;     // [warps_inputs, 8 warps_tokens, kSumsStride]
+  float* const shared_squares;  // [warps_inputs, tokens]
+  const int thread, lane, warp_rows, warp_tokens, warp_inputs;
+  int first_chunk = 0;  // of the unit, in the line of all chunks
+  int first_worker = 0, pieces = 1;
+  int token_tiles = 0;  // these two with a stack of experts alone
+  ExpertTile expert_tile{};
+
+  __device__ GemmEpilogue(const GemmParams& params, int unit, float* shared)
+      : p(params),
+        unit(unit),
+        shared_sums(shared),
+        shared_squares(shared + kWarpsInputs * kWarpsTokens * 8 * kSumsStride),
+        thread(opaque(threadIdx.x)),
+        lane(thread % kWarpSize),
+        warp_rows(thread / kWarpSize % kWarpsRows),
+        warp_tokens(thread / kWarpSize / kWarpsRows % kWarpsTokens),
+        warp_inputs(thread / kWarpSize / kWarpsRows / kWarpsTokens) {
+    if constexpr (kGrouped) {
+      token_tiles = expert_tiles(p)->expert;
+      expert_tile = expert_tiles(p)[1 + unit % token_tiles];
+    }
+    if (kGrouped || p.plan.worker_chunks == 0) return;
+    first_chunk = unit * p.plan.chunks;
+    first_worker = first_chunk / p.plan.worker_chunks;
+    pieces = (first_chunk + p.plan.chunks - 1) / p.plan.worker_chunks - first_worker + 1;
+  }
+
+  __device__ void store(const Sums& sums) {
+    share_squares(sums);
+    // Once from shared memory to the output or this worker's slot; the last to arrive goes from the slots to the
+    // output.
+    for (bool gather = false;; gather = true) {
+      const bool keep = !kGrouped && pieces > 1 && !gather;
+      const int vectors = kGemmRows / kWidth / (gated() && !keep ? 2 : 1);
+#pragma unroll 1
+      for (int slice = 0; slice < kTokenTiles; ++slice) {
+        if (!gather) share_sums(sums, slice);
+        __syncthreads();
+        for (int i = thread; i < kSliceTokens * vectors; i += kThreads) {
+          const int slice_token = i / vectors, vector = i % vectors;
+          const int token = (slice_token / 8 * kTokenTiles + slice) * 8 + slice_token % 8;
+          if (first_token() + token >= end_token()) continue;
+          if (keep) {
+            keep_sums(slice_token, token, vector);
+          } else {
+            finish(gather, slice_token, token, vector);
+          }
+        }
+        __syncthreads();
+      }
+      if (!keep || !last_to_arrive()) return;
+    }
+  }
+
+ private:
+  static constexpr int kSliceTokens = 8 * kWarpsTokens;  // eight of every warp go through shared memory at a time
+
+  struct Vector8 {
+    float values[kWidth] = {};
+
+    // The sums from `row` on, a multiple of eight, of a token's.
+    template <class Load>
+    __device__ void add(const float* sums, int row, Load&& load) {
+#pragma unroll
+      for (int i = 0; i < kWidth; i += 4) {
+        const float4 v = load(reinterpret_cast<const float4*>(sums + split_four(kGemmRows, row, i / 4)));
+        values[i] += v.x;
+        values[i + 1] += v.y;
+        values[i + 2] += v.z;
+        values[i + 3] += v.w;
+      }
+    }
+  };
+
+  __device__ int64_t first_row() const {
+    return static_cast<int64_t>(unit / (kGrouped ? token_tiles : p.plan.token_tiles)) * kGemmRows;
+  }
+  __device__ int64_t first_token() const {
+    return kGrouped ? expert_tile.begin : static_cast<int64_t>(unit % p.plan.token_tiles) * kTokens;
+  }
+  __device__ int64_t end_token() const {
+    return kGrouped ? expert_tile.end : p.m;
+  }
+  __device__ int64_t out_row(int token) const {
+    return kGrouped ? p.expert_rows.out_row(first_token() + token) : first_token() + token;
+  }
+  __device__ bool gated() const {
+    return p.activation != Activation::kNone;
+  }
+  __device__ bool has_norm() const {
+    return kNorm && p.norm_weight.data != nullptr;
+  }
+
+  __device__ void share_squares(const Sums& sums) const {
+    if (!has_norm() || warp_rows != 0) return;
+#pragma unroll
+    for (int n = 0; n < kTokenTiles; ++n) {
+      float value = sums.squares[n];
+      value += __shfl_xor_sync(kFullMask, value, 1);
+      value += __shfl_xor_sync(kFullMask, value, 2);
+      if (lane % 4 == 0) shared_squares[warp_inputs * kTokens + n * 8 + lane / 4] = value;
+    }
+  }
+
+  __device__ void share_sums(const Sums& sums, int slice) const {
+    const int lane = opaque(threadIdx.x) % kWarpSize;  // computed before, the place spills for sm_90a
+    float* to = shared_sums + (warp_inputs * kSliceTokens + warp_tokens * 8 + lane % 4 * 2) * kSumsStride +
+                warp_rows * (kRowTiles * kTileRows / 2) + split_place(kGemmRows, lane / 4);
+#pragma unroll
+    for (int n = 0; n < kTokenTiles; ++n) {  // registers have no index: a branch for each
+      if (n != slice) continue;
+#pragma unroll
+      for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          to[i % 2 * kSumsStride + split_place(kGemmRows, r * kTileRows + i / 2 * 8)] = sums.value[r][n][i];
+        }
+      }
+    }
+  }
+
+  // Of a worker's two slots the second is for a unit that it begins.
+  __device__ float* slot(int worker) const {
+    const int begins = worker * p.plan.worker_chunks <= first_chunk ? 1 : 0;
+    return static_cast<float*>(p.workspace) + static_cast<int64_t>(2 * worker + begins) * p.plan.slot_floats;
+  }
+
+  __device__ Vector8 load_shared(int slice_token, int row) const {
+    Vector8 v;
+    for (int w = 0; w < kWarpsInputs; ++w) {
+      v.add(shared_sums + (w * kSliceTokens + slice_token) * kSumsStride, row, [](const float4* at) { return *at; });
+    }
+    return v;
+  }
+
+  __device__ Vector8 load_slots(int token, int row) const {
+    Vector8 v;
+    for (int i = 0; i < pieces; ++i) {
+      v.add(slot(first_worker + i) + token * kSumsStride, row, [](const float4* at) { return __ldcg(at); });
+    }
+    return v;
+  }
+
+  __device__ void keep_sums(int slice_token, int token, int vector) const {
+    float* const to = slot(blockIdx.x);
+    const int row = vector * kWidth;
+    const Vector8 v = load_shared(slice_token, row);
+#pragma unroll
+    for (int i = 0; i < kWidth; i += 4) {
+      const float4 part{v.values[i], v.values[i + 1], v.values[i + 2], v.values[i + 3]};
+      *reinterpret_cast<float4*>(to + token * kSumsStride + split_four(kGemmRows, row, i / 4)) = part;
+    }
+    if (has_norm() && vector == 0) to[kTokens * kSumsStride + token] = shared_square_sum(token);
+  }
+
+  __device__ float shared_square_sum(int token) const {
+    float sum = 0.0f;
+    for (int w = 0; w < kWarpsInputs; ++w) sum += shared_squares[w * kTokens + token];
+    return sum;
+  }
+
+  // 1 / root mean square of x, and what the norm weights' scale takes.
+  __device__ float norm_factor(bool gather, int token) const {
+    if (!has_norm()) return 1.0f;
+    float sum = 0.0f;
+    if (gather) {
+      for (int i = 0; i < pieces; ++i) sum += __ldcg(slot(first_worker + i) + kTokens * kSumsStride + token);
+    } else {
+      sum = shared_square_sum(token);
+    }
+    return rsqrtf(sum / static_cast<float>(p.k) + p.eps) / kNormScale<T>;
+  }
+
+  // Sums of eight rows from `row` of the unit on, normalised and with their bias.
+  __device__ Vector8 biased(bool gather, int slice_token, int token, int row, float factor) const {
+    Vector8 v = gather ? load_slots(token, row) : load_shared(slice_token, row);
+    const int64_t first = first_row() + row;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      v.values[i] *= factor;
+      if (p.bias.data != nullptr && first + i < p.n) v.values[i] += vector_arg<T>(p.bias, first + i);
+    }
+    return v;
+  }
+
+  __device__ void finish(bool gather, int slice_token, int token, int vector) const {
+    const float factor = norm_factor(gather, token);
+    // With an activation rows come as 16 of the gate, 16 of up.
+    const int row = gated() ? vector / 2 * 2 * kTileRows + vector % 2 * kWidth : vector * kWidth;
+    Vector8 v = biased(gather, slice_token, token, row, factor);
+    if (gated()) {
+      const Vector8 up = biased(gather, slice_token, token, row + kTileRows, factor);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) v.values[i] = activate(p.activation, v.values[i]) * up.values[i];
+    }
+    const int64_t width = gated() ? p.n / 2 : p.n;
+    const int64_t column = first_row() / (gated() ? 2 : 1) + vector * kWidth;
+    if (column >= width) return;
+    const int64_t offset = out_row(token) * width + column;
+    const T* residual = p.residual != nullptr ? static_cast<const T*>(p.residual) + offset : nullptr;
+    T* out = static_cast<T*>(p.out) + offset;
+    const auto aligned = [](const T* at) { return reinterpret_cast<uintptr_t>(at) % 16 == 0; };
+    if (column + kWidth <= width && aligned(out) && aligned(residual)) {
+      Vector<T, kWidth> r{}, result;
+      if (residual != nullptr) r = load_vector<kWidth>(residual);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) result.values[i] = from_float<T>(v.values[i] + to_float(r.values[i]));
+      store_vector(out, result);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        if (column + i >= width) break;
+        out[i] = from_float<T>(v.values[i] + (residual != nullptr ? to_float(residual[i]) : 0.0f));
+      }
+    }
+  }
+
+  // Whether all other pieces of the unit are in their slots; theirs may be read then.
+  __device__ bool last_to_arrive() const {
+    __threadfence();
+    __syncthreads();
+    int* flag = reinterpret_cast<int*>(shared_squares + kWarpsInputs * kTokens);
+    if (threadIdx.x == 0) {
+      *flag = atomicAdd(gemm_counters(p) + unit, 1) == pieces - 1;
+      __threadfence();
+    }
+    __syncthreads();
+    __threadfence();
+    return *flag != 0;
+  }
+};
+
+}  // namespace fastinfer::cuda

@@ -1,0 +1,42 @@
+// y += (norm(x) A^T) B with the matrices of each token's own adapter: LoRA for batches that mix adapters.
+#pragma once
+
+#include <cstdint>
+
+#include "common/api.h"
+#include "common/cpu/isa.h"
+#include "common/dtype.h"
+#include "gemm/gemm.h"
+
+namespace fastinfer {
+
+struct AddLoraParams {
+  void* y;                     // [tokens, out], rows y_stride apart; within a row runs of `run`, run_stride apart
+  const void* x;               // [tokens, in], rows x_stride apart
+  const void* a;               // [slots, max_rank, in]
+  const void* b;               // [slots, max_rank, out]
+  const int32_t* adapter_ids;  // [tokens]: a slot, or -1 for none
+  const int32_t* ranks;        // [slots] or null: how many of the max_rank rows of a and b there are
+  VectorArg norm_weight;       // [in]: x is RMS-normalised first
+  float* hidden;               // CUDA: [tokens, max_rank]
+  int64_t tokens;
+  int64_t in;
+  int64_t out;
+  int64_t slots;
+  int64_t max_rank;
+  int64_t x_stride;
+  int64_t y_stride;
+  int64_t run;  // a multiple of 16, or `out`
+  int64_t run_stride;
+  float eps;
+  DType dtype;         // of y and x
+  DType weight_dtype;  // of a and b
+};
+
+}  // namespace fastinfer
+
+FASTINFER_CPU_KERNEL(add_lora, AddLoraParams)
+
+namespace fastinfer::cuda {
+FASTINFER_API void add_lora(const AddLoraParams& params, void* stream);
+}

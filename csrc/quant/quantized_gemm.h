@@ -1,0 +1,45 @@
+// Linear layers over packed weights: 8 bits, 4 bits, and 4-bit indices into a look-up table.
+#pragma once
+
+#include <cstdint>
+
+#include "common/api.h"
+#include "common/cpu/isa.h"
+#include "common/dtype.h"
+#include "gemm/gemm.h"
+
+namespace fastinfer {
+
+// w = scale * q + min (8 bits), scale * q + min or scale * (q - 8) (4 bits). The CPU's layout: see quant/pack.h for a
+// GPU's.
+struct QuantizedWeight {
+  const void* q;         // int4: [tiles, k / 32, 4, 16, 4] uint8; int8: [tiles, k / 32, 8, 16, 4] int8
+  const void* scales;    // [tiles, groups, 16]
+  const void* mins;      // [tiles, groups, 16] or null
+  int64_t group_blocks;  // blocks of 32 inputs that share a scale
+  DType scale_dtype;     // of scales and mins: fp16 or fp32
+  int groups;
+  uint64_t group_reciprocal;  // CUDA: 2^32 / group_blocks, rounded up
+};
+
+struct QuantizedGemmParams : GemmParams {
+  QuantizedWeight weight;
+  int activation_bits;  // 32: fp32 products; 16 (of which 14 are used) or 8: integer ones, a scale per row and 16
+                        // inputs
+};
+
+struct LutGemmParams : QuantizedGemmParams {  // w = scale * table[q], 4 bits; activation_bits is 32
+  const float* table;                         // [16]
+};
+
+}  // namespace fastinfer
+
+FASTINFER_CPU_KERNEL(int8_gemm, QuantizedGemmParams)
+FASTINFER_CPU_KERNEL(int4_gemm, QuantizedGemmParams)
+FASTINFER_CPU_KERNEL(lut_gemm, LutGemmParams)
+
+namespace fastinfer::cuda {
+FASTINFER_API void int8_gemm(const QuantizedGemmParams& params, void* stream);
+FASTINFER_API void int4_gemm(const QuantizedGemmParams& params, void* stream);
+FASTINFER_API void lut_gemm(const LutGemmParams& params, void* stream);
+}  // namespace fastinfer::cuda

@@ -1,0 +1,87 @@
+// Checks of a packed weight's tensors, shared by the bindings of the products and of dequantisation.
+#pragma once
+
+#include "binding/checks.h"
+#include "binding/launch.h"
+#include "gemm/gemm_binding.h"
+#include "quant/quantized_gemm.h"
+
+namespace fastinfer {
+
+inline constexpr int kInputsPerStep4 = 8, kInputsPerStep8 = 4;
+
+inline QuantizedWeight quantized_weight(const Checks& check, const Tensor& qweight, const Tensor& scales,
+                                        const std::optional<Tensor>& mins, int64_t out_features, int bits) {
+  const int64_t steps = kBlockInputs / (bits == 4 ? kInputsPerStep4 : kInputsPerStep8);
+  check.shape(qweight, "qweight", {kAny, kAny, steps, kTileRows, 4});
+  const int64_t tiles = qweight.size(0), blocks = qweight.size(1);
+  check.require(tiles > 0 && blocks > 0, "qweight must not be empty, got ", format_shape(qweight.sizes()));
+  check.require(out_features > (tiles - 1) * kTileRows && out_features <= tiles * kTileRows,
+                "out_features must fit qweight's ", tiles, " tiles of ", kTileRows, " rows, got ", out_features);
+  check.dtype(qweight, "qweight", bits == 4 ? ScalarType::Byte : ScalarType::Char);
+  check.contiguous(qweight, "qweight");
+  check.shape(scales, "scales", {tiles, kAny, kTileRows});
+  const int64_t groups = scales.size(1);
+  check.require(groups > 0 && blocks % groups == 0, "scales must have a number of groups that divides the ", blocks,
+                " blocks of 32 inputs, got ", groups);
+  const ScalarType dtype = scales.scalar_type();
+  check.require(dtype == ScalarType::Half || dtype == ScalarType::Float, "scales must be float16 or float32, got ",
+                name(dtype));
+  check.contiguous(scales, "scales");
+  if (mins) {
+    check.shape(*mins, "mins", {tiles, groups, kTileRows});
+    check.dtype(*mins, "mins", dtype);
+    check.contiguous(*mins, "mins");
+  }
+  return {
+      .q = qweight.data_ptr(),
+      .scales = scales.data_ptr(),
+      .mins = mins ? mins->data_ptr() : nullptr,
+      .group_blocks = blocks / groups,
+      .scale_dtype = dtype == ScalarType::Half ? DType::kFloat16 : DType::kFloat32,
+      .groups = static_cast<int>(groups),
+      .group_reciprocal = ((uint64_t{1} << 32) + blocks / groups - 1) / (blocks / groups),
+  };
+}
+
+inline void check_activation_bits(const Checks& check, const Tensor& x, int64_t bits) {
+  check.require(bits == 8 || bits == 16 || bits == 32, "activation_bits must be 8, 16 or 32, got ", bits);
+  check.require(bits == 32 || gpu_of(x) == nullptr, "activation_bits must be 32 on a GPU, which takes x as it is, got ",
+                bits);
+}
+
+// The first expert's slice is checked as a weight of its own; the others follow it.
+inline QuantizedWeight stacked_weight(const Checks& check, const Tensor& qweight, const Tensor& scales,
+                                      const std::optional<Tensor>& mins, int64_t out_features, int bits) {
+  check.require(qweight.dim() == 6 && qweight.size(0) > 0,
+                "qweight must be a stack of packed weights, [experts, tiles, blocks, steps, 16, 4], got ",
+                format_shape(qweight.sizes()));
+  const int64_t experts = qweight.size(0);
+  check.contiguous(qweight, "qweight");
+  check.shape(scales, "scales", {experts, kAny, kAny, kTileRows});
+  check.contiguous(scales, "scales");
+  if (mins) {
+    check.shape(*mins, "mins", {experts, kAny, kAny, kTileRows});
+    check.contiguous(*mins, "mins");
+  }
+  const auto first = [](const Tensor& t) { return torch::stable::select(t, 0, 0); };
+  return quantized_weight(check, first(qweight), first(scales), mins ? std::optional(first(*mins)) : std::nullopt,
+                          out_features, bits);
+}
+
+// The 16 numbers of a table weight.
+inline const float* table_entries(const Checks& check, const Tensor& table) {
+  check.shape(table, "table", {16});
+  check.dtype(table, "table", ScalarType::Float);
+  check.contiguous(table, "table");
+  return static_cast<const float*>(table.data_ptr());
+}
+
+inline void check_quantized_aligned(const Checks& check, const Tensor& qweight, const Tensor& scales,
+                                    const std::optional<Tensor>& mins) {
+  check_aligned(check, qweight, "qweight");
+  check_aligned(check, scales, "scales");
+  if (mins) check_aligned(check, *mins, "mins");
+}
+
+}  // namespace fastinfer
