@@ -70,7 +70,7 @@ def test_the_window_keeps_the_newest_turns(model_path: Path) -> None:
 
 def test_summarize(model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "text.txt"
-    file.write_text((ROOT / "LICENSE").read_text()[:4000] + "<|im_end|>")
+    file.write_text((ROOT / "tests" / "data" / "license.txt").read_text()[:4000] + "<|im_end|>")
     example("summarize").main([str(file), "--model", str(model_path), "--part-tokens", "256"])
     captured = capsys.readouterr()
     assert captured.out.startswith(f"{file}:\n")
@@ -84,7 +84,7 @@ def test_summarize(model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_parts_join_to_the_text(model_path: Path) -> None:
     summarize = example("summarize")
     tokenizer = LLM(str(model_path), max_model_len=64).tokenizer
-    text = (ROOT / "LICENSE").read_text()
+    text = (ROOT / "tests" / "data" / "license.txt").read_text()
     parts = list(summarize.cut(tokenizer, text, 100))
     assert "".join(tokenizer.decode(part) for part in parts) == text
     assert max(map(len, parts)) <= 100

@@ -30,7 +30,7 @@ def path() -> Path:
 @pytest.fixture(scope="module")
 def ids(path: Path) -> list[int]:
     _, tokenizer = load_model(path)
-    return tokenizer.encode((Path(__file__).parent.parent / "LICENSE").read_text())[:TOKENS]
+    return tokenizer.encode((Path(__file__).parent / "data" / "license.txt").read_text())[:TOKENS]
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ STRETCHES = 4
 
 @pytest.fixture(scope="module")
 def token_ids(model_path: Path) -> list[list[int]]:
-    text = (Path(__file__).parent.parent / "LICENSE").read_text()
+    text = (Path(__file__).parent / "data" / "license.txt").read_text()
     _, tokenizer = load_model(model_path)
     ids = tokenizer.encode(text)
     return [ids[start : start + TOKENS] for start in range(0, STRETCHES * TOKENS, TOKENS)]

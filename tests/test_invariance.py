@@ -48,7 +48,7 @@ def make(loaded: tuple[Model, Tokenizer]) -> Make:
 @pytest.fixture(scope="module")
 def prompts(loaded: tuple[Model, Tokenizer]) -> list[list[int]]:
     """Pieces of a text, so that the model goes on with something; some begin with the same words."""
-    tokens = loaded[1].encode((Path(__file__).parent.parent / "docs" / "architecture.md").read_text())
+    tokens = loaded[1].encode((Path(__file__).parent / "data" / "project_documents.txt").read_text())
     rng = random.Random(0)
     lengths = [1, 2, MAX_PROMPT, *(int(MAX_PROMPT ** rng.random()) for _ in range(NUM_PROMPTS - 3))]
     starts = [rng.choice((0, rng.randrange(len(tokens) - MAX_PROMPT))) for _ in lengths]

@@ -146,7 +146,7 @@ def test_real_model_equals_transformers_with_merged_weights(model_path: Path, tm
     deltas = write_adapter(tmp_path, model.config, 8, size=0.1)
     slots = AdapterSlots(model.config, 2, 16, torch.float32)
     slots.load(1, read_adapter(tmp_path))
-    ids = tokenizer.encode((Path(__file__).parent.parent / "LICENSE").read_text())[:128]
+    ids = tokenizer.encode((Path(__file__).parent / "data" / "license.txt").read_text())[:128]
     peer = AutoModelForCausalLM.from_pretrained(model_path.parent, gguf_file=model_path.name, dtype=torch.float32)
     with torch.inference_mode():
         plain = peer(torch.tensor([ids])).logits[0].log_softmax(-1)
