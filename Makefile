@@ -49,7 +49,7 @@ cuda: $(VENV)/.installed-cuda
 	FASTINFER_CUDA_ARCHS="$(CUDA_ARCHS)" FASTINFER_BUILD=cuda $(BIN)/pip wheel . --no-deps --no-build-isolation -w build/cuda
 	$(BIN)/python -m zipfile -e build/cuda/fastinfer-*.whl build/cuda/unpacked
 	PYTHONPATH=build/cuda/unpacked $(BIN)/python -c "import torch; from fastinfer import _C; print(_C.build_info())"
-	$(BIN)/python tests/check_cuda_build.py
+	$(BIN)/python cmake/check_cuda_build.py
 
 # The emulated tests in the builds with sanitizers; `make test` runs those of the plain build.
 emulation: $(VENV)/.installed-test

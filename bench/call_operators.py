@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 
 def call_all() -> int:
-    from op_calls import op_calls
+    from support.op_calls import op_calls
 
     from fastinfer import ops  # noqa: F401  (registers the operators)
 

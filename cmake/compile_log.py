@@ -1,6 +1,6 @@
 """Runs a compiler, and keeps what it printed beside the object that it made: ``OBJECT.log``.
 
-A build in which nothing changed prints nothing, so what tests/check_cuda_build.py reads must outlive the build that
+A build in which nothing changed prints nothing, so what cmake/check_cuda_build.py reads must outlive the build that
 printed it. ptxas's statistics go into the log alone.
 """
 

@@ -103,7 +103,6 @@ double fp32_fma(int64_t steps) {
 }
 
 #if defined(FASTINFER_AVX512_BF16)
-// Not yet run on a machine with bf16.
 double bf16_dot(int64_t steps) {
   Words w{}, x{};
   FASTINFER_KEEP(w);

@@ -1,4 +1,4 @@
-// One kernel per instruction of common/cuda/ptx.h, for tests/test_emulation.py: each lane gives its registers and keeps
+// One kernel per instruction of common/cuda/ptx.h, for tests/emulation/test_emulation.py: each lane gives its registers and keeps
 // what it receives. nvcc compiles it too, so that a GPU is held to the same statement of the layouts.
 // Angle brackets, so that nvcc looks past this folder.
 #include <common/cuda/launch.h>

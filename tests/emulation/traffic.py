@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from quantized_gemm import random_weight
+from support.quantized_gemm import random_weight
 
 from emulation import build
 from fastinfer import ops

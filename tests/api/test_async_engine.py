@@ -1,0 +1,513 @@
+"""AsyncEngine on the toy model: streams, and that nothing is lost or left behind however they end."""
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+import pytest
+from support.paths import ROOT
+from support.toy import ToyModel, ToyTokenizer, greedy, prompts, toy_engine
+
+from fastinfer import AsyncEngine, OutputStream, QueueFullError, RequestError, RequestOutput, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+LONG = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)  # 90 tokens
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """With a limit, as what could go wrong is hanging."""
+    asyncio.run(asyncio.wait_for(main, 60))
+
+
+@contextlib.asynccontextmanager
+async def toy_async_engine(**limits: Any) -> AsyncIterator[AsyncEngine]:
+    """An engine that is checked for blocks and requests left behind."""
+    engine = toy_engine(**limits)
+    async with AsyncEngine(engine) as async_engine:
+        yield async_engine
+    assert not engine.has_unfinished
+    assert engine.block_manager.num_free + engine.block_manager.num_cached == engine.block_manager.num_blocks
+    assert not async_engine._mailboxes
+    assert async_engine._num_submitted == 0
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("fastinfer-engine")]
+
+
+async def read(stream: OutputStream[RequestOutput]) -> list[RequestOutput]:
+    return [output async for output in stream]
+
+
+async def until(condition: Any) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def is_idle(engine: AsyncEngine) -> bool:
+    stats = engine.stats()
+    return (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+
+
+def test_streams_are_what_each_request_alone_would_give() -> None:
+    async def main() -> None:
+        async with toy_async_engine(max_num_seqs=5, block_size=3) as engine:
+            every = await asyncio.gather(*(read(engine.generate(prompt, GREEDY)) for prompt in prompts(12)))
+            for prompt, outputs in zip(prompts(12), every, strict=True):
+                assert outputs[-1].outputs[0].token_ids == greedy(prompt, 12)
+                assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+                assert "".join(output.outputs[0].delta for output in outputs) == outputs[-1].outputs[0].text
+                assert len({output.request_id for output in outputs}) == 1
+            assert is_idle(engine)
+
+    run(main())
+
+
+def test_steps_run_beside_the_loop_and_an_idle_engine_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with toy_async_engine() as engine:
+            threads = set()
+            step, num_steps = engine._engine.step, itertools.count()
+
+            def counted() -> list[Any]:
+                threads.add(threading.current_thread())
+                next(num_steps)
+                time.sleep(0.01)
+                return step()
+
+            monkeypatch.setattr(engine._engine, "step", counted)
+            ticks = 0
+            task = asyncio.create_task(read(engine.generate([1, 2], LONG)))
+            while not task.done():
+                await asyncio.sleep(0.001)
+                ticks += 1
+            steps = next(num_steps)
+            assert ticks > steps  # the loop was not held up
+            assert len(threads) == 1
+            assert threading.main_thread() not in threads
+            await asyncio.sleep(0.05)
+            assert next(num_steps) == steps + 1  # this very call counts
+
+    run(main())
+
+
+@pytest.mark.parametrize("num_completions", [1, 3])
+def test_a_slow_reader_misses_outputs_but_no_text(num_completions: int) -> None:
+    params = SamplingParams(n=num_completions, seed=1, max_tokens=40, ignore_eos=True)
+
+    async def main() -> None:
+        async with toy_async_engine() as engine:
+            [expected] = [outputs[-1] for outputs in [await read(engine.generate([5], params))]]
+            slow = engine.generate([5], params)
+            deltas = ["" for _ in range(num_completions)]
+            num_outputs = 0
+            async for output in slow:
+                num_outputs += 1
+                deltas = [text + c.delta for text, c in zip(deltas, output.outputs, strict=True)]
+                assert deltas == [c.text for c in output.outputs]
+                if num_outputs == 1:
+                    await until(lambda: is_idle(engine))  # nobody waited for the reader
+            assert num_outputs == 2  # and one output was kept for it, not forty
+            assert [c.token_ids for c in output.outputs] == [c.token_ids for c in expected.outputs]
+
+    run(main())
+
+
+@pytest.mark.parametrize("way", ["break", "aclose", "cancel", "cancel elsewhere", "never read", "timeout"])
+def test_leaving_early_aborts_the_request(way: str) -> None:
+    async def leave(engine: AsyncEngine, started: asyncio.Event) -> None:
+        if way == "never read":
+            engine.generate([1, 2], LONG)
+            started.set()
+            return
+        if way == "aclose":
+            stream = engine.generate([1, 2], LONG)
+            await anext(stream)
+            await stream.aclose()
+            assert engine.stats().num_used_blocks == 0  # by now, not soon
+            assert [output async for output in stream] == []
+            started.set()
+            return
+        if way == "timeout":
+            stream = engine.generate([1, 2], LONG)
+            with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
+                while True:
+                    await asyncio.wait_for(anext(stream), 0.001)
+            started.set()
+            return
+        async for _ in engine.generate([1, 2], LONG):
+            started.set()
+            if way == "break":
+                break
+            if way == "cancel elsewhere":
+                await asyncio.sleep(60)
+
+    async def main() -> None:
+        async with toy_async_engine() as engine:
+            step = engine._engine.step
+            engine._engine.step = lambda: (time.sleep(0.005), step())[1]  # type: ignore[method-assign]
+            started = asyncio.Event()
+            task = asyncio.create_task(leave(engine, started))
+            await started.wait()
+            if way.startswith("cancel"):
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            num_steps = len(engine._engine.model.batch_sizes)  # type: ignore[attr-defined]
+            await until(lambda: is_idle(engine))
+            assert len(engine._engine.model.batch_sizes) <= num_steps + 1 < 90  # type: ignore[attr-defined]
+            # It lives on.
+            assert (await read(engine.generate([3], GREEDY)))[-1].outputs[0].token_ids == greedy([3], 12)
+
+    run(main())
+
+
+def test_a_thousand_aborts_at_random_moments_leak_no_block() -> None:
+    rng = random.Random(0)
+
+    async def one(engine: AsyncEngine, index: int) -> str:
+        prompt = [5] * rng.randrange(1, 20) + [rng.randrange(1, 64)] * rng.randrange(10)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=rng.randrange(1, 30), n=rng.choice([1, 1, 3]), ignore_eos=True
+        )
+        await asyncio.sleep(rng.random() * 2)
+        how = rng.choice(["break", "cancel", "abort", "drop", "aclose"])
+        stream = engine.generate(prompt, params, priority=rng.randrange(3), cache_salt=rng.choice(["", "a"]))
+        wait = rng.random() * 0.1
+        if how == "drop":
+            return how
+        if how == "cancel":
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(read(stream), wait)
+        elif how == "abort":
+            task = asyncio.create_task(read(stream))
+            await asyncio.sleep(wait)
+            await engine.abort(stream.request_id)
+            output = (await task)[-1]
+            assert output.finished
+            assert {c.finish_reason for c in output.outputs} <= {"abort", "length"}
+        else:
+            limit = rng.randrange(1, 10)
+            async for output in stream:
+                if len(output.outputs[0].token_ids) >= limit:
+                    break
+            if how == "aclose":
+                await stream.aclose()
+        return how
+
+    async def main() -> None:
+        async with toy_async_engine(block_size=4, max_model_len=60, num_kv_blocks=30, max_num_seqs=16) as engine:
+            hows = await asyncio.gather(*(one(engine, index) for index in range(1000)))
+            assert len(set(hows)) == 5
+            await until(lambda: is_idle(engine))
+            stats = engine.stats()
+            assert stats.num_free_blocks + stats.num_cached_blocks == 30
+            assert stats.num_preemptions > 0
+            assert stats.num_hit_tokens > 0
+            assert (await read(engine.generate([3], GREEDY)))[-1].outputs[0].token_ids == greedy([3], 12)
+
+    run(main())
+
+
+def test_abort_by_name() -> None:
+    async def main() -> None:
+        async with toy_async_engine(max_num_seqs=1) as engine:
+            running = engine.generate([1, 2], LONG, request_id="running")
+            waiting = engine.generate([1, 2], LONG, request_id="waiting")
+            first = await anext(running)
+            for stream in (waiting, running):
+                await engine.abort(stream.request_id)
+                outputs = await read(stream)
+                assert outputs[-1].outputs[0].finish_reason == "abort"
+            assert outputs[-1].outputs[0].text.startswith(first.outputs[0].text)
+            assert is_idle(engine)
+            await engine.abort("running")
+            await engine.abort("never heard of")
+            assert (await read(engine.generate([3], GREEDY, request_id="running")))[-1].finished
+
+    run(main())
+
+
+def test_a_late_abandonment_does_not_hit_the_next_request_of_the_same_name() -> None:
+    async def main() -> None:
+        async with toy_async_engine() as engine:
+            unread = engine.generate([1], GREEDY, request_id="mine")
+            await until(lambda: "mine" not in engine._mailboxes)
+            again = engine.generate([1], LONG, request_id="mine")
+            del unread
+            gc.collect()
+            assert (await read(again))[-1].outputs[0].finish_reason == "length"
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([],), "prompt must have at least 1 token, got 0"),
+        (([1] * 96,), "prompt must be shorter than max_model_len=96 tokens, got 96"),
+        (([1, 64],), "prompt_token_ids must be an integer in 0..63, got 64"),
+        (({"text": "a"},), r"prompt must be a string.* got \['text'\]"),
+        (([1], {"temperature": 0}), "params must be SamplingParams, got dict"),
+        (([1], SamplingParams(n=65)), "n must be an integer in 1..64, got 65"),
+    ],
+)
+def test_what_can_never_be_served_is_refused_at_once(arguments: tuple[Any, ...], message: str) -> None:
+    async def main() -> None:
+        async with toy_async_engine() as engine:
+            with pytest.raises(RequestError, match=message):
+                engine.generate(*arguments)
+            assert not engine._mailboxes
+
+    run(main())
+
+
+def test_other_arguments_out_of_range() -> None:
+    async def main() -> None:
+        async with toy_async_engine() as engine:
+            for name, value in (("priority", 1.5), ("priority", 2**63), ("request_id", 7), ("cache_salt", 7)):
+                with pytest.raises(RequestError, match=f"^{name} must be "):
+                    engine.generate([1], **{name: value})
+            stream = engine.generate([1], LONG, request_id="mine")
+            with pytest.raises(RequestError, match="request_id must be new, got 'mine', which is still running"):
+                engine.generate([1], GREEDY, request_id="mine")
+            assert len(await read(stream)) > 0
+            with pytest.raises(RequestError, match="pooling must be one of last, mean, got 'max'"):
+                await engine.embed([1], pooling="max")
+            with pytest.raises(RequestError, match=r"priority must be .* got 1\.5"):
+                await engine.embed([1], priority=1.5)  # type: ignore[arg-type]
+            with pytest.raises(RequestError, match="'a'"):
+                await engine.embed([1], adapter="a")
+
+    run(main())
+
+
+def test_outside_of_an_event_loop() -> None:
+    engine = AsyncEngine(toy_engine())
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        engine.generate([1])
+    busy = toy_engine()
+    busy.add_request([1])
+    with pytest.raises(RequestError, match="engine must have no requests yet"):
+        AsyncEngine(busy)
+
+
+def test_a_full_queue_refuses_and_recovers() -> None:
+    async def main() -> None:
+        async with toy_async_engine(max_num_seqs=2, max_num_waiting=3) as engine:
+            step, may_step = engine._engine.step, threading.Event()
+            engine._engine.step = lambda: (may_step.wait(), step())[1]  # type: ignore[method-assign]
+            streams = [engine.generate([7], GREEDY) for _ in range(3)]
+            for _ in range(2):
+                with pytest.raises(QueueFullError, match="the queue is full: max_num_waiting=3 requests"):
+                    engine.generate([7], GREEDY)
+                await asyncio.sleep(0.01)  # the first one is in the engine's queue by now
+            may_step.set()
+            for outputs in await asyncio.gather(*map(read, streams)):
+                assert outputs[-1].outputs[0].token_ids == greedy([7], 12)
+            assert (await read(engine.generate([7], GREEDY)))[-1].finished
+
+    run(main())
+
+
+def test_a_refusal_by_the_engine_itself_reaches_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the check and the adding, preemptions can fill the queue."""
+
+    def full(*args: object, **kwargs: object) -> str:
+        raise QueueFullError("the queue is full")
+
+    async def main() -> None:
+        async with toy_async_engine() as engine:
+            with monkeypatch.context() as patch:
+                patch.setattr(engine._engine, "add_request", full)
+                stream = engine.generate([1], GREEDY)
+                with pytest.raises(QueueFullError):
+                    await anext(stream)
+            assert await read(stream) == []
+            assert (await read(engine.generate([7], GREEDY)))[-1].finished
+
+    run(main())
+
+
+@pytest.mark.parametrize("abort_fails", [False, True])
+def test_a_failing_step_ends_all_requests_and_the_engine_lives_on(abort_fails: bool) -> None:
+    async def main() -> None:
+        engine = toy_engine(max_num_seqs=2)
+        model: ToyModel = engine.model  # type: ignore[assignment]
+        async with AsyncEngine(engine) as async_engine:
+            streams = [async_engine.generate(prompt, LONG) for prompt in prompts(4)]
+            first = await anext(streams[0])
+            abort = engine.abort
+            if abort_fails:
+
+                def broken(request_id: str) -> None:
+                    abort(request_id)
+                    raise ValueError("cannot even abort")
+
+                engine.abort = broken  # type: ignore[method-assign, assignment]
+            model.fail = True
+            for stream in streams:
+                if abort_fails:
+                    with pytest.raises(ValueError, match="cannot even abort"):
+                        await read(stream)
+                    continue
+                [*_, last] = await read(stream)
+                assert last.finished
+                assert last.outputs[0].finish_reason == "error"
+                assert last.outputs[0].stop_reason == "RuntimeError: the model broke"
+                if stream is streams[0]:
+                    assert last.outputs[0].text.startswith(first.outputs[0].text)
+            engine.abort = abort  # type: ignore[method-assign]
+            await until(lambda: is_idle(async_engine))
+            [failed] = await read(async_engine.generate([1], GREEDY))
+            assert failed.outputs[0].finish_reason == "error"
+            assert (await async_engine.embed([1, 2])).finish_reason == "error"
+            model.fail = False
+            assert (await read(async_engine.generate([7], GREEDY)))[-1].outputs[0].token_ids == greedy([7], 12)
+
+    run(main())
+
+
+def test_an_error_in_one_request_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def token_bytes(self: ToyTokenizer, token_id: int, skip_special_tokens: bool = True) -> bytes:
+        if token_id == bad:
+            raise ValueError("no text for this token")
+        return b"x"
+
+    bad = greedy([5, 9], 12)[3]
+    assert bad not in greedy([7], 12)
+    monkeypatch.setattr(ToyTokenizer, "token_bytes", token_bytes)
+
+    async def main() -> None:
+        async with toy_async_engine() as engine:
+            one, other = await asyncio.gather(*(read(engine.generate(prompt, GREEDY)) for prompt in ([5, 9], [7])))
+            assert one[-1].outputs[0].stop_reason == "ValueError: no text for this token"
+            assert other[-1].outputs[0].token_ids == greedy([7], 12)
+
+    run(main())
+
+
+def test_shutdown_ends_what_is_pending() -> None:
+    async def main() -> None:
+        async with toy_async_engine(max_num_seqs=1) as engine:
+            running, waiting = engine.generate([1], LONG), engine.generate([2], LONG)
+            await anext(running)
+            submitted = engine.generate([3], LONG)
+            readers = [asyncio.create_task(read(stream)) for stream in (running, waiting, submitted)]
+            await asyncio.gather(engine.shutdown(), engine.shutdown())
+            for outputs in await asyncio.gather(*readers):
+                assert outputs[-1].outputs[0].finish_reason == "abort"
+            with pytest.raises(RuntimeError, match="the engine is shut down"):
+                engine.generate([1])
+            await engine.abort("any")
+            await running.aclose()
+            await engine.shutdown()
+
+    run(main())
+
+
+def test_loops_of_several_threads() -> None:
+    engine = AsyncEngine(toy_engine(max_num_seqs=4))
+    got: dict[int, list[int]] = {}
+
+    async def main(index: int) -> None:
+        got[index] = (await read(engine.generate(prompts(8)[index], GREEDY)))[-1].outputs[0].token_ids
+
+    threads = [threading.Thread(target=run, args=(main(index),)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [got[index] for index in range(8)] == [greedy(prompt, 12) for prompt in prompts(8)]
+    run(engine.shutdown())
+
+
+def test_requests_of_a_closed_loop_are_aborted() -> None:
+    engine = AsyncEngine(toy_engine())
+    streams = []
+
+    async def begin() -> None:
+        streams.append(engine.generate([1], LONG))
+
+    async def rest() -> None:
+        await until(lambda: is_idle(engine))
+        await engine.shutdown()
+
+    step = engine._engine.step
+    engine._engine.step = lambda: (time.sleep(0.005), step())[1]  # type: ignore[method-assign]
+    run(begin())
+    run(rest())
+    assert len(engine._engine.model.batch_sizes) < 80  # type: ignore[attr-defined]
+
+
+def test_embeddings_and_prompt_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ToyTokenizer, "encode", lambda self, text, add_special_tokens: [9] * len(text), raising=False)
+
+    async def main() -> None:
+        async with toy_async_engine(block_size=4) as engine:
+            output = await engine.embed([1, 2, 3])
+            assert output.finish_reason == "stop"
+            assert output.embedding is not None
+            assert sum(x * x for x in output.embedding) == pytest.approx(1)
+            await engine.add_prompt_module("system", "x" * 20)
+            with pytest.raises(RequestError, match="name must be new, got 'system'"):
+                await engine.add_prompt_module("system", "y")
+            assert engine.stats().num_used_blocks == 5
+            prompt = {"prompt_token_ids": [1, 2], "prompt_module": "system"}
+            [*_, last] = await read(engine.generate(prompt, GREEDY))
+            assert last.num_cached_tokens == 20
+            assert last.outputs[0].token_ids == greedy([9] * 20 + [1, 2], 12)
+            with pytest.raises(RequestError, match="cache_salt must be the prompt_module's own, or empty, got 'a'"):
+                engine.generate(prompt, GREEDY, cache_salt="a")
+            await engine.remove_prompt_module("system")
+            await engine.add_prompt_module("salted", {"prompt_token_ids": [8] * 20, "cache_salt": "a"})
+            for salt in ("", "a"):
+                prompt = {"prompt_token_ids": [1, 2], "prompt_module": "salted"}
+                [*_, last] = await read(engine.generate(prompt, GREEDY, cache_salt=salt))
+                assert last.num_cached_tokens == 20
+            await engine.remove_prompt_module("salted")
+            with pytest.raises(RequestError, match=r"prompt module must be one of \[\], got 'system'"):
+                await engine.remove_prompt_module("system")
+            engine._engine.model.fail = True  # type: ignore[attr-defined]
+            with pytest.raises(RuntimeError, match="'system' was not computed: RuntimeError: the model broke"):
+                await engine.add_prompt_module("system", "z" * 20)
+
+    run(main())
+
+
+def test_cache_salt() -> None:
+    async def main() -> None:
+        async with toy_async_engine(block_size=4) as engine:
+
+            async def cached(salt: str) -> int:
+                [*_, last] = await read(engine.generate([5] * 21, GREEDY, cache_salt=salt))
+                return last.num_cached_tokens
+
+            assert [await cached(salt) for salt in ("", "", "a", "a", "b")] == [0, 20, 0, 20, 0]
+            prompt = {"prompt_token_ids": [5] * 21, "cache_salt": "a"}
+            assert (await read(engine.generate(prompt, GREEDY)))[-1].num_cached_tokens == 20
+
+    run(main())
+
+
+def test_a_program_that_forgets_the_shutdown_ends() -> None:
+    code = (
+        "import asyncio\n"
+        "from support.toy import toy_engine\n"
+        "from fastinfer import AsyncEngine, SamplingParams\n"
+        "engine = AsyncEngine(toy_engine())\n"
+        "async def main():\n"
+        "    stream = engine.generate([1], SamplingParams(max_tokens=None, ignore_eos=True))\n"
+        "    print((await anext(stream)).finished)\n"
+        "    return stream\n"
+        "stream = asyncio.run(main())\n"
+    )
+    program = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT / "tests", capture_output=True, text=True, timeout=60
+    )
+    assert (program.returncode, program.stdout, program.stderr) == (0, "False\n", "")

@@ -1,0 +1,146 @@
+"""The end-to-end benchmark's arithmetic and files, on a model that is none; and the harness of the operators'."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import harness
+import pytest
+from support.fake_llm import FakeLLM
+
+from fastinfer.benchmarks import end_to_end, report
+from fastinfer.cli.main import main
+from fastinfer.errors import RequestError
+
+Captured = pytest.CaptureFixture[str]
+
+
+class FourTokens(FakeLLM):
+    """Generates 4 tokens, whatever is asked for."""
+
+
+@pytest.mark.parametrize(
+    ("percent", "expected"), [(0, 1.0), (1, 1.0), (25, 1.0), (26, 2.0), (50, 2.0), (95, 4.0), (100, 4.0)]
+)
+def test_percentile(percent: float, expected: float) -> None:
+    assert report.percentile([3.0, 1.0, 4.0, 2.0], percent) == expected
+
+
+def test_percentile_of_one_sample() -> None:
+    assert [report.percentile([7.0], p) for p in (0, 50, 99)] == [7.0] * 3
+
+
+def test_result_from_samples() -> None:
+    single = [
+        end_to_end.Single(first_token_s=0.5, inter_token_s=[0.1, 0.1]),
+        end_to_end.Single(first_token_s=0.25, inter_token_s=[0.2, 0.3]),
+        end_to_end.Single(first_token_s=1.0, inter_token_s=[0.05, 0.05]),
+    ]
+    result = end_to_end.Result.of(100, single, batch_s=[2.0, 4.0, 1.0], batch_tokens=48)
+    assert result.first_token_s == 0.5
+    assert result.prompt_tokens_per_s == 200
+    assert math.isclose(result.decode_tokens_per_s, 10)
+    assert result.inter_token_s == {50: 0.1, 95: 0.3, 99: 0.3}
+    assert result.throughput_tokens_per_s == 24
+
+
+def test_measure_asks_for_what_it_says() -> None:
+    llm = FourTokens("model")
+    results = end_to_end.measure(llm, [5, 9], 4, 3, 2, progress=False)  # type: ignore[arg-type]
+    assert [result.prompt_tokens for result in results] == [5, 9]
+    for result in results:
+        assert len(result.single) == len(result.batch_s) == 2
+        assert all(len(run.inter_token_s) == 3 for run in result.single)
+    methods = [method for method, _, _ in llm.asked]
+    assert methods == (["stream_outputs"] * 3 + ["generate"] * 2) * 2
+    prompts = [
+        tuple(prompt["prompt_token_ids"])
+        for method, asked, _ in llm.asked
+        for prompt in (asked if method == "generate" else [asked])
+    ]
+    assert [len(prompt) for prompt in prompts] == [5] * 9 + [9] * 9
+    assert len(set(prompts)) == 18  # none can profit from another's cached prefix
+    assert all(params.ignore_eos and params.temperature == 0 for _, _, params in llm.asked)
+
+
+def test_measure_refuses_missing_tokens() -> None:
+    with pytest.raises(RequestError, match=r"--new-tokens 5 after 2 prompt tokens: got 4"):
+        end_to_end.measure(FourTokens("model"), [2], 5, 1, 1, progress=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("matplotlib", [True, False])
+def test_bench_writes_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured, matplotlib: bool
+) -> None:
+    if matplotlib:
+        pytest.importorskip("matplotlib")
+    else:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(end_to_end, "LLM", FourTokens)
+    out = tmp_path / "new/folder"
+    arguments = ["bench", "--prompt-tokens", "3,7", "--new-tokens", "4", "--requests", "2", "--repeats", "2"]
+    assert main([*arguments, "--out", str(out), "--model", "m.gguf"]) == 0
+
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert lines[0].startswith("m.gguf, auto: loaded in ")
+    assert [line.split()[0] for line in lines[2:4]] == ["3", "7"]
+    assert "2 at once tokens/s" in lines[1]
+    assert "100%" in captured.err
+
+    written = json.loads((out / "end_to_end.json").read_text())
+    assert written["settings"]["prompt_tokens"] == [3, 7]
+    assert written["machine"]["cpu"]["name"]
+    assert written["date"].endswith("+00:00")
+    assert written["peak_memory"] > 10e6
+    assert [len(result["single"]) for result in written["results"]] == [2, 2]
+    assert (out / "end_to_end.png").exists() == matplotlib
+    assert ("needs matplotlib" in captured.err) != matplotlib
+
+
+def test_bench_without_out_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    monkeypatch.setattr(end_to_end, "LLM", FourTokens)
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", "--prompt-tokens=2", "--new-tokens=4", "--requests=1", "--repeats=1"]) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_on_the_real_model(model_path: Path, tmp_path: Path) -> None:
+    sizes = ["--prompt-tokens=8", "--new-tokens=4", "--requests=2", "--repeats=1"]
+    assert main(["bench", "--model", str(model_path), *sizes, "--out", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "end_to_end.json").read_text())["results"][0]
+    assert len(result["single"][0]["inter_token_s"]) == 3
+    assert result["throughput_tokens_per_s"] > 0
+
+
+def test_table_aligns_columns() -> None:
+    assert report.table([["name", "us"], ["a", "12.5"], ["longer", "3"]]) == "name      us\na       12.5\nlonger     3"
+
+
+def test_compare_calls_candidates_in_turns() -> None:
+    order: list[str] = []
+    candidates = {name: lambda x, name=name: order.append(name) or sum(range(200_000)) for name in ("a", "b")}
+    timings = harness.compare(candidates, [(0,)], repeats=3, bytes_moved=1000, flops=2000)
+    assert [timing.name for timing in timings] == ["a", "b"]
+    assert all(len(timing.samples_s) == 3 for timing in timings)
+    switches = [name for before, name in zip(["", *order], order, strict=False) if name != before]
+    assert switches == ["a", "b"] * 4  # the warm-up and three samples
+    assert math.isclose(timings[0].gb_per_s, 1e-6 / timings[0].median_s)
+    assert math.isclose(timings[0].gflop_per_s, 2e-6 / timings[0].median_s)
+
+
+def test_cold_inputs_exceed_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(harness, "COLD_BYTES", {"cpu": 1000})
+    inputs = harness.cold_inputs(lambda: (torch.zeros(30), 1.5))
+    assert len(inputs) * 120 > 1000
+    assert len({x.data_ptr() for x, _ in inputs}) == len(inputs)
+    # Calls so long that each is a sample of its own: no candidate may find what the one before it has just read.
+    seen: list[int] = []
+    candidates = dict.fromkeys(("a", "b"), lambda x, _: seen.append(x.data_ptr()) or sum(range(300_000)))
+    harness.compare(candidates, inputs, repeats=20)
+    addresses = [x.data_ptr() for x, _ in inputs]
+    assert seen == [addresses[call % len(addresses)] for call in range(len(seen))]

@@ -1,0 +1,196 @@
+"""The ablation: that its rows do what they say, on the toy model, and once through its processes on the real one."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.toy import VOCAB_SIZE
+from support.toy_subject import toy_subject
+
+from fastinfer.benchmarks import ablation
+from fastinfer.benchmarks.ablation_row import Measured, Settings, make_jobs, measure
+from fastinfer.benchmarks.ablation_rows import ROWS, Row
+from fastinfer.benchmarks.process_memory import peak_memory, reset_peak_memory
+from fastinfer.benchmarks.prompts import SYSTEM
+from fastinfer.benchmarks.repack import quantize_int8, repack, weight_bytes
+from fastinfer.benchmarks.replay import Job
+from fastinfer.benchmarks.subject import Subject
+from fastinfer.cli.main import ABLATION_ROWS, main
+from fastinfer.errors import RequestError, UnsupportedModelError
+from fastinfer.models.decoder import Decoder, DecoderLayer
+from fastinfer.sampling_params import SamplingParams
+from fastinfer.weights.weight import DenseWeight, Weight
+
+Captured = pytest.CaptureFixture[str]
+SETTINGS = Settings("toy", requests=5, new_tokens=9, batch_size=2, speculative_tokens=3, limit_s=60.0)
+SHARED = [(5 * i) % VOCAB_SIZE for i in range(40)]
+
+
+def toy_jobs() -> list[Job]:
+    return [
+        Job([*SHARED, index + 1, 3], SamplingParams(temperature=0, max_tokens=9 - index, ignore_eos=True))
+        for index in range(5)
+    ]
+
+
+@pytest.fixture(scope="module")
+def subject(model_path: Path) -> Subject:
+    return Subject.load(str(model_path), "auto")
+
+
+def test_the_program_knows_the_rows() -> None:
+    assert tuple(row.key for row in ROWS) == ABLATION_ROWS
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.key)
+def test_each_row_does_the_whole_work_in_its_way(row: Row) -> None:
+    toy = toy_subject()
+    measured = measure(toy, row, SETTINGS, toy_jobs())
+    ablation.check_complete(row, measured)
+    assert measured.num_tokens == measured.num_requested == 9 + 8 + 7 + 6 + 5
+    assert len(measured.first_token_s) == 5
+    assert measured.peak_memory > 10e6
+    (engine,) = toy.engines
+    config = engine.config
+    assert config.enable_prefix_caching == row.prefix_caching
+    assert config.num_speculative_tokens == (3 if row.speculation else 0)
+    assert config.max_num_seqs == (1 if row.batching is None else 2)
+    # The first two requests compute the shared block, the others find it; nothing is left of the warm-up.
+    assert measured.num_cached_tokens == (3 * 32 if row.prefix_caching else 0)
+    if not row.speculation:
+        assert len(measured.gaps_s) == measured.num_tokens - 5
+
+
+def test_rows_without_a_kv_cache_compute_more() -> None:
+    computed = {}
+    for row in ROWS[:4]:
+        toy = toy_subject()
+        measure(toy, row, SETTINGS, toy_jobs())
+        computed[row.key] = sum(toy.model.batch_sizes)
+    assert computed["none"] > 5 * computed["kv"]
+    assert computed["batch"] > 5 * computed["kv+batch"]
+
+
+def test_a_time_limit_is_no_missing_work_but_nothing_at_all_is() -> None:
+    run = Measured(1.0, 3, 35, [0.1], [0.1], 0, 1, 0, 0, 0, 0)
+    ablation.check_complete(ROWS[0], run)
+    with pytest.raises(RequestError, match="KV cache: expected 35 tokens, got 3"):
+        ablation.check_complete(ROWS[1], run)
+    with pytest.raises(RequestError, match="none: expected 35 tokens, got 0"):
+        ablation.check_complete(ROWS[0], replace(run, num_tokens=0))
+
+
+def test_gain_is_of_each_repeat() -> None:
+    def run(num_tokens: int, seconds: float) -> Measured:
+        return Measured(seconds, num_tokens, num_tokens, [], [], 0, 1, 0, 0, 0, 0)
+
+    results = {"none": [run(10, 1), run(10, 2), run(10, 1)], "kv": [run(30, 1), run(30, 2), run(50, 1)]}
+    assert ablation.gain(ROWS[1], ROWS[:2], results) == 3.0
+
+
+def test_the_workload_shares_its_beginning(subject: Subject) -> None:
+    jobs = make_jobs(subject, 12, 40)
+    assert len({tuple(job.prompt_token_ids) for job in jobs}) == 8
+    shared = len(subject.tokenizer.encode(SYSTEM, add_special_tokens=False))
+    assert len({tuple(job.prompt_token_ids[:shared]) for job in jobs}) == 1
+    assert all(10 <= (job.params.max_tokens or 0) <= 40 for job in jobs)
+    assert make_jobs(subject, 12, 40) == jobs
+
+
+def test_int8_rounds_to_half_a_step_of_its_group() -> None:
+    values = torch.randn(5, 96, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 2, 96)
+    values[1, 32:64] = 0.0
+    values[2, 64:] = 1e-7  # its scale is below what fp16 can hold
+    quantized = quantize_int8(values)
+    assert quantized.q.shape == (5, 96)
+    assert quantized.scales.shape == (5, 3)
+    scales = quantized.scales.float().repeat_interleave(32, dim=1)
+    error = (quantized.q.float() * scales - values).abs()
+    assert bool((error <= 0.5 * scales * 1.07 + 1e-6).all())  # the fp16 scale may be too small for the largest
+    assert quantized.q.abs().max() == 127
+
+
+def layer_weights(layer: DecoderLayer) -> list[Weight]:
+    return [layer.attention.qkv, layer.attention.output.weight, layer.mlp.gate_up, layer.mlp.down.weight]
+
+
+def test_repacked_models_compute_the_same(subject: Subject) -> None:
+    decoder = subject.model
+    assert isinstance(decoder, Decoder)
+    first = replace(decoder, layers=decoder.layers[:1])
+    x = torch.randn(3, decoder.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    layer = first.layers[0]
+    expected = x @ layer.attention.qkv.rows(None, torch.float32).T
+    sizes = []
+    for form, tolerance in (("float32", 1e-5), ("int8", 2e-2), ("int4", 2e-2)):
+        other = repack(first, form)
+        assert other.lm_head is other.embedding
+        got = other.layers[0].attention.qkv.linear(x)
+        assert float((got - expected).norm() / expected.norm()) < tolerance
+        sizes.append(weight_bytes(other))
+    assert isinstance(repack(first, "float32").layers[0].mlp.down.weight, DenseWeight)
+    num_weights = sum(weight.rows(None, torch.float32).numel() for weight in (*layer_weights(layer), first.embedding))
+    assert sizes[0] == 4 * num_weights
+    assert math.isclose(sizes[1], num_weights * (1 + 2 / 32), rel_tol=1e-3)
+    assert sizes[2] < sizes[1]
+
+
+def test_repack_refuses_other_files(subject: Subject) -> None:
+    decoder = subject.model
+    assert isinstance(decoder, Decoder)
+    first = replace(decoder, layers=decoder.layers[:1])
+    with pytest.raises(UnsupportedModelError, match=r"expected weights of 4 bits, got \[8\]"):
+        repack(repack(first, "int8"), "int4")
+    with pytest.raises(UnsupportedModelError, match="expected a model of quantised weights, got DenseWeight"):
+        repack(repack(first, "float32"), "int8")
+
+
+def test_peak_memory_can_be_reset() -> None:
+    big = torch.ones(32 << 20)
+    high = peak_memory()
+    del big
+    reset_peak_memory()
+    assert peak_memory() <= high
+
+
+def test_ablation_writes_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    pytest.importorskip("matplotlib")
+    order = []
+
+    def run(row: Row, settings: Settings) -> Measured:
+        order.append(row.key)
+        tokens = 10 if row.kv_cache else 2
+        return Measured(1.0, tokens, 10, [0.5], [0.1, 0.2], 50_000_000, 90_000_000, 1, 0, 8 * row.speculation, 4)
+
+    monkeypatch.setattr(ablation, "_measure_in_process", run)
+    assert main(["bench", "ablation", "--repeats", "2", "--model", "m.gguf", "--out", str(tmp_path)]) == 0
+    assert order == [row.key for row in ROWS] * 2  # in turns
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["none", "2.0", "1.00", "-", "100.0", "200.0", "50", "90"]
+    assert lines[2].split() == ["KV", "cache", "10.0", "5.00", "3", "0.50", "100.0", "200.0", "50", "90"]
+    assert "stopped after 2 of 10 tokens" in lines[10]
+    assert "4 of 8 drafts accepted; 10% of the tokens after the answer's own end" in lines[18]
+    written = json.loads((tmp_path / "ablation.json").read_text())
+    assert list(written["rows"]) == list(ABLATION_ROWS)
+    assert written["rows"]["kv"]["runs"][0]["num_tokens"] == 10
+    assert written["settings"]["repeats"] == 2
+    assert (tmp_path / "ablation.png").stat().st_size > 1000
+
+
+def test_ablation_in_its_processes(model_path: Path, capsys: Captured) -> None:
+    sizes = ["--requests=1", "--new-tokens=2", "--batch-size=1", "--repeats=1"]
+    assert main(["bench", "ablation", "--model", str(model_path), "--rows=int4", *sizes]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    # No first row without optimisations, hence nothing to compare published figures with.
+    assert lines[1].split()[:5] == ["+", "INT4", "weights", lines[1].split()[3], "1.00"]
+    assert len(lines[1].split()) == 10
+
+
+def test_a_failed_process_is_one_line(tmp_path: Path, capsys: Captured) -> None:
+    assert main(["bench", "ablation", "--rows=kv", "--model", str(tmp_path / "none.gguf")]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert line.startswith("fastinfer: error: KV cache: ")
+    assert "none.gguf" in line

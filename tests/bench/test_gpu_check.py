@@ -1,0 +1,55 @@
+"""bench/gpu_check.py keeps its time, and a failure does not stop what comes after it."""
+
+import sys
+import time
+from pathlib import Path
+
+import gpu_check
+import pytest
+
+
+def stage(seconds: float) -> gpu_check.Stage:
+    return gpu_check.Stage("any", seconds, deadline=time.monotonic() + seconds)
+
+
+def test_limits_add_up_to_less_than_nine_minutes() -> None:
+    assert sum(limit_s for limit_s, _ in gpu_check.STAGES.values()) < 9 * 60
+    assert gpu_check.ALONE_LIMIT_S < 9 * 60
+
+
+def test_output_and_exit_code_are_kept() -> None:
+    any_stage = stage(60)
+    output = any_stage.run("fails", [sys.executable, "-c", "print('hello'); raise SystemExit(3)"])
+    assert output == "hello\n"
+    assert any_stage.run("works", ["sh", "-c", "echo $WORD"], WORD="there") == "there\n"
+    assert [step.returncode for step in any_stage.steps] == [3, 0]
+    assert not any_stage.passed
+
+
+def test_what_takes_too_long_is_stopped_and_its_output_kept() -> None:
+    any_stage = stage(60)
+    start = time.monotonic()
+    assert any_stage.run("slow", ["sh", "-c", "echo begun; sleep 600 & wait"], limit_s=1.5) == "begun\n"
+    assert time.monotonic() - start < 60
+    assert any_stage.steps[0].returncode is None
+    assert "stopped" in any_stage.steps[0].note
+
+
+def test_missing_programs_and_time_are_said() -> None:
+    any_stage = stage(60)
+    any_stage.run("missing", ["no-such-program"])
+    any_stage.deadline = 0
+    any_stage.run("late", ["true"])
+    assert [step.note for step in any_stage.steps] == ["no-such-program is not installed", "no time left"]
+
+
+def test_report_names_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(any_stage: gpu_check.Stage, results: dict[str, object]) -> None:
+        any_stage.run("breaks", ["false"])
+
+    monkeypatch.setattr(gpu_check, "STAGES", {"first": (9, broken), "second": (9, broken)})
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--out", str(tmp_path)])
+    assert gpu_check.main() == 1
+    text = (tmp_path / "gpu_check.txt").read_text()
+    assert text.count("exit code 1") == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"gpu_check.json", "gpu_check.txt", "first.log", "second.log"}

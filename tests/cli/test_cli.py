@@ -1,0 +1,489 @@
+"""The program: what it prints where, its exit codes, and that every mistake is one line."""
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.fake_llm import FakeLLM
+
+from fastinfer import hub
+from fastinfer.cli.main import main
+from fastinfer.errors import RequestError
+from fastinfer.sampling_params import SamplingParams
+from fastinfer.structured_output import StructuredOutputsParams
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def llms(monkeypatch: pytest.MonkeyPatch) -> list[FakeLLM]:
+    """The models that the program has loaded, all of them fakes; their class is new for each test."""
+    from fastinfer.cli import session
+
+    loaded: list[FakeLLM] = []
+
+    class Recorded(FakeLLM):
+        def __init__(self, model: str, *, dtype: str = "auto", **options: object) -> None:
+            super().__init__(model, dtype=dtype, **options)
+            loaded.append(self)
+
+    monkeypatch.setattr(session, "LLM", Recorded)
+    return loaded
+
+
+@pytest.fixture
+def fake(llms: list[FakeLLM]) -> type[FakeLLM]:
+    """The class to set answers on."""
+    from fastinfer.cli import session
+
+    return session.LLM  # type: ignore[return-value]
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets what the user types, line by line; an exception class is what happens instead of a line."""
+
+    def set_lines(*lines: str | type[BaseException]) -> None:
+        remaining = list(lines)
+
+        def read(prompt: str) -> str:
+            line = remaining.pop(0) if remaining else EOFError
+            if isinstance(line, str):
+                return line
+            raise line
+
+        monkeypatch.setattr("builtins.input", read)
+
+    return set_lines
+
+
+def error_line(capsys: Captured) -> str:
+    """The one line on stderr, with nothing on stdout."""
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("fastinfer: error: ")
+    return lines[0]
+
+
+def run_program(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fastinfer", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)  # type: ignore[call-overload]
+
+
+def test_generate_streams_text_and_then_its_speed(llms: list[FakeLLM], capsys: Captured) -> None:
+    assert main(["generate", "Why?"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "The sky is blue.\n"
+    pattern = r"3 prompt tokens, first token after \d+ ms, 4 tokens at [\d.]+ tokens/s\n"
+    assert re.fullmatch(pattern, captured.err)
+    assert (llms[0].model, llms[0].dtype) == (hub.DEFAULT_MODEL, "auto")
+
+
+def test_generate_of_one_token_has_no_rate(fake: type[FakeLLM], capsys: Captured) -> None:
+    fake.pieces = ("Yes",)
+    assert main(["generate", "Why?"]) == 0
+    assert re.fullmatch(r"3 prompt tokens, first token after \d+ ms, 1 token\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("flags", "template", "method"),
+    [
+        ([], "a template", "stream_chat"),
+        (["--raw"], "a template", "stream_outputs"),
+        ([], None, "stream_outputs"),
+    ],
+)
+def test_generate_uses_the_chat_template_unless_raw(
+    llms: list[FakeLLM], fake: type[FakeLLM], flags: list[str], template: str | None, method: str
+) -> None:
+    fake.chat_template = template
+    assert main(["generate", "Why?", *flags]) == 0
+    prompt = [{"role": "user", "content": "Why?"}] if method == "stream_chat" else "Why?"
+    assert llms[0].asked[0][:2] == (method, prompt)
+
+
+def test_generate_json(llms: list[FakeLLM], capsys: Captured) -> None:
+    assert main(["generate", "Why?", "--json", "--model", "some.gguf"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    answer = json.loads(captured.out)
+    assert answer.pop("first_token_s") >= 0
+    assert answer.pop("tokens_per_s") > 0
+    assert answer == {
+        "model": "some.gguf",
+        "prompt": "Why?",
+        "text": "The sky is blue.",
+        "token_ids": [0, 1, 2, 3],
+        "finish_reason": "length",
+        "prompt_tokens": 3,
+        "tokens": 4,
+    }
+
+
+def test_options_reach_the_model(llms: list[FakeLLM]) -> None:
+    options = (
+        "--model m.gguf --dtype float32 --max-tokens 7 --temperature 0.5 --top-p 0.9 --top-k 40 --min-p 0.1 --seed 3"
+    )
+    assert main(["generate", "Why?", *options.split()]) == 0
+    assert (llms[0].model, llms[0].dtype) == ("m.gguf", "float32")
+    expected = SamplingParams(max_tokens=7, temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, seed=3)
+    assert llms[0].asked[0][2] == expected
+
+
+def test_more_options_reach_the_model(llms: list[FakeLLM], tmp_path: Path) -> None:
+    options = (
+        "--device cpu --speculate 5 --kv-cache-dtype int8 "
+        "--repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty -0.3 --min-tokens 2 --stop END --stop ."
+    )
+    assert main(["generate", "Why?", *options.split()]) == 0
+    assert llms[0].options == {"device": "cpu", "num_speculative_tokens": 5, "kv_cache_dtype": "int8"}
+    expected = SamplingParams(
+        temperature=0.7,
+        top_p=0.95,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=-0.3,
+        min_tokens=2,
+        stop=["END", "."],
+    )
+    assert llms[0].asked[0][2] == expected
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    forms = {
+        f"--json-schema {schema}": StructuredOutputsParams(json={"type": "object"}),
+        "--regex [0-9]+": StructuredOutputsParams(regex="[0-9]+"),
+        "--choice yes --choice no": StructuredOutputsParams(choice=["yes", "no"]),
+    }
+    for index, (option, form) in enumerate(forms.items(), start=1):
+        assert main(["generate", "Why?", *option.split()]) == 0
+        assert llms[index].asked[0][2].structured_outputs == form
+        assert llms[index].options == {}
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (None, "No such file"),
+        (b"\xff", "expected a JSON schema in UTF-8"),
+        (b"[1]", "json must be a JSON schema that is an object"),
+        (b"{", "json must be a JSON schema"),
+        (b"", "json must be a non-empty string"),
+    ],
+)
+def test_a_bad_schema_file(
+    content: bytes | None, named: str, tmp_path: Path, llms: list[FakeLLM], capsys: Captured
+) -> None:
+    path = tmp_path / "schema.json"
+    if content is not None:
+        path.write_bytes(content)
+    assert main(["generate", "x", "--json-schema", str(path)]) == 2
+    line = error_line(capsys)
+    assert named in line
+    assert str(path) in line
+    assert llms == []
+
+
+def test_prompt_from_standard_input(llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Why?\nReally?\n\n"))
+    assert main(["generate", "-", "--raw"]) == 0
+    assert llms[0].asked[0][1] == "Why?\nReally?\n"
+
+
+def test_standard_input_that_is_no_text(llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
+    assert main(["generate", "-"]) == 2
+    assert "UTF-8" in error_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("", "COMMAND"),
+        ("nonsense", "nonsense"),
+        ("generate", "PROMPT"),
+        ("generate x --no-such-option", "--no-such-option"),
+        ("generate x --max-tokens many", "--max-tokens"),
+        ("generate x --max-tokens 1e3", "--max-tokens"),
+        ("generate x --dtype int3", "--dtype"),
+        ("generate x --kv-cache-dtype int3", "--kv-cache-dtype"),
+        ("generate x --speculate many", "--speculate"),
+        ("generate x --regex a --choice b", "--choice"),
+        ("pull", "NAME"),
+        ("bench --repeats 0", "--repeats"),
+        ("bench --new-tokens 1", "--new-tokens"),
+        ("bench --prompt-tokens 32,,64", "--prompt-tokens"),
+        ("bench --prompt-tokens 32,-1", "--prompt-tokens"),
+        ("bench --requests ²", "--requests"),
+        ("bench nothing", "nothing"),
+        ("bench throughput --only batch,nothing", "nothing"),
+        ("bench throughput --rate 0", "--rate"),
+        ("bench throughput --rate nan", "--rate"),
+        ("bench ablation --rows none,nothing", "nothing"),
+        ("bench --repeats 1 end-to-end", "end-to-end"),  # its options come after a benchmark's name
+    ],
+)
+def test_arguments_that_do_not_parse(arguments: str, named: str, capsys: Captured) -> None:
+    assert main(arguments.split()) == 2
+    assert named in error_line(capsys)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--max-tokens 0",
+        "--max-tokens -1",
+        "--max-tokens 2147483648",
+        "--temperature -0.1",
+        "--temperature nan",
+        "--temperature 1e308",
+        "--top-p 0",
+        "--top-p 1.1",
+        "--top-k -2",
+        "--min-p inf",
+        "--repetition-penalty 0",
+        "--presence-penalty 3",
+        "--frequency-penalty nan",
+        "--min-tokens 257",
+        "--stop=",
+        "--choice=",
+        "--regex=",
+        "--seed -1",
+        "--seed 9223372036854775808",
+    ],
+)
+@pytest.mark.parametrize("command", ["generate x", "chat"])
+def test_parameters_out_of_range(command: str, options: str, llms: list[FakeLLM], capsys: Captured) -> None:
+    assert main([*command.split(), *options.split()]) == 2
+    field = options.split()[0].removeprefix("--").rstrip("=").replace("-", "_")
+    assert f"{field} must be" in error_line(capsys)
+    assert llms == []  # found before anything was loaded
+
+
+def test_request_that_fails_half_way(fake: type[FakeLLM], capsys: Captured) -> None:
+    fake.finish_reason, fake.stop_reason = "error", "it broke"
+    assert main(["generate", "x", "--json"]) == 2
+    assert "it broke" in error_line(capsys)
+
+
+def test_interrupted_generate(llms: list[FakeLLM], fake: type[FakeLLM], capsys: Captured) -> None:
+    def interrupt(index: int) -> None:
+        if index == 2:
+            raise KeyboardInterrupt
+
+    fake.before_piece = staticmethod(interrupt)
+    assert main(["generate", "Why?"]) == 130
+    assert capsys.readouterr().out == "The sky "
+    assert llms[0].num_closed == 1
+
+
+def test_chat_remembers_the_conversation(llms: list[FakeLLM], typed: Callable[..., None], capsys: Captured) -> None:
+    typed("Hello", "   ", "And?", "/exit", "not reached")
+    assert main(["chat"]) == 0
+    first = [{"role": "user", "content": "Hello"}]
+    second = [*first, {"role": "assistant", "content": "The sky is blue."}, {"role": "user", "content": "And?"}]
+    assert [messages for _, messages, _ in llms[0].asked] == [first, second]
+    assert capsys.readouterr().out == "The sky is blue.\n" * 2
+
+
+def test_chat_system_message_outlives_a_reset(llms: list[FakeLLM], typed: Callable[..., None]) -> None:
+    typed("Hello", "/reset", "Again")
+    assert main(["chat", "--system", "Be brief."]) == 0
+    system = {"role": "system", "content": "Be brief."}
+    assert [messages for _, messages, _ in llms[0].asked] == [
+        [system, {"role": "user", "content": "Hello"}],
+        [system, {"role": "user", "content": "Again"}],
+    ]
+
+
+def test_interrupt_stops_the_answer_and_not_the_chat(
+    llms: list[FakeLLM], fake: type[FakeLLM], typed: Callable[..., None], capsys: Captured
+) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    fake.before_piece = staticmethod(lambda index: signal.raise_signal(signal.SIGINT) if index == 1 else None)
+    typed("Hello", KeyboardInterrupt, "And?")
+    assert main(["chat"]) == 0
+    assert capsys.readouterr().out.startswith("The sky  [stopped]\n")
+    assert llms[0].num_closed == 2  # aborted, not left running
+    assert llms[0].asked[1][1][1] == {"role": "assistant", "content": "The sky "}
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """As in a terminal: a program that a shell starts in the background ignores the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
+def test_second_interrupt_ends_the_program(fake: type[FakeLLM], typed: Callable[..., None]) -> None:
+    def interrupt_twice(index: int) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    fake.before_piece = staticmethod(interrupt_twice)
+    typed("Hello")
+    assert main(["chat"]) == 130
+
+
+def test_chat_goes_on_after_a_refused_request(
+    llms: list[FakeLLM], fake: type[FakeLLM], typed: Callable[..., None], capsys: Captured
+) -> None:
+    def refuse_the_first(index: int) -> None:
+        if len(llms[0].asked) == 1:
+            raise RequestError("prompt must be shorter")
+
+    fake.before_piece = staticmethod(refuse_the_first)
+    typed("Much too long", "Short")
+    assert main(["chat"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "fastinfer: error: prompt must be shorter; /reset starts over\n"
+    assert captured.out == "The sky is blue.\n"
+    assert llms[0].asked[1][1] == [{"role": "user", "content": "Short"}]
+
+
+def test_chat_needs_a_template(fake: type[FakeLLM], capsys: Captured) -> None:
+    fake.chat_template = None
+    assert main(["chat", "--model", "base.gguf"]) == 2
+    assert "base.gguf" in error_line(capsys)
+
+
+def test_models_and_pull(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    monkeypatch.setattr(hub, "pull", lambda name: tmp_path / name)
+    assert main(["pull", "any"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'any'}\n"
+    monkeypatch.setenv("FASTINFER_CACHE", str(tmp_path))
+    assert main(["models"]) == 0
+    assert f"{hub.DEFAULT_MODEL} (default)\n" in capsys.readouterr().out
+
+
+def test_pull_of_an_unknown_name(capsys: Captured) -> None:
+    assert main(["pull", "nonsense"]) == 2
+    assert hub.DEFAULT_MODEL in error_line(capsys)
+
+
+def test_info_of_a_broken_installation(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    monkeypatch.setitem(sys.modules, "fastinfer._C", None)  # import of it fails
+    monkeypatch.delattr("fastinfer._C", raising=False)
+    assert main(["info"]) == 1
+    assert "does not load" in capsys.readouterr().out
+    assert main(["info", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["extension"].keys() == {"error"}
+
+
+def test_info(capsys: Captured) -> None:
+    assert main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    cpu = found["cpu"]
+    assert cpu["isa"] in cpu["isas_built"]
+    assert cpu["num_threads"] >= 1
+    assert cpu["cores"] == len(os.sched_getaffinity(0))
+    assert found["extension"]["torch_target"] == "2.11"
+    assert main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [
+        *("fastinfer", "torch", "python", "cpu", "features", "kernels", "threads", "extension", "cuda", "gpus")
+    ]
+    assert cpu["isa_reason"] in lines[5]
+
+
+def test_help_and_light_commands_do_not_import_torch() -> None:
+    code = (
+        "import contextlib, sys\n"
+        "from fastinfer.cli.main import main\n"
+        "with contextlib.suppress(SystemExit): main(['--help'])\n"
+        "main(['models'])\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_reader_of_the_output_has_gone() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    program = subprocess.run(
+        [sys.executable, "-m", "fastinfer", "models"], stdout=write, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write)
+    assert (program.returncode, program.stderr) == (141, "")
+
+
+def test_program_generates_with_the_real_model(model_path: Path) -> None:
+    # float32, because the first token is nearly a tie: computing in less may rightly begin differently.
+    options = ["--dtype", "float32", "--temperature", "0", "--max-tokens", "7"]
+    arguments = ["generate", "-", "--model", str(model_path), *options]
+    streamed = run_program(*arguments, input="What is the capital of France?\n")
+    assert (streamed.returncode, streamed.stdout) == (0, "The capital of France is Paris.\n")
+    assert re.fullmatch(r"\d+ prompt tokens, first token after \d+ ms, 7 tokens at [\d.]+ tokens/s\n", streamed.stderr)
+    answer = json.loads(run_program(*arguments, "--json", input="What is the capital of France?").stdout)
+    assert f"{answer['text']}\n" == streamed.stdout
+    assert len(answer["token_ids"]) == answer["tokens"] == 7
+
+
+def test_program_chats_with_the_real_model(model_path: Path) -> None:
+    program = run_program(
+        "chat", "--model", str(model_path), "--temperature=0", "--max-tokens=8", input="Hello\n/exit\n"
+    )
+    assert (program.returncode, program.stderr) == (0, "")
+    assert program.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["generate", "x", "--model", "/no/such.gguf"], "/no/such.gguf"),
+        (["generate", "x", "--top-p", "2"], "top_p"),
+        (["generate", "x", "--speculate", "16"], "num_speculative_tokens"),
+        (["generate", "x", "--regex", "("], "regex cannot be enforced"),
+        (["generate", "a " * 20_000], "prompt"),  # longer than the context
+        (["generate", ""], "prompt"),
+        (["generate", "x", "--model", __file__], "GGUF"),
+        (["bench", "--model", "/no/such.gguf"], "/no/such.gguf"),
+    ],
+    ids=["model", "parameter", "speculation", "regex", "context", "empty", "format", "bench"],
+)
+def test_program_ends_with_one_line(arguments: list[str], named: str) -> None:
+    program = run_program(*arguments, *(["--raw"] if arguments[0] == "generate" else []))
+    assert (program.returncode, program.stdout) == (2, "")
+    assert len(program.stderr.splitlines()) == 1, program.stderr
+    assert program.stderr.startswith("fastinfer: error: ")
+    assert named in program.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "named"),
+    [
+        (["info"], {"FASTINFER_CPU_ISA": "foo"}, "FASTINFER_CPU_ISA"),
+        (["bench", "--prompt-tokens", "8", "--new-tokens", "2", "--requests", "1", "--repeats", "1"], {}, "/proc/none"),
+    ],
+    ids=["isa", "folder"],
+)
+def test_trouble_outside_the_program_is_one_line(
+    arguments: list[str], environment: dict[str, str], named: str, model_path: Path
+) -> None:
+    if arguments[0] == "bench":
+        arguments = [*arguments, "--out", "/proc/none"]
+    program = run_program(*arguments, env=os.environ | environment)
+    assert program.returncode in (1, 2)
+    assert "Traceback" not in program.stderr
+    assert named in program.stdout + program.stderr
+
+
+def test_closed_standard_input_and_a_narrow_terminal() -> None:
+    command = f"exec {sys.executable} -m fastinfer generate -"
+    program = subprocess.run(["sh", "-c", f"{command} <&-"], capture_output=True, text=True, timeout=120)
+    assert (program.returncode, len(program.stderr.splitlines())) == (2, 1), program.stderr
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+    program = run_program("generate", "x", "--model", "/no/such/\u00e9.gguf", env=ascii_only)
+    assert program.returncode == 2
+    assert "Traceback" not in program.stderr

@@ -1,0 +1,89 @@
+"""``fastinfer quantize`` and ``fastinfer eval`` on a folder with a tokenizer: what they write, print and refuse."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.families import make_model
+from support.hf_tokenizers import TEXT, byte_level, save
+
+from fastinfer.cli.main import main
+
+Captured = pytest.CaptureFixture[str]
+LENGTHS = ("--tokens", "128", "--length", "32")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("quantize")
+    make_model("llama2", vocab_size=420).save_pretrained(path / "model")
+    save(path / "model", byte_level())
+    (path / "one.txt").write_text("\n".join(TEXT * 8), encoding="utf-8")
+    (path / "other.txt").write_text("\n".join(text[::-1] for text in TEXT * 8), encoding="utf-8")
+    return path
+
+
+def test_quantize_then_compare(folder: Path, capsys: Captured) -> None:
+    pytest.importorskip("matplotlib")
+    model, out = str(folder / "model"), str(folder / "int8")
+    texts = "--calibration", str(folder / "one.txt"), "--evaluation", str(folder / "other.txt")
+    assert main(["quantize", model, "--method", "int8", *texts, *LENGTHS, "--out", out]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].split() == ["layer", "relative", "error"]
+    assert printed[-2].startswith("perplexity ")
+    assert printed[-1] == out
+    report = json.loads((folder / "int8" / "quantization_report.json").read_text())
+    assert report["method"] == {"name": "int8", "bits": 8, "group_size": 64, "symmetric": True}
+    assert abs(report["perplexity_after"] / report["perplexity_before"] - 1) < 0.02
+
+    text = "--text", str(folder / "other.txt")
+    assert main(["eval", "perplexity", out, *text, *LENGTHS, "--dtype", "float32", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == {"perplexity": pytest.approx(report["perplexity_after"]), "tokens": 128}
+
+    assert main(["eval", "compare", model, out, *text, *LENGTHS, "--dtype", "float32", "--out", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[0] == model
+    assert "100.00%" in lines[1]
+    first, second = json.loads((folder / "compare.json").read_text())["results"]
+    assert second["bytes"] < first["bytes"]
+    assert 0 < second["divergence"] < 0.01
+    assert first["divergence"] == 0
+    assert second["agreement"] > 0.9
+    assert second["tokens_per_s"] > 0
+    assert (folder / "compare.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--method", "gptq"], "--calibration: gptq needs a text, got none"),
+        (["--method", "rtn"], "expected a text to report errors on, got none"),
+        (["--method", "rtn", "--calibration", "nowhere.txt"], "nowhere.txt: No such file or directory"),
+        (["--method", "rtn", "--bits", "5"], "bits: expected one of"),
+        (["--method", "rtn", "--group-size", "33"], "group_size: expected a multiple of 32"),
+        (["--method", "rtn", "--group-size", "64"], "64 does not divide 96"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], message: str, folder: Path, capsys: Captured) -> None:
+    if "64" in arguments:
+        arguments = [*arguments, "--calibration", str(folder / "one.txt")]
+    out = str(folder / "never")
+    assert main(["quantize", str(folder / "model"), *arguments, *LENGTHS, "--out", out]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("fastinfer: error: ")
+    assert message in error
+    assert not Path(out).exists()
+
+
+def test_a_text_that_is_too_short(folder: Path, capsys: Captured) -> None:
+    short = folder / "short.txt"
+    short.write_text("the")
+    assert main(["eval", "perplexity", str(folder / "model"), "--text", str(short)]) == 2
+    assert "the text must have at least 512 tokens, got" in capsys.readouterr().err
+
+
+def test_a_gguf_file_is_no_source(model_path: Path, folder: Path, capsys: Captured) -> None:
+    given = "--method", "rtn", "--calibration", str(folder / "one.txt"), "--out", str(folder / "never")
+    assert main(["quantize", str(model_path), *given]) == 2
+    assert "model: expected a folder of safetensors files" in capsys.readouterr().err

@@ -1,0 +1,292 @@
+"""``fastinfer info --memory``: its sizes are those of loaded models and real caches, its times what the rates allow."""
+
+import json
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.families import save_model
+from support.gguf_model_file import write_gguf
+from support.random_checkpoint import RandomCheckpoint, int4
+from torch import Tensor
+
+from fastinfer import _C
+from fastinfer.cli.main import main
+from fastinfer.cli.memory_report import (
+    KV_DTYPES,
+    Rates,
+    Weights,
+    attended_positions,
+    describe,
+    head_layouts,
+    kv_cache_bytes,
+)
+from fastinfer.engine.engine import EngineConfig
+from fastinfer.formats.gguf import GGUFFile
+from fastinfer.formats.unpacked import Lut
+from fastinfer.hub import DEFAULT_MODEL
+from fastinfer.models import open_checkpoint
+from fastinfer.models.config import Precision
+from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
+from fastinfer.models.gguf_config import read_gguf_config
+from fastinfer.models.kv_cache import KVCache, num_blocks_for
+from fastinfer.models.loader import DecoderLoader, load_decoder
+
+MIXTURES = {"mixtral": (2, 4), "qwen3-moe": (3, 8)}  # experts of a token, and all
+RATES = Rates(read_bytes=1e10, byte_operations=1e12, float_operations=1e11)
+
+
+def tensors_of(value: Any) -> dict[int, Tensor]:
+    """All tensors of nested dataclasses and tuples, shared ones once."""
+    if isinstance(value, Tensor):
+        return {value.data_ptr(): value}
+    parts = (
+        value
+        if isinstance(value, tuple)
+        else [getattr(value, f.name) for f in fields(value)]
+        if is_dataclass(value)
+        else []
+    )
+    return {pointer: tensor for part in parts for pointer, tensor in tensors_of(part).items()}
+
+
+def test_weights_are_those_of_the_loaded_model(model_path: Path) -> None:
+    checkpoint = open_checkpoint(model_path)
+    weights = Weights.of(checkpoint)
+    loaded = load_decoder(checkpoint, Precision.of("auto"), None)
+    sizes = {pointer: tensor.nbytes for pointer, tensor in tensors_of(loaded).items()}
+    assert weights.memory_bytes == sum(sizes.values())
+    assert weights.step_bytes == weights.memory_bytes - loaded.layers[0].attention.cos_sin_cache.nbytes
+    assert (weights.logits_byte_operations, weights.logits_float_operations) == (2 * 49152 * 576, 0)
+    layer = 576 * (576 + 2 * 192) + 576 * 576 + 3 * 576 * 1536
+    assert (weights.byte_operations, weights.float_operations) == (2 * 30 * layer, 0)
+
+
+def test_an_embedding_that_is_not_tied_is_stored_and_not_read(model_path: Path) -> None:
+    file = GGUFFile(model_path)
+    tied = Weights.of(GGUFCheckpoint(file))
+    file.tensors["output.weight"] = file.tensors["token_embd.weight"]
+    checkpoint = GGUFCheckpoint(file)
+    untied = Weights.of(checkpoint)
+    embedding = DecoderLoader(checkpoint, Precision.of("auto"), None, "cpu").embedding()
+    size = sum(tensor.nbytes for tensor in tensors_of(embedding).values())
+    assert untied == replace(tied, memory_bytes=tied.memory_bytes + size)
+
+
+@pytest.mark.parametrize(
+    "family", ["llama2", "llama3", "llama-biases", "gemma3", "gpt2", "phi3", "mixtral", "qwen3-moe"]
+)
+def test_weights_of_a_folder(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers with the same tensors and window one is read."""
+    save_model(tmp_path, family)
+    read = []
+    layer_of = DecoderLoader.layer
+    monkeypatch.setattr(DecoderLoader, "layer", lambda self, index: read.append(index) or layer_of(self, index))
+    weights = Weights.of(open_checkpoint(tmp_path))
+    assert len(read) == (2 if family == "gemma3" else 1)
+    loaded = load_decoder(open_checkpoint(tmp_path), Precision.of("auto"), None)
+    sizes = {pointer: tensor.nbytes for pointer, tensor in tensors_of(loaded).items()}
+    assert weights.memory_bytes == sum(sizes.values())
+    tables = {layer.attention.cos_sin_cache.data_ptr() for layer in loaded.layers}
+    unread = sum(sizes[pointer] for pointer in tables)
+    if loaded.position_embedding is not None:
+        unread += loaded.position_embedding.nbytes
+    if loaded.lm_head is not loaded.embedding:
+        unread += sum(tensor.nbytes for tensor in tensors_of(loaded.embedding).values())
+    stacks = [stack for layer in loaded.layers if family in MIXTURES for stack in (layer.mlp.gate_up, layer.mlp.down)]
+    experts = sum(tensor.nbytes for stack in stacks for tensor in tensors_of(stack).values())
+    assert weights.expert_bytes == experts
+    assert weights.step_bytes == weights.memory_bytes - unread - experts
+    chosen, count = MIXTURES.get(family, (0, 1))
+    for tokens in (1, 4, 1000):
+        read = weights.step_bytes + experts * (1 - (1 - chosen / count) ** tokens)
+        assert weights.read_bytes(loaded.config, tokens) == pytest.approx(read)
+
+
+def test_operations_of_a_mixture_are_those_of_one_token(tmp_path: Path) -> None:
+    """Dense weights are counted as floating point, packed ones as bytes, the logits' likewise."""
+    model = save_model(tmp_path / "dense", "mixtral")
+    weights = Weights.of(open_checkpoint(tmp_path / "dense"))
+    attention, router, expert = 2 * 64 * 64 + 2 * 32 * 64, 4 * 64, 3 * 64 * 96
+    assert weights.float_operations == 2 * 4 * (attention + router + 2 * expert)
+    assert (weights.byte_operations, weights.logits_byte_operations) == (0, 0)
+    assert weights.logits_float_operations == 2 * 320 * 64
+    write_gguf(tmp_path / "dense.gguf", model)
+    assert Weights.of(open_checkpoint(tmp_path / "dense.gguf")).float_operations == weights.float_operations
+    source = RandomCheckpoint(
+        replace(open_checkpoint(tmp_path / "dense").config, vocab_size=320), form=lambda _, v: int4(v)
+    )
+    packed = Weights.of(source)
+    # The router's products are exact.
+    assert (packed.byte_operations, packed.float_operations) == (2 * 4 * (attention + 2 * expert), 2 * 4 * router)
+    found = describe(str(tmp_path / "dense"), 64, 2, RATES)
+    assert (found["architecture"], found["weights_bytes"]) == ("MixtralForCausalLM", weights.memory_bytes)
+
+
+def test_tables_are_multiplied_as_floating_point(tmp_path: Path) -> None:
+    save_model(tmp_path, "llama3")
+    config = replace(open_checkpoint(tmp_path).config, num_experts=0)
+
+    def form(name: str, values: Tensor) -> Lut:
+        q = torch.zeros(values.shape, dtype=torch.uint8)
+        return Lut(q, torch.ones(len(values), values.shape[1] // 32).half(), table=torch.zeros(16))
+
+    weights = Weights.of(RandomCheckpoint(config, form))
+    assert weights.byte_operations == 0
+    assert weights.float_operations == 2 * 4 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 96)
+
+
+def test_a_context_longer_than_any_rotary_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of such a model a part can be used."""
+    save_model(tmp_path, "llama3")
+    source = open_checkpoint(tmp_path)
+    short = Weights.of(source)
+    source.config = replace(source.config, max_position=2**30)  # type: ignore[misc]
+    more = (2**30 - 256) * source.config.rotary_dim * 4
+    assert Weights.of(source) == replace(short, memory_bytes=short.memory_bytes + more)
+    monkeypatch.setattr("fastinfer.cli.memory_report.open_checkpoint", lambda path: source)
+    assert describe(str(tmp_path), 1000, 2, RATES)["context"] == 1000
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 15, 16, 17, 200])
+def test_attended_positions(tokens: int, tmp_path: Path) -> None:
+    """Layers with a window of 16 and without one."""
+    save_model(tmp_path, "gemma3")
+    config = open_checkpoint(tmp_path).config
+    assert {config.window(index) for index in range(7)} == {0, 16}
+    expected = sum(
+        min(position, config.window(index) or position) for index in range(7) for position in range(1, tokens + 1)
+    )
+    assert attended_positions(config, tokens) == expected
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+@pytest.mark.parametrize(("context", "batch"), [(1, 1), (100, 3), (64, 2)])
+def test_kv_cache_bytes_are_those_of_a_real_cache(
+    dtype: torch.dtype, context: int, batch: int, model_path: Path
+) -> None:
+    config = replace(read_gguf_config(GGUFFile(model_path)), num_layers=2)
+    block_size = EngineConfig().block_size
+    num_blocks = batch * num_blocks_for(context, block_size)
+    shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
+    tensors = KVCache.empty(config.num_layers, *shape, dtype, "cpu")
+    real = sum(tensor.nbytes for cache in tensors for tensor in cache.tensors)
+    assert kv_cache_bytes(config, config.num_kv_heads, dtype, context, batch) == real
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "layouts"),
+    [
+        (9, 3, {"GQA": 3, "MHA": 9, "MQA": 1}),
+        (8, 8, {"MHA": 8, "MQA": 1}),
+        (8, 1, {"MQA": 1, "MHA": 8}),
+        (1, 1, {"MQA": 1, "MHA": 1}),
+    ],
+)
+def test_head_layouts(heads: int, kv_heads: int, layouts: dict[str, int], model_path: Path) -> None:
+    config = replace(read_gguf_config(GGUFFile(model_path)), num_heads=heads, num_kv_heads=kv_heads)
+    assert list(head_layouts(config).items()) == list(layouts.items())
+
+
+def test_one_sequence_is_bound_by_reading() -> None:
+    found = describe(DEFAULT_MODEL, 1024, 1, RATES)
+    rotary_bytes = 8192 * 64 * 4
+    for dtype, seconds in found["decode_step_s"].items():
+        read = found["weights_bytes"] - rotary_bytes + found["kv_cache_bytes"]["GQA"][dtype]
+        assert seconds == pytest.approx(read / 1e10)
+
+
+def test_many_sequences_are_bound_by_arithmetic() -> None:
+    """Attention's products are counted as floating point, those with packed weights as bytes."""
+    batch, context = 512, 256
+    found = describe(DEFAULT_MODEL, context, batch, RATES)
+    products = 2 * (30 * (576 * 960 + 576 * 576 + 3 * 576 * 1536) + 49152 * 576)
+    attention = 30 * 9 * 64 * 2 * 2 * context
+    assert found["decode_step_s"]["int8"] == pytest.approx(batch * (products / 1e12 + attention / 1e11))
+
+
+def test_prefill_is_the_sum_over_its_tokens() -> None:
+    """Of the operations of each, the logits' apart, which only the last has."""
+    context, batch = 300, 2
+    found = describe(DEFAULT_MODEL, context, batch, RATES)
+    layers = 2 * 30 * (576 * 960 + 576 * 576 + 3 * 576 * 1536)
+    seconds = sum(layers / 1e12 + 30 * 9 * 64 * 4 * position / 1e11 for position in range(1, context + 1))
+    assert found["prefill_s"] == pytest.approx(batch * (seconds + 2 * 49152 * 576 / 1e12))
+
+
+def test_measured_rates() -> None:
+    rates = Rates.measure()
+    assert 1e8 < rates.read_bytes < 1e13
+    assert 1e8 < rates.float_operations < 1e14
+    assert 1e8 < rates.byte_operations < 1e15
+
+
+def test_a_missing_instruction_is_no_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = {"read": 5.0, "byte_dot": 3.0, "fp32_fma": 2.0, "bf16_dot": 0.0}
+    monkeypatch.setattr(_C, "roofline", lambda name, memory, passes: (work[name] * passes, 0.01 * passes))
+    monkeypatch.setattr("fastinfer.cli.memory_report.READ_BYTES", 64)
+    rates = Rates.measure()
+    assert [rates.read_bytes, rates.byte_operations, rates.float_operations] == pytest.approx([500, 300, 200])
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rates, "measure", lambda: RATES)
+
+
+def test_command(quick: None, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["info", "--memory", DEFAULT_MODEL, "--context", "512", "--batch", "4"]
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["head_layout"] == "GQA"
+    assert (found["context"], found["batch"]) == (512, 4)
+    assert found["kv_cache_bytes"]["MHA"]["int8"] == 3 * found["kv_cache_bytes"]["GQA"]["int8"]
+    assert found["total_bytes"]["float32"] == found["weights_bytes"] + found["kv_cache_bytes"]["GQA"]["float32"]
+    assert found["memory_bytes"] >= found["available_bytes"] > 0
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "94.1 MiB as packed",
+        "4 of 512 tokens",
+        "GQA 45.0 MiB (this model)",
+        "lower bounds",
+        "float16 (default)",
+    ):
+        assert part in text
+    assert {line.split(" ")[0] for line in text.splitlines()} >= {
+        *(str(dtype).removeprefix("torch.") for dtype in KV_DTYPES if dtype != torch.uint8),
+        "int4",
+    }
+
+
+def test_what_does_not_fit(quick: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--memory", DEFAULT_MODEL, "--batch", str(2**20)]) == 0
+    text = capsys.readouterr().out
+    assert "1048576 of 8192 tokens" in text
+    rows = [line for line in text.splitlines() if line.startswith("float") or line.startswith("int8")]
+    assert all(" no " in row for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--memory", "no/such"], "model 'no/such'"),
+        (["--memory", __file__], "magic"),
+        (["--memory", DEFAULT_MODEL, "--context", "8193"], "--context must be an integer in 1..8192, got 8193"),
+        (["--memory", DEFAULT_MODEL, "--context", "0"], "--context"),
+        (["--memory", DEFAULT_MODEL, "--context", "-1"], "--context"),
+        (["--memory", DEFAULT_MODEL, "--batch", "0"], "--batch"),
+        (["--memory", DEFAULT_MODEL, "--batch", str(2**63)], "--batch must be an integer in 1..1048576"),
+        (["--memory", DEFAULT_MODEL, "--batch", "1.5"], "--batch"),
+        (["--memory", DEFAULT_MODEL, "--plan", "int4_gemm", "1", "1", "32"], "not allowed with argument"),
+        (["--memory"], "--memory"),
+    ],
+)
+def test_mistakes(arguments: list[str], error: str, quick: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert error in captured.err
+    assert len(captured.err.splitlines()) == 1

@@ -1,0 +1,115 @@
+"""Every instruction set that this machine can run computes what the default one does.
+
+The choice is made at import, so that each runs in a process of its own: this file is also its script.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.helpers import assert_bitwise
+from support.op_calls import op_calls
+from torch import Tensor
+
+from fastinfer import _C
+
+ISAS = ["portable", "avx2", "avx512_vnni", "avx512_bf16"]
+USABLE = _C.cpu_info()["isas_usable"]
+
+
+def outputs(namespace: str = "fastinfer") -> list[tuple[str, list[Tensor]]]:
+    """Every operator's results, in-place ones included."""
+    torch.manual_seed(0)
+    results = []
+    for name, args in op_calls():
+        returned = getattr(getattr(torch.ops, namespace), name).default(*args)
+        returned = returned if isinstance(returned, tuple) else (returned,)
+        results.append((name, [t for t in (*returned, *args) if isinstance(t, Tensor)]))
+    return results
+
+
+def run(isa: str | None, path: Path) -> subprocess.CompletedProcess[str]:
+    """This file as a script under FASTINFER_CPU_ISA."""
+    environment = {name: value for name, value in os.environ.items() if name != "FASTINFER_CPU_ISA"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    if isa is not None:
+        environment["FASTINFER_CPU_ISA"] = isa
+    return subprocess.run([sys.executable, __file__, str(path)], env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def default_outputs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, list[Tensor]]]:
+    path = tmp_path_factory.mktemp("isa") / "default.pt"
+    done = run(None, path)
+    assert done.returncode == 0, done.stderr
+    return torch.load(path)["outputs"]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_isa_gives_the_default_results(
+    isa: str, default_outputs: list[tuple[str, list[Tensor]]], tmp_path: Path
+) -> None:
+    if isa not in USABLE:
+        pytest.skip(f"this CPU cannot run {isa}")
+    done = run(isa, tmp_path / "out.pt")
+    assert done.returncode == 0, done.stderr
+    saved = torch.load(tmp_path / "out.pt")
+    assert saved["isa"] == isa
+    assert_all_near(saved["outputs"], default_outputs)
+
+
+@pytest.mark.usefixtures("avx512_library")
+def test_emulated_avx512_gives_the_default_results(default_outputs: list[tuple[str, list[Tensor]]]) -> None:
+    assert_all_near(outputs("fastinfer_avx512"), default_outputs)
+
+
+def assert_all_near(results: list[tuple[str, list[Tensor]]], wanted: list[tuple[str, list[Tensor]]]) -> None:
+    for (name, got), (_, want) in zip(results, wanted, strict=True):
+        for out, expected in zip(got, want, strict=True):
+            assert_near(name, out, expected)
+
+
+def assert_near(name: str, out: Tensor, expected: Tensor) -> None:
+    """Moves and integers bitwise; arithmetic to one step of its dtype, and in the mean to much less.
+
+    One activation in 50,000 may round to int8 differently, and one result in a thousand to bf16. With AVX-512 VNNI sums
+    of products with 8-bit activations lose something as well (ByteRun in csrc/common/cpu/dot.h), here up to 8e-4.
+    """
+    assert out.dtype == expected.dtype
+    step = torch.finfo(out.dtype).eps if out.is_floating_point() else 0.0
+    if not out.is_floating_point() or "pack" in name or "dequantize" in name or name == "store_kv_cache":
+        assert_bitwise(out, expected)
+        return
+    if not out.numel():
+        assert out.shape == expected.shape
+        return
+    out, expected = out.double(), expected.double()
+    loss = 5 if "int4_gemm" in name or "int8_gemm" in name else 1
+    torch.testing.assert_close(out, expected, rtol=max(step, 2e-5), atol=2e-4 * loss)
+    assert (out - expected).abs().mean() <= 2e-4 * loss * expected.abs().mean()
+
+
+def test_portable_is_always_usable() -> None:
+    assert "portable" in USABLE
+    assert set(USABLE) <= set(ISAS)
+
+
+@pytest.mark.parametrize("isa", ["avx9", "AVX2 ", "", *sorted(set(ISAS) - set(USABLE))])
+def test_unknown_or_unusable_isa_is_an_error_at_import(isa: str, tmp_path: Path) -> None:
+    done = run(isa, tmp_path / "out.pt")
+    if isa == "":  # an empty variable counts as unset
+        assert done.returncode == 0, done.stderr
+        return
+    assert done.returncode != 0
+    last_line = done.stderr.strip().splitlines()[-1]
+    assert "FASTINFER_CPU_ISA" in last_line
+    assert isa in last_line
+    if isa not in ISAS:
+        assert all(known in last_line for known in ISAS), "the message lists what could be chosen"
+
+
+if __name__ == "__main__":
+    torch.save({"isa": _C.cpu_info()["isa"], "outputs": outputs()}, sys.argv[1])

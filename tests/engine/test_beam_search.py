@@ -1,0 +1,179 @@
+"""Beam search against an exhaustive one written down here, and against transformers on the real model."""
+
+import random
+from typing import Any, NamedTuple
+
+import pytest
+from support.toy import EOS_ID, VOCAB_SIZE, ToyModel, always_speculate, check_blocks, drain, logits_of, toy_engine
+
+from fastinfer.engine.engine import Engine
+from fastinfer.errors import RequestError
+from fastinfer.sampling_params import BeamSearchParams, SamplingParams
+
+PROMPTS = [[(7 * i + 3 * j) % VOCAB_SIZE for j in range(1 + 5 * i % 23)] for i in range(6)]
+
+
+class Beam(NamedTuple):
+    score: float
+    logprob: float
+    tokens: list[int]
+
+
+def search(prompt: list[int], width: int, max_tokens: int, penalty: float, eos: int | None) -> list[list[int]]:
+    """The same rules, without an engine."""
+    beams, ended = [Beam(0, 0.0, [])], []
+    for length in range(1, max_tokens + 1):
+        candidates = []
+        for beam in beams:
+            logprobs = logits_of([*prompt, *beam.tokens]).log_softmax(0).tolist()
+            for token, logprob in enumerate(logprobs):
+                total = beam.logprob + logprob
+                candidates.append(Beam(total / length**penalty, total, [*beam.tokens, token]))
+        candidates.sort(key=lambda beam: -beam.logprob)
+        ended += [beam for beam in candidates[:width] if beam.tokens[-1] == eos]
+        beams = [beam for beam in candidates[: 2 * width] if beam.tokens[-1] != eos][:width]
+        if length == max_tokens:
+            ended += beams
+        ended = sorted(ended, key=lambda beam: -beam.score)[:width]
+        if len(ended) == width and ended[-1].score >= beams[0].score:
+            break
+    return [beam.tokens for beam in ended]
+
+
+def beam_search(engine: Engine, prompt: list[int], params: BeamSearchParams) -> Any:
+    request_id = engine.add_beam_request(prompt, params)
+    return drain(engine)[request_id]
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 5])
+@pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_the_best_texts(width: int, penalty: float, ignore_eos: bool) -> None:
+    engine = toy_engine(block_size=3)
+    for prompt in PROMPTS:
+        params = BeamSearchParams(width, max_tokens=9, length_penalty=penalty, ignore_eos=ignore_eos)
+        output = beam_search(engine, prompt, params)
+        expected = search(prompt, width, 9, penalty, None if ignore_eos else EOS_ID)
+        assert [completion.token_ids for completion in output.outputs] == expected
+        assert [completion.index for completion in output.outputs] == list(range(width))
+        for completion in output.outputs:
+            tokens, total = completion.token_ids, 0.0
+            for index, token in enumerate(tokens):
+                total += logits_of([*prompt, *tokens[:index]]).log_softmax(0)[token].item()
+            assert completion.cumulative_logprob == pytest.approx(total, abs=1e-4)
+            ended = tokens[-1] == EOS_ID and not ignore_eos
+            assert completion.finish_reason == ("stop" if ended else "length")
+            assert completion.text == engine.tokenizer.decode(tokens[:-1] if ended else tokens)
+        assert engine.block_manager.num_used == 0
+
+
+def test_texts_that_end_early_are_kept() -> None:
+    """Some of the results above must be such, or the test shows little."""
+    params = BeamSearchParams(3, max_tokens=30)
+    outputs = [beam_search(toy_engine(), prompt, params).outputs for prompt in PROMPTS]
+    reasons = {completion.finish_reason for completions in outputs for completion in completions}
+    assert "stop" in reasons
+    for prompt, completions in zip(PROMPTS, outputs, strict=True):
+        assert [c.token_ids for c in completions] == search(prompt, 3, 30, 1.0, EOS_ID)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"block_size": 2, "num_kv_blocks": 24, "max_model_len": 48, "max_num_seqs": 6},
+        {"block_size": 4, "num_kv_blocks": 12, "max_model_len": 48, "max_num_batched_tokens": 5},
+        {"num_speculative_tokens": 3},
+        {"enable_prefix_caching": False, "block_size": 1, "num_kv_blocks": 40, "max_model_len": 40, "max_num_seqs": 8},
+    ],
+)
+def test_in_company_and_without_room(limits: dict[str, int]) -> None:
+    """Beams that are preempted wait for each other, and come back."""
+    engine = toy_engine(**limits)
+    if "num_speculative_tokens" in limits:
+        always_speculate(engine)
+    greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    params = BeamSearchParams(4, max_tokens=15)
+    ids = {}
+    for prompt in PROMPTS:
+        engine.add_request(prompt, greedy)
+        ids[engine.add_beam_request(prompt, params)] = prompt
+    last: dict[str, Any] = {}
+    for _ in range(5000):
+        if not engine.has_unfinished:
+            break
+        last.update({output.request_id: output for output in engine.step()})
+        check_blocks(engine)
+    for request_id, prompt in ids.items():
+        completions = last[request_id].outputs
+        length = min(15, engine.max_model_len - len(prompt))
+        assert [c.token_ids for c in completions] == search(prompt, 4, length, 1.0, EOS_ID)
+    if "num_kv_blocks" in limits:
+        assert engine.stats().num_preemptions > 0
+    assert engine.block_manager.num_used == 0
+
+
+def test_abort_gives_what_there_is() -> None:
+    engine = toy_engine()
+    request_id = engine.add_beam_request([1, 2], BeamSearchParams(3, max_tokens=30, ignore_eos=True))
+    for _ in range(5):
+        assert engine.step() == []
+    output = engine.abort(request_id)
+    assert output is not None
+    assert [len(completion.token_ids) for completion in output.outputs] == [5, 5, 5]
+    assert {completion.finish_reason for completion in output.outputs} == {"abort"}
+    assert engine.block_manager.num_used == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"beam_width": 0}, "beam_width must be an integer in 1..10, got 0"),
+        ({"beam_width": 11}, "beam_width must be an integer in 1..10, got 11"),
+        ({"beam_width": 2, "max_tokens": 0}, "max_tokens must be an integer in 1..2147483647, got 0"),
+        ({"beam_width": 2, "length_penalty": float("nan")}, "length_penalty must be a number in .*, got nan"),
+        ({"beam_width": 2, "ignore_eos": 1}, "ignore_eos must be True or False, got 1"),
+        ({"beam_width": 9}, "beam_width must be an integer in 1..8, got 9"),
+    ],
+)
+def test_what_cannot_be_searched(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=f"^{message}$"):
+        toy_engine(max_num_seqs=8).add_beam_request([1], BeamSearchParams(**fields))
+
+
+@pytest.mark.parametrize("seed", [21, 78, 102])  # where it would happen
+def test_beams_never_take_more_places_than_there_are(seed: int) -> None:
+    """While some beams are preempted others take their places; then all go on from one that still runs."""
+    ignore_eos = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    rng = random.Random(seed)
+    engine = toy_engine(
+        block_size=rng.choice([1, 2, 4]),
+        max_model_len=24,
+        num_kv_blocks=rng.choice([24, 26, 30]),
+        max_num_seqs=rng.choice([3, 4, 5]),
+        max_num_batched_tokens=rng.choice([1, 2, 3, 64]),
+    )
+    searches = {}
+    for _ in range(8):
+        prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 10))]
+        if rng.random() < 0.5:
+            request_id = engine.add_beam_request(prompt, BeamSearchParams(3, max_tokens=12, ignore_eos=True))
+            searches[request_id] = prompt
+        else:
+            engine.add_request(prompt, ignore_eos, priority=rng.randrange(-1, 2))
+        for _ in range(rng.randrange(4)):
+            engine.step()
+    while engine.has_unfinished:
+        for output in engine.step():
+            if output.request_id in searches:
+                tokens = [completion.token_ids for completion in output.outputs]
+                assert tokens == search(searches[output.request_id], 3, 12, 1.0, None)
+        check_blocks(engine)
+
+
+def test_nothing_is_guessed_for_beams() -> None:
+    """They do not go on with the likeliest token alone."""
+    engine = always_speculate(toy_engine(draft_model=ToyModel(), num_speculative_tokens=3))
+    for prompt in PROMPTS[:3]:
+        output = beam_search(engine, prompt, BeamSearchParams(3, max_tokens=12))
+        assert [completion.token_ids for completion in output.outputs] == search(prompt, 3, 12, 1.0, EOS_ID)
+    assert engine.stats().num_drafted_tokens == 0

@@ -1,0 +1,95 @@
+"""How decode steps become CUDA graphs, with fakes that repeat calls: which are captured, and which step takes which."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.fake_cuda_graph import use_fakes, with_twin
+
+from fastinfer.engine import cuda_graphs
+from fastinfer.engine.batch_inputs import BatchInputs, BatchSize, StepResult
+from fastinfer.engine.cuda_graphs import MAX_CAPTURED_TOKENS, CUDAGraphs, bucket_sizes
+
+
+@pytest.fixture(autouse=True)
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    use_fakes(monkeypatch)
+    with torch.inference_mode():
+        yield
+
+
+def inputs_of(max_seqs: int, max_tokens: int) -> BatchInputs:
+    return with_twin(BatchInputs(max_seqs, max_tokens, max_seqs + max_tokens, max_blocks=3, block_size=4))
+
+
+def sizes_only(batch: Any) -> StepResult:
+    """The results are the numbers of tokens and rows of logits."""
+    tokens, rows = len(batch.token_ids), len(batch.logits_indices)
+    return StepResult(torch.full((tokens, 2), float(tokens)), torch.full((rows, 5), float(rows), dtype=torch.bfloat16))
+
+
+def test_bucket_sizes() -> None:
+    assert bucket_sizes(1) == [1]
+    assert bucket_sizes(3) == [1, 2, 3]
+    assert bucket_sizes(8) == [1, 2, 4, 8]
+    assert bucket_sizes(30) == [1, 2, 4, 8, 16, 24, 30]
+    assert bucket_sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+
+
+def test_captures_the_largest_first_with_a_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    bars = []
+
+    def bar(sizes: list[BatchSize], **options: Any) -> list[BatchSize]:
+        bars.append((sizes, options))
+        return sizes
+
+    monkeypatch.setattr(cuda_graphs, "tqdm", bar)
+    graphs = CUDAGraphs(sizes_only, inputs_of(12, 100), with_adapters=True)
+    [(sizes, options)] = bars
+    assert options["desc"] == "capturing CUDA graphs"
+    keys = [(size.num_tokens, size.has_adapters) for size in sizes]
+    assert keys == list(graphs._graphs) == [(n, adapters) for n in (12, 8, 4, 2, 1) for adapters in (False, True)]
+    assert all(size.num_seqs == size.num_logits == size.num_tokens for size in sizes)
+    assert [graph.given_pool for graph in graphs._graphs.values()] == [None, *["pool"] * 9]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("max_seqs", "max_tokens", "largest"),
+    [(6, 100, 6), (100, 20, 20), (1000, 1000, MAX_CAPTURED_TOKENS)],
+)
+def test_a_step_takes_the_smallest_bucket_that_holds_it(max_seqs: int, max_tokens: int, largest: int) -> None:
+    graphs = CUDAGraphs(sizes_only, inputs_of(max_seqs, max_tokens), with_adapters=False)
+    assert graphs._buckets[-1] == largest
+
+    def bucket(tokens: int, rows: int, decodes: bool = True) -> float | None:
+        result = graphs.run(BatchSize(1, tokens, rows, False), decodes)
+        if result is None:
+            return None
+        assert result.hidden.shape == (tokens, 2)
+        assert result.logits.shape == (rows, 5)
+        assert result.logits.dtype == torch.float32
+        return float(result.hidden[0, 0])
+
+    assert [bucket(n, n) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, 6 if largest == 6 else 8]
+    assert bucket(3, 1) == bucket(1, 3) == 4
+    assert bucket(largest, 1) == largest
+    assert bucket(largest + 1, 1) is None
+    assert bucket(2, 2, decodes=False) is None
+
+
+def test_padding_replaces_all_that_a_longer_step_has_left() -> None:
+    inputs = inputs_of(8, 8)
+    inputs._host[:] = 0x11
+    size = BatchSize(num_seqs=2, num_tokens=3, num_logits=3, has_adapters=True)
+    inputs._query_start[:3] = [0, 2, 3]
+    inputs.pad(size, 6)
+    inputs.upload(size.num_seqs)
+    batch = inputs.batch(BatchSize(6, 6, 6, True))
+    old = 0x11111111
+    assert batch.query_start.tolist() == [0, 2, 3, 3, 3, 3, 3]
+    assert batch.seq_lens.tolist() == [old, old, 0, 0, 0, 0]
+    assert batch.slot_mapping[3:].tolist() == batch.adapter_ids[3:].tolist() == [-1, -1, -1]
+    assert batch.logits_indices[3:].tolist() == [0, 0, 0]
+    assert batch.token_ids.tolist() == batch.positions.tolist() == [0x1111111111111111] * 6
+    assert batch.block_table.tolist() == [[old] * 3] * 2 + [[0x7F7F7F7F] * 3] * 4, "only the rows in use are copied"

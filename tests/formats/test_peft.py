@@ -1,0 +1,164 @@
+"""The reader of PEFT's LoRA folders: what it reads, and what it refuses in one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.peft_adapter import write_adapter
+from support.tiny_decoder import CONFIG
+
+from fastinfer.errors import AdapterError
+from fastinfer.formats.peft import MODULES, read_adapter
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_adapter(tmp_path, CONFIG)
+    return tmp_path
+
+
+def change(folder: Path, **settings: Any) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def change_tensors(folder: Path, **tensors: torch.Tensor | None) -> None:
+    file = folder / "adapter_model.safetensors"
+    merged = load_file(file) | tensors
+    save_file({name: tensor for name, tensor in merged.items() if tensor is not None}, file)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rslora", [False, True])
+def test_reads_what_was_written(rslora: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+    deltas = write_adapter(tmp_path, CONFIG, 5, dtype=dtype, use_rslora=rslora)
+    adapter = read_adapter(tmp_path)
+    assert adapter.max_rank == 5
+    assert adapter.layers.keys() == deltas.keys() == {(i, m) for i in range(CONFIG.num_layers) for m in MODULES}
+    for key, low_rank in adapter.layers.items():
+        torch.testing.assert_close(low_rank.scale * low_rank.b.double() @ low_rank.a.double(), deltas[key])
+
+
+@pytest.mark.parametrize("pattern", ["q_proj", "self_attn.q_proj", "layers.0.self_attn.q_proj", f"^{Q[17:]}$"])
+def test_patterns_give_a_layer_its_own_rank_and_alpha(pattern: str, folder: Path) -> None:
+    change(folder, rank_pattern={"proj": 3, pattern: 2}, alpha_pattern={"_proj": 3, pattern: 7})
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for name in tensors:
+        if ("q_proj" if "layers" not in pattern else Q) in name:
+            change_tensors(folder, **{name: tensors[name][:2] if "lora_A" in name else tensors[name][:, :2].clone()})
+    layers = read_adapter(folder).layers
+    assert (layers[0, "q_proj"].rank, layers[0, "q_proj"].scale) == (2, 3.5)
+    assert (layers[0, "k_proj"].rank, layers[0, "k_proj"].scale) == (4, 1.5)
+    assert layers[1, "q_proj"].rank == (4 if "layers" in pattern else 2)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {
+            "init_lora_weights": True,
+            "use_dora": False,
+            "modules_to_save": None,
+            "inference_mode": True,
+            "revision": None,
+        },
+        {"init_lora_weights": "gaussian", "lora_dropout": 0.1, "layers_to_transform": [0, 1], "loftq_config": {}},
+        {"target_modules": "all-linear", "task_type": "CAUSAL_LM", "rank_pattern": {}, "alpha_pattern": {}},
+    ],
+    ids=str,
+)
+def test_settings_that_change_nothing(settings: dict[str, Any], folder: Path) -> None:
+    change(folder, **settings)
+    assert len(read_adapter(folder).layers) == CONFIG.num_layers * len(MODULES)
+
+
+def test_names_of_a_model_without_a_head(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file(
+        {n.replace("model.model.", "model."): t for n, t in tensors.items()}, folder / "adapter_model.safetensors"
+    )
+    assert len(read_adapter(folder).layers) == CONFIG.num_layers * len(MODULES)
+
+
+BAD_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "other method": ("peft_type.*IA3", {"peft_type": "IA3"}),
+    "bias": ("bias", {"bias": "all"}),
+    "lora_bias": ("lora_bias", {"lora_bias": True}),
+    "DoRA": ("use_dora", {"use_dora": True}),
+    "a later variant": ("use_newlora", {"use_newlora": True}),
+    "saved modules": ("modules_to_save.*lm_head", {"modules_to_save": ["lm_head"]}),
+    "new tokens": ("trainable_token_indices", {"trainable_token_indices": [1, 2]}),
+    "parameters": ("target_parameters", {"target_parameters": ["mlp.experts"]}),
+    "transposed": ("fan_in_fan_out", {"fan_in_fan_out": True}),
+    "repeated layers": ("layer_replication", {"layer_replication": [[0, 1], [0, 1]]}),
+    "activated": ("alora_invocation_tokens", {"alora_invocation_tokens": [1]}),
+    "PiSSA": ("init_lora_weights.*pissa", {"init_lora_weights": "pissa"}),
+    "another layer": ("target_modules.*embed_tokens", {"target_modules": ["q_proj", "embed_tokens"]}),
+    "no rank": ("\\br\\b.*positive", {"r": 0}),
+    "rank is text": ("\\br\\b.*int", {"r": "8"}),
+    "rank of the tensors": ("down_proj.lora_A.*\\[5, in\\].*\\[4, 96\\]", {"r": 5}),
+    "alpha is text": ("lora_alpha", {"lora_alpha": "large"}),
+    "alpha is no number": ("lora_alpha", {"lora_alpha": float("nan")}),
+    "pattern is a list": ("rank_pattern", {"rank_pattern": [8]}),
+    "pattern of rank 0": ("rank_pattern", {"rank_pattern": {"q_proj": 0}}),
+    "regular expression": ("pattern", {"alpha_pattern": {"(a+)+b": 3}}),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SETTINGS)
+def test_refused_settings(case: str, folder: Path) -> None:
+    named, settings = BAD_SETTINGS[case]
+    change(folder, **settings)
+    with pytest.raises(AdapterError, match=named) as caught:
+        read_adapter(folder)
+    assert "\n" not in str(caught.value)
+
+
+BAD_TENSORS: dict[str, tuple[str, dict[str, torch.Tensor | None]]] = {
+    "an embedding": ("lora_embedding_A", {"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 50)}),
+    "a magnitude": ("magnitude", {f"{Q}.lora_magnitude_vector": torch.ones(64)}),
+    "a whole module": ("lm_head", {"base_model.model.lm_head.weight": torch.ones(50, 64)}),
+    "another projection": ("qkv_proj", {Q.replace("q_proj", "qkv_proj") + ".lora_A.weight": torch.ones(4, 64)}),
+    "no B": ("q_proj has lora_A only", {f"{Q}.lora_B.weight": None}),
+    "no matrix": ("q_proj.lora_B.*shape", {f"{Q}.lora_B.weight": torch.ones(64)}),
+    "another rank": ("q_proj.lora_B.*\\[out, 4\\].*\\[64, 3\\]", {f"{Q}.lora_B.weight": torch.ones(64, 3)}),
+    "integers": ("q_proj.lora_A.*int8", {f"{Q}.lora_A.weight": torch.ones(4, 64, dtype=torch.int8)}),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TENSORS)
+def test_refused_tensors(case: str, folder: Path) -> None:
+    named, tensors = BAD_TENSORS[case]
+    change_tensors(folder, **tensors)
+    with pytest.raises(AdapterError, match=named) as caught:
+        read_adapter(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pickle_is_never_opened(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(AdapterError, match=r"pickle.*safetensors"):
+        read_adapter(folder)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize("content", [None, b"", b"[1]", b"\xff" * 100, b"\xff" * 7 + b"\x7f{", b"[" * 100_000])
+def test_damaged_files(content: bytes | None, name: str, folder: Path) -> None:
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes(content)
+    with pytest.raises(AdapterError, match=name) as caught:
+        read_adapter(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_adapter_without_tensors(folder: Path) -> None:
+    save_file({}, folder / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match="no tensors"):
+        read_adapter(folder)

@@ -1,0 +1,184 @@
+"""Settings of quantised checkpoints that are refused, layers that are not quantised, and damaged ones."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.packed_layers import (
+    NAME,
+    Layer,
+    awq_layer,
+    bitsandbytes_layer,
+    gptq_layer,
+    int8_layer,
+    int_quantized_layer,
+    pack_quantized_layer,
+)
+
+from fastinfer.errors import CheckpointFormatError, FastinferError, UnsupportedModelError
+from fastinfer.formats.linear_tensors import LinearTensors
+from fastinfer.formats.quantized_checkpoint import parse_quantization_config, read_linear
+from fastinfer.formats.unpacked import Dense
+
+LAYERS: dict[str, Callable[[], Layer]] = {
+    "gptq": gptq_layer,
+    "gptq act order": lambda: gptq_layer(act_order=True),
+    "gptq 3 bits": lambda: gptq_layer(3),
+    "gptq 8 bits": lambda: gptq_layer(8, symmetric=True),
+    "awq": awq_layer,
+    "nf4": bitsandbytes_layer,
+    "fp4": lambda: bitsandbytes_layer("fp4", nested=False),
+    "int8": int8_layer,
+    "w4a16": pack_quantized_layer,
+    "w4a16 asymmetric": lambda: pack_quantized_layer(symmetric=False, act_order=True),
+    "w8a16": lambda: pack_quantized_layer(8),
+    "w8a8": int_quantized_layer,
+}
+# Tensors without which a layer is still whole.
+OPTIONAL = ("g_idx", "weight_g_idx", "weight_format")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("config", [None, *(make().config for make in LAYERS.values())])
+def test_layers_that_are_not_quantised(config: dict[str, Any] | None) -> None:
+    weight = torch.randn(3, 5).bfloat16()
+    if config is not None and config["quant_method"] == "compressed-tensors":
+        config["ignore"] = [NAME]
+    unpacked = read_linear({f"{NAME}.weight": weight}, NAME, config)
+    assert isinstance(unpacked, Dense)
+    assert torch.equal(unpacked.values, weight)
+
+
+def change(config: dict[str, Any], path: str, value: Any) -> None:
+    *parents, key = path.split("/")
+    for parent in parents:
+        config = config[parent]
+    config[key] = value
+
+
+UNSUPPORTED = [
+    ("gptq", "bits", 5, "bits 5 is not implemented; supported: 2, 3, 4, 8"),
+    ("gptq", "checkpoint_format", "marlin", "checkpoint_format 'marlin' is not implemented; supported: gptq, gptq_v2"),
+    ("gptq", "dynamic", {"-:.*q_proj": {}}, "'dynamic' is not implemented"),
+    ("gptq", "is_marlin_format", True, "'is_marlin_format' is not implemented"),
+    ("gptq", "pack_dtype", "int16", "pack_dtype 'int16' is not implemented"),
+    ("gptq", "quant_method", "hqq", "quant_method 'hqq' is not implemented; supported: gptq, awq, bitsandbytes"),
+    ("awq", "bits", 8, "bits 8 is not implemented"),
+    ("awq", "version", "gemv", "version 'gemv' is not implemented; supported: gemm"),
+    ("awq", "zero_point", False, "zero_point False is not implemented"),
+    ("nf4", "load_in_8bit", True, "expected load_in_4bit or load_in_8bit"),
+    ("w4a16", "format", "marlin-24", "format 'marlin-24' is not implemented; supported: pack-quantized"),
+    ("w4a16", "sparsity_config", {"format": "sparse-24-bitmask"}, "'sparsity_config' is not implemented"),
+    ("w4a16", "transform_config", {"config_groups": {"R1": {}}}, "'config_groups' is not implemented"),
+    ("w4a16", "config_groups/group_0/weights/num_bits", 3, "num_bits 3 is not implemented"),
+    ("w4a16", "config_groups/group_0/weights/type", "float", "type 'float' is not implemented"),
+    ("w4a16", "config_groups/group_0/weights/strategy", "block", "strategy 'block' is not implemented"),
+    ("w4a16", "config_groups/group_0/output_activations", {"num_bits": 8}, "'output_activations' is not implemented"),
+    ("w4a16", "config_groups/group_0/input_activations", {"dynamic": True}, "need int-quantized weights of 8 bits"),
+    ("w8a8", "format", "float-quantized", "format 'float-quantized' is not implemented"),
+    ("w8a8", "config_groups/group_0/weights/symmetric", False, "asymmetric weights are not implemented"),
+    ("w8a8", "config_groups/group_0/input_activations/dynamic", False, "only dynamic scales by token"),
+    ("w8a8", "config_groups/group_0/input_activations/strategy", "tensor", "only dynamic scales by token"),
+    ("w8a8", "config_groups/group_0/input_activations/symmetric", False, "asymmetric ones are not implemented"),
+    ("w8a8", "config_groups/group_0/input_activations/type", "float", "only int8 is implemented"),
+]
+
+
+@pytest.mark.parametrize(("name", "path", "value", "message"), UNSUPPORTED)
+def test_unsupported_settings(name: str, path: str, value: Any, message: str) -> None:
+    config = LAYERS[name]().config
+    change(config, path, value)
+    with pytest.raises(UnsupportedModelError, match=message) as error:
+        parse_quantization_config(config)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value"),
+    [
+        ("gptq", "quant_method", None),
+        ("gptq", "bits", "4"),
+        ("gptq", "bits", None),
+        ("gptq", "group_size", 64.0),
+        ("gptq", "desc_act", 1),
+        ("awq", "group_size", None),
+        ("nf4", "load_in_4bit", "yes"),
+        ("w8a8", "config_groups", []),
+        ("w8a8", "config_groups/group_0", 3),
+        ("w8a8", "config_groups/group_0/weights", None),
+        ("w8a8", "config_groups/group_0/targets", "Linear"),
+        ("w8a8", "ignore", {}),
+    ],
+)
+def test_settings_of_the_wrong_type(name: str, path: str, value: Any) -> None:
+    config = LAYERS[name]().config
+    change(config, path, value)
+    with pytest.raises(CheckpointFormatError, match=rf"quantization_config: '{path.split('/')[-1]}'"):
+        parse_quantization_config(config)
+
+
+def test_damaged_pattern() -> None:
+    layer = int_quantized_layer()
+    layer.config["ignore"] = ["re:(*"]
+    with pytest.raises(CheckpointFormatError, match="no regular expression"):
+        read_linear(layer.tensors, NAME, layer.config)
+
+
+def test_error_says_what_was_expected_and_what_came() -> None:
+    layer = gptq_layer()
+    layer.tensors[f"{NAME}.scales"] = torch.ones(3, 64)
+    with pytest.raises(CheckpointFormatError, match=rf"'{NAME}.scales': expected the shape \[4, 64\], got \[3, 64\]"):
+        read_linear(layer.tensors, NAME, layer.config)
+    layer.tensors[f"{NAME}.scales"] = torch.ones(4, 64, dtype=torch.float64)
+    with pytest.raises(CheckpointFormatError, match="expected float32 or float16 or bfloat16, got float64"):
+        read_linear(layer.tensors, NAME, layer.config)
+    with pytest.raises(CheckpointFormatError, match=r"tensor 'lm_head\.weight' is missing"):
+        LinearTensors({}, "lm_head").dense()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_damaged_tensors_give_one_clear_error(name: str) -> None:
+    """Each tensor in turn is missing, cut, empty, of another dtype, or has other dimensions."""
+    whole = LAYERS[name]()
+    damages: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
+        "missing": lambda t: None,
+        "cut": lambda t: t[:-1] if t.dim() else torch.zeros(2),
+        "narrow": lambda t: t[..., :-1] if t.dim() else torch.zeros(2),
+        "empty": lambda t: t[:0] if t.dim() else t.new_zeros(0),
+        "dtype": lambda t: t.to(torch.float64),
+        "flat": lambda t: t.reshape(1, -1, 1),
+        "scalar": lambda t: t.flatten()[0],
+    }
+    for key, tensor in whole.tensors.items():
+        for damage, act in damages.items():
+            tensors = dict(whole.tensors)
+            damaged = act(tensor)
+            if key.endswith(OPTIONAL) or (damage == "flat" and key.endswith("weight") and tensor.dtype == torch.uint8):
+                continue  # of bitsandbytes' weight the bytes count, not the shape
+            if damaged is None:
+                del tensors[key]
+            else:
+                tensors[key] = damaged
+            with pytest.raises(FastinferError) as error:
+                read_linear(tensors, NAME, whole.config)
+            assert "\n" not in str(error.value), (key, damage)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_random_numbers_are_an_error_or_a_weight(name: str) -> None:
+    """Damaged numbers never end in another exception than the package's own."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        layer = LAYERS[name]()
+        for key, tensor in layer.tensors.items():
+            noise = torch.randint(0, 256, (tensor.nbytes,), dtype=torch.uint8, generator=generator)
+            if torch.rand((), generator=generator) < 0.3:
+                layer.tensors[key] = noise.view(tensor.dtype).view(tensor.shape)
+        with contextlib.suppress(FastinferError):
+            assert read_linear(layer.tensors, NAME, layer.config).shape == layer.weight.shape

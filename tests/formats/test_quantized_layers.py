@@ -1,0 +1,243 @@
+"""Layers of every quantised format of Hugging Face checkpoints, against plain loops over the documented layouts."""
+
+import pytest
+import torch
+from support.packed_layers import (
+    NAME,
+    Layer,
+    awq_layer,
+    bitsandbytes_layer,
+    gptq_layer,
+    int8_layer,
+    int_quantized_layer,
+    pack_quantized_layer,
+)
+
+from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
+from fastinfer.formats.packed_integers import unpack_integers
+from fastinfer.formats.quantized_checkpoint import parse_quantization_config, read_linear
+from fastinfer.formats.unpacked import Dense, Grouped, Int4, Int8, Lut
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def read(layer: Layer, exact: bool = True) -> Grouped:
+    weight = read_linear(layer.tensors, NAME, layer.config, exact=exact)
+    assert isinstance(weight, Grouped)
+    return weight
+
+
+def assert_exact(layer: Layer) -> Grouped:
+    """fp16 scales and small integers: sums and products are exact in fp32."""
+    weight = read(layer)
+    assert torch.equal(weight.dequantize().double(), layer.weight)
+    return weight
+
+
+class TestGPTQ:
+    @pytest.mark.parametrize("version", [1, 2])
+    @pytest.mark.parametrize("act_order", [False, True])
+    @pytest.mark.parametrize("symmetric", [False, True])
+    @pytest.mark.parametrize("bits", [2, 3, 4, 8])
+    def test_bits(self, bits: int, symmetric: bool, act_order: bool, version: int) -> None:
+        weight = assert_exact(gptq_layer(bits, symmetric=symmetric, act_order=act_order, version=version))
+        assert type(weight) is (Int8 if bits == 8 else Int4)
+        assert (weight.permutation is not None) == act_order
+        # Fewer than four bits have room for their zeros; more have only where these are the middle.
+        assert (weight.mins is None) == (symmetric or bits < 4)
+        assert weight.scales.dtype == (torch.float16 if weight.mins is None else torch.float32)
+
+    @pytest.mark.parametrize("group_size", [32, 96, 128, -1, 1024])
+    def test_group_sizes(self, group_size: int) -> None:
+        layer = gptq_layer(columns=384, group_size=min(group_size, 384))
+        layer.config["group_size"] = group_size  # more than there are inputs: all of them
+        weight = assert_exact(layer)
+        assert weight.scales.shape == (64, 384 // group_size if 0 < group_size <= 384 else 1)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    @pytest.mark.parametrize("symmetric", [False, True])
+    def test_scales_of_other_dtypes(self, dtype: torch.dtype, symmetric: bool) -> None:
+        layer = gptq_layer(symmetric=symmetric)
+        exact = read(layer)
+        layer.tensors[f"{NAME}.scales"] = layer.tensors[f"{NAME}.scales"].to(dtype)
+        if dtype == torch.float32:
+            assert exact.fits(read(layer))
+            assert torch.equal(read(layer).dequantize(), exact.dequantize())
+        else:
+            torch.testing.assert_close(read(layer).dequantize(), exact.dequantize(), rtol=2**-8, atol=0)
+
+    def test_fast_minimums_are_fp16(self) -> None:
+        layer = gptq_layer()
+        weight = read(layer, exact=False)
+        assert weight.mins is not None
+        assert (weight.scales.dtype, weight.mins.dtype) == (torch.float16, torch.float16)
+        error = (weight.dequantize() - layer.weight).abs()
+        assert error.max() <= weight.mins.abs().max() * 2**-11
+        assert error.any()
+
+    def test_three_bits_as_autogptq_packs_them(self) -> None:
+        """Words that AutoGPTQ 0.7.1 has made."""
+        q = [1, 1, 3, 7, 5, 5, 7, 3] * 4
+        zeros = [*range(1, 8)] * 4 + [1, 2, 3, 4]
+        words = torch.tensor([[0xC97EDEC9, 0xDEC97EDE, 0x7EDEC97E], [0xD11AC688, 0x6B1A2358, 0x688D6344]])
+        values = unpack_integers(words.to(torch.int32), 3)
+        assert values[0].tolist() == q
+        assert (values[1] + 1).tolist() == zeros
+
+    def test_order_without_groups_is_missing(self) -> None:
+        layer = gptq_layer(act_order=True)
+        del layer.tensors[f"{NAME}.g_idx"]
+        with pytest.raises(CheckpointFormatError, match="g_idx' is missing"):
+            read(layer)
+
+    @pytest.mark.parametrize("value", [-1, 4, 2**31 - 1, 0])
+    def test_groups_of_unequal_size(self, value: int) -> None:
+        layer = gptq_layer(act_order=True)
+        group = layer.tensors[f"{NAME}.g_idx"]
+        group[group.argmax()] = value
+        with pytest.raises(CheckpointFormatError, match="g_idx': expected 4 groups of 64 inputs each"):
+            read(layer)
+
+    @pytest.mark.parametrize(("columns", "group_size"), [(576, 128), (256, 16), (96, 48), (256, 0), (256, -2)])
+    def test_groups_that_the_kernels_do_not_have(self, columns: int, group_size: int) -> None:
+        layer = gptq_layer(columns=columns, group_size=-1)
+        layer.config["group_size"] = group_size
+        expected = f"groups of {group_size} in {columns} inputs; the kernels need a multiple of 32 that divides"
+        with pytest.raises(UnsupportedModelError, match=expected):
+            read(layer)
+
+
+class TestAWQ:
+    @pytest.mark.parametrize("group_size", [32, 64, 128, -1])
+    def test_groups(self, group_size: int) -> None:
+        weight = assert_exact(awq_layer(group_size=group_size))
+        assert isinstance(weight, Int4)
+        assert weight.permutation is None
+
+    def test_order_within_a_word(self) -> None:
+        layer = awq_layer(rows=8, columns=32, group_size=32)
+        layer.tensors[f"{NAME}.qweight"].fill_(0x75316420)
+        weight = read(layer)
+        assert torch.equal(weight.q, torch.arange(8, dtype=torch.uint8)[:, None].expand(8, 32))
+
+
+class TestBitsAndBytes:
+    @pytest.mark.parametrize("nested", [False, True])
+    @pytest.mark.parametrize("kind", ["nf4", "fp4"])
+    @pytest.mark.parametrize("block_size", [32, 64, 256])
+    def test_table(self, kind: str, nested: bool, block_size: int) -> None:
+        layer = bitsandbytes_layer(kind, block_size=block_size, nested=nested)
+        weight = read(layer)
+        assert isinstance(weight, Lut)
+        assert weight.scales.dtype == torch.float32
+        torch.testing.assert_close(weight.dequantize().double(), layer.weight, rtol=1e-6, atol=1e-6)
+
+    def test_fast_scales_are_fp16(self) -> None:
+        layer = bitsandbytes_layer(nested=False)
+        weight = read(layer, exact=False)
+        assert weight.scales.dtype == torch.float16
+        torch.testing.assert_close(weight.dequantize().double(), layer.weight, rtol=2**-11, atol=0)
+
+    def test_int8(self) -> None:
+        layer = int8_layer()
+        weight = read(layer)
+        assert isinstance(weight, Int8)
+        assert not weight.int8_activations
+        torch.testing.assert_close(weight.dequantize().double(), layer.weight, rtol=1e-6, atol=0)
+
+    def test_other_storage(self) -> None:
+        """``bnb_4bit_quant_storage``: the same bytes under another dtype."""
+        layer = bitsandbytes_layer()
+        expected = read(layer).dequantize()
+        stored = layer.tensors[f"{NAME}.weight"]
+        layer.tensors[f"{NAME}.weight"] = stored.flatten().view(torch.bfloat16)[:, None]
+        assert torch.equal(read(layer).dequantize(), expected)
+
+    def test_block_across_rows(self) -> None:
+        with pytest.raises(UnsupportedModelError, match="groups of 64 in 96 inputs"):
+            read(bitsandbytes_layer(columns=96))
+
+    @pytest.mark.parametrize("text", [b"", b"{", b"[" * 10000, b"3", b'{"shape": [40, 256]}', b"\xff"])
+    def test_damaged_state(self, text: bytes) -> None:
+        layer = bitsandbytes_layer()
+        name = f"{NAME}.weight.quant_state.bitsandbytes__nf4"
+        layer.tensors[name] = torch.tensor(list(text), dtype=torch.uint8)
+        with pytest.raises(CheckpointFormatError, match="bitsandbytes__nf4"):
+            read(layer)
+
+    def test_other_layout(self) -> None:
+        layer = int8_layer()
+        layer.tensors[f"{NAME}.weight_format"].fill_(2)
+        with pytest.raises(UnsupportedModelError, match="weight_format 2 is not implemented"):
+            read(layer)
+
+
+class TestCompressedTensors:
+    @pytest.mark.parametrize("act_order", [False, True])
+    @pytest.mark.parametrize("symmetric", [False, True])
+    @pytest.mark.parametrize("group_size", [32, 128, -1])
+    @pytest.mark.parametrize("bits", [4, 8])
+    def test_packed(self, bits: int, group_size: int, symmetric: bool, act_order: bool) -> None:
+        layer = pack_quantized_layer(bits, group_size=group_size, symmetric=symmetric, act_order=act_order)
+        weight = assert_exact(layer)
+        assert type(weight) is (Int4 if bits == 4 else Int8)
+        assert (weight.mins is None) == symmetric
+
+    def test_zeros_of_rows_that_fill_no_word(self) -> None:
+        assert_exact(pack_quantized_layer(rows=37, symmetric=False))
+
+    @pytest.mark.parametrize("strategy", ["channel", "tensor"])
+    def test_w8a8(self, strategy: str) -> None:
+        layer = int_quantized_layer(strategy=strategy)
+        weight = read(layer)
+        assert isinstance(weight, Int8)
+        assert weight.int8_activations
+        assert weight.scales.shape == (40, 1)
+        torch.testing.assert_close(weight.dequantize().double(), layer.weight, rtol=1e-6, atol=0)
+
+    def test_w8a16(self) -> None:
+        layer = int_quantized_layer()
+        layer.config["config_groups"]["group_0"]["input_activations"] = None
+        weight = read(layer)
+        assert isinstance(weight, Int8)
+        assert not weight.int8_activations
+
+    def test_groups_without_order(self) -> None:
+        """-1 everywhere: the groups are in order."""
+        layer = pack_quantized_layer()
+        layer.tensors[f"{NAME}.weight_g_idx"] = torch.full((256,), -1, dtype=torch.int32)
+        assert assert_exact(layer).permutation is None
+
+    @pytest.mark.parametrize(
+        ("targets", "ignore", "quantized"),
+        [
+            (["Linear"], [], True),
+            ([NAME], [], True),
+            (["re:.*down_proj"], [], True),
+            (["re:down_proj"], [], False),
+            (["Embedding"], [], False),
+            (["Linear"], [NAME], False),
+            (["Linear"], ["re:model.*proj$"], False),
+            (["Linear"], ["lm_head", "model"], True),
+        ],
+    )
+    def test_targets(self, targets: list[str], ignore: list[str], quantized: bool) -> None:
+        layer = int_quantized_layer()
+        layer.config["config_groups"]["group_0"]["targets"] = targets
+        layer.config["ignore"] = ignore
+        if quantized:
+            assert isinstance(read(layer), Int8)
+        else:
+            layer.tensors = {f"{NAME}.weight": torch.ones(2, 3)}
+            assert isinstance(read_linear(layer.tensors, NAME, layer.config), Dense)
+
+    def test_name_is_a_better_match_than_a_class(self) -> None:
+        config = pack_quantized_layer(8).config
+        group = pack_quantized_layer(4).config["config_groups"]["group_0"]
+        config["config_groups"]["group_1"] = group | {"targets": ["re:.*down_proj"]}
+        format = parse_quantization_config(config)
+        assert format.scheme(NAME).bits == 4  # type: ignore[union-attr]
+        assert format.scheme("model.layers.0.mlp.up_proj").bits == 8  # type: ignore[union-attr]

@@ -1,0 +1,128 @@
+"""The modules alone: what they compute, and that their states are those of transformers' modules."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.families import make_model
+from torch import nn
+
+from fastinfer import ops
+from fastinfer.nn import Attention, FusedMLP, RMSNorm, RotaryEmbedding
+from fastinfer.nn.rotary import rotary_table
+
+KINDS = [None, "int4", "int8", "nf4"]
+
+
+def close(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
+
+
+def make_mlp(quantize: str | None = None, bias: bool = True) -> FusedMLP:
+    torch.manual_seed(0)
+    layers = nn.Linear(64, 96, bias), nn.Linear(64, 96, bias), nn.Linear(96, 64, bias)
+    return FusedMLP(*layers, activation="gelu_tanh", quantize=quantize, activation_bits=32)
+
+
+def make_attention(quantize: str | None = None, norms: bool = False, **options: Any) -> Attention:
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, rows, bias=False) for rows in (128, 64, 64)] + [nn.Linear(128, 64, bias=False)]
+    named = {name: RMSNorm(32, unit_offset=True) for name in ("q_norm", "k_norm")} if norms else {}
+    return Attention(*layers, head_dim=32, layer_idx=0, quantize=quantize, activation_bits=32, **named, **options)
+
+
+def test_rms_norm() -> None:
+    x, norm = torch.randn(2, 3, 64), RMSNorm(64, eps=1e-5)
+    nn.init.normal_(norm.weight)
+    close(norm(x), nn.functional.rms_norm(x, (64,), norm.weight, 1e-5))
+    close(norm(x.transpose(0, 1)), norm(x).transpose(0, 1))
+
+
+def test_unit_offset_follows_the_weight() -> None:
+    norm = RMSNorm(64, unit_offset=True)
+    x = torch.randn(3, 64)
+    norm.load_state_dict({"weight": torch.full((64,), 0.5)})
+    assert list(norm.state_dict()) == ["weight"]
+    close(norm(x), nn.functional.rms_norm(x, (64,), torch.full((64,), 1.5), 1e-6))
+
+
+@pytest.mark.parametrize("quantize", KINDS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_mlp_state(quantize: str | None, bias: bool) -> None:
+    """Three layers, each as if it stood alone; also from dense weights."""
+    mlp = make_mlp(quantize, bias)
+    state = mlp.state_dict()
+    kinds = {None: {"weight"}, "int4": {"qweight", "scales", "mins"}}.get(quantize, {"qweight", "scales"})
+    kinds |= {"bias"} if bias else set()
+    assert set(state) == {f"{name}.{kind}" for name in ("gate_proj", "up_proj", "down_proj") for kind in kinds}
+    torch.manual_seed(1)
+    other = FusedMLP(
+        *(nn.Linear(i, o, bias) for i, o in ((64, 96), (64, 96), (96, 64))),
+        activation="gelu_tanh",
+        quantize=quantize,
+        activation_bits=32,
+    )
+    x = torch.randn(2, 5, 64)
+    assert not torch.equal(other(x), mlp(x))
+    other.load_state_dict(state)
+    assert torch.equal(other(x), mlp(x))
+    other.load_state_dict(make_mlp(None, bias).state_dict())
+    assert torch.equal(other(x), mlp(x))
+
+
+@pytest.mark.parametrize("quantize", KINDS)
+def test_attention_state(quantize: str | None) -> None:
+    attention = make_attention(quantize, norms=True)
+    names = {name.partition(".")[0] for name in attention.state_dict()}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
+    other = make_attention(quantize, norms=True)
+    nn.init.zeros_(other.o_proj.weight) if quantize is None else other.o_proj.scales.zero_()
+    x = torch.randn(2, 5, 64)
+    other.load_state_dict(attention.state_dict())
+    assert torch.equal(other(x)[0], attention(x)[0])
+    other.load_state_dict(make_attention(None, norms=True).state_dict())
+    assert torch.equal(other(x)[0], attention(x)[0])
+
+
+@pytest.mark.parametrize("family", ["llama2", "llama-biases", "qwen2", "qwen3", "gemma2", "gemma3", "mistral"])
+def test_states_of_transformers(family: str) -> None:
+    """A replaced model's state is the original's, name by name and bit by bit."""
+    from fastinfer.integrations.transformers import replace
+
+    model = make_model(family)
+    before = {name: values.clone() for name, values in model.state_dict().items()}
+    replace(model)
+    after = model.state_dict()
+    assert set(after) == set(before)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    model.load_state_dict(before)
+
+
+def test_rotary_forms_agree() -> None:
+    """The table, and transformers' cosines and sines of the same positions."""
+    table = ops.cos_sin_cache(32, 50)
+    positions = torch.tensor([[3, 4, 5], [7, 8, 9]])
+    rotary = RotaryEmbedding(table)
+    x = torch.randn(2, 3, 64)
+    cos, sin = (half.repeat(1, 1, 2) for half in table[positions].chunk(2, -1))
+    attention = make_attention()
+    ours = attention(x, rotary(x, positions))[0]
+    theirs = attention(x, (cos, sin))[0]
+    assert torch.equal(ours, theirs)
+    one = rotary_table((cos[:1], sin[:1]), 2, 3)  # one row of positions for all
+    assert torch.equal(one[1], torch.tensor([0, 1, 2, 0, 1, 2]))
+    assert rotary.bfloat16()(x, positions)[0].dtype == torch.float32
+
+
+def test_errors() -> None:
+    linear = nn.Linear(64, 96)
+    with pytest.raises(ValueError, match="activation must be silu, gelu_tanh or gelu, got 'relu'"):
+        FusedMLP(linear, linear, nn.Linear(96, 64), activation="relu")
+    with pytest.raises(ValueError, match=r"multiple of 16 rows, got \[100, 100\]"):
+        FusedMLP(nn.Linear(64, 100), nn.Linear(64, 100), nn.Linear(100, 64))
+    with pytest.raises(ValueError, match=r"one number of inputs, got \[64, 32\]"):
+        FusedMLP(linear, nn.Linear(32, 96), nn.Linear(96, 64))
+    with pytest.raises(ValueError, match="a bias, or none"):
+        FusedMLP(linear, nn.Linear(64, 96, bias=False), nn.Linear(96, 64))
+    with pytest.raises(ValueError, match="whole heads of 40"):
+        Attention(*[nn.Linear(64, 64)] * 4, head_dim=40, layer_idx=0)

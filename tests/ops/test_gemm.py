@@ -1,0 +1,147 @@
+"""The dense linear layer with its fused prologues and epilogues against fp64."""
+
+from typing import Any
+
+import pytest
+import torch
+from support import reference
+from support.helpers import (
+    DTYPES,
+    GEMM_FUSIONS,
+    Guarded,
+    assert_bitwise,
+    assert_rounded,
+    device_fixture,
+    per_thread_count,
+)
+from support.helpers import gemm_options as options_of
+from torch import Tensor
+
+from fastinfer import ops
+from fastinfer.ops.pack import interleave_gate_up
+
+device = device_fixture("cpu", "avx512")
+
+
+def assert_gemm(x: Tensor, weight: Tensor, **options: Any) -> None:
+    out = ops.gemm(x, weight, **options)
+    assert out.dtype == x.dtype
+    assert_rounded(out, reference.gemm(x, weight, **options), slack=1e-5)
+
+
+def operands(
+    tokens: int, out_features: int, in_features: int, dtype: torch.dtype, weight_dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor]:
+    x = torch.randn(tokens, in_features, device=device).to(dtype)
+    weight = torch.randn(out_features, in_features, device=device) * in_features**-0.5
+    return x, weight.to(weight_dtype)
+
+
+@pytest.mark.parametrize("in_features", [1, 7, 32, 111, 576])
+@pytest.mark.parametrize("out_features", [1, 15, 17, 64, 1000])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 5, 17, 130])
+def test_shapes(tokens: int, out_features: int, in_features: int, device: str) -> None:
+    assert_gemm(*operands(tokens, out_features, in_features, torch.float32, torch.float32, device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 3, 64])
+def test_dtypes(tokens: int, weight_dtype: torch.dtype, dtype: torch.dtype, device: str) -> None:
+    assert_gemm(*operands(tokens, 49, 1536, dtype, weight_dtype, device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fusion", GEMM_FUSIONS)
+def test_fusions(fusion: str, dtype: torch.dtype, device: str) -> None:
+    for tokens in (1, 5, 33):
+        x, weight = operands(tokens, 96, 576, dtype, dtype, device)
+        for vector_dtype in {torch.float32, dtype}:
+            assert_gemm(x, weight, **options_of(fusion, x, 96, vector_dtype))
+
+
+def test_eps_reaches_the_norm(device: str) -> None:
+    x, weight = operands(3, 17, 64, torch.float32, torch.float32, device)
+    assert_gemm(x * 1e-2, weight, norm_weight=torch.ones(64, device=device), eps=1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 19])
+def test_strided_rows(tokens: int, dtype: torch.dtype, device: str) -> None:
+    x, weight = operands(tokens, 33, 64, dtype, dtype, device)
+    guarded = Guarded(x)
+    norm_weight = torch.ones(64, device=device)
+    expected = ops.gemm(x, weight, norm_weight=norm_weight)
+    assert_bitwise(ops.gemm(guarded.view, weight, norm_weight=norm_weight), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fusion", GEMM_FUSIONS)
+def test_a_row_does_not_depend_on_its_batch_or_the_threads(fusion: str, dtype: torch.dtype, device: str) -> None:
+    x, weight = operands(33, 96, 576, dtype, dtype, device)
+    options = options_of(fusion, x, 96, torch.float32)
+    one, two = per_thread_count(lambda: ops.gemm(x, weight, **options))
+    assert_bitwise(one, two)
+    for size in (1, 3, 8):
+        chunks = [
+            ops.gemm(rows, weight, **options | ({"residual": residual} if "residual" in options else {}))
+            for rows, residual in zip(x.split(size), options.get("residual", x).split(size), strict=True)
+        ]
+        assert_bitwise(torch.cat(chunks), one)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_inputs_in_several_chunks(dtype: torch.dtype, device: str) -> None:
+    """Two chunks and a part of a vector, in every block of rows from one to eight."""
+    x, weight = operands(8, 35, 2061, dtype, dtype, device)
+    assert_gemm(x, weight)
+    out = ops.gemm(x, weight)
+    for size in range(1, 8):
+        assert_bitwise(torch.cat([ops.gemm(rows, weight) for rows in x.split(size)]), out)
+
+
+def test_nan_stays_in_its_row(device: str) -> None:
+    x, weight = operands(19, 40, 64, torch.float32, torch.float32, device)
+    x[7, 3] = torch.nan
+    out = ops.gemm(x, weight)
+    assert out.isnan().any(1).nonzero().flatten().tolist() == [7]
+    assert out[7].isnan().all()
+
+
+def test_reference_is_that_of_torch() -> None:
+    """The unfused reference against torch.nn.functional, gate and up with biases of their own."""
+    torch.manual_seed(0)
+    x, gate, up = torch.randn(5, 64).double(), torch.randn(32, 64).double(), torch.randn(32, 64).double()
+    gate_bias, up_bias, norm_weight = torch.randn(32).double(), torch.randn(32).double(), torch.randn(64).double()
+    normed = torch.nn.functional.rms_norm(x, (64,), norm_weight, 1e-5)
+    expected = torch.nn.functional.silu(normed @ gate.T + gate_bias) * (normed @ up.T + up_bias)
+    weight, bias = interleave_gate_up(gate, up), interleave_gate_up(gate_bias, up_bias)
+    out = reference.gemm(x, weight, bias=bias, norm_weight=norm_weight, eps=1e-5, activation="silu")
+    torch.testing.assert_close(out, expected)
+
+
+GOOD: dict[str, Any] = {"x": torch.zeros(3, 64), "weight": torch.zeros(32, 64)}
+BAD: dict[str, tuple[str, dict[str, Any]]] = {
+    "x dtype": ("x", {"x": torch.zeros(3, 64).double()}),
+    "x 1-d": ("x", {"x": torch.zeros(64)}),
+    "x columns strided": ("x", {"x": torch.zeros(64, 3).T}),
+    "in_features": ("x|weight", {"weight": torch.zeros(32, 63)}),
+    "weight dtype": ("weight", {"weight": torch.zeros(32, 64).int()}),
+    "weight strided": ("weight", {"weight": torch.zeros(64, 32).T}),
+    "bias length": ("bias", {"bias": torch.zeros(31)}),
+    "bias dtype": ("bias", {"bias": torch.zeros(32).half()}),
+    "norm_weight length": ("norm_weight", {"norm_weight": torch.zeros(32)}),
+    "norm_weight dtype": ("norm_weight", {"norm_weight": torch.zeros(64).half()}),
+    "residual shape": ("residual", {"residual": torch.zeros(3, 64)}),
+    "residual dtype": ("residual", {"residual": torch.zeros(3, 32).half()}),
+    "unknown activation": ("activation", {"activation": "relu"}),
+    "activation and residual": ("residual", {"activation": "silu", "residual": torch.zeros(3, 16)}),
+    "half a gate": ("activation|weight|out_features", {"activation": "silu", "weight": torch.zeros(48, 64)}),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_errors_name_the_argument(case: str) -> None:
+    argument, change = BAD[case]
+    with pytest.raises((RuntimeError, ValueError), match=rf"\b({argument})\b"):
+        ops.gemm(**(GOOD | change))

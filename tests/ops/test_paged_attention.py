@@ -1,0 +1,526 @@
+"""Paged attention: accuracy against fp64, poisoned memory, invariances, errors.
+
+Tolerance: the error may be at most twice that of the naive attention in the dtype of q, plus fp32's own noise.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import torch
+from support import reference
+from support.attention_batches import (
+    BATCHES,
+    QUANTIZED,
+    Batch,
+    QuantizedBatch,
+    assert_attention,
+    make_batch,
+    quantized,
+)
+from support.helpers import DTYPES, Guarded, assert_bitwise, device_fixture, per_thread_count
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastinfer import ops
+
+device = device_fixture("cpu", "avx512", "cuda", "emulated")
+GPUS = {
+    "cuda": pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    "emulated": pytest.mark.emulated,
+}
+LOW = [torch.bfloat16, torch.float16]
+
+
+def per_device(names: str, cpu: Sequence[Any], gpu: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrize ``device`` and ``names``, with values of the CPU's and of a GPU's own: a GPU knows no fp32."""
+
+    def values(case: Any) -> tuple[Any, ...]:
+        return case if isinstance(case, tuple) else (case,)
+
+    params = [pytest.param("cpu", *values(case)) for case in cpu]
+    params += [pytest.param(gpu_name, *values(case), marks=GPUS[gpu_name]) for gpu_name in GPUS for case in gpu]
+    return pytest.mark.parametrize(f"device, {names}", params, indirect=["device"])
+
+
+fp32_or_bf16 = per_device("dtype", [torch.float32], [torch.bfloat16])
+low_or_fp32 = per_device("dtype", [torch.float32, torch.bfloat16], LOW)
+
+SHAPES = [
+    (torch.float32, 9, 3, 64, 16),
+    (torch.float32, 1, 1, 8, 1),
+    (torch.float32, 3, 1, 80, 32),
+    (torch.float32, 4, 4, 96, 16),
+    (torch.float32, 9, 1, 128, 64),
+    (torch.float32, 8, 2, 256, 32),
+    (torch.float32, 2, 1, 24, 5),
+    (torch.float32, 2, 1, 13, 16),
+]
+GPU_SHAPES = [
+    (torch.bfloat16, 9, 3, 64, 16),
+    (torch.float16, 20, 1, 64, 1),
+    (torch.bfloat16, 3, 1, 80, 32),
+    (torch.float16, 4, 4, 96, 5),
+    (torch.bfloat16, 9, 1, 128, 64),
+    (torch.float16, 4, 2, 256, 128),
+]
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@per_device("dtype, q_heads, kv_heads, head_dim, block_size", SHAPES, GPU_SHAPES)
+def test_shapes(
+    name: str, dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int, block_size: int, device: str
+) -> None:
+    assert_attention(make_batch(BATCHES[name], q_heads, kv_heads, head_dim, block_size, dtype, device=device))
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@per_device("dtype, cache_dtype", list(product(DTYPES, DTYPES)), [(dtype, dtype) for dtype in LOW])
+def test_dtypes(name: str, dtype: torch.dtype, cache_dtype: torch.dtype, device: str) -> None:
+    lengths = [(count, min(length, 530)) for count, length in BATCHES[name]]
+    assert_attention(make_batch(lengths, 3, 1, 64, 16, dtype, cache_dtype, device))
+
+
+@per_device("dtype", [torch.float32, torch.bfloat16], [torch.bfloat16])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("window", [0, 1, 5, 512])
+def test_options(window: int, softcap: float, sinks: bool, dtype: torch.dtype, device: str) -> None:
+    batch = make_batch([(3, 1025), (1, 40), (33, 33), (0, 7), (1, 513)], 6, 2, 64, 16, dtype, device=device)
+    sink_logits = torch.tensor([-3.0, 0.0, 2.0, 5.0, -torch.inf, 30.0], device=device) if sinks else None
+    assert_attention(batch, window=window, softcap=softcap, sinks=sink_logits)
+
+
+@fp32_or_bf16
+@pytest.mark.parametrize("scale", [0.0, 1.0, -0.3])
+def test_scale(scale: float, dtype: torch.dtype, device: str) -> None:
+    """Scale 0 averages the values."""
+    assert_attention(make_batch([(5, 700), (1, 3)], dtype=dtype, device=device), scale=scale)
+
+
+@fp32_or_bf16
+@pytest.mark.parametrize("window", [0, 5])
+def test_large_logits_do_not_overflow(window: int, dtype: torch.dtype, device: str) -> None:
+    """Logits of 900 are beyond exp's range; fp32 knows them to 2e-4, and the probabilities to as much."""
+    batch = make_batch([(5, 700), (1, 3)], dtype=dtype, device=device)
+    out = batch.run(scale=30.0, window=window)
+    rounding = {"rtol": 0, "atol": 2e-3} if dtype == torch.float32 else {"rtol": 8e-3, "atol": 2e-2}
+    torch.testing.assert_close(out.double(), batch.expected(scale=30.0, window=window)[0], **rounding)
+
+
+@fp32_or_bf16
+@pytest.mark.parametrize("lengths", [[], [(0, 0)], [(0, 5), (0, 600)]])
+def test_no_queries(lengths: list[tuple[int, int]], dtype: torch.dtype, device: str) -> None:
+    assert make_batch(lengths, dtype=dtype, device=device).run().shape == (0, 9, 64)
+
+
+@fp32_or_bf16
+@pytest.mark.parametrize("queries", [1, 20])
+def test_positions_outside_every_window_are_not_read(queries: int, dtype: torch.dtype, device: str) -> None:
+    """Not even multiplied by zero: their pages may have been given back."""
+    batch = make_batch([(queries, 580 + queries)], block_size=16, dtype=dtype, device=device)
+    expected = batch.run(window=100)  # the first query, at 580, sees 481 and later
+    for cache in (batch.k_cache, batch.v_cache):
+        cache[batch.block_table[0, :30].long()] = torch.nan  # 0 to 479
+        cache[batch.block_table[0, 30], 0] = torch.nan  # 480
+    assert_bitwise(batch.run(window=100), expected)
+
+
+@per_device("dtype", DTYPES, LOW)
+def test_strided_queries(dtype: torch.dtype, device: str) -> None:
+    batch = make_batch(BATCHES["mixed"], dtype=dtype, device=device)
+    contiguous = batch.run()
+    guarded = Guarded(batch.q)
+    batch.q = guarded.view
+    assert_bitwise(batch.run(), contiguous)
+    guarded.assert_intact()
+
+
+# What a row may differ by beside other rows: nothing on the CPU. On a GPU the batch decides where sums are cut, and so
+# how probabilities are rounded.
+bitwise_or_close = per_device(
+    "dtype, close",
+    [(dtype, {"rtol": 0, "atol": 0}) for dtype in (torch.float32, torch.bfloat16)],
+    [(torch.float16, {"rtol": 2**-9, "atol": 1e-3})],
+)
+
+
+@bitwise_or_close
+@pytest.mark.parametrize("window", [0, 200])
+def test_whole_chunked_and_decoded_are_equal(
+    dtype: torch.dtype, close: dict[str, float], window: int, device: str
+) -> None:
+    """A query's row depends on its sequence alone, not on the queries or sequences that run beside it."""
+    length = 530
+    whole = make_batch([(length, length)], 3, 1, 64, dtype=dtype, device=device)
+    expected = whole.run(window=window)
+    for cuts in [[0, 1, 17, 300, 512, 513, 530], [0, 400, 529, 530]]:
+        for begin, end in pairwise(cuts):
+            rows = Batch(
+                whole.q[begin:end],
+                whole.k_cache,
+                whole.v_cache,
+                whole.block_table,
+                torch.tensor([end], dtype=torch.int32, device=device),
+                torch.tensor([0, end - begin], dtype=torch.int32, device=device),
+            )
+            torch.testing.assert_close(rows.run(window=window), expected[begin:end], **close)
+
+
+@bitwise_or_close
+def test_a_sequence_does_not_depend_on_its_batch(dtype: torch.dtype, close: dict[str, float], device: str) -> None:
+    batch = make_batch(BATCHES["mixed"] + BATCHES["decode"], dtype=dtype, device=device)
+    together = batch.run()
+    starts = batch.query_start.tolist()
+    for sequence in range(len(starts) - 1):
+        rows = slice(starts[sequence], starts[sequence + 1])
+        alone = Batch(
+            batch.q[rows],
+            batch.k_cache,
+            batch.v_cache,
+            batch.block_table[sequence : sequence + 1],
+            batch.seq_lens[sequence : sequence + 1],
+            torch.tensor([0, rows.stop - rows.start], dtype=torch.int32, device=device),
+        )
+        torch.testing.assert_close(alone.run(), together[rows], **close)
+
+
+@pytest.mark.parametrize("name", [*BATCHES, "few tokens", "long"])
+def test_threads(name: str) -> None:
+    """Two threads cut tasks into tokens, tiles or splits, where one takes them whole."""
+    lengths = BATCHES | {"few tokens": [(16, 16)], "long": [(4, 4500), (1, 9000)]}
+    assert_bitwise(*per_thread_count(make_batch(lengths[name]).run))
+
+
+CACHES = [torch.float16, torch.int8, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("cache_dtype", CACHES)
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "head_dim"), [(1, 1, 64), (8, 2, 128), (7, 1, 13), (3, 1, 13), (9, 1, 80)]
+)
+def test_rows_decode_and_prefill_alike(q_heads: int, kv_heads: int, head_dim: int, cache_dtype: torch.dtype) -> None:
+    """However many rows share a tile, and whether they read the cache itself or its copy."""
+    float_cache = cache_dtype == torch.float16
+    whole = make_batch([(70, 140)], q_heads, kv_heads, head_dim, cache_dtype=cache_dtype if float_cache else None)
+    batch = whole if float_cache else quantized(whole, cache_dtype)
+    together = batch.run()
+    for rows in (slice(0, 1), slice(3, 5), slice(60, 66), slice(69, 70)):
+        cut = {
+            "q": batch.q[rows],
+            "seq_lens": int32(70 + rows.stop),
+            "query_start": int32(0, rows.stop - rows.start),
+        }
+        assert_bitwise(ops.paged_attention(**(vars(batch) | cut)), together[rows])
+
+
+@fp32_or_bf16
+def test_shared_pages(dtype: torch.dtype, device: str) -> None:
+    """Two sequences over the same pages (a shared prefix) give what each gives alone."""
+    batch = make_batch([(1, 40), (1, 40)], dtype=dtype, device=device)
+    batch.block_table[1] = batch.block_table[0]
+    batch.q[1] = batch.q[0]
+    out = batch.run()
+    assert_bitwise(out[1], out[0])
+
+
+HEAD_DIMS = [64, 80, 96, 128, 256]
+
+
+@low_or_fp32
+@pytest.mark.parametrize("cache_dtype", QUANTIZED)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_quantized_cache(head_dim: int, cache_dtype: torch.dtype, dtype: torch.dtype, device: str) -> None:
+    batch = make_batch([(1, 300), (6, 70), (1, 1), (20, 33)], 6, 2, head_dim, 16, dtype, torch.float32, device)
+    assert_attention(quantized(batch, cache_dtype))
+
+
+@low_or_fp32
+@pytest.mark.parametrize("cache_dtype", QUANTIZED)
+def test_quantized_cache_with_options(cache_dtype: torch.dtype, dtype: torch.dtype, device: str) -> None:
+    batch = make_batch([(3, 400), (33, 33)], 6, 2, 64, 32, dtype, torch.float32, device)
+    assert_attention(quantized(batch, cache_dtype), window=100, softcap=2.0, sinks=torch.arange(6.0, device=device))
+
+
+@low_or_fp32
+@pytest.mark.parametrize("cache_dtype", QUANTIZED)
+def test_small_probabilities_of_quantized_values_are_kept(
+    cache_dtype: torch.dtype, dtype: torch.dtype, device: str
+) -> None:
+    """Beside a first position that takes nearly all and is worth nothing: times a scale of 1/1000 or less the others'
+    probabilities would be subnormal in fp16, and the output a tenth off."""
+    batch = make_batch([(1, 40)], 1, 1, 64, 64, dtype, torch.float32, device)
+    page = batch.block_table[0, 0]
+    batch.q.fill_(1.0)
+    batch.k_cache[page, :40] = 1e-3
+    batch.k_cache[page, 0] = 8.0
+    batch.v_cache[page, :40] = 0.1
+    batch.v_cache[page, 0] = 1e-9
+    batch = quantized(batch, cache_dtype)
+    expected, _ = batch.expected(scale=1 / 64)
+    torch.testing.assert_close(batch.run(scale=1 / 64).double(), expected, rtol=1e-2, atol=0)
+
+
+@low_or_fp32
+@pytest.mark.parametrize("cache_dtype", QUANTIZED)
+def test_every_quantized_value_is_exact(cache_dtype: torch.dtype, dtype: torch.dtype, device: str) -> None:
+    """A single position has the probability 1, so that its value comes out, and its logit as the lse."""
+    codes = torch.arange(-128, 128).to(torch.int8)
+    if cache_dtype != torch.int8:
+        codes[(codes & 0x7F) == 0x7F] = 0  # NaN
+    cache = codes.view(cache_dtype).view(1, 1, 1, 256).to(device)
+    zero, one = torch.tensor([0, 1], device=device).int().split(1)
+    ragged = {"block_table": zero[None], "seq_lens": one, "query_start": torch.cat([zero, one])}
+    q = torch.randn(1, 1, 256, device=device).to(dtype)
+    lse, scale = torch.empty(1, 1, device=device), torch.full((1, 1, 1), 0.5, device=device)
+    out = ops.paged_attention(q, cache, cache, **ragged, k_scale=6 * scale, v_scale=scale, scale=0.25, lse=lse)
+    assert_bitwise(out, cache[0].float().div(2).to(dtype))
+    products = 0.75 * q.double() * cache.double()
+    torch.testing.assert_close(lse.double().sum(), products.sum(), rtol=0, atol=float(1e-6 * products.abs().sum()))
+
+
+@dataclass
+class Int4Batch(QuantizedBatch):
+    def worth(self, codes: Tensor, scales: Tensor, size: int) -> Tensor:
+        values = reference.dequantize_int4(codes, scales, size)
+        # On a GPU the factors of the products have 16 bits, and fp16 comes first.
+        return values if self.q.dtype == torch.float32 else values.half().to(self.q.dtype)
+
+    def expected(self, **options: Any) -> tuple[Tensor, Tensor]:
+        k_size, v_size = reference.INT4_GROUPS
+        caches = self.worth(self.k_cache, self.k_scale, k_size), self.worth(self.v_cache, self.v_scale, v_size)
+        ragged = (self.block_table, self.seq_lens, self.query_start)
+        return reference.paged_attention(self.q, *caches, *ragged, **options)
+
+
+def int4(batch: Batch) -> Int4Batch:
+    """Positions that must not be read are NaN by their scales."""
+    k_size, v_size = reference.INT4_GROUPS
+    k_cache, k_scale = reference.quantize_int4(batch.k_cache, k_size)
+    v_cache, v_scale = reference.quantize_int4(batch.v_cache, v_size)
+    return Int4Batch(batch.q, k_cache, v_cache, batch.block_table, batch.seq_lens, batch.query_start, k_scale, v_scale)
+
+
+INT4_LENGTHS = [(1, 300), (6, 70), (1, 1), (20, 33)]
+
+
+@per_device("head_dim, dtype", [(d, torch.float32) for d in (2, 24, 34, 64, 80, 128)], list(product(HEAD_DIMS, LOW)))
+def test_int4_cache(head_dim: int, dtype: torch.dtype, device: str) -> None:
+    assert_attention(int4(make_batch(INT4_LENGTHS, 6, 2, head_dim, 16, dtype, torch.float32, device)))
+
+
+@per_device("dtype", [torch.float32], LOW)
+def test_int4_cache_with_options(dtype: torch.dtype, device: str) -> None:
+    batch = int4(make_batch([(3, 400), (33, 33)], 6, 2, 64, 32, dtype, torch.float32, device))
+    assert_attention(batch, window=100, softcap=2.0, sinks=torch.arange(6.0, device=device))
+
+
+@per_device("dtype", [torch.float32], LOW)
+def test_every_int4_value_is_exact(dtype: torch.dtype, device: str) -> None:
+    """Each code in each place of a word, with a scale and a minimum of its own in every group."""
+    cache = torch.randperm(256)[:128].byte().view(1, 1, 1, 128).to(device)
+    keys, values = (torch.arange(count) - count // 2 for count in (16, 4))
+    k_scale, v_scale = (torch.stack([2.0**n, n], -1).half().view(1, 1, 1, -1, 2).to(device) for n in (keys, values))
+    zero, one = torch.tensor([0, 1], device=device).int().split(1)
+    ragged = {"block_table": zero[None], "seq_lens": one, "query_start": torch.cat([zero, one])}
+    q, lse = torch.randn(1, 1, 256, device=device).to(dtype), torch.empty(1, 1, device=device)
+    out = ops.paged_attention(q, cache, cache, **ragged, k_scale=k_scale, v_scale=v_scale, scale=0.25, lse=lse)
+    key, value = (
+        reference.dequantize_int4(cache, scale, size)[0].half().to(dtype)
+        for scale, size in zip((k_scale, v_scale), reference.INT4_GROUPS, strict=True)
+    )
+    assert_bitwise(out, value)
+    products = 0.25 * q.double() * key.double()
+    torch.testing.assert_close(lse.double().sum(), products.sum(), rtol=0, atol=float(1e-6 * products.abs().sum()))
+
+
+def test_nan_in_an_int4_value_shows_to_those_that_see_it_alone() -> None:
+    batch = int4(make_batch([(140, 140)], 3, 1, 128))
+    for position in (0, 66, 139):
+        v_scale = batch.v_scale.clone()
+        v_scale[batch.block_table[0, position // 16], position % 16, 0, 1, 0] = torch.nan
+        out = ops.paged_attention(**(vars(batch) | {"v_scale": v_scale}))
+        seen = torch.tensor([position <= query for query in range(140)])
+        assert_bitwise(out[..., 64:].isnan().all(-1).all(-1), seen)
+        assert_bitwise(out[..., 64:].isnan().any(-1).any(-1), seen)
+        assert out[..., :64].isfinite().all()
+
+
+@fp32_or_bf16
+def test_a_plan_serves_every_call_of_its_step(dtype: torch.dtype, device: str) -> None:
+    """And is as it was afterwards: the third call finds what the first one found."""
+    for window in (0, 70):
+        batch = make_batch(BATCHES["mixed"], dtype=dtype, device=device)
+        plan = ops.paged_attention_plan(batch.seq_lens, batch.query_start, 9, 3, 64, window)
+        expected = batch.run(window=window)
+        for _ in range(3):
+            assert_bitwise(batch.run(window=window, plan=plan), expected)
+
+
+@low_or_fp32
+def test_queries_that_see_nothing(dtype: torch.dtype, device: str) -> None:
+    """A CUDA graph's unused places and padding on the left: the length is 0, or below the queries."""
+    batch = make_batch([(1, 20), (1, 0), (3, 1), (20, 5)], dtype=dtype, device=device)
+    lse = torch.full((25, 9), torch.nan, device=device)
+    out = batch.run(lse=lse)
+    blind = [1, 2, 3, *range(5, 20)]
+    assert out[blind].eq(0).all()
+    assert lse[blind].isneginf().all()
+    alone = make_batch([(1, 20), (1, 1), (5, 5)], dtype=dtype, device=device)
+    alone.q, alone.k_cache, alone.v_cache = batch.q[[0, 4, *range(20, 25)]], batch.k_cache, batch.v_cache
+    alone.block_table = batch.block_table[[0, 2, 3]]
+    seen = alone.run()
+    torch.testing.assert_close(out[[0, 4, *range(20, 25)]], seen, rtol=2**-7, atol=4e-3)
+    sinks = torch.arange(9.0, device=device)
+    assert batch.run(lse=lse, sinks=sinks)[blind].eq(0).all()
+    torch.testing.assert_close(lse[blind], sinks.expand(len(blind), 9))
+
+
+def test_reference_is_that_of_torch() -> None:
+    torch.manual_seed(0)
+    batch = make_batch([(7, 40)], q_heads=6, kv_heads=2, block_size=8)
+    k, v = (cache[batch.block_table[0, :5].long()].flatten(0, 1).double() for cache in (batch.k_cache, batch.v_cache))
+    mask = torch.ones(7, 40, dtype=torch.bool).tril(33)
+    q, k, v = (t.transpose(0, 1)[None] for t in (batch.q.double(), k, v))
+    expected = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)[0].transpose(0, 1)
+    torch.testing.assert_close(batch.expected()[0], expected)
+
+
+@pytest.mark.parametrize("context", [1, 64, 70, 600])
+def test_nan_in_a_visible_key_or_in_the_query_shows(context: int) -> None:
+    """Also where it is the last number that the maximum sees, and where nothing else is visible in its tile."""
+
+    def attend(q: Tensor, k: Tensor) -> Tensor:
+        blocks = -(-context // 16)
+        return ops.paged_attention(
+            q, k, torch.ones_like(k), int32(*range(blocks)).view(1, -1), int32(context), int32(0, 1)
+        )
+
+    q, k = torch.randn(1, 1, 64), torch.randn(-(-context // 16), 16, 1, 64)
+    assert attend(q.fill_(1.0), k).isfinite().all()
+    for position in {0, context // 2, context - 1}:
+        poisoned = k.clone()
+        poisoned.view(-1, 64)[position] = torch.nan
+        assert attend(q, poisoned).isnan().all(), position
+    assert attend(torch.full_like(q, torch.nan), k).isnan().all()
+
+
+@pytest.mark.parametrize("poisoned", ["k_cache", "v_cache"])
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("window", [0, 1, 40])
+def test_nan_in_the_cache_shows_to_those_that_see_it_alone(window: int, heads: int, poisoned: str) -> None:
+    """Not to other queries of its tile, as 0 times NaN."""
+    batch = make_batch([(140, 140)], heads, 1, 64)
+    for position in (0, 61, 66, 130, 139):
+        cache = vars(batch)[poisoned].clone()
+        cache[batch.block_table[0, position // 16], position % 16] = torch.nan
+        out = ops.paged_attention(**(vars(batch) | {poisoned: cache}), window=window)
+        end = position + window if window else 140
+        assert_bitwise(out.isnan().all(-1).all(-1), torch.tensor([position <= query < end for query in range(140)]))
+        assert_bitwise(out.isnan().any(-1).any(-1), out.isnan().all(-1).all(-1))
+
+
+def test_nan_in_a_query_shows_in_its_head_alone() -> None:
+    batch = make_batch([(140, 140)], 3, 1, 64)
+    clean = batch.run()
+    for token, head in ((0, 0), (70, 1), (139, 2)):
+        q = batch.q.clone()
+        q[token, head, 5] = torch.nan
+        out = ops.paged_attention(**(vars(batch) | {"q": q}))
+        assert out[token, head].isnan().all()
+        out[token, head] = clean[token, head]
+        assert_bitwise(out, clean)
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+GOOD: dict[str, Any] = {
+    "q": torch.zeros(3, 4, 64),
+    "k_cache": torch.zeros(5, 16, 2, 64),
+    "v_cache": torch.zeros(5, 16, 2, 64),
+    "block_table": int32(0, 1, 2, 3).view(2, 2),
+    "seq_lens": int32(20, 32),
+    "query_start": int32(0, 2, 3),
+}
+BAD: dict[str, tuple[str, Any]] = {
+    "q dtype": ("q", torch.zeros(3, 4, 64).double()),
+    "q 2-d": ("q", torch.zeros(3, 256)),
+    "q heads strided": ("q", torch.zeros(3, 64, 4).transpose(1, 2)),
+    "heads do not divide": ("q", torch.zeros(3, 5, 64)),
+    "no heads": ("q", torch.zeros(3, 0, 64)),
+    "head_dim is not the cache's": ("q|k_cache", torch.zeros(3, 4, 32)),
+    "k_cache 3-d": ("k_cache", torch.zeros(5, 16, 128)),
+    "k_cache strided": ("k_cache", torch.zeros(5, 2, 16, 64).transpose(1, 2)),
+    "v_cache shape": ("v_cache", torch.zeros(5, 16, 1, 64)),
+    "v_cache dtype": ("v_cache", torch.zeros(5, 16, 2, 64).int()),
+    "block_table int64": ("block_table", torch.zeros(2, 2, dtype=torch.int64)),
+    "block_table rows": ("block_table|seq_lens", int32(0, 1, 2).view(3, 1)),
+    "block past the cache": ("block_table", int32(0, 5, 2, 3).view(2, 2)),
+    "block negative": ("block_table", int32(0, 1, -1, 3).view(2, 2)),
+    "seq_lens int64": ("seq_lens", torch.tensor([20, 32])),
+    "seq_lens past the table": ("seq_lens", int32(20, 33)),
+    "seq_lens negative": ("seq_lens", int32(20, -1)),
+    "query_start int64": ("query_start", torch.tensor([0, 2, 3])),
+    "query_start length": ("query_start", int32(0, 3)),
+    "query_start end": ("query_start", int32(0, 2, 4)),
+    "query_start begin": ("query_start", int32(1, 2, 3)),
+    "query_start falls": ("query_start", int32(0, 5, 3)),
+    "sinks dtype": ("sinks", torch.zeros(4).half()),
+    "sinks length": ("sinks", torch.zeros(2)),
+    "lse shape": ("lse", torch.zeros(4, 3)),
+    "lse dtype": ("lse", torch.zeros(3, 4).half()),
+    "window negative": ("window", -1),
+    "softcap negative": ("softcap", -1.0),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_errors_name_the_argument(case: str) -> None:
+    arguments, value = BAD[case]
+    with pytest.raises((RuntimeError, ValueError), match=rf"\b({arguments})\b"):
+        ops.paged_attention(**(GOOD | {arguments.split("|")[0]: value}))
+
+
+HALF = {name: GOOD[name].half() for name in ("q", "k_cache", "v_cache")}
+INT8 = {name: GOOD[name].to(torch.int8) for name in ("k_cache", "v_cache")}
+SCALES = {name: torch.ones(5, 16, 2) for name in ("k_scale", "v_scale")}
+BAD_ON_CUDA: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp32": ("q", GOOD),
+    "head_dim": ("q", {name: t[..., :48].contiguous() for name, t in HALF.items()}),
+    "cache dtype": ("k_cache", {name: GOOD[name].bfloat16() for name in ("k_cache", "v_cache")}),
+    "cache alignment": ("k_cache", {"k_cache": torch.zeros(5 * 16 * 2 * 64 + 1).half()[1:].view(5, 16, 2, 64)}),
+    "no scales": ("k_scale", INT8),
+    "no v_scale": ("v_scale", INT8 | {"k_scale": SCALES["k_scale"]}),
+    "scales of floats": ("k_scale", SCALES),
+    "k_scale shape": ("k_scale", INT8 | SCALES | {"k_scale": torch.ones(5, 16)}),
+    "v_scale dtype": ("v_scale", INT8 | SCALES | {"v_scale": torch.ones(5, 16, 2).half()}),
+    "plan length": ("plan", {"plan": int32(1, 2, 3)}),
+    "plan dtype": ("plan", {"plan": torch.zeros(84)}),
+}
+
+
+@per_device("case", [], list(BAD_ON_CUDA))
+def test_cuda_errors_name_the_argument(case: str, device: str) -> None:
+    argument, changes = BAD_ON_CUDA[case]
+    arguments = {name: t.to(device) for name, t in (GOOD | HALF | changes).items()}
+    with pytest.raises(RuntimeError, match=rf"\b{argument}\b"):
+        ops.paged_attention(**arguments)
+
+
+BAD_PLAN: dict[str, dict[str, Any]] = {
+    "seq_lens": {"seq_lens": torch.tensor([20, 32])},
+    "query_start": {"query_start": int32(0, 3)},
+    "q_heads": {"q_heads": 5},
+    "window": {"window": -1},
+}
+
+
+@pytest.mark.parametrize("argument", BAD_PLAN)
+def test_plan_errors_name_the_argument(argument: str) -> None:
+    good = {"seq_lens": int32(20, 32), "query_start": int32(0, 2, 3), "q_heads": 4, "kv_heads": 2, "head_dim": 64}
+    with pytest.raises(RuntimeError, match=rf"\b{argument}\b"):
+        ops.paged_attention_plan(**(good | BAD_PLAN[argument]))

@@ -1,0 +1,114 @@
+"""The choice of experts, their weights and the order of the rows, against fp64."""
+
+from typing import Any
+
+import pytest
+import torch
+from support import reference
+from support.expert_stack import routing_of
+from support.helpers import DTYPES, Guarded, assert_bitwise, device_fixture, per_thread_count
+from torch import Tensor
+
+from fastinfer import ops
+
+device = device_fixture("cpu", "cuda", "emulated")
+
+
+def assert_routing(logits: Tensor, top_k: int, renormalize: bool) -> ops.Routing:
+    routing = ops.route_experts(logits, top_k, renormalize)
+    weights, ids = reference.route_experts(logits, top_k, renormalize)
+    assert [t.dtype for t in routing] == [torch.float32, torch.int32, torch.int32, torch.int32]
+    assert_bitwise(routing.expert_ids.long(), ids)
+    torch.testing.assert_close(routing.expert_weights.double(), weights, rtol=3e-6, atol=1e-30)
+    row_ids, expert_start = routing_of(ids, logits.shape[1])
+    assert_bitwise(routing.row_ids, row_ids)
+    assert_bitwise(routing.expert_start, expert_start)
+    return routing
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts"),
+    [(0, 2, 4), (1, 1, 1), (1, 2, 8), (3, 8, 128), (17, 1, 4), (64, 8, 60), (70, 32, 129), (5, 3, 1024), (300, 2, 8)],
+)
+def test_routing(tokens: int, top_k: int, experts: int, dtype: torch.dtype, renormalize: bool, device: str) -> None:
+    """In 16 bits ties are common."""
+    assert_routing((torch.randn(tokens, experts, device=device) * 3).to(dtype), top_k, renormalize)
+
+
+def test_equal_logits_choose_the_smaller_index(device: str) -> None:
+    routing = assert_routing(torch.zeros(3, 40, device=device), 4, True)
+    assert routing.expert_ids.tolist() == [[0, 1, 2, 3]] * 3
+    zeros = torch.tensor([[-1.0, 0.0, -0.0, 0.0]], device=device)
+    assert ops.route_experts(zeros, 3, False).expert_ids.tolist() == [[1, 2, 3]]
+
+
+def test_all_tokens_to_one_expert(device: str) -> None:
+    logits = torch.zeros(300, 8, device=device)
+    logits[:, 5] = 3.0
+    routing = assert_routing(logits, 1, True)
+    assert routing.expert_weights.eq(1).all()
+    assert routing.expert_start.tolist() == [0] * 6 + [300] * 3
+
+
+def test_large_and_infinite_logits(device: str) -> None:
+    logits = torch.tensor([[1e30, -1e30, 3e4, -torch.inf], [-torch.inf, -90.0, -200.0, -torch.inf]], device=device)
+    assert_routing(logits, 3, True)
+    assert_routing(logits, 4, False)
+
+
+def test_renormalised_weights_are_the_softmax_of_the_chosen(device: str) -> None:
+    logits = torch.randn(19, 8, device=device)
+    routing = ops.route_experts(logits, 2, True)
+    expected = logits.topk(2).values.softmax(-1)
+    torch.testing.assert_close(routing.expert_weights, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_nan_shows_in_its_token_and_chooses_experts_that_exist(renormalize: bool, device: str) -> None:
+    logits = torch.randn(7, 33, device=device)
+    clean = ops.route_experts(logits, 2, renormalize)
+    logits[2, 17], logits[4] = torch.nan, torch.nan
+    routing = ops.route_experts(logits, 2, renormalize)
+    assert routing.expert_weights[[2, 4]].isnan().all()
+    others = [0, 1, 3, 5, 6]
+    assert_bitwise(routing.expert_weights[others], clean.expert_weights[others])
+    assert routing.expert_ids.min() >= 0
+    assert routing.expert_ids.max() < 33
+    assert routing.row_ids.sort().values.tolist() == list(range(14))
+
+
+def test_strided_rows(device: str) -> None:
+    logits = torch.randn(9, 33, device=device)
+    for strided, plain in zip(
+        ops.route_experts(Guarded(logits).view, 4, True), ops.route_experts(logits, 4, True), strict=True
+    ):
+        assert_bitwise(strided, plain)
+
+
+def test_a_token_does_not_depend_on_its_batch_or_the_threads(device: str) -> None:
+    logits = torch.randn(33, 64, device=device)
+    one, two = per_thread_count(lambda: ops.route_experts(logits, 6, True).expert_weights)
+    assert_bitwise(one, two)
+    parts = [ops.route_experts(rows, 6, True).expert_weights for rows in logits.split(5)]
+    assert_bitwise(torch.cat(parts), one)
+
+
+BAD: dict[str, tuple[str, dict[str, Any]]] = {
+    "logits 1-d": ("logits", {"logits": torch.zeros(4)}),
+    "logits dtype": ("logits", {"logits": torch.zeros(3, 4).double()}),
+    "logits columns strided": ("logits", {"logits": torch.zeros(4, 3).T}),
+    "no experts": ("logits", {"logits": torch.zeros(3, 0)}),
+    "too many experts": ("logits", {"logits": torch.zeros(3, 1025)}),
+    "top_k 0": ("top_k", {"top_k": 0}),
+    "top_k past the experts": ("top_k must be 1 to 4, got 5", {"top_k": 5}),
+    "top_k past 32": ("top_k must be 1 to 32, got 33", {"logits": torch.zeros(3, 64), "top_k": 33}),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_errors_name_the_argument(case: str) -> None:
+    argument, change = BAD[case]
+    with pytest.raises(RuntimeError, match=argument):
+        ops.route_experts(**({"logits": torch.zeros(3, 4), "top_k": 2, "renormalize": True} | change))

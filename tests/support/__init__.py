@@ -1,0 +1,1 @@
+"""What tests of several folders share: references, models, fakes and checks."""

@@ -1,0 +1,154 @@
+"""One representative call of every operator, for the tests that hold for all of them."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastinfer import ops
+from support.helpers import gemm_options
+from support.quantized_gemm import random_weight
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def gemm_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Dense, int8, int4 and table: plain and fused, without and with quantised activations."""
+    x = torch.randn(5, 64).bfloat16()
+    names = ["bias", "norm_weight", "eps", "activation", "residual"]
+    for fusion in ("plain", "norm+bias+residual", "norm+silu"):
+        options = {"eps": 1e-6} | gemm_options(fusion, x, 96, torch.float32)
+        fused = [options.get(name) for name in names]
+        yield "gemm", (x, torch.randn(96, 64).bfloat16() / 8, *fused)
+        for bits in (8, 4):
+            weight = random_weight(bits, 96, 64).packed.values()
+            yield f"int{bits}_gemm", (x, *weight, *fused, 32)
+            yield f"int{bits}_gemm", (x, *weight, *fused, 16)
+            yield f"int{bits}_gemm", (x, *weight, *fused, 8)
+        weight = random_weight(4, 96, 64, mins=False).packed
+        yield "lut_gemm", (x, weight["qweight"], weight["scales"], torch.randn(16), 96, *fused)
+
+
+def w8a8_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    weight = ops.int8_pack(torch.randint(-127, 128, (96, 64)).to(torch.int8)), ops.pack_scales(torch.rand(96, 1))
+    call = (torch.randint(-127, 128, (5, 64)).to(torch.int8), torch.rand(5), *weight, 96)
+    yield "w8a8_gemm", (*call, None, "silu", None, torch.bfloat16)
+    yield "w8a8_gemm", (*call, torch.randn(96), None, torch.randn(5, 96), torch.float32)
+
+
+def lora_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    x, ids = torch.randn(5, 48), int32(1, -1, 0, 1, 1)
+    matrices = torch.randn(2, 8, 48), torch.randn(2, 8, 96)
+    yield "add_lora", (torch.randn(5, 96), x, *matrices, ids, None, None, 0.0)
+    half = [t.bfloat16() for t in matrices]
+    runs = torch.randn(5, 6, 2, 16).bfloat16()[:, :, 1]
+    yield (
+        "add_lora",
+        (runs, x.bfloat16(), half[0], torch.randn(2, 8, 96).bfloat16(), ids, int32(3, 8), torch.ones(48), 1e-6),
+    )
+
+
+def expert_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    x, ids = torch.randn(5, 64).bfloat16(), torch.rand(5, 6).argsort(-1)[:, :2]
+    yield "route_experts", (torch.randn(5, 6).half(), 2, True)
+    routing = ids.flatten().argsort(stable=True).int(), ids.flatten().bincount(minlength=6).cumsum(0).int()
+    routing = routing[0], torch.cat([int32(0), routing[1]])
+    yield "grouped_gemm", (x, torch.randn(6, 96, 64) / 8, *routing, "silu")
+    for bits in (8, 4):
+        weights = [random_weight(bits, 96, 64).packed for _ in range(6)]
+        stack = [torch.stack([weight[name] for weight in weights]) for name in ("qweight", "scales", "mins")]
+        yield f"grouped_int{bits}_gemm", (x, *stack, 96, *routing, None, 32)
+        yield f"grouped_int{bits}_gemm", (x, *stack, 96, *routing, "gelu", 8)
+    yield "grouped_lut_gemm", (x, *stack[:2], torch.randn(16), 96, *routing, None)
+    yield "combine_experts", (torch.randn(10, 64).bfloat16(), torch.rand(5, 2), x.clone())
+
+
+def pack_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    yield "permute_columns", (torch.randn(5, 96).bfloat16()[:, 32:], torch.randperm(64))
+    for bits in (8, 4):
+        weight = random_weight(bits, 17, 64)
+        yield f"int{bits}_pack", (weight.q,)
+        yield f"int{bits}_dequantize", (*weight.packed.values(), None, torch.float32)
+        yield f"int{bits}_dequantize", (*weight.packed.values(), torch.tensor([3, 16, 3]), torch.bfloat16)
+
+
+def attention_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    q, k, v = torch.randn(4, 8, 64).bfloat16().split([4, 2, 2], 1)
+    caches = [torch.randn(7, 16, 2, 64).bfloat16() for _ in range(2)]
+    yield "rotary_embedding", (q.clone(), k.clone(), torch.tensor([3, 0, 9, 9]), ops.cos_sin_cache(64, 10), False)
+    yield "rotary_embedding", (q.clone(), k.clone(), torch.tensor([3, 0, 9, 9]), ops.cos_sin_cache(32, 10), True)
+    yield "store_kv_cache", (k.clone(), v.clone(), *(c.clone() for c in caches), torch.tensor([5, -1, 111, 16]))
+    integers, scales = torch.zeros(2, 7, 16, 2, 64, dtype=torch.int8).unbind(), torch.zeros(2, 7, 16, 2).unbind()
+    slots = torch.tensor([5, -1, 111, 16])
+    yield "store_kv_cache", (k.clone(), v.clone(), *(c.clone() for c in integers), slots, *(s.clone() for s in scales))
+    rotary = (1e-6, torch.tensor([3, 0, 9, 9]), ops.cos_sin_cache(64, 10))
+    floats = (*(c.clone() for c in caches), None, None)
+    yield "norm_rotary_store", (q.clone(), k, v, None, None, *rotary, True, *floats, slots)
+    norms = torch.ones(64), torch.ones(64)
+    yield "norm_rotary_store", (q.clone(), k, v, *norms, *rotary, False, *integers, *scales, slots)
+    ragged = (int32(0, 1, 2, 3, 4, 5).view(2, 3), int32(40, 20), int32(0, 3, 4))
+    yield "paged_attention", (q, *caches, *ragged, 0.125, 0, 0.0, None, None, None, None, None)
+    yield "paged_attention", (q, *caches, *ragged, 0.125, 9, 5.0, torch.zeros(4), torch.zeros(4, 4), None, None, None)
+    yield "paged_attention", (q, *integers, *ragged, 0.125, 0, 0.0, None, None, *scales, None)
+    codes = torch.zeros(2, 7, 16, 2, 32, dtype=torch.uint8).unbind()
+    groups = [torch.zeros(7, 16, 2, count, 2).half() for count in (4, 1)]
+    yield "store_kv_cache", (k.clone(), v.clone(), *(c.clone() for c in codes), slots, *(g.clone() for g in groups))
+    yield "norm_rotary_store", (q.clone(), k, v, *norms, *rotary, False, *codes, *groups, slots)
+    yield "paged_attention", (q, *codes, *ragged, 0.125, 0, 0.0, None, None, *groups, None)
+    yield "paged_attention_plan", (*ragged[1:], 4, 2, 64, 0)
+    yield "merge_attention_states", (q.contiguous(), torch.randn(4, 4), torch.randn_like(q), torch.randn(4, 4))
+
+
+def op_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Names and complete positional arguments; every call has fresh tensors of its own."""
+    x = torch.randn(5, 64)
+    yield "rms_norm", (x.bfloat16(), torch.ones(64), 1e-6)
+    yield "rms_norm", (x.clone(), torch.ones(64), 1e-6, x.clone())
+    yield "add_rms_norm", (x.clone(), x.clone(), torch.ones(64), 1e-6)
+    yield "rms_norm_quantize", (x.bfloat16(), None, torch.ones(64), 1e-6)
+    yield "rms_norm_quantize", (x.clone(), x.clone(), torch.ones(64), 1e-6)
+    yield "layer_norm", (x.bfloat16(), torch.ones(64), torch.ones(64), 1e-5)
+    yield "quantize_int8", (x.half(),)
+    yield "embedding", (x.clone(), torch.tensor([4, 0, 4]))
+    yield "embedding", (x.clone(), torch.tensor([4, 0, 4]), x[:3].bfloat16())
+    yield "embedding", (x.clone(), torch.tensor([4, 0, 4]), None, torch.bfloat16)
+    yield "silu_and_mul", (x,)
+    yield "gelu_and_mul", (x, "none")
+    yield "gelu", (x.half(), "tanh")
+    yield "softcap", (x.bfloat16(), 30.0)
+    yield from attention_calls()
+    yield from gemm_calls()
+    yield from w8a8_calls()
+    yield from lora_calls()
+    yield from pack_calls()
+    yield from expert_calls()
+    parameters = torch.tensor([0.0, 0.5, 1.0, 1.0, 2.0]), int32(0, 3, 0, 5, 0), torch.full((5,), 0.9), torch.zeros(5)
+    plain, words = (x.clone(), *parameters, torch.arange(5), torch.arange(5)), torch.full((5, 2), 0x12345678).int()
+    yield "sample", (*plain, *[None] * 7, 0)
+    yield "sample", (*plain, *[None] * 7, None)
+    biases = int32(0, 2, 2, 2, 3, 3), int32(7, 0, 63), torch.tensor([-50.0, 2.0, -1.0])
+    yield "sample", (*plain, torch.full((5, 3), 1.5), x.gt(1).int(), words, words, *biases, 3)
+
+
+def poison(tensor: Tensor) -> float:
+    """What no test's result is full of."""
+    return torch.nan if tensor.is_floating_point() else 77
+
+
+def out_calls() -> Iterator[tuple[str, tuple[Any, ...], Tensor]]:
+    """The calls of operators with an overload ``.out``, each with a tensor for its result, full of poison."""
+    for name, args in op_calls():
+        packet = getattr(torch.ops.fastinfer, name)
+        if "out" in packet.overloads():
+            result = packet.default(*copy.deepcopy(args))
+            yield name, args, torch.full_like(result, poison(result))
+
+
+def named(name: str, args: tuple[Any, ...]) -> dict[str, Any]:
+    """A call's arguments as those of the function in ``fastinfer.ops``."""
+    names = [argument.name for argument in getattr(torch.ops.fastinfer, name).default._schema.arguments]
+    return dict(zip(names, args, strict=False))

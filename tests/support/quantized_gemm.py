@@ -1,0 +1,336 @@
+"""The tests that int4_gemm and int8_gemm share; a subclass in each operator's file names the number of bits."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastinfer import _C, ops
+from support import reference
+from support.helpers import (
+    DTYPES,
+    GEMM_FUSIONS,
+    Guarded,
+    assert_bitwise,
+    assert_rounded,
+    gemm_options,
+    per_thread_count,
+)
+
+
+@dataclass
+class QuantizedWeight:
+    """A random weight: unpacked integers, and what the operators take."""
+
+    bits: int
+    q: Tensor
+    scales: Tensor
+    mins: Tensor | None
+
+    @property
+    def dense(self) -> Tensor:
+        offset = 8 if self.bits == 4 and self.mins is None else 0
+        return reference.dequantize(self.q, self.scales, self.mins, offset)
+
+    @property
+    def packed(self) -> dict[str, Any]:
+        pack = ops.int4_pack if self.bits == 4 else ops.int8_pack  # the device's own layout
+        return {
+            "qweight": pack(self.q),
+            "scales": ops.pack_scales(self.scales),
+            "mins": None if self.mins is None else ops.pack_scales(self.mins),
+            "out_features": self.q.shape[0],
+        }
+
+
+def random_weight(
+    bits: int,
+    out_features: int,
+    in_features: int,
+    group: int = 32,
+    scale_dtype: torch.dtype = torch.float16,
+    mins: bool = True,
+    device: str = "cpu",
+) -> QuantizedWeight:
+    """Values of the size of 1 / sqrt(in_features); mins that shift them by about half their spread."""
+    low, high = (0, 16) if bits == 4 else (-128, 128)
+    q = torch.randint(low, high, (out_features, in_features), device=device).to(
+        torch.uint8 if bits == 4 else torch.int8
+    )
+    shape = (out_features, in_features // group)
+    spread = in_features**-0.5
+    scales = (torch.rand(shape, device=device) + 0.5) * spread * 4 / 2**bits
+    shift = torch.randn(shape, device=device) * spread if mins else None
+    return QuantizedWeight(bits, q, scales.to(scale_dtype), None if shift is None else shift.to(scale_dtype))
+
+
+# The weight of the good call is [32, 64] in groups of 32, the input [3, 64].
+BAD: dict[str, tuple[str, dict[str, Any]]] = {
+    "x dtype": ("x", {"x": torch.zeros(3, 64).double()}),
+    "x 1-d": ("x", {"x": torch.zeros(64)}),
+    "x columns strided": ("x", {"x": torch.zeros(64, 3).T}),
+    "in_features": ("x|qweight", {"x": torch.zeros(3, 96)}),
+    "qweight dtype": ("qweight", {"qweight": torch.zeros(2, 2, 4, 16, 4)}),
+    "qweight unpacked": ("qweight", {"qweight": torch.zeros(32, 64, dtype=torch.uint8)}),
+    "scales dtype": ("scales", {"scales": torch.ones(2, 2, 16, dtype=torch.bfloat16)}),
+    "scales tiles": ("scales", {"scales": torch.ones(1, 2, 16)}),
+    "scales unpacked": ("scales", {"scales": torch.ones(32, 2)}),
+    "group does not divide": ("scales", {"scales": torch.ones(2, 3, 16)}),
+    "group below 32": ("scales", {"scales": torch.ones(2, 4, 16)}),
+    "no groups": ("scales", {"scales": torch.ones(2, 0, 16)}),
+    "mins shape": ("mins", {"mins": torch.ones(2, 1, 16)}),
+    "mins dtype is not that of scales": ("mins", {"mins": torch.ones(2, 2, 16).half()}),
+    "out_features past the tiles": ("out_features", {"out_features": 33}),
+    "out_features leaves a tile out": ("out_features", {"out_features": 16}),
+    "out_features negative": ("out_features", {"out_features": -1}),
+    "bias length": ("bias", {"bias": torch.zeros(31)}),
+    "norm_weight length": ("norm_weight", {"norm_weight": torch.zeros(32)}),
+    "residual shape": ("residual", {"residual": torch.zeros(3, 64)}),
+    "residual dtype": ("residual", {"residual": torch.zeros(3, 32).half()}),
+    "unknown activation": ("activation", {"activation": "swish"}),
+    "activation and residual": ("residual", {"activation": "silu", "residual": torch.zeros(3, 16)}),
+    "activation_bits": ("activation_bits", {"activation_bits": 4}),
+    "qweight empty": ("qweight", {"qweight": torch.zeros(2, 0, 4, 16, 4, dtype=torch.uint8)}),
+    "half a gate": ("activation|out_features", {"activation": "silu", "out_features": 31}),
+}
+
+
+class QuantizedGemmTests:
+    """Accuracy, quantised activations, invariances and errors of one operator."""
+
+    bits: int
+    vnni: bool  # whether the kernels under test have AVX-512 VNNI, or emulate it
+
+    @pytest.fixture(autouse=True)
+    def _note_instructions(self, request: pytest.FixtureRequest) -> None:
+        device = getattr(request.node, "callspec", None) and request.node.callspec.params.get("device")
+        self.vnni = device == "avx512" or (device == "cpu" and _C.cpu_info()["isa"].startswith("avx512"))
+
+    def run(self, x: Tensor, weight: QuantizedWeight, **options: Any) -> Tensor:
+        operator = ops.int4_gemm if self.bits == 4 else ops.int8_gemm
+        return operator(x, **weight.packed, **options)
+
+    def assert_exact(self, x: Tensor, weight: QuantizedWeight, **options: Any) -> None:
+        """Without quantised activations: fp32 arithmetic on the dequantised weight, rounded once."""
+        out = self.run(x, weight, **options)
+        assert out.dtype == x.dtype
+        slack = 5e-5 if "activation" in options else 1e-5  # the product of gate and up carries the errors of both
+        assert_rounded(out, reference.gemm(x, weight.dense, **options), slack)
+
+    def assert_quantized(self, x: Tensor, weight: QuantizedWeight, **options: Any) -> None:
+        """With quantised activations: tightly against their documented rounding, but for rows with a near tie.
+
+        An element that rounds to its other neighbour moves its whole row by 1e-3 or so; in fp16 and bf16 exact ties are
+        common.
+        """
+        out = self.run(x, weight, activation_bits=8, **options)
+        assert out.dtype == x.dtype
+        expected = reference.gemm(x, weight.dense, activation_bits=8, **options)
+        norm_weight = options.get("norm_weight")
+        rounded = x if norm_weight is None else reference.rms_norm(x, norm_weight, options["eps"])
+        rounding = 0.5 * torch.finfo(x.dtype).eps * expected.abs() + self.lost_sums(rounded, weight, **options)
+        error = ((out.double() - expected).abs() - rounding).amax(1) / expected.abs().mean()
+        assert error.max() < 5e-2
+        sure = error[~reference.near_ties(rounded)]
+        assert not len(sure) or sure.max() < 2e-5, f"error {sure.max():.2g} of the mean magnitude"
+
+    def lost_sums(self, x: Tensor, weight: QuantizedWeight, **options: Any) -> Tensor:
+        """What sums of 8-bit products may lose with AVX-512 VNNI: 0.75 of a step of the second run of each block, see
+        ByteRun in csrc/common/cpu/dot.h. [tokens, out_features]."""
+        scales = weight.scales.double().abs()
+        scales = scales.repeat_interleave(x.shape[1] // scales.shape[1] // 32, 1)
+        lost = 0.75 * reference.activation_steps(x)[1][:, 1::2, 0] @ scales.T
+        if not self.vnni:
+            lost.zero_()
+        if "activation" not in options:
+            return lost
+        options = {name: value for name, value in options.items() if name == "bias"}
+        sums = reference.gemm(x, weight.dense, activation_bits=8, **options)
+        (gate, up), (lost_gate, lost_up) = (t.unflatten(1, (-1, 2, 16)).unbind(2) for t in (sums, lost))
+        # No slope is steeper than 1.13, no gate's absolute value is larger than the gate's own.
+        return (1.13 * lost_gate * (up.abs() + lost_up) + gate.abs() * lost_up).flatten(1)
+
+    def assert_nearly_exact(self, x: Tensor, weight: QuantizedWeight, **options: Any) -> None:
+        """With activations in 14 bits: steps of 1/8191 of a run's largest are below what most uses of fp32 notice."""
+        out = self.run(x, weight, activation_bits=16, **options)
+        assert out.dtype == x.dtype
+        slack = 3e-3 if "activation" in options else 1e-3
+        assert_rounded(out, reference.gemm(x, weight.dense, **options), slack)
+
+    @pytest.mark.parametrize("in_features", [32, 64, 576, 1536])
+    @pytest.mark.parametrize("out_features", [1, 15, 16, 17, 96, 1000])
+    @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 17, 130])
+    def test_shapes(self, tokens: int, out_features: int, in_features: int, device: str) -> None:
+        if tokens * out_features * in_features > 3e7:
+            tokens = 19
+        x = torch.randn(tokens, in_features, device=device)
+        weight = random_weight(self.bits, out_features, in_features, device=device)
+        self.assert_exact(x, weight)
+        self.assert_quantized(x, weight)
+        if out_features > 1:  # errors are compared with the mean magnitude: one sum alone may be near zero
+            self.assert_nearly_exact(x, weight)
+
+    @pytest.mark.parametrize("activation_bits", [32, 16, 8])
+    def test_no_tokens(self, activation_bits: int, device: str) -> None:
+        weight = random_weight(self.bits, 17, 64, device=device)
+        out = self.run(torch.randn(0, 64, device=device), weight, activation_bits=activation_bits)
+        assert out.shape == (0, 17)
+
+    @pytest.mark.parametrize("mins", [False, True])
+    @pytest.mark.parametrize("scale_dtype", [torch.float16, torch.float32])
+    @pytest.mark.parametrize("group", [32, 64, 128, 384])
+    def test_groups(self, group: int, scale_dtype: torch.dtype, mins: bool, device: str) -> None:
+        weight = random_weight(self.bits, 49, 384, group, scale_dtype, mins, device)
+        for tokens in (1, 2, 33):
+            x = torch.randn(tokens, 384, device=device)
+            self.assert_exact(x, weight)
+            self.assert_quantized(x, weight)
+            self.assert_nearly_exact(x, weight)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("fusion", GEMM_FUSIONS)
+    def test_fusions(self, fusion: str, dtype: torch.dtype, device: str) -> None:
+        weight = random_weight(self.bits, 96, 576, device=device)
+        for tokens, vector_dtype in [(1, torch.float32), (5, dtype), (33, torch.float32)]:
+            x = torch.randn(tokens, 576, device=device).to(dtype)
+            options = gemm_options(fusion, x, 96, vector_dtype)
+            self.assert_exact(x, weight, **options)
+            self.assert_quantized(x, weight, **options)
+            self.assert_nearly_exact(x, weight, **options)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_quantized_activations_stay_near_the_exact_product(self, dtype: torch.dtype, device: str) -> None:
+        x = torch.randn(33, 576, device=device).to(dtype)
+        weight = random_weight(self.bits, 1000, 576, device=device)
+        out, exact = self.run(x, weight, activation_bits=8), reference.gemm(x, weight.dense)
+        assert (out.double() - exact).abs().mean() < 1.5e-2 * exact.abs().mean()
+
+    @pytest.mark.parametrize(("activation_bits", "largest"), [(8, 127), (16, 8191)])
+    def test_representable_activations_lose_nothing(self, activation_bits: int, largest: int, device: str) -> None:
+        """Integers with the largest one in every run have scale 1: sums then lose what they always do, and no more."""
+        x = torch.randint(-largest, largest + 1, (33, 576), device=device).float()
+        x[:, ::16] = largest
+        weight = random_weight(self.bits, 49, 576, device=device)
+        out, expected = self.run(x, weight, activation_bits=activation_bits), reference.gemm(x, weight.dense)
+        lost = self.lost_sums(x, weight) if activation_bits == 8 else 0.0
+        assert ((out - expected).abs() <= lost + 1e-5 * (expected.abs() + expected.abs().mean())).all()
+
+    def test_activations_round_half_to_even(self, device: str) -> None:
+        x = torch.arange(-126.0, 126.0, device=device)[:224].reshape(7, 32) + 0.5
+        x[:, ::16] = 127
+        weight = random_weight(self.bits, 17, 32, device=device)
+        out, expected = self.run(x, weight, activation_bits=8), reference.gemm(x.round(), weight.dense)
+        lost = self.lost_sums(x, weight)
+        assert ((out - expected).abs() <= lost + 1e-5 * (expected.abs() + expected.abs().mean())).all()
+
+    def test_zero_and_tiny_blocks(self, device: str) -> None:
+        """A block of zeros has no scale to divide by; one below fp16's range keeps its own scale."""
+        x = torch.randn(5, 128, device=device)
+        x[0] = 0
+        x[1, 32:64] = 0
+        x[2, 64:96] *= 1e-12
+        x[3] *= 1e-30
+        x[4, :16] *= 1e-40  # its scale's reciprocal is no finite number
+        weight = random_weight(self.bits, 17, 128, device=device)
+        out = self.run(x, weight, activation_bits=8)
+        assert out[0].eq(0).all()
+        expected = reference.gemm(x, weight.dense, activation_bits=8)
+        for row in range(1, 5):
+            error = (out[row].double() - expected[row]).abs().max()
+            assert error < 2e-3 * expected[row].abs().mean()
+
+    @pytest.mark.parametrize("activation_bits", [32, 16, 8])
+    def test_nan_shows_in_its_row_alone(self, activation_bits: int, device: str) -> None:
+        x = torch.randn(19, 64, device=device)
+        weight = random_weight(self.bits, 33, 64, device=device)
+        clean = self.run(x, weight, activation_bits=activation_bits)
+        for row, value in [(3, torch.nan), (7, torch.inf), (11, -torch.inf)]:
+            x[row, 40 + row] = value
+        out = self.run(x, weight, activation_bits=activation_bits)
+        for row in range(19):
+            if row in (3, 7, 11):
+                assert not out[row].isfinite().any(), f"row {row} hides its {x[row, 40 + row]}"
+            else:
+                assert_bitwise(out[row], clean[row])
+
+    @pytest.mark.parametrize("sign", [1, -1])
+    @pytest.mark.parametrize("tokens", [1, 19])
+    def test_integer_sums_do_not_saturate(self, tokens: int, sign: int, device: str) -> None:
+        """Extreme weights times extreme activations: 2 * 255 * 127 is past int16, where pairs may be added."""
+        low, high = (0, 15) if self.bits == 4 else (-128, 127)
+        for value in (low, high):
+            weight = random_weight(self.bits, 33, 1536, group=1536, mins=False, device=device)
+            weight.q.fill_(value)
+            x = torch.full((tokens, 1536), 2.0 * sign, device=device)
+            for activation_bits in (8, 16):
+                out = self.run(x, weight, activation_bits=activation_bits)
+                assert_rounded(out, reference.gemm(x, weight.dense), slack=1e-5)
+
+    @pytest.mark.parametrize("activation_bits", [32, 16, 8])
+    def test_padded_rows_do_not_matter(self, activation_bits: int, device: str) -> None:
+        """Whatever stands behind out_features in the last tile, NaN scales too, is never written out."""
+        weight = random_weight(self.bits, 17, 64, device=device)
+        x = torch.randn(5, 64, device=device)
+        expected = self.run(x, weight, activation_bits=activation_bits)
+        packed = weight.packed
+        packed["scales"][1, :, 1:] = torch.nan
+        packed["mins"][1, :, 1:] = torch.nan
+        packed["qweight"][1, :, :, 1:] = 77
+        operator = ops.int4_gemm if self.bits == 4 else ops.int8_gemm
+        assert_bitwise(operator(x, **packed, activation_bits=activation_bits), expected)
+
+    @pytest.mark.parametrize("activation_bits", [32, 16, 8])
+    @pytest.mark.parametrize("tokens", [1, 19])
+    def test_strided_rows(self, tokens: int, activation_bits: int, device: str) -> None:
+        x = torch.randn(tokens, 64, device=device)
+        weight = random_weight(self.bits, 33, 64, device=device)
+        expected = self.run(x, weight, activation_bits=activation_bits)
+        out = self.run(Guarded(x).view, weight, activation_bits=activation_bits)
+        assert_bitwise(out, expected)
+
+    @pytest.mark.parametrize("activation_bits", [32, 16, 8])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("fusion", ["plain", "norm+silu", "norm+bias", "residual"])
+    def test_a_row_does_not_depend_on_its_batch_or_the_threads(
+        self, fusion: str, dtype: torch.dtype, activation_bits: int, device: str
+    ) -> None:
+        x = torch.randn(33, 576, device=device).to(dtype)
+        weight = random_weight(self.bits, 96, 576, device=device)
+        options = gemm_options(fusion, x, 96, torch.float32) | {"activation_bits": activation_bits}
+        one, two = per_thread_count(lambda: self.run(x, weight, **options))
+        assert_bitwise(one, two)
+        for size in (1, 3, 8):
+            chunks = [
+                self.run(rows, weight, **options | ({"residual": residual} if "residual" in options else {}))
+                for rows, residual in zip(x.split(size), options.get("residual", x).split(size), strict=True)
+            ]
+            assert_bitwise(torch.cat(chunks), one)
+
+    @pytest.mark.parametrize(
+        ("out_features", "group", "mins", "activation"),
+        [(48, 32, True, None), (64, 160, False, None), (64, 160, True, "silu")],
+    )
+    def test_many_rows_in_several_parts(
+        self, out_features: int, group: int, mins: bool, activation: str | None, device: str
+    ) -> None:
+        """More rows (192) and inputs (12 of the 25 blocks, within a group) than a kernel unpacks weights for at once;
+        tiles in pairs, and one without another."""
+        x = torch.randn(192 + 25, 800, device=device)
+        weight = random_weight(self.bits, out_features, 800, group, mins=mins, device=device)
+        options = {} if activation is None else {"activation": activation}
+        self.assert_exact(x, weight, **options)
+        self.assert_quantized(x, weight, **options)
+        self.assert_nearly_exact(x, weight, **options)
+        for activation_bits in (32, 16, 8):
+            alone = [self.run(rows, weight, activation_bits=activation_bits, **options) for rows in x.split(7)]
+            assert_bitwise(torch.cat(alone), self.run(x, weight, activation_bits=activation_bits, **options))
+
+    @pytest.mark.parametrize("case", BAD)
+    def test_errors_name_the_argument(self, case: str) -> None:
+        argument, change = BAD[case]
+        operator = ops.int4_gemm if self.bits == 4 else ops.int8_gemm
+        good = random_weight(self.bits, 32, 64, scale_dtype=torch.float32).packed | {"x": torch.zeros(3, 64)}
+        with pytest.raises((RuntimeError, ValueError), match=rf"\b({argument})\b"):
+            operator(**(good | change))

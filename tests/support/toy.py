@@ -1,0 +1,173 @@
+"""A model and a tokenizer for tests of the engine, small enough to say what every request must give.
+
+The model's next token is a hash of all tokens before it, as it reads them back from the paged cache: one wrong slot,
+block or position and the text is another one.
+"""
+
+from collections import Counter
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.engine import Engine
+from fastinfer.engine.sequence import SequenceState
+from fastinfer.models.batch import Batch
+from fastinfer.models.kv_cache import KVCache
+
+VOCAB_SIZE = 64
+EOS_ID = 0
+MAX_POSITION = 96
+NUM_LAYERS = 2
+
+
+def hashes_of(tokens: list[int]) -> list[int]:
+    """Of each token a hash of the text up to it."""
+    hashes, value = [], 17
+    for token in tokens:
+        value = (value * 1_000_003 + token + 1) % 2**61
+        hashes.append(value)
+    return hashes
+
+
+def random_logits(seed: int) -> Tensor:
+    return torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def logits_of(tokens: list[int]) -> Tensor:
+    """Logits [vocab] fp32 after these tokens: different for every sequence, without ties."""
+    return random_logits(hashes_of(tokens)[-1])
+
+
+def greedy(prompt: list[int], max_tokens: int, *, stop_at_eos: bool = True) -> list[int]:
+    """What greedy decoding of one request gives, without any engine."""
+    tokens = list(prompt)
+    while len(tokens) < min(len(prompt) + max_tokens, MAX_POSITION):
+        tokens.append(int(logits_of(tokens).argmax()))
+        if stop_at_eos and tokens[-1] == EOS_ID:
+            break
+    return tokens[len(prompt) :]
+
+
+class ToyModel:
+    """Stores token and position of every token in every layer, and reads all of it back."""
+
+    config = SimpleNamespace(
+        num_layers=NUM_LAYERS, num_kv_heads=1, head_dim=1, vocab_size=VOCAB_SIZE, max_position=MAX_POSITION
+    )
+
+    def __init__(self) -> None:
+        self.fail = False
+        self.batch_sizes: list[int] = []
+
+    def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
+        """Of each token the hash of the text up to it, [tokens, 1] int64."""
+        if self.fail:
+            raise RuntimeError("the model broke")
+        self.batch_sizes.append(len(batch.token_ids))
+        for cache in kv_cache:
+            cache.k.view(-1)[batch.slot_mapping] = batch.token_ids.float()
+            cache.v.view(-1)[batch.slot_mapping] = batch.positions.float()
+        hashes: list[int] = []
+        for row, (start, end) in enumerate(pairwise(batch.query_start.tolist())):
+            hashes += hashes_of(self._read(batch, kv_cache, row))[start - end :]
+        return torch.tensor(hashes)[:, None]
+
+    def logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
+        rows = [random_logits(seed) for seed in hidden[indices, 0].tolist()]
+        return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
+
+    def normalize(self, hidden: Tensor) -> Tensor:
+        """[tokens, 8]: something that every token has its own of."""
+        return torch.stack([random_logits(seed)[:8] for seed in hidden[:, 0].tolist()])
+
+    @staticmethod
+    def _read(batch: Batch, kv_cache: KVCache, row: int) -> list[int]:
+        """The sequence's tokens up to and including this step's; fails if a layer holds anything else."""
+        length = int(batch.seq_lens[row])
+        start, end = batch.query_start[row : row + 2].tolist()
+        assert batch.positions[start:end].tolist() == list(range(length - (end - start), length))
+        first = kv_cache.layers[0]
+        block_size = first.k.shape[1]
+        blocks = batch.block_table[row, : -(-length // block_size)].long()
+        for cache in kv_cache:
+            assert torch.equal(cache.v[blocks].flatten()[:length], torch.arange(length).float())
+            assert torch.equal(cache.k[blocks].flatten()[:length], first.k[blocks].flatten()[:length])
+        return first.k[blocks].flatten()[:length].int().tolist()
+
+
+class Forgetful(ToyModel):
+    """A draft model that agrees with the toy more often than not."""
+
+    def logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
+        rows = [random_logits(seed) + random_logits(seed + 1) / 2 for seed in hidden[indices, 0].tolist()]
+        return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
+
+
+class ToyTokenizer:
+    """Token i is a byte or two: letters, half an umlaut (so that characters span tokens), and pairs of letters."""
+
+    eos_ids = frozenset({EOS_ID})
+    vocab_size = VOCAB_SIZE
+    pieces = (
+        b"</s>",
+        *(bytes([c]) for c in b"abcdefghijklmnopqrstuvwxyz .,"),
+        b"\xc3",
+        b"\xa4",
+        *(bytes([c, c + 1]) for c in b"abcdefghijklmnopqrstuvwxy"),
+        *(bytes([c, c]) for c in b"abcdefg"),
+    )
+
+    def token_bytes(self, token_id: int, skip_special_tokens: bool = True) -> bytes:
+        return b"" if skip_special_tokens and token_id == EOS_ID else self.pieces[token_id]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return b"".join(self.token_bytes(i, skip_special_tokens) for i in ids).decode(errors="replace")
+
+
+def toy_engine(draft_model: ToyModel | None = None, **limits: Any) -> Engine:
+    # The toy computes with torch, which no graph records.
+    config = EngineConfig(kv_cache_dtype=torch.float32, enforce_eager=True, **limits)
+    engine = Engine(ToyModel(), ToyTokenizer(), config, draft_model)  # type: ignore[arg-type]
+    for tensors in (engine.kv_cache, engine.draft_kv_cache):
+        for tensor in (tensor for cache in tensors or () for tensor in cache.tensors):
+            tensor.fill_(float("nan"))
+    return engine
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [[(7 * i + 3 * j) % VOCAB_SIZE for j in range(1 + 5 * i % 23)] for i in range(count)]
+
+
+def always_speculate(engine: Engine) -> Engine:
+    """As if drafts cost nothing: how far ahead is guessed does not depend on the time that steps take."""
+    assert engine.speculator is not None
+    engine.speculator._choose = lambda sequences, available: available  # type: ignore[method-assign]
+    return engine
+
+
+def drain(engine: Engine, limit: int = 10_000) -> dict[str, Any]:
+    """Step until all is done; the last output of each request."""
+    last = {}
+    for _ in range(limit):
+        if not engine.has_unfinished:
+            return last
+        last.update({output.request_id: output for output in engine.step()})
+    raise AssertionError(f"not done after {limit} steps")
+
+
+def check_blocks(engine: Engine) -> None:
+    """Every block is free, cached or held, by exactly as many sequences as are counted."""
+    cache, scheduler = engine.block_manager, engine.scheduler
+    pinned = [module for module in engine.prompt_modules.sequences if module.state is SequenceState.FINISHED]
+    held = Counter(block for sequence in [*scheduler.running, *pinned] for block in set(sequence.blocks))
+    assert cache._ref_counts == [held[block] for block in range(cache.num_blocks)]
+    assert len(held) == cache.num_used
+    assert cache.num_free + cache.num_cached + cache.num_used == cache.num_blocks
+    assert not set(cache._free) & set(cache._cached)
+    assert {block for block, content in enumerate(cache._contents) if content} == set(cache._by_key.values())
+    assert not any(sequence.blocks for sequence in scheduler.waiting)
+    assert sum(sequence.num_slots for sequence in scheduler.running) <= scheduler.max_num_seqs

@@ -1,0 +1,313 @@
+"""The tokenizer against transformers', on the same file, and the streaming of its text."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.gguf_tokenizer_file import write_tokenizer
+from tokenizers import pre_tokenizers
+
+from fastinfer.errors import FastinferError, GGUFFormatError, RequestError, UnsupportedModelError
+from fastinfer.formats.gguf import GGUFFile
+from fastinfer.tokenizers.pre_tokenizers import PRE_TOKENIZERS
+from fastinfer.tokenizers.tokenizer import Detokenizer, Tokenizer
+
+PIECES = [
+    *("hello", "World", " the", " and ", "ing", "don't", "I'LL", "we've", "x86_64", "naïve", "Ünïcödé", "ﬁ", "ß", "İ"),
+    *("0", "7", "42", "1234567890", " 3.14", "1e-9", "0x1F", "²³", "½", "①", "٣٤", "Ⅷ", "१२"),
+    *(
+        " ",
+        "  ",
+        "    ",
+        "\n",
+        "\n\n",
+        "\r\n",
+        "\t",
+        "\t\t",
+        "\u00a0",
+        "\u2003",
+        "\u3000",
+        "\u200b",
+        "\ufeff",
+        "\u2028",
+    ),
+    *("日本語", "中文字符", "한국어", "ไทย", "العربية", "עברית", "हिन्दी", "ქართული", "Ελληνικά", "Привет"),
+    *(
+        "😀",
+        "👨‍👩‍👧‍👦",
+        "🏳️‍🌈",
+        "👍🏽",
+        "🇩🇪",
+        "❤️",
+        "e\u0301",
+        "a\u0308\u0323",
+        "\u0301",
+        "\U0001d518\U0001d52b",
+        "𒀀",
+        "\U000e0041",
+    ),
+    *("\x00", "\x01", "\x04", "\x07", "\x1b[31m", "\x7f", "\x85", "\ufffd", "\uffff", "\U00040000", "\U0010ffff"),
+    *("def f(x):\n    return x**2\n", "{'a': [1, 2]}", "<p>&amp;</p>", "// --> !=", "\\frac{a}{b}", "`~!@#$%^&*()_+-="),
+    *("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<repo_name>", "<|im_", "end|>", "<s>", "</s>", "<unk>", "[INST]"),
+    *("a" * 40, "=" * 33, "ab" * 20, "\n" * 9, " " * 17),
+]
+
+
+def odd_strings(count: int = 1200) -> list[str]:
+    rng = random.Random(0)
+    mixed = ["".join(rng.choices(PIECES, k=rng.randint(2, 9))) for _ in range(count // 2)]
+    ranges = [(0, 0x250), (0x300, 0x3000), (0x3000, 0xD800), (0xE000, 0x10000), (0x1F000, 0x1FB00), (0x10000, 0x110000)]
+    points = [
+        "".join(chr(rng.randrange(*rng.choice(ranges))) for _ in range(rng.randint(1, 12))) for _ in range(count // 2)
+    ]
+    return ["", *PIECES, *mixed, *points]
+
+
+STRINGS = odd_strings()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_path: Path) -> Tokenizer:
+    return Tokenizer.from_gguf(GGUFFile(model_path))
+
+
+@pytest.fixture(scope="module")
+def converted(model_path: Path) -> Any:
+    """What transformers makes of the file."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_path.parent, gguf_file=model_path.name)
+
+
+@pytest.fixture(scope="module")
+def reference(converted: Any) -> Any:
+    """transformers' tokenizer with the pre-tokenizer that the model was trained with.
+
+    SmolLM2's own tokenizer.json cuts every digit off its neighbours (``Digits(individual_digits=True)``) before
+    GPT-2's pattern; the conversion from GGUF knows no pre-tokenizer named "smollm" and leaves the first step out.
+    """
+    backend = converted.backend_tokenizer.from_str(converted.backend_tokenizer.to_str())
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def encode_with(reference: Any, text: str, parse_special: bool = True) -> list[int]:
+    return reference.encode(text, add_special_tokens=False, split_special_tokens=not parse_special)
+
+
+def test_strings_are_many() -> None:
+    assert len(set(STRINGS)) > 1000
+
+
+@pytest.mark.parametrize("parse_special", [True, False])
+def test_ids_equal_the_reference(tokenizer: Tokenizer, reference: Any, parse_special: bool) -> None:
+    for text in STRINGS:
+        ids = tokenizer.encode(text, parse_special=parse_special)
+        assert ids == encode_with(reference, text, parse_special), repr(text)
+
+
+def test_conversion_differs_at_numbers_only(tokenizer: Tokenizer, converted: Any) -> None:
+    """Without digits transformers' unchanged conversion agrees; with them this vocabulary shows who is right."""
+    plain = [text for text in STRINGS if not any(char.isnumeric() for char in text)]
+    assert len(plain) > 500
+    for text in plain:
+        assert tokenizer.encode(text) == encode_with(converted, text), repr(text)
+    # Trained on single digits: no token joins a digit with anything. "  1" keeps its two spaces together.
+    tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
+    assert {t for t in tokens if any(48 <= byte < 58 for byte in t)} == {b"%d" % digit for digit in range(10)}
+    assert [tokens[i] for i in tokenizer.encode("  1")] == [b"  ", b"1"]
+    assert [tokens[i] for i in encode_with(converted, "  1")] == [b" ", b" ", b"1"]
+
+
+def test_decode_equals_the_reference(tokenizer: Tokenizer, reference: Any) -> None:
+    rng = random.Random(1)
+    lists = [tokenizer.encode(text) for text in STRINGS]
+    lists += [[rng.randrange(tokenizer.vocab_size) for _ in range(rng.randint(1, 30))] for _ in range(300)]
+    # Single bytes, so that broken and overlong UTF-8 comes up often.
+    short = [i for i in range(tokenizer.vocab_size) if len(tokenizer.token_bytes(i)) == 1]
+    lists += [rng.choices(short, k=rng.randint(1, 30)) for _ in range(300)]
+    for skip in (True, False):
+        for ids in lists:
+            expected = reference.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            assert tokenizer.decode(ids, skip_special_tokens=skip) == expected
+
+
+def test_round_trip(tokenizer: Tokenizer) -> None:
+    """Decoding gives the text back, but for the few bytes that the vocabulary has no token for."""
+    known = b"".join(tokenizer.token_bytes(i, skip_special_tokens=False) for i in range(tokenizer.vocab_size))
+    unknown = bytes(set(range(256)) - set(known))
+    # Control characters that never came up in training, lead bytes of unassigned planes, bytes outside UTF-8.
+    assert unknown == bytes([4, 6, 0x13, 0x14, 0x16, 0x1D, 0xC0, 0xC1, 0xF1, 0xF2, *range(0xF5, 0x100)])
+    for text in STRINGS:
+        expected = text.encode().translate(None, delete=unknown).decode(errors="replace")
+        assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(), parse_special=st.booleans())
+def test_any_text(tokenizer: Tokenizer, reference: Any, text: str, parse_special: bool) -> None:
+    assert tokenizer.encode(text, parse_special=parse_special) == encode_with(reference, text, parse_special)
+
+
+def stream(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool = True) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens)
+    return [*(detokenizer.add(i) for i in ids), detokenizer.flush()]
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_stream_of_texts(tokenizer: Tokenizer, skip: bool) -> None:
+    for text in STRINGS:
+        ids = tokenizer.encode(text)
+        pieces = stream(tokenizer, ids, skip)
+        whole = tokenizer.decode(ids, skip)
+        assert "".join(pieces) == whole
+        if "\ufffd" not in whole:
+            assert not any("\ufffd" in piece for piece in pieces)
+            assert pieces[-1] == ""
+
+
+def test_stream_of_random_ids(tokenizer: Tokenizer) -> None:
+    rng = random.Random(2)
+    short = [i for i in range(tokenizer.vocab_size) if len(tokenizer.token_bytes(i)) < 3]
+    for population in (range(tokenizer.vocab_size), short):
+        for _ in range(500):
+            ids = rng.choices(population, k=rng.randint(1, 40))
+            pieces = stream(tokenizer, ids)
+            # What was shown is never taken back: it is a prefix of the final text at every step.
+            assert "".join(pieces) == tokenizer.decode(ids)
+
+
+def test_stream_holds_back_parts_of_a_character(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a") + tokenizer.encode("𒀀")
+    assert len(ids) == 5
+    assert stream(tokenizer, ids) == ["a", "", "", "", "𒀀", ""]
+    assert stream(tokenizer, ids[:3]) == ["a", "", "", "\ufffd"]
+
+
+def test_names_of_the_default_model(tokenizer: Tokenizer) -> None:
+    assert tokenizer.vocab_size == 49152
+    assert (tokenizer.bos_id, tokenizer.bos_token, tokenizer.eos_token) == (1, "<|im_start|>", "<|im_end|>")
+    assert tokenizer.eos_ids == {0, 2}
+    assert tokenizer.chat_template is not None
+    assert tokenizer.encode("a", add_special_tokens=True) == tokenizer.encode("a", add_special_tokens=False)
+
+
+def test_lone_surrogate_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="lone surrogate at position 2"):
+        tokenizer.encode("ab\ud800c")
+
+
+@pytest.mark.parametrize("text", [None, b"bytes", 7, ["a"]])
+def test_no_text_is_refused(tokenizer: Tokenizer, text: Any) -> None:
+    with pytest.raises(RequestError, match="expected a str"):
+        tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("token_id", [-1, 49152, 2**31, 2**70])
+def test_id_outside_the_vocabulary_is_refused(tokenizer: Tokenizer, token_id: int) -> None:
+    with pytest.raises(RequestError, match=f"expected 0 to 49151, got {token_id}"):
+        tokenizer.decode([token_id])
+    with pytest.raises(RequestError, match=str(token_id)):
+        Detokenizer(tokenizer).add(token_id)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("gpt-2", "we'll  go 1234\n", ["we", "'ll", "Ġ", "Ġgo", "Ġ1234", "Ċ"]),
+        ("smollm", "we'll  go 1234\n", ["we", "'ll", "Ġ", "Ġgo", "Ġ", "1", "2", "3", "4", "Ċ"]),
+        ("llama-bpe", "WE'LL  go 1234?!\n", ["WE", "'LL", "Ġ", "Ġgo", "Ġ", "123", "4", "?!Ċ"]),
+        ("tekken", "iPhone THEm 12 a/b\n", ["i", "Phone", "ĠTHEm", "Ġ", "1", "2", "Ġa", "/b", "Ċ"]),
+        ("qwen2", "WE'LL  go 1234?!\n", ["WE", "'LL", "Ġ", "Ġgo", "Ġ", "1", "2", "3", "4", "?!Ċ"]),
+    ],
+)
+def test_pre_tokenizers(name: str, text: str, words: list[str]) -> None:
+    assert [word for word, _ in PRE_TOKENIZERS[name]().pre_tokenize_str(text)] == words
+
+
+def toy_file(tmp_path: Path, **changes: Any) -> GGUFFile:
+    """Letters, merges "a b", "ab c", and the special tokens of several families. A value of None leaves a key out."""
+    control, user_defined = ["<|eot_id|>", "<s>"], ["<think>", "tool call"]
+    tokens = [*"abcdef", "ab", "abc", "fed", "<|eot_id|>", "<think>", "tool call", "<s>", *"Ã©Ċ", "Ã©"]
+    values: dict[str, Any] = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": tokens,
+        "merges": ["a b", "ab c", "Ã ©"],
+        "token_type": [3 if token in control else 4 if token in user_defined else 1 for token in tokens],
+        "bos_token_id": tokens.index("<s>"),
+    }
+    return write_tokenizer(tmp_path / "toy.gguf", values | changes)
+
+
+def test_toy_vocabulary(tmp_path: Path) -> None:
+    toy = Tokenizer.from_gguf(toy_file(tmp_path))
+    assert toy.encode("abcab<|eot_id|><think>tool calld") == [7, 6, 9, 10, 11, 3]
+    assert toy.encode("<|eot_id|>ab", parse_special=False) == toy.encode("eotidab")
+    # Control tokens are skipped, user-defined ones are text.
+    assert toy.decode([6, 9, 10, 11]) == "ab<think>tool call"
+    assert toy.decode([6, 9, 10, 11], skip_special_tokens=False) == "ab<|eot_id|><think>tool call"
+    assert toy.eos_ids == {9}
+    assert toy.eos_token == ""
+    assert toy.chat_template is None
+
+
+def test_end_tokens_named_by_the_file(tmp_path: Path) -> None:
+    toy = Tokenizer.from_gguf(toy_file(tmp_path, eos_token_id=0, eot_token_id=1, eom_token_id=2))
+    assert toy.eos_ids == {0, 1, 2, 9}
+    assert toy.eos_token == "a"
+
+
+@pytest.mark.parametrize(
+    ("pre", "add_bos", "begins"),
+    [("gpt-2", None, False), ("gpt-2", True, True), ("llama-bpe", None, True), ("llama-bpe", False, False)],
+)
+def test_beginning_of_text(tmp_path: Path, pre: str, add_bos: bool | None, begins: bool) -> None:
+    toy = Tokenizer.from_gguf(toy_file(tmp_path, pre=pre, add_bos_token=add_bos))
+    assert toy.encode("ab") == ([12, 6] if begins else [6])
+    assert toy.encode("ab", add_special_tokens=False) == [6]
+
+
+def test_llama3_takes_whole_words_without_merges(tmp_path: Path) -> None:
+    assert Tokenizer.from_gguf(toy_file(tmp_path, pre="llama3")).encode("fed", add_special_tokens=False) == [8]
+    assert Tokenizer.from_gguf(toy_file(tmp_path, pre="gpt-2")).encode("fed") == [5, 4, 3]
+
+
+def test_qwen2_composes_characters(tmp_path: Path) -> None:
+    assert Tokenizer.from_gguf(toy_file(tmp_path, pre="qwen2")).encode("e\u0301") == [16]
+    assert Tokenizer.from_gguf(toy_file(tmp_path, pre="gpt-2")).encode("e\u0301") == [4]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "part"),
+    [
+        ({"model": "t5"}, UnsupportedModelError, "tokenizer model 't5' is not supported; known are gpt2"),
+        ({"model": None}, GGUFFormatError, "'tokenizer.ggml.model' is missing"),
+        ({"pre": "no-such"}, UnsupportedModelError, "'no-such' is not supported; known are default, gpt-2, smollm"),
+        ({"tokens": None}, GGUFFormatError, "'tokenizer.ggml.tokens' is missing"),
+        ({"tokens": [1, 2]}, GGUFFormatError, "'tokenizer.ggml.tokens': expected list"),
+        ({"tokens": ["a", "b", "ab", "a"]}, GGUFFormatError, "occur twice"),
+        ({"merges": None}, GGUFFormatError, "'tokenizer.ggml.merges' is missing"),
+        ({"merges": ["a z"]}, GGUFFormatError, "'tokenizer.ggml.merges'"),
+        ({"merges": ["ab"]}, GGUFFormatError, "'tokenizer.ggml.merges'"),
+        ({"merges": ["a b c"]}, GGUFFormatError, "'tokenizer.ggml.merges'"),
+        ({"token_type": [1, 1]}, GGUFFormatError, "expected 17 token types, got 2"),
+        ({"bos_token_id": 17}, GGUFFormatError, "'tokenizer.ggml.bos_token_id': expected 0 to 16, got 17"),
+        ({"eos_token_id": -1}, GGUFFormatError, "'tokenizer.ggml.eos_token_id': expected 0 to 16, got -1"),
+        ({"eot_token_id": "x"}, GGUFFormatError, "'tokenizer.ggml.eot_token_id': expected int, got 'x'"),
+    ],
+)
+def test_bad_tokenizer_metadata(
+    tmp_path: Path, changes: dict[str, Any], error: type[FastinferError], part: str
+) -> None:
+    file = toy_file(tmp_path, **changes)
+    with pytest.raises(error) as caught:
+        Tokenizer.from_gguf(file)
+    assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
