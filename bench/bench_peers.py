@@ -31,7 +31,7 @@ from fastinfer import hub
 from fastinfer.benchmarks.report import write_json
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.tokenizers.tokenizer import Tokenizer
-from fastinfer.utils.table import table
+from fastinfer.utils.table import format_table
 
 ROOT = Path(__file__).resolve().parents[1]
 # Key of worker.py to the name in tables.
@@ -191,7 +191,7 @@ def report(engines: dict[str, Any], workloads: dict[str, Workload]) -> str:
         speeds.append([*row, f"{engine['load_s']:.2f}", f"{engine.get('same_tokens', 0):.0f}"])
         if name != "fastinfer" and "fastinfer_is_times" in engine:
             ratios.append([name, *(f"{ratio:.2f}" for ratio in engine["fastinfer_is_times"].values())])
-    return table(speeds) + ("\n\n" + table(ratios) if len(ratios) > 1 else "")
+    return format_table(speeds) + ("\n\n" + format_table(ratios) if len(ratios) > 1 else "")
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import torch
 from fastinfer import _C, LLM, SamplingParams, hub, ops
 from fastinfer.benchmarks.report import write_json
 from fastinfer.formats.gguf import GGUFFile
-from fastinfer.utils.table import table
+from fastinfer.utils.table import format_table
 
 SAMPLE_S = 0.03  # ten time slices of a scheduler
 GROUP = 32
@@ -234,7 +234,7 @@ def report(ceilings: dict[str, Ceiling], kernels: dict[str, Kernel]) -> str:
         share = f"{statistics.median(measured.share):.2f}" if isinstance(measured, Kernel) else ""
         median, best = statistics.median(measured.per_s) / 1e9, max(measured.per_s) / 1e9
         rows.append([name, f"{median:.1f} {unit}", f"{best:.1f} {unit}", share])
-    return table(rows)
+    return format_table(rows)
 
 
 def _resource(measured: Ceiling | Kernel) -> str:

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from fastinfer import hub
 from fastinfer.benchmarks.report import write_json
 from fastinfer.integrations.transformers import register, replace
-from fastinfer.utils.table import table
+from fastinfer.utils.table import format_table
 
 PROMPT, NEW, LONG = 32, 64, 512  # tokens: before decoding, decoded, of a prompt that is timed alone
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for (dtype, variant), result in medians.items():
         base = medians[dtype, "transformers"]
         rows.append([dtype, variant, *(f"{result[name]:.1f} ({result[name] / base[name]:.2f}x)" for name in base)])
-    print(table(rows))
+    print(format_table(rows))
     if args.out:
         found = {f"{dtype} {variant}": results for (dtype, variant), results in samples.items()}
         write_json(args.out / "transformers.json", {"model": path.name, "samples": found})

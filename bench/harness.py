@@ -17,7 +17,7 @@ import torch
 from cuda_timing import Ceilings, CudaGraphSampler
 
 from fastinfer.benchmarks.report import percentile, write_json
-from fastinfer.utils.table import table
+from fastinfer.utils.table import format_table
 
 # A sample shorter than this is dominated by the clock and the interpreter's jitter, so calls are repeated to fill it.
 MIN_SAMPLE_S = 2e-3
@@ -188,7 +188,7 @@ def main(
     ceilings = Ceilings.measure() if args.device == "cuda" and not args.rehearse else None
     with torch.inference_mode():
         cases = run(Setting("cpu" if args.rehearse else args.device, args.repeats, args.rehearse))
-    print(table([HEAD, *(row for label, timings in cases.items() for row in rows(label, timings, ceilings))]))
+    print(format_table([HEAD, *(row for label, timings in cases.items() for row in rows(label, timings, ceilings))]))
     failed = {f"{timing.name}: {timing.error}" for timings in cases.values() for timing in timings if timing.error}
     for line in sorted(failed):
         print(f"failed: {line}")
