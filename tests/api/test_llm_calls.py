@@ -143,7 +143,7 @@ def test_a_failing_request_gives_no_score(llm: LLM, monkeypatch: pytest.MonkeyPa
         raise ValueError("no logits")
 
     with monkeypatch.context() as patch:
-        patch.setattr(GenerationRequest, "_take_prompt_logprobs", broken)
+        patch.setattr(GenerationRequest, "_add_prompt_logprobs", broken)
         with pytest.raises(RuntimeError, match="the request failed: ValueError: no logits"):
             llm.score("Some text")
 
