@@ -31,7 +31,7 @@ BLUE, GREY, ORANGE = "#1f77b4", "0.75", "#ff7f0e"
 
 DEMO = [["generate", "Give me three tips for staying healthy.", "--temperature", "0"], ["info"]]
 DIAGRAM = re.compile(r"^```mermaid\n(?P<source>.*?)^```$", re.MULTILINE | re.DOTALL)
-MERMAID_CONFIG = {"theme": "neutral", "htmlLabels": False, "flowchart": {"htmlLabels": False, "wrappingWidth": 240}}
+MERMAID_CONFIG = {"theme": "neutral", "htmlLabels": False, "flowchart": {"wrappingWidth": 440, "rankSpacing": 30}}
 
 
 def load(name: str) -> Results:
