@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from make_figures import DIAGRAM, diagram_mark, diagram_path, diagram_title
 
 LOG = logging.getLogger("mkdocs.hooks")
-ROOT = Path(__file__).parents[1]
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
 ROLE = re.compile(r":(func|class|meth|mod|attr|data):`([\w.]+)`")
 EXAMPLE = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)  # with its output, to the next empty line
 OUTSIDE = re.compile(r"(?<!!)\[([^\]]+)\]\(\.\./([^)#]+)\)")
@@ -41,6 +42,8 @@ def _named_files(markdown: str) -> str:
 
     def named(match: re.Match[str]) -> str:
         text, path = match.groups()
+        if (DOCS / path).exists():  # from a page of a folder to one above it
+            return match[0]
         if not (ROOT / path).exists():
             LOG.warning(f"a page links to ../{path}, which is not there")
         return f"`{path}`" if path in text else f"{text} (`{path}`)"
