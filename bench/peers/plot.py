@@ -19,11 +19,11 @@ def plot(results: dict[str, Any], path: Path) -> Path:
     from matplotlib.figure import Figure
 
     names = list(results["engines"])[::-1]  # horizontal bars are drawn from the bottom
-    figure = Figure(figsize=(12, 1.6 + 0.36 * len(names)), layout="constrained")
+    figure = Figure(figsize=(9, 1.4 + 0.3 * len(names)), layout="constrained")
     cpu, settings = results["machine"]["cpu"], results["settings"]
     threads = f"{settings['threads']} thread{'s' * (settings['threads'] > 1)}"
     cpu_name = cpu["name"].replace("(R)", "").replace(" Processor", "")
-    figure.suptitle(f"{Path(settings['model']).name} on {cpu_name} ({cpu['isa']}), {threads}: tokens/s")
+    figure.suptitle(f"{Path(settings['model']).name} on {cpu_name} ({cpu['isa']}), {threads}", fontsize="medium")
     medians = f"medians of {settings['rounds']} rounds"
     command = f"bench/bench_peers.py --threads {settings['threads']}, {medians}, {results['date'][:10]}"
     figure.supxlabel(command, fontsize="small", color="0.4")
@@ -33,7 +33,8 @@ def plot(results: dict[str, Any], path: Path) -> Path:
         axes.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], padding=3)
         axes.set_title(title.format(**settings["workloads"][workload]), fontsize="medium")
         axes.set_xlabel("tokens/s")
-        axes.set_xlim(0, 1.3 * max(speeds))
+        axes.set_xticks([])  # the bars have their values
+        axes.set_xlim(0, 1.5 * max(speeds))
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
     return path
