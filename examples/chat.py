@@ -2,8 +2,8 @@
 
     python examples/chat.py --window 1024 --system "You are a patient teacher."
 
-Each answer reads the whole conversation. All of it up to the newest question is in the prefix cache, so a turn late in a
-long conversation costs no more than the first one. Dropping a turn moves everything after it, which must then be
+Each answer reads the whole conversation. All of it up to the newest question is in the prefix cache, so a turn late in
+a long conversation costs no more than the first one. Dropping a turn moves everything after it, which must then be
 computed again; therefore half of the window is cleared at a time.
 """
 

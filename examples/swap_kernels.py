@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from fastinfer.nn import replace
 
 ATTENTION, MLP, ROTARY = "*.self_attn", "*.mlp", "*rotary_emb"
-# The modules that replace() must skip, fewer in each step; then weights of 8 and 4 bits, in a model that is loaded again.
+# The modules that replace() must skip, fewer in each step; then weights of 8 and 4 bits, in a model loaded again.
 STEPS = {
     "attention function and norms": {"skip": [ATTENTION, MLP, ROTARY]},
     "fused MLP": {"skip": [ATTENTION, ROTARY]},

@@ -2,8 +2,8 @@
 
     python examples/tiny_decoder.py FOLDER "Once upon a time"
 
-A layer is seven calls: norm + QKV, rotation, cache store, attention, output + residual; norm + gate and up + activation,
-down + residual. The weights stay as they are in the file; examples/faster_transformers.py quantises.
+A layer is seven calls: norm + QKV, rotation, cache store, attention, output + residual; then norm + gate and up +
+activation, down + residual. The weights stay as they are in the file; examples/faster_transformers.py quantises.
 """
 
 import json
@@ -43,7 +43,7 @@ class TinyDecoder:
         return self.weights[f"model.layers.{index}.{name}.weight"]
 
     def forward(self, ids: Tensor, past: int) -> Tensor:
-        """Return the logits [vocab] of the token after ``ids`` [tokens]; ``past`` tokens before them are in the cache."""
+        """Return the logits [vocab] of the token after ``ids`` [tokens]; ``past`` tokens before are in the cache."""
         count = len(ids)
         positions = torch.arange(past, past + count)
         seq_lens, query_start = torch.tensor([past + count]).int(), torch.tensor([0, count]).int()
