@@ -4,6 +4,7 @@
 #   make test     the whole test suite
 #   make lint     formatting, linting, types
 #   make docs     the documentation's pages, into build/docs
+#   make figures  the figures of the documentation: charts, diagrams, terminal pictures
 #   make cuda     compile the CUDA kernels (needs nvcc, no GPU), check registers, spills and instructions
 #   make emulation  run the CUDA kernels on the CPU under the address and thread sanitizers
 #   make gpu-check  build, test and measure on a GPU; results in bench/out
@@ -20,7 +21,7 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 SOURCES := setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 
-.PHONY: demo test lint format docs cuda emulation gpu-check bench clean
+.PHONY: demo test lint format docs figures cuda emulation gpu-check bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fastinfer pull smollm2-135m-instruct
@@ -43,6 +44,10 @@ format: $(VENV)/.installed-lint
 # Offline, but for the tools' own installation.
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# Charts need matplotlib, diagrams npx and a Chromium; the terminal pictures show the speed of this machine.
+figures: $(VENV)/.installed-test
+	$(BIN)/python docs/make_figures.py
 
 # Proves that the CUDA half compiles, links and imports; the result is a wheel in build/cuda.
 cuda: $(VENV)/.installed-cuda

@@ -1,28 +1,49 @@
-"""What building the pages needs besides mkdocs: docstrings as Markdown, and links that leave this folder.
+"""Prepares docstrings and pages for mkdocs.
 
 Docstrings are written to be read with ``help()``: they name other objects as ``:func:`rms_norm```, and have examples
-that begin with ``>>>``. Here the former become links, and the latter blocks of code.
+that begin with ``>>>``. The former become links, and the latter blocks of code. In pages, links to files outside docs/
+become plain names, and Mermaid blocks become the pictures that ``make figures`` drew of them.
 """
 
 import logging
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import griffe
 
+sys.path.insert(0, str(Path(__file__).parent))
+from make_figures import DIAGRAM, diagram_mark, diagram_path, diagram_title
+
 LOG = logging.getLogger("mkdocs.hooks")
-ROOT = Path(__file__).parents[1]
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
 ROLE = re.compile(r":(func|class|meth|mod|attr|data):`([\w.]+)`")
 EXAMPLE = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)  # with its output, to the next empty line
 OUTSIDE = re.compile(r"(?<!!)\[([^\]]+)\]\(\.\./([^)#]+)\)")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Files of the repository that are no pages are named, not linked: the site does not hold them."""
+    """Replace links that leave the site and blocks that a browser could not draw offline."""
+    return DIAGRAM.sub(_picture, _named_files(markdown))
+
+
+def _picture(match: re.Match[str]) -> str:
+    source = match["source"]
+    path = diagram_path(source)
+    if not path.exists() or diagram_mark(source) not in path.read_text():
+        LOG.warning(f"figures/{path.name} was not made from this page's diagram: run `make figures`")
+    return f"![{diagram_title(source)}](figures/{path.name})"
+
+
+def _named_files(markdown: str) -> str:
+    """Name files of the repository that are no pages instead of linking them: the site does not hold them."""
 
     def named(match: re.Match[str]) -> str:
         text, path = match.groups()
+        if (DOCS / path).exists():  # from a page of a folder to one above it
+            return match[0]
         if not (ROOT / path).exists():
             LOG.warning(f"a page links to ../{path}, which is not there")
         return f"`{path}`" if path in text else f"{text} (`{path}`)"
@@ -31,7 +52,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Makes Markdown of the docstrings of a package, once all of it is loaded."""
+    """Rewrites the docstrings of a package as Markdown, once all of it is loaded."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         for obj in _objects(pkg):

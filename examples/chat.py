@@ -1,10 +1,10 @@
-"""A chat in the terminal with a rolling context window: when the conversation fills it, the oldest turns go.
+"""A chat in the terminal with a rolling context window: when the conversation fills it, the oldest turns are dropped.
 
     python examples/chat.py --window 1024 --system "You are a patient teacher."
 
-Each answer reads the whole conversation. All of it up to the newest question is in the prefix cache, so a turn costs no
-more at the end of a long conversation than at its beginning. Dropping a turn moves everything behind it, which is then
-computed anew: hence half of the window is cleared at a time, and seldom.
+Each answer reads the whole conversation. All of it up to the newest question is in the prefix cache, so a turn late in
+a long conversation costs no more than the first one. Dropping a turn moves everything after it, which must then be
+computed again; therefore half of the window is cleared at a time.
 """
 
 import argparse
@@ -23,7 +23,7 @@ def num_tokens(llm: LLM, messages: Messages) -> int:
 
 
 def roll(llm: LLM, system: Messages, turns: Messages, limit: int) -> Messages:
-    """The turns that stay: all while they fit, else the newest ones that fill half of the limit."""
+    """Return all turns while they fit, else the newest ones that fill half of the limit."""
     if num_tokens(llm, system + turns) > limit:
         while len(turns) > 1 and num_tokens(llm, system + turns) > limit // 2:
             turns = turns[2:]  # a question and its answer
@@ -31,7 +31,7 @@ def roll(llm: LLM, system: Messages, turns: Messages, limit: int) -> Messages:
 
 
 def answer(llm: LLM, messages: Messages, params: SamplingParams) -> str:
-    """Stream the answer to the terminal, and say what the cache was good for."""
+    """Stream the answer to the terminal, and say how much of the prompt was in the cache."""
     with contextlib.closing(llm.stream_chat(messages, params)) as outputs:
         for output in outputs:
             print(output.outputs[0].delta, end="", flush=True)

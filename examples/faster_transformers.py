@@ -1,6 +1,6 @@
-"""A model of transformers on our kernels, in four bits: `python examples/faster_transformers.py [MODEL]`.
+"""A transformers model on fastinfer's kernels, in 4 bits: `python examples/faster_transformers.py [MODEL]`.
 
-On two Zen 3 cores SmolLM2-135M decoded 21 tokens/s before, 47 after (docs/performance.md).
+On two Zen 3 cores SmolLM2-135M decoded 21 tokens/s before and 47 after (docs/performance.md).
 """
 
 import sys
@@ -25,5 +25,5 @@ def tokens_per_second(count: int = 64) -> float:
 
 before = tokens_per_second()
 print(replace(model, quantize="int4"))
-torch.set_num_threads(1)  # our kernels have threads of their own, beside which torch's would spin
+torch.set_num_threads(1)  # the kernels have their own threads, and torch's would take the cores from them
 print(f"{before:.1f} tokens/s before, {tokens_per_second():.1f} after")

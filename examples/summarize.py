@@ -1,9 +1,9 @@
-"""Summarises texts of any length by map and reduce: each part on its own, then the summaries, until one is left.
+"""Summarises texts of any length by map and reduce: every part by itself, then the summaries, until one is left.
 
     python examples/summarize.py LICENSE README.md
 
-All parts of a round run in one batch. They share their beginning, the instruction, which is a prompt module: computed
-once, and kept in the cache however many parts go by.
+All parts of a round run in one batch. They begin with the same instruction, which is a prompt module: it is computed
+once and stays in the cache.
 """
 
 import argparse
@@ -21,8 +21,8 @@ MARK = "\0"
 
 
 def cut(tokenizer: Tokenizer, text: str, size: int) -> Iterator[list[int]]:
-    """Parts of at most ``size`` tokens that end with a line, if one ends in their second half."""
-    # A text from outside may spell special tokens; here they are plain text.
+    """Cut a text into parts of at most ``size`` tokens; a part ends with a line if one ends in its second half."""
+    # The text may contain the names of special tokens; they are read as plain text.
     ids = tokenizer.encode(text, add_special_tokens=False, parse_special=False)
     while len(ids) > size:
         line_ends = [i + 1 for i in range(size // 2, size) if b"\n" in tokenizer.token_bytes(ids[i])]
@@ -33,7 +33,7 @@ def cut(tokenizer: Tokenizer, text: str, size: int) -> Iterator[list[int]]:
 
 
 def summarize(llm: LLM, text: str, size: int) -> str:
-    """One summary, of at most an eighth of ``size`` tokens; so every round has fewer parts, down to one."""
+    """Return one summary of at most ``size / 8`` tokens, so that every round has fewer parts, down to one."""
     tokenizer = llm.tokenizer
     template = render(tokenizer.chat_template, [{"role": "user", "content": INSTRUCTION + MARK}])
     before, after = template.split(MARK)

@@ -1,8 +1,8 @@
-"""Which kernel brings what: our modules into a model one kind after another, each step timed and profiled.
+"""Shows what each kernel brings: modules are swapped into a model one kind at a time, timed and profiled.
 
     python examples/swap_kernels.py [MODEL] [TOKENS]
 
-Prints, for decoding one sequence, tokens per second and the operators that take most of a step.
+Prints, for decoding one sequence, tokens per second and the operators with the largest share of the time.
 """
 
 import sys
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from fastinfer.integrations.transformers import replace
 
 ATTENTION, MLP, ROTARY = "*.self_attn", "*.mlp", "*rotary_emb"
-# What replace() may not touch yet, in turn; then weights of 8 and of 4 bits, in a model loaded anew.
+# The modules that replace() must skip, fewer in each step; then weights of 8 and 4 bits, in a model loaded again.
 STEPS = {
     "attention function and norms": {"skip": [ATTENTION, MLP, ROTARY]},
     "fused MLP": {"skip": [ATTENTION, ROTARY]},

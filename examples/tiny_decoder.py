@@ -1,9 +1,9 @@
-"""A decoder of the Llama family from nothing but the operators: a folder of Hugging Face in, greedy text out.
+"""A Llama decoder made of the operators alone: reads a Hugging Face folder and prints greedy text.
 
     python examples/tiny_decoder.py FOLDER "Once upon a time"
 
-Every layer is six calls: norm + QKV, rotation, store, attention, output + residual; then norm + gate and up +
-activation, down + residual. Weights stay as they are in the file; examples/faster_transformers.py quantises.
+A layer is seven calls: norm + QKV, rotation, cache store, attention, output + residual; then norm + gate and up +
+activation, down + residual. The weights stay as they are in the file; examples/faster_transformers.py quantises.
 """
 
 import json
@@ -37,13 +37,13 @@ class TinyDecoder:
         dtype = self.weights["model.norm.weight"].dtype
         pages = max_tokens // BLOCK_SIZE, BLOCK_SIZE, self.kv_heads, self.head_dim
         self.caches = [torch.zeros(2, *pages, dtype=dtype).unbind() for _ in layers]
-        self.block_table = torch.arange(pages[0], dtype=torch.int32)[None]  # one sequence, its blocks in a row
+        self.block_table = torch.arange(pages[0], dtype=torch.int32)[None]  # one sequence with consecutive blocks
 
     def layer(self, index: int, name: str) -> Tensor:
         return self.weights[f"model.layers.{index}.{name}.weight"]
 
     def forward(self, ids: Tensor, past: int) -> Tensor:
-        """Logits [vocab] of the token after ``ids`` [tokens], before which ``past`` tokens are in the cache."""
+        """Return the logits [vocab] of the token after ``ids`` [tokens]; ``past`` tokens before are in the cache."""
         count = len(ids)
         positions = torch.arange(past, past + count)
         seq_lens, query_start = torch.tensor([past + count]).int(), torch.tensor([0, count]).int()
@@ -64,7 +64,7 @@ class TinyDecoder:
         return ops.gemm(x[-1:], head, norm_weight=self.weights["model.norm.weight"], eps=self.eps)[0]
 
     def generate(self, ids: list[int], count: int) -> list[int]:
-        """The ``count`` likeliest next tokens, one after the other."""
+        """Generate ``count`` tokens, each the likeliest one."""
         output: list[int] = []
         step, past = ids, 0
         for _ in range(count):

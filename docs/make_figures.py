@@ -1,0 +1,274 @@
+"""Draws every figure of the documentation: ``make figures``, or ``python docs/make_figures.py [KIND ...]``.
+
+plots     charts of the measurements in bench/results (matplotlib)
+diagrams  the Mermaid blocks of the pages as SVG, for pages that are read offline (npx and a Chromium)
+demo      the terminal pictures: runs ``fastinfer`` on this machine and records what it prints
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from terminal_picture import Recording, draw
+
+DOCS = Path(__file__).parent
+RESULTS = DOCS.parent / "bench/results"
+FIGURES = DOCS / "figures"
+sys.path.insert(0, str(DOCS.parent / "bench"))
+
+Results = dict[str, Any]
+BLUE, GREY, ORANGE = "#1f77b4", "0.75", "#ff7f0e"
+
+DEMO = [["generate", "Give me three tips for staying healthy.", "--temperature", "0"], ["info"]]
+DIAGRAM = re.compile(r"^```mermaid\n(?P<source>.*?)^```$", re.MULTILINE | re.DOTALL)
+MERMAID_CONFIG = {"theme": "neutral", "htmlLabels": False, "flowchart": {"wrappingWidth": 440, "rankSpacing": 30}}
+
+
+def load(name: str) -> Results:
+    return json.loads((RESULTS / name).read_text())
+
+
+def machine(results: Results, threads: int | None = None) -> str:
+    """The footer's first half: CPU, instruction set, threads and date of a measurement."""
+    cpu = results["machine"]["cpu"]
+    name = cpu["name"].replace("(R)", "").replace(" Processor", "")
+    return f"{name}, {cpu['isa']}, {threads or cpu['num_threads']} threads, {results['date'][:10]}"
+
+
+# ---- plots ----
+
+
+def peers(path: Path) -> None:
+    from peers.plot import plot
+
+    plot(load("avx512/peers_again.json"), path)
+
+
+def throughput(path: Path) -> None:
+    results = load("avx512/throughput_others.json")
+    batch = results["results"]["batch"]
+    sizes = batch["sizes"]
+    labels = [str(size["batch_size"]) for size in sizes]
+    figure, (rate, latency) = figure_of(2, results, "fastinfer bench throughput --only batch")
+    rate.plot(labels, [median(size["tokens_per_s"]) for size in sizes], "o-", label="prefill included")
+    rate.plot(labels, [median(size["decode_tokens_per_s"]) for size in sizes], "o-", label="while all requests decode")
+    rate.set_ylabel("generated tokens/s")
+    for percentile in ("50", "95", "99"):
+        milliseconds = [1e3 * size["inter_token_s"][percentile] for size in sizes]
+        latency.plot(labels, milliseconds, "o-", label=f"p{percentile}")
+    latency.set_ylabel("time between tokens, ms")
+    latency.set_yscale("log")
+    for axes in (rate, latency):
+        axes.set_xlabel("requests at once")
+        axes.legend(frameon=False)
+    rate.set_ylim(bottom=0)
+    figure.suptitle(f"Requests of {batch['prompt_tokens']} prompt and {batch['new_tokens']} new tokens")
+    figure.savefig(path, dpi=120)
+
+
+def speculation(path: Path) -> None:
+    results = load("avx512/throughput_others.json")
+    runs = results["results"]["ngram"]["alone"]
+    names = [f"{'copies' if run['kind'] == 'copy-heavy' else 'new text'}, {run['name'].split()[1]}" for run in runs]
+    pairs = [zip(run["plain_s"], run["speculative_s"], strict=True) for run in runs]
+    gains = [median(plain / speculative for plain, speculative in pair) for pair in pairs]
+    figure, (axes,) = figure_of(1, results, "fastinfer bench throughput --only ngram", height=3.4)
+    colours = [BLUE if run["kind"] == "copy-heavy" else GREY for run in runs]
+    bars = axes.bar(names, gains, color=colours)
+    axes.bar_label(bars, [f"{gain:.2f}" for gain in gains], padding=2)
+    axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
+    axes.set_ylabel("decode speed,\ntimes that without speculation")
+    axes.set_ylim(0, 1.15 * max(gains))
+    axes.set_xlabel("prompt")
+    figure.savefig(path, dpi=120)
+
+
+def transformers(path: Path) -> None:
+    names = {
+        "transformers": "transformers",
+        "attention": "attention only",
+        "modules": "replace(model)",
+        "int8": "int8 weights",
+        "int4": "int4 weights",
+    }
+    both = {dtype: load(f"transformers_{dtype}.json") for dtype in ("bf16", "fp32")}
+    figure, panels = figure_of(2, both["bf16"], "python bench/bench_transformers.py --rounds 3")
+    titles = {"decode": "Decode, 1 sequence", "prefill": "Prompt of 512 tokens"}
+    for axes, (workload, title) in zip(panels, titles.items(), strict=True):
+        for index, (dtype, results) in enumerate(both.items()):
+            speeds = [median(s[workload] for s in results["samples"][f"{dtype} {name}"]) for name in names]
+            places = [place + 0.4 * index - 0.2 for place in range(len(names))]
+            bars = axes.barh(places, speeds, height=0.38, color=(BLUE, ORANGE)[index], label=dtype)
+            axes.bar_label(bars, [f"{speed:.0f}" for speed in speeds], padding=3)
+        axes.set_yticks(range(len(names)), names.values() if workload == "decode" else [])
+        axes.invert_yaxis()
+        axes.set_title(title, fontsize="medium")
+        axes.set_xlabel("tokens/s")
+        axes.margins(x=0.15)
+    panels[1].legend(frameon=False, loc="center right")
+    figure.savefig(path, dpi=120)
+
+
+def ablation(path: Path) -> None:
+    names = {
+        "none": "no KV cache, fp32",
+        "batch": "static batch, no KV cache",
+        "kv": "KV cache",
+        "kv+batch": "KV cache, static batch",
+        "continuous": "continuous batch",
+        "int8": "+ int8 weights",
+        "int4": "+ int4 weights",
+        "prefix": "+ prefix cache",
+        "speculation": "+ speculation",
+    }
+    results = load("ablation.json")
+    runs = {key: results["rows"][key]["runs"] for key in names}
+    speeds = [median(run["num_tokens"] / run["seconds"] for run in rows) for rows in runs.values()]
+    memory = [max(run["peak_memory"] for run in rows) / 1e6 for rows in runs.values()]
+    command = "fastinfer bench ablation --requests 12 --new-tokens 64 --repeats 1 --limit-seconds 30"
+    figure, (rate, peak) = figure_of(2, results, command, height=4.2)
+    labelled_bars(rate, list(names.values()), speeds, "tokens/s", "{:.1f}", BLUE)
+    labelled_bars(peak, ["" for _ in names], memory, "peak memory, MB", "{:,.0f}", GREY)
+    figure.savefig(path, dpi=120)
+
+
+def quantization(path: Path) -> None:
+    results = load("quantization.json")
+    command = "python bench/bench_quantization.py --methods rtn,gptq,awq,int8"
+    figure, (axes,) = figure_of(1, results, command, height=4)
+    nudges = {"gptq": (8, -12), "awq": (8, 4)}  # the two nearly coincide
+    for result in results["results"]:
+        name, place = result["model"], (result["bytes"] / 2**20, result["perplexity"])
+        axes.plot(*place, "o", color=GREY if name == "bf16" else BLUE)
+        axes.annotate(name, place, xytext=nudges.get(name, (8, 4)), textcoords="offset points")
+    axes.set_xlabel("weight files, MiB")
+    axes.set_ylabel("perplexity (lower is better)")
+    axes.set_xlim(90, 290)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def figure_of(panels: int, results: Results, command: str, height: float = 3.8) -> tuple[Any, Any]:
+    """A figure with panels side by side, and the machine and command of its measurement at the bottom."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, height), layout="constrained")
+    figure.supxlabel(f"{machine(results)}\n{command}", fontsize="small", color="0.4")
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    for each in axes:
+        each.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def labelled_bars(axes: Any, names: list[str], values: list[float], label: str, form: str, colour: str) -> None:
+    """Horizontal bars in the order given, each with its value."""
+    bars = axes.barh(range(len(names)), values, color=colour)
+    axes.bar_label(bars, [form.format(value) for value in values], padding=3)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel(label)
+    axes.margins(x=0.2)
+
+
+PLOTS: dict[str, Callable[[Path], None]] = {
+    "peers": peers,
+    "throughput": throughput,
+    "speculation": speculation,
+    "transformers": transformers,
+    "ablation": ablation,
+    "quantization": quantization,
+}
+
+
+def make_plots() -> None:
+    for name, plot in PLOTS.items():
+        plot(FIGURES / f"{name}.png")
+        print(FIGURES / f"{name}.png")
+
+
+# ---- diagrams ----
+
+
+def diagram_title(source: str) -> str:
+    """The ``accTitle`` of a Mermaid source, which also names its file."""
+    match = re.search(r"^\s*accTitle: (.+)$", source, re.MULTILINE)
+    if match is None:
+        raise ValueError(f"a Mermaid diagram must have an accTitle, got {source[:60]!r}")
+    return match[1].strip()
+
+
+def diagram_path(source: str) -> Path:
+    return FIGURES / (re.sub(r"\W+", "-", diagram_title(source).lower()) + ".svg")
+
+
+def diagram_mark(source: str) -> str:
+    """A comment at the end of a picture that says which source it was made from."""
+    return f"<!-- source {hashlib.sha256(source.encode()).hexdigest()} -->"
+
+
+def make_diagrams() -> None:
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    environment = (
+        os.environ | {"PUPPETEER_SKIP_DOWNLOAD": "1"} | ({"PUPPETEER_EXECUTABLE_PATH": browser} if browser else {})
+    )
+    for page in sorted(DOCS.glob("*.md")):
+        for match in DIAGRAM.finditer(page.read_text()):
+            source, path = match["source"], diagram_path(match["source"])
+            with tempfile.TemporaryDirectory() as folder:
+                files = {name: Path(folder) / name for name in ("in.mmd", "config.json", "browser.json")}
+                files["in.mmd"].write_text(source)
+                files["config.json"].write_text(json.dumps(MERMAID_CONFIG))
+                files["browser.json"].write_text(json.dumps({"args": ["--no-sandbox", "--disable-gpu"]}))
+                command = ["npx", "--yes", "@mermaid-js/mermaid-cli", "--quiet", "-i", files["in.mmd"], "-o", path]
+                command += ["-c", files["config.json"], "-p", files["browser.json"], "-b", "white"]
+                subprocess.run(command, env=environment, check=True)
+            path.write_text(path.read_text().rstrip() + diagram_mark(source) + "\n")
+            print(path)
+
+
+# ---- demo ----
+
+
+def make_demo() -> None:
+    recordings = []
+    for arguments in DEMO:
+        for _ in range(2):  # the first run warms the file cache
+            done = subprocess.run(
+                [sys.executable, "-m", "fastinfer", *arguments],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                check=True,
+            )
+        shown = " ".join(f'"{argument}"' if " " in argument else argument for argument in ["fastinfer", *arguments])
+        recordings.append(Recording(shown, done.stdout))
+    (FIGURES / "demo.svg").write_text(draw(recordings))
+    print(FIGURES / "demo.svg")
+
+
+KINDS = {"plots": make_plots, "diagrams": make_diagrams, "demo": make_demo}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"{', '.join(KINDS)}; default: all")
+    kinds = parser.parse_args().kinds or [*KINDS]
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        parser.error(f"KIND must be one of {', '.join(KINDS)}, got {', '.join(unknown)}")
+    FIGURES.mkdir(exist_ok=True)
+    for kind in kinds:
+        KINDS[kind]()
+
+
+if __name__ == "__main__":
+    main()
