@@ -1,6 +1,6 @@
 """A weight between its file and the kernels: integers, scales and minimums side by side, nothing packed yet.
 
-Every reader of a quantised format produces one of these four forms; :func:`fastinfer.weights.weight.make_weight` packs
+Every reader of a quantised format produces one of these four forms; :func:`fastinfer.weights.pack.make_weight` packs
 them. Rows can be picked, reordered and concatenated here without touching a number.
 """
 

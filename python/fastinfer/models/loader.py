@@ -19,7 +19,8 @@ from fastinfer.models.projection import OutputProjection
 from fastinfer.ops.pack import TILE_ROWS, interleave_gate_up
 from fastinfer.utils.huge_pages import HugePages
 from fastinfer.weights.expert_weights import make_expert_weights
-from fastinfer.weights.weight import ConcatenatedWeight, Weight, make_weight
+from fastinfer.weights.pack import make_weight
+from fastinfer.weights.weight import ConcatenatedWeight, Weight
 
 # Of the rotary table: 256 MiB at a head size of 64.
 MAX_POSITIONS = 2**20
