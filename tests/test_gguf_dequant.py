@@ -10,8 +10,8 @@ from helpers import assert_bitwise
 
 from fastinfer.errors import UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile, GGUFTensor, GGUFType
-from fastinfer.formats.gguf_kquants import CHUNK, GROUPS_OF_16
 from fastinfer.formats.gguf_unpack import DENSE_DTYPES, SUPPORTED_TYPES, unpack, unpack_rows
+from fastinfer.formats.gguf_unpack_k_quants import CHUNK, GROUPS_OF_16
 from fastinfer.formats.unpacked import Dense, Int4, Int8, Lut, Unpacked
 from fastinfer.models import gguf_checkpoint
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
