@@ -148,7 +148,8 @@ void define_gguf(py::module_& m) {
         "As skip_strings, and as long as they are UTF-8: returns a list of them, and the position.");
   m.def("bit_fields", &bit_fields, py::arg("values"), py::arg("blocks"), py::arg("block_bytes"), py::arg("begin"),
         py::arg("end"), py::arg("bits"), py::arg("run"), py::arg("shift"),
-        "The work of fastinfer.formats.gguf_blocks.bit_fields, on all threads, from one contiguous buffer to another; "
+        "The work of fastinfer.formats.gguf_bit_fields.bit_fields, on all threads, from one contiguous buffer to "
+        "another; "
         "ValueError for sizes that do not fit.");
 }
 

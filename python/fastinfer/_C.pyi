@@ -1,9 +1,13 @@
+"""Types of the compiled extension."""
+
 from typing import Any, TypedDict
 
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 class BuildInfo(TypedDict):
+    """How the extension was built."""
+
     version: str
     compiler: str
     torch_target: str
@@ -11,6 +15,8 @@ class BuildInfo(TypedDict):
     cuda_archs: list[str]
 
 class CpuInfo(TypedDict):
+    """The CPU's instruction sets, and the one that the kernels use."""
+
     features: list[str]
     isa: str
     isa_reason: str
@@ -41,9 +47,13 @@ def launch_plan(
 def launch_plan_sizes() -> dict[str, dict[str, int | None]]: ...
 
 class GraphMemory:
+    """Memory of a graph's intermediate results."""
+
     def owns(self, data: int) -> bool: ...
 
 class LaunchGraph:
+    """A recorded list of kernel launches."""
+
     def __init__(self, memory: GraphMemory) -> None: ...
     def begin(self) -> None: ...
     def end(self) -> None: ...

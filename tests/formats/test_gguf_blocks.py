@@ -5,7 +5,7 @@ import pytest
 from support.helpers import num_threads
 
 from fastinfer import _C
-from fastinfer.formats.gguf_blocks import bit_fields, halves
+from fastinfer.formats.gguf_bit_fields import bit_fields, halves
 
 
 def plain_bit_fields(blocks: np.ndarray, begin: int, end: int, bits: int, run: int, shift: int) -> np.ndarray:

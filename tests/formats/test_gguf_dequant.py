@@ -10,13 +10,13 @@ from support.helpers import assert_bitwise
 
 from fastinfer.errors import UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile, GGUFTensor, GGUFType
-from fastinfer.formats.gguf_kquants import CHUNK, GROUPS_OF_16
 from fastinfer.formats.gguf_unpack import DENSE_DTYPES, SUPPORTED_TYPES, unpack, unpack_rows
+from fastinfer.formats.gguf_unpack_k_quants import CHUNK, GROUPS_OF_16
 from fastinfer.formats.unpacked import Dense, Int4, Int8, Lut, Unpacked
 from fastinfer.models import gguf_checkpoint
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
 from fastinfer.utils.huge_pages import HugePages
-from fastinfer.weights.weight import make_weight
+from fastinfer.weights.pack import make_weight
 
 # Form and range of integers.
 FORMS = {
@@ -272,5 +272,5 @@ def test_a_layers_matrix_in_parts(model_path: Path, monkeypatch: pytest.MonkeyPa
     ids=["forms", "minimums", "rows", "too many", "too few"],
 )
 def test_parts_that_do_not_fit(parts: list[Unpacked]) -> None:
-    with pytest.raises(ValueError, match=r"runs must (have one form, fill|fill) 32 rows"):
+    with pytest.raises(ValueError, match=r"parts must (have one form, fill|fill) 32 rows"):
         make_weight(iter(parts), 8, out_features=32)

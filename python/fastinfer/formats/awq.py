@@ -1,7 +1,7 @@
-"""Reader of linear layers that AWQ's tools (AutoAWQ, GPTQModel) have packed for their GEMM kernel.
+"""Reader of AWQ linear layers, as AutoAWQ and GPTQModel pack them for their GEMM kernel.
 
-``w[o, i] = scales[g, o] * (q[i, o] - zero[g, o])`` with the group g of input i; 4 bits. ``qweight`` [in, out / 8] and
-``qzeros`` [groups, out / 8] pack outputs, eight to a word in the order 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits up
+``w[o, i] = scales[g, o] * (q[i, o] - zero[g, o])`` with the group g of input i, 4 bits. ``qweight`` [in, out / 8] and
+``qzeros`` [groups, out / 8] pack eight outputs per word, in the order 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits up
 (https://github.com/casper-hansen/AutoAWQ, awq/modules/linear/gemm.py). Method: Lin et al., 2023,
 https://arxiv.org/abs/2306.00978.
 """
@@ -23,17 +23,17 @@ from fastinfer.formats.zero_points import with_zero_points
 
 @dataclass(frozen=True)
 class AWQFormat:
-    """How a checkpoint's layers are packed.
+    """Packing of a checkpoint's layers.
 
     Attributes:
-        group_size: inputs per scale, -1 for all.
+        group_size: number of inputs per scale, -1 for all.
     """
 
     group_size: int
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> "AWQFormat":
-        """From a ``quantization_config``.
+        """Parse a ``quantization_config``.
 
         Raises:
             UnsupportedModelError: a setting is not implemented.
@@ -48,8 +48,9 @@ class AWQFormat:
         return cls(setting(config, "group_size", int))
 
     def read(self, layer: LinearTensors, exact: bool = True) -> Int4 | Int8 | Dense:
-        """A layer's weight: Int4, or Dense for a layer that was left out; see
-        :meth:`fastinfer.formats.gptq.GPTQFormat.read`.
+        """Read a layer's weight, Int4, or Dense for a layer that is not quantised.
+
+        Arguments and errors are those of :meth:`fastinfer.formats.gptq.GPTQFormat.read`.
         """
         if layer.has("weight") and not layer.has("qweight"):
             return layer.dense()
@@ -63,9 +64,9 @@ class AWQFormat:
 
 
 def _by_output(words: Tensor) -> Tensor:
-    """[n, out / 8] int32 as [out, n] uint8.
+    """Unpack [n, out / 8] int32 to [out, n] uint8.
 
-    Place 4a + b of a word holds output 2b + a: two rows of four, read by columns.
+    Place 4a + b of a word holds output 2b + a: a matrix of two rows and four columns, read by columns.
     """
     values = unpack_integers(words, 4).view(*words.shape, 2, 4)
     return values.permute(1, 3, 2, 0).reshape(8 * words.shape[1], words.shape[0])

@@ -1,12 +1,12 @@
-"""Reader of linear layers as transformers saves those that bitsandbytes has quantised.
+"""Reader of bitsandbytes linear layers, as transformers saves them.
 
-4 bits: ``weight`` holds two places of the table ``weight.quant_map`` per byte, the first in the upper half, in the
-weight's own order; every run of ``blocksize`` values has a scale in ``weight.absmax``. With double quantisation these
-are bytes themselves: places of ``weight.nested_quant_map``, scaled by ``weight.nested_absmax`` per run of
-``nested_blocksize``, plus an offset. ``weight.quant_state.bitsandbytes__nf4`` (or ``fp4``) holds the numbers as JSON.
-Dettmers et al., 2023, https://arxiv.org/abs/2305.14314.
+4 bits: ``weight`` has two indices into the look-up table ``weight.quant_map`` per byte, the first in the upper half, in
+row-major order. Each block of ``blocksize`` values has a scale in ``weight.absmax``. With double quantisation these
+scales are bytes, indices into ``weight.nested_quant_map``; the value is multiplied by ``weight.nested_absmax`` (one per
+``nested_blocksize`` scales), and an offset is added. ``weight.quant_state.bitsandbytes__nf4`` (or ``fp4``) holds the
+sizes and the offset as JSON. Dettmers et al., 2023, https://arxiv.org/abs/2305.14314.
 
-8 bits: ``w = weight * SCB / 127``, a scale per row. Dettmers et al., 2022, https://arxiv.org/abs/2208.07339.
+8 bits: ``w = weight * SCB / 127``, with a scale per row. Dettmers et al., 2022, https://arxiv.org/abs/2208.07339.
 """
 
 import json
@@ -30,7 +30,7 @@ STATE = "weight.quant_state.bitsandbytes__"
 
 @dataclass(frozen=True)
 class BitsAndBytesFormat:
-    """How a checkpoint's layers are stored.
+    """Format of a checkpoint's layers.
 
     Attributes:
         bits: 4 or 8.
@@ -40,11 +40,11 @@ class BitsAndBytesFormat:
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> "BitsAndBytesFormat":
-        """From a ``quantization_config``; how 4 bits are stored says each layer's own state.
+        """Parse a ``quantization_config``; the details of 4-bit layers are in each layer's own state.
 
         Raises:
             UnsupportedModelError: neither or both of ``load_in_4bit`` and ``load_in_8bit`` are set.
-            CheckpointFormatError: one of them is of the wrong type.
+            CheckpointFormatError: one of them has the wrong type.
         """
         four, eight = (setting(config, f"load_in_{bits}bit", bool, False) for bits in (4, 8))
         if four == eight:
@@ -52,20 +52,21 @@ class BitsAndBytesFormat:
         return cls(4 if four else 8)
 
     def read(self, layer: LinearTensors, exact: bool = True) -> Lut | Int8 | Dense:
-        """A layer's weight: Lut, Int8, or Dense for a layer that was left out.
+        """Read a layer's weight: Lut, Int8, or Dense for a layer that is not quantised.
 
         Args:
-            layer: its tensors.
-            exact: fp32 scales; otherwise a table's are fp16, see :func:`fastinfer.formats.zero_points.kernel_scales`.
+            layer: tensors of the layer.
+            exact: whether to keep the scales of a Lut in fp32 if fp16 would round them, see
+                :func:`fastinfer.formats.zero_points.kernel_scales`.
 
         Raises:
-            CheckpointFormatError: a tensor is missing or has another shape or type than its format says.
-            UnsupportedModelError: the kernels have no such groups.
+            CheckpointFormatError: a tensor is missing or does not have the shape and type of its format.
+            UnsupportedModelError: the kernels do not support the group size.
         """
         weight = layer.get("weight")
         if weight is not None and weight.dtype in DENSE_DTYPES and not layer.has("weight.absmax"):
             return layer.dense()
-        return _read_int8(layer) if self.bits == 8 else _read_table(layer, exact)
+        return _read_int8(layer) if self.bits == 8 else _read_lut(layer, exact)
 
 
 def _read_int8(layer: LinearTensors) -> Int8:
@@ -80,7 +81,7 @@ def _read_int8(layer: LinearTensors) -> Int8:
     return Int8(weight, (scales / 127)[:, None])
 
 
-def _read_table(layer: LinearTensors, exact: bool) -> Lut:
+def _read_lut(layer: LinearTensors, exact: bool) -> Lut:
     kind = "fp4" if layer.has(STATE + "fp4") else "nf4"
     state = _State.parse(layer, STATE + kind)
     rows, columns = state.shape
@@ -101,14 +102,14 @@ def _read_table(layer: LinearTensors, exact: bool) -> Lut:
 
 
 def _nested_scales(layer: LinearTensors, blocks: int, block_size: int, offset: float) -> Tensor:
-    places = layer.take("weight.absmax", torch.uint8, (blocks,)).long()
+    indices = layer.take("weight.absmax", torch.uint8, (blocks,)).long()
     table = layer.take("weight.nested_quant_map", torch.float32, (256,))
     scales = layer.take("weight.nested_absmax", torch.float32, (-(-blocks // block_size),))
-    return table[places] * scales.repeat_interleave(block_size)[:blocks] + offset
+    return table[indices] * scales.repeat_interleave(block_size)[:blocks] + offset
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """[rows, n] bytes as [rows, 2n] values, the upper halves first."""
+    """Unpack [rows, n] bytes to [rows, 2n] 4-bit values, the upper half of each byte first."""
     values = packed.numpy().astype(np.uint16)
     values = (values >> 4 | values << 8) & np.uint16(0x0F0F)
     return torch.from_numpy(values.view(np.uint8))
@@ -116,7 +117,7 @@ def _nibbles(packed: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _State:
-    """A layer's numbers that are no tensors; ``nested``: block size and offset of the scales' own quantisation."""
+    """Sizes of a 4-bit layer; ``nested`` has the block size and the offset of double quantisation, if it was used."""
 
     shape: tuple[int, int]
     block_size: int

@@ -1,13 +1,14 @@
 """Reader of linear layers in the compressed-tensors format (LLM Compressor, vLLM).
 
-A ``quantization_config`` has groups of layers, each with a scheme. Two kinds are read
+A ``quantization_config`` has groups of layers, each with a scheme. Two kinds of schemes are supported
 (https://github.com/vllm-project/compressed-tensors, src/compressed_tensors/compressors):
 
-- weights of 4 or 8 bits, inputs as they are (W4A16, W8A16), ``pack-quantized``: ``weight_packed`` [out, in * bits / 32]
-  packs inputs, ``weight_scale`` [out, groups], ``weight_zero_point`` [out * bits / 32, groups] packs outputs, if there
-  are zeros; all integers are stored with 2**(bits - 1) added. ``weight_g_idx`` [in] names the groups of inputs;
-- weights of 8 bits, ``int-quantized``: ``weight`` [out, in] int8 and ``weight_scale`` [out, 1] or [1], where the inputs
-  stay as they are (W8A16) or are rounded to int8, each token with a scale of its own (W8A8).
+- ``pack-quantized``: weights of 4 or 8 bits, inputs not quantised (W4A16, W8A16). ``weight_packed``
+  [out, in * bits / 32] packs inputs; ``weight_scale`` is [out, groups]; ``weight_zero_point``
+  [out * bits / 32, groups], if present, packs outputs. All integers are stored with 2**(bits - 1) added.
+  ``weight_g_idx`` [in] is the group of each input.
+- ``int-quantized``: weights of 8 bits, ``weight`` [out, in] int8 and ``weight_scale`` [out, 1] or [1]. The inputs are
+  not quantised (W8A16), or quantised to int8 with a scale per token (W8A8).
 """
 
 import re
@@ -30,16 +31,16 @@ PLAIN = ("int-quantized", "naive-quantized")
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the layers of one group are stored.
+    """Format of the layers of one group.
 
     Attributes:
-        targets: names of layers, ``re:`` and a regular expression, or names of classes.
-        packed: ``pack-quantized``, else a byte per integer.
+        targets: names of layers, ``re:`` followed by a regular expression, or names of classes.
+        packed: whether the format is ``pack-quantized``, not one byte per integer.
         bits: 4 or 8.
-        group_size: inputs per scale, -1 for all.
-        per_tensor: one scale for the whole weight.
-        symmetric: there are no zeros.
-        int8_activations: inputs are rounded to int8, too.
+        group_size: number of inputs per scale, -1 for all.
+        per_tensor: whether the whole weight has one scale.
+        symmetric: whether there are no zero points.
+        int8_activations: whether inputs are quantised to int8.
     """
 
     targets: tuple[str, ...]
@@ -52,6 +53,7 @@ class Scheme:
 
     @classmethod
     def parse(cls, config: Mapping[str, Any], default_format: str) -> "Scheme":
+        """Parse one of the ``config_groups``; errors are those of :meth:`CompressedTensorsFormat.parse`."""
         weights = setting(config, "weights", dict)
         inputs: dict[str, Any] | None = setting(config, "input_activations", dict, None)
         refuse(config, "output_activations")
@@ -77,7 +79,7 @@ class Scheme:
         return scheme
 
     def _check_inputs(self, inputs: Mapping[str, Any]) -> None:
-        """The kernels round inputs to int8 by token as they come, for weights with one scale per output."""
+        """Require what the W8A8 kernels support: int8 inputs with dynamic scales per token, one scale per output."""
         prefix = "quantization_config: input_activations: "
         if setting(inputs, "type", str, "int") != "int" or setting(inputs, "num_bits", int, 8) != 8:
             raise UnsupportedModelError(f"{prefix}only int8 is implemented, got {inputs!r:.90}")
@@ -91,14 +93,14 @@ class Scheme:
 
 @dataclass(frozen=True)
 class CompressedTensorsFormat:
-    """How a checkpoint's layers are stored: schemes, and the layers that have none."""
+    """Format of a checkpoint's layers: the schemes, and the layers that are not quantised."""
 
     schemes: tuple[Scheme, ...]
     ignore: tuple[str, ...]
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> "CompressedTensorsFormat":
-        """From a ``quantization_config``. How it would store keys and values is ignored: that is the engine's business.
+        """Parse a ``quantization_config``; its KV cache settings are ignored, because the engine chooses that dtype.
 
         Raises:
             UnsupportedModelError: a setting is not implemented.
@@ -114,7 +116,7 @@ class CompressedTensorsFormat:
         return cls(tuple(schemes), tuple(ignore))
 
     def scheme(self, module: str) -> Scheme | None:
-        """How a linear layer is stored; ``None``: it is not quantised. A name is a better match than a class."""
+        """Scheme of a linear layer, or ``None`` if it is not quantised; a match by name has priority over a class."""
         if any(_matches(module, pattern) for pattern in self.ignore):
             return None
         for match in (_matches_name, _matches):
@@ -124,15 +126,15 @@ class CompressedTensorsFormat:
         return None
 
     def read(self, layer: LinearTensors, exact: bool = True) -> Int4 | Int8 | Dense:
-        """A layer's weight: Int4 or Int8, or Dense for a layer that was left out.
+        """Read a layer's weight: Int4, Int8, or Dense for a layer that is not quantised.
 
         Args:
-            layer: its tensors.
+            layer: tensors of the layer.
             exact: see :func:`fastinfer.formats.zero_points.with_zero_points`.
 
         Raises:
-            CheckpointFormatError: a tensor is missing or has another shape or type than its format says.
-            UnsupportedModelError: the kernels have no such groups.
+            CheckpointFormatError: a tensor is missing or does not have the shape and type of its format.
+            UnsupportedModelError: the kernels do not support the group size.
         """
         scheme = self.scheme(layer.module)
         if scheme is None:
@@ -156,7 +158,7 @@ def _read_packed(layer: LinearTensors, scheme: Scheme, exact: bool) -> Int4 | In
         zeros = unpack_integers(zero_words.t().contiguous(), scheme.bits)[:, :rows].t().contiguous()
     order = layer.get("weight_g_idx")
     permutation = None
-    if order is not None and not bool((order == -1).all()):  # -1: a layer whose groups are in order after all
+    if order is not None and not bool((order == -1).all()):  # all -1: the groups are in order
         permutation = layer.group_order("weight_g_idx", group_size, columns)
     q = unpack_integers(words, scheme.bits)
     q = q if permutation is None else q[:, permutation]
@@ -177,7 +179,7 @@ def _matches(module: str, pattern: str) -> bool:
 
 
 def _matches_name(module: str, pattern: str) -> bool:
-    """Whether a target or exception means this layer: its name, or ``re:`` and what its name begins with."""
+    """Whether a pattern is the layer's name, or ``re:`` with a regular expression that matches the start of it."""
     if not pattern.startswith("re:"):
         return pattern == module
     try:

@@ -1,10 +1,10 @@
-"""Reader of GGUF files: the header is checked to the last byte, tensor data stays on disk until it is used.
+"""Reader of GGUF files: it checks the header to the last byte; tensor data stays on disk until it is used.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little endian).
 
-A header is made of counts and lengths that say how much comes next, so a bad file can claim terabytes. The reader
-therefore walks the whole header first, comparing each claim with the file's size before it acts on it, and only then
-turns the strings (nearly all of a header: 100,000 of them in a small model) into Python objects.
+The counts and lengths in a header tell how much data follows, so a malformed file can claim terabytes. The reader
+therefore first walks the whole header and compares each claim with the size of the file before it acts on it. Only then
+does it turn the strings, which are nearly all of a header (100,000 of them in a small model), into Python objects.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, overload
 
 import numpy as np
-import torch  # noqa: F401 (before the extension, whose symbols it has)
+import torch  # noqa: F401  (before the extension, which needs its symbols)
 
 from fastinfer import _C
 from fastinfer.errors import GGUFFormatError, ModelNotFoundError
@@ -31,7 +31,8 @@ D = TypeVar("D")
 DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
 MAX_KEY_BYTES = 65535
-# The least that an entry takes: length of an empty name, type, one byte; for a tensor one dimension, type and offset.
+# Smallest sizes of an entry. Metadata: length of an empty name, type, one byte. Tensor: length of an empty name, number
+# of dimensions, one dimension, type, offset.
 MIN_KEY_VALUE_BYTES = 8 + 4 + 1
 MIN_TENSOR_INFO_BYTES = 8 + 4 + 8 + 4 + 8
 
@@ -55,7 +56,7 @@ _REQUIRED: Any = object()
 
 @dataclass(frozen=True)
 class _Strings:
-    """Where the strings of a metadata value begin, until the rest of the header has been checked."""
+    """Place of the strings of a metadata value, which are decoded after the whole header has been checked."""
 
     key: str
     offset: int
@@ -66,14 +67,18 @@ class _Strings:
 class GGUFFile:
     """An open GGUF file.
 
+    Args:
+        path: path of the file.
+
     Attributes:
-        path: the file.
-        metadata: every key with its value: int, float, bool or str; a list of str; a numpy array of numbers.
-        tensors: every tensor by name, in the file's order. Their data is mapped, not read.
+        path: path of the file.
+        metadata: all keys with their values: int, float, bool or str, a list of str, or a numpy array of numbers.
+        tensors: all tensors by name, in the file's order. Their data is mapped, not read.
 
     Raises:
         ModelNotFoundError: the file cannot be opened.
-        GGUFFormatError: the file is malformed; the message names the key or tensor, the offset and the file's size.
+        GGUFFormatError: the file is malformed; the message names the key or tensor, the offset and the size of the
+            file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -81,8 +86,8 @@ class GGUFFile:
         try:
             with open(self.path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                # Copy-on-write, so that torch can wrap the pages without a copy: it takes no read-only memory. Nothing
-                # is ever written back to the file.
+                # Copy-on-write, because torch wraps only writable memory without a copy. Nothing is ever written back
+                # to the file.
                 buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size else None
         except OSError as error:
             raise ModelNotFoundError(f"cannot open {self.path}: {error.strerror or error}") from None
@@ -93,7 +98,7 @@ class GGUFFile:
         self.metadata, self.tensors = header.read()
 
     def release(self) -> None:
-        """Give the memory of the pages that were read back; who looks at a tensor again has them read again."""
+        """Free the memory of pages that were read; they are read again when a tensor is used again."""
         self._buffer.madvise(mmap.MADV_DONTNEED)
 
     @overload
@@ -113,11 +118,12 @@ class GGUFFile:
         minimum: float | None = None,
         maximum: float | None = None,
     ) -> Any:
-        """A metadata value of a known type and range.
+        """Get a metadata value of a known type and range.
 
         Args:
-            kind: int, float (takes an int, too), bool, str, list (of str) or np.ndarray (of numbers).
-            default: what to return if the key is missing; without it a missing key is an error.
+            key: name of the value.
+            kind: int, float (also accepts an int), bool, str, list (of str) or np.ndarray (of numbers).
+            default: result if the key is missing; without a default a missing key is an error.
             minimum, maximum: inclusive limits of a number.
 
         Raises:
@@ -141,7 +147,7 @@ class GGUFFile:
 
 
 class _Header:
-    """A walk over the header, front to back."""
+    """Reader of the header, from front to back."""
 
     def __init__(self, path: Path, buffer: mmap.mmap) -> None:
         self.path = path
@@ -151,6 +157,7 @@ class _Header:
         self.position = 0
 
     def read(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+        """Read and check the whole header: metadata and tensors."""
         if self._take(4, "magic") != b"GGUF":
             self._fail("expected the magic bytes b'GGUF'", 0)
         version = self._integer(4, "version")
@@ -177,7 +184,7 @@ class _Header:
         return values
 
     def _value(self, key: str) -> Any:
-        """A number, an array of numbers, or the place of strings."""
+        """Read a number or an array of numbers, or step over strings."""
         start = self.position
         what = f"metadata key {_short(key)}"
         kind = self._integer(4, what)
@@ -203,7 +210,7 @@ class _Header:
         return numbers.copy() if is_array else numbers[0].item()
 
     def _strings(self, key: str, count: int, is_array: bool) -> _Strings:
-        """Step over ``count`` strings, each a length of 8 bytes and that many bytes of UTF-8."""
+        """Step over strings, each of which is a length in 8 bytes followed by that many bytes of UTF-8."""
         what = f"metadata key {_short(key)}"
         begin = self.position
         self._need(8 * count, f"{what}: {count} strings")
@@ -215,13 +222,13 @@ class _Header:
     def _decode(self, strings: _Strings) -> str | list[str]:
         texts, end = _C.read_strings(self.buffer, strings.offset, strings.count)
         if len(texts) < strings.count:
-            self.position = end  # of the last good one: the next says itself what is wrong
+            self.position = end  # behind the last valid string; reading the next one raises the error
             self._string(f"metadata key {_short(strings.key)}: string {len(texts)} of {strings.count}")
         return texts if strings.is_array else texts[0]
 
     def _alignment(self, values: dict[str, Any]) -> int:
         alignment = values.get("general.alignment", DEFAULT_ALIGNMENT)
-        # 8 is the format's own rule; it also makes every view of a tensor as 2- or 4-byte numbers an aligned one.
+        # The format requires at least 8, which also aligns every view of a tensor as 2-byte or 4-byte numbers.
         if type(alignment) is not int or alignment < 8 or alignment & (alignment - 1):
             got = "a string or an array" if type(alignment) not in (int, float, bool) else alignment
             self._fail(f"metadata key 'general.alignment': expected a power of two, 8 or more, got {got}")
@@ -304,7 +311,7 @@ class _Header:
 
 
 def _short(value: Any) -> str:
-    """A value for an error message: one line, at most 100 characters."""
+    """Print a value for an error message, in one line of at most 100 characters."""
     if isinstance(value, list | np.ndarray):
         return f"an array of {len(value)} values"
     return repr(value[:90] if isinstance(value, str) else value)

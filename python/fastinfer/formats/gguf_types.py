@@ -1,4 +1,4 @@
-"""Tensors of GGUF files, as stored. Ids and block sizes: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md."""
+"""Tensors of GGUF files and their storage types. Ids and block sizes: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -7,7 +7,7 @@ import numpy as np
 
 
 class GGUFType(IntEnum):
-    """Storage types of tensors: id, values per block, bytes per block."""
+    """Storage type of a tensor: id, values per block, bytes per block."""
 
     block_size: int
     block_bytes: int
@@ -57,11 +57,14 @@ class GGUFType(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class GGUFTensor:
-    """One tensor as it lies in the file.
+    """Tensor of a GGUF file in its packed form.
 
-    ``shape`` is in PyTorch's order: rows first, the reverse of the file's. ``data`` is a view of the file,
-    [rows, row_bytes] uint8, where rows is the product of all dimensions but the last: whole rows can be picked or
-    reordered while they are still packed.
+    Attributes:
+        name: name in the file.
+        shape: dimensions in PyTorch's order, rows first; the file has the reverse order.
+        type: storage type.
+        data: [rows, row_bytes] uint8, a view of the file; rows is the product of all dimensions but the last. Whole
+            rows can be selected or reordered without unpacking them.
     """
 
     name: str

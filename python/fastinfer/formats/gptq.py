@@ -1,10 +1,10 @@
-"""Reader of linear layers that GPTQ's tools (AutoGPTQ, GPTQModel) have packed.
+"""Reader of GPTQ linear layers, as AutoGPTQ and GPTQModel pack them.
 
-``w[o, i] = scales[g, o] * (q[i, o] - zero[g, o])`` with the group g of input i. Layout as those tools' ``pack`` methods
-write it (https://github.com/ModelCloud/GPTQModel, gptqmodel/nn_modules/qlinear): ``qweight`` [in * bits / 32, out]
-packs inputs, ``qzeros`` [groups, out * bits / 32] packs outputs, ``g_idx`` [in] names the groups. Checkpoints of the
-format ``gptq`` store each zero less one, those of ``gptq_v2`` store it as it is. Method: Frantar et al., 2022,
-https://arxiv.org/abs/2210.17323.
+``w[o, i] = scales[g, o] * (q[i, o] - zero[g, o])`` with the group g of input i. The ``pack`` methods of these
+tools write this layout (https://github.com/ModelCloud/GPTQModel, gptqmodel/nn_modules/qlinear): ``qweight``
+[in * bits / 32, out] packs inputs, ``qzeros`` [groups, out * bits / 32] packs outputs, ``g_idx`` [in] is the group of
+each input. The format ``gptq`` stores each zero minus one, ``gptq_v2`` stores the zero itself. Method: Frantar et al.,
+2022, https://arxiv.org/abs/2210.17323.
 """
 
 from collections.abc import Mapping
@@ -22,13 +22,13 @@ from fastinfer.formats.zero_points import with_zero_points
 
 @dataclass(frozen=True)
 class GPTQFormat:
-    """How a checkpoint's layers are packed.
+    """Packing of a checkpoint's layers.
 
     Attributes:
         bits: 2, 3, 4 or 8.
-        group_size: inputs per scale, -1 for all.
-        act_order: inputs of a group need not be neighbours (``desc_act``).
-        stored_zero: what is stored for a zero of 0: -1 in the first format, 0 in the second.
+        group_size: number of inputs per scale, -1 for all.
+        act_order: whether the inputs of a group may be scattered (``desc_act``).
+        stored_zero: stored value of a zero point of 0: -1 in the format ``gptq``, 0 in ``gptq_v2``.
     """
 
     bits: int
@@ -38,7 +38,7 @@ class GPTQFormat:
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> "GPTQFormat":
-        """From a ``quantization_config``.
+        """Parse a ``quantization_config``.
 
         Raises:
             UnsupportedModelError: a setting is not implemented.
@@ -55,15 +55,15 @@ class GPTQFormat:
         )
 
     def read(self, layer: LinearTensors, exact: bool = True) -> Int4 | Int8 | Dense:
-        """A layer's weight: Int4 for 2, 3 and 4 bits, Int8 for 8, Dense for a layer that was left out.
+        """Read a layer's weight: Int4 for 2, 3 and 4 bits, Int8 for 8 bits, Dense for a layer that is not quantised.
 
         Args:
-            layer: its tensors.
+            layer: tensors of the layer.
             exact: see :func:`fastinfer.formats.zero_points.with_zero_points`.
 
         Raises:
-            CheckpointFormatError: a tensor is missing or has another shape or type than its format says.
-            UnsupportedModelError: the kernels have no such groups.
+            CheckpointFormatError: a tensor is missing or does not have the shape and type of its format.
+            UnsupportedModelError: the kernels do not support the group size.
         """
         if layer.has("weight") and not layer.has("qweight"):
             return layer.dense()
@@ -84,6 +84,6 @@ class GPTQFormat:
         q = unpack_integers(words.t().contiguous(), self.bits)
         if permutation is not None:
             q = q[:, permutation]
-        # A zero of 0 is stored as all ones in the first format: adding one wraps around within the bits.
+        # The format gptq stores a zero of 0 as all ones; adding one wraps around within the bits.
         zeros = (unpack_integers(zero_words, self.bits) - self.stored_zero) & (2**self.bits - 1)
         return with_zero_points(q, scales.t().contiguous(), zeros.t().contiguous(), self.bits, permutation, exact)

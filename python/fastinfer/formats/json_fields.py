@@ -1,4 +1,4 @@
-"""Values of a JSON file, checked for their type and range as they are read."""
+"""Access to the values of a JSON file, with checks of type and range."""
 
 import json
 import math
@@ -14,13 +14,13 @@ _REQUIRED: Any = object()
 
 
 class JsonFields:
-    """A JSON object.
+    """JSON object whose values are checked when they are read.
 
     Args:
-        path: of the file, named in errors.
+        path: path of the file, for error messages.
         values: the object.
-        error: class of what is raised for a wrong value.
-        prefix: where in the file the object stands: ``"rope_scaling."``.
+        error: class of the error that is raised for a wrong value.
+        prefix: path of the object within the file, such as ``"rope_scaling."``, for error messages.
     """
 
     def __init__(self, path: Path, values: dict[str, Any], error: type[FastinferError], prefix: str = "") -> None:
@@ -31,10 +31,10 @@ class JsonFields:
 
     @classmethod
     def read(cls, path: Path, error: type[FastinferError]) -> "JsonFields":
-        """Of a whole file.
+        """Read a file that contains one JSON object.
 
         Raises:
-            FastinferError: of the class ``error``: there is no such file, or it holds no JSON object.
+            FastinferError: the file is missing or does not contain a JSON object; the class is ``error``.
         """
         try:
             values = json.loads(path.read_bytes())
@@ -63,11 +63,12 @@ class JsonFields:
         minimum: float | None = None,
         maximum: float | None = None,
     ) -> Any:
-        """A value of a known type and range; ``null`` counts as missing.
+        """Get a value of a known type and range; ``null`` counts as missing.
 
         Args:
-            kind: int, float (takes an int, too), bool, str, list or dict.
-            default: what to return if the key is missing; without it a missing key is an error.
+            key: name of the value.
+            kind: int, float (also accepts an int), bool, str, list or dict.
+            default: result if the key is missing; without a default a missing key is an error.
             minimum, maximum: inclusive limits of a number.
         """
         value = self.values.get(key)
@@ -87,13 +88,13 @@ class JsonFields:
         return value
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """A list of so many finite numbers."""
+        """Get a list of exactly ``count`` finite numbers."""
         values = self.get(key, list)
         if len(values) != count or not all(type(v) in (int, float) and abs(v) < 1e30 for v in values):
             raise self.error(f"{self.path}: {self._prefix}{key}: expected {count} numbers, got {values!r:.80}")
         return tuple(float(value) for value in values)
 
     def object(self, key: str) -> "JsonFields | None":
-        """An object within this one."""
+        """Get an object inside this one, or None if it is missing."""
         values = self.get(key, dict, None)
         return None if values is None else JsonFields(self.path, values, self.error, f"{self._prefix}{key}.")

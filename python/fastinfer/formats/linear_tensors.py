@@ -1,4 +1,4 @@
-"""The stored tensors of one linear layer, checked as they are taken."""
+"""Stored tensors of one linear layer, checked when they are read."""
 
 from typing import NoReturn, Protocol
 
@@ -9,22 +9,22 @@ from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.unpacked import Dense
 
 DENSE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Inputs that share a scale in the kernels: this many, or a multiple of it.
+# Group size of the kernels: a multiple of this number of inputs shares a scale.
 KERNEL_GROUP = 32
 
 
 class Tensors(Protocol):
-    """Tensors by name; a dictionary is one."""
+    """Tensors by name, for instance a dictionary."""
 
     def get(self, name: str, /) -> Tensor | None: ...
 
 
 class LinearTensors:
-    """Tensors named ``module.part``.
+    """Tensors of a layer, named ``module.part``.
 
     Args:
-        tensors: of the whole checkpoint, in host memory.
-        module: the layer's name, ``model.layers.0.mlp.down_proj`` for instance.
+        tensors: tensors of the whole checkpoint, in host memory.
+        module: name of the layer, for instance ``model.layers.0.mlp.down_proj``.
     """
 
     def __init__(self, tensors: Tensors, module: str) -> None:
@@ -32,17 +32,17 @@ class LinearTensors:
         self.module = module
 
     def get(self, part: str) -> Tensor | None:
-        """A tensor as it is, if there is one."""
+        """Get a tensor unchecked, or None if it is missing."""
         return self._tensors.get(f"{self.module}.{part}")
 
     def has(self, part: str) -> bool:
         return self.get(part) is not None
 
     def take(self, part: str, dtypes: torch.dtype | tuple[torch.dtype, ...], shape: tuple[int | None, ...]) -> Tensor:
-        """A tensor, contiguous, of one of these dtypes and this shape (``None``: any size but 0).
+        """Get a tensor of one of these dtypes and this shape (``None``: any size but 0), made contiguous.
 
         Raises:
-            CheckpointFormatError: it is missing or not like that; the message says what was expected and what came.
+            CheckpointFormatError: the tensor is missing, or its dtype or shape is different.
         """
         tensor = self.get(part)
         if tensor is None:
@@ -58,14 +58,14 @@ class LinearTensors:
         return tensor.contiguous()
 
     def dense(self) -> Dense:
-        """The weight of a layer that is not quantised."""
+        """Get the weight of a layer that is not quantised."""
         return Dense(self.take("weight", DENSE_DTYPES, (None, None)))
 
     def group_size(self, group_size: int, in_features: int) -> int:
-        """Inputs per scale, all of them for -1.
+        """Number of inputs per scale, with -1 resolved to all inputs.
 
         Raises:
-            UnsupportedModelError: the kernels have no such groups.
+            UnsupportedModelError: the kernels do not support this group size.
         """
         size = in_features if group_size == -1 else group_size
         if size <= 0 or size % KERNEL_GROUP or in_features % size:
@@ -76,10 +76,14 @@ class LinearTensors:
         return size
 
     def group_order(self, part: str, group_size: int, in_features: int) -> Tensor | None:
-        """The order in which the inputs of a group are neighbours, from each input's group; ``None``: they are already.
+        """Compute the permutation that makes the inputs of each group adjacent, from a tensor of each input's group.
 
         Returns:
-            [in_features] int64: which input comes at each place; inputs of a group keep their order.
+            [in_features] int64, the input at each place; inputs of a group keep their order. ``None`` if the groups are
+            in order already.
+
+        Raises:
+            CheckpointFormatError: the tensor is missing, or the groups do not all have ``group_size`` inputs.
         """
         groups = self.take(part, (torch.int32, torch.int64), (in_features,)).long()
         if torch.equal(groups, torch.arange(in_features) // group_size):
@@ -90,6 +94,7 @@ class LinearTensors:
         return order
 
     def fail(self, part: str, problem: str) -> NoReturn:
+        """Raise a CheckpointFormatError that names the tensor."""
         raise CheckpointFormatError(f"tensor '{self.module}.{part}': {problem}")
 
 

@@ -1,6 +1,6 @@
-"""Integers of 2, 3, 4 or 8 bits that lie one after another in int32 words, lowest bits first.
+"""Packing of 2, 3, 4 or 8-bit integers into int32 words, one after another from the lowest bits up.
 
-32 integers take as many words as they have bits; of 3 bits some cross from one word into the next.
+32 integers of ``bits`` bits fill ``bits`` words; some integers of 3 bits cross from one word into the next.
 """
 
 import numpy as np
@@ -9,13 +9,15 @@ from torch import Tensor
 
 
 def unpack_integers(words: Tensor, bits: int) -> Tensor:
-    """[rows, n] int32 as [rows, n * 32 / bits] uint8; of 3 bits n must be a multiple of 3."""
+    """Unpack [rows, n] int32 to [rows, n * 32 / bits] uint8; for 3 bits n must be a multiple of 3."""
     stored = np.ascontiguousarray(words.numpy()).view(np.uint8)
     if bits == 8:
-        values = stored.copy()  # not the file's own memory
+        values = stored.copy()  # the result must not share memory with the file
     elif bits == 4:
         values = stored.astype(np.uint16)
-        values |= values << 4  # the upper half of each byte goes to the next, still joined to what was there
+        values |= (
+            values << 4
+        )  # copies the upper half of each byte into the next byte, whose other bits are cleared below
         values &= 0x0F0F
     elif bits == 2:
         values = stored.astype(np.uint32)
@@ -29,7 +31,7 @@ def unpack_integers(words: Tensor, bits: int) -> Tensor:
 
 
 def _unpack_three_bits(stored: np.ndarray) -> np.ndarray:
-    """Every 3 bytes are 8 integers."""
+    """Unpack each group of 3 bytes to 8 integers."""
     triples = stored.reshape(-1, 3).astype(np.uint32)
     joined = triples[:, 0] | triples[:, 1] << 8 | triples[:, 2] << 16
     values = np.empty((len(joined), 8), np.uint8)
@@ -39,7 +41,7 @@ def _unpack_three_bits(stored: np.ndarray) -> np.ndarray:
 
 
 def pack_integers(values: Tensor, bits: int) -> Tensor:
-    """[rows, n] uint8, below 2**bits, as [rows, n * bits / 32] int32; n is a multiple of 8 that fills whole words."""
+    """Pack [rows, n] uint8, below 2**bits, to [rows, n * bits / 32] int32; n must be a multiple of 8 and fill words."""
     eights = values.numpy().reshape(-1, 8)
     joined = np.zeros(len(eights), "<u8")
     for index in range(8):

@@ -1,26 +1,26 @@
 """Reader of LoRA adapters as PEFT saves them: ``adapter_config.json`` beside ``adapter_model.safetensors``.
 
-Format: https://huggingface.co/docs/peft/developer_guides/checkpoint. A pickled ``adapter_model.bin`` is refused: it can
-run any code. What the reader does not know how to apply is refused too, as an adapter that is applied in part gives a
-model that nobody has trained.
+Format: https://huggingface.co/docs/peft/developer_guides/checkpoint. A pickled ``adapter_model.bin`` is refused,
+because it can run any code. An adapter with unsupported parts is refused as a whole, because applying only the
+supported parts would give a model that nobody has trained.
 """
 
-import json
 import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fastinfer.errors import AdapterError
+from fastinfer.formats.json_fields import JsonFields
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
-# Of the configuration: what must be absent, empty or false, for it changes what the matrices mean.
+# Settings that must be absent, empty or false, because they change the meaning of the matrices.
 UNSUPPORTED = (
     "alora_invocation_tokens",
     "fan_in_fan_out",
@@ -31,7 +31,7 @@ UNSUPPORTED = (
     "target_parameters",
     "trainable_token_indices",
 )
-# Ways to start the training that leave the base weights alone; the others add to them what they put into A and B.
+# Initialisations that do not change the base weights.
 INITIALISATIONS = (None, True, False, "gaussian", "eva")
 
 _TENSOR = re.compile(
@@ -39,18 +39,16 @@ _TENSOR = re.compile(
 )
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """What one linear layer gains: ``scale * b @ a``.
+    """Low-rank update of one linear layer: ``scale * b @ a`` is added to its weight.
 
     Attributes:
-        name: of the layer in the file, for messages.
+        name: name of the layer in the file, for error messages.
         a: [rank, in_features].
         b: [out_features, rank].
-        scale: alpha over the rank, or over its root.
+        scale: alpha divided by the rank, or by the square root of the rank (rsLoRA).
     """
 
     name: str
@@ -60,6 +58,7 @@ class LowRank:
 
     @property
     def rank(self) -> int:
+        """Rank of the update."""
         return self.a.shape[0]
 
 
@@ -68,8 +67,8 @@ class LoraAdapter:
     """A LoRA adapter.
 
     Attributes:
-        path: the folder that it came from.
-        layers: by layer's index and module's name, one of ``MODULES``.
+        path: folder that the adapter was read from.
+        layers: updates by index of the layer and name of the module, one of ``MODULES``.
     """
 
     path: Path
@@ -77,15 +76,17 @@ class LoraAdapter:
 
     @property
     def max_rank(self) -> int:
+        """Largest rank of all updates."""
         return max(low_rank.rank for low_rank in self.layers.values())
 
 
 def read_adapter(path: Path) -> LoraAdapter:
-    """Read an adapter's folder.
+    """Read the folder of an adapter.
 
     Raises:
-        AdapterError: a file is missing or damaged, or the adapter needs what is not implemented: a bias, DoRA, saved
-            modules or embeddings, layers other than ``MODULES``, an initialisation that changes the base weights.
+        AdapterError: a file is missing or damaged, or the adapter needs something that is not implemented: a bias,
+            DoRA, saved modules or embeddings, layers other than ``MODULES``, or an initialisation that changes the base
+            weights.
     """
     config = _Config(path / "adapter_config.json")
     file = path / "adapter_model.safetensors"
@@ -128,41 +129,35 @@ def _low_rank(file: Path, name: str, pair: dict[str, Tensor], config: "_Config")
 
 
 class _Config:
-    """``adapter_config.json``."""
+    """Settings of ``adapter_config.json``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
-            values = json.loads(path.read_bytes())
-        except OSError as error:
-            raise AdapterError(f"{path}: {error.strerror}") from error
-        except (ValueError, RecursionError) as error:
-            raise AdapterError(f"{path}: not JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise AdapterError(f"{path}: must be a JSON object, got {type(values).__name__}")
-        self._values: dict[str, Any] = values
+        fields = JsonFields.read(path, AdapterError)
+        self._values = fields.values
         self._refuse_unsupported()
-        self._rank = self._positive("r", self._get("r", int, 8))
+        self._rank = self._positive("r", fields.get("r", int, 8))
         self._alpha = self._finite("lora_alpha", self._values.get("lora_alpha", 8))
-        self._over_root = self._get("use_rslora", bool, False)
-        self._ranks = self._get("rank_pattern", dict, {})
-        self._alphas = self._get("alpha_pattern", dict, {})
+        self._over_root = fields.get("use_rslora", bool, False)
+        self._ranks = fields.get("rank_pattern", dict, {})
+        self._alphas = fields.get("alpha_pattern", dict, {})
 
     def rank_and_scale(self, module: str) -> tuple[int, float]:
-        """Of a layer, which may have its own by a pattern that its name ends with."""
-        rank = self._positive("rank_pattern", self._of_pattern(self._ranks, module, self._rank))
-        alpha = self._finite("alpha_pattern", self._of_pattern(self._alphas, module, self._alpha))
+        """Rank and scale of a layer; a pattern that matches the end of its name can set its own."""
+        rank = self._positive("rank_pattern", self._match(self._ranks, module, self._rank))
+        alpha = self._finite("alpha_pattern", self._match(self._alphas, module, self._alpha))
         return rank, alpha / (math.sqrt(rank) if self._over_root else rank)
 
-    def _of_pattern(self, patterns: dict[str, Any], module: str, otherwise: Any) -> Any:
+    def _match(self, patterns: dict[str, Any], module: str, default: Any) -> Any:
+        """Value of the first pattern that matches a layer, or the default."""
         for pattern, value in patterns.items():
-            # PEFT takes these for regular expressions; a stranger's one can take for ever.
+            # PEFT treats these as regular expressions, but an untrusted one can take forever to match.
             if not re.fullmatch(r"\^?[\w.]+\$?", pattern):
                 raise AdapterError(f"{self._path}: pattern {pattern!r} is not supported; only names of layers")
             name = pattern.strip("^$")
             if name == f"model.{module}" or (pattern[0] != "^" and f".{module}".endswith(f".{name}")):
                 return value
-        return otherwise
+        return default
 
     def _refuse_unsupported(self) -> None:
         kind = self._values.get("peft_type")
@@ -177,21 +172,13 @@ class _Config:
                 f"{self._path}: init_lora_weights {start!r} is not supported: it changes the base weights"
             )
         for key, value in self._values.items():
-            variant = key.startswith("use_") and key != "use_rslora"  # DoRA and its kin
+            variant = key.startswith("use_") and key != "use_rslora"  # DoRA and similar variants
             if value and (variant or key in UNSUPPORTED):
                 raise AdapterError(f"{self._path}: {key} is not supported, got {value!r:.80}")
         targets = self._values.get("target_modules")
         others = [t for t in targets if str(t).split(".")[-1] not in MODULES] if isinstance(targets, list) else []
         if others:
             raise AdapterError(f"{self._path}: target_modules must be of {', '.join(MODULES)}, got {others!r:.80}")
-
-    def _get(self, key: str, kind: type[T], default: T) -> T:
-        value = self._values.get(key)
-        if value is None:
-            return default
-        if type(value) is not kind:
-            raise AdapterError(f"{self._path}: {key} must be of type {kind.__name__}, got {value!r:.80}")
-        return value
 
     def _positive(self, key: str, value: Any) -> int:
         if type(value) is not int or value < 1:

@@ -1,20 +1,29 @@
 """Access to the ``quantization_config`` of a checkpoint's config.json."""
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 
 T = TypeVar("T")
+D = TypeVar("D")
 
 _REQUIRED: Any = object()
 
 
-def setting(config: Mapping[str, Any], key: str, kind: type[T], default: Any = _REQUIRED) -> T:
-    """A value of a known type; ``None`` in the file is as good as no value.
+@overload
+def setting(config: Mapping[str, Any], key: str, kind: type[T]) -> T: ...
+
+
+@overload
+def setting(config: Mapping[str, Any], key: str, kind: type[T], default: D) -> T | D: ...
+
+
+def setting(config: Mapping[str, Any], key: str, kind: type[Any], default: Any = _REQUIRED) -> Any:
+    """Get a value of a known type; ``null`` counts as missing.
 
     Raises:
-        CheckpointFormatError: it is missing and there is no default, or its type is another one.
+        CheckpointFormatError: the value is missing and there is no default, or it has another type.
     """
     value = config.get(key)
     if value is None:
@@ -27,24 +36,24 @@ def setting(config: Mapping[str, Any], key: str, kind: type[T], default: Any = _
 
 
 def one_of(config: Mapping[str, Any], key: str, supported: tuple[T, ...], default: Any = _REQUIRED) -> T:
-    """A value that must be one of a few; text is compared in lower case.
+    """Get a value that must be one of the supported ones; strings are compared in lower case.
 
     Raises:
-        UnsupportedModelError: it is another one.
+        UnsupportedModelError: the value is not supported.
     """
-    value: Any = setting(config, key, type(supported[0]), default)
+    value = setting(config, key, type(supported[0]), default)
     value = value.lower() if isinstance(value, str) else value
     if value not in supported:
         names = ", ".join(str(name) for name in supported)
         raise UnsupportedModelError(f"quantization_config: {key} {value!r} is not implemented; supported: {names}")
-    return value
+    return supported[supported.index(value)]
 
 
 def refuse(config: Mapping[str, Any], *keys: str) -> None:
-    """Settings that change what the tensors mean, and that are not implemented unless they are off or empty.
+    """Refuse settings that change the meaning of the tensors and are not implemented; off or empty ones are allowed.
 
     Raises:
-        UnsupportedModelError: one of them is set.
+        UnsupportedModelError: one of the settings is on.
     """
     for key in keys:
         if config.get(key):

@@ -1,4 +1,4 @@
-"""Linear layers of a Hugging Face checkpoint, whatever has quantised it."""
+"""Reader of linear layers of a Hugging Face checkpoint, for all supported quantisation methods."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +23,7 @@ FORMATS: dict[str, type[CheckpointFormat]] = {
 
 
 def parse_quantization_config(config: Mapping[str, Any] | None) -> CheckpointFormat | None:
-    """The format that a ``quantization_config`` of config.json describes; ``None`` if there is none.
+    """Parse the ``quantization_config`` of config.json; ``None`` stands for a checkpoint that is not quantised.
 
     Raises:
         UnsupportedModelError: the method or one of its settings is not implemented; the message names it.
@@ -43,18 +43,19 @@ def parse_quantization_config(config: Mapping[str, Any] | None) -> CheckpointFor
 def read_linear(
     tensors: Tensors, module: str, quantization_config: Mapping[str, Any] | None, *, exact: bool = True
 ) -> Unpacked:
-    """A linear layer's weight.
+    """Read the weight of a linear layer.
 
     Args:
-        tensors: of the checkpoint, in host memory.
-        module: the layer's name; its tensors are ``module.weight``, ``module.qweight`` and so on.
-        quantization_config: of config.json; ``None`` for a checkpoint that is not quantised.
-        exact: no number is rounded. Otherwise products of scales and zeros may become fp16, which makes the kernels
-            faster; see :func:`fastinfer.formats.zero_points.with_zero_points`.
+        tensors: tensors of the checkpoint, in host memory.
+        module: name of the layer; its tensors are ``module.weight``, ``module.qweight`` and so on.
+        quantization_config: the setting of config.json; ``None`` for a checkpoint that is not quantised.
+        exact: whether to keep all numbers unrounded. Otherwise products of scales and zeros may be rounded to fp16,
+            which makes the kernels faster; see :func:`fastinfer.formats.zero_points.with_zero_points`.
 
     Raises:
-        UnsupportedModelError: see :func:`parse_quantization_config`, or the kernels have no such groups.
-        CheckpointFormatError: a tensor is missing or has another shape or type than the format says.
+        UnsupportedModelError: the method, one of its settings or the group size is not supported.
+        CheckpointFormatError: a setting or tensor is missing, or a tensor does not have the shape and type of the
+            format.
     """
     layer = LinearTensors(tensors, module)
     format = parse_quantization_config(quantization_config)

@@ -1,10 +1,10 @@
-"""A checkpoint's tensors in one or several safetensors files, as Hugging Face saves them.
+"""Reader of a checkpoint's tensors from one or several safetensors files, as Hugging Face saves them.
 
-Format: https://huggingface.co/docs/safetensors. Pickled weights are refused: they can run any code.
+Format: https://huggingface.co/docs/safetensors. Pickled weights are refused, because they can run any code.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,17 +30,36 @@ _DTYPES = {
 }
 
 
+class _Slice(Protocol):
+    """Header of one tensor, as the library returns it."""
+
+    def get_dtype(self) -> str: ...
+
+    def get_shape(self) -> list[int]: ...
+
+
+class _Shard(Protocol):
+    """Open safetensors file."""
+
+    def keys(self) -> list[str]: ...
+
+    def get_tensor(self, name: str) -> Tensor: ...
+
+    def get_slice(self, name: str) -> _Slice: ...
+
+
 class SafetensorsFolder:
-    """The tensors of a folder by name; data stays on disk until a tensor is read.
+    """Tensors of a folder by name; data stays on disk until a tensor is read.
 
     Raises:
-        CheckpointFormatError: no safetensors file, a missing or damaged shard, or an index that points elsewhere.
+        CheckpointFormatError: there is no safetensors file, a shard is missing or damaged, or the index names a tensor
+            or file that does not exist.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
         self._names: dict[str, str] = self._index()
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, _Shard] = {}
         self._keys: dict[str, frozenset[str]] = {}
         for shard in sorted(set(self._names.values())):
             self._open(shard)
@@ -53,16 +72,17 @@ class SafetensorsFolder:
 
     @property
     def names(self) -> list[str]:
+        """Names of all tensors."""
         return list(self._names)
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
     def dtype(self, name: str) -> torch.dtype:
-        """Without reading the tensor.
+        """Dtype of a tensor, without reading its data.
 
         Raises:
-            CheckpointFormatError: a dtype that nothing here reads.
+            CheckpointFormatError: the dtype is not supported.
         """
         code = self._slice(name).get_dtype()
         if code not in _DTYPES:
@@ -70,19 +90,19 @@ class SafetensorsFolder:
         return _DTYPES[code]
 
     def header(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Shape and the format's name of the dtype, without reading the tensor."""
+        """Shape of a tensor and the format's name of its dtype, without reading its data."""
         found = self._slice(name)
         return tuple(found.get_shape()), found.get_dtype()
 
     def get(self, name: str) -> Tensor | None:
-        """A tensor, if there is one of this name; its memory is the mapped file's."""
+        """Get a tensor, or None if there is no tensor of this name; its memory is that of the mapped file."""
         if name not in self._names:
             return None
         self.dtype(name)
         return self._files[self._names[name]].get_tensor(name)
 
     def release(self) -> None:
-        """Give the memory of what was read back, as far as no tensor uses it any more."""
+        """Free the memory of data that was read, except where a tensor still uses it."""
         for shard in list(self._files):
             self._open(shard)
 
@@ -113,16 +133,16 @@ class SafetensorsFolder:
 
     def _open(self, shard: str) -> None:
         try:
-            file = safe_open(self.path / shard, framework="pt")
+            file: _Shard = safe_open(self.path / shard, framework="pt")
             self._keys[shard] = frozenset(file.keys())
         except (SafetensorError, OSError) as error:
             raise CheckpointFormatError(f"{self.path / shard}: not a sound safetensors file: {error}") from None
         self._files[shard] = file
 
-    def _slice(self, name: str) -> Any:
+    def _slice(self, name: str) -> _Slice:
         return self._files[self._names[name]].get_slice(name)
 
 
 def weight_file_bytes(folder: Path) -> int:
-    """Size of a folder's safetensors files."""
+    """Size of a folder's safetensors files in bytes."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -1,7 +1,7 @@
-"""A weight between its file and the kernels: integers, scales and minimums side by side, nothing packed yet.
+"""Unpacked weights, the step between a checkpoint and the kernels: separate tensors of integers, scales and minimums.
 
-Every reader of a quantised format produces one of these four forms; :func:`fastinfer.weights.weight.make_weight` packs
-them. Rows can be picked, reordered and concatenated here without touching a number.
+Every reader of a quantised format returns one of these four forms, and :func:`fastinfer.weights.pack.make_weight` packs
+it for the kernels. Rows can be selected, reordered and concatenated without changing a number.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ U = TypeVar("U", bound="Unpacked")
 
 @dataclass(frozen=True, eq=False)
 class Unpacked(ABC):
-    """A weight [out_features, in_features]. Tensors among the fields have one row per output unless said otherwise."""
+    """Weight [out_features, in_features]; tensor fields have one row per output, except those that all rows share."""
 
     @property
     @abstractmethod
@@ -26,14 +26,14 @@ class Unpacked(ABC):
 
     @abstractmethod
     def dequantize(self) -> Tensor:
-        """[out_features, in_features] fp32, the order of inputs the model's own."""
+        """Compute the weight as [out_features, in_features] fp32, with inputs in the model's order."""
 
     def rows(self: U, index: slice | Tensor) -> U:
-        """Some of the outputs, in that order."""
+        """Select rows (outputs), in the order of the index."""
         return replace(self, **{name: values[index] for name, values in self._by_row().items()})
 
     def fits(self, other: "Unpacked") -> bool:
-        """Whether the two can be one weight: the same form, group size, dtypes and order of inputs."""
+        """Whether two weights can be concatenated: same form, group size, dtypes and order of inputs."""
         if type(self) is not type(other) or self._by_row().keys() != other._by_row().keys():
             return False
         mine, theirs = self._by_row(), other._by_row()
@@ -43,20 +43,21 @@ class Unpacked(ABC):
         return all(_same(value, getattr(other, name)) for name, value in self._shared().items())
 
     def _by_row(self) -> dict[str, Tensor]:
+        """Tensor fields with one row per output, by name, without those that are None."""
         shared = self._shared()
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in shared}
         return {name: value for name, value in values.items() if value is not None}
 
     def _shared(self) -> dict[str, object]:
-        """Fields that all rows share."""
+        """Fields that all rows share, by name."""
         return {}
 
 
 @dataclass(frozen=True, eq=False)
 class Dense(Unpacked):
-    """Not quantised.
+    """Weight that is not quantised.
 
-    ``values`` is fp32, fp16 or bf16 as in the file. It may share the file's mapped memory: do not write to it.
+    ``values`` is fp32, fp16 or bf16, as in the file. It may share the file's mapped memory, so do not write to it.
     """
 
     values: Tensor
@@ -72,13 +73,14 @@ class Dense(Unpacked):
 
 @dataclass(frozen=True, eq=False)
 class Grouped(Unpacked):
-    """Integers with a scale, and perhaps a minimum, per row and group of inputs.
+    """Integers with a scale, and optionally a minimum, per row and group of inputs.
 
     Attributes:
-        q: [rows, cols].
-        scales, mins: [rows, groups] fp16 or fp32, both the same; ``cols / groups`` is a multiple of 32, or all of cols.
-        permutation: [cols] int64, ``None`` for the model's order: column j of ``q`` is the model's input
-            ``permutation[j]``.
+        q: [rows, cols], the integers.
+        scales, mins: [rows, groups], both fp16 or both fp32; ``cols / groups`` is a multiple of 32, or
+            all of cols. ``mins`` may be ``None``.
+        permutation: [cols] int64; column j of ``q`` is the model's input ``permutation[j]``. ``None`` if the columns
+            are in the model's order.
     """
 
     q: Tensor
@@ -92,14 +94,15 @@ class Grouped(Unpacked):
         return rows, columns
 
     def dequantize(self) -> Tensor:
-        groups = self._levels().unflatten(1, (self.scales.shape[1], -1))
-        values = groups * self.scales.float()[..., None]
+        levels: Tensor = self._levels().unflatten(1, (self.scales.shape[1], -1))
+        values = levels * self.scales.float()[..., None]
         if self.mins is not None:
             values = values + self.mins.float()[..., None]
         values = values.flatten(1)
         return values if self.permutation is None else values[:, self.permutation.argsort()]
 
     def _levels(self) -> Tensor:
+        """Values that the integers stand for, before scale and minimum: [rows, cols] fp32."""
         return self.q.float()
 
     def _shared(self) -> dict[str, object]:
@@ -108,7 +111,7 @@ class Grouped(Unpacked):
 
 @dataclass(frozen=True, eq=False)
 class Int4(Grouped):
-    """w = scale * q + min, without minimums w = scale * (q - 8); ``q`` is uint8, 0..15."""
+    """4-bit integers: w = scale * q + min, or without minimums w = scale * (q - 8); ``q`` is uint8, 0..15."""
 
     def _levels(self) -> Tensor:
         return self.q.float() - (8.0 if self.mins is None else 0.0)
@@ -116,11 +119,11 @@ class Int4(Grouped):
 
 @dataclass(frozen=True, eq=False)
 class Int8(Grouped):
-    """w = scale * q + min, without minimums w = scale * q; ``q`` is int8.
+    """8-bit integers: w = scale * q + min, or without minimums w = scale * q; ``q`` is int8.
 
     Attributes:
-        int8_activations: the weight was made for inputs that are rounded to int8 too, with one scale per token; it then
-            has one scale per row and no minimums.
+        int8_activations: whether the weight was made for inputs that are quantised to int8, with a scale per token
+            (W8A8). It then has one scale per row and no minimums.
     """
 
     int8_activations: bool = False
@@ -131,9 +134,9 @@ class Int8(Grouped):
 
 @dataclass(frozen=True, eq=False)
 class Lut(Grouped):
-    """w = scale * table[q]; ``q`` is uint8, 0..15, ``table`` [16] fp32. No minimums.
+    """4-bit indices into a look-up table: w = scale * table[q], for NF4 and other formats of 16 values.
 
-    NF4 (https://arxiv.org/abs/2305.14314) and other formats of 16 values.
+    ``q`` is uint8, 0..15; ``table`` is [16] fp32; there are no minimums. NF4: https://arxiv.org/abs/2305.14314.
     """
 
     table: Tensor | None = None
@@ -147,12 +150,15 @@ class Lut(Grouped):
 
 
 def concatenate(parts: Sequence[U]) -> U:
-    """The rows of several weights below each other; each must fit the first."""
+    """Concatenate the rows of several weights, each of which must fit the first."""
     return combine(parts, torch.cat)
 
 
 def combine(parts: Sequence[U], join: Callable[[list[Tensor]], Tensor]) -> U:
-    """One weight of several, each of which must fit the first; ``join`` makes one tensor, by rows, of one from each."""
+    """Combine the rows of several weights into one weight; each must fit the first.
+
+    ``join`` combines the rows of a field: it gets the field's tensor from each weight and returns one tensor.
+    """
     first = parts[0]
     if not all(first.fits(part) for part in parts):
         raise ValueError(f"parts must have one form, got {[type(part).__name__ for part in parts]}")

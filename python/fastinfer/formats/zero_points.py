@@ -1,30 +1,30 @@
-"""Integers with zero points, ``w = scale * (q - zero)``, in the forms that the kernels have."""
+"""Conversion of integers with zero points, ``w = scale * (q - zero)``, to the forms of the kernels."""
 
 import torch
 from torch import Tensor
 
 from fastinfer.formats.unpacked import Int4, Int8
 
-# The zero that the kernels' 4-bit form without minimums has, and the one that makes of unsigned bytes signed ones.
+# Zero point of the kernels' 4-bit form without minimums, and the offset between unsigned and signed bytes.
 INT4_ZERO, INT8_ZERO = 8, 128
 
 
 def with_zero_points(
     q: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, permutation: Tensor | None, exact: bool
 ) -> Int4 | Int8:
-    """Shift the integers so that their zero is the kernels' own, or give them minimums where that cannot be.
+    """Shift the integers to the zero point of the kernels, or add minimums if that is impossible.
 
-    2 and 3 bits always fit into 4 with a zero of 8. 4 and 8 bits do if every zero is the middle, as in symmetric
-    quantisation.
+    Integers of 2 and 3 bits always fit into 4 bits with a zero point of 8. For 4 and 8 bits every zero point must be
+    the middle, as in symmetric quantisation.
 
     Args:
         q: [rows, cols] uint8, 0 .. 2**bits - 1.
         scales: [rows, groups] fp16, bf16 or fp32.
-        zeros: [rows, groups] uint8; ``None`` for the middle everywhere (4 and 8 bits).
+        zeros: [rows, groups] uint8, the zero points; ``None`` if all are the middle (4 and 8 bits).
         bits: 2, 3, 4 or 8.
-        permutation: see :class:`fastinfer.formats.unpacked.Grouped`.
-        exact: scales and minimums are fp16 only where that rounds none of them (minimums are products, so they hardly
-            ever are). Otherwise where it holds each of them to 2^-11 of itself.
+        permutation: order of the inputs, see :class:`fastinfer.formats.unpacked.Grouped`.
+        exact: whether scales and minimums become fp16 only if none of them is rounded (rare for minimums, which are
+            products). Otherwise they become fp16 if each is rounded by at most 2^-11 of itself.
     """
     kernel_zero = INT8_ZERO if bits == 8 else INT4_ZERO
     mins = None
@@ -32,7 +32,7 @@ def with_zero_points(
         shifts = (kernel_zero - zeros)[..., None]  # 4..8: no overflow
         q = (q.unflatten(1, (zeros.shape[1], -1)) + shifts).flatten(1)
     elif zeros is not None and (zeros != kernel_zero).any():
-        # Without minimums the kernels' 4-bit form has a zero, with minimums it has none.
+        # The kernels' 4-bit form has a zero point of 8 without minimums, and none with minimums.
         offset = kernel_zero if bits == 8 else 0
         mins = (offset - zeros.float()) * scales.float()
     scales, mins = kernel_scales(scales, mins, exact)
@@ -42,7 +42,7 @@ def with_zero_points(
 
 
 def kernel_scales(scales: Tensor, mins: Tensor | None = None, exact: bool = True) -> tuple[Tensor, Tensor | None]:
-    """Scales and minimums in fp16 where that holds them, else in fp32; see :func:`with_zero_points`."""
+    """Convert scales and minimums to fp16 if that is precise enough, else to fp32; see :func:`with_zero_points`."""
     tolerance = 0.0 if exact else 2**-11
     numbers = [scales] if mins is None else [scales, mins]
     rounded = [values.half() for values in numbers]

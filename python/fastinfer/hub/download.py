@@ -1,4 +1,4 @@
-"""Downloads one file over HTTP(S) or from a ``file:`` URL, resumable."""
+"""Resumable download of one file over HTTP(S) or from a ``file:`` URL."""
 
 import http.client
 import os
@@ -7,22 +7,22 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-CHUNK_BYTES = 1 << 18  # 256 KiB: about 350 reads for the default model's 93 MB, and a bar that moves on slow lines
+CHUNK_BYTES = 1 << 18  # 256 KiB: few reads (350 for 93 MB), and a progress bar that moves on slow lines
 TIMEOUT_S = 30.0
 
 
 def download(url: str, part: Path, *, progress: bool = True) -> None:
     """Fetch ``url`` into ``part``, continuing after the bytes that ``part`` already holds.
 
-    A connection that is cut is made anew as long as each attempt gets farther than the one before. A server that
-    ignores ``Range`` sends everything again, and the file starts over. What has arrived stays in ``part`` on failure.
-    The content is not checked here.
+    After a cut connection the download is retried as long as each attempt gets farther than the one before. If the
+    server ignores ``Range`` and sends everything again, the file starts over. On failure ``part`` keeps the bytes that
+    have arrived. The content is not checked here.
 
     Args:
         url: ``http:``, ``https:`` or ``file:``. Proxies come from the usual environment variables, certificates from
             ``PIP_CERT``, else from OpenSSL's defaults (``SSL_CERT_FILE``, ``SSL_CERT_DIR``).
-        part: the file to fill; its folder exists.
-        progress: show a bar on stderr.
+        part: the file to fill, in an existing folder.
+        progress: whether to show a progress bar on stderr.
 
     Raises:
         OSError: the server cannot be reached or refuses, the disk is full, or the connection keeps being cut.
@@ -36,7 +36,7 @@ def download(url: str, part: Path, *, progress: bool = True) -> None:
 
 
 def _fetch(url: str, part: Path, progress: bool) -> bool:
-    """One request. True when ``part`` is complete, False when the connection was cut."""
+    """Send one request; return True if ``part`` is now complete, False if the connection was cut."""
     from tqdm import tqdm
 
     start = _size(part)
@@ -47,7 +47,7 @@ def _fetch(url: str, part: Path, progress: bool) -> bool:
     except urllib.error.HTTPError as error:
         if error.code != http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
             raise
-        # Nothing follows the bytes that we have: either they are all, or they are not of this file.
+        # The server has nothing after the bytes in ``part``: they are the whole file, or belong to another one.
         if error.headers.get("Content-Range", "").endswith(f"/{start}"):
             return True
         part.unlink()

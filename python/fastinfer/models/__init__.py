@@ -1,4 +1,4 @@
-"""Models: a decoder that reads its sizes from the checkpoint, and the loaders that build it."""
+"""Models: a decoder whose sizes come from the checkpoint, and the loaders that build it."""
 
 from pathlib import Path
 from typing import Protocol
@@ -21,25 +21,27 @@ from fastinfer.utils.torch_threads import one_torch_thread
 
 
 class Model(Protocol):
-    """What the engine needs of a model."""
+    """Interface of a model to the engine."""
 
     @property
-    def config(self) -> ModelConfig: ...
+    def config(self) -> ModelConfig:
+        """Sizes and constants of the model."""
+        ...
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
-        """Compute a step, filling the cache; [tokens, hidden] of the last layer, before the last norm."""
+        """Compute a step and fill the cache; return [tokens, hidden], the last layer's output before the last norm."""
         ...
 
     def logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
-        """Logits [n, vocab] of rows [n] int64 of what :meth:`forward` returned."""
+        """Compute logits [n, vocab] for rows (``indices``, [n] int64) of the result of :meth:`forward`."""
         ...
 
     def with_adapters(self, slots: AdapterSlots) -> "Model":
-        """The same weights, computing a batch's ``adapter_ids`` with the adapters in these slots."""
+        """Return a model with the same weights that applies adapters from these slots, by a batch's ``adapter_ids``."""
         ...
 
     def normalize(self, hidden: Tensor) -> Tensor:
-        """The last norm of rows of what :meth:`forward` returned: what the logits are made from."""
+        """Apply the last norm to rows of the result of :meth:`forward`; the logits are computed from it."""
         ...
 
 
@@ -50,14 +52,14 @@ def load_model(
 
     Args:
         path: a ``.gguf`` file, or a folder of safetensors files with their ``config.json``.
-        dtype: see :meth:`fastinfer.models.config.Precision.of`.
+        dtype: name of the dtype, see :meth:`fastinfer.models.config.Precision.of`.
         device: ``"cpu"``, ``"cuda"`` (not yet run on a GPU), or ``"auto"``.
-        max_model_len: longest sequence that will be asked for, ``None`` for the model's own limit.
+        max_model_len: length of the longest sequence in tokens; ``None`` for the model's own limit.
 
     Raises:
         ModelNotFoundError, GGUFFormatError, CheckpointFormatError, UnsupportedModelError: the checkpoint cannot be
             read, is malformed, or holds something that is not implemented.
-        RequestError: the device is missing, or cannot compute in this dtype.
+        RequestError: the device is not available, or does not support the dtype.
     """
     device = resolve_device(device)
     precision = Precision.of(dtype, device)
@@ -73,9 +75,9 @@ def load_model(
 
 
 def open_checkpoint(path: Path, exact: bool = False) -> Checkpoint:
-    """A ``.gguf`` file or a folder, of which the header is read and checked.
+    """Open a ``.gguf`` file or a folder, and read and check its header.
 
     Raises:
-        ModelNotFoundError, GGUFFormatError, CheckpointFormatError, UnsupportedModelError: as :func:`load_model`.
+        ModelNotFoundError, GGUFFormatError, CheckpointFormatError, UnsupportedModelError: as for :func:`load_model`.
     """
     return HFCheckpoint(path, exact) if path.is_dir() else GGUFCheckpoint(GGUFFile(path), exact)

@@ -1,4 +1,4 @@
-"""One layer's attention: norm + QKV, rotary + cache store, attention, output + residual."""
+"""Attention of one layer: norm + QKV, rotary + cache store, attention, output + residual."""
 
 from dataclasses import dataclass
 
@@ -18,15 +18,16 @@ class Attention:
     """Grouped-query attention over a paged cache.
 
     Attributes:
-        num_heads, num_kv_heads, head_dim: of queries, of keys and values, elements of each.
-        norm: of the input.
-        qkv: Q, K and V rows below each other.
-        output: back to the residual stream.
+        num_heads, num_kv_heads: number of query heads, and of key and value heads.
+        head_dim: number of elements of a head.
+        norm: norm of the input.
+        qkv: projections of queries, keys and values, with their rows concatenated.
+        output: projection back to the residual stream.
         cos_sin_cache: [max_position, rotary_dim] fp32.
-        q_norm, k_norm: [head_dim], weights of each head's RMSNorm, or ``None``.
-        head_norm_eps: of those.
-        window: how many positions are seen, 0 for all.
-        softcap, scale: of the logits, see :func:`fastinfer.ops.paged_attention`.
+        q_norm, k_norm: [head_dim], RMSNorm weights for each head of queries and keys, or ``None``.
+        head_norm_eps: ``eps`` of these norms.
+        window: length of the sliding window in positions, 0 for none.
+        softcap, scale: cap and factor of the logits, see :func:`fastinfer.ops.paged_attention`.
     """
 
     num_heads: int
@@ -44,7 +45,7 @@ class Attention:
     scale: float | None = None
 
     def plan(self, batch: Batch) -> Tensor:
-        """How this step's attention is divided; layers with the same window share it."""
+        """Plan how the attention of a step is divided on a GPU; layers with the same window share the plan."""
         sizes = self.num_heads, self.num_kv_heads, self.head_dim
         return ops.paged_attention_plan(batch.seq_lens, batch.query_start, *sizes, self.window)
 

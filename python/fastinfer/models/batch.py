@@ -1,4 +1,4 @@
-"""What one step computes, as tensors."""
+"""Input tensors of one step."""
 
 from dataclasses import dataclass
 
@@ -8,17 +8,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's tokens, flattened without padding, and where their keys and values lie in the cache.
+    """Tokens of one step, flattened without padding, and the places of their keys and values in the cache.
 
     Attributes:
         token_ids: [tokens] int64.
-        positions: [tokens] int64; in each token's sequence, from 0.
+        positions: [tokens] int64; position of each token in its sequence, from 0.
         query_start: [seqs + 1] int32; cumulative token counts of the sequences, from 0 to ``tokens``.
-        seq_lens: [seqs] int32; cached length of each sequence, this step's tokens included.
-        block_table: [seqs, max_blocks] int32; past a sequence's blocks anything, which is not read.
+        seq_lens: [seqs] int32; cached length of each sequence, including this step's tokens.
+        block_table: [seqs, max_blocks] int32; blocks of each sequence. Entries past them are never read.
         slot_mapping: [tokens] int64; ``block * block_size + offset`` of each token.
-        logits_indices: [n] int64; the rows of the flattened tokens whose logits are wanted.
-        adapter_ids: [tokens] int32; each token's LoRA adapter, -1 for none; or ``None`` if no token has one.
+        logits_indices: [n] int64; indices of the tokens whose logits are computed.
+        adapter_ids: [tokens] int32; LoRA adapter of each token, -1 for none; ``None`` if no token has an adapter.
     """
 
     token_ids: Tensor
@@ -32,7 +32,7 @@ class Batch:
 
     @classmethod
     def of_texts(cls, texts: list[list[int]], block_size: int) -> "Batch":
-        """Whole texts of token ids in one step, the first at the cache's first block, without logits."""
+        """Make a batch of whole texts of token ids, without logits; their blocks start at the cache's first block."""
         lengths = torch.tensor([len(text) for text in texts], dtype=torch.int32)
         counts = [-(-len(text) // block_size) for text in texts]
         table = torch.zeros(len(texts), max(counts), dtype=torch.int32)

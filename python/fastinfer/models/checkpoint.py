@@ -1,9 +1,10 @@
-"""What the loader asks of a checkpoint, whatever its format: tensors by the project's own names.
+"""Interface of all checkpoint formats to the loader: tensors by the project's own names.
 
-Of a layer: ``layers.3.q_proj`` (k, v, o), ``layers.3.gate_proj`` (up, down), ``layers.3.attention_norm``,
-``layers.3.mlp_norm``, ``layers.3.post_attention_norm``, ``layers.3.post_mlp_norm``, ``layers.3.q_norm``,
-``layers.3.k_norm``, ``layers.3.router``, ``layers.3.experts.5.gate_proj``; besides these ``embedding``, ``norm``,
-``lm_head``, ``position_embedding`` and ``rope_factors``. A bias is ``layers.3.q_proj.bias``.
+A layer has ``layers.3.q_proj`` (``k_``, ``v_``, ``o_``), ``layers.3.gate_proj`` (``up_``, ``down_``),
+``layers.3.attention_norm``, ``layers.3.mlp_norm``, ``layers.3.post_attention_norm``, ``layers.3.post_mlp_norm``,
+``layers.3.q_norm``, ``layers.3.k_norm``, ``layers.3.router`` and ``layers.3.experts.5.gate_proj``. Outside the layers
+there are ``embedding``, ``norm``, ``lm_head``, ``position_embedding`` and ``rope_factors``. A bias is
+``layers.3.q_proj.bias``.
 """
 
 from collections.abc import Hashable, Iterator
@@ -20,45 +21,51 @@ class Checkpoint(Protocol):
     """An open checkpoint."""
 
     @property
-    def path(self) -> Path: ...
+    def path(self) -> Path:
+        """Path of the file or folder."""
+        ...
 
     @property
-    def config(self) -> ModelConfig: ...
+    def config(self) -> ModelConfig:
+        """Sizes and constants of the model."""
+        ...
 
     def __contains__(self, name: str) -> bool: ...
 
     def linear(self, name: str, out_features: int, in_features: int) -> Unpacked:
-        """A matrix in the form in which it is stored.
+        """Read a matrix in the form in which it is stored.
 
         Raises:
-            GGUFFormatError, CheckpointFormatError: it is missing or has another shape.
+            GGUFFormatError, CheckpointFormatError: the matrix is missing or has another shape.
             UnsupportedModelError: its form is not implemented.
         """
         ...
 
     def parts(self, name: str, out_features: int, in_features: int) -> Iterator[Unpacked]:
-        """:meth:`linear` in runs of its rows, if it is quantised, so that not all of it is in memory unpacked.
+        """Read a matrix in consecutive parts of its rows, so that not all of it is in memory unpacked.
+
+        A format may return the whole matrix as one part.
 
         Raises:
-            GGUFFormatError, CheckpointFormatError, UnsupportedModelError: as :meth:`linear`.
+            GGUFFormatError, CheckpointFormatError, UnsupportedModelError: as for :meth:`linear`.
         """
         ...
 
     def vector(self, name: str, size: int) -> Tensor:
-        """A norm's weight, or a bias, [size] fp32."""
+        """Read the weight of a norm, or a bias, as [size] fp32."""
         ...
 
     def layout(self, layer: int) -> Hashable:
-        """Names, shapes and types of a layer's tensors, from the header: layers with the same take the same memory."""
+        """Names, shapes and types of a layer's tensors, from the header; layers with equal layouts use equal memory."""
         ...
 
     def release(self) -> None:
-        """Give the memory of what was read back."""
+        """Free the memory of data that was read."""
         ...
 
 
 def fused_rows(config: ModelConfig, part: str) -> slice:
-    """Where a part lies in the matrix of Q, K and V, or of gate and up, of files that store these as one."""
+    """Rows of a part in a fused matrix of Q, K and V, or of gate and up, as some files store them."""
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     inner = config.intermediate_size
     return {
@@ -71,6 +78,6 @@ def fused_rows(config: ModelConfig, part: str) -> slice:
 
 
 def split_name(name: str) -> tuple[int, str, str]:
-    """``layers.3.experts.5.up_proj`` as layer, part and what follows: (3, "experts", "5.up_proj")."""
+    """Split a name into layer, part and rest: ``layers.3.experts.5.up_proj`` gives (3, "experts", "5.up_proj")."""
     _, layer, part, *rest = name.split(".", 3)
     return int(layer), part, rest[0] if rest else ""

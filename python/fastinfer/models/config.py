@@ -1,4 +1,4 @@
-"""What a decoder looks like, read from a checkpoint's metadata."""
+"""Configuration of a decoder: its sizes and constants, and the precision in which it computes."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ import torch
 from fastinfer.errors import RequestError
 from fastinfer.ops import RopeScaling
 
-# Larger claims are not sizes of a model but damage; each stays far below what would overflow a product of two.
+# A larger size in a file means that it is damaged; the product of two sizes up to this limit cannot overflow.
 MAX_SIZE = 2**24
 
 
@@ -16,29 +16,35 @@ class ModelConfig:
     """The sizes and constants of a decoder-only transformer.
 
     Attributes:
-        architecture: the family's name as the file gives it.
-        hidden_size, intermediate_size: widths of the residual stream and of the MLP (of one expert's, in a mixture).
-        num_layers, num_heads, num_kv_heads, head_dim: of the attention; query heads share KV heads in equal groups.
-        rotary_dim: elements of a head that are rotated; 0 for a model with learned positions.
-        vocab_size: rows of the embedding.
-        max_position: longest context, in tokens.
-        norm_eps: added to the mean of squares, or to the variance.
+        architecture: name of the model family in the file.
+        hidden_size: width of the residual stream.
+        intermediate_size: width of the MLP, or of one expert.
+        num_layers: number of layers.
+        num_heads, num_kv_heads: number of query heads, and of key and value heads; equal groups of query heads share
+            a KV head.
+        head_dim: number of elements of a head.
+        rotary_dim: number of rotated elements of a head; 0 for a model with learned positions.
+        vocab_size: number of rows of the embedding.
+        max_position: longest context in tokens.
+        norm_eps: number added to the mean of squares, or to the variance.
         rope_theta: base of the rotary frequencies.
-        rope_scaling: how those are stretched.
-        local_rope_theta: base of the layers with a window, unscaled, where it is another.
-        windows: how many positions each layer's attention sees, 0 for all; empty: all layers see all.
-        activation: of the MLP, by its name in :mod:`fastinfer.ops.gemm`.
-        gated: the MLP multiplies the activated gate by a second projection.
+        rope_scaling: scaling of the rotary frequencies.
+        local_rope_theta: base in the layers with a window, without scaling; ``None`` to use the same table in all
+            layers.
+        windows: length of each layer's attention window in positions, 0 for none; empty if no layer has a window.
+        activation: activation of the MLP, by its name in :mod:`fastinfer.ops.gemm`.
+        gated: whether the MLP multiplies the activated gate by a second projection.
         norm: ``"rms_norm"`` or ``"layer_norm"``.
-        post_norms: attention and MLP are normalised again before they are added to the residual stream.
-        qk_norm: each head of Q and K is normalised before it is rotated.
-        qkv_bias, output_bias, mlp_bias: which projections have a bias.
+        post_norms: whether the outputs of attention and MLP are normalised before they are added to the residual
+            stream.
+        qk_norm: whether each head of Q and K is normalised before it is rotated.
+        qkv_bias, output_bias, mlp_bias: whether these projections have a bias.
         embedding_scale: factor of the embedding.
-        attention_scale: factor of the attention's logits, ``None`` for ``head_dim ** -0.5``.
-        attention_softcap, logits_softcap: ``cap * tanh(logits / cap)`` of either, 0 for none.
-        num_experts: of each mixture, 0 for a model without.
-        experts_per_token: chosen for each token.
-        renormalize_experts: the chosen ones' probabilities are made to sum to 1.
+        attention_scale: factor of the attention logits, ``None`` for ``head_dim ** -0.5``.
+        attention_softcap, logits_softcap: caps of the attention logits and of the logits, 0 for none.
+        num_experts: number of experts per layer, 0 for a model without experts.
+        experts_per_token: number of experts chosen for each token.
+        renormalize_experts: whether the weights of the chosen experts are divided by their sum.
     """
 
     architecture: str
@@ -73,20 +79,21 @@ class ModelConfig:
     renormalize_experts: bool = True
 
     def window(self, layer: int) -> int:
-        """How many positions this layer's attention sees, 0 for all."""
+        """Length of a layer's attention window in positions, 0 for none."""
         return self.windows[layer] if self.windows else 0
 
 
 @dataclass(frozen=True)
 class Precision:
-    """How a model computes.
+    """Precision in which a model computes.
 
     Attributes:
-        dtype: of the hidden states between operators.
+        dtype: dtype of the hidden states between operators.
         activation_bits: precision of the inputs of products with quantised weights.
-        logits_activation_bits: likewise for the last one. Its error is the logits' own, and it is bound by reading its
-            weight: 16 bits cost little there. With 8 they caused a third of the divergence from fp32 on SmolLM2.
-        kv_cache_dtype: of the cached keys and values.
+        logits_activation_bits: the same for the product that computes the logits. Its errors are errors of the logits,
+            and its time is that of reading the weight, so 16 bits cost little. With 8 bits it caused a third of the
+            divergence from fp32 on SmolLM2.
+        kv_cache_dtype: dtype of the cached keys and values.
     """
 
     dtype: torch.dtype
@@ -96,16 +103,18 @@ class Precision:
 
     @classmethod
     def of(cls, dtype: str, device: str = "cpu") -> "Precision":
-        """The precision that a user's ``dtype`` stands for.
+        """Choose the precision for a user's ``dtype``.
 
-        ``"float32"`` is fp32 throughout. ``"auto"`` keeps fp32 hidden states, which cost nothing beside the weights,
-        and multiplies in integers; ``"bfloat16"`` and ``"float16"`` do so with hidden states of that type. The cache
-        of ``"auto"`` is fp16: three more bits of mantissa than bf16, at the same speed.
+        On a CPU, ``"float32"`` computes everything in fp32. ``"auto"`` has fp32 hidden states, whose cost is negligible
+        compared with the weights, and integer products. ``"bfloat16"`` and ``"float16"`` have integer products with
+        hidden states of that dtype. The KV cache of ``"auto"`` is fp16, which has three more bits of mantissa than bf16
+        at the same speed.
 
-        A GPU multiplies 16-bit numbers, bf16 for ``"auto"``, by weights as they are; its cache has the same dtype.
+        On a GPU, hidden states and KV cache are fp16 for ``"float16"``, else bf16; inputs of products are not
+        quantised.
 
         Raises:
-            RequestError: fp32 on a GPU.
+            RequestError: ``dtype`` is ``"float32"`` on a GPU.
         """
         if device != "cpu":
             if dtype == "float32":

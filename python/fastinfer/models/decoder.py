@@ -1,7 +1,7 @@
-"""A decoder-only transformer on the fused operators.
+"""Decoder-only transformer, built from fused operators.
 
-One layer is six kernel calls: norm + QKV, rotary + cache store, attention, output + residual; norm + gate/up +
-activation, down + residual. Nothing is computed outside the operators, so that a step can be recorded as a graph.
+A layer takes six kernel calls: norm + QKV, rotary + cache store, attention, output + residual; norm + gate/up +
+activation, down + residual. Only operators compute, so a step can be recorded as a graph.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from fastinfer.weights.weight import Weight
 
 @dataclass(frozen=True, eq=False)
 class DecoderLayer:
-    """One layer; each half reads the residual stream and returns it with its own share added."""
+    """One layer; attention and MLP each read the residual stream and return it with their output added."""
 
     attention: Attention
     mlp: MLP
@@ -34,14 +34,14 @@ class Decoder:
     """A loaded model.
 
     Attributes:
-        config: its sizes.
-        dtype: of the hidden states.
+        config: sizes and constants of the model.
+        dtype: dtype of the hidden states.
         embedding: [vocab, hidden].
-        layers: in order.
-        norm: the last one.
-        lm_head: [vocab, hidden]; the embedding itself where the two are tied.
-        position_embedding: [max_position, hidden], of models with learned positions.
-        adapters: LoRA adapters, of which a batch's ``adapter_ids`` name the slots.
+        layers: all layers in order.
+        norm: norm after the last layer.
+        lm_head: [vocab, hidden]; the embedding itself if the two are tied.
+        position_embedding: [max_position, hidden], or ``None`` for models without learned positions.
+        adapters: slots of LoRA adapters, which a batch's ``adapter_ids`` refer to, or ``None``.
     """
 
     config: ModelConfig
@@ -55,10 +55,10 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
-        """Compute a step, filling the cache.
+        """Compute a step and fill the cache.
 
         Returns:
-            [tokens, hidden] of the last layer, before the last norm.
+            [tokens, hidden], output of the last layer before the last norm.
         """
         x = self.embedding.rows(batch.token_ids, self.dtype)
         if self.position_embedding is not None:
@@ -74,7 +74,7 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
-        """Logits [n, vocab], in the model's ``dtype``, of rows [n] int64 of what :meth:`forward` returned."""
+        """Compute logits [n, vocab] in ``dtype`` for rows (``indices``, [n] int64) of the result of :meth:`forward`."""
         x, options = self.norm.before_linear(ops.embedding(hidden, indices))
         logits = self.lm_head.linear(x, **options)
         if self.config.logits_softcap:
@@ -83,11 +83,11 @@ class Decoder:
 
     @torch.inference_mode()
     def normalize(self, hidden: Tensor) -> Tensor:
-        """The last norm of rows of what :meth:`forward` returned: what the logits are made from."""
+        """Apply the last norm to rows of the result of :meth:`forward`; the logits are computed from it."""
         return self.norm(hidden)
 
     def with_adapters(self, slots: AdapterSlots) -> "Decoder":
-        """The same weights, computing a batch's ``adapter_ids`` with the adapters in these slots."""
+        """Return a model with the same weights that applies adapters from these slots, by a batch's ``adapter_ids``."""
         return replace(self, adapters=slots)
 
     def _adapters(self, batch: Batch) -> Sequence[LayerAdapters | None]:

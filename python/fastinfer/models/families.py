@@ -1,9 +1,9 @@
-"""What sets the families of Hugging Face checkpoints apart: names of tensors, and habits their configuration omits."""
+"""Families of Hugging Face checkpoints: names of their tensors, and properties that config.json does not have."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# Our names of a layer's parts to the usual ones.
+# The project's names of a layer's parts, with the usual names in checkpoints.
 _LAYER = {
     "attention_norm": "input_layernorm",
     "q_proj": "self_attn.q_proj",
@@ -19,7 +19,7 @@ _LAYER = {
     "router": "mlp.gate",
     "experts": "mlp.experts",
 }
-_SANDWICHED = {
+_POST_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
     "post_mlp_norm": "post_feedforward_layernorm",
@@ -36,17 +36,17 @@ _GPT2_TOP = {
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture.
+    """Properties of one architecture.
 
     Attributes:
-        layer: our name of a layer's part to the checkpoint's.
-        top: likewise of what stands outside the layers, and where they begin.
-        prefix: of names, which some checkpoints leave out.
-        qkv_bias: Q, K and V have one though the configuration does not say so.
+        layer: the project's names of a layer's parts, with the checkpoint's names.
+        top: the same for tensors outside the layers, and ``layers`` for the layers themselves.
+        prefix: prefix of all names, which some checkpoints leave out.
+        qkv_bias: whether Q, K and V have a bias although config.json does not say so.
         qk_norm, post_norms: see :class:`fastinfer.models.config.ModelConfig`.
-        norm_offset: what is added to the stored weights of RMSNorms.
-        scaled_embedding: the embedding is multiplied by the root of the hidden size.
-        transposed: matrices are stored as [in_features, out_features].
+        norm_offset: number added to the stored weights of RMSNorms.
+        scaled_embedding: whether the embedding is multiplied by the square root of the hidden size.
+        transposed: whether matrices are stored as [in_features, out_features].
     """
 
     layer: Mapping[str, str] = field(default_factory=lambda: _LAYER)
@@ -60,7 +60,7 @@ class Family:
     transposed: bool = False
 
 
-_GEMMA2 = Family(_LAYER | _SANDWICHED, post_norms=True, norm_offset=1.0, scaled_embedding=True)
+_GEMMA2 = Family(_LAYER | _POST_NORMS, post_norms=True, norm_offset=1.0, scaled_embedding=True)
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(),
@@ -69,7 +69,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ForCausalLM": Family(qk_norm=True),
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": Family(_GEMMA2.layer, qk_norm=True, post_norms=True, norm_offset=1.0, scaled_embedding=True),
-    # Q, K and V are one matrix, gate and up another.
+    # Q, K and V are one matrix; gate and up are another.
     "Phi3ForCausalLM": Family(
         _LAYER
         | dict.fromkeys(("q_proj", "k_proj", "v_proj"), "self_attn.qkv_proj")

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file by the project's names; rows are picked and reordered while they are still packed."""
+"""Tensors of a GGUF file by the project's names; rows are selected and reordered while they are packed."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ from fastinfer.models.checkpoint import fused_rows, split_name
 from fastinfer.models.gguf_config import read_gguf_config
 from fastinfer.ops.pack import TILE_ROWS
 
-PART_ELEMENTS = 2**20  # of a part: so small that each finds the memory of the one before
+PART_ELEMENTS = 2**20  # size of a part, small enough for each to reuse the memory of the previous one
 
 _TOP = {
     "embedding": "token_embd",
@@ -40,7 +40,7 @@ _LAYER = {
     "router": "ffn_gate_inp",
 }
 _EXPERTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
-# Matrices that some families store as one.
+# Matrices that some families store as one fused matrix.
 _FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "attn_qkv") | dict.fromkeys(("gate_proj", "up_proj"), "ffn_up")
 
 
@@ -48,12 +48,13 @@ class GGUFCheckpoint:
     """An open GGUF file.
 
     Args:
-        file: the file.
-        exact: unpack every type without rounding, at the price of memory; see :func:`unpack_rows`.
+        file: the open file.
+        exact: whether to unpack all types without rounding, which takes more memory; see
+            :func:`fastinfer.formats.gguf_unpack.unpack_rows`.
 
     Raises:
         UnsupportedModelError: the architecture is not implemented.
-        GGUFFormatError: its metadata are wrong.
+        GGUFFormatError: the metadata are wrong.
     """
 
     def __init__(self, file: GGUFFile, exact: bool = False) -> None:
@@ -100,7 +101,7 @@ class GGUFCheckpoint:
         self.file.release()
 
     def _rows(self, name: str, out_features: int, in_features: int) -> tuple[GGUFTensor, np.ndarray]:
-        """The tensor that holds a matrix, and the matrix's packed rows in the project's order."""
+        """Tensor that contains a matrix, and the packed rows of the matrix in the project's order."""
         stored = f"{self._stored(name)}.weight"
         tensor = self._get(stored)
         rows = slice(None)
@@ -122,7 +123,7 @@ class GGUFCheckpoint:
         return tensor, data
 
     def _stored(self, name: str) -> str:
-        """The file's name of a matrix or vector, without its ending."""
+        """Name of a matrix or vector in the file, without ``.weight`` or ``.bias``."""
         if not name.startswith("layers."):
             return _TOP[name]
         layer, part, rest = split_name(name)
@@ -131,11 +132,12 @@ class GGUFCheckpoint:
         return f"blk.{layer}.{_FUSED[part] if self._fused_rows(name) else _LAYER[part]}"
 
     def _fused_rows(self, name: str) -> slice | None:
+        """Rows of a matrix within a fused one; None if it is stored on its own."""
         if not name.startswith("layers."):
             return None
         layer, part, _ = split_name(name)
         single = f"blk.{layer}.{'ffn_gate' if part == 'up_proj' else _LAYER.get(part)}.weight"
-        # Without a gate of its own, "up" holds both, or is all that there is.
+        # Without a separate gate, "up" contains both, unless the MLP has no gate.
         if part not in _FUSED or single in self.file.tensors or (part == "up_proj" and not self.config.gated):
             return None
         fused = f"blk.{layer}.{_FUSED[part]}.weight"
@@ -149,10 +151,12 @@ class GGUFCheckpoint:
 
 
 def _unpermute(rows: np.ndarray, num_heads: int, rotary_dim: int) -> np.ndarray:
-    """Undo the converter's reordering of Q and K rows, which makes rotated pairs neighbours: back to halves.
+    """Undo the converter's reordering of Q and K rows: it interleaves rotated pairs, and the kernels expect halves.
 
     Args:
         rows: [num_heads * head_dim, row_bytes].
+        num_heads: number of heads.
+        rotary_dim: number of rotated elements of a head.
     """
     heads = rows.reshape(num_heads, -1, rows.shape[-1])
     pairs = heads[:, :rotary_dim].reshape(num_heads, rotary_dim // 2, 2, -1)

@@ -1,4 +1,7 @@
-"""A decoder's sizes from a GGUF file's metadata. Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md."""
+"""Model configuration from the metadata of a GGUF file.
+
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
 
 from fastinfer import ops
 from fastinfer.errors import GGUFFormatError, UnsupportedModelError
@@ -7,14 +10,14 @@ from fastinfer.models.config import MAX_SIZE, ModelConfig
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3", "gpt2")
 
-# Every so manieth layer sees all positions, the others a window. The files do not say so.
+# Every n-th layer has full attention, the others have a window. The files do not contain this number.
 WINDOW_PERIODS = {"gemma2": 2, "gemma3": 6}
-# Gemma 3's layers with a window keep the base of its predecessors.
+# Base in the layers with a window, which Gemma 3 keeps from its predecessors.
 LOCAL_ROPE_THETAS = {"gemma3": 10000.0}
 
 
 def read_gguf_config(file: GGUFFile) -> ModelConfig:
-    """The decoder's sizes from the file's metadata.
+    """Read the model configuration from the metadata.
 
     Raises:
         UnsupportedModelError: the architecture or its rotary scaling is not implemented.
@@ -95,7 +98,7 @@ def _windows(window: int, num_layers: int, period: int | None) -> tuple[int, ...
 
 
 def _attention_scale(architecture: str, hidden_size: int, num_layers: int, num_heads: int) -> float | None:
-    """Of the two sizes (Gemma 2 and 3 of 27 billion) whose heads are scaled by something else than their own width."""
+    """Attention scale of Gemma 2 and 3 with 27 billion parameters; the other models use the default."""
     wide = (architecture, num_layers) in (("gemma2", 46), ("gemma3", 62))
     return (hidden_size / num_heads) ** -0.5 if wide else None
 

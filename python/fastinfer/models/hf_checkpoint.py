@@ -1,4 +1,4 @@
-"""A folder of safetensors files with a ``config.json``, as Hugging Face's transformers saves models."""
+"""Tensors of a Hugging Face folder (safetensors files and ``config.json``) by the project's names."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,16 +17,16 @@ from fastinfer.models.hf_config import read_hf_config
 
 
 class HFCheckpoint:
-    """An open folder.
+    """An open Hugging Face folder.
 
     Args:
-        path: of the folder.
-        exact: no number of a quantised weight is rounded, see
+        path: path of the folder.
+        exact: whether to keep all numbers of quantised weights unrounded, see
             :func:`fastinfer.formats.quantized_checkpoint.read_linear`.
 
     Raises:
         CheckpointFormatError: a file is missing or damaged.
-        UnsupportedModelError: the architecture, or a setting of it, is not implemented.
+        UnsupportedModelError: the architecture or one of its settings is not implemented.
     """
 
     def __init__(self, path: Path, exact: bool = False) -> None:
@@ -103,7 +103,7 @@ class HFCheckpoint:
         return values
 
     def _rows(self, name: str) -> slice | None:
-        """Of a matrix that is a part of a larger one."""
+        """Rows of a matrix within a fused one; None if it is stored on its own."""
         if not name.startswith("layers."):
             return None
         _, part, _ = split_name(name)
@@ -113,20 +113,21 @@ class HFCheckpoint:
 
     @property
     def is_quantized(self) -> bool:
+        """Whether config.json has a ``quantization_config``."""
         return self._quantization is not None
 
     @property
     def is_transposed(self) -> bool:
-        """Matrices are stored as [in_features, out_features]."""
+        """Whether matrices are stored as [in_features, out_features]."""
         return self._family.transposed
 
     @property
     def norm_offset(self) -> float:
-        """What is added to the stored weights of RMSNorms."""
+        """Number that is added to the stored weights of RMSNorms."""
         return self._family.norm_offset
 
     def stored_name(self, name: str) -> str:
-        """The checkpoint's own name of a module."""
+        """Name of a module in the checkpoint."""
         top = self._family.top
         if name.startswith("layers."):
             layer, part, rest = split_name(name)
@@ -139,5 +140,5 @@ class HFCheckpoint:
         return self._without_prefix(module)
 
     def _without_prefix(self, name: str) -> str:
-        """Where the checkpoint leaves it out."""
+        """Remove the family's prefix from a name if the checkpoint leaves it out."""
         return name.removeprefix(self._family.prefix) if self._bare else name

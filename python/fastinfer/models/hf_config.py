@@ -1,4 +1,4 @@
-"""A decoder's sizes from ``config.json``, as Hugging Face's transformers writes it, before version 5 and since."""
+"""Model configuration from ``config.json``, as Hugging Face's transformers writes it (before and since version 5)."""
 
 from pathlib import Path
 
@@ -18,10 +18,10 @@ ACTIVATIONS = {
 
 
 def family_of(fields: JsonFields) -> tuple[str, Family]:
-    """The architecture's name and what is special about it.
+    """Find the name and the family of the architecture.
 
     Raises:
-        UnsupportedModelError: it is not implemented.
+        UnsupportedModelError: the architecture is not implemented.
     """
     names = fields.get("architectures", list, [])
     name = str(names[0]) if names else f"model_type {fields.get('model_type', str, 'none')!r}"
@@ -33,10 +33,10 @@ def family_of(fields: JsonFields) -> tuple[str, Family]:
 
 
 def read_hf_config(path: Path) -> ModelConfig:
-    """Read ``config.json``.
+    """Read the model configuration from ``config.json``.
 
     Raises:
-        UnsupportedModelError: the architecture, or a setting of it, is not implemented.
+        UnsupportedModelError: the architecture or one of its settings is not implemented.
         CheckpointFormatError: a value is missing or out of range.
     """
     fields = JsonFields.read(path, CheckpointFormatError)
@@ -94,7 +94,7 @@ def read_hf_config(path: Path) -> ModelConfig:
 
 
 class _Sizes:
-    """Positive integers that no product of two overflows; 0 where the default is 0."""
+    """Reader of sizes, integers from 1 to ``MAX_SIZE``; a default of 0 is allowed, too."""
 
     def __init__(self, fields: JsonFields) -> None:
         self._fields = fields
@@ -106,7 +106,7 @@ class _Sizes:
 
 
 class _Rope:
-    """Rotary embedding, of all layers or of those with and without a window."""
+    """Rotary settings, for all layers or separately for those with and without a window."""
 
     def __init__(self, fields: JsonFields, head_dim: int) -> None:
         parameters = fields.object("rope_parameters")
@@ -165,7 +165,7 @@ class _Rope:
 
 
 def _windows(fields: JsonFields, name: str, num_layers: int) -> tuple[int, ...]:
-    """Positions that each layer sees, 0 for all."""
+    """Length of each layer's attention window in positions, 0 for none."""
     window = fields.get("sliding_window", int, 0, minimum=1, maximum=MAX_SIZE)
     if not window or not fields.get("use_sliding_window", bool, True):
         return ()
@@ -176,7 +176,7 @@ def _windows(fields: JsonFields, name: str, num_layers: int) -> tuple[int, ...]:
                 f"got {kinds!r:.80}"
             )
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
-    # Files from before layer_types was written down: what the families' own code did.
+    # Older files have no layer_types; this is the rule in the families' own code.
     period = {"Gemma2ForCausalLM": 2, "Gemma3ForCausalLM": 6}.get(name)
     period = fields.get("sliding_window_pattern", int, period, minimum=1)
     if period:

@@ -1,4 +1,4 @@
-"""The KV cache's tensors: keys and values of all layers in blocks."""
+"""Tensors of the KV cache: keys and values of all layers, in blocks."""
 
 import math
 from collections.abc import Iterator
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fastinfer.errors import RequestError
 
-# One fp32 scale per token and head; uint8 is int4: two elements a byte, and two fp16 for so many elements.
+# int8 and fp8 have one fp32 scale per token and head. uint8 stands for int4: two elements per byte, and an fp16 scale
+# and minimum for each group of this many elements.
 QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.uint8)
 INT4_KEY_GROUP = 16
 INT4_VALUE_GROUP = 64
@@ -17,8 +18,9 @@ INT4_VALUE_GROUP = 64
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's keys and values, and their scales where they are quantised, [num_blocks, block_size,
-    num_kv_heads, ...]: see :func:`head_shapes`.
+    """Keys and values of one layer, with their scales if the cache is quantised.
+
+    All tensors are [num_blocks, block_size, num_kv_heads, ...]; for the last dimensions see :func:`head_shapes`.
     """
 
     k: Tensor
@@ -28,12 +30,13 @@ class LayerCache:
 
     @property
     def tensors(self) -> list[Tensor]:
+        """All tensors of the layer."""
         return [tensor for tensor in (self.k, self.v, self.k_scale, self.v_scale) if tensor is not None]
 
 
 @dataclass(frozen=True)
 class KVCache:
-    """The cache of all layers."""
+    """KV cache of all layers."""
 
     layers: list[LayerCache]
 
@@ -48,7 +51,7 @@ class KVCache:
         dtype: torch.dtype,
         device: str,
     ) -> "KVCache":
-        """Uninitialised tensors: on a CPU a page costs memory only once it is written."""
+        """Allocate an uninitialised cache; on a CPU a page takes memory only once it is written."""
         shapes = head_shapes(head_dim, dtype)
 
         def tensors() -> Iterator[Tensor]:
@@ -58,11 +61,11 @@ class KVCache:
         return cls([LayerCache(*tensors()) for _ in range(num_layers)])
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, each pair from its first to its second; all are read before any is written."""
+        """Copy blocks, each pair from its first block to its second; all are read before any is written."""
         source, target = torch.tensor(pairs, device=self.layers[0].k.device).T
         for layer in self.layers:
             for tensor in layer.tensors:
-                # As bytes: torch has no indexing for float8.
+                # As bytes, because torch cannot index float8.
                 tensor.view(torch.uint8)[target] = tensor.view(torch.uint8)[source]
 
     def __iter__(self) -> Iterator[LayerCache]:
@@ -70,10 +73,10 @@ class KVCache:
 
 
 def head_shapes(head_dim: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of what the cache holds of a token's head: key, value, and their scales if they have some.
+    """Shapes and dtypes of one head of one token in the cache: key, value, and their scales if it is quantised.
 
     Raises:
-        RequestError: an odd ``head_dim`` for a cache of two elements a byte.
+        RequestError: ``head_dim`` is odd and the cache has two elements per byte.
     """
     if dtype == torch.uint8:
         if head_dim % 2:
@@ -85,11 +88,11 @@ def head_shapes(head_dim: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...]
 
 
 def token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Size of one token's keys and values in all layers, scales included."""
+    """Size in bytes of one token's keys and values in all layers, including scales."""
     head = sum(math.prod(shape) * element.itemsize for shape, element in head_shapes(head_dim, dtype))
     return num_layers * num_kv_heads * head
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold this many tokens."""
+    """Number of blocks that hold this many tokens."""
     return -(-num_tokens // block_size)

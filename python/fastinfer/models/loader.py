@@ -1,4 +1,7 @@
-"""Builds a decoder from a checkpoint: rows that share their input become one weight, gate and up are interleaved."""
+"""Construction of a decoder from a checkpoint.
+
+Matrices with the same input become one weight: Q, K and V are concatenated, gate and up are interleaved.
+"""
 
 from collections.abc import Iterable
 
@@ -19,9 +22,10 @@ from fastinfer.models.projection import OutputProjection
 from fastinfer.ops.pack import TILE_ROWS, interleave_gate_up
 from fastinfer.utils.huge_pages import HugePages
 from fastinfer.weights.expert_weights import make_expert_weights
-from fastinfer.weights.weight import ConcatenatedWeight, Weight, make_weight
+from fastinfer.weights.pack import make_weight
+from fastinfer.weights.weight import ConcatenatedWeight, Weight
 
-# Of the rotary table: 256 MiB at a head size of 64.
+# Longest rotary table: 256 MiB at a head size of 64.
 MAX_POSITIONS = 2**20
 
 
@@ -31,20 +35,21 @@ def load_decoder(
     """Read, check and pack all weights.
 
     Args:
-        checkpoint: an open one.
-        precision: how the model computes.
-        max_model_len: positions in the rotary table, ``None`` for the model's own limit.
-        device: where the weights will be.
+        checkpoint: an open checkpoint.
+        precision: precision in which the model computes.
+        max_model_len: number of positions in the rotary table; ``None`` for the model's own limit.
+        device: device of the weights.
 
     Raises:
         UnsupportedModelError: the form of a tensor is not implemented.
-        GGUFFormatError, CheckpointFormatError: a tensor is missing or has another shape than the metadata say.
+        GGUFFormatError, CheckpointFormatError: a tensor is missing or does not have the shape that follows from the
+            metadata.
     """
     return DecoderLoader(checkpoint, precision, max_model_len, device).decoder()
 
 
 class DecoderLoader:
-    """Builds one decoder. Who wants other weights than the checkpoint's replaces :meth:`weight`."""
+    """Builder of one decoder; a subclass that needs other weights than the checkpoint's overrides :meth:`weight`."""
 
     def __init__(self, checkpoint: Checkpoint, precision: Precision, max_model_len: int | None, device: str) -> None:
         self._checkpoint = checkpoint
@@ -52,26 +57,27 @@ class DecoderLoader:
         self._precision = precision
         self._device = device
         self._memory = HugePages() if device == "cpu" else None
-        # On a GPU a dense weight has the dtype of the hidden states, which products want there.
+        # GPU products need dense weights in the dtype of the hidden states.
         self._dense_dtype = None if device == "cpu" else precision.dtype
         self._positions = min(max_model_len or config.max_position, config.max_position)
         if self._positions > MAX_POSITIONS:
             raise RequestError(
                 f"max_model_len must be at most {MAX_POSITIONS}, got {self._positions} from {checkpoint.path}"
             )
-        # An embedding's factor s is left out, and the residual stream is smaller by it: RMSNorm does not see the
-        # difference, given eps / s^2, and what the layers add comes from norms whose weights are divided by s.
+        # The embedding is not multiplied by its scale s, so the residual stream is smaller by the factor s. RMSNorm
+        # gives the same result with eps / s^2, and layers add less because their post-norm weights are divided by s.
         self._scale = config.embedding_scale
         self._rope, self._local_rope = self._cos_sin_caches(config)
 
     def decoder(self) -> Decoder:
+        """Read all weights and build the decoder."""
         config, checkpoint = self._config, self._checkpoint
         embedding = self.embedding()
         head = self.lm_head()
         layers = []
         for index in range(config.num_layers):
             layers.append(self.layer(index))
-            checkpoint.release()  # else the file and its packed copy would be in memory at once
+            checkpoint.release()  # otherwise the file and its packed copy would be in memory at the same time
         return Decoder(
             config=config,
             dtype=self._precision.dtype,
@@ -83,26 +89,28 @@ class DecoderLoader:
         )
 
     def embedding(self) -> Weight:
+        """Read the embedding."""
         return self._vocabulary("embedding")
 
     def lm_head(self) -> Weight | None:
-        """``None`` where it is the embedding."""
+        """Read the output layer; None if it is the embedding."""
         return self._vocabulary("lm_head") if "lm_head" in self._checkpoint else None
 
     def norm(self) -> Norm:
-        """The last one."""
+        """Read the norm after the last layer."""
         return self._norm("norm")
 
     def layer(self, index: int) -> DecoderLayer:
+        """Read one layer."""
         return DecoderLayer(self._attention(index), self._mlp(index))
 
     def weight(self, names: tuple[str, ...], unpacked: Unpacked, bias: Tensor | None) -> Weight:
-        """A layer's weight.
+        """Pack a layer's weight.
 
         Args:
-            names: whose rows it holds, below each other; of gate and up in runs of 16 by turns.
-            unpacked: as the checkpoint has it.
-            bias: [out_features], likewise.
+            names: matrices whose rows the weight contains, concatenated; gate and up are interleaved in runs of 16.
+            unpacked: the weight, unpacked.
+            bias: [out_features], with rows in the same order, or ``None``.
         """
         return self._make(unpacked, self._precision.activation_bits, bias)
 
@@ -117,7 +125,7 @@ class DecoderLoader:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             norm=self._norm(f"{layer}.attention_norm"),
-            qkv=self._stacked(
+            qkv=self._concatenated(
                 {f"{layer}.q_proj": q_size, f"{layer}.k_proj": kv_size, f"{layer}.v_proj": kv_size}, config.qkv_bias
             ),
             output=self._output(f"{layer}.o_proj", q_size, config.output_bias, f"{layer}.post_attention_norm"),
@@ -138,7 +146,9 @@ class DecoderLoader:
             return self._mixture(layer, norm)
         down = self._output(f"{layer}.down_proj", inner, config.mlp_bias, f"{layer}.post_mlp_norm")
         if not config.gated:
-            return PlainMLP(norm, self._stacked({f"{layer}.up_proj": inner}, config.mlp_bias), down, config.activation)
+            return PlainMLP(
+                norm, self._concatenated({f"{layer}.up_proj": inner}, config.mlp_bias), down, config.activation
+            )
         gate_up = self._gate_up(layer)
         bias = None
         if config.mlp_bias:
@@ -147,7 +157,7 @@ class DecoderLoader:
         return GatedMLP(norm, self.weight(names, gate_up, bias), down, config.activation)
 
     def _gate_up(self, owner: str) -> Unpacked:
-        """Of a layer or an expert, interleaved."""
+        """Read gate and up of a layer or an expert, and interleave their rows."""
         inner = self._config.intermediate_size
         gate, up = (self._checkpoint.linear(f"{owner}.{name}", inner, self._config.hidden_size) for name in GATE_UP)
         if not gate.fits(up) or inner % TILE_ROWS:
@@ -163,7 +173,7 @@ class DecoderLoader:
         experts = [f"{layer}.experts.{index}" for index in range(config.num_experts)]
         shape = config.hidden_size, config.intermediate_size
         packing = self._precision.activation_bits, self._device, self._dense_dtype
-        # The router's choice is all or nothing, so that its products are exact.
+        # A small error could make the router choose another expert, so its input is not quantised.
         router = checkpoint.linear(f"{layer}.router", config.num_experts, config.hidden_size)
         return MixtureOfExperts(
             norm=norm,
@@ -187,8 +197,8 @@ class DecoderLoader:
         module = name.rpartition(".")[2]
         return OutputProjection(module, self.weight((name,), weight, bias), norm)
 
-    def _stacked(self, sizes: dict[str, int], has_bias: bool) -> Weight:
-        """Matrices that share their input, below each other."""
+    def _concatenated(self, sizes: dict[str, int], has_bias: bool) -> Weight:
+        """Read matrices with the same input, and concatenate their rows or, if their forms differ, their outputs."""
         hidden, names = self._config.hidden_size, tuple(sizes)
         parts = [self._checkpoint.linear(name, size, hidden) for name, size in sizes.items()]
         biases = [self._vector(f"{name}.bias", size) for name, size in sizes.items() if has_bias]
@@ -223,6 +233,7 @@ class DecoderLoader:
         return make_weight(unpacked, activation_bits, self._device, self._dense_dtype, bias, self._memory, rows)
 
     def position_embedding(self) -> Tensor | None:
+        """Read the learned positions; None for a model with rotary positions."""
         config = self._config
         if config.rotary_dim:
             return None
@@ -230,8 +241,8 @@ class DecoderLoader:
         return table.dequantize().to(self._device, self._precision.dtype)
 
     def _cos_sin_caches(self, config: ModelConfig) -> tuple[Tensor, Tensor]:
-        """Tables for layers that see everything and for those with a window; often one and the same."""
-        if not config.rotary_dim:  # a rotation by nothing
+        """Rotary tables of the layers without and with a window, which are often the same."""
+        if not config.rotary_dim:  # rotation by an angle of 0
             table = torch.tensor([[1.0, 0.0]]).repeat(self._positions, 1).to(self._device)
             return table, table
         factors = None
@@ -248,5 +259,5 @@ GATE_UP = ("gate_proj", "up_proj")
 
 
 def interleaved(gate: Unpacked, up: Unpacked) -> Unpacked:
-    """Rows in runs of 16, gate and up by turns."""
+    """Interleave the rows of gate and up in runs of 16."""
     return combine([gate, up], lambda rows: interleave_gate_up(*rows))

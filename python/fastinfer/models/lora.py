@@ -1,4 +1,4 @@
-"""LoRA adapters in memory, ready for the operators: a fixed number of slots, so that recorded graphs stay valid."""
+"""Loaded LoRA adapters, in a fixed number of slots so that recorded graphs stay valid."""
 
 from dataclasses import dataclass
 
@@ -13,12 +13,13 @@ from fastinfer.models.config import ModelConfig
 
 @dataclass(frozen=True, eq=False)
 class ModuleSlots:
-    """The adapters' matrices of one linear layer.
+    """Matrices of all adapters for one linear layer.
 
     Attributes:
         a: [slots, max_rank, in_features].
         b: [slots, max_rank, out_features]; transposed and scaled.
-        ranks: [slots] int32; 0 where the slot has nothing for this layer. What lies beyond is never read.
+        ranks: [slots] int32; rank of each adapter in this layer, 0 if it does not change the layer. Rows of ``a`` and
+            ``b`` past the rank are never read.
     """
 
     a: Tensor
@@ -28,33 +29,32 @@ class ModuleSlots:
 
 @dataclass(frozen=True, eq=False)
 class LayerAdapters:
-    """One layer's matrices by the module's name, and the slots [tokens] of a step's tokens."""
+    """Matrices of one layer by name of the module, and the slot of each token of a step ([tokens])."""
 
     modules: dict[str, ModuleSlots]
     adapter_ids: Tensor
 
     def add(self, name: str, y: Tensor, x: Tensor, *, norm_weight: Tensor | None = None, eps: float = 0.0) -> None:
-        """Add to a module's output ``y``, in place, what the adapters make of its input ``x``."""
+        """Add the adapters' update for a module's input ``x`` to its output ``y``, in place."""
         slots = self.modules[name]
         ops.add_lora(y, x, slots.a, slots.b, self.adapter_ids, ranks=slots.ranks, norm_weight=norm_weight, eps=eps)
 
 
 class AdapterSlots:
-    """Room for adapters of a model; a step's tokens name theirs by its slot.
+    """Slots for the adapters of a model; the tokens of a step refer to adapters by slot.
 
-    Nothing moves once it is allocated: a graph that was recorded before an adapter came runs with it afterwards. Rows
-    keep the order of the checkpoints from which adapters are trained, as all weights of a
-    :class:`fastinfer.models.decoder.Decoder` do.
+    The tensors never move, so a graph that was recorded before an adapter was loaded also works with it. The rows of
+    the matrices have the order of the checkpoint, like all weights of a :class:`fastinfer.models.decoder.Decoder`.
 
     Args:
-        config: the model's.
-        max_loras: slots.
+        config: configuration of the model.
+        max_loras: number of slots.
         max_rank: largest rank of an adapter.
-        dtype: of the matrices; a step reads those of its adapters.
-        device: of the model.
+        dtype: dtype of the matrices.
+        device: device of the model.
 
     Attributes:
-        layers: per layer the matrices by the module's name.
+        layers: for each layer, the matrices by name of the module.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class AdapterSlots:
     ) -> None:
         if config.num_experts or not config.gated:
             raise UnsupportedModelError(
-                f"adapters of {config.architecture} are not implemented: only of models with one gated MLP per layer"
+                f"adapters for {config.architecture} are not implemented: only for models with one gated MLP per layer"
             )
         self.max_loras = max_loras
         self.max_rank = max_rank
 
         def slots(features: int, out: int) -> ModuleSlots:
-            # Not initialised: a page costs memory only once it is written.
+            # Uninitialised: a page takes memory only once it is written.
             a, b = (torch.empty(max_loras, max_rank, size, dtype=dtype, device=device) for size in (features, out))
             return ModuleSlots(a, b, torch.zeros(max_loras, dtype=torch.int32, device=device))
 
@@ -76,14 +76,14 @@ class AdapterSlots:
         self.layers = tuple({name: slots(*size) for name, size in sizes.items()} for _ in range(config.num_layers))
 
     def of(self, adapter_ids: Tensor) -> list[LayerAdapters]:
-        """The layers of a step whose tokens have these slots."""
+        """Adapters of all layers for a step whose tokens have these slots."""
         return [LayerAdapters(modules, adapter_ids) for modules in self.layers]
 
     def load(self, slot: int, adapter: LoraAdapter) -> None:
-        """Put an adapter into a slot, in place of what is there. No step may be running.
+        """Load an adapter into a slot, replacing its contents. No step may be running.
 
         Raises:
-            AdapterError: it does not fit the model or the slots, which are then as before.
+            AdapterError: the adapter does not fit the model or the slots, which then stay unchanged.
         """
         self._check(adapter)
         self.unload(slot)
@@ -94,7 +94,7 @@ class AdapterSlots:
             slots.ranks[slot] = low_rank.rank
 
     def unload(self, slot: int) -> None:
-        """Empty a slot: tokens that name it are computed without an adapter."""
+        """Empty a slot; tokens with this slot are then computed without an adapter."""
         if not 0 <= slot < self.max_loras:
             raise ValueError(f"slot must be in 0..{self.max_loras - 1}, got {slot}")
         for layer in self.layers:
@@ -119,7 +119,7 @@ class AdapterSlots:
 
 
 def module_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of a layer's projections."""
+    """Number of inputs and outputs of a layer's projections, by name."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return {

@@ -1,4 +1,4 @@
-"""One layer's MLP: norm + first product + activation, second product + residual."""
+"""MLP of one layer: norm + first product + activation, second product + residual."""
 
 from dataclasses import dataclass
 
@@ -15,15 +15,16 @@ from fastinfer.weights.weight import Weight
 
 @dataclass(frozen=True, eq=False)
 class GatedMLP:
-    """``down(activation(gate x) * up x)``.
+    """Gated MLP, ``down(activation(gate x) * up x)``.
+
+    In a step with LoRA adapters, the updates of gate and up are added before the activation, which is then a separate
+    operator.
 
     Attributes:
-        norm: of the input.
-        gate_up: gate and up rows, interleaved in runs of 16.
-        down: back to the residual stream.
-        activation: of the gate, by its name in :mod:`fastinfer.ops.gemm`.
-
-    In a step with LoRA adapters every projection is followed by its low-rank part, and the activation by itself.
+        norm: norm of the input.
+        gate_up: projections gate and up, with rows interleaved in runs of 16.
+        down: projection back to the residual stream.
+        activation: activation of the gate, by its name in :mod:`fastinfer.ops.gemm`.
     """
 
     norm: Norm
@@ -44,12 +45,12 @@ class GatedMLP:
 
 @dataclass(frozen=True, eq=False)
 class PlainMLP:
-    """``down(gelu(up x))``, GPT-2's.
+    """MLP without a gate, ``down(gelu(up x))``, as in GPT-2.
 
     Attributes:
-        norm: of the input.
+        norm: norm of the input.
         up: [intermediate, hidden].
-        down: back to the residual stream.
+        down: projection back to the residual stream.
         activation: ``"gelu_tanh"`` or ``"gelu"``.
     """
 
@@ -68,7 +69,7 @@ MLP = GatedMLP | PlainMLP | MixtureOfExperts
 
 
 def _activation_and_mul(x: Tensor, activation: str) -> Tensor:
-    """Of rows that are gate, then up."""
+    """Apply a gated activation to rows that contain gate, then up."""
     return ops.silu_and_mul(x) if activation == "silu" else ops.gelu_and_mul(x, _approximation(activation))
 
 

@@ -1,4 +1,4 @@
-"""The MLP of a mixture of experts, as Mixtral and Qwen3-MoE have it."""
+"""MLP of a mixture of experts, as in Mixtral and Qwen3-MoE."""
 
 from dataclasses import dataclass
 
@@ -13,18 +13,19 @@ from fastinfer.weights.weight import Weight
 
 @dataclass(frozen=True, eq=False)
 class MixtureOfExperts:
-    """``sum of weight_e * down_e(activation(gate_e x) * up_e x)`` over the experts that the router chooses for a token.
+    """Mixture of experts: the weighted sum of ``down_e(activation(gate_e x) * up_e x)`` over a token's chosen experts.
 
-    Six kernel calls, recordable as a graph: norm, router, routing, gate/up + activation, down, weighted sum + residual.
+    It takes six kernel calls, which can be recorded as a graph: norm, router, routing, gate/up + activation, down,
+    weighted sum + residual.
 
     Attributes:
-        norm: of the input.
+        norm: norm of the input.
         router: [experts, hidden].
-        gate_up: [experts, 2 * intermediate, hidden], each expert's gate and up rows interleaved in runs of 16.
+        gate_up: [experts, 2 * intermediate, hidden]; gate and up rows of each expert, interleaved in runs of 16.
         down: [experts, hidden, intermediate].
-        top_k: experts of a token.
-        renormalize: whether their weights are divided by their sum.
-        activation: of the gate, by its name in :mod:`fastinfer.ops.gemm`.
+        top_k: number of experts per token.
+        renormalize: whether a token's expert weights are divided by their sum.
+        activation: activation of the gate, by its name in :mod:`fastinfer.ops.gemm`.
     """
 
     norm: RMSNorm
@@ -36,7 +37,7 @@ class MixtureOfExperts:
     activation: str
 
     def __call__(self, residual: Tensor, lora: LayerAdapters | None) -> Tensor:
-        """``residual`` [tokens, hidden] and what the experts make of it; adapters reach none of them."""
+        """Return ``residual`` [tokens, hidden] plus the output of the experts, which have no adapters (``lora``)."""
         x = self.norm(residual)
         routing = ops.route_experts(self.router.linear(x), self.top_k, self.renormalize)
         hidden = self.gate_up.linear(x, routing, activation=self.activation)

@@ -1,4 +1,4 @@
-"""The linear layer with which attention and MLP return to the residual stream."""
+"""Linear layer that adds the output of attention or MLP to the residual stream."""
 
 from dataclasses import dataclass
 
@@ -11,12 +11,12 @@ from fastinfer.weights.weight import Weight
 
 @dataclass(frozen=True, eq=False)
 class OutputProjection:
-    """``residual + weight x``, or with a norm of its own ``residual + norm(weight x)``.
+    """Output projection, ``residual + weight x``, or ``residual + norm(weight x)`` with a post-norm.
 
     Attributes:
-        name: of the module to adapters.
+        name: name of the module for adapters.
         weight: [hidden, in_features].
-        post_norm: Gemma 2 and 3 have one.
+        post_norm: norm of the output (Gemma 2 and 3), or ``None``.
     """
 
     name: str

@@ -1,23 +1,25 @@
 """Inference kernels as PyTorch operators.
 
-Every function here is a thin, typed call of ``torch.ops.fastinfer.<same name>``; the kernels are C++ and CUDA.
-No operator has a gradient: an activation that requires one raises, unless under ``torch.inference_mode()`` or
-``torch.no_grad()``; weights may be Parameters.
+Every function here is a thin, typed wrapper of ``torch.ops.fastinfer.<same name>``; the kernels are C++ and CUDA.
+The operators have no gradient: an activation that requires one raises, unless the call is under
+``torch.inference_mode()`` or ``torch.no_grad()``. Weights may be Parameters.
 
-Functions that return one tensor, of activations or packed weights, take ``out=``: a contiguous tensor with exactly the
-result's shape, dtype and device, which is written and returned, with bitwise the same numbers. It may be the very
-tensor that an elementwise step reads (``x`` of the norms and of ``gelu``, ``residual`` everywhere but in
-``add_rms_norm``); any other overlap with an argument raises. All functions work under
-``torch.compile(fullgraph=True)``, in ``torch.export``, in a :class:`CPUGraph` and in a ``torch.cuda.CUDAGraph`` (not
-yet run on a GPU); a graph's results stay where ``out`` is. Where shapes are dynamic, let them be the numbers of tokens:
-with a symbolic head size the Inductor of torch 2.13 writes in-place results of a split tensor to the wrong place.
+Functions that return one tensor of activations or packed weights take ``out=``: a contiguous tensor with the result's
+exact shape, dtype and device. The function writes the result into it, bitwise the same numbers, and returns it. ``out``
+may be the tensor that an elementwise step reads (``x`` of the norms and of ``gelu``, ``residual`` everywhere but in
+``add_rms_norm``); any other overlap with an argument raises.
+
+All functions work under ``torch.compile(fullgraph=True)``, in ``torch.export``, in a :class:`CPUGraph` and in a
+``torch.cuda.CUDAGraph`` (not yet run on a GPU). A graph that was captured with ``out`` writes into it at every replay.
+Among dynamic shapes, only numbers of tokens are safe: with a symbolic head size the Inductor of torch 2.13 writes
+in-place results of a split tensor to the wrong place.
 
 Shapes use these names: *tokens* (ragged batches are flattened, nothing is padded), *hidden*, *q_heads*, *kv_heads*,
-*head_dim*, *seqs*. A wrong shape, dtype or device raises ``RuntimeError`` (``ValueError`` where Python checks) that
-names the argument, what was expected and what came.
+*head_dim*, *seqs*. A wrong shape, dtype or device raises ``RuntimeError`` (``ValueError`` where Python checks it) with
+the argument's name, the expected value and the value that was passed.
 """
 
-from fastinfer.ops import _fakes  # noqa: F401  (tells torch what it must know of the operators besides their kernels)
+from fastinfer.ops import _fakes  # noqa: F401  (registers shape functions)
 from fastinfer.ops.activation import gelu, gelu_and_mul, silu_and_mul, softcap
 from fastinfer.ops.attention import merge_attention_states, paged_attention, paged_attention_plan, store_kv_cache
 from fastinfer.ops.embedding import embedding

@@ -1,5 +1,6 @@
-"""What torch is told of the operators besides their kernels: shape functions ("fakes"), which torch.compile and
-torch.export trace, and that none has a gradient.
+"""Shape functions ("fakes") of the operators, which torch.compile and torch.export trace.
+
+They also register that no operator has a gradient.
 """
 
 from collections.abc import Callable
@@ -15,10 +16,10 @@ _library = torch.library.Library("fastinfer", "IMPL")
 
 
 def fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers the decorated shape function of an operator, for its overload ``.out`` as well.
+    """Register the decorated shape function of an operator, and from it that of the overload ``.out``.
 
-    Results are contiguous whatever the strides of the arguments: ``new_empty``, not ``empty_like``. Autograd is passed
-    by: a result that came from a Parameter would claim to require grad, and fail in ``backward``.
+    Shape functions use ``new_empty``, not ``empty_like``: results are contiguous whatever the arguments' strides. The
+    autograd key falls through: otherwise a result of a Parameter would claim to require grad and fail in ``backward``.
     """
 
     def register(shape: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,6 +34,8 @@ def fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def _out_fake(name: str, shape: Callable[..., Tensor]) -> Callable[..., None]:
+    """Make the fake of an ``.out`` overload, which checks ``out`` against the result of the shape function."""
+
     def check(*args: Any, out: Tensor, **kwargs: Any) -> None:
         like = shape(*args, **kwargs)
         fits = out.dim() == like.dim() and all(a == b for a, b in zip(out.shape, like.shape, strict=True))
@@ -121,7 +124,7 @@ def _(q: Tensor, *args: object) -> Tensor:
 
 @fake("paged_attention_plan")
 def _(seq_lens: Tensor, *args: object) -> Tensor:
-    # Its length depends on the GPU; the CPU needs no plan.
+    # The length depends on the GPU; the CPU needs no plan.
     on_cpu = seq_lens.device.type == "cpu"
     return seq_lens.new_empty([0 if on_cpu else torch.library.get_ctx().new_dynamic_size()])
 
@@ -193,7 +196,9 @@ def _(x: Tensor, expert_weights: Tensor, residual: Tensor | None) -> Tensor:
 
 
 @fake("w8a8_gemm")
-def _(x, x_scales, qweight, scales, out_features, bias, activation, residual, dtype) -> Tensor:  # type: ignore[no-untyped-def]
+def _(  # type: ignore[no-untyped-def]
+    x: Tensor, x_scales, qweight, scales, out_features: int, bias, activation, residual, dtype: torch.dtype
+) -> Tensor:
     return x.new_empty([x.shape[0], out_features // 2 if activation else out_features], dtype=dtype)
 
 
@@ -219,7 +224,9 @@ def _(q: Tensor) -> Tensor:
 
 @fake("int4_dequantize")
 @fake("int8_dequantize")
-def _(qweight, scales, mins, out_features, rows, dtype) -> Tensor:  # type: ignore[no-untyped-def]
+def _(  # type: ignore[no-untyped-def]
+    qweight: Tensor, scales, mins, out_features: int, rows: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     count = out_features if rows is None else rows.shape[0]
     return qweight.new_empty([count, qweight.shape[1] * 32], dtype=dtype)
 

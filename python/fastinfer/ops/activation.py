@@ -1,4 +1,4 @@
-"""Gated activations, GELU without a gate, and the cap of logits."""
+"""Gated activations, plain GELU, and soft-capping of logits."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from fastinfer.ops._library import inference_only, into, ops
 
 
 def silu_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """SwiGLU's elementwise half: ``silu(x[..., :d]) * x[..., d:]``.
+    """Elementwise half of SwiGLU: ``silu(x[..., :d]) * x[..., d:]``.
 
     Args:
         x: [..., 2 * d]; fp32, bf16 or fp16; contiguous. The gate comes first.
@@ -16,7 +16,7 @@ def silu_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
         [..., d], dtype of ``x``; computed in fp32.
 
     Raises:
-        RuntimeError: an odd last dimension, or a dtype or strides that do not fit.
+        RuntimeError: the last dimension is odd, or a dtype or stride does not fit.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
@@ -33,7 +33,7 @@ def silu_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def gelu_and_mul(x: Tensor, approximate: str = "tanh", *, out: Tensor | None = None) -> Tensor:
-    """GeGLU's elementwise half: ``gelu(x[..., :d]) * x[..., d:]``.
+    """Elementwise half of GeGLU: ``gelu(x[..., :d]) * x[..., d:]``.
 
     Args:
         x: [..., 2 * d]; fp32, bf16 or fp16; contiguous. The gate comes first.
@@ -44,7 +44,7 @@ def gelu_and_mul(x: Tensor, approximate: str = "tanh", *, out: Tensor | None = N
         [..., d], dtype of ``x``; computed in fp32.
 
     Raises:
-        RuntimeError: another ``approximate``, an odd last dimension, or a dtype or strides that do not fit.
+        RuntimeError: ``approximate`` is unknown, the last dimension is odd, or a dtype or stride does not fit.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
@@ -74,7 +74,7 @@ def gelu(x: Tensor, approximate: str = "tanh", *, out: Tensor | None = None) -> 
         Shape and dtype of ``x``; computed in fp32.
 
     Raises:
-        RuntimeError: another ``approximate``, or a dtype or strides that do not fit.
+        RuntimeError: ``approximate`` is unknown, or a dtype or stride does not fit.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
@@ -92,16 +92,16 @@ def gelu(x: Tensor, approximate: str = "tanh", *, out: Tensor | None = None) -> 
 
 
 def softcap(x: Tensor, cap: float) -> None:
-    """``x = cap * tanh(x / cap)`` in place: logits that stay within the cap.
+    """Limit logits smoothly to -cap .. cap, in place: ``x = cap * tanh(x / cap)``.
 
-    Computed in fp32, to within 2e-7 of the cap.
+    The result is computed in fp32, with an error of at most ``2e-7 * cap``.
 
     Args:
         x: any shape; fp32, bf16 or fp16; contiguous; changed in place.
-        cap: positive and finite.
+        cap: the limit, positive and finite.
 
     Raises:
-        RuntimeError: a cap that is not positive and finite in fp32, or a dtype or strides that do not fit.
+        RuntimeError: ``cap`` is not positive and finite in fp32, or a dtype or stride does not fit.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 

@@ -1,7 +1,7 @@
-"""Attention over a paged KV cache, and the store into it.
+"""Attention over a paged KV cache, and the operator that writes keys and values into the cache.
 
-One operator serves decode, prefill, chunked prefill, speculation and prefix hits: the queries of each sequence are its
-last positions, and attend causally to everything cached before and including them.
+One operator serves decode, prefill, chunked prefill, speculation and prefix hits. The queries of a sequence are its
+last positions; each attends causally to all cached positions up to its own.
 """
 
 from torch import Tensor
@@ -19,26 +19,31 @@ def store_kv_cache(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Write the tokens' keys and values into their slots of the paged cache, in place.
+    """Write the keys and values of tokens into their slots of the paged cache, in place.
 
     Args:
         k, v: [tokens, kv_heads, head_dim]; fp32, bf16 or fp16; may be strided views whose last two dimensions are
             contiguous (slices of a fused QKV projection).
-        k_cache, v_cache: [num_blocks, block_size, kv_heads, head_dim]; fp32, bf16 or fp16, not necessarily that of
-            ``k``; or int8 or float8_e4m3fn, with scales; or uint8, [num_blocks, block_size, kv_heads, head_dim / 2],
-            which stands for int4: two elements a byte, the first in its lower half. Rounded to nearest even.
-        slot_mapping: [tokens] int64; ``block * block_size + offset``. A slot of -1 is skipped.
-        k_scale, v_scale: [num_blocks, block_size, kv_heads] fp32, for caches of int8 and float8_e4m3fn alone: receive
-            the scale of each stored token and head, amax / 127 for int8 and amax / 448 for e4m3. A row of zeros gets
-            zeros and scale 0; one with an infinity or a NaN gets zeros and scale NaN. For caches of uint8 [num_blocks,
-            block_size, kv_heads, groups, 2] fp16: of each group of 16 elements of a key, 64 of a value (the last one
-            may be smaller), a scale s and a minimum m, so that code q is worth s q + m; m = min x, s = (max x - m) / 15
-            and q = (x - m) / s in 0..15, each from the rounded ones before it. A group of equal numbers gets codes 0;
-            one with an infinity, a NaN or a number beyond fp16's range codes 0 and NaN for s and m.
+        k_cache, v_cache: [num_blocks, block_size, kv_heads, head_dim]; fp32, bf16 or fp16, not necessarily the dtype
+            of ``k``; or int8 or float8_e4m3fn, with scales; or uint8 [num_blocks, block_size, kv_heads, head_dim / 2],
+            which stands for int4: two elements per byte, the first in the lower half. Values are rounded to nearest
+            even.
+        slot_mapping: [tokens] int64; ``block * block_size + offset``. A token with slot -1 is skipped.
+        k_scale, v_scale: scales of quantised caches, written in place; ``None`` for the other caches.
+
+            For int8 and float8_e4m3fn: [num_blocks, block_size, kv_heads] fp32, the scale of each stored token and
+            head: amax / 127 for int8, amax / 448 for e4m3. A row of zeros is stored as zeros with scale 0, a row with
+            an infinity or a NaN as zeros with scale NaN.
+
+            For int4: [num_blocks, block_size, kv_heads, groups, 2] fp16, a scale s and a minimum m for each group of
+            16 elements of a key or 64 elements of a value (the last group may be smaller). Code q stands for s q + m,
+            with m = min x, s = (max x - m) / 15 and q = (x - m) / s in 0..15, each computed from the rounded ones
+            before it. A group of equal numbers gets codes 0. A group with an infinity, a NaN or a number beyond the
+            range of fp16 gets codes 0 and NaN for s and m.
 
     Raises:
-        RuntimeError: a shape, dtype, device or stride does not fit; scales are missing, or given for a cache without;
-            on the CPU also a slot outside the cache, which CUDA skips.
+        RuntimeError: a shape, dtype, device or stride does not fit; scales are missing, or passed for a cache that has
+            none; on the CPU also a slot outside the cache, which CUDA skips.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
@@ -78,42 +83,44 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of ragged queries over a paged cache.
 
-    Query i (of n) of a sequence with ``seq_lens`` = s stands at position p = s - n + i and sees positions
-    max(0, p - window + 1) .. p. Query head h reads KV head ``h // (q_heads // kv_heads)`` (GQA).
+    Query i (of n) of a sequence of length s (``seq_lens``) has the position p = s - n + i and sees all positions up to
+    p, or with a window only positions max(0, p - window + 1) .. p. Query head h reads KV head
+    ``h // (q_heads // kv_heads)`` (GQA).
 
     Args:
         q: [tokens, q_heads, head_dim]; fp32, bf16 or fp16; may be a strided view whose last two dimensions are
             contiguous. On CUDA bf16 or fp16, with a head_dim of 64, 80, 96, 128 or 256.
-        k_cache, v_cache: [num_blocks, block_size, kv_heads, head_dim]; fp32, bf16, fp16, int8 or float8_e4m3fn (whose
-            NaN counts as 480); or uint8, [num_blocks, block_size, kv_heads, head_dim / 2], for int4. On CUDA the dtype
-            of ``q``, int8, float8_e4m3fn or uint8, aligned to 16 bytes.
+        k_cache, v_cache: [num_blocks, block_size, kv_heads, head_dim]; fp32, bf16, fp16, int8 or float8_e4m3fn (NaN is
+            read as 480); or uint8 [num_blocks, block_size, kv_heads, head_dim / 2] for int4. On CUDA the dtype of
+            ``q``, int8, float8_e4m3fn or uint8, aligned to 16 bytes.
         block_table: [seqs, max_blocks] int32; entries past a sequence's length are never read.
-        seq_lens: [seqs] int32; cached length of each sequence, this step's tokens included.
+        seq_lens: [seqs] int32; cached length of each sequence, including this step's tokens.
         query_start: [seqs + 1] int32; cumulative query counts, from 0 to ``tokens``.
         scale: factor of the logits; ``head_dim ** -0.5`` by default.
         window: sliding-window length in positions, 0 for none.
-        softcap: logits become ``softcap * tanh(logits / softcap)``; 0 for none.
-        sinks: [q_heads] fp32, one more logit per head that takes probability and has no value.
+        softcap: cap of the logits, ``softcap * tanh(logits / softcap)``; 0 for none.
+        sinks: [q_heads] fp32; one more logit per head, which takes part in the softmax and has no value.
         lse: [tokens, q_heads] fp32, written in place: natural logarithm of the sum of exponentials, sink included.
-        k_scale, v_scale: [num_blocks, block_size, kv_heads] fp32, for caches of int8 and float8_e4m3fn alone: the
-            element [b, i, h, d] is worth ``k_cache[b, i, h, d] * k_scale[b, i, h]``. For int4 [num_blocks, block_size,
-            kv_heads, groups, 2] fp16: scales and minimums, see :func:`store_kv_cache`.
-        plan: ``paged_attention_plan`` of the same ``seq_lens``, ``query_start``, heads, head_dim and window; without
-            one each call makes its own. Calls that share a plan must follow each other on one stream.
+        k_scale, v_scale: scales of quantised caches, as :func:`store_kv_cache` writes them. For int8 and float8_e4m3fn
+            the element [b, i, h, d] is ``k_cache[b, i, h, d] * k_scale[b, i, h]``.
+        plan: result of :func:`paged_attention_plan` for the same ``seq_lens``, ``query_start``, heads, head_dim and
+            window; ``None`` to plan in this call. Calls that share a plan must follow each other on one stream.
         out: receives the result; see :mod:`fastinfer.ops`.
 
     Returns:
-        [tokens, q_heads, head_dim], dtype of ``q``. Computed in fp32; on CUDA the products' factors, probabilities
-        among them, have the dtype of ``q``. A query that sees no position gives 0 and an lse of -inf, or its sink.
+        [tokens, q_heads, head_dim], dtype of ``q``. Computed in fp32; on CUDA the operands of the products, including
+        the probabilities, have the dtype of ``q``. A query that sees no position gives 0, with the sink as its lse, or
+        -inf without a sink.
 
     On the CPU a token's result is bitwise the same in any batch. On CUDA the work is cut into equal parts for all
-    multiprocessors: the order of fp32 sums depends on the batch's lengths, and on nothing else (a call repeats
-    bitwise); under :func:`fastinfer.ops.batch_invariant`, on the token's own sequence alone.
+    multiprocessors, so the order of fp32 sums depends on the lengths in the batch, but on nothing else: a repeated call
+    gives bitwise the same result. Under :func:`fastinfer.ops.batch_invariant` it depends only on the token's own
+    sequence.
 
     Raises:
-        RuntimeError: a shape, dtype, device, stride or, on CUDA, head_dim does not fit; scales are missing, or given
-            for a cache without; a negative ``window`` or ``softcap``; on the CPU also lengths and blocks that
-            contradict each other or lie outside the cache.
+        RuntimeError: a shape, dtype, device, stride or, on CUDA, head_dim does not fit; scales are missing, or passed
+            for a cache that has none; ``window`` or ``softcap`` is negative; on the CPU also lengths and blocks that
+            contradict each other or are outside the cache.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
@@ -131,7 +138,7 @@ def paged_attention(
     >>> expected = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
     >>> torch.allclose(out, expected.transpose(0, 1), atol=1e-5)
     True
-    >>> lengths[2] = torch.tensor([0, 1], dtype=torch.int32)  # decode: the last token alone asks
+    >>> lengths[2] = torch.tensor([0, 1], dtype=torch.int32)  # decode: only the last token is a query
     >>> torch.equal(ops.paged_attention(q[4:], k_cache, v_cache, *lengths), out[4:])
     True
     """
@@ -154,7 +161,7 @@ def paged_attention(
         v_scale,
         plan,
     )
-    if out is None and is_compiling():  # Inductor cannot lower an operator that might change an lse and is given none
+    if out is None and is_compiling():  # Inductor cannot lower an operator whose optional, mutable lse is None
         out = q.new_empty(q.shape)
     if out is not None:
         return into(out, ops.paged_attention, *args)
@@ -164,27 +171,28 @@ def paged_attention(
 def paged_attention_plan(
     seq_lens: Tensor, query_start: Tensor, q_heads: int, kv_heads: int, head_dim: int, window: int = 0
 ) -> Tensor:
-    """How ``paged_attention`` divides a step's work among a GPU's multiprocessors, for all layers of the step.
+    """Plan how :func:`paged_attention` divides a step's work among the multiprocessors of a GPU.
 
-    Made on the device and sized by shapes alone, so that a CUDA graph may hold it. Layers with another window need a
-    plan of their own. One made under :func:`fastinfer.ops.batch_invariant` makes its calls so, wherever they are;
-    one made outside does not, even within.
+    All layers of a step with the same window can share a plan. The plan is computed on the device and its size depends
+    only on shapes, so it can be part of a CUDA graph. A plan made under :func:`fastinfer.ops.batch_invariant` makes the
+    calls that use it batch-invariant, wherever they run; calls with a plan made outside are not batch-invariant, even
+    inside that context.
 
     Args:
-        seq_lens: [seqs] int32; cached length of each sequence, this step's tokens included.
+        seq_lens: [seqs] int32; cached length of each sequence, including this step's tokens.
         query_start: [seqs + 1] int32; cumulative query counts.
-        q_heads, kv_heads, head_dim, window: as of the calls that will use the plan.
+        q_heads, kv_heads, head_dim, window: the same as in the calls that will use the plan.
 
     Returns:
-        int32, opaque; empty on the CPU, whose kernel plans as it goes.
+        int32, opaque; empty on the CPU, whose kernel needs no plan.
 
     Raises:
-        RuntimeError: a shape, dtype or device does not fit; ``q_heads`` is no multiple of ``kv_heads``; a negative
-            ``window``; on CUDA also a head_dim that its kernels have not.
+        RuntimeError: a shape, dtype or device does not fit; ``q_heads`` is not a multiple of ``kv_heads``; ``window``
+            is negative; on CUDA also a head_dim that its kernels do not support.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
-    Source: the cut into equal parts: Stream-K, Osama et al., 2023, https://arxiv.org/abs/2301.03598.
+    Source: division into equal parts: Stream-K, Osama et al., 2023, https://arxiv.org/abs/2301.03598.
 
     >>> import torch, fastinfer.ops as ops
     >>> seq_lens, query_start = torch.tensor([7, 9]).int(), torch.tensor([0, 1, 2]).int()
@@ -195,15 +203,15 @@ def paged_attention_plan(
 
 
 def merge_attention_states(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of positions, from the attention over each.
+    """Merge the attention over two disjoint sets of positions into the attention over both.
 
-    Associative, so that any number of parts can be merged: a shared prefix and the rest, or chunks of a long context.
-    At most one part may include the sink.
+    The operation is associative, so any number of parts can be merged: a shared prefix and the rest, or chunks of a
+    long context. At most one part may include the sink.
 
     Args:
         a, b: [tokens, heads, head_dim]; fp32, bf16 or fp16.
-        a_lse, b_lse: [tokens, heads] fp32; natural logarithms of the sums of exponentials. -inf: no position was seen,
-            and nothing of that row is used.
+        a_lse, b_lse: [tokens, heads] fp32; natural logarithms of the sums of exponentials. For -inf (the query saw no
+            position) the row is ignored.
 
     Returns:
         The merged attention, [tokens, heads, head_dim] with the dtype of ``a``, and its lse, [tokens, heads] fp32;

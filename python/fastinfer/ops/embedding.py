@@ -1,4 +1,4 @@
-"""Token embedding over a dense table; quantised tables have int4_dequantize and int8_dequantize."""
+"""Token embedding from a dense table; for quantised tables use int4_dequantize and int8_dequantize."""
 
 import torch
 from torch import Tensor
@@ -14,26 +14,26 @@ def embedding(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``weight[ids]``, or ``residual + weight[ids]``: learned positions added to the tokens' embeddings.
+    """``weight[ids]``, or ``residual + weight[ids]``, which adds learned positions to the embeddings of tokens.
 
     Args:
         weight: [vocab, hidden]; fp32, bf16 or fp16; contiguous.
         ids: [tokens] int64; contiguous. An id outside 0 .. vocab - 1 raises on the CPU; on CUDA its row is zeros.
-        residual: [tokens, hidden]; fp32, bf16 or fp16; contiguous; not changed. The sum is in fp32.
-        dtype: of the result; ``None`` for that of ``residual`` if there is one (then it must be ``None``), else of
-            ``weight``.
+        residual: [tokens, hidden]; fp32, bf16 or fp16; contiguous; not changed. The sum is computed in fp32.
+        dtype: dtype of the result; ``None`` for the dtype of ``weight``. With a residual it must be ``None``: the
+            result has the dtype of ``residual``.
         out: receives the result; may be ``residual``; see :mod:`fastinfer.ops`.
 
     Returns:
         [tokens, hidden].
 
     Raises:
-        RuntimeError: a shape, dtype or device does not fit; a ``dtype`` beside a ``residual``; on the CPU also an id
-            outside the table.
+        RuntimeError: a shape, dtype or device does not fit; both ``dtype`` and ``residual`` are passed; on the CPU also
+            an id outside the table.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
-    Source: a look-up, as ``torch.nn.functional.embedding``.
+    Source: the same look-up as ``torch.nn.functional.embedding``.
 
     >>> import torch, fastinfer.ops as ops
     >>> ops.embedding(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 1]))

@@ -1,20 +1,23 @@
-"""Linear layers with what surrounds them fused in: RMSNorm before; bias, gated activation or residual after.
+"""Linear layers with fused neighbours: RMSNorm before; bias, gated activation or residual after.
 
 All operators here compute ``epilogue(prologue(x) @ weight.T)``:
 
-- prologue: ``rms_norm(x, norm_weight, eps)`` when ``norm_weight`` is given;
+- prologue: ``rms_norm(x, norm_weight, eps)`` if ``norm_weight`` is passed;
 - epilogue: ``+ bias``, then either a gated activation or ``+ residual``.
 
 A gated activation (``"silu"``, ``"gelu_tanh"``, ``"gelu"``) expects gate and up rows interleaved in runs of 16: rows
 0-15 of the gate, rows 0-15 of up, rows 16-31 of the gate, ... (:func:`fastinfer.ops.interleave_gate_up`), so that one
 tile of the output holds both. The output is then half as wide.
 
-On a GPU ``x`` is bf16 or fp16, and products are summed in fp32. Up to 64 tokens 4-bit and 8-bit weights enter exactly,
-as integers, and their fp32 scales multiply the sums: only the result is rounded to 16 bits. With more tokens the scaled
-weight is rounded to 16 bits first (the scale, then the product), as a dequantised weight would be. A fused norm rounds
-``x * norm_weight`` to 16 bits. The order of the sums, and so the last bit, depends on the number of tokens: the
-token tile (8, 16, 32, 64 or 128) and cuts of long sums follow it. Under :func:`fastinfer.ops.batch_invariant` there is
-one tile, of 32 tokens, with exact weights and the norm before it. Not yet run on a GPU.
+On a GPU (not yet run on a GPU) ``x`` is bf16 or fp16, and products are summed in fp32:
+
+- Up to 64 tokens, 4-bit and 8-bit weights are multiplied exactly, as integers, and their fp32 scales multiply the sums;
+  only the result is rounded to 16 bits.
+- With more tokens, the scale and then the scaled weight are rounded to 16 bits first, as a dequantised weight would be.
+- A fused norm rounds ``x * norm_weight`` to 16 bits.
+- The number of tokens determines the token tile (8, 16, 32, 64 or 128) and the split of long sums, and so the order of
+  the sums and the last bit of the result. Under :func:`fastinfer.ops.batch_invariant` the tile always has 32 tokens,
+  weights are exact, and the norm is computed before the product.
 """
 
 from torch import Tensor
@@ -33,30 +36,31 @@ def gemm(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Linear layer with a dense weight.
+    """Compute a linear layer with a dense weight.
 
     Args:
         x: [tokens, in_features]; fp32 (CPU), bf16 or fp16; rows may be strided.
-        weight: [out_features, in_features]; fp32, bf16 or fp16; contiguous. On a GPU of the dtype of ``x``, and
-            in_features a multiple of 8.
+        weight: [out_features, in_features]; fp32, bf16 or fp16; contiguous. On a GPU it has the dtype of ``x``, and
+            in_features is a multiple of 8.
         bias: [out_features]; fp32 or the dtype of ``x``.
-        norm_weight: [in_features]; fp32 or the dtype of ``x``: fuses ``rms_norm`` of ``x`` in.
-        eps: of that norm.
-        activation: ``None``, ``"silu"``, ``"gelu_tanh"`` or ``"gelu"``: gated, see the module's text.
-        residual: [tokens, out_features], dtype of ``x``: added to the result. Not together with ``activation``.
+        norm_weight: [in_features]; fp32 or the dtype of ``x``; weight of the fused ``rms_norm`` of ``x``.
+        eps: ``eps`` of the fused norm.
+        activation: gated activation ``"silu"``, ``"gelu_tanh"`` or ``"gelu"``, or ``None``; see
+            :mod:`fastinfer.ops.gemm`.
+        residual: [tokens, out_features], dtype of ``x``; added to the result. Not together with ``activation``.
         out: receives the result; may be ``residual``; see :mod:`fastinfer.ops`.
 
     Returns:
         [tokens, out_features] (``out_features / 2`` with an activation), dtype of ``x``. Accumulated in fp32.
 
     Raises:
-        RuntimeError: a shape, dtype, device or stride does not fit; an unknown ``activation``, one beside a
-            ``residual``, or one of a weight whose rows are no multiple of 32.
+        RuntimeError: a shape, dtype, device or stride does not fit; ``activation`` is unknown, is combined with a
+            ``residual``, or the weight's rows are not a multiple of 32 for it.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
-    Source: register blocking: Goto and van de Geijn, 2008, https://doi.org/10.1145/1356052.1356053; a GPU's equal
-    parts: Stream-K, Osama et al., 2023, https://arxiv.org/abs/2301.03598.
+    Source: register blocking: Goto and van de Geijn, 2008, https://doi.org/10.1145/1356052.1356053; division of the
+    work on a GPU: Stream-K, Osama et al., 2023, https://arxiv.org/abs/2301.03598.
 
     >>> import torch, fastinfer.ops as ops
     >>> x, weight, residual = torch.randn(3, 64), torch.randn(96, 64), torch.randn(3, 96)
@@ -85,33 +89,33 @@ def int8_gemm(
     activation_bits: int = 32,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Linear layer with an 8-bit weight ``w = scale * q + min``, q in -128..127.
+    """Compute a linear layer with an 8-bit weight ``w = scale * q + min``, q in -128..127.
 
     Args:
         x: [tokens, in_features]; fp32 (CPU), bf16 or fp16; rows may be strided.
-        qweight: from :func:`int8_pack`, on the device of ``x``: a GPU has a layout of its own.
-        scales: from :func:`pack_scales`; fp16 or fp32; one per row and group of 32, 64, ... inputs.
-        mins: like ``scales``, or ``None`` for a symmetric weight.
-        out_features: rows of the weight (the packed form is padded to a multiple of 16).
+        qweight: packed weight from :func:`int8_pack`, packed on the device of ``x`` (a GPU has its own layout).
+        scales: packed scales from :func:`pack_scales`; fp16 or fp32; one per row and group of 32, 64, ... inputs.
+        mins: packed minimums, like ``scales``; ``None`` for a symmetric weight.
+        out_features: number of rows of the weight (the packed form is padded to a multiple of 16).
         bias, norm_weight, eps, activation, residual: as in :func:`gemm`.
-        activation_bits: precision of ``x`` (after the norm) within the product. 32: fp32, the weight is dequantised on
-            the fly. 8: integer products, fastest, with a relative error of about 0.4 %; every run of 16 inputs has the
-            smallest scale that holds it among 4,095 multiples of a step of the row. 16: likewise with 14 bits, per 32
-            inputs: as exact as fp32 for most purposes, at up to twice the arithmetic. A GPU takes ``x`` as it is: 32
-            only.
+        activation_bits: precision of ``x`` (after the norm) within the product; on a GPU only 32. 32: ``x`` is fp32,
+            and the weight is dequantised on the fly. 8: integer products, the fastest, with a relative error of about
+            0.4 %; each run of 16 inputs has its own scale, the smallest that fits among 4,095 multiples of a step that
+            the row shares. 16: the same with 14 bits and runs of 32 inputs, as exact as fp32 for most purposes, at up
+            to twice the arithmetic.
         out: receives the result; may be ``residual``; see :mod:`fastinfer.ops`.
 
     Returns:
         [tokens, out_features] (``out_features / 2`` with an activation), dtype of ``x``. Accumulated in fp32.
 
     Raises:
-        RuntimeError: a shape, dtype, device or stride does not fit; an unknown ``activation_bits`` or ``activation``,
-            one beside a ``residual``, or one of a weight whose rows are no multiple of 32.
+        RuntimeError: a shape, dtype, device or stride does not fit; ``activation_bits`` is unknown; ``activation`` is
+            unknown, is combined with a ``residual``, or the weight's rows are not a multiple of 32 for it.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
-    Source: integers with a scale on both sides: Dettmers et al., 2022, https://arxiv.org/abs/2208.07339, section 2; see
-    :func:`gemm` for the blocking.
+    Source: integer products with scales on both sides: Dettmers et al., 2022, https://arxiv.org/abs/2208.07339, section
+    2; see :func:`gemm` for the blocking.
 
     >>> import torch, fastinfer.ops as ops
     >>> q, scales = torch.randint(-128, 128, (32, 64), dtype=torch.int8), torch.rand(32, 2)  # groups of 32 inputs
@@ -146,24 +150,24 @@ def int4_gemm(
     activation_bits: int = 32,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Linear layer with a 4-bit weight ``w = scale * q + min``, q in 0..15.
+    """Compute a linear layer with a 4-bit weight ``w = scale * q + min``, q in 0..15.
 
     Args:
-        qweight: from :func:`int4_pack`, on the device of ``x``.
-        mins: like ``scales``, or ``None`` for the symmetric ``w = scale * (q - 8)``.
+        qweight: packed weight from :func:`int4_pack`, packed on the device of ``x``.
+        mins: packed minimums, like ``scales``; ``None`` for the symmetric ``w = scale * (q - 8)``.
         x, scales, out_features, bias, norm_weight, eps, activation, residual, activation_bits, out: as in
             :func:`int8_gemm`.
 
     Returns:
-        As :func:`int8_gemm`.
+        The same as :func:`int8_gemm`.
 
     Raises:
-        RuntimeError: as :func:`int8_gemm`.
+        RuntimeError: the same as :func:`int8_gemm`.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
-    Source: scales by groups: Frantar et al., 2022, https://arxiv.org/abs/2210.17323; weights laid out in advance as the
-    tensor cores take them: MARLIN, Frantar et al., 2024, https://arxiv.org/abs/2408.11743.
+    Source: one scale per group: Frantar et al., 2022, https://arxiv.org/abs/2210.17323; weights packed in the order of
+    the tensor cores' operands: MARLIN, Frantar et al., 2024, https://arxiv.org/abs/2408.11743.
 
     >>> import torch, fastinfer.ops as ops
     >>> q = torch.randint(0, 16, (64, 64), dtype=torch.uint8)  # 32 rows of the gate, then 32 of up
@@ -172,7 +176,7 @@ def int4_gemm(
     >>> x, weight = torch.randn(3, 64), q * scales.repeat_interleave(32, 1) + mins.repeat_interleave(32, 1)
     >>> torch.allclose(ops.int4_gemm(x, *packed, out_features=64), x @ weight.T, atol=1e-3)
     True
-    >>> rows = ops.interleave_gate_up(*torch.arange(64).chunk(2))  # the order that a gated activation wants
+    >>> rows = ops.interleave_gate_up(*torch.arange(64).chunk(2))  # the order that a gated activation expects
     >>> packed = ops.int4_pack(q[rows]), ops.pack_scales(scales[rows]), ops.pack_scales(mins[rows])
     >>> swiglu = ops.int4_gemm(x, *packed, out_features=64, activation="silu")
     >>> torch.allclose(swiglu, ops.silu_and_mul(x @ weight.T), atol=1e-3)
@@ -199,19 +203,19 @@ def lut_gemm(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Linear layer with a 4-bit weight ``w = scale * table[q]``: NF4, FP4 and other formats of 16 values.
+    """Compute a linear layer with a 4-bit look-up table weight ``w = scale * table[q]``: NF4, FP4 and the like.
 
     Args:
-        qweight: from :func:`int4_pack`.
-        table: [16] fp32; on a GPU its values are rounded to the dtype of ``x``.
+        qweight: packed weight from :func:`int4_pack`.
+        table: [16] fp32, the look-up table; on a GPU its values are rounded to the dtype of ``x``.
         x, scales, out_features, bias, norm_weight, eps, activation, residual: as in :func:`int8_gemm`.
         out: receives the result; may be ``residual``; see :mod:`fastinfer.ops`.
 
     Returns:
-        As :func:`int8_gemm`.
+        The same as :func:`int8_gemm`.
 
     Raises:
-        RuntimeError: as :func:`int8_gemm`.
+        RuntimeError: the same as :func:`int8_gemm`.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 

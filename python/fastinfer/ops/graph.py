@@ -1,4 +1,4 @@
-"""Operator calls recorded once and replayed without Python: what ``torch.cuda.CUDAGraph`` is on a GPU."""
+"""Recording of operator calls on the CPU and replay without Python, the counterpart of ``torch.cuda.CUDAGraph``."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,13 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fastinfer._C import GraphMemory, LaunchGraph
-from fastinfer.ops import _library  # noqa: F401  (the operators must exist first)
+from fastinfer.ops import _library  # noqa: F401  (loads the operators)
+
+__all__ = ["CPUGraph", "GraphCaptureError", "GraphMemory"]
 
 ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 
 
 class GraphCaptureError(RuntimeError):
-    """A call that a replay would miss.
+    """Error for a call inside a capture that a replay would not repeat.
 
     >>> import torch, fastinfer.ops as ops
     >>> with ops.CPUGraph().capture():
@@ -29,22 +31,23 @@ class GraphCaptureError(RuntimeError):
 class CPUGraph:
     """A sequence of operator calls on CPU tensors, recorded while it runs once and then replayed in one call.
 
-    A replay repeats the kernels on the same memory. Inputs are changed in place beforehand; results stand in the
-    tensors that the recorded calls returned, until the next replay of this graph or of one that shares its memory. So:
+    A replay runs the same kernels on the same memory. Change the inputs in place before it. The results are in the
+    tensors that the recorded calls returned, until the next replay of this graph or of one that shares its memory.
 
-    - Shapes, dtypes, strides and Python numbers are those of the recording. What the operators check of a tensor's
-      contents (token ids, slots, lengths) was checked then: a replay trusts the caller.
-    - Everything must be computed by operators of this library. Views and uninitialised tensors are allowed, anything
-      else (``x + y``, ``x.float()`` of bf16, ``.item()``) raises.
-    - Inputs and weights are kept alive. Intermediate results lie in the graph's own memory, which is used again as soon
-      as the recorded code has dropped them.
-    - One thread at a time may use a graph, or graphs that share memory. Other threads' operators are not recorded.
+    - Shapes, dtypes, strides and Python numbers stay those of the recording. Contents of tensors that operators check
+      (token ids, slots, lengths) are checked during the recording only: a replay trusts the caller.
+    - Only operators of this library may compute. Views and uninitialised tensors are allowed; anything else
+      (``x + y``, ``x.float()`` of bf16, ``.item()``) raises.
+    - The graph keeps inputs and weights alive. Intermediate results are in the graph's own memory, which is reused as
+      soon as the recorded code has dropped them.
+    - Only one thread at a time may use a graph, or graphs that share memory. Operators of other threads are not
+      recorded.
 
     Args:
-        memory: ``memory`` of another graph, if the two are never needed at the same time: together they take the
-            memory of the larger one. A recording then overwrites the other's results.
+        memory: ``memory`` of another graph, to share it if the two are never needed at the same time. Together they
+            take the memory of the larger one; a recording then overwrites the other graph's results.
 
-    Devices: CPU; a GPU has ``torch.cuda.CUDAGraph``.
+    Devices: CPU; on a GPU use ``torch.cuda.CUDAGraph``.
 
     >>> import torch, fastinfer.ops as ops
     >>> x, graph = torch.tensor([[1.0, 2.0]]), ops.CPUGraph()
@@ -63,11 +66,13 @@ class CPUGraph:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Record what runs inside, which computes as always. After an exception nothing is recorded.
+        """Record the operator calls inside the ``with`` block, which also run as usual.
+
+        After an exception nothing is recorded.
 
         Raises:
-            GraphCaptureError: a call inside computes outside this library, or on another device.
-            RuntimeError: the graph has been recorded already, or a recording runs in this thread or on this memory.
+            GraphCaptureError: a call inside is not an operator of this library, or runs on another device.
+            RuntimeError: the graph has been recorded already, or another recording uses this thread or this memory.
         """
         self._launches.begin()
         try:
@@ -81,11 +86,11 @@ class CPUGraph:
         self._kept = list(mode.storages.values())
 
     def replay(self) -> None:
-        """Run all recorded kernels in their order.
+        """Run all recorded kernels in order.
 
         Raises:
-            RuntimeError: nothing was recorded, a recording runs in this thread, or what a kernel raises; the launches
-                after it have not run then, and the graph can be replayed again.
+            RuntimeError: nothing was recorded, a recording runs in this thread, or a kernel raised an error. In the
+                last case the launches after it have not run, and the graph can be replayed again.
         """
         self._launches.replay()
 
@@ -95,16 +100,16 @@ class CPUGraph:
 
 
 class _KeepTensors(TorchDispatchMode):
-    """Sees all operator calls: keeps what launches point to alive, and refuses what is not a launch."""
+    """Keeps the tensors of recorded launches alive, and refuses calls that cannot be recorded."""
 
     def __init__(self, memory: GraphMemory) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch is typed in part
         self.storages: dict[int, torch.UntypedStorage] = {}
         self._memory = memory
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # True would import torch's compiler at the first call: 800 modules, 2 seconds
+        return False  # True would import torch's compiler on the first call: 800 modules, 2 seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -128,7 +133,7 @@ class _KeepTensors(TorchDispatchMode):
 
 
 def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
-    """The storages of all tensors in a nest of lists, by address."""
+    """Storages of all tensors in nested containers, by address."""
     storages = (value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor))
     return {storage.data_ptr(): storage for storage in storages}
 

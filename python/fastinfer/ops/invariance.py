@@ -1,4 +1,4 @@
-"""Results that do not depend on a token's company."""
+"""Batch-invariant results: a token's result does not depend on the rest of the batch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,8 +9,8 @@ from fastinfer.ops._library import ops
 
 
 def _set(value: bool) -> bool:
-    # A trace would call the operator for real, and note its result as a constant. (The decorator that keeps functions
-    # out of traces imports the compiler, which takes two seconds.)
+    # Tracing would run the operator and keep its result as a constant. torch.compiler.disable would prevent that, but
+    # it imports the compiler, which takes two seconds.
     if torch.compiler.is_compiling():
         raise RuntimeError("batch_invariant cannot be compiled: call compiled functions within it")
     return bool(ops.set_batch_invariant.default(value))
@@ -18,20 +18,25 @@ def _set(value: bool) -> bool:
 
 @contextmanager
 def batch_invariant() -> Iterator[None]:
-    """Within it a token's results on a GPU depend on nothing but the token and what it attends to, to the last bit.
+    """Make GPU results independent of the rest of the batch inside the ``with`` block.
 
-    However many tokens there are, wherever it stands among them, whichever sequences are beside its own, and however a
-    prompt is cut into chunks: products have one tile, of 32 tokens, cut no sum for the sake of more multiprocessors,
-    and normalise in a kernel of their own; :func:`paged_attention_plan` (and :func:`paged_attention` without a plan)
-    cuts no sequence's positions. This costs speed, most where there is little to do: one sequence that decodes over a
-    long context keeps as many multiprocessors busy as it has KV heads. On the CPU it changes nothing: there it is
-    always so. Not yet run on a GPU.
+    A token's result then depends, to the last bit, only on the token and on the positions that it attends to. It does
+    not depend on the number of tokens, the token's place among them, the other sequences, or the chunks of a prompt:
 
-    It holds for the calling thread, and for what a ``torch.cuda.CUDAGraph`` captures within it. Compiled functions are
-    to be called within it; inside them it breaks the graph.
+    - Products always have a tile of 32 tokens, do not split sums among multiprocessors, and normalise in a separate
+      kernel.
+    - :func:`paged_attention_plan` (and :func:`paged_attention` without a plan) does not split the positions of a
+      sequence.
+
+    This costs speed, most of it with little work: one sequence that decodes over a long context keeps only as many
+    multiprocessors busy as it has KV heads. On the CPU it changes nothing, because results there are always
+    batch-invariant. Not yet run on a GPU.
+
+    The setting applies to the calling thread, and to everything that a ``torch.cuda.CUDAGraph`` captures inside the
+    block. Call compiled functions inside the block; a block inside a compiled function breaks the graph.
 
     Raises:
-        RuntimeError: in a trace of one graph, as of ``torch.export`` or ``torch.compile(fullgraph=True)``.
+        RuntimeError: the block is traced into a single graph (``torch.export``, ``torch.compile(fullgraph=True)``).
 
     Source: fixed tiles and splits, https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/.
 

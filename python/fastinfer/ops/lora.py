@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) for batches that mix them."""
+"""Low-rank adapters (LoRA), with different adapters in one batch."""
 
 from torch import Tensor
 
@@ -16,27 +16,28 @@ def add_lora(
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
 ) -> None:
-    """Add to each row of ``y``, in place, what its token's adapter adds to a linear layer: ``(x @ a[id].T) @ b[id]``.
+    """Add each token's adapter to the output of a linear layer, in place: ``y += (x @ a[id].T) @ b[id]``.
 
-    Shrunk to the rank and expanded, with fp32 sums between and within the two and one rounding at the end. A token's
-    result is bitwise the same in any batch.
+    Both products are summed in fp32, and only the final sum is rounded. A token's result is bitwise the same in any
+    batch.
 
     Args:
-        y: [tokens, out]; fp32, bf16 or fp16; changed in place. Rows are contiguous, any distance apart. Or
-            [tokens, runs, run], whose runs are contiguous, any distance apart and a multiple of 16 long: gate or up of
-            a product with interleaved rows (:mod:`fastinfer.ops.gemm`).
+        y: [tokens, out]; fp32, bf16 or fp16; changed in place; rows may be strided. Or [tokens, runs, run], for the
+            gate or up half of a product with interleaved rows (:mod:`fastinfer.ops.gemm`): each run is contiguous, a
+            multiple of 16 long, and tokens and runs may be strided.
         x: [tokens, in], dtype of ``y``; rows may be strided.
         a: [slots, max_rank, in]; fp32, bf16 or fp16; contiguous. PEFT's ``lora_A.weight``.
         b: [slots, max_rank, out], dtype of ``a``; contiguous. PEFT's ``lora_B.weight`` transposed, times the adapter's
             scale.
-        adapter_ids: [tokens] int32; the token's slot, or -1: its row of ``y`` is left alone.
-        ranks: [slots] int32 in 0..max_rank: of ``a`` and ``b`` only so many rows of a slot are read. ``None``: all.
-        norm_weight: [in]; fp32 or the dtype of ``x``: ``rms_norm`` of ``x`` comes first, as in the linear layers.
-        eps: of that norm.
+        adapter_ids: [tokens] int32; each token's slot. For -1 the token's row of ``y`` is left unchanged.
+        ranks: [slots] int32 in 0..max_rank; number of rows of ``a`` and ``b`` that a slot uses; ``None`` for all.
+        norm_weight: [in]; fp32 or the dtype of ``x``; weight of an ``rms_norm`` of ``x`` before the product, as in the
+            linear layers.
+        eps: ``eps`` of that norm.
 
     Raises:
-        RuntimeError: shapes, dtypes and strides; on the CPU also an id or a rank out of range. On a GPU such an id is
-            none, and such a rank the nearest in range.
+        RuntimeError: a shape, dtype, device or stride does not fit; on the CPU also an id or a rank out of range. A GPU
+            treats an id out of range like -1, and a rank out of range like the nearest in range.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 

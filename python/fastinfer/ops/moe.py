@@ -1,8 +1,9 @@
-"""Mixtures of experts: which experts compute a token, their products, and the weighted sum.
+"""Mixture of experts: routing of tokens to experts, grouped products, and the weighted sum of the results.
 
 Every token has ``top_k`` *rows*, one for each of its experts: row ``token * top_k + i`` belongs to expert
-``expert_ids[token, i]``. Tensors of rows stand in this order throughout. A grouped product computes each row with its
-expert's slice of a stacked weight; only the list of work that it goes through, ``row_ids``, is sorted by expert.
+``expert_ids[token, i]``. All tensors of rows have this order. A grouped product multiplies each row by the weight of
+its expert, a slice of one tensor with the weights of all experts. Only ``row_ids``, the order in which the product
+processes the rows, is sorted by expert.
 
 >>> import torch, fastinfer.ops as ops
 >>> x, residual = torch.randn(3, 64), torch.zeros(3, 64)
@@ -13,10 +14,10 @@ expert's slice of a stacked weight; only the list of work that it goes through, 
 >>> ops.combine_experts(rows, routing.expert_weights, residual).shape
 torch.Size([3, 64])
 
-All shapes follow from the arguments' shapes, and nothing is read back: calls can be recorded as a graph. On the CPU a
-token's result is bitwise the same in any batch. On a GPU it depends on the token tile that the batch's size chooses (8,
-32 or 128 tokens, for an even share of rows per expert), not on the other tokens; under
-:func:`fastinfer.ops.batch_invariant` on nothing but the token. Not yet run on a GPU.
+All shapes follow from the shapes of the arguments, and nothing is copied back to the host, so calls can be recorded as
+a graph. On the CPU a token's result is bitwise the same in any batch. On a GPU (not yet run on a GPU) it depends on the
+token tile, which the size of the batch determines (8, 32 or 128 tokens, chosen for rows evenly spread over the
+experts), but not on the other tokens; under :func:`fastinfer.ops.batch_invariant` it depends only on the token.
 """
 
 from typing import NamedTuple
@@ -27,13 +28,13 @@ from fastinfer.ops._library import inference_only, into, ops
 
 
 class Routing(NamedTuple):
-    """What :func:`route_experts` decides.
+    """Experts of a batch's tokens, the result of :func:`route_experts`.
 
     Attributes:
-        expert_weights: [tokens, top_k] fp32, the largest first.
-        expert_ids: [tokens, top_k] int32.
-        row_ids: [tokens * top_k] int32, sorted by expert; rows of one expert in their order.
-        expert_start: [experts + 1] int32: expert ``e`` has ``row_ids[expert_start[e]:expert_start[e + 1]]``.
+        expert_weights: [tokens, top_k] fp32; weights of each token's experts, the largest first.
+        expert_ids: [tokens, top_k] int32; the experts in the same order.
+        row_ids: [tokens * top_k] int32; rows sorted by expert, and by row for the same expert.
+        expert_start: [experts + 1] int32; expert ``e`` has the rows ``row_ids[expert_start[e]:expert_start[e + 1]]``.
 
     >>> import torch, fastinfer.ops as ops
     >>> routing = ops.route_experts(torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]]), top_k=2, renormalize=True)
@@ -48,21 +49,20 @@ class Routing(NamedTuple):
 
 
 def route_experts(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
-    """Choose the experts of each token: those of the ``top_k`` largest logits, weighted by the softmax over all.
+    """Choose the experts with the ``top_k`` largest logits for each token, weighted by the softmax over all experts.
 
     Args:
-        logits: [tokens, experts], what the router computed; fp32, bf16 or fp16; rows may be strided. At most 1024
-            experts.
-        top_k: 1 .. 32, at most the number of experts.
-        renormalize: divide a token's weights by their sum (Mixtral, https://arxiv.org/abs/2401.04088; Qwen3-MoE where
-            its ``norm_topk_prob`` is set).
+        logits: [tokens, experts], the router's output; fp32, bf16 or fp16; rows may be strided. At most 1024 experts.
+        top_k: number of experts per token, 1 .. 32 and at most the number of experts.
+        renormalize: whether to divide a token's weights by their sum (Mixtral, https://arxiv.org/abs/2401.04088;
+            Qwen3-MoE if its ``norm_topk_prob`` is set).
 
     Returns:
-        :class:`Routing`. Of equal logits the expert with the smaller index is chosen. The softmax is computed in fp32;
-        a NaN among a token's logits makes all its weights NaN.
+        The :class:`Routing`. Between equal logits the expert with the smaller index is chosen. The softmax is computed
+        in fp32; a NaN among a token's logits makes all its weights NaN.
 
     Raises:
-        RuntimeError: a shape, dtype or stride does not fit; too many experts, or ``top_k`` out of its range.
+        RuntimeError: a shape, dtype or stride does not fit; there are too many experts, or ``top_k`` is out of range.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
@@ -91,15 +91,15 @@ def grouped_gemm(
     activation: str | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Each row times the weight of its expert.
+    """Multiply each row by the weight of its expert.
 
     Args:
-        x: [tokens, in_features] of which each row is read by the ``rows / tokens`` rows of that token, without a copy;
-            or [rows, in_features]. fp32 (CPU), bf16 or fp16; rows may be strided.
+        x: [tokens, in_features], where all ``rows / tokens`` rows of a token read the token's input without a copy; or
+            [rows, in_features]. fp32 (CPU), bf16 or fp16; rows may be strided.
         weight: [experts, out_features, in_features]; dtypes as in :func:`fastinfer.ops.gemm`.
-        row_ids, expert_start: of :func:`route_experts`. ``rows`` is the length of ``row_ids``.
-        activation: ``None``, ``"silu"``, ``"gelu_tanh"`` or ``"gelu"``: gated, with gate and up rows interleaved, see
-            :mod:`fastinfer.ops.gemm`.
+        row_ids, expert_start: results of :func:`route_experts`; ``rows`` is the length of ``row_ids``.
+        activation: gated activation ``"silu"``, ``"gelu_tanh"`` or ``"gelu"``, for interleaved gate and up rows, or
+            ``None``; see :mod:`fastinfer.ops.gemm`.
         out: receives the result; see :mod:`fastinfer.ops`.
 
     Returns:
@@ -107,8 +107,8 @@ def grouped_gemm(
         experts without rows are not read.
 
     Raises:
-        RuntimeError: a shape, dtype, device or stride does not fit; an unknown ``activation``; on the CPU also an index
-            past the rows, or a decreasing start.
+        RuntimeError: a shape, dtype, device or stride does not fit; ``activation`` is unknown; on the CPU also if a row
+            index is out of range or ``expert_start`` decreases.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
@@ -119,7 +119,7 @@ def grouped_gemm(
     >>> rows = routing.row_ids, routing.expert_start
     >>> x, weight = torch.randn(3, 64), torch.randn(4, 96, 64)
     >>> out = ops.grouped_gemm(x, weight, *rows)
-    >>> chosen = weight[routing.expert_ids]  # [tokens, top_k, out_features, in_features], which nobody wants to make
+    >>> chosen = weight[routing.expert_ids]  # [tokens, top_k, out_features, in_features], a large copy
     >>> torch.allclose(out.view(3, 2, 96), torch.einsum("ti,tkoi->tko", x, chosen), atol=1e-3)
     True
     """
@@ -142,21 +142,21 @@ def grouped_int8_gemm(
     activation_bits: int = 32,
     out: Tensor | None = None,
 ) -> Tensor:
-    """:func:`grouped_gemm` with 8-bit weights.
+    """Multiply each row by the 8-bit weight of its expert, as :func:`grouped_gemm` does for dense weights.
 
     Args:
-        qweight: [experts, tiles, in_features / 32, 8, 16, 4]: each expert's from :func:`int8_pack`.
-        scales: [experts, tiles, groups, 16]: each expert's from :func:`pack_scales`.
-        mins: like ``scales``, or ``None``.
+        qweight: [experts, tiles, in_features / 32, 8, 16, 4]; each expert packed by :func:`int8_pack`.
+        scales: [experts, tiles, groups, 16]; each expert packed by :func:`pack_scales`.
+        mins: packed minimums, like ``scales``, or ``None``.
         out_features, activation_bits: as in :func:`fastinfer.ops.int8_gemm`.
         x, row_ids, expert_start, activation: as in :func:`grouped_gemm`.
         out: receives the result; see :mod:`fastinfer.ops`.
 
     Returns:
-        As :func:`grouped_gemm`.
+        The same as :func:`grouped_gemm`.
 
     Raises:
-        RuntimeError: as :func:`grouped_gemm`.
+        RuntimeError: the same as :func:`grouped_gemm`.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
@@ -167,7 +167,7 @@ def grouped_int8_gemm(
     >>> rows = routing.row_ids, routing.expert_start
     >>> x, q = torch.randn(3, 64), torch.randint(-128, 128, (4, 32, 64), dtype=torch.int8)
     >>> qweight = torch.stack([ops.int8_pack(expert) for expert in q])
-    >>> scales = torch.ones(4, 2, 1, 16)  # one group a row
+    >>> scales = torch.ones(4, 2, 1, 16)  # one group per row
     >>> out = ops.grouped_int8_gemm(x, qweight, scales, None, 32, *rows)
     >>> torch.allclose(out, ops.grouped_gemm(x, q.float(), *rows), rtol=1e-3, atol=1e-2)
     True
@@ -192,19 +192,19 @@ def grouped_int4_gemm(
     activation_bits: int = 32,
     out: Tensor | None = None,
 ) -> Tensor:
-    """:func:`grouped_gemm` with 4-bit weights.
+    """Multiply each row by the 4-bit weight of its expert, as :func:`grouped_gemm` does for dense weights.
 
     Args:
-        qweight: [experts, tiles, in_features / 32, 4, 16, 4]: each expert's from :func:`int4_pack`.
+        qweight: [experts, tiles, in_features / 32, 4, 16, 4]; each expert packed by :func:`int4_pack`.
         scales, mins: as in :func:`grouped_int8_gemm`; ``mins=None`` as in :func:`fastinfer.ops.int4_gemm`.
         out_features, activation_bits: as in :func:`fastinfer.ops.int8_gemm`.
         x, row_ids, expert_start, activation, out: as in :func:`grouped_gemm`.
 
     Returns:
-        As :func:`grouped_gemm`.
+        The same as :func:`grouped_gemm`.
 
     Raises:
-        RuntimeError: as :func:`grouped_gemm`.
+        RuntimeError: the same as :func:`grouped_gemm`.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
@@ -215,7 +215,7 @@ def grouped_int4_gemm(
     >>> rows = routing.row_ids, routing.expert_start
     >>> x, q = torch.randn(3, 64), torch.randint(0, 16, (4, 32, 64), dtype=torch.uint8)
     >>> qweight = torch.stack([ops.int4_pack(expert) for expert in q])
-    >>> scales = torch.ones(4, 2, 1, 16)  # one group a row
+    >>> scales = torch.ones(4, 2, 1, 16)  # one group per row
     >>> out = ops.grouped_int4_gemm(x, qweight, scales, None, 32, *rows)
     >>> torch.allclose(out, ops.grouped_gemm(x, q.float() - 8, *rows), atol=1e-3)
     True
@@ -239,19 +239,19 @@ def grouped_lut_gemm(
     activation: str | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """:func:`grouped_gemm` with 4-bit weights ``w = scale * table[q]``.
+    """Multiply each row by the 4-bit look-up table weight ``w = scale * table[q]`` of its expert.
 
     Args:
-        table: [16] fp32, one for all experts; see :func:`fastinfer.ops.lut_gemm`.
+        table: [16] fp32, the look-up table of all experts; see :func:`fastinfer.ops.lut_gemm`.
         qweight, scales: as in :func:`grouped_int4_gemm`.
         out_features: as in :func:`fastinfer.ops.int8_gemm`.
         x, row_ids, expert_start, activation, out: as in :func:`grouped_gemm`.
 
     Returns:
-        As :func:`grouped_gemm`.
+        The same as :func:`grouped_gemm`.
 
     Raises:
-        RuntimeError: as :func:`grouped_gemm`.
+        RuntimeError: the same as :func:`grouped_gemm`.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
@@ -276,11 +276,11 @@ def grouped_lut_gemm(
 def combine_experts(
     x: Tensor, expert_weights: Tensor, residual: Tensor | None = None, *, out: Tensor | None = None
 ) -> Tensor:
-    """The weighted sum of each token's rows, and the residual.
+    """Add up each token's rows, weighted, and the residual.
 
     Args:
-        x: [tokens * top_k, hidden]: of a grouped product; fp32, bf16 or fp16; contiguous.
-        expert_weights: [tokens, top_k] fp32, contiguous.
+        x: [tokens * top_k, hidden], result of a grouped product; fp32, bf16 or fp16; contiguous.
+        expert_weights: [tokens, top_k] fp32, contiguous; from :func:`route_experts`.
         residual: [tokens, hidden], dtype of ``x``, contiguous; added after the rows.
         out: receives the result; may be ``residual``; see :mod:`fastinfer.ops`.
 
@@ -295,7 +295,7 @@ def combine_experts(
     Source: Shazeer et al., 2017, https://arxiv.org/abs/1701.06538.
 
     >>> import torch, fastinfer.ops as ops
-    >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])  # two rows a token
+    >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])  # two rows per token
     >>> ops.combine_experts(x, torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
     tensor([[2., 3.],
             [5., 6.]])

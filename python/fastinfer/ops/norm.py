@@ -1,4 +1,4 @@
-"""LayerNorm; RMSNorm with a residual added before or after, and with an int8 result."""
+"""LayerNorm, and RMSNorm with a residual added before or after it or with an int8 result."""
 
 from torch import Tensor
 
@@ -8,14 +8,13 @@ from fastinfer.ops._library import inference_only, into, ops
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float = 1e-6, residual: Tensor | None = None, *, out: Tensor | None = None
 ) -> Tensor:
-    """``x / sqrt(mean(x**2) + eps) * weight`` over the last dimension, statistics in fp32.
+    """RMSNorm over the last dimension, ``x / sqrt(mean(x**2) + eps) * weight``, with statistics in fp32.
 
     Args:
         x: [..., hidden]; fp32, bf16 or fp16; contiguous.
         weight: [hidden]; fp32 or the dtype of ``x``.
         eps: added to the mean of squares.
-        residual: shape and dtype of ``x``; added to the norm in fp32, before the one rounding of the result. It is not
-            changed: the sum is the result.
+        residual: shape and dtype of ``x``; added to the norm in fp32, before the result is rounded. It is not changed.
         out: receives the result; may be ``x`` or ``residual``; see :mod:`fastinfer.ops`.
 
     Returns:
@@ -41,10 +40,10 @@ def rms_norm(
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None
 ) -> Tensor:
-    """``residual += x`` in place, then :func:`rms_norm` of the sum: one pass over memory for both.
+    """``residual += x`` in place, then :func:`rms_norm` of the sum, in one pass over memory.
 
-    The norm reads the sum as it is stored, rounded to ``residual``'s dtype, so that the result equals that of the
-    two separate operations.
+    The norm reads the sum as it is stored, rounded to the dtype of ``residual``, so the result equals that of two
+    separate operations.
 
     Args:
         x: [..., hidden]; fp32, bf16 or fp16; contiguous.
@@ -77,19 +76,19 @@ def add_rms_norm(
 
 
 def rms_norm_quantize(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """:func:`rms_norm`, or :func:`add_rms_norm` with a residual, as int8 with one scale per row.
+    """:func:`rms_norm`, or :func:`add_rms_norm` if there is a residual, quantised to int8 with one scale per row.
 
-    The norm is quantised as it leaves fp32, without a rounding to the dtype of ``x``; the rest is as in
-    :func:`fastinfer.ops.quantize_int8`.
+    The fp32 norm is quantised directly, without rounding it to the dtype of ``x``; otherwise the quantisation is that
+    of :func:`fastinfer.ops.quantize_int8`.
 
     Args:
         x: [..., hidden]; fp32, bf16 or fp16; contiguous.
-        residual: shape and dtype of ``x``, receives ``residual + x``; or ``None``.
+        residual: shape and dtype of ``x``, changed in place to ``residual + x``; or ``None``.
         weight: [hidden]; fp32 or the dtype of ``x``.
         eps: added to the mean of squares.
 
     Returns:
-        [..., hidden] int8, and the rows' scales [...] fp32.
+        The norm, [..., hidden] int8, and the scales of its rows, [...] fp32.
 
     Raises:
         RuntimeError: a shape, dtype or device does not fit.
@@ -111,9 +110,9 @@ def rms_norm_quantize(x: Tensor, residual: Tensor | None, weight: Tensor, eps: f
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, out: Tensor | None = None) -> Tensor:
-    """``(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias`` over the last dimension.
+    """LayerNorm over the last dimension, ``(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias``.
 
-    Statistics in fp32: the mean first, then the (biased) variance of the differences to it.
+    Statistics are computed in fp32: first the mean, then the (biased) variance of the differences to it.
 
     Args:
         x: [..., hidden]; fp32, bf16 or fp16; contiguous.

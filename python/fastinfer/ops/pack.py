@@ -1,12 +1,15 @@
-"""The packed forms of quantised weights, and the way back.
+"""Packing of quantised weights for the kernels, and dequantisation of packed weights.
 
-CPU layout: rows in tiles of 16, inputs in blocks of 32, so that one vector register holds 4 consecutive inputs of each
-of 8 or 16 rows. ``[tiles, in_features / 32, 8, 16, 4]`` int8 for 8 bits: block, run of four inputs, row, input. For 4
-bits ``[tiles, in_features / 32, 4, 16, 4]`` uint8: the low nibbles hold inputs 8s .. 8s+3 of step s, the high ones
-8s+4 .. 8s+7. Rows past ``out_features`` are zero.
+CPU layout: rows are in tiles of 16 and inputs in blocks of 32, so one vector register holds 4 consecutive inputs of
+each of 8 or 16 rows.
 
-A GPU's layout has the same shapes; within a block of 16 rows by 32 inputs the bytes lie as the lanes of a warp take
-them (csrc/quant/pack.h). A weight must be packed on the device that will use it.
+- 8 bits: ``[tiles, in_features / 32, 8, 16, 4]`` int8, with the dimensions tile, block, run of four inputs, row, input.
+- 4 bits: ``[tiles, in_features / 32, 4, 16, 4]`` uint8; the low nibbles of step s hold inputs 8s .. 8s+3 of the block,
+  the high nibbles 8s+4 .. 8s+7.
+
+Rows past ``out_features`` are zero. The GPU layout has the same shapes, but within a block of 16 rows by 32 inputs the
+bytes have the order in which the lanes of a warp read them (csrc/quant/pack.h). Pack a weight on the device that will
+use it.
 """
 
 import torch
@@ -19,7 +22,7 @@ TILE_ROWS = 16
 
 
 def int4_pack(q: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """A 4-bit weight in the form that its device's kernels read.
+    """Pack a 4-bit weight for the kernels of its device.
 
     Args:
         q: [out_features, in_features] uint8, 0..15; contiguous; ``in_features`` a multiple of 32.
@@ -29,12 +32,12 @@ def int4_pack(q: Tensor, *, out: Tensor | None = None) -> Tensor:
         [ceil(out_features / 16), in_features / 32, 4, 16, 4] uint8, on the device of ``q``.
 
     Raises:
-        RuntimeError: a shape, dtype or strides that do not fit; on the CPU also a value past 15, of which a GPU takes
-            the lower four bits.
+        RuntimeError: a shape, dtype or stride does not fit; on the CPU also if a value is above 15 (a GPU uses its
+            lower four bits).
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
-    Source: a layout of our own, csrc/quant/pack.h.
+    Source: the project's own layout, csrc/quant/pack.h.
 
     >>> import torch, fastinfer.ops as ops
     >>> q = torch.arange(17 * 32).view(17, 32).remainder(16).to(torch.uint8)
@@ -51,7 +54,7 @@ def int4_pack(q: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def int8_pack(q: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """An 8-bit weight in the form that its device's kernels read.
+    """Pack an 8-bit weight for the kernels of its device.
 
     Args:
         q: [out_features, in_features] int8; contiguous; ``in_features`` a multiple of 32.
@@ -61,11 +64,11 @@ def int8_pack(q: Tensor, *, out: Tensor | None = None) -> Tensor:
         [ceil(out_features / 16), in_features / 32, 8, 16, 4] int8, on the device of ``q``.
 
     Raises:
-        RuntimeError: a shape, dtype or strides that do not fit.
+        RuntimeError: a shape, dtype or stride does not fit.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
-    Source: a layout of our own, csrc/quant/pack.h.
+    Source: the project's own layout, csrc/quant/pack.h.
 
     >>> import torch, fastinfer.ops as ops
     >>> ops.int8_pack(torch.zeros(17, 64, dtype=torch.int8)).shape
@@ -77,22 +80,23 @@ def int8_pack(q: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def pack_scales(scales: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Scales or mins in the order of the packed weight, in plain torch.
+    """Reorder scales or minimums for a packed weight, in plain torch.
 
     Args:
-        scales: [out_features, groups], any dtype; the products take fp16 and fp32.
-        out: receives the result; any strides.
+        scales: [out_features, groups], any dtype (the products take fp16 and fp32).
+        out: receives the result; may be strided.
 
     Returns:
         [ceil(out_features / 16), groups, 16], dtype of ``scales``; zeros past ``out_features``.
 
     Raises:
-        ValueError: ``scales`` has not two dimensions, or ``out`` another shape, dtype or device than the result.
+        ValueError: ``scales`` does not have two dimensions, or ``out`` does not have the shape, dtype and device of the
+            result.
 
     Devices: any.
 
     >>> import torch, fastinfer.ops as ops
-    >>> ops.pack_scales(torch.tensor([[1.0, 10.0], [2.0, 20.0]]))[0, :, :3]  # by groups, then rows
+    >>> ops.pack_scales(torch.tensor([[1.0, 10.0], [2.0, 20.0]]))[0, :, :3]  # groups, then rows
     tensor([[ 1.,  2.,  0.],
             [10., 20.,  0.]])
     """
@@ -104,7 +108,9 @@ def pack_scales(scales: Tensor, *, out: Tensor | None = None) -> Tensor:
         scales = F.pad(scales, (0, 0, 0, tiles * TILE_ROWS - rows))
     packed = scales.view(tiles, TILE_ROWS, groups).transpose(1, 2)
     if out is None:
-        return packed.clone(memory_format=torch.contiguous_format)  # memory of its own, though one group lies in order
+        return packed.clone(
+            memory_format=torch.contiguous_format
+        )  # even one group, already in order, gets its own memory
     if (out.shape, out.dtype, out.device) != (packed.shape, packed.dtype, packed.device):
         raise ValueError(
             f"out must be {tuple(packed.shape)} {packed.dtype} on {packed.device}, "
@@ -114,16 +120,16 @@ def pack_scales(scales: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:
-    """The rows of gate and up in the order that a gated activation expects: 16 of the gate, 16 of up, and so on.
+    """Interleave the rows of gate and up as a gated activation expects: 16 of the gate, 16 of up, and so on.
 
     Args:
-        gate, up: [rows, ...] of one shape, any dtype; rows a multiple of 16. Weights, biases, or indices of rows.
+        gate, up: [rows, ...] of the same shape, any dtype; rows a multiple of 16. Weights, biases, or row indices.
 
     Returns:
         [2 * rows, ...].
 
     Raises:
-        ValueError: two shapes, or rows that are no multiple of 16.
+        ValueError: the shapes differ, or the number of rows is not a multiple of 16.
 
     Devices: any.
 
@@ -154,24 +160,24 @@ def int4_dequantize(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Rows of a packed 4-bit weight as numbers: ``scale * q + min``, in fp32, then rounded to ``dtype``.
+    """Dequantise rows of a packed 4-bit weight: ``scale * q + min`` in fp32, then rounded to ``dtype``.
 
     Args:
         qweight, scales, mins, out_features: as in :func:`fastinfer.ops.int4_gemm`.
-        rows: [n] int64 row indices (an embedding's token ids); ``None`` for all rows in order. On a GPU, where indices
-            cannot be looked at, the row of one past the weight is NaN.
-        dtype: fp32, bf16 or fp16.
+        rows: [n] int64, row indices (the token ids of an embedding); ``None`` for all rows in order. On a GPU, which
+            does not check indices, an index out of range gives a row of NaN.
+        dtype: dtype of the result: fp32, bf16 or fp16.
         out: receives the result; see :mod:`fastinfer.ops`.
 
     Returns:
         [n or out_features, in_features].
 
     Raises:
-        RuntimeError: a shape, dtype or device does not fit; on the CPU also an index past the weight.
+        RuntimeError: a shape, dtype or device does not fit; on the CPU also an index out of range.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
-    Source: undoes :func:`int4_pack`.
+    Source: inverse of :func:`int4_pack`.
 
     >>> import torch, fastinfer.ops as ops
     >>> q = torch.arange(2 * 32).view(2, 32).remainder(16).to(torch.uint8)
@@ -194,7 +200,7 @@ def int8_dequantize(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """:func:`int4_dequantize` for a packed 8-bit weight.
+    """Dequantise rows of a packed 8-bit weight: ``scale * q + min`` in fp32, then rounded to ``dtype``.
 
     Args:
         qweight, scales, mins, out_features: as in :func:`fastinfer.ops.int8_gemm`.
@@ -204,11 +210,11 @@ def int8_dequantize(
         [n or out_features, in_features].
 
     Raises:
-        RuntimeError: as :func:`int4_dequantize`.
+        RuntimeError: the same as :func:`int4_dequantize`.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
-    Source: undoes :func:`int8_pack`.
+    Source: inverse of :func:`int8_pack`.
 
     >>> import torch, fastinfer.ops as ops
     >>> q, scales = torch.randint(-128, 128, (20, 64), dtype=torch.int8), torch.rand(20, 2)

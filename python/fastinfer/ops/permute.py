@@ -1,4 +1,4 @@
-"""Activations in the order of columns in which a weight was quantised."""
+"""Reordering of activation columns, for weights that were quantised in another order of inputs."""
 
 from torch import Tensor
 
@@ -6,10 +6,10 @@ from fastinfer.ops._library import inference_only, into, ops
 
 
 def permute_columns(x: Tensor, permutation: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """``x[:, permutation]``.
+    """Reorder the columns of activations: ``x[:, permutation]``.
 
     Args:
-        x: [tokens, cols]; fp32, bf16 or fp16; rows may be strided, columns not.
+        x: [tokens, cols]; fp32, bf16 or fp16; rows may be strided, columns may not.
         permutation: [cols] int64; contiguous. An index outside 0 .. cols - 1 raises on the CPU; on CUDA it gives zeros.
         out: receives the result; see :mod:`fastinfer.ops`.
 

@@ -1,4 +1,4 @@
-"""Activations as integers, with one scale per row."""
+"""Quantisation of activations to integers, with one scale per row."""
 
 from torch import Tensor
 
@@ -6,20 +6,20 @@ from fastinfer.ops._library import inference_only, ops
 
 
 def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows as int8: ``q = round(x / scale)``, half to even, with ``scale = max |x| / 127``.
+    """Quantise rows to int8: ``q = round(x / scale)``, half to even, with ``scale = max |x| / 127``.
 
-    Rounded is x times the fp32 reciprocal 127 / max |x|, so that a quotient within 1e-7 of a tie may go to either
-    neighbour. A row of zeros, or one whose largest is below 4e-37, becomes zeros with scale 0; a row with an infinity
-    or a NaN becomes zeros with scale NaN, so that it shows in the product.
+    The kernel multiplies by the fp32 reciprocal 127 / max |x|, so a quotient within 1e-7 of a tie may be rounded to
+    either neighbour. A row of zeros, or of magnitudes below 4e-37, becomes zeros with scale 0. A row with an infinity
+    or a NaN becomes zeros with scale NaN, so that the product shows it.
 
     Args:
         x: [..., hidden]; fp32, bf16 or fp16; contiguous.
 
     Returns:
-        [..., hidden] int8, and the rows' scales [...] fp32.
+        The integers, [..., hidden] int8, and the scales of the rows, [...] fp32.
 
     Raises:
-        RuntimeError: a dtype or strides that do not fit.
+        RuntimeError: a dtype or stride does not fit.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 

@@ -1,6 +1,6 @@
-"""Rotary position embedding and the ways to stretch it.
+"""Rotary position embedding, with the scaling methods for long contexts.
 
-Every kind of scaling is a matter of the cos/sin table alone; the kernel only rotates.
+Scaling only changes the cos/sin table; the kernel only rotates.
 """
 
 import math
@@ -11,29 +11,29 @@ from torch import Tensor
 
 from fastinfer.ops._library import inference_only, ops
 
-TABLE_SLICE = 512  # positions
+TABLE_SLICE = 512  # positions computed at once
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How a model stretches its rotary frequencies beyond the length it was trained on.
+    """Scaling of a model's rotary frequencies beyond the context length that it was trained on.
 
     Attributes:
         kind: ``"none"``, ``"linear"`` (position interpolation, https://arxiv.org/abs/2306.15595), ``"ntk"`` (NTK-aware
-            base), ``"yarn"`` (https://arxiv.org/abs/2309.00071), ``"llama3"`` (Llama 3.1's piecewise scaling) or
+            base), ``"yarn"`` (https://arxiv.org/abs/2309.00071), ``"llama3"`` (piecewise scaling of Llama 3.1) or
             ``"longrope"`` (https://arxiv.org/abs/2402.13753).
-        factor: how many times longer the context becomes.
+        factor: ratio of the extended context length to the trained one.
         original_max_position: trained context length (yarn, llama3, longrope).
-        low_freq_factor, high_freq_factor: llama3's borders, in rotations over the trained context.
-        beta_fast, beta_slow: yarn's borders, in rotations over the trained context.
-        attention_factor: factor on cos and sin of yarn and longrope; ``None`` for the papers' ``0.1 ln(factor) + 1``
-            and ``sqrt(1 + ln(factor) / ln(original_max_position))``.
-        short_factors, long_factors: longrope's divisors of each frequency, for tables up to the trained length and for
-            longer ones. A table serves all positions, so that one for a long context uses the long ones throughout.
+        low_freq_factor, high_freq_factor: limits of llama3's blend, in rotations over the trained context.
+        beta_fast, beta_slow: limits of yarn's blend, in rotations over the trained context.
+        attention_factor: factor on cos and sin (yarn, longrope); ``None`` for the papers' ``0.1 ln(factor) + 1`` and
+            ``sqrt(1 + ln(factor) / ln(original_max_position))``.
+        short_factors, long_factors: divisors of each frequency (longrope), for tables up to the trained length and for
+            longer tables. A table for a long context uses the long factors at all positions.
 
     >>> import torch, fastinfer.ops as ops
     >>> stretched = ops.cos_sin_cache(64, 100, scaling=ops.RopeScaling("linear", factor=2.0))
-    >>> torch.allclose(stretched[::2], ops.cos_sin_cache(64, 50))  # position 2 p turns as p did
+    >>> torch.allclose(stretched[::2], ops.cos_sin_cache(64, 50))  # position 2 p rotates like p before
     True
     """
 
@@ -56,26 +56,26 @@ def cos_sin_cache(
     scaling: RopeScaling | None = None,
     frequency_factors: Tensor | None = None,
 ) -> Tensor:
-    """The table that :func:`rotary_embedding` reads, in plain torch.
+    """Compute the table that :func:`rotary_embedding` reads, in plain torch.
 
     Args:
-        rotary_dim: rotated elements per head, even.
-        max_position: rows of the table.
-        base: the frequencies are ``base ** (-2i / rotary_dim)``.
-        scaling: see :class:`RopeScaling`.
-        frequency_factors: [rotary_dim / 2]; each frequency is divided by its factor (Phi-3's longrope; GGUF files of
-            Llama 3 carry their scaling so).
+        rotary_dim: number of rotated elements per head, even.
+        max_position: number of rows of the table.
+        base: base of the frequencies ``base ** (-2i / rotary_dim)``.
+        scaling: scaling of the frequencies, or ``None``.
+        frequency_factors: [rotary_dim / 2], divisors of the frequencies; GGUF files of Llama 3 store their scaling in
+            this form.
 
     Returns:
-        [max_position, rotary_dim] fp32 on the CPU: a position's cosines, then its sines.
+        [max_position, rotary_dim] fp32 on the CPU; each row has the cosines of a position, then its sines.
 
     Raises:
-        ValueError: an odd ``rotary_dim``, a ``base`` of at most 1, an unknown kind of scaling, a missing
-            ``original_max_position``, or another number of LongRoPE's factors than there are frequencies.
+        ValueError: ``rotary_dim`` is odd, ``base`` is at most 1, the kind of scaling is unknown,
+            ``original_max_position`` is missing, or longrope does not have one factor per frequency.
 
-    Devices: CPU; move the table to where it is used.
+    Devices: CPU; move the table to the device that uses it.
 
-    Source: Su et al., 2021, https://arxiv.org/abs/2104.09864; of each scaling in :class:`RopeScaling`.
+    Source: Su et al., 2021, https://arxiv.org/abs/2104.09864; for the scalings see :class:`RopeScaling`.
 
     >>> import torch, fastinfer.ops as ops
     >>> ops.cos_sin_cache(2, 3)
@@ -110,7 +110,7 @@ def cos_sin_cache(
     table = torch.empty(max_position, rotary_dim)
     cos, sin = table.chunk(2, dim=-1)
     positions = torch.arange(max_position, dtype=torch.float64)
-    for start in range(0, max_position, TABLE_SLICE):  # fp64 of a long table at once would be four times its size
+    for start in range(0, max_position, TABLE_SLICE):  # a long table at once would need four times its size in fp64
         rows = slice(start, start + TABLE_SLICE)
         angles = torch.outer(positions[rows], frequencies)
         cos[rows] = angles.cos() * magnitude
@@ -119,7 +119,7 @@ def cos_sin_cache(
 
 
 def _yarn(frequencies: Tensor, base: float, rotary_dim: int, scaling: RopeScaling) -> tuple[Tensor, float]:
-    """Interpolate slow dimensions, keep fast ones, blend linearly between (YaRN, section 3.2)."""
+    """Interpolate slow dimensions, keep fast ones, and blend linearly between them (YaRN, section 3.2)."""
 
     def dimension_of(rotations: float) -> float:
         wavelength = scaling.original_max_position / (rotations * 2 * math.pi)
@@ -136,7 +136,7 @@ def _yarn(frequencies: Tensor, base: float, rotary_dim: int, scaling: RopeScalin
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1: long wavelengths are interpolated, short ones kept, those between blended."""
+    """Interpolate long wavelengths, keep short ones, and blend those between (Llama 3.1)."""
     rotations = scaling.original_max_position * frequencies / (2 * math.pi)
     kept = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = kept.clamp(0, 1)
@@ -144,7 +144,7 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _longrope(frequencies: Tensor, max_position: int, scaling: RopeScaling) -> tuple[Tensor, float]:
-    """Every frequency has a divisor of its own, found by search (LongRoPE, section 3)."""
+    """Divide each frequency by its own factor, which the model's authors found by search (LongRoPE, section 3)."""
     factors = scaling.long_factors if max_position > scaling.original_max_position else scaling.short_factors
     if len(factors) != len(frequencies):
         raise ValueError(f"longrope needs {len(frequencies)} factors, got {len(factors)}")
@@ -162,11 +162,11 @@ def rotary_embedding(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Ten
         q: [tokens, q_heads, head_dim]; fp32, bf16 or fp16; changed in place.
         k: [tokens, kv_heads, head_dim], dtype of ``q``; changed in place. Both may be strided views whose last two
             dimensions are contiguous (slices of a fused QKV projection).
-        positions: [tokens] int64; on CUDA a token whose position is outside the table is left as it is.
-        cos_sin_cache: [max_position, rotary_dim] fp32 from :func:`cos_sin_cache`; ``rotary_dim <= head_dim``, the
-            elements past it stay as they are.
-        interleaved: ``False`` rotates pairs (i, i + rotary_dim / 2) (GPT-NeoX, Hugging Face), ``True`` pairs
-            (2i, 2i + 1) (GPT-J, Llama's own code).
+        positions: [tokens] int64; on CUDA a token whose position is outside the table stays unrotated.
+        cos_sin_cache: [max_position, rotary_dim] fp32 from :func:`cos_sin_cache`; ``rotary_dim <= head_dim``, and the
+            remaining elements of a head are not rotated.
+        interleaved: ``False`` rotates the pairs (i, i + rotary_dim / 2) (GPT-NeoX, Hugging Face), ``True`` the pairs
+            (2i, 2i + 1) (GPT-J, Llama's original code).
 
     Raises:
         RuntimeError: a shape, dtype, device or stride does not fit; on the CPU also a position outside the table.
@@ -179,7 +179,7 @@ def rotary_embedding(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Ten
     >>> q, k = torch.randn(1, 1, 64).repeat(5, 1, 1), torch.randn(1, 1, 64).repeat(5, 1, 1)  # 5 equal tokens
     >>> ops.rotary_embedding(q, k, torch.arange(5), ops.cos_sin_cache(64, 5))
     >>> scores = q[:, 0] @ k[:, 0].T
-    >>> torch.allclose(scores[1:, 1:], scores[:-1, :-1], atol=1e-3)  # they depend on the distance alone
+    >>> torch.allclose(scores[1:, 1:], scores[:-1, :-1], atol=1e-3)  # they only depend on the distance
     True
     """
     inference_only("rotary_embedding", "q k", q, k)
@@ -202,30 +202,29 @@ def norm_rotary_store(
     v_scale: Tensor | None,
     slot_mapping: Tensor,
 ) -> None:
-    """What stands between the QKV projection and attention, in one pass over memory.
+    """Normalise, rotate and store: the steps between the QKV projection and attention, in one pass over memory.
 
-    Equals ``rms_norm`` of each head of q and k (where a weight is given), ``rotary_embedding`` of both and
-    ``store_kv_cache``, but for the roundings between them: norm and rotation pass fp32 numbers on, q is rounded once,
-    and the rotated k is rounded, or quantised, straight to the cache.
+    The result equals ``rms_norm`` of each head of q and k (if a weight is passed), then :func:`rotary_embedding` of
+    both and :func:`fastinfer.ops.store_kv_cache`, except for roundings: intermediate values stay in fp32, q is rounded
+    once, and the rotated k is rounded or quantised directly for the cache.
 
     Args:
         q: [tokens, q_heads, head_dim]; fp32, bf16 or fp16. Normalised and rotated in place.
         k, v: [tokens, kv_heads, head_dim], dtype of ``q``; not changed. q, k and v may be strided views whose last two
             dimensions are contiguous (slices of a fused QKV projection).
         q_norm_weight, k_norm_weight: [head_dim]; fp32 or the dtype of ``q``, both the same; or ``None`` for no norm.
-        eps: of the norms.
-        positions, cos_sin_cache, interleaved: as in :func:`rotary_embedding`; on CUDA a position outside the table
-            leaves its token unrotated.
-        k_cache, v_cache, k_scale, v_scale, slot_mapping: as in :func:`fastinfer.ops.store_kv_cache`. A token whose slot
-            is -1 still has its q rotated.
+        eps: ``eps`` of the norms.
+        positions, cos_sin_cache, interleaved: as in :func:`rotary_embedding`.
+        k_cache, v_cache, k_scale, v_scale, slot_mapping: as in :func:`fastinfer.ops.store_kv_cache`. For a token with
+            slot -1, q is still normalised and rotated.
 
     Raises:
-        RuntimeError: as :func:`rotary_embedding` and :func:`fastinfer.ops.store_kv_cache`.
+        RuntimeError: the same as :func:`rotary_embedding` and :func:`fastinfer.ops.store_kv_cache`.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
-    Source: QK-norm: Henry et al., 2020, https://arxiv.org/abs/2010.04245; see :func:`rotary_embedding` and
-    :func:`fastinfer.ops.store_kv_cache` for the rest.
+    Source: QK-norm: Henry et al., 2020, https://arxiv.org/abs/2010.04245; for the other steps see
+    :func:`rotary_embedding` and :func:`fastinfer.ops.store_kv_cache`.
 
     >>> import torch, fastinfer.ops as ops
     >>> q, k, v = torch.randn(3, 4, 64).split([2, 1, 1], dim=1)  # slices of a fused projection

@@ -1,4 +1,4 @@
-"""Choosing the next token of every sequence in one call."""
+"""Sampling of the next token of every sequence in one call."""
 
 from typing import NamedTuple
 
@@ -8,13 +8,13 @@ from fastinfer.ops._library import inference_only, ops
 
 
 class Sampled(NamedTuple):
-    """What :func:`sample` returns.
+    """Sampled tokens with their log-probabilities, the result of :func:`sample`.
 
     Attributes:
-        tokens: [rows] int64.
-        logprobs: [rows] fp32, theirs; [0] where none were asked for.
-        top_logprobs: [rows, num_logprobs] fp32, of each row's likeliest tokens in falling order.
-        top_tokens: [rows, num_logprobs] int64, those tokens.
+        tokens: [rows] int64; the sampled tokens.
+        logprobs: [rows] fp32; log-probabilities of the sampled tokens; [0] if none were requested.
+        top_logprobs: [rows, num_logprobs] fp32; the largest log-probabilities of each row in descending order.
+        top_tokens: [rows, num_logprobs] int64; the tokens of ``top_logprobs``.
 
     >>> import torch, fastinfer.ops as ops
     >>> one, zero = torch.ones(1), torch.zeros(1)
@@ -49,47 +49,50 @@ def sample(
     bias_values: Tensor | None = None,
     num_logprobs: int | None = 0,
 ) -> Sampled:
-    """Draw one token per row, each row with its own parameters.
+    """Sample one token per row, each row with its own parameters.
 
-    Order of the filters, as in vLLM: penalties; bias; mask; temperature; min_p against the largest probability; top_k;
-    top_p of what top_k left, renormalised. Equal logits are in the order of their token ids, so that top_k keeps
-    exactly k. The draw is the inverse of the cumulative distribution at a Philox-4x32-10 number keyed by seed and
-    position alone: it depends on nothing else in the batch. CPU and GPU keep the same tokens, but for the rounding of
-    sums at top_p's cut; they run through them in different orders, and so may draw different ones.
+    The filters run in the same order as in vLLM: penalties; bias; mask; temperature; min_p relative to the largest
+    probability; top_k; top_p over the renormalised probabilities that top_k left. Equal logits are ordered by token id,
+    so top_k keeps exactly k tokens.
 
-    The GPU does not sort the vocabulary: it searches the end of top_k and top_p with pivots.
+    The sample is the inverse of the cumulative distribution at a Philox-4x32-10 random number, keyed only by seed and
+    position, so it does not depend on the rest of the batch. CPU and GPU keep the same tokens, except for the rounding
+    of sums at the limit of top_p. They accumulate the distribution in different orders, so they may sample different
+    tokens. The GPU does not sort the vocabulary: it finds the limits of top_k and top_p by a search with pivots.
 
-    Bit masks hold token t in bit t % 32 of word t // 32, as those of xgrammar and llguidance do.
+    Bit masks have token t in bit t % 32 of word t // 32, like those of xgrammar and llguidance.
 
     Args:
         logits: [rows, vocab] fp32; contiguous; vocab up to 2^24. ``-inf`` excludes a token.
-        temperature: [rows] fp32 >= 0; 0 takes the largest logit (the first of equals).
-        top_k: [rows] int32; 0 for all.
-        top_p: [rows] fp32 in (0, 1]; 1 for all.
-        min_p: [rows] fp32 in [0, 1]; 0 for all.
+        temperature: [rows] fp32 >= 0; 0 chooses the largest logit (the first among equals).
+        top_k: [rows] int32; 0 for all tokens.
+        top_p: [rows] fp32 in (0, 1]; 1 for all tokens.
+        min_p: [rows] fp32 in [0, 1]; 0 for all tokens.
         seeds, positions: [rows] int64; the pair selects the random number.
-        penalties: [rows, 3] fp32, columns repetition (> 0; 1 is off), presence and frequency (0 is off). Logits of
-            tokens in the prompt or the output are divided by repetition where positive, else multiplied by it; then
-            presence, and frequency times the count, are subtracted from those of tokens in the output.
-        output_counts: [rows, vocab] int32; how often the output has each token. Only with penalties.
-        prompt_mask: [rows, ceil(vocab / 32)] int32; bit 1 where the prompt has the token. Only with penalties.
-        mask: [rows, ceil(vocab / 32)] int32; bit 0 forbids the token, as a grammar does.
-        bias_start: [rows + 1] int32, from 0 to n, not falling; row r has the biases ``bias_start[r]`` to
-            ``bias_start[r + 1] - 1``. The three are given together.
-        bias_tokens: [n] int32; the token whose logit a bias is added to. One that a row has twice gets both.
-        bias_values: [n] fp32; ``-inf`` forbids the token.
-        num_logprobs: of how many of the likeliest tokens to return the log-probabilities, at most 20, besides that of
-            the token drawn. ``None`` for none at all: on the CPU that spares the exponentials of a whole row.
+        penalties: [rows, 3] fp32; columns repetition (> 0; 1 is off), presence and frequency (0 is off). Positive
+            logits of tokens in the prompt or the output are divided by repetition, negative ones multiplied by it. Then
+            presence, and frequency times the count, are subtracted from the logits of tokens in the output.
+        output_counts: [rows, vocab] int32; number of times each token is in the output. Only with penalties.
+        prompt_mask: [rows, ceil(vocab / 32)] int32; bit 1 for tokens in the prompt. Only with penalties.
+        mask: [rows, ceil(vocab / 32)] int32; bit 0 for tokens that are forbidden, for instance by a grammar.
+        bias_start: [rows + 1] int32, from 0 to n, not decreasing; row r has the biases ``bias_start[r]`` to
+            ``bias_start[r + 1] - 1``. The three ``bias_`` arguments are passed together.
+        bias_tokens: [n] int32; tokens that the biases belong to. If a row names a token twice, both are added.
+        bias_values: [n] fp32; numbers to add to the logits; ``-inf`` forbids the token.
+        num_logprobs: number of most likely tokens whose log-probabilities to return, at most 20, in addition to that of
+            the sampled token. ``None`` for no log-probabilities at all, which saves the exponentials of a whole row on
+            the CPU.
 
     Returns:
-        :class:`Sampled`. Log-probabilities are natural, and under the unmodified logits: before penalties, bias, mask
-        and temperature. Where fewer than ``num_logprobs`` logits are finite, the rest is token -1 with ``-inf``.
+        The :class:`Sampled` tokens. Log-probabilities are natural logarithms under the unmodified logits, before
+        penalties, bias, mask and temperature. If fewer than ``num_logprobs`` logits are finite, the remaining places
+        have token -1 with ``-inf``.
 
     Raises:
-        RuntimeError: shapes and dtypes; on the CPU also values out of range, and a row with NaN or without any finite
-            logit (that bias and mask allow). On the GPU, where looking would stall the host, such a row has -1 and NaN
-            in all its results, parameters out of range act like the nearest in range, NaN like 0 or off, and biases
-            of tokens out of range, of +inf or NaN are left out.
+        RuntimeError: a shape or dtype does not fit; on the CPU also a value out of range, or a row that has a NaN or no
+            finite logit left after bias and mask. A GPU does not check values, because that would stall the host: such
+            a row has -1 and NaN in all its results, a parameter out of range acts like the nearest in range, a NaN
+            parameter like 0 or off, and biases of tokens out of range and biases of +inf or NaN are ignored.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
@@ -106,7 +109,7 @@ def sample(
     >>> torch.allclose(greedy.logprobs, logits.log_softmax(-1).amax(-1), atol=1e-5)
     True
     >>> same = logits[:1].repeat(2, 1)
-    >>> a, b = ops.sample(same, torch.ones(2), *off, seeds, positions).tokens  # one seed, one position: one draw
+    >>> a, b = ops.sample(same, torch.ones(2), *off, seeds, positions).tokens  # same seed and position, same token
     >>> bool(a == b)
     True
     """

@@ -1,4 +1,4 @@
-"""What the operators' kernels take, by device, as data; :func:`supported` asks it, :func:`markdown` prints it."""
+"""Table of what the kernels support on each device; :func:`supported` queries it, :func:`markdown` prints it."""
 
 from dataclasses import dataclass, fields, replace
 
@@ -7,7 +7,7 @@ import torch
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 INT8, UINT8, FP8 = torch.int8, torch.uint8, torch.float8_e4m3fn
 FLOATS, HALVES = (FP32, BF16, FP16), (BF16, FP16)
-SAME = "the same"  # a dtype that must be that of the operator's first tensor
+SAME = "the same"  # must be the dtype of the operator's first tensor
 
 SHORT_NAMES: dict[torch.dtype | str, str] = {FP32: "fp32", BF16: "bf16", FP16: "fp16", FP8: "fp8"}
 MOST = 2**31
@@ -20,15 +20,15 @@ NOT_YET_RUN = {"cuda": "not yet run on a GPU"}
 
 @dataclass(frozen=True)
 class Takes:
-    """What an operator takes on one device. ``None``: the operator has nothing of the kind.
+    """Supported values of an operator on one device; ``None`` for a property that the operator does not have.
 
     Attributes:
-        dtype: of its first tensor, which nearly always holds the activations.
-        weight_dtype: of a weight, norm weight or adapter; of a quantised weight, that of its packed integers.
-        cache_dtype: of the KV cache; uint8 stands for int4.
-        head_dim: head sizes. A cache of uint8 takes even ones alone.
-        in_features: columns of a linear layer's weight.
-        activation_bits: see :func:`fastinfer.ops.int8_gemm`.
+        dtype: dtypes of the first tensor, nearly always the activations.
+        weight_dtype: dtypes of the weight, norm weight or adapter; for a quantised weight, of its packed integers.
+        cache_dtype: dtypes of the KV cache; uint8 stands for int4.
+        head_dim: head sizes; with a uint8 cache only the even ones.
+        in_features: numbers of columns of a linear layer's weight.
+        activation_bits: values of ``activation_bits``, see :func:`fastinfer.ops.int8_gemm`.
     """
 
     dtype: tuple[torch.dtype, ...] = FLOATS
@@ -54,7 +54,7 @@ W8A8 = Takes((INT8,), weight_dtype=(INT8,), in_features=range(32, 131_041, 32))
 PACK8 = Takes((INT8,), in_features=BLOCKS_OF_32)
 PACK4 = Takes((UINT8,), in_features=BLOCKS_OF_32)
 
-# Operators whose CUDA kernels take what the CPU's take.
+# Operators that support the same on CPU and CUDA.
 ON_BOTH = {
     "rms_norm": NORM,
     "add_rms_norm": NORM,
@@ -84,7 +84,7 @@ ON_BOTH = {
 
 
 def _on_cuda(takes: Takes) -> Takes:
-    """Of a product with a quantised weight: activations of 16 bits, as they are."""
+    """Limits of a product with a quantised weight on CUDA: 16-bit activations, which are not quantised."""
     return replace(takes, dtype=HALVES, activation_bits=takes.activation_bits and (32,))
 
 
@@ -113,28 +113,28 @@ def supported(
     in_features: int | None = None,
     activation_bits: int | None = None,
 ) -> bool:
-    """Whether an operator takes these together on a device; what is left out may be anything.
+    """Tell whether an operator supports a combination of dtypes and sizes on a device; omitted values may be anything.
 
-    This is what the kernels can do, the same on every machine: ``fastinfer info`` says whether this build has its CUDA
-    half and whether this machine has a GPU. Shapes, strides and alignment stand in each operator's own text.
+    The answer is the same on every machine, because it describes the kernels. ``fastinfer info`` tells whether this
+    build has CUDA kernels and whether this machine has a GPU. For shapes, strides and alignment see each operator.
 
     Args:
-        op: an operator's name, without ``fastinfer.ops.``.
-        device: ``"cpu"`` or ``"cuda"``, or a ``torch.device``, whose index does not matter.
-        dtype: of the operator's first tensor, which nearly always holds the activations.
-        weight_dtype: of a weight, norm weight or adapter; of a quantised weight, that of its packed integers.
-        cache_dtype: of the KV cache; uint8 stands for int4.
-        head_dim: elements of a head.
-        in_features: columns of a linear layer's weight.
-        activation_bits: as in :func:`fastinfer.ops.int8_gemm`.
+        op: name of the operator, without ``fastinfer.ops.``.
+        device: ``"cpu"``, ``"cuda"`` or a ``torch.device``, whose index is ignored.
+        dtype: dtype of the operator's first tensor, nearly always the activations.
+        weight_dtype: dtype of the weight, norm weight or adapter; for a quantised weight, of its packed integers.
+        cache_dtype: dtype of the KV cache; uint8 stands for int4.
+        head_dim: number of elements of a head.
+        in_features: number of columns of a linear layer's weight.
+        activation_bits: value of ``activation_bits``, see :func:`fastinfer.ops.int8_gemm`.
 
     Returns:
-        False where the operator would raise.
+        False if the operator would raise.
 
     Raises:
-        ValueError: an operator or a device of another name, or a keyword of which the operator has nothing.
+        ValueError: the operator or device is unknown, or the operator does not have a property that is passed.
 
-    Devices: asks of CPU and CUDA (not yet run on a GPU), computes on neither.
+    Devices: describes CPU and CUDA (not yet run on a GPU), computes on neither.
 
     >>> import torch, fastinfer.ops as ops
     >>> ops.supported("paged_attention", device="cpu", dtype=torch.float32, head_dim=72)
@@ -180,13 +180,13 @@ def _values(takes: Takes, name: str, first: torch.dtype) -> range | tuple[object
 
 
 def devices(op: str) -> str:
-    """The devices of an operator, as its docstring names them: ``"CPU, CUDA (not yet run on a GPU)"``."""
+    """Devices of an operator, as in its docstring: ``"CPU, CUDA (not yet run on a GPU)"``."""
     notes = {device: f" ({NOT_YET_RUN[device]})" if device in NOT_YET_RUN else "" for device in TABLE[op]}
     return ", ".join(DEVICES[device] + note for device, note in notes.items())
 
 
 def cell(op: str, device: str) -> str:
-    """What an operator takes on a device, in a few words: a cell of the README's table."""
+    """Summary of what an operator supports on a device, for a cell of the README's table."""
     takes = _takes(op, device)
     parts = [_dtypes(takes.dtype)]
     if takes.cache_dtype:
@@ -197,7 +197,7 @@ def cell(op: str, device: str) -> str:
 
 
 def markdown() -> str:
-    """The table of all operators, in Markdown; devices that take the same share a row."""
+    """Table of all operators in Markdown; devices that support the same share a row."""
     rows = [
         ["operator", "devices", "dtype", "weight", "KV cache", "head size", "inputs", "`activation_bits`"],
         ["---"] * 8,

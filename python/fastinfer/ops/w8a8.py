@@ -1,4 +1,4 @@
-"""The linear layer whose weight and activations are both int8."""
+"""Linear layer with an int8 weight and int8 activations (W8A8)."""
 
 import torch
 from torch import Tensor
@@ -19,27 +19,31 @@ def w8a8_gemm(
     dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``x_scales[:, None] * scales * (x @ q.T)`` with an exact int32 product, then bias, and activation or residual.
+    """Compute a W8A8 linear layer, ``x_scales[:, None] * scales * (x @ q.T)``, with an exact int32 product.
+
+    The epilogue adds the bias, and then applies the activation or adds the residual.
 
     Args:
         x: [tokens, in_features] int8, contiguous; from :func:`fastinfer.ops.quantize_int8` or ``rms_norm_quantize``. On
-            the CPU it must not hold -128, which those never give; on CUDA it must start at a multiple of 16 bytes.
-        x_scales: [tokens] fp32, theirs.
-        qweight: from :func:`fastinfer.ops.int8_pack`, at most 131,040 inputs.
-        scales: from :func:`fastinfer.ops.pack_scales` of [out_features, 1]; fp16 or fp32.
-        out_features: rows of the weight (the packed form is padded to a multiple of 16).
+            the CPU it must not contain -128, which those never return; on CUDA it must be aligned to 16 bytes.
+        x_scales: [tokens] fp32; the scales that belong to ``x``.
+        qweight: packed weight from :func:`fastinfer.ops.int8_pack`, with at most 131,040 inputs.
+        scales: packed scales from :func:`fastinfer.ops.pack_scales` of [out_features, 1]; fp16 or fp32.
+        out_features: number of rows of the weight (the packed form is padded to a multiple of 16).
         bias: [out_features]; fp32 or ``dtype``.
-        activation: ``None``, ``"silu"``, ``"gelu_tanh"`` or ``"gelu"``: gated, as in :func:`fastinfer.ops.gemm`.
-        residual: [tokens, out_features] of ``dtype``: added to the result. Not together with ``activation``.
-        dtype: of the result: fp32, bf16 or fp16.
+        activation: gated activation ``"silu"``, ``"gelu_tanh"`` or ``"gelu"``, or ``None``; see
+            :mod:`fastinfer.ops.gemm`.
+        residual: [tokens, out_features] of ``dtype``; added to the result. Not together with ``activation``.
+        dtype: dtype of the result: fp32, bf16 or fp16.
         out: receives the result; may be ``residual``; see :mod:`fastinfer.ops`.
 
     Returns:
-        [tokens, out_features] (``out_features / 2`` with an activation). The epilogue is in fp32, rounded once.
+        [tokens, out_features] (``out_features / 2`` with an activation). The epilogue is computed in fp32 and rounded
+        once.
 
     Raises:
-        RuntimeError: a shape, dtype, device or stride does not fit; scales of more than one group; an unknown
-            ``activation``, or one beside a ``residual``.
+        RuntimeError: a shape, dtype, device or stride does not fit; ``scales`` has more than one group; ``activation``
+            is unknown or is combined with a ``residual``.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 

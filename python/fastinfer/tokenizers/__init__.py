@@ -1,1 +1,1 @@
-"""Text to token ids and back, with the chat templates that come with a vocabulary."""
+"""Tokenizers: text to token ids and back, and chat templates."""

@@ -1,7 +1,7 @@
-"""Chat messages to one prompt, by the Jinja template that a model's file carries.
+"""Rendering of chat messages as a prompt, with the Jinja template of the model's file.
 
-A template is code from a stranger's file: it runs in jinja2's sandbox, without access to Python's internals. The
-conventions (whitespace, filters, names) are those of https://huggingface.co/docs/transformers/chat_templating.
+A template is untrusted code: it runs in jinja2's sandbox, without access to Python's internals. The conventions
+(whitespace, filters, names) are those of https://huggingface.co/docs/transformers/chat_templating.
 """
 
 import functools
@@ -12,11 +12,13 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fastinfer.errors import RequestError, UnsupportedModelError
+from fastinfer.utils.text import one_line
 
 
 def render(
@@ -27,20 +29,23 @@ def render(
     eos_token: str = "",
     **variables: Any,
 ) -> str:
-    """Write a conversation as the prompt that the model was trained on.
+    """Render a conversation in the prompt format that the model was trained on.
 
-    The template itself writes special tokens, the beginning-of-text token included: encode the result with
+    The template writes all special tokens, including the beginning-of-text token, so encode the result with
     ``add_special_tokens=False``.
 
     Args:
-        template: the Jinja source, :attr:`fastinfer.tokenizers.tokenizer.Tokenizer.chat_template`.
-        messages: each with a "role" and a "content"; all values are strings.
-        add_generation_prompt: end with the words that begin the assistant's answer.
+        template: Jinja source, :attr:`fastinfer.tokenizers.tokenizer.Tokenizer.chat_template`.
+        messages: messages with a "role" and a "content"; all values are strings.
+        add_generation_prompt: whether to end with the text that starts the assistant's answer.
         bos_token, eos_token: spellings of the model's special tokens.
-        variables: further names that the template knows, such as ``enable_thinking``.
+        variables: more variables of the template, such as ``enable_thinking``.
+
+    Returns:
+        The prompt.
 
     Raises:
-        UnsupportedModelError: there is no template, it is no valid Jinja, or it reaches for what the sandbox forbids.
+        UnsupportedModelError: there is no template, it is not valid Jinja, or the sandbox forbids what it does.
         RequestError: the messages are malformed, or the template refuses them.
     """
     if template is None:
@@ -51,14 +56,15 @@ def render(
     try:
         return compiled.render(messages=messages, add_generation_prompt=add_generation_prompt, **names)
     except SecurityError as error:
-        raise UnsupportedModelError(f"the model's chat template is not safe to run: {_one_line(error)}") from None
-    except Exception as error:  # a template can fail in any way that Python can
-        raise RequestError(f"the model's chat template failed on these messages: {_one_line(error)}") from None
+        raise UnsupportedModelError(f"the model's chat template is not safe to run: {one_line(error)}") from None
+    except Exception as error:  # a template can raise any Python error
+        raise RequestError(f"the model's chat template failed on these messages: {one_line(error)}") from None
 
 
 def _check(messages: Any) -> None:
+    """Require a non-empty list of dicts of str with a role and a content."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise RequestError(f"messages: expected a list of at least one message, got {_one_line(repr(messages))}")
+        raise RequestError(f"messages: expected a list of at least one message, got {one_line(repr(messages))}")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise RequestError(f"messages[{index}]: expected a dict, got {type(message).__name__}")
@@ -79,19 +85,19 @@ def _compile(template: str) -> jinja2.Template:
     environment.globals["strftime_now"] = _strftime_now
     try:
         return environment.from_string(template)
-    except Exception as error:  # jinja2's own errors, and Python's for code that is nested too deep
-        raise UnsupportedModelError(f"the model's chat template is not valid: {_one_line(error)}") from None
+    except Exception as error:  # jinja2's errors, and Python's own for code that is nested too deeply
+        raise UnsupportedModelError(f"the model's chat template is not valid: {one_line(error)}") from None
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox (which also limits ``range`` to 100,000), made to fail at the first forbidden attribute."""
+    """Sandbox that raises an error at the first forbidden attribute; it also limits ``range`` to 100,000."""
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
         raise SecurityError(f"access to attribute {attribute!r} of {type(obj).__name__!r} is not allowed")
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks the assistant's words for training; here it means nothing."""
+    """Support of ``{% generation %}``, which marks the assistant's words for training and has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it as a plain class attribute)
 
@@ -101,7 +107,7 @@ class _Generation(Extension):
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Plain JSON: jinja2's own filter escapes HTML."""
+    """Print plain JSON; jinja2's own filter would escape HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
@@ -111,7 +117,3 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
-
-
-def _one_line(problem: object) -> str:
-    return " ".join(str(problem).split())[:200]

@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file carries: byte-level BPE with merges, or SentencePiece's BPE with scores."""
+"""Reader of the tokenizer in a GGUF file: byte-level BPE with merges, or SentencePiece BPE with scores."""
 
 from collections.abc import Callable
 
@@ -16,17 +16,17 @@ from fastinfer.tokenizers.vocabulary import END_TOKENS, MARKER, Vocabulary, byte
 # Values of tokenizer.ggml.token_type.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
-# Phi-3's control tokens take the white space that follows them, but for these.
+# Phi-3's control tokens absorb the white space that follows them, except for these tokens.
 _PHI3_KEEPS = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
 Encode = Callable[[str, bool], list[int]]
 
 
 def read_tokenizer(file: GGUFFile) -> tuple[Vocabulary, Encode]:
-    """The vocabulary, and the function from a text and ``parse_special`` to token ids.
+    """Read the vocabulary, and make the function from a text and ``parse_special`` to token ids.
 
     Raises:
-        UnsupportedModelError: the file's kind of tokenizer or its pre-tokenizer is not implemented.
+        UnsupportedModelError: the kind of tokenizer or its pre-tokenizer is not implemented.
         GGUFFormatError: the vocabulary is missing or inconsistent.
     """
     model = file.get("tokenizer.ggml.model", str)
@@ -39,7 +39,7 @@ def read_tokenizer(file: GGUFFile) -> tuple[Vocabulary, Encode]:
 
 
 class _Tokens:
-    """What both kinds have in common."""
+    """Tokens of a file, by id, spelling and type, for both kinds of tokenizers."""
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
@@ -59,13 +59,14 @@ class _Tokens:
         self.control |= markers
 
     def special_id(self, name: str) -> int | None:
+        """Id of a special token (``bos``, ``eos``, ``unknown``, ...), or None if the file does not name it."""
         key = f"tokenizer.ggml.{name}_token_id"
         return self.file.get(key, int, None, minimum=0, maximum=len(self.spellings) - 1)
 
     def vocabulary(
         self, *, to_bytes: Callable[[str], bytes], literal: bool, add_bos: bool, adds_space: bool
     ) -> Vocabulary:
-        """With the file's own word on ``add_bos``, if it has one."""
+        """Build the vocabulary; ``add_bos`` is a default that the file can override."""
         bos, eos = self.special_id("bos"), self.special_id("eos")
         added = self.control | self.user_defined
         ends = {eos, self.special_id("eot"), self.special_id("eom"), *(added[t] for t in END_TOKENS & added.keys())}
@@ -96,7 +97,7 @@ def _byte_level(file: GGUFFile, tokens: _Tokens) -> tuple[Vocabulary, Encode]:
         model = BPE(vocab=tokens.ids, merges=merges, ignore_merges=whole_words)
     except Exception as error:  # the library raises plain Exception for a merge of unknown tokens
         raise GGUFFormatError(f"{file.path}: metadata key 'tokenizer.ggml.merges': {error}") from None
-    # Two front ends that share one model in memory: one sees special tokens in a text, the other does not.
+    # Two front ends that share one model in memory: only the second one finds special tokens in a text.
     plain, parsing = _backend(model, pre), _backend(model, pre)
     parsing.add_special_tokens([AddedToken(token, normalized=False) for token in tokens.control])
     parsing.add_tokens([AddedToken(token, normalized=False) for token in tokens.user_defined])

@@ -1,7 +1,7 @@
-"""The tokenizer of a Hugging Face folder: ``tokenizer.json`` and what the JSON files next to it say of special tokens.
+"""Reader of the tokenizer in a Hugging Face folder: ``tokenizer.json``, and JSON files that define special tokens.
 
-Nothing of the folder is run: ``auto_map`` and Python files are not looked at. How tokenizer.json is read is
-https://huggingface.co/docs/tokenizers.
+No code of the folder is run: ``auto_map`` and Python files are ignored. The tokenizers library reads tokenizer.json
+(https://huggingface.co/docs/tokenizers).
 """
 
 import json
@@ -25,6 +25,7 @@ from fastinfer.tokenizers.vocabulary import (
     metaspace_bytes,
     sentencepiece_bytes,
 )
+from fastinfer.utils.text import one_line
 
 MAX_VOCAB_SIZE = 1 << 24
 
@@ -32,7 +33,7 @@ _ADDED_TOKENS = re.compile(r'(?<!\\)"added_tokens"\s*:\s*(?=\[)')
 
 
 def read_tokenizer(folder: Path) -> tuple[Vocabulary, Callable[[str, bool], list[int]]]:
-    """The vocabulary, and the function from a text and ``parse_special`` to token ids.
+    """Read the vocabulary, and make the function from a text and ``parse_special`` to token ids.
 
     Raises:
         CheckpointFormatError: a file is missing or malformed.
@@ -49,7 +50,7 @@ def read_tokenizer(folder: Path) -> tuple[Vocabulary, Callable[[str, bool], list
     backend = _read_backend(path)
     if unknown := [name for name in (names.bos, names.eos) if name and backend.token_to_id(name) is None]:
         raise CheckpointFormatError(f"{path}: the special token {unknown[0]!r:.80} is missing")
-    # In some files the model alone knows these; all the same their spelling is the token.
+    # In some files these are tokens of the model but not added tokens; their spelling means the token all the same.
     special_tokens = [AddedToken(name, normalized=False) for name in (names.bos, names.eos) if name]
     for token in backend.get_added_tokens_decoder().values():
         if MARKER.fullmatch(token.content):
@@ -96,21 +97,21 @@ def read_tokenizer(folder: Path) -> tuple[Vocabulary, Callable[[str, bool], list
 
     def encode(text: str, parse_special: bool) -> list[int]:
         with lock:
-            backend.encode_special_tokens = not parse_special  # "encode their spelling as text"
+            backend.encode_special_tokens = not parse_special  # True encodes their spelling as text
             return backend.encode(text, add_special_tokens=False).ids
 
     return vocabulary, encode
 
 
 class _SpecialNames:
-    """What the files beside tokenizer.json say.
+    """Settings of the JSON files next to tokenizer.json.
 
     Attributes:
-        bos, eos: spellings, ``None`` where no file names them.
-        bos_id, eos_ids: as config.json and generation_config.json number them.
-        add_bos: begin texts with bos, whatever tokenizer.json does; ``None``: as tokenizer.json does.
-        vocab_size: of the model, 0 where config.json does not say.
-        chat_template: the Jinja source, or ``None``.
+        bos, eos: spellings of the tokens, ``None`` if no file names them.
+        bos_id, eos_ids: ids of the tokens in config.json and generation_config.json.
+        add_bos: whether to begin a text with bos; ``None`` to do what tokenizer.json does.
+        vocab_size: number of token ids of the model, 0 if config.json does not have it.
+        chat_template: Jinja source, or ``None``.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -126,7 +127,7 @@ class _SpecialNames:
             for name in ("bos_token", "eos_token")
         )
         self.eos_ids = {i for f in (generation, config, text_config) for i in _ids(f, "eos_token_id")}
-        # A tokenizer_config.json that names none, or null, means it: Qwen2's config.json numbers one all the same.
+        # A bos_token of null in tokenizer_config.json means none, even if config.json has an id (as for Qwen2).
         named = "bos_token" in tokenizer_config.values
         self.bos_id = None if named else next((i for f in (config, text_config) for i in _ids(f, "bos_token_id")), None)
         self.add_bos = tokenizer_config.get("add_bos_token", bool, None)
@@ -140,6 +141,7 @@ class _SpecialNames:
         return JsonFields(path, {}, CheckpointFormatError)
 
     def _template(self, tokenizer_config: JsonFields) -> str | None:
+        """Read the chat template from its own file, or from tokenizer_config.json."""
         path = self._folder / "chat_template.jinja"
         if path.is_file():
             try:
@@ -150,13 +152,13 @@ class _SpecialNames:
             return template
         if not isinstance(tokenizer_config.values.get("chat_template"), list):
             return tokenizer_config.get("chat_template", str, None)
-        # Several by name; the one for plain conversations is called "default".
+        # A list of named templates; "default" is the one for plain conversations.
         templates = tokenizer_config.get("chat_template", list)
         return next((t["template"] for t in templates if isinstance(t, dict) and t.get("name") == "default"), None)
 
 
 def _spelling(fields: JsonFields, name: str) -> str | None:
-    """A token's name: a string, or an object with its "content"."""
+    """Read a token's spelling: a string, or an object with a "content"."""
     value = fields.values[name]
     if not isinstance(value, dict):
         return fields.get(name, str, None)
@@ -164,7 +166,7 @@ def _spelling(fields: JsonFields, name: str) -> str | None:
 
 
 def _ids(fields: JsonFields, name: str) -> list[int]:
-    """One token id or a list of them."""
+    """Read one token id or a list of them."""
     value = fields.values.get(name)
     values = value if isinstance(value, list) else [] if value is None else [value]
     if bad := [v for v in values if type(v) is not int or v < 0]:
@@ -178,14 +180,12 @@ def _read_backend(path: Path) -> Backend:
         backend = Backend.from_str(text)
         match = _ADDED_TOKENS.search(text)
         added = json.JSONDecoder().raw_decode(text, match.end())[0] if match else []
-        # The library numbers the added tokens anew where their ids have gaps, and says nothing.
+        # If the ids of the added tokens have gaps, the library silently gives them other ids.
         if _moved(backend, added):
             backend = Backend.from_str(_with_ids_of_added_tokens(text))
         moved = _moved(backend, added)
     except Exception as error:  # the library raises plain Exception
-        raise CheckpointFormatError(
-            f"{path}: not a sound tokenizer.json: {' '.join(str(error).split())[:200]}"
-        ) from None
+        raise CheckpointFormatError(f"{path}: not a sound tokenizer.json: {one_line(error)}") from None
     if moved:
         raise CheckpointFormatError(
             f"{path}: the added token {moved[0]['content']!r:.80} cannot have the id {moved[0]['id']}"
@@ -196,12 +196,12 @@ def _read_backend(path: Path) -> Backend:
 
 
 def _moved(backend: Backend, added: list[Any]) -> list[Any]:
-    """The added tokens whose ids in the library are not those of the file."""
+    """Added tokens whose ids in the library differ from those in the file."""
     return [token for token in added if backend.token_to_id(token["content"]) != token["id"]]
 
 
 def _with_ids_of_added_tokens(text: str) -> str:
-    """tokenizer.json with the added tokens in the model's own vocabulary, where ids may have gaps."""
+    """Move the added tokens of tokenizer.json into the model's vocabulary, where ids may have gaps."""
     values = json.loads(text)
     vocab = values["model"]["vocab"]
     for token in values["added_tokens"] if isinstance(vocab, dict) else ():
@@ -210,7 +210,7 @@ def _with_ids_of_added_tokens(text: str) -> str:
 
 
 def _affixes(backend: Backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids that the post-processor puts around a text."""
+    """Ids that the post-processor puts before and after a text."""
     around = backend.encode("a", add_special_tokens=True)
     mask = around.special_tokens_mask
     first = mask.index(0) if 0 in mask else len(mask)
@@ -219,7 +219,7 @@ def _affixes(backend: Backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _decoder(backend: Backend, path: Path) -> tuple[Callable[[str], bytes], bool]:
-    """How a token's spelling becomes bytes, and whether a text's first space is not its own."""
+    """Find the function from a token's spelling to bytes, and whether a space is added in front of a text."""
     state = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": None}
     steps = {step["type"]: step for step in state.get("decoders", [state])}
     kinds = steps.keys() - {"Fuse"}

@@ -1,6 +1,7 @@
-"""How byte-level tokenizers of GGUF files cut text into words before the merges, by the value of tokenizer.ggml.pre.
+"""Pre-tokenizers: how byte-level tokenizers split text into words before the merges.
 
-The patterns are those of the models' own tokenizers: merges learned on other words would give other ids.
+GGUF files name theirs in ``tokenizer.ggml.pre``. The patterns are those of the models' original tokenizers, because the
+same merges on other words would give other ids.
 """
 
 from collections.abc import Callable
@@ -27,12 +28,12 @@ def _gpt2() -> pre_tokenizers.PreTokenizer:
 
 
 def _smollm() -> pre_tokenizers.PreTokenizer:
-    """Every digit on its own, then as GPT-2."""
+    """Split off every digit, then split like GPT-2."""
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level()])
 
 
 def _llama3() -> pre_tokenizers.PreTokenizer:
-    """Runs of up to three digits."""
+    """Split digits into runs of up to three."""
     return _split(_WORD + r"|\p{N}{1,3}|" + _REST)
 
 
@@ -41,7 +42,7 @@ def _qwen2() -> pre_tokenizers.PreTokenizer:
 
 
 def _tekken() -> pre_tokenizers.PreTokenizer:
-    """Mistral Nemo: a word ends before a capital letter, and slashes go with what precedes them."""
+    """Split like Mistral Nemo: a word ends before a capital letter, and slashes belong to preceding punctuation."""
     return _split(_CASED_WORD + r"|\p{N}|" + _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1))
 
 
@@ -57,7 +58,7 @@ PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "deepseek-r1-qwen": _qwen2,
 }
 
-# Whole words that are tokens are taken without merges, and files without the key add the beginning-of-text token.
+# Whole words that are tokens are encoded without merges, and the beginning-of-text token is added by default.
 TAKE_WHOLE_WORDS = frozenset({"llama3", "llama-v3", "llama-bpe", "tekken"})
-# Text is composed (NFC) first.
+# Text is normalised to NFC first.
 COMPOSE = frozenset({"qwen2", "deepseek-r1-qwen"})

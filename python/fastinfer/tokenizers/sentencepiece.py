@@ -1,8 +1,8 @@
-"""SentencePiece's byte-pair encoding, from a vocabulary with scores.
+"""SentencePiece's byte-pair encoding, for a vocabulary with scores.
 
-Of all adjacent pieces whose join is a token, the pair with the best score is joined first, the leftmost of equals
-(https://github.com/google/sentencepiece, T. Kudo, J. Richardson, arXiv:1808.06226). The tokenizers library does nearly
-the same from a list of merges, but to make and load Gemma's 513,511 takes 7 times as long as all of this.
+Of all adjacent pieces that together are a token, the pair with the best score is joined first, the leftmost among
+equals (https://github.com/google/sentencepiece, T. Kudo, J. Richardson, arXiv:1808.06226). The tokenizers library does
+nearly the same with a list of merges, but making and loading the 513,511 merges of Gemma takes 7 times as long as this.
 """
 
 import functools
@@ -16,25 +16,27 @@ from tokenizers.models import WordLevel
 
 from fastinfer.tokenizers.vocabulary import SPACE
 
-# Words up to this length are looked up in a cache: there are few different ones in a text.
+# Words up to this length are cached, because a text has few different ones.
 CACHED_LENGTH = 24
 CACHED_WORDS = 1 << 15
 
-_BETWEEN = "\ud800"  # in no token: a lone surrogate is no text
+_BETWEEN = "\ud800"  # a lone surrogate, which is in no token
 
 
 class SentencePieceBPE:
-    """Text to token ids.
+    """Encoder from a text to token ids.
 
     Args:
-        pieces: the tokens that joins can make, and their ids.
-        scores: of every id.
-        byte_ids: the ids of the 256 bytes, for characters that are no token; empty if the vocabulary has none.
-        unknown_id: what stands for a run of such characters then; ``None`` leaves them out.
-        control: spelling and id of the tokens that only ``parse_special`` finds in a text.
-        user_defined: spelling and id of those that are found in any text.
-        adds_space: a space goes in front of the text, and of what follows a control token.
-        strips_after_control: white space after a control token belongs to it.
+        pieces: tokens that joins can make, with their ids.
+        scores: scores of all ids.
+        byte_ids: ids of the 256 byte tokens, for characters without a token; empty if the vocabulary has no byte
+            tokens.
+        unknown_id: token for a run of characters without a token, if there are no byte tokens; ``None`` to leave such
+            characters out.
+        control: spellings and ids of the tokens that are found in a text only with ``parse_special``.
+        user_defined: spellings and ids of the tokens that are found in any text.
+        adds_space: whether to add a space in front of a text, and after each control token.
+        strips_after_control: control tokens that absorb the white space behind them.
     """
 
     def __init__(
@@ -55,7 +57,8 @@ class SentencePieceBPE:
         self._adds_space = adds_space
         self._control = _Splitter(control, strips_after_control)
         self._user_defined = _Splitter(user_defined)
-        # No join crosses a place where no token has a space after another character. Gemma's only such token is ">▁</".
+        # A word starts at a space whose preceding character is before a space in no token: no join crosses that place.
+        # Gemma has only one token with a space behind another character, ">▁</".
         joined = set(re.findall(f"([^{SPACE}{_BETWEEN}]){SPACE}", _BETWEEN.join(pieces)))
         self._word_start = re.compile(f"(?<=[^{SPACE}{''.join(map(re.escape, joined))}])(?={SPACE})")
         self._cached = functools.lru_cache(CACHED_WORDS)(self._encode_word)
@@ -69,7 +72,7 @@ class SentencePieceBPE:
                 continue
             for fragment in self._user_defined.split(" " + part if self._adds_space else part):
                 ids += [fragment] if isinstance(fragment, int) else self._encode_fragment(fragment)
-        return ids if self._byte_ids else self._one_unknown_a_run(ids)
+        return ids if self._byte_ids else self._merge_unknowns(ids)
 
     def _encode_fragment(self, text: str) -> list[int]:
         ids: list[int] = []
@@ -89,11 +92,11 @@ class SentencePieceBPE:
         return ids
 
     def _join(self, word: str) -> list[str]:
-        """The word's pieces, after n log n steps for n characters."""
+        """Join the characters of a word into pieces, in O(n log n)."""
         pieces = list(word)
-        after = list(range(1, len(pieces) + 1))  # where the next piece begins; 0 for a piece that is part of another
+        after = list(range(1, len(pieces) + 1))  # place of the next piece; 0 for a piece that was joined to another
         before = list(range(-1, len(pieces) - 1))
-        queue: list[tuple[float, int, int, int]] = []  # cost, place of the left piece, of the right, length of both
+        queue: list[tuple[float, int, int, int]] = []  # cost, left place, right place, length of both
 
         def offer(left: int, right: int) -> None:
             joined = pieces[left] + pieces[right]
@@ -104,7 +107,7 @@ class SentencePieceBPE:
             offer(place, place + 1)
         while queue:
             _, left, right, length = heapq.heappop(queue)
-            # Pieces only grow: with this length and these neighbours both are what they were when the pair was offered.
+            # Pieces only grow, so if the neighbours and the length are unchanged, the pair is still the one offered.
             if after[left] != right or len(pieces[left]) + len(pieces[right]) != length:
                 continue
             pieces[left] += pieces[right]
@@ -118,23 +121,24 @@ class SentencePieceBPE:
                 offer(before[left], left)
         return [piece for piece in pieces if piece]
 
-    def _one_unknown_a_run(self, ids: list[int]) -> list[int]:
+    def _merge_unknowns(self, ids: list[int]) -> list[int]:
+        """Keep one unknown token of each run."""
         unknown = self._unknown_id
         return [i for place, i in enumerate(ids) if i != unknown or not place or ids[place - 1] != unknown]
 
 
 class _Splitter:
-    """Finds the longest of many tokens in a text: the tokenizers library's automaton, with a model of one word."""
+    """Search for the longest of many tokens in a text, with the automaton of the tokenizers library."""
 
     def __init__(self, tokens: Mapping[str, int], strips_after: frozenset[int] = frozenset()) -> None:
         tokens = {token.replace(SPACE, " "): token_id for token, token_id in tokens.items() if token}
-        # The library numbers added tokens in order; 0 is any text between them.
+        # The library gives added tokens consecutive ids from 1; 0 is any text between them.
         self._ids = [0, *tokens.values()]
         self._backend = Backend(WordLevel({SPACE: 0}, unk_token=SPACE))
         self._backend.add_tokens([AddedToken(t, normalized=False, rstrip=i in strips_after) for t, i in tokens.items()])
 
     def split(self, text: str) -> list[int | str]:
-        """Token ids and the strings between them; SentencePiece's sign for a space must not occur."""
+        """Split a text into token ids and the strings between them; it must not contain ``SPACE``."""
         found = self._backend.encode(text)
         return [
             self._ids[number] if number else text[start:end]

@@ -1,4 +1,4 @@
-"""Text to token ids and back."""
+"""Tokenizer of a model: text to token ids and back."""
 
 import codecs
 from collections.abc import Callable, Iterable
@@ -9,23 +9,23 @@ from fastinfer.formats.gguf import GGUFFile
 from fastinfer.tokenizers import gguf_tokenizer, hf_tokenizer
 from fastinfer.tokenizers.vocabulary import Vocabulary
 
-_BEFORE = "\x02"  # a character that no token joins with what follows it
+_BEFORE = "\x02"  # a character that no token combines with the text behind it
 
 
 class Tokenizer:
     """A model's tokenizer.
 
     Args:
-        vocabulary: what its tokens are.
-        encode: from a text and ``parse_special`` to token ids.
+        vocabulary: tokens of the model.
+        encode: function from a text and ``parse_special`` to token ids.
 
     Attributes:
         vocab_size: number of token ids.
-        bos_id, bos_token: the token that begins a text, and its spelling; None and "" if the file names none.
-        eos_ids: every token that ends an answer.
-        control_ids: the ids that are no text, such as ``<|im_end|>``.
-        eos_token: the spelling of the file's own end token, or "".
-        chat_template: the file's Jinja template, or None.
+        bos_id, bos_token: token that begins a text, and its spelling; None and "" if the file names none.
+        eos_ids: all tokens that end an answer.
+        control_ids: ids of the tokens that are not text, such as ``<|im_end|>``.
+        eos_token: spelling of the end token that the file names, or "".
+        chat_template: Jinja template of the file, or None.
     """
 
     def __init__(self, vocabulary: Vocabulary, encode: Callable[[str, bool], list[int]]) -> None:
@@ -41,19 +41,19 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, file: GGUFFile) -> "Tokenizer":
-        """Build the tokenizer of an open file: byte-level BPE or SentencePiece BPE.
+        """Build the tokenizer of an open GGUF file: byte-level BPE or SentencePiece BPE.
 
         Raises:
-            UnsupportedModelError: the file's kind of tokenizer or its pre-tokenizer is not implemented.
+            UnsupportedModelError: the kind of tokenizer or its pre-tokenizer is not implemented.
             GGUFFormatError: the vocabulary is missing or inconsistent.
         """
         return cls(*gguf_tokenizer.read_tokenizer(file))
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer":
-        """Build the tokenizer of a Hugging Face folder from its ``tokenizer.json``; no code of it is run.
+        """Build the tokenizer of a Hugging Face folder from its ``tokenizer.json``; no code of the folder is run.
 
-        Special tokens and the chat template come from the JSON files next to it.
+        Special tokens and the chat template come from the other JSON files of the folder.
 
         Raises:
             CheckpointFormatError: a file is missing or malformed.
@@ -62,27 +62,32 @@ class Tokenizer:
         return cls(*hf_tokenizer.read_tokenizer(folder))
 
     def pad(self, num_ids: int) -> None:
-        """Take ids up to ``num_ids - 1``: those past the vocabulary are no text. Models often have more rows of logits
-        than there are tokens, and a random draw may hit one.
+        """Accept ids up to ``num_ids - 1``; those past the vocabulary have no text.
+
+        Models often have more logits than the vocabulary has tokens, and sampling may choose one of these ids.
         """
         self._num_ids = max(num_ids, self.vocab_size)
 
     def encode(
         self, text: str, add_special_tokens: bool = True, parse_special: bool = True, continues: bool = False
     ) -> list[int]:
-        """Token ids of a text.
+        """Encode a text.
 
         Args:
-            text: any text. Bytes that the vocabulary has no token for are dropped, or become its unknown token, as in
-                the models' own tokenizers.
-            add_special_tokens: put the beginning-of-text token in front, if the model wants one.
-            parse_special: the spelling of a special token (``<|im_end|>``) becomes that token; otherwise it is plain
-                text, which is right for text from outside.
-            continues: the text goes on after another, as an answer after a prompt: the space that some vocabularies
-                put in front of a text is left out.
+            text: any text. Bytes without a token in the vocabulary are dropped or become the unknown token, as in the
+                models' original tokenizers.
+            add_special_tokens: whether to add the tokens that the model expects around a text, such as the
+                beginning-of-text token.
+            parse_special: whether the spelling of a special token (``<|im_end|>``) becomes that token. Use False for
+                untrusted text, to encode it as plain text.
+            continues: whether the text continues another one, as an answer continues a prompt. If so, the space that
+                some vocabularies add in front of a text is left out.
+
+        Returns:
+            The token ids.
 
         Raises:
-            RequestError: ``text`` is no str or holds a lone surrogate.
+            RequestError: ``text`` is not a str or has a lone surrogate.
         """
         if not isinstance(text, str):
             raise RequestError(f"prompt: expected a str, got {type(text).__name__}")
@@ -97,13 +102,16 @@ class Tokenizer:
         return [*self._vocabulary.prefix, *ids, *self._vocabulary.suffix] if add_special_tokens else ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True, continues: bool = True) -> str:
-        """Text of token ids; bytes that are not UTF-8 become U+FFFD.
+        """Decode token ids to text; bytes that are not UTF-8 become U+FFFD.
 
         Args:
-            ids: from the vocabulary.
-            skip_special_tokens: leave out the tokens that are no text.
-            continues: the ids go on after a text, as an answer after a prompt. False for a text from its beginning: the
-                space that some vocabularies put there is taken away, so that this is :meth:`encode` reversed.
+            ids: token ids of the vocabulary.
+            skip_special_tokens: whether to leave out the tokens that are not text.
+            continues: whether the ids continue a text, as an answer continues a prompt. If not, the space that some
+                vocabularies add in front of a text is removed, so that this method is the inverse of :meth:`encode`.
+
+        Returns:
+            The text.
 
         Raises:
             RequestError: an id is not in the vocabulary.
@@ -112,9 +120,10 @@ class Tokenizer:
         return text.removeprefix(" ") if self._vocabulary.adds_space and not continues else text
 
     def token_bytes(self, token_id: int, skip_special_tokens: bool = True) -> bytes:
-        """The bytes that a token stands for, perhaps a part of a character.
+        """Bytes of a token, which may be part of a character; b"" for a skipped special token or an id without token.
 
-        b"" for a skipped special token, and for an id without a token.
+        Raises:
+            RequestError: the id is not in the vocabulary.
         """
         if not 0 <= token_id < self._num_ids:
             raise RequestError(f"token id: expected 0 to {self._num_ids - 1}, got {token_id}")
@@ -131,11 +140,11 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Text of a growing answer, token by token.
+    """Decoder of a growing answer, one token at a time.
 
-    A token may end in the middle of a character, so the bytes go through an incremental UTF-8 decoder: it holds back
-    what later tokens may complete, 3 bytes at most. A token's cost does not depend on the length of the answer, and all
-    pieces joined are exactly what :meth:`Tokenizer.decode` gives for all ids.
+    A token may end in the middle of a character, so the bytes pass through an incremental UTF-8 decoder, which holds
+    back up to 3 bytes of an incomplete character. The time per token does not depend on the length of the answer, and
+    all pieces together equal :meth:`Tokenizer.decode` of all ids.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
@@ -144,9 +153,9 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add(self, token_id: int) -> str:
-        """The text that this token completes, perhaps ""."""
+        """Add a token and return the text that it completes, which may be ""."""
         return self._utf8.decode(self._tokenizer.token_bytes(token_id, self._skip_special_tokens))
 
     def flush(self) -> str:
-        """What is left at the end of the answer: "" or U+FFFD for a character that was never completed."""
+        """Return the rest of the text at the end of the answer: U+FFFD for an incomplete character, else ""."""
         return self._utf8.decode(b"", final=True)

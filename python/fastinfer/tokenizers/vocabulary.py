@@ -1,14 +1,14 @@
-"""A model's tokens: how they are spelled, what bytes they stand for, and which of them are no text."""
+"""Vocabulary of a model: spellings of its tokens, their bytes, and which of them are not text."""
 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# SentencePiece's spelling of a space.
+# Spelling of a space in SentencePiece.
 SPACE = "▁"
 
-# Tokens that end an answer, next to the ids that the file names: chat models end a turn with a token of their own, and
-# many files name only one of the two.
+# Tokens that end an answer, in addition to those that the file names: chat models have a token for the end of a turn
+# and one for the end of a text, and many files name only one of them.
 END_TOKENS = frozenset(
     {
         "<|im_end|>",
@@ -22,15 +22,15 @@ END_TOKENS = frozenset(
     }
 )
 
-# Added tokens that structure a conversation although their file calls them text (fine-tuning tools forget the flag):
-# text from outside must not be able to spell them. Not "<s>": in Gemma's vocabulary that is HTML, struck through.
+# Added tokens that structure a conversation, even if their file marks them as text (fine-tuning tools forget the flag):
+# untrusted text must not be able to spell them. Not "<s>", which is HTML in Gemma's vocabulary (strike-through).
 MARKER = re.compile(r"<\|.+\|>|<(start|end)_of_turn>|\[/?INST\]")
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's spelling of bytes: printable Latin-1 characters stand for themselves, the others for U+0100 and up."""
+    """GPT-2's spelling of bytes: printable Latin-1 characters are themselves, other bytes are U+0100 and up."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -40,39 +40,39 @@ _BYTE_OF_CHAR = _byte_of_char()
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """The bytes of a byte-level token, each of whose characters stands for one."""
+    """Bytes of a byte-level token, in which each character stands for one byte."""
     try:
         return bytes(_BYTE_OF_CHAR[char] for char in token)
-    except KeyError:  # not spelled in bytes: some files hold a few tokens as they are
+    except KeyError:  # some files spell a few tokens as plain text
         return token.encode()
 
 
 def sentencepiece_bytes(token: str) -> bytes:
-    """The bytes of a SentencePiece token: ``<0x0A>`` is one byte, all others are text with its own sign for a space."""
+    """Bytes of a SentencePiece token: ``<0x0A>`` is one byte, other tokens are text with ``SPACE`` for a space."""
     if match := _BYTE.fullmatch(token):
         return bytes.fromhex(match[1])
     return metaspace_bytes(token)
 
 
 def metaspace_bytes(token: str) -> bytes:
-    """The bytes of a token of SentencePiece's without byte tokens."""
+    """Bytes of a SentencePiece token in a vocabulary without byte tokens."""
     return token.replace(SPACE, " ").encode()
 
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """What a tokenizer's file says of its tokens.
+    """Tokens of a model, as its tokenizer file defines them.
 
     Attributes:
-        tokens: the spelling of each id; ``None`` where an id has no token.
-        control: ids of tokens that are no text.
-        literal: ids of tokens that are text exactly as they are spelled.
-        to_bytes: the bytes of any other token's spelling.
-        bos_id, eos_id: the tokens that begin and end a text, ``None`` where the file names none.
-        eos_ids: every token that ends an answer.
-        prefix, suffix: ids that go around a text with special tokens.
-        adds_space: a text begins with a space that is not its own.
-        chat_template: the Jinja source, or ``None``.
+        tokens: spelling of each id; ``None`` for an id without a token.
+        control: ids of tokens that are not text.
+        literal: ids of tokens whose spelling is their text.
+        to_bytes: function from the spelling of any other token to its bytes.
+        bos_id, eos_id: tokens that begin and end a text; ``None`` if the file does not name them.
+        eos_ids: all tokens that end an answer.
+        prefix, suffix: ids added before and after a text with special tokens.
+        adds_space: whether encoding adds a space in front of a text.
+        chat_template: Jinja source, or ``None``.
     """
 
     tokens: Sequence[str | None]

@@ -1,1 +1,1 @@
-"""Small helpers that know nothing of models: value checks, devices, dtypes, tables."""
+"""Small helpers that do not depend on models: value checks, devices, dtypes, memory, tables, messages."""

@@ -1,4 +1,4 @@
-"""Checks of single values that users pass in; each raises a RequestError that names field, range and value."""
+"""Checks of values that users pass in; each raises a RequestError that names the field, its range and the value."""
 
 import math
 
@@ -9,26 +9,26 @@ INT64_MAX = 2**63 - 1
 
 
 def check_int(name: str, value: object, low: int, high: int) -> None:
-    """An integer in low..high; booleans and floats are refused, even 1.0."""
+    """Require an integer in low..high; booleans and floats are refused, even 1.0."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise RequestError(f"{name} must be an integer in {low}..{high}, got {show(value)}")
 
 
 def check_float(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
-    """A finite number in [low, high], or (low, high] with ``low_open``; booleans are refused."""
+    """Require a finite number in [low, high], or in (low, high] with ``low_open``; booleans are refused."""
     valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(_as_float(value))
     if not valid or not low <= value <= high or (low_open and value == low):  # type: ignore[operator]
         raise RequestError(f"{name} must be a number in {'(' if low_open else '['}{low}, {high}], got {show(value)}")
 
 
 def check_bool(name: str, value: object) -> None:
-    """True or False, not 0 or 1."""
+    """Require True or False; 0 and 1 are refused."""
     if not isinstance(value, bool):
         raise RequestError(f"{name} must be True or False, got {show(value)}")
 
 
 def _as_float(value: int | float) -> float:
-    """Integers past the range of a float count as infinite."""
+    """Convert to float; integers beyond the range of a float become infinite."""
     try:
         return float(value)
     except OverflowError:
@@ -36,9 +36,9 @@ def _as_float(value: int | float) -> float:
 
 
 def show(value: object) -> str:
-    """A short, one-line form of any value, for an error message."""
+    """Print any value in at most 60 characters, for an error message."""
     try:
         text = repr(value)
-    except ValueError:  # Python refuses to print integers of more than 4,300 digits
+    except ValueError:  # Python does not print integers of more than 4,300 digits
         text = f"a gigantic {type(value).__name__}"
     return text if len(text) <= 60 else text[:57] + "..."

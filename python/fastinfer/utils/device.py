@@ -1,4 +1,4 @@
-"""Which device a model runs on."""
+"""Choice of the device that a model runs on."""
 
 import torch
 
@@ -9,10 +9,10 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 def resolve_device(name: str) -> str:
-    """``"cpu"`` or ``"cuda"``; ``"auto"`` is CUDA where it can be had.
+    """Turn a device name into ``"cpu"`` or ``"cuda"``; ``"auto"`` chooses CUDA if it is available.
 
     Raises:
-        RequestError: there is no such device, or what it takes is missing.
+        RequestError: the name is unknown, or CUDA is requested and not available.
     """
     if name not in DEVICES:
         raise RequestError(f"device must be one of {', '.join(DEVICES)}, got {name!r}")
@@ -23,6 +23,7 @@ def resolve_device(name: str) -> str:
 
 
 def _missing_for_cuda() -> str | None:
+    """The first missing requirement of CUDA, for an error message; None if CUDA is available."""
     if not _C.build_info()["cuda_archs"]:
         return "a fastinfer that is built with its CUDA kernels (FASTINFER_BUILD=cuda), got one without"
     if torch.version.cuda is None:

@@ -11,9 +11,9 @@ import fastinfer
 
 
 def machine_facts() -> dict[str, Any]:
-    """Versions, CPU and GPUs of this machine, ready for JSON. Sizes are in bytes.
+    """Collect versions, CPU and GPUs of this machine as JSON values; sizes are in bytes.
 
-    ``"extension"`` describes the compiled library, or holds only ``"error"`` where it does not load.
+    ``"extension"`` describes the compiled library, or holds only ``"error"`` if the library does not load.
     """
     cpu: dict[str, Any] = {
         "name": _cpu_name(),
@@ -43,5 +43,5 @@ def machine_facts() -> dict[str, Any]:
 
 def _cpu_name() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    # Arm kernels give no model name.
+    # Linux on Arm gives no model name.
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

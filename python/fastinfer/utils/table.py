@@ -1,10 +1,10 @@
-"""Tables of text for a terminal."""
+"""Text tables for a terminal."""
 
 from collections.abc import Sequence
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells in aligned columns, the first one to the left; the first row is the head."""
+    """Align cells in columns: the first column to the left, the others to the right. The first row is the header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *rest in rows:

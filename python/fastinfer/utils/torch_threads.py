@@ -1,4 +1,4 @@
-"""Torch's own thread pool."""
+"""Control of torch's own thread pool."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,10 +8,10 @@ import torch
 
 @contextlib.contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Keep torch's threads out of many small operations.
+    """Run torch with one thread inside the ``with`` block, for code of many small operations.
 
-    Their barriers spin: on two cores with another busy process each copy of a model's loading took 2 ms instead of
-    20 us, and loading 2.0 s instead of 0.4 s.
+    The barriers of torch's threads spin: on two cores with another busy process each copy while loading a model took
+    2 ms instead of 20 us, and loading took 2.0 s instead of 0.4 s.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

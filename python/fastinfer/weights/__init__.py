@@ -1,1 +1,1 @@
-"""Weights in the packed forms that the kernels compute with."""
+"""Packed weights, which compute linear layers with the operators."""

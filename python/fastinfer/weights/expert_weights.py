@@ -1,4 +1,4 @@
-"""The weights of a layer's experts in one tensor, in one of the packed forms of :mod:`fastinfer.weights.weight`."""
+"""Weights of all experts of a layer in one tensor, in the forms of :mod:`fastinfer.weights.weight`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -14,16 +14,16 @@ from fastinfer.formats.unpacked import Dense, Int4, Int8, Lut, Unpacked
 
 
 class ExpertWeights(ABC):
-    """[experts, out_features, in_features], whatever its form."""
+    """Matrices [experts, out_features, in_features] in any form."""
 
     @abstractmethod
     def linear(self, x: Tensor, routing: ops.Routing, *, activation: str | None = None) -> Tensor:
-        """Each row times the weight of its expert; see :func:`fastinfer.ops.grouped_gemm`."""
+        """Multiply each row by the weight of its expert; see :func:`fastinfer.ops.grouped_gemm`."""
 
 
 @dataclass(frozen=True, eq=False)
 class DenseExperts(ExpertWeights):
-    """Not quantised; ``values`` is [experts, out_features, in_features]."""
+    """Experts whose weights are not quantised; ``values`` is [experts, out_features, in_features]."""
 
     values: Tensor
 
@@ -33,12 +33,12 @@ class DenseExperts(ExpertWeights):
 
 @dataclass(frozen=True, eq=False)
 class QuantizedExperts(ExpertWeights):
-    """4 or 8 bits with scales per group.
+    """Experts with 4-bit or 8-bit integers, and a scale and an optional minimum per group of inputs.
 
     Attributes:
         bits: 4 or 8.
-        qweight, scales, mins: packed, see :func:`fastinfer.ops.grouped_int8_gemm`.
-        out_features: rows before padding.
+        qweight, scales, mins: packed tensors, see :func:`fastinfer.ops.grouped_int8_gemm`.
+        out_features: number of rows of an expert before padding.
         activation_bits: precision of the input in products, see :func:`fastinfer.ops.int8_gemm`.
     """
 
@@ -66,12 +66,12 @@ class QuantizedExperts(ExpertWeights):
 
 @dataclass(frozen=True, eq=False)
 class LutExperts(ExpertWeights):
-    """4 bits that choose one of 16 values, with scales per group.
+    """Experts with 4-bit indices into a look-up table of 16 values, and a scale per group of inputs.
 
     Attributes:
-        qweight, scales: packed, see :func:`fastinfer.ops.grouped_lut_gemm`.
-        table: [16] fp32.
-        out_features: rows before padding.
+        qweight, scales: packed tensors, see :func:`fastinfer.ops.grouped_lut_gemm`.
+        table: [16] fp32, the look-up table.
+        out_features: number of rows of an expert before padding.
     """
 
     qweight: Tensor
@@ -98,15 +98,15 @@ def make_expert_weights(
     device: str = "cpu",
     dense_dtype: torch.dtype | None = None,
 ) -> ExpertWeights:
-    """The kernels' form of the experts' weights; no integer or scale is rounded.
+    """Pack the experts' weights for the kernels; no integer or scale is rounded.
 
     Args:
-        experts: one each, in host memory. Each is packed by itself: beside the result one expert's weight is needed.
-        activation_bits: see :class:`QuantizedExperts`. Of a weight that was made for int8 activations it is the precision
-            of the input too: nothing is rounded more coarsely than with 8.
-        device: that will use it: packed forms differ.
-        dense_dtype: of weights that are not quantised, where it must be that of the hidden states; ``None``: as they
-            are.
+        experts: weight of each expert, in host memory. They are packed one after another, so that only the result and
+            one more packed expert are in memory.
+        activation_bits: precision of the input in products, see :class:`QuantizedExperts`. It also applies to weights
+            that were made for int8 activations, as there is no W8A8 product for experts.
+        device: device that will use the weights; the packed forms of CPU and GPU differ.
+        dense_dtype: dtype to convert weights to that are not quantised; ``None`` to keep the checkpoint's dtype.
 
     Raises:
         UnsupportedModelError: the experts differ in form, shape or group size, or their inputs are permuted.
@@ -119,31 +119,31 @@ def make_expert_weights(
                 f"and {_describe(expert)} for expert {index}"
             )
     if isinstance(first, Dense):
-        return DenseExperts(_stack(experts, lambda expert: expert.values.to(device, dense_dtype)))
+        return DenseExperts(_join(experts, lambda expert: expert.values.to(device, dense_dtype)))
     assert isinstance(first, Int4 | Int8 | Lut)
     if first.permutation is not None:
         raise UnsupportedModelError(
             "the experts of a layer must have their inputs in order, got permuted ones (desc_act)"
         )
     pack = ops.int8_pack if isinstance(first, Int8) else ops.int4_pack
-    qweight = _stack(experts, lambda expert: pack(expert.q.to(device)))
-    scales = _stack(experts, lambda expert: ops.pack_scales(expert.scales.to(device)))
+    qweight = _join(experts, lambda expert: pack(expert.q.to(device)))
+    scales = _join(experts, lambda expert: ops.pack_scales(expert.scales.to(device)))
     out_features, _ = first.shape
     if isinstance(first, Lut):
         assert first.table is not None
         return LutExperts(qweight, scales, first.table.to(device), out_features)
-    mins = None if first.mins is None else _stack(experts, lambda expert: ops.pack_scales(expert.mins.to(device)))
+    mins = None if first.mins is None else _join(experts, lambda expert: ops.pack_scales(expert.mins.to(device)))
     return QuantizedExperts(8 if isinstance(first, Int8) else 4, qweight, scales, mins, out_features, activation_bits)
 
 
-def _stack(experts: Sequence[Unpacked], convert: Callable[[Any], Tensor]) -> Tensor:
-    """``torch.stack`` of what ``convert`` returns, without having all of it twice."""
+def _join(experts: Sequence[Unpacked], convert: Callable[[Any], Tensor]) -> Tensor:
+    """``convert`` each expert into one tensor [experts, ...]; unlike torch.stack, no second copy is in memory."""
     first = convert(experts[0])
-    stack = first.new_empty([len(experts), *first.shape])
-    stack[0] = first
+    joined = first.new_empty([len(experts), *first.shape])
+    joined[0] = first
     for index in range(1, len(experts)):
-        stack[index] = convert(experts[index])
-    return stack
+        joined[index] = convert(experts[index])
+    return joined
 
 
 def _describe(weight: Unpacked) -> str:
