@@ -20,9 +20,10 @@ from tqdm import tqdm
 
 from fastinfer.benchmarks.report import PERCENTILES, percentile, print_plot, write_json
 from fastinfer.errors import RequestError
-from fastinfer.llm import LLM, Prompt
+from fastinfer.llm import LLM
 from fastinfer.outputs import RequestOutput
 from fastinfer.sampling_params import SamplingParams
+from fastinfer.serving.prompt import Prompt
 from fastinfer.utils.table import format_table
 
 
