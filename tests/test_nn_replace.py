@@ -82,7 +82,7 @@ def test_quantized(family: str, quantize: str, fuse: bool) -> None:
 
 
 def named_layers(report: Replacement, model: nn.Module) -> dict[str, Any]:
-    """The quantised layers under the names that they had, out of those that were stacked."""
+    """The quantised layers under their original names, split from the merged layers."""
     layers: dict[str, Any] = {}
     for name, module in model.named_modules():
         if isinstance(module, FusedMLP):
@@ -216,7 +216,7 @@ def test_a_quantised_output_layer_is_not_resized() -> None:
     model = make_model("llama2")
     replace(model, quantize="int4")
     assert repr(model.lm_head.weight) == "PackedWeight((20, 2, 8, 16, 4), torch.int8)"
-    with pytest.raises(TypeError, match="no matrix that could be resized"):
+    with pytest.raises(TypeError, match="packed and cannot be resized"):
         model.resize_token_embeddings(model.config.vocab_size + 16, mean_resizing=False)
 
 

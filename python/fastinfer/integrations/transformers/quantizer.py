@@ -229,9 +229,9 @@ def mark_quantised(model: "PreTrainedModel", config: FastinferConfig) -> None:
 
 
 def _is_dense(model: nn.Module, name: str, module: nn.Module) -> bool:
-    """A linear layer, or one that was stacked, with a dense weight."""
+    """A linear layer, or a merged one, with a dense weight."""
     if isinstance(module, MergedRows):
-        return isinstance(model.get_submodule(f"{name.rpartition('.')[0]}.{module.stacked}"), Linear)
+        return isinstance(model.get_submodule(f"{name.rpartition('.')[0]}.{module.merged}"), Linear)
     return type(module) in (nn.Linear, Linear)
 
 
