@@ -200,7 +200,7 @@ def test_masks_of_another_kind_are_refused() -> None:
     model = make_model("llama2")
     replace(model)
     for mask in (torch.ones(1, 1, 12, 12).tril().bool(), torch.ones(1, 1, 12, 12).int()):
-        with pytest.raises(ValueError, match="attention_mask must be None, or what transformers makes"):
+        with pytest.raises(ValueError, match="attention_mask must be None, or the mask of transformers"):
             model(tokens(1, 12), attention_mask=mask)
 
 
