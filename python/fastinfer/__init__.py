@@ -6,7 +6,7 @@
 >>> output.outputs[0].text
 ' Paris...'
 
-The operators alone are in :mod:`fastinfer.ops`; C++ code finds the kernels by :func:`fastinfer.get_include`.
+The operators alone are in :mod:`fastinfer.ops`; C++ projects find the kernels with :func:`fastinfer.get_include`.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""``python -m fastinfer`` is the same program as ``fastinfer``."""
+"""Entry point of ``python -m fastinfer``, the same program as ``fastinfer``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The engine for asyncio: each request a stream of its own, all computed together in a thread beside the event loop."""
+"""Engine for asyncio: every request has its own stream of outputs, and one thread runs all requests together."""
 
 import asyncio
 import threading
@@ -25,14 +25,14 @@ Output = TypeVar("Output", RequestOutput, PrefillOutput)
 
 
 class AsyncEngine:
-    """Runs the requests of any number of tasks at the same time.
+    """Runs the requests of any number of asyncio tasks together.
 
-    The engine lives in a thread, which steps while there is something to do and else sleeps; no step holds up an event
-    loop. All methods may be called from several threads, each with its event loop; a stream is read in the loop in
-    which it was begun, by one task at a time. Nobody else may use the engine.
+    The engine runs in its own thread, which sleeps while there are no requests; steps do not block the event loop. All
+    methods may be called from several threads, each with its own event loop. A stream must be read in the event loop
+    that created it, by one task at a time. Nobody else may use the wrapped engine.
 
-    A request whose processing fails ends with the finish reason ``"error"``. If a whole step fails, as when the model
-    does, all requests end so, and the engine goes on with the next ones.
+    A request that fails ends with the finish reason ``"error"``. If a whole step fails, all current requests end this
+    way, and the engine continues with the requests that follow.
 
     >>> import asyncio
     >>> from fastinfer import AsyncEngine, SamplingParams
@@ -45,29 +45,29 @@ class AsyncEngine:
      Paris...
 
     Args:
-        engine: one without requests.
+        engine: an engine that has no requests yet.
     """
 
     def __init__(self, engine: Engine) -> None:
         if engine.has_unfinished:
             raise RequestError("engine must have no requests yet, got one with some")
         self._engine = engine
-        # Its one thread runs all that touches the engine, in the order of submission. A step submits the next one, so
-        # that what was submitted meanwhile comes between the two.
+        # One thread runs everything that touches the engine, in the order of submission. Each step submits the next
+        # step, so that work submitted meanwhile runs between the two.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fastinfer-engine")
         self._is_stepping = False
         self._stats = engine.stats()
-        self._lock = threading.Lock()  # of the next three
+        self._lock = threading.Lock()  # guards the next three attributes
         self._is_shut_down = False
         self._mailboxes: dict[str, Mailbox[Any]] = {}
         self._num_submitted = 0  # requests that the thread has not added yet
-        # Of streams that nobody reads any more; to be aborted before the next step. The garbage collector appends to
-        # it, perhaps in the middle of anything, so it needs no lock.
+        # Mailboxes of streams that nobody reads any more; their requests are aborted before the next step. The garbage
+        # collector may append at any moment, even while a lock is held, so this is a deque, which needs none.
         self._abandoned: deque[Mailbox[Any]] = deque()
 
     @classmethod
     def from_model(cls, model: str = hub.DEFAULT_MODEL, **options: Any) -> "AsyncEngine":
-        """Load a model, which blocks; arguments and errors are those of :class:`fastinfer.LLM`."""
+        """Load a model. This blocks; arguments and errors are those of :class:`fastinfer.LLM`."""
         return cls(LLM(model, **options).engine)
 
     def generate(
@@ -80,22 +80,22 @@ class AsyncEngine:
         cache_salt: str = "",
         adapter: str | None = None,
     ) -> "OutputStream[RequestOutput]":
-        """Begin to complete a prompt.
+        """Start to complete a prompt.
 
         Args:
-            prompt: as for :meth:`fastinfer.LLM.generate`; or its token ids.
-            params: by default temperature 0.7 and top_p 0.95.
-            request_id: must not be that of an unfinished request; by default a random one.
-            priority: requests with smaller numbers are served first.
-            cache_salt: of a prompt that has none itself: prefixes are shared only among requests of the same salt.
+            prompt: a prompt as for :meth:`fastinfer.LLM.generate`, or its token ids.
+            params: sampling parameters; temperature 0.7 and top_p 0.95 by default.
+            request_id: an id that no unfinished request has; random by default.
+            priority: number of which smaller values are served first.
+            cache_salt: salt of a prompt that names none itself; only requests with the same salt share cached prefixes.
             adapter: name of a LoRA adapter, see :meth:`load_adapter`.
 
         Returns:
-            The request's cumulative outputs, up to the one that is ``finished``.
+            A stream of the request's cumulative outputs, of which the last one is ``finished``.
 
         Raises:
-            QueueFullError: too many requests wait.
-            RequestError: the request can never be served, or its id is taken. Nothing has been queued then.
+            QueueFullError: too many requests are waiting.
+            RequestError: the request can never be served, or its id is taken. Nothing has been queued in this case.
             RuntimeError: the engine is shut down, or no event loop is running.
         """
         prepared = prepare(self._engine, _as_prompt(prompt), cache_salt=cache_salt)
@@ -118,7 +118,7 @@ class AsyncEngine:
         priority: int = 0,
         adapter: str | None = None,
     ) -> PrefillOutput:
-        """A prompt as a vector, as by :meth:`fastinfer.LLM.embed`; raises as :meth:`generate`."""
+        """Compute the embedding of a prompt, see :meth:`fastinfer.LLM.embed`; raises the errors of :meth:`generate`."""
         prepared = prepare(self._engine, _as_prompt(prompt))
         valid = self._engine.validate(prepared.token_ids, adapter=adapter, generates=False)
         mailbox: Mailbox[PrefillOutput] = Mailbox()
@@ -127,10 +127,11 @@ class AsyncEngine:
         return await anext(self._submit(mailbox, partial(add, priority=priority, **names)))
 
     async def add_prompt_module(self, name: str, prompt: Prompt | list[int], *, adapter: str | None = None) -> None:
-        """Compute a text and keep it in the cache, as :meth:`fastinfer.LLM.add_prompt_module` does.
+        """Compute a text and keep it in the cache, see :meth:`fastinfer.LLM.add_prompt_module`.
 
         Raises:
-            QueueFullError, RequestError, RuntimeError: as there, and as :meth:`generate`.
+            QueueFullError, RequestError, RuntimeError: the errors of :meth:`fastinfer.LLM.add_prompt_module` and of
+                :meth:`generate`.
         """
         prepared = prepare(self._engine, _as_prompt(prompt))
         valid = self._engine.validate(prepared.token_ids, adapter=adapter)
@@ -141,33 +142,34 @@ class AsyncEngine:
             raise RuntimeError(f"prompt module {name!r} was not computed: {output.stop_reason or output.finish_reason}")
 
     async def remove_prompt_module(self, name: str) -> None:
-        """Let go of a prompt module.
+        """Release a prompt module.
 
         Raises:
-            RequestError: there is none of this name.
+            RequestError: there is no module of this name.
         """
         await self._call(self._engine.remove_prompt_module, name)
 
     async def load_adapter(self, name: str, path: str | Path) -> None:
-        """Read a LoRA adapter between two steps; raises as :meth:`fastinfer.LLM.load_adapter`."""
+        """Load a LoRA adapter between two steps; raises the errors of :meth:`fastinfer.LLM.load_adapter`."""
         await self._call(self._engine.load_adapter, name, path)
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget a LoRA adapter; raises as :meth:`fastinfer.LLM.unload_adapter`."""
+        """Unload a LoRA adapter; raises the errors of :meth:`fastinfer.LLM.unload_adapter`."""
         await self._call(self._engine.unload_adapter, name)
 
     async def abort(self, request_id: str) -> None:
-        """End a request at once; its stream gets one more output, with the finish reason ``"abort"``. Does nothing
-        where the request is unknown or finished.
+        """End a request at once; does nothing if the request is unknown or finished.
+
+        Its stream gets one more output, with the finish reason ``"abort"``.
         """
         await self._call(self._end, [request_id])
 
     def stats(self) -> EngineStats:
-        """As it was after the last step."""
+        """Return the engine's statistics after its last step."""
         return self._stats
 
     async def shutdown(self) -> None:
-        """Abort all requests, whose streams get a last output, and end the thread; the second time does nothing."""
+        """Abort all requests, whose streams get a last output, and end the thread; a second call does nothing."""
         with self._lock:
             if not self._is_shut_down:
                 self._is_shut_down = True
@@ -181,7 +183,7 @@ class AsyncEngine:
         await self.shutdown()
 
     def _submit(self, mailbox: Mailbox[Output], add: Callable[[], str]) -> "OutputStream[Output]":
-        """Let the thread add a request whose outputs go into the mailbox."""
+        """Have the engine's thread add a request whose outputs go to the mailbox."""
         with self._lock:
             if self._is_shut_down:
                 raise RuntimeError("the engine is shut down")
@@ -196,24 +198,24 @@ class AsyncEngine:
         return OutputStream(self, mailbox)
 
     async def _call(self, function: Callable[..., None], *args: Any) -> None:
-        """Run something between two steps; after the end there is nothing to run it on."""
+        """Run a function between two steps; does nothing after the shutdown."""
         with self._lock:
             if self._is_shut_down:
                 return
             future = self._thread.submit(function, *args)
         await asyncio.wrap_future(future)
 
-    # From here on, everything runs in the engine's thread.
+    # All methods below run in the engine's thread.
 
     def _add(self, mailbox: Mailbox[Any], add: Callable[[], str]) -> None:
         outcome: str | Exception | None = None
         try:
             if not mailbox.is_abandoned:
                 outcome = add()
-        except Exception as error:  # full meanwhile, for instance by preemptions
+        except Exception as error:  # the queue may have filled since _submit, for instance by preemptions
             outcome = error
         stats = self._engine.stats()
-        with self._lock:  # at once, or a request would count as submitted and as waiting
+        with self._lock:  # change both counts together, or the request would count as submitted and as waiting
             self._stats = stats
             self._num_submitted -= 1
             del self._mailboxes[mailbox.request_id]
@@ -230,11 +232,11 @@ class AsyncEngine:
         self._abort_abandoned()
         try:
             self._publish(self._engine.step())
-        except Exception as error:  # whatever it is: nobody may wait for ever
+        except Exception as error:  # any error must reach the streams, or their readers would wait forever
             self._end_all(error)
         self._is_stepping = self._engine.has_unfinished
         if self._is_stepping:
-            self._thread.submit(self._step)  # raises after the shutdown, which ends what is left
+            self._thread.submit(self._step)  # raises after the shutdown, which ends the remaining requests
 
     def _abort_abandoned(self) -> None:
         while self._abandoned:
@@ -248,12 +250,12 @@ class AsyncEngine:
         self._end(request_ids, error)
 
     def _end(self, request_ids: list[str], error: Exception | None = None) -> None:
-        """Abort requests; with an error their last outputs tell of that."""
+        """Abort requests; their last outputs report the error, if there is one."""
         outputs = []
         for request_id in request_ids:
             try:
                 output = self._engine.abort(request_id)
-            except Exception as failure:  # nobody may wait for ever
+            except Exception as failure:  # must reach the stream, or its reader would wait forever
                 with self._lock:
                     mailbox = self._mailboxes.pop(request_id, None)
                 if mailbox is not None:
@@ -276,12 +278,11 @@ class AsyncEngine:
 
 
 class OutputStream(AsyncIterator[Output]):
-    """The cumulative outputs of one request, the last one ``finished``.
+    """Asynchronous iterator over the cumulative outputs of one request; the last one is ``finished``.
 
-    A slow reader misses outputs, but no text: the ``delta`` of each completion is what is new since the output that was
-    read before. Whoever leaves early - by ``break``, by cancelling the task that waits, by :meth:`aclose` - aborts the
-    request within one step. In a task that may be cancelled while it does something else, hold it with
-    ``contextlib.aclosing``.
+    A slow reader misses outputs, but no text: the ``delta`` of each completion is the text that is new since the output
+    read before. Leaving the loop early, cancelling the task that waits or calling :meth:`aclose` aborts the request
+    within one step. A task that may be cancelled while it does something else should use ``contextlib.aclosing``.
 
     Attributes:
         request_id: the engine's name for the request.
@@ -305,7 +306,7 @@ class OutputStream(AsyncIterator[Output]):
         return output
 
     async def aclose(self) -> None:
-        """Abort the request, if it still runs; afterwards its blocks are free."""
+        """Abort the request if it is still running; its cache blocks are free when this returns."""
         self._abandon()
         await self._engine._call(self._engine._abort_abandoned)
 
@@ -324,7 +325,7 @@ def _as_prompt(prompt: Prompt | list[int]) -> Prompt:
 
 
 def _failed(output: RequestOutput | PrefillOutput, error: Exception) -> RequestOutput | PrefillOutput:
-    """The last output of a request that was aborted because of an error."""
+    """Return the last output of an aborted request with the finish reason ``"error"``."""
     failure: dict[str, Any] = {"finish_reason": "error", "stop_reason": reason(error)}
     if isinstance(output, PrefillOutput):
         return replace(output, **failure)

@@ -1,6 +1,6 @@
-"""Where C++ projects find the kernels without torch: headers, library and CMake package (examples/cpp shows their use).
+"""Paths for C++ projects that use the kernels without torch: headers, library and CMake package.
 
-Importing this loads neither torch nor the library.
+See examples/cpp. Importing this module loads neither torch nor the library.
 """
 
 from pathlib import Path
@@ -9,18 +9,19 @@ PACKAGE = Path(__file__).parent
 
 
 def get_include() -> str:
-    """The folder for a compiler's ``-I``: with it, ``#include <fastinfer/norm/rms_norm.h>`` finds the launcher."""
+    """Return the folder for a compiler's ``-I``; ``#include <fastinfer/norm/rms_norm.h>`` is relative to it."""
     return _built("include")
 
 
 def get_library() -> str:
-    """The path of ``libfastinfer.so``: the kernels, with what they share, for a linker's command line."""
+    """Return the path of ``libfastinfer.so``, which has all kernels, for a linker's command line."""
     return _built("lib/libfastinfer.so")
 
 
 def get_cmake_dir() -> str:
-    """The folder for ``-Dfastinfer_DIR=``: with it, CMake's ``find_package(fastinfer CONFIG)`` has the target
-    ``fastinfer::fastinfer``.
+    """Return the folder for ``-Dfastinfer_DIR=``.
+
+    CMake's ``find_package(fastinfer CONFIG)`` then defines the target ``fastinfer::fastinfer``.
     """
     return _built("lib/cmake/fastinfer")
 

@@ -1,42 +1,42 @@
-"""Errors that a user's input can cause. Each message is one line that says what was expected and what came."""
+"""Errors caused by a user's input. Each message is one line that says what was expected and what came instead."""
 
 
 class FastinferError(ValueError):
-    """Base of all errors below; the command line prints its message and exits with code 2."""
+    """Base class of the errors below; the command line prints the message and exits with code 2."""
 
 
 def reason(error: Exception) -> str:
-    """What is told of an error that ended a request: of ours the message, of others their class as well."""
+    """Return the text with which an output reports an error: the message, preceded by the class unless it is ours."""
     return str(error) if isinstance(error, FastinferError) else f"{type(error).__name__}: {error}"
 
 
 class ModelNotFoundError(FastinferError):
-    """No model under this name or path, or its download failed."""
+    """No model has this name or path, or its download failed."""
 
 
 class UnsupportedModelError(FastinferError):
-    """The file is sound, but holds an architecture, tokenizer or quantisation that is not implemented."""
+    """The model is valid, but its architecture, tokenizer or quantisation is not implemented."""
 
 
 class GGUFFormatError(FastinferError):
-    """The file is not a sound GGUF file."""
+    """The file is not a valid GGUF file."""
 
 
 class CheckpointFormatError(FastinferError):
-    """A folder of safetensors files, or its configuration, is not sound."""
+    """A folder of safetensors files, or its configuration, is not valid."""
 
 
 class AdapterError(FastinferError):
-    """A LoRA adapter that is damaged, does not fit the model, or needs what is not implemented."""
+    """A LoRA adapter is damaged, does not fit the model, or needs a feature that is not implemented."""
 
 
 class QuantizationError(FastinferError):
-    """A weight that a format cannot hold, or a folder that a quantised checkpoint cannot be made from or written to."""
+    """A format cannot hold a weight, or a quantised checkpoint cannot be written."""
 
 
 class RequestError(FastinferError):
-    """A prompt or a sampling parameter that cannot be served."""
+    """A prompt, a parameter or an option is not valid, or cannot be served with this model."""
 
 
 class QueueFullError(RequestError):
-    """Too many requests wait already; a later try may succeed."""
+    """Too many requests are waiting; trying again later may succeed."""

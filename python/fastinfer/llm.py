@@ -1,4 +1,4 @@
-"""The offline API: a model by name or path, and text from it."""
+"""Synchronous interface: load a model by name or path and generate text with it."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ from fastinfer.serving.shared_engine import Job, SharedEngine
 from fastinfer.utils.device import resolve_device
 from fastinfer.utils.dtypes import DTYPES, KV_CACHE_DTYPES
 
-# The model reads the whole prompt for its log-probabilities; the token that it then draws is of no use.
+# Scoring needs only the log-probabilities of the prompt; the one generated token is discarded.
 SCORE_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
 
 Scorable = Prompt | tuple[Prompt, Prompt]
@@ -35,30 +35,31 @@ Outputs = Generator[RequestOutput, None, None]
 class LLM:
     """A loaded model that generates text.
 
-    Calls from several threads are safe, and share steps: whichever thread is ahead computes for all.
+    Several threads may call it at the same time; their requests run in the same steps.
 
     Args:
         model: a name or path that :func:`fastinfer.hub.resolve` knows.
-        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"``, or ``"auto"`` for the fastest of the machine.
-        device: ``"cpu"``, ``"cuda"``, or ``"auto"`` for a GPU where there is one.
-        draft_model: a smaller model of the same vocabulary, by name or path, that guesses tokens ahead; without it
-            ``num_speculative_tokens`` are looked up in the text itself.
-        kv_cache_dtype: of the cached keys and values: a ``dtype``, ``"int8"``, ``"fp8"`` (float8_e4m3fn), ``"int4"``
-            (least memory, and a visible loss: see docs/performance.md), or ``"auto"`` for what suits the model's
-            ``dtype``, which on a GPU is the only one beside the last three.
-        max_num_waiting: requests that wait in the engine; prompts beyond it wait outside.
-        max_model_len, max_num_seqs, max_num_batched_tokens, batching, block_size, kv_cache_memory: as in
+        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"``, or ``"auto"`` for the fastest one on this machine.
+        device: ``"cpu"``, ``"cuda"``, or ``"auto"`` for a GPU if there is one.
+        draft_model: name or path of a smaller model with the same vocabulary that drafts tokens for speculative
+            decoding; without it, ``num_speculative_tokens`` are drafted from n-grams of the text itself.
+        kv_cache_dtype: dtype of the cached keys and values: one of the values of ``dtype``, ``"int8"``, ``"fp8"``
+            (float8_e4m3fn), ``"int4"`` (least memory, with a measurable loss: see docs/performance.md), or ``"auto"``
+            for the one that suits ``dtype``. On a GPU only ``"auto"``, ``"int8"``, ``"fp8"`` and ``"int4"`` work.
+        max_num_waiting: largest number of requests waiting in the engine; further prompts wait outside it.
+        max_model_len, max_num_seqs, max_num_batched_tokens, batching, block_size, kv_cache_memory: see
             :class:`fastinfer.engine.config.EngineConfig`.
-        enable_prefix_caching, num_speculative_tokens, max_loras, max_lora_rank, deterministic, enforce_eager: as there.
+        enable_prefix_caching, num_speculative_tokens, max_loras, max_lora_rank, deterministic, enforce_eager: see
+            :class:`fastinfer.engine.config.EngineConfig`.
 
     Attributes:
-        engine: what computes. Its ``stats()`` may be read at any time; it is not to be called otherwise.
-        tokenizer: the model's.
+        engine: the engine that runs the requests. Only its ``stats()`` may be called from outside.
+        tokenizer: the model's tokenizer.
 
     Raises:
         ModelNotFoundError: there is no such model.
-        UnsupportedModelError: its architecture is not implemented.
-        RequestError: an argument is out of its range, or memory does not suffice for ``max_model_len``.
+        UnsupportedModelError: the model's architecture is not implemented.
+        RequestError: an argument is out of range, or memory is too small for ``max_model_len``.
 
     Devices: CPU, CUDA (not yet run on a GPU).
     """
@@ -123,22 +124,22 @@ class LLM:
         adapter: str | list[str | None] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Complete the prompts, all at the same time as far as the limits allow.
+        """Complete prompts. They run together as far as the engine's limits allow.
 
         Args:
-            prompts: one or many; each text, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``. A dictionary may
-                have a ``"cache_salt"``: prefixes are shared only among prompts of the same salt; or a
-                ``"prompt_module"``: the name of what comes before it, see :meth:`add_prompt_module`.
-            params: one for all, or one per prompt; by default temperature 0.7 and top_p 0.95.
-            priority: one for all, or one per prompt; the smallest numbers are served first.
-            adapter: name of a LoRA adapter, see :meth:`load_adapter`; one for all, or one per prompt.
+            prompts: one prompt or a list; each is text, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``. A
+                dictionary may also have a ``"cache_salt"`` (only prompts with the same salt share cached prefixes) or a
+                ``"prompt_module"`` (name of a text that precedes the prompt, see :meth:`add_prompt_module`).
+            params: one object for all prompts, or one per prompt; temperature 0.7 and top_p 0.95 by default.
+            priority: one number for all prompts, or one per prompt; smaller numbers are served first.
+            adapter: name of a LoRA adapter (see :meth:`load_adapter`), one for all prompts or one per prompt.
             use_tqdm: show a progress bar on stderr.
 
         Returns:
-            One finished output per prompt, in their order.
+            One finished output per prompt, in the same order.
 
         Raises:
-            RequestError: a prompt or its parameters cannot be served; nothing has been computed then.
+            RequestError: a prompt or its parameters cannot be served. Nothing has been computed in this case.
         """
         many = prompts if isinstance(prompts, list) else [prompts]
         jobs = self._jobs([self._prepare(prompt) for prompt in many], params, priority, adapter)
@@ -152,15 +153,15 @@ class LLM:
         priority: int = 0,
         adapter: str | None = None,
     ) -> list[RequestOutput]:
-        """The likeliest completions of the prompts that a beam search finds, the best one first.
+        """Complete prompts by beam search; the completions of each output are sorted, the best one first.
 
         Args:
-            prompts: one or many, as for :meth:`generate`.
-            params: how to search.
-            priority, adapter: as for :meth:`generate`, one for all.
+            prompts: one prompt or a list, as for :meth:`generate`.
+            params: parameters of the search.
+            priority, adapter: as for :meth:`generate`, one value for all prompts.
 
         Raises:
-            RequestError: a prompt cannot be served; nothing has been computed then.
+            RequestError: a prompt cannot be served. Nothing has been computed in this case.
         """
         jobs: list[Job[RequestOutput]] = []
         for prompt in prompts if isinstance(prompts, list) else [prompts]:
@@ -172,20 +173,22 @@ class LLM:
         return self._shared.complete(jobs)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[str, None, None]:
-        """Complete one prompt, piece by piece; together the pieces are the text of :meth:`generate`.
+        """Complete one prompt and yield the text in pieces, which add up to the text of :meth:`generate`.
 
         Closing the iterator aborts the request.
 
         Raises:
             RequestError: the prompt cannot be served, or ``params.n`` is not 1.
-            RuntimeError: processing the request failed half-way.
+            RuntimeError: the request failed while it was running.
         """
         if isinstance(params, SamplingParams) and params.n != 1:
-            raise RequestError(f"n must be 1 for stream, whose pieces are of one text, got {params.n}")
+            raise RequestError(f"n must be 1 for stream, which yields one text, got {params.n}")
         return _pieces(self.stream_outputs(prompt, params))
 
     def stream_outputs(self, prompt: Prompt, params: SamplingParams | None = None) -> Outputs:
-        """The cumulative output after every token; closing the iterator aborts the request.
+        """Complete one prompt and yield its cumulative output after every token.
+
+        Closing the iterator aborts the request.
 
         Raises:
             RequestError: the prompt cannot be served.
@@ -193,7 +196,7 @@ class LLM:
         return self._shared.run(self._jobs([self._prepare(prompt)], params))
 
     def chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None) -> RequestOutput:
-        """The model's answer to a conversation, such as ``[{"role": "user", "content": "Hello"}]``.
+        """Answer a conversation, such as ``[{"role": "user", "content": "Hello"}]``.
 
         Raises:
             RequestError: the conversation cannot be served.
@@ -202,7 +205,7 @@ class LLM:
         return self._shared.complete(self._jobs([prepare_chat(self.engine, messages)], params))[0]
 
     def stream_chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None) -> Outputs:
-        """:meth:`chat` as :meth:`stream_outputs`."""
+        """Answer a conversation as :meth:`chat` does and yield the outputs as :meth:`stream_outputs` does."""
         return self._shared.run(self._jobs([prepare_chat(self.engine, messages)], params))
 
     def embed(
@@ -214,19 +217,19 @@ class LLM:
         priority: int = 0,
         adapter: str | None = None,
     ) -> list[PrefillOutput]:
-        """The prompts as vectors: hidden states after the last norm.
+        """Compute embeddings of prompts from the hidden states after the last norm.
 
         Args:
-            prompts: one or many, as for :meth:`generate`.
+            prompts: one prompt or a list, as for :meth:`generate`.
             pooling: ``"mean"`` over all tokens, or the ``"last"`` token.
             normalize: scale each vector to length 1.
-            priority, adapter: as for :meth:`generate`, one for all.
+            priority, adapter: as for :meth:`generate`, one value for all prompts.
 
         Returns:
-            One output per prompt, in their order, each with its ``embedding``.
+            One output with an ``embedding`` per prompt, in the same order.
 
         Raises:
-            RequestError: a prompt cannot be served; nothing has been computed then.
+            RequestError: a prompt cannot be served. Nothing has been computed in this case.
         """
         _check_choice("pooling", pooling, POOLINGS)
         jobs: list[Job[PrefillOutput]] = []
@@ -241,20 +244,19 @@ class LLM:
     def score(
         self, prompts: Prompt | tuple[Prompt, Prompt] | list[Prompt | tuple[Prompt, Prompt]]
     ) -> list[ScoreOutput]:
-        """The log-likelihood of texts, or of continuations of contexts.
+        """Compute the log-likelihood of texts, or of continuations given their contexts.
 
-        Of a pair (context, continuation) the continuation's tokens are scored. The two are tokenised apart and joined,
-        so that the border lies where the pair has it, even where the joined text would be cut otherwise: a space
-        between words belongs to the continuation. Of a single prompt all tokens are scored but the first, which
-        nothing precedes.
+        A single prompt is scored from its second token on. For a pair (context, continuation), only the tokens of the
+        continuation are scored. Its two parts are tokenised separately and joined, so no token spans the border; a
+        space between them belongs to the continuation.
 
         Args:
-            prompts: one or many; prompts as for :meth:`generate`, or pairs of them.
+            prompts: one item or a list; each is a prompt as for :meth:`generate`, or a pair of prompts.
 
         Raises:
-            RequestError: a prompt cannot be served, or a context or continuation has no token; nothing has been
-                computed then.
-            RuntimeError: processing a request failed half-way.
+            RequestError: a prompt cannot be served, or a context or continuation has no token. Nothing has been
+                computed in this case.
+            RuntimeError: a request failed while it was running.
         """
         jobs: list[Job[RequestOutput]] = []
         starts = []
@@ -267,19 +269,18 @@ class LLM:
     def add_prompt_module(self, name: str, prompt: Prompt, *, adapter: str | None = None) -> None:
         """Compute a text, such as a system prompt, and keep it in the cache until :meth:`remove_prompt_module`.
 
-        Prompts that begin with it (``{"prompt": text, "prompt_module": name}``) start where it ends, rounded down to
-        whole blocks. It is tokenised as a prompt of its own; what follows it is tokenised apart. Those that name it get
-        its ``cache_salt``, too.
+        Prompts that begin with it (``{"prompt": text, "prompt_module": name}``) reuse its whole cache blocks and
+        inherit its ``cache_salt``. The module and the text that follows it are tokenised separately.
 
         Args:
-            name: of the module.
-            prompt: as for :meth:`generate`.
-            adapter: of the prompts that will begin with it; with another one they compute it for themselves.
+            name: name of the module.
+            prompt: the text, as for :meth:`generate`.
+            adapter: LoRA adapter of the prompts that will name the module; prompts with another adapter cannot reuse
+                its blocks and compute its text themselves.
 
         Raises:
-            RequestError: the text cannot be served, the name is taken, prefixes are not cached, or the cache has no
-                room for it.
-            RuntimeError: processing it failed half-way.
+            RequestError: the text cannot be served, the name is taken, prefix caching is off, or the cache has no room.
+            RuntimeError: the computation failed.
         """
         if not isinstance(name, str):
             raise RequestError(f"name must be a string, got {type(name).__name__}")
@@ -292,29 +293,29 @@ class LLM:
             raise RuntimeError(f"the request failed: {output.stop_reason}")
 
     def remove_prompt_module(self, name: str) -> None:
-        """Let go of a prompt module; prompts can no longer name it.
+        """Release a prompt module; prompts can no longer name it.
 
         Raises:
-            RequestError: there is none of this name.
+            RequestError: there is no module of this name.
         """
         with self._shared.lock:
             self.engine.remove_prompt_module(name)
 
     def load_adapter(self, name: str, path: str | Path) -> None:
-        """Read a LoRA adapter, a folder as PEFT saves it, for prompts that name it; needs ``max_loras``.
+        """Load a LoRA adapter from a folder saved by PEFT. Prompts select it by name; ``max_loras`` must be at least 1.
 
         Raises:
-            AdapterError: it cannot be read, or does not fit the model.
-            RequestError: the name is taken, or ``max_loras`` are loaded.
+            AdapterError: the adapter cannot be read, or does not fit the model.
+            RequestError: the name is taken, or ``max_loras`` adapters are loaded already.
         """
         with self._shared.lock:
             self.engine.load_adapter(name, path)
 
     def unload_adapter(self, name: str) -> None:
-        """Forget a LoRA adapter.
+        """Unload a LoRA adapter.
 
         Raises:
-            RequestError: there is none of this name, or an unfinished request or a prompt module uses it.
+            RequestError: there is no adapter of this name, or an unfinished request or a prompt module uses it.
         """
         with self._shared.lock:
             self.engine.unload_adapter(name)
@@ -323,7 +324,7 @@ class LLM:
         return prepare(self.engine, prompt, add_special_tokens=add_special_tokens)
 
     def _prepare_score(self, item: Scorable) -> tuple[PreparedPrompt, int]:
-        """The whole text, and the position of the first token that is scored."""
+        """Return the whole prompt and the position of the first scored token."""
         if not isinstance(item, tuple):
             return self._prepare(item), 1
         if len(item) != 2:
@@ -342,7 +343,7 @@ class LLM:
         priority: int | list[int] = 0,
         adapter: str | list[str | None] | None = None,
     ) -> list[Job[RequestOutput]]:
-        """Validate, before anything runs."""
+        """Make one job per prompt. All of them are validated before the first one runs."""
         every_params = _one_per_prompt("params", params or DEFAULT_PARAMS, len(prompts))
         priorities = _one_per_prompt("priority", priority, len(prompts))
         adapters = _one_per_prompt("adapter", adapter, len(prompts))
@@ -361,12 +362,12 @@ class LLM:
 
 
 def generate(prompt: str, *, model: str = hub.DEFAULT_MODEL, **sampling: Any) -> str:
-    """The completion of one prompt; the model stays loaded for the next call.
+    """Complete one prompt. The model stays loaded for the next call.
 
     Args:
-        prompt: the text to go on from.
+        prompt: the text to continue.
         model: a name or path, as for :class:`LLM`.
-        sampling: fields of :class:`SamplingParams`; temperature and top_p are 0.7 and 0.95 unless given.
+        sampling: fields of :class:`SamplingParams`; temperature 0.7 and top_p 0.95 by default.
 
     >>> from fastinfer import generate
     >>> generate("The capital of France is", max_tokens=8, temperature=0.0)
@@ -391,7 +392,7 @@ def _pieces(outputs: Outputs) -> Generator[str, None, None]:
 
 
 def _score(output: RequestOutput, start: int) -> ScoreOutput:
-    """Of the prompt's tokens from position ``start`` on."""
+    """Add up the log-probabilities of the prompt's tokens from position ``start`` on."""
     completion = output.outputs[0]
     if completion.finish_reason == "error":
         raise RuntimeError(f"the request failed: {completion.stop_reason}")

@@ -1,15 +1,15 @@
-"""What a request gives back."""
+"""Outputs of requests."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One candidate for one position.
+    """Log-probability of one candidate token at one position.
 
     Attributes:
-        logprob: natural logarithm of its probability under the unmodified logits.
-        rank: 1 for the likeliest token of the position.
+        logprob: natural logarithm of the token's probability under the unmodified logits.
+        rank: 1 for the most likely token at this position.
         decoded_token: the token as text.
     """
 
@@ -20,19 +20,20 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """The generated half of a request, cumulative.
+    """One completion of a prompt, as far as it has been generated.
 
     Attributes:
-        index: among the completions of its prompt.
-        text: all text so far. While the request runs, what may become a stop string is held back.
-        token_ids: all generated tokens so far, the one that ended it included.
-        finish_reason: ``None`` while it runs; ``"stop"`` (end of sequence, stop token or stop string), ``"length"``
-            (``max_tokens`` or the context), ``"abort"`` or ``"error"``.
-        stop_reason: the stop string or stop token id that ended it, ``None`` for end of sequence; for ``"error"`` the
-            message.
-        logprobs: ``None`` unless asked for; else one dictionary per token, token id to :class:`Logprob`.
-        delta: the text that is new since the request's last output.
-        cumulative_logprob: of all its tokens; ``None`` unless ``logprobs`` or a beam search was asked for.
+        index: number of the completion among the ``n`` completions of its prompt, from 0.
+        text: all text so far. While the request runs, text that may turn into a stop string is held back.
+        token_ids: all generated tokens so far, including the token that ended the text.
+        finish_reason: ``None`` while the request runs; then ``"stop"`` (end of sequence, stop token or stop string),
+            ``"length"`` (``max_tokens`` or the context length), ``"abort"`` or ``"error"``.
+        stop_reason: the stop string or stop token id that ended the text, ``None`` for end of sequence; the message if
+            ``finish_reason`` is ``"error"``.
+        logprobs: one dictionary per token, from token id to :class:`Logprob`; ``None`` unless requested.
+        delta: text that is new since the request's previous output.
+        cumulative_logprob: sum of the log-probabilities of all tokens; ``None`` unless ``logprobs`` or a beam search
+            was requested.
     """
 
     index: int
@@ -47,7 +48,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Moments of a request, in seconds of ``time.perf_counter``; ``None`` for what has not happened."""
+    """Times of a request in seconds of ``time.perf_counter``; ``None`` for an event that has not happened yet."""
 
     arrival_time: float
     first_token_time: float | None
@@ -56,18 +57,18 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A request's state after a step.
+    """State of a request after an engine step.
 
     Attributes:
         request_id: the engine's name for the request.
-        prompt: the prompt as text, ``None`` if it came as token ids.
-        prompt_token_ids: the prompt as the model read it.
+        prompt: the prompt as text, ``None`` if it was given as token ids.
+        prompt_token_ids: the token ids of the prompt.
         outputs: one :class:`CompletionOutput` for each of the ``n`` completions.
-        finished: this is the request's last output.
-        metrics: when it arrived, started and finished.
-        prompt_logprobs: ``None`` unless asked for; else for each token of the prompt, but its first, which has
-            ``None``, a dictionary of token id to :class:`Logprob`.
-        num_cached_tokens: tokens of the prompt that the prefix cache had.
+        finished: whether this is the request's last output.
+        metrics: times of arrival, first token and end.
+        prompt_logprobs: one dictionary per prompt token, from token id to :class:`Logprob`, with ``None`` for the first
+            token; ``None`` unless requested.
+        num_cached_tokens: number of prompt tokens found in the prefix cache.
     """
 
     request_id: str
@@ -82,14 +83,14 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class PrefillOutput:
-    """The end of a request that generates nothing.
+    """The only output of a request that generates no text.
 
     Attributes:
         request_id: the engine's name for the request.
-        prompt_token_ids: the prompt as the model read it.
-        finish_reason: ``"stop"`` when all went well, ``"abort"`` or ``"error"``.
-        stop_reason: for ``"error"`` the message.
-        embedding: [hidden] numbers, where they were asked for and all went well.
+        prompt_token_ids: the token ids of the prompt.
+        finish_reason: ``"stop"`` on success, else ``"abort"`` or ``"error"``.
+        stop_reason: the message if ``finish_reason`` is ``"error"``.
+        embedding: [hidden] numbers; ``None`` unless an embedding was requested and succeeded.
     """
 
     request_id: str
@@ -100,18 +101,18 @@ class PrefillOutput:
 
     @property
     def finished(self) -> bool:
-        """True: there is only one output."""
+        """Always True, because there is only one output."""
         return True
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreOutput:
-    """How likely a model finds a text.
+    """Log-likelihood of a text under a model.
 
     Attributes:
-        prompt_token_ids: the text as the model read it, a context included.
+        prompt_token_ids: the token ids of the text, including its context.
         logprob: sum of the natural logarithms of the scored tokens' probabilities, each given all tokens before it.
-        num_tokens: how many tokens were scored; ``exp(-logprob / num_tokens)`` is their perplexity.
+        num_tokens: number of scored tokens; ``exp(-logprob / num_tokens)`` is their perplexity.
     """
 
     prompt_token_ids: list[int]

@@ -1,4 +1,4 @@
-"""How the tokens of one request are chosen, and when it ends."""
+"""Parameters of a request: how its tokens are chosen and when it ends."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,34 +13,34 @@ MAX_COMPLETIONS = 128
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of one request; names and defaults as in vLLM where it has them, ``max_tokens`` apart.
+    """Sampling parameters of one request. Names and defaults follow vLLM, except the default of ``max_tokens``.
 
     Attributes:
-        n: how many completions of the prompt to draw; the prompt is computed once. Completion i has the seed + i.
-        temperature: divides the logits, 0..100; 0 takes the likeliest token (greedy).
-        top_p: keep the likeliest tokens that together have this probability, in (0, 1].
-        top_k: keep the k likeliest tokens; 0 or -1 keeps all.
-        min_p: drop tokens less likely than this share of the likeliest one, in [0, 1].
-        repetition_penalty: divides positive logits of tokens in prompt or output and multiplies negative ones, in
-            (0, 10]; 1 is off.
-        presence_penalty: subtracted from the logits of tokens in the output, -2..2.
-        frequency_penalty: the same times the token's count in the output, -2..2.
-        logit_bias: token id to what is added to its logit, -100..100.
-        max_tokens: end after this many generated tokens; ``None`` for as many as the context holds.
-        min_tokens: no end of sequence and no stop token before this many generated tokens.
-        stop: a string or strings that end the text, which is cut before the first of them to be completed.
+        n: number of completions to draw; the prompt is computed once. Completion i uses ``seed + i``.
+        temperature: divisor of the logits, 0..100; 0 always takes the most likely token (greedy).
+        top_p: keep the smallest set of most likely tokens whose probabilities add up to this, in (0, 1].
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        min_p: drop tokens less likely than this fraction of the most likely token's probability, in [0, 1].
+        repetition_penalty: divisor of positive logits and factor of negative logits of tokens that occur in the prompt
+            or the output, in (0, 10]; 1 is off.
+        presence_penalty: subtracted from the logits of tokens that occur in the output, -2..2.
+        frequency_penalty: subtracted from a token's logit once for every occurrence in the output, -2..2.
+        logit_bias: token id to a number that is added to its logit, -100..100.
+        max_tokens: largest number of generated tokens; ``None`` for as many as the context holds.
+        min_tokens: number of generated tokens before which no end of sequence and no stop token is drawn.
+        stop: a string or strings that end the text. The text is cut before the first stop string that is completed.
         stop_token_ids: token ids that end the text and are not part of it.
-        ignore_eos: go on after the model's end-of-sequence tokens.
-        seed: 0..2**63-1; the same seed, prompt and parameters give the same text, whatever else runs in the batch.
-            ``None`` draws one from the operating system.
-        logprobs: ``None``, or give for each token its own log-probability and those of the 0..20 likeliest tokens,
-            under the model's unmodified distribution.
-        prompt_logprobs: the same for the tokens of the prompt, but its first, which nothing precedes.
-        structured_outputs: a grammar that the text obeys, see :class:`fastinfer.StructuredOutputsParams`.
+        ignore_eos: continue after the model's end-of-sequence tokens.
+        seed: 0..2**63-1. The same seed, prompt and parameters give the same text, whatever else is in the batch.
+            ``None`` draws a seed from the operating system.
+        logprobs: return the log-probability of each generated token and of the 0..20 most likely tokens at its
+            position, under the model's unmodified distribution; ``None`` returns none.
+        prompt_logprobs: the same for every token of the prompt except the first, which nothing precedes.
+        structured_outputs: grammar that the text obeys, see :class:`fastinfer.StructuredOutputsParams`.
         skip_special_tokens: leave control tokens such as ``<|im_end|>`` out of the text.
 
     Raises:
-        RequestError: a field is out of its range or of a wrong type.
+        RequestError: a field is out of range or has a wrong type.
     """
 
     n: int = 1
@@ -86,7 +86,7 @@ class SamplingParams:
             raise RequestError(
                 f"structured_outputs must be StructuredOutputsParams, got {show(self.structured_outputs)}"
             )
-        # Immutable, so that equal parameters are equal and hashable however they were given.
+        # Convert to immutable types, so that equal parameters compare equal and are hashable however they were given.
         object.__setattr__(self, "stop", self._stop_strings())
         object.__setattr__(self, "stop_token_ids", self._stop_ids())
         object.__setattr__(self, "logit_bias", self._bias())
@@ -120,7 +120,7 @@ class SamplingParams:
 
 
 class FrozenBias(dict[int, float]):
-    """A mapping of token ids to biases that can be a part of hashable parameters; nobody changes it."""
+    """Hashable dictionary from token ids to biases. It must not be changed."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(self.items()))
@@ -128,17 +128,17 @@ class FrozenBias(dict[int, float]):
 
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """Parameters of a beam search; names as in vLLM.
+    """Parameters of a beam search, named as in vLLM.
 
     Attributes:
-        beam_width: texts that are followed at the same time, and texts in the result, 1..10.
-        max_tokens: end after this many generated tokens.
-        length_penalty: a text's score is the sum of its log-probabilities divided by its length to this power, -10..10;
-            0 is the sum itself, larger numbers favour longer texts.
-        ignore_eos: go on after the model's end-of-sequence tokens.
+        beam_width: number of beams, and of texts in the result, 1..10.
+        max_tokens: largest number of generated tokens.
+        length_penalty: exponent of the length by which the sum of a text's log-probabilities is divided to give its
+            score, -10..10; 0 scores by the sum itself, larger numbers favour longer texts.
+        ignore_eos: continue after the model's end-of-sequence tokens.
 
     Raises:
-        RequestError: a field is out of its range or of a wrong type.
+        RequestError: a field is out of range or has a wrong type.
     """
 
     beam_width: int
@@ -153,6 +153,6 @@ class BeamSearchParams:
         check_bool("ignore_eos", self.ignore_eos)
 
 
-# What is used where nobody names parameters. The class's own default, which is vLLM's, draws from the unmodified
-# distribution, and lets a small model ramble.
+# Used where the caller gives no parameters. SamplingParams() itself, like vLLM's, draws from the unmodified
+# distribution, with which a small model rambles.
 DEFAULT_PARAMS = SamplingParams(temperature=0.7, top_p=0.95)

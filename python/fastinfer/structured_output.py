@@ -1,4 +1,4 @@
-"""What form the text of a request must have: a JSON schema, a regular expression, or one of several texts."""
+"""Constraints on a generated text: a JSON schema, a regular expression, or a list of choices."""
 
 import json
 import re
@@ -9,36 +9,36 @@ from typing import Any
 from fastinfer.errors import RequestError
 from fastinfer.utils.checks import show
 
-# Far beyond what people write, and still compiled in about a second.
+# Limits far beyond common use, which still compile in about a second.
 MAX_SCHEMA_CHARS = 2**18
 MAX_SCHEMA_DEPTH = 100  # the compiler's own JSON reader stops at 128
 MAX_REGEX_CHARS = 2**14
 MAX_CHOICES = 4096
-MAX_CHOICE_CHARS = 2**18  # of all choices together
+MAX_CHOICE_CHARS = 2**18  # total of all choices
 
 _QUOTE_OR_BRACKET = re.compile(r'\\.|["\[\]{}]', re.DOTALL)
 
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """The form that a generated text must have; exactly one of the three is given. Names as in vLLM.
+    """Constraint on a generated text: exactly one of ``json``, ``regex`` and ``choice``. Names follow vLLM.
+
+    Values are normalised, ``json`` to compact text and ``choice`` to a tuple, so that equal constraints compare and
+    hash equal however they were given.
 
     Attributes:
-        json: a JSON schema (draft 2020-12), as a dict or as text; ``{"type": "object"}`` for any object. Properties
-            come in the schema's order, with one space after each ``,`` and ``:`` and no other white space, as
-            ``json.dumps`` writes them: free white space is a trap in which a small model may stay until
-            ``max_tokens``. Strings and arrays without a bound are another; give them ``maxLength`` and ``maxItems``.
-            Keywords that cannot be enforced (``not``, ``if``, ``uniqueItems``, a ``oneOf`` whose cases may overlap)
-            and unknown formats are refused when the schema is compiled.
-        regex: a regular expression that the whole text matches; without look-around and back-references.
+        json: a JSON schema (draft 2020-12) as a dict or as text; ``{"type": "object"}`` allows any object. Properties
+            are generated in the schema's order, with one space after each ``,`` and ``:`` and no other white space, as
+            ``json.dumps`` writes them; with free white space a small model may write blanks until ``max_tokens``.
+            Unbounded strings and arrays carry the same risk: give them ``maxLength`` and ``maxItems``. Keywords that
+            cannot be enforced (``not``, ``if``, ``uniqueItems``, a ``oneOf`` whose cases may overlap) and unknown
+            formats are refused when the schema is compiled.
+        regex: a regular expression that the whole text matches, without look-around and back-references.
         choice: the texts to choose from.
 
-    Objects are equal, and have equal hashes, however their values were given: ``json`` is kept as compact text,
-    ``choice`` as a tuple.
-
     Raises:
-        RequestError: none or several are given; a value of a wrong type; text that is no JSON object; beyond the limits
-            above on size, depth and number; lone surrogates.
+        RequestError: none or several of the three are given; a value has a wrong type, is too long, too deeply nested
+            or too numerous; the schema is not a JSON object; or a string contains a lone surrogate.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -59,7 +59,7 @@ class StructuredOutputsParams:
 
 
 def _canonical_schema(schema: object) -> str:
-    """The schema as compact JSON; the order of properties, which has a meaning, stays."""
+    """Return the schema as compact JSON. The order of properties is meaningful and stays."""
     if not isinstance(schema, str | dict):
         raise RequestError(f"json must be a JSON schema as a dict or a str, got {show(schema)}")
     text = schema if isinstance(schema, str) else _dumps(schema)
@@ -73,7 +73,7 @@ def _canonical_schema(schema: object) -> str:
     if not isinstance(parsed, dict):
         raise RequestError(f"json must be a JSON schema that is an object, got {show(text)}")
     canonical = _dumps(parsed)
-    _check_text("json", canonical, MAX_SCHEMA_CHARS)  # escapes may have stood for lone surrogates
+    _check_text("json", canonical, MAX_SCHEMA_CHARS)  # escape sequences may have hidden lone surrogates
     return canonical
 
 
@@ -82,7 +82,7 @@ def _dumps(schema: dict[str, Any]) -> str:
         return json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except RecursionError:
         raise RequestError(f"json must be nested at most {MAX_SCHEMA_DEPTH} deep, got many more") from None
-    except (TypeError, ValueError) as error:  # no JSON type, a cycle, NaN
+    except (TypeError, ValueError) as error:  # not a JSON type, a cycle, or NaN
         raise RequestError(f"json must be a dict of JSON values, got one where {error}") from None
 
 
@@ -91,7 +91,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _depth(text: str) -> int:
-    """How deep brackets nest; before parsing, because the parser recurses."""
+    """Return how deep brackets nest. This is checked before parsing, because the parser recurses."""
     depth = deepest = 0
     in_string = False
     for match in _QUOTE_OR_BRACKET.finditer(text):
@@ -118,7 +118,7 @@ def _choices(choices: object) -> tuple[str, ...]:
 
 
 def _check_text(name: str, text: object, limit: int) -> None:
-    """A non-empty string of Unicode characters, not too long."""
+    """Raise RequestError unless ``text`` is a non-empty string without lone surrogates, of at most ``limit`` chars."""
     if not isinstance(text, str) or not text:
         raise RequestError(f"{name} must be a non-empty string, got {show(text)}")
     if len(text) > limit:

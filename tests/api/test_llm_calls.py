@@ -158,7 +158,7 @@ def test_several_completions(llm: LLM) -> None:
     assert len({completion.text for completion in output.outputs}) > 1
     *_, last = llm.stream_outputs(PROMPTS[0], params)
     assert [c.text for c in last.outputs] == [c.text for c in output.outputs]
-    with pytest.raises(RequestError, match="n must be 1 for stream, whose pieces are of one text, got 3"):
+    with pytest.raises(RequestError, match="n must be 1 for stream, which yields one text, got 3"):
         llm.stream(PROMPTS[0], params)
 
 

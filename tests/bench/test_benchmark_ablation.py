@@ -18,7 +18,8 @@ from fastinfer.benchmarks.prompts import SYSTEM
 from fastinfer.benchmarks.repack import quantize_int8, repack, weight_bytes
 from fastinfer.benchmarks.replay import Job
 from fastinfer.benchmarks.subject import Subject
-from fastinfer.cli.main import ABLATION_ROWS, main
+from fastinfer.cli.arguments import ABLATION_ROWS
+from fastinfer.cli.main import main
 from fastinfer.errors import RequestError, UnsupportedModelError
 from fastinfer.models.decoder import Decoder, DecoderLayer
 from fastinfer.sampling_params import SamplingParams

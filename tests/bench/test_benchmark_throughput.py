@@ -25,7 +25,8 @@ from fastinfer.benchmarks import (
 from fastinfer.benchmarks.replay import Job, Timeline, replay
 from fastinfer.benchmarks.schemas import SCHEMAS
 from fastinfer.benchmarks.subject import Subject
-from fastinfer.cli.main import THROUGHPUT_SECTIONS, main
+from fastinfer.cli.arguments import THROUGHPUT_SECTIONS
+from fastinfer.cli.main import main
 from fastinfer.engine.config import BATCHING
 from fastinfer.engine.grammar import GrammarCompiler
 from fastinfer.errors import RequestError

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastinfer import _C
 from fastinfer.cli.main import main
-from fastinfer.cli.memory_report import (
+from fastinfer.cli.memory_bounds import (
     KV_DTYPES,
     Rates,
     Weights,
@@ -146,7 +146,7 @@ def test_a_context_longer_than_any_rotary_table(tmp_path: Path, monkeypatch: pyt
     source.config = replace(source.config, max_position=2**30)  # type: ignore[misc]
     more = (2**30 - 256) * source.config.rotary_dim * 4
     assert Weights.of(source) == replace(short, memory_bytes=short.memory_bytes + more)
-    monkeypatch.setattr("fastinfer.cli.memory_report.open_checkpoint", lambda path: source)
+    monkeypatch.setattr("fastinfer.cli.memory_bounds.open_checkpoint", lambda path: source)
     assert describe(str(tmp_path), 1000, 2, RATES)["context"] == 1000
 
 
@@ -226,7 +226,7 @@ def test_measured_rates() -> None:
 def test_a_missing_instruction_is_no_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
     work = {"read": 5.0, "byte_dot": 3.0, "fp32_fma": 2.0, "bf16_dot": 0.0}
     monkeypatch.setattr(_C, "roofline", lambda name, memory, passes: (work[name] * passes, 0.01 * passes))
-    monkeypatch.setattr("fastinfer.cli.memory_report.READ_BYTES", 64)
+    monkeypatch.setattr("fastinfer.cli.memory_bounds.READ_BYTES", 64)
     rates = Rates.measure()
     assert [rates.read_bytes, rates.byte_operations, rates.float_operations] == pytest.approx([500, 300, 200])
 

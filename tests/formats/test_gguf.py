@@ -106,7 +106,7 @@ def sound_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "module", ["fastinfer.formats.gguf", "fastinfer.tokenizers.tokenizer", "fastinfer.cli.memory_report"]
+    "module", ["fastinfer.formats.gguf", "fastinfer.tokenizers.tokenizer", "fastinfer.cli.memory_bounds"]
 )
 def test_may_be_imported_first(module: str) -> None:
     """Before torch, whose symbols the extension needs."""

@@ -82,7 +82,7 @@ def test_quantized(family: str, quantize: str, fuse: bool) -> None:
 
 
 def named_layers(report: Replacement, model: nn.Module) -> dict[str, Any]:
-    """The quantised layers under the names that they had, out of those that were stacked."""
+    """The quantised layers under their original names, split from the merged layers."""
     layers: dict[str, Any] = {}
     for name, module in model.named_modules():
         if isinstance(module, FusedMLP):
@@ -200,7 +200,7 @@ def test_masks_of_another_kind_are_refused() -> None:
     model = make_model("llama2")
     replace(model)
     for mask in (torch.ones(1, 1, 12, 12).tril().bool(), torch.ones(1, 1, 12, 12).int()):
-        with pytest.raises(ValueError, match="attention_mask must be None, or what transformers makes"):
+        with pytest.raises(ValueError, match="attention_mask must be None, or the mask of transformers"):
             model(tokens(1, 12), attention_mask=mask)
 
 
@@ -216,7 +216,7 @@ def test_a_quantised_output_layer_is_not_resized() -> None:
     model = make_model("llama2")
     replace(model, quantize="int4")
     assert repr(model.lm_head.weight) == "PackedWeight((20, 2, 8, 16, 4), torch.int8)"
-    with pytest.raises(TypeError, match="no matrix that could be resized"):
+    with pytest.raises(TypeError, match="packed and cannot be resized"):
         model.resize_token_embeddings(model.config.vocab_size + 16, mean_resizing=False)
 
 

@@ -1,1 +1,1 @@
-"""What ``fastinfer bench`` measures; each command is a module with ``run``."""
+"""Benchmarks of ``fastinfer bench``. The module of each command has a function ``run``."""

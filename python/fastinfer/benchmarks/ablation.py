@@ -1,13 +1,13 @@
-"""``fastinfer bench ablation``: one optimisation after another switched on, on one workload.
+"""``fastinfer bench ablation``: one workload with one optimisation after another switched on.
 
-The rows are those of :mod:`fastinfer.benchmarks.ablation_rows`. What a row does not name stays: hidden states in fp32,
-KV cache in fp16, the fused kernels, the budget of a step, recorded graphs. So the first row is not what a naive
-implementation reaches, but what these kernels reach without the optimisations.
+The rows are defined in :mod:`fastinfer.benchmarks.ablation_rows`. All rows use hidden states in fp32, a KV cache in
+fp16, the fused kernels, the same token budget per step and recorded graphs. The first row therefore shows these kernels
+without the optimisations, not a naive implementation.
 
-The workload: requests that come at once, all with one system prompt; every second answer copies much of its prompt; the
-lengths are mixed and the same in all rows. Each run of a row is a new process, which loads, warms up, forgets all
-prefixes, and measures; rows take turns. Rows without a KV cache stop at a time limit: their tokens/s are of what they
-did until then, when texts were shorter than they would have become, which flatters them.
+Workload: requests that arrive together and share a system prompt; every second answer copies much of its prompt; output
+lengths are mixed and equal in all rows. Each run of a row is a new process, which loads the model, warms up, clears the
+prefix cache and measures; rows take turns. Rows without a KV cache stop at a time limit. Their tokens/s then refer to
+texts shorter than the final ones, which makes these rows look faster than they are.
 """
 
 import argparse
@@ -26,10 +26,11 @@ from fastinfer.benchmarks.report import median_ratio, percentile, print_plot, wr
 from fastinfer.errors import FastinferError, RequestError
 from fastinfer.utils.table import format_table
 
-Results = dict[str, list[Measured]]  # of each row's key, one for each repeat
+Results = dict[str, list[Measured]]  # key of a row to its measurements, one per repeat
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the benchmark, print its table, and write its files if ``--out`` is given."""
     settings = Settings(
         args.model, args.requests, args.new_tokens, args.batch_size, args.speculative_tokens, args.limit_seconds
     )
@@ -53,19 +54,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def tokens_per_s(runs: Sequence[Measured]) -> list[float]:
+    """Return the generated tokens per second of each run."""
     return [run.num_tokens / run.seconds for run in runs]
 
 
 def gain(row: Row, rows: Sequence[Row], results: Results) -> float:
-    """Times the first row's tokens/s, the median over the repeats."""
+    """Return the ratio of a row's tokens/s to the first row's, as the median over the repeats."""
     return median_ratio(tokens_per_s(results[row.key]), tokens_per_s(results[rows[0].key]))
 
 
 def check_complete(row: Row, run: Measured) -> None:
-    """Refuse to count tokens that were never generated.
+    """Check that all tokens were generated.
 
     Raises:
-        RequestError: tokens are missing though the row has no time limit, or there are none at all.
+        RequestError: tokens are missing although the row has no time limit, or there are none at all.
     """
     if run.num_tokens == 0 or (row.kv_cache and run.num_tokens != run.num_requested):
         raise RequestError(f"{row.title}: expected {run.num_requested} tokens, got {run.num_tokens}")
@@ -91,7 +93,7 @@ def _table_rows(rows: Sequence[Row], results: Results) -> list[list[str]]:
         line = [row.title, f"{statistics.median(tokens_per_s(runs)):.1f}", f"{gain(row, rows, results):.2f}"]
         claim = _claim(row, rows)
         line.append("" if claim is None else f"{claim:g}")
-        # The requests that a row did not come to would have waited longest.
+        # Requests that the row did not reach in time would have waited longest.
         whole = all(run.num_tokens == run.num_requested for run in runs)
         line.append(f"{statistics.median(s for run in runs for s in run.first_token_s):.2f}" if whole else "-")
         gaps = [gap for run in runs for gap in run.gaps_s]
@@ -102,12 +104,12 @@ def _table_rows(rows: Sequence[Row], results: Results) -> list[list[str]]:
 
 
 def _claim(row: Row, rows: Sequence[Row]) -> float | None:
-    """What is published; claims are against no optimisation at all."""
+    """Return the published gain of a row, which is relative to no optimisation at all."""
     return row.claim if rows[0].key == "none" else None
 
 
 def _notes(runs: Sequence[Measured]) -> str:
-    """What must be known beside the figures."""
+    """Describe conditions of the runs that the reader must know to interpret the figures."""
     notes = []
     fewest = min(runs, key=lambda run: run.num_tokens)
     if fewest.num_tokens < fewest.num_requested:

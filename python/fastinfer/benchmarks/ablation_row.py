@@ -1,5 +1,6 @@
-"""One row of the ablation, in a process of its own so that its memory is its own:
-``python -m fastinfer.benchmarks.ablation_row SETTINGS`` prints the result, both as JSON.
+"""Measurement of one row of the ablation, in its own process so that its peak memory can be measured.
+
+``python -m fastinfer.benchmarks.ablation_row SETTINGS`` takes JSON and prints the result as JSON.
 """
 
 import json
@@ -20,20 +21,20 @@ from fastinfer.errors import FastinferError
 from fastinfer.models.decoder import Decoder
 from fastinfer.sampling_params import SamplingParams
 
-WARM_UP_S = 1.0  # limit of the rows without a KV cache, which have no graphs: a token warms all
+WARM_UP_S = 1.0  # limit of rows without a KV cache; they use no graphs, so the first token warms up everything
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all rows share.
+    """Settings shared by all rows.
 
     Attributes:
-        model: a name or path.
-        requests: that come at once.
-        new_tokens: the most of a request; each has between a quarter of it and all.
-        batch_size: requests that run at the same time, where a row runs several.
-        speculative_tokens: guessed at most.
-        limit_s: after so long the rows without a KV cache stop.
+        model: name or path of the model.
+        requests: number of requests, which arrive together.
+        new_tokens: largest number of generated tokens of a request; each has at least a quarter of it.
+        batch_size: number of requests that run at the same time, in rows that run several.
+        speculative_tokens: largest number of drafted tokens per step.
+        limit_s: time limit of rows without a KV cache, in seconds.
     """
 
     model: str
@@ -46,15 +47,19 @@ class Settings:
 
 @dataclass(frozen=True)
 class Measured:
-    """One run of a row.
+    """Measurements of one run of a row.
 
     Attributes:
-        seconds, num_tokens, num_requested: how long it took, what was generated, and what was asked for; fewer only
-            where the time limit came first.
-        first_token_s, gaps_s: of each request, from the common arrival; of each token.
-        weight_bytes, peak_memory: in bytes; the latter of the process while it ran.
-        num_after_end: tokens generated after a text had come to its own end.
-        num_cached_tokens, num_drafted, num_accepted: by the prefix cache and by speculation.
+        seconds: duration of the run.
+        num_tokens, num_requested: numbers of generated and of requested tokens, which differ only if the time limit
+            ended the run.
+        first_token_s: time to the first token of each request, from their common arrival.
+        gaps_s: seconds between successive tokens of a request.
+        weight_bytes: size of the model's weights.
+        peak_memory: peak memory of the process during the run, in bytes.
+        num_after_end: number of tokens generated after a text's end-of-sequence token.
+        num_cached_tokens: number of prompt tokens found in the prefix cache.
+        num_drafted, num_accepted: numbers of drafted and of accepted tokens.
     """
 
     seconds: float
@@ -71,9 +76,9 @@ class Measured:
 
 
 def make_jobs(subject: Subject, requests: int, new_tokens: int) -> list[Job]:
-    """A system prompt before everything, copy-heavy questions and others in turns, and answers of mixed lengths.
+    """Create the requests: a common system prompt, alternately copy-heavy and other questions, mixed output lengths.
 
-    End-of-sequence is ignored: with other weights an answer is another, but its length has to be the same.
+    End-of-sequence is ignored, because answers differ between forms of weights, but their lengths must not.
     """
     rng = random.Random(0)
     messages = [message for pair in zip(COPY_HEAVY, OTHERS, strict=True) for message in pair]
@@ -88,7 +93,7 @@ def make_jobs(subject: Subject, requests: int, new_tokens: int) -> list[Job]:
 
 
 def measure(subject: Subject, row: Row, settings: Settings, jobs: list[Job]) -> Measured:
-    """Warm up and run a row on a model whose weights have the row's form already."""
+    """Warm up and measure a row. The subject's weights have the form of the row already."""
     new_tokens = [job.params.max_tokens or 0 for job in jobs]
     longest = max(len(job.prompt_token_ids) + count for job, count in zip(jobs, new_tokens, strict=True))
     batch_size = 1 if row.batching is None else settings.batch_size
@@ -122,7 +127,7 @@ def measure(subject: Subject, row: Row, settings: Settings, jobs: list[Job]) -> 
 
 
 def _warm_up(jobs: list[Job]) -> list[Job]:
-    """The same prompts, ending one after the other, the last one first: every batch size occurs, and has its graph."""
+    """Return jobs with the same prompts that end one after the other, so that every batch size records its graph."""
     lengths = [min(2 + 2 * (len(jobs) - index), job.params.max_tokens or 0) for index, job in enumerate(jobs)]
     return [replace(job, params=replace(job.params, max_tokens=n)) for job, n in zip(jobs, lengths, strict=True)]
 
@@ -137,12 +142,13 @@ def _num_after_end(token_ids: list[int], eos_ids: frozenset[int]) -> int:
 
 
 def main(message: dict[str, Any]) -> Measured:
+    """Load the model and measure the row that ``message`` names."""
     settings = Settings(**message["settings"])
     row = next(row for row in ROWS if row.key == message["row"])
     loaded = Subject.load(settings.model, "auto")
     assert isinstance(loaded.model, Decoder)
     subject = replace(loaded, model=repack(loaded.model, row.weights))
-    del loaded  # its weights are not the row's memory
+    del loaded  # frees the original weights, which do not count as the row's memory
     return measure(subject, row, settings, make_jobs(subject, settings.requests, settings.new_tokens))
 
 

@@ -1,21 +1,22 @@
-"""The rows of the ablation: each switches one more optimisation on."""
+"""Rows of the ablation, each of which switches on one more optimisation."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one row runs with.
+    """Configuration of one row.
 
     Attributes:
-        key: its name on the command line.
-        title: its name in the table.
-        meaning: what it does, in a sentence.
-        weights: a form of :mod:`fastinfer.benchmarks.repack`.
-        kv_cache: whether keys and values of earlier tokens are kept; else every token recomputes the whole text.
-        batching: a policy of the engine; ``None`` for one request at a time.
-        prefix_caching, speculation: as in :class:`fastinfer.engine.config.EngineConfig`.
-        claim: times the first row's tokens/s that published ablations of this kind report.
+        key: name on the command line.
+        title: name in the table.
+        meaning: description in one sentence.
+        weights: form of the weights, see :mod:`fastinfer.benchmarks.repack`.
+        kv_cache: whether keys and values of earlier tokens are kept; otherwise every token recomputes the whole text.
+        batching: policy of the engine, or ``None`` for one request at a time.
+        prefix_caching: whether the prefix cache is on.
+        speculation: whether n-gram speculation is on.
+        claim: gain over the first row that published ablations of this kind report.
     """
 
     key: str
@@ -54,20 +55,20 @@ ROWS = (
         batching="static",
         claim=12.0,
     ),
-    Row("continuous", "continuous batch", "KV cache; whoever waits joins as soon as another ends"),
+    Row("continuous", "continuous batch", "KV cache; a waiting request joins as soon as another one ends"),
     Row(
         "int8",
         "+ INT8 weights",
-        "the same, weights of 8 bits, activations rounded to 8 in products",
+        "the same with 8-bit weights; products round activations to 8 bits",
         "int8",
         claim=14.0,
     ),
-    Row("int4", "+ INT4 weights", "the same, weights of 4 bits as in the file", "int4"),
-    Row("prefix", "+ prefix cache", "the same, and shared beginnings are computed once", "int4", prefix_caching=True),
+    Row("int4", "+ INT4 weights", "the same with 4-bit weights as in the file", "int4"),
+    Row("prefix", "+ prefix cache", "the same, and shared prefixes are computed once", "int4", prefix_caching=True),
     Row(
         "speculation",
         "+ speculation",
-        "the same, and n-gram drafts are verified several at a time",
+        "the same, and several tokens drafted from n-grams are verified per step",
         "int4",
         prefix_caching=True,
         speculation=True,

@@ -1,7 +1,7 @@
-"""Throughput and latency of equal requests that come at once, by their number.
+"""Throughput and latency by batch size, for requests of equal length that arrive together.
 
-Random prompts with end-of-sequence ignored and the prefix cache off, so that every run does the same work; one whole
-warm-up of each size, in which the graphs of its steps are recorded; then the sizes in turns.
+Prompts are random, end-of-sequence is ignored and the prefix cache is off, so that every run does the same work. Each
+size has a complete warm-up, which records the graphs of its steps; then the sizes take turns.
 """
 
 import random
@@ -19,14 +19,14 @@ from fastinfer.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class BatchSize:
-    """One batch size; rates are of each repeat, latencies percentiles over the tokens of all of them.
+    """Results of one batch size. Rates have one value per repeat; latencies cover the tokens of all repeats.
 
     Attributes:
-        batch_size: requests at once.
-        tokens_per_s: generated tokens by all the time, prefill included.
-        decode_tokens_per_s: while all of them decode; empty where some ended before others began.
-        first_token_s: median, in seconds.
-        inter_token_s: percentile to seconds.
+        batch_size: number of requests at once.
+        tokens_per_s: generated tokens divided by the whole time, including prefill.
+        decode_tokens_per_s: rate while all requests decode; empty if some ended before others began to.
+        first_token_s: median time to the first token.
+        inter_token_s: percentile to seconds between tokens.
     """
 
     batch_size: int
@@ -50,7 +50,7 @@ class BatchSize:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """All of them, in the order asked for."""
+    """Results of all batch sizes, in the given order."""
 
     prompt_tokens: int
     new_tokens: int
@@ -107,6 +107,7 @@ def measure(
     repeats: int,
     progress: Progress = silent,
 ) -> BatchSizes:
+    """Measure each batch size."""
     engine = subject.engine(
         max_num_seqs=max(batch_sizes), max_model_len=prompt_tokens + new_tokens, enable_prefix_caching=False
     )

@@ -1,8 +1,9 @@
-"""``fastinfer bench end-to-end``, or just ``fastinfer bench``: speed and memory, through the Python interface.
+"""``fastinfer bench end-to-end``, or just ``fastinfer bench``: speed and memory through the Python interface.
 
-Method: greedy decoding of random prompts with end-of-sequence ignored, so that every run does the same work and none
-finds another's prefix in the cache; one warm-up per prompt length; then ``repeats`` single requests, and ``repeats``
-times ``requests`` requests at once. Reported are medians over the repeats; every sample is in the JSON file.
+Method: random prompts are decoded greedily and end-of-sequence is ignored, so that every run does the same work and
+none finds its prefix in the cache. Each prompt length has one warm-up, then ``repeats`` single requests, then
+``repeats`` batches of ``requests`` requests at once. The table shows medians over the repeats; the JSON file has all
+samples.
 """
 
 import argparse
@@ -20,15 +21,16 @@ from tqdm import tqdm
 
 from fastinfer.benchmarks.report import PERCENTILES, percentile, print_plot, write_json
 from fastinfer.errors import RequestError
-from fastinfer.llm import LLM, Prompt
+from fastinfer.llm import LLM
 from fastinfer.outputs import RequestOutput
 from fastinfer.sampling_params import SamplingParams
+from fastinfer.serving.prompt import Prompt
 from fastinfer.utils.table import format_table
 
 
 @dataclass(frozen=True)
 class Single:
-    """One request alone: seconds to its first token, and between each token and the next."""
+    """Times of a single request: seconds to its first token, and between successive tokens."""
 
     first_token_s: float
     inter_token_s: list[float]
@@ -36,16 +38,17 @@ class Single:
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured at one prompt length; rates are medians, latencies percentiles over all samples.
+    """Results at one prompt length. Rates are medians; latencies are percentiles over all samples.
 
     Attributes:
         prompt_tokens: length of each prompt.
-        prompt_tokens_per_s: prompt length by the time to the first token.
-        decode_tokens_per_s: of one request alone, from its first token to its last.
-        first_token_s: median, in seconds.
-        inter_token_s: percentile to seconds.
-        throughput_tokens_per_s: generated tokens of all requests at once by the time until the last has finished.
-        single, batch_s: the samples: each request alone; seconds for all requests at once.
+        prompt_tokens_per_s: prompt length divided by the time to the first token.
+        decode_tokens_per_s: rate of a single request from its first token to its last.
+        first_token_s: median time to the first token.
+        inter_token_s: percentile to seconds between tokens.
+        throughput_tokens_per_s: generated tokens of a batch divided by the time until its last request has finished.
+        single: samples of single requests.
+        batch_s: seconds of each batch.
     """
 
     prompt_tokens: int
@@ -74,6 +77,7 @@ class Result:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the benchmark, print its table, and write its files if ``--out`` is given."""
     start = time.perf_counter()
     llm = LLM(args.model, dtype=args.dtype, device="cpu")
     load_s = time.perf_counter() - start
@@ -97,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 def measure(
     llm: LLM, prompt_lengths: Sequence[int], new_tokens: int, requests: int, repeats: int, *, progress: bool = True
 ) -> list[Result]:
-    """Measure a loaded model at each prompt length; see the module's text for the method."""
+    """Measure a loaded model at each prompt length. The module's docstring describes the method."""
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
     rng = random.Random(0)
     results = []
@@ -141,7 +145,7 @@ def _time_single(llm: LLM, prompt: Prompt, params: SamplingParams) -> Single:
 
 
 def _check_length(output: RequestOutput, params: SamplingParams) -> None:
-    """Refuse to count tokens that were never generated."""
+    """Raise RequestError if tokens were requested that were never generated."""
     completion = output.outputs[0]
     if len(completion.token_ids) != params.max_tokens:
         reason = completion.stop_reason if completion.finish_reason == "error" else "the context is too short"

@@ -1,6 +1,6 @@
-"""Generation without a KV cache: each token is a request of its own, whose prompt is the whole text so far.
+"""Generation without a KV cache: every token is a new request whose prompt is the whole text so far.
 
-The cost is that of recomputing the text through the same kernels, without the waste of logits that nobody reads.
+This measures the cost of recomputing the text with the same kernels. Logits are computed for the last token only.
 """
 
 import dataclasses
@@ -13,18 +13,18 @@ from fastinfer.outputs import RequestOutput
 
 
 def replay_without_kv_cache(engine: Engine, jobs: list[Job], batch_size: int, limit_s: float) -> Replay:
-    """Run jobs that come at once, ``batch_size`` at a time, a batch to its end before the next.
+    """Run jobs in batches, each to its end before the next one starts.
 
-    Stops after ``limit_s`` seconds: the timelines then end early, and those of jobs that were not reached are empty.
+    After ``limit_s`` seconds the run stops. The timelines then end early, and those of jobs not reached are empty.
 
     Args:
-        engine: one without prefix cache.
-        jobs: greedy, with end-of-sequence ignored.
-        batch_size: texts that grow together.
-        limit_s: looked at after each token.
+        engine: engine without prefix cache.
+        jobs: greedy jobs that ignore end-of-sequence; their arrival times are ignored.
+        batch_size: number of jobs that run at the same time.
+        limit_s: time limit in seconds, checked after each token.
 
     Raises:
-        RequestError: the engine keeps prefixes; or a job can never be served, or failed.
+        RequestError: the engine has a prefix cache, or a job can never be served or has failed.
     """
     if engine.config.enable_prefix_caching:
         raise RequestError("enable_prefix_caching: expected False for generation without a KV cache, got True")
@@ -42,7 +42,7 @@ def replay_without_kv_cache(engine: Engine, jobs: list[Job], batch_size: int, li
 
 
 def _add_tokens(engine: Engine, timelines: list[Timeline], start: float) -> float:
-    """One more token for each; returns the moment."""
+    """Generate one more token for each timeline and return the time when this is done."""
     by_id = {}
     for timeline in timelines:
         params = dataclasses.replace(timeline.job.params, max_tokens=1)

@@ -1,7 +1,7 @@
-"""Continuous, static and dynamic batching on one trace of mixed lengths.
+"""Comparison of continuous, static and dynamic batching on one trace of mixed lengths.
 
-Lengths are log-uniform, as real ones lie: many are short, few are long. End-of-sequence is ignored and the prefix cache
-off, so that each policy does the same work; one warm-up each, then the policies in turns.
+Lengths are log-uniform: as in real traffic, many are short and few are long. End-of-sequence is ignored and the prefix
+cache is off, so that each policy does the same work. Each policy has one warm-up; then the policies take turns.
 """
 
 import math
@@ -22,7 +22,7 @@ NEW_TOKENS = (8, 512)
 
 @dataclass(frozen=True)
 class Policy:
-    """One policy: tokens/s of each repeat, and percentiles in seconds over all requests and tokens."""
+    """Results of one policy: tokens/s of each repeat, and percentiles in seconds over all requests and tokens."""
 
     name: str
     tokens_per_s: list[float]
@@ -46,7 +46,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Policies:
-    """All of them, on ``num_requests`` requests that come at ``rate`` per second, or all at once."""
+    """Results of all policies on a trace whose requests arrive at ``rate`` per second, or all at once."""
 
     num_requests: int
     num_prompt_tokens: int
@@ -68,7 +68,7 @@ class Policies:
 
     def goals(self) -> list[Goal]:
         gain = self._gain(next(policy for policy in self.policies if policy.name == "continuous"))
-        # At a given rate all policies may keep up, and then none is faster.
+        # At a given rate all policies may keep up; then none is faster.
         return [] if self.rate else [Goal("continuous batching's tokens/s over static", gain, at_least=1.5)]
 
     def _gain(self, policy: Policy) -> float:
@@ -84,7 +84,10 @@ def mixed_trace(
     new_tokens: tuple[int, int] = NEW_TOKENS,
     seed: int = 0,
 ) -> list[Job]:
-    """Jobs of log-uniform lengths within the two ranges; at once, or as a Poisson process of ``rate`` per second."""
+    """Create jobs with log-uniform lengths in the two ranges.
+
+    They arrive together, or as a Poisson process of ``rate`` per second.
+    """
     rng = random.Random(seed)
     jobs, arrival_s = [], 0.0
     for _ in range(num_requests):
@@ -97,6 +100,7 @@ def mixed_trace(
 def measure(
     subject: Subject, jobs: list[Job], rate: float | None, max_num_seqs: int, repeats: int, progress: Progress = silent
 ) -> Policies:
+    """Measure each policy on the jobs, which arrive at ``rate`` per second."""
     new_tokens = [job.params.max_tokens or 0 for job in jobs]
     longest = max(len(job.prompt_token_ids) + count for job, count in zip(jobs, new_tokens, strict=True))
     choices = {"max_num_seqs": max_num_seqs, "max_model_len": longest, "enable_prefix_caching": False}

@@ -1,6 +1,6 @@
-"""Time to the first token of a request whose prompt begins as that of one before it.
+"""Time to the first token of a request that shares a prefix with an earlier request.
 
-Each pair has a new random prefix, and tails of its own; the pairs are computed one after the other.
+Each pair of requests has a new random prefix and two different tails. Requests run one after the other.
 """
 
 import random
@@ -20,7 +20,7 @@ TAIL_TOKENS = 16
 
 @dataclass(frozen=True)
 class PrefixReuse:
-    """Seconds to the first token, one pair for each repeat."""
+    """Seconds to the first token of the first and second request of each pair, one pair per repeat."""
 
     prefix_tokens: int
     tail_tokens: int
@@ -47,10 +47,11 @@ def measure(
     prefix_tokens: int = PREFIX_TOKENS,
     tail_tokens: int = TAIL_TOKENS,
 ) -> PrefixReuse:
+    """Measure ``repeats`` pairs after one warm-up pair."""
     engine = subject.engine(max_num_seqs=2, max_model_len=prefix_tokens + tail_tokens + 1)
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     rng = random.Random(0)
-    # All but the prefix's last block, which the tail fills, are found.
+    # Only whole blocks of the prefix are reused; the tail fills the last one.
     expected = prefix_tokens // engine.config.block_size * engine.config.block_size
 
     def run(prefix: list[int]) -> Timeline:

@@ -1,10 +1,10 @@
-"""How much memory this process has needed (Linux)."""
+"""Peak memory of this process (Linux)."""
 
 import os
 
 
 def reset_peak_memory() -> None:
-    """Forget the peak so far. Where the kernel does not allow that, the peak stays that since the start."""
+    """Reset the peak. If the kernel does not allow this, the peak remains the one since the process started."""
     try:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")
@@ -13,6 +13,6 @@ def reset_peak_memory() -> None:
 
 
 def peak_memory() -> int:
-    """The most that this process has had in memory since its start or the last reset, in bytes."""
+    """Return the peak resident memory in bytes, since the last reset or the start of the process."""
     with open(f"/proc/{os.getpid()}/status") as file:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))

@@ -1,11 +1,11 @@
-"""What a benchmark is doing now."""
+"""Progress line of a benchmark."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tqdm import tqdm
 
-# Called with a few words before each run.
+# Function that is called before each run with a short description of it.
 Progress = Callable[[str], None]
 
 
@@ -15,7 +15,7 @@ def silent(text: str) -> None:
 
 @contextmanager
 def shown(name: str) -> Iterator[Progress]:
-    """A line on stderr that says what runs now, and for how long all of it has taken."""
+    """Show a line on stderr with the current run and the total time."""
     with tqdm(bar_format="{desc} [{elapsed}]", desc=name) as bar:
 
         def show(text: str) -> None:

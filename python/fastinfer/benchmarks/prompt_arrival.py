@@ -1,7 +1,7 @@
-"""How long the arrival of a long prompt holds up the streams that run already.
+"""Delay of running streams by the arrival of a long prompt.
 
-The longest pause of any stream while the prompt is processed, less the usual one before, beside the longest step of the
-same prompt alone: with chunked prefill a stream waits for one chunk at most.
+The delay is the longest pause of any stream while the prompt is processed, minus the usual pause before. It is compared
+with the longest step of the same prompt alone: with chunked prefill, a stream waits for at most one chunk.
 """
 
 import itertools
@@ -20,13 +20,22 @@ from fastinfer.sampling_params import SamplingParams
 PROMPT_TOKENS = 1500
 STREAMS = 4
 STREAM_PROMPT_TOKENS = 32
-SETTLED = 16  # tokens that each stream has when the prompt arrives
+SETTLED = 16  # number of tokens that each stream has generated when the prompt arrives
 
 
 @dataclass(frozen=True)
 class PromptArrival:
-    """Seconds, one for each repeat: the streams' usual pause and longest one; the prompt's longest step and its time
-    to the first token when it is alone; its time to the first token beside the streams.
+    """Results in seconds, one value per repeat.
+
+    Attributes:
+        prompt_tokens: length of the long prompt.
+        streams: number of streams.
+        chunk_tokens: largest number of tokens in a step.
+        usual_gap_s: median pause between tokens of a stream before the prompt arrives.
+        longest_gap_s: longest pause of any stream while the prompt is processed.
+        chunk_s: longest step of the prompt alone.
+        alone_s: time to the first token of the prompt alone.
+        first_token_s: time to the first token of the prompt beside the streams.
     """
 
     prompt_tokens: int
@@ -70,9 +79,10 @@ def measure(
     settled: int = SETTLED,
     chunk_tokens: int = 512,
 ) -> PromptArrival:
+    """Measure the prompt alone and beside the streams, ``repeats`` times after a warm-up."""
     stream_prompt = min(STREAM_PROMPT_TOKENS, prompt_tokens)
     num_chunks = math.ceil(prompt_tokens / max(chunk_tokens - streams, 1))
-    stream_tokens = settled + num_chunks + 8  # so that all of them outlast the prompt
+    stream_tokens = settled + num_chunks + 8  # long enough for all streams to outlast the prompt
     engine = subject.engine(
         max_num_seqs=streams + 1,
         max_num_batched_tokens=chunk_tokens,
@@ -96,7 +106,7 @@ def measure(
 
 
 def _alone(engine: Engine, job: Job) -> tuple[float, float]:
-    """Its longest step, and the time to its first token."""
+    """Run a job alone; return its longest step and the time to its first token."""
     recorder = Recorder(engine)
     timeline = recorder.add(job)
     ends = [recorder.now()]
@@ -108,7 +118,7 @@ def _alone(engine: Engine, job: Job) -> tuple[float, float]:
 
 
 def _beside(engine: Engine, long_job: Job, jobs: list[Job], settled: int) -> tuple[float, float, float]:
-    """The streams' usual and longest pauses, and the time to the prompt's first token."""
+    """Run a job beside streams; return their usual and longest pauses, and the time to the job's first token."""
     recorder = Recorder(engine)
     streams = [recorder.add(job) for job in jobs]
     while min(len(stream.moments) for stream in streams) < settled:
@@ -122,7 +132,7 @@ def _beside(engine: Engine, long_job: Job, jobs: list[Job], settled: int) -> tup
     first_token = timeline.moments[0]
     while engine.has_unfinished:
         recorder.step()
-    # The first pause counted is the one in which the prompt came, the last one ends after the prompt's last chunk.
+    # Count from the pause in which the prompt arrived to the one that ends after the prompt's last chunk.
     longest = max(
         after - before
         for stream, count in zip(streams, num_before, strict=True)

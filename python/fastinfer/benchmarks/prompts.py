@@ -1,4 +1,4 @@
-"""What users ask: messages whose answers copy much of the prompt, and others."""
+"""User messages: some whose answers copy much of the prompt, and others."""
 
 _PASSAGE = """\
 The lighthouse on the northern cape was built in 1871, after three ships had been lost on the reef within one winter. \
@@ -51,7 +51,7 @@ Anna: Without scanners we cannot open. Please ask the supplier for a firm date, 
 Chen: The software for the new site is tested. What is missing is the connection to the customs office.
 Ben: I will call the supplier today and send everybody the answer by Friday."""
 
-# The answer is mostly text of the prompt: quotes and edits.
+# The answer consists mostly of text from the prompt: quotes and edits.
 COPY_HEAVY = (
     f"Repeat the following passage word for word.\n\n{_PASSAGE}",
     f"Rename total to revenue in this function, and give the whole function.\n\n```python\n{_FUNCTION}\n```",

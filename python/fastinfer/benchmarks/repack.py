@@ -1,4 +1,4 @@
-"""The same weights in another form: what a model would be whose file was not quantised, or to 8 bits."""
+"""Conversion of a model's 4-bit weights to fp32 or 8 bits, to compare the speed of these forms."""
 
 import dataclasses
 
@@ -18,15 +18,15 @@ FORMS = ("float32", "int8", "int4")
 
 
 def repack(decoder: Decoder, form: str) -> Decoder:
-    """A decoder whose weights are the file's values in another form.
+    """Convert the weights of a decoder to another form.
 
     Args:
-        decoder: of quantised layers, whose hidden states are fp32.
-        form: ``"float32"``: dense, every value as the file's integers and scales give it. ``"int8"``: rounded to 8 bits
-            with a scale for each group of 32 inputs. ``"int4"``: as it is.
+        decoder: decoder with quantised layers and fp32 hidden states.
+        form: ``"float32"`` for the dequantised values, ``"int8"`` for 8 bits with one scale per group of 32 inputs, or
+            ``"int4"`` for the weights as they are.
 
     Raises:
-        UnsupportedModelError: not all weights of the layers are quantised, or for ``"int4"`` not to 4 bits.
+        UnsupportedModelError: some weights of the layers are not quantised, or for ``"int4"`` not to 4 bits.
     """
     bits = {weight.bits for layer in decoder.layers for weight in _quantized(layer)}
     if form == "int4":
@@ -45,7 +45,7 @@ def repack(decoder: Decoder, form: str) -> Decoder:
 
 
 def weight_bytes(decoder: Decoder) -> int:
-    """Size of all weights but the norms', which are nothing beside them."""
+    """Return the size of all weights, except those of the norms, which are negligible."""
     weights = [weight for layer in decoder.layers for weight in _weights(layer)]
     weights.append(decoder.embedding)
     if decoder.lm_head is not decoder.embedding:
@@ -54,10 +54,10 @@ def weight_bytes(decoder: Decoder) -> int:
 
 
 def quantize_int8(values: Tensor) -> Int8:
-    """Round [rows, columns] to 8 bits, symmetric, with an fp16 scale for each group of 32 columns."""
+    """Round [rows, columns] to 8 bits, symmetrically, with one fp16 scale per group of 32 columns."""
     groups = values.float().view(len(values), -1, GROUP)
     scales = (groups.abs().amax(-1) / 127).half()
-    # The stored scale decides; that of a group of zeros is 0, and so may that of tiny values be.
+    # Divide by the scale as stored in fp16, which is 0 for a group of zeros or of tiny values.
     divisors = scales.float().masked_fill(scales == 0, 1.0)
     q = (groups / divisors[..., None]).round().clamp(-127, 127).to(torch.int8)
     return Int8(q.view_as(values), scales, None)

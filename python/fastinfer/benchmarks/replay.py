@@ -1,4 +1,4 @@
-"""Requests given to an engine at their time, and when their tokens came."""
+"""Replay of timed requests on an engine, recording when their tokens arrive."""
 
 import itertools
 import time
@@ -13,7 +13,7 @@ from fastinfer.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class Job:
-    """A request, and when it comes, in seconds after the beginning."""
+    """A request and its arrival time, in seconds after the start of the replay."""
 
     prompt_token_ids: list[int]
     params: SamplingParams
@@ -22,14 +22,15 @@ class Job:
 
 @dataclass
 class Timeline:
-    """When a job's tokens came.
+    """Arrival times of a job's tokens.
 
     Attributes:
-        job: what was asked for.
-        moments: of each output that brought tokens, in seconds after the beginning.
-        counts: how many tokens there were then.
-        token_ids: all of them.
-        num_cached_tokens: of the prompt, which the prefix cache had.
+        job: the request.
+        moments: time of each output with new tokens, in seconds after the start.
+        counts: total number of tokens at each of these times.
+        token_ids: all generated tokens.
+        finish_reason: see :class:`fastinfer.CompletionOutput`.
+        num_cached_tokens: number of prompt tokens found in the prefix cache.
     """
 
     job: Job
@@ -52,21 +53,21 @@ class Timeline:
 
     @property
     def first_token_s(self) -> float:
-        """Seconds from its arrival to its first token, what it waited included."""
+        """Seconds from the job's arrival to its first token, including the time in the queue."""
         return self.moments[0] - self.job.arrival_s
 
     @property
     def gaps_s(self) -> list[float]:
-        """Seconds between an output and the next: what a reader of the stream waits."""
+        """Seconds between successive outputs, for which a reader of the stream waits."""
         return [after - before for before, after in itertools.pairwise(self.moments)]
 
     @property
     def decode_s(self) -> float:
-        """Seconds from the first output to the last."""
+        """Seconds from the first output to the last one."""
         return self.moments[-1] - self.moments[0]
 
     def _check(self, stop_reason: object) -> None:
-        """Refuse to count tokens that were never generated."""
+        """Raise RequestError if the job failed or has fewer tokens than requested."""
         wanted, params = self.job.params.max_tokens, self.job.params
         may_be_short = not params.ignore_eos and self.finish_reason == "stop"
         if self.finish_reason == "error" or (len(self.token_ids) != wanted and not may_be_short):
@@ -79,7 +80,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Window:
-    """A part of a replay in which every request decodes: seconds, tokens, and outputs that brought them."""
+    """Part of a replay in which every request decodes: its duration, tokens, and outputs with new tokens."""
 
     seconds: float
     num_tokens: int
@@ -88,7 +89,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Replay:
-    """What became of some jobs; ``seconds`` from the first one's arrival to the last one's end."""
+    """Result of running jobs; ``seconds`` lasts from the first job's arrival to the last job's end."""
 
     seconds: float
     timelines: list[Timeline]
@@ -99,12 +100,12 @@ class Replay:
 
     @property
     def num_outputs(self) -> int:
-        """Outputs that brought tokens: one for each token, but for what a grammar or speculation adds."""
+        """Number of outputs with new tokens; a grammar or speculation may add several tokens in one output."""
         return sum(len(timeline.moments) for timeline in self.timelines)
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens, prefill included."""
+        """Generated tokens per second of the whole run, including prefill."""
         return self.num_tokens / self.seconds
 
     @property
@@ -116,8 +117,9 @@ class Replay:
         return [gap for timeline in self.timelines for gap in timeline.gaps_s]
 
     def decode_window(self) -> Window | None:
-        """From the moment when the last request has its first token until the first one ends; ``None`` where the first
-        ends before the last begins.
+        """Return the time from the first token of the last request to start, until the first request ends.
+
+        The result is ``None`` if the first request ends before the last one has a token.
         """
         start = max(timeline.moments[0] for timeline in self.timelines)
         end = min(timeline.moments[-1] for timeline in self.timelines)
@@ -134,7 +136,7 @@ class Replay:
 
 
 class Recorder:
-    """Steps an engine and writes down when tokens came, in seconds after its making."""
+    """Steps an engine and records when tokens arrive, in seconds after the recorder's creation."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -150,7 +152,7 @@ class Recorder:
         return timeline
 
     def step(self) -> float:
-        """Compute a step; returns the moment at its end."""
+        """Run an engine step and return the time when it ended."""
         outputs = self._engine.step()
         moment = self.now()
         for output in outputs:
@@ -163,7 +165,7 @@ def replay(engine: Engine, jobs: Iterable[Job]) -> Replay:
     """Run jobs to their ends.
 
     Raises:
-        RequestError: a job can never be served, failed, or got fewer tokens than it asked for.
+        RequestError: a job can never be served, has failed, or has fewer tokens than requested.
     """
     jobs = list(jobs)
     pending = sorted(range(len(jobs)), key=lambda index: jobs[index].arrival_s)[::-1]

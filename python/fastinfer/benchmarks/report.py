@@ -1,4 +1,4 @@
-"""How measurements are summed up and written down."""
+"""Summaries and files of measurements."""
 
 import datetime
 import json
@@ -15,14 +15,14 @@ PERCENTILES = (50, 95, 99)
 
 
 def percentile(samples: Iterable[float], percent: float) -> float:
-    """The smallest sample that at least ``percent`` % of the samples do not exceed (nearest rank)."""
+    """Return the smallest sample that at least ``percent`` % of the samples do not exceed (nearest rank)."""
     ordered = sorted(samples)
     rank = -(-len(ordered) * percent // 100)
     return ordered[max(int(rank) - 1, 0)]
 
 
 def write_json(path: Path, measured: dict[str, Any]) -> Path:
-    """Write what was measured with the date (UTC) and the machine's description; create the folder if necessary."""
+    """Write measurements with the date (UTC) and a description of the machine; create the folder if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     path.write_text(json.dumps({"date": date, "machine": machine_facts(), **measured}, indent=2) + "\n")
@@ -30,7 +30,7 @@ def write_json(path: Path, measured: dict[str, Any]) -> Path:
 
 
 def print_plot(plot: Callable[[], Path]) -> None:
-    """Draw a plot and print where it is, or that it needs a package which is not installed."""
+    """Draw a plot and print its path, or a message if matplotlib is not installed."""
     try:
         print(plot())
     except ImportError:
@@ -39,7 +39,7 @@ def print_plot(plot: Callable[[], Path]) -> None:
 
 @dataclass(frozen=True)
 class Goal:
-    """A measured figure beside what it should be."""
+    """Measured figure and its required bound."""
 
     name: str
     value: float
@@ -57,6 +57,7 @@ class Goal:
 
 
 def goal_rows(goals: Iterable[Goal]) -> list[list[str]]:
+    """Return the rows of a table of goals, with its head."""
     rows = [["figure", "measured", "wanted", "holds"]]
     for goal in goals:
         wanted = f">= {goal.at_least:g}" if goal.at_least is not None else f"<= {goal.at_most:g}"
@@ -65,7 +66,8 @@ def goal_rows(goals: Iterable[Goal]) -> list[list[str]]:
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """The median of the ratios of pairs that were measured one after the other: another program's load, which comes
-    and goes, is in both.
+    """Return the median of the ratios of pairs.
+
+    The two values of a pair are measured one after the other, so that load from other programs affects both.
     """
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))

@@ -1,4 +1,4 @@
-"""Twenty things that users want as JSON. Everything has a bound, so that each answer ends."""
+"""Twenty JSON schemas as users might give them. All strings and lists are bounded, so that each answer ends."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
-"""Decoding with n-gram speculation against decoding without, where answers copy their prompt and where they do not.
+"""Decoding with and without n-gram speculation, for answers that copy much of their prompt and for others.
 
-Speculation changes no text, so both do the same work up to the answer's natural end; that the tokens are the same is
-checked. An answer is decoded alone, with and without in turns, and all answers of a kind once more at the same time.
-One warm-up each; the time to the first token is left out where answers are alone.
+Speculation does not change the text, which is checked, so both do the same work up to the answer's natural end. Each
+answer is decoded alone, and all answers of a kind together; with and without speculation take turns after a warm-up.
+For single answers the time to the first token is left out.
 """
 
 import statistics
@@ -24,14 +24,14 @@ NEW_TOKENS = 160
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt alone, or all of a kind at once; seconds of each repeat.
+    """Results of one prompt alone, or of all prompts of a kind at once.
 
     Attributes:
-        kind: of the prompts.
-        name: of the case.
-        num_tokens: generated.
-        plain_s, speculative_s: without and with.
-        num_drafted, num_accepted: tokens, in all repeats.
+        kind: kind of the prompts.
+        name: name of the case.
+        num_tokens: number of generated tokens in a repeat.
+        plain_s, speculative_s: seconds of each repeat without and with speculation.
+        num_drafted, num_accepted: numbers of drafted and accepted tokens in all repeats.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Speculation:
-    """``alone`` has a case for each prompt, ``at_once`` one for each kind."""
+    """Results of all cases: ``alone`` has one per prompt, ``at_once`` one per kind."""
 
     num_speculative_tokens: int
     alone: list[Case]
@@ -82,7 +82,16 @@ def measure(
     new_tokens: int = NEW_TOKENS,
     prompts_of: dict[str, Sequence[list[int]]] | None = None,
 ) -> Speculation:
-    """Measure; ``prompts_of`` has the token ids of each kind's prompts, by default those of :data:`KINDS`."""
+    """Measure all cases.
+
+    Args:
+        subject: the model under test.
+        num_speculative_tokens: largest number of drafted tokens per step.
+        repeats: number of measured runs of each case.
+        progress: function that is called before each run.
+        new_tokens: largest number of generated tokens.
+        prompts_of: token ids of the prompts by kind; by default those of :data:`KINDS`.
+    """
     if prompts_of is None:
         prompts_of = {kind: [subject.chat_prompt(message) for message in texts] for kind, texts in KINDS.items()}
     params = SamplingParams(temperature=0, max_tokens=new_tokens)
@@ -125,7 +134,7 @@ def _compare(
     return Case(
         kind=kind,
         name=name,
-        # Alone, the first token is not in the time.
+        # The time of a single answer excludes its first token.
         num_tokens=len(texts[0][0]) - 1 if len(jobs) == 1 else sum(map(len, texts[0])),
         plain_s=seconds[plain],
         speculative_s=seconds[speculative],

@@ -1,12 +1,13 @@
-"""JSON under a schema: whether every answer obeys it, and what that costs.
+"""JSON under a schema: validity of the answers, and cost compared with free text.
 
-Two workloads, each with and without the schema in turns, with the same number of tokens for each request:
+Two workloads run with and without the schema in turns, with the same number of tokens for each request:
 
-- long strings, in which every token is drawn, so that the difference is the masks; timed while all decode;
-- requests over twenty schemas, whose punctuation and property names are forced and need no step of their own. There
-  seconds per token say what the user waits, seconds per draw what a step costs. Prefill is included.
+- Long strings, in which every token is drawn, so that the difference is the cost of the masks. Only the time while all
+  requests decode is counted.
+- Requests over twenty schemas, whose punctuation and property names are forced and need no step of their own. Seconds
+  per token are what the user waits; seconds per draw are the cost of a step. Prefill is included.
 
-Answers are validated by the package jsonschema, which knows nothing of the grammars.
+The package jsonschema, which is independent of the grammars, validates the answers.
 """
 
 import importlib
@@ -25,16 +26,16 @@ from fastinfer.errors import RequestError
 from fastinfer.sampling_params import SamplingParams
 from fastinfer.structured_output import StructuredOutputsParams
 
-MAX_TOKENS = 512  # of an answer; the longest that the schemas allow are shorter
+MAX_TOKENS = 512  # of an answer; the schemas allow no longer ones
 STREAMS = 16
 STRING_TOKENS = 96
-# Longer than its tokens can make it: it never ends by itself.
+# The minimum length cannot be reached with STRING_TOKENS, so the string never ends by itself.
 LONG_STRING = {"type": "string", "minLength": 4000}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The same number of tokens with and without a schema; seconds of each repeat, and draws (steps of a request)."""
+    """Cost of the same number of tokens with and without a schema: draws (steps of a request), seconds per repeat."""
 
     name: str
     num_tokens: int
@@ -62,7 +63,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Structured:
-    """Costs, and of the answers under schemas how many there were, ended by themselves, and validate."""
+    """Costs of both workloads, and numbers of answers under schemas that are complete and that are valid."""
 
     costs: list[Cost]
     num_requests: int
@@ -93,6 +94,7 @@ def measure(
     streams: int = STREAMS,
     string_tokens: int = STRING_TOKENS,
 ) -> Structured:
+    """Measure both workloads and validate the answers."""
     answers = _answer_jobs(subject, num_requests)
     longest = max(len(job.prompt_token_ids) for job in answers) + max(MAX_TOKENS, string_tokens)
     engine = subject.engine(max_num_seqs=streams, max_model_len=longest, enable_prefix_caching=False)
@@ -112,7 +114,7 @@ def measure(
 
 
 def check_installed() -> None:
-    """Raise RequestError where a package is missing."""
+    """Raise RequestError if a required package is missing."""
     for name in ("jsonschema", "llguidance"):
         try:
             importlib.import_module(name)
@@ -121,7 +123,7 @@ def check_installed() -> None:
 
 
 def find_invalid(timelines: Sequence[Timeline], texts: Sequence[str]) -> list[str]:
-    """Why answers are not what their schema asks for, one line each; an answer that was cut off is none."""
+    """Return one line for each answer that does not satisfy its schema or was cut off."""
     import jsonschema
 
     invalid = []
@@ -139,7 +141,7 @@ def find_invalid(timelines: Sequence[Timeline], texts: Sequence[str]) -> list[st
 
 
 def _answer_jobs(subject: Subject, num_requests: int) -> list[Job]:
-    """Requests that go around the schemas, drawn so that the answers differ."""
+    """Create requests that cycle through the schemas, with seeds that make their answers differ."""
     jobs = []
     for index in range(num_requests):
         name, schema = list(SCHEMAS.items())[index % len(SCHEMAS)]
@@ -155,7 +157,7 @@ def _answer_jobs(subject: Subject, num_requests: int) -> list[Job]:
 
 
 def _free(job: Job, num_tokens: int) -> Job:
-    """The same job without a schema, and with as many tokens."""
+    """Return the same job without a schema and with ``num_tokens`` tokens."""
     return Job(
         job.prompt_token_ids, replace(job.params, structured_outputs=None, max_tokens=num_tokens, ignore_eos=True)
     )
@@ -179,14 +181,14 @@ def _string_cost(
                 raise RequestError(f"{name}: expected every token to be drawn while all decode, got others")
             if repeat:
                 rates[with_schema].append(window.seconds / window.num_tokens)
-    # The windows differ by a few tokens, as requests begin one after the other: seconds for the same number.
+    # Requests start one after the other, so windows differ by a few tokens: scale them to the same number.
     total = count * num_tokens
     seconds = {with_schema: [s * total for s in samples] for with_schema, samples in rates.items()}
     return Cost(name, total, total, total, seconds[True], seconds[False])
 
 
 def _answer_cost(engine: Engine, jobs: list[Job], repeats: int, progress: Progress) -> tuple[Cost, list[str], int]:
-    """The answers' cost, which of them are invalid, and how many are complete."""
+    """Return the cost of the answers, the invalid ones, and the number of complete ones."""
     name = f"{len(jobs)} answers"
     progress(f"{name}: warm-up")  # each grammar is compiled here
     replay(engine, jobs[: len(SCHEMAS)])
@@ -198,7 +200,7 @@ def _answer_cost(engine: Engine, jobs: list[Job], repeats: int, progress: Progre
         progress(f"{name} without")
         lengths = [len(timeline.token_ids) for timeline in with_runs[-1].timelines]
         without_runs.append(replay(engine, [_free(job, n) for job, n in zip(jobs, lengths, strict=True)]))
-    # The seeds are fixed, so that every repeat gives the same answers.
+    # The seeds are fixed, so every repeat gives the same answers.
     timelines = with_runs[-1].timelines
     texts = [engine.tokenizer.decode(timeline.token_ids) for timeline in timelines]
     cost = Cost(

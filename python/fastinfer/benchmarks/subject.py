@@ -1,4 +1,4 @@
-"""The model under test."""
+"""Model under test."""
 
 import random
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from fastinfer.tokenizers.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Subject:
-    """A loaded model, from which engines with different choices are made; all of them share its weights."""
+    """Loaded model whose weights are shared by engines with different options."""
 
     model: Model
     tokenizer: Tokenizer
@@ -31,11 +31,11 @@ class Subject:
         return cls(model, tokenizer, Precision.of(dtype).kv_cache_dtype)
 
     def engine(self, *, max_num_seqs: int, max_model_len: int, **choices: Any) -> Engine:
-        """A new engine whose cache holds ``max_num_seqs`` of the longest sequences, so that none waits for memory.
+        """Create an engine whose cache holds ``max_num_seqs`` of the longest sequences, so that none waits for memory.
 
         ``choices`` are further fields of :class:`fastinfer.engine.config.EngineConfig`.
         """
-        # One block more for each: the scheduler wants a spare one for every running sequence.
+        # One more block each, because the scheduler reserves a spare one for every running sequence.
         num_blocks = max_num_seqs * (num_blocks_for(max_model_len, EngineConfig.block_size) + 1)
         config = EngineConfig(
             kv_cache_dtype=self.kv_cache_dtype,
@@ -47,12 +47,12 @@ class Subject:
         return Engine(self.model, self.tokenizer, config)
 
     def random_prompt(self, rng: random.Random, length: int) -> list[int]:
-        """Token ids that mean nothing: nobody finds them in a cache or guesses how they go on."""
+        """Return meaningless token ids, which no cache has and no speculation predicts."""
         vocab_size = self.model.config.vocab_size
         return [rng.randrange(min(100, vocab_size // 2), min(1000, vocab_size)) for _ in range(length)]
 
     def chat_prompt(self, message: str, system: str | None = None) -> list[int]:
-        """Token ids of a user's message as the model's chat template writes it; as is where there is none."""
+        """Return the token ids of a user's message in the model's chat template, or as plain text without one."""
         tokenizer = self.tokenizer
         if tokenizer.chat_template is None:
             return tokenizer.encode(message if system is None else f"{system}\n\n{message}")

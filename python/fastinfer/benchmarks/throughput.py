@@ -1,6 +1,6 @@
-"""``fastinfer bench throughput``: what batching, prefix reuse, speculation and grammars bring, and what they cost.
+"""``fastinfer bench throughput``: gains and costs of batching, prefix reuse, speculation and grammars.
 
-One module for each section; every section measures its alternatives in turns, after a warm-up, on equal work.
+Each section is a module, which measures its alternatives in turns, after a warm-up, on equal work.
 """
 
 import argparse
@@ -17,8 +17,9 @@ from fastinfer.utils.table import format_table
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the chosen sections, print their tables, and write their files if ``--out`` is given."""
     if "json" in args.only:
-        structured.check_installed()  # now, not after all the other sections
+        structured.check_installed()  # checked first, because the other sections take long
     subject = Subject.load(args.model, args.dtype)
     settings = {name: value for name, value in vars(args).items() if name not in ("module", "out")}
     path = None if args.out is None else Path(args.out) / "throughput.json"
@@ -29,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
             results[name] = SECTIONS[name](subject, args, progress)
         print(f"\n{name}\n{format_table(results[name].rows())}", flush=True)
         goals += results[name].goals()
-        if path is not None:  # after each section, as all of them take long
+        if path is not None:  # written after each section, because all of them take long
             measured = {name: asdict(result) for name, result in results.items()}
             write_json(path, {"settings": settings, "goals": [goal.as_dict() for goal in goals], "results": measured})
     print(f"\n{format_table(goal_rows(goals))}")
@@ -45,7 +46,7 @@ def _policies(subject: Subject, args: argparse.Namespace, progress: Progress) ->
     return policies.measure(subject, jobs, args.rate, args.max_num_seqs, args.repeats, progress)
 
 
-# Each result has rows(), a table, and goals().
+# Each result has rows() for a table, and goals().
 SECTIONS: dict[str, Callable[[Subject, argparse.Namespace, Progress], Any]] = {
     "batch": lambda subject, args, progress: batch_sizes.measure(
         subject, args.batch_sizes, args.prompt_tokens, args.new_tokens, args.repeats, progress

@@ -1,4 +1,4 @@
-"""``fastinfer chat``: a conversation, each answer streamed."""
+"""``fastinfer chat``: a conversation with streamed answers."""
 
 import argparse
 import contextlib
@@ -17,12 +17,13 @@ HELP = "Ctrl-C stops an answer, /reset forgets the conversation, Ctrl-D or /exit
 
 
 def run(args: argparse.Namespace) -> int:
+    """Read messages from standard input and print the answers, until the input ends."""
     if sys.stdin is None:
         raise RequestError("chat reads standard input, which is closed")
     llm, params = load(args)
     if llm.tokenizer.chat_template is None:
         raise RequestError(f"chat needs a model with a chat template, and {args.model} has none: try generate")
-    with contextlib.suppress(ImportError):  # history and editing for input(), where Python has them
+    with contextlib.suppress(ImportError):  # gives input() history and editing, where Python supports it
         import readline  # noqa: F401
     prompt = ""
     if sys.stdin.isatty():
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str:
-    """Stream one answer to stdout and return what there is of it when it ends or is stopped."""
+    """Stream one answer to stdout and return its text, which is partial if the answer was stopped."""
     text = ""
     with _stop_on_interrupt() as stopped, contextlib.closing(llm.stream_chat(messages, params)) as outputs:
         for output in outputs:
@@ -71,9 +72,9 @@ def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) ->
 
 @contextlib.contextmanager
 def _stop_on_interrupt() -> Iterator[Event]:
-    """Turn the first Ctrl-C into an event, as an exception in the middle of a step would leave the engine half done.
+    """Turn the first Ctrl-C into an event, because an exception inside a step would leave the engine inconsistent.
 
-    The second one raises KeyboardInterrupt as usual, for a step that takes too long to wait for.
+    The second Ctrl-C raises KeyboardInterrupt as usual, in case a step takes too long.
     """
     stopped = Event()
     usual = signal.getsignal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""``fastinfer eval``: how well models predict a text."""
+"""``fastinfer eval``: perplexity of a model on a text, or comparison of several models."""
 
 import argparse
 import json
@@ -15,6 +15,7 @@ from fastinfer.models.config import Precision
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the chosen evaluation and print its result."""
     return _compare(args) if args.what == "compare" else _perplexity(args)
 
 

@@ -1,4 +1,4 @@
-"""``fastinfer generate``: one prompt, its text streamed, its speed below."""
+"""``fastinfer generate``: complete or answer one prompt; the text goes to stdout, its speed to stderr."""
 
 import argparse
 import contextlib
@@ -16,9 +16,9 @@ class Speed:
     """Counts and times of one finished request.
 
     Attributes:
-        prompt_tokens, tokens: counts; ``tokens`` are the generated ones.
+        prompt_tokens, tokens: numbers of prompt tokens and of generated tokens.
         first_token_s: seconds from arrival to the first token.
-        tokens_per_s: of decoding, the first token left out; ``None`` with fewer than two tokens.
+        tokens_per_s: speed of decoding after the first token; ``None`` with fewer than two tokens.
     """
 
     prompt_tokens: int
@@ -46,6 +46,7 @@ class Speed:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Stream the text of one prompt, or print one JSON object."""
     prompt = _read_stdin() if args.prompt == "-" else args.prompt
     llm, params = load(args)
     if args.raw or llm.tokenizer.chat_template is None:
@@ -82,7 +83,7 @@ def _read_stdin() -> str:
     if sys.stdin is None:
         raise RequestError("prompt: expected text on standard input, which is closed")
     try:
-        # The newline that ends the last line is the shell's or the editor's, not part of the prompt.
+        # The newline at the end comes from the shell or the editor and is not part of the prompt.
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise RequestError(f"prompt: expected UTF-8 on standard input, got {error}") from error

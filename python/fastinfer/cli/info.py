@@ -1,4 +1,7 @@
-"""``fastinfer info``: what runs here, and why. Benchmarks store the same facts as the description of their machine."""
+"""``fastinfer info``: versions, CPU and GPUs, launch plans, or the memory of a model.
+
+Benchmarks store the same facts as the description of their machine.
+"""
 
 import argparse
 import json
@@ -11,14 +14,16 @@ NO_CUDA = 'not built: needs nvcc, and a GPU or FASTINFER_CUDA_ARCHS (for example
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the requested facts; the exit code is 1 if the compiled extension does not load."""
     if args.plan:
         plan = launch_plans.describe(args.plan, args.group, launch_plans.choose_gpu(args.arch))
         print(json.dumps(plan, indent=2) if args.json else launch_plans.table(plan))
         return 0
     if args.memory:
-        from fastinfer.cli import memory_report  # needs the extension, without which the table below still works
+        # Imported here, because it needs the compiled extension, without which the table below still works.
+        from fastinfer.cli import memory_bounds, memory_report
 
-        described = memory_report.describe(args.memory, args.context, args.batch)
+        described = memory_bounds.describe(args.memory, args.context, args.batch)
         print(json.dumps(described, indent=2) if args.json else memory_report.report(described))
         return 0
     found = machine_facts()

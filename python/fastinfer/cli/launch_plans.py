@@ -1,4 +1,4 @@
-"""How an operator would be launched on a GPU, without one: ``fastinfer info --plan int4_gemm 1 8192 8192``."""
+"""Launch plans of operators for a GPU, computed without one: ``fastinfer info --plan int4_gemm 1 8192 8192``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,14 +11,14 @@ from fastinfer.errors import RequestError
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a launch policy asks of a GPU; ``shared_bytes`` is the most shared memory that a block may have."""
+    """Properties of a GPU that launch policies use; ``shared_bytes`` is the largest shared memory of a block."""
 
     arch: int
     multiprocessors: int
     shared_bytes: int
 
 
-# One GPU of each architecture: A100, RTX 3090, RTX 4090, H100. Shared memory is the architecture's.
+# One GPU of each architecture: A100, RTX 3090, RTX 4090, H100.
 GPUS = {
     80: Gpu(80, 108, 163 * 1024),
     86: Gpu(86, 82, 99 * 1024),
@@ -28,7 +28,7 @@ GPUS = {
 
 
 def choose_gpu(arch: int | None) -> Gpu:
-    """The GPU of an architecture, else the first that torch sees, else an H100."""
+    """Return the GPU of the given architecture, by default the first one that torch sees, or else an H100."""
     if arch is not None:
         if arch not in GPUS:
             raise RequestError(f"--arch must be one of {', '.join(map(str, GPUS))}, got {arch}")
@@ -42,7 +42,7 @@ def choose_gpu(arch: int | None) -> Gpu:
 
 
 def launch_plan(op: str, sizes: dict[str, int], gpu: Gpu) -> dict[str, Any]:
-    """Tiles, splits, workspace and launches of ``op``; sizes that end in ``_bytes`` are bytes.
+    """Return tiles, splits, workspace and launches of ``op``. Values whose names end in ``_bytes`` are bytes.
 
     Raises:
         ValueError: the operator has no policy, or a size is missing, unknown or out of range.
@@ -53,7 +53,11 @@ def launch_plan(op: str, sizes: dict[str, int], gpu: Gpu) -> dict[str, Any]:
 
 
 def describe(words: Sequence[str], group: int | None, gpu: Gpu) -> dict[str, Any]:
-    """The plan for an operator and its sizes, in their order, from the command line. Mistakes raise RequestError."""
+    """Return the plan of an operator whose name and sizes come from the command line.
+
+    Raises:
+        RequestError: the operator is unknown, or a size is missing or not valid.
+    """
     from fastinfer import _C
 
     op, *numbers = words
@@ -80,6 +84,7 @@ def describe(words: Sequence[str], group: int | None, gpu: Gpu) -> dict[str, Any
 
 
 def table(described: dict[str, Any]) -> str:
+    """Write a result of :func:`describe` as text."""
     gpu, plan = described["gpu"], dict(described["plan"])
     rows = {
         described["op"]: ", ".join(f"{name} {value}" for name, value in described["sizes"].items()),

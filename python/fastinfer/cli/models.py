@@ -1,4 +1,4 @@
-"""``fastinfer models``: the registry, and what of it is here."""
+"""``fastinfer models``: list the registered models and the paths of those that are downloaded."""
 
 import argparse
 
@@ -6,6 +6,7 @@ from fastinfer import hub
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print name, description, size and path of each model."""
     for entry in hub.models():
         default = " (default)" if entry.name == hub.DEFAULT_MODEL else ""
         print(f"{entry.name}{default}\n    {entry.description}, {entry.size / 1e6:.0f} MB")

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the types of their values."""
+"""Options shared by several commands, and types of arguments."""
 
 import argparse
 import math
@@ -9,11 +9,13 @@ from fastinfer.utils.dtypes import DTYPES, KV_CACHE_DTYPES
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the model and the dtype."""
     add_model_option(parser)
     add_dtype_option(parser)
 
 
 def add_model_option(parser: argparse.ArgumentParser) -> None:
+    """Add the model."""
     parser.add_argument(
         "--model",
         default=DEFAULT_MODEL,
@@ -23,51 +25,79 @@ def add_model_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_dtype_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="what to compute in; default: %(default)s")
+    """Add the dtype of computations."""
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="dtype to compute in; default: %(default)s")
+
+
+def add_text_options(parser: argparse.ArgumentParser) -> None:
+    """Add the numbers of tokens of a text and of its sections."""
+    parser.add_argument(
+        "--tokens",
+        type=count(32),
+        default=16384,
+        metavar="N",
+        help="largest number of tokens of the text to use; default: %(default)s",
+    )
+    parser.add_argument(
+        "--length", type=count(32), default=512, metavar="N", help="tokens of each section; default: %(default)s"
+    )
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Options of :class:`fastinfer.LLM`, which has the defaults."""
+    """Add options of :class:`fastinfer.LLM`, which has the defaults."""
     options = parser.add_argument_group("engine", argument_default=argparse.SUPPRESS)
     options.add_argument(
         "--speculate",
         type=int,
         dest="num_speculative_tokens",
         metavar="N",
-        help="guess up to N tokens ahead, from the text itself; default: 0",
+        help="draft up to N tokens per step from n-grams of the text; default: 0",
     )
     options.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), help="where to compute; default: auto, a GPU where there is one"
+        "--device", choices=("auto", "cpu", "cuda"), help="device to compute on; default: auto, a GPU if there is one"
     )
     options.add_argument(
-        "--kv-cache-dtype", choices=KV_CACHE_DTYPES, help="of the cached keys and values; default: auto"
+        "--kv-cache-dtype", choices=KV_CACHE_DTYPES, help="dtype of the cached keys and values; default: auto"
     )
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Options named as the fields of SamplingParams, which checks their ranges and has the defaults."""
+    """Add options named as the fields of SamplingParams, which checks their ranges and has the defaults."""
     options = parser.add_argument_group("sampling", argument_default=argparse.SUPPRESS)
     options.add_argument("--max-tokens", type=int, metavar="N", help="end after N generated tokens; default: 256")
-    options.add_argument("--min-tokens", type=int, metavar="N", help="do not end by itself before N generated tokens")
+    options.add_argument("--min-tokens", type=int, metavar="N", help="no end of sequence before N generated tokens")
     options.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
-    options.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token; default: 0.7")
-    options.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest of this sum; default: 0.95")
-    options.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens")
-    options.add_argument("--min-p", type=float, metavar="P", help="drop tokens below this share of the likeliest")
+    options.add_argument("--temperature", type=float, metavar="T", help="0 takes the most likely token; default: 0.7")
     options.add_argument(
-        "--repetition-penalty", type=float, metavar="R", help="above 1, tokens of prompt and text come less often"
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="keep the most likely tokens with this total probability; default: 0.95",
     )
-    options.add_argument("--presence-penalty", type=float, metavar="X", help="subtracted for tokens in the text")
-    options.add_argument("--frequency-penalty", type=float, metavar="X", help="the same, as often as the token occurs")
+    options.add_argument("--top-k", type=int, metavar="K", help="keep the K most likely tokens")
+    options.add_argument(
+        "--min-p", type=float, metavar="P", help="drop tokens below this fraction of the largest probability"
+    )
+    options.add_argument(
+        "--repetition-penalty", type=float, metavar="R", help="above 1: makes tokens of prompt and text less likely"
+    )
+    options.add_argument(
+        "--presence-penalty", type=float, metavar="X", help="subtracted from logits of tokens in the text"
+    )
+    options.add_argument(
+        "--frequency-penalty", type=float, metavar="X", help="the same, times the number of occurrences"
+    )
     options.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
     form = parser.add_argument_group("structured output", argument_default=argparse.SUPPRESS)
     form = form.add_mutually_exclusive_group()
     form.add_argument("--json-schema", metavar="FILE", help="the text is JSON that this schema allows")
     form.add_argument("--regex", metavar="PATTERN", help="the whole text matches this regular expression")
-    form.add_argument("--choice", action="append", metavar="TEXT", help="the text is one of these; to be repeated")
+    form.add_argument("--choice", action="append", metavar="TEXT", help="the text is one of these; may be repeated")
 
 
 def count(low: int) -> Callable[[str], int]:
+    """Return the argument type of integers of at least ``low``."""
+
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < low:
             raise argparse.ArgumentTypeError(f"expected an integer of at least {low}, got {text!r}")
@@ -77,10 +107,12 @@ def count(low: int) -> Callable[[str], int]:
 
 
 def counts(text: str) -> list[int]:
+    """Parse positive integers separated by commas."""
     return [count(1)(part) for part in text.split(",")]
 
 
 def rate(text: str) -> float:
+    """Parse a positive number."""
     try:
         value = float(text)
     except ValueError:
@@ -91,6 +123,8 @@ def rate(text: str) -> float:
 
 
 def names(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return the argument type of names separated by commas, each of which must be known."""
+
     def parse(text: str) -> list[str]:
         given = text.split(",")
         for name in given:

@@ -1,4 +1,4 @@
-"""``fastinfer pull``: download a model, print its file or folder."""
+"""``fastinfer pull``: download a model."""
 
 import argparse
 
@@ -6,5 +6,6 @@ from fastinfer import hub
 
 
 def run(args: argparse.Namespace) -> int:
+    """Download the model if necessary, and print the path of its file or folder."""
     print(hub.pull(args.name))
     return 0

@@ -17,6 +17,7 @@ from fastinfer.tokenizers.tokenizer import Tokenizer
 
 
 def run(args: argparse.Namespace) -> int:
+    """Quantise the model, and print and write the report."""
     bits = args.bits or METHODS[args.method][0]
     symmetric = args.method in SYMMETRIC if args.symmetric is None else args.symmetric
     method = Method(args.method, bits, args.group_size, symmetric)
@@ -26,14 +27,14 @@ def run(args: argparse.Namespace) -> int:
     if method.needs_inputs and args.calibration is None:
         raise RequestError(f"--calibration: {method.name} needs a text, got none")
     tokenizer = Tokenizer.from_folder(source)
-    # Methods that do not look at the inputs still get some, for the report.
+    # Methods that need no inputs still get some, for the errors in the report.
     text = args.calibration or args.evaluation
     if text is None:
         raise RequestError("--calibration or --evaluation: expected a text to report errors on, got none")
     texts = windows(read_tokens(text, tokenizer), args.length, args.tokens)
-    judged = None
+    evaluation = None
     if args.evaluation is not None:
-        judged = windows(read_tokens(args.evaluation, tokenizer), args.length, args.tokens)
+        evaluation = windows(read_tokens(args.evaluation, tokenizer), args.length, args.tokens)
     with tqdm(desc=f"{method.name}, {sum(map(len, texts))} tokens", unit="layer") as bar:
 
         def progress(done: int, total: int) -> None:
@@ -42,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
 
         out = Path(args.out)
         report = quantize_checkpoint(source, out, method, texts, progress)
-    if judged is not None:
-        report.perplexity_before, report.perplexity_after = (_perplexity(path, judged) for path in (source, out))
+    if evaluation is not None:
+        report.perplexity_before, report.perplexity_after = (_perplexity(path, evaluation) for path in (source, out))
     (out / "quantization_report.json").write_text(json.dumps(report.as_json(), indent=2) + "\n")
     print(report)
     print(out)

@@ -1,4 +1,4 @@
-"""What ``generate`` and ``chat`` share: the model and the sampling parameters that the arguments ask for."""
+"""Model and sampling parameters from the arguments of ``generate`` and ``chat``."""
 
 import argparse
 import dataclasses
@@ -14,7 +14,7 @@ ENGINE_OPTIONS = ("device", "num_speculative_tokens", "kv_cache_dtype")
 
 
 def load(args: argparse.Namespace) -> tuple[LLM, SamplingParams]:
-    """Check the parameters first, so that a mistake costs no loading."""
+    """Load the model. The parameters are checked first, so that a mistake is reported at once."""
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
     given = {name: value for name, value in vars(args).items() if name in fields}
     params = dataclasses.replace(DEFAULT_PARAMS, **given, structured_outputs=_form(vars(args)))

@@ -1,1 +1,1 @@
-"""How well a model predicts a text, and how two models differ on it."""
+"""Evaluation of models on a text: perplexity, and comparison of several models."""

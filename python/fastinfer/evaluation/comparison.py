@@ -1,4 +1,4 @@
-"""Models side by side on one text: size, perplexity, agreement with the first of them, speed."""
+"""Comparison of models on one text: size, perplexity, agreement with the first model, and speed."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -25,15 +25,15 @@ SPEED_PROMPT, SPEED_TOKENS, SPEED_REPEATS = 32, 64, 3
 
 @dataclass
 class Result:
-    """One model.
+    """Results of one model.
 
     Attributes:
-        model: as the user named it.
-        bytes: of the weight files.
-        perplexity: on the text.
-        agreement: share of the positions whose most likely token is the first model's.
+        model: the model's name as the user gave it.
+        bytes: size of the weight files.
+        perplexity: perplexity on the text.
+        agreement: share of the positions whose most likely token is also the first model's.
         divergence: mean Kullback-Leibler divergence from the first model's distribution, in nats.
-        tokens_per_s: of decoding one sequence, median.
+        tokens_per_s: median speed of decoding one sequence; ``None`` if it was not measured.
     """
 
     model: str
@@ -68,16 +68,16 @@ def compare(
     speed: bool = True,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Result]:
-    """Judge models on a text, one after the other; the first is what the others are compared with.
+    """Evaluate models on a text, one after the other, and compare them with the first one.
 
     Args:
         names: names or paths that :func:`fastinfer.hub.resolve` knows.
         text: path of a text file.
-        length: tokens of each stretch of the text, which is judged by itself.
-        max_tokens: of the text, at most.
-        dtype: in which the models compute, see :meth:`Precision.of`.
-        speed: measure decoding, too.
-        progress: is told what happens now.
+        length: tokens of each section of the text; sections are evaluated independently.
+        max_tokens: largest number of tokens of the text to use.
+        dtype: dtype in which the models compute, see :meth:`Precision.of`.
+        speed: also measure the speed of decoding.
+        progress: function that is called with a description of each step.
 
     Raises:
         RequestError: the models cut the text into different tokens.
@@ -106,15 +106,17 @@ def compare(
 
 
 def report(results: list[Result]) -> str:
+    """Format the results as a table."""
     return format_table([HEADER, *(result.row() for result in results)])
 
 
 def as_json(results: list[Result]) -> list[dict[str, Any]]:
+    """Return the results as JSON values."""
     return [asdict(result) for result in results]
 
 
 def plot(results: list[Result], path: Path) -> Path:
-    """Perplexity over size, as PNG. Needs matplotlib."""
+    """Plot perplexity over size into a PNG file and return its path. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -135,8 +137,10 @@ def plot(results: list[Result], path: Path) -> Path:
 def _judge(
     model: Model, texts: list[list[int]], reference: list[tuple[Tensor, Tensor]], kv_cache_dtype: torch.dtype
 ) -> Iterator[tuple[float, float, float]]:
-    """(loss, agreement, divergence) of each text. The first model leaves its most likely tokens, and its
-    log-probabilities in fp16, behind.
+    """Yield (loss, agreement, divergence) of each text.
+
+    ``reference`` has the most likely tokens and the fp16 log-probabilities of the first model for each text. If it is
+    empty, ``model`` is the first one and fills it.
     """
     is_first = not reference
     for index, log_probs in enumerate(log_probabilities(model, texts, kv_cache_dtype)):
@@ -153,7 +157,7 @@ def _speed(name: str, dtype: str, prompt: list[int]) -> float:
     llm = LLM(name, dtype=dtype, max_model_len=SPEED_PROMPT + SPEED_TOKENS, enable_prefix_caching=False)
     params = SamplingParams(temperature=0.0, max_tokens=SPEED_TOKENS, ignore_eos=True)
     speeds = []
-    for _ in range(SPEED_REPEATS + 1):  # the first warms up
+    for _ in range(SPEED_REPEATS + 1):  # the first run is the warm-up
         (output,) = llm.generate([{"prompt_token_ids": prompt}], params)
         times = output.metrics
         assert times.first_token_time is not None

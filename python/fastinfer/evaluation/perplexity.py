@@ -15,10 +15,15 @@ BLOCK_SIZE = 32
 
 
 def windows(ids: list[int], length: int, max_tokens: int | None = None) -> list[list[int]]:
-    """Cut a text into stretches of so many tokens, each of which is judged by itself; the rest is left out.
+    """Cut a text into sections of equal length, which are evaluated independently.
+
+    Args:
+        ids: token ids of the text.
+        length: tokens of a section; a shorter rest at the end is left out.
+        max_tokens: largest number of tokens to use; ``None`` for all.
 
     Raises:
-        RequestError: the text is shorter than one stretch.
+        RequestError: the text is shorter than one section.
     """
     ids = ids[:max_tokens]
     found = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
@@ -29,7 +34,7 @@ def windows(ids: list[int], length: int, max_tokens: int | None = None) -> list[
 
 @torch.inference_mode()
 def log_probabilities(model: Model, texts: list[list[int]], kv_cache_dtype: torch.dtype) -> Iterator[Tensor]:
-    """Of every token's successor: [tokens, vocab] fp32 for each text."""
+    """Yield [tokens, vocab] fp32 for each text: the log-probabilities of the token after each position."""
     config = model.config
     blocks = max(num_blocks_for(len(text), BLOCK_SIZE) for text in texts)
     sizes = BLOCK_SIZE, config.num_kv_heads, config.head_dim, kv_cache_dtype, "cpu"
@@ -40,12 +45,12 @@ def log_probabilities(model: Model, texts: list[list[int]], kv_cache_dtype: torc
 
 
 def loss(log_probs: Tensor, text: list[int]) -> float:
-    """Mean negative log-probability of each token but the first, in nats."""
+    """Return the mean negative log-probability of all tokens except the first, in nats."""
     return -float(log_probs[:-1].gather(1, torch.tensor(text[1:])[:, None]).mean())
 
 
 def perplexity(model: Model, texts: list[list[int]], kv_cache_dtype: torch.dtype = torch.float32) -> float:
-    """Over texts of equal length, each predicted from its own beginning."""
+    """Compute the perplexity over texts of equal length, each predicted from its own beginning."""
     losses = [
         loss(log_probs, text)
         for log_probs, text in zip(log_probabilities(model, texts, kv_cache_dtype), texts, strict=True)

@@ -1,4 +1,4 @@
-"""Texts that the user names by a file."""
+"""Reading and tokenising of text files."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from fastinfer.tokenizers.tokenizer import Tokenizer
 
 
 def read_tokens(path: str, tokenizer: Tokenizer) -> list[int]:
-    """Token ids of a text file; what looks like a special token in it is plain text.
+    """Return the token ids of a text file, whose content is plain text even where it looks like a special token.
 
     Raises:
         RequestError: the file cannot be read or is not UTF-8.

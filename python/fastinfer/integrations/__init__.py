@@ -1,1 +1,1 @@
-"""The kernels inside other libraries."""
+"""Integration of the kernels into other libraries."""

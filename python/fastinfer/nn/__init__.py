@@ -1,7 +1,7 @@
-"""Modules on the kernels of :mod:`fastinfer.ops`, with the names and states of those that transformers' decoders have.
+"""PyTorch modules that run the kernels of :mod:`fastinfer.ops`, for inference only (no gradients).
 
-:func:`fastinfer.integrations.transformers.replace` swaps them into a model. Each can also be used by itself. They are
-for inference: no gradients.
+They have the names and state dictionaries of the corresponding modules in transformers' decoders, into which
+:func:`fastinfer.integrations.transformers.replace` puts them. Each can also be used by itself.
 """
 
 from fastinfer.nn.attention import Attention

@@ -1,4 +1,4 @@
-"""Causal self-attention as a module: one product for Q, K and V, rotation in place, attention over any cache."""
+"""Causal self-attention module: one product for Q, K and V, rotary embedding in place, attention over any cache."""
 
 from typing import Any
 
@@ -15,25 +15,25 @@ from fastinfer.weights.weight import NormOptions
 
 
 class Attention(nn.Module):
-    """Grouped-query attention, called as transformers' decoder layers call theirs.
+    """Grouped-query attention with the call signature of transformers' attention modules.
 
-    The state has the layers' own names, dense or quantised.
+    The state dictionary keeps the names of the original layers, whether dense or quantised.
 
     Args:
-        q_proj, k_proj, v_proj: layers [hidden -> heads * head_dim], their rows a multiple of 16.
-        o_proj: layer [q_heads * head_dim -> hidden].
-        head_dim: elements of a head.
-        layer_idx: the layer's place in the cache.
+        q_proj, k_proj, v_proj: linear layers [hidden -> heads * head_dim], with a multiple of 16 outputs each.
+        o_proj: linear layer [q_heads * head_dim -> hidden].
+        head_dim: number of elements of a head.
+        layer_idx: index of the layer in the cache.
         scaling: factor of the logits; ``head_dim ** -0.5`` by default.
-        sliding_window: how many positions are seen, ``None`` for all.
-        softcap: logits become ``softcap * tanh(logits / softcap)``; ``None`` for none.
+        sliding_window: number of positions that a query sees, ``None`` for all.
+        softcap: bound of the logits, which become ``softcap * tanh(logits / softcap)``; ``None`` for none.
         sinks: [q_heads], see :func:`fastinfer.ops.paged_attention`.
-        q_norm, k_norm: norms of each head, before the rotation.
+        q_norm, k_norm: norms applied to each head before the rotary embedding.
         quantize: a kind of :class:`QuantLinear`, or ``None`` for dense weights.
         group_size, activation_bits: see :class:`QuantLinear`.
 
     Raises:
-        ValueError: the layers do not fit each other, or the kernels.
+        ValueError: the layers do not fit together, or no kernel supports them.
     """
 
     is_causal = True
@@ -79,23 +79,24 @@ class Attention(nn.Module):
         output_attentions: bool = False,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """Attend to the cache and the new tokens.
+        """Compute attention over the cache and the new tokens.
 
         Args:
             hidden_states: [batch, length, hidden].
-            position_embeddings: of :class:`RotaryEmbedding`, or transformers' cosines and sines; ``None``: no rotation.
-            attention_mask: what transformers makes for ``attn_implementation="fastinfer"``; ``None``: everything before
-                a position is seen. See ``visible`` of :func:`fastinfer.nn.dense_cache.dense_cache_attention`.
-            past_key_values: a cache of transformers: ``update(k, v, layer_idx)`` stores [batch, kv_heads, length,
-                head_dim] and returns all of it. ``None``: only the new tokens are there.
+            position_embeddings: output of :class:`RotaryEmbedding`, or transformers' cosines and sines; ``None`` for no
+                rotary embedding.
+            attention_mask: mask that transformers makes for ``attn_implementation="fastinfer"`` (``visible`` of
+                :func:`fastinfer.nn.dense_cache.dense_cache_attention`); with ``None`` each position sees all before it.
+            past_key_values: a transformers cache, whose ``update(k, v, layer_idx)`` stores [batch, kv_heads, length,
+                head_dim] and returns all cached positions; with ``None`` only the new tokens are seen.
             is_causal: must not be False.
             output_attentions: must be False.
 
         Returns:
-            [batch, length, hidden], and ``None`` where transformers has probabilities.
+            [batch, length, hidden], and ``None`` in place of transformers' attention probabilities.
 
         Raises:
-            ValueError: another mask, attention that is not causal, or probabilities are asked for.
+            ValueError: the mask is of another kind, or non-causal attention or the probabilities are requested.
         """
         check_computable(is_causal, output_attentions)
         batch, length, hidden = hidden_states.shape
@@ -113,7 +114,7 @@ class Attention(nn.Module):
         residual: Tensor | None = None,
         **norm: Unpack[NormOptions],
     ) -> Tensor:
-        """:meth:`forward` of [batch * length, hidden], perhaps with a norm before and a sum after."""
+        """Compute :meth:`forward` for ``x`` [batch * length, hidden], with an optional norm before and sum after it."""
         length = x.shape[0] // batch
         heads = self.qkv_proj(x, **norm).view(batch * length, -1, self.head_dim)
         q, k, v = heads.split(self.heads, 1)
@@ -144,10 +145,10 @@ class Attention(nn.Module):
 
 
 def check_computable(is_causal: bool | None, output_attentions: bool) -> None:
-    """Refuse what a caller of transformers' attention may ask for, and the kernel has not."""
+    """Raise ValueError for options of transformers' attention that the kernel does not support."""
     if is_causal is False:
         raise ValueError("is_causal must be True or None: fastinfer.nn.Attention is causal, got False")
     if output_attentions:
         raise ValueError(
-            "output_attentions must be False: fastinfer.nn.Attention never has the probabilities as a whole, got True"
+            "output_attentions must be False: fastinfer.nn.Attention never stores the whole probabilities, got True"
         )

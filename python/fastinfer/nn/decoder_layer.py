@@ -1,4 +1,7 @@
-"""A decoder layer's norms and residuals within its products: six kernel calls and the cache's update."""
+"""Fused forward pass of a decoder layer: norms and residual sums are computed within the matrix products.
+
+A layer takes six kernel calls and the update of the cache.
+"""
 
 from typing import Any
 
@@ -8,7 +11,7 @@ from fastinfer.nn.attention import Attention, check_computable
 from fastinfer.nn.mlp import FusedMLP
 from fastinfer.nn.rms_norm import RMSNorm
 
-# What a layer has that is computed so, and nothing else.
+# The modules of a layer that can be fused; it must have no others.
 CHILDREN: dict[str, type[nn.Module]] = {
     "self_attn": Attention,
     "mlp": FusedMLP,
@@ -18,12 +21,12 @@ CHILDREN: dict[str, type[nn.Module]] = {
 
 
 def is_fusible(layer: nn.Module) -> bool:
-    """Whether a layer has these modules and no others, and its own ``forward`` still."""
+    """Return whether a layer has the modules of ``CHILDREN`` and no others, and still its own ``forward``."""
     children = dict(layer.named_children())
     if children.keys() != CHILDREN.keys() or "forward" in vars(layer):
         return False
     if any(child._forward_hooks or child._forward_pre_hooks for child in children.values()):
-        return False  # which would not be called
+        return False  # the hooks would not be called
     return all(isinstance(children[name], kind) for name, kind in CHILDREN.items())
 
 
@@ -37,23 +40,23 @@ def fused_forward(
     output_attentions: bool = False,
     **_: Any,
 ) -> Tensor:
-    """``x += self_attn(input_layernorm(x)); x += mlp(post_attention_layernorm(x))``, Llama's layer.
+    """Compute Llama's layer: ``x += self_attn(input_layernorm(x)); x += mlp(post_attention_layernorm(x))``.
 
-    The layer stays what it was, with this as its ``forward``: so transformers still finds its class, whose results it
-    collects for ``output_hidden_states``. The modules in it are not called, but what they consist of.
+    It becomes the ``forward`` of an otherwise unchanged layer, because transformers collects ``output_hidden_states``
+    from layers of the original class. The four modules themselves are not called, only their parts.
 
     Args:
-        layer: with the modules of ``CHILDREN``.
+        layer: a layer that has the modules of ``CHILDREN``.
         hidden_states: [batch, length, hidden]; not changed.
-        attention_mask, position_embeddings, past_key_values, is_causal, output_attentions: as in
-            :class:`fastinfer.nn.Attention`.
+        attention_mask, position_embeddings, past_key_values, is_causal, output_attentions: see
+            :meth:`fastinfer.nn.Attention.forward`.
 
     Returns:
         [batch, length, hidden].
     """
     check_computable(is_causal, output_attentions)
     batch, length, hidden = hidden_states.shape
-    rows = hidden_states.reshape(batch * length, hidden)
+    rows: Tensor = hidden_states.reshape(batch * length, hidden)
     options = layer.input_layernorm.as_options()
     rows = layer.self_attn.attend(
         rows, batch, position_embeddings, attention_mask, past_key_values, residual=rows, **options

@@ -1,4 +1,4 @@
-"""Linear layers, dense and quantised, that take what surrounds them as arguments: a norm, an activation, a residual."""
+"""Dense and quantised linear layers with an optional fused norm, activation and residual."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from fastinfer.ops.pack import TILE_ROWS
 from fastinfer.quantize.rounding import NF4_TABLE, round_to_int8, round_to_nf4, round_with_minimum
 from fastinfer.weights.weight import LinearOptions
 
-# By kind: how a weight is rounded, and the inputs that share a scale unless said otherwise.
+# Rounding function and default group size of each kind.
 KINDS: dict[str, tuple[Callable[[Tensor, int], Grouped], int]] = {
     "int4": (round_with_minimum, 32),
     "int8": (round_to_int8, 32),
@@ -24,16 +24,15 @@ PACKED = ("qweight", "scales", "mins")
 
 
 class Linear(nn.Linear):
-    """``torch.nn.Linear`` by :func:`fastinfer.ops.gemm`.
+    """``torch.nn.Linear`` computed by :func:`fastinfer.ops.gemm`.
 
-    Args of ``forward``:
-        x: [..., in_features].
-        norm_weight, eps, activation, residual: as in :func:`fastinfer.ops.gemm`, ``residual`` in the result's shape.
+    ``forward`` takes [..., in_features] and the options ``norm_weight``, ``eps``, ``activation`` and ``residual`` of
+    :func:`fastinfer.ops.gemm`; ``residual`` has the shape of the result.
     """
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> "Linear":
-        """A layer that shares the parameters of another."""
+        """Create a layer that shares the parameters of ``linear``."""
         layer = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         layer.weight, layer.bias = linear.weight, linear.bias
         return layer
@@ -45,9 +44,9 @@ class Linear(nn.Linear):
 
 
 class PackedWeight(Tensor):
-    """Integers of a :class:`QuantLinear`, for code that asks a linear layer's weight for its device, dtype or type."""
+    """Packed integers of a :class:`QuantLinear`, for code that reads the device, dtype or type of a layer's weight."""
 
-    _is_hf_initialized = True  # or transformers would fill it with random numbers
+    _is_hf_initialized = True  # keeps transformers from filling it with random numbers
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -60,29 +59,30 @@ class PackedWeight(Tensor):
         return f"PackedWeight({tuple(self.shape)}, {self.dtype})"
 
     def size(self, *_: Any) -> Any:
-        raise TypeError("a QuantLinear's weight is no matrix that could be resized; resize the dense model's first")
+        raise TypeError("a QuantLinear's weight is packed and cannot be resized; resize the dense model first")
 
 
 class QuantLinear(ExactBuffers, nn.Linear):
-    """A linear layer with a weight of 4 or 8 bits.
+    """Linear layer with a weight of 4 or 8 bits.
 
-    The state has the packed weight, as :mod:`fastinfer.ops.pack` says for the CPU, whatever the device: ``qweight``,
-    ``scales`` and, for int4, ``mins``. A state with a dense ``weight`` is accepted as well, and quantised.
+    The state dictionary has the packed weight (``qweight``, ``scales`` and, for int4, ``mins``) in the CPU's layout of
+    :mod:`fastinfer.ops.pack`, whatever the device. A state dictionary with a dense ``weight`` is quantised while it is
+    loaded.
 
     Args:
-        in_features: a multiple of 32 and of ``group_size``.
-        out_features: any number.
-        bias: whether there is one.
-        kind: ``"int4"`` (16 levels between the least and the greatest value of a group), ``"int8"`` (symmetric) or
+        in_features: number of inputs, a multiple of 32 and of ``group_size``.
+        out_features: number of outputs.
+        bias: whether the layer has a bias.
+        kind: ``"int4"`` (16 levels between the smallest and the largest value of a group), ``"int8"`` (symmetric) or
             ``"nf4"`` (16 quantiles of a normal distribution, https://arxiv.org/abs/2305.14314).
-        group_size: inputs that share a scale: a multiple of 32; 32 by default, 64 for nf4.
-        activation_bits: 8, 16 or 32; how precisely the CPU's products take their input, see
-            :func:`fastinfer.ops.int8_gemm`. A GPU's, and those of nf4, take it as it is.
-        device: of the buffers.
-        dtype: of the bias.
+        group_size: number of inputs that share a scale, a multiple of 32; 32 by default, 64 for nf4.
+        activation_bits: 8, 16 or 32, precision to which products on the CPU round their input, see
+            :func:`fastinfer.ops.int8_gemm`. Products on a GPU and those of nf4 do not round it.
+        device: device of the buffers.
+        dtype: dtype of the bias.
 
     Raises:
-        ValueError: a size, a kind or a number of bits that there is no kernel for.
+        ValueError: no kernel supports this size, kind or number of bits.
     """
 
     bias: nn.Parameter | None  # type: ignore[assignment]
@@ -103,7 +103,7 @@ class QuantLinear(ExactBuffers, nn.Linear):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        nn.Module.__init__(self)  # nn.Linear's would make a dense weight
+        nn.Module.__init__(self)  # nn.Linear's would create a dense weight
         if kind not in KINDS:
             raise ValueError(f"kind must be {', '.join(KINDS)}, got {kind!r}")
         if activation_bits not in (8, 16, 32):
@@ -127,14 +127,14 @@ class QuantLinear(ExactBuffers, nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The packed integers, which are no matrix."""
+        """The packed integers; not a matrix."""
         return self.qweight.as_subclass(PackedWeight)
 
     @classmethod
     def from_linear(
         cls, linear: nn.Linear, kind: str = "int4", group_size: int | None = None, activation_bits: int = 8
     ) -> "QuantLinear":
-        """Quantise a layer's weight by rounding to nearest; the bias is shared."""
+        """Create a layer from ``linear``, whose weight is rounded to nearest and whose bias is shared."""
         layer = cls(
             linear.in_features,
             linear.out_features,
@@ -149,16 +149,16 @@ class QuantLinear(ExactBuffers, nn.Linear):
         return layer
 
     def quantize(self, weight: Tensor) -> None:
-        """Take a dense weight [out_features, in_features], on whose device the layer then is."""
+        """Set the weight to the quantised values of ``weight`` [out_features, in_features], on its device."""
         for name, values in self._round(weight).items():
             setattr(self, name, values)
         self.finish_loading(cpu_layout=False)
 
     def finish_loading(self, cpu_layout: bool) -> None:
-        """Put right what is not as :meth:`load_state_dict` leaves it, where a loader assigned the buffers.
+        """Bring the buffers into their final form after a loader has assigned them without :meth:`load_state_dict`.
 
         Args:
-            cpu_layout: whether ``qweight`` came from a state, and so lies as on the CPU whatever its device.
+            cpu_layout: whether ``qweight`` came from a state dictionary, and so has the CPU's layout on any device.
         """
         if cpu_layout and self.qweight.is_cuda:
             self.qweight = self._pack(self._integers(self.qweight.cpu()).to(self.qweight.device))
@@ -166,11 +166,11 @@ class QuantLinear(ExactBuffers, nn.Linear):
             self.table = NF4_TABLE.to(self.qweight.device)
 
     def dequantize(self) -> Tensor:
-        """The weight as numbers, [out_features, in_features] fp32."""
+        """Return the weight as [out_features, in_features] fp32."""
         scales = self.scales.transpose(1, 2).flatten(0, 1)[: self.out_features].float()[..., None]
         integers = self._integers(self.qweight)
         levels = integers.float() if self.table is None else self.table[integers.long()]
-        groups = levels.unflatten(1, (-1, self.group_size)) * scales
+        groups: Tensor = levels.unflatten(1, (-1, self.group_size)) * scales
         if self.mins is not None:
             groups += self.mins.transpose(1, 2).flatten(0, 1)[: self.out_features].float()[..., None]
         return groups.flatten(1)
@@ -178,7 +178,7 @@ class QuantLinear(ExactBuffers, nn.Linear):
     def forward(self, x: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
         if x.dim() != 2 or x.stride(1) != 1:
             return _by_rows(self, x, options)
-        buffers: Any = self._buffers  # as attributes they cost 3 us of a product's 60
+        buffers: Any = self._buffers  # reading them as attributes takes 3 us of a product's 60
         packed = buffers["qweight"], buffers["scales"]
         if "table" in buffers:
             return ops.lut_gemm(x, *packed, buffers["table"], self.out_features, bias=self.bias, **options)
@@ -211,14 +211,14 @@ class QuantLinear(ExactBuffers, nn.Linear):
         return packed if rounded.mins is None else packed | {"mins": ops.pack_scales(rounded.mins)}
 
     def _integers(self, qweight: Tensor) -> Tensor:
-        """[out_features, in_features], 0..15 or -128..127, of a packed weight of this layer's size."""
+        """Unpack a ``qweight`` of this layer's size to [out_features, in_features], 0..15 or -128..127."""
         one = torch.ones_like(self.scales, device=qweight.device)
         if self.kind == "int8":
             return ops.int8_dequantize(qweight, one, None, self.out_features).to(torch.int8)
         return ops.int4_dequantize(qweight, one, torch.zeros_like(one), self.out_features).byte()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantLinear":
-        """A GPU has a packed form of its own."""
+        """Repack the weight when the module moves between CPU and GPU, whose packed layouts differ."""
         packed = self.qweight
         super()._apply(fn, recurse)
         device = self.qweight.device
@@ -244,7 +244,10 @@ class QuantLinear(ExactBuffers, nn.Linear):
 def make_linear(
     linear: nn.Linear, quantize: str | None, group_size: int | None, activation_bits: int
 ) -> Linear | QuantLinear:
-    """A layer as one of ours; one that is quantised already stays."""
+    """Convert a layer to :class:`Linear`, or to :class:`QuantLinear` if ``quantize`` is given.
+
+    A layer that is quantised already is returned as it is.
+    """
     if isinstance(linear, QuantLinear):
         return linear
     if quantize is None:
@@ -253,13 +256,13 @@ def make_linear(
 
 
 def default_group_size(kind: str, in_features: int) -> int:
-    """The usual group of a kind, or a smaller one that divides the inputs."""
+    """Return the default group size of a kind, or 32 if that does not divide ``in_features``."""
     usual = KINDS[kind][1]
     return usual if in_features % usual == 0 else 32
 
 
 def _by_rows(layer: Linear | QuantLinear, x: Tensor, options: LinearOptions) -> Tensor:
-    """A layer's result for [..., in_features], by way of [tokens, in_features]."""
+    """Compute a layer's result for [..., in_features] by reshaping it to [tokens, in_features]."""
     residual = options.get("residual")
     if residual is not None:
         options["residual"] = residual.reshape(-1, residual.shape[-1])

@@ -1,4 +1,4 @@
-"""Linear layers with one input, computed as one, under their own names in the state."""
+"""Merging of linear layers with the same input into one layer, whose state dictionary keeps the original names."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from fastinfer.nn.linear import PACKED, Linear, QuantLinear
 from fastinfer.ops.pack import TILE_ROWS, interleave_gate_up
 
-UNITS = dict.fromkeys(("weight", "bias"), 1) | dict.fromkeys(PACKED, TILE_ROWS)  # rows of an element of the state
+# Outputs per entry of a tensor's first dimension: packed tensors have one entry per tile.
+ROWS_PER_ENTRY = dict.fromkeys(("weight", "bias"), 1) | dict.fromkeys(PACKED, TILE_ROWS)
 
 
 def merge_linears(
@@ -21,13 +22,17 @@ def merge_linears(
     group_size: int | None = None,
     activation_bits: int = 8,
 ) -> Linear | QuantLinear:
-    """One layer whose rows are those of several: below each other, or two of them interleaved in runs of 16.
+    """Create one layer with the rows of several. Layers that are quantised already are merged without rounding again.
 
-    Layers that are quantised already are joined as they are.
+    Args:
+        layers: layers with the same number of inputs.
+        interleaved: interleave the rows of two layers in runs of 16, instead of concatenating the layers.
+        quantize: a kind of :class:`QuantLinear` to quantise dense layers to, or ``None``.
+        group_size, activation_bits: see :class:`QuantLinear`.
 
     Raises:
-        ValueError: numbers of inputs differ, some layers alone have a bias or are quantised, or otherwise than others,
-            or rows are no multiple of 16.
+        ValueError: the layers differ in their number of inputs, in having a bias or in their quantisation, or a number
+            of rows is not a multiple of 16.
     """
     if len({layer.in_features for layer in layers}) > 1:
         raise ValueError(f"layers must have one number of inputs, got {[layer.in_features for layer in layers]}")
@@ -37,26 +42,26 @@ def merge_linears(
         rows = [layer.out_features for layer in layers]
         raise ValueError(f"layers must have a multiple of {TILE_ROWS} rows, got {rows}")
 
-    def join(values: Sequence[Tensor]) -> nn.Parameter:
+    def merge(values: Sequence[Tensor]) -> nn.Parameter:
         detached = [t.detach() for t in values]
         return nn.Parameter(interleave_gate_up(*detached) if interleaved else torch.cat(detached), requires_grad=False)
 
     first = layers[0]
-    stacked: Linear | QuantLinear
+    merged: Linear | QuantLinear
     if any(isinstance(layer, QuantLinear) for layer in layers):
-        stacked = _stack_tiles(layers, interleaved)
+        merged = _merge_quantized(layers, interleaved)
     else:
-        stacked = Linear(first.in_features, sum(layer.out_features for layer in layers), bias=False, device="meta")
-        stacked.weight = join([layer.weight for layer in layers])
+        merged = Linear(first.in_features, sum(layer.out_features for layer in layers), bias=False, device="meta")
+        merged.weight = merge([layer.weight for layer in layers])
         if quantize is not None:
-            stacked = QuantLinear.from_linear(stacked, quantize, group_size, activation_bits)
+            merged = QuantLinear.from_linear(merged, quantize, group_size, activation_bits)
     if first.bias is not None:
-        stacked.bias = join([layer.bias for layer in layers])
-    return stacked
+        merged.bias = merge([layer.bias for layer in layers])
+    return merged
 
 
-def _stack_tiles(layers: Sequence[nn.Linear], interleaved: bool) -> QuantLinear:
-    """The rows of packed weights, 16 to a tile; without a bias."""
+def _merge_quantized(layers: Sequence[nn.Linear], interleaved: bool) -> QuantLinear:
+    """Merge packed weights tile by tile; the result has no bias."""
     forms = {
         (layer.kind, layer.group_size, layer.activation_bits) if isinstance(layer, QuantLinear) else "dense"
         for layer in layers
@@ -64,7 +69,7 @@ def _stack_tiles(layers: Sequence[nn.Linear], interleaved: bool) -> QuantLinear:
     first = layers[0]
     if len(forms) > 1 or not isinstance(first, QuantLinear):
         raise ValueError(f"layers must all be quantised in one way, got {', '.join(sorted(map(str, forms)))}")
-    stacked = QuantLinear(
+    merged = QuantLinear(
         first.in_features,
         sum(layer.out_features for layer in layers),
         bias=False,
@@ -76,70 +81,77 @@ def _stack_tiles(layers: Sequence[nn.Linear], interleaved: bool) -> QuantLinear:
     for name in PACKED:
         if getattr(first, name) is not None:
             parts = [getattr(layer, name) for layer in layers]
-            setattr(stacked, name, torch.stack(parts, 1).flatten(0, 1) if interleaved else torch.cat(parts))
-    stacked.table = first.table
-    return stacked
+            setattr(merged, name, torch.stack(parts, 1).flatten(0, 1) if interleaved else torch.cat(parts))
+    merged.table = first.table
+    return merged
 
 
 class MergedRows(nn.Module):
-    """Stands where a layer was before it was stacked. Adapters look for it by its name, and would be left out silently
-    if they did not find it; PEFT refuses this module with an error that shows it.
-    """
+    """Placeholder under the name of a layer that was merged into another one.
 
-    def __init__(self, stacked: str) -> None:
-        super().__init__()
-        self.stacked = stacked
-
-    def extra_repr(self) -> str:
-        return f"rows of {self.stacked}; adapters need fastinfer.integrations.transformers.replace(..., fuse=False)"
-
-
-def name_rows(module: nn.Module, stacked: str, names: Sequence[str], sizes: Sequence[int], interleaved: bool) -> None:
-    """Let a module's state have the rows of one of its layers under the names of those that were stacked.
+    Adapter libraries look for layers by name and would silently skip a missing one; PEFT refuses this module with an
+    error that shows its text.
 
     Args:
-        module: whose state it is.
-        stacked: its layer, of :func:`merge_linears`.
-        names: of the layers that it was made of.
-        sizes: their rows.
-        interleaved: how they were joined.
+        merged: name of the layer that now has the rows.
     """
-    rows = _NamedRows(stacked, tuple(names), tuple(sizes), interleaved)
+
+    def __init__(self, merged: str) -> None:
+        super().__init__()
+        self.merged = merged
+
+    def extra_repr(self) -> str:
+        return f"rows of {self.merged}; adapters need fastinfer.integrations.transformers.replace(..., fuse=False)"
+
+
+def name_rows(module: nn.Module, merged: str, names: Sequence[str], sizes: Sequence[int], interleaved: bool) -> None:
+    """Make a module save and load the rows of a merged layer under the names of the original layers.
+
+    Args:
+        module: module that has the merged layer.
+        merged: name of the merged layer, made by :func:`merge_linears`.
+        names: names of the original layers.
+        sizes: numbers of rows of the original layers.
+        interleaved: the value given to :func:`merge_linears`.
+    """
+    rows = _NamedRows(merged, tuple(names), tuple(sizes), interleaved)
     for name in names:
-        module.add_module(name, MergedRows(stacked))
-    module.register_state_dict_post_hook(partial(_NamedRows.save, rows))  # torch marks its hooks, which methods forbid
+        module.add_module(name, MergedRows(merged))
+    # torch sets an attribute on a hook, which bound methods do not allow.
+    module.register_state_dict_post_hook(partial(_NamedRows.save, rows))
     module.register_load_state_dict_pre_hook(partial(_NamedRows.load, rows))
 
 
 @dataclass(frozen=True)
 class _NamedRows:
-    """The hooks of :func:`name_rows`."""
+    """State-dictionary hooks of :func:`name_rows`."""
 
-    stacked: str
+    merged: str
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     interleaved: bool
 
     def save(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for kind, unit in UNITS.items():
-            values = state.pop(f"{prefix}{self.stacked}.{kind}", None)
+        for kind, rows in ROWS_PER_ENTRY.items():
+            values = state.pop(f"{prefix}{self.merged}.{kind}", None)
             if values is not None:
-                for name, part in zip(self.names, self._split(values, unit), strict=True):
+                for name, part in zip(self.names, self._split(values, rows), strict=True):
                     state[f"{prefix}{name}.{kind}"] = part
 
     def load(self, module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
-        for kind, unit in UNITS.items():
+        for kind, rows in ROWS_PER_ENTRY.items():
             keys = [f"{prefix}{name}.{kind}" for name in self.names]
             if all(key in state for key in keys):
-                state[f"{prefix}{self.stacked}.{kind}"] = self._join([state.pop(key) for key in keys], unit)
+                state[f"{prefix}{self.merged}.{kind}"] = self._join([state.pop(key) for key in keys], rows)
 
-    def _split(self, values: Tensor, unit: int) -> Sequence[Tensor]:
+    def _split(self, values: Tensor, rows_per_entry: int) -> Sequence[Tensor]:
         if self.interleaved:
-            parts = values.unflatten(0, (-1, len(self.names), TILE_ROWS // unit)).unbind(1)
-            return [part.flatten(0, 1).contiguous() for part in parts]  # safetensors takes no strides
-        return values.split([size // unit for size in self.sizes])
+            parts = values.unflatten(0, (-1, len(self.names), TILE_ROWS // rows_per_entry)).unbind(1)
+            return [part.flatten(0, 1).contiguous() for part in parts]  # safetensors cannot store strided tensors
+        return torch.split(values, [size // rows_per_entry for size in self.sizes])
 
-    def _join(self, parts: Sequence[Tensor], unit: int) -> Tensor:
+    def _join(self, parts: Sequence[Tensor], rows_per_entry: int) -> Tensor:
         if self.interleaved:
-            return torch.stack([part.unflatten(0, (-1, TILE_ROWS // unit)) for part in parts], 1).flatten(0, 2)
+            runs = [part.unflatten(0, (-1, TILE_ROWS // rows_per_entry)) for part in parts]
+            return torch.stack(runs, 1).flatten(0, 2)
         return torch.cat(list(parts))

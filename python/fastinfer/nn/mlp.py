@@ -1,4 +1,4 @@
-"""The gated MLP as two products, the activation within the first."""
+"""Gated MLP module: two products, the first of which computes the activation, too."""
 
 from torch import Tensor, nn
 from typing_extensions import Unpack
@@ -9,19 +9,19 @@ from fastinfer.weights.weight import NormOptions
 
 
 class FusedMLP(nn.Module):
-    """``down_proj(activation(gate_proj(x)) * up_proj(x))``, the MLP of Llama, Mistral, Qwen and Gemma.
+    """Gated MLP of Llama, Mistral, Qwen and Gemma: ``down_proj(activation(gate_proj(x)) * up_proj(x))``.
 
-    The state has the three layers' own names, dense or quantised.
+    The state dictionary keeps the names of the three original layers, whether dense or quantised.
 
     Args:
-        gate_proj, up_proj: layers [hidden -> intermediate], which is a multiple of 16.
-        down_proj: layer [intermediate -> hidden].
+        gate_proj, up_proj: linear layers [hidden -> intermediate], with a multiple of 16 outputs each.
+        down_proj: linear layer [intermediate -> hidden].
         activation: ``"silu"``, ``"gelu_tanh"`` or ``"gelu"``, see :mod:`fastinfer.ops.gemm`.
         quantize: a kind of :class:`QuantLinear`, or ``None`` for dense weights.
         group_size, activation_bits: see :class:`QuantLinear`.
 
     Raises:
-        ValueError: the layers do not fit each other, or the kernels.
+        ValueError: the layers do not fit together, or no kernel supports them.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class FusedMLP(nn.Module):
         name_rows(self, "gate_up_proj", ("gate_proj", "up_proj"), sizes, interleaved=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden] to the same."""
+        """Compute the MLP of [..., hidden]."""
         return self.transform(x.reshape(-1, x.shape[-1])).view(x.shape)
 
     def transform(self, x: Tensor, residual: Tensor | None = None, **norm: Unpack[NormOptions]) -> Tensor:
-        """[tokens, hidden] to the same, perhaps with a norm before and a sum after."""
+        """Compute the MLP of [tokens, hidden], with an optional norm before and sum after it."""
         hidden = self.gate_up_proj(x, activation=self.activation, **norm)
         out: Tensor = self.down_proj(hidden, residual=residual)
         return out

@@ -1,4 +1,4 @@
-"""RMSNorm as a module."""
+"""RMSNorm module."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +11,13 @@ from fastinfer.weights.weight import NormOptions
 
 
 class RMSNorm(nn.Module):
-    """:func:`fastinfer.ops.rms_norm` of the last dimension.
+    """RMSNorm over the last dimension, computed by :func:`fastinfer.ops.rms_norm`.
 
     Args:
-        hidden_size: of that dimension.
-        eps: added to the mean of squares.
-        unit_offset: the weight is ``1 + weight``, as Gemma has it.
-        device, dtype: of the weight.
+        hidden_size: size of the last dimension.
+        eps: number added to the mean of squares.
+        unit_offset: scale by ``1 + weight`` instead of ``weight``, as Gemma does.
+        device, dtype: device and dtype of the weight.
     """
 
     scale: Tensor | None
@@ -35,13 +35,13 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(fill(hidden_size, device=device, dtype=dtype), requires_grad=False)
         self.variance_epsilon = eps
         self.unit_offset = unit_offset
-        # Once, not in every call; in fp32, as Gemma adds them.
+        # Added once instead of in every call, and in fp32, as Gemma does.
         self.scale = nn.Buffer(1.0 + self.weight.float(), persistent=False) if unit_offset else None
-        self.register_load_state_dict_post_hook(_set_scale)
+        self.register_load_state_dict_post_hook(_set_scale)  # type: ignore[no-untyped-call]
 
     @classmethod
     def from_weight(cls, weight: nn.Parameter, eps: float, unit_offset: bool) -> "RMSNorm":
-        """A norm that shares the weight of another."""
+        """Create a norm that uses ``weight`` without copying it."""
         norm = cls(weight.shape[0], eps, unit_offset, device="meta")
         norm.weight = weight
         _set_scale(norm)
@@ -52,15 +52,15 @@ class RMSNorm(nn.Module):
         return ops.rms_norm(x.contiguous(), norm["norm_weight"], norm["eps"])
 
     def as_options(self) -> NormOptions:
-        """What a linear layer is given to compute this norm first."""
+        """Return the options with which a linear layer computes this norm of its input."""
         return {"norm_weight": self.weight if self.scale is None else self.scale, "eps": self.variance_epsilon}
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}, unit_offset={self.unit_offset}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RMSNorm":
-        super()._apply(fn, recurse)
-        _set_scale(self)  # in fp32 again
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        _set_scale(self)  # restores fp32 after a cast
         return self
 
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding as a module: the table once, instead of cosines and sines in every step."""
+"""Rotary position embedding module with a precomputed table, instead of cosines and sines computed in every step."""
 
 from collections.abc import Mapping
 
@@ -9,11 +9,11 @@ from fastinfer.nn.exact_buffers import ExactBuffers
 
 
 class RotaryEmbedding(ExactBuffers):
-    """What transformers' decoders call for their ``position_embeddings``, which :class:`Attention` takes.
+    """Module that transformers' decoders call to get their ``position_embeddings``, in the form for :class:`Attention`.
 
     Args:
-        tables: [max_position, rotary_dim] fp32 of :func:`fastinfer.ops.cos_sin_cache`; or several by the type of layer
-            that they are for.
+        tables: [max_position, rotary_dim] fp32 table of :func:`fastinfer.ops.cos_sin_cache`, or a mapping from types of
+            layers to their tables.
     """
 
     def __init__(self, tables: Tensor | Mapping[str | None, Tensor]) -> None:
@@ -24,12 +24,12 @@ class RotaryEmbedding(ExactBuffers):
             self.register_buffer(self._names[layer_type], table, persistent=False)
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        """The table, and the tokens' positions.
+        """Return the table and the positions of the tokens.
 
         Args:
-            x: [batch, length, ...], of which only the sizes count.
-            position_ids: [1 or batch, length] int64; below the table's ``max_position``.
-            layer_type: one that the module has a table for.
+            x: [batch, length, ...]; only its shape is used.
+            position_ids: [1 or batch, length] int64, below the table's ``max_position``.
+            layer_type: type of layer whose table is returned.
 
         Returns:
             [max_position, rotary_dim] fp32 and [batch * length] int64.
@@ -39,12 +39,12 @@ class RotaryEmbedding(ExactBuffers):
 
 
 def rotary_table(position_embeddings: tuple[Tensor, Tensor], batch: int, length: int) -> tuple[Tensor, Tensor]:
-    """Table and positions as :func:`fastinfer.ops.rotary_embedding` takes them.
+    """Return the table and the positions in the form of :func:`fastinfer.ops.rotary_embedding`.
 
     Args:
-        position_embeddings: of :class:`RotaryEmbedding`; or transformers' own, cosines and sines [1 or batch, length,
-            rotary_dim], both halves of which are the same.
-        batch, length: of the tokens.
+        position_embeddings: output of :class:`RotaryEmbedding`, or transformers' cosines and sines [1 or batch, length,
+            rotary_dim], whose two halves are equal.
+        batch, length: shape of the tokens.
     """
     table, positions = position_embeddings
     if positions.is_floating_point():

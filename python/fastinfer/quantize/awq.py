@@ -1,5 +1,7 @@
-"""AWQ (Lin et al., 2023, https://arxiv.org/abs/2306.00978): inputs that are large make their weights important; those
-weights are scaled up before rounding, and the inputs down by whatever produces them.
+"""AWQ (Lin et al., 2023, https://arxiv.org/abs/2306.00978).
+
+Weights of large inputs matter most. They are scaled up before rounding, and the layer that produces the inputs is
+scaled down by the same factors.
 """
 
 import torch
@@ -16,10 +18,10 @@ LEAST_SHRINK = 0.5
 def search_scales(
     values: Tensor, statistics: InputStatistics, bits: int, group_size: int, symmetric: bool = False
 ) -> Tensor:
-    """Scales [in_features] of the weight [rows, in_features] with the least error of the output.
+    """Search for the scales [in_features] of a weight [rows, in_features] with the smallest error of the output.
 
-    The candidates are ``mean_abs ** a`` for a in 0, 1/20, ... 19/20, normalised so that the largest and the smallest
-    have the product 1.
+    The candidates are ``mean_abs ** a`` for a in 0, 1/20, ... 19/20, normalised so that the product of the largest and
+    the smallest scale is 1.
     """
     best, scales = float("inf"), torch.ones(values.shape[1])
     importance = statistics.mean_abs.clamp(min=1e-4)
@@ -37,9 +39,9 @@ def search_scales(
 def search_clipping(
     values: Tensor, statistics: InputStatistics, bits: int, group_size: int, symmetric: bool = False
 ) -> Grid:
-    """For each group the share of its range whose rounding and clipping errors together are least.
+    """Search for the clipping range of each group with the smallest sum of rounding and clipping errors.
 
-    A group's error is judged by itself, with the correlations among its own inputs.
+    The error of each group is computed independently, with the correlations among the group's own inputs.
     """
     groups = values.shape[1] // group_size
     blocks = statistics.hessian.view(groups, group_size, groups, group_size)

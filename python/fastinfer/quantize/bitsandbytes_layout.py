@@ -1,6 +1,6 @@
-"""The layout of bitsandbytes' NF4 as transformers saves it.
+"""Layout of bitsandbytes' NF4 as transformers saves it.
 
-:mod:`fastinfer.formats.bitsandbytes` reads it and says what is where.
+:mod:`fastinfer.formats.bitsandbytes` reads and describes it.
 """
 
 import json
@@ -17,18 +17,18 @@ from fastinfer.quantize.layout import WriterSettings, cannot_hold
 from fastinfer.quantize.rounding import NF4_TABLE
 
 GROUP_SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
-NESTED_SIZE = 256  # scales that share a scale
+NESTED_SIZE = 256  # number of scales that share a scale of their own
 
 
 class BitsAndBytesLayout:
-    """NF4 with fp32 scales, or 8-bit ones.
+    """NF4 with fp32 scales or, with double quantisation, 8-bit scales.
 
     Args:
-        settings: groups of a power of two from 64 on.
-        dtype: that transformers is to compute in.
+        settings: quantisation with 4 bits and one of ``GROUP_SIZES``.
+        dtype: dtype in which transformers is to compute.
 
     Raises:
-        QuantizationError: other settings.
+        QuantizationError: the layout cannot hold other settings.
     """
 
     leaves_out = True
@@ -82,7 +82,11 @@ class BitsAndBytesLayout:
 
 
 def _nest(scales: Tensor) -> tuple[dict[str, Tensor], float]:
-    """Scales rounded to places of a table, relative to the largest of their run, after their mean is taken off."""
+    """Quantise scales to 8 bits: indices into a table, relative to the largest value of each run of 256.
+
+    Returns:
+        The tensors, and the mean of the scales, which is subtracted first.
+    """
     table, offset = dynamic_table(), float(scales.mean())
     rest = scales - offset
     runs = torch.nn.functional.pad(rest, (0, -len(rest) % NESTED_SIZE)).view(-1, NESTED_SIZE)
@@ -93,9 +97,9 @@ def _nest(scales: Tensor) -> tuple[dict[str, Tensor], float]:
 
 
 def dynamic_table() -> Tensor:
-    """The 256 values of the dynamic data type (Dettmers, 2015, https://arxiv.org/abs/1511.04561), in order.
+    """Return the 256 values of the dynamic data type (Dettmers, 2015, https://arxiv.org/abs/1511.04561) in order.
 
-    Seven powers of ten up to 1, the k-th with the middles of 2^k equal parts of 0.1 .. 1; their negatives; 0 and 1.
+    They are the midpoints of 2^k equal parts of 0.1 .. 1 times 10^(k - 6) for k = 0 .. 6, their negatives, 0 and 1.
     """
     positive = []
     for k in range(7):

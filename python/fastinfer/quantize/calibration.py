@@ -1,9 +1,9 @@
-"""Quantises a model layer by layer: every weight sees what the layers before it, already quantised, make of a text.
+"""Layer-by-layer quantisation with calibration inputs that come from the layers already quantised.
 
-The text goes through the model once, as one ragged batch. A weight that is asked for its first product has all its
-calibration inputs before it: it quantises itself, and answers with the result. So each layer is quantised in the order
-in which it computes (QKV, output, gate and up, down: the "true sequential" order of GPTQ), and only one layer's
-original weights are in memory at a time.
+The calibration text goes through the model once, as one ragged batch. The first product of a weight sees all its
+calibration inputs at once: the weight quantises itself and computes the product with the result. Weights are thus
+quantised in the order of their computation (QKV, output, gate and up, down: the "true sequential" order of GPTQ), and
+only one layer's original weights are in memory at a time.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,16 +28,16 @@ BLOCK_SIZE = 32
 
 @dataclass(eq=False)
 class Calibrated(Weight):
-    """A weight that waits for its calibration inputs.
+    """Weight that quantises itself in its first product, from the statistics of that product's inputs.
 
     Attributes:
-        names: whose rows it holds, see :meth:`DecoderLoader.weight`.
-        values: [out_features, in_features] fp32.
+        names: names of the modules whose rows it holds, see :meth:`DecoderLoader.weight`.
+        values: [out_features, in_features] fp32, the original weight.
         bias: [out_features] fp32.
-        quantize: from this and the statistics of its inputs to the result, and the values that it stands for.
-        result: the quantised weight; of the inputs divided by ``input_scales``, if there are any.
-        input_scales: [in_features].
-        error: mean squared error of the output, relative to its mean square.
+        quantize: function of this weight and its input statistics that sets ``result`` and perhaps ``input_scales``.
+        result: the quantised weight, for inputs divided by ``input_scales`` if they are set.
+        input_scales: [in_features] fp32.
+        error: mean squared error of the output, relative to the output's mean square.
     """
 
     names: tuple[str, ...]
@@ -70,7 +70,7 @@ class Calibrated(Weight):
 
 
 class _CalibratedLoader(DecoderLoader):
-    """Builds layers of weights that wait for their inputs."""
+    """Builds layers whose weights are :class:`Calibrated`, and keeps a list of them."""
 
     def __init__(
         self, checkpoint: Checkpoint, length: int, quantize: Callable[[Calibrated, InputStatistics], None]
@@ -91,15 +91,15 @@ def calibrate(
     texts: list[list[int]],
     quantize: Callable[[Calibrated, InputStatistics], None],
 ) -> Iterator[list[Calibrated]]:
-    """Quantise layer after layer.
+    """Quantise a model layer by layer.
 
     Args:
-        checkpoint: of dense weights.
+        checkpoint: checkpoint with dense weights.
         texts: token ids of the calibration texts.
-        quantize: sets the result of a weight, given the statistics of its inputs.
+        quantize: function that sets the result of a weight, given the statistics of its inputs.
 
     Yields:
-        The quantised weights of each layer, in the order in which they compute.
+        The quantised weights of each layer, in the order of their computation.
     """
     config = checkpoint.config
     batch = Batch.of_texts(texts, BLOCK_SIZE)

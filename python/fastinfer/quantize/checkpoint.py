@@ -1,4 +1,4 @@
-"""Quantises a folder of safetensors files into another one, layer by layer."""
+"""Quantisation of a folder of safetensors files into a new folder, layer by layer."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -12,12 +12,13 @@ from fastinfer.formats.unpacked import concatenate
 from fastinfer.models.hf_checkpoint import HFCheckpoint
 from fastinfer.quantize.calibration import Calibrated, calibrate
 from fastinfer.quantize.layer import QuantizedLayer, assemble, fold_target
+from fastinfer.quantize.layout import WriterSettings
 from fastinfer.quantize.methods import Method
 from fastinfer.quantize.report import Report
 from fastinfer.quantize.statistics import InputStatistics
-from fastinfer.quantize.writer import CheckpointWriter, WriterSettings
+from fastinfer.quantize.writer import CheckpointWriter
 
-# What each method's result is written as; GPTQ's layout holds zero points that every reader takes.
+# File format of each method's result. GPTQ's layout stores zero points in a form that every reader accepts.
 FORMATS = {
     "rtn": "gptq",
     "gptq": "gptq",
@@ -35,18 +36,21 @@ def quantize_checkpoint(
     texts: list[list[int]],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Report:
-    """Write a quantised copy of a model. The embedding and the last product stay as they are.
+    """Write a quantised copy of a model. The embedding and the output projection are not quantised.
 
     Args:
         source: folder of safetensors files that are not quantised.
         out: folder to write, new or empty.
-        method: how.
-        texts: token ids of the calibration texts; all of them are in memory at once.
-        progress: is told the number of layers that are done, and of all.
+        method: the method and its numbers.
+        texts: token ids of the calibration texts. All of them are in memory at once.
+        progress: function that is called with the number of finished layers and the number of all layers.
+
+    Returns:
+        The error of each layer's output and the sizes of the files.
 
     Raises:
-        UnsupportedModelError: the model is quantised already, or a mixture of experts.
-        RequestError: the method does not fit the sizes of the model.
+        UnsupportedModelError: the model is quantised already, is a mixture of experts, or has transposed matrices.
+        RequestError: the method does not fit the sizes of the model, or needs calibration texts.
     """
     checkpoint = HFCheckpoint(source)
     config = checkpoint.config
@@ -81,7 +85,7 @@ def quantize_checkpoint(
 
 
 def _write_layer(writer: CheckpointWriter, checkpoint: HFCheckpoint, layer: QuantizedLayer) -> None:
-    """A layer's weights under the names of the original, those in one that it stores as one."""
+    """Write a layer under the names in the original checkpoint. Modules that it stores as one are concatenated."""
     modules: dict[str, list[str]] = {}
     for name in layer.weights:
         modules.setdefault(checkpoint.stored_name(name), []).append(name)

@@ -1,7 +1,7 @@
-"""The layout of LLM Compressor and vLLM.
+"""Layout of LLM Compressor and vLLM.
 
-:mod:`fastinfer.formats.compressed_tensors` reads it and says what is where. transformers 5.23 loads
-asymmetric checkpoints, the library's own as well, only with ``CompressedTensorsConfig(dequantize=True)``.
+:mod:`fastinfer.formats.compressed_tensors` reads and describes it. transformers 5.23 loads asymmetric checkpoints,
+including those of the compressed-tensors library itself, only with ``CompressedTensorsConfig(dequantize=True)``.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,15 @@ INT8_TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tok
 
 
 class CompressedTensorsLayout:
-    """Packed integers of 4 or 8 bits with fp16 scales for inputs as they are (W4A16, W8A16), or plain int8 with an fp32
-    scale per row for inputs that are rounded by token (W8A8); then ``group_size`` and ``symmetric`` do not matter.
+    """Packed integers of 4 or 8 bits with fp16 scales (W4A16, W8A16), or int8 with an fp32 scale per row (W8A8).
+
+    In W8A8 the inputs are rounded per token, and ``group_size`` and ``symmetric`` are ignored.
+
+    Args:
+        settings: quantisation with 4 or 8 bits.
 
     Raises:
-        QuantizationError: other settings.
+        QuantizationError: the layout cannot hold other settings.
     """
 
     leaves_out = True
@@ -32,7 +36,7 @@ class CompressedTensorsLayout:
     def __init__(self, settings: WriterSettings) -> None:
         if settings.bits not in (4, 8):
             raise QuantizationError(
-                f"bits: expected 4 or 8 for compressed-tensors, got {settings.bits}; gptq has 2 and 3, too"
+                f"bits: expected 4 or 8 for compressed-tensors, got {settings.bits}; the format gptq has 2 and 3"
             )
         if settings.int8_activations and settings.bits != 8:
             raise QuantizationError(f"bits: expected 8 with int8_activations, got {settings.bits}")
@@ -53,7 +57,7 @@ class CompressedTensorsLayout:
             "weight_shape": torch.tensor(weight.shape),
         }
         if not settings.symmetric:
-            # Outputs are packed here; the last word's rest is filled with zeros.
+            # Zero points are packed along the outputs; the rest of the last word is filled with zeros.
             rows, _ = weight.shape
             words = pack_integers(torch.nn.functional.pad(levels.zeros.t(), (0, -rows % 8)), settings.bits)
             tensors["weight_zero_point"] = words[:, : -(-rows * settings.bits // 32)].t()

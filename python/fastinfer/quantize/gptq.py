@@ -1,5 +1,7 @@
-"""GPTQ (Frantar et al., 2022, https://arxiv.org/abs/2210.17323): the error of each rounding is made good by the columns
-that are still to be rounded, as far as the inputs' correlations allow.
+"""GPTQ (Frantar et al., 2022, https://arxiv.org/abs/2210.17323).
+
+Columns are rounded one after the other. The error of each is compensated by the columns that are not rounded yet, as
+far as the correlations of the inputs allow.
 """
 
 import torch
@@ -26,16 +28,16 @@ def quantize_gptq(
     """Quantise a weight.
 
     Args:
-        values: [rows, cols] fp32.
-        statistics: of its inputs.
-        bits: 2 to 8.
-        group_size: inputs that share a scale; must divide cols.
+        values: [rows, cols] fp32, the weight.
+        statistics: statistics of its inputs.
+        bits: number of bits, 2 to 8.
+        group_size: number of inputs that share a scale; must divide cols.
         symmetric: see :meth:`Grid.of`.
-        act_order: round the columns with the largest inputs first. Scales are those of the original groups all the
-            same, so that the result needs no permutation.
-        damping: of the Hessian: this share of its mean diagonal is added to the diagonal.
+        act_order: round the columns with the largest inputs first. The scales are still those of the original groups,
+            so that the result needs no permutation.
+        damping: multiple of the Hessian's mean diagonal that is added to its diagonal.
     """
-    # Columns without input cost nothing: rounded as they are, last.
+    # Columns whose input is always 0 cause no error; with this diagonal they are rounded independently.
     hessian = statistics.hessian.clone()
     diagonal = hessian.diagonal()
     dead = diagonal == 0
@@ -43,12 +45,12 @@ def quantize_gptq(
     order = diagonal.argsort(descending=True, stable=True) if act_order else torch.arange(len(diagonal))
     diagonal += damping * diagonal.mean()
     hessian = hessian[order][:, order]
-    # Row i of the upper factor tells how an error in column i is spread over the columns after it.
+    # Row i of the upper factor says how the error in column i is distributed over the columns after it.
     spread = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True)
 
     grid = Grid.of(values, bits, group_size, symmetric)
     groups = order // group_size
-    weights = values[:, order].T.contiguous()  # a column of the weight is a row here: contiguous
+    weights = values[:, order].T.contiguous()  # transposed, so that a column of the weight is contiguous
     q = torch.empty_like(weights)
     for start in range(0, len(order), BLOCK):
         end = min(start + BLOCK, len(order))

@@ -1,8 +1,8 @@
-"""The layout of GPTQ's tools; :mod:`fastinfer.formats.gptq` reads it and says what is where.
+"""Layout of GPTQ's tools; :mod:`fastinfer.formats.gptq` reads and describes it.
 
-Symmetric checkpoints are written in the first format, ``gptq``, which every reader knows. It stores a zero point less
-one, and readers differ in what they make of a zero point of 0, so GPTQModel refuses asymmetric checkpoints in it.
-Those are written in the second, ``gptq_v2``, which stores zero points as they are
+Symmetric checkpoints are written in the first format, ``gptq``, which every reader knows. It stores zero points minus
+one, and readers interpret a zero point of 0 differently, so GPTQModel refuses asymmetric checkpoints in it. Those are
+written in the second format, ``gptq_v2``, which stores zero points unchanged
 (https://github.com/vllm-project/vllm/pull/26092).
 """
 
@@ -19,24 +19,26 @@ from fastinfer.quantize.layout import WriterSettings, cannot_hold
 from fastinfer.quantize.levels import Levels
 
 BITS = (2, 3, 4, 8)
-# 32 integers of any of these widths fill whole words.
-ROWS = 32
+ROWS = 32  # 32 integers of any of these widths fill whole words
 
 
 class GPTQLayout:
     """Integers of 2, 3, 4 or 8 bits with fp16 scales.
 
+    Args:
+        settings: quantisation with one of ``BITS`` and without ``int8_activations``.
+
     Raises:
-        QuantizationError: other settings.
+        QuantizationError: the layout cannot hold other settings.
     """
 
-    leaves_out = False  # vLLM could be told, transformers not
+    leaves_out = False  # vLLM reads a list of dense layers, transformers does not
 
     def __init__(self, settings: WriterSettings) -> None:
         if settings.bits not in BITS:
             raise QuantizationError(f"bits: expected one of {BITS} for gptq, got {settings.bits}")
         if settings.int8_activations:
-            raise QuantizationError("int8_activations: gptq cannot say so; use compressed-tensors")
+            raise QuantizationError("int8_activations: not supported by gptq; use compressed-tensors")
         self._settings = settings
         self._stored_zero = -1 if settings.symmetric else 0
 

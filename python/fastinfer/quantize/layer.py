@@ -1,4 +1,7 @@
-"""One quantised layer on its way to the file: rows back in the checkpoint's order, factors of inputs folded away."""
+"""Conversion of a calibrated layer to the modules of a checkpoint.
+
+Rows return to the checkpoint's order, and the scales of inputs are folded into the modules that produce them.
+"""
 
 from dataclasses import dataclass, field
 
@@ -15,11 +18,11 @@ from fastinfer.quantize.methods import fold_into_rows
 
 @dataclass(eq=False)
 class QuantizedLayer:
-    """A layer's modules by the project's names.
+    """Modules of a layer under the project's names.
 
     Attributes:
-        weights: quantised.
-        vectors: biases and norms, where they have changed or belong to a quantised weight.
+        weights: quantised weights by module.
+        vectors: biases and norm weights that have changed or belong to a quantised weight.
     """
 
     weights: dict[str, Unpacked] = field(default_factory=dict)
@@ -27,7 +30,7 @@ class QuantizedLayer:
 
 
 def fold_target(name: str, config: ModelConfig) -> str | None:
-    """What makes the inputs of a module, and can take up a factor of each: a norm, or the rows of another module."""
+    """Return the norm or module that produces a module's inputs and can absorb a factor per input, if there is one."""
     layer, _, part = name.rpartition(".")
     if part in ("q_proj", "gate_proj") or (part == "up_proj" and not config.gated):
         return f"{layer}.{'attention_norm' if part == 'q_proj' else 'mlp_norm'}"
@@ -39,7 +42,7 @@ def fold_target(name: str, config: ModelConfig) -> str | None:
 
 
 def assemble(calibrated: list[Calibrated], checkpoint: Checkpoint) -> QuantizedLayer:
-    """Split and fold what a layer's calibration has left."""
+    """Split the calibrated weights of a layer into modules and fold their input scales."""
     config, layer = checkpoint.config, QuantizedLayer()
     for weight in calibrated:
         assert weight.result is not None
@@ -59,7 +62,7 @@ def assemble(calibrated: list[Calibrated], checkpoint: Checkpoint) -> QuantizedL
 
 
 def _fold(layer: QuantizedLayer, weight: Calibrated, checkpoint: Checkpoint) -> None:
-    """Divide what makes the inputs by their scales."""
+    """Divide the norm or the rows that produce a weight's inputs by its input scales."""
     target, scales = fold_target(weight.names[0], checkpoint.config), weight.input_scales
     assert target is not None
     assert scales is not None
@@ -74,7 +77,7 @@ def _fold(layer: QuantizedLayer, weight: Calibrated, checkpoint: Checkpoint) -> 
 
 
 def _order(weight: Calibrated) -> Tensor:
-    """Row numbers of gate below up, where the two are interleaved; else as they are."""
+    """Return the order of the rows in which interleaved gate and up projections follow each other."""
     numbers = torch.arange(weight.out_features)
     is_gated = len(weight.names) == 2 and weight.names[0].endswith("gate_proj")
     return numbers.view(-1, 2, TILE_ROWS).transpose(0, 1).flatten() if is_gated else numbers

@@ -1,4 +1,4 @@
-"""What the layouts of quantised checkpoints have in common."""
+"""Interface and settings shared by the layouts of quantised checkpoints."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,15 +13,16 @@ from fastinfer.formats.unpacked import Grouped, Unpacked
 
 @dataclass(frozen=True)
 class WriterSettings:
-    """How all weights of a checkpoint are quantised.
+    """Quantisation of all weights of a checkpoint.
 
     Attributes:
-        bits: of an integer.
-        group_size: inputs that share a scale, -1 for a whole row.
-        symmetric: the zero point is the middle everywhere.
-        int8_activations: for int8 weights with a scale per row and without zero points, whose inputs are rounded, too.
-        double_quantization: bitsandbytes alone: scales are rounded to 8 bits, which saves 0.37 bits per weight of
-            groups of 64.
+        bits: number of bits of a weight.
+        group_size: number of inputs that share a scale, -1 for whole rows.
+        symmetric: whether every zero point is the middle level.
+        int8_activations: whether the inputs are rounded to int8, too; for int8 weights with one scale per row and
+            without zero points.
+        double_quantization: whether scales are rounded to 8 bits (bitsandbytes only), which saves 0.37 bits per weight
+            with groups of 64.
     """
 
     bits: int = 4
@@ -37,10 +38,10 @@ class WriterSettings:
             )
 
     def check_groups(self, weight: Grouped) -> None:
-        """That a weight has scales for groups of this size.
+        """Check that a weight has scales for groups of this size.
 
         Raises:
-            QuantizationError: it has others, or its inputs cannot be cut into such groups.
+            QuantizationError: the weight has other groups, or its inputs cannot be divided into such groups.
         """
         _, columns = weight.shape
         size = columns if self.group_size == -1 else self.group_size
@@ -55,28 +56,29 @@ class WriterSettings:
 
 
 class Layout(Protocol):
-    """A file format of quantised weights.
+    """File format of quantised weights.
 
     Attributes:
-        leaves_out: single linear layers may stay as they are.
+        leaves_out: whether some linear layers may stay dense.
     """
 
     leaves_out: bool
 
     def tensors(self, weight: Unpacked) -> dict[str, Tensor]:
-        """A weight's tensors, by what follows the module's name and a dot.
+        """Return the tensors of a weight by their names within the module.
 
         Raises:
             QuantizationError: the format cannot hold the weight.
         """
 
     def config(self, left_out: Sequence[str]) -> dict[str, Any]:
-        """The ``quantization_config`` of config.json.
+        """Return the ``quantization_config`` of config.json.
 
         Args:
-            left_out: modules that are linear layers, and not quantised.
+            left_out: names of the linear layers that are not quantised.
         """
 
 
 def cannot_hold(layout: str, weight: Unpacked) -> QuantizationError:
+    """Create the error for a weight whose form a layout cannot hold."""
     return QuantizationError(f"{layout} cannot hold a weight of the form {type(weight).__name__} with these settings")

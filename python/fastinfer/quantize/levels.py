@@ -1,4 +1,4 @@
-"""Integers with zero points, the way that files store a quantised weight."""
+"""Integers with zero points, the form in which files store a quantised weight."""
 
 from dataclasses import dataclass
 
@@ -9,13 +9,13 @@ from fastinfer.errors import QuantizationError
 from fastinfer.formats.unpacked import Int4, Int8
 from fastinfer.formats.zero_points import INT4_ZERO, INT8_ZERO
 
-# How far a minimum may be from a whole number of scales: more than fp32 rounds its product, far less than a step.
+# Tolerance for a minimum that should be a whole multiple of its scale: above the rounding of fp32, far below a step.
 WHOLE = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
 class Levels:
-    """``w = scale * (q - zero)``.
+    """Quantised weight ``w = scale * (q - zero)``.
 
     Attributes:
         q: [rows, cols] uint8, below ``2**bits``.
@@ -29,15 +29,15 @@ class Levels:
 
     @classmethod
     def of(cls, weight: Int4 | Int8, bits: int, symmetric: bool) -> "Levels":
-        """The inverse of :func:`fastinfer.formats.zero_points.with_zero_points`: no integer and no scale is rounded.
+        """Convert a weight without rounding; the inverse of :func:`fastinfer.formats.zero_points.with_zero_points`.
 
         Args:
-            weight: its minimums, if any, are whole multiples of the scales.
-            bits: of an integer.
-            symmetric: insist on the middle as the zero point everywhere.
+            weight: weight whose minimums, if any, are whole multiples of its scales.
+            bits: number of bits of the integers.
+            symmetric: whether every zero point must be the middle level.
 
         Raises:
-            QuantizationError: the weight is not like that.
+            QuantizationError: the weight cannot be represented exactly.
         """
         if weight.permutation is not None:
             raise QuantizationError("expected inputs in the model's order, got a permutation")

@@ -1,4 +1,4 @@
-"""The methods by name, each a rule from a weight and its inputs to a quantised weight; and what they fold elsewhere."""
+"""Quantisation methods by name: rules that turn a weight and the statistics of its inputs into a quantised weight."""
 
 from dataclasses import dataclass, replace
 
@@ -15,9 +15,9 @@ from fastinfer.quantize.rounding import round_rows, round_to_nearest, round_to_n
 from fastinfer.quantize.smoothquant import smoothing_scales
 from fastinfer.quantize.statistics import InputStatistics
 
-# Without zero points unless asked for: 8 bits lose nothing by it, and more programs read the result.
+# Methods that use no zero points by default: 8 bits lose nothing without them, and more programs read the result.
 SYMMETRIC = ("int8", "nf4", "w8a8")
-# By method: bits that it takes, the first by default.
+# Numbers of bits that each method supports; the first is the default.
 METHODS = {
     "rtn": (4, 2, 3, 8),
     "gptq": (4, 2, 3, 8),
@@ -31,16 +31,17 @@ NF4_GROUP = 64
 
 @dataclass(frozen=True)
 class Method:
-    """How a model is to be quantised.
+    """A quantisation method and its numbers.
 
     Attributes:
-        name: of ``METHODS``.
-        bits: of the weights.
-        group_size: inputs that share a scale, -1 for a whole row. ``int8`` and ``w8a8`` have one scale per row.
-        symmetric: without zero points; ``w8a8`` and ``nf4`` have none.
+        name: a key of ``METHODS``.
+        bits: number of bits of a weight.
+        group_size: number of inputs that share a scale, -1 for whole rows; ignored by ``int8`` and ``w8a8``, which have
+            one scale per row.
+        symmetric: whether there are no zero points; must be true for ``w8a8`` and ``nf4``.
 
     Raises:
-        RequestError: an unknown name, or a number that the method does not take.
+        RequestError: the name is unknown, or the method does not support a number.
     """
 
     name: str
@@ -62,7 +63,7 @@ class Method:
 
     @property
     def by_row(self) -> bool:
-        """Whether a row has one scale, whatever the group size."""
+        """Whether each row has one scale, whatever the group size."""
         return self.name in ("int8", "w8a8")
 
     @property
@@ -71,10 +72,10 @@ class Method:
         return self.name in ("gptq", "awq", "w8a8")
 
     def check(self, config: ModelConfig) -> None:
-        """That the model's layers can be cut into such groups.
+        """Check that the inputs of the model's layers can be divided into such groups.
 
         Raises:
-            RequestError: a layer has a number of inputs that the group size does not divide.
+            RequestError: the group size, or 32, does not divide a layer's number of inputs.
         """
         widths = {config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size}
         if self.group_size != -1 and not self.by_row:
@@ -83,15 +84,15 @@ class Method:
                     f"group_size: expected a divisor of every layer's inputs, {self.group_size} does not divide {width}"
                 )
         for width in sorted(width for width in widths if width % 32):
-            raise RequestError(f"the kernels take quantised layers of a multiple of 32 inputs, got {width}")
+            raise RequestError(f"quantised layers must have a multiple of 32 inputs, got {width}")
 
     def quantize(self, weight: Calibrated, statistics: InputStatistics, can_fold: bool) -> None:
-        """Set the weight's result.
+        """Set the weight's ``result``, and its ``input_scales`` if the method scales inputs.
 
         Args:
-            weight: to be quantised.
-            statistics: of its inputs.
-            can_fold: what comes before it can take up a factor of each input.
+            weight: the weight to quantise.
+            statistics: statistics of its inputs.
+            can_fold: whether the module before it can absorb a factor per input.
         """
         values = weight.values
         group_size = self.group_size if self.group_size != -1 else values.shape[1]
@@ -118,9 +119,9 @@ class Method:
 
 
 def fold_into_rows(weight: Unpacked, scales: Tensor) -> Unpacked:
-    """The weight whose outputs are divided by ``scales`` [out_features]: the same integers with other scales.
+    """Divide a weight's outputs by ``scales`` [out_features], which changes only its scales and minimums.
 
-    Scales stay fp16 numbers, as files hold them; zero points stay whole.
+    Scales stay numbers that fp16 holds, and zero points stay integers, so that files can store them.
     """
     assert isinstance(weight, Grouped)
     divided = weight.scales.float() / scales[:, None]

@@ -1,4 +1,4 @@
-"""What quantisation did to each layer, and to the whole."""
+"""Report of a quantisation: the error of each layer, and the size and perplexity of the model."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -8,14 +8,14 @@ from fastinfer.utils.table import format_table
 
 @dataclass
 class Report:
-    """The figures of one quantisation.
+    """Figures of one quantisation.
 
     Attributes:
-        method: its name and numbers.
-        errors: by the modules that share a weight: mean squared error of the output on the calibration text, relative
-            to its mean square.
-        bytes_before, bytes_after: size of the weight files.
-        perplexity_before, perplexity_after: on the evaluation text, in fp32; ``None`` without one.
+        method: name and numbers of the method.
+        errors: mean squared error of the output on the calibration text, relative to its mean square, by the names of
+            the modules that share a weight.
+        bytes_before, bytes_after: sizes of the weight files.
+        perplexity_before, perplexity_after: perplexity on the evaluation text in fp32; ``None`` without such a text.
     """
 
     method: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Round to nearest: scales and zero points per group of inputs, and the integers that follow from them."""
+"""Rounding to nearest, with scales and zero points per group of inputs."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastinfer.formats.unpacked import Int4, Int8, Lut
 
-# The quantiles of a normal distribution that NF4 rounds to (https://arxiv.org/abs/2305.14314, appendix E).
+# The 16 values of NF4, quantiles of a normal distribution (https://arxiv.org/abs/2305.14314, appendix E).
 NF4_TABLE = torch.tensor(
     [
         -1.0,
@@ -32,11 +32,11 @@ NF4_TABLE = torch.tensor(
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """The values that a group's weights can take: ``scale * (q - zero)``, q in ``0 .. levels - 1``.
+    """Grid of values that the weights of each group can take: ``scale * (q - zero)`` for q in ``0 .. levels - 1``.
 
     Attributes:
-        scales: [rows, groups] fp32, each of them an fp16 number.
-        zeros: [rows, groups], whole numbers.
+        scales: [rows, groups] fp32, rounded to fp16.
+        zeros: [rows, groups] fp32, whole numbers.
         levels: 2 ** bits.
     """
 
@@ -46,14 +46,14 @@ class Grid:
 
     @classmethod
     def of(cls, values: Tensor, bits: int, group_size: int, symmetric: bool, shrink: float | Tensor = 1.0) -> "Grid":
-        """Fit to the least and greatest value of each group, times ``shrink``.
+        """Create the grid between the smallest and largest value of each group, times ``shrink``.
 
         Args:
             values: [rows, cols] fp32.
-            bits: 2 to 8.
-            group_size: inputs that share a scale; must divide cols.
-            symmetric: the zero point is the middle level.
-            shrink: [rows, groups] or a number: how much of the range is kept; what lies beyond is clipped.
+            bits: number of bits, 2 to 8.
+            group_size: number of inputs that share a scale; must divide cols.
+            symmetric: whether the zero point is the middle level.
+            shrink: fraction of the range to keep, a number or [rows, groups]; values beyond it are clipped.
         """
         groups = values.unflatten(1, (-1, group_size))
         levels = 2**bits
@@ -63,22 +63,22 @@ class Grid:
         else:
             low, high = (groups.amin(-1) * shrink).clamp(max=0), (groups.amax(-1) * shrink).clamp(min=0)
             scales = (high - low) / (levels - 1)
-        scales = scales.clamp(min=1e-5 / levels).half().float()  # of zeros alone, any scale will do
+        scales = scales.clamp(min=1e-5 / levels).half().float()  # for a group of zeros any scale will do
         zeros = torch.full_like(scales, levels // 2) if symmetric else (-low / scales).round().clamp(0, levels - 1)
         return cls(scales, zeros, levels)
 
     def quantize(self, values: Tensor) -> Tensor:
-        """The nearest level of each of [rows, cols]."""
-        groups = values.unflatten(1, (self.scales.shape[1], -1))
+        """Return the nearest level of each value [rows, cols], as whole fp32 numbers."""
+        groups: Tensor = values.unflatten(1, (self.scales.shape[1], -1))
         q = (groups / self.scales[..., None]).round_().add_(self.zeros[..., None]).clamp_(0, self.levels - 1)
         return q.flatten(1)
 
     def dequantize(self, q: Tensor) -> Tensor:
-        groups = q.unflatten(1, (self.scales.shape[1], -1))
+        groups: Tensor = q.unflatten(1, (self.scales.shape[1], -1))
         return ((groups - self.zeros[..., None]) * self.scales[..., None]).flatten(1)
 
     def unpacked(self, q: Tensor) -> Int4 | Int8:
-        """The quantised weight, in the form that the kernels' readers share."""
+        """Return the quantised weight in the form of :mod:`fastinfer.formats.unpacked`."""
         middle = self.levels // 2
         symmetric = bool((self.zeros == middle).all())
         if self.levels <= 16:
@@ -92,13 +92,13 @@ class Grid:
 
 
 def round_to_nearest(values: Tensor, bits: int, group_size: int, symmetric: bool = False) -> Int4 | Int8:
-    """Every weight [rows, cols] to the nearest level of its group's grid."""
+    """Round each weight [rows, cols] to the nearest level of its group's grid."""
     grid = Grid.of(values, bits, group_size, symmetric)
     return grid.unpacked(grid.quantize(values))
 
 
 def round_to_int8(values: Tensor, group_size: int) -> Int8:
-    """Every weight to a whole multiple, up to 127, of its group's scale."""
+    """Round each weight to a multiple -127 .. 127 of its group's scale."""
     groups = values.unflatten(1, (-1, group_size))
     scales = (groups.abs().amax(-1) / 127).half()
     steps = scales.float().clamp(min=torch.finfo(torch.float32).tiny)
@@ -106,17 +106,17 @@ def round_to_int8(values: Tensor, group_size: int) -> Int8:
 
 
 def round_with_minimum(values: Tensor, group_size: int) -> Int4:
-    """Every weight to the nearest of 16 levels between its group's least and greatest value."""
+    """Round each weight to the nearest of 16 levels between the smallest and the largest value of its group."""
     groups = values.unflatten(1, (-1, group_size))
     mins = groups.amin(-1).half()
     scales = ((groups.amax(-1) - mins.float()) / 15).clamp(min=0).half()
-    steps = scales.float().clamp(min=torch.finfo(torch.float32).tiny)  # of equal values: any step will do
+    steps = scales.float().clamp(min=torch.finfo(torch.float32).tiny)  # equal values have scale 0; any step will do
     q = ((groups - mins.float()[..., None]) / steps[..., None]).round_().clamp_(0, 15)
     return Int4(q.byte().flatten(1), scales, mins)
 
 
 def round_to_nf4(values: Tensor, group_size: int = 64) -> Lut:
-    """Every weight to the nearest of NF4's 16 values times the group's largest magnitude."""
+    """Round each weight to the nearest of NF4's 16 values times the largest magnitude of its group."""
     groups = values.unflatten(1, (-1, group_size))
     scales = groups.abs().amax(-1)
     relative = groups / scales.clamp(min=torch.finfo(torch.float32).tiny)[..., None]
@@ -125,6 +125,6 @@ def round_to_nf4(values: Tensor, group_size: int = 64) -> Lut:
 
 
 def round_rows(values: Tensor) -> Int8:
-    """To int8 with a scale per row, symmetric, for inputs that are int8 as well."""
+    """Round each weight to int8 with one symmetric scale per row, for products with int8 inputs."""
     scales = (values.abs().amax(1, keepdim=True) / 127).clamp(min=1e-8)
     return Int8((values / scales).round().clamp(-127, 127).to(torch.int8), scales, int8_activations=True)

@@ -1,4 +1,4 @@
-"""Tensors written to one or several safetensors files; :mod:`fastinfer.formats.safetensors_folder` reads them."""
+"""Writer of tensors to one or several safetensors files, which :mod:`fastinfer.formats.safetensors_folder` reads."""
 
 import json
 from pathlib import Path
@@ -11,11 +11,11 @@ from fastinfer.formats.safetensors_folder import INDEX, SINGLE
 
 
 class ShardWriter:
-    """Keeps tensors until they fill a file.
+    """Collects tensors until they fill a file.
 
     Args:
-        folder: to write to.
-        shard_bytes: a file is written before it would be larger than that, unless a single tensor is.
+        folder: folder to write to.
+        shard_bytes: largest size of a file, except that a larger tensor gets a file of its own.
     """
 
     def __init__(self, folder: Path, shard_bytes: int) -> None:
@@ -25,16 +25,16 @@ class ShardWriter:
         self._pending_bytes = 0
         self._total_bytes = 0
         self._shards: dict[str, int] = {}
-        self._count = 0  # of files that are written
+        self._count = 0  # number of files written so far
 
     def __contains__(self, name: str) -> bool:
         return name in self._shards
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """A tensor on the CPU; it must not change until its file is written.
+        """Add a tensor on the CPU, which must not change until its file is written.
 
         Raises:
-            QuantizationError: there is one of that name already.
+            QuantizationError: there is a tensor of that name already.
         """
         if name in self:
             raise QuantizationError(f"tensor {name!r} is there already")
@@ -46,7 +46,7 @@ class ShardWriter:
         self._total_bytes += tensor.nbytes
 
     def close(self) -> None:
-        """Write what is left, and the index of several files."""
+        """Write the remaining tensors and, if there are several files, their index."""
         self._write()
         if self._count == 1:
             self._temporary(0).rename(self._folder / SINGLE)
@@ -59,11 +59,11 @@ class ShardWriter:
         (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def _write(self) -> None:
-        # transformers wants to be told whose tensors they are.
+        # transformers requires this entry.
         save_file(self._pending, self._temporary(self._count), metadata={"format": "pt"})
         self._count += 1
         self._pending, self._pending_bytes = {}, 0
 
     def _temporary(self, index: int) -> Path:
-        """A file's name until it is known how many there are."""
+        """Return the name of a file until the number of files is known."""
         return self._folder / f"shard-{index}"

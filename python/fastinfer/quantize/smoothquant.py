@@ -1,4 +1,4 @@
-"""SmoothQuant (Xiao et al., 2022, https://arxiv.org/abs/2211.10438): outliers of the inputs move into the weights."""
+"""SmoothQuant (Xiao et al., 2022, https://arxiv.org/abs/2211.10438): moves outliers of the inputs into the weights."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from fastinfer.quantize.statistics import InputStatistics
 
 
 def smoothing_scales(values: Tensor, statistics: InputStatistics, strength: float = 0.5) -> Tensor:
-    """What to divide each input by, and to multiply its weights [rows, in_features] with: [in_features]."""
+    """Return the factors [in_features] that divide the inputs and multiply their weights [rows, in_features]."""
     inputs = statistics.max_abs.clamp(min=1e-5)
     weights = values.abs().amax(0).clamp(min=1e-5)
     return (inputs**strength / weights ** (1 - strength)).clamp(min=1e-5)

@@ -1,4 +1,4 @@
-"""What calibration has to know of a linear layer's input."""
+"""Statistics of a linear layer's inputs, collected during calibration."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class InputStatistics:
-    """Sums over the calibration tokens that entered a layer.
+    """Statistics over the calibration tokens that entered a layer.
 
     Attributes:
-        hessian: [in_features, in_features] fp32, mean of ``x x^T``: the squared error that a change D of the weight
-            causes in the output is ``trace(D hessian D^T)`` per token.
-        mean_abs: [in_features], mean magnitude.
-        max_abs: [in_features], largest magnitude.
+        hessian: [in_features, in_features] fp32, mean of ``x x^T``. A change D of the weight causes a squared error of
+            the output of ``trace(D hessian D^T)`` per token.
+        mean_abs: [in_features] fp32, mean magnitude.
+        max_abs: [in_features] fp32, largest magnitude.
     """
 
     hessian: Tensor
@@ -22,14 +22,14 @@ class InputStatistics:
 
     @classmethod
     def of(cls, x: Tensor) -> "InputStatistics":
-        """Of inputs [tokens, in_features] fp32."""
+        """Compute the statistics of inputs [tokens, in_features] fp32."""
         magnitudes = x.abs()
         return cls(x.T @ x / len(x), magnitudes.mean(0), magnitudes.amax(0))
 
     def output_error(self, change: Tensor) -> float:
-        """Mean squared error of the output, summed over its features, for a change of the weight."""
+        """Return the mean squared error of the output, summed over its features, for a change of the weight."""
         return float((change @ self.hessian).mul_(change).sum())
 
     def scaled(self, scales: Tensor) -> "InputStatistics":
-        """Of the inputs divided by ``scales`` [in_features]."""
+        """Return the statistics of the inputs divided by ``scales`` [in_features]."""
         return InputStatistics(self.hessian / scales / scales[:, None], self.mean_abs / scales, self.max_abs / scales)

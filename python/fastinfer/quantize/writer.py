@@ -23,7 +23,7 @@ from fastinfer.quantize.shards import ShardWriter
 FORMATS = ("gptq", "compressed-tensors", "bitsandbytes")
 SHARD_BYTES = 2 * 10**9
 
-# What belongs to a tokenizer and to generation. Nothing that is run or unpickled is copied, whatever its name.
+# Files of the tokenizer and of generation. The suffixes exclude files that are executed or unpickled.
 COPIED = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -38,21 +38,21 @@ COPIED_SUFFIXES = (".json", ".txt", ".jinja", ".model")
 
 
 class CheckpointWriter:
-    """A folder in the making.
+    """Context manager that writes a folder with a quantised checkpoint.
 
-    It lies beside ``out`` under another name until :meth:`close`, so that ``out`` is whole or not there. A context
-    manager, which removes what was written if it is left without that.
+    The files go to a temporary folder beside ``out``, which :meth:`close` renames, so that ``out`` is either complete
+    or missing. Leaving the context without :meth:`close` removes the temporary folder.
 
     Args:
-        out: the folder to write, new or empty.
-        source: folder of the model that is quantised: safetensors files and config.json.
+        out: folder to write, new or empty.
+        source: folder of the original model, with safetensors files and config.json.
         fmt: one of ``FORMATS``.
-        settings: of all weights.
-        shard_bytes: size of a file of tensors, which are in memory until it is full.
+        settings: quantisation of all weights.
+        shard_bytes: size of a file of tensors, which stay in memory until it is full.
 
     Raises:
         QuantizationError: the folder is not empty, the format is unknown, or it cannot hold such weights.
-        CheckpointFormatError: the source is not a sound checkpoint.
+        CheckpointFormatError: the source is not a valid checkpoint.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class CheckpointWriter:
         self._modules: set[str] = set()
         self._out = out.resolve()
         self._folder = self._out.with_name(f".{self._out.name}.{os.getpid()}")
-        self._discard()  # of another process that was killed
+        self._discard()  # the folder of a killed process that had the same id
         self._folder.mkdir(parents=True)
         self._shards = ShardWriter(self._folder, shard_bytes)
 
@@ -78,16 +78,16 @@ class CheckpointWriter:
         self._discard()
 
     def add_linear(self, module: str, weight: Unpacked, bias: Tensor | None = None) -> None:
-        """A linear layer.
+        """Add a linear layer.
 
         Args:
-            module: its name in the source: ``model.layers.3.self_attn.q_proj``.
-            weight: in the form that the settings say; Dense for a layer that is not quantised,
-                which gptq has not.
+            module: name of the layer in the source, such as ``model.layers.3.self_attn.q_proj``.
+            weight: weight that is quantised as the settings say, or Dense for a layer that is not quantised, which gptq
+                does not support.
             bias: [out_features], stored in the source's dtype.
 
         Raises:
-            QuantizationError: the format cannot hold the weight, or the layer is there already.
+            QuantizationError: the format cannot hold the weight, or the layer was added before.
         """
         if isinstance(weight, Dense) and self._layout.leaves_out:
             self._left_out.append(module)
@@ -104,10 +104,10 @@ class CheckpointWriter:
             self.add(f"{module}.bias", bias)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Any other tensor: a norm, the embedding. Stored in the dtype of the source's tensor of this name.
+        """Add any other tensor, such as a norm or the embedding, stored in the dtype of the source's tensor.
 
         Raises:
-            QuantizationError: that dtype cannot hold it, or it is there already.
+            QuantizationError: that dtype cannot hold the tensor, or the tensor was added before.
         """
         dtype = self._source.dtype(name) if name in self._source else tensor.dtype
         stored = tensor.to(dtype)
@@ -116,15 +116,15 @@ class CheckpointWriter:
         self._shards.add(name, stored)
 
     def close(self, rest: SafetensorsFolder | None = None) -> None:
-        """Finish the folder and give it its name.
+        """Finish the folder and rename it to ``out``.
 
         Args:
-            rest: a checkpoint whose tensors are added, too, unless they have been added or quantised.
+            rest: checkpoint from which all tensors are copied that have not been added or quantised.
         """
         if rest is not None:
             self._add_rest(rest)
         self._shards.close()
-        # What names Python files of the source is left out, as they are.
+        # auto_map names Python files of the source, which are not copied.
         config = {key: value for key, value in self._config.items() if key != "auto_map"}
         config["quantization_config"] = self._layout.config(self._left_out)
         (self._folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -144,7 +144,7 @@ class CheckpointWriter:
                 self.add(name, tensor)
 
     def _dtype(self) -> torch.dtype:
-        """That the source's model is computed in."""
+        """Return the dtype in which the source's model computes."""
         name: Any = self._config.get("dtype") or self._config.get("torch_dtype")
         by_name = {str(dtype).removeprefix("torch."): dtype for dtype in DENSE_DTYPES}
         return by_name[name] if name in by_name else self._source.dtype(self._source.names[0])

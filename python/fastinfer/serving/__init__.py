@@ -1,1 +1,1 @@
-"""From many callers to one engine: prompts become token ids, threads share steps, streams get their outputs."""
+"""Serving of many callers by one engine: prompt preparation, sharing between threads, delivery to event loops."""

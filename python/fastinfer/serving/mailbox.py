@@ -1,4 +1,4 @@
-"""How outputs come from the engine's thread to a task of an event loop."""
+"""Delivery of outputs from the engine's thread to a task of an event loop."""
 
 import asyncio
 import contextlib
@@ -13,12 +13,13 @@ Output = TypeVar("Output", RequestOutput, PrefillOutput)
 
 
 class Mailbox(Generic[Output]):
-    """Carries outputs from the engine's thread to an event loop. It holds at most one: what is not fetched in time is
-    merged into the next.
+    """Carries the outputs of one request from the engine's thread to an event loop.
+
+    It holds at most one output: an output that is not fetched before the next one arrives is merged into it.
 
     Attributes:
-        request_id: whose; random unless given.
-        is_abandoned: nobody will fetch anything any more.
+        request_id: id of the request, random by default.
+        is_abandoned: whether nobody will fetch outputs any more.
     """
 
     def __init__(self, request_id: str | None = None) -> None:
@@ -30,23 +31,23 @@ class Mailbox(Generic[Output]):
         self._content: Output | Exception | None = None
 
     def put(self, content: Output | Exception) -> bool:
-        """From the engine's thread; returns whether there still is a loop in which somebody could fetch it."""
+        """Store an output or an error; called by the engine's thread. Returns False if the event loop is closed."""
         if self._loop.is_closed():
             return False
         with self._lock:
             was_empty = self._content is None
             self._content = _merged(self._content, content)
         if was_empty:
-            with contextlib.suppress(RuntimeError):  # closed this very moment
+            with contextlib.suppress(RuntimeError):  # the loop has been closed since the check above
                 self._loop.call_soon_threadsafe(self._is_filled.set)
         return True
 
     async def get(self) -> Output:
-        """In the loop: wait for an output, or raise the error that came instead."""
+        """Wait for an output and return it, or raise the error that came instead; called in the event loop."""
         await self._is_filled.wait()
         with self._lock:
             content, self._content = self._content, None
-        # What is put from now on sets the event anew, but not before this callback of the loop has ended.
+        # A later put() sets the event again, but only after this callback of the loop has ended.
         self._is_filled.clear()
         assert content is not None
         if isinstance(content, Exception):
@@ -55,7 +56,7 @@ class Mailbox(Generic[Output]):
 
 
 def _merged(missed: Any, output: Any) -> Any:
-    """An output with the deltas of the one before it, which nobody has read."""
+    """Return ``output`` with the deltas of ``missed``, an output that nobody has read, before its own."""
     if not isinstance(missed, RequestOutput) or not isinstance(output, RequestOutput):
         return output
     pairs = zip(missed.outputs, output.outputs, strict=True)

@@ -1,4 +1,4 @@
-"""What a user may give as a prompt, and the token ids that the engine gets for it."""
+"""Prompts as users give them, and their conversion to token ids."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from fastinfer.errors import RequestError
 from fastinfer.tokenizers.chat_template import render
 from fastinfer.utils.checks import show
 
-# Text; or a dictionary with either "prompt": text or "prompt_token_ids": list, and perhaps "cache_salt": str, or
-# "prompt_module": the name of a prompt module that comes before it.
+# Text, or a dictionary with either "prompt": str or "prompt_token_ids": list[int]. The dictionary may also have a
+# "cache_salt": str, and a "prompt_module": the name of a prompt module that precedes the prompt.
 Prompt = str | Mapping[str, Any]
 
 _CONTENTS = {"prompt", "prompt_token_ids"}
@@ -20,12 +20,12 @@ _FORMS = "a string, {'prompt': string} or {'prompt_token_ids': list}, perhaps wi
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """A prompt as the engine takes it.
+    """A prompt in the form that the engine takes.
 
     Attributes:
-        text: as it was given, ``None`` if it came as token ids.
-        token_ids: of the whole, a prompt module's in front.
-        cache_salt: see :meth:`fastinfer.engine.engine.Engine.add_request`.
+        text: the text as given, ``None`` if the prompt was given as token ids.
+        token_ids: token ids of the whole prompt, including those of its prompt module.
+        cache_salt: salt of the cached prefixes, see :meth:`fastinfer.engine.engine.Engine.add_request`.
     """
 
     text: str | None
@@ -36,17 +36,17 @@ class PreparedPrompt:
 def prepare(engine: Engine, prompt: Prompt, *, cache_salt: str = "", add_special_tokens: bool = True) -> PreparedPrompt:
     """Tokenise a prompt.
 
-    A prompt module and what follows it are tokenised apart and joined: the module's blocks hold its own tokens,
-    whatever comes next. What follows it gets no beginning-of-text token.
+    A prompt module and the text after it are tokenised separately and joined, so that the cached blocks of the module
+    do not depend on that text. The text after a module gets no beginning-of-text token.
 
     Args:
-        engine: whose tokenizer and prompt modules are meant.
+        engine: engine whose tokenizer and prompt modules are used.
         prompt: see :data:`Prompt`.
-        cache_salt: of a prompt that names none itself.
-        add_special_tokens: put the beginning-of-text token in front, if the model wants one.
+        cache_salt: salt of a prompt that names none itself.
+        add_special_tokens: begin with the beginning-of-text token, if the model has one.
 
     Raises:
-        RequestError: it is none of the forms, or there is no such prompt module.
+        RequestError: the prompt has none of these forms, or there is no such prompt module.
     """
     if isinstance(prompt, str):
         prompt = {"prompt": prompt}
@@ -78,7 +78,11 @@ def prepare(engine: Engine, prompt: Prompt, *, cache_salt: str = "", add_special
 
 
 def prepare_chat(engine: Engine, messages: Sequence[Mapping[str, str]]) -> PreparedPrompt:
-    """Write a conversation, such as ``[{"role": "user", "content": "Hello"}]``, as the model's template has it.
+    """Render a conversation with the model's chat template and tokenise it.
+
+    Args:
+        engine: engine whose tokenizer has the template.
+        messages: messages such as ``[{"role": "user", "content": "Hello"}]``.
 
     Raises:
         RequestError: the messages are malformed, or the template refuses them.
@@ -86,5 +90,5 @@ def prepare_chat(engine: Engine, messages: Sequence[Mapping[str, str]]) -> Prepa
     """
     tokenizer = engine.tokenizer
     text = render(tokenizer.chat_template, messages, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
-    # The template has written the special tokens itself.
+    # The template writes the special tokens itself.
     return prepare(engine, text, add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""An engine that several threads call; each waits for its own requests, and whichever is ahead steps for all."""
+"""Sharing of an engine between threads: each thread waits for its own requests, and any of them steps for all."""
 
 import contextlib
 import threading
@@ -16,10 +16,10 @@ Output = TypeVar("Output", RequestOutput, PrefillOutput)
 
 
 class Job(Generic[Output]):
-    """A request that the engine will accept.
+    """A validated request that has not been queued yet.
 
     Args:
-        add: queues it, and returns its id.
+        add: function that queues the request and returns its id.
     """
 
     def __init__(self, add: Callable[[], str]) -> None:
@@ -28,20 +28,20 @@ class Job(Generic[Output]):
 
 
 class SharedEngine:
-    """Runs jobs on an engine, from any thread.
+    """Runs the jobs of any number of threads on one engine.
 
     Attributes:
-        lock: whoever holds it may call the engine.
+        lock: lock that a thread must hold while it calls the engine.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.lock = threading.Lock()
         self._engine = engine
         self._inboxes: dict[str, deque[Any]] = {}
-        self._abandoned: deque[str] = deque()  # ids to abort before the next step
+        self._abandoned: deque[str] = deque()  # ids of requests to abort before the next step
 
     def complete(self, jobs: list[Job[Output]], use_tqdm: bool = False) -> list[Output]:
-        """The jobs' last outputs, in their order."""
+        """Run jobs to the end and return their last outputs, in the same order."""
         finished = {}
         with tqdm(total=len(jobs), unit="prompt", disable=not use_tqdm) as bar:
             for output in self.run(jobs):
@@ -51,7 +51,7 @@ class SharedEngine:
         return [finished[job.request_id] for job in jobs]
 
     def run(self, jobs: list[Job[Output]]) -> Generator[Output, None, None]:
-        """The jobs' outputs as they come. Ends with the last one; an early end, of any kind, aborts the others."""
+        """Run jobs and yield their outputs as they come; leaving early, for any reason, aborts the unfinished jobs."""
         inbox: deque[Output] = deque()
         queued = deque(jobs)
         pending: set[str] = set()
@@ -60,7 +60,7 @@ class SharedEngine:
                 with self.lock:
                     self._abort_abandoned()
                     self._add(queued, pending, inbox)
-                    # Another thread's step may have brought something meanwhile.
+                    # The steps of other threads may have filled the inbox meanwhile.
                     if not inbox:
                         for output in self._engine.step():
                             self._inboxes[output.request_id].append(output)
@@ -71,8 +71,8 @@ class SharedEngine:
                         self._inboxes.pop(output.request_id, None)
                     yield output
         finally:
-            # An iterator that nobody holds any more is closed by the garbage collector, perhaps in the middle of this
-            # very thread's step: waiting for the lock here could wait for ever. Whoever has it looks at the list.
+            # The garbage collector closes an abandoned iterator, perhaps while this very thread holds the lock in a
+            # step, so waiting for the lock could deadlock. If it is taken, the next step of any thread aborts them.
             self._abandoned.extend(pending)
             if self.lock.acquire(blocking=False):
                 try:
@@ -81,7 +81,7 @@ class SharedEngine:
                     self.lock.release()
 
     def _add(self, queued: deque[Job[Output]], pending: set[str], inbox: deque[Output]) -> None:
-        """Queue as many jobs as the engine takes; the caller holds the lock."""
+        """Queue as many jobs as the engine accepts; the caller holds the lock."""
         with contextlib.suppress(QueueFullError):
             while queued:
                 request_id = queued[0].add()
@@ -90,7 +90,7 @@ class SharedEngine:
                 self._inboxes[request_id] = inbox
 
     def _abort_abandoned(self) -> None:
-        """Forget the requests that nobody waits for; the caller holds the lock."""
+        """Abort the requests that nobody waits for; the caller holds the lock."""
         while self._abandoned:
             request_id = self._abandoned.popleft()
             self._engine.abort(request_id)

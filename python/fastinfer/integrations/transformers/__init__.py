@@ -1,4 +1,4 @@
-"""The kernels inside transformers (version 5): ``attn_implementation="fastinfer"``, and quantisation while loading.
+"""Integration into transformers 5: ``attn_implementation="fastinfer"``, quantisation while loading, and ``replace``.
 
 >>> from transformers import AutoModelForCausalLM  # doctest: +SKIP
 >>> from fastinfer.integrations.transformers import FastinferConfig, register

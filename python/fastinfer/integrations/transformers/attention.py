@@ -1,4 +1,4 @@
-"""The attention function of ``attn_implementation="fastinfer"``."""
+"""Attention function of ``attn_implementation="fastinfer"``."""
 
 from typing import Any
 
@@ -21,23 +21,24 @@ def attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention over a cache of transformers, of any kind.
+    """Compute causal attention over any cache of transformers.
 
     Args:
-        module: the attention layer, which says whether it is causal.
+        module: the attention layer; its ``is_causal`` is the default of the argument.
         query: [batch, q_heads, length, head_dim]; dtypes and head sizes as in :func:`fastinfer.ops.paged_attention`.
         key, value: [batch, kv_heads, cached, head_dim].
-        attention_mask: of :func:`fastinfer.integrations.transformers.mask.attention_mask`.
+        attention_mask: result of :func:`fastinfer.integrations.transformers.mask.attention_mask`.
         dropout: must be 0.
         scaling, sliding_window, softcap: see :func:`fastinfer.ops.paged_attention`.
-        s_aux: [q_heads], a sink's logits.
-        is_causal: overrides the module's.
+        s_aux: [q_heads], logits of the attention sinks.
+        is_causal: whether attention is causal; overrides the module's attribute.
+        kwargs: other arguments of transformers' interface; unsupported options among them are refused.
 
     Returns:
-        [batch, length, q_heads, head_dim], and ``None`` in the place of probabilities.
+        [batch, length, q_heads, head_dim], and ``None`` in place of the attention probabilities.
 
     Raises:
-        ValueError: what is asked for is not causal inference: dropout, a mask of another kind, a position bias,
+        ValueError: the call needs more than causal inference: dropout, another kind of mask, a position bias, the
             probabilities, or bidirectional attention.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

@@ -1,9 +1,12 @@
-"""Modules of transformers as ours, each held against what the original made of a trial run."""
+"""Conversion of transformers' modules to those of :mod:`fastinfer.nn`.
 
-from collections.abc import Mapping, Sequence
+Each conversion is checked against the outputs that the original module gave in a trial run.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +19,20 @@ from fastinfer.nn.mlp import FusedMLP
 from fastinfer.nn.rms_norm import RMSNorm
 from fastinfer.nn.rotary import RotaryEmbedding
 
+Module = TypeVar("Module", bound=nn.Module)
+
 DIFFERENT = "computes something else than the kernel"
-MOVING_ROPE = ("dynamic", "longrope")  # their frequencies depend on the length of the sequence
-ROWS = 8192  # of a rotary table at once
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # their frequencies depend on the length of the sequence
+POSITIONS_PER_CALL = 8192  # of the original module, while its rotary table is computed
 
 
 class Kept(Exception):
-    """Why a module stays."""
+    """The module cannot be converted; the message says why."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How linear layers are quantised, see :class:`fastinfer.nn.QuantLinear`."""
+    """Quantisation of linear layers, see :class:`fastinfer.nn.QuantLinear`."""
 
     quantize: str | None
     group_size: int | None = None
@@ -38,7 +43,7 @@ class Options:
 
 
 def convert_norm(norm: nn.Module, trial: Trial) -> RMSNorm:
-    """An RMSNorm, whose weight may be an offset from one."""
+    """Convert an RMSNorm, whose weight may be an offset from one."""
     weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or not isinstance(eps, float):
         raise Kept("has no weight or no epsilon")
@@ -50,7 +55,7 @@ def convert_norm(norm: nn.Module, trial: Trial) -> RMSNorm:
 
 
 def convert_mlp(mlp: nn.Module, trial: Trial, options: Options) -> FusedMLP:
-    """A gated MLP."""
+    """Convert a gated MLP."""
     layers = _linears(mlp, ("gate_proj", "up_proj", "down_proj"))
     activation = _activation(getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None)))
     if not _agrees(_build(FusedMLP, *layers, activation=activation), _calls(mlp, trial)):
@@ -59,7 +64,10 @@ def convert_mlp(mlp: nn.Module, trial: Trial, options: Options) -> FusedMLP:
 
 
 def _activation(function: Any) -> str:
-    """Its name in :mod:`fastinfer.ops.gemm`, found on fp32 numbers: in 16 bits some can hardly be told apart."""
+    """Return the name that an activation has in :mod:`fastinfer.ops.gemm`.
+
+    It is identified by its values in fp32, because some activations are nearly equal in 16 bits.
+    """
     x = torch.linspace(-8, 8, 1001)
     known = {
         "silu": nn.functional.silu(x),
@@ -74,7 +82,7 @@ def _activation(function: Any) -> str:
 
 
 def convert_attention(attention: nn.Module, trial: Trial, options: Options) -> Attention:
-    """Attention that calls transformers' attention interface, with the arguments that it calls it with."""
+    """Convert attention that calls transformers' attention interface, with the arguments recorded in the trial run."""
     layers = _linears(attention, ("q_proj", "k_proj", "v_proj", "o_proj"))
     if attention not in trial.attention:
         raise Kept("does not call transformers' attention interface")
@@ -95,7 +103,7 @@ def convert_attention(attention: nn.Module, trial: Trial, options: Options) -> A
 
 
 def fuse_layer(layer: nn.Module, trial: Trial) -> nn.Module:
-    """A layer of our modules with another ``forward``; compared is what its modules make of the trial's input."""
+    """Replace the ``forward`` of a layer whose modules are converted, after comparing both on the trial's inputs."""
     fused = MethodType(fused_forward, layer)
     quantized = any(isinstance(module, QuantLinear) for module in layer.modules())
     for call in _calls(layer, trial):
@@ -106,18 +114,28 @@ def fuse_layer(layer: nn.Module, trial: Trial) -> nn.Module:
 
 
 def convert_linear(linear: nn.Linear, options: Options) -> QuantLinear:
-    """Any linear layer."""
+    """Quantise a linear layer."""
     if options.quantize is None:
         raise Kept("was not to be quantized")
     return _build(QuantLinear.from_linear, linear, options.quantize, options.group_size, options.activation_bits)
 
 
 def convert_rotary(rotary: nn.Module, trial: Trial, others: Sequence[nn.Module], max_position: int) -> RotaryEmbedding:
-    """A table of the module's own cosines and sines, in fp32, unless other attention layers need theirs."""
+    """Convert a rotary embedding to a table of its cosines and sines in fp32.
+
+    Args:
+        rotary: the module.
+        trial: the model's trial run.
+        others: attention layers that were not converted, and so need the original's cosines and sines.
+        max_position: number of positions in the table.
+
+    Raises:
+        Kept: there are such layers, the frequencies depend on the length, or the table's results differ.
+    """
     if others:
         raise Kept(f"{len(others)} attention layers that stay need its cosines and sines")
     kinds = getattr(rotary, "rope_type", None)
-    if any(kind in MOVING_ROPE for kind in (kinds.values() if isinstance(kinds, Mapping) else (kinds,))):
+    if any(kind in LENGTH_DEPENDENT_ROPE for kind in (kinds.values() if isinstance(kinds, Mapping) else (kinds,))):
         raise Kept("its frequencies change with the length")
     tables: dict[str | None, Tensor] = {}
     for call in _calls(rotary, trial):
@@ -128,7 +146,7 @@ def convert_rotary(rotary: nn.Module, trial: Trial, others: Sequence[nn.Module],
         cos, sin = table[positions].to(x.dtype).chunk(2, -1)
         if not same(torch.cat((cos, cos, sin, sin), -1), torch.cat(call.output, -1)):
             raise Kept(DIFFERENT)
-        tables[layer_type] = table  # of two trials the same
+        tables[layer_type] = table  # both calls of a type give the same table
     return RotaryEmbedding(tables)
 
 
@@ -142,7 +160,7 @@ def _rotary_table(rotary: nn.Module, device: torch.device, max_position: int, la
     x = torch.zeros(1, device=device)
     extra = () if layer_type is None else (layer_type,)
     slices = []
-    for positions in torch.arange(max_position, device=device).split(ROWS):
+    for positions in torch.arange(max_position, device=device).split(POSITIONS_PER_CALL):
         cos, sin = rotary(x, positions[None], *extra)
         half = cos.shape[-1] // 2
         slices.append(torch.cat((cos[0, :, :half], sin[0, :, :half]), -1))
@@ -166,11 +184,11 @@ def _calls(module: nn.Module, trial: Trial) -> list[Call]:
 def _agrees(ours: nn.Module, calls: Sequence[Call]) -> bool:
     try:
         return all(call.agrees(ours) for call in calls)
-    except (RuntimeError, TypeError, ValueError) as error:  # inputs, dtypes or sizes that ours does not take
+    except (RuntimeError, TypeError, ValueError) as error:  # ours does not support these inputs, dtypes or sizes
         raise Kept(str(error)) from None
 
 
-def _build(make: Any, *args: Any, **kwargs: Any) -> Any:
+def _build(make: Callable[..., Module], *args: Any, **kwargs: Any) -> Module:
     try:
         return make(*args, **kwargs)
     except ValueError as error:

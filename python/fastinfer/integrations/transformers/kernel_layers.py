@@ -1,18 +1,18 @@
-"""Layers for the ``kernels`` package, which swaps them into models of transformers by the names that those registered.
+"""Layers for the ``kernels`` package, which swaps them into transformers' models by their registered names.
 
 >>> from kernels import Mode, kernelize, use_kernel_mapping
 >>> from fastinfer.integrations.transformers.kernel_layers import kernel_mapping
 >>> with use_kernel_mapping(kernel_mapping()):  # doctest: +SKIP
 ...     model = kernelize(model, mode=Mode.INFERENCE, device="cpu")
 
-or, by transformers' own means:
+or, with transformers' own option:
 
 >>> model = AutoModelForCausalLM.from_pretrained(path, kernel_config=FastinferKernels())  # doctest: +SKIP
 
-Such a layer has no state of its own, so only norms gain from it; :func:`fastinfer.integrations.transformers.replace` does more. The names
-``SwiGLUMLP``, ``GeGLUMLP`` and ``Linear`` are registered by no model of transformers 5; ``rotary_pos_emb`` by models
-that rotate in different directions, and stands for a function that all models in a process share. The mapping has none
-of them.
+Such a layer cannot keep state of its own, so only norms profit; :func:`fastinfer.integrations.transformers.replace`
+does more. The mapping leaves out ``SwiGLUMLP``, ``GeGLUMLP`` and ``Linear``, which no model of transformers 5
+registers, and ``rotary_pos_emb``, a function shared by all models in a process, although models with different rotary
+layouts register it.
 """
 
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ from transformers.utils.kernel_config import KernelConfig
 
 from fastinfer import ops
 
-MODE = Mode.INFERENCE | Mode.TORCH_COMPILE  # serves both
+MODE = Mode.INFERENCE | Mode.TORCH_COMPILE  # the layers support both
 
 
 class RMSNorm(nn.Module):
-    """``forward`` of modules with ``weight`` and ``variance_epsilon``, by :func:`fastinfer.ops.rms_norm`.
+    """``forward`` for modules with ``weight`` and ``variance_epsilon``, computed by :func:`fastinfer.ops.rms_norm`.
 
     Devices: CPU, CUDA (not yet run on a GPU).
     """
@@ -42,7 +42,7 @@ class RMSNorm(nn.Module):
 
 
 class RMSNormZeroCentered(nn.Module):
-    """``forward`` of modules with ``eps`` and a ``weight`` that is an offset from one.
+    """``forward`` for modules with ``eps`` and a ``weight`` that is an offset from one.
 
     Devices: CPU, CUDA (not yet run on a GPU).
     """
@@ -56,7 +56,7 @@ class RMSNormZeroCentered(nn.Module):
 
 @dataclass(frozen=True)
 class InstalledLayer:
-    """What ``kernels`` takes for a repository: here the layer is at hand."""
+    """Layer that is installed already, in the place of a repository that ``kernels`` would download."""
 
     layer: type[nn.Module]
 
@@ -65,7 +65,10 @@ class InstalledLayer:
 
 
 def kernel_mapping() -> dict[str, dict[str, dict[Mode, InstalledLayer]]]:
-    """Layers for inference, compiled or not, by registered name and device; training falls back to the model's own."""
+    """Return the layers by registered name and device, for inference with or without ``torch.compile``.
+
+    Training falls back to the model's own layers.
+    """
     return {
         layer.__name__: {device: {MODE: InstalledLayer(layer)} for device in ("cpu", "cuda")}
         for layer in (RMSNorm, RMSNormZeroCentered)
@@ -73,16 +76,16 @@ def kernel_mapping() -> dict[str, dict[str, dict[Mode, InstalledLayer]]]:
 
 
 class FastinferKernels(KernelConfig):
-    """:func:`kernel_mapping` alone, for ``from_pretrained(kernel_config=...)``; nothing comes from the Hub."""
+    """Configuration for ``from_pretrained(kernel_config=...)`` with :func:`kernel_mapping` and nothing from the Hub."""
 
     def __init__(self) -> None:
         super().__init__(use_local_kernel=True)
 
     def sanitize_kernel_mapping(self, model: PreTrainedModel) -> None:
-        """Nothing to check: what a model does not register is not looked for."""
+        """Store the names that the model registers. Names that it does not register need no check."""
         self.store_registered_layer_names(model)
 
     def create_compatible_mapping(self, model: PreTrainedModel, compile: bool = False) -> None:
-        """The mapping, and nothing for every other registered name, or each use of one would be warned of."""
+        """Set the mapping. Every other registered name gets an empty entry, which prevents a warning at each use."""
         nothing: dict[str, Any] = {name: {} for name in self.registered_layer_names.values()}
         self.kernel_mapping = nothing | kernel_mapping()

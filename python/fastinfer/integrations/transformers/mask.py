@@ -1,4 +1,4 @@
-"""The mask function of ``attn_implementation="fastinfer"``: where each sequence begins and ends, and no matrix."""
+"""Mask function of ``attn_implementation="fastinfer"``: first position and end of each sequence instead of a matrix."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,24 +21,24 @@ def attention_mask(
     device: Any = "cpu",
     **_: Any,
 ) -> Tensor | None:
-    """What transformers calls once per forward pass and kind of layer.
+    """Make the mask; transformers calls this once per forward pass and kind of layer.
 
     Args:
         batch_size, q_length, kv_length: sizes of the batch, the queries and the cache.
         q_offset, kv_offset: positions of the first query and of the first entry of the cache.
-        mask_function: which positions a query sees, elementwise over index tensors.
+        mask_function: predicate over index tensors (batch, head, query, key), true where a query sees a key.
         attention_mask: [batch, positions] bool, False for padding.
-        local_size: of a sliding window.
-        use_vmap: the model adds a pattern of its own.
-        device: of the result.
+        local_size: size of a sliding window.
+        use_vmap: whether the model adds a pattern of its own.
+        device: device of the result.
 
     Returns:
-        ``None``, or what :func:`fastinfer.nn.dense_cache.dense_cache_attention` calls ``visible``. It has four
-        dimensions, so that transformers passes it through its models.
+        ``None``, or the argument ``visible`` of :func:`fastinfer.nn.dense_cache.dense_cache_attention`. It has four
+        dimensions, so that transformers passes it on unchanged.
 
     Raises:
-        ValueError: the pattern is not causal with a sliding window and padding at one side: chunks, packed sequences,
-            prefixes that see each other. Not looked for while compiling.
+        ValueError: the pattern is not causal with at most a sliding window and padding around each sequence; chunks,
+            packed sequences and bidirectional prefixes are not supported. This is not checked while compiling.
     """
     if use_vmap:
         raise _unsupported("a pattern of the model's own")
@@ -63,7 +63,7 @@ def attention_mask(
 
 
 def _check_padding(cached: Tensor) -> None:
-    """A hole in a sequence would be seen."""
+    """Raise ValueError if a sequence has padding in its middle, which the kernel would not mask."""
     begins = cached.diff(dim=-1).eq(1).sum(-1) + cached[:, 0]
     if bool((begins > 1).any()):
         raise _unsupported("an attention_mask with zeros between ones")
@@ -79,7 +79,10 @@ def _check_pattern(
     local_size: int | None,
     device: Any,
 ) -> None:
-    """Ask about the borders of what each query should see: a pattern of another kind differs at one of them."""
+    """Raise ValueError unless the pattern is causal with an optional sliding window.
+
+    It is evaluated at both borders of each query's expected range, where any other pattern would differ.
+    """
     batch = torch.arange(batch_size, device=device)[:, None, None]
     query = torch.arange(q_length, device=device)[:, None] + q_offset
     first = query - (local_size or kv_length + kv_offset) + 1

@@ -1,4 +1,4 @@
-"""A quantizer of transformers: linear layers become :class:`fastinfer.nn.QuantLinear` while a model loads."""
+"""Quantizer for transformers: linear layers become :class:`fastinfer.nn.QuantLinear` while a model loads."""
 
 import warnings
 from collections.abc import Iterator
@@ -24,19 +24,19 @@ NAME = "fastinfer"
 
 
 class FastinferConfig(QuantizationConfigMixin):
-    """How :func:`from_pretrained` quantises the linear layers, by rounding to nearest.
+    """Quantisation of linear layers by ``from_pretrained``, which rounds weights to nearest.
 
     Args:
         kind: ``"int4"``, ``"int8"`` or ``"nf4"``, see :class:`fastinfer.nn.QuantLinear`.
-        group_size: inputs that share a scale; ``None`` for the kind's own.
+        group_size: number of inputs that share a scale; ``None`` for the default of the kind.
         activation_bits: 8, 16 or 32, see :class:`fastinfer.nn.QuantLinear`.
-        modules_to_not_convert: names, ends of names or regular expressions of modules that stay as they are.
-        lm_head: kind of the output layer, whose errors show most and which has at least 16 ``activation_bits``;
-            ``None`` leaves it as it is. If it is tied to the embedding, the two are parted.
-        quant_method: what a configuration file has; only ``"fastinfer"``.
+        modules_to_not_convert: names, ends of names or regular expressions of modules that stay dense.
+        lm_head: kind of the output layer, which is most sensitive to rounding and so gets at least 16
+            ``activation_bits``; ``None`` leaves it dense. If it is tied to the embedding, the two are separated.
+        quant_method: value in a configuration file, always ``"fastinfer"``.
 
     Raises:
-        ValueError: a kind, size or number of bits that there is no kernel for.
+        ValueError: no kernel supports this kind, size or number of bits.
     """
 
     def __init__(
@@ -57,18 +57,18 @@ class FastinferConfig(QuantizationConfigMixin):
             raise ValueError(f"group_size must be a multiple of 32, got {group_size}")
         if activation_bits not in (8, 16, 32):
             raise ValueError(f"activation_bits must be 8, 16 or 32, got {activation_bits}")
-        self.quant_method = NAME  # theirs is an enumeration that cannot be extended
+        self.quant_method = NAME  # transformers' enumeration of methods cannot be extended
         self.kind, self.group_size, self.activation_bits = kind, group_size, activation_bits
         self.modules_to_not_convert, self.lm_head = modules_to_not_convert, lm_head
 
     @property
     def form(self) -> tuple[str, int | None, int]:
-        """How the layers are quantised, but for the last."""
+        """Kind, group size and activation bits of all layers except the output layer."""
         return self.kind, self.group_size, self.activation_bits
 
 
 class Quantize(ConversionOps):
-    """A linear layer whose weight has been read becomes one with a packed weight; other tensors pass."""
+    """Loading operation that quantises the weight of a linear layer as soon as it is read; other tensors pass."""
 
     def __init__(self, quantizer: "FastinferQuantizer") -> None:
         self.quantizer = quantizer
@@ -89,15 +89,16 @@ class Quantize(ConversionOps):
 
 
 class FastinferQuantizer(HfQuantizer):
-    """What :class:`FastinferConfig` asks for, one weight at a time, so that no dense model is ever in memory.
+    """Quantises as :class:`FastinferConfig` says, one weight at a time, so that no dense model is ever in memory.
 
-    Every layer keeps its name and place, so that adapters find it; :func:`fastinfer.integrations.transformers.replace` joins them afterwards
-    without rounding again. Saved, the model is loaded as it was. Layers whose inputs are no multiple of 32 stay dense.
+    Every layer keeps its name and place, so that adapters find it. Afterwards
+    :func:`fastinfer.integrations.transformers.replace` can merge layers without rounding them again. A saved model is
+    loaded without quantising again. Layers whose number of inputs is not a multiple of 32 stay dense.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
     Attributes:
-        layers: by name of a layer, what it will be, without tensors.
+        layers: quantised layers by name, on the meta device until their weights are read.
     """
 
     quantization_config: FastinferConfig
@@ -118,7 +119,7 @@ class FastinferQuantizer(HfQuantizer):
         return True
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Refuse to split a model between a GPU and something else."""
+        """Raise ValueError if the model would be split between a GPU and something else."""
         if isinstance(device_map, dict):
             _check_devices(device_map)
 
@@ -126,7 +127,7 @@ class FastinferQuantizer(HfQuantizer):
         return param_name.endswith(".weight") and param_name.removesuffix(".weight") in self.layers
 
     def param_element_size(self, model: "PreTrainedModel", param_name: str, param: Tensor) -> float:
-        """Bytes, with a weight's share of its scales."""
+        """Return the bytes per element, including the share of the scales."""
         if self.pre_quantized or not self.param_needs_quantization(model, param_name):
             return param.element_size()
         layer = self.layers[param_name.removesuffix(".weight")]
@@ -136,7 +137,7 @@ class FastinferQuantizer(HfQuantizer):
         return Quantize(self)
 
     def quantize(self, model: nn.Module, name: str, weight: Tensor | None = None) -> None:
-        """Swap a layer for one with this weight, or its own, on the weight's device."""
+        """Replace a layer by its quantised form, with the given weight or its own, on the weight's device."""
         layer, linear = self.layers.pop(name), model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         layer.bias = linear.bias
@@ -166,7 +167,9 @@ class FastinferQuantizer(HfQuantizer):
             else:
                 self.layers[name] = self._empty_layer(name, linear, kind, activation_bits)
         if dense:
-            warnings.warn(f"not quantised, for their inputs are no multiple of 32: {', '.join(dense)}", stacklevel=2)
+            warnings.warn(
+                f"layers whose number of inputs is not a multiple of 32 stay dense: {', '.join(dense)}", stacklevel=2
+            )
         if self.pre_quantized:
             for name, layer in self.layers.items():
                 model.set_submodule(name, layer)
@@ -189,7 +192,7 @@ class FastinferQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: "PreTrainedModel", **kwargs: Any) -> "PreTrainedModel":
         _check_devices(getattr(model, "hf_device_map", {}))
-        if not self.pre_quantized:  # what the checkpoint did not have: an output layer tied to the embedding
+        if not self.pre_quantized:  # layers that remain were not in the checkpoint: output layers tied to the embedding
             for name in list(self.layers):
                 self.quantize(model, name)
                 _untie(model, name)
@@ -199,9 +202,9 @@ class FastinferQuantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model: "PreTrainedModel", dtype: torch.dtype | None = None) -> "PreTrainedModel":
-        joined = [name for name, module in model.named_modules() if isinstance(module, (Attention, FusedMLP))]
-        if joined:
-            raise ValueError(f"modules whose layers replace() has joined cannot be dequantised, got {joined[0]}")
+        merged = [name for name, module in model.named_modules() if isinstance(module, (Attention, FusedMLP))]
+        if merged:
+            raise ValueError(f"modules whose layers replace() has merged cannot be dequantised, got {merged[0]}")
         for name, layer in list(_quantised(model)):
             linear = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
             linear.weight = nn.Parameter(layer.dequantize().to(dtype), requires_grad=False)
@@ -211,13 +214,13 @@ class FastinferQuantizer(HfQuantizer):
 
 
 def config_of(model: "PreTrainedModel") -> FastinferConfig | None:
-    """How a model is quantised; ``None`` for one that is not, or in another way."""
+    """Return the quantisation of a model; ``None`` if it is not quantised, or by another library."""
     config = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
     return config if isinstance(config, FastinferConfig) else None
 
 
 def mark_quantised(model: "PreTrainedModel", config: FastinferConfig) -> None:
-    """Let a model whose layers were quantised in place be saved and loaded like one quantised while it was loaded."""
+    """Make a model whose layers were quantised in place save and load like one quantised while loading."""
     config.modules_to_not_convert = [name for name, module in model.named_modules() if _is_dense(model, name, module)]
     if isinstance(output := model.get_output_embeddings(), QuantLinear):
         config.lm_head = output.kind
@@ -229,9 +232,9 @@ def mark_quantised(model: "PreTrainedModel", config: FastinferConfig) -> None:
 
 
 def _is_dense(model: nn.Module, name: str, module: nn.Module) -> bool:
-    """A linear layer, or one that was stacked, with a dense weight."""
+    """Return whether a module is a linear layer, or part of a merged one, with a dense weight."""
     if isinstance(module, MergedRows):
-        return isinstance(model.get_submodule(f"{name.rpartition('.')[0]}.{module.stacked}"), Linear)
+        return isinstance(model.get_submodule(f"{name.rpartition('.')[0]}.{module.merged}"), Linear)
     return type(module) in (nn.Linear, Linear)
 
 
@@ -246,7 +249,7 @@ def _quantised(model: nn.Module) -> Iterator[tuple[str, QuantLinear]]:
 
 
 def _check_devices(device_map: dict[str, Any]) -> None:
-    """A packed weight lies as its device reads it, so it cannot wander between kinds of them."""
+    """Raise ValueError for a split between CPU and GPU, whose layouts of packed weights differ."""
     devices = {str(device) for device in device_map.values()}
     if "disk" in devices or ("cpu" in devices and len(devices) > 1):
         raise ValueError(f"device_map must be the CPU alone or GPUs alone, got {device_map}")

@@ -1,4 +1,4 @@
-"""What transformers is told of us."""
+"""Registration of the attention and the quantizer with transformers."""
 
 from importlib.metadata import version
 
@@ -13,13 +13,13 @@ from fastinfer.integrations.transformers.attention import attention_forward
 from fastinfer.integrations.transformers.mask import attention_mask
 from fastinfer.integrations.transformers.quantizer import NAME, FastinferConfig, FastinferQuantizer
 
-OLDEST = (5, 4)  # its mask functions are told where the queries begin
+OLDEST = (5, 4)  # the first version that passes the offset of the queries to mask functions
 
 
 def register() -> None:
-    """Make ``attn_implementation="fastinfer"`` and quantisation with :class:`FastinferConfig` known.
+    """Register ``attn_implementation="fastinfer"`` and quantisation with :class:`FastinferConfig`.
 
-    More than once does no harm.
+    It may be called repeatedly.
 
     Raises:
         ImportError: transformers is not installed, or older than version 5.4.
@@ -28,7 +28,7 @@ def register() -> None:
     if tuple(map(int, installed.split(".")[:2])) < OLDEST:
         raise ImportError(f"fastinfer needs transformers 5.4 or newer, got {installed}")
     AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, attention_mask)  # without one, padding would be ignored
+    AttentionMaskInterface.register(NAME, attention_mask)  # without it, padding would be ignored
     if NAME not in AUTO_QUANTIZER_MAPPING:
         register_quantization_config(NAME)(FastinferConfig)
         register_quantizer(NAME)(FastinferQuantizer)

@@ -1,4 +1,4 @@
-"""Our modules into a model of transformers, in place."""
+"""Replacement of the modules of a transformers model by those of :mod:`fastinfer.nn`, in place."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +23,11 @@ from fastinfer.nn.rotary import RotaryEmbedding
 
 @dataclass
 class Replacement:
-    """What :func:`replace` did.
+    """Report of :func:`replace`.
 
     Attributes:
-        replaced: by name of the module, what it was and what it became.
-        kept: by name of the module, what it is and why it stayed.
+        replaced: old and new type of each replaced module, by the module's name.
+        kept: type of each module that was not replaced and the reason, by the module's name.
     """
 
     replaced: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -47,33 +47,33 @@ def replace(
     skip: Sequence[str] = (),
     fuse: bool = True,
 ) -> Replacement:
-    """Swap norms, rotary embeddings, attention, MLPs and, when quantising, linear layers for those of this package.
+    """Replace norms, rotary embeddings, attention, MLPs and, when quantising, linear layers by this package's modules.
 
-    Whether a module means what its replacement computes is not guessed from its name: the model runs once on a few
-    random tokens, and a module whose replacement makes something else of what it was given stays. The model is set to
-    inference, ``eval()`` and no parameter asks for a gradient, and to ``attn_implementation="fastinfer"``. It knows the
-    positions that its configuration names, ``max_position_embeddings``; one beyond them raises on the CPU. Hooks on
-    modules that are replaced go with them.
+    The names of modules are not trusted: the model runs on a few random tokens, and a module is replaced only if its
+    replacement gives the same outputs for the same inputs. The model is set to inference (``eval()``, no gradients)
+    and to ``attn_implementation="fastinfer"``. Rotary tables have ``max_position_embeddings`` positions; a position
+    beyond them raises an error on the CPU. Hooks on replaced modules are lost.
 
-    A quantised model can be saved, and loaded with ``from_pretrained``. A second call quantises what the first one left
-    dense, layers that it has joined under the name of the joined one, ``"qkv_proj"`` or ``"gate_up_proj"``.
+    A quantised model can be saved, and loaded with ``from_pretrained``. A second call quantises the layers that the
+    first one left dense; merged layers are then named ``"qkv_proj"`` and ``"gate_up_proj"``.
 
     Args:
         model: a causal decoder of transformers 5, on the CPU or one GPU.
         quantize: ``"int4"``, ``"int8"`` or ``"nf4"`` for the linear layers, see :class:`QuantLinear`; ``None`` leaves
-            the weights as they are. Those that are quantised already stay so.
-        lm_head: the same for the output layer, whose errors show most; ``None`` leaves it. Only with ``quantize``.
-        group_size, activation_bits: see :class:`QuantLinear`; the output layer has at least 16 bits.
-        skip: names of modules, or patterns such as ``"model.layers.0.*"``, that stay.
-        fuse: ``False`` replaces linear layers, norms and the attention function alone, so that every layer keeps its
-            place, for PEFT adapters to be added to.
+            the weights as they are. Layers that are quantised already stay as they are.
+        lm_head: the same for the output layer, which is most sensitive to rounding; ``None`` leaves it dense. Ignored
+            without ``quantize``.
+        group_size, activation_bits: see :class:`QuantLinear`; the output layer gets at least 16 bits.
+        skip: names of modules to keep, or patterns such as ``"model.layers.0.*"``.
+        fuse: ``False`` replaces only linear layers, norms and the attention function, so that every layer keeps its
+            name and PEFT can add adapters.
 
     Returns:
-        What was replaced, and what was kept and why. ``print`` shows it.
+        A report of the replaced and the kept modules, for ``print``.
 
     Raises:
-        ValueError: an unknown kind or group size, or another than that of a model of which a part is quantised;
-            nothing is replaced then.
+        ValueError: the kind or group size is unknown, or differs from that of the layers that are quantised already.
+            Nothing is replaced in this case.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from fastinfer.integrations.transformers import replace
@@ -154,7 +154,7 @@ def replace(
 
 
 def _modules(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
-    """Names and modules that are not ours yet."""
+    """Return names and modules that match ``wanted`` and are not replaced yet."""
     ours = (Attention, FusedMLP, RMSNorm, RotaryEmbedding)
     return [(name, module) for name, module in model.named_modules() if wanted(module) and not isinstance(module, ours)]
 

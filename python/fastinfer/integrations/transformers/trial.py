@@ -1,4 +1,4 @@
-"""A trial run of a model: what each of its modules is given, and what it makes of it."""
+"""Trial run of a model that records the inputs and outputs of its modules."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -10,31 +10,32 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from fastinfer.integrations.transformers.attention import attention_forward
-from fastinfer.integrations.transformers.registration import NAME, register
+from fastinfer.integrations.transformers.quantizer import NAME
+from fastinfer.integrations.transformers.registration import register
 
 LENGTH = 8  # tokens
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a module."""
+    """Recorded call of a module."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any
 
     def agrees(self, module: nn.Module) -> bool:
-        """Whether another module makes the same of it, but for rounding: ours rounds less often than 16 bits do."""
+        """Return whether another module gives the same output, up to rounding (ours rounds less often in 16 bits)."""
         return same(module(*self.args, **self.kwargs), self.output)
 
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """What was recorded.
+    """Record of a trial run.
 
     Attributes:
-        calls: of each module, in their order.
-        attention: keyword arguments with which a layer called its attention function.
+        calls: calls of each module, in order.
+        attention: keyword arguments with which each attention layer called the attention function.
     """
 
     calls: dict[nn.Module, list[Call]] = field(default_factory=lambda: defaultdict(list))
@@ -42,7 +43,7 @@ class Trial:
 
 
 def run_trial(model: PreTrainedModel) -> Trial:
-    """Switch the model to ``attn_implementation="fastinfer"`` and run it on a few random tokens, without a cache."""
+    """Switch a model to ``attn_implementation="fastinfer"`` and run it on a few random tokens, without a cache."""
     trial = Trial()
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -59,15 +60,15 @@ def run_trial(model: PreTrainedModel) -> Trial:
     AttentionInterface.register(NAME, attend)
     text = model.config.get_text_config()
     ids = torch.randint(text.vocab_size, (1, LENGTH), generator=torch.Generator().manual_seed(0))
-    # Some models scale by position: once at the end of what they know, then at the begin.
-    begins = (
+    # Some models scale by position, so they run twice: at the last positions, then at the first ones.
+    starts = (
         (text.max_position_embeddings - LENGTH, 0) if "position_ids" in signature(model.forward).parameters else (0,)
     )
     try:
         with torch.no_grad():
-            for begin in begins:
-                positions = {"position_ids": torch.arange(begin, begin + LENGTH, device=model.device)[None]}
-                model(input_ids=ids.to(model.device), use_cache=False, **(positions if begin else {}))
+            for start in starts:
+                positions = {"position_ids": torch.arange(start, start + LENGTH, device=model.device)[None]}
+                model(input_ids=ids.to(model.device), use_cache=False, **(positions if start else {}))
     except BaseException:
         model.set_attn_implementation(before)
         raise
@@ -79,8 +80,10 @@ def run_trial(model: PreTrainedModel) -> Trial:
 
 
 def same(ours: Any, theirs: Any, quantized: bool = False) -> bool:
-    """Whether results agree within their dtype: to 1e-4 of their norm in fp32, to 5 % in 16 bits, which some models
-    round several times on the way, and of weights whose products round their inputs.
+    """Return whether two results agree up to rounding.
+
+    The tolerance is 1e-4 of the norm in fp32. It is 5 % in 16 bits, because some models round several times on the way,
+    and with quantised weights, because their products round the inputs.
     """
     if isinstance(theirs, tuple):
         return isinstance(ours, tuple) and same(ours[0], theirs[0], quantized)

@@ -1,0 +1,201 @@
+"""Arguments of each command. Importing this module does not import torch, so that ``--help`` is fast."""
+
+import argparse
+
+from fastinfer.cli.options import (
+    add_dtype_option,
+    add_engine_options,
+    add_model_option,
+    add_model_options,
+    add_sampling_options,
+    add_text_options,
+    count,
+    counts,
+    names,
+    rate,
+)
+
+DEFAULT_BENCHMARK = "end-to-end"
+ABLATION_ROWS = ("none", "kv", "batch", "kv+batch", "continuous", "int8", "int4", "prefix", "speculation")
+THROUGHPUT_SECTIONS = ("batch", "policies", "arrival", "prefix", "ngram", "json")
+QUANTIZATION_METHODS = ("rtn", "gptq", "awq", "nf4", "int8", "w8a8")
+
+
+def as_sentence(help: str) -> str:
+    """Write a line of help as a sentence."""
+    return f"{help[0].upper()}{help[1:]}."
+
+
+def add_generate(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``fastinfer generate``."""
+    parser.add_argument("prompt", metavar="PROMPT", help="the text; - reads it from standard input")
+    parser.add_argument("--raw", action="store_true", help="give the text as is, without the model's chat template")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
+    add_model_options(parser)
+    add_engine_options(parser)
+    add_sampling_options(parser)
+
+
+def add_chat(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``fastinfer chat``."""
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    add_model_options(parser)
+    add_engine_options(parser)
+    add_sampling_options(parser)
+
+
+def add_pull(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``fastinfer pull``."""
+    parser.add_argument("name", metavar="NAME", help="a name from 'fastinfer models', org/repo or org/repo/file.gguf")
+
+
+def add_models(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``fastinfer models``, which has none."""
+
+
+def add_info(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``fastinfer info``."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    subject = parser.add_mutually_exclusive_group()
+    subject.add_argument(
+        "--plan", nargs="+", metavar=("OP", "SIZE"), help="show how OP is launched on a GPU: --plan int4_gemm M N K"
+    )
+    subject.add_argument(
+        "--memory", metavar="MODEL", help="show the memory of MODEL and its KV cache, and bounds on its speed"
+    )
+    parser.add_argument(
+        "--context", type=count(1), metavar="N", help="with --memory: tokens; default: the model's limit"
+    )
+    parser.add_argument("--batch", type=count(1), default=1, metavar="B", help="with --memory: sequences; default: 1")
+    parser.add_argument("--group", type=count(32), metavar="N", help="with --plan: inputs that share a scale")
+    parser.add_argument(
+        "--arch", type=count(80), metavar="N", help="with --plan: 80, 86, 89 or 90; default: this GPU, or 90"
+    )
+
+
+def add_quantize(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``fastinfer quantize``."""
+    parser.add_argument("model", metavar="MODEL", help="a folder of safetensors files, or org/repo on the hub")
+    parser.add_argument("--method", required=True, choices=QUANTIZATION_METHODS)
+    parser.add_argument("--bits", type=count(2), metavar="N", help="bits of a weight; default: depends on the method")
+    parser.add_argument(
+        "--group-size", type=int, default=64, metavar="N", help="inputs that share a scale, -1 for all; default: 64"
+    )
+    parser.add_argument(
+        "--symmetric",
+        action=argparse.BooleanOptionalAction,
+        help="use no zero points; default: for int8, nf4 and w8a8",
+    )
+    parser.add_argument("--calibration", metavar="FILE", help="text for methods that need the layers' inputs")
+    parser.add_argument("--evaluation", metavar="FILE", help="another text, for the perplexity before and after")
+    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write")
+    add_text_options(parser)
+
+
+def add_eval(parser: argparse.ArgumentParser) -> None:
+    """Declare the subcommands of ``fastinfer eval``."""
+    parser.description = "Evaluate models on a text: perplexity, agreement, speed."
+    kinds = parser.add_subparsers(metavar="WHAT", required=True)
+
+    def add(name: str, help: str) -> argparse.ArgumentParser:
+        kind = kinds.add_parser(name, help=help, description=as_sentence(help))
+        kind.set_defaults(what=name)
+        kind.add_argument("--text", required=True, metavar="FILE", help="the text, UTF-8")
+        add_dtype_option(kind)
+        add_text_options(kind)
+        return kind
+
+    perplexity = add("perplexity", "how well a model predicts a text")
+    perplexity.add_argument("models", nargs=1, metavar="MODEL")
+    perplexity.add_argument("--json", action="store_true", help="print one JSON object")
+    compare = add("compare", "models by size, perplexity, agreement with the first, and speed")
+    compare.add_argument("models", nargs="+", metavar="MODEL")
+    compare.add_argument("--no-speed", dest="speed", action="store_false", help="do not measure decoding")
+    compare.add_argument("--out", metavar="DIR", help="write compare.json and compare.png there")
+
+
+def add_bench(parser: argparse.ArgumentParser) -> None:
+    """Declare the benchmarks of ``fastinfer bench``."""
+    parser.description = f"Measure speed and memory on a model. Default benchmark: {DEFAULT_BENCHMARK}."
+    benchmarks = parser.add_subparsers(metavar="BENCHMARK", required=True)
+
+    def add(name: str, help: str) -> argparse.ArgumentParser:
+        benchmark = benchmarks.add_parser(name, help=help, description=as_sentence(help))
+        benchmark.set_defaults(module=f"fastinfer.benchmarks.{name.replace('-', '_')}")
+        add_model_option(benchmark)
+        return benchmark
+
+    _add_end_to_end(add(DEFAULT_BENCHMARK, "prompt processing, decoding, and requests at once"))
+    _add_throughput(add("throughput", "gains and costs of batching, prefix reuse, speculation and JSON schemas"))
+    _add_ablation(add("ablation", "one optimisation after another switched on, each in a process of its own"))
+
+
+def _add_end_to_end(benchmark: argparse.ArgumentParser) -> None:
+    add_dtype_option(benchmark)
+    benchmark.add_argument("--prompt-tokens", type=counts, default=[32, 512], metavar="N,N", help="default: 32,512")
+    benchmark.add_argument("--requests", type=count(1), default=16, metavar="N", help="at once; default: %(default)s")
+    _add_run_options(benchmark, 128, 5, "end_to_end.json and end_to_end.png")
+
+
+def _add_throughput(benchmark: argparse.ArgumentParser) -> None:
+    add_dtype_option(benchmark)
+    benchmark.add_argument(
+        "--only",
+        type=names(THROUGHPUT_SECTIONS),
+        default=THROUGHPUT_SECTIONS,
+        metavar="NAME,NAME",
+        help=f"some of {','.join(THROUGHPUT_SECTIONS)}; default: all",
+    )
+    benchmark.add_argument(
+        "--batch-sizes", type=counts, default=[1, 2, 4, 8, 16, 32], metavar="N,N", help="default: 1,2,4,8,16,32"
+    )
+    benchmark.add_argument("--prompt-tokens", type=count(1), default=128, metavar="N", help="default: %(default)s")
+    benchmark.add_argument(
+        "--requests", type=count(1), default=128, metavar="N", help="of the mixed trace; default: %(default)s"
+    )
+    benchmark.add_argument(
+        "--rate", type=rate, metavar="R", help="of the mixed trace, requests per second; default: all at once"
+    )
+    benchmark.add_argument(
+        "--max-num-seqs", type=count(1), default=8, metavar="N", help="of the mixed trace; default: %(default)s"
+    )
+    _add_speculative_tokens(benchmark)
+    benchmark.add_argument(
+        "--json-requests", type=count(1), default=200, metavar="N", help="over 20 schemas; default: %(default)s"
+    )
+    _add_run_options(benchmark, 64, 3, "throughput.json and throughput.png")
+
+
+def _add_ablation(benchmark: argparse.ArgumentParser) -> None:
+    benchmark.add_argument(
+        "--rows",
+        type=names(ABLATION_ROWS),
+        default=ABLATION_ROWS,
+        metavar="NAME,NAME",
+        help=f"some of {','.join(ABLATION_ROWS)}; default: all",
+    )
+    benchmark.add_argument("--requests", type=count(1), default=24, metavar="N", help="default: %(default)s")
+    benchmark.add_argument("--batch-size", type=count(1), default=8, metavar="N", help="default: %(default)s")
+    benchmark.add_argument(
+        "--limit-seconds",
+        type=count(1),
+        default=60,
+        metavar="N",
+        help="time limit of each run without a KV cache; default: %(default)s",
+    )
+    _add_speculative_tokens(benchmark)
+    _add_run_options(benchmark, 128, 3, "ablation.json and ablation.png")
+
+
+def _add_run_options(benchmark: argparse.ArgumentParser, new_tokens: int, repeats: int, files: str) -> None:
+    benchmark.add_argument(
+        "--new-tokens", type=count(2), default=new_tokens, metavar="N", help="per request; default: %(default)s"
+    )
+    benchmark.add_argument("--repeats", type=count(1), default=repeats, metavar="N", help="default: %(default)s")
+    benchmark.add_argument("--out", metavar="DIR", help=f"write {files} there")
+
+
+def _add_speculative_tokens(benchmark: argparse.ArgumentParser) -> None:
+    benchmark.add_argument(
+        "--speculative-tokens", type=count(1), default=7, metavar="N", help="drafted per step; default: %(default)s"
+    )

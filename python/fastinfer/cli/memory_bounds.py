@@ -1,0 +1,258 @@
+"""Memory of a model and its KV cache, and lower bounds on its times, computed without loading the whole model.
+
+A decode step or a prefill takes at least the time to read its weights and its cached keys and values once, and at least
+the time of its operations at the arithmetic peak. Both rates are measured by loops that do nothing else (the "roofline"
+model of Williams et al., 2009, https://doi.org/10.1145/1498765.1498785).
+"""
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastinfer import _C, hub
+from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.kv_cache_size import available_memory
+from fastinfer.models import open_checkpoint
+from fastinfer.models.checkpoint import Checkpoint
+from fastinfer.models.config import ModelConfig, Precision
+from fastinfer.models.kv_cache import num_blocks_for, token_bytes
+from fastinfer.models.loader import DecoderLoader
+from fastinfer.models.moe import MixtureOfExperts
+from fastinfer.utils.checks import check_int
+from fastinfer.utils.machine import machine_facts
+from fastinfer.utils.torch_threads import one_torch_thread
+from fastinfer.weights.expert_weights import DenseExperts, ExpertWeights, LutExperts
+from fastinfer.weights.weight import DenseWeight, LutWeight, Weight
+
+KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.uint8)
+MAX_BATCH = 2**20
+BLOCK_INPUTS = 32  # number of inputs in a block of a packed weight
+READ_BYTES = 256 << 20  # more than the last-level cache of nearly all machines
+SAMPLE_S = 0.03
+SAMPLES = 5
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Peak rates of the CPU per second: bytes read from memory, operations on bytes, floating-point operations."""
+
+    read_bytes: float
+    byte_operations: float
+    float_operations: float
+
+    @classmethod
+    def measure(cls) -> "Rates":
+        """Measure the rates on all threads, as the best of a few samples; takes about a second.
+
+        Load from other programs lowers them.
+        """
+        memory = torch.ones(READ_BYTES, dtype=torch.uint8)  # zeros would all map to one page
+        float_rates = (_best_rate(name, memory[:0]) for name in ("fp32_fma", "bf16_dot"))
+        return cls(_best_rate("read", memory), _best_rate("byte_dot", memory[:0]), max(float_rates))
+
+
+def _best_rate(resource: str, memory: Tensor) -> float:
+    """Return the best rate of a few samples, 0 if the CPU has no such instruction."""
+    data: Any = memory.numpy()
+    passes, samples = 1, list[float]()
+    while len(samples) < SAMPLES:
+        work, seconds = _C.roofline(resource, data, passes)
+        if work == 0:
+            return 0.0
+        if seconds < SAMPLE_S:
+            passes *= 2
+        else:
+            samples.append(work / seconds)
+    return max(samples)
+
+
+@dataclass
+class Weights:
+    """Memory and work of a loaded model.
+
+    Attributes:
+        memory_bytes: size of all weights in memory.
+        step_bytes: bytes read in every step, without experts.
+        expert_bytes: bytes of all experts, of which a step reads some.
+        byte_operations, float_operations: operations of the layers per token, by kind of arithmetic.
+        logits_byte_operations, logits_float_operations: operations of the output projection per sequence and step.
+    """
+
+    memory_bytes: int = 0
+    step_bytes: int = 0
+    expert_bytes: int = 0
+    byte_operations: int = 0
+    float_operations: int = 0
+    logits_byte_operations: int = 0
+    logits_float_operations: int = 0
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> "Weights":
+        """Load the parts of a model one at a time and add them up.
+
+        The parts are the embedding, the output projection and one layer of each layout. They come from the loader of
+        the engine, so the sizes agree with it; only the rotary tables are made for one position.
+
+        Raises:
+            GGUFFormatError, CheckpointFormatError, UnsupportedModelError: the model cannot be loaded.
+        """
+        loader = DecoderLoader(checkpoint, Precision.of("auto"), 1, "cpu")
+        embedding = cls()._include(loader.embedding())
+        lm_head = loader.lm_head()
+        head = embedding if lm_head is None else cls()._include(lm_head)
+        weights = cls(
+            memory_bytes=embedding.memory_bytes + (0 if lm_head is None else head.memory_bytes),
+            step_bytes=head.step_bytes,  # a step reads only some rows of the embedding
+            logits_byte_operations=head.byte_operations,
+            logits_float_operations=head.float_operations,
+        )
+        weights._include(loader.norm())
+        if (positions := loader.position_embedding()) is not None:
+            weights.memory_bytes += positions.nbytes
+        layers: dict[Hashable, Weights] = {}
+        tables: dict[int, int] = {}
+        for index in range(checkpoint.config.num_layers):
+            layout = checkpoint.layout(index), checkpoint.config.window(index)
+            if layout not in layers:
+                layer = loader.layer(index)
+                checkpoint.release()
+                layers[layout] = cls()._include(layer)
+                table = layer.attention.cos_sin_cache
+                tables[table.data_ptr()] = table.nbytes * checkpoint.config.max_position
+                del layer
+            weights._add(layers[layout])
+        weights.memory_bytes += sum(tables.values())
+        return weights
+
+    def read_bytes(self, config: ModelConfig, tokens: int) -> float:
+        """Return the expected bytes that a step with ``tokens`` tokens reads, if each draws its experts at random."""
+        if not config.num_experts:
+            return self.step_bytes
+        chosen = 1 - (1 - config.experts_per_token / config.num_experts) ** tokens
+        return self.step_bytes + self.expert_bytes * chosen
+
+    def _add(self, other: "Weights") -> None:
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+    def _include(self, part: Any, share: float = 1.0) -> "Weights":
+        """Add the tensors of nested dataclasses, except the rotary table, which layers share.
+
+        A token uses a fraction ``share`` of the weights.
+        """
+        if isinstance(part, Tensor):
+            self.memory_bytes += part.nbytes
+            self.step_bytes += part.nbytes
+        elif isinstance(part, tuple):
+            for each in part:
+                self._include(each, share)
+        elif isinstance(part, MixtureOfExperts):
+            self._include((part.norm, part.router))
+            experts = Weights()._include((part.gate_up, part.down), part.top_k / part.router.out_features)
+            self._add(replace(experts, step_bytes=0, expert_bytes=experts.step_bytes))
+        elif is_dataclass(part):
+            for field in fields(part):
+                if field.name != "cos_sin_cache":
+                    self._include(getattr(part, field.name), share)
+            if isinstance(part, DenseWeight | DenseExperts):
+                self.float_operations += round(2 * part.values.numel() * share)
+            elif isinstance(part, Weight | ExpertWeights) and hasattr(part, "qweight"):
+                *num_experts, _, blocks = part.qweight.shape[:-3]
+                operations = round(2 * math.prod(num_experts) * part.out_features * blocks * BLOCK_INPUTS * share)
+                # Products with a look-up table, or with inputs that are not rounded, are computed in fp32.
+                if isinstance(part, LutWeight | LutExperts) or getattr(part, "activation_bits", 8) == 32:
+                    self.float_operations += operations
+                else:
+                    self.byte_operations += operations
+        return self
+
+
+def kv_cache_bytes(config: ModelConfig, num_kv_heads: int, dtype: torch.dtype, context: int, batch: int) -> int:
+    """Return the size of the keys and values of ``batch`` sequences in whole blocks, including scales."""
+    block_size = EngineConfig().block_size
+    slots = batch * num_blocks_for(context, block_size) * block_size
+    return slots * token_bytes(config.num_layers, num_kv_heads, config.head_dim, dtype)
+
+
+def attended_positions(config: ModelConfig, tokens: int) -> int:
+    """Return the number of (query, key) pairs of a sequence of ``tokens`` tokens, summed over all layers."""
+    windows = [min(config.window(index) or tokens, tokens) for index in range(config.num_layers)]
+    return sum(window * (window + 1) // 2 + (tokens - window) * window for window in windows)
+
+
+def head_layouts(config: ModelConfig) -> dict[str, int]:
+    """Return the number of KV heads in each head layout, the model's own first.
+
+    MHA has one KV head per query head, MQA has a single one.
+    """
+    own = {config.num_heads: "MHA", 1: "MQA"}.get(config.num_kv_heads, "GQA")
+    return {own: config.num_kv_heads} | {"MHA": config.num_heads, "MQA": 1}
+
+
+def describe(model: str, context: int | None, batch: int, rates: Rates | None = None) -> dict[str, Any]:
+    """Compute all figures as JSON values, in bytes and seconds.
+
+    Args:
+        model: name or path of the model.
+        context: tokens of each sequence; ``None`` for the model's limit.
+        batch: number of sequences.
+        rates: rates of the CPU; measured if ``None``.
+
+    Raises:
+        ModelNotFoundError, GGUFFormatError, CheckpointFormatError, UnsupportedModelError: the model cannot be loaded.
+        RequestError: ``context`` is beyond the model's limit, or ``batch`` is out of range.
+    """
+    checkpoint = open_checkpoint(hub.resolve(model))
+    config = checkpoint.config
+    context = config.max_position if context is None else context
+    check_int("--context", context, 1, config.max_position)
+    check_int("--batch", batch, 1, MAX_BATCH)
+    with one_torch_thread():
+        weights = Weights.of(checkpoint)
+    rates = rates or Rates.measure()
+    layouts = head_layouts(config)
+    kv_bytes = {
+        layout: {dtype_name(dtype): kv_cache_bytes(config, heads, dtype, context, batch) for dtype in KV_DTYPES}
+        for layout, heads in layouts.items()
+    }
+    own = next(iter(layouts))
+
+    def bound(cache_bytes: float, tokens: int, attended: int) -> float:
+        """Return the least seconds for ``tokens`` tokens of each sequence with ``attended`` (query, key) pairs each."""
+        attention = 4 * config.num_heads * config.head_dim * attended
+        floats = attention + weights.float_operations * tokens + weights.logits_float_operations
+        products = weights.byte_operations * tokens + weights.logits_byte_operations
+        seconds = batch * (floats / rates.float_operations + products / rates.byte_operations)
+        read_bytes = weights.read_bytes(config, batch * tokens) + cache_bytes
+        return max(read_bytes / rates.read_bytes, seconds)
+
+    in_prefill = attended_positions(config, context)
+    in_step = in_prefill - attended_positions(config, context - 1)
+    seen = in_step / (config.num_layers * context)
+    steps = {name: bound(seen * size, 1, in_step) for name, size in kv_bytes[own].items()}
+    return {
+        "model": model,
+        "architecture": config.architecture,
+        **{name: getattr(config, name) for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim")},
+        "head_layout": own,
+        "context": context,
+        "batch": batch,
+        "weights_bytes": weights.memory_bytes,
+        "kv_cache_bytes": kv_bytes,
+        "total_bytes": {name: weights.memory_bytes + size for name, size in kv_bytes[own].items()},
+        "memory_bytes": machine_facts()["cpu"]["memory"],
+        "available_bytes": available_memory("cpu"),
+        "measured_per_s": vars(rates),
+        "threads": _C.get_num_threads(),
+        "decode_step_s": steps,
+        "prefill_s": bound(0, context, in_prefill),
+    }
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a cache's dtype for the user; uint8 holds int4."""
+    return "int4" if dtype == torch.uint8 else str(dtype).removeprefix("torch.")
