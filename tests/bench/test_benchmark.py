@@ -12,6 +12,7 @@ from support.fake_llm import FakeLLM
 from fastinfer.benchmarks import end_to_end, report
 from fastinfer.cli.main import main
 from fastinfer.errors import RequestError
+from fastinfer.utils.table import format_table
 
 Captured = pytest.CaptureFixture[str]
 
@@ -116,7 +117,7 @@ def test_bench_on_the_real_model(model_path: Path, tmp_path: Path) -> None:
 
 
 def test_table_aligns_columns() -> None:
-    assert report.table([["name", "us"], ["a", "12.5"], ["longer", "3"]]) == "name      us\na       12.5\nlonger     3"
+    assert format_table([["name", "us"], ["a", "12.5"], ["longer", "3"]]) == "name      us\na       12.5\nlonger     3"
 
 
 def test_compare_calls_candidates_in_turns() -> None:
