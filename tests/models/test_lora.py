@@ -162,5 +162,5 @@ def test_real_model_equals_transformers_with_merged_weights(model_path: Path, tm
 @pytest.mark.parametrize("change", [{"gated": False}, {"num_experts": 4}])
 def test_models_without_a_gated_mlp_are_refused(change: dict[str, object]) -> None:
     """Else a part of an adapter would be left out in silence."""
-    with pytest.raises(UnsupportedModelError, match="only of models with one gated MLP per layer"):
+    with pytest.raises(UnsupportedModelError, match="only for models with one gated MLP per layer"):
         AdapterSlots(replace(CONFIG, **change), 1, 8, torch.float32)  # type: ignore[arg-type]

@@ -15,9 +15,8 @@ def unpack_integers(words: Tensor, bits: int) -> Tensor:
         values = stored.copy()  # the result must not share memory with the file
     elif bits == 4:
         values = stored.astype(np.uint16)
-        values |= (
-            values << 4
-        )  # copies the upper half of each byte into the next byte, whose other bits are cleared below
+        # Move the upper half of each byte to the next byte, and clear the other bits.
+        values |= values << 4
         values &= 0x0F0F
     elif bits == 2:
         values = stored.astype(np.uint32)

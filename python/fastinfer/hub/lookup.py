@@ -1,4 +1,4 @@
-"""From a model's name or path to its file or folder on this machine."""
+"""Look-up of a model by name or path, which returns its file or folder on this machine."""
 
 import os
 import re

@@ -222,7 +222,7 @@ def lut_gemm(
     Source: NF4: Dettmers et al., 2023, https://arxiv.org/abs/2305.14314, section 3.
 
     >>> import torch, fastinfer.ops as ops
-    >>> q, scales = torch.randint(0, 16, (32, 64), dtype=torch.uint8), torch.rand(32, 1)  # one group a row
+    >>> q, scales = torch.randint(0, 16, (32, 64), dtype=torch.uint8), torch.rand(32, 1)  # one group per row
     >>> x, table = torch.randn(3, 64), torch.linspace(-1, 1, 16)
     >>> out = ops.lut_gemm(x, ops.int4_pack(q), ops.pack_scales(scales), table, out_features=32)
     >>> torch.allclose(out, x @ (table[q.long()] * scales).T, atol=1e-3)

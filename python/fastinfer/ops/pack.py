@@ -108,9 +108,8 @@ def pack_scales(scales: Tensor, *, out: Tensor | None = None) -> Tensor:
         scales = F.pad(scales, (0, 0, 0, tiles * TILE_ROWS - rows))
     packed = scales.view(tiles, TILE_ROWS, groups).transpose(1, 2)
     if out is None:
-        return packed.clone(
-            memory_format=torch.contiguous_format
-        )  # even one group, already in order, gets its own memory
+        # A copy even of a single group, which is in order already, so that the result has its own memory.
+        return packed.clone(memory_format=torch.contiguous_format)
     if (out.shape, out.dtype, out.device) != (packed.shape, packed.dtype, packed.device):
         raise ValueError(
             f"out must be {tuple(packed.shape)} {packed.dtype} on {packed.device}, "

@@ -50,7 +50,7 @@ def read_tokenizer(folder: Path) -> tuple[Vocabulary, Callable[[str, bool], list
     backend = _read_backend(path)
     if unknown := [name for name in (names.bos, names.eos) if name and backend.token_to_id(name) is None]:
         raise CheckpointFormatError(f"{path}: the special token {unknown[0]!r:.80} is missing")
-    # In some files these are tokens of the model but not added tokens; their spelling means the token all the same.
+    # Some files have these only as tokens of the model, not as added tokens; their spelling still means the token.
     special_tokens = [AddedToken(name, normalized=False) for name in (names.bos, names.eos) if name]
     for token in backend.get_added_tokens_decoder().values():
         if MARKER.fullmatch(token.content):

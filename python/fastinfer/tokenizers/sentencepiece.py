@@ -57,8 +57,8 @@ class SentencePieceBPE:
         self._adds_space = adds_space
         self._control = _Splitter(control, strips_after_control)
         self._user_defined = _Splitter(user_defined)
-        # A word starts at a space whose preceding character is before a space in no token: no join crosses that place.
-        # Gemma has only one token with a space behind another character, ">▁</".
+        # Words start at a space, except behind a character that some token has in front of a space: no join crosses
+        # such a start of a word. Gemma has only one token with a space behind another character, ">▁</".
         joined = set(re.findall(f"([^{SPACE}{_BETWEEN}]){SPACE}", _BETWEEN.join(pieces)))
         self._word_start = re.compile(f"(?<=[^{SPACE}{''.join(map(re.escape, joined))}])(?={SPACE})")
         self._cached = functools.lru_cache(CACHED_WORDS)(self._encode_word)
