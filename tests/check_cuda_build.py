@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fastinfer.utils.table import table
+from fastinfer.utils.table import format_table
 
 ROOT = Path(__file__).parent.parent
 
@@ -205,7 +205,7 @@ def main(build: Path) -> int:
         counts = [k.registers, k.static_shared, k.stack, k.spills, sum(k.opcodes.values())]
         counts += [k.opcodes.get("HMMA", 0), k.opcodes.get("IMMA", 0), k.wide_loads]
         rows.append([k.name, f"sm_{k.arch}", *map(str, counts)])
-    print(table(rows))
+    print(format_table(rows))
     problems += kernel_problems(ordered)
     for start in TENSOR_CORES:
         if not any(kernel.name.startswith(start) for kernel in ordered):

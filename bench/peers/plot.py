@@ -1,4 +1,4 @@
-"""The bar chart of bench_peers.py's results: ``python plot.py RESULTS.json CHART.png``."""
+"""Bar chart of the results of bench_peers.py: ``python plot.py RESULTS.json CHART.png``."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ OURS, PEER = "C0", "0.75"
 
 
 def plot(results: dict[str, Any], path: Path) -> Path:
-    """Bars of every engine, ours first and in colour; results as in the JSON file."""
+    """Plot bars for every engine, ours first and in colour; ``results`` is the content of the JSON file."""
     from matplotlib.figure import Figure
 
     names = list(results["engines"])[::-1]  # horizontal bars are drawn from the bottom
