@@ -113,7 +113,7 @@ def build(stage: Stage, results: dict[str, Any]) -> None:
 
 def test(stage: Stage, results: dict[str, Any]) -> None:
     files = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if "device_fixture(" in path.read_text()]
-    files.append(ROOT / "tests" / "test_emulation.py")  # compares layouts in the emulator with the hardware
+    files.append(ROOT / "tests" / "test_emulation.py")  # the hardware is held to the same layouts
     command = [sys.executable, "-m", "pytest", "-k", "cuda and not emulated", "-rf", "--durations=5"]
     command.append("--continue-on-collection-errors")
     if has_module("xdist"):

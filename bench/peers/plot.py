@@ -15,7 +15,7 @@ OURS, PEER = "C0", "0.75"
 
 
 def plot(results: dict[str, Any], path: Path) -> Path:
-    """Plot bars for every engine, ours first and in colour; ``results`` is the content of the JSON file."""
+    """Draw bars of every engine, ours first and in colour; results are as in the JSON file."""
     from matplotlib.figure import Figure
 
     names = list(results["engines"])[::-1]  # horizontal bars are drawn from the bottom
