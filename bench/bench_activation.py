@@ -1,4 +1,4 @@
-"""SwiGLU's and GeGLU's elementwise halves on a GPU beside torch's two operations, and GELU without a gate."""
+"""SiLU and GELU with a gate, and GELU without one, on a GPU, compared with torch's separate operations."""
 
 import torch
 from harness import Cases, Setting, cold_inputs, compare, main
@@ -22,7 +22,7 @@ def run(setting: Setting) -> Cases:
     for tokens, width in SHAPES:
         shape = setting.size(tokens, 2), 2 * width
         inputs = cold_inputs(lambda shape=shape: (torch.randn(shape, device=setting.device).bfloat16(),))
-        elements = shape[0] * shape[1]  # two bytes each, a gated result half as wide
+        elements = shape[0] * shape[1]  # two bytes each; a gated result is half as wide
         for name, (ours, theirs, bytes_moved) in {
             "silu_and_mul": (ops.silu_and_mul, torch_silu, 3 * elements),
             "gelu_and_mul": (ops.gelu_and_mul, torch_gelu, 3 * elements),

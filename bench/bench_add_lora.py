@@ -1,4 +1,4 @@
-"""LoRA of mixed batches beside torch: gathered matrices and two batched products, or a product per adapter."""
+"""LoRA of mixed batches, compared with torch: gathered matrices and two batched products, or a product per adapter."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastinfer import ops
 
-# tokens, adapters, rank, in and out features; all tokens of a prompt have one adapter
+# (tokens, adapters, rank, in_features, out_features); adjacent tokens have the same adapter, as in a prompt
 SHAPES = [
     (1, 1, 16, 576, 576),
     (1, 1, 16, 4096, 4096),

@@ -1,7 +1,7 @@
-"""One decode step of a random model shaped as Llama 3.1 8B, all layers to the drawn token, in one CUDA graph.
+"""One decode step of a random model with the shape of Llama 3.1 8B, up to the drawn token, in one CUDA graph.
 
-Built on fastinfer.ops alone: the kernels' share of a step, without an engine around them. Weights are bf16 or int4 in
-groups of 128; the bytes counted are the weights and the cached keys and values.
+It uses only fastinfer.ops and so measures the kernels without the engine. Weights are bf16, or int4 in groups of 128;
+the bytes counted are those of the weights and of the cached keys and values.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ BATCHES = [(1, 1024), (1, 8192), (16, 1024), (64, 1024)]
 
 @dataclass
 class Linear:
-    """A linear layer with a random weight, as a function of its input and what is fused around it."""
+    """Linear layer with a random weight; ``product`` takes the input and the options of fused operations."""
 
     product: Callable[..., Tensor]
     bytes: int
@@ -69,7 +69,7 @@ class Layer:
 
 @dataclass
 class Model:
-    """The weights, and the state of a batch that decodes at one position."""
+    """Weights, and the state of a batch whose sequences all decode at the same position."""
 
     shape: Shape
     bits: int
@@ -115,7 +115,7 @@ class Model:
         return weights + self.logits.bytes + self.seqs * self.context * row * self.shape.layers
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Tokens [seqs] to the next ones."""
+        """Compute the next tokens from tokens [seqs]."""
         s = self.shape
         plan = ops.paged_attention_plan(self.seq_lens, self.query_start, s.q_heads, s.kv_heads, s.head_dim)
         x = ops.embedding(self.embeddings, tokens)

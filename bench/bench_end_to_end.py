@@ -1,4 +1,4 @@
-"""The same as ``fastinfer bench``, results beside those of the operators."""
+"""``fastinfer bench`` with its results in the same folder as those of the operators."""
 
 import sys
 

@@ -1,12 +1,15 @@
-"""Dense bf16 linear layers beside cuBLAS, and with norm and activation fused beside the separate operators."""
+"""Dense bf16 linear layers compared with cuBLAS, and fused norm and activation compared with separate operators."""
+
+from collections.abc import Callable
 
 import torch
-from harness import Cases, Setting, cold_inputs, compare, main
+from harness import Cases, Setting, Timing, cold_inputs, compare, main
+from torch import Tensor
 from torch.nn import functional as F
 
 from fastinfer import ops
 
-# [out_features, in_features] of an 8B model: QKV, gate and up, down.
+# (out_features, in_features) of an 8B model: QKV, gate and up, down.
 WEIGHTS = [(6144, 4096), (28672, 4096), (4096, 14336)]
 TOKENS = [1, 16, 64, 1024, 8192]
 
@@ -18,7 +21,7 @@ def run(setting: Setting) -> Cases:
         for tokens in TOKENS:
             m = setting.size(tokens, 2)
 
-            def make(m: int = m, n: int = n, k: int = k) -> tuple[torch.Tensor, ...]:
+            def make(m: int = m, n: int = n, k: int = k) -> tuple[Tensor, ...]:
                 x = torch.randn(m, k, device=setting.device).bfloat16()
                 return x, (torch.randn(n, k, device=setting.device) / k**0.5).bfloat16()
 
@@ -34,12 +37,12 @@ def run(setting: Setting) -> Cases:
     return cases
 
 
-def swiglu(setting: Setting, make, size: dict[str, int]) -> list:  # type: ignore[type-arg,no-untyped-def]
-    """The norm before and the gated activation after; the separate operators do the same in three or more kernels."""
+def swiglu(setting: Setting, make: Callable[[], tuple[Tensor, ...]], size: dict[str, int]) -> list[Timing]:
+    """Compare a product with fused norm and gated activation with separate operators (three or more kernels)."""
     inputs = cold_inputs(make)
     norm_weight = torch.ones(inputs[0][0].shape[1], device=setting.device, dtype=torch.bfloat16)
 
-    def separate(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def separate(x: Tensor, weight: Tensor) -> Tensor:
         gate, up = F.linear(F.rms_norm(x, norm_weight.shape, norm_weight, 1e-6), weight).chunk(2, dim=-1)
         return F.silu(gate) * up
 

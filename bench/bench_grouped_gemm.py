@@ -1,5 +1,8 @@
-"""The MLP of a mixture of experts beside a loop over experts in torch, and for one token beside a dense MLP that reads
-as many weights: what the routing and the scattered experts cost."""
+"""MLP of a mixture of experts, compared with a loop over experts in torch.
+
+For a single token it is also compared with a dense MLP that reads as many weights; the difference is the cost of
+routing and of scattered experts.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +14,8 @@ from torch.nn import functional as F
 
 from fastinfer import ops
 
-# hidden, intermediate, experts, top_k: a quarter of Qwen3-30B-A3B's experts, and Mixtral 8x7B at a quarter of its width
+# (hidden, intermediate, experts, top_k): Qwen3-30B-A3B with a quarter of its experts, Mixtral 8x7B with a quarter of
+# its width.
 SHAPES = [(2048, 768, 32, 8), (4096, 3584, 8, 2)]
 TOKENS = [1, 16, 256]
 GROUP = 128
@@ -19,8 +23,10 @@ GROUP = 128
 
 @dataclass(frozen=True)
 class Layer:
-    """Weights [experts, ...] in bf16, packed in 4 bits as the arguments of the operators, and in the dtype that torch
-    is fastest with: fp32 on a CPU."""
+    """Weights [experts, ...] in three forms: bf16, packed in 4 bits, and the dtype with which torch is fastest.
+
+    Packed weights are tuples of the operators' arguments. torch is fastest with fp32 on a CPU and bf16 on a GPU.
+    """
 
     gate_up: Tensor
     down: Tensor
@@ -64,7 +70,7 @@ def run(setting: Setting) -> Cases:
         sizes = (hidden, intermediate) if not setting.rehearsal else (128, 128)
         weights = layer(setting, *sizes, setting.size(experts, 8), setting.size(top_k, 2))
         for tokens in TOKENS:
-            # Successive calls choose other experts: a real model's are not in the cache either.
+            # Successive calls choose different experts, because those of a real model are not in the cache either.
             m = setting.size(tokens, 3)
             xs = [(torch.randn(m, sizes[0], device=setting.device).bfloat16(), i) for i in range(16)]
             candidates: dict[str, Callable[[Tensor, int], Tensor]] = {
@@ -114,7 +120,7 @@ def _loop(x: Tensor, weights: Layer) -> Tensor:
 
 
 def _one_mlp(x: Tensor, weights: Layer, index: int, bits: int) -> Tensor:
-    """``top_k`` experts below each other, and the second products' side by side: a dense MLP of their size."""
+    """Compute a dense MLP of the size of ``top_k`` experts, whose weights it views as one."""
     start = index % (len(weights.router) // weights.top_k) * weights.top_k
     experts = slice(start, start + weights.top_k)
     qweight, scales, _, rows = weights.gate_up4
@@ -128,7 +134,7 @@ def _one_mlp(x: Tensor, weights: Layer, index: int, bits: int) -> Tensor:
         activation_bits=bits,
     )
     qweight, scales, _, rows = weights.down4
-    # As many bytes as [hidden, top_k * intermediate] has: the inputs of all experts stand behind one another.
+    # View the experts' weights as [hidden, top_k * intermediate]. The values are in another order, the size is equal.
     shape = [qweight.shape[1], weights.top_k * qweight.shape[2], *qweight.shape[3:]]
     groups = scales.shape[1], weights.top_k * scales.shape[2], scales.shape[3]
     return ops.int4_gemm(

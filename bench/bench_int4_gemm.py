@@ -1,6 +1,6 @@
-"""4-bit linear layers; weights rotate, so that they come from memory.
+"""4-bit linear layers. Several copies of the weights take turns, so that they are read from memory.
 
-On the CPU beside torch's fp32 and bf16 ones, on a GPU beside torch's int4 kernel and cuBLAS in bf16.
+They are compared with torch's fp32 and bf16 layers on the CPU, and with torch's int4 kernel and cuBLAS on a GPU.
 """
 
 import torch
@@ -9,12 +9,12 @@ from torch.nn import functional as F
 
 from fastinfer import ops
 
-# [out_features, in_features]: SmolLM2-135M's gate and up, and a layer of an 8B model.
+# (out_features, in_features): SmolLM2-135M's gate and up, and a layer of an 8B model.
 CPU_WEIGHTS = [(3072, 576), (4096, 4096)]
 CPU_TOKENS = [1, 16, 128]
 CPU_GROUP = 32
 
-# The usual square, an 8B model's gate and up, and a weight of 117 MB.
+# A common square size, an 8B model's gate and up, and a weight of 117 MB.
 CUDA_WEIGHTS = [(8192, 8192), (28672, 4096), (28672, 8192)]
 CUDA_TOKENS = [1, 16, 32, 64, 1024, 4096]
 CUDA_GROUP = 128
@@ -47,7 +47,7 @@ def run_cpu(setting: Setting) -> Cases:
                 candidates,
                 cold_inputs(make),
                 repeats=setting.repeats,
-                bytes_moved=out_features * in_features * 9 // 16,  # of the packed weight: 4 bits and 2 bytes per group
+                bytes_moved=out_features * in_features * 9 // 16,  # packed weight: 4 bits each, 2 bytes per group
                 flops=2 * tokens * out_features * in_features,
             )
     return cases
@@ -63,7 +63,7 @@ def run_cuda(setting: Setting) -> Cases:
             x = torch.randn(m, k, device=setting.device).bfloat16()
             timings = []
             for name, form in weights.items():
-                # Each form has weights of its own, so they are compared one after the other.
+                # Each form has its own weights, so the forms are timed one after the other.
                 run = {name: lambda *weight, x=x, n=n, product=PRODUCTS[name]: product(x, n, *weight)}
                 moved = sum(tensor.nbytes for tensor in form[0]) + 2 * m * (n + k)
                 timings += compare(run, form, repeats=setting.repeats, bytes_moved=moved, flops=2 * m * n * k)
@@ -77,7 +77,7 @@ def fastinfer_weight(n: int, k: int, setting: Setting) -> tuple[torch.Tensor, ..
 
 
 def _torch_int4(n: int, k: int, setting: Setting) -> tuple[torch.Tensor, ...]:
-    """tinygemm's layout; the weight's values do not matter here."""
+    """Create a random weight in tinygemm's layout; its values do not matter here."""
     shape = (n // 8, k // 128, 32, 4)
     packed = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device=setting.device)
     return packed, torch.rand(k // CUDA_GROUP, n, 2, device=setting.device).bfloat16()

@@ -1,4 +1,4 @@
-"""8-bit linear layers on a GPU: weights alone, and weights and activations, beside torch's int8 product and cuBLAS."""
+"""8-bit linear layers on a GPU, with 8-bit weights only or also activations, compared with torch._int_mm and cuBLAS."""
 
 import torch
 from harness import Cases, Setting, cold_inputs, compare, main

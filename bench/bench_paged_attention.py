@@ -1,11 +1,12 @@
-"""Attention over a paged bf16 cache beside torch's SDPA on contiguous keys and values of the same dtype.
+"""Attention over a paged bf16 cache, compared with torch's SDPA on contiguous keys and values of the same dtype.
 
-On a GPU: decode of one and of many sequences, equal and mixed lengths, quantised caches, and prefill, beside SDPA's
-flash and cuDNN kernels where those can do the same work (they know neither pages nor ragged batches).
+The cases on a GPU are decode of one and of many sequences, equal and mixed lengths, quantised caches, and prefill. They
+are compared with SDPA's flash and cuDNN kernels where those can do the same work (without pages and ragged batches).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from harness import Cases, Setting, Timing, compare, main
@@ -21,7 +22,7 @@ CPU_HEADS = 9, 3, 64  # query heads, KV heads, head_dim
 # (queries, context): decode at growing contexts, a chunk of prefill, a whole prompt.
 CPU_CASES = [(1, 128), (1, 1024), (1, 8192), (64, 1024), (512, 512)]
 QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
-# (sequences, context): decode, beside the same from quantised caches.
+# (sequences, context): decode with the bf16 cache and with quantised caches.
 CPU_BATCHES = [(1, 1024), (16, 256)]
 
 
@@ -55,7 +56,7 @@ def run_cpu(setting: Setting) -> Cases:
 
 HEADS = 32, 8, 128
 BLOCK_SIZE = 16
-# (sequences, context): one short to long, then a cache of at least 1 GB.
+# (sequences, context): one sequence from short to long, then caches of at least 1 GB.
 DECODE = [(1, 1024), (1, 8192), (1, 65536), (16, 8192), (64, 4096), (256, 2048)]
 MIXED = [200, 8000, 350, 1500, 120, 32000, 900, 4096] * 8
 PREFILL = [1024, 8192]
@@ -116,8 +117,10 @@ def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: SDPBackend,
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
 
 
-def compare_batches(candidates: dict, inputs: list, setting: Setting, **size: int) -> list[Timing]:  # type: ignore[type-arg]
-    """compare() looks for tensors among the inputs to know the device."""
+def compare_batches(
+    candidates: dict[str, Callable[..., object]], inputs: list[tuple[Any, ...]], setting: Setting, **size: int
+) -> list[Timing]:
+    """Call compare() with the queries as the first input, because it takes the device from tensors among the inputs."""
     with_queries = [(batch.q, batch, *rest) for batch, *rest in inputs]
     runs = {name: lambda q, *rest, run=run: run(*rest) for name, run in candidates.items()}
     return compare(runs, with_queries, repeats=setting.repeats, **size)
@@ -128,7 +131,7 @@ def compare_batches(candidates: dict, inputs: list, setting: Setting, **size: in
 
 @dataclass(frozen=True)
 class Batch:
-    """Arguments of paged_attention, with a plan as made once per step."""
+    """Arguments of paged_attention, with the plan that is made once per step."""
 
     q: torch.Tensor
     caches: tuple[torch.Tensor, torch.Tensor]
@@ -143,7 +146,7 @@ class Batch:
         return positions * sum(tensor[0, 0].nbytes for tensor in (*self.caches, *scales))
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [seqs, kv_heads, context, head_dim] of sequences of one length, as SDPA takes them."""
+        """Return keys and values [seqs, kv_heads, context, head_dim] for SDPA; all sequences have the same length."""
         table, seq_lens, _ = self.ragged
         context = int(seq_lens[0])
         k, v = (cache[table.long()].flatten(1, 2)[:, :context].transpose(1, 2).contiguous() for cache in self.caches)

@@ -1,13 +1,13 @@
-"""fastinfer beside other engines: the same file, the same prompts, in turns.
+"""Comparison of fastinfer with other engines: the same file and the same prompts, in turns.
 
     python bench/bench_peers.py --threads 2 --llama-q4_0 \\
         --peer llama_cpp=/path/to/venv/bin/python --peer openvino=/path/to/another/venv/bin/python
 
-Every engine is a process of its own, under the interpreter that has it, by default this one; engines that are not
-installed are named and left out. All are loaded and warmed up first; then in every round each engine gets one turn of
-each workload, one engine at a time, so that a machine that gets slower or faster does so for all. Prompts are stretches
-of English text, new ones in every round, as token ids; nobody finds them in a cache. All decode greedily and past the
-end of text. Reported are medians over the rounds, and ratios as medians of each round's ratio.
+Every engine runs in its own process, under the interpreter that has it installed (by default this one). Engines that
+are not installed are reported and skipped. All engines are loaded and warmed up first. In every round each engine runs
+each workload once, one engine at a time, so that changes of the machine's speed affect all of them. Prompts are random
+sections of English text as token ids, new ones in every round, which no cache has. All engines decode greedily and
+ignore the end of text. The tables show medians over the rounds; ratios are medians of the ratios of each round.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from fastinfer.tokenizers.tokenizer import Tokenizer
 from fastinfer.utils.table import format_table
 
 ROOT = Path(__file__).resolve().parents[1]
-# Key of worker.py to the name in tables.
+# Engine in worker.py to its name in tables.
 ENGINES = {
     "fastinfer": "fastinfer",
     "llama_cpp": "llama.cpp",
@@ -43,20 +43,23 @@ ENGINES = {
     "transformers_bf16": "transformers bf16",
     "transformers_fp32": "transformers fp32",
 }
-# Whose interpreter an engine takes.
+# Engine to the package whose interpreter it uses, if that has another name.
 PACKAGES = {
     "llama_cpp_q4_0": "llama_cpp",
     "transformers_bf16": "transformers",
     "transformers_fp32": "transformers",
 }
 TEXT = [ROOT / "LICENSE", ROOT / "CONTRIBUTING.md", ROOT / "README.md"]
-PAUSE_S = 0.05  # between turns, for threads that still spin
+PAUSE_S = 0.05  # between turns, until the threads of the previous engine no longer spin
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests at once, and what counts: "prefill", the prompt up to its first token; "decode", the tokens after the
-    first; or "all", the new tokens from the start to the last one."""
+    """Number and lengths of requests at once, and the part of their time that counts.
+
+    ``counts`` is "prefill" (the prompt, up to the first token), "decode" (the tokens after the first one) or "all" (all
+    new tokens, from the start to the last one).
+    """
 
     requests: int
     prompt_tokens: int
@@ -84,19 +87,19 @@ SMALL_WORKLOADS = {
     "batch": Workload(2, 8, 4, "all"),
 }
 
-# Engine to workload to the answers of worker.py, one a round.
+# Engine to workload to the answers of worker.py, one per round.
 Samples = dict[str, dict[str, list[dict[str, Any]]]]
 
 
 @dataclass
 class Comparison:
-    """Engines that are ready, and why the others are not."""
+    """Engines that are ready, and the reasons why others were skipped."""
 
     peers: dict[str, Peer]
     skipped: dict[str, str]
 
     def turn(self, name: str, prompts: list[list[int]], new_tokens: int) -> dict[str, Any] | None:
-        """None from an engine that is out, or fails now: the others go on."""
+        """Run a workload on one engine; returns None if the engine was skipped before or fails now."""
         if name not in self.peers:
             return None
         time.sleep(PAUSE_S)
@@ -115,7 +118,7 @@ class Comparison:
 def measure(
     comparison: Comparison, text: list[int], workloads: dict[str, Workload], rounds: int, end: float
 ) -> Samples:
-    """Warm up, then take turns until the rounds are done or the next one would not be by ``end`` (perf_counter)."""
+    """Warm up, then run the rounds, except those that would probably not end before ``end`` (perf_counter)."""
     rng = random.Random(0)
 
     def prompts(workload: Workload) -> list[list[int]]:
@@ -132,7 +135,7 @@ def measure(
     for number in range(rounds):
         start = time.perf_counter()
         if number > 0 and start + longest > end:
-            print(f"{number} of {rounds} rounds, as more would take too long")
+            print(f"stopped after {number} of {rounds} rounds because of --limit-s")
             break
         for key, workload in workloads.items():
             asked = prompts(workload)
@@ -146,7 +149,7 @@ def measure(
 
 
 def summary(samples: Samples, workloads: dict[str, Workload], facts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Each engine's medians and its share of our speed, round by round; keys are the names in tables."""
+    """Return the medians of each engine and the ratios of fastinfer's speed to them, by the names in tables."""
     engines: dict[str, Any] = {}
     for name, answers in samples.items():
         rates = {key: [workloads[key].tokens_per_s(a) for a in answers[key]] for key in workloads}
@@ -174,12 +177,12 @@ def summary(samples: Samples, workloads: dict[str, Workload], facts: dict[str, d
 
 
 def _common(a: list[int], b: list[int]) -> int:
-    """How many tokens two texts begin with in common."""
+    """Return the length of the common prefix of two texts."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
 def report(engines: dict[str, Any], workloads: dict[str, Workload]) -> str:
-    """Two tables: speeds, and how many times as fast we are."""
+    """Write two tables: speeds, and how many times as fast fastinfer is."""
     heads = ["decode tokens/s"]
     heads += [f"prefill of {workloads[key].prompt_tokens:,}" for key in ("prefill", "long_prefill")]
     heads += [f"{workloads['batch'].requests} at once"]
@@ -196,7 +199,7 @@ def report(engines: dict[str, Any], workloads: dict[str, Workload]) -> str:
 
 @contextmanager
 def started(args: argparse.Namespace, workloads: dict[str, Workload]) -> Iterator[Comparison]:
-    """All engines that can be had, loaded; they end with the block."""
+    """Context with all available engines, loaded; their processes end with the block."""
     pythons = dict(args.peer)
     model = str(hub.resolve(args.model))
     comparison = Comparison({}, {})
@@ -222,7 +225,7 @@ def started(args: argparse.Namespace, workloads: dict[str, Workload]) -> Iterato
 
 
 def q4_0_of(model: str, folder: Path, python: str) -> str:
-    """The model quantised again by llama.cpp itself."""
+    """Requantise the model to Q4_0 with llama.cpp and return the new file's path."""
     target = folder / (Path(model).name.split(".")[0] + ".Q4_0.gguf")
     command = [python, str(ROOT / "bench/peers/llama_cpp_engine.py"), model, str(target)]
     try:
@@ -235,7 +238,7 @@ def q4_0_of(model: str, folder: Path, python: str) -> str:
 
 
 def commit() -> str | None:
-    """What is measured, with "+" where files were changed since; None outside a repository."""
+    """Return the commit under test, with "+" if files have changed since; None outside a repository."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
     done = subprocess.run(command, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else None
@@ -252,13 +255,17 @@ def _peer(text: str) -> tuple[str, str]:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=hub.DEFAULT_MODEL, help="name or path; default: %(default)s")
-    parser.add_argument("--threads", type=int, default=2, help="of every engine; default: %(default)s")
+    parser.add_argument("--threads", type=int, default=2, help="threads of every engine; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
-    parser.add_argument("--peer", type=_peer, action="append", default=[], metavar="PACKAGE=PYTHON")
-    parser.add_argument("--only", help="engines, by comma: " + ", ".join(ENGINES))
+    parser.add_argument("--peer", type=_peer, action="append", default=[], metavar="PACKAGE=PYTHON", help="interpreter")
+    parser.add_argument("--only", help="engines, separated by commas: " + ", ".join(ENGINES))
     parser.add_argument("--llama-q4_0", action="store_true", help="llama.cpp also on a Q4_0 file, made for the run")
-    parser.add_argument("--limit-s", type=float, default=480, help="no round begins that would end later")
-    parser.add_argument("--turn-limit-s", type=float, default=180, help="an engine that takes longer is left out")
+    parser.add_argument(
+        "--limit-s", type=float, default=480, help="start no round that would end later; default: %(default)s"
+    )
+    parser.add_argument(
+        "--turn-limit-s", type=float, default=180, help="skip an engine that takes longer; default: %(default)s"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "bench/results/peers.json", help="default: %(default)s")
     parser.add_argument("--plot", type=Path, help="a bar chart, such as docs/peers.png; needs matplotlib")
     parser.add_argument("--rehearse", action="store_true", help="small sizes: tests the code, measures nothing")

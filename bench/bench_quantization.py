@@ -1,7 +1,8 @@
-"""The default model quantised by every method, beside the original: the table and the plot of docs/formats.md.
+"""Comparison of all quantisation methods on the default model: the table and the plot of docs/formats.md.
 
-``python bench/bench_quantization.py --out DIR``: dequantises the model to bf16 with transformers, calibrates on the
-docstrings of Python's standard library and evaluates on the reference of the language, both of which come with Python.
+``python bench/bench_quantization.py --out DIR`` dequantises the model to bf16 with transformers, quantises it by every
+method with the docstrings of Python's standard library as the calibration text, and evaluates all results on Python's
+language reference. Both texts come with Python.
 """
 
 import argparse
@@ -23,7 +24,7 @@ METHODS = ("rtn", "gptq", "awq", "nf4", "int8", "w8a8")
 
 
 def calibration_text() -> str:
-    """Docstrings of more than a few lines."""
+    """Return the longer docstrings of the standard library."""
     found = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         with contextlib.suppress(SyntaxError, UnicodeDecodeError):
@@ -38,7 +39,7 @@ def evaluation_text() -> str:
 
 
 def dequantize(source: Path, folder: Path) -> None:
-    """The GGUF file as a folder of bf16 weights."""
+    """Convert a GGUF file to a folder of bf16 weights."""
     stored = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     config = {key: value for key, value in stored.config.to_dict().items() if key != "quantization_config"}
     model = AutoModelForCausalLM.from_config(type(stored.config).from_dict(config), dtype=torch.bfloat16)
@@ -55,10 +56,10 @@ def run(*arguments: object) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=hub.DEFAULT_MODEL, help="a GGUF file; default: %(default)s")
-    parser.add_argument("--tokens", type=int, default=16384, help="of either text; default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens of each text; default: %(default)s")
     parser.add_argument("--out", type=Path, required=True, help="folder of compare.json and compare.png")
     parser.add_argument("--methods", default=",".join(METHODS), metavar="NAME,NAME", help="default: %(default)s")
-    parser.add_argument("--keep", type=Path, help="folder of the checkpoints; those that are there are not made again")
+    parser.add_argument("--keep", type=Path, help="folder for the checkpoints; existing ones are reused")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.keep or Path(scratch)

@@ -1,7 +1,7 @@
-"""RMSNorm and LayerNorm beside torch's: one decode step, a small batch, a prompt; on the CPU caches warm, and cold for
-the largest.
+"""RMSNorm and LayerNorm compared with torch's, for a decode step, a small batch and a prompt.
 
-On a GPU also with the residual's addition before or after, and with the result as int8.
+On the CPU the caches are warm, and for the largest size also cold. On a GPU the cases include addition of a residual
+before or after the norm, and int8 results.
 """
 
 import torch

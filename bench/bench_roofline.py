@@ -1,8 +1,8 @@
-"""The machine's ceilings, and what share of them the CPU kernels and the whole engine reach.
+"""Ceilings of the machine, and the share of them that the CPU kernels and the whole engine reach.
 
-Ceilings are measured by loops of the active instruction set that do nothing else (csrc/roofline/roofline_cpu.cpp).
-Each kernel is timed right after its own ceiling, in every round anew, because a machine's speed drifts: shares are
-medians of those pairs. Decoding is held against the read bandwidth, prefill against the byte products.
+Ceilings are measured by loops of the active instruction set that do nothing else (csrc/roofline). In every round each
+kernel is timed right after its own ceiling, because the machine's speed drifts; shares are medians over these pairs.
+The ceiling of decoding is the read bandwidth, that of prefill the rate of byte products.
 """
 
 import argparse
@@ -21,15 +21,15 @@ from fastinfer.benchmarks.report import write_json
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.utils.table import format_table
 
-SAMPLE_S = 0.03  # ten time slices of a scheduler
+SAMPLE_S = 0.03  # about ten time slices of the operating system's scheduler
 GROUP = 32
-COLD_BYTES = 192 << 20  # of weights that are called in turn, more than the last-level cache
+COLD_BYTES = 192 << 20  # total size of weights that take turns; more than the last-level cache
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The linear layers of a decoder layer; the default model's, and two that are shaped as larger models'."""
+    """Sizes of the linear layers of a decoder layer."""
 
     hidden: int
     qkv: int
@@ -37,7 +37,7 @@ class Layer:
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """[out_features, in_features] of Q/K/V, output, gate and up, down; as many query as hidden elements."""
+        """Sizes (out_features, in_features) of QKV, output, gate and up, down; the query has ``hidden`` elements."""
         hidden, wide = self.hidden, self.intermediate
         return [(self.qkv, hidden), (hidden, hidden), (2 * wide, hidden), (hidden, wide)]
 
@@ -53,7 +53,7 @@ TOKENS = (1, 16, 512)
 
 @dataclass
 class Ceiling:
-    """A resource, and samples of how much of it there is: bytes or operations a second."""
+    """Resource of the machine, with samples of its rate in bytes or operations per second."""
 
     resource: str
     threads: int
@@ -61,7 +61,7 @@ class Ceiling:
     per_s: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # Not zeros: those would be one page, mapped everywhere. torch aligns to cache lines.
+        # Zeros would all map to one page. torch aligns to cache lines.
         self._memory = torch.ones(self.memory_bytes, dtype=torch.uint8).numpy()
         self._passes = 1
         while self._measure()[1] < SAMPLE_S / 2 and self.exists:
@@ -88,7 +88,7 @@ class Ceiling:
 
 @dataclass
 class Kernel:
-    """Something that moves bytes or does operations, and the ceiling that it is held against."""
+    """Function that moves bytes or does operations, and the ceiling that it is compared with."""
 
     run: Callable[[], float]  # seconds of one call
     work: float
@@ -107,7 +107,7 @@ class Kernel:
 
 
 def cache_bytes(level: int) -> int:
-    """Of one core's or the shared cache of that level, 0 if the system does not say."""
+    """Return the size of the cache of a level that the first core uses, 0 if the system does not report it."""
     for folder in CACHES.glob("index*"):
         if (folder / "level").read_text().strip() == str(level):
             return int((folder / "size").read_text().strip().rstrip("K")) << 10
@@ -120,7 +120,7 @@ def make_ceilings(threads: int, memory_bytes: int) -> dict[str, Ceiling]:
     for count in dict.fromkeys((1, threads)):
         of = f", {count} thread{'s' * (count > 1)}"
         ceilings["read from memory" + of] = Ceiling("read", count, memory_bytes)
-        # Others share the L3: a quarter of it stays ours, and no L2 holds that.
+        # Other programs share the L3, so only a quarter of it is used, but more than the L2 caches hold.
         ceilings["read from L3" + of] = Ceiling("read", count, max(l3 // 4, 4 * l2 * count))
         ceilings["read from L2" + of] = Ceiling("read", count, l2 // 2 * count)
         ceilings["byte products" + of] = Ceiling("byte_dot", count)
@@ -130,7 +130,7 @@ def make_ceilings(threads: int, memory_bytes: int) -> dict[str, Ceiling]:
 
 
 def layer_kernel(layer: Layer, tokens: int, ceiling: Ceiling, cold_bytes: int) -> Kernel:
-    """All four products of a layer in 4 bits with minimums, over copies of the layer in turn."""
+    """Make a kernel of all four products of a layer, in 4 bits with minimums. Copies of the layer take turns."""
     weights = []
     for rows, columns in layer.shapes:
         qweight = ops.int4_pack(torch.randint(0, 16, (rows, columns), dtype=torch.uint8))
@@ -155,12 +155,12 @@ def layer_kernel(layer: Layer, tokens: int, ceiling: Ceiling, cold_bytes: int) -
 
 
 def engine_kernels(llm: LLM, path: Path, read: Ceiling, dot: Ceiling, small: bool) -> dict[str, Kernel]:
-    """Decoding and prefill of the whole engine, sampling and detokenisation included."""
+    """Make kernels of the whole engine's decoding and prefill, including sampling and detokenisation."""
     tensors = GGUFFile(path).tensors
     prompt, new, prefill = (8, 4, 16) if small else (128, 64, 512)
     config = llm.engine.model.config
     kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * llm.engine.config.kv_cache_dtype.itemsize
-    # A tied embedding is the last product's weight and read whole, another one a row only.
+    # A tied embedding is also the weight of the output projection and is read completely, another one only by row.
     unread = "token_embd.weight" if "output.weight" in tensors else None
     read_bytes = sum(tensor.data.nbytes for name, tensor in tensors.items() if name != unread)
     products = sum(t.shape[0] * t.shape[1] for n, t in tensors.items() if len(t.shape) == 2 and n.startswith("blk."))
@@ -168,7 +168,7 @@ def engine_kernels(llm: LLM, path: Path, read: Ceiling, dot: Ceiling, small: boo
     numbers = iter(range(10**9))
 
     def times(length: int, count: int) -> list[float]:
-        first = 100 + next(numbers) % 1000  # another prompt each time: none is in a cache
+        first = 100 + next(numbers) % 1000  # a different prompt each time, so that none is in the cache
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
         moments = [time.perf_counter()]
         prompt = {"prompt_token_ids": [first, *range(100, 99 + length)]}
@@ -211,7 +211,7 @@ def main(argv: list[str] | None = None) -> None:
             ceiling = read if tokens == 1 else dot
             kernels[label] = layer_kernel(layer, tokens, ceiling, 0 if args.rehearse else COLD_BYTES)
     for kernel in kernels.values():
-        kernel.run()  # warm-up; the ceilings had theirs
+        kernel.run()  # warm-up; the ceilings have had theirs
     for _ in range(args.rounds):
         for measured in (*ceilings.values(), *kernels.values()):
             measured.sample()
@@ -242,7 +242,7 @@ def _resource(measured: Ceiling | Kernel) -> str:
 
 
 def _facts(measured: Ceiling | Kernel) -> dict[str, Any]:
-    """Medians and samples, in bytes or operations a second."""
+    """Return the resource, median and samples, in bytes or operations per second."""
     return {"resource": _resource(measured), "per_s": statistics.median(measured.per_s), "samples": measured.per_s}
 
 

@@ -1,4 +1,4 @@
-"""Rotary embedding and the store into the cache on a GPU: as separate operators, and fused for decode."""
+"""Rotary embedding and the store into the KV cache on a GPU, as separate operators and fused."""
 
 import torch
 from harness import Cases, Setting, cold_inputs, compare, main
@@ -19,7 +19,7 @@ def run(setting: Setting) -> Cases:
         blocks = -(-2 * tokens // BLOCK_SIZE)
 
         def make(tokens: int = tokens, blocks: int = blocks) -> tuple[torch.Tensor, ...]:
-            """A fused projection's output, and the caches."""
+            """Create the output of a QKV projection, and the caches."""
             qkv = torch.randn(tokens, Q_HEADS + 2 * KV_HEADS, HEAD_DIM, device=setting.device).bfloat16()
             shape = (blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
             return qkv, *(torch.zeros(shape, device=setting.device).bfloat16() for _ in "kv")
@@ -43,7 +43,7 @@ def run(setting: Setting) -> Cases:
             k_cache.view(-1, KV_HEADS, HEAD_DIM)[slots] = k
             v_cache.view(-1, KV_HEADS, HEAD_DIM)[slots] = v
 
-        heads = 2 * Q_HEADS + 3 * KV_HEADS + KV_HEADS  # q read and written; k and v read and stored
+        heads = 2 * Q_HEADS + 4 * KV_HEADS  # q, k and v are each read and written
         cases[f"{count} tokens"] = compare(
             {"fastinfer, fused": fused, "fastinfer, separate": separate, "torch": torch_separate},
             cold_inputs(make),

@@ -1,4 +1,4 @@
-"""Sampling beside torch: sort, cumulate, filter, draw."""
+"""Sampling compared with torch, which sorts, accumulates, filters and draws."""
 
 import torch
 from harness import Cases, Setting, cold_inputs, compare, main
@@ -21,7 +21,7 @@ def run(setting: Setting) -> Cases:
     cases = {}
     vocab = setting.size(VOCAB, 1000)
     for rows in ROWS if setting.device == "cuda" else ROWS[:2]:
-        # Peaked as a model's logits are: flat ones keep a third of the vocabulary within top-p 0.9.
+        # Peaked like a model's logits; with flatter ones top-p 0.9 keeps a third of the vocabulary.
         inputs = cold_inputs(lambda rows=rows: (3 * torch.randn(rows, vocab, device=setting.device),))
         for label, (temperature, top_k, top_p) in FILTERS.items():
             parameters = (

@@ -1,10 +1,11 @@
-"""A model of transformers before and after ``replace``: decoding and prompts, in turns.
+"""Decoding and prompt processing of a transformers model before and after ``replace``, in turns.
 
     python bench/bench_transformers.py [--model FOLDER] [--rounds N] [--out DIR]
 
-All variants are loaded first, and measured round by round; reported are medians, and ratios to transformers in the same
-dtype. The default model is its GGUF file as transformers reads it, in fp32 and bf16. Torch has all cores where it
-computes the products, and one thread where our kernels do, which have threads of their own.
+All variants are loaded first and then measured round by round. The table shows medians, and ratios to transformers in
+the same dtype. The default model is read from its GGUF file by transformers, in fp32 and bf16. torch uses all cores in
+the variants in which it computes the products, and one thread in those in which our kernels do, which have their own
+threads.
 """
 
 import argparse
@@ -23,12 +24,12 @@ from fastinfer.benchmarks.report import write_json
 from fastinfer.integrations.transformers import register, replace
 from fastinfer.utils.table import format_table
 
-PROMPT, NEW, LONG = 32, 64, 512  # tokens: before decoding, decoded, of a prompt that is timed alone
+PROMPT, NEW, LONG = 32, 64, 512  # tokens: prompt before decoding, decoded, prompt that is timed alone
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-# What is done to a model; None for nothing, and an empty dict for dense modules of ours.
+# Arguments of replace() for each variant; None if it is not called.
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "transformers": None,
-    "attention": {},
+    "attention": None,
     "modules": {},
     "int8": {"quantize": "int8"},
     "int4": {"quantize": "int4"},
@@ -77,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for key, model in models.items():
             torch.set_num_threads(cores if key[1] in ("transformers", "attention") else 1)
             result = measure(model)
-            if round_number:  # the first one warms up
+            if round_number:  # the first round is the warm-up
                 samples[key].append(result)
     medians = {
         key: {name: statistics.median(sample[name] for sample in results) for name in ("decode", "prefill")}

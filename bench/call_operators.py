@@ -1,6 +1,6 @@
-"""Calls every operator on the GPU once, with small arguments: what compute-sanitizer and ncu watch.
+"""Calls every operator on the GPU once with small arguments, for compute-sanitizer.
 
-``--large`` calls two of them at a real size instead, for a profile: int4_gemm and paged_attention in decode.
+``--large`` instead calls int4_gemm and paged_attention (decode) at a realistic size, for a profile by ncu.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def call_all() -> int:
         except (RuntimeError, NotImplementedError) as error:
             if "CUDA error" in str(error):
                 raise
-            refused[name] = str(error).splitlines()[0]  # some options are the CPU's alone
+            refused[name] = str(error).splitlines()[0]  # some options are supported by the CPU only
         else:
             called[name] = called.get(name, 0) + 1
     print("called:", ", ".join(f"{name} x{count}" for name, count in called.items()))

@@ -1,4 +1,4 @@
-"""Time on a GPU: CUDA-graph replay between two events, and the ceilings that a figure is divided by."""
+"""Timing on a GPU by replaying CUDA graphs between two events, and ceilings of the GPU."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-# A sample this long hides the launch of its graph, about 10 us.
+# Least duration of a sample, long enough to hide the launch of its graph, about 10 us.
 MIN_SAMPLE_S = 1e-3
 MAX_CALLS = 512
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this very machine reaches: a device-to-device copy (bytes read and written), an 8192-cubed bf16 product."""
+    """Rates that this GPU reaches in a device-to-device copy (bytes read and written) and in an 8192^3 bf16 product."""
 
     copy_gb_per_s: float
     matmul_gflop_per_s: float
@@ -32,16 +32,16 @@ class Ceilings:
 
 
 class CudaGraphSampler:
-    """Calls of one candidate, captured once; the arguments rotate, so that the L2 does not hold them.
+    """Calls of one candidate, captured in a graph. The arguments take turns, so that the L2 does not hold them.
 
-    Work that cannot be captured (a copy to the host, say) raises in the constructor.
+    The constructor raises an error if the work cannot be captured, for example a copy to the host.
     """
 
     def __init__(self, run: Callable[..., object], inputs: Sequence[tuple[Any, ...]]) -> None:
         self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):  # libraries allocate and choose at their first calls
+        with torch.cuda.stream(aside):  # in their first calls, libraries allocate memory and choose algorithms
             for i in range(3):
                 self._begin.record()
                 run(*inputs[i % len(inputs)])
@@ -49,7 +49,9 @@ class CudaGraphSampler:
         aside.synchronize()
         once_s = max(self._begin.elapsed_time(self._end) / 1e3, 1e-6)
         calls = min(max(int(MIN_SAMPLE_S / once_s), 1), MAX_CALLS)
-        self._calls = -(-calls // len(inputs)) * len(inputs)  # whole rounds: each replay starts with the first ones
+        self._calls = -(-calls // len(inputs)) * len(
+            inputs
+        )  # a multiple, so that each replay starts with the first inputs
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             for i in range(self._calls):

@@ -2,10 +2,11 @@
 
     python bench/gpu_check.py --out DIR [--stage build|test|sanitize|bench]
 
-Needs Python with torch, pytest and the build tools (cmake, ninja, pybind11), and nvcc; no network and no environment of
-its own. Stages have time limits that add up to less than nine minutes; one that fails does not stop the next.
+It needs Python with torch, pytest and the build tools (cmake, ninja, pybind11), and nvcc, but neither a network nor a
+virtual environment. The time limits of the stages add up to less than nine minutes. A failing stage does not stop the
+next one.
 
-Writes to DIR: gpu_check.json (machine, stages, every sample), gpu_check.txt (the tables), and a log per stage.
+It writes to DIR: gpu_check.json (machine, stages, all samples), gpu_check.txt (the tables), and a log per stage.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "bench"
-# The most important first: the time may run out.
+# The most important ones first, because time may run out.
 BENCHES = [
     "int4_gemm",
     "paged_attention",
@@ -47,7 +48,7 @@ NCU_METRICS = (
 
 @dataclass
 class Step:
-    """One command of a stage: its exit code, None where it ran out of time or never started."""
+    """Command of a stage, and its exit code; None if it ran out of time or was not started."""
 
     name: str
     returncode: int | None
@@ -68,7 +69,7 @@ class Stage:
         return bool(self.steps) and all(step.returncode == 0 for step in self.steps)
 
     def run(self, name: str, command: list[str], limit_s: float = 1e9, **environment: str) -> str:
-        """Run a command within the stage's time, keep its output in the log, and return it."""
+        """Run a command within the stage's time limit, log its output, and return it."""
         start = time.monotonic()
         limit = min(limit_s, self.deadline - start)
         output, returncode, note = "", None, ""
@@ -86,7 +87,7 @@ class Stage:
 
 
 def run_in_group(command: list[str], limit_s: float, environment: dict[str, str]) -> tuple[int | None, str]:
-    """Exit code (None after the limit) and output; what the command started ends with it."""
+    """Run a command and end all processes that it started; return its exit code (None after the limit) and output."""
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -144,16 +145,16 @@ def bench(stage: Stage, results: dict[str, Any]) -> None:
 
 
 def profile(stage: Stage, results: dict[str, Any]) -> None:
-    """Hardware counters of two kernels. The clocks stay as they are."""
+    """Read hardware counters of two kernels, without changing the GPU's clocks."""
     for kernel in ("gemm", "attention"):
-        # The second call: the first one's caches and clocks are cold.
+        # Profile the second call, because caches and clocks are cold in the first one.
         command = ["ncu", "--clock-control", "none", "--metrics", NCU_METRICS, "--csv", "-k", f"regex:{kernel}"]
         command += ["--launch-skip", "1", "--launch-count", "1", sys.executable, str(BENCH / "call_operators.py")]
         output = stage.run(f"ncu {kernel}", [*command, "--large"], limit_s=60, **PYTHON_PATH)
         results[f"ncu {kernel}"] = [line for line in output.splitlines() if line.startswith('"')]
 
 
-# Seconds; they add up to less than nine minutes. A stage alone may take longer.
+# Time limits in seconds, less than nine minutes in total. A stage that runs alone may take longer.
 STAGES: dict[str, tuple[float, Callable[[Stage, dict[str, Any]], None]]] = {
     "build": (200, build),
     "test": (90, test),
@@ -172,7 +173,7 @@ def has_module(name: str) -> bool:
 
 
 def machine() -> dict[str, Any]:
-    """GPU, versions, commit and date, of what can be found out."""
+    """Return GPU, versions, commit and date, as far as they can be found out."""
 
     def ask(*command: str) -> str:
         try:
@@ -228,7 +229,7 @@ def main() -> int:
     for name, (limit_s, run) in STAGES.items():
         if args.stage in (None, name):
             stage = Stage(name, ALONE_LIMIT_S if args.stage else limit_s)
-            stage.deadline = deadline = deadline + stage.limit_s  # what a stage leaves over goes to the next
+            stage.deadline = deadline = deadline + stage.limit_s  # the next stage may use time that this one leaves
             run(stage, results)
             stages.append(stage)
             (args.out / f"{name}.log").write_text("\n".join(stage.log))

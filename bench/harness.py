@@ -1,7 +1,7 @@
-"""What the benchmarks of single operators share.
+"""Harness of the benchmarks of single operators.
 
-Candidates are timed in turns (A, B, C, A, B, C, ...), so that a machine that gets slower or faster meanwhile does so
-for all of them; reported are medians, ratios to the first candidate and, on a GPU, to the ceilings of the same run.
+Candidates are timed in turns (A, B, C, A, B, C, ...), so that changes of the machine's speed affect all of them. The
+table shows medians, ratios to the first candidate and, on a GPU, ratios to the ceilings measured in the same run.
 """
 
 import argparse
@@ -19,19 +19,18 @@ from cuda_timing import Ceilings, CudaGraphSampler
 from fastinfer.benchmarks.report import percentile, write_json
 from fastinfer.utils.table import format_table
 
-# A sample shorter than this is dominated by the clock and the interpreter's jitter, so calls are repeated to fill it.
+# Shorter samples would be dominated by jitter of the clock and the interpreter, so calls are repeated to fill a sample.
 MIN_SAMPLE_S = 2e-3
-# More than the last-level cache of the machines that we know of: a 96-core server has 384 MB for all its cores, a GPU
-# 50 to 60 MB.
+# More than the last-level caches of common machines: 384 MB on a server with 96 cores, 50 to 60 MB on a GPU.
 COLD_BYTES = {"cpu": 512 << 20, "cuda": 256 << 20}
-MAX_COPIES = 256  # smaller arguments are warm on a real model's way too
+MAX_COPIES = 256  # so small arguments stay warm, as they do in a real model
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call of one candidate, one entry per sample; bytes and operations are those of one call.
+    """Samples of one candidate, in seconds per call, and the bytes and operations of one call.
 
-    A candidate that cannot run has no samples, and an error.
+    A candidate that cannot run has no samples but an error.
     """
 
     name: str
@@ -58,12 +57,12 @@ Cases = dict[str, list[Timing]]
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how a benchmark runs.
+    """Device and extent of a benchmark.
 
     Attributes:
         device: "cpu" or "cuda".
-        repeats: samples per candidate.
-        rehearsal: run what is meant for a GPU on the CPU with small sizes: tests a benchmark's code, measures nothing.
+        repeats: number of samples per candidate.
+        rehearsal: whether to run GPU cases on the CPU with small sizes, which tests the code and measures nothing.
     """
 
     device: str
@@ -82,24 +81,24 @@ def compare(
     bytes_moved: int | None = None,
     flops: int | None = None,
 ) -> list[Timing]:
-    """Time callables that do the same work; on a GPU where the inputs lie on one.
+    """Time callables that do the same work, on the device of the inputs.
 
     Args:
-        candidates: name to callable; the first one is what the others are compared to.
-        inputs: argument tuples that successive calls take in turn, whichever candidate is called. One tuple measures
-            warm caches, those of :func:`cold_inputs` cold ones.
-        repeats: samples per candidate.
-        bytes_moved: what one call must read and write at least.
+        candidates: callables by name; the others are compared with the first one.
+        inputs: argument tuples that successive calls of all candidates use in turn. A single tuple measures warm
+            caches, those of :func:`cold_inputs` measure cold ones.
+        repeats: number of samples per candidate.
+        bytes_moved: least number of bytes that one call reads and writes.
         flops: floating-point operations of one call.
     """
     on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs[0])
-    turns = itertools.cycle(inputs)  # one for all: no candidate may find what the one before it has just read
+    turns = itertools.cycle(inputs)  # shared, so that no candidate gets inputs that the previous one has just read
     ready: dict[str, CpuSampler | CudaGraphSampler] = {}
     errors: dict[str, str] = {}
     for name, run in candidates.items():
         try:
-            ready[name] = CudaGraphSampler(run, inputs) if on_gpu else CpuSampler(run, turns)  # this is the warm-up too
-        except Exception as error:  # a peer that does not support a case must not end the others'
+            ready[name] = CudaGraphSampler(run, inputs) if on_gpu else CpuSampler(run, turns)  # also warms up
+        except Exception as error:  # one candidate may not support the case; the others continue
             errors[name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             if on_gpu:
                 torch.cuda.synchronize()
@@ -111,7 +110,7 @@ def compare(
 
 
 def cold_inputs(make: Callable[[], tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Copies of the arguments that together exceed every cache, so that each call finds its own evicted."""
+    """Make copies of the arguments that together exceed every cache, so that each call reads them from memory."""
     first = make()
     tensors = [value for value in first if isinstance(value, torch.Tensor)]
     copies = COLD_BYTES[tensors[0].device.type] // sum(value.nbytes for value in tensors)
@@ -119,7 +118,7 @@ def cold_inputs(make: Callable[[], tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 
 class CpuSampler:
-    """Calls of one candidate with arguments in turn, enough of them to fill a sample."""
+    """Repeats calls of one candidate to fill a sample; successive calls take the next arguments."""
 
     def __init__(self, run: Callable[..., object], turns: Iterator[tuple[Any, ...]]) -> None:
         self._run = run
@@ -143,7 +142,7 @@ HEAD = ["case", "candidate", "median us", "p95 us", "x first", "GB/s", "GFLOP/s"
 
 
 def rows(label: str, timings: Sequence[Timing], ceilings: Ceilings | None = None) -> list[list[str]]:
-    """Table rows of one comparison; :data:`HEAD` is their head."""
+    """Return the table rows of one comparison, with the columns of :data:`HEAD`."""
     base = timings[0].median_s if timings[0].samples_s else None
     return [[label, timing.name, *_cells(timing, base, ceilings)] for timing in timings]
 
@@ -168,11 +167,11 @@ def main(
     cpu: Callable[[Setting], Cases] | None = None,
     cuda: Callable[[Setting], Cases] | None = None,
 ) -> None:
-    """The command line of a benchmark: run it, print its table, write ``--out``/``<operator>.json``.
+    """Run a benchmark as the command line says, print its table, and write ``<operator>.json`` to ``--out``.
 
     Args:
-        operator: its base name.
-        cpu, cuda: the cases for each device, as timings by label; ``None`` where there are none.
+        operator: base name of the operator.
+        cpu, cuda: functions that run the cases of each device; ``None`` if there are none.
     """
     parser = argparse.ArgumentParser(description=f"Benchmark of {operator}.")
     devices = [name for name, cases in (("cpu", cpu), ("cuda", cuda)) if cases is not None]
@@ -180,7 +179,9 @@ def main(
     parser.add_argument("--device", choices=devices, default=usual, help="default: %(default)s")
     parser.add_argument("--repeats", type=int, default=20, help="samples per candidate; default: %(default)s")
     parser.add_argument("--out", type=Path, help="folder of the JSON file")
-    parser.add_argument("--rehearse", action="store_true", help="the GPU's cases on the CPU, small: measures nothing")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="GPU cases on the CPU with small sizes: measures nothing"
+    )
     args = parser.parse_args()
     torch.manual_seed(0)
     run = cuda if args.rehearse or args.device == "cuda" else cpu

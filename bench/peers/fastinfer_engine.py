@@ -1,4 +1,4 @@
-"""fastinfer through its Python interface: with sampling, detokenisation and everything else that users get."""
+"""fastinfer through its Python interface, including sampling and detokenisation."""
 
 import time
 
@@ -12,14 +12,14 @@ class Fastinfer:
     def __init__(self, model: str, threads: int, max_tokens: int, max_requests: int) -> None:
         torch.set_num_threads(threads)
         _C.set_num_threads(threads)
-        self._llm = LLM(model, enable_prefix_caching=False)  # as of the others
+        self._llm = LLM(model, enable_prefix_caching=False)  # off in all engines
 
     @staticmethod
     def version() -> str:
         return fastinfer.__version__
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> tuple[float | None, list[list[int]]]:
-        """The moment of the first token, known for a prompt alone, and every prompt's new tokens."""
+        """Return the time of the first token (only for a single prompt) and the new tokens of every prompt."""
         params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
         if len(prompts) > 1:
             outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)

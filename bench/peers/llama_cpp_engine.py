@@ -1,6 +1,6 @@
-"""llama.cpp's bare evaluation through llama-cpp-python, with greedy choice: no sampler chain, no detokenisation.
+"""llama.cpp through llama-cpp-python: evaluation and greedy choice, without sampler chain and detokenisation.
 
-``python llama_cpp_engine.py SOURCE TARGET`` makes a Q4_0 file, for whose type llama.cpp has its fastest kernels.
+``python llama_cpp_engine.py SOURCE TARGET`` writes a Q4_0 file, the type for which llama.cpp has its fastest kernels.
 """
 
 import ctypes
@@ -11,11 +11,11 @@ import llama_cpp as llama
 import numpy as np
 
 Q4_0 = 2  # LLAMA_FTYPE_MOSTLY_Q4_0
-BATCH = 2048  # tokens a call at most; the library works through them in micro-batches of 512
+BATCH = 2048  # largest number of tokens per call; the library processes them in micro-batches of 512
 
 
 class Context:
-    """A KV cache for some sequences, and evaluation of tokens into it."""
+    """KV cache for several sequences, and evaluation of tokens into it."""
 
     def __init__(self, model: llama.llama_model_p, threads: int, sequences: int, max_tokens: int) -> None:
         params = llama.llama_context_default_params()
@@ -34,7 +34,7 @@ class Context:
         llama.llama_memory_clear(llama.llama_get_memory(self._context), False)
 
     def evaluate(self, sequences: list[list[int]], position: int) -> list[int]:
-        """Append tokens to each sequence and return the most likely next ones; all sequences are equally long."""
+        """Append tokens to each sequence and return the most likely next ones; all sequences have the same length."""
         next_tokens: list[int] = []
         per_call = max(1, BATCH // len(sequences[0]))
         for start in range(0, len(sequences), per_call):
@@ -80,9 +80,9 @@ class LlamaCpp:
         return f"llama-cpp-python {llama.__version__} ({llama.llama_print_system_info().decode().strip()})"
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> tuple[float | None, list[list[int]]]:
-        """The moment of the first token and every prompt's new tokens; prompts are equally long."""
+        """Return the time of the first token and the new tokens of every prompt; all prompts have the same length."""
         length = len(prompts[0])
-        if len(prompts) > 1 and self._many is None:  # by the warm-up
+        if len(prompts) > 1 and self._many is None:  # only in the warm-up
             self._many = Context(self._model, self._threads, self._requests, 256 * -(-(length + new_tokens) // 256))
         context = self._one if len(prompts) == 1 else self._many
         assert context is not None

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's pipeline with continuous batching; it reads GGUF files itself."""
+"""OpenVINO GenAI's pipeline with continuous batching, which reads GGUF files itself."""
 
 import time
 
@@ -8,7 +8,7 @@ import openvino_genai
 
 
 class FirstToken(openvino_genai.StreamerBase):
-    """A streamer that keeps the moment of the first token."""
+    """Streamer that records the time of the first token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class FirstToken(openvino_genai.StreamerBase):
 class OpenVino:
     def __init__(self, model: str, threads: int, max_tokens: int, max_requests: int) -> None:
         scheduler = openvino_genai.SchedulerConfig()
-        scheduler.enable_prefix_caching = False  # or a repeated prompt costs nothing
+        scheduler.enable_prefix_caching = False  # with it, a repeated prompt would cost nothing
         scheduler.max_num_batched_tokens = 2048
         self._pipeline = openvino_genai.LLMPipeline(
             model, "CPU", scheduler_config=scheduler, INFERENCE_NUM_THREADS=threads
@@ -36,7 +36,7 @@ class OpenVino:
         return f"openvino-genai {openvino_genai.__version__}"
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> tuple[float | None, list[list[int]]]:
-        """The moment of the first token, known for a prompt alone, and every prompt's new tokens."""
+        """Return the time of the first token (only for a single prompt) and the new tokens of every prompt."""
         config = openvino_genai.GenerationConfig()
         config.max_new_tokens = new_tokens
         config.ignore_eos = True

@@ -1,4 +1,4 @@
-"""The bar chart of bench_peers.py's results: ``python plot.py RESULTS.json CHART.png``."""
+"""Bar chart of the results of bench_peers.py: ``python plot.py RESULTS.json CHART.png``."""
 
 import json
 import sys

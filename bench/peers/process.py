@@ -1,4 +1,4 @@
-"""The benchmark's side of an engine's process."""
+"""Process of an engine, as the benchmark uses it."""
 
 import contextlib
 import json
@@ -13,17 +13,17 @@ WORKER = Path(__file__).with_name("worker.py")
 
 
 class PeerError(Exception):
-    """An engine is not there, failed or took too long."""
+    """The engine is not installed, failed or took too long."""
 
 
 class Peer:
-    """An engine in its own process, which idles on its standard input between turns.
+    """Engine in its own process, which waits for standard input between turns.
 
     Args:
-        engine: its key in worker.py.
-        python: the interpreter that has the engine installed.
+        engine: key of the engine in worker.py.
+        python: interpreter that has the engine installed.
         settings: model, threads, max_tokens, max_requests.
-        limit_s: after this long without an answer the process is ended.
+        limit_s: seconds without an answer after which the process is ended.
 
     Raises:
         PeerError: the engine is not installed or does not load the model.
@@ -48,7 +48,11 @@ class Peer:
         self.facts = self._ask(settings)
 
     def turn(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
-        """One answer of worker.py; PeerError unless every prompt got as many tokens as asked for."""
+        """Run prompts and return the answer of worker.py.
+
+        Raises:
+            PeerError: the engine failed, or a prompt did not get ``new_tokens`` tokens.
+        """
         answer = self._ask({"prompts": prompts, "new_tokens": new_tokens})
         counts = [len(tokens) for tokens in answer["tokens"]]
         if counts != [new_tokens] * len(prompts):
@@ -60,7 +64,7 @@ class Peer:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            with contextlib.suppress(OSError):  # what was never read
+            with contextlib.suppress(OSError):  # the process did not read all of its input
                 pipe.close()
         self._log.close()
 
@@ -92,7 +96,7 @@ class Peer:
         return line
 
     def _last_words(self) -> str:
-        """The last line that a process wrote before it failed."""
+        """Return the last line that the process wrote before it failed."""
         self._log.seek(0)
         lines = self._log.read().strip().splitlines()
-        return lines[-1][:300] if lines else "the process ended without a word"
+        return lines[-1][:300] if lines else "the process ended without a message"

@@ -1,4 +1,4 @@
-"""transformers' generate on the dequantised weights of the file."""
+"""``generate`` of transformers with the dequantised weights of the file."""
 
 import time
 from pathlib import Path
@@ -8,7 +8,7 @@ import transformers
 
 
 class FirstToken:
-    """A streamer that keeps the moment of the first token; the prompt comes before it."""
+    """Streamer that records the time of the first token; transformers passes the prompt before it."""
 
     def __init__(self) -> None:
         self.moment: float | None = None
@@ -27,7 +27,7 @@ class Transformers:
     def __init__(self, model: str, threads: int, max_tokens: int, max_requests: int, dtype: str) -> None:
         torch.set_num_threads(threads)
         path = Path(model)
-        packed = getattr(transformers, "GgufConfig", None)  # newer versions unpack at every product unless told
+        packed = getattr(transformers, "GgufConfig", None)  # newer versions unpack in every product by default
         dense = {} if packed is None else {"quantization_config": packed(dequantize=True)}
         self._model = transformers.AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, dtype=getattr(torch, dtype), **dense
@@ -41,7 +41,7 @@ class Transformers:
 
     @torch.inference_mode()
     def generate(self, prompts: list[list[int]], new_tokens: int) -> tuple[float | None, list[list[int]]]:
-        """The moment of the first token, known for a prompt alone, and every prompt's new tokens."""
+        """Return the time of the first token (only for a single prompt) and the new tokens of every prompt."""
         ids = torch.tensor(prompts)
         streamer = FirstToken() if len(prompts) == 1 else None
         out = self._model.generate(

@@ -1,7 +1,7 @@
-"""One engine in a process of its own: ``python worker.py ENGINE`` under the engine's interpreter.
+"""Process of one engine: ``python worker.py ENGINE``, run by the interpreter that has the engine installed.
 
-Reads one JSON object a line and answers each with one: first the settings, answered when the model is loaded, then
-turns. Needs nothing but the standard library and the engine's own package.
+It reads one JSON object per line and answers each with one. The first one has the settings, answered when the model is
+loaded; the others are turns. It needs only the standard library and the engine's own package.
 """
 
 import importlib
@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any
 
-# Module and class of each engine, and what is passed to it beside the settings.
+# Module and class of each engine, and its arguments in addition to the settings.
 ENGINES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "fastinfer": ("fastinfer_engine", "Fastinfer", {}),
     "llama_cpp": ("llama_cpp_engine", "LlamaCpp", {}),
@@ -23,14 +23,14 @@ ENGINES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def peak_memory() -> int:
-    """The most that this process has had in memory, in bytes."""
+    """Return the peak memory of this process in bytes."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is not an answer
+    os.dup2(2, 1)  # keeps the output of libraries out of the answers
 
     def answer(**message: Any) -> None:
         print(json.dumps(message), file=answers, flush=True)

@@ -111,8 +111,8 @@ def interpreter(folder: Path, script: str) -> str:
         ("exec sleep 60", "no answer within 0.5 s"),
         ('echo \'{"error": "not installed: No module"}\'; exec sleep 60', "not installed: No module"),
         ("echo cannot load model >&2; exit 1", "cannot load model"),
-        ("echo hello; exec sleep 60", "the process ended without a word"),
-        ("exit 0", "the process ended without a word"),
+        ("echo hello; exec sleep 60", "the process ended without a message"),
+        ("exit 0", "the process ended without a message"),
     ],
 )
 def test_an_engine_that_does_not_start(tmp_path: Path, script: str, message: str) -> None:

@@ -15,13 +15,14 @@ from fastinfer.benchmarks.ablation_row import Measured, Settings, make_jobs, mea
 from fastinfer.benchmarks.ablation_rows import ROWS, Row
 from fastinfer.benchmarks.process_memory import peak_memory, reset_peak_memory
 from fastinfer.benchmarks.prompts import SYSTEM
-from fastinfer.benchmarks.repack import quantize_int8, repack, weight_bytes
+from fastinfer.benchmarks.repack import repack, weight_bytes
 from fastinfer.benchmarks.replay import Job
 from fastinfer.benchmarks.subject import Subject
 from fastinfer.cli.arguments import ABLATION_ROWS
 from fastinfer.cli.main import main
 from fastinfer.errors import RequestError, UnsupportedModelError
 from fastinfer.models.decoder import Decoder, DecoderLayer
+from fastinfer.quantize.rounding import round_to_int8
 from fastinfer.sampling_params import SamplingParams
 from fastinfer.weights.weight import DenseWeight, Weight
 
@@ -105,7 +106,7 @@ def test_int8_rounds_to_half_a_step_of_its_group() -> None:
     values = torch.randn(5, 96, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 2, 96)
     values[1, 32:64] = 0.0
     values[2, 64:] = 1e-7  # its scale is below what fp16 can hold
-    quantized = quantize_int8(values)
+    quantized = round_to_int8(values, 32)
     assert quantized.q.shape == (5, 96)
     assert quantized.scales.shape == (5, 3)
     scales = quantized.scales.float().repeat_interleave(32, dim=1)

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from fastinfer.errors import UnsupportedModelError
-from fastinfer.formats.unpacked import Int8
 from fastinfer.models.decoder import Decoder, DecoderLayer
 from fastinfer.models.mlp import GatedMLP
 from fastinfer.models.projection import OutputProjection
+from fastinfer.quantize.rounding import round_to_int8
 from fastinfer.weights.pack import make_weight
 from fastinfer.weights.weight import ConcatenatedWeight, DenseWeight, QuantizedWeight, Weight
 
@@ -51,16 +51,6 @@ def weight_bytes(decoder: Decoder) -> int:
     if decoder.lm_head is not decoder.embedding:
         weights.append(decoder.lm_head)
     return sum(tensor.nbytes for weight in weights for tensor in _tensors(weight))
-
-
-def quantize_int8(values: Tensor) -> Int8:
-    """Round [rows, columns] to 8 bits, symmetrically, with one fp16 scale per group of 32 columns."""
-    groups = values.float().view(len(values), -1, GROUP)
-    scales = (groups.abs().amax(-1) / 127).half()
-    # Divide by the scale as stored in fp16, which is 0 for a group of zeros or of tiny values.
-    divisors = scales.float().masked_fill(scales == 0, 1.0)
-    q = (groups / divisors[..., None]).round().clamp(-127, 127).to(torch.int8)
-    return Int8(q.view_as(values), scales, None)
 
 
 def _weights(layer: DecoderLayer) -> list[Weight]:
@@ -113,4 +103,4 @@ def _converted(weight: Weight, form: str) -> Weight:
     if form == "float32":
         return DenseWeight(values)
     first = _parts(weight)[0]
-    return make_weight(quantize_int8(values), first.activation_bits if isinstance(first, QuantizedWeight) else 8)
+    return make_weight(round_to_int8(values, GROUP), first.activation_bits if isinstance(first, QuantizedWeight) else 8)

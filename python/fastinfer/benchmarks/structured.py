@@ -26,7 +26,7 @@ from fastinfer.errors import RequestError
 from fastinfer.sampling_params import SamplingParams
 from fastinfer.structured_output import StructuredOutputsParams
 
-MAX_TOKENS = 512  # of an answer; the schemas allow no longer ones
+MAX_TOKENS = 512  # of an answer; more than any of the schemas allows
 STREAMS = 16
 STRING_TOKENS = 96
 # The minimum length cannot be reached with STRING_TOKENS, so the string never ends by itself.

@@ -60,7 +60,7 @@ def dense_cache_attention(
     batch, length, q_heads, head_dim = q.shape
     kv_heads, cached = k.shape[1:3]
     sequences, group, device = batch * kv_heads, q_heads // max(kv_heads, 1), q.device
-    # Torch calls dominate the cost of a decode step on the CPU. With one query each, the rows are in order already.
+    # Torch calls slow down decoding on the CPU, so none is made without need: with one query each, rows are in order.
     grouped = q if length == 1 else q.unflatten(2, (kv_heads, group)).transpose(1, 2)
     rows = grouped.reshape(-1, group, head_dim)
     # All layers of a step need the same table, so it is cached, except while tracing or capturing a CUDA graph.

@@ -58,7 +58,7 @@ class BitsAndBytesLayout:
         }
         tensors = {
             "weight": (pairs[:, 0] << 4 | pairs[:, 1])[:, None],
-            "weight.quant_map": NF4_TABLE.clone(),  # safetensors takes no tensors that share memory
+            "weight.quant_map": NF4_TABLE.clone(),  # safetensors refuses tensors that share memory
             "weight.absmax": weight.scales.float().flatten(),
         }
         if self._settings.double_quantization:

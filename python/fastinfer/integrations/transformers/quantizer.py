@@ -232,7 +232,7 @@ def mark_quantised(model: "PreTrainedModel", config: FastinferConfig) -> None:
 
 
 def _is_dense(model: nn.Module, name: str, module: nn.Module) -> bool:
-    """Return whether a module is a linear layer, or part of a merged one, with a dense weight."""
+    """Return whether a module is a linear layer, or was merged into one, with a dense weight."""
     if isinstance(module, MergedRows):
         return isinstance(model.get_submodule(f"{name.rpartition('.')[0]}.{module.merged}"), Linear)
     return type(module) in (nn.Linear, Linear)
