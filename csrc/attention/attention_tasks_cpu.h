@@ -2,7 +2,7 @@
 // that a task reads. No cut changes a result.
 #pragma once
 
-#include "attention/row_attention_cpu.h"
+#include "attention/query_tile_attention_cpu.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 
@@ -13,7 +13,7 @@ inline constexpr int kTilesToWake = 8, kTilesPerThread = 2;
 inline constexpr int kPiecesPerThread = 4;  // so that a thread which is done early finds more to do
 
 struct AttentionTask {
-  RowTile rows;
+  QueryTile rows;
   int tile_begin, tile_end;
   int unit;          // tiles that leave one state each: 1 or a split; 0: all, which leave the result
   int pieces;        // that are not finished

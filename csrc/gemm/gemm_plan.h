@@ -1,10 +1,17 @@
-// How a matrix product is cut up for a GPU: tiles, pipeline, and the division of the work between blocks. Plain data.
+// How a matrix product is split for a GPU: tiles, pipeline, and the division of the work between blocks. Plain data.
 //
-// A unit of work is 128 weight rows by one tile of tokens; it is summed in chunks of inputs. Blocks are workers that
-// stay: where the units fill the GPU in whole waves, worker w does units w, w + workers, ...; where they do not, all
-// chunks of all units stand in one line and every worker takes an equal piece of it (stream-K), so that no
-// multiprocessor idles. A unit that is cut is added up by the worker that finishes last, in the order of the workers.
-// The division does not depend on how many tokens of a tile there are; a batch-invariant one on no number of tokens.
+// A unit of work is 128 weight rows by one tile of tokens. It is summed in chunks of inputs. Blocks are workers that
+// stay resident. Where the units fill the GPU in whole waves, worker w does units w, w + workers, ... Where they do
+// not, the chunks of all units form one line and every worker takes an equal stripe of it (stream-K), so that no
+// multiprocessor idles:
+//
+//   unit            0               1               2        (5 chunks each, 4 workers, 4 chunks for each worker)
+//   chunk     0 1 2 3 4 | 0 1 2 3 4 | 0 1 2 3 4
+//   worker    0 0 0 0 1 | 1 1 1 2 2 | 2 2 3 3 3
+//
+// Here all three units are cut. The worker that finishes a unit last adds up its pieces, in the order of the workers.
+// The division does not depend on how many tokens of a tile there are, and a batch-invariant one does not depend on the
+// number of tokens at all.
 #pragma once
 
 #include <algorithm>
@@ -48,7 +55,27 @@ struct GemmTile {
   }
 };
 
-// Where the parts of a stage begin, in bytes, the weight at 0. Scales and mins have no fixed size: they come last.
+// A stage of the pipeline is a chunk of inputs in shared memory. GemmStage has the offsets of its parts, in bytes:
+//
+//   0                x              norm             scales
+//   +----------------+--------------+----------------+-----------------------+-----------------------+
+//   | weight         | x            | norm weights   | scales                | mins                  |
+//   | [128, chunk]   | [tokens,     | [chunk] fp32   | [8 row tiles, groups, | as the scales         |
+//   | or its packed  |  chunk]      | (few tokens)   |  16 rows]             |                       |
+//   | blocks         |              |                |                       |                       |
+//   +----------------+--------------+----------------+-----------------------+-----------------------+
+//
+// Rows of 16-bit values (x and dense weights) are 32 bytes longer than the chunk (shared_row_bytes). A half warp reads
+// 8 bytes by each of four lanes from each of four rows, which then lie in different banks:
+//
+//   byte modulo 128    0        32        64        96       128
+//   row 0              |t0 .. t3|         |         |         |
+//   row 1              |        |t0 .. t3 |         |         |
+//   row 2              |        |         |t0 .. t3 |         |
+//   row 3              |        |         |         |t0 .. t3 |
+//
+// A packed block needs no such gap, because its bytes are stored in the order of the lanes that read them. Scales and
+// mins have no fixed size, so they come last.
 struct GemmStage {
   int x;
   int norm;    // norm weights, fp32 at most

@@ -1,4 +1,5 @@
-// Integer products of packed weights without AVX-512 VNNI.
+// Integer products of packed weights without AVX-512 VNNI: bytes are multiplied and added in pairs (vpmaddubsw and
+// vpmaddwd, see common/cpu/dot.h).
 #pragma once
 
 #include "quant/activation_quantization_cpu.h"
