@@ -42,15 +42,16 @@ template <class T, int kHeadDim, bool kDecode>
 class RowAttention {
   using Shared = Tiles<T, kHeadDim>;
   static constexpr int kTile = Shared::kTile;
-  static constexpr int kPositions = kDecode ? 16 : kTile;                          // of a tile, that a warp multiplies
-  static constexpr int kColumnWarps = kDecode ? kAttentionWarps * 16 / kTile : 1;  // have the same, split V's columns
+  static constexpr int kPositions = kDecode ? 16 : kTile;  // positions of a tile that a warp multiplies
+  static constexpr int kColumnWarps =
+      kDecode ? kAttentionWarps * 16 / kTile : 1;  // warps with the same positions, which split V's columns
   static constexpr int kColumns = kHeadDim / kColumnWarps;
-  static constexpr int kSteps = kHeadDim / 16;                     // of the product Q K^T
+  static constexpr int kSteps = kHeadDim / 16;                     // steps of the product Q K^T
   static constexpr bool kKeepQueries = kDecode || kHeadDim < 128;  // in registers, 4 a step, where there is room
   static_assert(4 * kRowTile * (2 + result_stride(kHeadDim)) <= attention_shared_bytes(kHeadDim));
 
  public:
-  // Of its results in shared memory: a tile's positions are split in so many.
+  // Partial results in shared memory: the number of parts into which a tile's positions are split.
   static constexpr int kPartials = kDecode ? kTile / 16 : 1;
 
   __device__ RowAttention(const PagedAttentionParams& p, const QueryRows& queries, const RowTile& rows)
@@ -142,7 +143,8 @@ class RowAttention {
     }
   }
 
-  // S becomes P, relative to the rows' new maxima (times V's scales); a row's results so far count `rescale` of that.
+  // Turns S into P, relative to the rows' new maxima (times V's scales). `rescale` is the factor of a row's results so
+  // far.
   __device__ void softmax(float (&s)[kPositions / 8][4], int first_position, int scales, float (&rescale)[2]) {
     const int last_position = first_position + kPositions - 1;
     const bool scaled = p_.quantization == CacheQuantization::kInt8 || p_.quantization == CacheQuantization::kFp8;

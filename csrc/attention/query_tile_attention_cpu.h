@@ -14,7 +14,7 @@ namespace fastinfer::cpu::FASTINFER_ISA {
 
 inline constexpr int kSplit = 8;  // tiles: their states are merged first, then the splits'
 
-// Up to so many rows read the cache where it lies; more share a copy in fp32.
+// Up to this many rows read the cache in place; more share a copy in fp32.
 inline constexpr int kFewRows = 8;
 
 struct QueryTile {
@@ -194,7 +194,7 @@ class QueryTileAttention {
   QueryTile rows_{};
   int count_ = 0, kv_begin_ = 0, kv_end_ = 0;
   bool direct_ = false;
-  float* states_[3];  // of a tile, a split and all
+  float* states_[3];  // one each for a tile, a split and all
   float *q_, *scores_, *keys_, *values_, *transposed_keys_;
   const float *wide_keys_[kTile], *wide_values_[kTile];
   int* position_;  // [rows]

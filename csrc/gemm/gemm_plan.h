@@ -35,7 +35,8 @@ constexpr int packed_bits(WeightFormat format) {
   return format == WeightFormat::kInt8 ? 8 : 4;
 }
 
-// What is fixed when a kernel is compiled. Warps divide a tile's rows, its tokens, and the chunk's blocks of inputs.
+// The parameters that are fixed when a kernel is compiled. Warps divide a tile's rows, its tokens, and the chunk's
+// blocks of inputs.
 struct GemmTile {
   int tokens;
   int chunk;  // inputs of a pipeline stage
@@ -92,7 +93,8 @@ constexpr GemmStage gemm_stage(WeightFormat format, int tokens, int chunk) {
 }
 
 // Shared memory beside the pipeline: the sums of 8 tokens of every warp on their way out, sums of squares, a flag.
-inline constexpr int kSumsStride = 2 * split_half(kGemmRows) - 4;  // of a token's sums, placed by split_place
+inline constexpr int kSumsStride =
+    2 * split_half(kGemmRows) - 4;  // the stride of a token's sums, placed by split_place
 constexpr int gemm_sums_bytes(const GemmTile& tile) {
   const int sums = tile.warps_inputs * tile.warps_tokens * 8 * kSumsStride;
   return (sums + tile.warps_inputs * tile.tokens + 4) * 4;
@@ -129,10 +131,10 @@ struct GemmPlan {
   int stage_bytes = 0;
   int token_tiles = 0;  // units are numbered row tile by row tile
   int units = 0;
-  int chunks = 0;         // of a unit
-  int worker_chunks = 0;  // of each worker where units are cut; 0: whole units, the next `workers` further on
+  int chunks = 0;         // per unit
+  int worker_chunks = 0;  // per worker if units are cut; 0: whole units, the next one `workers` further on
   int workers = 0;
-  int slot_floats = 0;  // of a cut unit's partial sums; each worker has two slots
+  int slot_floats = 0;  // size of a cut unit's partial sums; each worker has two slots
   size_t workspace_bytes = 0;
   LaunchConfig launch{};
 };
@@ -177,7 +179,7 @@ inline GemmPlan gemm_plan(WeightFormat format, int64_t m, int64_t n, int64_t k, 
   plan.launch = {.grid = 0, .block = tile.threads(), .shared_bytes = shared, .dependent = true};
   if (plan.units == 0 || plan.chunks == 0) return plan;
 
-  // Of a multiprocessor's shared memory 1 KB a block is the system's.
+  // The system takes 1 KB of a multiprocessor's shared memory for each block.
   const int64_t resident = device.shared_bytes + 1024 >= 2 * (shared + 1024) ? gemm_resident(format, tokens) : 1;
   const int64_t slots = device.multiprocessors * resident, units = plan.units;
   const bool whole = batch_invariant || experts > 0 || units * 10 >= up(units, slots) * slots * 9;

@@ -13,7 +13,7 @@ template <class Format, class Scale, int kBits>
 struct MaddKernel {
   using Products = typename Format::template Products<kBits>;
   using Run = typename Products::Run;
-  static constexpr int kMaxRows = kLanes == 16 ? 8 : 4;  // of one or two vectors of sums
+  static constexpr int kMaxRows = kLanes == 16 ? 8 : 4;  // each with one or two vectors of sums
 
   const QuantizedGemmParams& p;
   QuantizedActivations<Run> x;

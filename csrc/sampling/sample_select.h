@@ -1,5 +1,5 @@
-// The end of top-k and top-p without sorting the vocabulary: each pass over the row counts and weighs what lies above
-// four pivots, until few enough candidates remain to be sorted in shared memory. The pivot method is FlashInfer's
+// Finds where top-k and top-p end without sorting the vocabulary: each pass over the row counts and weighs what lies
+// above four pivots, until few enough candidates remain to be sorted in shared memory. The pivot method is FlashInfer's
 // (https://flashinfer.ai/2025/03/10/sampling.html), the sorted remainder is what makes it exact.
 #pragma once
 
@@ -54,7 +54,7 @@ class SampleSelection {
     cut(false, p);
   }
 
-  // Whether exactly what is kept lies sorted in shared memory, and that.
+  // Returns true if the kept tokens, and no others, are sorted in shared memory.
   __device__ bool listed() const {
     return listed_;
   }
