@@ -16,7 +16,7 @@ namespace {
 using cuda::Device;
 using cuda::WeightFormat;
 
-constexpr int64_t kMost = 1 << 22;  // of any size: products of two, in tiles, stay within 32 bits
+constexpr int64_t kMost = 1 << 22;  // the largest size: products of two, in tiles, stay within 32 bits
 
 struct Policy {
   std::string op;

@@ -1,4 +1,4 @@
-// What a launch policy decides, as names and numbers: for `fastinfer info --plan`, and for tests on any machine.
+// The decisions of a launch policy as names and numbers, for `fastinfer info --plan` and for tests on any machine.
 #pragma once
 
 #include <cstdint>

@@ -24,7 +24,7 @@ FASTINFER_INLINE void for_each_row_block(int rows, const Fn& fn) {
   }
 }
 
-// Of 1 to 4 rows: enough sums to hide the latency of their additions.
+// Keys and vectors per block of 1 to 4 rows: enough sums to hide the latency of their additions.
 inline constexpr int kKeysOf[] = {0, 8, 4, 4, 2};
 inline constexpr int kVectorsOf[] = {0, 8, 4, 4, 2};
 
@@ -59,8 +59,8 @@ FASTINFER_INLINE void multiply_key_block(const float* q, int columns, const C* c
   }
 }
 
-// A head's rows lie too far apart for the hardware to guess, and all at once they would wait for each other: so each
-// row has the row of the next tile brought into the cache that will be read in its place.
+// A head's rows are too far apart for the hardware's prefetcher, and prefetching all of them at once would stall. So
+// with each row, the row at the same place of the next tile is prefetched.
 template <class C>
 FASTINFER_INLINE void prefetch(const C* row, int count) {
   for (int d = 0; d < count; d += 64 / static_cast<int>(sizeof(C))) __builtin_prefetch(row + d);

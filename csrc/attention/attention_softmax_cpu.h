@@ -7,12 +7,9 @@
 
 #include "attention/kv_tile_cpu.h"
 #include "common/cpu/reduce.h"
+#include "common/online_softmax.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {
-
-inline constexpr float kNegInf = -INFINITY;
-inline constexpr float kLog2e = 1.44269504f;
-inline constexpr float kLn2 = 0.693147181f;
 
 // 2^x for x <= 127 to within 2 ulp: 2^n, n the nearest integer, times a minimax polynomial (9e-8). 2^-126 below, which
 // adds nothing to a sum that has 1 in it; NaN of NaN.
@@ -30,7 +27,17 @@ FASTINFER_INLINE f32v exp2(f32v x) {
   return poly * (f32v)((i32v)shifted << 23);
 }
 
-// What some positions leave of some rows: O and the sum are relative to 2^maximum.
+// The exponential of attention's OnlineSoftmax.
+struct Exp2 {
+  FASTINFER_INLINE f32v operator()(f32v x) const {
+    return exp2(x);
+  }
+  FASTINFER_INLINE float operator()(float x) const {
+    return std::exp2(x);
+  }
+};
+
+// Partial attention of some rows over some positions: an OnlineSoftmax per row, and O relative to its maximum.
 struct AttentionState {
   float* maximum;  // [rows]
   float* sum;      // [rows]
@@ -52,14 +59,13 @@ struct AttentionState {
 // Adds `from` to `into`. Not inlined: rounding must not depend on the place it is called from.
 [[gnu::noinline]] inline void merge(const AttentionState& into, const AttentionState& from, int rows, int columns) {
   for (int begin = 0; begin < rows; begin += kLanes) {
-    const f32v a = load(into.maximum + begin), b = load(from.maximum + begin);
-    const f32v maximum = max(a, b);
-    const f32v base = select(maximum == kNegInf, f32v{}, maximum);  // no NaN where nothing was seen yet
-    const f32v keep = exp2(a - base), add = exp2(b - base);
-    store(into.maximum + begin, maximum);
-    store(into.sum + begin, load(into.sum + begin) * keep + load(from.sum + begin) * add);
+    OnlineSoftmax<f32v> softmax{load(into.maximum + begin), load(into.sum + begin)};
+    const OnlineSoftmax<f32v> part{load(from.maximum + begin), load(from.sum + begin)};
     float keeps[kLanes], adds[kLanes];
-    store(keeps, keep), store(adds, add);
+    store(keeps, softmax.raise_maximum(max(softmax.maximum, part.maximum), Exp2{}));
+    store(adds, softmax.add(part, Exp2{}));
+    store(into.maximum + begin, softmax.maximum);
+    store(into.sum + begin, softmax.sum);
     for (int r = begin; r < std::min(begin + kLanes, rows); ++r) {
       float* const o = into.o + static_cast<int64_t>(r) * columns;
       const float* const other = from.o + static_cast<int64_t>(r) * columns;
@@ -79,11 +85,8 @@ struct Logits {
 
 // Scores of a row become probabilities relative to their maximum. Outside `seen` nothing counts, and what is written
 // there means nothing.
-[[gnu::noinline]] inline void softmax_row(float* scores, Range seen, const Logits& logits, float& maximum, float& sum) {
-  if (seen.first >= seen.end) {  // told by position, as the maximum can lose a NaN
-    maximum = kNegInf, sum = 0.0f;
-    return;
-  }
+[[gnu::noinline]] inline OnlineSoftmax<float> softmax_row(float* scores, Range seen, const Logits& logits) {
+  if (seen.first >= seen.end) return {};  // decided by position, because the maximum can lose a NaN
   const int first = seen.first / kLanes * kLanes;
   f32v largest = broadcast(kNegInf);
   if (seen.first == 0 && seen.end == kTile && logits.key_scales == nullptr && logits.cap == 0.0f) {
@@ -102,14 +105,14 @@ struct Logits {
       largest = max(s, largest);
     }
   }
-  maximum = max_of_lanes(largest);
+  const float maximum = max_of_lanes(largest);
   f32v sums{};
   for (int j = first; j < seen.end; j += kLanes) {
     const f32v probability = exp2(load(scores + j) - maximum);
     sums += probability;
     store(scores + j, logits.value_scales == nullptr ? probability : probability * load(logits.value_scales + j));
   }
-  sum = reduce_add(sums, sums, sums, sums)[0];
+  return {maximum, reduce_add(sums, sums, sums, sums)[0]};
 }
 
 // softmax_row, bit by bit, of four rows that see the whole tile, where products are logits: their sums are finished

@@ -1,23 +1,23 @@
-// How a call's work is cut for the threads: tasks of some query rows each, and where these are few, pieces of the cache
-// that a task reads. No cut changes a result.
+// Splits a call's work between the threads: into tasks of some query rows each and, if there are few tasks, into pieces
+// of the cache that a task reads. No split changes a result.
 #pragma once
 
-#include "attention/row_attention_cpu.h"
+#include "attention/query_tile_attention_cpu.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 
 inline constexpr int kTargetRows = 128;  // query rows of a task, to share the converted K and V
-inline constexpr int kFewestRows = 16;   // where there are too few tasks for the threads
-// Of one query each, 1 to 3 us: less work does not pay for waking a thread, or for sharing it with one that is awake.
+inline constexpr int kFewestRows = 16;   // if there are too few tasks for the threads
+// Tiles of one query that pay for waking a thread, and for sharing work with a thread that is awake: 1 to 3 us.
 inline constexpr int kTilesToWake = 8, kTilesPerThread = 2;
 inline constexpr int kPiecesPerThread = 4;  // so that a thread which is done early finds more to do
 
 struct AttentionTask {
-  RowTile rows;
+  QueryTile rows;
   int tile_begin, tile_end;
   int unit;          // tiles that leave one state each: 1 or a split; 0: all, which leave the result
-  int pieces;        // that are not finished
-  int64_t partials;  // where the units' states begin
+  int pieces;        // pieces that are not finished
+  int64_t partials;  // offset of the units' states
 
   bool is_last_of_split(int tile) const {
     return tile + 1 == tile_end || (tile + 1) % kSplit == 0;

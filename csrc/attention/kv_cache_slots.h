@@ -1,5 +1,5 @@
-// Where tokens' keys and values go in the paged cache, and in what form: the destination of store_kv_cache and of
-// norm_rotary_store.
+// The destination of store_kv_cache and norm_rotary_store: the slots of the paged cache for the keys and values of the
+// tokens, and their format.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ struct KvCacheSlots {
   int heads;
   int head_dim;
   CacheQuantization quantization;
-  DType dtype;  // where it is not quantized
+  DType dtype;  // if not quantized
 };
 
 }  // namespace fastinfer

@@ -17,7 +17,7 @@ struct Int4Scale {
   Float16 scale, minimum;
 };
 
-// Of a head; the last one may be smaller.
+// The number of groups of a head. The last one may be smaller.
 FASTINFER_HOST_DEVICE constexpr int int4_groups(int head_dim, int group) {
   return (head_dim + group - 1) / group;
 }

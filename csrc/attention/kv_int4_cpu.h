@@ -37,7 +37,7 @@ FASTINFER_INLINE Int4Scale quantize_int4_group(const X* x, int count, Int4Pair* 
   }
   const Int4Scale scale = int4_scale(-reduce_max(-lowest), reduce_max(largest));
   const float minimum = to_float(scale.minimum), step = to_float(scale.scale);
-  const float inverse = step > 0.0f ? 1.0f / step : 0.0f;  // of NaN, too
+  const float inverse = step > 0.0f ? 1.0f / step : 0.0f;  // also if it is NaN
   const float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low mantissa bits
   uint8_t codes[kGroup];
   for (int i = 0; i < kGroup; i += kLanes) {

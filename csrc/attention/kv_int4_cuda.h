@@ -13,7 +13,7 @@
 
 namespace fastinfer::cuda {
 
-// What the elements of a group are rounded with.
+// The parameters that round the elements of a group.
 struct Int4Rounding {
   uint32_t scale;  // and the minimum in the upper half: Int4Scale's bits
   float minimum;

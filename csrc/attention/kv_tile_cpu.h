@@ -47,7 +47,7 @@ template <class C>
 struct KvTile {
   using Scale = std::conditional_t<kGroupScales<C>, const Int4Scale*, float>;
 
-  const C* keys[kTile];  // where nobody sees the position, those of one that is seen
+  const C* keys[kTile];  // if no row sees the position, the keys of one that is seen
   const C* values[kTile];
   Scale key_scales[kTile];
   Scale value_scales[kTile];

@@ -7,6 +7,7 @@
 #include "common/api.h"
 #include "common/cpu/isa.h"
 #include "common/dtype.h"
+#include "common/online_softmax.h"
 
 namespace fastinfer {
 
@@ -22,16 +23,18 @@ struct MergeAttentionStatesParams {
   DType dtype;  // of a, b and out
 };
 
-// What a row of a and of b counts, and their lse together; -inf stands for a row that saw nothing.
+// The weights of a row of a and of b in their merged row, and its lse, which is -inf if neither saw a position.
 struct MergedState {
   float a, b, lse;
 };
 
 FASTINFER_HOST_DEVICE inline MergedState merge_states(float a_lse, float b_lse) {
-  if (a_lse == -INFINITY && b_lse == -INFINITY) return {0.0f, 0.0f, -INFINITY};
-  const float maximum = a_lse < b_lse ? b_lse : a_lse;  // NaN in either shows
-  const float a = expf(a_lse - maximum), b = expf(b_lse - maximum);
-  return {a / (a + b), b / (a + b), maximum + logf(a + b)};
+  if (a_lse == kNegInf && b_lse == kNegInf) return {0.0f, 0.0f, kNegInf};
+  const auto exp = [](float x) { return expf(x); };
+  OnlineSoftmax<float> softmax{a_lse, 1.0f};
+  const float a = softmax.raise_maximum(a_lse < b_lse ? b_lse : a_lse, exp);  // NaN in either shows
+  const float b = softmax.add({b_lse, 1.0f}, exp);
+  return {a / softmax.sum, b / softmax.sum, softmax.maximum + logf(softmax.sum)};
 }
 
 }  // namespace fastinfer

@@ -30,7 +30,7 @@ void check_cache(const Checks& check, const Tensor& k_cache, const Tensor& v_cac
   p.cache_dtype = quantized ? p.dtype : check.float_dtype(k_cache, "k_cache");
 }
 
-// What the CUDA kernels can do.
+// Rejects arguments that the CUDA kernels do not support.
 void check_cuda(const Checks& check, const Tensor& q, const PagedAttentionParams& p) {
   check.require(p.dtype != DType::kFloat32, "q must be bfloat16 or float16 on CUDA, got float32");
   check.require(p.cache_dtype == p.dtype, "k_cache must be int8, float8_e4m3fn, uint8 (int4) or, as q, ",

@@ -48,53 +48,50 @@ template <int kHeadDim, class PartialAt, class Store>
 __device__ void merge(int rows, int partials, const PartialAt& partial_at, const Store& store) {
   for (int i = threadIdx.x; i < rows * (kHeadDim / 8); i += kAttentionThreads) {
     const int row = i / (kHeadDim / 8), column = i % (kHeadDim / 8) * 8;
-    float maximum = kNegInf, sum = 0.0f;
-    for (int j = 0; j < partials; ++j) maximum = fmaxf(maximum, partial_at(j).maximum[row]);
-    const float base = maximum == kNegInf ? 0.0f : maximum;
+    OnlineSoftmax<float> softmax;
+    for (int j = 0; j < partials; ++j) softmax.maximum = fmaxf(softmax.maximum, partial_at(j).maximum[row]);
     Vector<float, 8> values{};
     for (int j = 0; j < partials; ++j) {
       const Partial partial = partial_at(j);
-      const float weight = exp2_approx(partial.maximum[row] - base);
-      sum += weight * partial.sum[row];
+      const float weight = softmax.add({partial.maximum[row], partial.sum[row]}, Exp2{});
       for (int half = 0; half < 2; ++half) {
         const float* const from = partial.values + row * result_stride(kHeadDim);
         const auto v = load_vector<4>(from + split_four(kHeadDim, column, half));
         for (int k = 0; k < 4; ++k) values.values[4 * half + k] += weight * v.values[k];
       }
     }
-    store(row, column, maximum, sum, values.values);
+    store(row, column, softmax, values.values);
   }
 }
 
 // Adds the sink, divides by the sum, and writes eight columns of the output; the first ones' thread writes the lse.
 template <class T>
-__device__ void store_output(const PagedAttentionParams& p, int64_t token, int head, int column, float maximum,
-                             float sum, const float (&values)[8]) {
+__device__ void store_output(const PagedAttentionParams& p, int64_t token, int head, int column,
+                             OnlineSoftmax<float> softmax, const float (&values)[8]) {
   float factor = 1.0f;
   if (p.sinks != nullptr) {
-    const float sink = p.sinks[head] * kLog2e, with_sink = fmaxf(maximum, sink);
-    if (with_sink != kNegInf) {
-      factor = exp2_approx(maximum - with_sink);
-      sum = sum * factor + exp2_approx(sink - with_sink);
-      maximum = with_sink;
-    }
+    const float sink = p.sinks[head] * kLog2e;
+    factor = softmax.raise_maximum(fmaxf(softmax.maximum, sink), Exp2{});
+    softmax.add({sink, 1.0f}, Exp2{});
   }
-  factor = sum == 0.0f ? 0.0f : factor / sum;  // 0: no visible position; NaN must show
+  factor = softmax.sum == 0.0f ? 0.0f : factor / softmax.sum;  // the sum is 0 where no position is visible
   const int64_t row = token * p.q_heads + head;
   Vector<T, 8> out;
   for (int k = 0; k < 8; ++k) out.values[k] = from_float<T>(values[k] * factor);
   store_vector(static_cast<T*>(p.out) + row * p.head_dim + column, out);
-  if (p.lse != nullptr && column == 0) p.lse[row] = sum == 0.0f ? kNegInf : (maximum + log2f(sum)) / kLog2e;
+  if (p.lse != nullptr && column == 0) {
+    p.lse[row] = softmax.sum == 0.0f ? kNegInf : (softmax.maximum + log2f(softmax.sum)) / kLog2e;
+  }
 }
 
 // One row tile, or the part of it that lies in this block's stretch, `done` units after its begin.
 template <class T, int kHeadDim, bool kDecode>
 __device__ void attend(const PagedAttentionParams& p, const QueryRows& queries, const RowTile& rows,
                        const WorkPosition& at, int tiles, int done) {
-  const auto store_final = [&](int row, int column, float maximum, float sum, const float (&values)[8]) {
+  const auto store_final = [&](int row, int column, const OnlineSoftmax<float>& softmax, const float (&values)[8]) {
     const int query_row = rows.row_begin + row;
     store_output<T>(p, queries.first_query + query_row / queries.group,
-                    at.head * queries.group + query_row % queries.group, column, maximum, sum, values);
+                    at.head * queries.group + query_row % queries.group, column, softmax, values);
   };
   const int row_count = rows.row_end - rows.row_begin;
   using Rows = RowAttention<T, kHeadDim, kDecode>;
@@ -117,7 +114,7 @@ __device__ void attend(const PagedAttentionParams& p, const QueryRows& queries, 
   const int part = static_cast<int>(blockIdx.x) - first;
   constexpr int kStride = result_stride(kHeadDim);
   merge<kHeadDim>(row_count, Rows::kPartials, Rows::partial,
-                  [&](int row, int column, float maximum, float sum, const float (&values)[8]) {
+                  [&](int row, int column, const OnlineSoftmax<float>& softmax, const float (&values)[8]) {
                     float* const own = part_of(part);
                     for (int half = 0; half < 2; ++half) {
                       Vector<float, 4> v;
@@ -125,8 +122,8 @@ __device__ void attend(const PagedAttentionParams& p, const QueryRows& queries, 
                       store_vector(own + row * kStride + split_four(kHeadDim, column, half), v);
                     }
                     if (column == 0) {
-                      own[kRowTile * kStride + row] = maximum;
-                      own[kRowTile * (kStride + 1) + row] = sum;
+                      own[kRowTile * kStride + row] = softmax.maximum;
+                      own[kRowTile * (kStride + 1) + row] = softmax.sum;
                     }
                   });
   __syncthreads();

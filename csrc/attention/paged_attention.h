@@ -9,8 +9,8 @@
 
 namespace fastinfer {
 
-// What a cache's elements are: floats; integers and small floats that are worth scale[position, head] times as much; or
-// four bits, see kv_int4.h.
+// The elements of a cache: floats; integers or small floats with a factor scale[position, head]; or four bits, see
+// kv_int4.h.
 enum class CacheQuantization { kNone, kInt8, kFp8, kInt4 };
 
 struct PagedAttentionParams {
@@ -37,7 +37,7 @@ struct PagedAttentionParams {
   float scale;
   float softcap;                        // 0: none
   DType dtype;                          // of q and out
-  DType cache_dtype = DType::kFloat32;  // where it is not quantized
+  DType cache_dtype = DType::kFloat32;  // if not quantized
   CacheQuantization quantization = CacheQuantization::kNone;
   // CUDA only, see paged_attention_plan.h:
   int32_t* plan = nullptr;

@@ -39,7 +39,7 @@ class Fold {
 
 template <class C>
 void run_piece(const PagedAttentionParams& p, const AttentionTasks& tasks, const AttentionPiece& piece,
-               RowAttention<C>& rows) {
+               QueryTileAttention<C>& rows) {
   AttentionTask& task = tasks.task(piece);
   rows.begin(task.rows);
   Fold split(rows.rows(), columns_of(p)), all = split;
@@ -95,7 +95,7 @@ void run(const PagedAttentionParams& p) {
   const AttentionTasks tasks(p);
   std::atomic<int> next{0};  // pieces differ too much in cost for a static partition
   parallel_for(std::min(tasks.threads(), tasks.pieces()), [&](int64_t, int64_t) {
-    RowAttention<C> rows(p, tasks.max_rows());
+    QueryTileAttention<C> rows(p, tasks.max_rows());
     const auto take = [&] { return next.fetch_add(1, std::memory_order_relaxed); };
     for (int i = take(); i < tasks.pieces(); i = take()) run_piece(p, tasks, tasks.piece(i), rows);
   });

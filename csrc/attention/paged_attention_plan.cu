@@ -54,7 +54,7 @@ __global__ void paged_attention_plan_kernel(const __grid_constant__ PagedAttenti
   const int64_t per_block = max((units + p.blocks - 1) / p.blocks, kMinUnits);
   if (thread == 0) *plan.header = {p.batch_invariant ? 0 : per_block};
 
-  // Where a unit is; `tiles`: of its row tile.
+  // Finds the position of a unit, and the number of tiles of its row tile.
   const auto find = [&](int64_t unit, int& tiles) {
     int64_t low = 0, high = p.seqs - 1;  // the first sequence that ends after it
     while (low < high) {

@@ -22,7 +22,7 @@ struct PagedAttentionPlanParams {
   int kv_heads;
   int head_dim;
   int window;  // 0: none
-  int blocks;  // of the attention kernel
+  int blocks;  // blocks of the attention kernel
   bool batch_invariant;
 };
 
@@ -40,8 +40,9 @@ FASTINFER_API void paged_attention_plan(const PagedAttentionPlanParams& params, 
 
 inline constexpr int kAttentionThreads = 128;
 inline constexpr int kAttentionWarps = kAttentionThreads / 32;
-inline constexpr int kRowTile = 64;     // query rows of a tile, 16 a warp
-inline constexpr int kDecodeRows = 16;  // with so few rows, and a plan that cuts, the warps split the positions instead
+inline constexpr int kRowTile = 64;  // query rows of a tile, 16 a warp
+inline constexpr int kDecodeRows =
+    16;  // up to so many rows, and with a plan that cuts, the warps split the positions instead
 
 inline constexpr int kHeadDims[] = {64, 80, 96, 128, 256};
 
@@ -58,7 +59,7 @@ FASTINFER_HOST_DEVICE constexpr int row_stride(int head_dim) {
 
 constexpr size_t attention_shared_bytes(int head_dim) {
   const int rows = kRowTile + 2 * 2 * kv_tile(head_dim);                           // Q; two stages of K and V
-  const int scales = 2 * 2 * kv_tile(head_dim) * static_cast<int>(sizeof(float));  // of their positions
+  const int scales = 2 * 2 * kv_tile(head_dim) * static_cast<int>(sizeof(float));  // scales of their positions
   return static_cast<size_t>(rows * row_stride(head_dim) * 16 + scales);
 }
 
@@ -82,7 +83,7 @@ constexpr LaunchConfig attention_launch(int head_dim, int64_t blocks) {
 
 struct PagedAttentionPlan {
   int kv_tile;              // positions
-  int64_t plan_ints;        // of the work plan, int32
+  int64_t plan_ints;        // size of the work plan, int32
   int64_t workspace_bytes;  // partial results
   LaunchConfig plan;
   LaunchConfig attention;  // any batch, however long: blocks without work end at once

@@ -7,11 +7,16 @@
 #include <type_traits>
 
 #include "attention/paged_attention_tile.h"
+#include "common/online_softmax.h"
 
 namespace fastinfer::cuda {
 
-inline constexpr float kNegInf = -INFINITY;
-inline constexpr float kLog2e = 1.4426950408889634f;
+// The exponential of attention's OnlineSoftmax.
+struct Exp2 {
+  __device__ float operator()(float x) const {
+    return exp2_approx(x);
+  }
+};
 
 template <class T>
 __device__ uint32_t pack(float low, float high) {
@@ -37,15 +42,16 @@ template <class T, int kHeadDim, bool kDecode>
 class RowAttention {
   using Shared = Tiles<T, kHeadDim>;
   static constexpr int kTile = Shared::kTile;
-  static constexpr int kPositions = kDecode ? 16 : kTile;                          // of a tile, that a warp multiplies
-  static constexpr int kColumnWarps = kDecode ? kAttentionWarps * 16 / kTile : 1;  // have the same, split V's columns
+  static constexpr int kPositions = kDecode ? 16 : kTile;  // positions of a tile that a warp multiplies
+  static constexpr int kColumnWarps =
+      kDecode ? kAttentionWarps * 16 / kTile : 1;  // warps with the same positions, which split V's columns
   static constexpr int kColumns = kHeadDim / kColumnWarps;
-  static constexpr int kSteps = kHeadDim / 16;                     // of the product Q K^T
+  static constexpr int kSteps = kHeadDim / 16;                     // steps of the product Q K^T
   static constexpr bool kKeepQueries = kDecode || kHeadDim < 128;  // in registers, 4 a step, where there is room
   static_assert(4 * kRowTile * (2 + result_stride(kHeadDim)) <= attention_shared_bytes(kHeadDim));
 
  public:
-  // Of its results in shared memory: a tile's positions are split in so many.
+  // Partial results in shared memory: the number of parts into which a tile's positions are split.
   static constexpr int kPartials = kDecode ? kTile / 16 : 1;
 
   __device__ RowAttention(const PagedAttentionParams& p, const QueryRows& queries, const RowTile& rows)
@@ -137,7 +143,8 @@ class RowAttention {
     }
   }
 
-  // S becomes P, relative to the rows' new maxima (times V's scales); a row's results so far count `rescale` of that.
+  // Turns S into P, relative to the rows' new maxima (times V's scales). `rescale` is the factor of a row's results so
+  // far.
   __device__ void softmax(float (&s)[kPositions / 8][4], int first_position, int scales, float (&rescale)[2]) {
     const int last_position = first_position + kPositions - 1;
     const bool scaled = p_.quantization == CacheQuantization::kInt8 || p_.quantization == CacheQuantization::kFp8;
@@ -165,21 +172,18 @@ class RowAttention {
           }
         }
       }
-      float maximum = maximum_[i];
+      float maximum = softmax_[i].maximum;
 #pragma unroll
       for (int n = 0; n < kPositions / 8; ++n) maximum = fmaxf(maximum, fmaxf(s[n][2 * i], s[n][2 * i + 1]));
       maximum = fmaxf(maximum, __shfl_xor_sync(kFullMask, maximum, 1));
       maximum = fmaxf(maximum, __shfl_xor_sync(kFullMask, maximum, 2));
-      const float base = maximum == kNegInf ? 0.0f : maximum;  // nothing visible yet, or NaN alone, which must show
-      rescale[i] = exp2_approx(maximum_[i] - base);
-      maximum_[i] = maximum;
-      sum_[i] *= rescale[i];
+      rescale[i] = softmax_[i].raise_maximum(maximum, Exp2{});
 #pragma unroll
       for (int n = 0; n < kPositions / 8; ++n) {
         for (int c = 0; c < 2; ++c) {
           float& probability = s[n][2 * i + c];
-          probability = exp2_approx(probability - base);
-          sum_[i] += probability;
+          probability = exp2_approx(probability - maximum);
+          softmax_[i].sum += probability;
           if (scaled) probability *= v_scales[n * 8 + c] * kValueFactor;
         }
       }
@@ -212,11 +216,11 @@ class RowAttention {
       for (int n = 0; n < kColumns / 8; ++n) {
         store_vector(to + split_place(kHeadDim, n * 8), Vector<float, 2>{o_[n][2 * i], o_[n][2 * i + 1]});
       }
-      float sum = sum_[i];
+      float sum = softmax_[i].sum;
       sum += __shfl_xor_sync(kFullMask, sum, 1);
       sum += __shfl_xor_sync(kFullMask, sum, 2);
       if (lane() % 4 == 0 && column0_ == 0) {
-        statistics()[row] = maximum_[i];
+        statistics()[row] = softmax_[i].maximum;
         statistics()[kRowTile + row] = sum;
       }
     }
@@ -228,8 +232,7 @@ class RowAttention {
   int position_[2];                 // of the lane's two rows, 8 apart
   uint32_t q_[kKeepQueries ? kSteps : 1][4];
   float o_[kColumns / 8][4] = {};
-  float maximum_[2] = {kNegInf, kNegInf};
-  float sum_[2] = {};  // of this lane's positions
+  OnlineSoftmax<float> softmax_[2];  // the sums are those of this lane's positions
 };
 
 }  // namespace fastinfer::cuda

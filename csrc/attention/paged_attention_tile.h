@@ -1,5 +1,5 @@
-// Shared memory of a paged attention block: where tiles lie, how they get there from the pages, and how quantized ones
-// become 16-bit floats.
+// Shared memory of a paged attention block: the layout of tiles, their copy from the pages, and the conversion of
+// quantized ones to 16-bit floats.
 #pragma once
 
 #include "attention/kv_int4_cuda.h"
@@ -86,7 +86,7 @@ struct Tiles {
   __device__ static float* scales(int index, bool values) {
     return reinterpret_cast<float*>(stage(2, false)) + (2 * index + values) * kTile;
   }
-  // Those of int4 are half as large again; their scales, up to half as large as they, follow them.
+  // Stages of int4 are half as large again. Their scales follow them and take up to half of their size.
   __device__ static unsigned char* int4_stage(int index, bool values) {
     return stage(1, false) + (2 * index + values) * kTile * (kHeadDim / 2);
   }
@@ -95,7 +95,7 @@ struct Tiles {
   }
 
   __device__ static void widen_int4_tiles(int index) {
-    constexpr int kWords = kTile * kChunks;  // of eight codes
+    constexpr int kWords = kTile * kChunks;  // eight codes each
 #pragma unroll 1
     for (int i = opaque(threadIdx.x); i < 2 * kWords; i += kAttentionThreads) {
       const bool values = i >= kWords;
@@ -112,7 +112,8 @@ struct Tiles {
   __device__ static void widen(int index, CacheQuantization quantization) {
     if (quantization == CacheQuantization::kInt4) return widen_int4_tiles(index);
     const bool fp8 = quantization == CacheQuantization::kFp8;
-    constexpr int kVectors = kTile * kChunks;  // of eight bytes: 16 would become two chunks apart, whose banks collide
+    constexpr int kVectors =
+        kTile * kChunks;  // eight bytes each: 16 would become two chunks apart, whose banks collide
 #pragma unroll 1
     for (int i = opaque(threadIdx.x); i < 2 * kVectors; i += kAttentionThreads) {
       const bool values = i >= kVectors;
@@ -136,7 +137,7 @@ struct Tiles {
 template <class T, int kHeadDim>
 class TileLoader {
   using Shared = Tiles<T, kHeadDim>;
-  static constexpr int kRows = Shared::kTile / kAttentionWarps;  // of a tile, that a warp copies
+  static constexpr int kRows = Shared::kTile / kAttentionWarps;  // rows of a tile that a warp copies
 
  public:
   __device__ TileLoader(const PagedAttentionParams& p, int seq, int head, const RowTile& rows, int first, int end)

@@ -11,7 +11,7 @@
 namespace fastinfer::cuda {
 
 struct HeadPlan {
-  int lanes;  // of a warp that share a head: a power of two
+  int lanes;  // lanes of a warp that share a head: a power of two
   LaunchConfig launch;
 };
 

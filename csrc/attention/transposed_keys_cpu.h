@@ -9,7 +9,7 @@ namespace fastinfer::cpu::FASTINFER_ISA {
 
 #if defined(FASTINFER_AVX512_VNNI)
 
-// From so many rows on transposing pays.
+// The number of rows from which transposing pays.
 inline constexpr int kTransposeFrom = 16;
 
 // 16 rows of 16 numbers to columns.
@@ -47,7 +47,7 @@ inline void transpose_keys(const float* keys, int columns, float* transposed) {
   }
 }
 
-// Of kRows rows and 16 kVectors positions.
+// Computes the scores of kRows rows and 16 kVectors positions.
 template <int kRows, int kVectors>
 FASTINFER_INLINE void multiply_transposed_block(const float* q, int columns, const float* keys, float* scores) {
   f32v quarters[4][kRows * kVectors];

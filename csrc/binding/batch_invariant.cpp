@@ -9,7 +9,7 @@ namespace {
 
 thread_local bool invariant = false;
 
-// Returns what it was.
+// Returns the previous value.
 bool set_batch_invariant(bool value) {
   return std::exchange(invariant, value);
 }
@@ -20,7 +20,7 @@ bool batch_invariant() {
   return invariant;
 }
 
-// It has no tensor to tell the device by.
+// There is no tensor argument that could determine the device.
 STABLE_TORCH_LIBRARY_IMPL(FASTINFER_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("set_batch_invariant", TORCH_BOX(&set_batch_invariant));
 }

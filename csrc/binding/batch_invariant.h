@@ -1,10 +1,10 @@
-// Whether the GPU's kernels may let a token's result depend on its company: on how many tokens there are, where it
-// stands among them, and which sequences are beside its own. The CPU's never do.
+// Batch invariance on GPUs: rounding of a token's result then does not depend on the rest of the batch (how many tokens
+// there are, their order, and the other sequences). On the CPU it never does.
 #pragma once
 
 namespace fastinfer {
 
-// What fastinfer.ops.batch_invariant() has set for this thread; launch policies ask for it.
+// The value that fastinfer.ops.batch_invariant() has set for this thread. Launch policies read it.
 bool batch_invariant();
 
 }  // namespace fastinfer

@@ -1,5 +1,5 @@
-// What the operators' bindings share: checks whose messages name the operator, the argument, what was expected and what
-// came; nothing here knows a kernel.
+// Argument checks of the operators' bindings. Their messages name the operator, the argument, the expected value and
+// the actual one. Nothing here knows a kernel.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -52,7 +52,7 @@ std::string format_shape(const Range& sizes) {
   return text + "]";
 }
 
-// Of a contiguous tensor.
+// The memory of a contiguous tensor.
 inline cpu::Memory memory_of(const Tensor& t) {
   return {t.data_ptr(), static_cast<size_t>(t.numel()) * t.element_size()};
 }
@@ -89,7 +89,7 @@ class Checks {
     if (!t.is_contiguous()) require(false, name, " must be contiguous, got strides ", format_shape(t.strides()));
   }
 
-  // [tokens, heads, head_dim] whose tokens may be any distance apart.
+  // Checks that the heads of a token are contiguous; the tokens of [tokens, heads, head_dim] may be any distance apart.
   void rows_contiguous(const Tensor& t, const char* name) const {
     const auto sizes = t.sizes(), strides = t.strides();
     int64_t expected = 1;
@@ -103,7 +103,7 @@ class Checks {
     }
   }
 
-  // What is changed in place must not hold a row twice, as an expanded tensor does.
+  // A tensor that is changed in place must not contain a row twice, as an expanded tensor does.
   void rows_apart(const Tensor& t, const char* name) const {
     const int64_t row = t.size(0) > 0 ? t.numel() / t.size(0) : 0;
     require(t.size(0) <= 1 || t.stride(0) >= row, name,
@@ -130,7 +130,7 @@ class Checks {
     return DType::kFloat32;
   }
 
-  // fp32, or the dtype that the activations have.
+  // Accepts fp32 and the dtype of the activations.
   DType fp32_or(DType activations, const Tensor& t, const char* name) const {
     const DType dtype = float_dtype(t, name);
     require(dtype == DType::kFloat32 || dtype == activations, name,

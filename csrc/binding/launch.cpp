@@ -17,7 +17,7 @@ Tensor new_tensor(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef s
   std::vector<int64_t> strides(sizes.size());
   for (size_t i = sizes.size(); i-- > 0;) {
     strides[i] = elements;
-    elements *= std::max<int64_t>(sizes[i], 1);  // of an empty tensor too, as torch has them
+    elements *= std::max<int64_t>(sizes[i], 1);  // empty tensors have the same strides in torch
   }
   const auto shim_dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   const auto allocation = graph->memory()->allocate(elements * aoti_torch_dtype_element_size(shim_dtype));

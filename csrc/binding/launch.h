@@ -1,4 +1,4 @@
-// Where an operator runs: registration for every device of this build, and the way from a binding to its kernel.
+// Registers operators for every device of this build, and launches a kernel from a binding.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
@@ -13,7 +13,7 @@
 // FASTINFER_OPERATORS(m) { m.impl(...); }   operators with a kernel for the CPU and for CUDA
 // FASTINFER_CPU_OPERATORS(m) { ... }         operators without a CUDA kernel
 // FASTINFER_LAUNCH(x, op, params)            cpu::op(params), or cuda::op(params, stream) where tensor x is on a GPU
-// new_tensor(like, sizes, dtype)             the memory of results and of what a kernel needs besides
+// new_tensor(like, sizes, dtype)             memory for results and scratch
 #define FASTINFER_CPU_OPERATORS(m) STABLE_TORCH_LIBRARY_IMPL(FASTINFER_NAMESPACE, CPU, m)
 
 #if defined(FASTINFER_CUDA)
@@ -51,11 +51,12 @@
 
 namespace fastinfer {
 
-// torch's new_empty; while a graph is recorded, in the graph's memory. No binding allocates otherwise.
+// Allocates like torch's new_empty, or in the graph's memory while a graph is recorded. Every binding allocates with
+// it.
 torch::stable::Tensor new_tensor(const torch::stable::Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
                                  std::optional<torch::headeronly::ScalarType> dtype = std::nullopt);
 
-// The GPU that a tensor is on, for launch policies; null for a tensor in host memory, whose contents may be looked at.
+// The GPU that a tensor is on, for launch policies. Null for a tensor in host memory, whose contents a check may read.
 inline const cuda::Device* gpu_of([[maybe_unused]] const torch::stable::Tensor& x) {
 #if defined(FASTINFER_CUDA)
   if (x.is_cuda()) return &cuda::device(x.get_device_index());

@@ -1,5 +1,5 @@
-// Where an operator's result goes: into a new tensor, or into the caller's. Two overloads of the operator, `op` and
-// `op.out`, share one function.
+// The destination of an operator's result: a new tensor, or one from the caller. Two overloads of the operator, `op`
+// and `op.out`, share one function.
 #pragma once
 
 #include <algorithm>
@@ -20,8 +20,8 @@ class Output {
   template <class... Args>
   explicit Output(const Tensor& out, const Args&... args) : out_(&out), inputs_{tensor_of(args)...} {}
 
-  // For a result like new_tensor's. `replaceable` are inputs that the result may take the place of: those of which the
-  // kernel reads an element for the last time in the thread that writes it, before it does.
+  // For a result like new_tensor's. The result may overwrite the inputs in `replaceable`: the kernel's
+  // thread that writes an element is the last to read the input's element, and does so before.
   Tensor tensor(const Checks& check, const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
                 std::optional<ScalarType> dtype = std::nullopt,
                 std::initializer_list<const Tensor*> replaceable = {}) const {
@@ -52,7 +52,7 @@ class Output {
     return nullptr;
   }
 
-  // Whether the bytes from a tensor's first to its last element, gaps between them included, meet those of out.
+  // Returns true if the bytes from a tensor's first to its last element, including gaps, overlap those of out.
   bool overlaps(const Tensor& t) const {
     if (t.numel() == 0 || out_->numel() == 0) return false;
     const auto range = [](const Tensor& of) {
@@ -67,7 +67,7 @@ class Output {
   }
 
   const Tensor* out_ = nullptr;
-  std::vector<const Tensor*> inputs_;  // of all arguments, null for what is no tensor
+  std::vector<const Tensor*> inputs_;  // one entry per argument, null if it is no tensor
 };
 
 template <auto kOp>

@@ -1,4 +1,4 @@
-// How rows lie in a GPU's shared memory so that no access waits for a bank: 32 banks of four bytes each serve a warp's
+// Layouts of rows in a GPU's shared memory that avoid bank conflicts. 32 banks of four bytes each serve a warp's
 // 4-byte accesses at once, 8-byte ones by half warps, 16-byte ones by quarters. tests/emulation/traffic.py counts.
 #pragma once
 
@@ -16,8 +16,8 @@ FASTINFER_HOST_DEVICE constexpr int written_row(int inputs, int i) {
   return inputs == 32 ? (i & ~3) + (i & 1) * 2 + (i >> 1 & 1) : i;
 }
 
-// Rows of 64 bytes or a multiple of 128, of which ldmatrix reads 16 bytes each of eight: which 16 bytes of a row lie
-// where depends on the row. A byte of it, exclusive or this, is its place.
+// Rows of 64 bytes or a multiple of 128, of which ldmatrix reads 16 bytes each of eight: the place of
+// 16 bytes within a row depends on the row. A byte's place is its offset, exclusive or this.
 FASTINFER_HOST_DEVICE constexpr int matrix_swizzle(int row_bytes, int row) {
   return row_bytes == 64 ? (row & 6) << 3 : (row & 7) << 4;
 }
@@ -28,7 +28,7 @@ FASTINFER_HOST_DEVICE constexpr int matrix_swizzle(int row_bytes, int row) {
 FASTINFER_HOST_DEVICE constexpr int split_half(int count) {
   return count / 2 + 4;
 }
-// Of eight from i on, four at a time: `part` is 0 or 1.
+// The place of four of the eight sums from i on: `part` is 0 or 1.
 FASTINFER_HOST_DEVICE constexpr int split_four(int count, int i, int part) {
   return i / 2 + part * split_half(count);
 }

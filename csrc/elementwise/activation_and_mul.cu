@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kMostThreads = 256;
 
-// As elementwise/activation_and_mul_cpu.h.
+// The same functions as in elementwise/activation_and_mul_cpu.h.
 __device__ float apply(Activation activation, float x) {
   switch (activation) {
     case Activation::kSilu: return x / (1.0f + expf(-x));

@@ -15,7 +15,7 @@ namespace {
 
 namespace py = pybind11;
 
-static_assert(std::endian::native == std::endian::little);  // as the format is
+static_assert(std::endian::native == std::endian::little);  // GGUF is little-endian
 
 struct Bytes {
   Bytes(const py::buffer& buffer, const char* name, bool writable = false) : info(buffer.request(writable)) {
@@ -85,7 +85,7 @@ struct Fields {
   int bits, shift;
 };
 
-// Of some blocks; the length of a run is a constant, so that its bytes are moved by whole registers.
+// Unpacks the fields of some blocks. The length of a run is a constant, so that its bytes are moved by whole registers.
 template <int kRun>
 void take_fields(Fields p, int64_t first, int64_t last) {
   using Word = std::conditional_t<kRun % 8 == 0, uint64_t, uint16_t>;

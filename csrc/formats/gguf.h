@@ -1,4 +1,4 @@
-// What reading a GGUF file takes too long in Python for: its header's strings, and the bits of its blocks.
+// The parts of reading a GGUF file that are too slow in Python: its header's strings, and the bits of its blocks.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -19,9 +19,9 @@ struct VectorArg {
   DType dtype = DType::kFloat32;
 };
 
-// Which expert computes which rows, where a weight is a stack with a slice for each (gemm/grouped_gemm.cpp): expert
-// e the rows row_ids[start[e]] .. row_ids[start[e + 1] - 1] of the output. A kernel counts rows by their places in
-// row_ids, and asks here for those of x and of the output.
+// The rows of each expert, if the weight is a stack with a slice for each expert (gemm/grouped_gemm.cpp). Expert e
+// computes the rows row_ids[start[e]] .. row_ids[start[e + 1] - 1] of the output. A kernel counts rows by their places
+// in row_ids, and looks up the rows of x and of the output here.
 struct ExpertRows {
   const int32_t* start = nullptr;    // [experts + 1]; null: one weight for all rows
   const int32_t* row_ids = nullptr;  // [m]
@@ -52,11 +52,11 @@ struct GemmParams {
   cuda::GemmPlan plan{};  // on a GPU, with its scratch memory
   void* workspace = nullptr;
   ExpertRows expert_rows{};
-  cpu::Memory weight_memory{};  // of a weight that is read as a whole
+  cpu::Memory weight_memory{};  // the weight, if it is read as a whole
 };
 
 struct DenseGemmParams : GemmParams {
-  const void* weight;  // [n, k]; of a stack, as of those of packed forms, the first slice, which the others follow
+  const void* weight;  // [n, k]; of a stack the first slice, which the others follow (also with packed forms)
   DType weight_dtype;
 };
 

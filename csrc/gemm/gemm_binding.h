@@ -6,7 +6,7 @@
 
 namespace fastinfer {
 
-// The arguments around the weight, as they stand in every schema.
+// The arguments other than the weight, which are the same in every schema.
 struct GemmArgs {
   const Tensor& x;
   const std::optional<Tensor>& bias;
@@ -16,26 +16,26 @@ struct GemmArgs {
   const std::optional<Tensor>& residual;
 };
 
-// Of None, 'silu', 'gelu_tanh' or 'gelu'; anything else raises.
+// Parses None, 'silu', 'gelu_tanh' or 'gelu'; throws for anything else.
 Activation parse_activation(const Checks& check, const std::optional<std::string>& name);
 
-// A gated activation takes whole runs of gate and up.
+// Checks that a gated activation gets whole runs of gate and up.
 void check_gated(const Checks& check, bool gated, int64_t n);
 
-// Of a dense weight, what the GPU's kernels want.
+// Checks what the GPU's kernels require of a dense weight.
 void check_gpu_weight(const Checks& check, const Tensor& x, const Tensor& weight, int64_t k);
 
 // Checks the arguments, takes `out` from `output` and returns the parameters but for the weight.
 GemmParams gemm_params(const Checks& check, const GemmArgs& args, int64_t n, int64_t k, const Output& output,
                        Tensor& out);
 
-// What a product on a GPU needs until it is launched.
+// Tensors that must live until a product on a GPU is launched.
 struct GemmScratch {
   std::optional<Tensor> x, workspace;
 };
 
-// Where x is on a GPU: checks what its kernels want, plans the launch, allocates the workspace, and where the norm
-// cannot be fused runs it first. `group`: inputs that share a scale.
+// Prepares a product on a GPU: checks what its kernels require, plans the launch, allocates the workspace, and runs the
+// norm first if it cannot be fused. `group`: inputs that share a scale.
 void prepare_gpu(const Checks& check, const GemmArgs& args, cuda::WeightFormat format, int64_t group,
                  GemmParams& params, GemmScratch& scratch);
 

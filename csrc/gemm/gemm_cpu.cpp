@@ -162,7 +162,7 @@ class DenseGemm {
 #if defined(FASTINFER_AVX512_BF16)
 Rows<BFloat16> bfloat16_rows(const GemmParams& p) {
   constexpr int kStep = BFloat16Products::kStep;
-  const int64_t stride = (p.k + kStep - 1) / kStep * kStep + 32;  // as float_rows
+  const int64_t stride = (p.k + kStep - 1) / kStep * kStep + 32;  // the stride of float_rows
   auto* data = scratch_array<BFloat16>(kActivations, p.m * stride);
   parallel_for(p.m, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {

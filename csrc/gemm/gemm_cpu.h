@@ -1,4 +1,4 @@
-// What the CPU's matrix products share: the prologue, the partition of the output, and the epilogue.
+// The common part of the CPU's matrix products: the prologue, the partition of the output, and the epilogue.
 //
 // The output is cut into units of one tile of 16 weight rows (two where a gated activation follows, gate and up, or
 // where a kernel takes two together). A thread gets a contiguous run of units and, for each, sweeps all rows of x in

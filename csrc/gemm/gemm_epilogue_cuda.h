@@ -1,5 +1,6 @@
-// The way out of the GPU's matrix products: sums of a unit through shared memory to rows of the output, with what is
-// fused behind the product; of a cut unit through the workspace, where the last worker to arrive adds up the pieces.
+// The epilogue of the GPU's matrix products. The sums of a unit go through shared memory to rows of the output, where
+// bias, activation and residual are applied. The sums of a cut unit go through the workspace, where the last worker to
+// arrive adds up the pieces.
 #pragma once
 
 #include <type_traits>
@@ -33,7 +34,7 @@ __device__ uint32_t pack2(float lower, float upper) {
 template <class T>
 inline constexpr uint32_t kOnes = std::is_same_v<T, __half> ? 0x3c003c00u : 0x3f803f80u;
 
-// What norm weights are multiplied by while they meet x: fp16 would overflow at x * weight > 65504.
+// The factor of the norm weights when x is multiplied by them: without it, fp16 would overflow at x * weight > 65504.
 template <class T>
 inline constexpr float kNormScale = std::is_same_v<T, __half> ? 0x1p-4f : 1.0f;
 
@@ -64,7 +65,7 @@ struct GemmEpilogue {
   static constexpr bool kNorm = kTokens <= kMostNormTokens && !kGrouped;
   static constexpr int kWidth = 8;  // sums that a thread takes at a time
 
-  // A lane's: mma's d for each row tile and eight tokens; of the squares of token g its own inputs.
+  // The sums of a lane: mma's d for each row tile and eight tokens, and its inputs' part of the squares of token g.
   struct Sums {
     float value[kRowTiles][kTokenTiles][4] = {};
     float squares[kNorm ? kTokenTiles : 1] = {};
@@ -75,9 +76,9 @@ struct GemmEpilogue {
   float* const shared_sums;     // [warps_inputs, 8 warps_tokens, kSumsStride]
   float* const shared_squares;  // [warps_inputs, tokens]
   const int thread, lane, warp_rows, warp_tokens, warp_inputs;
-  int first_chunk = 0;  // of the unit, in the line of all chunks
+  int first_chunk = 0;  // the unit's first, in the line of all chunks
   int first_worker = 0, pieces = 1;
-  int token_tiles = 0;  // these two with a stack of experts alone
+  int token_tiles = 0;  // this and expert_tile are only for a stack of experts
   ExpertTile expert_tile{};
 
   __device__ GemmEpilogue(const GemmParams& params, int unit, float* shared)
@@ -194,7 +195,7 @@ struct GemmEpilogue {
     }
   }
 
-  // Of a worker's two slots the second is for a unit that it begins.
+  // A worker has two slots; the second is for a unit that it begins.
   __device__ float* slot(int worker) const {
     const int begins = worker * p.plan.worker_chunks <= first_chunk ? 1 : 0;
     return static_cast<float*>(p.workspace) + static_cast<int64_t>(2 * worker + begins) * p.plan.slot_floats;
@@ -234,7 +235,7 @@ struct GemmEpilogue {
     return sum;
   }
 
-  // 1 / root mean square of x, and what the norm weights' scale takes.
+  // 1 / root mean square of x, divided by the norm weights' factor.
   __device__ float norm_factor(bool gather, int token) const {
     if (!has_norm()) return 1.0f;
     float sum = 0.0f;
@@ -260,7 +261,7 @@ struct GemmEpilogue {
 
   __device__ void finish(bool gather, int slice_token, int token, int vector) const {
     const float factor = norm_factor(gather, token);
-    // With an activation rows come as 16 of the gate, 16 of up.
+    // With an activation, 16 rows of the gate alternate with 16 rows of up.
     const int row = gated() ? vector / 2 * 2 * kTileRows + vector % 2 * kWidth : vector * kWidth;
     Vector8 v = biased(gather, slice_token, token, row, factor);
     if (gated()) {
@@ -290,7 +291,7 @@ struct GemmEpilogue {
     }
   }
 
-  // Whether all other pieces of the unit are in their slots; theirs may be read then.
+  // Returns true if all other pieces of the unit are in their slots, and may be read.
   __device__ bool last_to_arrive() const {
     __threadfence();
     __syncthreads();

@@ -1,21 +1,37 @@
-// The GPU's matrix product: one pipeline and one main loop for every weight format (dense_weight_cuda.h,
-// quant/*_dequantize_cuda.h).
+// The GPU's matrix product: one pipeline and one main loop for every weight format (gemm/dense_weight_cuda.h,
+// quant/*_dequantize_cuda.h). gemm/gemm_plan.h shows how the work is split over the multiprocessors, and a pipeline
+// stage.
 //
-// The weight is mma's M side and the tokens its N side, eight at a time, so that a single token wastes no tensor core
-// time that memory would not have taken. Copies to shared memory run `stages - 1` chunks ahead, across the units'
-// borders; in each chunk a warp takes some row tiles, tokens and blocks of 32 inputs:
+// A unit of work is 128 weight rows by a tile of tokens. The weight is mma's M side and the tokens are its N side,
+// eight at a time, so that a single token wastes no tensor core time that memory would not have taken. Eight warps
+// share the tile: four take two row tiles of 16 each, and the other factor of two divides the tokens, or with up to 32
+// tokens the inputs of a chunk.
 //
-//   up to 64 tokens  sums of a block are exact products of integers and x, added up in fp32; the fp32 scale multiplies
-//                    them and min * sum(x) is added: nothing but the result is rounded to 16 bits. sum(x) is an mma
-//                    with a matrix of ones.
-//   more             the fragments become scale * q + min in 16 bits: the scale and the weight are each rounded once.
+//                 up to 32 tokens                              more
+//        tokens 0 .. kTokens - 1                 tokens 0 .. half | half .. kTokens - 1
+//        +----------------------+                +----------------------+
+//   row  |  warp 0, even blocks |           row  |  warp 0  |  warp 4   |      a block: 32 inputs
+//     0  |  warp 4, odd blocks  |             0  |          |           |
+//    32  |  warps 1 and 5       |            32  |  warp 1  |  warp 5   |
+//    64  |  warps 2 and 6       |            64  |  warp 2  |  warp 6   |
+//    96  |  warps 3 and 7       |            96  |  warp 3  |  warp 7   |
+//        +----------------------+                +----------------------+
 //
-// With a stack of experts (ExpertRows) the tiles of tokens are those of one expert each, and their rows are gathered on
-// the way in and scattered on the way out.
+// Copies to shared memory run `stages - 1` chunks ahead, also from one unit to the next. For each block of 32 inputs a
+// warp then does one of two things:
+//
+//   up to 64 tokens  The products of q and x are exact, and are added up in fp32. The fp32 scale multiplies their sum
+//   and
+//                    min * sum(x) is added, so that nothing but the result is rounded to 16 bits. sum(x) is an mma with
+//                    a matrix of ones.
+//   more             The fragments become scale * q + min in 16 bits: the scale and the weight are each rounded once.
+//
+// With a stack of experts (ExpertRows) each tile of tokens belongs to one expert. Its rows are gathered when they are
+// copied to shared memory, and scattered when they are stored.
 //
 // With a norm and few tokens (unless results must not depend on their number), x * norm_weight is rounded to 16 bits on
-// its way into the fragments, its squares are added up beside, and the sums are divided by the root mean square at the
-// end.
+// its way into the fragments. The squares of x are added up beside the products, and the sums are divided by the root
+// mean square at the end.
 #pragma once
 
 #include "common/cuda/launch.h"
@@ -182,6 +198,61 @@ struct GemmKernel {
 
   // ---- a stage's products ----
 
+  // A block of 32 inputs of this warp's row tiles.
+  struct WeightBlock {
+    Fragments a[kRowTiles];
+    float2 scale[kRowTiles], min[kRowTiles];  // of rows g and g + 8; not for dense weights
+    bool has_min = false;
+  };
+
+  using TokenFragments = uint32_t[2][2];  // mma's b for eight tokens: inputs 0 .. 15 of a block, then 16 .. 31
+
+  // Adds a chunk's products to the sums.
+  __device__ void multiply(unsigned char* stage, int chunk) {
+    const int first_block = chunk * kBlocks;
+    const int blocks = (static_cast<int>(p.k) + kBlockInputs - 1) / kBlockInputs - first_block;
+    int first_group = 0;
+    if constexpr (!kDense) first_group = group_of(first_block);
+#pragma unroll 1
+    for (int block = warp_inputs; block < min(kBlocks, blocks); block += kWarpsInputs) {
+      int group = 0;
+      if constexpr (!kDense) group = group_of(first_block + block) - first_group;
+      const WeightBlock w = load_weight_block(stage, block, group);
+      float norm_weights[2][4];
+      if (has_norm()) load_norm(stage + kNormWeights, block, norm_weights);
+#pragma unroll
+      for (int n = 0; n < kTokenTiles; ++n) {
+        TokenFragments b;
+        load_tokens(stage + kX, block, n, b);
+        if constexpr (kNorm) {
+          if (has_norm()) normalise(b, norm_weights, sums.squares[n]);
+        }
+        if constexpr (kDense || !kExact) {
+          add_products(w, b, n);
+        } else {
+          add_scaled_products(w, b, n);
+        }
+      }
+    }
+  }
+
+  // The weights of a block, exact or, in wide tiles, scaled. `group`: of scales, counted from the chunk's first.
+  __device__ WeightBlock load_weight_block(unsigned char* stage, int block, int group) const {
+    WeightBlock w;
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+      const int row_tile = warp_rows * kRowTiles + r;
+      w.a[r] = weight.template fragments<kChunk>(stage, row_tile, block);
+      if constexpr (!kDense) {
+        w.has_min = p.weight.mins != nullptr;
+        w.scale[r] = row_scales(stage + kScales, row_tile, group);
+        w.min[r] = w.has_min ? row_scales(mins_of(stage + kScales), row_tile, group) : make_float2(0.0f, 0.0f);
+        if constexpr (!kExact) scale_fragments(w.a[r], w.scale[r], w.min[r]);
+      }
+    }
+    return w;
+  }
+
   // Scales or mins of rows g and g + 8 of a row tile, for the group that is `group` behind the chunk's first.
   __device__ float2 row_scales(const unsigned char* scales, int row_tile, int group) const
     requires(!kDense)
@@ -193,6 +264,14 @@ struct GemmKernel {
     }
     const auto* s = reinterpret_cast<const float*>(scales);
     return {s[i], s[i + 8]};
+  }
+
+  // scale * q + min in 16 bits: q is exact, the scale and the min are rounded, and so is the result.
+  __device__ static void scale_fragments(Fragments& f, float2 scale, float2 min) {
+    const uint32_t scales[2] = {pack2<T>(scale.x, scale.x), pack2<T>(scale.y, scale.y)};
+    const uint32_t mins[2] = {pack2<T>(min.x, min.x), pack2<T>(min.y, min.y)};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) f.a[i / 4][i % 4] = fma2<T>(f.a[i / 4][i % 4], scales[i % 2], mins[i % 2]);
   }
 
   // The norm weights of this lane's inputs of a block. In fp16 a sixteenth of them: x times a weight must not overflow.
@@ -207,120 +286,83 @@ struct GemmKernel {
     }
   }
 
-  __device__ static void normalise(uint32_t (&b)[2], const float (&w)[4], float& squares) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float2 x = unpack2<T>(b[i]);
-      squares += x.x * x.x + x.y * x.y;
-      b[i] = pack2<T>(x.x * w[2 * i], x.y * w[2 * i + 1]);
-    }
-  }
-
-  __device__ void multiply(unsigned char* stage, int chunk) {
+  // Inputs of a block, for the warp's n-th eight tokens.
+  __device__ void load_tokens(const unsigned char* x, int block, int n, TokenFragments& b) const {
     const int lane = threadIdx.x % kWarpSize, g = lane / 4, t = lane % 4;
-    const int first_block = chunk * kBlocks;
-    const int blocks = (static_cast<int>(p.k) + kBlockInputs - 1) / kBlockInputs - first_block;
-    int first_group = 0;
-    if constexpr (!kDense) first_group = group_of(first_block);
-#pragma unroll 1
-    for (int block = warp_inputs; block < min(kBlocks, blocks); block += kWarpsInputs) {
-      Fragments a[kRowTiles];
-      float2 scale[kRowTiles], shift[kRowTiles];
-      bool has_min = false;
+    const int token = (warp_tokens * kTokenTiles + n) * 8 + g;
+    const unsigned char* at = x + token * kRowBytes + (block * kBlockInputs + 4 * t) * 2;
 #pragma unroll
-      for (int r = 0; r < kRowTiles; ++r) {
-        const int row_tile = warp_rows * kRowTiles + r;
-        a[r] = weight.template fragments<kChunk>(stage, row_tile, block);
-        if constexpr (!kDense) {
-          has_min = p.weight.mins != nullptr;
-          const int group = group_of(first_block + block) - first_group;
-          scale[r] = row_scales(stage + kScales, row_tile, group);
-          shift[r] = has_min ? row_scales(mins_of(stage + kScales), row_tile, group) : make_float2(0.0f, 0.0f);
-          if constexpr (!kExact) scale_fragments(a[r], scale[r], shift[r]);
-        }
-      }
-      float norm_weight[2][4];
-      if (has_norm()) load_norm(stage + kNormWeights, block, norm_weight);
-#pragma unroll
-      for (int n = 0; n < kTokenTiles; ++n) {
-        const int token = (warp_tokens * kTokenTiles + n) * 8 + g;
-        const unsigned char* x = stage + kX + token * kRowBytes + (block * kBlockInputs + 4 * t) * 2;
-        uint32_t b[2][2];
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const uint2 inputs = *reinterpret_cast<const uint2*>(x + 32 * j);
-          b[j][0] = inputs.x;
-          b[j][1] = inputs.y;
-          if constexpr (kNorm) {
-            if (has_norm()) normalise(b[j], norm_weight[j], sums.squares[n]);
-          }
-        }
-        if constexpr (kDense || !kExact) {
-#pragma unroll
-          for (int r = 0; r < kRowTiles; ++r) {
-            mma<T>(sums.value[r][n], a[r].a[0], b[0]);
-            mma<T>(sums.value[r][n], a[r].a[1], b[1]);
-          }
-        } else {
-          float total[4] = {};  // of x: the same in every row
-          if (has_min) {
-            constexpr uint32_t kOne = kOnes<T>;
-            const uint32_t ones[4] = {kOne, kOne, kOne, kOne};
-            mma<T>(total, ones, b[0]);
-            mma<T>(total, ones, b[1]);
-          }
-#pragma unroll
-          for (int r = 0; r < kRowTiles; ++r) {
-            float part[4] = {};
-            mma<T>(part, a[r].a[0], b[0]);
-            mma<T>(part, a[r].a[1], b[1]);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const float s = i < 2 ? scale[r].x : scale[r].y, m = i < 2 ? shift[r].x : shift[r].y;
-              sums.value[r][n][i] += s * part[i] + m * total[i];
-            }
-          }
-        }
-      }
+    for (int j = 0; j < 2; ++j) {
+      const uint2 inputs = *reinterpret_cast<const uint2*>(at + 32 * j);
+      b[j][0] = inputs.x;
+      b[j][1] = inputs.y;
     }
   }
 
-  // scale * q + min in 16 bits: q is exact, the scale and the min are rounded, and so is the result.
-  __device__ static void scale_fragments(Fragments& f, float2 scale, float2 shift) {
-    const uint32_t scales[2] = {pack2<T>(scale.x, scale.x), pack2<T>(scale.y, scale.y)};
-    const uint32_t shifts[2] = {pack2<T>(shift.x, shift.x), pack2<T>(shift.y, shift.y)};
+  // Multiplies x by the norm weights, and adds up its squares.
+  __device__ static void normalise(TokenFragments& b, const float (&w)[2][4], float& squares) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) f.a[i / 4][i % 4] = fma2<T>(f.a[i / 4][i % 4], scales[i % 2], shifts[i % 2]);
+    for (int i = 0; i < 4; ++i) {
+      uint32_t& pair = b[i / 2][i % 2];
+      const float2 x = unpack2<T>(pair);
+      squares += x.x * x.x + x.y * x.y;
+      pair = pack2<T>(x.x * w[i / 2][i % 2 * 2], x.y * w[i / 2][i % 2 * 2 + 1]);
+    }
+  }
+
+  __device__ void add_products(const WeightBlock& w, const TokenFragments& b, int n) {
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+      mma<T>(sums.value[r][n], w.a[r].a[0], b[0]);
+      mma<T>(sums.value[r][n], w.a[r].a[1], b[1]);
+    }
+  }
+
+  // Adds scale * (exact products) + min * (sum of x).
+  __device__ void add_scaled_products(const WeightBlock& w, const TokenFragments& b, int n) {
+    float total[4] = {};  // the sum of x, the same in every row
+    if (w.has_min) {
+      constexpr uint32_t kOne = kOnes<T>;
+      const uint32_t ones[4] = {kOne, kOne, kOne, kOne};
+      mma<T>(total, ones, b[0]);
+      mma<T>(total, ones, b[1]);
+    }
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+      float part[4] = {};
+      mma<T>(part, w.a[r].a[0], b[0]);
+      mma<T>(part, w.a[r].a[1], b[1]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float scale = i < 2 ? w.scale[r].x : w.scale[r].y, min = i < 2 ? w.min[r].x : w.min[r].y;
+        sums.value[r][n][i] += scale * part[i] + min * total[i];
+      }
+    }
   }
 
   // ---- the pipeline ----
 
   __device__ void run() {
+    constexpr int kAhead = kStages - 1;
     unsigned char* shared = dynamic_shared();
     const auto stage = [&](int i) { return shared + i % kStages * p.plan.stage_bytes; };
-    constexpr int kAhead = kStages - 1;
     const int count = worker_chunks<kGrouped>(p);
-
     Position here(p), ahead = here;
-#pragma unroll 1
-    for (int i = 0; i < kAhead; ++i) {
+    const auto start_copy = [&](int i) {
       if (i < count) {
         load_weight(stage(i), ahead);
         load_x(stage(i), ahead);
         ahead.advance(p);
       }
       cp_async_commit();
-    }
+    };
+#pragma unroll 1
+    for (int i = 0; i < kAhead; ++i) start_copy(i);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       cp_async_wait<kAhead - 1>();
       __syncthreads();  // chunk i is there for everybody, and nobody reads chunk i - 1 any more
-      if (i + kAhead < count) {
-        load_weight(stage(i + kAhead), ahead);
-        load_x(stage(i + kAhead), ahead);
-        ahead.advance(p);
-      }
-      cp_async_commit();
+      start_copy(i + kAhead);
       multiply(stage(i), here.chunk);
       if (here.chunk + 1 == p.plan.chunks || i + 1 == count) {
         Epilogue(p, here.unit, reinterpret_cast<float*>(shared + kStages * p.plan.stage_bytes)).store(sums);

@@ -1,10 +1,17 @@
-// How a matrix product is cut up for a GPU: tiles, pipeline, and the division of the work between blocks. Plain data.
+// How a matrix product is split for a GPU: tiles, pipeline, and the division of the work between blocks. Plain data.
 //
-// A unit of work is 128 weight rows by one tile of tokens; it is summed in chunks of inputs. Blocks are workers that
-// stay: where the units fill the GPU in whole waves, worker w does units w, w + workers, ...; where they do not, all
-// chunks of all units stand in one line and every worker takes an equal piece of it (stream-K), so that no
-// multiprocessor idles. A unit that is cut is added up by the worker that finishes last, in the order of the workers.
-// The division does not depend on how many tokens of a tile there are; a batch-invariant one on no number of tokens.
+// A unit of work is 128 weight rows by one tile of tokens. It is summed in chunks of inputs. Blocks are workers that
+// stay resident. Where the units fill the GPU in whole waves, worker w does units w, w + workers, ... Where they do
+// not, the chunks of all units form one line and every worker takes an equal stripe of it (stream-K), so that no
+// multiprocessor idles:
+//
+//   unit            0               1               2        (5 chunks each, 4 workers, 4 chunks for each worker)
+//   chunk     0 1 2 3 4 | 0 1 2 3 4 | 0 1 2 3 4
+//   worker    0 0 0 0 1 | 1 1 1 2 2 | 2 2 3 3 3
+//
+// Here all three units are cut. The worker that finishes a unit last adds up its pieces, in the order of the workers.
+// The division does not depend on how many tokens of a tile there are, and a batch-invariant one does not depend on the
+// number of tokens at all.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +35,8 @@ constexpr int packed_bits(WeightFormat format) {
   return format == WeightFormat::kInt8 ? 8 : 4;
 }
 
-// What is fixed when a kernel is compiled. Warps divide a tile's rows, its tokens, and the chunk's blocks of inputs.
+// The parameters that are fixed when a kernel is compiled. Warps divide a tile's rows, its tokens, and the chunk's
+// blocks of inputs.
 struct GemmTile {
   int tokens;
   int chunk;  // inputs of a pipeline stage
@@ -48,7 +56,27 @@ struct GemmTile {
   }
 };
 
-// Where the parts of a stage begin, in bytes, the weight at 0. Scales and mins have no fixed size: they come last.
+// A stage of the pipeline is a chunk of inputs in shared memory. GemmStage has the offsets of its parts, in bytes:
+//
+//   0                x              norm             scales
+//   +----------------+--------------+----------------+-----------------------+-----------------------+
+//   | weight         | x            | norm weights   | scales                | mins                  |
+//   | [128, chunk]   | [tokens,     | [chunk] fp32   | [8 row tiles, groups, | as the scales         |
+//   | or its packed  |  chunk]      | (few tokens)   |  16 rows]             |                       |
+//   | blocks         |              |                |                       |                       |
+//   +----------------+--------------+----------------+-----------------------+-----------------------+
+//
+// Rows of 16-bit values (x and dense weights) are 32 bytes longer than the chunk (shared_row_bytes). A half warp reads
+// 8 bytes by each of four lanes from each of four rows, which then lie in different banks:
+//
+//   byte modulo 128    0        32        64        96       128
+//   row 0              |t0 .. t3|         |         |         |
+//   row 1              |        |t0 .. t3 |         |         |
+//   row 2              |        |         |t0 .. t3 |         |
+//   row 3              |        |         |         |t0 .. t3 |
+//
+// A packed block needs no such gap, because its bytes are stored in the order of the lanes that read them. Scales and
+// mins have no fixed size, so they come last.
 struct GemmStage {
   int x;
   int norm;    // norm weights, fp32 at most
@@ -65,7 +93,8 @@ constexpr GemmStage gemm_stage(WeightFormat format, int tokens, int chunk) {
 }
 
 // Shared memory beside the pipeline: the sums of 8 tokens of every warp on their way out, sums of squares, a flag.
-inline constexpr int kSumsStride = 2 * split_half(kGemmRows) - 4;  // of a token's sums, placed by split_place
+inline constexpr int kSumsStride =
+    2 * split_half(kGemmRows) - 4;  // the stride of a token's sums, placed by split_place
 constexpr int gemm_sums_bytes(const GemmTile& tile) {
   const int sums = tile.warps_inputs * tile.warps_tokens * 8 * kSumsStride;
   return (sums + tile.warps_inputs * tile.tokens + 4) * 4;
@@ -102,10 +131,10 @@ struct GemmPlan {
   int stage_bytes = 0;
   int token_tiles = 0;  // units are numbered row tile by row tile
   int units = 0;
-  int chunks = 0;         // of a unit
-  int worker_chunks = 0;  // of each worker where units are cut; 0: whole units, the next `workers` further on
+  int chunks = 0;         // per unit
+  int worker_chunks = 0;  // per worker if units are cut; 0: whole units, the next one `workers` further on
   int workers = 0;
-  int slot_floats = 0;  // of a cut unit's partial sums; each worker has two slots
+  int slot_floats = 0;  // size of a cut unit's partial sums; each worker has two slots
   size_t workspace_bytes = 0;
   LaunchConfig launch{};
 };
@@ -150,7 +179,7 @@ inline GemmPlan gemm_plan(WeightFormat format, int64_t m, int64_t n, int64_t k, 
   plan.launch = {.grid = 0, .block = tile.threads(), .shared_bytes = shared, .dependent = true};
   if (plan.units == 0 || plan.chunks == 0) return plan;
 
-  // Of a multiprocessor's shared memory 1 KB a block is the system's.
+  // The system takes 1 KB of a multiprocessor's shared memory for each block.
   const int64_t resident = device.shared_bytes + 1024 >= 2 * (shared + 1024) ? gemm_resident(format, tokens) : 1;
   const int64_t slots = device.multiprocessors * resident, units = plan.units;
   const bool whole = batch_invariant || experts > 0 || units * 10 >= up(units, slots) * slots * 9;

@@ -10,7 +10,7 @@ const int32_t* indices(const Checks& check, const Tensor& t, const char* name, i
   return static_cast<const int32_t*>(t.data_ptr());
 }
 
-// Of tensors in host memory, whose values may be looked at.
+// Checks the values of tensors in host memory.
 void check_rows(const Checks& check, const ExpertRows& rows, int64_t count) {
   for (int expert = 0; expert < rows.experts; ++expert) {
     check.require(rows.start[expert] <= rows.start[expert + 1], "expert_start must not decrease, got ",

@@ -5,8 +5,8 @@
 
 namespace fastinfer::cuda {
 
-inline constexpr int kLoraRanks = 8;      // of a block of the first kernel: one per warp
-inline constexpr int kLoraTokens = 8;     // of a block of the second one: what it reads of B serves them all
+inline constexpr int kLoraRanks = 8;      // per block of the first kernel: one per warp
+inline constexpr int kLoraTokens = 8;     // per block of the second kernel, which reads B once for all of them
 inline constexpr int kLoraColumns = 256;  // likewise: one per thread
 
 struct AddLoraPlan {

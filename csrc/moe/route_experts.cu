@@ -9,7 +9,7 @@
 namespace fastinfer::cuda {
 namespace {
 
-constexpr int kTokens = 4;  // of a block: one per warp
+constexpr int kTokens = 4;  // per block: one per warp
 constexpr int kSortThreads = 256;
 constexpr int kSortWarps = kSortThreads / kWarpSize;
 
@@ -64,7 +64,7 @@ __global__ void route_experts_kernel(RouteExpertsParams p) {
 __device__ int2 count_before(bool mine, int* counts) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const unsigned votes = __ballot_sync(kFullMask, mine);
-  __syncthreads();  // what was there has been read
+  __syncthreads();  // the previous counts have been read
   if (lane == 0) counts[warp] = __popc(votes);
   __syncthreads();
   int2 result{__popc(votes & ((1u << lane) - 1)), 0};

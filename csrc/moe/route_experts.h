@@ -1,4 +1,4 @@
-// Which experts of a mixture compute a token, with which weights, and the rows that each of them gets.
+// Chooses the experts of each token and their weights, and lists the rows of each expert.
 #pragma once
 
 #include <cstdint>

@@ -28,7 +28,7 @@ void route_token(const RouteExpertsParams& p, int64_t token) {
   for (int i = 0; p.renormalize && i < p.top_k; ++i) weights[i] /= chosen;
 }
 
-// By counting; rows of one expert keep their order.
+// Sorts rows by expert, by counting. Rows of one expert keep their order.
 void sort_rows(const RouteExpertsParams& p) {
   const int64_t rows = p.tokens * p.top_k;
   std::fill_n(p.expert_start, p.experts + 1, 0);

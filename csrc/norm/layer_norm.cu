@@ -10,7 +10,7 @@
 namespace fastinfer::cuda {
 namespace {
 
-constexpr size_t kSharedBytes = 2 * kWarpSize * sizeof(float);  // of two sums
+constexpr size_t kSharedBytes = 2 * kWarpSize * sizeof(float);  // for two sums
 
 template <class T, int kCount, int kHeld>
 __global__ void __launch_bounds__(kHeld == 0 ? 1024 : 512) layer_norm_kernel(LayerNormParams p) {

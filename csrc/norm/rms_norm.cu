@@ -10,7 +10,7 @@
 namespace fastinfer::cuda {
 namespace {
 
-constexpr size_t kSharedBytes = 2 * kWarpSize * sizeof(float);  // of block_sum and block_max
+constexpr size_t kSharedBytes = 2 * kWarpSize * sizeof(float);  // for block_sum and block_max
 
 // kHeld: vectors of the row that a thread keeps in registers; with 0 it reads them again in each sweep.
 template <class T, int kCount, int kHeld, bool kQuantize>

@@ -1,5 +1,5 @@
-// How a block takes a row of activations: its threads hold the row in registers, so that it is read once, or sweep over
-// it.
+// Launch policy of kernels with a block per row. The threads keep the row in registers, so that it is read once, or
+// read it several times.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 namespace fastinfer::cuda {
 
 struct RowPlan {
-  int thread_vectors;  // that a thread holds: 1 or 4; 0: more than registers hold, or not aligned
+  int thread_vectors;  // vectors in a thread's registers: 1 or 4; 0: the row is too long or not aligned
   LaunchConfig launch;
 };
 

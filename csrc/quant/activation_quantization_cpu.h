@@ -17,7 +17,7 @@ namespace fastinfer::cpu::FASTINFER_ISA {
 
 inline constexpr int32_t kLargestMultiplier = 4095;
 
-// Of q. With 14 bits a block's sum of multiplier * q fits 32: 32 * 8191 * 4095 < 2^31.
+// The largest q. With 14 bits a block's sum of multiplier * q fits 32: 32 * 8191 * 4095 < 2^31.
 template <int kBits>
 inline constexpr float kLargestActivation = kBits == 8 ? 127.0f : 8191.0f;
 
@@ -26,7 +26,7 @@ template <class Run>
 struct alignas(64) ActivationBlock {
   typename Run::X q[Run::kParts][kBlockInputs];
   typename Run::Multipliers multipliers;
-  float sum;  // of multiplier * q, by which the weights' minimum is multiplied
+  float sum;  // sum of multiplier * q, the factor of the weights' minimum
 };
 
 template <class Run>

@@ -1,4 +1,4 @@
-// How the CPU reads a block of 4-bit weights.
+// Reads and dequantises a block of 4-bit weights on the CPU.
 #pragma once
 
 #include <type_traits>
@@ -8,7 +8,7 @@
 namespace fastinfer::cpu::FASTINFER_ISA {
 
 struct Int4Format {
-  static constexpr int kSteps = 4;  // of 8 inputs: low nibbles hold the first four, high ones the others
+  static constexpr int kSteps = 4;  // 8 inputs each: low nibbles hold the first four, high ones the others
   static constexpr int kBlockBytes = kSteps * kTileRows * 4;
   static constexpr float kSymmetricOffset = 8.0f;  // a weight without minimum is scale * (q - 8)
 

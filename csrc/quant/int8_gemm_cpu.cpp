@@ -4,7 +4,7 @@ namespace fastinfer::cpu::FASTINFER_ISA {
 namespace {
 
 struct Int8Format {
-  static constexpr int kSteps = 8;  // of 4 inputs
+  static constexpr int kSteps = 8;  // 4 inputs each
   static constexpr int kBlockBytes = kSteps * kTileRows * 4;
   static constexpr float kSymmetricOffset = 0.0f;
 

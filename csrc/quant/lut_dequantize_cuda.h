@@ -35,7 +35,7 @@ struct LutWeight : PackedWeight<WeightFormat::kLut, LutGemmParams> {
 
  private:
   __device__ void look_up(uint32_t q, uint32_t (&a)[4]) const {
-    uint32_t pairs[2][2];  // of nibbles 0, 1 and 2, 3; of 4, 5 and 6, 7
+    uint32_t pairs[2][2];  // nibbles 0, 1 and 2, 3; 4, 5 and 6, 7
 #pragma unroll
     for (int half = 0; half < 2; ++half, q >>= 16) {
       const uint32_t index = q & 0x7777u;

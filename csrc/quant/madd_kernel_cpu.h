@@ -1,4 +1,5 @@
-// Integer products of packed weights without AVX-512 VNNI.
+// Integer products of packed weights without AVX-512 VNNI: bytes are multiplied and added in pairs (vpmaddubsw and
+// vpmaddwd, see common/cpu/dot.h).
 #pragma once
 
 #include "quant/activation_quantization_cpu.h"
@@ -12,7 +13,7 @@ template <class Format, class Scale, int kBits>
 struct MaddKernel {
   using Products = typename Format::template Products<kBits>;
   using Run = typename Products::Run;
-  static constexpr int kMaxRows = kLanes == 16 ? 8 : 4;  // of one or two vectors of sums
+  static constexpr int kMaxRows = kLanes == 16 ? 8 : 4;  // each with one or two vectors of sums
 
   const QuantizedGemmParams& p;
   QuantizedActivations<Run> x;

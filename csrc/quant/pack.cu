@@ -9,7 +9,7 @@ namespace {
 
 constexpr unsigned kThreads = 256;
 
-// Where a value lies within its block: the byte, and for 4 bits the nibble's shift.
+// The place of a value within its block: the byte, and for 4 bits the nibble's shift.
 struct Place {
   int byte;
   int shift;

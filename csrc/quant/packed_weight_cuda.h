@@ -1,4 +1,4 @@
-// What the packed weight formats share on a GPU: the copy of their blocks to shared memory, and a lane's place in a
+// The common part of the packed weight formats on a GPU: the copy of blocks to shared memory, and a lane's place in a
 // block.
 #pragma once
 

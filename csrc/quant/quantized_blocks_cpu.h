@@ -1,4 +1,4 @@
-// How the CPU goes through a packed weight, block by block.
+// Iterates over the blocks of a packed weight on the CPU.
 #pragma once
 
 #include <algorithm>

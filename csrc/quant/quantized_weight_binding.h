@@ -69,7 +69,7 @@ inline QuantizedWeight stacked_weight(const Checks& check, const Tensor& qweight
                           out_features, bits);
 }
 
-// The 16 numbers of a table weight.
+// The 16 entries of the table.
 inline const float* table_entries(const Checks& check, const Tensor& table) {
   check.shape(table, "table", {16});
   check.dtype(table, "table", ScalarType::Float);

@@ -16,7 +16,7 @@ constexpr int kBlockBytes = kTileRows * kBlockInputs;
 template <int kTokens>
 struct W8a8Kernel {
   static constexpr W8a8Tile kTile = w8a8_tile(kTokens);
-  static constexpr int kBlocks = kTile.chunk / kBlockInputs;  // of a chunk: even, as a warp takes two at once
+  static constexpr int kBlocks = kTile.chunk / kBlockInputs;  // per chunk: even, because a warp takes two at once
   static constexpr int kWeightBytes = kW8a8Rows * kTile.chunk;
   static constexpr int kStageBytes = kTile.stage_bytes();
   // With 128 tokens each warp has 32 rows by 64 tokens, to read shared memory less often; else 16 rows by all tokens.

@@ -29,7 +29,7 @@ FASTINFER_INLINE i32v multiply_add(i32v sum, i8v w, i8v x) {
 
 // Lanes are weight rows. Sums are int32, and so the same in every order.
 struct W8a8Kernel {
-  static constexpr int kMaxRows = kLanes == 16 ? 8 : 4;  // of 32 or 16 registers
+  static constexpr int kMaxRows = kLanes == 16 ? 8 : 4;  // there are 32 or 16 registers
   static constexpr int kSteps = kBlockInputs / 4, kStepBytes = kTileRows * 4;
 
   const W8a8GemmParams& p;

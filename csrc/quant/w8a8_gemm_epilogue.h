@@ -1,4 +1,4 @@
-// The way out of the GPU's integer product: int32 sums of a unit in shared memory, [tokens, kW8a8SumsStride], to rows
+// The epilogue of the GPU's integer product: int32 sums of a unit in shared memory, [tokens, kW8a8SumsStride], to rows
 // of the output. Of a split unit every block leaves its sums in the workspace, and the last to arrive adds them up.
 #pragma once
 
@@ -15,7 +15,7 @@ struct W8a8Epilogue {
   const W8a8GemmParams& p;
   int32_t* const sums;
   const int64_t first_row, first_token;
-  const int tokens;  // of the tile that there are
+  const int tokens;  // tokens of the tile that exist
 
   __device__ W8a8Epilogue(const W8a8GemmParams& params, int32_t* sums)
       : p(params),
@@ -44,7 +44,7 @@ struct W8a8Epilogue {
     }
   }
 
-  // Whether this block is the unit's last: it then has the sums of all.
+  // Returns true if this block is the unit's last. It then has the sums of all.
   __device__ bool gather() {
     const int splits = static_cast<int>(gridDim.y), slot_ints = p.w8a8_plan.tile.tokens * kW8a8Rows;
     int32_t* const slots = p.sums + static_cast<int64_t>(blockIdx.x) * splits * slot_ints;
@@ -82,7 +82,7 @@ struct W8a8Epilogue {
                                            : to_float(static_cast<const T*>(p.bias.data)[row]);
   }
 
-  // Of weight rows from `row` on: scaled, with their bias. Scales are there for whole row tiles.
+  // Loads sums of the weight rows from `row` on, scaled and with their bias. Scales exist for whole row tiles.
   template <class T>
   __device__ void load_values(int token, int row, float x_scale, int count, float (&values)[kWidth]) const {
     if (p.weight.scale_dtype == DType::kFloat16) {

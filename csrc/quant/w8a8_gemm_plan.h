@@ -14,9 +14,10 @@
 namespace fastinfer::cuda {
 
 inline constexpr int kW8a8Rows = 128, kW8a8Threads = 256;
-inline constexpr int kW8a8SumsStride = 2 * split_half(kW8a8Rows) - 4;  // of a token's sums, placed by split_place
+inline constexpr int kW8a8SumsStride =
+    2 * split_half(kW8a8Rows) - 4;  // the stride of a token's sums, placed by split_place
 
-// What is fixed when a kernel is compiled.
+// The parameters that are fixed when a kernel is compiled.
 struct W8a8Tile {
   int tokens;
   int chunk;  // inputs of a pipeline stage
@@ -40,8 +41,8 @@ struct W8a8GemmPlan {
   W8a8Tile tile{};
   int token_tiles = 0;  // units are numbered row tile by row tile
   int units = 0;
-  int chunks = 0;        // of a unit
-  int split_chunks = 0;  // of one block
+  int chunks = 0;        // per unit
+  int split_chunks = 0;  // per block
   int splits = 0;
   size_t workspace_ints = 0;  // sums of [units, splits, tokens, 128] where units are split
   LaunchConfig launch{};      // [units, splits]

@@ -8,7 +8,7 @@
 namespace fastinfer::cpu::FASTINFER_ISA {
 namespace {
 
-// As wide as a register, unlike the 16 lanes of the portable build's other vectors.
+// Vectors as wide as a register, unlike the portable build's other vectors, which have 16 lanes.
 #if defined(FASTINFER_AVX512_VNNI)
 inline constexpr int kBytes = 64;
 #elif defined(FASTINFER_AVX2)

@@ -4,6 +4,7 @@
 #include "sampling/sample.h"
 
 #include "common/cuda/launch.h"
+#include "common/online_softmax.h"
 #include "sampling/philox.h"
 #include "sampling/sample_filters.h"
 #include "sampling/sample_plan.h"
@@ -12,36 +13,42 @@
 namespace fastinfer::cuda {
 namespace {
 
-constexpr float kLog2e = 1.44269504f;
+// exp(x / temperature), for a scale of log2(e) / temperature.
+struct ScaledExp2 {
+  float scale;
 
-// Maximum, its first token, and the sum of exp2((value - maximum) scale), of a growing set of values. NaN and +inf make
-// the sum NaN, -inf counts for nothing.
-struct OnlineSum {
-  float maximum = -FLT_MAX;
-  float sum = 0.0f;
+  __device__ float operator()(float x) const {
+    return exp2_approx(x * scale);
+  }
+};
+
+// The softmax of a growing set of logits, and the first token that has the maximum. NaN and +inf make the sum NaN, -inf
+// adds nothing.
+struct TokenSoftmax : OnlineSoftmax<float> {
   int token = INT32_MAX;
 
-  __device__ void add(int first, Quad quad, float scale) {
+  __device__ void add_quad(int first, Quad quad, ScaledExp2 exp) {
     const float (&v)[kQuad] = quad.values;
     const float top = fmaxf(fmaxf(v[0], v[1]), fmaxf(v[2], v[3]));
     if (top > maximum || (top == maximum && token == INT32_MAX)) {
-      sum *= exp2_approx((maximum - top) * scale);
-      maximum = top;
+      raise_maximum(top, exp);
       token = first + (v[0] == top ? 0 : v[1] == top ? 1 : v[2] == top ? 2 : 3);
     }
-    for (int j = 0; j < kQuad; ++j) sum += exp2_approx((v[j] - maximum) * scale);
+    for (int j = 0; j < kQuad; ++j) sum += exp(v[j] - maximum);
   }
 
-  // The sum of a set whose maximum is the larger one.
-  __device__ float sum_below(float larger, float scale) const {
-    return sum * exp2_approx((maximum - larger) * scale);
+  // The sum relative to a larger maximum.
+  __device__ float sum_below(float larger, ScaledExp2 exp) const {
+    OnlineSoftmax<float> raised = *this;
+    raised.raise_maximum(larger, exp);
+    return raised.sum;
   }
 
-  // Over a warp's lanes; lanes without a value may stay as they began.
-  __device__ OnlineSum over_warp(float scale) const {
-    OnlineSum all;
+  // Merges the lanes of a warp; lanes without a value may stay as they began.
+  __device__ TokenSoftmax over_warp(ScaledExp2 exp) const {
+    TokenSoftmax all;
     all.maximum = warp_max(maximum);
-    all.sum = warp_sum(sum_below(all.maximum, scale));
+    all.sum = warp_sum(sum_below(all.maximum, exp));
     all.token = maximum == all.maximum ? token : INT32_MAX;
     for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
       all.token = min(all.token, __shfl_xor_sync(kFullMask, all.token, offset));
@@ -102,23 +109,23 @@ __device__ Quad modified(const SampleParams& p, int64_t row, int token, Quad qua
   return quad;
 }
 
-// Reads a row once: its own OnlineSum, and that of the modified row at the temperature, which goes to `scratch` if it
-// is another. Lane w receives the latter's mass in warp w's chunk.
+// Reads a row once: its own TokenSoftmax, and that of the modified row at the temperature, which goes to `scratch` if
+// it is another. Lane w receives the latter's mass in warp w's chunk.
 __device__ void survey(SampleBlock& block, const SampleParams& p, const SampleRow& raw, float* scratch, float scale,
-                       OnlineSum& raw_sum, OnlineSum& sum, double& chunk_mass) {
+                       TokenSoftmax& raw_sum, TokenSoftmax& sum, double& chunk_mass) {
   const bool same = scratch == nullptr && scale == kLog2e;
   block.for_each_quad(0, raw.vocab, raw, [&](int token, Quad quad) {
-    raw_sum.add(token, quad, kLog2e);
+    raw_sum.add_quad(token, quad, {kLog2e});
     if (same) return;
     if (scratch != nullptr) {
       quad = modified(p, blockIdx.x, token, quad, scratch);
       store_vector(scratch + token, quad);
     }
-    sum.add(token, quad, scale);
+    sum.add_quad(token, quad, {scale});
   });
-  raw_sum = raw_sum.over_warp(kLog2e);
-  sum = same ? raw_sum : sum.over_warp(scale);
-  auto* sums = reinterpret_cast<OnlineSum*>(block.exchange());
+  raw_sum = raw_sum.over_warp({kLog2e});
+  sum = same ? raw_sum : sum.over_warp({scale});
+  auto* sums = reinterpret_cast<TokenSoftmax*>(block.exchange());
   if (block.lane == 0) {
     sums[2 * block.warp] = raw_sum;
     sums[2 * block.warp + 1] = sum;
@@ -126,10 +133,10 @@ __device__ void survey(SampleBlock& block, const SampleParams& p, const SampleRo
   __syncthreads();
   raw_sum = sum = {};
   if (block.lane < block.warps) raw_sum = sums[2 * block.lane], sum = sums[2 * block.lane + 1];
-  const OnlineSum chunk = sum;
-  raw_sum = raw_sum.over_warp(kLog2e);
-  sum = sum.over_warp(scale);
-  chunk_mass = chunk.sum_below(sum.maximum, scale);
+  const TokenSoftmax chunk = sum;
+  raw_sum = raw_sum.over_warp({kLog2e});
+  sum = sum.over_warp({scale});
+  chunk_mass = chunk.sum_below(sum.maximum, {scale});
 }
 
 __device__ void write_top_logprobs(SampleBlock& block, const SampleParams& p, const SampleRow& raw, float log_sum) {
@@ -159,7 +166,7 @@ __global__ void __launch_bounds__(1024) sample_kernel(SampleParams p, int max_ca
   if (has_scratch) row.z = scratch, row.aligned = true;
 
   if (p.bias_start != nullptr) scatter_biases(block, p, scratch);
-  OnlineSum raw_sum, sum;
+  TokenSoftmax raw_sum, sum;
   double chunk_mass;
   survey(block, p, raw, scratch, row.scale, raw_sum, sum, chunk_mass);
   grid_dependency_launch();

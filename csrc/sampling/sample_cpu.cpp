@@ -117,7 +117,7 @@ class Distribution {
     return select((z > last.z) | ((z == last.z) & (rest >= 0)), weights(z), f32v{});
   }
 
-  // Of all tokens.
+  // The mass of all tokens.
   double mass() const {
     double total = 0.0;
     logits_.for_each_block([&](int64_t, const float* z) {
@@ -179,7 +179,7 @@ class Distribution {
   const float scale_;
 };
 
-// The end of top-k and top-p among a row's largest logits.
+// Finds where top-k and top-p end among a row's largest logits.
 class Selection {
  public:
   Selection(const Logits& logits, int64_t vocab, float maximum, const Distribution& distribution)

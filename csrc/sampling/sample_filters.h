@@ -1,4 +1,4 @@
-// What the CPU's and the GPU's sampler must agree on: how a logit is modified, and which tokens the filters keep.
+// The rules that the CPU's and the GPU's sampler share: how a logit is modified, and which tokens the filters keep.
 #pragma once
 
 #include <cfloat>
@@ -52,7 +52,7 @@ struct LastKept {
   }
 };
 
-// Where min-p cuts, or else where weights become 0. Finite; never above the maximum.
+// The logit at which min-p cuts, or else at which weights become 0. It is finite and never above the maximum.
 FASTINFER_HOST_DEVICE inline float lowest_kept(float maximum, float temperature, float min_p) {
   const double exponent = min_p > 0.0f ? std::log(static_cast<double>(min_p)) : static_cast<double>(kLeastExponent);
   const double z = static_cast<double>(maximum) + static_cast<double>(temperature) * exponent;

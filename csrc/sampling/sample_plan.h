@@ -8,7 +8,7 @@
 
 namespace fastinfer::cuda {
 
-// What the block's warps hand each other, twice: while some still read one, others may write the next.
+// Memory for the exchange between a block's warps, twice: while some warps read one part, others may write the other.
 inline constexpr int kSampleExchange = 8 * 33;  // numbers
 
 struct SamplePlan {

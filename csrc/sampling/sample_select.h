@@ -1,8 +1,9 @@
-// The end of top-k and top-p without sorting the vocabulary: each pass over the row counts and weighs what lies above
-// four pivots, until few enough candidates remain to be sorted in shared memory. The pivot method is FlashInfer's
+// Finds where top-k and top-p end without sorting the vocabulary: each pass over the row counts and weighs what lies
+// above four pivots, until few enough candidates remain to be sorted in shared memory. The pivot method is FlashInfer's
 // (https://flashinfer.ai/2025/03/10/sampling.html), the sorted remainder is what makes it exact.
 #pragma once
 
+#include "common/online_softmax.h"
 #include "sampling/sample_block.h"
 #include "sampling/sample_filters.h"
 
@@ -53,7 +54,7 @@ class SampleSelection {
     cut(false, p);
   }
 
-  // Whether exactly what is kept lies sorted in shared memory, and that.
+  // Returns true if the kept tokens, and no others, are sorted in shared memory.
   __device__ bool listed() const {
     return listed_;
   }
@@ -175,7 +176,7 @@ __device__ inline void SampleSelection::pivots(const Bracket& bracket, int round
   for (int j = 0; j < kPivots; ++j) {
     const float share = static_cast<float>(j + 1) / (kPivots + 1);
     if (round == 0) {
-      const float unit = 1.44269504f / row_.scale;
+      const float unit = kLog2e / row_.scale;
       pivot[j] = j == 0 ? bracket.lo : fmaxf(row_.maximum - unit * static_cast<float>(256 >> (2 * j)), bracket.lo);
     } else if (round >= 4 && round % 2 == 0) {
       pivot[j] = from_ordered_bits(lo_bits + static_cast<uint32_t>(static_cast<double>(bits) * share)) + 0.0f;

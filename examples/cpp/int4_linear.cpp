@@ -2,9 +2,9 @@
 // in double precision, and fails where that is too far.
 #include <fastinfer/common/cpu/isa.h>
 #include <fastinfer/common/cpu/parallel.h>
-#include <fastinfer/gemm/gemm.h>
 #include <fastinfer/norm/rms_norm.h>
 #include <fastinfer/quant/pack.h>
+#include <fastinfer/quant/quantized_gemm.h>
 
 #include <algorithm>
 #include <cmath>

@@ -26,7 +26,7 @@ __global__ void store_twice(int stride) {
   for (int i = 0; i < 2; ++i) *reinterpret_cast<int*>(dynamic_shared() + static_cast<int>(threadIdx.x) * stride) = i;
 }
 
-// Of each half warp ten lanes, 16 bytes each.
+// Ten lanes of each half warp access 16 bytes each.
 __global__ void load_some(int stride) {
   const int lane = static_cast<int>(threadIdx.x);
   if (lane % 16 >= 10) return;

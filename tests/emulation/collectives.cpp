@@ -77,7 +77,7 @@ int32_t int8(uint32_t word, int i) {
   return static_cast<int8_t>(word >> (8 * i));
 }
 
-// From and to the fragments of 32 lanes; kPerWord elements are packed in a register.
+// Computes an mma on the fragments of 32 lanes; kPerWord elements are packed in a register.
 template <class D, int kK, int kPerWord, D (*element)(uint32_t word, int i)>
 void complete_mma(void* const (&ops)[32], uint32_t /*mask*/) {
   D a[16][kK], b[kK][8], d[16][8];

@@ -1,5 +1,5 @@
-// What a .cu file may use of CUDA C++, for g++: the toolkit's own vector types and 16-bit floats, and the built-in
-// variables and functions on the emulator. Included before each .cu file.
+// The part of CUDA C++ that a .cu file may use, for g++: the toolkit's own vector types and 16-bit floats, and the
+// built-in variables and functions on the emulator. Included before each .cu file.
 #pragma once
 
 #include <host_defines.h>

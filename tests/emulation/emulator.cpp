@@ -63,7 +63,7 @@ constexpr size_t kPage = 4096;
 constexpr unsigned kWarp = 32;
 constexpr int kPoison = 0xff;  // NaN as fp32, fp16, bf16 and fp8
 
-// What sanitizers want to know when the stack changes.
+// The state that sanitizers need when the stack changes.
 struct Context {
   void* stack_pointer = nullptr;
   void* stack = nullptr;  // lowest address; null for the host's own
@@ -82,9 +82,9 @@ struct Thread {
   Context context;
   unsigned index = 0;
   State state = State::kDone;
-  Site site;  // of what it waits for
+  Site site;  // the place that it waits at
   int barrier = 0;
-  uint32_t mask = 0;  // of the collective
+  uint32_t mask = 0;  // mask of the collective
   void* op = nullptr;
   void* token = nullptr;
   std::vector<Copy> copies;              // not committed
@@ -178,7 +178,7 @@ class Block {
       if (done) break;
       if (!progress) throw std::runtime_error(std::string(launch_.name) + ": " + deadlock());
     }
-    acquire(&end_token_);  // what the fibers allocated is freed here
+    acquire(&end_token_);  // frees what the fibers allocated
 #if defined(EMULATION_TRAFFIC)
     traffic::end_block();
 #endif

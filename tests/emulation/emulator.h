@@ -10,13 +10,13 @@
 
 namespace emulation {
 
-using Site = std::source_location;  // where a thread waits: names it in errors, and tells two barriers apart
+using Site = std::source_location;  // the place where a thread waits: errors name it, and it distinguishes barriers
 
 struct Index {
   unsigned x, y, z;
 };
 
-// Of the running thread, as CUDA names them.
+// The running thread's indices, by their CUDA names.
 extern Index thread_index, block_index, block_size, grid_size;
 
 struct Launch {
@@ -39,7 +39,7 @@ void warp_barrier(uint32_t mask, Site site);
 
 // Operations that a warp's lanes do together. They wait for every lane of `mask` (mma and load_matrix: all 32) at the
 // same place, and order no memory.
-uint64_t shuffle(uint32_t mask, uint64_t value, int source, Site site);  // from a lane outside the mask: all ones
+uint64_t shuffle(uint32_t mask, uint64_t value, int source, Site site);  // returns all ones for a lane outside the mask
 uint32_t vote(uint32_t mask, bool value, Site site);
 void load_matrix(uint32_t* r, const uint16_t (&row)[8], int matrices, bool transposed, Site site);
 
@@ -47,7 +47,8 @@ enum class Element { kHalf, kBFloat16, kInt8 };
 // m16n8k16, for int8 m16n8k32: d[4] (float, for int8 int32_t) += a[4] b[2].
 void mma(Element element, void* d, const uint32_t* a, const uint32_t* b, Site site);
 
-// What they are made of: the last lane to arrive calls complete(ops, mask), where ops[lane] is what that lane passed.
+// The base of all collectives: the last lane to arrive calls complete(ops, mask), where ops[lane] is what that lane
+// passed.
 void collective(uint32_t mask, void* op, void (*complete)(void* const (&ops)[32], uint32_t mask), Site site);
 
 // Asynchronous copies of the running thread, in its groups.
@@ -58,6 +59,6 @@ struct Copy {
 };
 void enqueue(const Copy& copy);
 void commit_copies();
-std::vector<Copy> arrived_copies(size_t pending);  // of all groups but the last `pending`; forgotten by this
+std::vector<Copy> arrived_copies(size_t pending);  // removes and returns those of all groups but the last `pending`
 
 }  // namespace emulation

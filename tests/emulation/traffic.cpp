@@ -4,7 +4,7 @@
 // lanes). Global memory moves sectors of 32 bytes. (Both after NVIDIA's "CUDA C++ Best Practices Guide", sections on
 // device and shared memory.)
 //
-// Which accesses there are is what the source says, compiled without optimisation: nvcc may join neighbouring ones and
+// The accesses are those of the source, compiled without optimisation: nvcc may join neighbouring ones and
 // drop repeated ones, so the counts of scalar code are an upper bound. Those of vectors and of the PTX wrappers, on
 // which the speed depends, are the hardware's own.
 #include "traffic.h"
@@ -42,10 +42,10 @@ struct Lane {
 struct Cost {
   int64_t requests = 0;
   int64_t units = 0;  // passes or sectors
-  int64_t least = 0;  // that the same bytes need
+  int64_t least = 0;  // the least units for the same bytes
 };
 
-std::map<std::string, std::map<Site, Cost>> costs;  // by kernel
+std::map<std::string, std::map<Site, Cost>> costs;  // costs by kernel
 std::string kernel;
 Memory shared_memory, stack;
 std::vector<std::map<Site, std::vector<uintptr_t>>> threads;  // addresses in the order of a thread's accesses
@@ -225,7 +225,7 @@ void __tsan_vptr_update(void**, void*) {}
 
 // ---- called by traffic.py ----
 
-// What was counted since the last call, a line per kernel and site: kernel, shared, kind, bytes, requests, units,
+// Returns the counts since the last call, a line per kernel and site: kernel, shared, kind, bytes, requests, units,
 // least, and the addresses within the library.
 __attribute__((visibility("default"))) const char* emulation_traffic() {
   using emulation::traffic::costs;

@@ -1,5 +1,5 @@
-// What a kernel's memory accesses cost on a GPU, counted while the emulator runs it. The traffic build's kernels call
-// the hooks in traffic.cpp at every access; this is what the emulator tells it of the rest.
+// The cost of a kernel's memory accesses on a GPU, counted while the emulator runs it. The traffic build's kernels call
+// the hooks in traffic.cpp at every access; with these functions the emulator reports everything else.
 #pragma once
 
 #include <cstddef>

@@ -21,7 +21,7 @@ struct IsaChoice {
 FASTINFER_API const char* name(Isa isa);
 FASTINFER_API std::vector<Isa> built_isas();
 FASTINFER_API std::vector<Isa> usable_isas();           // built, and the machine has all they need; best last
-FASTINFER_API std::vector<std::string> cpu_features();  // those of the machine that matter to the kernels
+FASTINFER_API std::vector<std::string> cpu_features();  // features of this machine that the kernels use
 FASTINFER_API const IsaChoice& active_isa();            // std::runtime_error where FASTINFER_CPU_ISA cannot be had
 
 }  // namespace fastinfer::cpu

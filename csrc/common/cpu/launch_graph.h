@@ -27,7 +27,7 @@ class FASTINFER_API GraphMemory {
  public:
   struct Allocation {
     void* data;
-    uint64_t recording;  // which one it belongs to
+    uint64_t recording;  // the recording that it belongs to
   };
 
   void begin();  // a new recording may use all of it; throws std::runtime_error while there is another
@@ -63,7 +63,7 @@ class FASTINFER_API LaunchGraph {
   LaunchGraph(const LaunchGraph&) = delete;
   LaunchGraph& operator=(const LaunchGraph&) = delete;
 
-  // What this thread launches until end() is noted; throws where the thread records already, or the graph has launches.
+  // Records this thread's launches until end(). Throws if the thread records already, or the graph has launches.
   void begin();
   void end();
   void clear();  // forget the launches
@@ -77,7 +77,8 @@ class FASTINFER_API LaunchGraph {
   const std::shared_ptr<GraphMemory>& memory() const {
     return memory_;
   }
-  void append(std::function<void()> launch, const Memory& weight);  // which it reads once, if there is one
+  void append(std::function<void()> launch,
+              const Memory& weight);  // `weight`: memory that the launch reads once, if any
 
  private:
   const std::shared_ptr<GraphMemory> memory_;

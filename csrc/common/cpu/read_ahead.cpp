@@ -9,13 +9,13 @@
 namespace fastinfer::cpu {
 namespace {
 
-// Of a thread, until the next weight is reached: a core's second cache. 2 and 8 MB, as much as a thread can read while
-// Python prepares a step, were no faster.
+// The most that a thread reads ahead until the next weight is reached: the size of a core's second cache. 2 and 8 MB,
+// as much as a thread can read while Python prepares a step, were no faster.
 constexpr int64_t kMostBytes = 512 << 10;
 constexpr size_t kLine = 64, kLinesAtOnce = 4;
 
 struct Upcoming {
-  std::mutex mutex;  // of the list; of its place too, among those who change it
+  std::mutex mutex;  // protects the list, and its place among those who change it
   Weights weights;
   // The list's number in the upper half, the place of the next weight in the lower: what readers look at.
   std::atomic<uint64_t> place{0};

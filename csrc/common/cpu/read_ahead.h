@@ -1,4 +1,4 @@
-// What waiting threads may bring into their caches: the weights that the next kernels of a replayed graph read.
+// Prefetching by waiting threads: they read the weights of a replayed graph's next kernels into their caches.
 //
 // Decoding is bound by memory, and one thread cannot use its whole bandwidth: while Python, a norm or a quantisation
 // runs in one, the others prefetch their own part of what comes next. Decoding the default model with two threads took
@@ -19,7 +19,7 @@ struct Memory {
   size_t bytes = 0;
 };
 
-// In the order in which they are read. They may be freed at any time: a prefetch of what is gone does nothing.
+// Weights in the order in which they are read. They may be freed at any time: prefetching freed memory does nothing.
 using Weights = std::shared_ptr<const std::vector<Memory>>;
 
 // The first of these is read next. This and reached() wait for nobody: they do nothing where another thread calls one

@@ -76,7 +76,7 @@ FASTINFER_INLINE f32v load(const Float16* p) {
 #if defined(FASTINFER_AVX2)
   return half_to_float(load_as<u16half>(p));
 #else
-  const u32v bits = __builtin_convertvector(load_as<u16half>(p), u32v);  // as to_float(Float16), lane by lane
+  const u32v bits = __builtin_convertvector(load_as<u16half>(p), u32v);  // to_float(Float16), lane by lane
   const u32v magnitude = (bits & 0x7fffu) << 13;
   const u32v finite = (u32v)((f32v)magnitude * 0x1p112f);
   const u32v special = (u32v)((bits & 0x7c00u) == 0x7c00u);

@@ -25,7 +25,7 @@ __device__ inline __nv_fp8_e4m3 from_float<__nv_fp8_e4m3>(float value) {
   return __nv_fp8_e4m3(value);  // saturates
 }
 
-// As integers magnitudes are ordered like numbers, with NaN above all: fmaxf would lose it.
+// Magnitudes as integers have the order of the numbers, with NaN above all. (fmaxf would lose a NaN.)
 __device__ inline uint32_t magnitude_bits(float value) {
   return __float_as_uint(value) & 0x7fffffffu;
 }

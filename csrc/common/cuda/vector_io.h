@@ -23,7 +23,7 @@ __device__ inline void store_vector(T* p, const Vector<T, kCount>& v) {
 template <class T>
 inline constexpr int kVectorElements = 16 / sizeof(T);
 
-// Whether 16-byte accesses may start at these addresses.
+// Returns true if 16-byte accesses may start at these addresses.
 template <class... Pointers>
 bool vector_aligned(Pointers... pointers) {
   return ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);

@@ -14,10 +14,10 @@ namespace fastinfer::cpu::FASTINFER_ISA {
 
 inline constexpr int kSplit = 8;  // tiles: their states are merged first, then the splits'
 
-// Up to so many rows read the cache where it lies; more share a copy in fp32.
+// Up to this many rows read the cache in place; more share a copy in fp32.
 inline constexpr int kFewRows = 8;
 
-struct RowTile {
+struct QueryTile {
   int seq;
   int kv_head;
   int token_begin;  // within the sequence's queries
@@ -29,9 +29,9 @@ inline int columns_of(const PagedAttentionParams& p) {
 }
 
 template <class C>
-class RowAttention {
+class QueryTileAttention {
  public:
-  RowAttention(const PagedAttentionParams& p, int max_rows)
+  QueryTileAttention(const PagedAttentionParams& p, int max_rows)
       : p_(p), group_(p.q_heads / p.kv_heads), columns_(columns_of(p)) {
     const int64_t rows = max_rows, columns = columns_, state = AttentionState::size(max_rows, columns_);
     float* memory = scratch_array<float>(1, rows * (columns + kTile + 3) + 3 * state + 3 * kTile * columns);
@@ -47,7 +47,7 @@ class RowAttention {
     seen_ = reinterpret_cast<Range*>(take(2 * rows));
   }
 
-  void begin(const RowTile& rows) {
+  void begin(const QueryTile& rows) {
     rows_ = rows;
     count_ = (rows.token_end - rows.token_begin) * group_;
     const int queries = p_.query_start[rows.seq + 1] - p_.query_start[rows.seq];
@@ -141,7 +141,8 @@ class RowAttention {
         softmax_four_rows(scores_ + r * kTile, state.maximum + r, state.sum + r);
         r += 4;
       } else {
-        softmax_row(scores_ + r * kTile, seen_[r], logits, state.maximum[r], state.sum[r]);
+        const OnlineSoftmax<float> softmax = softmax_row(scores_ + r * kTile, seen_[r], logits);
+        state.maximum[r] = softmax.maximum, state.sum[r] = softmax.sum;
         ++r;
       }
     }
@@ -168,32 +169,32 @@ class RowAttention {
   template <class T>
   void store_output(const AttentionState& state) {
     for (int r = 0; r < count_; ++r) {
-      float maximum = state.maximum[r], sum = state.sum[r], factor = 1.0f;
+      OnlineSoftmax<float> softmax{state.maximum[r], state.sum[r]};
+      float factor = 1.0f;
       if (p_.sinks != nullptr) {
         const float sink = p_.sinks[query_head(r)] * kLog2e;
-        const float with_sink = std::max(maximum, sink);
-        if (with_sink != kNegInf) {
-          factor = std::exp2(maximum - with_sink);
-          sum = sum * factor + std::exp2(sink - with_sink);
-          maximum = with_sink;
-        }
+        factor = softmax.raise_maximum(std::max(softmax.maximum, sink), Exp2{});
+        softmax.add({sink, 1.0f}, Exp2{});
       }
-      const float inverse = sum == 0.0f ? 0.0f : factor / sum;  // 0: no visible position; NaN must show
+      // The sum is 0 where no position is visible. NaN must show.
+      const float inverse = softmax.sum == 0.0f ? 0.0f : factor / softmax.sum;
       const int64_t row = query_token(r) * p_.q_heads + query_head(r);
       T* out = static_cast<T*>(p_.out) + row * p_.head_dim;
       const float* o = state.o + static_cast<int64_t>(r) * columns_;
       for_each_vector(p_.head_dim,
                       [&](int64_t i, int64_t lanes) { store_lanes(out + i, load(o + i) * inverse, lanes); });
-      if (p_.lse != nullptr) p_.lse[row] = sum == 0.0f ? kNegInf : maximum * kLn2 + std::log(sum);
+      if (p_.lse != nullptr) {
+        p_.lse[row] = softmax.sum == 0.0f ? kNegInf : softmax.maximum * kLn2 + std::log(softmax.sum);
+      }
     }
   }
 
   const PagedAttentionParams& p_;
   const int group_, columns_;
-  RowTile rows_{};
+  QueryTile rows_{};
   int count_ = 0, kv_begin_ = 0, kv_end_ = 0;
   bool direct_ = false;
-  float* states_[3];  // of a tile, a split and all
+  float* states_[3];  // one each for a tile, a split and all
   float *q_, *scores_, *keys_, *values_, *transposed_keys_;
   const float *wide_keys_[kTile], *wide_values_[kTile];
   int* position_;  // [rows]
