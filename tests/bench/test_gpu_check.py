@@ -14,7 +14,28 @@ def stage(seconds: float) -> gpu_check.Stage:
 
 def test_limits_add_up_to_less_than_nine_minutes() -> None:
     assert sum(limit_s for limit_s, _ in gpu_check.STAGES.values()) < 9 * 60
-    assert gpu_check.ALONE_LIMIT_S < 9 * 60
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_a_stage_leaves_over_goes_to_the_next(
+    alone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All deadlines lie within nine minutes; a stage that runs alone gets the whole time."""
+    left_s: dict[str, float] = {}
+
+    def note(any_stage: gpu_check.Stage, results: dict[str, object]) -> None:
+        left_s[any_stage.name] = any_stage.deadline - time.monotonic()
+
+    limits = {name: limit_s for name, (limit_s, _) in gpu_check.STAGES.items()}
+    monkeypatch.setattr(gpu_check, "STAGES", {name: (limit_s, note) for name, limit_s in limits.items()})
+    arguments = ["--stage", "test"] if alone else []
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--out", str(tmp_path), *arguments])
+    gpu_check.main()
+    assert list(left_s) == (["test"] if alone else list(limits))
+    assert limits["test"] < left_s["test"] < 9 * 60
+    if not alone:
+        assert 0 < left_s["build"] <= limits["build"]
+        assert max(left_s.values()) == left_s["bench"] < 9 * 60
 
 
 def test_output_and_exit_code_are_kept() -> None:

@@ -26,11 +26,6 @@ def example(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["chat", "summarize"])
-def test_short(name: str) -> None:
-    assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) < 80
-
-
 def test_chat(model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     questions = iter(["Hello!", "word " * 200, *(f"Tell me number {i}, please." for i in range(8))])
 

@@ -1,3 +1,6 @@
+import io
+import os
+
 import pytest
 import torch
 
@@ -361,8 +364,23 @@ def test_two_elements_share_a_byte() -> None:
         KVCache.empty(1, 2, 4, 1, 9, torch.uint8, "cpu")
 
 
-def test_available_memory_is_that_of_a_real_machine() -> None:
-    assert 2**20 < available_memory("cpu") < 2**50
+def test_available_memory_is_what_linux_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"/proc/meminfo": "MemTotal:       24000000 kB\nMemFree:  10 kB\nMemAvailable:   16000007 kB\n"}
+
+    def opened(path: str) -> io.StringIO:
+        if path not in files:
+            raise FileNotFoundError(path)
+        return io.StringIO(files[path])
+
+    monkeypatch.setattr("builtins.open", opened)
+    reported = available_memory("cpu")
+    files["/proc/meminfo"] = "MemTotal:       24000000 kB\n"  # as before Linux 3.14
+    total_without_field = available_memory("cpu")
+    files.clear()
+    total_without_file = available_memory("cpu")
+    monkeypatch.undo()
+    assert reported == 16000007 * 1024
+    assert total_without_field == total_without_file == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_default_size() -> None:

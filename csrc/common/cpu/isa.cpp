@@ -57,17 +57,22 @@ std::vector<std::string> missing_features(Isa isa) {
   return missing;
 }
 
+// The instruction set that FASTINFER_CPU_ISA names; empty where it names none.
+std::string named_isa() {
+  const char* value = std::getenv("FASTINFER_CPU_ISA");
+  return value == nullptr ? "" : value;
+}
+
 IsaChoice choose() {
-  const char* wanted = std::getenv("FASTINFER_CPU_ISA");
-  if (wanted != nullptr && *wanted != '\0') {
+  const std::string wanted = named_isa();
+  if (!wanted.empty()) {
     std::vector<std::string> names;
     for (Isa isa : built_isas()) {
       names.emplace_back(name(isa));
       if (names.back() != wanted) continue;
       const auto missing = missing_features(isa);
       if (missing.empty()) return {isa, "set by FASTINFER_CPU_ISA"};
-      throw std::runtime_error("FASTINFER_CPU_ISA=" + std::string(wanted) + ": this machine's CPU lacks " +
-                               join(missing));
+      throw std::runtime_error("FASTINFER_CPU_ISA=" + wanted + ": this machine's CPU lacks " + join(missing));
     }
     throw std::runtime_error("FASTINFER_CPU_ISA must be one of " + join(names) + ", got '" + wanted + "'");
   }
@@ -99,6 +104,8 @@ std::vector<Isa> built_isas() {
 
 std::vector<Isa> usable_isas() {
   auto isas = built_isas();
+  const auto named = std::ranges::find(isas, named_isa(), [](Isa isa) { return std::string(name(isa)); });
+  if (named != isas.end()) isas.erase(named + 1, isas.end());
   std::erase_if(isas, [](Isa isa) { return !missing_features(isa).empty(); });
   return isas;
 }

@@ -1,7 +1,8 @@
 // The CPU's instruction sets: which kernels were built, which this machine can run, which one is used.
 //
 // Every *_cpu.cpp file is compiled once per instruction set, into a namespace of its own (FASTINFER_ISA), so that one
-// library runs anywhere. The choice is made once, when the library is loaded; FASTINFER_CPU_ISA overrides it.
+// library runs anywhere. The choice is made once, when the library is loaded. FASTINFER_CPU_ISA overrides it: it names
+// the best instruction set that counts as usable, so that a machine can stand in for an older one.
 #pragma once
 
 #include <string>
@@ -20,7 +21,7 @@ struct IsaChoice {
 
 FASTINFER_API const char* name(Isa isa);
 FASTINFER_API std::vector<Isa> built_isas();
-FASTINFER_API std::vector<Isa> usable_isas();           // built, and the machine has all they need; best last
+FASTINFER_API std::vector<Isa> usable_isas();           // built, supported, none above FASTINFER_CPU_ISA; best last
 FASTINFER_API std::vector<std::string> cpu_features();  // features of this machine that the kernels use
 FASTINFER_API const IsaChoice& active_isa();            // std::runtime_error where FASTINFER_CPU_ISA cannot be had
 
