@@ -2,6 +2,8 @@
 #
 #   make demo     build, fetch the default model, let it write
 #   make test     the whole test suite
+#   make test-fast  the quick tests, for every edit
+#   make test-isas  the CPU's tests once per instruction set that this machine has
 #   make lint     formatting, linting, types
 #   make docs     the documentation's pages, into build/docs
 #   make figures  the figures of the documentation: charts, diagrams, terminal pictures
@@ -14,6 +16,7 @@ PYTHON ?= python3
 # The version the suite is run with; any torch from 2.11 on works. Set TORCH= to keep what is installed.
 TORCH ?= torch==2.13.0
 CUDA_ARCHS ?= 80;90a
+WORKERS := -n auto --dist worksteal
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,14 +24,21 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 SOURCES := setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 
-.PHONY: demo test lint format docs figures cuda emulation gpu-check bench clean
+.PHONY: demo test test-fast test-isas lint format docs figures cuda emulation gpu-check bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fastinfer pull smollm2-135m-instruct
 	$(BIN)/fastinfer generate "Why is the sky blue?" --temperature 0 --max-tokens 128
 
+# As many workers as there are cores and memory for (tests/conftest.py); PYTEST_ARGS="-n 0" runs all in one process.
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
+
+test-fast: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(WORKERS) -m "not emulated and not avx512 and not slow" $(PYTEST_ARGS)
+
+test-isas: $(VENV)/.installed-test
+	$(BIN)/python tests/run_isas.py $(WORKERS) $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .
@@ -49,9 +59,10 @@ docs: $(VENV)/.installed-docs
 figures: $(VENV)/.installed-test
 	$(BIN)/python docs/make_figures.py
 
-# Proves that the CUDA half compiles, links and imports; the result is a wheel in build/cuda.
+# Proves that the CUDA half compiles, links and imports; the result is a wheel in build/cuda. The CPU kernels are those
+# of the build in place.
 cuda: $(VENV)/.installed-cuda
-	FASTINFER_CUDA_ARCHS="$(CUDA_ARCHS)" FASTINFER_BUILD=cuda $(BIN)/pip wheel . --no-deps --no-build-isolation -w build/cuda
+	FASTINFER_CUDA_ARCHS="$(CUDA_ARCHS)" FASTINFER_BUILD=cuda FASTINFER_CPU_OBJECTS=1 $(BIN)/pip wheel . --no-deps --no-build-isolation -w build/cuda
 	$(BIN)/python -m zipfile -e build/cuda/fastinfer-*.whl build/cuda/unpacked
 	PYTHONPATH=build/cuda/unpacked $(BIN)/python -c "import torch; from fastinfer import _C; print(_C.build_info())"
 	$(BIN)/python cmake/check_cuda_build.py
@@ -78,18 +89,19 @@ $(VENV)/.installed: $(SOURCES)
 	$(BIN)/pip install --quiet --no-build-isolation --editable .
 	touch $@
 
+# The package is installed, so that only what an extra adds is.
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/pip install --quiet --no-build-isolation --editable ".[test]"
+	$(BIN)/pip install --quiet "fastinfer[test]"
 	touch $@
 
 $(VENV)/.installed-cuda: $(VENV)/.installed
-	$(BIN)/pip install --quiet --no-build-isolation --editable ".[cuda]"
+	$(BIN)/pip install --quiet "fastinfer[cuda]"
 	touch $@
 
 $(VENV)/.installed-lint: $(VENV)/.installed
-	$(BIN)/pip install --quiet --no-build-isolation --editable ".[lint]"
+	$(BIN)/pip install --quiet "fastinfer[lint]"
 	touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed
-	$(BIN)/pip install --quiet --no-build-isolation --editable ".[docs]"
+	$(BIN)/pip install --quiet "fastinfer[docs]"
 	touch $@

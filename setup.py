@@ -3,6 +3,7 @@
 Environment:
     FASTINFER_BUILD       auto (default), cpu or cuda
     FASTINFER_CUDA_ARCHS  CUDA architectures, for example "80;90a"
+    FASTINFER_CPU_OBJECTS 1: a CUDA build links the CPU kernels of this tree's CPU build, where there is one
     MAX_JOBS              compile jobs at once (default: bounded by cores and memory)
 
 CUDA is built when nvcc is found and either a GPU is visible or FASTINFER_CUDA_ARCHS is set; FASTINFER_BUILD=cuda
@@ -120,8 +121,12 @@ class CMakeBuild(build_ext):
         if missing:
             raise SystemExit(f"fastinfer needs {' and '.join(missing)} on the PATH to build without isolation")
         output = Path(self.get_ext_fullpath(ext.name)).resolve().parent
-        build = ROOT / "build" / f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+        archs = cuda_archs()
+        # CPU and CUDA builds have folders of their own, so that neither makes the other compile anything again.
+        cpu_build = ROOT / "build" / f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+        build = cpu_build.with_name(f"{cpu_build.name}-cuda") if archs else cpu_build
         build.mkdir(parents=True, exist_ok=True)
+        reuse = archs and os.environ.get("FASTINFER_CPU_OBJECTS") == "1" and (cpu_build / "build.ninja").exists()
         configure = [
             "cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja",
             # Named anew each time: an isolated build's ninja is gone when the next one starts.
@@ -131,10 +136,13 @@ class CMakeBuild(build_ext):
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DFASTINFER_TORCH_DIR={torch_dir}",
             f"-DFASTINFER_VERSION={self.distribution.get_version()}",
-            f"-DFASTINFER_CUDA_ARCHS={cuda_archs()}",
+            f"-DFASTINFER_CUDA_ARCHS={archs}",
+            f"-DFASTINFER_CPU_OBJECTS={cpu_build if reuse else ''}",
         ]  # fmt: skip
         print(f"fastinfer: building against {torch_dir}", flush=True)
-        for command in (configure, ["cmake", "--build", str(build), "--parallel", str(compile_jobs())]):
+        compile_all = ["cmake", "--build", str(build), "--parallel", str(compile_jobs())]
+        compile_kernels = ["cmake", "--build", str(cpu_build), "--target", "cpu_kernels", *compile_all[-2:]]
+        for command in (*([compile_kernels] if reuse else []), configure, compile_all):
             if subprocess.run(command).returncode != 0:
                 raise SystemExit("fastinfer: the build failed; the compiler's message stands above")
 

@@ -1,4 +1,4 @@
-"""Fixtures that several test files share."""
+"""Fixtures that several test files share, and the workers that tests are spread over."""
 
 import os
 import zlib
@@ -9,6 +9,8 @@ import torch
 from emulation import build
 
 from fastinfer import hub
+
+WORKER_MEMORY = 3 << 30  # bytes that a worker needs at most
 
 pytest.register_assert_rewrite("support")
 
@@ -41,6 +43,15 @@ def avx512_library() -> Path:
     library = build.build_avx512("fastinfer_avx512") / "libfastinfer_avx512.so"
     torch.ops.load_library(library)
     return library
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One worker per core, as far as there is memory; workers and the programs that they start share the cores."""
+    cores = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    workers = max(1, min(cores, memory // WORKER_MEMORY))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
+    return workers
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

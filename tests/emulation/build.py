@@ -1,5 +1,6 @@
 """Builds the emulated kernels: ``python tests/emulation/build.py plain|address|thread|traffic|avx512``."""
 
+import fcntl
 import importlib.util
 import shutil
 import subprocess
@@ -48,10 +49,13 @@ def build_avx512(target: str = "all") -> Path:
 def cmake(source: Path, folder: Path, options: list[str], target: str) -> Path:
     torch_dir = f"-DFASTINFER_TORCH_DIR={Path(torch.__file__).parent}"
     configure = ["cmake", "-G", "Ninja", "-S", str(source), "-B", str(folder), torch_dir, *options]
-    for command in (configure, ["cmake", "--build", str(folder), "--target", target]):
-        run = subprocess.run(command, capture_output=True, text=True)
-        if run.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed:\n{run.stdout}{run.stderr}")
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one worker of the tests builds, the others wait
+        for command in (configure, ["cmake", "--build", str(folder), "--target", target]):
+            run = subprocess.run(command, capture_output=True, text=True)
+            if run.returncode:
+                raise RuntimeError(f"{' '.join(command)} failed:\n{run.stdout}{run.stderr}")
     return folder
 
 

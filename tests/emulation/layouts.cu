@@ -1,6 +1,6 @@
-// One kernel per instruction of common/cuda/ptx.h, for tests/emulation/test_emulation.py: each lane gives its registers and keeps
-// what it receives. nvcc compiles it too, so that a GPU is held to the same statement of the layouts.
-// Angle brackets, so that nvcc looks past this folder.
+// One kernel per instruction of common/cuda/ptx.h, for tests/emulation/test_emulation.py: each lane gives its registers
+// and keeps what it receives. nvcc compiles it too, so that a GPU is held to the same statement of the layouts. Angle
+// brackets, so that nvcc looks past this folder.
 #include <common/cuda/launch.h>
 #include <common/cuda/ptx.h>
 
