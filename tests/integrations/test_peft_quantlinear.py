@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from fastinfer import nn
-from fastinfer.integrations.transformers import FastinferConfig, register
+from fastinfer.integrations.transformers import FastinferConfig, register, replace
 from fastinfer.nn import QuantLinear
 
 peft = pytest.importorskip("peft")
@@ -50,7 +49,7 @@ def while_loading(folder: Path, dtype: torch.dtype = torch.float32, **settings: 
 
 def afterwards(folder: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_pretrained(folder / "dense", dtype=dtype)
-    nn.replace(model, quantize="int4", lm_head=None, fuse=False, **settings)
+    replace(model, quantize="int4", lm_head=None, fuse=False, **settings)
     return model
 
 
@@ -155,7 +154,7 @@ def test_dora_is_refused(folder: Path) -> None:
 def test_joined_layers_take_no_adapter(adapter: str, folder: Path) -> None:
     """Of ``one`` they have a ``down_proj``, to which alone PEFT would apply it."""
     model = while_loading(folder)
-    nn.replace(model)
+    replace(model)
     with pytest.raises(
         ValueError,
         match=r"MergedRows\(rows of .*; adapters need fastinfer.integrations.transformers.replace\(.*fuse=False\)",
@@ -167,6 +166,6 @@ def test_layers_with_adapters_are_not_joined(folder: Path) -> None:
     model = while_loading(folder, activation_bits=32)
     adapted = peft.PeftModel.from_pretrained(model, folder / "one")
     before = logits(adapted)
-    report = nn.replace(model)
+    report = replace(model)
     assert report.kept["model.layers.0.self_attn"] == ("LlamaAttention", "has no plain linear layer q_proj")
     torch.testing.assert_close(logits(adapted), before, rtol=0, atol=1e-4)

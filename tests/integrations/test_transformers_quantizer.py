@@ -21,8 +21,7 @@ from transformers import (
 from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.utils import logging
 
-from fastinfer import nn
-from fastinfer.integrations.transformers import FastinferConfig, register
+from fastinfer.integrations.transformers import FastinferConfig, register, replace
 from fastinfer.integrations.transformers.quantizer import FastinferQuantizer
 from fastinfer.nn import QuantLinear
 
@@ -85,7 +84,7 @@ def test_is_what_quantising_the_loaded_model_makes(kind: str, dtype: torch.dtype
     assert all(layer.kind == kind for layer in layers(model).values())
     assert not any(parameter.requires_grad or parameter.is_meta for parameter in model.parameters())
     replaced = load(folder, dtype=dtype)
-    nn.replace(replaced, quantize=kind, lm_head=None, fuse=False)
+    replace(replaced, quantize=kind, lm_head=None, fuse=False)
     assert_same_state(model, replaced)
     dense = load(folder, dtype=dtype)
     for name, layer in layers(model).items():
@@ -201,13 +200,13 @@ def test_holds_one_dense_weight_at_a_time(folder: Path, monkeypatch: pytest.Monk
 def test_layers_that_no_kernel_takes_stay_dense(tmp_path: Path) -> None:
     folder = save(tmp_path / "dense", LlamaConfig(**SIZES | {"intermediate_size": 100}))
     with pytest.warns(
-        UserWarning, match="no multiple of 32: model.layers.0.mlp.down_proj, model.layers.1.mlp.down"
+        UserWarning, match="not a multiple of 32 stay dense: model.layers.0.mlp.down_proj, model.layers.1.mlp.down"
     ) as seen:
         model = load(folder, quantization_config=FastinferConfig())
     assert sum("multiple of 32" in str(warning.message) for warning in seen) == 1
     assert len(layers(model)) == 12
     model.save_pretrained(tmp_path / "quantised")
-    with pytest.warns(UserWarning, match="no multiple of 32"):
+    with pytest.warns(UserWarning, match="not a multiple of 32"):
         again = load(tmp_path / "quantised")
     assert torch.equal(logits(again), logits(model))
 
@@ -240,7 +239,7 @@ def test_replace_joins_quantised_layers_as_they_are(kind: str, tmp_path: Path) -
     folder = save(tmp_path / "dense", Qwen2Config(**SIZES))
     model = load(folder, quantization_config=FastinferConfig(kind, activation_bits=32))
     before, state = logits(model), {name: values.clone() for name, values in model.state_dict().items()}
-    report = nn.replace(model)
+    report = replace(model)
     assert report.kept == {"lm_head": ("Linear", "keeps its dense weight")}
     assert report.replaced["model.layers.0.self_attn"] == ("Qwen2Attention", f"Attention ({kind})")
     assert report.replaced["model.layers.1.mlp"] == ("Qwen2MLP", f"FusedMLP ({kind})")
@@ -256,7 +255,7 @@ def test_replace_joins_quantised_layers_as_they_are(kind: str, tmp_path: Path) -
 def test_replace_keeps_what_was_quantised_otherwise(folder: Path) -> None:
     model = load(folder, quantization_config=FastinferConfig(modules_to_not_convert=["k_proj", "down_proj"]))
     before = logits(model)
-    report = nn.replace(model)
+    report = replace(model)
     reason = "layers must all be quantised in one way, got ('int4', 32, 8), dense"
     assert report.kept["model.layers.0.self_attn"] == ("LlamaAttention", reason)
     assert report.replaced["model.layers.0.mlp"] == ("LlamaMLP", "FusedMLP (int4)")
@@ -265,7 +264,7 @@ def test_replace_keeps_what_was_quantised_otherwise(folder: Path) -> None:
 
 def test_replace_quantises_the_output_layer_alone(folder: Path) -> None:
     model = load(folder, quantization_config=FastinferConfig("int8"))
-    report = nn.replace(model, quantize="int4", lm_head="int8")
+    report = replace(model, quantize="int4", lm_head="int8")
     assert report.replaced["lm_head"] == ("Linear", "QuantLinear (int8)")
     assert {layer.kind for layer in layers(model).values()} == {"int8"}
 
@@ -279,8 +278,8 @@ def test_dequantize(folder: Path) -> None:
     assert not hasattr(model.config, "quantization_config")
     torch.testing.assert_close(logits(model), before, rtol=0, atol=1e-4)
     joined = load(folder, quantization_config=FastinferConfig())
-    nn.replace(joined)
-    with pytest.raises(ValueError, match=r"joined cannot be dequantised, got model.layers.0.self_attn"):
+    replace(joined)
+    with pytest.raises(ValueError, match=r"merged cannot be dequantised, got model.layers.0.self_attn"):
         joined.dequantize()
 
 
