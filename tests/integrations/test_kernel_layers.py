@@ -47,19 +47,24 @@ def logits(model: PreTrainedModel) -> Tensor:
     return model(IDS).logits
 
 
+def assert_same_logits(ours: Tensor, theirs: Tensor) -> None:
+    """Equal to within fp32 rounding, which depends on the machine's instruction set, of the largest logit."""
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
+
+
 @pytest.mark.parametrize("mode", [kernels.Mode.INFERENCE, kernels.Mode.INFERENCE | kernels.Mode.TORCH_COMPILE])
 def test_same_results(mode: Any, model: PreTrainedModel) -> None:
     before = logits(model)
     kernelize(model, mode)
     assert [norm.forward.__func__ for norm in norms(model)] == [kernel_layers.RMSNorm.forward] * 5
-    torch.testing.assert_close(logits(model), before, rtol=0, atol=1e-5)
+    assert_same_logits(logits(model), before)
 
 
 def test_compiles_whole(model: PreTrainedModel) -> None:
     before = logits(model)
     kernelize(model, kernels.Mode.INFERENCE | kernels.Mode.TORCH_COMPILE)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(logits(compiled), before, rtol=0, atol=1e-5)
+    assert_same_logits(logits(compiled), before)
 
 
 def test_training_falls_back(model: PreTrainedModel) -> None:
@@ -107,4 +112,4 @@ def test_by_transformers_own_means(while_loading: bool, model: PreTrainedModel, 
         ours = AutoModelForCausalLM.from_pretrained(tmp_path)
         ours.set_use_kernels(True, kernel_layers.FastinferKernels())
     assert [norm.forward.__func__ for norm in norms(ours)] == [kernel_layers.RMSNorm.forward] * 5
-    torch.testing.assert_close(logits(ours), logits(model), rtol=0, atol=1e-5)
+    assert_same_logits(logits(ours), logits(model))
