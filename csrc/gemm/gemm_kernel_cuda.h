@@ -20,10 +20,9 @@
 // Copies to shared memory run `stages - 1` chunks ahead, also from one unit to the next. For each block of 32 inputs a
 // warp then does one of two things:
 //
-//   up to 64 tokens  The products of q and x are exact, and are added up in fp32. The fp32 scale multiplies their sum
-//   and
-//                    min * sum(x) is added, so that nothing but the result is rounded to 16 bits. sum(x) is an mma with
-//                    a matrix of ones.
+//   up to 64 tokens  The products of q and x are exact and are added up in fp32. Their sum is multiplied by the fp32
+//                    scale, and min * sum(x) is added, so that only the result is rounded to 16 bits. sum(x) is an mma
+//                    with a matrix of ones.
 //   more             The fragments become scale * q + min in 16 bits: the scale and the weight are each rounded once.
 //
 // With a stack of experts (ExpertRows) each tile of tokens belongs to one expert. Its rows are gathered when they are
@@ -41,7 +40,7 @@
 
 namespace fastinfer::cuda {
 
-// A worker's place in the line of units and chunks. With a stack of experts the token tiles are those of a list.
+// The unit and chunk that a worker is at. With a stack of experts the token tiles come from a list.
 template <bool kGrouped>
 struct GemmPosition {
   int unit, chunk, row_unit, token_tile;
