@@ -45,6 +45,7 @@ def avx512_library() -> Path:
     return library
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One worker per core, as far as there is memory; workers and the programs that they start share the cores."""
     cores = len(os.sched_getaffinity(0))
