@@ -46,7 +46,9 @@ def _named_files(markdown: str) -> str:
             return match[0]
         if not (ROOT / path).exists():
             LOG.warning(f"a page links to ../{path}, which is not there")
-        return f"`{path}`" if path in text else f"{text} (`{path}`)"
+        if path in text:
+            return f"`{path}`"
+        return f"{text}: `{path}`" if markdown[: match.start()].endswith("(") else f"{text} (`{path}`)"
 
     return OUTSIDE.sub(named, markdown)
 
