@@ -49,7 +49,7 @@ PACKAGES = {
     "transformers_bf16": "transformers",
     "transformers_fp32": "transformers",
 }
-TEXT = [ROOT / "LICENSE", ROOT / "CONTRIBUTING.md", ROOT / "README.md"]
+TEXT = [ROOT / "tests/data" / name for name in ("license.txt", "project_documents.txt")]
 PAUSE_S = 0.05  # between turns, until the threads of the previous engine no longer spin
 
 
