@@ -208,15 +208,10 @@ struct GemmKernel {
 
   // Adds a chunk's products to the sums.
   __device__ void multiply(unsigned char* stage, int chunk) {
-    const int first_block = chunk * kBlocks;
-    const int blocks = (static_cast<int>(p.k) + kBlockInputs - 1) / kBlockInputs - first_block;
-    int first_group = 0;
-    if constexpr (!kDense) first_group = group_of(first_block);
+    const int blocks = (static_cast<int>(p.k) + kBlockInputs - 1) / kBlockInputs - chunk * kBlocks;
 #pragma unroll 1
     for (int block = warp_inputs; block < min(kBlocks, blocks); block += kWarpsInputs) {
-      int group = 0;
-      if constexpr (!kDense) group = group_of(first_block + block) - first_group;
-      const WeightBlock w = load_weight_block(stage, block, group);
+      const WeightBlock w = load_weight_block(stage, chunk, block);
       float norm_weights[2][4];
       if (has_norm()) load_norm(stage + kNormWeights, block, norm_weights);
 #pragma unroll
@@ -235,14 +230,15 @@ struct GemmKernel {
     }
   }
 
-  // The weights of a block, exact or, in wide tiles, scaled. `group`: of scales, counted from the chunk's first.
-  __device__ WeightBlock load_weight_block(unsigned char* stage, int block, int group) const {
+  // The weights of a block, exact or, in wide tiles, scaled.
+  __device__ WeightBlock load_weight_block(unsigned char* stage, int chunk, int block) const {
     WeightBlock w;
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
       const int row_tile = warp_rows * kRowTiles + r;
       w.a[r] = weight.template fragments<kChunk>(stage, row_tile, block);
       if constexpr (!kDense) {
+        const int first = chunk * kBlocks, group = group_of(first + block) - group_of(first);
         w.has_min = p.weight.mins != nullptr;
         w.scale[r] = row_scales(stage + kScales, row_tile, group);
         w.min[r] = w.has_min ? row_scales(mins_of(stage + kScales), row_tile, group) : make_float2(0.0f, 0.0f);
