@@ -103,69 +103,50 @@ struct VnniKernel {
   }
 
   // Adds the products of a block with kRows rows. load(run): a run's weights; step(weights, step, tile): four inputs of
-  // each of a tile's rows.
+  // each of a tile's rows. (Split any further, the compiler orders a single row's loads and prefetches differently, and
+  // 8-bit weights from memory take 5 % longer.)
   template <int kRows, int kTiles, class Load, class Step>
   FASTINFER_INLINE static void add_block(const Block* block, Load&& load, Step&& step, const f32v (&scale)[kTiles],
                                          f32v (&acc)[kRows][kTiles]) {
+    constexpr int kRuns = 2 / Run::kMultipliers;  // runs that share a multiplier
     f32v products[kRows][kTiles] = {};
 #pragma GCC unroll 2
     for (int m = 0; m < Run::kMultipliers; ++m) {
+      using Weights = decltype(load(0));
+      Weights weights[kRuns];
+#pragma GCC unroll 2
+      for (int run = 0; run < kRuns; ++run) weights[run] = load(m * kRuns + run);
+      // A sum of both runs' 16-bit products would be a chain of 16: too long to be hidden by few rows.
+      constexpr int kChains = kRows <= 4 ? kRuns : 1, kSteps = kRuns * kRunSteps / kChains;
       i32v dots[kRows][kTiles];
-      multiply_runs<kRows, kTiles>(block, m, load, step, dots);
+#pragma GCC unroll 2
+      for (int chain = 0; chain < kChains; ++chain) {
+        i32v sums[kRows][kTiles];
+#pragma GCC unroll 16
+        for (int i = 0; i < Run::kParts * kSteps; ++i) {
+          const int part = i / kSteps, at = chain * kSteps + i % kSteps;
+          u8v w[kTiles];
+#pragma GCC unroll 2
+          for (int t = 0; t < kTiles; ++t) w[t] = in_register(step(weights[at / kRunSteps], at % kRunSteps, t));
+          multiply_step<kRows, kTiles>(i, kSteps, w, block, part, m * kRunInputs + 4 * at, sums);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+          for (int t = 0; t < kTiles; ++t) dots[r][t] = chain == 0 ? sums[r][t] : dots[r][t] + sums[r][t];
+        }
+      }
       add_multiplied<kRows, kTiles>(block, m, dots, products);
     }
     add_scaled<kRows, kTiles>(products, scale, acc);
   }
 
-  // Runs that share a multiplier.
-  static constexpr int kRuns = 2 / Run::kMultipliers;
-
-  // dots = the integer products of the runs that share the m-th multiplier.
-  template <int kRows, int kTiles, class Load, class Step>
-  FASTINFER_INLINE static void multiply_runs(const Block* block, int m, Load&& load, Step&& step,
-                                             i32v (&dots)[kRows][kTiles]) {
-    using Weights = decltype(load(0));
-    Weights weights[kRuns];
-#pragma GCC unroll 2
-    for (int run = 0; run < kRuns; ++run) weights[run] = load(m * kRuns + run);
-    // A sum of both runs' 16-bit products would be a chain of 16: too long to be hidden by few rows.
-    constexpr int kChains = kRows <= 4 ? kRuns : 1, kSteps = kRuns * kRunSteps / kChains;
-#pragma GCC unroll 2
-    for (int chain = 0; chain < kChains; ++chain) {
-      i32v sums[kRows][kTiles];
-#pragma GCC unroll 16
-      for (int i = 0; i < Run::kParts * kSteps; ++i) {
-        const int part = i / kSteps, at = chain * kSteps + i % kSteps;
-        u8v w[kTiles];
-#pragma GCC unroll 2
-        for (int t = 0; t < kTiles; ++t) w[t] = in_register(step(weights[at / kRunSteps], at % kRunSteps, t));
-        begin_step<kRows, kTiles>(i, kSteps, sums);
-        multiply_step<kRows, kTiles>(block, part, m * kRunInputs + 4 * at, w, sums);
-      }
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-        for (int t = 0; t < kTiles; ++t) dots[r][t] = chain == 0 ? sums[r][t] : dots[r][t] + sums[r][t];
-      }
-    }
-  }
-
-  // Starts the sums at a chain's first step, and shifts them where the second part of the activations begins.
+  // Step i of a chain: adds four inputs of every weight row times those of kRows rows of x. All rows take a step before
+  // the next one, because each waits five cycles for its sum. The first step starts the sums; they are shifted where
+  // the second part of the activations begins.
   template <int kRows, int kTiles>
-  FASTINFER_INLINE static void begin_step(int i, int part_steps, i32v (&sums)[kRows][kTiles]) {
-    if (i % part_steps != 0) return;
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-      for (int t = 0; t < kTiles; ++t) sums[r][t] = i == 0 ? i32v{} + Run::kStart : sums[r][t] << 7;
-    }
-  }
-
-  // Adds four inputs of every weight row times those of kRows rows of x. All rows take a step before the next one,
-  // because each waits five cycles for its sum.
-  template <int kRows, int kTiles>
-  FASTINFER_INLINE static void multiply_step(const Block* block, int part, int input, const u8v (&w)[kTiles],
-                                             i32v (&sums)[kRows][kTiles]) {
+  FASTINFER_INLINE static void multiply_step(int i, int part_steps, const u8v (&w)[kTiles], const Block* block,
+                                             int part, int input, i32v (&sums)[kRows][kTiles]) {
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const int8_t* four = block[r].q[part] + input;
@@ -173,10 +154,11 @@ struct VnniKernel {
       if constexpr (kTiles > 1) activations = in_register((i8v)broadcast_word(four));
 #pragma GCC unroll 2
       for (int t = 0; t < kTiles; ++t) {
+        const i32v sum = i == 0 ? i32v{} + Run::kStart : i % part_steps == 0 ? sums[r][t] << 7 : sums[r][t];
         if constexpr (kTiles > 1) {
-          sums[r][t] = dpbusd(sums[r][t], w[t], activations);
+          sums[r][t] = dpbusd(sum, w[t], activations);
         } else {
-          sums[r][t] = dpbusd(sums[r][t], w[t], four);
+          sums[r][t] = dpbusd(sum, w[t], four);
         }
       }
     }
