@@ -98,7 +98,7 @@ def _windows(window: int, num_layers: int, period: int | None) -> tuple[int, ...
 
 
 def _attention_scale(architecture: str, hidden_size: int, num_layers: int, num_heads: int) -> float | None:
-    """Attention scale of Gemma 2 and 3 with 27 billion parameters; the other models use the default."""
+    """Return the attention scale of Gemma 2 and 3 with 27 billion parameters; None for the default."""
     wide = (architecture, num_layers) in (("gemma2", 46), ("gemma3", 62))
     return (hidden_size / num_heads) ** -0.5 if wide else None
 

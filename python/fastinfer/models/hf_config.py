@@ -42,7 +42,7 @@ def read_hf_config(path: Path) -> ModelConfig:
     fields = JsonFields.read(path, CheckpointFormatError)
     name, family = family_of(fields)
     if name == "GPT2LMHeadModel":
-        return _gpt2(fields)
+        return _gpt2_config(fields)
     size = _Sizes(fields)
     hidden_size, num_heads, num_layers = (
         size("hidden_size"),
@@ -165,7 +165,7 @@ class _Rope:
 
 
 def _windows(fields: JsonFields, name: str, num_layers: int) -> tuple[int, ...]:
-    """Length of each layer's attention window in positions, 0 for none."""
+    """Return the length of each layer's attention window in positions, 0 for none."""
     window = fields.get("sliding_window", int, 0, minimum=1, maximum=MAX_SIZE)
     if not window or not fields.get("use_sliding_window", bool, True):
         return ()
@@ -202,7 +202,7 @@ def _require(fields: JsonFields, key: str, expected: object) -> None:
         raise UnsupportedModelError(f"{fields.path}: {key} must be {expected!r}, got {value!r:.80}")
 
 
-def _gpt2(fields: JsonFields) -> ModelConfig:
+def _gpt2_config(fields: JsonFields) -> ModelConfig:
     size = _Sizes(fields)
     _require(fields, "scale_attn_weights", True)
     _require(fields, "scale_attn_by_inverse_layer_idx", False)
