@@ -90,7 +90,7 @@ class QuantizedWeight(Weight):
 
     def linear(self, x: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
         if self.permutation is not None:
-            x = ops.permute_columns(normalized(x, options), self.permutation)
+            x = ops.permute_columns(apply_norm(x, options), self.permutation)
         gemm = ops.int4_gemm if self.bits == 4 else ops.int8_gemm
         return gemm(
             x,
@@ -204,8 +204,8 @@ class ConcatenatedWeight(Weight):
         return torch.cat([part.rows(None, dtype) for part in self.parts])
 
 
-def normalized(x: Tensor, options: LinearOptions) -> Tensor:
-    """Apply the norm of the options to the input, and remove it from the options."""
+def apply_norm(x: Tensor, options: LinearOptions) -> Tensor:
+    """Apply the norm in ``options`` to the input, and remove it from ``options``."""
     if "norm_weight" not in options:
         return x
     return ops.rms_norm(x, options.pop("norm_weight"), options.pop("eps"))
