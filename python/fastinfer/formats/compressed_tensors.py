@@ -116,7 +116,7 @@ class CompressedTensorsFormat:
         return cls(tuple(schemes), tuple(ignore))
 
     def scheme(self, module: str) -> Scheme | None:
-        """Scheme of a linear layer, or ``None`` if it is not quantised; a match by name has priority over a class."""
+        """Return the scheme of a linear layer, or ``None`` if it is not quantised; names go before classes."""
         if any(_matches(module, pattern) for pattern in self.ignore):
             return None
         for match in (_matches_name, _matches):
@@ -179,7 +179,7 @@ def _matches(module: str, pattern: str) -> bool:
 
 
 def _matches_name(module: str, pattern: str) -> bool:
-    """Whether a pattern is the layer's name, or ``re:`` with a regular expression that matches the start of it."""
+    """Return whether a pattern is the layer's name, or ``re:`` and a regular expression that matches its start."""
     if not pattern.startswith("re:"):
         return pattern == module
     try:
