@@ -52,7 +52,7 @@ def launch_plan(op: str, sizes: dict[str, int], gpu: Gpu) -> dict[str, Any]:
     return _C.launch_plan(op, sizes, gpu.arch, gpu.multiprocessors, gpu.shared_bytes)
 
 
-def describe(words: Sequence[str], group: int | None, gpu: Gpu) -> dict[str, Any]:
+def describe(arguments: Sequence[str], group: int | None, gpu: Gpu) -> dict[str, Any]:
     """Return the plan of an operator whose name and sizes come from the command line.
 
     Raises:
@@ -60,7 +60,7 @@ def describe(words: Sequence[str], group: int | None, gpu: Gpu) -> dict[str, Any
     """
     from fastinfer import _C
 
-    op, *numbers = words
+    op, *numbers = arguments
     defaults = _C.launch_plan_sizes().get(op)
     if defaults is None:
         raise RequestError(f"--plan knows {', '.join(_C.launch_plan_sizes())}; got {op!r}")

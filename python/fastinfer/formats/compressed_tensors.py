@@ -86,7 +86,7 @@ class Scheme:
         if inputs.get("dynamic") is not True or setting(inputs, "strategy", str, "token") != "token":
             raise UnsupportedModelError(f"{prefix}only dynamic scales by token are implemented, got {inputs!r:.90}")
         if not setting(inputs, "symmetric", bool, True):
-            raise UnsupportedModelError(f"{prefix}asymmetric ones are not implemented")
+            raise UnsupportedModelError(f"{prefix}asymmetric activations are not implemented")
         if self.packed or self.group_size != -1:
             raise UnsupportedModelError(f"{prefix}need int-quantized weights of 8 bits with one scale per output")
 
@@ -186,5 +186,5 @@ def _matches_name(module: str, pattern: str) -> bool:
         return re.match(pattern.removeprefix("re:"), module) is not None
     except re.error as error:
         raise CheckpointFormatError(
-            f"quantization_config: {pattern!r:.90} is no regular expression ({error})"
+            f"quantization_config: {pattern!r:.90} is not a regular expression ({error})"
         ) from None

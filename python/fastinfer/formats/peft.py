@@ -107,7 +107,7 @@ def read_adapter(path: Path) -> LoraAdapter:
                 names[key] = f"layers.{match[1]}.{match[2]}"
                 halves.setdefault(key, {})[match[4]] = tensors.get_tensor(name)
     except (SafetensorError, OSError) as error:
-        raise AdapterError(f"{file}: not a sound safetensors file: {error}") from error
+        raise AdapterError(f"{file}: not a valid safetensors file: {error}") from error
     if not halves:
         raise AdapterError(f"{file}: no tensors")
     layers = {key: _low_rank(file, names[key], pair, config) for key, pair in sorted(halves.items())}

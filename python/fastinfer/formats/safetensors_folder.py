@@ -142,7 +142,7 @@ class SafetensorsFolder:
             file: _Shard = safe_open(self.path / shard, framework="pt")
             self._keys[shard] = frozenset(file.keys())
         except (SafetensorError, OSError) as error:
-            raise CheckpointFormatError(f"{self.path / shard}: not a sound safetensors file: {error}") from None
+            raise CheckpointFormatError(f"{self.path / shard}: not a valid safetensors file: {error}") from None
         self._files[shard] = file
 
     def _slice(self, name: str) -> _Slice:

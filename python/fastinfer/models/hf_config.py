@@ -52,7 +52,7 @@ def read_hf_config(path: Path) -> ModelConfig:
     num_kv_heads = size("num_key_value_heads", num_heads)
     head_dim = size("head_dim", max(1, hidden_size // num_heads))
     if num_heads % num_kv_heads:
-        raise CheckpointFormatError(f"{path}: {num_heads} query heads are no multiple of {num_kv_heads} KV heads")
+        raise CheckpointFormatError(f"{path}: expected a multiple of {num_kv_heads} query heads, got {num_heads}")
     rope = _Rope(fields, head_dim)
     experts = size("num_local_experts", 0) or size("num_experts", 0)
     if experts:
@@ -209,7 +209,7 @@ def _gpt2_config(fields: JsonFields) -> ModelConfig:
     _require(fields, "add_cross_attention", False)
     hidden_size, num_heads = size("n_embd"), size("n_head")
     if hidden_size % num_heads:
-        raise CheckpointFormatError(f"{fields.path}: n_embd {hidden_size} is no multiple of {num_heads} heads")
+        raise CheckpointFormatError(f"{fields.path}: n_embd: expected a multiple of {num_heads}, got {hidden_size}")
     return ModelConfig(
         architecture="GPT2LMHeadModel",
         hidden_size=hidden_size,

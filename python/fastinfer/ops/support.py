@@ -146,21 +146,21 @@ def supported(
     ValueError: rms_norm has no head_dim, only dtype, weight_dtype
     """
     support = _support(op, torch.device(device).type)
-    asked = {
+    requested = {
         "weight_dtype": weight_dtype,
         "cache_dtype": cache_dtype,
         "head_dim": head_dim,
         "in_features": in_features,
         "activation_bits": activation_bits,
     }
-    asked = {name: value for name, value in asked.items() if value is not None}
+    requested = {name: value for name, value in requested.items() if value is not None}
     known = [field.name for field in fields(Support) if getattr(support, field.name) is not None]
-    if unknown := [name for name in asked if name not in known]:
+    if unknown := [name for name in requested if name not in known]:
         raise ValueError(f"{op} has no {', '.join(unknown)}, only {', '.join(known)}")
     if cache_dtype == UINT8 and (head_dim or 0) % 2:
         return False
     return any(
-        all(value in _values(support, name, first) for name, value in asked.items())
+        all(value in _values(support, name, first) for name, value in requested.items())
         for first in support.dtype
         if dtype in (None, first)
     )

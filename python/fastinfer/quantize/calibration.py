@@ -66,7 +66,7 @@ class CalibratedWeight(Weight):
         return ops.gemm(x, self._effective, bias=self.bias, **options)
 
     def rows(self, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
-        raise ValueError("a weight under calibration is no embedding")
+        raise ValueError("a weight under calibration cannot be an embedding: call linear instead of rows")
 
 
 class _CalibratedLoader(DecoderLoader):

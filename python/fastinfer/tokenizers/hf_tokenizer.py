@@ -197,7 +197,7 @@ def _read_backend(path: Path) -> Backend:
             backend = Backend.from_str(_with_ids_of_added_tokens(text))
         moved = _moved(backend, added)
     except Exception as error:  # the library raises plain Exception
-        raise CheckpointFormatError(f"{path}: not a sound tokenizer.json: {one_line(error)}") from None
+        raise CheckpointFormatError(f"{path}: not a valid tokenizer.json: {one_line(error)}") from None
     if moved:
         raise CheckpointFormatError(
             f"{path}: the added token {moved[0]['content']!r:.80} cannot have the id {moved[0]['id']}"
@@ -238,14 +238,14 @@ def _decoder(backend: Backend, path: Path) -> tuple[Callable[[str], bytes], bool
     if kinds == {"ByteLevel"}:
         return byte_level_bytes, False
     metaspace, replace, strip = (steps.get(name) for name in ("Metaspace", "Replace", "Strip"))
-    sound = (
+    is_known = (
         kinds <= {"Metaspace", "Replace", "ByteFallback", "Strip"}
         and (metaspace is None) != (replace is None)
         and (metaspace is None or metaspace["replacement"] == SPACE)
         and (replace is None or (replace["pattern"], replace["content"]) == ({"String": SPACE}, " "))
         and (strip is None or (strip["content"], strip["start"], strip["stop"]) == (" ", 1, 0))
     )
-    if not sound:
+    if not is_known:
         raise UnsupportedModelError(
             f"{path}: decoder {' + '.join(map(str, steps))} is not supported; known are ByteLevel, Metaspace, and "
             f"Replace of {SPACE!r} by a space, with ByteFallback, Fuse and Strip of one space at the start"

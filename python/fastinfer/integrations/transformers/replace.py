@@ -192,7 +192,9 @@ class _Replacer:
         for name, module in self._modules(lambda m: not isinstance(m, nn.Embedding | QuantLinear)):
             is_converted = isinstance(module, Linear) and quantize is None
             if module._parameters and name not in self.report.kept and not is_converted:
-                reason = "keeps its dense weight" if isinstance(module, nn.Linear) else "has no module here"
+                reason = (
+                    "keeps its dense weight" if isinstance(module, nn.Linear) else "has no counterpart in fastinfer.nn"
+                )
                 self.report.kept[name] = type(module).__name__, reason
 
     def _replace(
