@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from fastinfer import hub
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.stats import EngineStats
-from fastinfer.errors import QueueFullError, RequestError, reason
+from fastinfer.errors import QueueFullError, RequestError, describe_error
 from fastinfer.llm import LLM
 from fastinfer.outputs import PrefillOutput, RequestOutput
 from fastinfer.sampling_params import DEFAULT_PARAMS, SamplingParams
@@ -326,7 +326,7 @@ def _as_prompt(prompt: Prompt | list[int]) -> Prompt:
 
 def _failed(output: RequestOutput | PrefillOutput, error: Exception) -> RequestOutput | PrefillOutput:
     """Return the last output of an aborted request with the finish reason ``"error"``."""
-    failure: dict[str, Any] = {"finish_reason": "error", "stop_reason": reason(error)}
+    failure: dict[str, Any] = {"finish_reason": "error", "stop_reason": describe_error(error)}
     if isinstance(output, PrefillOutput):
         return replace(output, **failure)
     outputs = [replace(c, **failure) if c.finish_reason == "abort" else c for c in output.outputs]

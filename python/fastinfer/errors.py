@@ -5,8 +5,8 @@ class FastinferError(ValueError):
     """Base class of the errors below; the command line prints the message and exits with code 2."""
 
 
-def reason(error: Exception) -> str:
-    """Return the text with which an output reports an error: the message, preceded by the class unless it is ours."""
+def describe_error(error: Exception) -> str:
+    """Return an error's message for an output, preceded by its class if it is not a :class:`FastinferError`."""
     return str(error) if isinstance(error, FastinferError) else f"{type(error).__name__}: {error}"
 
 

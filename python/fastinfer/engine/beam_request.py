@@ -156,7 +156,7 @@ class BeamRequest(Request):
                     logprob = self._logprobs[sequence]
                     self._ended.append(_Hypothesis(-float("inf"), logprob, sequence.output_token_ids, reason))
 
-    def output(self) -> RequestOutput | None:
+    def take_output(self) -> RequestOutput | None:
         """Return the best texts, best first; ``None`` during the search, as the best ones may still change."""
         if self.finish_time is None:
             return None

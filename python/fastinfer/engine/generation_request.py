@@ -67,7 +67,7 @@ class Completion:
             self.finish_reason = reason
             self._stop_reason = stop_reason
 
-    def output(self) -> CompletionOutput:
+    def take_output(self) -> CompletionOutput:
         """Return the current state; its ``delta`` is the text that was added since the last call."""
         text = self._stream.text
         delta = text[self._num_reported :]
@@ -178,13 +178,13 @@ class GenerationRequest(Request):
             completion.finish(reason, stop_reason)
         self._set_finish_time()
 
-    def output(self) -> RequestOutput:
+    def take_output(self) -> RequestOutput:
         """Return the current state; its deltas contain the text that was added since the last call."""
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
             prompt_token_ids=self._prompt_token_ids,
-            outputs=[completion.output() for completion in self._completions.values()],
+            outputs=[completion.take_output() for completion in self._completions.values()],
             finished=self.finish_time is not None,
             metrics=RequestMetrics(self._arrival_time, self._first_token_time, self.finish_time),
             prompt_logprobs=None if self._params.prompt_logprobs is None else list(self._prompt_logprobs),

@@ -88,5 +88,8 @@ class Request(ABC):
         """
 
     @abstractmethod
-    def output(self) -> Output | None:
-        """Return the request's state for the user, or ``None`` if there is nothing to report yet."""
+    def take_output(self) -> Output | None:
+        """Return the state to report to the user, or ``None`` if there is nothing to report yet.
+
+        Its deltas contain the text since the previous call, so every output must be delivered.
+        """

@@ -11,7 +11,7 @@ from fastinfer.engine.prompt_modules import PromptModules
 from fastinfer.engine.request import Output, Request
 from fastinfer.engine.scheduler import Scheduler
 from fastinfer.engine.sequence import SequenceState
-from fastinfer.errors import QueueFullError, RequestError, reason
+from fastinfer.errors import QueueFullError, RequestError, describe_error
 
 # How long a step waits if nothing can be computed yet because a grammar is being compiled or a batch is not full.
 IDLE_WAIT_S = 0.001
@@ -105,7 +105,7 @@ class RequestTable:
 
     def fail(self, request_id: str, error: Exception) -> None:
         """End a request with an error; its output is kept for later, because the current step may still raise."""
-        for output in self._end(self.active[request_id], "error", reason(error)):
+        for output in self._end(self.active[request_id], "error", describe_error(error)):
             self.deliver_later(output)
 
     def deliver_later(self, output: Output) -> None:
@@ -132,7 +132,7 @@ class RequestTable:
                     self._scheduler.finish(sequence, keep_blocks=is_module)
             if not unfinished:
                 del self.active[request.request_id]
-            output = request.output()
+            output = request.take_output()
             if output is not None:
                 outputs.append(output)
         return outputs
