@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import logging
 import math
 from collections.abc import Generator
 from pathlib import Path
@@ -12,11 +13,14 @@ from typing import Any
 import torch
 
 from fastinfer import hub
-from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, EngineConfig
+from fastinfer.engine.construction import kv_cache_size
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.intake import POOLINGS
+from fastinfer.engine.kv_cache_size import options_for
 from fastinfer.errors import RequestError
-from fastinfer.models import load_model
+from fastinfer.models import load_model, open_checkpoint
+from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
 from fastinfer.outputs import PrefillOutput, RequestOutput, ScoreOutput
 from fastinfer.sampling_params import DEFAULT_PARAMS, BeamSearchParams, SamplingParams
@@ -24,6 +28,8 @@ from fastinfer.serving.prompt import PreparedPrompt, Prompt, prepare, prepare_ch
 from fastinfer.serving.shared_engine import Job, SharedEngine
 from fastinfer.utils.device import resolve_device
 from fastinfer.utils.dtypes import DTYPES, KV_CACHE_DTYPES
+
+LOG = logging.getLogger("fastinfer")
 
 # Scoring needs only the log-probabilities of the prompt; the one generated token is discarded.
 SCORE_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
@@ -47,7 +53,9 @@ class LLM:
             (float8_e4m3fn), ``"int4"`` (least memory, with a measurable loss: see docs/performance.md), or ``"auto"``
             for the one that suits ``dtype``. On a GPU only ``"auto"``, ``"int8"``, ``"fp8"`` and ``"int4"`` work.
         max_num_waiting: largest number of requests waiting in the engine; further prompts wait outside it.
-        max_model_len, max_num_seqs, max_num_batched_tokens, batching, block_size, kv_cache_memory: see
+        max_num_seqs, max_num_batched_tokens: see :class:`fastinfer.engine.config.EngineConfig`; ``None`` for 64 and 512
+            on a CPU, 256 and 2048 on a GPU.
+        max_model_len, batching, block_size, kv_cache_memory, gpu_memory_utilization: see
             :class:`fastinfer.engine.config.EngineConfig`.
         enable_prefix_caching, num_speculative_tokens, max_loras, max_lora_rank, deterministic, enforce_eager: see
             :class:`fastinfer.engine.config.EngineConfig`.
@@ -71,13 +79,14 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
         max_model_len: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 512,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
         max_num_waiting: int = 10_000,
         batching: str = "continuous",
         block_size: int = 32,
         kv_cache_dtype: str = "auto",
         kv_cache_memory: int | None = None,
+        gpu_memory_utilization: float = 0.9,
         enable_prefix_caching: bool = True,
         num_speculative_tokens: int = 0,
         draft_model: str | None = None,
@@ -91,13 +100,16 @@ class LLM:
         device = resolve_device(device)
         config = EngineConfig(
             max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=MAX_NUM_SEQS[device] if max_num_seqs is None else max_num_seqs,
+            max_num_batched_tokens=(
+                MAX_NUM_BATCHED_TOKENS[device] if max_num_batched_tokens is None else max_num_batched_tokens
+            ),
             max_num_waiting=max_num_waiting,
             batching=batching,
             block_size=block_size,
             kv_cache_dtype=_kv_cache_dtype(kv_cache_dtype, dtype, device),
             kv_cache_memory=kv_cache_memory,
+            gpu_memory_utilization=gpu_memory_utilization,
             enable_prefix_caching=enable_prefix_caching,
             num_speculative_tokens=num_speculative_tokens,
             max_loras=max_loras,
@@ -107,10 +119,13 @@ class LLM:
             device=device,
             enforce_eager=enforce_eager,
         )
-        loaded, self.tokenizer = load_model(hub.resolve(model), dtype, device, max_model_len)
-        draft = None
-        if draft_model is not None:
-            draft, _ = load_model(hub.resolve(draft_model), dtype, device, max_model_len)
+        exact = Precision.of(dtype, device).exact
+        names = [model] if draft_model is None else [model, draft_model]
+        checkpoints = [open_checkpoint(hub.resolve(name), exact) for name in names]
+        config = _with_kv_cache_size(config, checkpoints)
+        models = [load_model(checkpoint, dtype, device, config.max_model_len) for checkpoint in checkpoints]
+        loaded, self.tokenizer = models[0]
+        draft = None if draft_model is None else models[1][0]
         self.engine = Engine(loaded, self.tokenizer, config, draft)
         self._shared = SharedEngine(self.engine)
         self._numbers = itertools.count()
@@ -409,6 +424,25 @@ def _one_per_prompt(name: str, value: Any, count: int) -> list[Any]:
     if len(values) != count:
         raise RequestError(f"{name} must be one or {count}, as many as prompts, got {len(values)}")
     return values
+
+
+def _with_kv_cache_size(config: EngineConfig, checkpoints: list[Checkpoint]) -> EngineConfig:
+    """Return the configuration with the size of the KV cache and the longest sequence, before any weight is read.
+
+    The first checkpoint is the model's, the second, if there is one, the draft model's.
+
+    Raises:
+        RequestError: weights and KV cache do not fit into memory.
+    """
+    limit = checkpoints[0].config.max_position
+    weight_bytes = sum(checkpoint.weight_bytes for checkpoint in checkpoints)
+    size = kv_cache_size(config, [checkpoint.config for checkpoint in checkpoints], weight_bytes)
+    if config.max_model_len is None and size.max_model_len < limit:
+        LOG.warning(
+            f"{checkpoints[0].path.name}: max_model_len is {size.max_model_len:,} tokens instead of the model's "
+            f"{limit:,}, which fits into the memory for the KV cache. To change it: {options_for(config)}"
+        )
+    return dataclasses.replace(config, num_kv_blocks=size.num_blocks, max_model_len=size.max_model_len)
 
 
 def _kv_cache_dtype(name: str, dtype: str, device: str) -> torch.dtype:

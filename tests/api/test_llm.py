@@ -1,15 +1,19 @@
 """The Python API on the default model, computed in fp32."""
 
 import gc
+import re
 import threading
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 import fastinfer
-from fastinfer import LLM, RequestError, RequestOutput, SamplingParams
+from fastinfer import LLM, RequestError, RequestOutput, SamplingParams, models
+from fastinfer.engine import kv_cache_size
 from fastinfer.errors import ModelNotFoundError
+from fastinfer.utils import device
 
 PROMPTS = [
     "Once upon a time",
@@ -272,12 +276,60 @@ def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
         ({"max_model_len": 0}, "max_model_len must be an integer in 1.."),
         ({"max_model_len": 10**9}, "max_model_len must be at most the model's"),
         ({"max_num_seqs": True}, "max_num_seqs must be an integer"),
-        ({"kv_cache_memory": 1000}, "max_model_len=.* needs a KV cache of .* bytes, got 0"),
+        ({"kv_cache_memory": 1000}, "one block needs a KV cache of .* bytes, got 0"),
     ],
 )
 def test_arguments_out_of_range(model_path: Path, arguments: dict[str, object], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         LLM(str(model_path), **arguments)  # type: ignore[arg-type]
+
+
+def test_the_longest_context_that_fits_is_announced_before_the_weights_are_read(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Read(Exception):
+        """The weights are being read."""
+
+    def read(*args: object) -> None:
+        raise Read
+
+    size = model_path.stat().st_size
+    monkeypatch.setattr(kv_cache_size, "available_memory", lambda device: size + 100 * 2**20)
+    monkeypatch.setattr(models, "load_decoder", read)
+    with pytest.raises(Read):
+        LLM(str(model_path))
+    [line] = caplog.messages
+    given = re.fullmatch(
+        r"\S+: max_model_len is (\S+) tokens instead of the model's 8,192, .* To change it: "
+        r"max_model_len \(--context\), kv_cache_dtype \(--kv-cache-dtype\) or kv_cache_memory",
+        line,
+    )
+    assert given is not None
+    # 30 layers, 3 KV heads of 64 elements, keys and values in fp16; blocks of 32 tokens. Half of 100 MiB is for them,
+    # and of the file what is not weights.
+    longest = int(given[1].replace(",", ""))
+    assert 50 * 2**20 // (30 * 3 * 64 * 4 * 32) * 32 <= longest < 55 * 2**20 // (30 * 3 * 64 * 4 * 32) * 32
+    caplog.clear()
+    with pytest.raises(Read):
+        LLM(str(model_path), max_model_len=1000)
+    assert caplog.messages == []
+    with pytest.raises(RequestError, match="max_model_len=8192 needs a KV cache of"):
+        LLM(str(model_path), max_model_len=8192)
+
+
+def test_a_gpu_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    monkeypatch.setattr(device, "NVIDIA_DRIVER", Path("/no/such/file"))
+    assert device.resolve_device("auto") == "cpu"
+    assert caplog.messages == []
+    monkeypatch.setattr(device, "NVIDIA_DRIVER", Path(__file__))
+    assert device.resolve_device("auto") == "cpu"
+    [line] = caplog.messages
+    assert line.startswith("this machine has a GPU, but the model runs on the CPU: the GPU needs a ")
+    caplog.clear()
+    assert device.resolve_device("cpu") == "cpu"
+    assert caplog.messages == []
 
 
 def test_unknown_model() -> None:

@@ -1,11 +1,7 @@
-import io
-import os
-
 import pytest
 import torch
 
 from fastinfer.engine.block_manager import BlockManager
-from fastinfer.engine.kv_cache_size import available_memory, default_num_blocks
 from fastinfer.engine.sequence import Sequence
 from fastinfer.errors import RequestError
 from fastinfer.models.kv_cache import QUANTIZED_DTYPES, KVCache, num_blocks_for, token_bytes
@@ -362,32 +358,3 @@ def test_copied_blocks(dtype: torch.dtype) -> None:
 def test_two_elements_share_a_byte() -> None:
     with pytest.raises(RequestError, match="even head_dim, got 9"):
         KVCache.empty(1, 2, 4, 1, 9, torch.uint8, "cpu")
-
-
-def test_available_memory_is_what_linux_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {"/proc/meminfo": "MemTotal:       24000000 kB\nMemFree:  10 kB\nMemAvailable:   16000007 kB\n"}
-
-    def opened(path: str) -> io.StringIO:
-        if path not in files:
-            raise FileNotFoundError(path)
-        return io.StringIO(files[path])
-
-    monkeypatch.setattr("builtins.open", opened)
-    reported = available_memory("cpu")
-    files["/proc/meminfo"] = "MemTotal:       24000000 kB\n"  # as before Linux 3.14
-    total_without_field = available_memory("cpu")
-    files.clear()
-    total_without_file = available_memory("cpu")
-    monkeypatch.undo()
-    assert reported == 16000007 * 1024
-    assert total_without_field == total_without_file == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def test_default_size() -> None:
-    def blocks(max_model_len: int, available_bytes: int) -> int:
-        return default_num_blocks(32, 1000, max_model_len, max_num_seqs=4, available_bytes=available_bytes)
-
-    assert blocks(100, 10**9) == 4 * num_blocks_for(100, 32)
-    assert blocks(100_000, 10**9) == num_blocks_for(100_000, 32)  # one long sequence, more than four of 2,048
-    assert blocks(100, 40_000) == 10  # a quarter of the memory
-    assert blocks(4096, 10**9) == 4 * 2048 // 32

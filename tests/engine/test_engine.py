@@ -289,9 +289,9 @@ def test_limits_out_of_range(field: str, value: int) -> None:
     ("limits", "message"),
     [
         ({"max_model_len": MAX_POSITION + 1}, f"max_model_len must be at most the model's {MAX_POSITION}, got 97"),
-        ({"num_kv_blocks": 2}, "max_model_len=96 needs a KV cache of 1536 bytes, got 1024"),
-        ({"kv_cache_memory": 1535}, "max_model_len=96 needs a KV cache of 1536 bytes, got 1024"),
-        ({"kv_cache_memory": 10}, "max_model_len=96 needs a KV cache of 1536 bytes, got 0"),
+        ({"max_model_len": 96, "num_kv_blocks": 2}, "max_model_len=96 needs a KV cache of 1536 bytes, got 1024"),
+        ({"max_model_len": 96, "kv_cache_memory": 1535}, "max_model_len=96 needs a KV cache of 1536 bytes, got 1024"),
+        ({"kv_cache_memory": 10}, "one block needs a KV cache of 512 bytes, got 0"),
         ({"kv_cache_memory": 2**62}, "the KV cache must fit into the"),
         ({"num_kv_blocks": 2**50}, "the KV cache must fit into the"),
     ],
@@ -300,6 +300,13 @@ def test_a_cache_that_does_not_fit(limits: dict[str, int], message: str) -> None
     with pytest.raises(RequestError) as error:
         toy_engine(**limits)
     assert str(error.value).startswith(message)
+
+
+def test_the_cache_limits_the_context() -> None:
+    engine = toy_engine(num_kv_blocks=2)
+    assert engine.max_model_len == 2 * engine.config.block_size
+    with pytest.raises(RequestError, match=f"max_model_len={engine.max_model_len} tokens"):
+        engine.add_request([1] * engine.max_model_len)
 
 
 def test_cache_size_follows_the_limits() -> None:

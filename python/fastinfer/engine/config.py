@@ -11,6 +11,9 @@ from fastinfer.utils.checks import INT32_MAX, INT64_MAX, check_bool, check_float
 BATCHING = ("continuous", "static", "dynamic")
 KV_CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn, torch.uint8)
 MAX_SPECULATIVE_TOKENS = 15
+# Defaults by device. A GPU reads its weights faster than 64 sequences use them.
+MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
+MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class EngineConfig:
 
     Attributes:
         max_model_len: longest sequence in tokens, prompt and generated tokens together; ``None`` for the model's own
-            limit.
+            limit, or for what fits into the KV cache if that is less.
         max_num_seqs: maximum number of running sequences; the others wait.
         max_num_batched_tokens: maximum number of tokens per step. Longer prompts are computed in several steps, in
             which the other requests still get their next tokens.
@@ -33,8 +36,10 @@ class EngineConfig:
         kv_cache_dtype: dtype of the cached keys and values. fp32, bf16 and fp16 are stored as they are; int8 and
             float8_e4m3fn have one scale per token and head; uint8 stands for int4, with a scale and a minimum for every
             16 elements of a key and every 64 elements of a value.
-        kv_cache_memory: size of the KV cache in bytes; ``None`` for as much as ``max_num_seqs`` requests of typical
-            length need, but at most a quarter of the available memory.
+        kv_cache_memory: size of the KV cache in bytes. ``None`` on a CPU: as much as ``max_num_seqs`` requests of
+            typical length need, or one of the longest, but at most half of the available memory. ``None`` on a GPU:
+            what ``gpu_memory_utilization`` allows.
+        gpu_memory_utilization: share of a GPU's memory that weights and KV cache may use together.
         num_kv_blocks: size of the KV cache in blocks; overrides ``kv_cache_memory``.
         enable_prefix_caching: whether requests reuse the cached keys and values of earlier requests that begin with the
             same tokens.
@@ -52,14 +57,15 @@ class EngineConfig:
     """
 
     max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
+    max_num_seqs: int = MAX_NUM_SEQS["cpu"]
+    max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS["cpu"]
     max_num_waiting: int = 10_000
     batching: str = "continuous"
     max_batch_wait_s: float = 0.05
     block_size: int = 32
     kv_cache_dtype: torch.dtype = torch.bfloat16
     kv_cache_memory: int | None = None
+    gpu_memory_utilization: float = 0.9
     num_kv_blocks: int | None = None
     enable_prefix_caching: bool = True
     num_speculative_tokens: int = 0
@@ -81,6 +87,7 @@ class EngineConfig:
         check_int("max_loras", self.max_loras, 0, 1024)
         check_int("max_lora_rank", self.max_lora_rank, 1, 4096)
         check_float("max_batch_wait_s", self.max_batch_wait_s, 0.0, 3600.0)
+        check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
         for field in fields(self):
             if field.type is bool:
                 check_bool(field.name, getattr(self, field.name))

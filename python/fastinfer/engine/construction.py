@@ -3,10 +3,9 @@
 from collections.abc import Sequence as List
 
 from fastinfer.engine.batch_inputs import BatchInputs
-from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.draft_model import DraftModelSpeculator
-from fastinfer.engine.kv_cache_size import choose_num_blocks
+from fastinfer.engine.kv_cache_size import KVCacheSize, choose_kv_cache_size
 from fastinfer.engine.runner import Runner
 from fastinfer.engine.sampler import Sampler
 from fastinfer.engine.speculation import NgramSpeculator, Speculator
@@ -17,28 +16,20 @@ from fastinfer.models.kv_cache import KVCache, num_blocks_for, token_bytes
 from fastinfer.tokenizers.tokenizer import Tokenizer
 
 
-def choose_max_model_len(config: EngineConfig, sizes: ModelConfig) -> int:
-    """Return the longest sequence in tokens: the configured limit, or by default the model's own.
+def kv_cache_size(config: EngineConfig, models: List[ModelConfig], weight_bytes: int = 0) -> KVCacheSize:
+    """Choose the size of the KV caches and the longest sequence; every model gets a cache of this many blocks.
+
+    Args:
+        config: configuration of the engine.
+        models: configurations of the model and of the draft model, if there is one.
+        weight_bytes: size of the weights that are still to be loaded.
 
     Raises:
-        RequestError: the configured limit exceeds the model's.
+        RequestError: the caches do not fit into memory, or ``max_model_len`` does not fit into a cache or exceeds the
+            model's limit.
     """
-    limit = config.max_model_len or sizes.max_position
-    if limit > sizes.max_position:
-        raise RequestError(f"max_model_len must be at most the model's {sizes.max_position}, got {limit}")
-    return limit
-
-
-def make_block_manager(config: EngineConfig, models: List[Model], max_model_len: int) -> BlockManager:
-    """Make the block manager; every model gets a KV cache with all of its blocks.
-
-    Raises:
-        RequestError: the caches do not fit into memory, or the longest sequence does not fit into a cache.
-    """
-    sizes = [model.config for model in models]
-    tokens = [token_bytes(s.num_layers, s.num_kv_heads, s.head_dim, config.kv_cache_dtype) for s in sizes]
-    num_blocks = choose_num_blocks(config, sum(tokens), max_model_len)
-    return BlockManager(num_blocks, config.block_size, config.enable_prefix_caching)
+    tokens = [token_bytes(m.num_layers, m.num_kv_heads, m.head_dim, config.kv_cache_dtype) for m in models]
+    return choose_kv_cache_size(config, models[0].max_position, sum(tokens), weight_bytes)
 
 
 def make_kv_cache(config: EngineConfig, model: Model, num_blocks: int) -> KVCache:

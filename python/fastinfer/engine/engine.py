@@ -8,11 +8,11 @@ import torch
 from fastinfer import ops
 from fastinfer.engine.adapters import Adapters
 from fastinfer.engine.beam_request import BeamRequest
+from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.construction import (
     check_draft_model,
-    choose_max_model_len,
-    make_block_manager,
+    kv_cache_size,
     make_draft_speculator,
     make_kv_cache,
     make_ngram_speculator,
@@ -82,9 +82,10 @@ class Engine:
         self.config = config = config or EngineConfig()
         self.tokenizer = tokenizer
         self.model, self.adapters = _with_adapters(model, config)
-        self.max_model_len = choose_max_model_len(config, model.config)
-        models = [model] if draft_model is None else [model, draft_model]
-        self.block_manager = make_block_manager(config, models, self.max_model_len)
+        models = [model.config] if draft_model is None else [model.config, draft_model.config]
+        size = kv_cache_size(config, models)
+        self.max_model_len = size.max_model_len
+        self.block_manager = BlockManager(size.num_blocks, config.block_size, config.enable_prefix_caching)
         self.kv_cache = make_kv_cache(config, model, self.block_manager.num_blocks)
         self.draft_kv_cache: KVCache | None = None
         self.scheduler = Scheduler(

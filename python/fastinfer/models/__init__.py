@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from fastinfer.formats.gguf import GGUFFile
@@ -46,12 +45,13 @@ class Model(Protocol):
 
 
 def load_model(
-    path: Path, dtype: str = "auto", device: str = "cpu", max_model_len: int | None = None
+    source: Path | Checkpoint, dtype: str = "auto", device: str = "cpu", max_model_len: int | None = None
 ) -> tuple[Model, Tokenizer]:
     """Load a checkpoint and its tokenizer.
 
     Args:
-        path: a ``.gguf`` file, or a folder of safetensors files with their ``config.json``.
+        source: a ``.gguf`` file, a folder of safetensors files with their ``config.json``, or one of them opened by
+            :func:`open_checkpoint` for the same dtype and device.
         dtype: name of the dtype, see :meth:`fastinfer.models.config.Precision.of`.
         device: ``"cpu"``, ``"cuda"`` (not yet run on a GPU), or ``"auto"``.
         max_model_len: length of the longest sequence in tokens; ``None`` for the model's own limit.
@@ -64,11 +64,11 @@ def load_model(
     device = resolve_device(device)
     precision = Precision.of(dtype, device)
     with one_torch_thread():
-        checkpoint = open_checkpoint(path, exact=precision.dtype == torch.float32 and precision.activation_bits == 32)
+        checkpoint = open_checkpoint(source, precision.exact) if isinstance(source, Path) else source
         if isinstance(checkpoint, GGUFCheckpoint):
             tokenizer = Tokenizer.from_gguf(checkpoint.file)
         else:
-            tokenizer = Tokenizer.from_folder(path)
+            tokenizer = Tokenizer.from_folder(checkpoint.path)
         model = load_decoder(checkpoint, precision, max_model_len, device)
     tokenizer.pad(model.config.vocab_size)
     return model, tokenizer

@@ -30,6 +30,11 @@ class Checkpoint(Protocol):
         """Sizes and constants of the model."""
         ...
 
+    @property
+    def weight_bytes(self) -> int:
+        """Size of all weights in the file or folder."""
+        ...
+
     def __contains__(self, name: str) -> bool: ...
 
     def linear(self, name: str, out_features: int, in_features: int) -> Unpacked:

@@ -101,6 +101,11 @@ class Precision:
     logits_activation_bits: int
     kv_cache_dtype: torch.dtype
 
+    @property
+    def exact(self) -> bool:
+        """Whether neither weights nor activations may be rounded."""
+        return self.dtype == torch.float32 and self.activation_bits == 32
+
     @classmethod
     def of(cls, dtype: str, device: str = "cpu") -> "Precision":
         """Choose the precision for a user's ``dtype``.

@@ -63,6 +63,10 @@ class GGUFCheckpoint:
         self.path: Path = file.path
         self.config = read_gguf_config(file)
 
+    @property
+    def weight_bytes(self) -> int:
+        return sum(tensor.data.nbytes for tensor in self.file.tensors.values())
+
     def __contains__(self, name: str) -> bool:
         return f"{self._stored(name)}.weight" in self.file.tensors
 

@@ -9,7 +9,7 @@ from fastinfer.errors import CheckpointFormatError, FastinferError
 from fastinfer.formats.json_fields import JsonFields
 from fastinfer.formats.linear_tensors import DENSE_DTYPES
 from fastinfer.formats.quantized_checkpoint import read_linear
-from fastinfer.formats.safetensors_folder import SafetensorsFolder
+from fastinfer.formats.safetensors_folder import SafetensorsFolder, weight_file_bytes
 from fastinfer.formats.unpacked import Dense, Unpacked
 from fastinfer.models.checkpoint import fused_rows, split_name
 from fastinfer.models.families import FAMILIES
@@ -40,6 +40,10 @@ class HFCheckpoint:
         self._exact = exact
         quantization = self._fields.object("quantization_config")
         self._quantization = None if quantization is None else quantization.values
+
+    @property
+    def weight_bytes(self) -> int:
+        return weight_file_bytes(self.path)
 
     def __contains__(self, name: str) -> bool:
         return f"{self.stored_name(name)}.weight" in self.tensors

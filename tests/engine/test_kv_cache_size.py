@@ -1,0 +1,124 @@
+"""Size of the KV cache and longest sequence, on machines of many sizes."""
+
+import io
+import os
+from typing import Any
+
+import pytest
+
+from fastinfer.engine import kv_cache_size
+from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.kv_cache_size import KVCacheSize, available_memory, choose_kv_cache_size
+from fastinfer.errors import RequestError
+
+GIB = 2**30
+# Longest sequence, and bytes of a token's keys and values in fp16: layers * KV heads * head_dim * 2 * 2.
+MODELS = {
+    "Llama-3.1-8B": (131_072, 32 * 8 * 128 * 4),
+    "Qwen3-4B": (262_144, 36 * 8 * 128 * 4),
+    "Phi-3-128k": (131_072, 32 * 32 * 96 * 4),
+    "Gemma-3-4B": (131_072, 34 * 4 * 256 * 4),
+    "Qwen2.5-7B": (131_072, 28 * 4 * 128 * 4),
+}
+
+
+def memory_of(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    monkeypatch.setattr(kv_cache_size, "available_memory", lambda device: num_bytes)
+
+
+def choose(limit: int, token_bytes: int, weight_bytes: int = 0, **options: Any) -> KVCacheSize:
+    return choose_kv_cache_size(EngineConfig(**options), limit, token_bytes, weight_bytes)
+
+
+def test_available_memory_is_what_linux_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"/proc/meminfo": "MemTotal:       24000000 kB\nMemFree:  10 kB\nMemAvailable:   16000007 kB\n"}
+
+    def opened(path: str) -> io.StringIO:
+        if path not in files:
+            raise FileNotFoundError(path)
+        return io.StringIO(files[path])
+
+    monkeypatch.setattr("builtins.open", opened)
+    reported = available_memory("cpu")
+    files["/proc/meminfo"] = "MemTotal:       24000000 kB\n"  # as before Linux 3.14
+    total_without_field = available_memory("cpu")
+    files.clear()
+    total_without_file = available_memory("cpu")
+    monkeypatch.undo()
+    assert reported == 16000007 * 1024
+    assert total_without_field == total_without_file == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("memory", [16, 32, 64, 512])
+@pytest.mark.parametrize("model", MODELS)
+def test_default_options_take_the_longest_context_that_fits(
+    model: str, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit, token_bytes = MODELS[model]
+    weights = 5 * GIB
+    memory_of(monkeypatch, memory * GIB)
+    size = choose(limit, token_bytes, weights)
+    affordable = (memory * GIB - weights) // 2
+    assert size.max_model_len <= size.num_blocks * 32
+    assert size.num_blocks * 32 * token_bytes <= affordable
+    # One block more would not fit, unless the model's own limit is reached.
+    assert size.max_model_len == limit or (size.max_model_len + 32) * token_bytes > affordable
+
+
+def test_the_default_size_provides_for_sequences_of_typical_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    def blocks(limit: int, available_bytes: int) -> int:
+        memory_of(monkeypatch, available_bytes)
+        return choose(limit, 30, max_num_seqs=4).num_blocks
+
+    assert blocks(100, 10**9) == 4 * 4  # 100 tokens take 4 blocks
+    assert blocks(100_000, 10**9) == 3125  # one long sequence, more than four of 2,048
+    assert blocks(100, 2 * 10 * 32 * 30) == 10  # half of the memory
+    assert blocks(4096, 10**9) == 4 * 2048 // 32
+
+
+@pytest.mark.parametrize("limits", [{"kv_cache_memory": 1000 * 32 * 30}, {"num_kv_blocks": 1000}])
+def test_a_given_size_limits_the_context(limits: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    memory_of(monkeypatch, 10**9)
+    assert choose(100_000, 30, **limits) == KVCacheSize(1000, 32_000)
+    assert choose(20_000, 30, **limits) == KVCacheSize(1000, 20_000)
+    assert choose(100_000, 30, max_model_len=500, **limits) == KVCacheSize(1000, 500)
+
+
+def test_weights_that_are_still_to_be_loaded_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory_of(monkeypatch, 10**9)
+    before = choose(10**6, 1000, weight_bytes=6 * 10**8)
+    memory_of(monkeypatch, 4 * 10**8)
+    assert before == choose(10**6, 1000)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_model_len": 101}, "max_model_len must be at most the model's 100, got 101"),
+        (
+            {"max_model_len": 64, "num_kv_blocks": 1},
+            "max_model_len=64 needs a KV cache of 1920 bytes, got 960: change max_model_len (--context), "
+            "kv_cache_dtype (--kv-cache-dtype) or kv_cache_memory",
+        ),
+        ({"kv_cache_memory": 10}, "one block needs a KV cache of 960 bytes, got 0: change max_model_len"),
+        (
+            {"num_kv_blocks": 100},
+            "the KV cache must fit into the 9000 bytes of memory that are available beside the weights, got 100 blocks "
+            "of 960 bytes",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit(options: dict[str, int], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory_of(monkeypatch, 10_000)
+    with pytest.raises(RequestError) as error:
+        choose(100, 30, weight_bytes=1000, **options)
+    assert str(error.value).startswith(message)
+
+
+def test_a_gpu_is_filled_to_its_utilization(monkeypatch: pytest.MonkeyPatch) -> None:
+    total, free = 80 * GIB, 79 * GIB
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free, total))
+    size = choose(10**9, 2**16, weight_bytes=15 * GIB, device="cuda", gpu_memory_utilization=0.75)
+    assert size.num_blocks * 32 * 2**16 == (79 - 15 - 20) * GIB
+    with pytest.raises(RequestError, match=r"gpu_memory_utilization$"):
+        choose(10**9, 2**16, weight_bytes=79 * GIB, device="cuda")
