@@ -16,7 +16,7 @@ from fastinfer.engine.stats import EngineStats
 from fastinfer.errors import QueueFullError, RequestError, describe_error
 from fastinfer.llm import LLM
 from fastinfer.outputs import PrefillOutput, RequestOutput
-from fastinfer.sampling_params import DEFAULT_PARAMS, SamplingParams
+from fastinfer.sampling_params import SamplingParams
 from fastinfer.serving.mailbox import Mailbox
 from fastinfer.serving.prompt import Prompt, prepare
 from fastinfer.utils.checks import INT64_MAX, check_int, show
@@ -84,7 +84,7 @@ class AsyncEngine:
 
         Args:
             prompt: a prompt as for :meth:`fastinfer.LLM.generate`, or its token ids.
-            params: sampling parameters; temperature 0.7 and top_p 0.95 by default.
+            params: sampling parameters; ``default_params`` of the engine by default.
             request_id: an id that no unfinished request has; random by default.
             priority: number of which smaller values are served first.
             cache_salt: salt of a prompt that names none itself; only requests with the same salt share cached prefixes.
@@ -99,7 +99,7 @@ class AsyncEngine:
             RuntimeError: the engine is shut down, or no event loop is running.
         """
         prepared = prepare(self._engine, _as_prompt(prompt), cache_salt=cache_salt)
-        params = DEFAULT_PARAMS if params is None else params
+        params = self._engine.default_params if params is None else params
         valid = self._engine.validate(prepared.token_ids, params, adapter)
         check_int("priority", priority, -INT64_MAX, INT64_MAX)
         if not isinstance(request_id, str | None):

@@ -23,8 +23,9 @@ from fastinfer.models import load_model, open_checkpoint
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
 from fastinfer.outputs import PrefillOutput, RequestOutput, ScoreOutput
-from fastinfer.sampling_params import DEFAULT_PARAMS, BeamSearchParams, SamplingParams
+from fastinfer.sampling_params import BeamSearchParams, SamplingParams
 from fastinfer.serving.prompt import PreparedPrompt, Prompt, prepare, prepare_chat
+from fastinfer.serving.sampling_defaults import sampling_defaults
 from fastinfer.serving.shared_engine import Job, SharedEngine
 from fastinfer.utils.device import resolve_device
 from fastinfer.utils.dtypes import DTYPES, KV_CACHE_DTYPES
@@ -123,12 +124,22 @@ class LLM:
         names = [model] if draft_model is None else [model, draft_model]
         checkpoints = [open_checkpoint(hub.resolve(name), exact) for name in names]
         config = _with_kv_cache_size(config, checkpoints)
+        defaults = sampling_defaults(checkpoints[0])
         models = [load_model(checkpoint, dtype, device, config.max_model_len) for checkpoint in checkpoints]
         loaded, self.tokenizer = models[0]
         draft = None if draft_model is None else models[1][0]
-        self.engine = Engine(loaded, self.tokenizer, config, draft)
+        self.engine = Engine(loaded, self.tokenizer, config, draft, defaults)
         self._shared = SharedEngine(self.engine)
         self._numbers = itertools.count()
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """Sampling parameters of requests that give none.
+
+        They come from ``generation_config.json``, or from the ``general.sampling`` keys of a GGUF file. A checkpoint
+        without any has temperature 0.7 and top_p 0.95.
+        """
+        return self.engine.default_params
 
     def generate(
         self,
@@ -145,7 +156,7 @@ class LLM:
             prompts: one prompt or a list; each is text, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``. A
                 dictionary may also have a ``"cache_salt"`` (only prompts with the same salt share cached prefixes) or a
                 ``"prompt_module"`` (name of a text that precedes the prompt, see :meth:`add_prompt_module`).
-            params: one object for all prompts, or one per prompt; temperature 0.7 and top_p 0.95 by default.
+            params: one object for all prompts, or one per prompt; :attr:`default_params` by default.
             priority: one number for all prompts, or one per prompt; smaller numbers are served first.
             adapter: name of a LoRA adapter (see :meth:`load_adapter`), one for all prompts or one per prompt.
             use_tqdm: show a progress bar on stderr.
@@ -359,7 +370,7 @@ class LLM:
         adapter: str | list[str | None] | None = None,
     ) -> list[Job[RequestOutput]]:
         """Make one job per prompt. All of them are validated before the first one runs."""
-        every_params = _one_per_prompt("params", params or DEFAULT_PARAMS, len(prompts))
+        every_params = _one_per_prompt("params", params or self.default_params, len(prompts))
         priorities = _one_per_prompt("priority", priority, len(prompts))
         adapters = _one_per_prompt("adapter", adapter, len(prompts))
         jobs: list[Job[RequestOutput]] = []
@@ -382,13 +393,14 @@ def generate(prompt: str, *, model: str = hub.DEFAULT_MODEL, **sampling: Any) ->
     Args:
         prompt: the text to continue.
         model: a name or path, as for :class:`LLM`.
-        sampling: fields of :class:`SamplingParams`; temperature 0.7 and top_p 0.95 by default.
+        sampling: fields of :class:`SamplingParams`; the others are those of :attr:`LLM.default_params`.
 
     >>> from fastinfer import generate
     >>> generate("The capital of France is", max_tokens=8, temperature=0.0)
     ' Paris...'
     """
-    return "".join(_loaded(model).stream(prompt, dataclasses.replace(DEFAULT_PARAMS, **sampling)))
+    llm = _loaded(model)
+    return "".join(llm.stream(prompt, dataclasses.replace(llm.default_params, **sampling)))
 
 
 @functools.lru_cache(maxsize=1)

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from support.fake_llm import FakeLLM
 
-from fastinfer import hub
+from fastinfer import _C, hub
 from fastinfer.cli.main import main
 from fastinfer.errors import RequestError
 from fastinfer.sampling_params import SamplingParams
@@ -141,11 +142,17 @@ def test_options_reach_the_model(llms: list[FakeLLM]) -> None:
 
 def test_more_options_reach_the_model(llms: list[FakeLLM], tmp_path: Path) -> None:
     options = (
-        "--device cpu --speculate 5 --kv-cache-dtype int8 "
+        "--device cpu --speculate 5 --kv-cache-dtype int8 --context 900 --max-num-seqs 3 "
         "--repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty -0.3 --min-tokens 2 --stop END --stop ."
     )
     assert main(["generate", "Why?", *options.split()]) == 0
-    assert llms[0].options == {"device": "cpu", "num_speculative_tokens": 5, "kv_cache_dtype": "int8"}
+    assert llms[0].options == {
+        "device": "cpu",
+        "num_speculative_tokens": 5,
+        "kv_cache_dtype": "int8",
+        "max_model_len": 900,
+        "max_num_seqs": 3,
+    }
     expected = SamplingParams(
         temperature=0.7,
         top_p=0.95,
@@ -167,6 +174,17 @@ def test_more_options_reach_the_model(llms: list[FakeLLM], tmp_path: Path) -> No
         assert main(["generate", "Why?", *option.split()]) == 0
         assert llms[index].asked[0][2].structured_outputs == form
         assert llms[index].options == {}
+
+
+def test_threads(llms: list[FakeLLM]) -> None:
+    before, torch_before = _C.get_num_threads(), torch.get_num_threads()
+    try:
+        assert main(["generate", "Why?", "--threads", "3"]) == 0
+        assert (_C.get_num_threads(), torch.get_num_threads()) == (3, 3)
+    finally:
+        _C.set_num_threads(before)
+        torch.set_num_threads(torch_before)
+    assert len(llms) == 1
 
 
 @pytest.mark.parametrize(

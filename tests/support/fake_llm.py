@@ -16,6 +16,7 @@ class FakeLLM:
     chat_template: str | None = "a template"
     finish_reason = "length"
     stop_reason: str | None = None
+    default_params = SamplingParams(temperature=0.7, top_p=0.95)
     before_piece: Callable[[int], None] = staticmethod(lambda index: None)
 
     def __init__(self, model: str, *, dtype: str = "auto", **options: Any) -> None:

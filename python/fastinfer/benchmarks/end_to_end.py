@@ -79,17 +79,17 @@ class Result:
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark, print its table, and write its files if ``--out`` is given."""
     start = time.perf_counter()
-    llm = LLM(args.model, dtype=args.dtype, device="cpu")
+    llm = LLM(args.model, **{"device": "cpu"} | args.engine_options)
     load_s = time.perf_counter() - start
 
     results = measure(llm, args.prompt_tokens, args.new_tokens, args.requests, args.repeats)
     peak = peak_memory()
-    print(f"{args.model}, {args.dtype}: loaded in {load_s:.2f} s, peak memory {peak / 1e6:.0f} MB")
+    print(f"{args.model}: loaded in {load_s:.2f} s, peak memory {peak / 1e6:.0f} MB")
     print(format_table(_rows(results, args.requests)))
     if args.out is not None:
         settings = {
             name: getattr(args, name)
-            for name in ("model", "dtype", "prompt_tokens", "new_tokens", "requests", "repeats")
+            for name in ("model", "engine_options", "prompt_tokens", "new_tokens", "requests", "repeats")
         }
         out = Path(args.out)
         measured = {"load_s": load_s, "peak_memory": peak, "results": [asdict(result) for result in results]}

@@ -6,9 +6,9 @@ from fastinfer.cli.options import (
     add_dtype_option,
     add_engine_options,
     add_model_option,
-    add_model_options,
     add_sampling_options,
     add_text_options,
+    add_threads_option,
     count,
     counts,
     names,
@@ -31,7 +31,6 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="the text; - reads it from standard input")
     parser.add_argument("--raw", action="store_true", help="give the text as is, without the model's chat template")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
-    add_model_options(parser)
     add_engine_options(parser)
     add_sampling_options(parser)
 
@@ -39,7 +38,6 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 def add_chat(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``fastinfer chat``."""
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    add_model_options(parser)
     add_engine_options(parser)
     add_sampling_options(parser)
 
@@ -89,6 +87,7 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calibration", metavar="FILE", help="text for methods that need the layers' inputs")
     parser.add_argument("--evaluation", metavar="FILE", help="another text, for the perplexity before and after")
     parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write")
+    add_threads_option(parser)
     add_text_options(parser)
 
 
@@ -102,6 +101,7 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
         kind.set_defaults(what=name)
         kind.add_argument("--text", required=True, metavar="FILE", help="the text, UTF-8")
         add_dtype_option(kind)
+        add_threads_option(kind)
         add_text_options(kind)
         return kind
 
@@ -122,7 +122,6 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     def add(name: str, help: str) -> argparse.ArgumentParser:
         benchmark = benchmarks.add_parser(name, help=help, description=as_sentence(help))
         benchmark.set_defaults(module=f"fastinfer.benchmarks.{name.replace('-', '_')}")
-        add_model_option(benchmark)
         return benchmark
 
     _add_end_to_end(add(DEFAULT_BENCHMARK, "prompt processing, decoding, and requests at once"))
@@ -131,14 +130,16 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_end_to_end(benchmark: argparse.ArgumentParser) -> None:
-    add_dtype_option(benchmark)
+    add_engine_options(benchmark)
     benchmark.add_argument("--prompt-tokens", type=counts, default=[32, 512], metavar="N,N", help="default: 32,512")
     benchmark.add_argument("--requests", type=count(1), default=16, metavar="N", help="at once; default: %(default)s")
     _add_run_options(benchmark, 128, 5, "end_to_end.json and end_to_end.png")
 
 
 def _add_throughput(benchmark: argparse.ArgumentParser) -> None:
+    add_model_option(benchmark)
     add_dtype_option(benchmark)
+    add_threads_option(benchmark)
     benchmark.add_argument(
         "--only",
         type=names(THROUGHPUT_SECTIONS),
@@ -167,6 +168,7 @@ def _add_throughput(benchmark: argparse.ArgumentParser) -> None:
 
 
 def _add_ablation(benchmark: argparse.ArgumentParser) -> None:
+    add_model_option(benchmark)
     benchmark.add_argument(
         "--rows",
         type=names(ABLATION_ROWS),

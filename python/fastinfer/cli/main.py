@@ -65,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parser().parse_args(_with_benchmark(sys.argv[1:] if argv is None else argv))
         # Commands are imported only when they run: torch alone takes 1.5 s, and --help needs none of it.
         run: Callable[[argparse.Namespace], int] = importlib.import_module(args.module).run
+        if getattr(args, "threads", None) is not None:
+            _set_num_threads(args.threads)
         code = run(args)
         sys.stdout.flush()
         return code
@@ -78,6 +80,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _set_num_threads(count: int) -> None:
+    import torch
+
+    from fastinfer import _C
+
+    torch.set_num_threads(count)
+    _C.set_num_threads(count)
 
 
 def _discard_stdout() -> None:

@@ -3,15 +3,10 @@
 import argparse
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from fastinfer.hub import DEFAULT_MODEL
 from fastinfer.utils.dtypes import DTYPES, KV_CACHE_DTYPES
-
-
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the model and the dtype."""
-    add_model_option(parser)
-    add_dtype_option(parser)
 
 
 def add_model_option(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +24,13 @@ def add_dtype_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="dtype to compute in; default: %(default)s")
 
 
+def add_threads_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add the number of threads, which :func:`fastinfer.cli.main.main` sets."""
+    parser.add_argument(
+        "--threads", type=count(1, 1024), default=None, metavar="N", help="CPU threads; default: one per core"
+    )
+
+
 def add_text_options(parser: argparse.ArgumentParser) -> None:
     """Add the numbers of tokens of a text and of its sections."""
     parser.add_argument(
@@ -43,22 +45,49 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+class _EngineOption(argparse.Action):
+    """Collects arguments of :class:`fastinfer.LLM`, which has the defaults, in the dictionary ``engine_options``."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        namespace.engine_options = namespace.engine_options | {self.dest: values}
+
+
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add options of :class:`fastinfer.LLM`, which has the defaults."""
+    """Add the model, the dtype and options of :class:`fastinfer.LLM`."""
+    add_model_option(parser)
+    parser.set_defaults(engine_options={})
     options = parser.add_argument_group("engine", argument_default=argparse.SUPPRESS)
-    options.add_argument(
+
+    def add(name: str, dest: str, **settings: Any) -> None:
+        options.add_argument(name, dest=dest, action=_EngineOption, **settings)
+
+    add("--device", "device", choices=("auto", "cpu", "cuda"), help="default: auto, a GPU if there is one")
+    add("--dtype", "dtype", choices=DTYPES, help="dtype to compute in; default: auto")
+    add(
+        "--context",
+        "max_model_len",
+        type=count(1),
+        metavar="N",
+        help="longest sequence in tokens; default: the model's limit, or what fits into memory",
+    )
+    add("--kv-cache-dtype", "kv_cache_dtype", choices=KV_CACHE_DTYPES, help="dtype of keys and values; default: auto")
+    add(
+        "--max-num-seqs",
+        "max_num_seqs",
+        type=count(1),
+        metavar="N",
+        help="sequences that run at once; default: 64, on a GPU 256",
+    )
+    add(
         "--speculate",
+        "num_speculative_tokens",
         type=int,
-        dest="num_speculative_tokens",
         metavar="N",
         help="draft up to N tokens per step from n-grams of the text; default: 0",
     )
-    options.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), help="device to compute on; default: auto, a GPU if there is one"
-    )
-    options.add_argument(
-        "--kv-cache-dtype", choices=KV_CACHE_DTYPES, help="dtype of the cached keys and values; default: auto"
-    )
+    add_threads_option(options)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -97,12 +126,13 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def count(low: int) -> Callable[[str], int]:
-    """Return the argument type of integers of at least ``low``."""
+def count(low: int, high: int | None = None) -> Callable[[str], int]:
+    """Return the argument type of integers of at least ``low`` and, if given, at most ``high``."""
 
     def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < low:
-            raise argparse.ArgumentTypeError(f"expected an integer of at least {low}, got {text!r}")
+        if not text.isdecimal() or int(text) < low or (high is not None and int(text) > high):
+            limits = f"of at least {low}" if high is None else f"in {low}..{high}"
+            raise argparse.ArgumentTypeError(f"expected an integer {limits}, got {text!r}")
         return int(text)
 
     return parse

@@ -7,19 +7,18 @@ from typing import Any
 
 from fastinfer.errors import RequestError
 from fastinfer.llm import LLM
-from fastinfer.sampling_params import DEFAULT_PARAMS, SamplingParams
+from fastinfer.sampling_params import SamplingParams
 from fastinfer.structured_output import StructuredOutputsParams
-
-ENGINE_OPTIONS = ("device", "num_speculative_tokens", "kv_cache_dtype")
 
 
 def load(args: argparse.Namespace) -> tuple[LLM, SamplingParams]:
     """Load the model. The parameters are checked first, so that a mistake is reported at once."""
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
     given = {name: value for name, value in vars(args).items() if name in fields}
-    params = dataclasses.replace(DEFAULT_PARAMS, **given, structured_outputs=_structured_outputs(vars(args)))
-    options = {name: value for name, value in vars(args).items() if name in ENGINE_OPTIONS}
-    return LLM(args.model, dtype=args.dtype, **options), params
+    given["structured_outputs"] = _structured_outputs(vars(args))
+    SamplingParams(**given)
+    llm = LLM(args.model, **args.engine_options)
+    return llm, dataclasses.replace(llm.default_params, **given)
 
 
 def _structured_outputs(args: dict[str, Any]) -> StructuredOutputsParams | None:

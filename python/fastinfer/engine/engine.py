@@ -33,7 +33,7 @@ from fastinfer.engine.step import Step
 from fastinfer.models import Model
 from fastinfer.models.kv_cache import KVCache
 from fastinfer.models.lora import AdapterSlots
-from fastinfer.sampling_params import BeamSearchParams, SamplingParams
+from fastinfer.sampling_params import DEFAULT_PARAMS, BeamSearchParams, SamplingParams
 from fastinfer.tokenizers.tokenizer import Tokenizer
 
 
@@ -51,10 +51,12 @@ class Engine:
         tokenizer: tokenizer of the model.
         config: limits and options; ``EngineConfig()`` by default.
         draft_model: smaller model with the same vocabulary that drafts tokens for speculative decoding.
+        default_params: sampling parameters of requests that give none.
 
     Attributes:
         config: limits and options.
         tokenizer: tokenizer of the model.
+        default_params: sampling parameters of requests that give none.
         model: model that computes the logits, with slots for LoRA adapters if ``config`` has any.
         adapters: the loaded LoRA adapters.
         max_model_len: longest sequence in tokens.
@@ -78,9 +80,11 @@ class Engine:
         tokenizer: Tokenizer,
         config: EngineConfig | None = None,
         draft_model: Model | None = None,
+        default_params: SamplingParams = DEFAULT_PARAMS,
     ) -> None:
         self.config = config = config or EngineConfig()
         self.tokenizer = tokenizer
+        self.default_params = default_params
         self.model, self.adapters = _with_adapters(model, config)
         models = [model.config] if draft_model is None else [model.config, draft_model.config]
         size = kv_cache_size(config, models)
@@ -163,7 +167,7 @@ class Engine:
 
         Args:
             prompt_token_ids: token ids of the prompt, or the prompt that :meth:`validate` returned.
-            params: sampling parameters; ``SamplingParams()`` by default.
+            params: sampling parameters; ``default_params`` if ``None``.
             prompt: the prompt as text, for the outputs.
             request_id: id that no unfinished request has; a generated one by default.
             priority: requests with smaller numbers are served first; equal ones in the order of their arrival.
@@ -174,7 +178,7 @@ class Engine:
             QueueFullError: ``max_num_waiting`` requests are waiting already.
             RequestError: the request can never be served, or its id is in use.
         """
-        params = params or SamplingParams()
+        params = params or self.default_params
         token_ids = self._intake.check_prompt(prompt_token_ids).token_ids
         self._intake.check_sampling_params(params)
         request = GenerationRequest(
