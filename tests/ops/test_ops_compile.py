@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.helpers import assert_bitwise
+from support.helpers import assert_bitwise, needs_inductor
 from support.op_calls import int32, op_calls, out_calls
 from support.quantized_gemm import random_weight
 from torch import Tensor
@@ -127,6 +127,7 @@ def test_compiled_block_equals_eager(block: Block) -> None:
         assert_equals_eager(compiled, block, (5, 9))
 
 
+@needs_inductor
 def test_inductor_block_equals_eager(block: Block) -> None:
     """The backend that generates code and puts operators in place; 20 s, most of them g++."""
     compiled = torch.compile(block, fullgraph=True)

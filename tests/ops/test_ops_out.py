@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.helpers import assert_bitwise, device_fixture
+from support.helpers import assert_bitwise, device_fixture, needs_inductor
 from support.op_calls import named, out_calls, poison
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -175,7 +175,7 @@ def test_recorded() -> None:
     assert_bitwise(y, ops.gemm(out, weight, residual=x))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_inductor)])
 def test_compiled(backend: str) -> None:
     """Results in a tensor from outside, in place of the residual, of x, and of a result; 4 s with Inductor."""
 

@@ -11,6 +11,10 @@ import torch
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Without vector instructions torch 2.13's Inductor generates code that does not compile.
+needs_inductor = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="Inductor needs vector instructions"
+)
 
 
 def device_fixture(*names: str) -> Callable[..., Any]:
