@@ -1,10 +1,12 @@
 """How long a request may wait, in steps: the bounds of the scheduler's docstring, on random traces without a model."""
 
 import random
+import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import FrameType
 
 import pytest
 
@@ -228,6 +230,15 @@ def test_a_short_request_behind_a_long_prompt_gets_its_token_at_once(budget: int
     assert long.wait == 24
 
 
+def test_a_prompt_that_is_nearly_done_counts_as_short() -> None:
+    simulation = Simulation(max_num_seqs=8, budget=16)
+    simulation.add(Job("long", 0, 44))
+    simulation.step()
+    simulation.step()
+    simulation.add(Job("short", 2, 8))
+    assert simulation.step() == {"long": 12, "short": 4}, "after its half there are 4 tokens left of the long prompt"
+
+
 def test_a_more_urgent_prompt_gets_the_whole_step() -> None:
     simulation = Simulation(max_num_seqs=8, budget=16)
     simulation.add(Job("long", 0, 160))
@@ -253,6 +264,49 @@ def test_a_prompt_without_room_takes_it_from_a_less_urgent_prompt() -> None:
     while long.first_token is None:
         simulation.step()
     assert same.first_token is not None
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_prompt_without_a_slot_takes_those_of_a_less_urgent_prompt(n: int) -> None:
+    simulation = Simulation(max_num_seqs=4, budget=16)
+    if n < 4:
+        simulation.add(Job("decodes", 0, 4, 9, n=4 - n))
+    simulation.step()
+    simulation.add(Job("long", 1, 160, n=n, priority=1))
+    simulation.step()
+    simulation.add(Job("urgent", 2, 8, n=n))
+    assert simulation.step()["urgent"] == 8
+
+
+def count_calls(function: Callable[[], object]) -> int:
+    """The number of calls of Python functions that a call makes."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    previous = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(previous)
+    return calls
+
+
+@pytest.mark.parametrize(("num_blocks", "max_num_seqs"), [(1000, 4), (12, 64), (1000, 1000)])
+def test_the_work_of_a_step_does_not_depend_on_the_length_of_the_queue(num_blocks: int, max_num_seqs: int) -> None:
+    """Without slots, without blocks, and while a prompt takes all tokens."""
+    counts = set()
+    for num_waiting in (1000, 3000):
+        simulation = Simulation(max_num_seqs, budget=8, num_blocks=num_blocks, prefix_caching=True)
+        for number in range(num_waiting):
+            simulation.add(Job(f"job {number}", 0, 30, 12))
+        for _ in range(20):
+            simulation.step()
+        counts.add(count_calls(simulation.scheduler.schedule))
+    assert len(counts) == 1
 
 
 def test_equal_prompts_are_served_one_after_the_other() -> None:

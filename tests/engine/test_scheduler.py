@@ -93,6 +93,14 @@ def test_nobody_overtakes_one_that_was_preempted() -> None:
             assert list(run(s.schedule())) == ["b", "short"]
 
 
+def test_nobody_takes_the_place_of_one_that_was_preempted() -> None:
+    s = scheduler(num_blocks=8, max_num_seqs=2)
+    a, b, short = sequence("a", 8), sequence("b", 12), sequence("short", 1)
+    run_to_preemption(s, a, b, short)
+    assert s.waiting == [b, short]
+    assert (s.num_overtakings, s.block_manager.num_used) == (0, len(a.blocks))
+
+
 def test_the_newest_is_preempted_and_waits_at_the_front() -> None:
     s = scheduler(num_blocks=4)
     a, b, c = sequence("a", 4), sequence("b", 4), sequence("c", 4)
@@ -186,6 +194,17 @@ def test_who_runs_is_kept_in_order() -> None:
     run(s.schedule())
     s.fork(a, child)
     assert s.running == [urgent, a, child, b], "the last one is the first to be preempted"
+
+
+def test_a_fork_without_a_slot_waits_and_is_counted() -> None:
+    s = scheduler(max_num_seqs=2)
+    a = sequence("a", 3)
+    children = [a.copy(), a.copy()]
+    s.add(a)
+    run(s.schedule())
+    for child in children:
+        s.fork(a, child)
+    assert (s.running, s.waiting, s.num_queued_forks) == ([a, children[0]], [children[1]], 1)
 
 
 def test_siblings_take_slots_before_they_run() -> None:
