@@ -131,7 +131,8 @@ class BeamSearchParams:
     """Parameters of a beam search, named as in vLLM.
 
     Attributes:
-        beam_width: number of beams, and of texts in the result, 1..10.
+        beam_width: number of beams, and of texts in the result, 1..10. There are fewer texts only if the search is cut
+            short before it has found that many, or if no more are possible.
         max_tokens: largest number of generated tokens.
         length_penalty: exponent of the length by which the sum of a text's log-probabilities is divided to give its
             score, -10..10; 0 scores by the sum itself, larger numbers favour longer texts.
