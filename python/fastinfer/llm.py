@@ -47,7 +47,8 @@ class LLM:
             (float8_e4m3fn), ``"int4"`` (least memory, with a measurable loss: see docs/performance.md), or ``"auto"``
             for the one that suits ``dtype``. On a GPU only ``"auto"``, ``"int8"``, ``"fp8"`` and ``"int4"`` work.
         max_num_waiting: largest number of requests waiting in the engine; further prompts wait outside it.
-        max_model_len, max_num_seqs, max_num_batched_tokens, batching, block_size, kv_cache_memory: see
+        max_model_len, max_num_seqs, max_num_batched_tokens, batching, block_size, kv_cache_memory, max_stop_strings,
+            max_stop_string_length, max_stop_token_ids, max_logit_bias: see
             :class:`fastinfer.engine.config.EngineConfig`.
         enable_prefix_caching, num_speculative_tokens, max_loras, max_lora_rank, deterministic, enforce_eager: see
             :class:`fastinfer.engine.config.EngineConfig`.
@@ -74,6 +75,10 @@ class LLM:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
         max_num_waiting: int = 10_000,
+        max_stop_strings: int = 32,
+        max_stop_string_length: int = 256,
+        max_stop_token_ids: int = 128,
+        max_logit_bias: int = 300,
         batching: str = "continuous",
         block_size: int = 32,
         kv_cache_dtype: str = "auto",
@@ -94,6 +99,10 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_waiting=max_num_waiting,
+            max_stop_strings=max_stop_strings,
+            max_stop_string_length=max_stop_string_length,
+            max_stop_token_ids=max_stop_token_ids,
+            max_logit_bias=max_logit_bias,
             batching=batching,
             block_size=block_size,
             kv_cache_dtype=_kv_cache_dtype(kv_cache_dtype, dtype, device),

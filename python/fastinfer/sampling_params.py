@@ -25,7 +25,8 @@ class SamplingParams:
             or the output, in (0, 10]; 1 is off.
         presence_penalty: subtracted from the logits of tokens that occur in the output, -2..2.
         frequency_penalty: subtracted from a token's logit once for every occurrence in the output, -2..2.
-        logit_bias: token id to a number that is added to its logit, -100..100.
+        logit_bias: token id to a number that is added to its logit, -100..100. The engine limits their number, and that
+            of ``stop`` and ``stop_token_ids``, see :class:`fastinfer.engine.config.EngineConfig`.
         max_tokens: largest number of generated tokens; ``None`` for as many as the context holds.
         min_tokens: number of generated tokens before which no end of sequence and no stop token is drawn.
         stop: a string or strings that end the text. The text is cut before the first stop string that is completed.
