@@ -56,7 +56,8 @@ class LLM:
         max_num_waiting: largest number of requests waiting in the engine; further prompts wait outside it.
         max_num_seqs, max_num_batched_tokens: see :class:`fastinfer.engine.config.EngineConfig`; ``None`` for 64 and 512
             on a CPU, 256 and 2048 on a GPU.
-        max_model_len, batching, block_size, kv_cache_memory, gpu_memory_utilization: see
+        max_model_len, batching, block_size, kv_cache_memory, gpu_memory_utilization, max_stop_strings,
+            max_stop_string_length, max_stop_token_ids, max_logit_bias: see
             :class:`fastinfer.engine.config.EngineConfig`.
         enable_prefix_caching, num_speculative_tokens, max_loras, max_lora_rank, deterministic, enforce_eager: see
             :class:`fastinfer.engine.config.EngineConfig`.
@@ -83,6 +84,10 @@ class LLM:
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         max_num_waiting: int = 10_000,
+        max_stop_strings: int = 32,
+        max_stop_string_length: int = 256,
+        max_stop_token_ids: int = 128,
+        max_logit_bias: int = 300,
         batching: str = "continuous",
         block_size: int = 32,
         kv_cache_dtype: str = "auto",
@@ -106,6 +111,10 @@ class LLM:
                 MAX_NUM_BATCHED_TOKENS[device] if max_num_batched_tokens is None else max_num_batched_tokens
             ),
             max_num_waiting=max_num_waiting,
+            max_stop_strings=max_stop_strings,
+            max_stop_string_length=max_stop_string_length,
+            max_stop_token_ids=max_stop_token_ids,
+            max_logit_bias=max_logit_bias,
             batching=batching,
             block_size=block_size,
             kv_cache_dtype=_kv_cache_dtype(kv_cache_dtype, dtype, device),

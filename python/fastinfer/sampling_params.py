@@ -25,7 +25,8 @@ class SamplingParams:
             or the output, in (0, 10]; 1 is off.
         presence_penalty: subtracted from the logits of tokens that occur in the output, -2..2.
         frequency_penalty: subtracted from a token's logit once for every occurrence in the output, -2..2.
-        logit_bias: token id to a number that is added to its logit, -100..100.
+        logit_bias: token id to a number that is added to its logit, -100..100. The engine limits their number, and that
+            of ``stop`` and ``stop_token_ids``, see :class:`fastinfer.engine.config.EngineConfig`.
         max_tokens: largest number of generated tokens; ``None`` for as many as the context holds.
         min_tokens: number of generated tokens before which no end of sequence and no stop token is drawn.
         stop: a string or strings that end the text. The text is cut before the first stop string that is completed.
@@ -131,7 +132,8 @@ class BeamSearchParams:
     """Parameters of a beam search, named as in vLLM.
 
     Attributes:
-        beam_width: number of beams, and of texts in the result, 1..10.
+        beam_width: number of beams, and of texts in the result, 1..10. There are fewer texts only if the search is cut
+            short before it has found that many, or if no more are possible.
         max_tokens: largest number of generated tokens.
         length_penalty: exponent of the length by which the sum of a text's log-probabilities is divided to give its
             score, -10..10; 0 scores by the sum itself, larger numbers favour longer texts.

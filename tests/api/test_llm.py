@@ -277,6 +277,10 @@ def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
         ({"max_model_len": 10**9}, "max_model_len must be at most the model's"),
         ({"max_num_seqs": True}, "max_num_seqs must be an integer"),
         ({"kv_cache_memory": 1000}, "one block needs a KV cache of .* bytes, got 0"),
+        ({"max_stop_strings": -1}, "max_stop_strings must be an integer in 0.."),
+        ({"max_stop_string_length": -1}, "max_stop_string_length must be an integer in 0.."),
+        ({"max_stop_token_ids": -1}, "max_stop_token_ids must be an integer in 0.."),
+        ({"max_logit_bias": -1}, "max_logit_bias must be an integer in 0.."),
     ],
 )
 def test_arguments_out_of_range(model_path: Path, arguments: dict[str, object], message: str) -> None:

@@ -1,13 +1,17 @@
 """Beam search against an exhaustive one written down here, and against transformers on the real model."""
 
+import math
 import random
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from support.toy import EOS_ID, VOCAB_SIZE, ToyModel, always_speculate, check_blocks, drain, logits_of, toy_engine
+from torch import Tensor
 
 from fastinfer.engine.engine import Engine
 from fastinfer.errors import RequestError
+from fastinfer.outputs import RequestOutput
 from fastinfer.sampling_params import BeamSearchParams, SamplingParams
 
 PROMPTS = [[(7 * i + 3 * j) % VOCAB_SIZE for j in range(1 + 5 * i % 23)] for i in range(6)]
@@ -122,6 +126,86 @@ def test_abort_gives_what_there_is() -> None:
     assert [len(completion.token_ids) for completion in output.outputs] == [5, 5, 5]
     assert {completion.finish_reason for completion in output.outputs} == {"abort"}
     assert engine.block_manager.num_used == 0
+
+
+@pytest.mark.parametrize("budget", [1, 64])
+@pytest.mark.parametrize("penalty", [-1.0, 0.0, 1.5])
+def test_abort_at_any_step_gives_the_best_texts_so_far(budget: int, penalty: float) -> None:
+    """Texts that had ended keep their reason; all scores are finite, and the best text comes first."""
+    params = BeamSearchParams(3, max_tokens=30, length_penalty=penalty)
+    found = set()
+    for prompt in PROMPTS:
+        for num_steps in range(40):
+            engine = toy_engine(max_num_batched_tokens=budget)
+            request_id = engine.add_beam_request(prompt, params)
+            for _ in range(num_steps):
+                engine.step()
+            output = engine.abort(request_id)
+            if output is None:
+                break
+            scores, texts = [], [completion.token_ids for completion in output.outputs]
+            assert 1 <= len(texts) <= 3
+            assert len({tuple(tokens) for tokens in texts}) == len(texts)
+            for index, completion in enumerate(output.outputs):
+                tokens, total = completion.token_ids, 0.0
+                for length, token in enumerate(tokens):
+                    total += logits_of([*prompt, *tokens[:length]]).log_softmax(0)[token].item()
+                assert completion.index == index
+                assert completion.cumulative_logprob == pytest.approx(total, abs=1e-4)
+                ended = tokens[-1:] == [EOS_ID]
+                assert (completion.finish_reason, completion.stop_reason) == ("stop" if ended else "abort", None)
+                assert completion.text == engine.tokenizer.decode(tokens[:-1] if ended else tokens)
+                scores.append(total / max(len(tokens), 1) ** penalty)
+                found.add((completion.finish_reason, min(len(tokens), 1)))
+            assert scores == pytest.approx(sorted(scores, reverse=True), abs=1e-4)
+    assert found == {("abort", 0), ("abort", 1), ("stop", 1)}
+
+
+def test_the_message_of_an_error_is_the_reason_of_unfinished_texts_alone() -> None:
+    engine = toy_engine()
+    prompt = next(p for p in PROMPTS if "stop" in reasons_after(p, 12))
+    request_id = engine.add_beam_request(prompt, BeamSearchParams(3, max_tokens=30))
+    for _ in range(12):
+        engine.step()
+    engine.requests.fail(request_id, ValueError("broken"))
+    [output] = engine.step()
+    assert isinstance(output, RequestOutput)
+    reasons = {(completion.finish_reason, completion.stop_reason) for completion in output.outputs}
+    assert ("stop", None) in reasons
+    [(other, message)] = reasons - {("stop", None)}
+    assert other == "error"
+    assert "broken" in str(message)
+
+
+def reasons_after(prompt: list[int], num_steps: int) -> set[str]:
+    """Why the texts ended, of a search that is aborted after some steps; empty if it had ended."""
+    engine = toy_engine()
+    request_id = engine.add_beam_request(prompt, BeamSearchParams(3, max_tokens=30))
+    for _ in range(num_steps):
+        engine.step()
+    output = engine.abort(request_id)
+    return set() if output is None else {completion.finish_reason for completion in output.outputs}
+
+
+class Strict(ToyModel):
+    """Some tokens are impossible, and only one is possible after another one."""
+
+    def logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
+        logits = super().logits(hidden, indices)
+        logits[:, 2:] = -torch.inf
+        return logits
+
+
+@pytest.mark.parametrize("width", [1, 2, 5])
+def test_impossible_tokens_are_in_no_text(width: int) -> None:
+    """Only two tokens are possible, one of which ends the text: there are fewer texts than beams."""
+    engine = toy_engine(model=Strict())
+    output = beam_search(engine, [5, 6], BeamSearchParams(width, max_tokens=3))
+    texts = [completion.token_ids for completion in output.outputs]
+    possible = [[EOS_ID], [1, EOS_ID], [1, 1, EOS_ID], [1, 1, 1]]
+    assert len(texts) == min(width, 4)
+    assert all(text in possible for text in texts)
+    assert all(math.isfinite(completion.cumulative_logprob) for completion in output.outputs)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The engine on a toy model: every request's text must equal what the request alone would give."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from support.toy import (
     EOS_ID,
     MAX_POSITION,
     VOCAB_SIZE,
+    ToyModel,
     ToyTokenizer,
+    always_speculate,
     check_blocks,
     drain,
     greedy,
@@ -54,6 +57,43 @@ def test_preemption_changes_no_text() -> None:
     for request_id, expected, prompt in zip(ids, alone, prompts(6), strict=True):
         length = min(40, 48 - len(prompt))
         assert outputs[request_id].outputs[0].token_ids == expected.token_ids[:length]
+
+
+def counters(engine: Engine) -> dict[str, int]:
+    """The counters of what the scheduler could not do as it was asked, as far as they are not 0."""
+    names = ("preemptions", "overtakings", "postponed_decodes", "cut_drafts", "queued_forks")
+    values = {name: getattr(engine.stats(), f"num_{name}") for name in names}
+    return {name: value for name, value in values.items() if value}
+
+
+def test_what_the_scheduler_could_not_do_is_counted() -> None:
+    long = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    engine = toy_engine()
+    drain_all(engine, [[1, 2]] * 3, long)
+    assert counters(engine) == {}
+
+    engine = toy_engine(max_num_seqs=3, max_num_batched_tokens=2)
+    drain_all(engine, [[1, 2]] * 3, long)
+    assert set(counters(engine)) == {"postponed_decodes"}
+
+    engine = toy_engine(max_num_seqs=3)
+    drain_all(engine, [[1, 2], [1, 2]], replace(long, n=2))
+    assert counters(engine) == {}, "the second has no room, but nobody overtakes it"
+    engine = toy_engine(max_num_seqs=3)
+    engine.add_request([1, 2], replace(long, n=2))
+    engine.add_request([1, 2], replace(long, n=2))
+    drain_all(engine, [[1, 2]], long)
+    assert counters(engine) == {"overtakings": 1}
+
+    engine = toy_engine(draft_model=ToyModel(), max_num_seqs=3, max_num_batched_tokens=5, num_speculative_tokens=4)
+    drain_all(always_speculate(engine), [[1, 2]] * 3, long)
+    assert set(counters(engine)) == {"cut_drafts"}
+
+
+def drain_all(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> None:
+    for prompt in prompts:
+        engine.add_request(prompt, params)
+    drain(engine)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])

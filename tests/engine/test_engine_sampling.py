@@ -460,3 +460,31 @@ def test_tokens_outside_the_vocabulary_are_refused() -> None:
 
 def test_greedy_reference_is_the_toys() -> None:
     assert reference(GREEDY) == greedy(PROMPT, 25, stop_at_eos=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stop": ["a", "b", "c", "d"]}, "stop must have at most max_stop_strings=3 strings, got 4"),
+        ({"stop": ["a", "b" * 6]}, r"stop\[1\] must have at most max_stop_string_length=5 characters, got 6"),
+        ({"stop": "b" * 6}, r"stop\[0\] must have at most max_stop_string_length=5 characters, got 6"),
+        ({"stop_token_ids": [1, 2, 3]}, "stop_token_ids must have at most max_stop_token_ids=2 token ids, got 3"),
+        ({"logit_bias": {1: 1.0, 2: 0.0}}, "logit_bias must have at most max_logit_bias=1 token ids, got 2"),
+    ],
+)
+def test_limits_name_the_field_and_the_limit(fields: dict[str, Any], message: str) -> None:
+    engine = toy_engine(max_stop_strings=3, max_stop_string_length=5, max_stop_token_ids=2, max_logit_bias=1)
+    with pytest.raises(RequestError, match=f"^{message}$"):
+        engine.add_request([1], SamplingParams(**fields))
+    with pytest.raises(RequestError, match=f"^{message}$"):
+        engine.validate([1], SamplingParams(**fields))
+    assert not engine.has_unfinished
+    engine.add_request([1], SamplingParams(stop=["a", "b" * 5, "c"], stop_token_ids=[1, 2], logit_bias={1: 1.0}))
+    toy_engine().add_request([1], SamplingParams(**fields))  # within the limits by default
+
+
+@pytest.mark.parametrize("name", ["max_stop_strings", "max_stop_string_length", "max_stop_token_ids", "max_logit_bias"])
+def test_limits_are_numbers(name: str) -> None:
+    for value in (-1, 1.0, None, True, 2**31):
+        with pytest.raises(RequestError, match=f"^{name} must be an integer in 0..2147483647, got {value}$"):
+            toy_engine(**{name: value})

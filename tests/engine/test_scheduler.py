@@ -53,8 +53,8 @@ def test_decodes_come_first_and_a_prompt_shares_the_step() -> None:
     s.add(sequence("b", 3))
     assert run(s.schedule()) == {"a": 3, "b": 3}
     s.add(sequence("c", 10))
-    s.add(sequence("d", 1))
     assert run(s.schedule()) == {"a": 1, "b": 1, "c": 6}
+    s.add(sequence("d", 1))
     assert run(s.schedule()) == {"a": 1, "b": 1, "c": 4, "d": 1}
     assert run(s.schedule()) == {"a": 1, "b": 1, "c": 1, "d": 1}
 
@@ -70,12 +70,35 @@ def test_first_come_first_served_within_max_num_seqs() -> None:
     assert list(run(s.schedule())) == ["b", "c"]
 
 
-def test_a_short_request_does_not_overtake_one_that_waits_for_memory() -> None:
-    s = scheduler(num_blocks=4)
+@pytest.mark.parametrize(("priority", "expected"), [(0, ["a", "short"]), (1, ["a"])])
+def test_only_an_equal_overtakes_one_that_waits_for_memory(priority: int, expected: list[str]) -> None:
+    s = scheduler(num_blocks=4, budget=64)
     s.add(sequence("a", 8))
     s.add(sequence("long", 12))
+    s.add(sequence("short", 1, priority))
+    assert list(run(s.schedule())) == expected
+    assert s.num_overtakings == len(expected) - 1
+
+
+def test_nobody_overtakes_one_that_was_preempted() -> None:
+    s = scheduler(num_blocks=6)
+    a, b = sequence("a", 8), sequence("b", 8)
+    run_to_preemption(s, a, b)
+    assert s.waiting == [b]
     s.add(sequence("short", 1))
-    assert list(run(s.schedule())) == ["a"]
+    while s.waiting:
+        assert list(run(s.schedule())) == ["a"]
+        if len(a) == 20:
+            s.finish(a)
+            assert list(run(s.schedule())) == ["b", "short"]
+
+
+def test_nobody_takes_the_place_of_one_that_was_preempted() -> None:
+    s = scheduler(num_blocks=8, max_num_seqs=2)
+    a, b, short = sequence("a", 8), sequence("b", 12), sequence("short", 1)
+    run_to_preemption(s, a, b, short)
+    assert s.waiting == [b, short]
+    assert (s.num_overtakings, s.block_manager.num_used) == (0, len(a.blocks))
 
 
 def test_the_newest_is_preempted_and_waits_at_the_front() -> None:
@@ -173,6 +196,17 @@ def test_who_runs_is_kept_in_order() -> None:
     assert s.running == [urgent, a, child, b], "the last one is the first to be preempted"
 
 
+def test_a_fork_without_a_slot_waits_and_is_counted() -> None:
+    s = scheduler(max_num_seqs=2)
+    a = sequence("a", 3)
+    children = [a.copy(), a.copy()]
+    s.add(a)
+    run(s.schedule())
+    for child in children:
+        s.fork(a, child)
+    assert (s.running, s.waiting, s.num_queued_forks) == ([a, children[0]], [children[1]], 1)
+
+
 def test_siblings_take_slots_before_they_run() -> None:
     s = scheduler(max_num_seqs=4)
     many, one, other = sequence("many", 3), sequence("one", 3), sequence("other", 3)
@@ -197,8 +231,10 @@ def test_drafts_share_the_budget(budget: int, expected: list[int]) -> None:
         assert len(each.blocks) == -(-(4 + count) // 4)
 
 
-@pytest.mark.parametrize(("budget", "expected"), [(3, (3, 0)), (5, (5, 0)), (6, (5, 0)), (7, (5, 1)), (20, (5, 4))])
-def test_forced_tokens_come_before_drafts(budget: int, expected: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("budget", "expected"), [(1, (1, 0)), (3, (2, 0)), (5, (4, 0)), (6, (5, 0)), (7, (5, 1)), (20, (5, 4))]
+)
+def test_forced_tokens_come_before_drafts_but_after_one_token_of_each(budget: int, expected: tuple[int, int]) -> None:
     s = scheduler(budget=64)
     for name in "ab":
         s.add(sequence(name, 3))
@@ -209,7 +245,7 @@ def test_forced_tokens_come_before_drafts(budget: int, expected: tuple[int, int]
     first.num_drafts = 4
     chunks = s.schedule()
     assert (chunks[0].num_tokens, chunks[0].num_drafts) == expected
-    assert [chunk.num_tokens for chunk in chunks[1:]] == ([1] if budget > 5 else [])
+    assert [chunk.num_tokens for chunk in chunks[1:]] == ([1] if budget > 1 else [])
 
 
 def test_nobody_is_preempted_for_a_guess() -> None:

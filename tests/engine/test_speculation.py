@@ -57,7 +57,7 @@ def engines(**limits: Any) -> dict[str, Engine]:
 )
 def test_the_text_is_the_same_with_and_without(params: SamplingParams) -> None:
     found: dict[str, list[Any]] = {}
-    for name, engine in engines(max_num_batched_tokens=11, block_size=3).items():
+    for name, engine in engines(max_num_batched_tokens=11, max_num_seqs=6, block_size=3).items():
         ids = [engine.add_request(prompt, replace(params, seed=index)) for index, prompt in enumerate(PROMPTS)]
         outputs = drain(engine)
         found[name] = [

@@ -1,8 +1,14 @@
 import random
+import sys
+from collections.abc import Callable
 from itertools import pairwise
+from types import FrameType
+from typing import Any
 
 import pytest
 
+from fastinfer.engine import stop_strings
+from fastinfer.engine.stop_strings import StopStringAutomaton, StopStringMatcher
 from fastinfer.engine.text_stream import TextStream
 
 
@@ -77,3 +83,56 @@ def _by_characters(text: str, stop: tuple[str, ...]) -> tuple[str, str | None]:
             longest = max(met, key=len)
             return text[: end - len(longest)], longest
     return text, None
+
+
+def test_stop_strings_that_contain_each_other() -> None:
+    rng = random.Random(1)
+    num_found = 0
+    for _ in range(3000):
+        text = "".join(rng.choices("abc", weights=[6, 3, 1], k=30))
+        stop = tuple("".join(rng.choices("abc", k=rng.randint(1, 7))) for _ in range(rng.randint(1, 6)))
+        texts, stopped_by = feed(list(text), stop)
+        num_found += stopped_by is not None
+        assert (texts[-1], stopped_by) == _by_characters(text, stop)
+    assert 500 < num_found < 3000
+
+
+def count_lines(function: Callable[[], object]) -> int:
+    """The number of lines of the matcher that a call executes; a loop of Python counts in each round."""
+    lines = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename != stop_strings.__file__:
+            return None
+        lines += event == "line"
+        return count
+
+    previous = sys.gettrace()
+    sys.settrace(count)
+    try:
+        function()
+    finally:
+        sys.settrace(previous)
+    return lines
+
+
+@pytest.mark.parametrize("length", [10, 100, 500])
+@pytest.mark.parametrize("piece", [1, 7])
+@pytest.mark.parametrize("kind", ["repeats", "nearly", "suffixes", "many"])
+def test_the_work_is_linear_in_the_text_and_the_stop_strings(kind: str, piece: int, length: int) -> None:
+    """For the texts that are worst: they nearly match all the time."""
+    stop, text = {
+        "repeats": (("a" * length + "b",), "a" * 3000),
+        "nearly": (("a" * length + "b",), ("a" * (length - 1) + "c") * (3000 // length)),
+        "suffixes": (tuple("a" * n + "b" for n in range(length - 9, length)), "a" * 3000),
+        "many": (tuple(f"{n:03}" + "x" * length for n in range(30)), ("029" + "x" * (length - 1)) * (3000 // length)),
+    }[kind]
+    pieces = [text[start : start + piece] for start in range(0, len(text), piece)]
+    matcher = StopStringMatcher(stop)  # an automaton is kept, so that it is not always built here
+    released: list[str] = []
+    count = count_lines(lambda: released.extend(map(matcher.add, pieces)))
+    assert "".join(released) + matcher.flush() == text
+    assert matcher.matched is None
+    assert count <= 20 * len(text)
+    assert count_lines(lambda: StopStringAutomaton(stop)) <= 30 * sum(map(len, stop)) + 100

@@ -128,10 +128,10 @@ class ToyTokenizer:
         return b"".join(self.token_bytes(i, skip_special_tokens) for i in ids).decode(errors="replace")
 
 
-def toy_engine(draft_model: ToyModel | None = None, **limits: Any) -> Engine:
+def toy_engine(draft_model: ToyModel | None = None, model: ToyModel | None = None, **limits: Any) -> Engine:
     # The toy computes with torch, which no graph records.
     config = EngineConfig(kv_cache_dtype=torch.float32, enforce_eager=True, **limits)
-    engine = Engine(ToyModel(), ToyTokenizer(), config, draft_model)  # type: ignore[arg-type]
+    engine = Engine(model or ToyModel(), ToyTokenizer(), config, draft_model)  # type: ignore[arg-type]
     for tensors in (engine.kv_cache, engine.draft_kv_cache):
         for tensor in (tensor for cache in tensors or () for tensor in cache.tensors):
             tensor.fill_(float("nan"))

@@ -35,12 +35,14 @@ class _Hypothesis(NamedTuple):
         logprob: log-probability of the generated tokens.
         token_ids: generated tokens.
         finish_reason: why the text ended.
+        stop_reason: message of the error that cut the text short; ``None`` without one.
     """
 
     score: float
     logprob: float
     token_ids: list[int]
     finish_reason: str
+    stop_reason: int | str | None = None
 
 
 class BeamRequest(Request):
@@ -97,7 +99,6 @@ class BeamRequest(Request):
         self._logprobs = {sequence: 0.0 if sequence is first else -float("inf") for sequence in self.sequences}
         self._next: dict[Sequence, list[TokenLogprob]] = {}
         self._ended: list[_Hypothesis] = []
-        self._stop_reason: int | str | None = None
         self._arrival_time = first.arrival_time
         self._first_token_time: float | None = None
 
@@ -125,7 +126,7 @@ class BeamRequest(Request):
                 _Candidate(self._logprobs[parent] + entry.logprob, parent, entry.token_id)
                 for parent, entries in self._next.items()
                 for entry in entries
-                if self._logprobs[parent] > -float("inf")
+                if self._logprobs[parent] + entry.logprob > -float("inf")  # neither a copy nor an impossible token
             ),
             key=lambda candidate: -candidate.logprob,
         )[: 2 * width]
@@ -134,27 +135,32 @@ class BeamRequest(Request):
             if candidate.token_id not in self._eos_ids:
                 chosen.append(candidate)
             elif rank < width:
-                self._end(candidate, "stop")
+                self._end_with(candidate, "stop")
         chosen = chosen[:width]
         if len(self.sequences[0]) + 1 >= self.sequences[0].max_length:
             for candidate in chosen:
-                self._end(candidate, "length")
+                self._end_with(candidate, "length")
             chosen = []
-        self._ended = sorted(self._ended, key=lambda hypothesis: -hypothesis.score)[:width]
+        self._rank()
         if not chosen or self._cannot_improve(chosen[0]):
             self.finish("stop")
         else:
             self._continue_with(chosen, scheduler)
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
-        """End the search unless it has ended; if it is cut short, current beams fill up the hypotheses."""
+        """End the search unless it has ended; if it is cut short, the best current beams are added to its texts.
+
+        The texts are then fewer than ``beam_width`` if the search has not found that many.
+        """
         if self.finish_time is None:
             self.finish_time = time.perf_counter()
             if reason != "stop":
-                self._stop_reason = stop_reason
-                for sequence in self.sequences[: self._params.beam_width - len(self._ended)]:
-                    logprob = self._logprobs[sequence]
-                    self._ended.append(_Hypothesis(-float("inf"), logprob, sequence.output_token_ids, reason))
+                num_missing = self._params.beam_width - len(self._ended)
+                beams = [(logprob, s) for s, logprob in self._logprobs.items() if logprob > -float("inf")]
+                beams.sort(key=lambda beam: -beam[0])
+                for logprob, sequence in beams[:num_missing]:
+                    self._end(logprob, sequence.output_token_ids, reason, stop_reason)
+                self._rank()
 
     def take_output(self) -> RequestOutput | None:
         """Return the best texts, best first; ``None`` during the search, as the best ones may still change."""
@@ -192,11 +198,18 @@ class BeamRequest(Request):
             scheduler.resume(parent)
         self.sequences, self._logprobs, self._next = list(logprobs), logprobs, {}
 
-    def _end(self, candidate: _Candidate, reason: str) -> None:
-        """Set a finished text aside as a hypothesis."""
-        tokens = [*candidate.parent.output_token_ids, candidate.token_id]
-        score = self._score(candidate.logprob, len(tokens))
-        self._ended.append(_Hypothesis(score, candidate.logprob, tokens, reason))
+    def _end_with(self, candidate: _Candidate, reason: str) -> None:
+        """Set a candidate aside as a finished text."""
+        self._end(candidate.logprob, [*candidate.parent.output_token_ids, candidate.token_id], reason)
+
+    def _end(self, logprob: float, token_ids: list[int], reason: str, stop_reason: int | str | None = None) -> None:
+        """Set a text aside as a hypothesis."""
+        score = self._score(logprob, max(len(token_ids), 1))  # a search that is cut short may not have a token yet
+        self._ended.append(_Hypothesis(score, logprob, token_ids, reason, stop_reason))
+
+    def _rank(self) -> None:
+        """Sort the hypotheses, and keep the best ``beam_width``."""
+        self._ended = sorted(self._ended, key=lambda hypothesis: -hypothesis.score)[: self._params.beam_width]
 
     def _score(self, logprob: float, length: int) -> float:
         return logprob / math.pow(length, self._params.length_penalty)
@@ -215,7 +228,7 @@ class BeamRequest(Request):
             text=text,
             token_ids=tokens,
             finish_reason=hypothesis.finish_reason,
-            stop_reason=self._stop_reason,
+            stop_reason=hypothesis.stop_reason,
             logprobs=None,
             delta=text,
             cumulative_logprob=hypothesis.logprob,

@@ -27,6 +27,11 @@ class EngineConfig:
         max_num_batched_tokens: maximum number of tokens per step. Longer prompts are computed in several steps, in
             which the other requests still get their next tokens.
         max_num_waiting: maximum number of waiting requests; further ones are refused.
+        max_stop_strings: maximum number of a request's stop strings. A request that exceeds this or one of the next
+            three limits is refused: what it asks for costs time in each step, which all other requests share.
+        max_stop_string_length: maximum length of a stop string in characters.
+        max_stop_token_ids: maximum number of a request's ``stop_token_ids``.
+        max_logit_bias: maximum number of tokens in a request's ``logit_bias``.
         batching: ``"continuous"``, or one of two older policies to compare it with. ``"static"`` forms a batch of the
             waiting requests and runs it to its end. ``"dynamic"`` does the same, but waits until the batch has
             ``max_num_seqs`` sequences or ``max_num_batched_tokens`` prompt tokens, or its first request has waited for
@@ -60,6 +65,10 @@ class EngineConfig:
     max_num_seqs: int = MAX_NUM_SEQS["cpu"]
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS["cpu"]
     max_num_waiting: int = 10_000
+    max_stop_strings: int = 32
+    max_stop_string_length: int = 256
+    max_stop_token_ids: int = 128
+    max_logit_bias: int = 300
     batching: str = "continuous"
     max_batch_wait_s: float = 0.05
     block_size: int = 32
@@ -83,6 +92,8 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1, INT64_MAX)
         check_int("max_num_waiting", self.max_num_waiting, 1, INT32_MAX)
+        for name in ("max_stop_strings", "max_stop_string_length", "max_stop_token_ids", "max_logit_bias"):
+            check_int(name, getattr(self, name), 0, INT32_MAX)
         check_int("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
         check_int("max_loras", self.max_loras, 0, 1024)
         check_int("max_lora_rank", self.max_lora_rank, 1, 4096)

@@ -348,7 +348,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return the current load, and counters since the start."""
-        manager, running = self.block_manager, self.scheduler.running
+        manager, scheduler = self.block_manager, self.scheduler
+        running = scheduler.running
         slots = sum(len(sequence.blocks) for sequence in running) * manager.block_size
         tokens = sum(sequence.num_computed_tokens for sequence in running)
         return EngineStats(
@@ -357,7 +358,11 @@ class Engine:
             num_free_blocks=manager.num_free,
             num_cached_blocks=manager.num_cached,
             num_used_blocks=manager.num_used,
-            num_preemptions=self.scheduler.num_preemptions,
+            num_preemptions=scheduler.num_preemptions,
+            num_overtakings=scheduler.num_overtakings,
+            num_postponed_decodes=scheduler.num_postponed_decodes,
+            num_cut_drafts=scheduler.num_cut_drafts,
+            num_queued_forks=scheduler.num_queued_forks,
             num_queried_tokens=manager.num_queried_tokens,
             num_hit_tokens=manager.num_hit_tokens,
             kv_fragmentation=1 - tokens / slots if slots else 0.0,

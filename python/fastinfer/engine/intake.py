@@ -1,5 +1,6 @@
 """Validation of new requests against the limits of the engine and its model."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastinfer.engine.adapters import Adapters
@@ -71,6 +72,9 @@ class RequestIntake:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, got {type(params).__name__}")
         check_int("n", params.n, 1, self._config.max_num_seqs)
+        self._check_stop_strings(params.stop or ())
+        for name, limit in (("stop_token_ids", "max_stop_token_ids"), ("logit_bias", "max_logit_bias")):
+            self._check_count(name, len(getattr(params, name)), "token ids", limit)
         for name in ("logit_bias", "stop_token_ids"):
             for token_id in getattr(params, name):
                 check_int(name, token_id, 0, self._vocab_size - 1)
@@ -116,3 +120,15 @@ class RequestIntake:
             "adapter": -1 if adapter is None else self._adapters.slot(adapter),
             "adapter_key": "" if adapter is None else self._adapters.cache_key(adapter),
         }
+
+    def _check_stop_strings(self, stop: str | Sequence[str]) -> None:
+        """Check the number of stop strings and their lengths."""
+        self._check_count("stop", len(stop), "strings", "max_stop_strings")
+        for index, string in enumerate(stop):
+            self._check_count(f"stop[{index}]", len(string), "characters", "max_stop_string_length")
+
+    def _check_count(self, name: str, count: int, unit: str, limit: str) -> None:
+        """Check a count against the limit of this name in the configuration."""
+        maximum = getattr(self._config, limit)
+        if count > maximum:
+            raise RequestError(f"{name} must have at most {limit}={maximum} {unit}, got {count}")

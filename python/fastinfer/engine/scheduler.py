@@ -1,12 +1,23 @@
 """The scheduler, which chooses the tokens that the next step computes."""
 
 import bisect
+import heapq
+import itertools
+import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fastinfer.engine.admission import AdmissionPolicy, Continuous
 from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.sequence import Sequence, SequenceState
+from fastinfer.models.kv_cache import num_blocks_for
+
+# Decoding sequences leave one token in this many to prompts.
+PROMPT_SHARE = 4
+# Waiting sequences, from the first on, that a step considers. More would delay steps while the queue is long: 64
+# without room take 0.13 ms.
+LOOKAHEAD = 64
 
 
 @dataclass(slots=True)
@@ -36,14 +47,36 @@ class Chunk:
 class Scheduler:
     """Chooses what each step computes, within limits on tokens and sequences.
 
-    Decoding sequences come first, then chunks of prompts, then admissions from the queue. Among themselves, sequences
-    are served by priority, the smallest number first, and then by arrival. A prompt that exceeds the rest of the budget
-    is computed in chunks, in the same steps as the decoding sequences; no other sequence is admitted before its last
-    chunk. When the cache is full, the last sequence in this order is preempted: it loses its blocks, returns to its
-    place in the queue, and is computed again later.
+    The order of service is by priority, the smallest number first, and then by arrival. When the cache is full, the
+    last running sequence in this order is preempted: it loses its blocks, returns to its place in the queue, and is
+    computed again later. The first one always makes progress: it is preempted last, and the engine ensures that the
+    cache holds at least one sequence of the maximum length.
 
-    The first sequence always makes progress: it is preempted last, and the engine ensures that the cache holds at least
-    one sequence of the maximum length.
+    **Tokens.** Decoding sequences come first, with one token each before any has several (drafts, or tokens forced by a
+    grammar). While there are prompts to compute, a quarter of the budget is reserved for them. If there are more
+    decoding sequences than tokens, those of the same priority take turns.
+
+    The prompts get the rest. Half of it is given out in the order of service; the other half, and what is left of the
+    first, to the prompts of the smallest priority number, those with the fewest uncomputed tokens first. A prompt
+    longer than the budget is thus computed in chunks, alone with the whole budget, but with half of it while shorter
+    ones of its priority wait; and of equal prompts the later one waits and finds in the prefix cache what they share.
+
+    **Room.** A waiting sequence is admitted when it gets its first tokens. If it then lacks slots or blocks, less
+    urgent prompts that are still being computed give theirs up, and are computed again later. If that is not enough,
+    later sequences of the same priority may overtake it, but no more than ``max_num_seqs`` in all, and none if it has
+    generated tokens already, as after a preemption: the running sequences then end one by one until it has room.
+
+    **Bounds.** They count steps, for a budget of ``B`` tokens, and hold for any lengths and arrivals.
+
+    - With enough slots and blocks, and at most ``LOOKAHEAD`` waiting sequences, a prompt of ``L`` tokens is complete
+      after at most ``ceil((8 W + 7) / B)`` steps, where ``W`` is the smaller of two sums: ``L`` and the uncomputed
+      tokens of all prompts before it in the order of service; or ``L``, the uncomputed tokens of more urgent prompts,
+      and at most ``L`` of every other prompt of its priority. The second does not depend on how long the longer prompts
+      are. (Prompts get a quarter of the tokens, and half of that goes to the prompts of either sum. Where decoding
+      sequences leave more to them, it takes less.)
+    - Among ``D`` decoding sequences of one priority each gets a token at least every ``ceil((4 D + 3) / (3 B))`` steps.
+    - A sequence without room waits until those that ran when its turn came, and at most ``max_num_seqs`` others of its
+      priority, have ended.
 
     Args:
         block_manager: allocator of the sequences' blocks.
@@ -55,6 +88,11 @@ class Scheduler:
         waiting: queue of waiting sequences in the order of service.
         running: running sequences in the order of service.
         num_preemptions: number of preemptions since the start.
+        num_overtakings: number of sequences that were admitted before one that had no room.
+        num_postponed_decodes: number of times that a decoding sequence got no token in a step, for lack of budget.
+        num_cut_drafts: number of drafts that the speculator asked for and a step had no tokens or blocks for.
+        num_queued_forks: number of forked sequences that found no slot and had to wait instead of sharing the blocks of
+            their parent.
     """
 
     def __init__(
@@ -71,6 +109,14 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.num_overtakings = 0
+        self.num_postponed_decodes = 0
+        self.num_cut_drafts = 0
+        self.num_queued_forks = 0
+        self._num_steps = 0
+        # What is left of a division is counted in the next step, so that the shares are exact for any small budget.
+        self._unreserved = 0
+        self._undivided = 0
 
     def add(self, sequence: Sequence) -> None:
         """Queue a pending or preempted sequence."""
@@ -80,15 +126,22 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """Return the chunks of the next step, with their blocks allocated; empty if nothing can be computed now."""
         chunks: list[Chunk] = []
-        budget = self._schedule_decodes(chunks, self.max_num_batched_tokens)
-        for sequence in self.running:
-            if budget and not sequence.is_decoding:
-                budget -= self._add_chunk(sequence, budget, chunks)
-        if budget and self.waiting:
-            self._schedule_admissions(chunks, budget)
+        self._num_steps += 1
+        budget, reserved, num_preemptions = self.max_num_batched_tokens, 0, self.num_preemptions
+        # A beam that waits for the other beams of its request has no token to compute.
+        decodes = [s for s in self.running if s.is_decoding and s.num_uncomputed_tokens]
+        candidates = self._candidates()
+        if candidates or any(not s.is_decoding for s in self.running):
+            reserved, self._unreserved = divmod(budget + self._unreserved, PROMPT_SHARE)
+        left = reserved + self._schedule_decodes(decodes, budget - reserved, chunks)
+        # After a preemption there is no room for others before the preempted sequence is back.
+        self._schedule_prompts(candidates if self.num_preemptions == num_preemptions else [], left, chunks)
+        if not chunks and decodes:  # the whole budget was reserved, and no prompt had room
+            self._schedule_decodes(decodes, budget, chunks)
         if not chunks and self.waiting and self.running and not any(s.num_uncomputed_tokens for s in self.running):
-            self._preempt_last()  # all running sequences wait for a beam that has no room beside them
-            return self.schedule()
+            self._preempt(self.running[-1])  # all running sequences wait for a beam that has no room beside them
+        if not chunks and self.num_preemptions > num_preemptions:
+            return self.schedule()  # there is room now
         return chunks
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -102,6 +155,7 @@ class Scheduler:
             child.state = SequenceState.RUNNING
             bisect.insort(self.running, child, key=_order)
         else:
+            self.num_queued_forks += 1
             self.add(child)
 
     def resume(self, sequence: Sequence) -> None:
@@ -124,56 +178,111 @@ class Scheduler:
             self.block_manager.free(sequence)
         sequence.state = SequenceState.FINISHED
 
-    def _schedule_decodes(self, chunks: list[Chunk], budget: int) -> int:
-        """Add the chunks of the decoding sequences, and return the rest of the token budget."""
-        index = 0
-        while index < len(self.running) and budget:
-            sequence = self.running[index]
-            # A beam that waits for the other beams of its request has no token to compute.
-            if not sequence.is_decoding or not sequence.num_uncomputed_tokens:
-                index += 1
-                continue
-            # Drafts get only the budget that is left by this sequence's own tokens (several if a grammar forced some)
-            # and by one token of each sequence after it.
-            reserved = sequence.num_uncomputed_tokens + len(self.running) - index - 1
-            num_drafts = max(min(sequence.num_drafts, budget - reserved), 0)
-            if num_drafts and not self.block_manager.can_append(sequence, num_drafts):
-                num_drafts = 0  # drafts are not worth a preemption
-            while not self.block_manager.can_append(sequence, num_drafts):
-                self._preempt_last()
-                if sequence.state is SequenceState.WAITING:
-                    break
-            else:
-                self.block_manager.append(sequence, num_drafts)
-                budget -= self._add_chunk(sequence, budget, chunks, num_drafts)
-                index += 1
+    def _candidates(self) -> list[Sequence]:
+        """Return the waiting sequences that may be admitted in this step, in the order of service."""
+        if not self.waiting:
+            return []
+        count = self.admission_policy.num_admissible(self.waiting, self.running, time.perf_counter())
+        if self._num_slots < self.max_num_seqs:
+            count = min(count, LOOKAHEAD)
+        else:  # only the first one could take the slot of a less urgent prompt
+            count = min(count, any(not s.is_decoding for s in self.running))
+        return self.waiting[:count]
+
+    def _schedule_decodes(self, decodes: list[Sequence], budget: int, chunks: list[Chunk]) -> int:
+        """Add the chunks of decoding sequences, given in the order of service, and return the rest of the budget."""
+        if len(decodes) > budget:
+            self.num_postponed_decodes += len(decodes) - budget
+            chosen = set(heapq.nsmallest(budget, decodes, key=lambda s: (s.priority, s.last_step)))
+            decodes = [sequence for sequence in decodes if sequence in chosen]
+        num_later = len(decodes)
+        for sequence in decodes:
+            num_later -= 1  # one token is left to each later sequence
+            num_drafts = 0
+            if sequence.num_drafts:
+                num_drafts = max(min(sequence.num_drafts, budget - sequence.num_uncomputed_tokens - num_later), 0)
+                if num_drafts and not self.block_manager.can_append(sequence, num_drafts):
+                    num_drafts = 0  # drafts are not worth a preemption
+                self.num_cut_drafts += sequence.num_drafts - num_drafts
+            while sequence.state is SequenceState.RUNNING and not self.block_manager.can_append(sequence, num_drafts):
+                self._preempt(self.running[-1])
+            if sequence.state is not SequenceState.RUNNING:
+                break  # all later ones were preempted before it
+            self.block_manager.append(sequence, num_drafts)
+            num_tokens = min(sequence.num_uncomputed_tokens, budget - num_later)
+            self._add_chunk(sequence, num_tokens, chunks, num_drafts)
+            budget -= num_tokens + num_drafts
         return budget
 
-    def _schedule_admissions(self, chunks: list[Chunk], budget: int) -> None:
-        """Admit waiting sequences, and add their first chunks."""
-        admissible = self.admission_policy.num_admissible(self.waiting, self.running, time.perf_counter())
-        num_slots = self._num_slots
-        while budget and admissible and self.waiting:
-            sequence = self.waiting[0]
-            num_slots += sequence.num_slots
-            # One block per running sequence must stay available, so that the admission causes no preemption in the next
-            # step. This also keeps a sequence from returning right after its own preemption.
-            if num_slots > self.max_num_seqs or not self.block_manager.can_allocate(sequence, spare=len(self.running)):
-                return
-            self._admit()
-            admissible -= 1
-            budget -= self._add_chunk(sequence, budget, chunks)
+    def _schedule_prompts(self, candidates: list[Sequence], budget: int, chunks: list[Chunk]) -> None:
+        """Add chunks of prompts, of running sequences and of waiting ones that are admitted now."""
+        prompts = [s for s in self.running if not s.is_decoding] + candidates
+        if not prompts:
+            return
+        prompts.sort(key=_order)
+        shares = dict.fromkeys(prompts, 0)
+        admissions = _Admissions(self._num_slots, self.max_num_seqs)
+        half, self._undivided = divmod(budget + self._undivided, 2)
+        budget += self._share_out(half, prompts, shares, admissions) - half
+        refused = set(admissions.without_room)
+        shortest = [sequence for sequence in prompts if sequence not in refused]
+        shortest.sort(key=lambda s: (s.priority, s.num_uncomputed_tokens - shares[s]))
+        self._share_out(budget, shortest, shares, admissions)
+        for sequence, num_tokens in shares.items():
+            if num_tokens:
+                self._add_chunk(sequence, num_tokens, chunks)
 
-    def _admit(self) -> None:
-        """Move the first waiting sequence to the running ones, and allocate its blocks."""
-        sequence = self.waiting.pop(0)
+    def _share_out(
+        self, budget: int, prompts: Iterable[Sequence], shares: dict[Sequence, int], admissions: "_Admissions"
+    ) -> int:
+        """Add to each prompt's share what it still needs, from the first on, and return the rest of the budget."""
+        for sequence in prompts:
+            if not budget:
+                break
+            if sequence.state is SequenceState.RUNNING or self._try_to_admit(sequence, admissions):
+                num_tokens = min(sequence.num_uncomputed_tokens - shares[sequence], budget)
+                shares[sequence] += num_tokens
+                budget -= num_tokens
+        return budget
+
+    def _try_to_admit(self, sequence: Sequence, admissions: "_Admissions") -> bool:
+        """Admit a waiting sequence if it has room and may overtake those that have none."""
+        if sequence.order > admissions.last_order:
+            return False
+        while not self._has_room(sequence, admissions):
+            prompt = self._last_prompt_after(sequence.priority)
+            if prompt is None:
+                admissions.refuse(sequence)
+                return False
+            admissions.num_slots -= prompt.num_slots
+            self._preempt(prompt)
+        self.num_overtakings += admissions.admit(sequence)
+        self.waiting.remove(sequence)
         self.block_manager.allocate(sequence)
         sequence.state = SequenceState.RUNNING
         bisect.insort(self.running, sequence, key=_order)
+        return True
 
-    def _preempt_last(self) -> None:
-        """Preempt the last running sequence; all its tokens, generated ones included, will be computed again."""
-        sequence = self.running.pop()
+    def _has_room(self, sequence: Sequence, admissions: "_Admissions") -> bool:
+        """Return whether there are slots and blocks for a waiting sequence."""
+        if admissions.num_slots + sequence.num_slots > self.max_num_seqs:
+            return False
+        # One block per running sequence must stay available, so that the admission causes no preemption in the next
+        # step. This also keeps a sequence from returning right after its own preemption.
+        spare, manager = len(self.running), self.block_manager
+        if admissions.without_room:  # searching the cache for the prefix of every later sequence would take too long
+            num_blocks = num_blocks_for(len(sequence), manager.block_size)
+            return num_blocks + spare <= manager.num_free + manager.num_cached
+        return manager.can_allocate(sequence, spare)
+
+    def _last_prompt_after(self, priority: int) -> Sequence | None:
+        """Return the last of the running sequences that is less urgent and still computes its prompt, if any."""
+        less_urgent = itertools.takewhile(lambda sequence: sequence.priority > priority, reversed(self.running))
+        return next((sequence for sequence in less_urgent if not sequence.is_decoding), None)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Preempt a running sequence; all its tokens, generated ones included, will be computed again."""
+        self.running.remove(sequence)
         waits_for_others = not sequence.num_uncomputed_tokens
         self.block_manager.free(sequence)
         if waits_for_others:
@@ -187,12 +296,45 @@ class Scheduler:
         """Number of running sequences, siblings that will be forked from them included."""
         return sum(sequence.num_slots for sequence in self.running)
 
-    @staticmethod
-    def _add_chunk(sequence: Sequence, budget: int, chunks: list[Chunk], num_drafts: int = 0) -> int:
-        """Add a chunk of the sequence, and return the number of its tokens, drafts included."""
-        num_tokens = min(sequence.num_uncomputed_tokens, budget - num_drafts)
+    def _add_chunk(self, sequence: Sequence, num_tokens: int, chunks: list[Chunk], num_drafts: int = 0) -> None:
+        sequence.last_step = self._num_steps
         chunks.append(Chunk(sequence, num_tokens, num_drafts))
-        return num_tokens + num_drafts
+
+
+@dataclass(slots=True)
+class _Admissions:
+    """The admissions of one step.
+
+    Attributes:
+        num_slots: slots of the running sequences.
+        max_overtakers: maximum number of sequences that may overtake one without room.
+        last_order: place in the order of service after which nobody may be admitted.
+        without_room: sequences whose turn it was but for which there is no room.
+    """
+
+    num_slots: int
+    max_overtakers: int
+    last_order: tuple[float, float] = (math.inf, math.inf)
+    without_room: list[Sequence] = field(default_factory=list)
+
+    def admit(self, sequence: Sequence) -> bool:
+        """Count an admission, and return whether the sequence overtakes any other."""
+        self.num_slots += sequence.num_slots
+        overtaken = [other for other in self.without_room if other.order < sequence.order]
+        for other in overtaken:
+            other.num_overtakers += 1
+            self._close_after(other)
+        return bool(overtaken)
+
+    def refuse(self, sequence: Sequence) -> None:
+        """Record that a sequence has no room."""
+        self.without_room.append(sequence)
+        self._close_after(sequence)
+
+    def _close_after(self, sequence: Sequence) -> None:
+        """Exclude those that must not overtake a sequence without room."""
+        may_be_overtaken = sequence.num_overtakers < self.max_overtakers and not sequence.num_output_tokens
+        self.last_order = min(self.last_order, (sequence.priority, math.inf) if may_be_overtaken else sequence.order)
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:

@@ -65,6 +65,8 @@ class Sequence:
         state: see :class:`SequenceState`.
         arrival_time: time of creation in seconds of ``time.perf_counter``.
         order: sort key by which sequences are served: priority, then number of arrival.
+        last_step: number of the last step that computed tokens, as the scheduler counts; -1 before.
+        num_overtakers: number of later sequences that were admitted while this one had no room.
     """
 
     __slots__ = (
@@ -77,12 +79,14 @@ class Sequence:
         "draft_gap",
         "first_key",
         "grammar",
+        "last_step",
         "max_length",
         "may_speculate",
         "ngrams",
         "num_cached_blocks",
         "num_computed_tokens",
         "num_drafts",
+        "num_overtakers",
         "num_prefill_tokens",
         "num_prompt_tokens",
         "order",
@@ -136,6 +140,8 @@ class Sequence:
         self.state = SequenceState.PENDING
         self.arrival_time = time.perf_counter()
         self.order = (priority, next(_arrivals))
+        self.last_step = -1
+        self.num_overtakers = 0
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -167,6 +173,11 @@ class Sequence:
     def is_decoding(self) -> bool:
         """Whether all tokens that were present at admission are computed."""
         return self.num_computed_tokens >= self.num_prefill_tokens
+
+    @property
+    def priority(self) -> int:
+        """The smaller, the more urgent."""
+        return self.order[0]
 
     @property
     def num_slots(self) -> int:

@@ -14,6 +14,11 @@ class EngineStats:
         num_cached_blocks: blocks that hold a prefix but belong to no sequence.
         num_used_blocks: blocks that belong to sequences or prompt modules.
         num_preemptions: preemptions since the start.
+        num_overtakings: sequences that were admitted before one that had no room.
+        num_postponed_decodes: times that a decoding sequence got no token in a step, for lack of budget; if many,
+            ``max_num_batched_tokens`` is too small for ``max_num_seqs``.
+        num_cut_drafts: draft tokens that were wanted, and for which a step had no budget or no blocks.
+        num_queued_forks: completions and beams that found no slot, and had to compute again what their parent had.
         num_queried_tokens: tokens of all sequences admitted since the start.
         num_hit_tokens: those of them that the prefix cache held.
         kv_fragmentation: share, from 0 to 1, of the slots in running sequences' blocks that hold no token.
@@ -27,6 +32,10 @@ class EngineStats:
     num_cached_blocks: int
     num_used_blocks: int
     num_preemptions: int
+    num_overtakings: int
+    num_postponed_decodes: int
+    num_cut_drafts: int
+    num_queued_forks: int
     num_queried_tokens: int
     num_hit_tokens: int
     kv_fragmentation: float
