@@ -5,7 +5,11 @@ class FastinferError(ValueError):
     """Base class of the errors below; the command line prints the message and exits with code 2."""
 
 
-def reason(error: Exception) -> str:
+# Errors that end the program rather than one request.
+FATAL_ERRORS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+
+
+def reason(error: BaseException) -> str:
     """Return the text with which an output reports an error: the message, preceded by the class unless it is ours."""
     return str(error) if isinstance(error, FastinferError) else f"{type(error).__name__}: {error}"
 

@@ -19,6 +19,11 @@ class EngineStats:
         kv_fragmentation: share, from 0 to 1, of the slots in running sequences' blocks that hold no token.
         num_drafted_tokens: draft tokens since the start.
         num_accepted_tokens: draft tokens accepted since the start.
+        num_eager_steps: steps since the start that ran operator by operator instead of replaying a recorded graph: all
+            with ``enforce_eager``, otherwise those of sizes that are not recorded (yet).
+        num_failed_graphs: sizes of steps that could not be recorded as a graph.
+        num_split_draws: draws since the start that failed for some row and were repeated row by row.
+        num_repairs: errors since the start after which all running sequences were queued to be computed again.
     """
 
     num_running: int
@@ -32,6 +37,10 @@ class EngineStats:
     kv_fragmentation: float
     num_drafted_tokens: int
     num_accepted_tokens: int
+    num_eager_steps: int
+    num_failed_graphs: int
+    num_split_draws: int
+    num_repairs: int
 
     @property
     def prefix_hit_rate(self) -> float:
