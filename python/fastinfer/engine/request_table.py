@@ -74,11 +74,11 @@ class RequestTable:
                 self._scheduler.add(request.sequences[0])
             else:
                 self.compiling[request.request_id] = grammar
+            return request.request_id
         except BaseException:
             self._forget(request)
             self.repair()
             raise
-        return request.request_id
 
     def queue_compiled(self) -> None:
         """Queue the requests whose grammar has been compiled, and end those whose grammar failed to compile."""
@@ -125,7 +125,9 @@ class RequestTable:
         """
         self._forget(request)
         self.repair()
-        self.deliver_later(request.failure(reason(error)))
+        made = self._undelivered.get(request.request_id)
+        if made is None or not made.finished:
+            self.deliver_later(request.failure(reason(error)))
         if isinstance(error, FATAL_ERRORS):
             raise error
 
