@@ -76,10 +76,12 @@ class Engine:
             self.block_manager, config.max_num_seqs, config.max_num_batched_tokens, config.make_admission_policy()
         )
         self.sampler = make_sampler(config, model, tokenizer)
+        self._samplers = [self.sampler]
         with self._numerics():  # on a GPU the runners capture their graphs here
             self.runner = make_runner(
                 config, self.model, self.kv_cache, self.max_model_len, with_adapters=config.max_loras > 0
             )
+            self._runners = [self.runner]
             self.speculator = self._make_speculator(draft_model)
         self.grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
         self.prompt_modules = PromptModules(self.block_manager, self.max_model_len)
@@ -349,9 +351,9 @@ class Engine:
             kv_fragmentation=1 - tokens / slots if slots else 0.0,
             num_drafted_tokens=self.speculator.num_drafted if self.speculator else 0,
             num_accepted_tokens=self.speculator.num_accepted if self.speculator else 0,
-            num_eager_steps=self.runner.num_eager_steps,
-            num_failed_graphs=len(self.runner.graphs.failed) if self.runner.graphs else 0,
-            num_split_draws=self.sampler.num_split_draws,
+            num_eager_steps=sum(runner.num_eager_steps for runner in self._runners),
+            num_failed_graphs=sum(len(runner.graphs.failed) for runner in self._runners if runner.graphs is not None),
+            num_split_draws=sum(sampler.num_split_draws for sampler in self._samplers),
             num_repairs=self.requests.num_repairs,
         )
 
@@ -373,7 +375,10 @@ class Engine:
         check_draft_model(config, self.model.config, draft_model.config, self.max_model_len)
         self.draft_kv_cache = make_kv_cache(config, draft_model, self.block_manager.num_blocks)
         runner = make_runner(config, draft_model, self.draft_kv_cache, self.max_model_len)
-        return make_draft_speculator(config, runner, make_sampler(config, self.model, self.tokenizer))
+        sampler = make_sampler(config, self.model, self.tokenizer)
+        self._runners.append(runner)
+        self._samplers.append(sampler)
+        return make_draft_speculator(config, runner, sampler)
 
 
 def _with_adapters(model: Model, config: EngineConfig) -> tuple[Model, Adapters]:

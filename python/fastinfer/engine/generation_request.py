@@ -52,6 +52,7 @@ class Completion:
         logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._transcript = Transcript(sequence.token_ids, sequence.num_prompt_tokens, self._stream.utf8, logprobs)
         self._cumulative_logprob = None if logprobs is None else 0.0
+        self._end_is_reported = False
         self._is_delta = params.output_kind is RequestOutputKind.DELTA
         self._reported = self._beginning = self._transcript.end  # end of the last output, and beginning of the text
 
@@ -75,8 +76,8 @@ class Completion:
             self._finish_text("stop")
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
-        """End the completion with its current text, unless it has ended already."""
-        if self.finish_reason is None:
+        """End the completion with its current text, unless it has ended; an error also replaces an unreported end."""
+        if self.finish_reason is None or (reason == "error" and not self._end_is_reported):
             self.finish_reason = reason
             self._stop_reason = stop_reason
 
@@ -91,6 +92,7 @@ class Completion:
     def mark_reported(self) -> None:
         """Let later deltas begin after the present state."""
         self._reported = self._transcript.end
+        self._end_is_reported = self.finish_reason is not None
 
     def _output(self, end: Position, finish_reason: str | None, stop_reason: int | str | None) -> CompletionOutput:
         since = self._reported

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EngineStats:
-    """The load of an engine at one moment, and counters since its start.
+    """The load of an engine at one moment, and counters since its start, which include the draft model's steps.
 
     Attributes:
         num_running: running sequences.
