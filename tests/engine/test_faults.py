@@ -204,7 +204,7 @@ def check_fault(tracer: Tracer, speculation: str, alone: dict[str, Any]) -> None
         assert results.errors, f"an interrupt was swallowed at {tracer.line}"
     if tracer.has_raised:
         stats = results.engine.stats()
-        assert failed or results.errors or stats.num_split_draws or stats.num_repairs, (
+        assert failed or results.errors or stats.num_failed_draws or stats.num_repairs, (
             f"a fault passed silently at {tracer.line}"
         )
 

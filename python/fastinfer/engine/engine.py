@@ -353,7 +353,7 @@ class Engine:
             num_accepted_tokens=self.speculator.num_accepted if self.speculator else 0,
             num_eager_steps=sum(runner.num_eager_steps for runner in self._runners),
             num_failed_graphs=sum(len(runner.graphs.failed) for runner in self._runners if runner.graphs is not None),
-            num_split_draws=sum(sampler.num_split_draws for sampler in self._samplers),
+            num_failed_draws=sum(sampler.num_failed_draws for sampler in self._samplers),
             num_repairs=self.requests.num_repairs,
         )
 

@@ -26,14 +26,14 @@ class Sampler:
 
     Attributes:
         recorded: recorded draws for the logits of recorded steps.
-        num_split_draws: draws since the start that failed and were repeated row by row.
+        num_failed_draws: calls since the start that failed, for all rows or in their repetition for one row.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._tensors = SamplingTensors(max_rows, vocab_size)
         self._masks = TokenMasks(max_rows, vocab_size, eos_ids)
         self.recorded = RecordedDraws()
-        self.num_split_draws = 0
+        self.num_failed_draws = 0
 
     def draw(self, logits: Tensor, rows: list[LogitsRow], recorded: bool = False) -> list[SampledToken]:
         """Draw one token for each row.
@@ -70,9 +70,9 @@ class Sampler:
                 return [SampledToken(token) for token in drawn]
             return self._draw(logits, rows, masks)
         except RuntimeError as error:
+            self.num_failed_draws += 1
             if len(rows) == 1:
                 return [SampledToken(-1, error=error.with_traceback(None))]
-            self.num_split_draws += 1
             each = (slice(index, index + 1) for index in range(len(rows)))
             return [
                 self._draw_all_or_each(logits[one], rows[one], None if masks is None else masks[one])[0] for one in each

@@ -22,7 +22,8 @@ class EngineStats:
         num_eager_steps: steps since the start that ran operator by operator instead of replaying a recorded graph: all
             with ``enforce_eager``, otherwise those of sizes that are not recorded (yet).
         num_failed_graphs: sizes of steps that could not be recorded as a graph.
-        num_split_draws: draws since the start that failed for some row and were repeated row by row.
+        num_failed_draws: draws since the start that failed: those of all rows of a step, which are then repeated row by
+            row, and those of single rows.
         num_repairs: errors since the start after which all running sequences were queued to be computed again.
     """
 
@@ -39,7 +40,7 @@ class EngineStats:
     num_accepted_tokens: int
     num_eager_steps: int
     num_failed_graphs: int
-    num_split_draws: int
+    num_failed_draws: int
     num_repairs: int
 
     @property
