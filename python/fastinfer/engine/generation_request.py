@@ -54,7 +54,8 @@ class Completion:
         self._cumulative_logprob = None if logprobs is None else 0.0
         self._end_is_reported = False
         self._is_delta = params.output_kind is RequestOutputKind.DELTA
-        self._reported = self._beginning = self._transcript.end  # end of the last output, and beginning of the text
+        # Beginning of the text, end of the last output, and end of the last one that was reported.
+        self._beginning = self._shown = self._reported = self._transcript.end
 
     def add(self, token: SampledToken) -> None:
         """Append a sampled token and the tokens that the grammar forces after it, up to one that ends the text."""
@@ -83,15 +84,16 @@ class Completion:
 
     def output(self) -> CompletionOutput:
         """Return the current state; its ``delta`` is the text that was added since the last reported output."""
-        return self._output(self._transcript.end, self.finish_reason, self._stop_reason)
+        self._shown = self._transcript.end
+        return self._output(self._shown, self.finish_reason, self._stop_reason)
 
     def failure(self, message: str) -> CompletionOutput:
         """Return an output that reports an error, with the text of the last reported output."""
         return self._output(self._reported, "error", message)
 
     def mark_reported(self) -> None:
-        """Let later deltas begin after the present state."""
-        self._reported = self._transcript.end
+        """Let later deltas begin after the last output."""
+        self._reported = self._shown
         self._end_is_reported = self.finish_reason is not None
 
     def _output(self, end: Position, finish_reason: str | None, stop_reason: int | str | None) -> CompletionOutput:

@@ -154,8 +154,9 @@ class Step:
 
     def _update_request(self, request: Request, parts: list[ChunkResult], result: StepResult) -> None:
         """Update a request with the results of its sequences, and report it if it has a new token or has ended."""
-        has_news = any(part.chunk.is_last for part in parts)
+        has_news = False
         for part in parts:
+            has_news |= part.chunk.is_last
             self._update_sequences(request, self._advance(part, result))
         request.end_step(self.scheduler)
         if has_news or not request.unfinished:
