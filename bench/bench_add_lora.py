@@ -35,7 +35,7 @@ def per_adapter(y: Tensor, x: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> None
         y[rows] += (x[rows].to(a.dtype) @ a[slot].T) @ b[slot]
 
 
-def inputs(setting: Setting, tokens: int, slots: int, rank: int, features: int, out: int) -> tuple[Tensor, ...]:
+def make_inputs(setting: Setting, tokens: int, slots: int, rank: int, features: int, out: int) -> tuple[Tensor, ...]:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=setting.device)
 
@@ -53,7 +53,7 @@ def run(setting: Setting) -> Cases:
             continue
         cases[f"{tokens} tokens, {slots} adapters of rank {rank}, {features} to {out}"] = compare(
             {"fastinfer": fastinfer, "torch, gathered": gathered, "torch, per adapter": per_adapter},
-            cold_inputs(partial(inputs, setting, *shape)),
+            cold_inputs(partial(make_inputs, setting, *shape)),
             repeats=setting.repeats,
             bytes_moved=2 * slots * rank * (features + out),
             flops=2 * tokens * rank * (features + out),

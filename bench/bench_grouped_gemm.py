@@ -34,10 +34,10 @@ class Layer:
     down4: tuple[Tensor, Tensor, None, int]
     router: Tensor
     top_k: int
-    torch: tuple[Tensor, Tensor, Tensor]  # gate_up, down, router
+    for_torch: tuple[Tensor, Tensor, Tensor]  # gate_up, down, router
 
 
-def layer(setting: Setting, hidden: int, intermediate: int, experts: int, top_k: int) -> Layer:
+def make_layer(setting: Setting, hidden: int, intermediate: int, experts: int, top_k: int) -> Layer:
     def dense(rows: int, columns: int) -> Tensor:
         return torch.empty(experts, rows, columns, dtype=torch.bfloat16, device=setting.device).normal_(
             0, columns**-0.5
@@ -68,7 +68,7 @@ def run(setting: Setting) -> Cases:
     bits = 8 if setting.device == "cpu" and not setting.rehearsal else 32
     for hidden, intermediate, experts, top_k in SHAPES:
         sizes = (hidden, intermediate) if not setting.rehearsal else (128, 128)
-        weights = layer(setting, *sizes, setting.size(experts, 8), setting.size(top_k, 2))
+        weights = make_layer(setting, *sizes, setting.size(experts, 8), setting.size(top_k, 2))
         for tokens in TOKENS:
             # Successive calls choose different experts, because those of a real model are not in the cache either.
             m = setting.size(tokens, 3)
@@ -107,7 +107,7 @@ def _int4(x: Tensor, weights: Layer, bits: int) -> Tensor:
 
 
 def _loop(x: Tensor, weights: Layer) -> Tensor:
-    gate_up, down, router = weights.torch
+    gate_up, down, router = weights.for_torch
     x = x.to(router.dtype)
     probabilities, chosen = F.linear(x, router).float().softmax(-1).topk(weights.top_k)
     probabilities = (probabilities / probabilities.sum(-1, keepdim=True)).to(x.dtype)

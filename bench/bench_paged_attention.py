@@ -33,11 +33,11 @@ def run_cpu(setting: Setting) -> Cases:
         k, v = batch.dense()
         mask = torch.arange(context) <= torch.arange(context - queries, context)[:, None]
 
-        def sdpa(k=k, v=v, mask=mask, batch=batch):  # type: ignore[no-untyped-def]
+        def masked_sdpa(k=k, v=v, mask=mask, batch=batch):  # type: ignore[no-untyped-def]
             return F.scaled_dot_product_attention(batch.dense_queries(), k, v, attn_mask=mask, enable_gqa=True)
 
         cases[f"queries={queries} context={context}"] = compare(
-            {"fastinfer": lambda batch=batch: batch.attend(), "torch SDPA": sdpa},
+            {"fastinfer": lambda batch=batch: batch.attend(), "torch SDPA": masked_sdpa},
             [()],
             repeats=setting.repeats,
             bytes_moved=2 * k.nbytes,

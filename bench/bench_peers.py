@@ -138,9 +138,9 @@ def measure(
             print(f"stopped after {number} of {rounds} rounds because of --limit-s")
             break
         for key, workload in workloads.items():
-            asked = prompts(workload)
+            round_prompts = prompts(workload)
             for name in [*samples][number % len(samples) :] + [*samples][: number % len(samples)]:
-                answer = comparison.turn(name, asked, workload.new_tokens)
+                answer = comparison.turn(name, round_prompts, workload.new_tokens)
                 if answer is not None:
                     samples[name][key].append(answer)
         longest = max(longest, time.perf_counter() - start)
@@ -168,7 +168,8 @@ def summary(samples: Samples, workloads: dict[str, Workload], facts: dict[str, d
                 for key in workloads
             }
             engine["same_tokens"] = statistics.median(
-                _common(a["tokens"][0], b["tokens"][0]) for a, b in zip(ours["decode"], answers["decode"], strict=True)
+                _common_prefix_length(a["tokens"][0], b["tokens"][0])
+                for a, b in zip(ours["decode"], answers["decode"], strict=True)
             )
         keep = ("first_token_s", "total_s")
         engine["samples"] = {key: [{k: a[k] for k in keep} for a in every] for key, every in answers.items()}
@@ -176,13 +177,13 @@ def summary(samples: Samples, workloads: dict[str, Workload], facts: dict[str, d
     return engines
 
 
-def _common(a: list[int], b: list[int]) -> int:
+def _common_prefix_length(a: list[int], b: list[int]) -> int:
     """Return the length of the common prefix of two texts."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
 def report(engines: dict[str, Any], workloads: dict[str, Workload]) -> str:
-    """Write two tables: speeds, and how many times as fast fastinfer is."""
+    """Return two tables: speeds, and how many times as fast fastinfer is."""
     heads = ["decode tokens/s"]
     heads += [f"prefill of {workloads[key].prompt_tokens:,}" for key in ("prefill", "long_prefill")]
     heads += [f"{workloads['batch'].requests} at once"]
@@ -198,8 +199,8 @@ def report(engines: dict[str, Any], workloads: dict[str, Workload]) -> str:
 
 
 @contextmanager
-def started(args: argparse.Namespace, workloads: dict[str, Workload]) -> Iterator[Comparison]:
-    """Context with all available engines, loaded; their processes end with the block."""
+def start_engines(args: argparse.Namespace, workloads: dict[str, Workload]) -> Iterator[Comparison]:
+    """Start and load all available engines; their processes end with the ``with`` block."""
     pythons = dict(args.peer)
     model = str(hub.resolve(args.model))
     comparison = Comparison({}, {})
@@ -213,7 +214,7 @@ def started(args: argparse.Namespace, workloads: dict[str, Workload]) -> Iterato
                 settings["max_requests"] = max(w.requests for w in workloads.values())
                 try:
                     if name == "llama_cpp_q4_0":
-                        settings["model"] = q4_0_of(model, Path(folder), python)
+                        settings["model"] = requantize_to_q4_0(model, Path(folder), python)
                     print(f"loading {ENGINES[name]}", flush=True)
                     comparison.peers[name] = Peer(name, python, settings, args.turn_limit_s)
                 except PeerError as error:
@@ -224,7 +225,7 @@ def started(args: argparse.Namespace, workloads: dict[str, Workload]) -> Iterato
                 peer.close()
 
 
-def q4_0_of(model: str, folder: Path, python: str) -> str:
+def requantize_to_q4_0(model: str, folder: Path, python: str) -> str:
     """Requantise the model to Q4_0 with llama.cpp and return the new file's path."""
     target = folder / (Path(model).name.split(".")[0] + ".Q4_0.gguf")
     command = [python, str(ROOT / "bench/peers/llama_cpp_engine.py"), model, str(target)]
@@ -286,7 +287,7 @@ def main(argv: list[str] | None = None) -> int:
     workloads = SMALL_WORKLOADS if args.rehearse else WORKLOADS
     tokenizer = Tokenizer.from_gguf(GGUFFile(hub.resolve(args.model)))
     text = tokenizer.encode("\n".join(path.read_text() for path in TEXT), add_special_tokens=False)
-    with started(args, workloads) as comparison:
+    with start_engines(args, workloads) as comparison:
         samples = measure(comparison, text, workloads, args.rounds, begin + args.limit_s)
         facts = {name: peer.facts for name, peer in comparison.peers.items()}
     engines = summary(samples, workloads, facts)

@@ -118,14 +118,14 @@ def make_ceilings(threads: int, memory_bytes: int) -> dict[str, Ceiling]:
     l2, l3 = cache_bytes(2) or 1 << 20, cache_bytes(3) or 16 << 20
     ceilings = {}
     for count in dict.fromkeys((1, threads)):
-        of = f", {count} thread{'s' * (count > 1)}"
-        ceilings["read from memory" + of] = Ceiling("read", count, memory_bytes)
+        suffix = f", {count} thread{'s' * (count > 1)}"
+        ceilings["read from memory" + suffix] = Ceiling("read", count, memory_bytes)
         # Other programs share the L3, so only a quarter of it is used, but more than the L2 caches hold.
-        ceilings["read from L3" + of] = Ceiling("read", count, max(l3 // 4, 4 * l2 * count))
-        ceilings["read from L2" + of] = Ceiling("read", count, l2 // 2 * count)
-        ceilings["byte products" + of] = Ceiling("byte_dot", count)
-        ceilings["fp32 FMA" + of] = Ceiling("fp32_fma", count)
-        ceilings["bf16 products" + of] = Ceiling("bf16_dot", count)
+        ceilings["read from L3" + suffix] = Ceiling("read", count, max(l3 // 4, 4 * l2 * count))
+        ceilings["read from L2" + suffix] = Ceiling("read", count, l2 // 2 * count)
+        ceilings["byte products" + suffix] = Ceiling("byte_dot", count)
+        ceilings["fp32 FMA" + suffix] = Ceiling("fp32_fma", count)
+        ceilings["bf16 products" + suffix] = Ceiling("bf16_dot", count)
     return {name: ceiling for name, ceiling in ceilings.items() if ceiling.exists}
 
 
@@ -167,7 +167,8 @@ def engine_kernels(llm: LLM, path: Path, read: Ceiling, dot: Ceiling, small: boo
     logits = 2.0 * config.vocab_size * config.hidden_size  # for the last token alone
     numbers = iter(range(10**9))
 
-    def times(length: int, count: int) -> list[float]:
+    def run(length: int, count: int) -> list[float]:
+        """Generate tokens after a prompt; return the time of the start and of each output."""
         first = 100 + next(numbers) % 1000  # a different prompt each time, so that none is in the cache
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
         moments = [time.perf_counter()]
@@ -177,11 +178,11 @@ def engine_kernels(llm: LLM, path: Path, read: Ceiling, dot: Ceiling, small: boo
         return moments
 
     def decode() -> float:
-        moments = times(prompt, new + 1)
+        moments = run(prompt, new + 1)
         return (moments[-1] - moments[1]) / new
 
     def first_token() -> float:
-        before, after = times(prefill, 1)
+        before, after = run(prefill, 1)
         return after - before
 
     return {
@@ -202,8 +203,8 @@ def main(argv: list[str] | None = None) -> None:
     torch.manual_seed(0)
     path = hub.resolve(args.model)
     ceilings = make_ceilings(args.threads, 1 << 20 if args.rehearse else 512 << 20)
-    of = f", {args.threads} thread{'s' * (args.threads > 1)}"
-    read, dot = ceilings["read from memory" + of], ceilings["byte products" + of]
+    suffix = f", {args.threads} thread{'s' * (args.threads > 1)}"
+    read, dot = ceilings["read from memory" + suffix], ceilings["byte products" + suffix]
     kernels = engine_kernels(LLM(str(path)), path, read, dot, args.rehearse)
     for name, layer in (SMALL_LAYERS if args.rehearse else LAYERS).items():
         for tokens in TOKENS:

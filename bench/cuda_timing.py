@@ -49,9 +49,8 @@ class CudaGraphSampler:
         aside.synchronize()
         once_s = max(self._begin.elapsed_time(self._end) / 1e3, 1e-6)
         calls = min(max(int(MIN_SAMPLE_S / once_s), 1), MAX_CALLS)
-        self._calls = -(-calls // len(inputs)) * len(
-            inputs
-        )  # a multiple, so that each replay starts with the first inputs
+        # A multiple of the inputs, so that each replay starts with the first ones.
+        self._calls = -(-calls // len(inputs)) * len(inputs)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             for i in range(self._calls):
@@ -59,7 +58,7 @@ class CudaGraphSampler:
         self.sample()
 
     def sample(self) -> float:
-        """Seconds per call."""
+        """Take a sample, and return the seconds per call."""
         self._begin.record()
         self._graph.replay()
         self._end.record()

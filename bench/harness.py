@@ -128,7 +128,7 @@ class CpuSampler:
             self._calls *= 2
 
     def sample(self) -> float:
-        """Seconds per call."""
+        """Take a sample, and return the seconds per call."""
         return self._seconds() / self._calls
 
     def _seconds(self) -> float:
@@ -175,8 +175,8 @@ def main(
     """
     parser = argparse.ArgumentParser(description=f"Benchmark of {operator}.")
     devices = [name for name, cases in (("cpu", cpu), ("cuda", cuda)) if cases is not None]
-    usual = "cuda" if torch.cuda.is_available() and "cuda" in devices else devices[0]
-    parser.add_argument("--device", choices=devices, default=usual, help="default: %(default)s")
+    default = "cuda" if torch.cuda.is_available() and "cuda" in devices else devices[0]
+    parser.add_argument("--device", choices=devices, default=default, help="default: %(default)s")
     parser.add_argument("--repeats", type=int, default=20, help="samples per candidate; default: %(default)s")
     parser.add_argument("--out", type=Path, help="folder of the JSON file")
     parser.add_argument(

@@ -26,7 +26,7 @@ OUTSIDE = re.compile(r"(?<!!)\[([^\]]+)\]\(\.\./([^)#]+)\)")
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace links that leave the site and blocks that a browser could not draw offline."""
-    return DIAGRAM.sub(_picture, _named_files(markdown))
+    return DIAGRAM.sub(_picture, _name_files(markdown))
 
 
 def _picture(match: re.Match[str]) -> str:
@@ -37,10 +37,10 @@ def _picture(match: re.Match[str]) -> str:
     return f"![{diagram_title(source)}](figures/{path.name})"
 
 
-def _named_files(markdown: str) -> str:
-    """Name files of the repository that are no pages instead of linking them: the site does not hold them."""
+def _name_files(markdown: str) -> str:
+    """Replace links to files that are not pages by the files' names, because the site does not contain them."""
 
-    def named(match: re.Match[str]) -> str:
+    def name_file(match: re.Match[str]) -> str:
         text, path = match.groups()
         if (DOCS / path).exists():  # from a page of a folder to one above it
             return match[0]
@@ -50,7 +50,7 @@ def _named_files(markdown: str) -> str:
             return f"`{path}`"
         return f"{text}: `{path}`" if markdown[: match.start()].endswith("(") else f"{text} (`{path}`)"
 
-    return OUTSIDE.sub(named, markdown)
+    return OUTSIDE.sub(name_file, markdown)
 
 
 class Docstrings(griffe.Extension):
@@ -69,7 +69,7 @@ def _objects(obj: griffe.Object) -> list[griffe.Object]:
 
 
 def _link(obj: griffe.Object, role: str, name: str) -> str:
-    """A link to what the name means at this place, or its bare name where the pages do not have it."""
+    """Return a link to the object that a name means in an object's docstring, or the name if no page has it."""
     around: griffe.Object | None = obj
     scopes = [""]
     while around is not None:
@@ -84,7 +84,7 @@ def _link(obj: griffe.Object, role: str, name: str) -> str:
 
 
 def _find(package: griffe.Module, path: str, role: str) -> str | None:
-    """The canonical path of an object."""
+    """Return the canonical path of an object; ``None`` if the package has no such object."""
     first, _, rest = path.partition(".")
     if first != package.name:
         return None

@@ -38,28 +38,28 @@ def load(name: str) -> Results:
     return json.loads((RESULTS / name).read_text())
 
 
-def machine(results: Results, threads: int | None = None) -> str:
-    """The footer's first half: CPU, instruction set, threads and date of a measurement."""
+def describe_machine(results: Results) -> str:
+    """Return CPU, instruction set, threads and date of a measurement, for the footer of its figure."""
     cpu = results["machine"]["cpu"]
     name = cpu["name"].replace("(R)", "").replace(" Processor", "")
-    return f"{name}, {cpu['isa']}, {threads or cpu['num_threads']} threads, {results['date'][:10]}"
+    return f"{name}, {cpu['isa']}, {cpu['num_threads']} threads, {results['date'][:10]}"
 
 
 # ---- plots ----
 
 
-def peers(path: Path) -> None:
+def plot_peers(path: Path) -> None:
     from peers.plot import plot
 
     plot(load("avx512/peers_again.json"), path)
 
 
-def throughput(path: Path) -> None:
+def plot_throughput(path: Path) -> None:
     results = load("avx512/throughput_others.json")
     batch = results["results"]["batch"]
     sizes = batch["sizes"]
     labels = [str(size["batch_size"]) for size in sizes]
-    figure, (rate, latency) = figure_of(2, results, "fastinfer bench throughput --only batch")
+    figure, (rate, latency) = make_figure(2, results, "fastinfer bench throughput --only batch")
     rate.plot(labels, [median(size["tokens_per_s"]) for size in sizes], "o-", label="prefill included")
     rate.plot(labels, [median(size["decode_tokens_per_s"]) for size in sizes], "o-", label="while all requests decode")
     rate.set_ylabel("generated tokens/s")
@@ -76,13 +76,13 @@ def throughput(path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def speculation(path: Path) -> None:
+def plot_speculation(path: Path) -> None:
     results = load("avx512/throughput_others.json")
     runs = results["results"]["ngram"]["alone"]
     names = [f"{'copies' if run['kind'] == 'copy-heavy' else 'new text'}, {run['name'].split()[1]}" for run in runs]
     pairs = [zip(run["plain_s"], run["speculative_s"], strict=True) for run in runs]
     gains = [median(plain / speculative for plain, speculative in pair) for pair in pairs]
-    figure, (axes,) = figure_of(1, results, "fastinfer bench throughput --only ngram", height=3.4)
+    figure, (axes,) = make_figure(1, results, "fastinfer bench throughput --only ngram", height=3.4)
     colours = [BLUE if run["kind"] == "copy-heavy" else GREY for run in runs]
     bars = axes.bar(names, gains, color=colours)
     axes.bar_label(bars, [f"{gain:.2f}" for gain in gains], padding=2)
@@ -93,7 +93,7 @@ def speculation(path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def transformers(path: Path) -> None:
+def plot_transformers(path: Path) -> None:
     names = {
         "transformers": "transformers",
         "attention": "attention only",
@@ -102,7 +102,7 @@ def transformers(path: Path) -> None:
         "int4": "int4 weights",
     }
     both = {dtype: load(f"transformers_{dtype}.json") for dtype in ("bf16", "fp32")}
-    figure, panels = figure_of(2, both["bf16"], "python bench/bench_transformers.py --rounds 3")
+    figure, panels = make_figure(2, both["bf16"], "python bench/bench_transformers.py --rounds 3")
     titles = {"decode": "Decode, 1 sequence", "prefill": "Prompt of 512 tokens"}
     for axes, (workload, title) in zip(panels, titles.items(), strict=True):
         for index, (dtype, results) in enumerate(both.items()):
@@ -119,7 +119,7 @@ def transformers(path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def ablation(path: Path) -> None:
+def plot_ablation(path: Path) -> None:
     names = {
         "none": "no KV cache, fp32",
         "batch": "static batch, no KV cache",
@@ -136,16 +136,16 @@ def ablation(path: Path) -> None:
     speeds = [median(run["num_tokens"] / run["seconds"] for run in rows) for rows in runs.values()]
     memory = [max(run["peak_memory"] for run in rows) / 1e6 for rows in runs.values()]
     command = "fastinfer bench ablation --requests 12 --new-tokens 64 --repeats 1 --limit-seconds 30"
-    figure, (rate, peak) = figure_of(2, results, command, height=4.2)
-    labelled_bars(rate, list(names.values()), speeds, "tokens/s", "{:.1f}", BLUE)
-    labelled_bars(peak, ["" for _ in names], memory, "peak memory, MB", "{:,.0f}", GREY)
+    figure, (rate, peak) = make_figure(2, results, command, height=4.2)
+    draw_bars(rate, list(names.values()), speeds, "tokens/s", "{:.1f}", BLUE)
+    draw_bars(peak, ["" for _ in names], memory, "peak memory, MB", "{:,.0f}", GREY)
     figure.savefig(path, dpi=120)
 
 
-def quantization(path: Path) -> None:
+def plot_quantization(path: Path) -> None:
     results = load("quantization.json")
     command = "python bench/bench_quantization.py --methods rtn,gptq,awq,int8"
-    figure, (axes,) = figure_of(1, results, command, height=4)
+    figure, (axes,) = make_figure(1, results, command, height=4)
     nudges = {"gptq": (8, -12), "awq": (8, 4)}  # the two nearly coincide
     for result in results["results"]:
         name, place = result["model"], (result["bytes"] / 2**20, result["perplexity"])
@@ -158,20 +158,20 @@ def quantization(path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def figure_of(panels: int, results: Results, command: str, height: float = 3.8) -> tuple[Any, Any]:
-    """A figure with panels side by side, and the machine and command of its measurement at the bottom."""
+def make_figure(panels: int, results: Results, command: str, height: float = 3.8) -> tuple[Any, Any]:
+    """Make a figure with panels side by side, and the machine and command of its measurement at the bottom."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, height), layout="constrained")
-    figure.supxlabel(f"{machine(results)}\n{command}", fontsize="small", color="0.4")
+    figure.supxlabel(f"{describe_machine(results)}\n{command}", fontsize="small", color="0.4")
     axes = figure.subplots(1, panels, squeeze=False)[0]
     for each in axes:
         each.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 
-def labelled_bars(axes: Any, names: list[str], values: list[float], label: str, form: str, colour: str) -> None:
-    """Horizontal bars in the order given, each with its value."""
+def draw_bars(axes: Any, names: list[str], values: list[float], label: str, form: str, colour: str) -> None:
+    """Draw horizontal bars in the order given, each with its value."""
     bars = axes.barh(range(len(names)), values, color=colour)
     axes.bar_label(bars, [form.format(value) for value in values], padding=3)
     axes.set_yticks(range(len(names)), names)
@@ -181,12 +181,12 @@ def labelled_bars(axes: Any, names: list[str], values: list[float], label: str, 
 
 
 PLOTS: dict[str, Callable[[Path], None]] = {
-    "peers": peers,
-    "throughput": throughput,
-    "speculation": speculation,
-    "transformers": transformers,
-    "ablation": ablation,
-    "quantization": quantization,
+    "peers": plot_peers,
+    "throughput": plot_throughput,
+    "speculation": plot_speculation,
+    "transformers": plot_transformers,
+    "ablation": plot_ablation,
+    "quantization": plot_quantization,
 }
 
 
@@ -200,7 +200,7 @@ def make_plots() -> None:
 
 
 def diagram_title(source: str) -> str:
-    """The ``accTitle`` of a Mermaid source, which also names its file."""
+    """Return the ``accTitle`` of a Mermaid source, which also names its file."""
     match = re.search(r"^\s*accTitle: (.+)$", source, re.MULTILINE)
     if match is None:
         raise ValueError(f"a Mermaid diagram must have an accTitle, got {source[:60]!r}")
@@ -212,7 +212,7 @@ def diagram_path(source: str) -> Path:
 
 
 def diagram_mark(source: str) -> str:
-    """A comment at the end of a picture that says which source it was made from."""
+    """Return the comment at the end of a picture that says which source it was made from."""
     return f"<!-- source {hashlib.sha256(source.encode()).hexdigest()} -->"
 
 

@@ -19,11 +19,11 @@ class Recording:
 
 
 def draw(recordings: list[Recording]) -> str:
-    """The recordings one below the other; lines that are too long are wrapped."""
+    """Draw the recordings one below the other as an SVG; lines that are too long are wrapped."""
     rows: list[list[tuple[str, str]]] = []  # of (colour, text)
     for recording in recordings:
         rows.append([(PROMPT, "$ "), (COMMAND, recording.command)])
-        rows += [[(OUTPUT, line)] for line in wrapped(recording.output)]
+        rows += [[(OUTPUT, line)] for line in wrap(recording.output)]
         rows.append([])
     rows.pop()
     width = 2 * MARGIN + COLUMNS * CHAR_WIDTH
@@ -42,13 +42,13 @@ def draw(recordings: list[Recording]) -> str:
     return "\n".join([*lines, "</svg>", ""])
 
 
-def wrapped(output: str) -> list[str]:
+def wrap(output: str) -> list[str]:
     lines = output.rstrip("\n").split("\n")
     return [part for line in lines for part in textwrap.wrap(line, COLUMNS, drop_whitespace=True) or [""]]
 
 
 def text_at(column: int, y: float, colour: str, text: str) -> list[str]:
-    """A line of text whose width does not depend on the font that the reader has."""
+    """Return a line of text whose width does not depend on the font that the reader has."""
     stripped = text.strip()
     if not stripped:
         return []

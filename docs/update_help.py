@@ -14,7 +14,7 @@ BLOCK = re.compile(r"<!-- help: (?P<command>[a-z -]*?) ?-->\n```text\n(?P<text>.
 
 
 def help_text(command: str) -> str:
-    """What ``fastinfer COMMAND --help`` prints in a terminal of 100 columns."""
+    """Return what ``fastinfer COMMAND --help`` prints in a terminal of 100 columns."""
     arguments = [sys.executable, "-m", "fastinfer", *command.split(), "--help"]
     environment = os.environ | {"COLUMNS": "100"}
     return subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment).stdout

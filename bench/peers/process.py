@@ -75,7 +75,7 @@ class Peer:
             self._process.stdin.flush()
             answer = json.loads(self._line())
         except (OSError, EOFError, ValueError, PeerError) as error:
-            reason = str(error) if isinstance(error, PeerError) else self._last_words()
+            reason = str(error) if isinstance(error, PeerError) else self._last_log_line()
             self.close()
             raise PeerError(reason) from None
         if "error" in answer:
@@ -95,7 +95,7 @@ class Peer:
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
 
-    def _last_words(self) -> str:
+    def _last_log_line(self) -> str:
         """Return the last line that the process wrote before it failed."""
         self._log.seek(0)
         lines = self._log.read().strip().splitlines()

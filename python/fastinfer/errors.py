@@ -9,8 +9,8 @@ class FastinferError(ValueError):
 FATAL_ERRORS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
-def reason(error: BaseException) -> str:
-    """Return the text with which an output reports an error: the message, preceded by the class unless it is ours."""
+def describe_error(error: BaseException) -> str:
+    """Return an error's message for an output, preceded by its class if it is not a :class:`FastinferError`."""
     return str(error) if isinstance(error, FastinferError) else f"{type(error).__name__}: {error}"
 
 

@@ -87,7 +87,7 @@ def _dumps(schema: dict[str, Any]) -> str:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON value")
+    raise ValueError(f"{name} is not a JSON value")
 
 
 def _depth(text: str) -> int:

@@ -29,7 +29,7 @@ def timeline(arrival_s: float, moments: list[float], counts: list[int]) -> Timel
 
 def test_replay_does_the_work_in_any_order_of_arrival() -> None:
     jobs = [job(5, 8, 0.04), job(20, 3), job(9, 12, 0.02)]
-    run = replay(toy_subject().engine(max_num_seqs=2), jobs)
+    run = replay(toy_subject().make_engine(max_num_seqs=2), jobs)
     assert [t.token_ids for t in run.timelines] == [expected(j) for j in jobs]
     assert run.num_tokens == run.num_outputs == 23
     for t in run.timelines:
@@ -42,23 +42,23 @@ def test_replay_does_the_work_in_any_order_of_arrival() -> None:
 
 def test_replay_counts_from_the_first_arrival_and_sleeps_until_then() -> None:
     start = time.perf_counter()
-    run = replay(toy_subject().engine(), [job(3, 2, 0.2)])
+    run = replay(toy_subject().make_engine(), [job(3, 2, 0.2)])
     assert time.perf_counter() - start >= 0.2
     assert 0 < run.seconds < time.perf_counter() - start - 0.15
     assert run.timelines[0].first_token_s < run.timelines[0].moments[0]
 
 
 def test_first_token_counts_what_a_request_waits() -> None:
-    run = replay(toy_subject().engine(max_num_seqs=1), [job(4, 10), job(5, 1)])
+    run = replay(toy_subject().make_engine(max_num_seqs=1), [job(4, 10), job(5, 1)])
     first, second = run.timelines
     assert second.first_token_s >= first.first_token_s + first.decode_s
 
 
 def test_replay_refuses_missing_tokens() -> None:
     with pytest.raises(RequestError, match=r"expected 90 new tokens after 20 prompt tokens, got 76 \(the context"):
-        replay(toy_subject().engine(), [job(20, 90)])
+        replay(toy_subject().make_engine(), [job(20, 90)])
     with pytest.raises(RequestError, match="max_model_len"):
-        replay(toy_subject().engine(), [job(MAX_POSITION, 1)])
+        replay(toy_subject().make_engine(), [job(MAX_POSITION, 1)])
 
 
 def test_replay_refuses_what_failed() -> None:
@@ -71,7 +71,7 @@ def test_replay_refuses_what_failed() -> None:
 def test_a_text_may_end_by_itself_where_that_was_asked_for() -> None:
     prompt = next(p for p in ([i, j] for i in range(VOCAB_SIZE) for j in range(9)) if len(greedy(p, 60)) < 60)
     params = SamplingParams(temperature=0, max_tokens=60)
-    assert replay(toy_subject().engine(), [Job(prompt, params)]).timelines[0].token_ids == greedy(prompt, 60)
+    assert replay(toy_subject().make_engine(), [Job(prompt, params)]).timelines[0].token_ids == greedy(prompt, 60)
 
 
 def test_decode_window() -> None:
@@ -95,7 +95,7 @@ def test_no_decode_window_where_the_first_ends_before_the_last_begins() -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
 def test_without_kv_cache_every_token_recomputes_the_text(batch_size: int) -> None:
-    engine = toy_subject().engine(max_num_seqs=batch_size, enable_prefix_caching=False)
+    engine = toy_subject().make_engine(max_num_seqs=batch_size, enable_prefix_caching=False)
     jobs = [job(4, 3), job(6, 5), job(3, 1)]
     run = replay_without_kv_cache(engine, jobs, batch_size, limit_s=60)
     assert [t.token_ids for t in run.timelines] == [expected(j) for j in jobs]
@@ -105,7 +105,7 @@ def test_without_kv_cache_every_token_recomputes_the_text(batch_size: int) -> No
 
 
 def test_without_kv_cache_stops_at_the_limit() -> None:
-    engine = toy_subject().engine(enable_prefix_caching=False)
+    engine = toy_subject().make_engine(enable_prefix_caching=False)
     run = replay_without_kv_cache(engine, [job(4, 3), job(6, 5)], 1, limit_s=1e-9)
     assert [t.counts for t in run.timelines] == [[1], []]
     assert run.num_tokens == 1
@@ -113,4 +113,4 @@ def test_without_kv_cache_stops_at_the_limit() -> None:
 
 def test_without_kv_cache_refuses_a_prefix_cache() -> None:
     with pytest.raises(RequestError, match="enable_prefix_caching"):
-        replay_without_kv_cache(toy_subject().engine(), [job(4, 3)], 1, limit_s=60)
+        replay_without_kv_cache(toy_subject().make_engine(), [job(4, 3)], 1, limit_s=60)

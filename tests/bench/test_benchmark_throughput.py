@@ -125,7 +125,7 @@ def test_continuous_batching_takes_fewer_steps() -> None:
     steps = {}
     for name in BATCHING:
         toy.model.batch_sizes.clear()
-        replay(toy.engine(batching=name, max_num_seqs=4, enable_prefix_caching=False), jobs)
+        replay(toy.make_engine(batching=name, max_num_seqs=4, enable_prefix_caching=False), jobs)
         steps[name] = len(toy.model.batch_sizes)
     assert steps["continuous"] < steps["static"] <= steps["dynamic"]
 
@@ -155,7 +155,9 @@ def test_prefix_reuse() -> None:
 def test_prefix_reuse_refuses_a_cache_that_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     toy = toy_subject()
     monkeypatch.setattr(
-        ToySubject, "engine", lambda self, **choices: Subject.engine(self, enable_prefix_caching=False, **choices)
+        ToySubject,
+        "make_engine",
+        lambda self, **options: Subject.make_engine(self, enable_prefix_caching=False, **options),
     )
     with pytest.raises(RequestError, match="expected 0 and then 64 tokens, got 0 and 0"):
         prefix_reuse.measure(toy, 1, prefix_tokens=70, tail_tokens=5)
@@ -187,11 +189,11 @@ def test_speculation_gain_and_goals() -> None:
 
 def test_speculation_refuses_another_text(monkeypatch: pytest.MonkeyPatch) -> None:
     class Other(ToySubject):
-        def engine(self, **choices: object) -> object:
-            if "num_speculative_tokens" in choices:
+        def make_engine(self, **options: object) -> object:
+            if "num_speculative_tokens" in options:
                 object.__setattr__(self, "model", type(self.model)())
                 self.model.logits = lambda hidden, indices: -type(self.model).logits(self.model, hidden, indices)
-            return super().engine(**choices)
+            return super().make_engine(**options)
 
     toy = toy_subject()
     other = Other(toy.model, toy.tokenizer, toy.kv_cache_dtype)

@@ -85,7 +85,7 @@ UNSUPPORTED = [
     ("w8a8", "config_groups/group_0/weights/symmetric", False, "asymmetric weights are not implemented"),
     ("w8a8", "config_groups/group_0/input_activations/dynamic", False, "only dynamic scales by token"),
     ("w8a8", "config_groups/group_0/input_activations/strategy", "tensor", "only dynamic scales by token"),
-    ("w8a8", "config_groups/group_0/input_activations/symmetric", False, "asymmetric ones are not implemented"),
+    ("w8a8", "config_groups/group_0/input_activations/symmetric", False, "asymmetric activations are not implemented"),
     ("w8a8", "config_groups/group_0/input_activations/type", "float", "only int8 is implemented"),
 ]
 
@@ -126,7 +126,7 @@ def test_settings_of_the_wrong_type(name: str, path: str, value: Any) -> None:
 def test_damaged_pattern() -> None:
     layer = int_quantized_layer()
     layer.config["ignore"] = ["re:(*"]
-    with pytest.raises(CheckpointFormatError, match="no regular expression"):
+    with pytest.raises(CheckpointFormatError, match="not a regular expression"):
         read_linear(layer.tensors, NAME, layer.config)
 
 

@@ -19,7 +19,7 @@ BAD: dict[str, tuple[type[FastinferError], str, dict[str, Any]]] = {
     "no architecture": (GGUFFormatError, "general.architecture", {"general.architecture": MISSING}),
     "no layers": (GGUFFormatError, "block_count", {"llama.block_count": 0}),
     "huge width": (GGUFFormatError, "embedding_length", {"llama.embedding_length": 2**31}),
-    "heads do not divide": (GGUFFormatError, "KV heads", {"llama.attention.head_count_kv": 2}),
+    "heads do not divide": (GGUFFormatError, "a multiple of 2 query heads", {"llama.attention.head_count_kv": 2}),
     "odd rotary size": (GGUFFormatError, "rotary size", {"llama.rope.dimension_count": 63}),
     "rotary size past the head": (GGUFFormatError, "rotary size", {"llama.rope.dimension_count": 128}),
     "yarn without its length": (GGUFFormatError, "original_context_length", {"llama.rope.scaling.type": "yarn"}),

@@ -103,7 +103,11 @@ BAD_CONFIGS: dict[str, tuple[type[FastinferError], str, dict[str, Any]]] = {
     "a size is text": (CheckpointFormatError, "hidden_size: expected int, got '64'", {"hidden_size": "64"}),
     "a size is missing": (CheckpointFormatError, "num_hidden_layers is missing", {"num_hidden_layers": None}),
     "a huge size": (CheckpointFormatError, "intermediate_size: expected 1 to", {"intermediate_size": 2**40}),
-    "heads do not divide": (CheckpointFormatError, "4 query heads are no multiple of 3", {"num_key_value_heads": 3}),
+    "heads do not divide": (
+        CheckpointFormatError,
+        "expected a multiple of 3 query heads, got 4",
+        {"num_key_value_heads": 3},
+    ),
     "epsilon is infinite": (CheckpointFormatError, "rms_norm_eps", {"rms_norm_eps": float("inf")}),
     "unknown activation": (UnsupportedModelError, "hidden_act 'relu'", {"hidden_act": "relu"}),
     "unknown scaling": (
@@ -161,7 +165,7 @@ def test_bad_folders(tmp_path: Path) -> None:
 
     whole = shards[0].read_bytes()
     shards[0].write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(CheckpointFormatError, match=f"{shards[0].name}: not a sound safetensors file"):
+    with pytest.raises(CheckpointFormatError, match=f"{shards[0].name}: not a valid safetensors file"):
         load(tmp_path)
     shards[0].write_bytes(whole)
 

@@ -12,9 +12,10 @@ from support.toy import MAX_POSITION, ToyModel, ToyTokenizer
 class ToySubject(Subject):
     """Remembers the engines that were made."""
 
-    def engine(self, *, max_num_seqs: int = 8, max_model_len: int = MAX_POSITION, **choices: Any) -> Engine:
+    def make_engine(self, *, max_num_seqs: int = 8, max_model_len: int = MAX_POSITION, **options: Any) -> Engine:
         # The toy computes with torch, which no graph records.
-        engine = super().engine(max_num_seqs=max_num_seqs, max_model_len=max_model_len, enforce_eager=True, **choices)
+        options |= {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "enforce_eager": True}
+        engine = super().make_engine(**options)
         self.engines.append(engine)
         return engine
 

@@ -292,9 +292,9 @@ def test_a_missing_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "part"),
     [
-        ("tokenizer.json", "{", "not a sound tokenizer.json"),
-        ("tokenizer.json", "\udcff", "not a sound tokenizer.json"),
-        ("tokenizer.json", {"version": "1.0", "added_tokens": [{}]}, "not a sound tokenizer.json"),
+        ("tokenizer.json", "{", "not a valid tokenizer.json"),
+        ("tokenizer.json", "\udcff", "not a valid tokenizer.json"),
+        ("tokenizer.json", {"version": "1.0", "added_tokens": [{}]}, "not a valid tokenizer.json"),
         ("tokenizer_config.json", "[]", "expected a JSON object, got list"),
         ("tokenizer_config.json", {"bos_token": 1}, "bos_token: expected str, got 1"),
         ("tokenizer_config.json", {"bos_token": {"content": 1}}, "bos_token.content: expected str, got 1"),

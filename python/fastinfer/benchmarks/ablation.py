@@ -21,7 +21,7 @@ from pathlib import Path
 
 from fastinfer.benchmarks.ablation_row import Measured, Settings
 from fastinfer.benchmarks.ablation_rows import ROWS, Row
-from fastinfer.benchmarks.progress import shown
+from fastinfer.benchmarks.progress import show_progress
 from fastinfer.benchmarks.report import median_ratio, percentile, print_plot, write_json
 from fastinfer.errors import FastinferError, RequestError
 from fastinfer.utils.table import format_table
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     )
     rows = [row for row in ROWS if row.key in args.rows]
     results: Results = {row.key: [] for row in rows}
-    with shown("ablation") as progress:
+    with show_progress("ablation") as progress:
         for repeat in range(args.repeats):
             for row in rows:
                 progress(f"{row.title}, {repeat + 1} of {args.repeats}")

@@ -97,7 +97,7 @@ def measure(subject: Subject, row: Row, settings: Settings, jobs: list[Job]) -> 
     new_tokens = [job.params.max_tokens or 0 for job in jobs]
     longest = max(len(job.prompt_token_ids) + count for job, count in zip(jobs, new_tokens, strict=True))
     batch_size = 1 if row.batching is None else settings.batch_size
-    engine = subject.engine(
+    engine = subject.make_engine(
         max_model_len=longest,
         max_num_seqs=batch_size,
         batching=row.batching if row.batching and row.kv_cache else "continuous",

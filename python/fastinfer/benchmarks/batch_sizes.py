@@ -108,7 +108,7 @@ def measure(
     progress: Progress = silent,
 ) -> BatchSizes:
     """Measure each batch size."""
-    engine = subject.engine(
+    engine = subject.make_engine(
         max_num_seqs=max(batch_sizes), max_model_len=prompt_tokens + new_tokens, enable_prefix_caching=False
     )
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import itertools
 import random
-import resource
 import statistics
 import time
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from fastinfer.benchmarks.process_memory import peak_memory
 from fastinfer.benchmarks.report import PERCENTILES, percentile, print_plot, write_json
 from fastinfer.errors import RequestError
 from fastinfer.llm import LLM
@@ -83,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
     load_s = time.perf_counter() - start
 
     results = measure(llm, args.prompt_tokens, args.new_tokens, args.requests, args.repeats)
-    peak_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-    print(f"{args.model}, {args.dtype}: loaded in {load_s:.2f} s, peak memory {peak_memory / 1e6:.0f} MB")
+    peak = peak_memory()
+    print(f"{args.model}, {args.dtype}: loaded in {load_s:.2f} s, peak memory {peak / 1e6:.0f} MB")
     print(format_table(_rows(results, args.requests)))
     if args.out is not None:
         settings = {
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
             for name in ("model", "dtype", "prompt_tokens", "new_tokens", "requests", "repeats")
         }
         out = Path(args.out)
-        measured = {"load_s": load_s, "peak_memory": peak_memory, "results": [asdict(result) for result in results]}
+        measured = {"load_s": load_s, "peak_memory": peak, "results": [asdict(result) for result in results]}
         print(write_json(out / "end_to_end.json", {"settings": settings, **measured}))
         print_plot(lambda: _plot(out / "end_to_end.png", args.model, results))
     return 0

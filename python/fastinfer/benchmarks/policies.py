@@ -103,8 +103,8 @@ def measure(
     """Measure each policy on the jobs, which arrive at ``rate`` per second."""
     new_tokens = [job.params.max_tokens or 0 for job in jobs]
     longest = max(len(job.prompt_token_ids) + count for job, count in zip(jobs, new_tokens, strict=True))
-    choices = {"max_num_seqs": max_num_seqs, "max_model_len": longest, "enable_prefix_caching": False}
-    engines = {name: subject.engine(batching=name, **choices) for name in BATCHING}
+    options = {"max_num_seqs": max_num_seqs, "max_model_len": longest, "enable_prefix_caching": False}
+    engines = {name: subject.make_engine(batching=name, **options) for name in BATCHING}
     replays: dict[str, list[Replay]] = {name: [] for name in BATCHING}
     for repeat in range(1 + repeats):
         for name, engine in engines.items():

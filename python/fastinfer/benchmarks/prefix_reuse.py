@@ -48,7 +48,7 @@ def measure(
     tail_tokens: int = TAIL_TOKENS,
 ) -> PrefixReuse:
     """Measure ``repeats`` pairs after one warm-up pair."""
-    engine = subject.engine(max_num_seqs=2, max_model_len=prefix_tokens + tail_tokens + 1)
+    engine = subject.make_engine(max_num_seqs=2, max_model_len=prefix_tokens + tail_tokens + 1)
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     rng = random.Random(0)
     # Only whole blocks of the prefix are reused; the tail fills the last one.

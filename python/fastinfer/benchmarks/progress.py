@@ -14,7 +14,7 @@ def silent(text: str) -> None:
 
 
 @contextmanager
-def shown(name: str) -> Iterator[Progress]:
+def show_progress(name: str) -> Iterator[Progress]:
     """Show a line on stderr with the current run and the total time."""
     with tqdm(bar_format="{desc} [{elapsed}]", desc=name) as bar:
 

@@ -83,7 +83,7 @@ def measure(
     stream_prompt = min(STREAM_PROMPT_TOKENS, prompt_tokens)
     num_chunks = math.ceil(prompt_tokens / max(chunk_tokens - streams, 1))
     stream_tokens = settled + num_chunks + 8  # long enough for all streams to outlast the prompt
-    engine = subject.engine(
+    engine = subject.make_engine(
         max_num_seqs=streams + 1,
         max_num_batched_tokens=chunk_tokens,
         max_model_len=max(prompt_tokens + 2, stream_prompt + stream_tokens),
@@ -98,14 +98,14 @@ def measure(
             subject.random_prompt(rng, prompt_tokens), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
         )
         jobs = [Job(subject.random_prompt(rng, stream_prompt), params) for _ in range(streams)]
-        sample = (*_alone(engine, long_job), *_beside(engine, long_job, jobs, settled))
+        sample = (*_measure_alone(engine, long_job), *_measure_beside_streams(engine, long_job, jobs, settled))
         if repeat:
             samples.append(sample)
     chunk_s, alone_s, usual, longest, first = (list(column) for column in zip(*samples, strict=True))
     return PromptArrival(prompt_tokens, streams, chunk_tokens, usual, longest, chunk_s, alone_s, first)
 
 
-def _alone(engine: Engine, job: Job) -> tuple[float, float]:
+def _measure_alone(engine: Engine, job: Job) -> tuple[float, float]:
     """Run a job alone; return its longest step and the time to its first token."""
     recorder = Recorder(engine)
     timeline = recorder.add(job)
@@ -117,7 +117,7 @@ def _alone(engine: Engine, job: Job) -> tuple[float, float]:
     return max(after - before for before, after in itertools.pairwise(ends)), ends[-1]
 
 
-def _beside(engine: Engine, long_job: Job, jobs: list[Job], settled: int) -> tuple[float, float, float]:
+def _measure_beside_streams(engine: Engine, long_job: Job, jobs: list[Job], settled: int) -> tuple[float, float, float]:
     """Run a job beside streams; return their usual and longest pauses, and the time to the job's first token."""
     recorder = Recorder(engine)
     streams = [recorder.add(job) for job in jobs]

@@ -95,13 +95,13 @@ def measure(
     if prompts_of is None:
         prompts_of = {kind: [subject.chat_prompt(message) for message in texts] for kind, texts in KINDS.items()}
     params = SamplingParams(temperature=0, max_tokens=new_tokens)
-    choices = {
+    options = {
         "max_num_seqs": max(map(len, prompts_of.values())),
         "max_model_len": max(len(prompt) for prompts in prompts_of.values() for prompt in prompts) + new_tokens,
         "enable_prefix_caching": False,
     }
-    plain = subject.engine(**choices)
-    speculative = subject.engine(num_speculative_tokens=num_speculative_tokens, **choices)
+    plain = subject.make_engine(**options)
+    speculative = subject.make_engine(num_speculative_tokens=num_speculative_tokens, **options)
     alone, at_once = [], []
     for kind, prompts in prompts_of.items():
         jobs = [Job(prompt, params) for prompt in prompts]

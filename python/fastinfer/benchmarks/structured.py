@@ -97,7 +97,7 @@ def measure(
     """Measure both workloads and validate the answers."""
     answers = _answer_jobs(subject, num_requests)
     longest = max(len(job.prompt_token_ids) for job in answers) + max(MAX_TOKENS, string_tokens)
-    engine = subject.engine(max_num_seqs=streams, max_model_len=longest, enable_prefix_caching=False)
+    engine = subject.make_engine(max_num_seqs=streams, max_model_len=longest, enable_prefix_caching=False)
     costs = []
     for count in sorted({1, streams}):
         progress(f"strings, {count} at once")
@@ -156,7 +156,7 @@ def _answer_jobs(subject: Subject, num_requests: int) -> list[Job]:
     return jobs
 
 
-def _free(job: Job, num_tokens: int) -> Job:
+def _without_schema(job: Job, num_tokens: int) -> Job:
     """Return the same job without a schema and with ``num_tokens`` tokens."""
     return Job(
         job.prompt_token_ids, replace(job.params, structured_outputs=None, max_tokens=num_tokens, ignore_eos=True)
@@ -170,13 +170,13 @@ def _string_cost(
     params = SamplingParams(temperature=0.8, max_tokens=num_tokens, structured_outputs=structured)
     prompt = subject.chat_prompt("Tell me a long story as a JSON string.")
     jobs = [Job(prompt, replace(params, seed=seed)) for seed in range(count)]
-    free = [_free(job, num_tokens) for job in jobs]
+    unconstrained = [_without_schema(job, num_tokens) for job in jobs]
     name = f"strings, {count} at once"
     rates: dict[bool, list[float]] = {True: [], False: []}
     for repeat in range(1 + repeats):
         for with_schema in rates:
             progress(f"{name}{'' if repeat else ': warm-up'}")
-            window = replay(engine, jobs if with_schema else free).decode_window()
+            window = replay(engine, jobs if with_schema else unconstrained).decode_window()
             if window is None or window.num_tokens != window.num_outputs:
                 raise RequestError(f"{name}: expected every token to be drawn while all decode, got others")
             if repeat:
@@ -199,7 +199,7 @@ def _answer_cost(engine: Engine, jobs: list[Job], repeats: int, progress: Progre
         with_runs.append(replay(engine, jobs))
         progress(f"{name} without")
         lengths = [len(timeline.token_ids) for timeline in with_runs[-1].timelines]
-        without_runs.append(replay(engine, [_free(job, n) for job, n in zip(jobs, lengths, strict=True)]))
+        without_runs.append(replay(engine, [_without_schema(job, n) for job, n in zip(jobs, lengths, strict=True)]))
     # The seeds are fixed, so every repeat gives the same answers.
     timelines = with_runs[-1].timelines
     texts = [engine.tokenizer.decode(timeline.token_ids) for timeline in timelines]

@@ -30,10 +30,10 @@ class Subject:
         model, tokenizer = load_model(hub.resolve(name), dtype)
         return cls(model, tokenizer, Precision.of(dtype).kv_cache_dtype)
 
-    def engine(self, *, max_num_seqs: int, max_model_len: int, **choices: Any) -> Engine:
+    def make_engine(self, *, max_num_seqs: int, max_model_len: int, **options: Any) -> Engine:
         """Create an engine whose cache holds ``max_num_seqs`` of the longest sequences, so that none waits for memory.
 
-        ``choices`` are further fields of :class:`fastinfer.engine.config.EngineConfig`.
+        ``options`` are further fields of :class:`fastinfer.engine.config.EngineConfig`.
         """
         # One more block each, because the scheduler reserves a spare one for every running sequence.
         num_blocks = max_num_seqs * (num_blocks_for(max_model_len, EngineConfig.block_size) + 1)
@@ -42,7 +42,7 @@ class Subject:
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             num_kv_blocks=num_blocks,
-            **choices,
+            **options,
         )
         return Engine(self.model, self.tokenizer, config)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastinfer.benchmarks import batch_sizes, policies, prefix_reuse, prompt_arrival, speculation, structured
-from fastinfer.benchmarks.progress import Progress, shown
+from fastinfer.benchmarks.progress import Progress, show_progress
 from fastinfer.benchmarks.report import Goal, goal_rows, print_plot, write_json
 from fastinfer.benchmarks.subject import Subject
 from fastinfer.utils.table import format_table
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     results: dict[str, Any] = {}
     goals: list[Goal] = []
     for name in args.only:
-        with shown(name) as progress:
+        with show_progress(name) as progress:
             results[name] = SECTIONS[name](subject, args, progress)
         print(f"\n{name}\n{format_table(results[name].rows())}", flush=True)
         goals += results[name].goals()

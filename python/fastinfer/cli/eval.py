@@ -5,10 +5,10 @@ import json
 from pathlib import Path
 
 from fastinfer import hub
-from fastinfer.benchmarks.progress import shown
+from fastinfer.benchmarks.progress import show_progress
 from fastinfer.benchmarks.report import print_plot, write_json
 from fastinfer.evaluation import comparison
-from fastinfer.evaluation.perplexity import perplexity, windows
+from fastinfer.evaluation.perplexity import perplexity, split_sections
 from fastinfer.evaluation.text_file import read_tokens
 from fastinfer.models import load_model
 from fastinfer.models.config import Precision
@@ -20,10 +20,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _perplexity(args: argparse.Namespace) -> int:
-    with shown(args.models[0]) as progress:
+    with show_progress(args.models[0]) as progress:
         progress("loading")
         model, tokenizer = load_model(hub.resolve(args.models[0]), args.dtype, max_model_len=args.length)
-        texts = windows(read_tokens(args.text, tokenizer), args.length, args.tokens)
+        texts = split_sections(read_tokens(args.text, tokenizer), args.length, args.tokens)
         progress(f"{sum(map(len, texts))} tokens")
         found = perplexity(model, texts, Precision.of(args.dtype).kv_cache_dtype)
     print(json.dumps({"perplexity": found, "tokens": sum(map(len, texts))}) if args.json else f"{found:.4f}")
@@ -31,7 +31,7 @@ def _perplexity(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    with shown("compare") as progress:
+    with show_progress("compare") as progress:
         results = comparison.compare(
             args.models, args.text, args.length, args.tokens, args.dtype, speed=args.speed, progress=progress
         )

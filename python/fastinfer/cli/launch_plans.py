@@ -52,7 +52,7 @@ def launch_plan(op: str, sizes: dict[str, int], gpu: Gpu) -> dict[str, Any]:
     return _C.launch_plan(op, sizes, gpu.arch, gpu.multiprocessors, gpu.shared_bytes)
 
 
-def describe(words: Sequence[str], group: int | None, gpu: Gpu) -> dict[str, Any]:
+def describe(arguments: Sequence[str], group: int | None, gpu: Gpu) -> dict[str, Any]:
     """Return the plan of an operator whose name and sizes come from the command line.
 
     Raises:
@@ -60,16 +60,16 @@ def describe(words: Sequence[str], group: int | None, gpu: Gpu) -> dict[str, Any
     """
     from fastinfer import _C
 
-    op, *numbers = words
-    usual = _C.launch_plan_sizes().get(op)
-    if usual is None:
+    op, *numbers = arguments
+    defaults = _C.launch_plan_sizes().get(op)
+    if defaults is None:
         raise RequestError(f"--plan knows {', '.join(_C.launch_plan_sizes())}; got {op!r}")
-    required = sum(value is None for value in usual.values())
-    if not required <= len(numbers) <= len(usual):
-        names = " ".join(name.upper() if value is None else f"[{name.upper()}]" for name, value in usual.items())
+    required = sum(value is None for value in defaults.values())
+    if not required <= len(numbers) <= len(defaults):
+        names = " ".join(name.upper() if value is None else f"[{name.upper()}]" for name, value in defaults.items())
         raise RequestError(f"--plan {op} takes {names}, got {len(numbers)} sizes")
     sizes: dict[str, int] = {}
-    for name, text in zip(usual, numbers, strict=False):
+    for name, text in zip(defaults, numbers, strict=False):
         if not text.isdecimal() or not text.isascii() or len(text) > 18:
             raise RequestError(f"--plan {op}: {name.upper()} must be a whole number, got {text!r}")
         sizes[name] = int(text)
@@ -79,7 +79,7 @@ def describe(words: Sequence[str], group: int | None, gpu: Gpu) -> dict[str, Any
         plan = launch_plan(op, sizes, gpu)
     except (ValueError, RuntimeError) as error:
         raise RequestError(f"--plan {op}: {error}") from None
-    shown = {name: sizes.get(name, value) for name, value in usual.items()}
+    shown = {name: sizes.get(name, value) for name, value in defaults.items()}
     return {"op": op, "sizes": shown, "gpu": vars(gpu), "plan": plan}
 
 

@@ -88,11 +88,13 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         "--frequency-penalty", type=float, metavar="X", help="the same, times the number of occurrences"
     )
     options.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
-    form = parser.add_argument_group("structured output", argument_default=argparse.SUPPRESS)
-    form = form.add_mutually_exclusive_group()
-    form.add_argument("--json-schema", metavar="FILE", help="the text is JSON that this schema allows")
-    form.add_argument("--regex", metavar="PATTERN", help="the whole text matches this regular expression")
-    form.add_argument("--choice", action="append", metavar="TEXT", help="the text is one of these; may be repeated")
+    group = parser.add_argument_group("structured output", argument_default=argparse.SUPPRESS)
+    structured = group.add_mutually_exclusive_group()
+    structured.add_argument("--json-schema", metavar="FILE", help="the text is JSON that this schema allows")
+    structured.add_argument("--regex", metavar="PATTERN", help="the whole text matches this regular expression")
+    structured.add_argument(
+        "--choice", action="append", metavar="TEXT", help="the text is one of these; may be repeated"
+    )
 
 
 def count(low: int) -> Callable[[str], int]:

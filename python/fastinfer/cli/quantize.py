@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from fastinfer import hub
 from fastinfer.errors import RequestError
-from fastinfer.evaluation.perplexity import perplexity, windows
+from fastinfer.evaluation.perplexity import perplexity, split_sections
 from fastinfer.evaluation.text_file import read_tokens
 from fastinfer.models import load_model
 from fastinfer.quantize.checkpoint import quantize_checkpoint
@@ -31,10 +31,10 @@ def run(args: argparse.Namespace) -> int:
     text = args.calibration or args.evaluation
     if text is None:
         raise RequestError("--calibration or --evaluation: expected a text to report errors on, got none")
-    texts = windows(read_tokens(text, tokenizer), args.length, args.tokens)
+    texts = split_sections(read_tokens(text, tokenizer), args.length, args.tokens)
     evaluation = None
     if args.evaluation is not None:
-        evaluation = windows(read_tokens(args.evaluation, tokenizer), args.length, args.tokens)
+        evaluation = split_sections(read_tokens(args.evaluation, tokenizer), args.length, args.tokens)
     with tqdm(desc=f"{method.name}, {sum(map(len, texts))} tokens", unit="layer") as bar:
 
         def progress(done: int, total: int) -> None:

@@ -17,12 +17,12 @@ def load(args: argparse.Namespace) -> tuple[LLM, SamplingParams]:
     """Load the model. The parameters are checked first, so that a mistake is reported at once."""
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
     given = {name: value for name, value in vars(args).items() if name in fields}
-    params = dataclasses.replace(DEFAULT_PARAMS, **given, structured_outputs=_form(vars(args)))
+    params = dataclasses.replace(DEFAULT_PARAMS, **given, structured_outputs=_structured_outputs(vars(args)))
     options = {name: value for name, value in vars(args).items() if name in ENGINE_OPTIONS}
     return LLM(args.model, dtype=args.dtype, **options), params
 
 
-def _form(args: dict[str, Any]) -> StructuredOutputsParams | None:
+def _structured_outputs(args: dict[str, Any]) -> StructuredOutputsParams | None:
     if "json_schema" in args:
         try:
             return StructuredOutputsParams(json=Path(args["json_schema"]).read_text(encoding="utf-8"))

@@ -16,8 +16,8 @@ from fastinfer.engine.scheduler import Chunk
 from fastinfer.engine.sequence import Sequence
 from fastinfer.engine.speculation import Speculator
 
-# A sequence without drafts teaches nothing about them. Every RETRY_STEPS steps the estimates of all such sequences are
-# therefore reset, so that they get drafts again.
+# The acceptance rate of a sequence without drafts is not updated. It is therefore reset every RETRY_STEPS steps, so
+# that the sequence gets drafts again.
 RETRY_STEPS = 64
 
 
@@ -106,7 +106,7 @@ class DraftModelSpeculator(Speculator):
         self._seconds: deque[float] = deque(maxlen=8)
         self._num_steps = 0
 
-    def num_available(self, sequence: Sequence) -> int:
+    def prepare_drafts(self, sequence: Sequence) -> int:
         return self._max_drafts
 
     def draft_seconds(self) -> float:

@@ -53,6 +53,22 @@ class Engine:
         config: limits and options; ``EngineConfig()`` by default.
         draft_model: smaller model with the same vocabulary that drafts tokens for speculative decoding.
 
+    Attributes:
+        config: limits and options.
+        tokenizer: tokenizer of the model.
+        model: model that computes the logits, with slots for LoRA adapters if ``config`` has any.
+        adapters: the loaded LoRA adapters.
+        max_model_len: longest sequence in tokens.
+        block_manager: manager of the blocks of the KV caches.
+        kv_cache, draft_kv_cache: KV caches of the model and of the draft model, which is ``None`` without one.
+        scheduler: scheduler, which chooses what each step computes.
+        sampler: sampler of the next tokens.
+        runner: runner of the model.
+        speculator: source of draft tokens; ``None`` without speculation.
+        grammars: compiler of grammars for structured outputs.
+        prompt_modules: the prompt modules by name.
+        requests: the unfinished requests.
+
     Raises:
         RequestError: the configuration does not fit the models or the memory.
     """
@@ -173,8 +189,8 @@ class Engine:
             max_model_len=self.max_model_len,
             vocab_size=self.model.config.vocab_size,
         )
-        form = params.structured_outputs
-        return self.requests.add(request, None if form is None else self.grammars.submit(form))
+        constraint = params.structured_outputs
+        return self.requests.add(request, None if constraint is None else self.grammars.submit(constraint))
 
     def add_beam_request(
         self,

@@ -96,4 +96,4 @@ class Request(ABC):
 
     @abstractmethod
     def output(self) -> Output | None:
-        """Return the request's state for the user, or ``None`` if there is nothing to report yet."""
+        """Return the state to report to the user, or ``None`` if there is nothing to report yet."""

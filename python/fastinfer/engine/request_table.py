@@ -11,7 +11,7 @@ from fastinfer.engine.prompt_modules import PromptModules
 from fastinfer.engine.request import Output, Request
 from fastinfer.engine.scheduler import Scheduler
 from fastinfer.engine.sequence import SequenceState
-from fastinfer.errors import FATAL_ERRORS, QueueFullError, RequestError, reason
+from fastinfer.errors import FATAL_ERRORS, QueueFullError, RequestError, describe_error
 from fastinfer.outputs import merge
 
 # How long a step waits if nothing can be computed yet because a grammar is being compiled or a batch is not full.
@@ -115,7 +115,7 @@ class RequestTable:
 
     def fail(self, request: Request, error: BaseException) -> None:
         """End a request with an error; its output is kept for later, because the current step may still raise."""
-        self._end(request, "error", reason(error))
+        self._end(request, "error", describe_error(error))
 
     def discard(self, request: Request, error: BaseException) -> None:
         """End a request that failed at an arbitrary point, and repair what that may have left half done.
@@ -127,7 +127,7 @@ class RequestTable:
         self.repair()
         made = self._undelivered.get(request.request_id)
         if made is None or not made.finished:
-            self.deliver_later(request.failure(reason(error)))
+            self.deliver_later(request.failure(describe_error(error)))
         if isinstance(error, FATAL_ERRORS):
             raise error
 
@@ -159,7 +159,7 @@ class RequestTable:
             output = request.output()
             unfinished = request.unfinished
         except Exception as error:
-            output, unfinished = request.failure(reason(error)), []
+            output, unfinished = request.failure(describe_error(error)), []
         for sequence in request.sequences:
             if sequence.state is not SequenceState.FINISHED and sequence not in unfinished:
                 is_module = self._prompt_modules.holds(sequence)

@@ -49,8 +49,8 @@ class Speculator(ABC):
         self._acceptance = FIRST_ACCEPTANCE
 
     @abstractmethod
-    def num_available(self, sequence: Sequence) -> int:
-        """Return the number of tokens that could be drafted for a sequence."""
+    def prepare_drafts(self, sequence: Sequence) -> int:
+        """Prepare to draft for a sequence, and return the number of tokens that could be drafted."""
 
     @abstractmethod
     def propose(self, chunks: list[Chunk]) -> None:
@@ -67,7 +67,7 @@ class Speculator(ABC):
         for sequence in decoding:
             # A step yields one token more than it accepts drafts.
             limit = min(self._max_drafts, sequence.max_length - len(sequence) - 1)
-            available.append(min(self.num_available(sequence), limit) if limit > 0 else 0)
+            available.append(min(self.prepare_drafts(sequence), limit) if limit > 0 else 0)
         chosen = self._choose(decoding, available) if any(available) else available
         for sequence, count in zip(decoding, chosen, strict=True):
             sequence.num_drafts = count
@@ -115,8 +115,8 @@ class Speculator(ABC):
         best_speed = expected / self._costs.estimate(len(sequences))
         if len(sequences) > 1:
             best_speed *= self.batch_gain
-        for taken, (unlikeliness, depth, _) in enumerate(likeliest, start=1):
-            expected, deepest = expected - unlikeliness, max(deepest, depth)
+        for taken, (negative_probability, depth, _) in enumerate(likeliest, start=1):
+            expected, deepest = expected - negative_probability, max(deepest, depth)
             num_tokens = len(sequences) + taken
             if num_tokens > TOKEN_MULTIPLE and num_tokens % TOKEN_MULTIPLE:
                 continue
@@ -130,7 +130,8 @@ class Speculator(ABC):
 class NgramSpeculator(Speculator):
     """Drafts the tokens that followed the last earlier occurrence of the text's final n-gram.
 
-    This costs almost nothing. It therefore guesses in every step, and also learns from guesses that no step verified.
+    This costs almost nothing, so tokens are guessed in every step. The acceptance rate is also updated with
+    guesses that were not drafted.
     """
 
     batch_gain = NGRAM_BATCH_GAIN
@@ -144,7 +145,7 @@ class NgramSpeculator(Speculator):
                 room -= sequence.ngrams.extend(sequence.token_ids, room)
         super().choose_num_drafts(sequences)
 
-    def num_available(self, sequence: Sequence) -> int:
+    def prepare_drafts(self, sequence: Sequence) -> int:
         ngrams, tokens = sequence.ngrams, sequence.token_ids
         if ngrams is None:
             return 0

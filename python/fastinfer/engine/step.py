@@ -16,7 +16,7 @@ from fastinfer.engine.sampler import Sampler
 from fastinfer.engine.scheduler import Chunk, Scheduler
 from fastinfer.engine.sequence import Sequence, SequenceState
 from fastinfer.engine.speculation import Speculator
-from fastinfer.errors import reason
+from fastinfer.errors import describe_error
 from fastinfer.models import Model
 from fastinfer.models.kv_cache import KVCache
 
@@ -197,7 +197,7 @@ class Step:
             for step in steps:
                 request.update(step)
         except Exception as error:
-            request.finish("error", reason(error))
+            request.finish("error", describe_error(error))
         else:
             self.block_manager.cache_full_blocks(steps[0].sequence)  # after the accepted tokens were appended
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastinfer import hub
 from fastinfer.errors import RequestError
-from fastinfer.evaluation.perplexity import log_probabilities, loss, windows
+from fastinfer.evaluation.perplexity import log_probabilities, loss, split_sections
 from fastinfer.evaluation.text_file import read_tokens
 from fastinfer.formats.safetensors_folder import weight_file_bytes
 from fastinfer.llm import LLM
@@ -89,19 +89,19 @@ def compare(
         progress(name)
         path = hub.resolve(name)
         model, tokenizer = load_model(path, dtype, max_model_len=length)
-        mine = windows(read_tokens(text, tokenizer), length, max_tokens)
-        if texts and mine != texts:
-            raise RequestError(f"{name}: its tokens of {text} are not those of {names[0]}: expected one vocabulary")
-        texts = mine
+        sections = split_sections(read_tokens(text, tokenizer), length, max_tokens)
+        if texts and sections != texts:
+            raise RequestError(f"{name}: expected the tokens that {names[0]} makes of {text}, got others")
+        texts = sections
         size = weight_file_bytes(path) if path.is_dir() else path.stat().st_size
-        judged = list(_judge(model, texts, reference, Precision.of(dtype).kv_cache_dtype))
-        mean = [sum(column) / len(column) for column in zip(*judged, strict=True)]
-        results.append(Result(name, size, math.exp(mean[0]), mean[1], mean[2]))
+        figures = list(_evaluate(model, texts, reference, Precision.of(dtype).kv_cache_dtype))
+        means = [sum(column) / len(column) for column in zip(*figures, strict=True)]
+        results.append(Result(name, size, math.exp(means[0]), means[1], means[2]))
         del model
     if speed:
         for result in results:
             progress(f"speed of {result.model}")
-            result.tokens_per_s = _speed(result.model, dtype, texts[0][:SPEED_PROMPT])
+            result.tokens_per_s = _measure_speed(result.model, dtype, texts[0][:SPEED_PROMPT])
     return results
 
 
@@ -134,7 +134,7 @@ def plot(results: list[Result], path: Path) -> Path:
     return path
 
 
-def _judge(
+def _evaluate(
     model: Model, texts: list[list[int]], reference: list[tuple[Tensor, Tensor]], kv_cache_dtype: torch.dtype
 ) -> Iterator[tuple[float, float, float]]:
     """Yield (loss, agreement, divergence) of each text.
@@ -153,7 +153,8 @@ def _judge(
         yield loss(log_probs, texts[index]), agreement, 0.0 if is_first else divergence
 
 
-def _speed(name: str, dtype: str, prompt: list[int]) -> float:
+def _measure_speed(name: str, dtype: str, prompt: list[int]) -> float:
+    """Return the median speed of decoding one sequence, in tokens/s."""
     llm = LLM(name, dtype=dtype, max_model_len=SPEED_PROMPT + SPEED_TOKENS, enable_prefix_caching=False)
     params = SamplingParams(temperature=0.0, max_tokens=SPEED_TOKENS, ignore_eos=True)
     speeds = []

@@ -14,7 +14,7 @@ from fastinfer.models.kv_cache import KVCache, num_blocks_for
 BLOCK_SIZE = 32
 
 
-def windows(ids: list[int], length: int, max_tokens: int | None = None) -> list[list[int]]:
+def split_sections(ids: list[int], length: int, max_tokens: int | None = None) -> list[list[int]]:
     """Cut a text into sections of equal length, which are evaluated independently.
 
     Args:

@@ -48,7 +48,8 @@ class BitsAndBytesFormat:
         """
         four, eight = (setting(config, f"load_in_{bits}bit", bool, False) for bits in (4, 8))
         if four == eight:
-            raise UnsupportedModelError("quantization_config: expected load_in_4bit or load_in_8bit")
+            got = "both" if four else "neither"
+            raise UnsupportedModelError(f"quantization_config: expected load_in_4bit or load_in_8bit, got {got}")
         return cls(4 if four else 8)
 
     def read(self, layer: LinearTensors, exact: bool = True) -> Lut | Int8 | Dense:

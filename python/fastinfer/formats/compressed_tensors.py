@@ -86,7 +86,7 @@ class Scheme:
         if inputs.get("dynamic") is not True or setting(inputs, "strategy", str, "token") != "token":
             raise UnsupportedModelError(f"{prefix}only dynamic scales by token are implemented, got {inputs!r:.90}")
         if not setting(inputs, "symmetric", bool, True):
-            raise UnsupportedModelError(f"{prefix}asymmetric ones are not implemented")
+            raise UnsupportedModelError(f"{prefix}asymmetric activations are not implemented")
         if self.packed or self.group_size != -1:
             raise UnsupportedModelError(f"{prefix}need int-quantized weights of 8 bits with one scale per output")
 
@@ -116,7 +116,7 @@ class CompressedTensorsFormat:
         return cls(tuple(schemes), tuple(ignore))
 
     def scheme(self, module: str) -> Scheme | None:
-        """Scheme of a linear layer, or ``None`` if it is not quantised; a match by name has priority over a class."""
+        """Return the scheme of a linear layer, or ``None`` if it is not quantised; names go before classes."""
         if any(_matches(module, pattern) for pattern in self.ignore):
             return None
         for match in (_matches_name, _matches):
@@ -179,12 +179,12 @@ def _matches(module: str, pattern: str) -> bool:
 
 
 def _matches_name(module: str, pattern: str) -> bool:
-    """Whether a pattern is the layer's name, or ``re:`` with a regular expression that matches the start of it."""
+    """Return whether a pattern is the layer's name, or ``re:`` and a regular expression that matches its start."""
     if not pattern.startswith("re:"):
         return pattern == module
     try:
         return re.match(pattern.removeprefix("re:"), module) is not None
     except re.error as error:
         raise CheckpointFormatError(
-            f"quantization_config: {pattern!r:.90} is no regular expression ({error})"
+            f"quantization_config: {pattern!r:.90} is not a regular expression ({error})"
         ) from None

@@ -70,6 +70,10 @@ class JsonFields:
             kind: int, float (also accepts an int), bool, str, list or dict.
             default: result if the key is missing; without a default a missing key is an error.
             minimum, maximum: inclusive limits of a number.
+
+        Raises:
+            FastinferError: the key is missing, or its value has another type, is not finite or is out of range; the
+                class is ``error``.
         """
         value = self.values.get(key)
         if value is None:
@@ -88,13 +92,21 @@ class JsonFields:
         return value
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """Get a list of exactly ``count`` finite numbers."""
+        """Get a list of exactly ``count`` numbers of magnitudes below 1e30.
+
+        Raises:
+            FastinferError: the key is missing or has another value; the class is ``error``.
+        """
         values = self.get(key, list)
         if len(values) != count or not all(type(v) in (int, float) and abs(v) < 1e30 for v in values):
             raise self.error(f"{self.path}: {self._prefix}{key}: expected {count} numbers, got {values!r:.80}")
         return tuple(float(value) for value in values)
 
     def object(self, key: str) -> "JsonFields | None":
-        """Get an object inside this one, or None if it is missing."""
+        """Get an object inside this one, or None if it is missing.
+
+        Raises:
+            FastinferError: the value is not an object; the class is ``error``.
+        """
         values = self.get(key, dict, None)
         return None if values is None else JsonFields(self.path, values, self.error, f"{self._prefix}{key}.")

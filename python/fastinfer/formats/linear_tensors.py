@@ -36,6 +36,7 @@ class LinearTensors:
         return self._tensors.get(f"{self.module}.{part}")
 
     def has(self, part: str) -> bool:
+        """Return whether the layer has this tensor."""
         return self.get(part) is not None
 
     def take(self, part: str, dtypes: torch.dtype | tuple[torch.dtype, ...], shape: tuple[int | None, ...]) -> Tensor:
@@ -58,11 +59,15 @@ class LinearTensors:
         return tensor.contiguous()
 
     def dense(self) -> Dense:
-        """Get the weight of a layer that is not quantised."""
+        """Get the weight of a layer that is not quantised.
+
+        Raises:
+            CheckpointFormatError: the weight is missing, is not a matrix, or has no float dtype.
+        """
         return Dense(self.take("weight", DENSE_DTYPES, (None, None)))
 
     def group_size(self, group_size: int, in_features: int) -> int:
-        """Number of inputs per scale, with -1 resolved to all inputs.
+        """Return the number of inputs per scale, with -1 resolved to all inputs.
 
         Raises:
             UnsupportedModelError: the kernels do not support this group size.

@@ -107,7 +107,7 @@ def read_adapter(path: Path) -> LoraAdapter:
                 names[key] = f"layers.{match[1]}.{match[2]}"
                 halves.setdefault(key, {})[match[4]] = tensors.get_tensor(name)
     except (SafetensorError, OSError) as error:
-        raise AdapterError(f"{file}: not a sound safetensors file: {error}") from error
+        raise AdapterError(f"{file}: not a valid safetensors file: {error}") from error
     if not halves:
         raise AdapterError(f"{file}: no tensors")
     layers = {key: _low_rank(file, names[key], pair, config) for key, pair in sorted(halves.items())}
@@ -143,13 +143,13 @@ class _Config:
         self._alphas = fields.get("alpha_pattern", dict, {})
 
     def rank_and_scale(self, module: str) -> tuple[int, float]:
-        """Rank and scale of a layer; a pattern that matches the end of its name can set its own."""
+        """Return the rank and scale of a layer; a pattern that matches the end of its name can set its own."""
         rank = self._positive("rank_pattern", self._match(self._ranks, module, self._rank))
         alpha = self._finite("alpha_pattern", self._match(self._alphas, module, self._alpha))
         return rank, alpha / (math.sqrt(rank) if self._over_root else rank)
 
     def _match(self, patterns: dict[str, Any], module: str, default: Any) -> Any:
-        """Value of the first pattern that matches a layer, or the default."""
+        """Return the value of the first pattern that matches a layer, or the default."""
         for pattern, value in patterns.items():
             # PEFT treats these as regular expressions, but an untrusted one can take forever to match.
             if not re.fullmatch(r"\^?[\w.]+\$?", pattern):

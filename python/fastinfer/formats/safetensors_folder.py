@@ -51,6 +51,12 @@ class _Shard(Protocol):
 class SafetensorsFolder:
     """Tensors of a folder by name; data stays on disk until a tensor is read.
 
+    Args:
+        folder: folder of one or several safetensors files.
+
+    Attributes:
+        path: the folder.
+
     Raises:
         CheckpointFormatError: there is no safetensors file, a shard is missing or damaged, or the index names a tensor
             or file that does not exist.
@@ -79,7 +85,7 @@ class SafetensorsFolder:
         return name in self._names
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a tensor, without reading its data.
+        """Return the dtype of a tensor, without reading its data.
 
         Raises:
             CheckpointFormatError: the dtype is not supported.
@@ -90,7 +96,7 @@ class SafetensorsFolder:
         return _DTYPES[code]
 
     def header(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Shape of a tensor and the format's name of its dtype, without reading its data."""
+        """Return the shape of a tensor and the format's name of its dtype, without reading its data."""
         found = self._slice(name)
         return tuple(found.get_shape()), found.get_dtype()
 
@@ -136,7 +142,7 @@ class SafetensorsFolder:
             file: _Shard = safe_open(self.path / shard, framework="pt")
             self._keys[shard] = frozenset(file.keys())
         except (SafetensorError, OSError) as error:
-            raise CheckpointFormatError(f"{self.path / shard}: not a sound safetensors file: {error}") from None
+            raise CheckpointFormatError(f"{self.path / shard}: not a valid safetensors file: {error}") from None
         self._files[shard] = file
 
     def _slice(self, name: str) -> _Slice:
@@ -144,5 +150,5 @@ class SafetensorsFolder:
 
 
 def weight_file_bytes(folder: Path) -> int:
-    """Size of a folder's safetensors files in bytes."""
+    """Return the size of a folder's safetensors files in bytes."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

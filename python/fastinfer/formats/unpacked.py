@@ -33,7 +33,7 @@ class Unpacked(ABC):
         return replace(self, **{name: values[index] for name, values in self._by_row().items()})
 
     def fits(self, other: "Unpacked") -> bool:
-        """Whether two weights can be concatenated: same form, group size, dtypes and order of inputs."""
+        """Return whether two weights can be concatenated: same form, group size, dtypes and order of inputs."""
         if type(self) is not type(other) or self._by_row().keys() != other._by_row().keys():
             return False
         mine, theirs = self._by_row(), other._by_row()
@@ -43,13 +43,13 @@ class Unpacked(ABC):
         return all(_same(value, getattr(other, name)) for name, value in self._shared().items())
 
     def _by_row(self) -> dict[str, Tensor]:
-        """Tensor fields with one row per output, by name, without those that are None."""
+        """Return the tensor fields with one row per output, by name, without those that are None."""
         shared = self._shared()
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in shared}
         return {name: value for name, value in values.items() if value is not None}
 
     def _shared(self) -> dict[str, object]:
-        """Fields that all rows share, by name."""
+        """Return the fields that all rows share, by name."""
         return {}
 
 
@@ -102,7 +102,7 @@ class Grouped(Unpacked):
         return values if self.permutation is None else values[:, self.permutation.argsort()]
 
     def _levels(self) -> Tensor:
-        """Values that the integers stand for, before scale and minimum: [rows, cols] fp32."""
+        """Return the values that the integers stand for, before scale and minimum: [rows, cols] fp32."""
         return self.q.float()
 
     def _shared(self) -> dict[str, object]:

@@ -14,7 +14,7 @@ TIMEOUT_S = 30.0
 def download(url: str, part: Path, *, progress: bool = True) -> None:
     """Fetch ``url`` into ``part``, continuing after the bytes that ``part`` already holds.
 
-    After a cut connection the download is retried as long as each attempt gets farther than the one before. If the
+    After a cut connection the download is retried as long as each attempt gets further than the one before. If the
     server ignores ``Range`` and sends everything again, the file starts over. On failure ``part`` keeps the bytes that
     have arrived. The content is not checked here.
 

@@ -86,22 +86,22 @@ REGISTRY = {
 
 
 def models() -> list[ModelEntry]:
-    """All registered models."""
+    """Return all registered models."""
     return list(REGISTRY.values())
 
 
 def find(name: str) -> ModelEntry | None:
-    """The registered model of this name, or None."""
+    """Return the registered model of this name, or None."""
     return REGISTRY.get(name)
 
 
 def known_names() -> str:
-    """Names of all registered models in one line, for messages."""
+    """Return the names of all registered models in one line, for messages."""
     return ", ".join(REGISTRY)
 
 
 def cache_folder() -> Path:
-    """Folder of the downloaded models: ``models`` under ``$FASTINFER_CACHE``, else under the user's cache folder."""
+    """Return the folder of downloaded models: ``models`` under ``$FASTINFER_CACHE``, else under the user's cache."""
     if own := os.environ.get("FASTINFER_CACHE"):
         return Path(own) / "models"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastinfer" / "models"

@@ -77,6 +77,10 @@ def load_model(
 def open_checkpoint(path: Path, exact: bool = False) -> Checkpoint:
     """Open a ``.gguf`` file or a folder, and read and check its header.
 
+    Args:
+        path: a ``.gguf`` file, or a folder of safetensors files with their ``config.json``.
+        exact: whether to keep all numbers of quantised weights unrounded, which takes more memory and time.
+
     Raises:
         ModelNotFoundError, GGUFFormatError, CheckpointFormatError, UnsupportedModelError: as for :func:`load_model`.
     """

@@ -52,11 +52,16 @@ class Checkpoint(Protocol):
         ...
 
     def vector(self, name: str, size: int) -> Tensor:
-        """Read the weight of a norm, or a bias, as [size] fp32."""
+        """Read the weight of a norm, or a bias, as [size] fp32.
+
+        Raises:
+            GGUFFormatError, CheckpointFormatError: the vector is missing or has another shape.
+            UnsupportedModelError: it is quantised.
+        """
         ...
 
     def layout(self, layer: int) -> Hashable:
-        """Names, shapes and types of a layer's tensors, from the header; layers with equal layouts use equal memory."""
+        """Return names, shapes and types of a layer's tensors; layers with equal layouts take the same memory."""
         ...
 
     def release(self) -> None:
@@ -65,7 +70,7 @@ class Checkpoint(Protocol):
 
 
 def fused_rows(config: ModelConfig, part: str) -> slice:
-    """Rows of a part in a fused matrix of Q, K and V, or of gate and up, as some files store them."""
+    """Return the rows of a part in a fused matrix of Q, K and V, or of gate and up, as some files store them."""
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     inner = config.intermediate_size
     return {

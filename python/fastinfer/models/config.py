@@ -79,7 +79,7 @@ class ModelConfig:
     renormalize_experts: bool = True
 
     def window(self, layer: int) -> int:
-        """Length of a layer's attention window in positions, 0 for none."""
+        """Return the length of a layer's attention window in positions, 0 for none."""
         return self.windows[layer] if self.windows else 0
 
 

@@ -94,5 +94,5 @@ class Decoder:
         if batch.adapter_ids is None:
             return [None] * len(self.layers)
         if self.adapters is None:
-            raise ValueError("adapter_ids must be None for a model without adapters")
+            raise ValueError("adapter_ids must be None for a model without adapters, got a tensor")
         return self.adapters.of(batch.adapter_ids)

@@ -101,7 +101,7 @@ class GGUFCheckpoint:
         self.file.release()
 
     def _rows(self, name: str, out_features: int, in_features: int) -> tuple[GGUFTensor, np.ndarray]:
-        """Tensor that contains a matrix, and the packed rows of the matrix in the project's order."""
+        """Return the tensor that contains a matrix, and the packed rows of the matrix in the project's order."""
         stored = f"{self._stored(name)}.weight"
         tensor = self._get(stored)
         rows = slice(None)
@@ -123,7 +123,7 @@ class GGUFCheckpoint:
         return tensor, data
 
     def _stored(self, name: str) -> str:
-        """Name of a matrix or vector in the file, without ``.weight`` or ``.bias``."""
+        """Return the name of a matrix or vector in the file, without ``.weight`` or ``.bias``."""
         if not name.startswith("layers."):
             return _TOP[name]
         layer, part, rest = split_name(name)
@@ -132,7 +132,7 @@ class GGUFCheckpoint:
         return f"blk.{layer}.{_FUSED[part] if self._fused_rows(name) else _LAYER[part]}"
 
     def _fused_rows(self, name: str) -> slice | None:
-        """Rows of a matrix within a fused one; None if it is stored on its own."""
+        """Return the rows of a matrix within a fused one; None if it is stored on its own."""
         if not name.startswith("layers."):
             return None
         layer, part, _ = split_name(name)

@@ -43,7 +43,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     num_kv_heads = size("attention.head_count_kv", num_heads)
     head_dim = size("attention.key_length", max(1, hidden_size // num_heads))
     if num_heads % num_kv_heads:
-        raise GGUFFormatError(f"{file.path}: {num_heads} query heads are no multiple of {num_kv_heads} KV heads")
+        raise GGUFFormatError(f"{file.path}: expected a multiple of {num_kv_heads} query heads, got {num_heads}")
     is_gpt2, is_gemma = architecture == "gpt2", architecture.startswith("gemma")
     rotary_dim = 0 if is_gpt2 else size("rope.dimension_count", head_dim)
     if rotary_dim % 2 or rotary_dim > head_dim:
@@ -98,7 +98,7 @@ def _windows(window: int, num_layers: int, period: int | None) -> tuple[int, ...
 
 
 def _attention_scale(architecture: str, hidden_size: int, num_layers: int, num_heads: int) -> float | None:
-    """Attention scale of Gemma 2 and 3 with 27 billion parameters; the other models use the default."""
+    """Return the attention scale of Gemma 2 and 3 with 27 billion parameters; None for the default."""
     wide = (architecture, num_layers) in (("gemma2", 46), ("gemma3", 62))
     return (hidden_size / num_heads) ** -0.5 if wide else None
 
@@ -126,7 +126,8 @@ def _longrope(file: GGUFFile, prefix: str, context_length: int) -> ops.RopeScali
     for name in ("rope_factors_short.weight", "rope_factors_long.weight"):
         tensor = file.tensors.get(name)
         if tensor is None or len(tensor.shape) != 1 or tensor.type.name != "F32":
-            raise GGUFFormatError(f"{file.path}: tensor {name!r} must be a list of fp32 numbers")
+            got = "none" if tensor is None else f"{list(tensor.shape)} {tensor.type.name}"
+            raise GGUFFormatError(f"{file.path}: tensor {name!r} must be a list of F32 numbers, got {got}")
         factors.append(tuple(float(value) for value in tensor.data.reshape(-1).view("<f4")))
     return ops.RopeScaling(
         kind="longrope",

@@ -61,13 +61,9 @@ class HFCheckpoint:
         yield self.linear(name, out_features, in_features)
 
     def vector(self, name: str, size: int) -> Tensor:
-        if name.endswith(".bias"):
-            stored, rows = (
-                f"{self.stored_name(name.removesuffix('.bias'))}.bias",
-                self._rows(name.removesuffix(".bias")),
-            )
-        else:
-            stored, rows = f"{self.stored_name(name)}.weight", None
+        is_bias, module = name.endswith(".bias"), name.removesuffix(".bias")
+        stored = self.stored_name(module) + (".bias" if is_bias else ".weight")
+        rows = self._rows(module) if is_bias else None
         values = self._get(stored).float()
         if rows is not None and len(values) >= rows.stop:
             values = values[rows]
@@ -84,6 +80,34 @@ class HFCheckpoint:
 
     def release(self) -> None:
         self.tensors.release()
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether config.json has a ``quantization_config``."""
+        return self._quantization is not None
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether matrices are stored as [in_features, out_features]."""
+        return self._family.transposed
+
+    @property
+    def norm_offset(self) -> float:
+        """Number that is added to the stored weights of RMSNorms."""
+        return self._family.norm_offset
+
+    def stored_name(self, name: str) -> str:
+        """Return the name of a module in the checkpoint."""
+        top = self._family.top
+        if name.startswith("layers."):
+            layer, part, rest = split_name(name)
+            module = f"{top['layers']}.{layer}.{self._family.layer[part]}"
+            if rest:
+                expert, projection = rest.split(".")
+                module += f".{expert}.{self._family.layer[projection]}"
+        else:
+            module = top.get(name, name)
+        return self._without_prefix(module)
 
     def _linear(self, module: str) -> Unpacked:
         try:
@@ -103,41 +127,13 @@ class HFCheckpoint:
         return values
 
     def _rows(self, name: str) -> slice | None:
-        """Rows of a matrix within a fused one; None if it is stored on its own."""
+        """Return the rows of a matrix within a fused one; None if it is stored on its own."""
         if not name.startswith("layers."):
             return None
         _, part, _ = split_name(name)
         names = self._family.layer
         fused = list(names.values()).count(names[part]) > 1
         return fused_rows(self.config, part) if fused else None
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether config.json has a ``quantization_config``."""
-        return self._quantization is not None
-
-    @property
-    def is_transposed(self) -> bool:
-        """Whether matrices are stored as [in_features, out_features]."""
-        return self._family.transposed
-
-    @property
-    def norm_offset(self) -> float:
-        """Number that is added to the stored weights of RMSNorms."""
-        return self._family.norm_offset
-
-    def stored_name(self, name: str) -> str:
-        """Name of a module in the checkpoint."""
-        top = self._family.top
-        if name.startswith("layers."):
-            layer, part, rest = split_name(name)
-            module = f"{top['layers']}.{layer}.{self._family.layer[part]}"
-            if rest:
-                expert, projection = rest.split(".")
-                module += f".{expert}.{self._family.layer[projection]}"
-        else:
-            module = top.get(name, name)
-        return self._without_prefix(module)
 
     def _without_prefix(self, name: str) -> str:
         """Remove the family's prefix from a name if the checkpoint leaves it out."""

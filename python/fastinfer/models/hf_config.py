@@ -42,7 +42,7 @@ def read_hf_config(path: Path) -> ModelConfig:
     fields = JsonFields.read(path, CheckpointFormatError)
     name, family = family_of(fields)
     if name == "GPT2LMHeadModel":
-        return _gpt2(fields)
+        return _gpt2_config(fields)
     size = _Sizes(fields)
     hidden_size, num_heads, num_layers = (
         size("hidden_size"),
@@ -52,7 +52,7 @@ def read_hf_config(path: Path) -> ModelConfig:
     num_kv_heads = size("num_key_value_heads", num_heads)
     head_dim = size("head_dim", max(1, hidden_size // num_heads))
     if num_heads % num_kv_heads:
-        raise CheckpointFormatError(f"{path}: {num_heads} query heads are no multiple of {num_kv_heads} KV heads")
+        raise CheckpointFormatError(f"{path}: expected a multiple of {num_kv_heads} query heads, got {num_heads}")
     rope = _Rope(fields, head_dim)
     experts = size("num_local_experts", 0) or size("num_experts", 0)
     if experts:
@@ -165,7 +165,7 @@ class _Rope:
 
 
 def _windows(fields: JsonFields, name: str, num_layers: int) -> tuple[int, ...]:
-    """Length of each layer's attention window in positions, 0 for none."""
+    """Return the length of each layer's attention window in positions, 0 for none."""
     window = fields.get("sliding_window", int, 0, minimum=1, maximum=MAX_SIZE)
     if not window or not fields.get("use_sliding_window", bool, True):
         return ()
@@ -202,14 +202,14 @@ def _require(fields: JsonFields, key: str, expected: object) -> None:
         raise UnsupportedModelError(f"{fields.path}: {key} must be {expected!r}, got {value!r:.80}")
 
 
-def _gpt2(fields: JsonFields) -> ModelConfig:
+def _gpt2_config(fields: JsonFields) -> ModelConfig:
     size = _Sizes(fields)
     _require(fields, "scale_attn_weights", True)
     _require(fields, "scale_attn_by_inverse_layer_idx", False)
     _require(fields, "add_cross_attention", False)
     hidden_size, num_heads = size("n_embd"), size("n_head")
     if hidden_size % num_heads:
-        raise CheckpointFormatError(f"{fields.path}: n_embd {hidden_size} is no multiple of {num_heads} heads")
+        raise CheckpointFormatError(f"{fields.path}: n_embd: expected a multiple of {num_heads}, got {hidden_size}")
     return ModelConfig(
         architecture="GPT2LMHeadModel",
         hidden_size=hidden_size,

@@ -51,7 +51,20 @@ class KVCache:
         dtype: torch.dtype,
         device: str,
     ) -> "KVCache":
-        """Allocate an uninitialised cache; on a CPU a page takes memory only once it is written."""
+        """Allocate an uninitialised cache; on a CPU a page takes memory only once it is written.
+
+        Args:
+            num_layers: number of layers.
+            num_blocks: number of blocks in each layer.
+            block_size: tokens per block.
+            num_kv_heads: number of key and value heads.
+            head_dim: number of elements of a head.
+            dtype: dtype of the elements; uint8 stands for int4.
+            device: device of the cache.
+
+        Raises:
+            RequestError: ``head_dim`` is odd and the cache has two elements per byte.
+        """
         shapes = head_shapes(head_dim, dtype)
 
         def tensors() -> Iterator[Tensor]:
@@ -73,7 +86,7 @@ class KVCache:
 
 
 def head_shapes(head_dim: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of one head of one token in the cache: key, value, and their scales if it is quantised.
+    """Return shapes and dtypes of one head of one token in the cache: key, value, and their scales if it is quantised.
 
     Raises:
         RequestError: ``head_dim`` is odd and the cache has two elements per byte.
@@ -88,11 +101,11 @@ def head_shapes(head_dim: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...]
 
 
 def token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Size in bytes of one token's keys and values in all layers, including scales."""
+    """Return the size in bytes of one token's keys and values in all layers, including scales."""
     head = sum(math.prod(shape) * element.itemsize for shape, element in head_shapes(head_dim, dtype))
     return num_layers * num_kv_heads * head
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
-    """Number of blocks that hold this many tokens."""
+    """Return the number of blocks that hold this many tokens."""
     return -(-num_tokens // block_size)

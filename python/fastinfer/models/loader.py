@@ -27,6 +27,7 @@ from fastinfer.weights.weight import ConcatenatedWeight, Weight
 
 # Longest rotary table: 256 MiB at a head size of 64.
 MAX_POSITIONS = 2**20
+GATE_UP = ("gate_proj", "up_proj")
 
 
 def load_decoder(
@@ -95,6 +96,14 @@ class DecoderLoader:
     def lm_head(self) -> Weight | None:
         """Read the output layer; None if it is the embedding."""
         return self._vocabulary("lm_head") if "lm_head" in self._checkpoint else None
+
+    def position_embedding(self) -> Tensor | None:
+        """Read the learned positions; None for a model with rotary positions."""
+        config = self._config
+        if config.rotary_dim:
+            return None
+        table = self._checkpoint.linear("position_embedding", config.max_position, config.hidden_size)
+        return table.dequantize().to(self._device, self._precision.dtype)
 
     def norm(self) -> Norm:
         """Read the norm after the last layer."""
@@ -165,7 +174,7 @@ class DecoderLoader:
                 f"{self._checkpoint.path}: {owner}: gate and up must have one form and a multiple of "
                 f"{TILE_ROWS} rows, got {type(gate).__name__} and {type(up).__name__} with {inner}"
             )
-        return interleaved(gate, up)
+        return _interleave(gate, up)
 
     def _mixture(self, layer: str, norm: Norm) -> MixtureOfExperts:
         config, checkpoint = self._config, self._checkpoint
@@ -232,16 +241,8 @@ class DecoderLoader:
     ) -> Weight:
         return make_weight(unpacked, activation_bits, self._device, self._dense_dtype, bias, self._memory, rows)
 
-    def position_embedding(self) -> Tensor | None:
-        """Read the learned positions; None for a model with rotary positions."""
-        config = self._config
-        if config.rotary_dim:
-            return None
-        table = self._checkpoint.linear("position_embedding", config.max_position, config.hidden_size)
-        return table.dequantize().to(self._device, self._precision.dtype)
-
     def _cos_sin_caches(self, config: ModelConfig) -> tuple[Tensor, Tensor]:
-        """Rotary tables of the layers without and with a window, which are often the same."""
+        """Compute the rotary tables of the layers without and with a window, which are often the same."""
         if not config.rotary_dim:  # rotation by an angle of 0
             table = torch.tensor([[1.0, 0.0]]).repeat(self._positions, 1).to(self._device)
             return table, table
@@ -255,9 +256,6 @@ class DecoderLoader:
         return table, ops.cos_sin_cache(*sizes, config.local_rope_theta).to(self._device)
 
 
-GATE_UP = ("gate_proj", "up_proj")
-
-
-def interleaved(gate: Unpacked, up: Unpacked) -> Unpacked:
+def _interleave(gate: Unpacked, up: Unpacked) -> Unpacked:
     """Interleave the rows of gate and up in runs of 16."""
     return combine([gate, up], lambda rows: interleave_gate_up(*rows))

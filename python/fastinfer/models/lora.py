@@ -76,7 +76,7 @@ class AdapterSlots:
         self.layers = tuple({name: slots(*size) for name, size in sizes.items()} for _ in range(config.num_layers))
 
     def of(self, adapter_ids: Tensor) -> list[LayerAdapters]:
-        """Adapters of all layers for a step whose tokens have these slots."""
+        """Return the adapters of all layers for a step whose tokens have these slots."""
         return [LayerAdapters(modules, adapter_ids) for modules in self.layers]
 
     def load(self, slot: int, adapter: LoraAdapter) -> None:
@@ -119,7 +119,7 @@ class AdapterSlots:
 
 
 def module_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Number of inputs and outputs of a layer's projections, by name."""
+    """Return the numbers of inputs and outputs of a layer's projections, by name."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return {

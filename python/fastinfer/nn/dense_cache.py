@@ -18,7 +18,7 @@ def is_visible(mask: Tensor) -> bool:
 
 
 @lru_cache(maxsize=8)
-def _whole(sequences: int, length: int, cached: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _one_page_each(sequences: int, length: int, cached: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return block table, lengths and query starts of sequences with one page each, all of which is visible."""
     numbers = torch.arange(sequences + 1, dtype=torch.int32, device=device)
     return numbers[:-1, None].contiguous(), torch.full_like(numbers[:-1], cached), numbers * length
@@ -65,7 +65,9 @@ def dense_cache_attention(
     rows = grouped.reshape(-1, group, head_dim)
     # All layers of a step need the same table, so it is cached, except while tracing or capturing a CUDA graph.
     traced = torch.compiler.is_compiling() or type(q) is not Tensor or q.is_cuda
-    table, lengths, starts = (_whole.__wrapped__ if traced else _whole)(sequences, length, cached, device)
+    table, lengths, starts = (_one_page_each.__wrapped__ if traced else _one_page_each)(
+        sequences, length, cached, device
+    )
     page = cached
     if visible is not None:
         bounds = visible.view(batch, -1).repeat_interleave(kv_heads, 0)

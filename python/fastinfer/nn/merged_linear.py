@@ -37,7 +37,8 @@ def merge_linears(
     if len({layer.in_features for layer in layers}) > 1:
         raise ValueError(f"layers must have one number of inputs, got {[layer.in_features for layer in layers]}")
     if len({layer.bias is None for layer in layers}) > 1:
-        raise ValueError("layers must all have a bias, or none")
+        biases = ["none" if layer.bias is None else "a bias" for layer in layers]
+        raise ValueError(f"layers must all have a bias, or none of them, got {', '.join(biases)}")
     if any(layer.out_features % TILE_ROWS for layer in layers):
         rows = [layer.out_features for layer in layers]
         raise ValueError(f"layers must have a multiple of {TILE_ROWS} rows, got {rows}")

@@ -6,7 +6,7 @@ from fastinfer.ops._library import inference_only, into, ops
 
 
 def silu_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Elementwise half of SwiGLU: ``silu(x[..., :d]) * x[..., d:]``.
+    """Compute the elementwise half of SwiGLU: ``silu(x[..., :d]) * x[..., d:]``.
 
     Args:
         x: [..., 2 * d]; fp32, bf16 or fp16; contiguous. The gate comes first.
@@ -33,7 +33,7 @@ def silu_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def gelu_and_mul(x: Tensor, approximate: str = "tanh", *, out: Tensor | None = None) -> Tensor:
-    """Elementwise half of GeGLU: ``gelu(x[..., :d]) * x[..., d:]``.
+    """Compute the elementwise half of GeGLU: ``gelu(x[..., :d]) * x[..., d:]``.
 
     Args:
         x: [..., 2 * d]; fp32, bf16 or fp16; contiguous. The gate comes first.
@@ -63,7 +63,7 @@ def gelu_and_mul(x: Tensor, approximate: str = "tanh", *, out: Tensor | None = N
 
 
 def gelu(x: Tensor, approximate: str = "tanh", *, out: Tensor | None = None) -> Tensor:
-    """``gelu(x)``, elementwise.
+    """Compute GELU, elementwise.
 
     Args:
         x: [..., d]; fp32, bf16 or fp16; contiguous.

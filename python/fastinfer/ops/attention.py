@@ -81,7 +81,7 @@ def paged_attention(
     plan: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of ragged queries over a paged cache.
+    """Compute causal attention of ragged queries over a paged cache.
 
     Query i (of n) of a sequence of length s (``seq_lens``) has the position p = s - n + i and sees all positions up to
     p, or with a window only positions max(0, p - window + 1) .. p. Query head h reads KV head

@@ -14,7 +14,7 @@ def embedding(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``weight[ids]``, or ``residual + weight[ids]``, which adds learned positions to the embeddings of tokens.
+    """Look up rows of a table: ``weight[ids]``, or ``residual + weight[ids]`` to add learned positions.
 
     Args:
         weight: [vocab, hidden]; fp32, bf16 or fp16; contiguous.

@@ -133,7 +133,7 @@ class _KeepTensors(TorchDispatchMode):
 
 
 def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
-    """Storages of all tensors in nested containers, by address."""
+    """Return the storages of all tensors in nested containers, by address."""
     storages = (value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor))
     return {storage.data_ptr(): storage for storage in storages}
 

@@ -8,7 +8,7 @@ from fastinfer.ops._library import inference_only, into, ops
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float = 1e-6, residual: Tensor | None = None, *, out: Tensor | None = None
 ) -> Tensor:
-    """RMSNorm over the last dimension, ``x / sqrt(mean(x**2) + eps) * weight``, with statistics in fp32.
+    """Compute RMSNorm over the last dimension, ``x / sqrt(mean(x**2) + eps) * weight``, with statistics in fp32.
 
     Args:
         x: [..., hidden]; fp32, bf16 or fp16; contiguous.
@@ -40,7 +40,7 @@ def rms_norm(
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None
 ) -> Tensor:
-    """``residual += x`` in place, then :func:`rms_norm` of the sum, in one pass over memory.
+    """Compute ``residual += x`` in place, then :func:`rms_norm` of the sum, in one pass over memory.
 
     The norm reads the sum as it is stored, rounded to the dtype of ``residual``, so the result equals that of two
     separate operations.
@@ -76,7 +76,7 @@ def add_rms_norm(
 
 
 def rms_norm_quantize(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """:func:`rms_norm`, or :func:`add_rms_norm` if there is a residual, quantised to int8 with one scale per row.
+    """Quantise :func:`rms_norm`, or :func:`add_rms_norm` if there is a residual, to int8 with one scale per row.
 
     The fp32 norm is quantised directly, without rounding it to the dtype of ``x``; otherwise the quantisation is that
     of :func:`fastinfer.ops.quantize_int8`.
@@ -110,7 +110,7 @@ def rms_norm_quantize(x: Tensor, residual: Tensor | None, weight: Tensor, eps: f
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, out: Tensor | None = None) -> Tensor:
-    """LayerNorm over the last dimension, ``(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias``.
+    """Compute LayerNorm over the last dimension, ``(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias``.
 
     Statistics are computed in fp32: first the mean, then the (biased) variance of the differences to it.
 

@@ -10,7 +10,7 @@ FLOATS, HALVES = (FP32, BF16, FP16), (BF16, FP16)
 SAME = "the same"  # must be the dtype of the operator's first tensor
 
 SHORT_NAMES: dict[torch.dtype | str, str] = {FP32: "fp32", BF16: "bf16", FP16: "fp16", FP8: "fp8"}
-MOST = 2**31
+MOST = 2**31  # end of a range without an upper limit
 ANY, BLOCKS_OF_32 = range(1, MOST), range(32, MOST, 32)
 CUDA_HEAD_DIMS = (64, 80, 96, 128, 256)
 
@@ -19,7 +19,7 @@ NOT_YET_RUN = {"cuda": "not yet run on a GPU"}
 
 
 @dataclass(frozen=True)
-class Takes:
+class Support:
     """Supported values of an operator on one device; ``None`` for a property that the operator does not have.
 
     Attributes:
@@ -40,19 +40,19 @@ class Takes:
 
 
 QUANTIZED_CACHES = (INT8, FP8, UINT8)
-ELEMENTWISE = Takes()
-NORM = Takes(weight_dtype=(FP32, SAME))
-STORE = Takes(cache_dtype=(*FLOATS, *QUANTIZED_CACHES), head_dim=ANY)
+ELEMENTWISE = Support()
+NORM = Support(weight_dtype=(FP32, SAME))
+STORE = Support(cache_dtype=(*FLOATS, *QUANTIZED_CACHES), head_dim=ANY)
 ATTENTION = STORE
-CUDA_ATTENTION = Takes(HALVES, cache_dtype=(SAME, *QUANTIZED_CACHES), head_dim=CUDA_HEAD_DIMS)
-DENSE = Takes(weight_dtype=FLOATS, in_features=ANY)
-CUDA_DENSE = Takes(HALVES, weight_dtype=(SAME,), in_features=range(8, MOST, 8))
-INT8_WEIGHT = Takes(weight_dtype=(INT8,), in_features=BLOCKS_OF_32, activation_bits=(8, 16, 32))
+CUDA_ATTENTION = Support(HALVES, cache_dtype=(SAME, *QUANTIZED_CACHES), head_dim=CUDA_HEAD_DIMS)
+DENSE = Support(weight_dtype=FLOATS, in_features=ANY)
+CUDA_DENSE = Support(HALVES, weight_dtype=(SAME,), in_features=range(8, MOST, 8))
+INT8_WEIGHT = Support(weight_dtype=(INT8,), in_features=BLOCKS_OF_32, activation_bits=(8, 16, 32))
 INT4_WEIGHT = replace(INT8_WEIGHT, weight_dtype=(UINT8,))
-TABLE_WEIGHT = replace(INT4_WEIGHT, activation_bits=None)
-W8A8 = Takes((INT8,), weight_dtype=(INT8,), in_features=range(32, 131_041, 32))
-PACK8 = Takes((INT8,), in_features=BLOCKS_OF_32)
-PACK4 = Takes((UINT8,), in_features=BLOCKS_OF_32)
+LUT_WEIGHT = replace(INT4_WEIGHT, activation_bits=None)
+W8A8 = Support((INT8,), weight_dtype=(INT8,), in_features=range(32, 131_041, 32))
+PACK8 = Support((INT8,), in_features=BLOCKS_OF_32)
+PACK4 = Support((UINT8,), in_features=BLOCKS_OF_32)
 
 # Operators that support the same on CPU and CUDA.
 ON_BOTH = {
@@ -67,38 +67,38 @@ ON_BOTH = {
     "softcap": ELEMENTWISE,
     "embedding": ELEMENTWISE,
     "permute_columns": ELEMENTWISE,
-    "rotary_embedding": Takes(head_dim=ANY),
+    "rotary_embedding": Support(head_dim=ANY),
     "norm_rotary_store": replace(STORE, weight_dtype=(FP32, SAME)),
     "store_kv_cache": STORE,
-    "merge_attention_states": Takes(head_dim=ANY),
+    "merge_attention_states": Support(head_dim=ANY),
     "route_experts": ELEMENTWISE,
     "combine_experts": ELEMENTWISE,
-    "add_lora": Takes(weight_dtype=FLOATS),
+    "add_lora": Support(weight_dtype=FLOATS),
     "w8a8_gemm": W8A8,
     "int8_pack": PACK8,
     "int4_pack": PACK4,
     "int8_dequantize": PACK8,
     "int4_dequantize": PACK4,
-    "sample": Takes((FP32,)),
+    "sample": Support((FP32,)),
 }
 
 
-def _on_cuda(takes: Takes) -> Takes:
-    """Limits of a product with a quantised weight on CUDA: 16-bit activations, which are not quantised."""
-    return replace(takes, dtype=HALVES, activation_bits=takes.activation_bits and (32,))
+def _on_cuda(support: Support) -> Support:
+    """Restrict a product with a quantised weight to what CUDA supports: 16-bit activations, not quantised."""
+    return replace(support, dtype=HALVES, activation_bits=support.activation_bits and (32,))
 
 
-TABLE: dict[str, dict[str, Takes]] = {
-    **{op: {"cpu": takes, "cuda": takes} for op, takes in ON_BOTH.items()},
+TABLE: dict[str, dict[str, Support]] = {
+    **{op: {"cpu": support, "cuda": support} for op, support in ON_BOTH.items()},
     "paged_attention": {"cpu": ATTENTION, "cuda": CUDA_ATTENTION},
     "paged_attention_plan": {
-        "cpu": Takes((torch.int32,), head_dim=ANY),
-        "cuda": Takes((torch.int32,), head_dim=CUDA_HEAD_DIMS),
+        "cpu": Support((torch.int32,), head_dim=ANY),
+        "cuda": Support((torch.int32,), head_dim=CUDA_HEAD_DIMS),
     },
     **{op: {"cpu": DENSE, "cuda": CUDA_DENSE} for op in ("gemm", "grouped_gemm")},
     **{op: {"cpu": INT8_WEIGHT, "cuda": _on_cuda(INT8_WEIGHT)} for op in ("int8_gemm", "grouped_int8_gemm")},
     **{op: {"cpu": INT4_WEIGHT, "cuda": _on_cuda(INT4_WEIGHT)} for op in ("int4_gemm", "grouped_int4_gemm")},
-    **{op: {"cpu": TABLE_WEIGHT, "cuda": _on_cuda(TABLE_WEIGHT)} for op in ("lut_gemm", "grouped_lut_gemm")},
+    **{op: {"cpu": LUT_WEIGHT, "cuda": _on_cuda(LUT_WEIGHT)} for op in ("lut_gemm", "grouped_lut_gemm")},
 }
 
 
@@ -145,28 +145,28 @@ def supported(
     Traceback (most recent call last):
     ValueError: rms_norm has no head_dim, only dtype, weight_dtype
     """
-    takes = _takes(op, torch.device(device).type)
-    asked = {
+    support = _support(op, torch.device(device).type)
+    requested = {
         "weight_dtype": weight_dtype,
         "cache_dtype": cache_dtype,
         "head_dim": head_dim,
         "in_features": in_features,
         "activation_bits": activation_bits,
     }
-    asked = {name: value for name, value in asked.items() if value is not None}
-    known = [field.name for field in fields(Takes) if getattr(takes, field.name) is not None]
-    if unknown := [name for name in asked if name not in known]:
+    requested = {name: value for name, value in requested.items() if value is not None}
+    known = [field.name for field in fields(Support) if getattr(support, field.name) is not None]
+    if unknown := [name for name in requested if name not in known]:
         raise ValueError(f"{op} has no {', '.join(unknown)}, only {', '.join(known)}")
     if cache_dtype == UINT8 and (head_dim or 0) % 2:
         return False
     return any(
-        all(value in _values(takes, name, first) for name, value in asked.items())
-        for first in takes.dtype
+        all(value in _values(support, name, first) for name, value in requested.items())
+        for first in support.dtype
         if dtype in (None, first)
     )
 
 
-def _takes(op: str, device: str) -> Takes:
+def _support(op: str, device: str) -> Support:
     if op not in TABLE:
         raise ValueError(f"op must be one of {', '.join(sorted(TABLE))}, got {op!r}")
     if device not in DEVICES:
@@ -174,44 +174,44 @@ def _takes(op: str, device: str) -> Takes:
     return TABLE[op][device]
 
 
-def _values(takes: Takes, name: str, first: torch.dtype) -> range | tuple[object, ...]:
-    values = getattr(takes, name)
+def _values(support: Support, name: str, first: torch.dtype) -> range | tuple[object, ...]:
+    values = getattr(support, name)
     return values if isinstance(values, range) else tuple(first if value == SAME else value for value in values)
 
 
 def devices(op: str) -> str:
-    """Devices of an operator, as in its docstring: ``"CPU, CUDA (not yet run on a GPU)"``."""
+    """Return the devices of an operator, as in its docstring: ``"CPU, CUDA (not yet run on a GPU)"``."""
     notes = {device: f" ({NOT_YET_RUN[device]})" if device in NOT_YET_RUN else "" for device in TABLE[op]}
     return ", ".join(DEVICES[device] + note for device, note in notes.items())
 
 
 def cell(op: str, device: str) -> str:
-    """Summary of what an operator supports on a device, for a cell of the README's table."""
-    takes = _takes(op, device)
-    parts = [_dtypes(takes.dtype)]
-    if takes.cache_dtype:
+    """Summarise what an operator supports on a device, for a cell of the README's table."""
+    support = _support(op, device)
+    parts = [_dtypes(support.dtype)]
+    if support.cache_dtype:
         parts.append(f"{_dtypes(QUANTIZED_CACHES, 'int4')} caches")
-    if isinstance(takes.head_dim, tuple):
-        parts.append(f"head sizes {_integers(takes.head_dim)}")
+    if isinstance(support.head_dim, tuple):
+        parts.append(f"head sizes {_integers(support.head_dim)}")
     return "; ".join(parts)
 
 
 def markdown() -> str:
-    """Table of all operators in Markdown; devices that support the same share a row."""
+    """Return the table of all operators in Markdown; devices that support the same share a row."""
     rows = [
         ["operator", "devices", "dtype", "weight", "KV cache", "head size", "inputs", "`activation_bits`"],
         ["---"] * 8,
     ]
     for op, by_device in sorted(TABLE.items()):
-        for takes in dict.fromkeys(by_device.values()):
-            names = [DEVICES[device] for device, same in by_device.items() if same == takes]
+        for support in dict.fromkeys(by_device.values()):
+            names = [DEVICES[device] for device, same in by_device.items() if same == support]
             columns = [
-                _dtypes(takes.dtype),
-                _dtypes(takes.weight_dtype),
-                _dtypes(takes.cache_dtype, "int4"),
-                _integers(takes.head_dim),
-                _integers(takes.in_features),
-                _integers(takes.activation_bits),
+                _dtypes(support.dtype),
+                _dtypes(support.weight_dtype),
+                _dtypes(support.cache_dtype, "int4"),
+                _integers(support.head_dim),
+                _integers(support.in_features),
+                _integers(support.activation_bits),
             ]
             rows.append([f"`{op}`", ", ".join(names), *columns])
     notes = [f"{DEVICES[device]}: {note}." for device, note in NOT_YET_RUN.items()]

@@ -10,18 +10,23 @@ from torch import Tensor
 from fastinfer.quantize.rounding import Grid
 from fastinfer.quantize.statistics import InputStatistics
 
-EXPONENTS = 20
-SHRINKS = 20
+EXPONENTS = 20  # exponents that search_scales tries
+SHRINKS = 20  # fractions of the range that search_clipping tries
 LEAST_SHRINK = 0.5
 
 
 def search_scales(
     values: Tensor, statistics: InputStatistics, bits: int, group_size: int, symmetric: bool = False
 ) -> Tensor:
-    """Search for the scales [in_features] of a weight [rows, in_features] with the smallest error of the output.
+    """Search for the scales of the inputs, [in_features] fp32, with the smallest error of the output.
 
     The candidates are ``mean_abs ** a`` for a in 0, 1/20, ... 19/20, normalised so that the product of the largest and
     the smallest scale is 1.
+
+    Args:
+        values: [rows, in_features] fp32, the weight.
+        statistics: statistics of its inputs.
+        bits, group_size, symmetric: see :meth:`Grid.of`.
     """
     best, scales = float("inf"), torch.ones(values.shape[1])
     importance = statistics.mean_abs.clamp(min=1e-4)
@@ -41,7 +46,13 @@ def search_clipping(
 ) -> Grid:
     """Search for the clipping range of each group with the smallest sum of rounding and clipping errors.
 
-    The error of each group is computed independently, with the correlations among the group's own inputs.
+    The error of each group is computed independently, with the correlations among the group's own inputs. The fractions
+    of the range are 1, 1 - 1/40, ... 1 - 19/40.
+
+    Args:
+        values: [rows, in_features] fp32, the weight.
+        statistics: statistics of its inputs.
+        bits, group_size, symmetric: see :meth:`Grid.of`.
     """
     groups = values.shape[1] // group_size
     blocks = statistics.hessian.view(groups, group_size, groups, group_size)

@@ -21,13 +21,13 @@ from fastinfer.models.config import Precision
 from fastinfer.models.kv_cache import KVCache, num_blocks_for
 from fastinfer.models.loader import DecoderLoader
 from fastinfer.quantize.statistics import InputStatistics
-from fastinfer.weights.weight import LinearOptions, Weight, normalized
+from fastinfer.weights.weight import LinearOptions, Weight, apply_norm
 
 BLOCK_SIZE = 32
 
 
 @dataclass(eq=False)
-class Calibrated(Weight):
+class CalibratedWeight(Weight):
     """Weight that quantises itself in its first product, from the statistics of that product's inputs.
 
     Attributes:
@@ -43,7 +43,7 @@ class Calibrated(Weight):
     names: tuple[str, ...]
     values: Tensor
     bias: Tensor | None
-    quantize: Callable[["Calibrated", InputStatistics], None]
+    quantize: Callable[["CalibratedWeight", InputStatistics], None]
     result: Unpacked | None = None
     input_scales: Tensor | None = None
     error: float = 0.0
@@ -54,7 +54,7 @@ class Calibrated(Weight):
         return self.values.shape[0]
 
     def linear(self, x: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
-        x = normalized(x, options)
+        x = apply_norm(x, options)
         if self._effective is None:
             statistics = InputStatistics.of(x)
             self.quantize(self, statistics)
@@ -66,21 +66,21 @@ class Calibrated(Weight):
         return ops.gemm(x, self._effective, bias=self.bias, **options)
 
     def rows(self, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
-        raise ValueError("a weight under calibration is no embedding")
+        raise ValueError("a weight under calibration cannot be an embedding: call linear instead of rows")
 
 
 class _CalibratedLoader(DecoderLoader):
-    """Builds layers whose weights are :class:`Calibrated`, and keeps a list of them."""
+    """Builds layers whose weights are :class:`CalibratedWeight`, and keeps a list of them."""
 
     def __init__(
-        self, checkpoint: Checkpoint, length: int, quantize: Callable[[Calibrated, InputStatistics], None]
+        self, checkpoint: Checkpoint, length: int, quantize: Callable[[CalibratedWeight, InputStatistics], None]
     ) -> None:
         super().__init__(checkpoint, Precision.of("float32"), length, "cpu")
         self._quantize = quantize
-        self.waiting: list[Calibrated] = []
+        self.waiting: list[CalibratedWeight] = []
 
     def weight(self, names: tuple[str, ...], unpacked: Unpacked, bias: Tensor | None) -> Weight:
-        weight = Calibrated(names, unpacked.dequantize(), bias, self._quantize)
+        weight = CalibratedWeight(names, unpacked.dequantize(), bias, self._quantize)
         self.waiting.append(weight)
         return weight
 
@@ -89,8 +89,8 @@ class _CalibratedLoader(DecoderLoader):
 def calibrate(
     checkpoint: Checkpoint,
     texts: list[list[int]],
-    quantize: Callable[[Calibrated, InputStatistics], None],
-) -> Iterator[list[Calibrated]]:
+    quantize: Callable[[CalibratedWeight, InputStatistics], None],
+) -> Iterator[list[CalibratedWeight]]:
     """Quantise a model layer by layer.
 
     Args:

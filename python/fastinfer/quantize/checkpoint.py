@@ -10,7 +10,7 @@ from fastinfer.errors import RequestError, UnsupportedModelError
 from fastinfer.formats.safetensors_folder import weight_file_bytes
 from fastinfer.formats.unpacked import concatenate
 from fastinfer.models.hf_checkpoint import HFCheckpoint
-from fastinfer.quantize.calibration import Calibrated, calibrate
+from fastinfer.quantize.calibration import CalibratedWeight, calibrate
 from fastinfer.quantize.layer import QuantizedLayer, assemble, fold_target
 from fastinfer.quantize.layout import WriterSettings
 from fastinfer.quantize.methods import Method
@@ -71,7 +71,7 @@ def quantize_checkpoint(
         int8_activations=method.name == "w8a8",
     )
 
-    def quantize(weight: Calibrated, statistics: InputStatistics) -> None:
+    def quantize(weight: CalibratedWeight, statistics: InputStatistics) -> None:
         method.quantize(weight, statistics, fold_target(weight.names[0], config) is not None)
 
     with CheckpointWriter(out, source, FORMATS[method.name], settings) as writer:

@@ -95,5 +95,9 @@ class CompressedTensorsLayout:
 def _plain(weight: Int8) -> dict[str, Tensor]:
     rows, _ = weight.shape
     if weight.mins is not None or weight.permutation is not None or weight.scales.shape != (rows, 1):
-        raise QuantizationError("expected one scale per row, no minimums and no permutation with int8_activations")
+        given = [name for name in ("mins", "permutation") if getattr(weight, name) is not None]
+        raise QuantizationError(
+            "expected one scale per row, no minimums and no permutation with int8_activations, "
+            f"got {' and '.join([f'scales {list(weight.scales.shape)}', *given])} for {rows} rows"
+        )
     return {"weight": weight.q, "weight_scale": weight.scales.float()}

@@ -12,7 +12,7 @@ from fastinfer.formats.unpacked import Unpacked
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig
 from fastinfer.ops.pack import TILE_ROWS
-from fastinfer.quantize.calibration import Calibrated
+from fastinfer.quantize.calibration import CalibratedWeight
 from fastinfer.quantize.methods import fold_into_rows
 
 
@@ -41,7 +41,7 @@ def fold_target(name: str, config: ModelConfig) -> str | None:
     return None
 
 
-def assemble(calibrated: list[Calibrated], checkpoint: Checkpoint) -> QuantizedLayer:
+def assemble(calibrated: list[CalibratedWeight], checkpoint: Checkpoint) -> QuantizedLayer:
     """Split the calibrated weights of a layer into modules and fold their input scales."""
     config, layer = checkpoint.config, QuantizedLayer()
     for weight in calibrated:
@@ -61,7 +61,7 @@ def assemble(calibrated: list[Calibrated], checkpoint: Checkpoint) -> QuantizedL
     return layer
 
 
-def _fold(layer: QuantizedLayer, weight: Calibrated, checkpoint: Checkpoint) -> None:
+def _fold(layer: QuantizedLayer, weight: CalibratedWeight, checkpoint: Checkpoint) -> None:
     """Divide the norm or the rows that produce a weight's inputs by its input scales."""
     target, scales = fold_target(weight.names[0], checkpoint.config), weight.input_scales
     assert target is not None
@@ -76,7 +76,7 @@ def _fold(layer: QuantizedLayer, weight: Calibrated, checkpoint: Checkpoint) -> 
         layer.vectors[f"{target}.bias"] = layer.vectors[f"{target}.bias"] / scales
 
 
-def _order(weight: Calibrated) -> Tensor:
+def _order(weight: CalibratedWeight) -> Tensor:
     """Return the order of the rows in which interleaved gate and up projections follow each other."""
     numbers = torch.arange(weight.out_features)
     is_gated = len(weight.names) == 2 and weight.names[0].endswith("gate_proj")

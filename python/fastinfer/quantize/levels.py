@@ -42,8 +42,9 @@ class Levels:
         if weight.permutation is not None:
             raise QuantizationError("expected inputs in the model's order, got a permutation")
         scales = weight.scales.half()
-        if not torch.equal(scales.float(), weight.scales.float()):
-            raise QuantizationError("expected scales that fp16 holds")
+        inexact = scales.float() != weight.scales.float()
+        if bool(inexact.any()):
+            raise QuantizationError(f"expected scales that fp16 holds, got {float(weight.scales[inexact][0])}")
         if isinstance(weight, Int8):
             q, offset, middle = weight.q.view(torch.uint8) ^ 0x80, INT8_ZERO, INT8_ZERO
         else:
@@ -53,8 +54,10 @@ class Levels:
         else:
             quotients = offset - weight.mins.float() / weight.scales.float()
             zeros = quotients.round()
-            if not bool(((quotients - zeros).abs() <= WHOLE).all()):
-                raise QuantizationError("expected minimums that are whole multiples of their scales")
+            is_whole = (quotients - zeros).abs() <= WHOLE
+            if not bool(is_whole.all()):
+                got = float((offset - quotients)[~is_whole][0])
+                raise QuantizationError(f"expected minimums that are whole multiples of their scales, got {got} times")
         highest = max(int(q.max()), int(zeros.max()))
         if highest >= 2**bits or int(zeros.min()) < 0:
             raise QuantizationError(
@@ -62,5 +65,8 @@ class Levels:
                 f"and zero points {int(zeros.min())} .. {int(zeros.max())}"
             )
         if symmetric and bool((zeros != 2 ** (bits - 1)).any()):
-            raise QuantizationError(f"expected {2 ** (bits - 1)} as every zero point of a symmetric weight")
+            raise QuantizationError(
+                f"expected {2 ** (bits - 1)} as every zero point of a symmetric weight, "
+                f"got {int(zeros.min())} .. {int(zeros.max())}"
+            )
         return cls(q, scales, zeros.byte())

@@ -9,7 +9,7 @@ from fastinfer.errors import RequestError
 from fastinfer.formats.unpacked import Grouped, Unpacked
 from fastinfer.models.config import ModelConfig
 from fastinfer.quantize.awq import search_clipping, search_scales
-from fastinfer.quantize.calibration import Calibrated
+from fastinfer.quantize.calibration import CalibratedWeight
 from fastinfer.quantize.gptq import quantize_gptq
 from fastinfer.quantize.rounding import round_rows, round_to_nearest, round_to_nf4
 from fastinfer.quantize.smoothquant import smoothing_scales
@@ -86,7 +86,7 @@ class Method:
         for width in sorted(width for width in widths if width % 32):
             raise RequestError(f"quantised layers must have a multiple of 32 inputs, got {width}")
 
-    def quantize(self, weight: Calibrated, statistics: InputStatistics, can_fold: bool) -> None:
+    def quantize(self, weight: CalibratedWeight, statistics: InputStatistics, can_fold: bool) -> None:
         """Set the weight's ``result``, and its ``input_scales`` if the method scales inputs.
 
         Args:

@@ -1,4 +1,8 @@
-"""Rounding to nearest, with scales and zero points per group of inputs."""
+"""Rounding to nearest, with scales and zero points per group of inputs.
+
+The functions take weights as [rows, cols] fp32; ``group_size`` is the number of inputs that share a scale and must
+divide ``cols``.
+"""
 
 from dataclasses import dataclass
 
@@ -74,6 +78,7 @@ class Grid:
         return q.flatten(1)
 
     def dequantize(self, q: Tensor) -> Tensor:
+        """Return the values [rows, cols] fp32 of levels ``q``, the inverse of :meth:`quantize`."""
         groups: Tensor = q.unflatten(1, (self.scales.shape[1], -1))
         return ((groups - self.zeros[..., None]) * self.scales[..., None]).flatten(1)
 
@@ -92,13 +97,13 @@ class Grid:
 
 
 def round_to_nearest(values: Tensor, bits: int, group_size: int, symmetric: bool = False) -> Int4 | Int8:
-    """Round each weight [rows, cols] to the nearest level of its group's grid."""
+    """Round each weight to the nearest level of its group's grid; see :meth:`Grid.of` for the arguments."""
     grid = Grid.of(values, bits, group_size, symmetric)
     return grid.unpacked(grid.quantize(values))
 
 
 def round_to_int8(values: Tensor, group_size: int) -> Int8:
-    """Round each weight to a multiple -127 .. 127 of its group's scale."""
+    """Round each weight to a multiple -127 .. 127 of its group's fp16 scale."""
     groups = values.unflatten(1, (-1, group_size))
     scales = (groups.abs().amax(-1) / 127).half()
     steps = scales.float().clamp(min=torch.finfo(torch.float32).tiny)

@@ -27,7 +27,11 @@ class InputStatistics:
         return cls(x.T @ x / len(x), magnitudes.mean(0), magnitudes.amax(0))
 
     def output_error(self, change: Tensor) -> float:
-        """Return the mean squared error of the output, summed over its features, for a change of the weight."""
+        """Return the mean squared error of the output, summed over its features.
+
+        Args:
+            change: [rows, in_features] fp32, the change of the weight that causes the error.
+        """
         return float((change @ self.hessian).mul_(change).sum())
 
     def scaled(self, scales: Tensor) -> "InputStatistics":

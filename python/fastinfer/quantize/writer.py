@@ -59,7 +59,8 @@ class CheckpointWriter:
         self, out: Path, source: Path, fmt: str, settings: WriterSettings, shard_bytes: int = SHARD_BYTES
     ) -> None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise QuantizationError(f"{out}: expected a new or empty folder")
+            got = "one with files" if out.is_dir() else "a file"
+            raise QuantizationError(f"{out}: expected a new or empty folder, got {got}")
         self._source = SafetensorsFolder(source)
         self._config = JsonFields.read(source / "config.json", CheckpointFormatError).values
         self._layout = _layout(fmt, settings, self._dtype())

@@ -9,7 +9,7 @@ from tokenizers.models import BPE
 
 from fastinfer.errors import GGUFFormatError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile
-from fastinfer.tokenizers.pre_tokenizers import COMPOSE, PRE_TOKENIZERS, TAKE_WHOLE_WORDS
+from fastinfer.tokenizers.pre_tokenizers import IGNORE_MERGES, NORMALIZE_NFC, PRE_TOKENIZERS
 from fastinfer.tokenizers.sentencepiece import SentencePieceBPE
 from fastinfer.tokenizers.vocabulary import END_TOKENS, MARKER, Vocabulary, byte_level_bytes, sentencepiece_bytes
 
@@ -59,7 +59,7 @@ class _Tokens:
         self.control |= markers
 
     def special_id(self, name: str) -> int | None:
-        """Id of a special token (``bos``, ``eos``, ``unknown``, ...), or None if the file does not name it."""
+        """Return the id of a special token (``bos``, ``eos``, ``unknown``, ...); None if the file does not name it."""
         key = f"tokenizer.ggml.{name}_token_id"
         return self.file.get(key, int, None, minimum=0, maximum=len(self.spellings) - 1)
 
@@ -92,9 +92,9 @@ def _byte_level(file: GGUFFile, tokens: _Tokens) -> tuple[Vocabulary, Encode]:
     pre = file.get("tokenizer.ggml.pre", str, "default")
     if pre not in PRE_TOKENIZERS:
         raise UnsupportedModelError(f"pre-tokenizer {pre!r} is not supported; known are {', '.join(PRE_TOKENIZERS)}")
-    whole_words = pre in TAKE_WHOLE_WORDS
+    ignore_merges = pre in IGNORE_MERGES
     try:
-        model = BPE(vocab=tokens.ids, merges=merges, ignore_merges=whole_words)
+        model = BPE(vocab=tokens.ids, merges=merges, ignore_merges=ignore_merges)
     except Exception as error:  # the library raises plain Exception for a merge of unknown tokens
         raise GGUFFormatError(f"{file.path}: metadata key 'tokenizer.ggml.merges': {error}") from None
     # Two front ends that share one model in memory: only the second one finds special tokens in a text.
@@ -105,14 +105,14 @@ def _byte_level(file: GGUFFile, tokens: _Tokens) -> tuple[Vocabulary, Encode]:
     def encode(text: str, parse_special: bool) -> list[int]:
         return (parsing if parse_special else plain).encode(text, add_special_tokens=False).ids
 
-    vocabulary = tokens.vocabulary(to_bytes=byte_level_bytes, literal=True, add_bos=whole_words, adds_space=False)
+    vocabulary = tokens.vocabulary(to_bytes=byte_level_bytes, literal=True, add_bos=ignore_merges, adds_space=False)
     return vocabulary, encode
 
 
 def _backend(model: BPE, pre: str) -> Backend:
     backend = Backend(model)
     backend.pre_tokenizer = PRE_TOKENIZERS[pre]()
-    if pre in COMPOSE:
+    if pre in NORMALIZE_NFC:
         backend.normalizer = normalizers.NFC()
     return backend
 

@@ -46,52 +46,37 @@ def read_tokenizer(folder: Path) -> tuple[Vocabulary, Callable[[str, bool], list
             f"{folder}: expected a tokenizer.json, but {only}; "
             "transformers writes one: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
         )
-    names = _SpecialNames(folder)
+    settings = _TokenizerSettings(folder)
     backend = _read_backend(path)
-    if unknown := [name for name in (names.bos, names.eos) if name and backend.token_to_id(name) is None]:
-        raise CheckpointFormatError(f"{path}: the special token {unknown[0]!r:.80} is missing")
-    # Some files have these only as tokens of the model, not as added tokens; their spelling still means the token.
-    special_tokens = [AddedToken(name, normalized=False) for name in (names.bos, names.eos) if name]
-    for token in backend.get_added_tokens_decoder().values():
-        if MARKER.fullmatch(token.content):
-            token.special = True
-            special_tokens.append(token)
-    backend.add_special_tokens(special_tokens)
+    _add_special_tokens(backend, settings, path)
     vocab = backend.get_vocab(with_added_tokens=True)
-    size = max([names.vocab_size, *(i + 1 for i in vocab.values())])
-    if size > MAX_VOCAB_SIZE:
-        raise CheckpointFormatError(f"{path}: expected token ids below {MAX_VOCAB_SIZE}, got {size - 1}")
-    tokens: list[str | None] = [None] * size
-    for name, token_id in vocab.items():
-        if tokens[token_id] is not None:
-            raise CheckpointFormatError(
-                f"{path}: {tokens[token_id]!r:.80} and {name!r:.80} have the same id {token_id}"
-            )
-        tokens[token_id] = name
+    tokens = _tokens_by_id(vocab, settings.vocab_size, path)
     added = backend.get_added_tokens_decoder()
     special = {i for i, token in added.items() if token.special}
     to_bytes, adds_space = _decoder(backend, path)
 
-    bos_id = vocab.get(names.bos or "", names.bos_id)
-    eos_ids = {*names.eos_ids, *(vocab[name] for name in (names.eos,) if name)}
+    bos_id = vocab.get(settings.bos or "", settings.bos_id)
+    eos_ids = {*settings.eos_ids, *(vocab[name] for name in (settings.eos,) if name)}
     eos_ids |= {i for i in special if tokens[i] in END_TOKENS}
-    if bad := [i for i in {bos_id, *eos_ids} if i is not None and i >= size]:
-        raise CheckpointFormatError(f"{folder}: expected token ids below {size} for the special tokens, got {bad[0]}")
+    if bad := [i for i in {bos_id, *eos_ids} if i is not None and i >= len(tokens)]:
+        raise CheckpointFormatError(
+            f"{folder}: expected token ids below {len(tokens)} for the special tokens, got {bad[0]}"
+        )
     prefix, suffix = _affixes(backend)
-    if bos_id is not None and names.add_bos is not None and (prefix[:1] == (bos_id,)) != names.add_bos:
-        prefix = (bos_id, *prefix) if names.add_bos else prefix[1:]
+    if bos_id is not None and settings.add_bos is not None and (prefix[:1] == (bos_id,)) != settings.add_bos:
+        prefix = (bos_id, *prefix) if settings.add_bos else prefix[1:]
     vocabulary = Vocabulary(
         tokens=tokens,
         control=frozenset(special | {i for i, token in enumerate(tokens) if token is None}),
         literal=frozenset(added.keys() - special) if to_bytes is byte_level_bytes else frozenset(),
         to_bytes=to_bytes,
         bos_id=bos_id,
-        eos_id=vocab.get(names.eos or "", min(names.eos_ids, default=None)),
+        eos_id=vocab.get(settings.eos or "", min(settings.eos_ids, default=None)),
         eos_ids=frozenset(eos_ids),
         prefix=prefix,
         suffix=suffix,
         adds_space=adds_space,
-        chat_template=names.chat_template,
+        chat_template=settings.chat_template,
     )
     lock = threading.Lock()
 
@@ -103,7 +88,7 @@ def read_tokenizer(folder: Path) -> tuple[Vocabulary, Callable[[str, bool], list
     return vocabulary, encode
 
 
-class _SpecialNames:
+class _TokenizerSettings:
     """Settings of the JSON files next to tokenizer.json.
 
     Attributes:
@@ -116,10 +101,8 @@ class _SpecialNames:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        tokenizer_config, special_tokens_map = (
-            self._read("tokenizer_config.json"),
-            self._read("special_tokens_map.json"),
-        )
+        tokenizer_config = self._read("tokenizer_config.json")
+        special_tokens_map = self._read("special_tokens_map.json")
         config, generation = self._read("config.json"), self._read("generation_config.json")
         text_config = config.object("text_config") or config
         self.bos, self.eos = (
@@ -157,6 +140,35 @@ class _SpecialNames:
         return next((t["template"] for t in templates if isinstance(t, dict) and t.get("name") == "default"), None)
 
 
+def _add_special_tokens(backend: Backend, settings: _TokenizerSettings, path: Path) -> None:
+    """Make the named special tokens, and all markers of conversations, special tokens of the backend."""
+    names = [name for name in (settings.bos, settings.eos) if name]
+    if unknown := [name for name in names if backend.token_to_id(name) is None]:
+        raise CheckpointFormatError(f"{path}: the special token {unknown[0]!r:.80} is missing")
+    # Some files have these only as tokens of the model, not as added tokens; their spelling still means the token.
+    tokens = [AddedToken(name, normalized=False) for name in names]
+    for token in backend.get_added_tokens_decoder().values():
+        if MARKER.fullmatch(token.content):
+            token.special = True
+            tokens.append(token)
+    backend.add_special_tokens(tokens)
+
+
+def _tokens_by_id(vocab: dict[str, int], vocab_size: int, path: Path) -> list[str | None]:
+    """Return the spelling of each id, at least ``vocab_size`` of them; ``None`` for ids without a token."""
+    size = max([vocab_size, *(i + 1 for i in vocab.values())])
+    if size > MAX_VOCAB_SIZE:
+        raise CheckpointFormatError(f"{path}: expected token ids below {MAX_VOCAB_SIZE}, got {size - 1}")
+    tokens: list[str | None] = [None] * size
+    for name, token_id in vocab.items():
+        if tokens[token_id] is not None:
+            raise CheckpointFormatError(
+                f"{path}: {tokens[token_id]!r:.80} and {name!r:.80} have the same id {token_id}"
+            )
+        tokens[token_id] = name
+    return tokens
+
+
 def _spelling(fields: JsonFields, name: str) -> str | None:
     """Read a token's spelling: a string, or an object with a "content"."""
     value = fields.values[name]
@@ -185,7 +197,7 @@ def _read_backend(path: Path) -> Backend:
             backend = Backend.from_str(_with_ids_of_added_tokens(text))
         moved = _moved(backend, added)
     except Exception as error:  # the library raises plain Exception
-        raise CheckpointFormatError(f"{path}: not a sound tokenizer.json: {one_line(error)}") from None
+        raise CheckpointFormatError(f"{path}: not a valid tokenizer.json: {one_line(error)}") from None
     if moved:
         raise CheckpointFormatError(
             f"{path}: the added token {moved[0]['content']!r:.80} cannot have the id {moved[0]['id']}"
@@ -196,7 +208,7 @@ def _read_backend(path: Path) -> Backend:
 
 
 def _moved(backend: Backend, added: list[Any]) -> list[Any]:
-    """Added tokens whose ids in the library differ from those in the file."""
+    """Return the added tokens whose ids in the library differ from those in the file."""
     return [token for token in added if backend.token_to_id(token["content"]) != token["id"]]
 
 
@@ -210,7 +222,7 @@ def _with_ids_of_added_tokens(text: str) -> str:
 
 
 def _affixes(backend: Backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ids that the post-processor puts before and after a text."""
+    """Return the ids that the post-processor puts before and after a text."""
     around = backend.encode("a", add_special_tokens=True)
     mask = around.special_tokens_mask
     first = mask.index(0) if 0 in mask else len(mask)
@@ -226,14 +238,14 @@ def _decoder(backend: Backend, path: Path) -> tuple[Callable[[str], bytes], bool
     if kinds == {"ByteLevel"}:
         return byte_level_bytes, False
     metaspace, replace, strip = (steps.get(name) for name in ("Metaspace", "Replace", "Strip"))
-    sound = (
+    is_known = (
         kinds <= {"Metaspace", "Replace", "ByteFallback", "Strip"}
         and (metaspace is None) != (replace is None)
         and (metaspace is None or metaspace["replacement"] == SPACE)
         and (replace is None or (replace["pattern"], replace["content"]) == ({"String": SPACE}, " "))
         and (strip is None or (strip["content"], strip["start"], strip["stop"]) == (" ", 1, 0))
     )
-    if not sound:
+    if not is_known:
         raise UnsupportedModelError(
             f"{path}: decoder {' + '.join(map(str, steps))} is not supported; known are ByteLevel, Metaspace, and "
             f"Replace of {SPACE!r} by a space, with ByteFallback, Fuse and Strip of one space at the start"

@@ -58,7 +58,8 @@ PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "deepseek-r1-qwen": _qwen2,
 }
 
-# Whole words that are tokens are encoded without merges, and the beginning-of-text token is added by default.
-TAKE_WHOLE_WORDS = frozenset({"llama3", "llama-v3", "llama-bpe", "tekken"})
-# Text is normalised to NFC first.
-COMPOSE = frozenset({"qwen2", "deepseek-r1-qwen"})
+# Their BPE encodes a word that is a token without merges (``ignore_merges`` of the tokenizers library), and by default
+# they begin a text with the beginning-of-text token.
+IGNORE_MERGES = frozenset({"llama3", "llama-v3", "llama-bpe", "tekken"})
+# They normalise a text to NFC first.
+NORMALIZE_NFC = frozenset({"qwen2", "deepseek-r1-qwen"})

@@ -120,7 +120,7 @@ class Tokenizer:
         return text.removeprefix(" ") if self._vocabulary.adds_space and not continues else text
 
     def token_bytes(self, token_id: int, skip_special_tokens: bool = True) -> bytes:
-        """Bytes of a token, which may be part of a character; b"" for a skipped special token or an id without token.
+        """Return a token's bytes, which may be part of a character; b"" for a skipped special token or an unused id.
 
         Raises:
             RequestError: the id is not in the vocabulary.

@@ -30,7 +30,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's spelling of bytes: printable Latin-1 characters are themselves, other bytes are U+0100 and up."""
+    """Return GPT-2's spelling of bytes: printable Latin-1 characters are themselves, other bytes are U+0100 and up."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -40,7 +40,7 @@ _BYTE_OF_CHAR = _byte_of_char()
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """Bytes of a byte-level token, in which each character stands for one byte."""
+    """Return the bytes of a byte-level token, in which each character stands for one byte."""
     try:
         return bytes(_BYTE_OF_CHAR[char] for char in token)
     except KeyError:  # some files spell a few tokens as plain text
@@ -48,14 +48,14 @@ def byte_level_bytes(token: str) -> bytes:
 
 
 def sentencepiece_bytes(token: str) -> bytes:
-    """Bytes of a SentencePiece token: ``<0x0A>`` is one byte, other tokens are text with ``SPACE`` for a space."""
+    """Return a SentencePiece token's bytes: ``<0x0A>`` is one byte, others are text with ``SPACE`` for a space."""
     if match := _BYTE.fullmatch(token):
         return bytes.fromhex(match[1])
     return metaspace_bytes(token)
 
 
 def metaspace_bytes(token: str) -> bytes:
-    """Bytes of a SentencePiece token in a vocabulary without byte tokens."""
+    """Return the bytes of a SentencePiece token in a vocabulary without byte tokens."""
     return token.replace(SPACE, " ").encode()
 
 

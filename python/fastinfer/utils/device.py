@@ -23,7 +23,7 @@ def resolve_device(name: str) -> str:
 
 
 def _missing_for_cuda() -> str | None:
-    """The first missing requirement of CUDA, for an error message; None if CUDA is available."""
+    """Return the first missing requirement of CUDA, for an error message; None if CUDA is available."""
     if not _C.build_info()["cuda_archs"]:
         return "a fastinfer that is built with its CUDA kernels (FASTINFER_BUILD=cuda), got one without"
     if torch.version.cuda is None:

@@ -2,10 +2,10 @@
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or the error's class if the message is empty."""
+    """Return the first line of an error's message, or the error's class if the message is empty."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def one_line(problem: object) -> str:
-    """The whole text in one line, cut after 200 characters."""
+    """Return the whole text in one line, cut after 200 characters."""
     return " ".join(str(problem).split())[:200]

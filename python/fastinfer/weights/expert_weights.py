@@ -137,7 +137,7 @@ def make_expert_weights(
 
 
 def _join(experts: Sequence[Unpacked], convert: Callable[[Any], Tensor]) -> Tensor:
-    """``convert`` each expert into one tensor [experts, ...]; unlike torch.stack, no second copy is in memory."""
+    """Convert each expert into one tensor [experts, ...]; unlike with torch.stack, no second copy is in memory."""
     first = convert(experts[0])
     joined = first.new_empty([len(experts), *first.shape])
     joined[0] = first

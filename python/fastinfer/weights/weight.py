@@ -90,7 +90,7 @@ class QuantizedWeight(Weight):
 
     def linear(self, x: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
         if self.permutation is not None:
-            x = ops.permute_columns(normalized(x, options), self.permutation)
+            x = ops.permute_columns(apply_norm(x, options), self.permutation)
         gemm = ops.int4_gemm if self.bits == 4 else ops.int8_gemm
         return gemm(
             x,
@@ -131,7 +131,7 @@ class LutWeight(Weight):
 
     def rows(self, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
         if ids is not None:
-            raise ValueError("a look-up table weight cannot be an embedding: ids must be None")
+            raise ValueError("a look-up table weight cannot be an embedding: ids must be None, got a tensor")
         ones = torch.ones_like(self.scales)
         q = ops.int4_dequantize(self.qweight, ones, torch.zeros_like(ones), self.out_features, None, torch.float32)
         scales = self.scales.transpose(1, 2).reshape(-1, self.scales.shape[1])[: self.out_features].float()
@@ -188,7 +188,8 @@ class ConcatenatedWeight(Weight):
 
     def linear(self, x: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
         if "activation" in options or "residual" in options:
-            raise ValueError("a concatenated weight supports neither activation nor residual")
+            given = " and ".join(name for name in ("activation", "residual") if name in options)
+            raise ValueError(f"a concatenated weight supports neither activation nor residual, got {given}")
         return torch.cat([part.linear(x, **options) for part in self.parts], dim=-1)
 
     def split_linear(self, x: Tensor, sizes: list[int], **options: Unpack[NormOptions]) -> tuple[Tensor, ...]:
@@ -200,12 +201,12 @@ class ConcatenatedWeight(Weight):
 
     def rows(self, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
         if ids is not None:
-            raise ValueError("a concatenated weight cannot be an embedding: ids must be None")
+            raise ValueError("a concatenated weight cannot be an embedding: ids must be None, got a tensor")
         return torch.cat([part.rows(None, dtype) for part in self.parts])
 
 
-def normalized(x: Tensor, options: LinearOptions) -> Tensor:
-    """Apply the norm of the options to the input, and remove it from the options."""
+def apply_norm(x: Tensor, options: LinearOptions) -> Tensor:
+    """Apply the norm in ``options`` to the input, and remove it from ``options``."""
     if "norm_weight" not in options:
         return x
     return ops.rms_norm(x, options.pop("norm_weight"), options.pop("eps"))

@@ -50,8 +50,8 @@ def attention_forward(
         "attention that is not causal": not causal and attention_mask is None,
         "a custom attention_mask": attention_mask is not None and not is_visible(attention_mask),
     }
-    for what, asked in refused.items():
-        if asked:
+    for what, is_requested in refused.items():
+        if is_requested:
             raise ValueError(
                 "attn_implementation='fastinfer' expects causal attention for inference, with padding and sliding "
                 f"windows at most; got {what} in {type(module).__name__}"

@@ -1,6 +1,7 @@
 """Conversion of transformers' modules to those of :mod:`fastinfer.nn`.
 
-Each conversion is checked against the outputs that the original module gave in a trial run.
+Each conversion is checked against the outputs that the original module gave in a trial run. It raises
+:class:`NotConvertible` if the outputs differ, or if no kernel supports the module.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # their frequencies depend on t
 POSITIONS_PER_CALL = 8192  # of the original module, while its rotary table is computed
 
 
-class Kept(Exception):
+class NotConvertible(Exception):
     """The module cannot be converted; the message says why."""
 
 
@@ -46,12 +47,12 @@ def convert_norm(norm: nn.Module, trial: Trial) -> RMSNorm:
     """Convert an RMSNorm, whose weight may be an offset from one."""
     weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or not isinstance(eps, float):
-        raise Kept("has no weight or no epsilon")
+        raise NotConvertible("has no weight or no epsilon")
     for unit_offset in (False, True):
         ours = RMSNorm.from_weight(weight, eps, unit_offset)
         if _agrees(ours, _calls(norm, trial)):
             return ours
-    raise Kept(DIFFERENT)
+    raise NotConvertible(DIFFERENT)
 
 
 def convert_mlp(mlp: nn.Module, trial: Trial, options: Options) -> FusedMLP:
@@ -59,7 +60,7 @@ def convert_mlp(mlp: nn.Module, trial: Trial, options: Options) -> FusedMLP:
     layers = _linears(mlp, ("gate_proj", "up_proj", "down_proj"))
     activation = _activation(getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None)))
     if not _agrees(_build(FusedMLP, *layers, activation=activation), _calls(mlp, trial)):
-        raise Kept(DIFFERENT)
+        raise NotConvertible(DIFFERENT)
     return _build(FusedMLP, *layers, activation=activation, **options.arguments())
 
 
@@ -78,14 +79,14 @@ def _activation(function: Any) -> str:
     for name, expected in known.items():
         if values is not None and torch.allclose(values, expected, rtol=0, atol=1e-5):
             return name
-    raise Kept("has no activation that the kernels know")
+    raise NotConvertible("has no activation that the kernels know")
 
 
 def convert_attention(attention: nn.Module, trial: Trial, options: Options) -> Attention:
     """Convert attention that calls transformers' attention interface, with the arguments recorded in the trial run."""
     layers = _linears(attention, ("q_proj", "k_proj", "v_proj", "o_proj"))
     if attention not in trial.attention:
-        raise Kept("does not call transformers' attention interface")
+        raise NotConvertible("does not call transformers' attention interface")
     called = trial.attention[attention]
     norms = {name: norm for name in ("q_norm", "k_norm") if (norm := getattr(attention, name, None)) is not None}
     arguments = {
@@ -98,7 +99,7 @@ def convert_attention(attention: nn.Module, trial: Trial, options: Options) -> A
         **{name: norm if isinstance(norm, RMSNorm) else convert_norm(norm, trial) for name, norm in norms.items()},
     }
     if not _agrees(_build(Attention, *layers, **arguments), _calls(attention, trial)):
-        raise Kept(DIFFERENT)
+        raise NotConvertible(DIFFERENT)
     return _build(Attention, *layers, **arguments, **options.arguments())
 
 
@@ -108,7 +109,7 @@ def fuse_layer(layer: nn.Module, trial: Trial) -> nn.Module:
     quantized = any(isinstance(module, QuantLinear) for module in layer.modules())
     for call in _calls(layer, trial):
         if not same(fused(*call.args, **call.kwargs), layer(*call.args, **call.kwargs), quantized):
-            raise Kept(DIFFERENT)
+            raise NotConvertible(DIFFERENT)
     layer.forward = fused
     return layer
 
@@ -116,7 +117,7 @@ def fuse_layer(layer: nn.Module, trial: Trial) -> nn.Module:
 def convert_linear(linear: nn.Linear, options: Options) -> QuantLinear:
     """Quantise a linear layer."""
     if options.quantize is None:
-        raise Kept("was not to be quantized")
+        raise NotConvertible("was not to be quantized")
     return _build(QuantLinear.from_linear, linear, options.quantize, options.group_size, options.activation_bits)
 
 
@@ -130,22 +131,22 @@ def convert_rotary(rotary: nn.Module, trial: Trial, others: Sequence[nn.Module],
         max_position: number of positions in the table.
 
     Raises:
-        Kept: there are such layers, the frequencies depend on the length, or the table's results differ.
+        NotConvertible: there are such layers, the frequencies depend on the length, or the table's results differ.
     """
     if others:
-        raise Kept(f"{len(others)} attention layers that stay need its cosines and sines")
+        raise NotConvertible(f"{len(others)} attention layers that stay need its cosines and sines")
     kinds = getattr(rotary, "rope_type", None)
     if any(kind in LENGTH_DEPENDENT_ROPE for kind in (kinds.values() if isinstance(kinds, Mapping) else (kinds,))):
-        raise Kept("its frequencies change with the length")
+        raise NotConvertible("its frequencies change with the length")
     tables: dict[str | None, Tensor] = {}
     for call in _calls(rotary, trial):
         if not isinstance(call.output, tuple):
-            raise Kept(DIFFERENT)
+            raise NotConvertible(DIFFERENT)
         x, positions, layer_type = _rotary_arguments(*call.args, **call.kwargs)
         table = _rotary_table(rotary, x.device, max_position, layer_type)
         cos, sin = table[positions].to(x.dtype).chunk(2, -1)
         if not same(torch.cat((cos, cos, sin, sin), -1), torch.cat(call.output, -1)):
-            raise Kept(DIFFERENT)
+            raise NotConvertible(DIFFERENT)
         tables[layer_type] = table  # both calls of a type give the same table
     return RotaryEmbedding(tables)
 
@@ -171,13 +172,13 @@ def _linears(module: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
     layers = [getattr(module, name, None) for name in names]
     for name, layer in zip(names, layers, strict=True):
         if type(layer) not in (nn.Linear, QuantLinear):
-            raise Kept(f"has no plain linear layer {name}")
+            raise NotConvertible(f"has no plain linear layer {name}")
     return layers  # type: ignore[return-value]
 
 
 def _calls(module: nn.Module, trial: Trial) -> list[Call]:
     if module not in trial.calls:
-        raise Kept("did not run in a trial")
+        raise NotConvertible("did not run in a trial")
     return trial.calls[module]
 
 
@@ -185,11 +186,11 @@ def _agrees(ours: nn.Module, calls: Sequence[Call]) -> bool:
     try:
         return all(call.agrees(ours) for call in calls)
     except (RuntimeError, TypeError, ValueError) as error:  # ours does not support these inputs, dtypes or sizes
-        raise Kept(str(error)) from None
+        raise NotConvertible(str(error)) from None
 
 
 def _build(make: Callable[..., Module], *args: Any, **kwargs: Any) -> Module:
     try:
         return make(*args, **kwargs)
     except ValueError as error:
-        raise Kept(str(error)) from None
+        raise NotConvertible(str(error)) from None

@@ -196,7 +196,7 @@ class FastinferQuantizer(HfQuantizer):
             for name in list(self.layers):
                 self.quantize(model, name)
                 _untie(model, name)
-        for _, layer in _quantised(model):
+        for _, layer in _quantized_layers(model):
             layer.finish_loading(self.pre_quantized)
         model.requires_grad_(False)
         return model
@@ -205,7 +205,7 @@ class FastinferQuantizer(HfQuantizer):
         merged = [name for name, module in model.named_modules() if isinstance(module, (Attention, FusedMLP))]
         if merged:
             raise ValueError(f"modules whose layers replace() has merged cannot be dequantised, got {merged[0]}")
-        for name, layer in list(_quantised(model)):
+        for name, layer in list(_quantized_layers(model)):
             linear = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
             linear.weight = nn.Parameter(layer.dequantize().to(dtype), requires_grad=False)
             linear.bias = layer.bias  # type: ignore[assignment]
@@ -219,12 +219,12 @@ def config_of(model: "PreTrainedModel") -> FastinferConfig | None:
     return config if isinstance(config, FastinferConfig) else None
 
 
-def mark_quantised(model: "PreTrainedModel", config: FastinferConfig) -> None:
+def mark_quantized(model: "PreTrainedModel", config: FastinferConfig) -> None:
     """Make a model whose layers were quantised in place save and load like one quantised while loading."""
     config.modules_to_not_convert = [name for name, module in model.named_modules() if _is_dense(model, name, module)]
     if isinstance(output := model.get_output_embeddings(), QuantLinear):
         config.lm_head = output.kind
-    for name, _ in _quantised(model):
+    for name, _ in _quantized_layers(model):
         _untie(model, name)
     quantizer = FastinferQuantizer(config, pre_quantized=True)
     model.hf_quantizer = quantizer
@@ -244,7 +244,7 @@ def _untie(model: "PreTrainedModel", name: str) -> None:
             config.tie_word_embeddings = False
 
 
-def _quantised(model: nn.Module) -> Iterator[tuple[str, QuantLinear]]:
+def _quantized_layers(model: nn.Module) -> Iterator[tuple[str, QuantLinear]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, QuantLinear))
 
 

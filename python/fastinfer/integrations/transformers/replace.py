@@ -11,8 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fastinfer.integrations.transformers import conversions
-from fastinfer.integrations.transformers.quantizer import FastinferConfig, config_of, mark_quantised
-from fastinfer.integrations.transformers.trial import run_trial
+from fastinfer.integrations.transformers.quantizer import FastinferConfig, config_of, mark_quantized
+from fastinfer.integrations.transformers.trial import Trial, run_trial
 from fastinfer.nn.attention import Attention
 from fastinfer.nn.decoder_layer import is_fusible
 from fastinfer.nn.linear import KINDS, Linear, QuantLinear
@@ -92,76 +92,140 @@ def replace(
     if group_size is not None and (group_size < 32 or group_size % 32):
         raise ValueError(f"group_size must be a multiple of 32, got {group_size}")
 
-    config = None if quantize is None else FastinferConfig(quantize, group_size, activation_bits, lm_head=lm_head)
-    before = config_of(model)
-    if config is not None and before is not None:
-        if config.form != before.form and any(
-            type(module) in (nn.Linear, Linear) and module is not model.get_output_embeddings()
-            for module in model.modules()
-        ):
-            raise ValueError(
-                "kind, group_size and activation_bits must be those that the model is quantised with, so that it can "
-                f"be saved: expected {before.form}, got {config.form}"
-            )
-        config = FastinferConfig(*before.form, lm_head=lm_head)
+    config = _quantization_config(model, quantize, group_size, activation_bits, lm_head)
     model.eval().requires_grad_(False)
-    trial = run_trial(model)
     layers = conversions.Options(quantize, group_size, activation_bits)
     output = conversions.Options(quantize and lm_head, group_size, max(activation_bits, 16))
-    report = Replacement()
+    replacer = _Replacer(model, run_trial(model), skip)
+    if fuse:
+        replacer.replace_attention(layers)
+        replacer.replace_mlps(layers)
+    replacer.replace_norms()
+    if fuse:
+        replacer.replace_rotary_embeddings()
+        replacer.fuse_layers()
+    if quantize is not None:
+        replacer.quantize_linears(layers, output)
+    replacer.report_rest(quantize)
+    # A quantizer of another library stays responsible for saving the model.
+    if config is not None and (config_of(model) is not None or getattr(model, "hf_quantizer", None) is None):
+        mark_quantized(model, config)
+    return replacer.report
 
-    def convert(name: str, module: nn.Module, conversion: Callable[[], nn.Module], became: str | None = None) -> None:
+
+def _quantization_config(
+    model: PreTrainedModel, quantize: str | None, group_size: int | None, activation_bits: int, lm_head: str | None
+) -> FastinferConfig | None:
+    """Return the configuration with which the quantised model is saved; ``None`` without ``quantize``.
+
+    Raises:
+        ValueError: it differs from that of the layers that are quantised already.
+    """
+    if quantize is None:
+        return None
+    config = FastinferConfig(quantize, group_size, activation_bits, lm_head=lm_head)
+    before = config_of(model)
+    if before is None:
+        return config
+    dense = (module for module in model.modules() if type(module) in (nn.Linear, Linear))
+    if config.form != before.form and any(module is not model.get_output_embeddings() for module in dense):
+        raise ValueError(
+            "kind, group_size and activation_bits must be those that the model is quantised with, so that it can "
+            f"be saved: expected {before.form}, got {config.form}"
+        )
+    return FastinferConfig(*before.form, lm_head=lm_head)
+
+
+class _Replacer:
+    """Replaces the modules of a model, one kind after the other.
+
+    Args:
+        model: model to change.
+        trial: record of its trial run.
+        skip: patterns of the names of modules to keep.
+
+    Attributes:
+        report: modules that were replaced or kept so far.
+    """
+
+    def __init__(self, model: PreTrainedModel, trial: Trial, skip: Sequence[str]) -> None:
+        self.report = Replacement()
+        self._model = model
+        self._trial = trial
+        self._skip = skip
+
+    def replace_attention(self, options: conversions.Options) -> None:
+        for name, module in self._modules(lambda m: self._attends(m) or type(m).__name__.endswith("Attention")):
+            self._replace(name, module, partial(conversions.convert_attention, module, self._trial, options))
+
+    def replace_mlps(self, options: conversions.Options) -> None:
+        for name, module in self._modules(lambda m: hasattr(m, "gate_proj")):
+            self._replace(name, module, partial(conversions.convert_mlp, module, self._trial, options))
+
+    def replace_norms(self) -> None:
+        for name, module in self._modules(lambda m: type(m).__name__.endswith("RMSNorm")):
+            self._replace(name, module, partial(conversions.convert_norm, module, self._trial))
+
+    def replace_rotary_embeddings(self) -> None:
+        """Replace the rotary embeddings; call this after :meth:`replace_attention`."""
+        unconverted = [module for _, module in self._modules(self._attends)]
+        for name, module in self._modules(lambda m: type(m).__name__.endswith("RotaryEmbedding")):
+            max_position = self._model.config.get_text_config().max_position_embeddings
+            convert = partial(conversions.convert_rotary, module, self._trial, unconverted, max_position)
+            self._replace(name, module, convert)
+
+    def fuse_layers(self) -> None:
+        """Fuse the norms and residuals of layers all of whose modules are replaced."""
+        for name, module in self._modules(is_fusible):
+            fuse = partial(conversions.fuse_layer, module, self._trial)
+            self._replace(name, module, fuse, "norms and residuals fused")
+
+    def quantize_linears(self, layers: conversions.Options, output: conversions.Options) -> None:
+        """Quantise the linear layers that are still dense; ``output`` has the options of the output layer."""
+        for name, module in self._modules(lambda m: type(m) in (nn.Linear, Linear)):
+            assert isinstance(module, nn.Linear)
+            options = output if module is self._model.get_output_embeddings() else layers
+            self._replace(name, module, partial(conversions.convert_linear, module, options))
+
+    def report_rest(self, quantize: str | None) -> None:
+        """Report the modules with parameters of their own that no step above has looked at."""
+        for name, module in self._modules(lambda m: not isinstance(m, nn.Embedding | QuantLinear)):
+            is_converted = isinstance(module, Linear) and quantize is None
+            if module._parameters and name not in self.report.kept and not is_converted:
+                reason = (
+                    "keeps its dense weight" if isinstance(module, nn.Linear) else "has no counterpart in fastinfer.nn"
+                )
+                self.report.kept[name] = type(module).__name__, reason
+
+    def _replace(
+        self, name: str, module: nn.Module, convert: Callable[[], nn.Module], became: str | None = None
+    ) -> None:
+        """Replace one module by its conversion, unless it is to be skipped or cannot be converted; report either."""
         kind = type(module).__name__
-        if any(fnmatch(name, pattern) for pattern in skip):
-            report.kept[name] = kind, "was to be skipped"
+        if any(fnmatch(name, pattern) for pattern in self._skip):
+            self.report.kept[name] = kind, "was to be skipped"
             return
         try:
             with torch.no_grad():
-                ours = conversion()
-        except conversions.Kept as reason:
-            report.kept[name] = kind, str(reason)
+                ours = convert()
+        except conversions.NotConvertible as reason:
+            self.report.kept[name] = kind, str(reason)
             return
         if ours is not module:
-            model.set_submodule(name, ours)
+            self._model.set_submodule(name, ours)
         kinds = sorted({layer.kind for layer in ours.modules() if isinstance(layer, QuantLinear)})
-        report.replaced[name] = kind, became or type(ours).__name__ + (f" ({', '.join(kinds)})" if kinds else "")
+        became = became or type(ours).__name__ + (f" ({', '.join(kinds)})" if kinds else "")
+        self.report.replaced[name] = kind, became
 
-    if fuse:
-        for name, module in _modules(model, lambda m: m in trial.attention or type(m).__name__.endswith("Attention")):
-            convert(name, module, partial(conversions.convert_attention, module, trial, layers))
-        for name, module in _modules(model, lambda m: hasattr(m, "gate_proj")):
-            convert(name, module, partial(conversions.convert_mlp, module, trial, layers))
-    for name, module in _modules(model, lambda m: type(m).__name__.endswith("RMSNorm")):
-        convert(name, module, partial(conversions.convert_norm, module, trial))
-    if fuse:
-        theirs = [module for _, module in _modules(model, lambda m: m in trial.attention)]
-        for name, module in _modules(model, lambda m: type(m).__name__.endswith("RotaryEmbedding")):
-            convert(name, module, partial(conversions.convert_rotary, module, trial, theirs, _max_position(model)))
-        for name, module in _modules(model, is_fusible):
-            convert(name, module, partial(conversions.fuse_layer, module, trial), "norms and residuals fused")
-    if quantize is not None:
-        for name, module in _modules(model, lambda m: type(m) in (nn.Linear, Linear)):
-            assert isinstance(module, nn.Linear)
-            options = output if module is model.get_output_embeddings() else layers
-            convert(name, module, partial(conversions.convert_linear, module, options))
-    for name, module in _modules(model, lambda m: not isinstance(m, nn.Embedding | QuantLinear)):
-        if module._parameters and name not in report.kept and not (isinstance(module, Linear) and quantize is None):
-            reason = "keeps its dense weight" if isinstance(module, nn.Linear) else "has no module here"
-            report.kept[name] = type(module).__name__, reason
-    if config is not None and (before is not None or getattr(model, "hf_quantizer", None) is None):
-        mark_quantised(model, config)
-    return report
+    def _attends(self, module: nn.Module) -> bool:
+        """Return whether a module called the attention interface in the trial run."""
+        return module in self._trial.attention
 
-
-def _modules(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
-    """Return names and modules that match ``wanted`` and are not replaced yet."""
-    ours = (Attention, FusedMLP, RMSNorm, RotaryEmbedding)
-    return [(name, module) for name, module in model.named_modules() if wanted(module) and not isinstance(module, ours)]
-
-
-def _max_position(model: PreTrainedModel) -> int:
-    positions: int = model.config.get_text_config().max_position_embeddings
-    return positions
+    def _modules(self, wanted: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
+        """Return names and modules that match ``wanted`` and are not replaced yet."""
+        ours = (Attention, FusedMLP, RMSNorm, RotaryEmbedding)
+        named = self._model.named_modules()
+        return [(name, module) for name, module in named if wanted(module) and not isinstance(module, ours)]
 
 
 def _counted(title: str, modules: Mapping[str, tuple[str, str]], separator: str) -> list[str]:

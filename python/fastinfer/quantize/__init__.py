@@ -1,0 +1,1 @@
+"""Making quantised checkpoints: calibration, methods that round weights, and writers of each layout."""
