@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         RequestOutput,
         ScoreOutput,
     )
-    from fastinfer.sampling_params import BeamSearchParams, SamplingParams
+    from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
     from fastinfer.structured_output import StructuredOutputsParams
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "ScoreOutput",
     "StructuredOutputsParams",
@@ -81,7 +82,7 @@ _HOMES = {
     ],
     "llm": ["LLM", "generate"],
     "outputs": ["CompletionOutput", "Logprob", "PrefillOutput", "RequestMetrics", "RequestOutput", "ScoreOutput"],
-    "sampling_params": ["BeamSearchParams", "SamplingParams"],
+    "sampling_params": ["BeamSearchParams", "RequestOutputKind", "SamplingParams"],
     "structured_output": ["StructuredOutputsParams"],
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -5,23 +5,21 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fastinfer import hub
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.stats import EngineStats
-from fastinfer.errors import QueueFullError, RequestError, describe_error
+from fastinfer.errors import QueueFullError, RequestError
+from fastinfer.formats.peft import read_adapter
 from fastinfer.llm import LLM
-from fastinfer.outputs import PrefillOutput, RequestOutput
+from fastinfer.outputs import Output, PrefillOutput, RequestOutput
 from fastinfer.sampling_params import SamplingParams
 from fastinfer.serving.mailbox import Mailbox
 from fastinfer.serving.prompt import Prompt, prepare
 from fastinfer.utils.checks import INT64_MAX, check_int, show
-
-Output = TypeVar("Output", RequestOutput, PrefillOutput)
 
 
 class AsyncEngine:
@@ -91,7 +89,7 @@ class AsyncEngine:
             adapter: name of a LoRA adapter, see :meth:`load_adapter`.
 
         Returns:
-            A stream of the request's cumulative outputs, of which the last one is ``finished``.
+            A stream of the request's outputs, as ``params.output_kind`` says, of which the last one is ``finished``.
 
         Raises:
             QueueFullError: too many requests are waiting.
@@ -150,8 +148,12 @@ class AsyncEngine:
         await self._call(self._engine.remove_prompt_module, name)
 
     async def load_adapter(self, name: str, path: str | Path) -> None:
-        """Load a LoRA adapter between two steps; raises the errors of :meth:`fastinfer.LLM.load_adapter`."""
-        await self._call(self._engine.load_adapter, name, path)
+        """Load a LoRA adapter between two steps; raises the errors of :meth:`fastinfer.LLM.load_adapter`.
+
+        The files are read while the steps go on.
+        """
+        adapter = await asyncio.to_thread(read_adapter, Path(path))
+        await self._call(self._engine.load_adapter, name, adapter)
 
     async def unload_adapter(self, name: str) -> None:
         """Unload a LoRA adapter; raises the errors of :meth:`fastinfer.LLM.unload_adapter`."""
@@ -231,9 +233,11 @@ class AsyncEngine:
     def _step(self) -> None:
         self._abort_abandoned()
         try:
-            self._publish(self._engine.step())
-        except Exception as error:  # any error must reach the streams, or their readers would wait forever
+            outputs = self._engine.step()
+        except BaseException as error:  # any error must reach the streams, or their readers would wait forever
             self._end_all(error)
+        else:
+            self._publish(outputs)
         self._is_stepping = self._engine.has_unfinished
         if self._is_stepping:
             self._thread.submit(self._step)  # raises after the shutdown, which ends the remaining requests
@@ -244,45 +248,56 @@ class AsyncEngine:
             if self._mailboxes.get(mailbox.request_id) is mailbox:
                 self._end([mailbox.request_id])
 
-    def _end_all(self, error: Exception | None = None) -> None:
+    def _end_all(self, error: BaseException | None = None) -> None:
         with self._lock:
             request_ids = list(self._mailboxes)
         self._end(request_ids, error)
 
-    def _end(self, request_ids: list[str], error: Exception | None = None) -> None:
+    def _end(self, request_ids: list[str], error: BaseException | None = None) -> None:
         """Abort requests; their last outputs report the error, if there is one."""
         outputs = []
         for request_id in request_ids:
             try:
-                output = self._engine.abort(request_id)
-            except Exception as failure:  # must reach the stream, or its reader would wait forever
-                with self._lock:
-                    mailbox = self._mailboxes.pop(request_id, None)
-                if mailbox is not None:
-                    mailbox.put(failure)
+                output = self._engine.abort(request_id, error)
+            except BaseException as failure:  # must reach the stream, or its reader would wait forever
+                self._break(request_id, failure)
             else:
                 if output is not None:
-                    outputs.append(output if error is None else _failed(output, error))
+                    outputs.append(output)
         self._publish(outputs)
+
+    def _break(self, request_id: str, error: BaseException) -> None:
+        """End a request's stream by raising an error in its reader."""
+        with self._lock:
+            mailbox = self._mailboxes.pop(request_id, None)
+        if mailbox is not None:
+            mailbox.put(error)
 
     def _publish(self, outputs: list[Any]) -> None:
         self._stats = self._engine.stats()
         for output in outputs:
+            try:
+                self._deliver(output)
+            except BaseException as error:
+                self._break(output.request_id, error)
+
+    def _deliver(self, output: Any) -> None:
+        """Put an output into the mailbox of its stream."""
+        with self._lock:
+            mailbox = self._mailboxes.get(output.request_id)
+        if mailbox is not None and not mailbox.put(output):
+            self._abandoned.append(mailbox)
+        if output.finished:
             with self._lock:
-                if (mailbox := self._mailboxes.get(output.request_id)) is None:
-                    continue
-                if output.finished:
-                    del self._mailboxes[output.request_id]
-            if not mailbox.put(output):
-                self._abandoned.append(mailbox)
+                self._mailboxes.pop(output.request_id, None)
 
 
 class OutputStream(AsyncIterator[Output]):
-    """Asynchronous iterator over the cumulative outputs of one request; the last one is ``finished``.
+    """Asynchronous iterator over the outputs of one request; the last one is ``finished``.
 
-    A slow reader misses outputs, but no text: the ``delta`` of each completion is the text that is new since the output
-    read before. Leaving the loop early, cancelling the task that waits or calling :meth:`aclose` aborts the request
-    within one step. A task that may be cancelled while it does something else should use ``contextlib.aclosing``.
+    A slow reader misses outputs, but no text: each output reports everything since the output read before. Leaving the
+    loop early, cancelling the task that waits or calling :meth:`aclose` aborts the request within one step. A task that
+    may be cancelled while it does something else should use ``contextlib.aclosing``.
 
     Attributes:
         request_id: the engine's name for the request.
@@ -322,12 +337,3 @@ class OutputStream(AsyncIterator[Output]):
 
 def _as_prompt(prompt: Prompt | list[int]) -> Prompt:
     return {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
-
-
-def _failed(output: RequestOutput | PrefillOutput, error: Exception) -> RequestOutput | PrefillOutput:
-    """Return the last output of an aborted request with the finish reason ``"error"``."""
-    failure: dict[str, Any] = {"finish_reason": "error", "stop_reason": describe_error(error)}
-    if isinstance(output, PrefillOutput):
-        return replace(output, **failure)
-    outputs = [replace(c, **failure) if c.finish_reason == "abort" else c for c in output.outputs]
-    return replace(output, outputs=outputs)

@@ -5,7 +5,11 @@ class FastinferError(ValueError):
     """Base class of the errors below; the command line prints the message and exits with code 2."""
 
 
-def describe_error(error: Exception) -> str:
+# Errors that end the program rather than one request.
+FATAL_ERRORS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+
+
+def describe_error(error: BaseException) -> str:
     """Return an error's message for an output, preceded by its class if it is not a :class:`FastinferError`."""
     return str(error) if isinstance(error, FastinferError) else f"{type(error).__name__}: {error}"
 

@@ -19,11 +19,12 @@ from fastinfer.engine.engine import Engine
 from fastinfer.engine.intake import POOLINGS
 from fastinfer.engine.kv_cache_size import options_for
 from fastinfer.errors import RequestError
+from fastinfer.formats.peft import read_adapter
 from fastinfer.models import load_model, open_checkpoint
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
 from fastinfer.outputs import PrefillOutput, RequestOutput, ScoreOutput
-from fastinfer.sampling_params import BeamSearchParams, SamplingParams
+from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from fastinfer.serving.prompt import PreparedPrompt, Prompt, prepare, prepare_chat
 from fastinfer.serving.sampling_defaults import sampling_defaults
 from fastinfer.serving.shared_engine import Job, SharedEngine
@@ -33,7 +34,8 @@ from fastinfer.utils.dtypes import DTYPES, KV_CACHE_DTYPES
 LOG = logging.getLogger("fastinfer")
 
 # Scoring needs only the log-probabilities of the prompt; the one generated token is discarded.
-SCORE_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+FINAL_ONLY = RequestOutputKind.FINAL_ONLY
+SCORE_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, output_kind=FINAL_ONLY)
 
 Scorable = Prompt | tuple[Prompt, Prompt]
 Outputs = Generator[RequestOutput, None, None]
@@ -177,7 +179,7 @@ class LLM:
             RequestError: a prompt or its parameters cannot be served. Nothing has been computed in this case.
         """
         many = prompts if isinstance(prompts, list) else [prompts]
-        jobs = self._jobs([self._prepare(prompt) for prompt in many], params, priority, adapter)
+        jobs = self._jobs([self._prepare(prompt) for prompt in many], params, priority, adapter, FINAL_ONLY)
         return self._shared.complete(jobs, use_tqdm)
 
     def beam_search(
@@ -221,8 +223,9 @@ class LLM:
         return _pieces(self.stream_outputs(prompt, params))
 
     def stream_outputs(self, prompt: Prompt, params: SamplingParams | None = None) -> Outputs:
-        """Complete one prompt and yield its cumulative output after every token.
+        """Complete one prompt and yield an output after every token, as ``params.output_kind`` says.
 
+        If other threads compute further tokens before the next output is asked for, one output reports them all.
         Closing the iterator aborts the request.
 
         Raises:
@@ -237,7 +240,8 @@ class LLM:
             RequestError: the conversation cannot be served.
             UnsupportedModelError: the model has no chat template.
         """
-        return self._shared.complete(self._jobs([prepare_chat(self.engine, messages)], params))[0]
+        jobs = self._jobs([prepare_chat(self.engine, messages)], params, output_kind=FINAL_ONLY)
+        return self._shared.complete(jobs)[0]
 
     def stream_chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None) -> Outputs:
         """Answer a conversation as :meth:`chat` does and yield the outputs as :meth:`stream_outputs` does."""
@@ -343,8 +347,9 @@ class LLM:
             AdapterError: the adapter cannot be read, or does not fit the model.
             RequestError: the name is taken, or ``max_loras`` adapters are loaded already.
         """
+        adapter = read_adapter(Path(path))  # while other threads' requests run
         with self._shared.lock:
-            self.engine.load_adapter(name, path)
+            self.engine.load_adapter(name, adapter)
 
     def unload_adapter(self, name: str) -> None:
         """Unload a LoRA adapter.
@@ -377,8 +382,12 @@ class LLM:
         params: SamplingParams | list[SamplingParams] | None,
         priority: int | list[int] = 0,
         adapter: str | list[str | None] | None = None,
+        output_kind: RequestOutputKind | None = None,
     ) -> list[Job[RequestOutput]]:
-        """Make one job per prompt. All of them are validated before the first one runs."""
+        """Make one job per prompt, with another kind of output if one is given.
+
+        All of them are validated before the first one runs.
+        """
         every_params = _one_per_prompt("params", params or self.default_params, len(prompts))
         priorities = _one_per_prompt("priority", priority, len(prompts))
         adapters = _one_per_prompt("adapter", adapter, len(prompts))
@@ -387,6 +396,8 @@ class LLM:
             prompts, every_params, priorities, adapters, strict=True
         ):
             valid = self.engine.validate(prompt.token_ids, its_params, its_adapter)
+            if output_kind is not None:
+                its_params = dataclasses.replace(its_params, output_kind=output_kind)
             add = functools.partial(self.engine.add_request, valid, its_params, prompt=prompt.text)
             names = {"request_id": self._new_id(), "cache_salt": prompt.cache_salt}
             jobs.append(Job(functools.partial(add, priority=its_priority, adapter=its_adapter, **names)))

@@ -1,6 +1,7 @@
 """Outputs of requests."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,19 +19,107 @@ class Logprob:
     decoded_token: str
 
 
+class Position(NamedTuple):
+    """A place in a :class:`Transcript`: the number of bytes of text and of tokens before it."""
+
+    num_bytes: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Transcript:
+    """Everything that was generated for one completion. All parts only grow at their ends.
+
+    Outputs refer to the transcript instead of copying it, so that making one costs the same at any length.
+
+    Attributes:
+        token_ids: prompt, then generated tokens.
+        num_prompt_tokens: length of the prompt in tokens.
+        utf8: the text in UTF-8, without text that is held back.
+        logprobs: one dictionary per generated token; ``None`` unless requested.
+    """
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    utf8: bytearray
+    logprobs: list[dict[int, Logprob]] | None = None
+
+    @property
+    def end(self) -> Position:
+        """The present end."""
+        return Position(len(self.utf8), len(self.token_ids) - self.num_prompt_tokens)
+
+
+class Excerpt(NamedTuple):
+    """The part of a transcript that an output shows.
+
+    Attributes:
+        transcript: the completion's transcript.
+        start: beginning of the output's text and tokens.
+        since: end of the request's previous output.
+        end: end of the output.
+    """
+
+    transcript: Transcript
+    start: Position
+    since: Position
+    end: Position
+
+    def text(self) -> str:
+        return self.transcript.utf8[self.start.num_bytes : self.end.num_bytes].decode()
+
+    def delta(self) -> str:
+        return self.transcript.utf8[self.since.num_bytes : self.end.num_bytes].decode()
+
+    def token_ids(self) -> list[int]:
+        first = self.transcript.num_prompt_tokens
+        return self.transcript.token_ids[first + self.start.num_tokens : first + self.end.num_tokens]
+
+    def logprobs(self) -> list[dict[int, Logprob]] | None:
+        logprobs = self.transcript.logprobs
+        return None if logprobs is None else logprobs[self.start.num_tokens : self.end.num_tokens]
+
+    def merge(self, missed: "Excerpt") -> "Excerpt":
+        """Return the excerpt of an output that also takes the place of the ``missed`` one before it."""
+        return self._replace(start=min(self.start, missed.start), since=missed.since)
+
+
+class _Excerpted:
+    """Base of outputs whose text, tokens and log-probabilities are read from an :class:`Excerpt` when first used."""
+
+    __slots__ = ("_excerpt",)
+    _excerpt: Excerpt
+
+    if not TYPE_CHECKING:  # a type checker would take every misspelt attribute for one of these
+
+        def __getattr__(self, name: str) -> Any:
+            """Read an attribute that is not set yet from the excerpt, and keep it."""
+            if name not in ("text", "delta", "token_ids", "logprobs"):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            value = getattr(self._excerpt, name)()
+            object.__setattr__(self, name, value)
+            return value
+
+
 @dataclass(frozen=True, slots=True)
-class CompletionOutput:
+class CompletionOutput(_Excerpted):
     """One completion of a prompt, as far as it has been generated.
+
+    In outputs of an engine ``text``, ``delta``, ``token_ids`` and ``logprobs`` are copied when they are first read:
+    reading all of a cumulative output takes time in proportion to its length.
 
     Attributes:
         index: number of the completion among the ``n`` completions of its prompt, from 0.
-        text: all text so far. While the request runs, text that may turn into a stop string is held back.
-        token_ids: all generated tokens so far, including the token that ended the text.
+        text: all text so far, or with ``RequestOutputKind.DELTA`` the same as ``delta``. While the request runs, text
+            that may turn into a stop string is held back.
+        token_ids: all generated tokens so far, including the token that ended the text; with
+            ``RequestOutputKind.DELTA`` those that are new since the request's previous output.
         finish_reason: ``None`` while the request runs; then ``"stop"`` (end of sequence, stop token or stop string),
             ``"length"`` (``max_tokens`` or the context length), ``"abort"`` or ``"error"``.
         stop_reason: the stop string or stop token id that ended the text, ``None`` for end of sequence; the message if
             ``finish_reason`` is ``"error"``.
-        logprobs: one dictionary per token, from token id to :class:`Logprob`; ``None`` unless requested.
+        logprobs: one dictionary per token in ``token_ids``, from token id to :class:`Logprob`; ``None`` unless
+            requested.
         delta: text that is new since the request's previous output.
         cumulative_logprob: sum of the log-probabilities of all tokens; ``None`` unless ``logprobs`` or a beam search
             was requested.
@@ -44,6 +133,30 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None
     delta: str
     cumulative_logprob: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        excerpt: Excerpt,
+        index: int,
+        finish_reason: str | None,
+        stop_reason: int | str | None,
+        cumulative_logprob: float | None,
+    ) -> "CompletionOutput":
+        """Return the output that shows an excerpt; its length does not matter to the time that this takes."""
+        output = object.__new__(cls)
+        put = object.__setattr__
+        put(output, "_excerpt", excerpt)
+        put(output, "index", index)
+        put(output, "finish_reason", finish_reason)
+        put(output, "stop_reason", stop_reason)
+        put(output, "cumulative_logprob", cumulative_logprob)
+        return output
+
+    def merge(self, missed: "CompletionOutput") -> "CompletionOutput":
+        """Return this output of an engine with what an earlier one, which nobody has read, contained."""
+        excerpt = self._excerpt.merge(missed._excerpt)
+        return self.of(excerpt, self.index, self.finish_reason, self.stop_reason, self.cumulative_logprob)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +216,20 @@ class PrefillOutput:
     def finished(self) -> bool:
         """Always True, because there is only one output."""
         return True
+
+
+Output = TypeVar("Output", RequestOutput, PrefillOutput)
+
+
+def merge(missed: Output | None, output: Output) -> Output:
+    """Return ``output`` with what ``missed`` contained, an earlier output of the same request that nobody has read.
+
+    The time that this takes does not depend on the length of the outputs.
+    """
+    if not isinstance(missed, RequestOutput) or not isinstance(output, RequestOutput):
+        return output
+    pairs = zip(missed.outputs, output.outputs, strict=True)
+    return replace(output, outputs=[new.merge(old) for old, new in pairs])
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from fastinfer.errors import RequestError
 from fastinfer.structured_output import StructuredOutputsParams
@@ -9,6 +10,20 @@ from fastinfer.utils.checks import INT32_MAX, INT64_MAX, check_bool, check_float
 
 MAX_LOGPROBS = 20
 MAX_COMPLETIONS = 128
+
+
+class RequestOutputKind(Enum):
+    """What the outputs of a running request contain, named as in vLLM.
+
+    Attributes:
+        CUMULATIVE: everything that was generated so far.
+        DELTA: what is new since the request's previous output.
+        FINAL_ONLY: everything, in one output at the end.
+    """
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,8 @@ class SamplingParams:
         prompt_logprobs: the same for every token of the prompt except the first, which nothing precedes.
         structured_outputs: grammar that the text obeys, see :class:`fastinfer.StructuredOutputsParams`.
         skip_special_tokens: leave control tokens such as ``<|im_end|>`` out of the text.
+        output_kind: what each output contains, see :class:`RequestOutputKind`. Methods that return only finished
+            outputs always return everything.
 
     Raises:
         RequestError: a field is out of range or has a wrong type.
@@ -63,6 +80,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
     skip_special_tokens: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         check_int("n", self.n, 1, MAX_COMPLETIONS)
@@ -87,6 +105,8 @@ class SamplingParams:
             raise RequestError(
                 f"structured_outputs must be StructuredOutputsParams, got {show(self.structured_outputs)}"
             )
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise RequestError(f"output_kind must be a RequestOutputKind, got {show(self.output_kind)}")
         # Convert to immutable types, so that equal parameters compare equal and are hashable however they were given.
         object.__setattr__(self, "stop", self._stop_strings())
         object.__setattr__(self, "stop_token_ids", self._stop_ids())

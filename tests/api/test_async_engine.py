@@ -345,8 +345,8 @@ def test_a_failing_step_ends_all_requests_and_the_engine_lives_on(abort_fails: b
             abort = engine.abort
             if abort_fails:
 
-                def broken(request_id: str) -> None:
-                    abort(request_id)
+                def broken(request_id: str, error: Exception) -> None:
+                    abort(request_id, error)
                     raise ValueError("cannot even abort")
 
                 engine.abort = broken  # type: ignore[method-assign, assignment]

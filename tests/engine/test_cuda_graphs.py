@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_cuda_graph import use_fakes, with_twin
+from support.fake_cuda_graph import FakeGraph, use_fakes, with_twin
 
 from fastinfer.engine import cuda_graphs
 from fastinfer.engine.batch_inputs import BatchInputs, BatchSize, StepResult
@@ -52,6 +52,24 @@ def test_captures_the_largest_first_with_a_progress_bar(monkeypatch: pytest.Monk
     assert keys == list(graphs._graphs) == [(n, adapters) for n in (12, 8, 4, 2, 1) for adapters in (False, True)]
     assert all(size.num_seqs == size.num_logits == size.num_tokens for size in sizes)
     assert [graph.given_pool for graph in graphs._graphs.values()] == [None, *["pool"] * 9]  # type: ignore[attr-defined]
+
+
+def test_a_capture_that_fails_disables_its_graph_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails_once(step: Any, pool: object) -> FakeGraph:
+        graph = FakeGraph(step, pool)
+        captured.append(graph)
+        if len(captured) == 3:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return graph
+
+    captured: list[FakeGraph] = []
+    monkeypatch.setattr(cuda_graphs, "capture", fails_once)
+    inputs = inputs_of(8, 100)
+    with pytest.warns(UserWarning, match="run operator by operator, which is slower: operation not permitted"):
+        graphs = CUDAGraphs(sizes_only, inputs, with_adapters=False)
+    assert graphs.failed == {(2, False)}
+    for count, has_graph in ((1, True), (2, False), (3, True), (8, True)):
+        assert (graphs.run(BatchSize(count, count, count, False), is_decode=True) is not None) == has_graph
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Requests with different adapters in one engine: each as if alone."""
 
+import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,11 @@ from support.peft_adapter import write_adapter
 from support.tiny_decoder import CONFIG, make_decoder
 from support.toy import VOCAB_SIZE, ToyTokenizer, check_blocks, drain
 
+from fastinfer import AsyncEngine, async_engine
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.engine import Engine
 from fastinfer.errors import AdapterError, RequestError
+from fastinfer.formats.peft import LoraAdapter, read_adapter
 from fastinfer.sampling_params import BeamSearchParams, SamplingParams
 
 SIZES = replace(CONFIG, vocab_size=VOCAB_SIZE)
@@ -45,6 +49,33 @@ def alone(folders: dict[str, Path], name: str | None, prompt: list[int]) -> list
     if name is not None:
         engine.load_adapter(name, folders[name])
     return complete(engine, [prompt], [name])[0]
+
+
+def test_adapters_are_read_outside_the_engine_s_thread(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps go on while files are read: the first request ends although the adapter's files are not read yet."""
+    has_ended = threading.Event()
+
+    def slowly(path: Path) -> LoraAdapter:
+        assert has_ended.wait(30)
+        return read_adapter(path)
+
+    async def load(engine: AsyncEngine) -> list[int]:
+        loading = asyncio.create_task(engine.load_adapter("a", folders["a"]))
+        outputs = [output async for output in engine.generate(PROMPTS[1], PARAMS)]
+        has_ended.set()
+        await loading
+        assert [c.token_ids for c in outputs[-1].outputs] == [alone(folders, None, PROMPTS[1])] * 2
+        outputs = [output async for output in engine.generate(PROMPTS[1], PARAMS, adapter="a")]
+        return outputs[-1].outputs[0].token_ids
+
+    async def main() -> None:
+        async with AsyncEngine(make_engine()) as engine:
+            assert await asyncio.wait_for(load(engine), 60) == alone(folders, "a", PROMPTS[1])
+
+    monkeypatch.setattr(async_engine, "read_adapter", slowly)
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("limits", [{}, {"enforce_eager": True}, {"max_num_batched_tokens": 5, "block_size": 4}])

@@ -19,6 +19,7 @@ from support.toy import (
     logits_of,
     toy_engine,
 )
+from support.toy_grammar import Letters, constrained
 from torch import Tensor
 
 from fastinfer import ops
@@ -204,60 +205,6 @@ def test_no_prompt_logprobs_unless_asked_for() -> None:
     assert complete(GREEDY).outputs[0].cumulative_logprob is None
 
 
-class Letters:
-    """A grammar over the toy's tokens: a word of some letters, of a length; every fourth letter has to be x."""
-
-    def __init__(self, letters: str, length: int, text: str = "") -> None:
-        self.letters, self.length, self.text = letters, length, text
-
-    @property
-    def finished(self) -> bool:
-        return len(self.text) == self.length
-
-    def _allowed(self) -> str:
-        return "" if self.finished else "x" if len(self.text) % 4 == 3 else self.letters
-
-    def fill_mask(self, words: np.ndarray) -> None:
-        if len(self.text) > self.length:
-            raise RequestError("too long")
-        words[:] = 0
-        for letter in self._allowed():
-            token = ord(letter) - ord("a") + 1
-            words.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
-
-    def accept(self, token_id: int) -> None:
-        letter = ToyTokenizer.pieces[token_id].decode()
-        if letter not in self._allowed():
-            raise RequestError(f"{letter!r} is not allowed")
-        self.text += letter
-
-    def rollback(self, n: int) -> None:
-        self.text = self.text[: len(self.text) - n]
-
-    def forced_tokens(self) -> list[int]:
-        return [ord("x") - ord("a") + 1] if self._allowed() == "x" else []
-
-    def validate(self, tokens: list[int]) -> int:
-        copy = self.copy()
-        for index, token in enumerate(tokens):
-            try:
-                copy.accept(token)
-            except RequestError:
-                return index
-        return len(tokens)
-
-    def copy(self) -> "Letters":
-        return Letters(self.letters, self.length, self.text)
-
-
-def constrained(engine: Engine, prompt: list[int], params: SamplingParams, grammar: Letters) -> str:
-    """Queue a request that has been given this grammar."""
-    request_id = engine.add_request(prompt, params)
-    for sequence in engine.requests.active[request_id].sequences:
-        sequence.grammar = grammar.copy()  # type: ignore[assignment]
-    return request_id
-
-
 @pytest.mark.parametrize("speculate", [0, 4])
 @pytest.mark.parametrize("logprobs", [None, 1])
 def test_a_grammar(speculate: int, logprobs: int | None) -> None:
@@ -288,6 +235,48 @@ def test_a_grammar(speculate: int, logprobs: int | None) -> None:
             params = replace(SAMPLED, max_tokens=50, seed=2 * seed, n=2, temperature=1.0)
             request_id = constrained(plain, PROMPT, params, Letters("abc", 11))
             assert [c.text for c in drain(plain)[request_id].outputs] == texts[2 * seed : 2 * seed + 2]
+
+
+class Pairs(Letters):
+    """After a letter the one after it must come, as a token of two: tokens of one letter would be allowed too."""
+
+    def _allowed(self) -> str:
+        return "" if self.finished else "acegikmoqsuw" if len(self.text) % 3 == 0 else chr(ord(self.text[-1]) + 1)
+
+    def accept(self, token_id: int) -> None:
+        for letter in ToyTokenizer.pieces[token_id].decode():
+            if letter not in self._allowed():
+                raise RequestError(f"{letter!r} is not allowed")
+            self.text += letter
+
+    def forced_tokens(self) -> list[int]:
+        if self.finished or len(self.text) % 3 != 1:
+            return []
+        following = ord(self.text[-1]) + 1
+        return [ToyTokenizer.pieces.index(bytes([following, following + 1]))]
+
+    def copy(self) -> "Pairs":
+        return Pairs(self.letters, self.length, self.text)
+
+
+@pytest.mark.parametrize("speculate", [0, 3])
+@pytest.mark.parametrize("max_tokens", [4, 50])
+def test_logprobs_keep_the_tokens_that_a_grammar_forces(speculate: int, max_tokens: int) -> None:
+    engine = toy_engine(num_speculative_tokens=speculate)
+    if speculate:
+        always_speculate(engine)
+    for seed in range(4):
+        params = replace(SAMPLED, max_tokens=max_tokens, seed=seed, temperature=2.0, min_tokens=3, stop_token_ids=[40])
+        plain = constrained(engine, PROMPT, params, Pairs("", 12))
+        detailed = constrained(engine, PROMPT, replace(params, logprobs=3), Pairs("", 12))
+        outputs = drain(engine)
+        expected, completion = outputs[plain].outputs[0], outputs[detailed].outputs[0]
+        assert completion.token_ids == expected.token_ids
+        assert (completion.text, completion.finish_reason) == (expected.text, expected.finish_reason)
+        assert len(completion.token_ids) > 3
+        for index, (token, entries) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
+            logprobs = logits_of([*PROMPT, *completion.token_ids[:index]]).log_softmax(-1)
+            assert entries[token].logprob == pytest.approx(float(logprobs[token]), abs=1e-5)
 
 
 def test_a_grammar_that_fails_ends_its_request_only() -> None:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -297,11 +298,38 @@ def test_a_model_that_cannot_be_recorded_runs_with_a_warning() -> None:
     engine = Engine(ToyModel(), ToyTokenizer(), EngineConfig(kv_cache_dtype=torch.float32))  # type: ignore[arg-type]
     engine.add_request([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=12))
     engine.step()
-    with pytest.warns(UserWarning, match="steps run operator by operator, which is slower: a CPUGraph records"):
+    with pytest.warns(UserWarning, match="some sizes run operator by operator, which is slower: a CPUGraph records"):
         engine.step()
     while engine.has_unfinished:  # and no second warning: pytest would show it
         output = engine.step()[0]
     assert output.outputs[0].token_ids == greedy([1, 2, 3], 12)
+
+
+def test_a_size_that_cannot_be_recorded_runs_without_a_graph() -> None:
+    engines = list(both(block_size=4))
+    for engine in engines:
+        model = engine.model
+        forward = model.forward
+
+        def with_torch(batch: Any, kv_cache: Any, forward: Any = forward) -> Tensor:
+            hidden: Tensor = forward(batch, kv_cache)
+            return hidden.clone() if len(batch.token_ids) == 2 else hidden  # no operator of the library
+
+        model.forward = with_torch  # type: ignore[method-assign]
+        for number, prompt in enumerate(prompts(3)):
+            engine.add_request(prompt, replace(PARAMS, max_tokens=10 * (number + 1)))
+    eager, recorded = engines
+    drain(eager)
+    with pytest.warns(UserWarning, match="steps of some sizes run operator by operator"):
+        drain(recorded)
+    assert_same_steps(*engines)
+    graphs = recorded.runner.graphs
+    assert graphs is not None
+    assert {size.num_tokens for size in graphs.failed} == {2}
+    assert {1, 3} <= {size.num_tokens for size in graphs.recorded}  # type: ignore[union-attr]
+    stats = recorded.stats()
+    assert stats.num_failed_graphs == 1
+    assert 10 <= stats.num_eager_steps < eager.stats().num_eager_steps
 
 
 def test_draws_with_and_without_masks_in_turns() -> None:

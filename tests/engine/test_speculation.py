@@ -186,7 +186,9 @@ def test_never_more_tokens_than_asked_for() -> None:
 def index_of(tokens: list[int]) -> NgramIndex:
     index = NgramIndex()
     for end in range(1, len(tokens)):  # as it comes to know a growing text
+        index.extend(tokens[:end], end)
         index.look_up(tokens[:end], 3)
+    index.extend(tokens, 2)
     index.look_up(tokens, 4)
     return index
 
@@ -206,6 +208,8 @@ def index_of(tokens: list[int]) -> NgramIndex:
 def test_ngrams(tokens: list[int], guess: list[int]) -> None:
     assert index_of(tokens).guess == guess
     fresh = NgramIndex()
+    while fresh.extend(tokens, 3):
+        pass
     fresh.look_up(tokens, 4)
     assert fresh.guess == guess
 

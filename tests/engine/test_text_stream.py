@@ -32,11 +32,11 @@ def feed(pieces: list[str], stop: tuple[str, ...], rest: str = "") -> tuple[list
     texts = []
     for index in range(len(pieces)):
         stream.add(index)
-        texts.append(stream.text)
+        texts.append(stream.utf8.decode())
         if stream.stopped_by is not None:
             return texts, stream.stopped_by
     stream.flush()
-    return [*texts, stream.text], stream.stopped_by
+    return [*texts, stream.utf8.decode()], stream.stopped_by
 
 
 @pytest.mark.parametrize(

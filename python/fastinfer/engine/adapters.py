@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fastinfer.engine.sequence import Sequence
 from fastinfer.errors import RequestError
-from fastinfer.formats.peft import read_adapter
+from fastinfer.formats.peft import LoraAdapter, read_adapter
 from fastinfer.models.lora import AdapterSlots
 
 
@@ -27,12 +27,12 @@ class Adapters:
         """Names of the loaded adapters, sorted."""
         return sorted(self._loaded)
 
-    def load(self, name: str, path: str | Path) -> None:
+    def load(self, name: str, adapter: str | Path | LoraAdapter) -> None:
         """Load an adapter into a free slot.
 
         Args:
             name: name by which requests refer to the adapter.
-            path: folder in the format that PEFT saves.
+            adapter: the adapter, or its folder in the format that PEFT saves.
 
         Raises:
             AdapterError: the adapter cannot be read, or does not fit the model.
@@ -44,7 +44,9 @@ class Adapters:
             raise RequestError("adapters need max_loras of at least 1, got 0")
         if not self._free:
             raise RequestError(f"max_loras={self._slots.max_loras} adapters are loaded: unload one of {self.names}")
-        self._slots.load(self._free[-1], read_adapter(Path(path)))
+        if not isinstance(adapter, LoraAdapter):
+            adapter = read_adapter(Path(adapter))
+        self._slots.load(self._free[-1], adapter)
         self._loaded[name] = self._free.pop(), next(self._num_loads)
 
     def unload(self, name: str, sequences: list[Sequence]) -> None:

@@ -162,17 +162,25 @@ class BeamRequest(Request):
                     self._end(logprob, sequence.output_token_ids, reason, stop_reason)
                 self._rank()
 
-    def take_output(self) -> RequestOutput | None:
+    def output(self) -> RequestOutput | None:
         """Return the best texts, best first; ``None`` during the search, as the best ones may still change."""
         if self.finish_time is None:
             return None
+        return self._output([self._completion(*pair) for pair in enumerate(self._ended)], self.finish_time)
+
+    def failure(self, message: str) -> RequestOutput:
+        width = self._params.beam_width
+        failed = [CompletionOutput(index, "", [], "error", message, None, "") for index in range(width)]
+        return self._output(failed, time.perf_counter())
+
+    def _output(self, outputs: list[CompletionOutput], finish_time: float) -> RequestOutput:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
             prompt_token_ids=self._prompt_token_ids,
-            outputs=[self._completion(*pair) for pair in enumerate(self._ended)],
+            outputs=outputs,
             finished=True,
-            metrics=RequestMetrics(self._arrival_time, self._first_token_time, self.finish_time),
+            metrics=RequestMetrics(self._arrival_time, self._first_token_time, finish_time),
             num_cached_tokens=self._num_cached_tokens or 0,
         )
 

@@ -4,7 +4,9 @@ Paging follows Kwon et al., 2023, https://arxiv.org/abs/2309.06180. Cached prefi
 :mod:`fastinfer.engine.prefix_hash`.
 """
 
-from fastinfer.engine.prefix_hash import BlockContent, next_key, tokens_to_bytes
+from collections import Counter
+
+from fastinfer.engine.prefix_hash import BlockContent, PrefixScan, next_key, tokens_to_bytes
 from fastinfer.engine.sequence import Sequence
 from fastinfer.models.kv_cache import num_blocks_for
 
@@ -47,6 +49,7 @@ class BlockManager:
         self._ref_counts = [0] * num_blocks
         self._contents: list[BlockContent | None] = [None] * num_blocks
         self._by_key: dict[bytes, int] = {}
+        self._num_acquired = 0  # cached blocks that became used since the start
 
     @property
     def num_free(self) -> int:
@@ -64,10 +67,23 @@ class BlockManager:
         return self.num_blocks - len(self._free) - len(self._cached)
 
     def can_allocate(self, sequence: Sequence, spare: int = 0) -> bool:
-        """Return whether all tokens of a waiting sequence fit and at least ``spare`` blocks remain."""
+        """Return whether all tokens of a waiting sequence fit and at least ``spare`` blocks remain.
+
+        A sequence that does not fit is asked for in every step. The answer then takes the same time at any length:
+        the prefix is only looked up again once a bound says that the sequence may fit.
+        """
+        # A block that is free or cached counts once, whether it is taken as it is or for its content. Only blocks that
+        # running sequences hold are a gain.
+        available = len(self._free) + len(self._cached)
+        missing = num_blocks_for(len(sequence), self.block_size) + spare - available
+        if missing <= 0:
+            return True
+        if self._max_shared(sequence) < missing:
+            return False
         hits = self._find_prefix(sequence)
-        available = len(self._free) + len(self._cached) - sum(block in self._cached for block in hits)
-        return num_blocks_for(len(sequence), self.block_size) - len(hits) + spare <= available
+        num_used = sum(self._ref_counts[block] > 0 for block in hits)
+        sequence.prefix_scan = PrefixScan(len(hits), num_used, self._num_acquired)
+        return num_used >= missing
 
     def allocate(self, sequence: Sequence) -> None:
         """Give a waiting sequence blocks for all its tokens.
@@ -161,6 +177,46 @@ class BlockManager:
         self._free.extend(self._cached)
         self._cached.clear()
 
+    def rebuild(self, holders: list[Sequence]) -> None:
+        """Rebuild the books from the sequences that hold blocks, after an error at an arbitrary point.
+
+        Of the prefix cache those entries stay on which its two tables agree.
+
+        Args:
+            holders: the only sequences that keep their blocks.
+        """
+        held = Counter(block for sequence in holders for block in sequence.blocks)
+        self._ref_counts = [held[block] for block in range(self.num_blocks)]
+        self._by_key = {key: block for key, block in self._by_key.items() if self._holds_key(block, key)}
+        known = set(self._by_key.values())
+        self._contents = [content if block in known else None for block, content in enumerate(self._contents)]
+        self._cached = {block: None for block in [*self._cached, *known] if block in known and not held[block]}
+        self._free = [b for b in range(self.num_blocks - 1, -1, -1) if b not in known and not held[b]]
+        self.pending_copies.clear()
+
+    def _max_shared(self, sequence: Sequence) -> int:
+        """Return a bound of the number of blocks that a waiting sequence could share with running ones.
+
+        The bound is too low only if a block of the prefix was evicted and then computed again, by a sequence that still
+        runs. The sequence then waits a little longer than it must.
+        """
+        if not self.enable_prefix_caching or not sequence.reads_prefix:
+            return 0
+        scan = sequence.prefix_scan
+        if scan is None:
+            scan = sequence.prefix_scan = PrefixScan(0, 0, self._num_acquired)
+        while scan.num_blocks < (len(sequence) - 1) // self.block_size:
+            block = self._by_key.get(self._key(sequence, scan.num_blocks))
+            if block is None:
+                break
+            scan.num_blocks += 1
+            scan.num_used += self._ref_counts[block] > 0
+        return min(scan.num_used + self._num_acquired - scan.num_acquired, scan.num_blocks)
+
+    def _holds_key(self, block: int, key: bytes) -> bool:
+        content = self._contents[block]
+        return content is not None and content.key == key
+
     def _find_prefix(self, sequence: Sequence) -> list[int]:
         """Return the cached blocks of a sequence's prefix, without its last token, whose logits must be computed."""
         hits: list[int] = []
@@ -174,13 +230,20 @@ class BlockManager:
         return hits
 
     def _content(self, sequence: Sequence, index: int) -> BlockContent:
-        """Return the content of a sequence's full block; each key is computed once and kept in the sequence."""
-        start = index * self.block_size
-        tokens = tokens_to_bytes(sequence.token_ids[start : start + self.block_size])
+        """Return the content of a sequence's full block."""
+        return BlockContent(self._key(sequence, index), self._tokens(sequence, index))
+
+    def _key(self, sequence: Sequence, index: int) -> bytes:
+        """Return the key of a sequence's full block; each key is computed once and kept in the sequence."""
         keys = sequence.block_keys
         if index == len(keys):
-            keys.append(next_key(keys[-1] if keys else sequence.first_key, tokens))
-        return BlockContent(keys[index], tokens)
+            keys.append(next_key(keys[-1] if keys else sequence.first_key, self._tokens(sequence, index)))
+        return keys[index]
+
+    def _tokens(self, sequence: Sequence, index: int) -> bytes:
+        """Return the tokens of a sequence's full block."""
+        start = index * self.block_size
+        return tokens_to_bytes(sequence.token_ids[start : start + self.block_size])
 
     def _writes_into_shared_block(self, sequence: Sequence) -> bool:
         """Return whether the next token's slot is in a block that another sequence holds too."""
@@ -216,7 +279,9 @@ class BlockManager:
     def _add_reference(self, block: int) -> None:
         """Add a holder to a block; a cached block becomes used."""
         self._ref_counts[block] += 1
-        self._cached.pop(block, None)
+        if block in self._cached:
+            del self._cached[block]
+            self._num_acquired += 1
 
     def _drop_reference(self, block: int) -> None:
         """Remove a holder from a block; without holders it becomes cached or free."""

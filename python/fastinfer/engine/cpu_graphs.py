@@ -19,6 +19,9 @@ MAX_GRAPHS = 256
 MAX_DECODED_TOKENS = 64
 OCCURRENCES = 3
 MAX_COUNTED = 4096
+# Sizes whose recording failed, after which no further ones are tried: the model cannot be recorded.
+MAX_FAILED = 256
+NOT_CAPTURED = "steps of some sizes run operator by operator, which is slower"
 
 
 class CPUGraphs:
@@ -33,6 +36,7 @@ class CPUGraphs:
 
     Attributes:
         recorded: for each size the graph and its results; the least recently used entry comes first.
+        failed: sizes that could not be recorded, whose steps run operator by operator.
     """
 
     def __init__(self, compute: Callable[[Batch], StepResult], inputs: BatchInputs) -> None:
@@ -40,7 +44,7 @@ class CPUGraphs:
         self._compute = compute
         self._inputs = inputs
         self._memory = ops.GraphMemory()
-        self._works = True
+        self.failed: set[BatchSize] = set()
         self._occurrences: Counter[BatchSize] = Counter()
 
     def run(self, size: BatchSize, is_decode: bool) -> StepResult | None:
@@ -50,12 +54,12 @@ class CPUGraphs:
             size: sizes of the batch.
             is_decode: whether all sequences decode.
         """
-        if not self._works:
-            return None
         if size in self.recorded:
             graph, result = self.recorded[size] = self.recorded.pop(size)
             graph.replay()
             return result
+        if size in self.failed or len(self.failed) == MAX_FAILED:
+            return None
         if not is_decode or size.num_tokens > MAX_DECODED_TOKENS:
             self._occurrences[size] += 1
             if self._occurrences[size] < OCCURRENCES:
@@ -66,15 +70,16 @@ class CPUGraphs:
         return self._record(size)
 
     def _record(self, size: BatchSize) -> StepResult | None:
-        """Record and compute a step; ``None`` if the model cannot be recorded."""
+        """Record and compute a step; ``None`` if it cannot be recorded."""
         graph = ops.CPUGraph(self._memory)
         batch = self._inputs.batch(size)
         try:
             with graph.capture():
                 result = self._compute(batch)
         except ops.GraphCaptureError as error:
-            warnings.warn(f"steps run operator by operator, which is slower: {error}", stacklevel=2)
-            self._works = False
+            if not self.failed:  # a model that cannot be recorded at one size usually cannot at any
+                warnings.warn(f"{NOT_CAPTURED}: {error}", stacklevel=2)
+            self.failed.add(size)
             return None
         if len(self.recorded) == MAX_GRAPHS:
             del self.recorded[next(iter(self.recorded))]

@@ -1,5 +1,6 @@
 """Decode steps on a GPU, captured as CUDA graphs when the engine starts. Not yet run on a GPU."""
 
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable
 
@@ -7,6 +8,7 @@ import torch
 from tqdm import tqdm
 
 from fastinfer.engine.batch_inputs import BatchInputs, BatchSize, StepResult
+from fastinfer.engine.cpu_graphs import NOT_CAPTURED
 from fastinfer.models.batch import Batch
 
 # Larger steps run operator by operator: they keep the GPU busy for longer than Python needs to launch the operators.
@@ -35,6 +37,9 @@ class CUDAGraphs:
         inputs: input tensors of all steps; the largest bucket has ``inputs.max_seqs`` tokens, or
             ``MAX_CAPTURED_TOKENS`` if that is less.
         with_adapters: whether to capture each bucket also for tokens with LoRA adapters.
+
+    Attributes:
+        failed: the number of tokens, and whether some have adapters, of each graph that could not be captured.
     """
 
     def __init__(self, compute: Callable[[Batch], StepResult], inputs: BatchInputs, with_adapters: bool) -> None:
@@ -42,6 +47,7 @@ class CUDAGraphs:
         self._inputs = inputs
         self._buckets = bucket_sizes(min(inputs.max_seqs, inputs.max_tokens, MAX_CAPTURED_TOKENS))
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self.failed: set[tuple[int, bool]] = set()
         self._capture_all((False, True) if with_adapters else (False,))
 
     def run(self, size: BatchSize, is_decode: bool) -> StepResult | None:
@@ -55,6 +61,8 @@ class CUDAGraphs:
         if not is_decode or index == len(self._buckets):
             return None
         bucket = self._buckets[index]
+        if (bucket, size.has_adapters) in self.failed:
+            return None
         self._inputs.pad(size, bucket)
         self._inputs.upload(size.num_seqs)
         self._graphs[bucket, size.has_adapters].replay()
@@ -70,9 +78,16 @@ class CUDAGraphs:
         self._hidden, self._logits = torch.empty_like(first.hidden), torch.empty_like(first.logits, dtype=torch.float32)
         pool = None
         for size in tqdm(sizes, desc="capturing CUDA graphs", unit="graph", leave=False, disable=None):
-            graph = capture(self._make_step(size), pool)
-            pool = graph.pool()
-            self._graphs[size.num_tokens, size.has_adapters] = graph
+            key = size.num_tokens, size.has_adapters
+            try:
+                graph = capture(self._make_step(size), pool)
+            except RuntimeError as error:
+                if not self.failed:
+                    warnings.warn(f"{NOT_CAPTURED}: {error}", stacklevel=2)
+                self.failed.add(key)
+            else:
+                pool = graph.pool()
+                self._graphs[key] = graph
 
     def _make_step(self, size: BatchSize) -> Callable[[], None]:
         """Return a function that computes a step of this size and copies the results to the common tensors."""

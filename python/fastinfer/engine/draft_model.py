@@ -6,6 +6,7 @@ The draft model has a KV cache of its own, which uses the same block numbers as 
 import statistics
 import time
 from collections import deque
+from typing import overload
 
 from fastinfer.engine.acceptance import FIRST_ACCEPTANCE, Acceptance
 from fastinfer.engine.logits_row import LogitsRow
@@ -48,8 +49,8 @@ class _DraftView:
         return self.sequence.blocks
 
     @property
-    def token_ids(self) -> list[int]:
-        return self.sequence.token_ids + self.drafts if self.drafts else self.sequence.token_ids
+    def token_ids(self) -> "_Joined":
+        return _Joined(self.sequence.token_ids, self.drafts)
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -58,6 +59,27 @@ class _DraftView:
     @property
     def is_decoding(self) -> bool:
         return self.sequence.is_decoding
+
+
+class _Joined:
+    """Two lists read as one, without a copy of the first, which may be long."""
+
+    def __init__(self, first: list[int], second: list[int]) -> None:
+        self._first = first
+        self._second = second
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        border = len(self._first)
+        if isinstance(index, int):
+            return self._first[index] if index < border else self._second[index - border]
+        start, stop = index.start, index.stop
+        return self._first[start:stop] + self._second[max(start - border, 0) : max(stop - border, 0)]
 
 
 class DraftModelSpeculator(Speculator):

@@ -30,6 +30,7 @@ from fastinfer.engine.scheduler import Scheduler
 from fastinfer.engine.speculation import Speculator
 from fastinfer.engine.stats import EngineStats
 from fastinfer.engine.step import Step
+from fastinfer.formats.peft import LoraAdapter
 from fastinfer.models import Model
 from fastinfer.models.kv_cache import KVCache
 from fastinfer.models.lora import AdapterSlots
@@ -42,9 +43,9 @@ class Engine:
 
     The engine is not thread-safe: only one thread at a time may call it.
 
-    An error within one request (in its draw, its text or its grammar) ends that request with the finish reason
-    ``"error"``. If the model fails, :meth:`step` raises and all requests stay as they were: the caller may abort them
-    or call :meth:`step` again.
+    An error within one request (in its draw, its text, its grammar or its outputs) ends that request with the finish
+    reason ``"error"``. If the model or the scheduler fails, :meth:`step` raises and no request has lost or gained a
+    token: the caller may abort them or call :meth:`step` again.
 
     Args:
         model: model that computes the logits.
@@ -96,10 +97,12 @@ class Engine:
             self.block_manager, config.max_num_seqs, config.max_num_batched_tokens, config.make_admission_policy()
         )
         self.sampler = make_sampler(config, model, tokenizer)
+        self._samplers = [self.sampler]
         with self._numerics():  # on a GPU the runners capture their graphs here
             self.runner = make_runner(
                 config, self.model, self.kv_cache, self.max_model_len, with_adapters=config.max_loras > 0
             )
+            self._runners = [self.runner]
             self.speculator = self._make_speculator(draft_model)
         self.grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
         self.prompt_modules = PromptModules(self.block_manager, self.max_model_len)
@@ -310,18 +313,19 @@ class Engine:
         """
         return self.prompt_modules.get(name)
 
-    def load_adapter(self, name: str, path: str | Path) -> None:
+    def load_adapter(self, name: str, adapter: str | Path | LoraAdapter) -> None:
         """Load a LoRA adapter for requests that name it.
 
         Args:
             name: name by which requests refer to the adapter.
-            path: folder in the format that PEFT saves.
+            adapter: folder in the format that PEFT saves, or the adapter that
+                :func:`fastinfer.formats.peft.read_adapter` has read from it, in any thread.
 
         Raises:
             AdapterError: the adapter cannot be read, or does not fit the model.
             RequestError: the name is in use, or ``max_loras`` adapters are loaded already.
         """
-        self.adapters.load(name, path)
+        self.adapters.load(name, adapter)
 
     def unload_adapter(self, name: str) -> None:
         """Unload a LoRA adapter.
@@ -332,14 +336,19 @@ class Engine:
         unfinished = [s for request in self.requests.active.values() for s in request.unfinished]
         self.adapters.unload(name, unfinished + self.prompt_modules.sequences)
 
-    def abort(self, request_id: str) -> Output | None:
+    def abort(self, request_id: str, error: BaseException | None = None) -> Output | None:
         """End a request and free its blocks at once.
 
+        Args:
+            request_id: id of the request.
+            error: error that ends the request; ``None`` if nothing went wrong.
+
         Returns:
-            The request's last output. Its finish reason is ``"abort"``, or the request's own if it had ended but no
-            step had returned the output yet. ``None`` if the request is unknown, or its last output was returned.
+            The request's last output. Its finish reason is ``"abort"``, ``"error"`` if there was one, or the request's
+            own if it had ended but no step had returned the output yet. ``None`` if the request is unknown, or its last
+            output was returned.
         """
-        return self.requests.abort(request_id)
+        return self.requests.abort(request_id, error)
 
     @property
     def has_unfinished(self) -> bool:
@@ -368,13 +377,18 @@ class Engine:
             kv_fragmentation=1 - tokens / slots if slots else 0.0,
             num_drafted_tokens=self.speculator.num_drafted if self.speculator else 0,
             num_accepted_tokens=self.speculator.num_accepted if self.speculator else 0,
+            num_eager_steps=sum(runner.num_eager_steps for runner in self._runners),
+            num_failed_graphs=sum(len(runner.graphs.failed) for runner in self._runners if runner.graphs is not None),
+            num_failed_draws=sum(sampler.num_failed_draws for sampler in self._samplers),
+            num_repairs=self.requests.num_repairs,
         )
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
         """Compute the next tokens, and return the outputs of the requests that made progress or ended."""
         with self._numerics():
-            return self._step()
+            self._step()
+        return self.requests.pop_undelivered()
 
     def _numerics(self) -> AbstractContextManager[None]:
         """Return the context in which the model must run."""
@@ -387,7 +401,10 @@ class Engine:
         check_draft_model(config, self.model.config, draft_model.config, self.max_model_len)
         self.draft_kv_cache = make_kv_cache(config, draft_model, self.block_manager.num_blocks)
         runner = make_runner(config, draft_model, self.draft_kv_cache, self.max_model_len)
-        return make_draft_speculator(config, runner, make_sampler(config, self.model, self.tokenizer))
+        sampler = make_sampler(config, self.model, self.tokenizer)
+        self._runners.append(runner)
+        self._samplers.append(sampler)
+        return make_draft_speculator(config, runner, sampler)
 
 
 def _with_adapters(model: Model, config: EngineConfig) -> tuple[Model, Adapters]:

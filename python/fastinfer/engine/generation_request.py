@@ -8,8 +8,16 @@ from fastinfer.engine.sampled_token import SampledToken, TokenLogprob, top_logpr
 from fastinfer.engine.sequence import Sequence, SequenceOptions
 from fastinfer.engine.text_stream import TextStream
 from fastinfer.engine.token_counts import TokenCounts
-from fastinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from fastinfer.sampling_params import SamplingParams
+from fastinfer.outputs import (
+    CompletionOutput,
+    Excerpt,
+    Logprob,
+    Position,
+    RequestMetrics,
+    RequestOutput,
+    Transcript,
+)
+from fastinfer.sampling_params import RequestOutputKind, SamplingParams
 from fastinfer.tokenizers.tokenizer import Detokenizer, Tokenizer
 from fastinfer.utils.checks import INT64_MAX
 
@@ -41,9 +49,13 @@ class Completion:
         self._stop_ids = frozenset(params.stop_token_ids or ())
         self._eos_ids = frozenset() if params.ignore_eos else tokenizer.eos_ids
         self._stream = TextStream(Detokenizer(tokenizer, params.skip_special_tokens), params.stop or ())
-        self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
-        self._cumulative_logprob = 0.0
-        self._num_reported = 0  # characters of the text that earlier outputs contained
+        logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self._transcript = Transcript(sequence.token_ids, sequence.num_prompt_tokens, self._stream.utf8, logprobs)
+        self._cumulative_logprob = None if logprobs is None else 0.0
+        self._end_is_reported = False
+        self._is_delta = params.output_kind is RequestOutputKind.DELTA
+        # Beginning of the text, end of the last output, and end of the last one that was reported.
+        self._beginning = self._shown = self._reported = self._transcript.end
 
     def add(self, token: SampledToken) -> None:
         """Append a sampled token and the tokens that the grammar forces after it, up to one that ends the text."""
@@ -52,43 +64,50 @@ class Completion:
         if grammar is None or self.finish_reason is not None:
             return
         grammar.accept(token.token_id)
-        # With log-probabilities every token is drawn: none are computed for a token that is appended without a step.
-        for token_id in grammar.forced_tokens() if self._logprobs is None else ():
-            self._append(SampledToken(token_id))
-            if self.finish_reason is not None:
-                return
-            grammar.accept(token_id)
+        if self._transcript.logprobs is not None:
+            # A token that is appended without a step has no log-probabilities, so these are drawn one by one.
+            self.sequence.forced = self.sequence.forced[1:] if self.sequence.forced else grammar.forced_tokens()
+        else:
+            for token_id in grammar.forced_tokens():
+                self._append(SampledToken(token_id))
+                if self.finish_reason is not None:
+                    return
+                grammar.accept(token_id)
         if grammar.finished:
             self._finish_text("stop")
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
-        """End the completion with its current text, unless it has ended already."""
-        if self.finish_reason is None:
+        """End the completion with its current text, unless it has ended; an error also replaces an unreported end."""
+        if self.finish_reason is None or (reason == "error" and not self._end_is_reported):
             self.finish_reason = reason
             self._stop_reason = stop_reason
 
-    def take_output(self) -> CompletionOutput:
-        """Return the current state; its ``delta`` is the text that was added since the last call."""
-        text = self._stream.text
-        delta = text[self._num_reported :]
-        self._num_reported = len(text)
-        return CompletionOutput(
-            index=self._index,
-            text=text,
-            token_ids=self.sequence.output_token_ids,
-            finish_reason=self.finish_reason,
-            stop_reason=self._stop_reason,
-            logprobs=None if self._logprobs is None else list(self._logprobs),
-            delta=delta,
-            cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
-        )
+    def output(self) -> CompletionOutput:
+        """Return the current state; its ``delta`` is the text that was added since the last reported output."""
+        self._shown = self._transcript.end
+        return self._output(self._shown, self.finish_reason, self._stop_reason)
+
+    def failure(self, message: str) -> CompletionOutput:
+        """Return an output that reports an error, with the text of the last reported output."""
+        return self._output(self._reported, "error", message)
+
+    def mark_reported(self) -> None:
+        """Let later deltas begin after the last output."""
+        self._reported = self._shown
+        self._end_is_reported = self.finish_reason is not None
+
+    def _output(self, end: Position, finish_reason: str | None, stop_reason: int | str | None) -> CompletionOutput:
+        since = self._reported
+        excerpt = Excerpt(self._transcript, since if self._is_delta else self._beginning, since, end)
+        return CompletionOutput.of(excerpt, self._index, finish_reason, stop_reason, self._cumulative_logprob)
 
     def _append(self, token: SampledToken) -> None:
         """Append one token, and finish if it ends the text."""
         sequence, token_id = self.sequence, token.token_id
         sequence.append(token_id)
-        if self._logprobs is not None and token.logprobs is not None:
-            self._logprobs.append(decode_logprobs(token.logprobs, self._tokenizer))
+        if self._cumulative_logprob is not None and (logprobs := self._transcript.logprobs) is not None:
+            assert token.logprobs is not None
+            logprobs.append(decode_logprobs(token.logprobs, self._tokenizer))
             self._cumulative_logprob += token.logprobs[0].logprob
         if token_id in self._eos_ids:
             self._finish_text("stop")
@@ -178,16 +197,30 @@ class GenerationRequest(Request):
             completion.finish(reason, stop_reason)
         self._set_finish_time()
 
-    def take_output(self) -> RequestOutput:
-        """Return the current state; its deltas contain the text that was added since the last call."""
+    def output(self) -> RequestOutput | None:
+        """Return the current state, or ``None`` while only the final output is wanted."""
+        if self.finish_time is None and self._params.output_kind is RequestOutputKind.FINAL_ONLY:
+            return None
+        return self._output([completion.output() for completion in self._completions.values()], self.finish_time)
+
+    def failure(self, message: str) -> RequestOutput:
+        outputs = [completion.failure(message) for completion in self._completions.values()]
+        return self._output(outputs, time.perf_counter())
+
+    def mark_reported(self) -> None:
+        for completion in self._completions.values():
+            completion.mark_reported()
+
+    def _output(self, outputs: list[CompletionOutput], finish_time: float | None) -> RequestOutput:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
             prompt_token_ids=self._prompt_token_ids,
-            outputs=[completion.take_output() for completion in self._completions.values()],
-            finished=self.finish_time is not None,
-            metrics=RequestMetrics(self._arrival_time, self._first_token_time, self.finish_time),
-            prompt_logprobs=None if self._params.prompt_logprobs is None else list(self._prompt_logprobs),
+            outputs=outputs,
+            finished=finish_time is not None,
+            metrics=RequestMetrics(self._arrival_time, self._first_token_time, finish_time),
+            # Complete since the prompt was computed, before the first output.
+            prompt_logprobs=None if self._params.prompt_logprobs is None else self._prompt_logprobs,
             num_cached_tokens=self._num_cached_tokens or 0,
         )
 

@@ -128,6 +128,17 @@ class Grammar:
             self._matcher.rollback(n - ends)
             self._check()
 
+    def replay(self, tokens: Sequence[int]) -> None:
+        """Return to the state after exactly these tokens, whatever an interrupted call has left.
+
+        Raises:
+            RequestError: the grammar does not allow the tokens.
+        """
+        self._matcher.reset()
+        self._num_accepted = self._num_ends = 0
+        for token_id in tokens:
+            self.accept(token_id)
+
     def forced_tokens(self) -> list[int]:
         """Return the tokens that must come next because the grammar allows only one text; empty if there is a choice.
 

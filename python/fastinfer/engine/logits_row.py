@@ -28,11 +28,13 @@ def drop_impossible_drafts(chunk: Chunk) -> None:
     """Drop a chunk's drafts from the first impossible one on.
 
     A draft is impossible if the grammar does not allow it, or if the grammar leaves no choice after it: forced tokens
-    are appended without a draw, so the draft's own row of logits would be of no use.
+    are appended without a draw, so the draft's own row of logits would be of no use. While forced tokens are drawn,
+    for their log-probabilities, no draft is verified.
     """
     grammar = chunk.sequence.grammar
     if grammar is not None and num_logits_rows(chunk):
-        chunk.drafts = chunk.drafts[: _num_possible(chunk.drafts, grammar)]
+        possible = 0 if chunk.sequence.forced else _num_possible(chunk.drafts, grammar)
+        chunk.drafts = chunk.drafts[:possible]
 
 
 def logits_rows(chunk: Chunk) -> list[LogitsRow]:

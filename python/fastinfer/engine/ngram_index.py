@@ -13,24 +13,37 @@ class NgramIndex:
     Attributes:
         guess: predicted tokens from ``position`` on; empty if nothing was found, or after they were taken as drafts.
         position: length of the text in tokens at the last lookup.
+        num_indexed: number of positions, from the first on, whose n-grams are in the index.
     """
 
     def __init__(self) -> None:
         self.guess: list[int] = []
         self.position = 0
+        self.num_indexed = 0
         self._next: dict[tuple[int, ...], int] = {}  # n-gram to the position after it
 
-    def look_up(self, tokens: list[int], count: int) -> None:
-        """Set ``guess`` to the tokens that followed the last earlier occurrence of the text's final n-gram.
+    def extend(self, tokens: list[int], limit: int) -> int:
+        """Add the n-grams before further positions of a text, and return the number of these positions.
 
         Args:
             tokens: the whole text; it must begin with the text of the previous call.
-            count: number of tokens to guess.
+            limit: maximum number of positions.
         """
-        for end in range(max(self.position, 1), len(tokens)):
+        first, last = self.num_indexed, min(len(tokens), self.num_indexed + limit)
+        for end in range(max(first, 1), last):
             for n in NGRAM_LENGTHS:
                 if n <= end:
                     self._next[tuple(tokens[end - n : end])] = end
+        self.num_indexed = last
+        return last - first
+
+    def look_up(self, tokens: list[int], count: int) -> None:
+        """Set ``guess`` to the tokens that followed the last indexed occurrence of the text's final n-gram.
+
+        Args:
+            tokens: the whole text, of which the index knows a beginning, see :meth:`extend`.
+            count: number of tokens to guess.
+        """
         self.position = len(tokens)
         found = (self._next.get(tuple(tokens[-n:])) for n in NGRAM_LENGTHS if n <= len(tokens))
         start = next((start for start in found if start is not None), len(tokens))

@@ -45,7 +45,10 @@ class PrefillRequest(Request):
         if self.finish_reason is None:
             self.finish_reason, self._stop_reason = reason, stop_reason
 
-    def take_output(self) -> PrefillOutput | None:
+    def failure(self, message: str) -> PrefillOutput:
+        return PrefillOutput(self.request_id, list(self.sequences[0].token_ids), "error", message)
+
+    def output(self) -> PrefillOutput | None:
         if self.finish_reason is None:
             return None
         prompt = list(self.sequences[0].token_ids)

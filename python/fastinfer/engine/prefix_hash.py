@@ -24,6 +24,21 @@ class BlockContent:
     tokens: bytes
 
 
+@dataclass(slots=True)
+class PrefixScan:
+    """An upper bound of the blocks that a waiting sequence could share with running ones.
+
+    Attributes:
+        num_blocks: number of blocks, from the first on, that were found in the prefix cache.
+        num_used: number of them that running sequences held.
+        num_acquired: the block manager's count of acquired blocks at that time.
+    """
+
+    num_blocks: int
+    num_used: int
+    num_acquired: int
+
+
 def first_key(cache_salt: str, adapter_key: str) -> bytes:
     """Return the key with which a chain begins, before any token.
 

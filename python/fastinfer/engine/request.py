@@ -78,6 +78,13 @@ class Request(ABC):
     def end_step(self, scheduler: Scheduler) -> None:  # noqa: B027  (most requests' sequences are independent)
         """Act on all sequences together; called after :meth:`update` has been called for every result of a step."""
 
+    def mark_reported(self) -> None:  # noqa: B027  (most requests have only one output)
+        """Let the next output report what is new after the present state; called once an output will be delivered."""
+
+    @abstractmethod
+    def failure(self, message: str) -> Output:
+        """Return a last output that reports an error; called if :meth:`finish` or :meth:`output` raised one."""
+
     @abstractmethod
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         """End the request unless it has ended already.
@@ -88,8 +95,5 @@ class Request(ABC):
         """
 
     @abstractmethod
-    def take_output(self) -> Output | None:
-        """Return the state to report to the user, or ``None`` if there is nothing to report yet.
-
-        Its deltas contain the text since the previous call, so every output must be delivered.
-        """
+    def output(self) -> Output | None:
+        """Return the state to report to the user, or ``None`` if there is nothing to report yet."""

@@ -2,8 +2,8 @@
 
 import itertools
 import time
-from collections.abc import Iterable
 from concurrent.futures import Future, wait
+from typing import Any
 
 from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.grammar import Grammar
@@ -11,7 +11,8 @@ from fastinfer.engine.prompt_modules import PromptModules
 from fastinfer.engine.request import Output, Request
 from fastinfer.engine.scheduler import Scheduler
 from fastinfer.engine.sequence import SequenceState
-from fastinfer.errors import QueueFullError, RequestError, describe_error
+from fastinfer.errors import FATAL_ERRORS, QueueFullError, RequestError, describe_error
+from fastinfer.outputs import merge
 
 # How long a step waits if nothing can be computed yet because a grammar is being compiled or a batch is not full.
 IDLE_WAIT_S = 0.001
@@ -29,6 +30,7 @@ class RequestTable:
     Attributes:
         active: unfinished requests by id.
         compiling: grammars that unfinished requests are waiting for, by the request's id.
+        num_repairs: errors after which :meth:`repair` queued all sequences anew.
     """
 
     def __init__(
@@ -44,7 +46,8 @@ class RequestTable:
         self._block_manager = block_manager
         self._prompt_modules = prompt_modules
         self._max_num_waiting = max_num_waiting
-        self._undelivered: dict[str, Output] = {}  # last outputs that no step has returned yet
+        self.num_repairs = 0
+        self._undelivered: dict[str, Output] = {}  # by request; outputs that no step has returned yet
         self._numbers = itertools.count()
 
     def new_id(self, request_id: str | None) -> str:
@@ -65,25 +68,31 @@ class RequestTable:
 
     def add(self, request: Request, grammar: Future[Grammar] | None = None) -> str:
         """Queue a request, after its grammar has been compiled if it has one, and return its id."""
-        self.active[request.request_id] = request
-        if grammar is None:
-            self._scheduler.add(request.sequences[0])
-        else:
-            self.compiling[request.request_id] = grammar
-        return request.request_id
+        try:
+            self.active[request.request_id] = request
+            if grammar is None:
+                self._scheduler.add(request.sequences[0])
+            else:
+                self.compiling[request.request_id] = grammar
+            return request.request_id
+        except BaseException:
+            self._forget(request)
+            self.repair()
+            raise
 
     def queue_compiled(self) -> None:
         """Queue the requests whose grammar has been compiled, and end those whose grammar failed to compile."""
         for request_id in [name for name, future in self.compiling.items() if future.done()]:
-            request, future = self.active[request_id], self.compiling.pop(request_id)
+            request = self.active[request_id]
             try:
-                grammar = future.result()
+                grammar = self.compiling.pop(request_id).result()
                 for sequence in request.sequences:
                     sequence.grammar = grammar.copy()
-            except Exception as error:
-                self.fail(request_id, error)
-            else:
                 self._scheduler.add(request.sequences[0])
+            except BaseException as error:
+                self.fail(request, error)
+                if isinstance(error, FATAL_ERRORS):
+                    raise
 
     def wait_for_work(self) -> None:
         """Wait for a moment if requests exist but none can be computed yet, and there is no output to deliver."""
@@ -94,48 +103,75 @@ class RequestTable:
         elif self._scheduler.waiting:
             time.sleep(IDLE_WAIT_S)
 
-    def abort(self, request_id: str) -> Output | None:
+    def abort(self, request_id: str, error: BaseException | None = None) -> Output | None:
         """End a request and return its last output, see :meth:`fastinfer.engine.engine.Engine.abort`."""
-        request = self.active.get(request_id)
-        if request is None:
-            return self._undelivered.pop(request_id, None)
-        self.compiling.pop(request_id, None)
-        outputs = self._end(request, "abort")
-        return outputs[0] if outputs else None
+        if (request := self.active.get(request_id)) is not None:
+            self.compiling.pop(request_id, None)
+            if error is None:
+                self._end(request, "abort")
+            else:
+                self.fail(request, error)
+        return self._undelivered.pop(request_id, None)
 
-    def fail(self, request_id: str, error: Exception) -> None:
+    def fail(self, request: Request, error: BaseException) -> None:
         """End a request with an error; its output is kept for later, because the current step may still raise."""
-        for output in self._end(self.active[request_id], "error", describe_error(error)):
-            self.deliver_later(output)
+        self._end(request, "error", describe_error(error))
+
+    def discard(self, request: Request, error: BaseException) -> None:
+        """End a request that failed at an arbitrary point, and repair what that may have left half done.
+
+        Raises:
+            BaseException: the error itself, if it was meant to end the program.
+        """
+        self._forget(request)
+        self.repair()
+        made = self._undelivered.get(request.request_id)
+        if made is None or not made.finished:
+            self.deliver_later(request.failure(describe_error(error)))
+        if isinstance(error, FATAL_ERRORS):
+            raise error
+
+    def repair(self) -> None:
+        """Make the queues and the blocks' books consistent after an error at an arbitrary point.
+
+        All running sequences return to the queue. They are computed again, from their blocks in the prefix cache if it
+        is on. The same tokens are drawn as without the error.
+        """
+        self.num_repairs += 1
+        modules = self._prompt_modules.sequences
+        self._block_manager.rebuild([s for s in modules if s.state is SequenceState.FINISHED])
+        every = [sequence for request in self.active.values() for sequence in request.sequences]
+        self._scheduler.restart([s for s in every if s.state is not SequenceState.FINISHED])
 
     def deliver_later(self, output: Output) -> None:
-        """Keep a request's last output until a step returns it."""
-        self._undelivered[output.request_id] = output
+        """Keep a request's output until a step returns it, together with an earlier one that none has returned."""
+        missed: Any = self._undelivered.get(output.request_id)
+        self._undelivered[output.request_id] = merge(missed, output)
 
     def pop_undelivered(self) -> list[Output]:
         """Return the outputs that were kept for later, and forget them."""
-        outputs = list(self._undelivered.values())
-        self._undelivered.clear()
-        return outputs
+        # One call, so that not even an interrupt can lose an output.
+        return list(map(self._undelivered.pop, list(self._undelivered)))
 
-    def report(self, requests: Iterable[Request]) -> list[Output]:
-        """Return the outputs of the requests, and remove sequences and requests that have ended."""
-        outputs = []
-        for request in requests:
+    def report(self, request: Request) -> None:
+        """Keep a request's output for later, and remove its sequences that have ended, and itself at its end."""
+        try:
+            output = request.output()
             unfinished = request.unfinished
-            for sequence in request.sequences:
-                if sequence.state is not SequenceState.FINISHED and sequence not in unfinished:
-                    is_module = self._prompt_modules.holds(sequence)
-                    if is_module:
-                        # Other blocks with this content may be reused at any time; these stay.
-                        self._block_manager.prefer_blocks_of(sequence)
-                    self._scheduler.finish(sequence, keep_blocks=is_module)
-            if not unfinished:
-                del self.active[request.request_id]
-            output = request.take_output()
-            if output is not None:
-                outputs.append(output)
-        return outputs
+        except Exception as error:
+            output, unfinished = request.failure(describe_error(error)), []
+        for sequence in request.sequences:
+            if sequence.state is not SequenceState.FINISHED and sequence not in unfinished:
+                is_module = self._prompt_modules.holds(sequence)
+                if is_module:
+                    # Other blocks with this content may be reused at any time; these stay.
+                    self._block_manager.prefer_blocks_of(sequence)
+                self._scheduler.finish(sequence, keep_blocks=is_module)
+        if output is not None:
+            self.deliver_later(output)
+            request.mark_reported()
+        if not unfinished:
+            del self.active[request.request_id]
 
     @property
     def has_unfinished(self) -> bool:
@@ -147,8 +183,20 @@ class RequestTable:
         """Number of sequences in the scheduler's queue, and of requests whose grammar is being compiled."""
         return len(self._scheduler.waiting) + len(self.compiling)
 
-    def _end(self, request: Request, finish_reason: str, stop_reason: str | None = None) -> list[Output]:
-        """End a request and return its last output, if it has one."""
-        request.finish(finish_reason, stop_reason)
+    def _end(self, request: Request, finish_reason: str, stop_reason: str | None = None) -> None:
+        """End a request; its last output is kept for later."""
+        try:
+            request.finish(finish_reason, stop_reason)
+            self._prompt_modules.forget(request.sequences)
+            self.report(request)
+        except BaseException as error:
+            self.discard(request, error)
+
+    def _forget(self, request: Request) -> None:
+        """Remove a request from the tables, but not from the queues and the block manager."""
+        self.active.pop(request.request_id, None)
+        self.compiling.pop(request.request_id, None)
         self._prompt_modules.forget(request.sequences)
-        return self.report([request])
+        for sequence in request.sequences:
+            sequence.state = SequenceState.FINISHED
+            sequence.blocks = []

@@ -26,6 +26,7 @@ class Runner:
     Attributes:
         inputs: see above.
         graphs: recorded graphs; ``None`` with ``enforce_eager``.
+        num_eager_steps: steps that ran operator by operator since the start.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Runner:
         self._kv_cache = kv_cache
         self.inputs = inputs
         self._always_adapters = with_adapters and deterministic
+        self.num_eager_steps = 0
         self.graphs: CPUGraphs | CUDAGraphs | None = None
         if not enforce_eager and inputs.device.type == "cpu":
             self.graphs = CPUGraphs(self.compute, inputs)
@@ -58,6 +60,7 @@ class Runner:
             result = self.graphs.run(size, all(chunk.sequence.is_decoding for chunk in chunks))
             if result is not None:
                 return result
+        self.num_eager_steps += 1
         self.inputs.upload(size.num_seqs)
         return self.compute(self.inputs.batch(size))
 

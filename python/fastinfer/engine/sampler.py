@@ -26,12 +26,14 @@ class Sampler:
 
     Attributes:
         recorded: recorded draws for the logits of recorded steps.
+        num_failed_draws: calls since the start that failed, for all rows or in their repetition for one row.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._tensors = SamplingTensors(max_rows, vocab_size)
         self._masks = TokenMasks(max_rows, vocab_size, eos_ids)
         self.recorded = RecordedDraws()
+        self.num_failed_draws = 0
 
     def draw(self, logits: Tensor, rows: list[LogitsRow], recorded: bool = False) -> list[SampledToken]:
         """Draw one token for each row.
@@ -68,6 +70,7 @@ class Sampler:
                 return [SampledToken(token) for token in drawn]
             return self._draw(logits, rows, masks)
         except RuntimeError as error:
+            self.num_failed_draws += 1
             if len(rows) == 1:
                 return [SampledToken(-1, error=error.with_traceback(None))]
             each = (slice(index, index + 1) for index in range(len(rows)))

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from fastinfer.engine.logits_row import LogitsRow
+from fastinfer.engine.penalty_tensors import PenaltyTensors
 from fastinfer.engine.sequence import Sequence
 from fastinfer.engine.transfer import to_device
 
@@ -30,7 +31,7 @@ class SamplingTensors:
         # Kept here because asking a tensor for its device takes 10 to 25 us right after a step, when the CPU's caches
         # are cold.
         self.device, self._on_gpu = torch.device("cpu"), False
-        self._vocab_size = vocab_size
+        self._penalties = PenaltyTensors(vocab_size)
         self._arrays: dict[str, np.ndarray] = {
             "temperature": np.zeros(max_rows, np.float32),
             "top_k": np.zeros(max_rows, np.int32),
@@ -47,7 +48,7 @@ class SamplingTensors:
         arrays, used = self._arrays, slice(len(rows))
         changed = sequences != self._sequences
         if changed:
-            self._sequences = sequences
+            self._sequences = []  # until all is written, as an error may come in between
             self.needs_only_tokens = all(map(_needs_only_token, sequences))
             self.device, self._on_gpu = logits.device, logits.is_cuda
             params = [sequence.params for sequence in sequences]
@@ -61,25 +62,13 @@ class SamplingTensors:
             positions[index] = len(sequence) + len(drafts)
         if changed:
             self.every_row = {name: to_device(array[used], self.device) for name, array in arrays.items()}
+            self._sequences = sequences
         elif self._on_gpu:
             self.every_row["positions"] = to_device(positions[used], self.device)
 
     def penalties(self, rows: list[LogitsRow]) -> dict[str, Tensor]:
         """Return the penalties and the token counts that they need; empty if no row has penalties."""
-        if all(row.sequence.counts is None for row in rows):
-            return {}
-        penalties = np.tile(np.array([1, 0, 0], np.float32), (len(rows), 1))
-        output = np.zeros((len(rows), self._vocab_size), np.int32)
-        prompt = np.zeros((len(rows), -(-self._vocab_size // 32)), np.int32)
-        for index, (sequence, drafts, _) in enumerate(rows):
-            if sequence.counts is not None:
-                p = sequence.params
-                penalties[index] = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
-                output[index] = sequence.counts.output
-                np.add.at(output[index], drafts, 1)
-                prompt[index] = sequence.counts.prompt
-        arrays = {"penalties": penalties, "output_counts": output, "prompt_mask": prompt}
-        return {name: to_device(array, self.device) for name, array in arrays.items()}
+        return self._penalties.update(rows, self.device)
 
     def bias(self, rows: list[LogitsRow]) -> dict[str, Tensor]:
         """Return the logit biases; empty if no row has any."""

@@ -178,6 +178,19 @@ class Scheduler:
             self.block_manager.free(sequence)
         sequence.state = SequenceState.FINISHED
 
+    def restart(self, sequences: list[Sequence]) -> None:
+        """Queue sequences anew after an error at an arbitrary point; those that wait for others stay pending.
+
+        Args:
+            sequences: all unfinished sequences; the block manager has taken their blocks back.
+        """
+        self.running = []
+        self.waiting = []
+        for sequence in sequences:
+            sequence.restart()
+            if sequence.state is not SequenceState.PENDING:
+                self.add(sequence)
+
     def _candidates(self) -> list[Sequence]:
         """Return the waiting sequences that may be admitted in this step, in the order of service."""
         if not self.waiting:

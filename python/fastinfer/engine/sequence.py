@@ -8,7 +8,7 @@ from typing import TypedDict
 from fastinfer.engine.acceptance import Acceptance
 from fastinfer.engine.grammar import Grammar
 from fastinfer.engine.ngram_index import NgramIndex
-from fastinfer.engine.prefix_hash import first_key
+from fastinfer.engine.prefix_hash import PrefixScan, first_key
 from fastinfer.engine.token_counts import TokenCounts
 from fastinfer.sampling_params import SamplingParams
 
@@ -47,6 +47,7 @@ class Sequence:
             for any other change it is replaced by a new list.
         block_keys: keys of the full blocks in the prefix cache, as far as they were needed; managed by
             ``BlockManager``.
+        prefix_scan: what the block manager last found of the prefix while the sequence waited; ``None`` before.
         num_cached_blocks: number of leading blocks that have been offered to the prefix cache.
         first_key: key before the first block's, see :func:`fastinfer.engine.prefix_hash.first_key`.
         reads_prefix: whether the sequence may reuse computed blocks from the prefix cache.
@@ -62,6 +63,8 @@ class Sequence:
         draft_gap: number of computed tokens, the newest ones, that the draft model has not computed yet.
         counts: token counts for the penalties; ``None`` if there are no penalties.
         grammar: grammar that the generated text must match; ``None`` for any text.
+        forced: tokens that must be drawn next, because the grammar leaves no choice and each token's log-probabilities
+            are wanted; otherwise such tokens are appended without a draw.
         state: see :class:`SequenceState`.
         arrival_time: time of creation in seconds of ``time.perf_counter``.
         order: sort key by which sequences are served: priority, then number of arrival.
@@ -78,6 +81,7 @@ class Sequence:
         "counts",
         "draft_gap",
         "first_key",
+        "forced",
         "grammar",
         "last_step",
         "max_length",
@@ -91,6 +95,7 @@ class Sequence:
         "num_prompt_tokens",
         "order",
         "params",
+        "prefix_scan",
         "reads_prefix",
         "request_id",
         "samples",
@@ -122,6 +127,7 @@ class Sequence:
         self.max_length = max_length
         self.blocks: list[int] = []
         self.block_keys: list[bytes] = []
+        self.prefix_scan: PrefixScan | None = None
         self.num_cached_blocks = 0
         self.first_key = first_key(cache_salt, adapter_key)
         self.reads_prefix = reads_prefix
@@ -137,6 +143,7 @@ class Sequence:
         self.may_speculate = True
         self.counts: TokenCounts | None = None
         self.grammar: Grammar | None = None
+        self.forced: list[int] = []
         self.state = SequenceState.PENDING
         self.arrival_time = time.perf_counter()
         self.order = (priority, next(_arrivals))
@@ -153,6 +160,17 @@ class Sequence:
         other.first_key, other.adapter = self.first_key, self.adapter
         other.order, other.may_speculate = self.order, self.may_speculate
         return other
+
+    def restart(self) -> None:
+        """Forget what was computed."""
+        self.blocks = []
+        self.num_cached_blocks = self.num_computed_tokens = 0
+        self.restore_grammar()
+
+    def restore_grammar(self) -> None:
+        """Return the grammar to the state after the generated tokens, whatever an interrupted draw has left."""
+        if self.grammar is not None:
+            self.grammar.replay(self.output_token_ids)
 
     def append(self, token_id: int) -> None:
         """Append a generated token."""

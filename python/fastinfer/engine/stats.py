@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EngineStats:
-    """The load of an engine at one moment, and counters since its start.
+    """The load of an engine at one moment, and counters since its start, which include the draft model's steps.
 
     Attributes:
         num_running: running sequences.
@@ -24,6 +24,12 @@ class EngineStats:
         kv_fragmentation: share, from 0 to 1, of the slots in running sequences' blocks that hold no token.
         num_drafted_tokens: draft tokens since the start.
         num_accepted_tokens: draft tokens accepted since the start.
+        num_eager_steps: steps since the start that ran operator by operator instead of replaying a recorded graph: all
+            with ``enforce_eager``, otherwise those of sizes that are not recorded (yet).
+        num_failed_graphs: sizes of steps that could not be recorded as a graph.
+        num_failed_draws: draws since the start that failed: those of all rows of a step, which are then repeated row by
+            row, and those of single rows.
+        num_repairs: errors since the start after which all running sequences were queued to be computed again.
     """
 
     num_running: int
@@ -41,6 +47,10 @@ class EngineStats:
     kv_fragmentation: float
     num_drafted_tokens: int
     num_accepted_tokens: int
+    num_eager_steps: int
+    num_failed_graphs: int
+    num_failed_draws: int
+    num_repairs: int
 
     @property
     def prefix_hit_rate(self) -> float:

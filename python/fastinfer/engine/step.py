@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from fastinfer.engine.batch_inputs import StepResult, num_logits_rows
 from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.logits_row import LogitsRow, drop_impossible_drafts, logits_rows
-from fastinfer.engine.request import Output, Request, SequenceStep
+from fastinfer.engine.request import Request, SequenceStep
 from fastinfer.engine.request_table import RequestTable
 from fastinfer.engine.runner import Runner
 from fastinfer.engine.sampled_token import SampledToken
 from fastinfer.engine.sampler import Sampler
 from fastinfer.engine.scheduler import Chunk, Scheduler
-from fastinfer.engine.sequence import Sequence
+from fastinfer.engine.sequence import Sequence, SequenceState
 from fastinfer.engine.speculation import Speculator
 from fastinfer.errors import describe_error
 from fastinfer.models import Model
@@ -70,15 +70,21 @@ class Step:
     kv_caches: list[KVCache]
     requests: RequestTable
 
-    def __call__(self) -> list[Output]:
-        """Run one step, and return the outputs of the requests that made progress or ended."""
-        self.requests.queue_compiled()
-        chunks, rows = self._choose_rows(self._schedule())
-        outputs: list[Output] = []
+    def __call__(self) -> None:
+        """Run one step; the requests that made progress or ended leave their outputs in the table of requests.
+
+        Any error of one request ends that request alone. After other errors, which are raised, no request has lost or
+        gained a token and no block is lost; the next step computes the same tokens again.
+        """
+        try:
+            self.requests.queue_compiled()
+            chunks, rows = self._choose_rows(self._schedule())
+        except BaseException:
+            self.requests.repair()
+            raise
         if chunks:
             result, tokens = self._compute(chunks, rows)
-            outputs = self._update(chunks, result, tokens)
-        return outputs + self.requests.pop_undelivered()
+            self._update(chunks, result, tokens)
 
     def _schedule(self) -> list[Chunk]:
         """Return the chunks to compute, drafts included; wait for a moment if there are none."""
@@ -113,33 +119,48 @@ class Step:
                 rows[index] = logits_rows(chunk)
             except Exception as error:  # any error ends this request alone
                 errors[chunk.sequence.request_id] = error
-        kept = [index for index, chunk in enumerate(chunks) if chunk.sequence.request_id not in errors]
         for request_id, failure in errors.items():
-            self.requests.fail(request_id, failure)
+            self.requests.fail(self.requests.active[request_id], failure)
+        # None are left if a request could only be ended by a repair.
+        kept = [index for index, chunk in enumerate(chunks) if chunk.sequence.state is SequenceState.RUNNING]
         return [chunks[index] for index in kept], [row for index in kept for row in rows[index]]
 
     def _compute(self, chunks: list[Chunk], rows: list[LogitsRow]) -> tuple[StepResult, list[SampledToken]]:
         """Run the model and draw a token for each row of logits."""
         start = time.perf_counter()
-        result = self.runner(chunks)
-        tokens = self.sampler.draw(result.logits, rows, result.recorded)
+        try:
+            result = self.runner(chunks)
+            tokens = self.sampler.draw(result.logits, rows, result.recorded)
+        except BaseException:
+            for chunk in chunks:
+                chunk.sequence.restore_grammar()
+            raise
         if self.speculator is not None:
             self.speculator.record_seconds(chunks, time.perf_counter() - start)
         return result, tokens
 
-    def _update(self, chunks: list[Chunk], result: StepResult, tokens: list[SampledToken]) -> list[Output]:
-        """Pass the results to the requests, and return the outputs of those that have a new token or have ended."""
-        updated: dict[str, Request] = {}
-        to_report: dict[str, Request] = {}
+    def _update(self, chunks: list[Chunk], result: StepResult, tokens: list[SampledToken]) -> None:
+        """Pass the results to the requests, each of which is completely updated before the next one."""
+        parts: dict[str, list[ChunkResult]] = {}
         for part in _split(chunks, tokens):
-            sequence, is_last = part.chunk.sequence, part.chunk.is_last
-            request = updated[sequence.request_id] = self.requests.active[sequence.request_id]
-            self._update_request(request, self._advance(part, result))
-            if is_last or not request.unfinished:
-                to_report[request.request_id] = request
-        for request in updated.values():
-            request.end_step(self.scheduler)
-        return self.requests.report(to_report.values())
+            parts.setdefault(part.chunk.sequence.request_id, []).append(part)
+        for request_id, its_parts in parts.items():
+            request = self.requests.active[request_id]
+            try:
+                self._update_request(request, its_parts, result)
+            except BaseException as error:
+                self.requests.discard(request, error)
+                return  # the other sequences were queued anew: their results of this step will be computed again
+
+    def _update_request(self, request: Request, parts: list[ChunkResult], result: StepResult) -> None:
+        """Update a request with the results of its sequences, and report it if it has a new token or has ended."""
+        has_news = False
+        for part in parts:
+            has_news |= part.chunk.is_last
+            self._update_sequences(request, self._advance(part, result))
+        request.end_step(self.scheduler)
+        if has_news or not request.unfinished:
+            self.requests.report(request)
 
     def _advance(self, part: ChunkResult, result: StepResult) -> list[SequenceStep]:
         """Mark a chunk's tokens as computed, and fork the siblings once the prompt is complete.
@@ -167,8 +188,8 @@ class Step:
             *(step(sibling, [token]) for sibling, token in zip(siblings, others, strict=True)),
         ]
 
-    def _update_request(self, request: Request, steps: list[SequenceStep]) -> None:
-        """Update a request with the results of its sequences; any error ends this request alone."""
+    def _update_sequences(self, request: Request, steps: list[SequenceStep]) -> None:
+        """Update a request with the results of a sequence and of those forked from it."""
         try:
             for token in (token for step in steps for token in step.tokens):
                 if token.error is not None:

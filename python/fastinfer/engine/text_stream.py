@@ -24,11 +24,12 @@ class TextStream:
         stop: strings that end the text; they are not part of it.
 
     Attributes:
-        text: the text so far, without the part that may be the beginning of a stop string.
+        utf8: the text so far in UTF-8, without the part that may be the beginning of a stop string. It only grows at
+            its end, which for a bytearray takes the same time at any length.
     """
 
     def __init__(self, detokenizer: Detokenizer, stop: Iterable[str] = ()) -> None:
-        self.text = ""
+        self.utf8 = bytearray()
         self._detokenizer = detokenizer
         self._stop = StopStringMatcher(stop)
 
@@ -39,9 +40,9 @@ class TextStream:
 
     def add(self, token_id: int) -> None:
         """Append the text of a token."""
-        self.text += self._stop.add(self._detokenizer.add(token_id))
+        self.utf8 += self._stop.add(self._detokenizer.add(token_id)).encode()
 
     def flush(self) -> None:
         """Append the rest at the end of the text: an incomplete character, and text that became no stop string."""
-        self.text += self._stop.add(self._detokenizer.flush())
-        self.text += self._stop.flush()
+        self.utf8 += self._stop.add(self._detokenizer.flush()).encode()
+        self.utf8 += self._stop.flush().encode()

@@ -39,7 +39,11 @@ class TokenMasks:
                     if row.drafts:
                         row.grammar.accept(row.drafts[-1])
                         num_followed += 1
-                    row.grammar.fill_mask(masks[index])
+                    if row.sequence.forced:
+                        masks[index] = 0
+                        _allow(masks[index], row.sequence.forced[0])
+                    else:
+                        row.grammar.fill_mask(masks[index])
                 except Exception as error:  # any error ends this request alone
                     errors[index] = error.with_traceback(None)
                     masks[index] = -1
@@ -57,6 +61,11 @@ class TokenMasks:
         """Clear the bits of the tokens that would end the row's text."""
         for token_id in self._eos_ids.union(row.sequence.params.stop_token_ids or ()):
             mask.view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+
+
+def _allow(mask: np.ndarray, token_id: int) -> None:
+    """Set the bit of a token."""
+    mask.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
 
 
 def _is_early(row: LogitsRow) -> bool:

@@ -4,12 +4,9 @@ import asyncio
 import contextlib
 import secrets
 import threading
-from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Generic
 
-from fastinfer.outputs import PrefillOutput, RequestOutput
-
-Output = TypeVar("Output", RequestOutput, PrefillOutput)
+from fastinfer.outputs import Output, merge
 
 
 class Mailbox(Generic[Output]):
@@ -28,16 +25,19 @@ class Mailbox(Generic[Output]):
         self._loop = asyncio.get_running_loop()
         self._is_filled = asyncio.Event()
         self._lock = threading.Lock()
-        self._content: Output | Exception | None = None
+        self._content: Output | BaseException | None = None
 
-    def put(self, content: Output | Exception) -> bool:
+    def put(self, content: Output | BaseException) -> bool:
         """Store an output or an error; called by the engine's thread. Returns False if the event loop is closed."""
         if self._loop.is_closed():
             return False
         with self._lock:
-            was_empty = self._content is None
-            self._content = _merged(self._content, content)
-        if was_empty:
+            missed = self._content
+            if isinstance(missed, BaseException) or isinstance(content, BaseException):
+                self._content = content
+            else:
+                self._content = merge(missed, content)
+        if missed is None:
             with contextlib.suppress(RuntimeError):  # the loop has been closed since the check above
                 self._loop.call_soon_threadsafe(self._is_filled.set)
         return True
@@ -50,14 +50,6 @@ class Mailbox(Generic[Output]):
         # A later put() sets the event again, but only after this callback of the loop has ended.
         self._is_filled.clear()
         assert content is not None
-        if isinstance(content, Exception):
+        if isinstance(content, BaseException):
             raise content
         return content
-
-
-def _merged(missed: Any, output: Any) -> Any:
-    """Return ``output`` with the deltas of ``missed``, an output that nobody has read, before its own."""
-    if not isinstance(missed, RequestOutput) or not isinstance(output, RequestOutput):
-        return output
-    pairs = zip(missed.outputs, output.outputs, strict=True)
-    return replace(output, outputs=[replace(new, delta=old.delta + new.delta) for old, new in pairs])

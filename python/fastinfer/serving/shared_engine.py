@@ -4,15 +4,13 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 from tqdm import tqdm
 
 from fastinfer.engine.engine import Engine
 from fastinfer.errors import QueueFullError
-from fastinfer.outputs import PrefillOutput, RequestOutput
-
-Output = TypeVar("Output", RequestOutput, PrefillOutput)
+from fastinfer.outputs import Output, merge
 
 
 class Job(Generic[Output]):
@@ -37,7 +35,9 @@ class SharedEngine:
     def __init__(self, engine: Engine) -> None:
         self.lock = threading.Lock()
         self._engine = engine
-        self._inboxes: dict[str, deque[Any]] = {}
+        # For each request the inbox of the thread that waits for it. An inbox holds at most one output per request,
+        # which reports everything since the one before, so that it stays small while its thread takes none.
+        self._inboxes: dict[str, dict[str, Any]] = {}
         self._abandoned: deque[str] = deque()  # ids of requests to abort before the next step
 
     def complete(self, jobs: list[Job[Output]], use_tqdm: bool = False) -> list[Output]:
@@ -52,7 +52,7 @@ class SharedEngine:
 
     def run(self, jobs: list[Job[Output]]) -> Generator[Output, None, None]:
         """Run jobs and yield their outputs as they come; leaving early, for any reason, aborts the unfinished jobs."""
-        inbox: deque[Output] = deque()
+        inbox: dict[str, Output] = {}
         queued = deque(jobs)
         pending: set[str] = set()
         try:
@@ -62,10 +62,9 @@ class SharedEngine:
                     self._add(queued, pending, inbox)
                     # The steps of other threads may have filled the inbox meanwhile.
                     if not inbox:
-                        for output in self._engine.step():
-                            self._inboxes[output.request_id].append(output)
-                while inbox:
-                    output = inbox.popleft()
+                        self._step()
+                    arrived = list(map(inbox.pop, list(inbox)))
+                for output in arrived:
                     if output.finished:
                         pending.discard(output.request_id)
                         self._inboxes.pop(output.request_id, None)
@@ -80,7 +79,16 @@ class SharedEngine:
                 finally:
                     self.lock.release()
 
-    def _add(self, queued: deque[Job[Output]], pending: set[str], inbox: deque[Output]) -> None:
+    def _step(self) -> None:
+        """Run a step, and put the outputs into the inboxes; the caller holds the lock."""
+        for output in self._engine.step():
+            inbox = self._inboxes.get(output.request_id)
+            if inbox is not None:
+                inbox[output.request_id] = merge(inbox.get(output.request_id), output)
+            elif not output.finished:
+                self._abandoned.append(output.request_id)  # interrupted before its thread could wait for it
+
+    def _add(self, queued: deque[Job[Output]], pending: set[str], inbox: dict[str, Output]) -> None:
         """Queue as many jobs as the engine accepts; the caller holds the lock."""
         with contextlib.suppress(QueueFullError):
             while queued:

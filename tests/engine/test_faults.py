@@ -1,0 +1,323 @@
+"""Faults at every line of a step.
+
+Each one ends one request at most, the others give what they give alone, and all blocks are accounted for.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from support.toy import VOCAB_SIZE, Forgetful, always_speculate, check_blocks, toy_engine
+from support.toy_grammar import Letters, constrained
+
+import fastinfer.engine
+from fastinfer.engine.beam_request import BeamRequest
+from fastinfer.engine.engine import Engine
+from fastinfer.engine.generation_request import GenerationRequest
+from fastinfer.outputs import PrefillOutput
+from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+
+ENGINE = str(Path(fastinfer.engine.__file__).parent)
+SPECULATIONS = ["none", "ngram", "draft model"]
+Line = tuple[str, int]
+
+
+class Fault(RuntimeError):
+    """As the operators raise it."""
+
+
+class Interrupt(KeyboardInterrupt):
+    """As a user raises it."""
+
+
+def prompt(number: int, length: int) -> list[int]:
+    return [(7 * number + 3 * j) % (VOCAB_SIZE - 1) + 1 for j in range(length)]
+
+
+# One request of each kind; those of length 9 begin alike.
+REQUESTS: dict[str, Callable[[Engine], str]] = {
+    "greedy": lambda engine: engine.add_request(prompt(1, 9), SamplingParams(temperature=0.0, max_tokens=14)),
+    "sampled": lambda engine: engine.add_request(
+        [*prompt(1, 9), 5],
+        SamplingParams(n=2, seed=3, max_tokens=9, repetition_penalty=1.3, frequency_penalty=0.5, logit_bias={7: 2.0}),
+    ),
+    "logprobs": lambda engine: engine.add_request(
+        prompt(2, 4),
+        SamplingParams(seed=5, max_tokens=8, min_tokens=3, logprobs=2, prompt_logprobs=1, stop=["never"]),
+        priority=1,
+    ),
+    "delta": lambda engine: engine.add_request(
+        prompt(3, 3), SamplingParams(temperature=0.0, max_tokens=10, output_kind=RequestOutputKind.DELTA)
+    ),
+    "grammar": lambda engine: constrained(
+        engine, prompt(4, 5), SamplingParams(seed=6, max_tokens=20), Letters("abc", 9)
+    ),
+    "grammar and logprobs": lambda engine: constrained(
+        engine, prompt(8, 3), SamplingParams(seed=7, max_tokens=20, logprobs=0), Letters("abc", 6)
+    ),
+    "beams": lambda engine: engine.add_beam_request(prompt(5, 5), BeamSearchParams(beam_width=2, max_tokens=6)),
+    "embedding": lambda engine: engine.add_embedding_request(prompt(6, 7)),
+    "urgent": lambda engine: engine.add_request(
+        prompt(7, 2), SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True), priority=-1
+    ),
+}
+
+
+def make_engine(speculation: str) -> Engine:
+    """With few blocks, so that sequences are preempted and share and copy blocks."""
+    engine = toy_engine(
+        draft_model=Forgetful() if speculation == "draft model" else None,
+        num_speculative_tokens=0 if speculation == "none" else 3,
+        block_size=4,
+        max_model_len=24,
+        num_kv_blocks=16,
+        max_num_batched_tokens=16,
+        max_num_seqs=9,
+    )
+    return engine if speculation == "none" else always_speculate(engine)
+
+
+class Results:
+    """What came of the requests of one engine."""
+
+    def __init__(self, engine: Engine, names: dict[str, str]) -> None:
+        self.engine = engine
+        self.names = names  # by request id
+        self.last: dict[str, Any] = {}  # by name
+        self.errors: list[BaseException] = []
+        self.texts: dict[tuple[str, int], str] = {}  # by name and completion: the deltas together
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.num_finished: Counter[str] = Counter()
+
+    def take(self, outputs: list[Any]) -> None:
+        assert len({output.request_id for output in outputs}) == len(outputs)
+        for output in outputs:
+            name = self.names[output.request_id]
+            self.last[name] = output
+            self.num_finished[name] += output.finished
+            for completion in getattr(output, "outputs", ()):
+                key = name, completion.index
+                self.texts[key] = self.texts.get(key, "") + completion.delta
+                earlier = self.tokens.get(key, []) if name == "delta" else []
+                self.tokens[key] = earlier + completion.token_ids
+
+    def run(self, step: Callable[[], list[Any]]) -> "Results":
+        """Step until all requests have ended; errors of whole steps are kept, and the next step goes on."""
+        for _ in range(300):
+            if not self.engine.has_unfinished:
+                break
+            try:
+                outputs = step()
+            except (Fault, Interrupt) as error:
+                self.errors.append(error)
+            else:
+                self.take(outputs)
+            check_blocks(self.engine)
+        assert not self.engine.has_unfinished
+        assert self.engine.block_manager.num_used == 0
+        assert self.num_finished == Counter(self.names.values()), "each stream ends once"
+        return self
+
+    def state(self, name: str) -> Any:
+        """Everything that a request must have from its parameters alone."""
+        output = self.last[name]
+        if isinstance(output, PrefillOutput):
+            return output.finish_reason, [round(number, 9) for number in output.embedding or ()]
+        completions = [
+            (
+                self.texts[name, c.index],
+                self.tokens[name, c.index],
+                c.finish_reason,
+                c.stop_reason,
+                [{t: round(p.logprob, 4) for t, p in entries.items()} for entries in c.logprobs or ()],
+            )
+            for c in output.outputs
+        ]
+        return completions, output.prompt_logprobs and len(output.prompt_logprobs)
+
+    def failed(self, name: str) -> bool:
+        output = self.last[name]
+        if isinstance(output, PrefillOutput):
+            return output.finish_reason == "error"
+        return any(completion.finish_reason == "error" for completion in output.outputs)
+
+
+def start(speculation: str) -> Results:
+    engine = make_engine(speculation)
+    return Results(engine, {add(engine): name for name, add in REQUESTS.items()})
+
+
+class Tracer:
+    """Calls a step with a trace function that may raise at one line."""
+
+    def __init__(self, line: Line | None = None, occurrence: int = 1, error: type[BaseException] = Fault) -> None:
+        self.seen: Counter[Line] = Counter()
+        self.line, self.occurrence, self.error = line, occurrence, error
+        self.has_raised = False
+
+    def __call__(self, function: Callable[[], Any]) -> Any:
+        if self.has_raised:
+            return function()
+        before = sys.gettrace()
+        sys.settrace(self._enter)
+        try:
+            return function()
+        finally:
+            sys.settrace(before)
+
+    def _enter(self, frame: FrameType, event: str, arg: object) -> Any:
+        return self._at if frame.f_code.co_filename.startswith(ENGINE) else None
+
+    def _at(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "line" and not self.has_raised:
+            line = frame.f_code.co_filename, frame.f_lineno
+            self.seen[line] += 1
+            if line == self.line and self.seen[line] == self.occurrence:
+                self.has_raised = True
+                raise self.error(f"a fault at {line[0]}:{line[1]}")
+        return self._at
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """What each request gives by itself; speculation does not change it."""
+    states = {}
+    for name, add in REQUESTS.items():
+        engine = make_engine("none")
+        states[name] = Results(engine, {add(engine): name}).run(engine.step).state(name)
+    return states
+
+
+def check_fault(tracer: Tracer, speculation: str, alone: dict[str, Any]) -> None:
+    results = start(speculation)
+    results.run(lambda: tracer(results.engine.step))
+    failed = [name for name in REQUESTS if results.failed(name)]
+    assert len(failed) <= 1
+    for name in REQUESTS:
+        if name not in failed:
+            assert results.state(name) == alone[name], (name, tracer.line, tracer.occurrence)
+    if tracer.has_raised and tracer.error is Interrupt:
+        assert results.errors, f"an interrupt was swallowed at {tracer.line}"
+    if tracer.has_raised:
+        stats = results.engine.stats()
+        assert failed or results.errors or stats.num_failed_draws or stats.num_repairs, (
+            f"a fault passed silently at {tracer.line}"
+        )
+
+
+@pytest.mark.parametrize("speculation", SPECULATIONS)
+def test_without_faults(speculation: str, alone: dict[str, Any]) -> None:
+    results = start(speculation)
+    results.run(results.engine.step)
+    for name in REQUESTS:
+        assert results.state(name) == alone[name], name
+    assert results.engine.stats().num_preemptions > 0
+    assert results.engine.stats().num_repairs == 0
+
+
+def lines_of(speculation: str) -> Counter[Line]:
+    """How often each line of the engine runs in a step."""
+    tracer = Tracer()
+    results = start(speculation)
+    results.run(lambda: tracer(results.engine.step))
+    return tracer.seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [Fault, Interrupt])
+@pytest.mark.parametrize("speculation", SPECULATIONS)
+def test_a_fault_at_any_line(speculation: str, error: type[BaseException], alone: dict[str, Any]) -> None:
+    """Each line of the engine once, at its first, its last or another occurrence.
+
+    Interrupts come at every third line; lines that run without speculation too are mostly tested there.
+    """
+    counts = lines_of(speculation)
+    assert len(counts) > 500
+    others = {line for other in SPECULATIONS[: SPECULATIONS.index(speculation)] for line in lines_of(other)}
+    for number, (line, count) in enumerate(sorted(counts.items())):
+        if (line in others and number % 7) or (error is Interrupt and number % 3):
+            continue
+        occurrence = (1, count, 1 + number * 7919 % count)[number % 4 % 3]
+        check_fault(Tracer(line, occurrence, error), speculation, alone)
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [(kind, method) for kind in (GenerationRequest, BeamRequest) for method in ("update", "end_step", "output")]
+    + [(GenerationRequest, "mark_reported")],
+)
+@pytest.mark.parametrize("unable_to_finish", [False, True])
+def test_a_request_that_always_fails_ends_alone(
+    method: str, kind: type[Any], unable_to_finish: bool, alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = start("ngram")
+    victim = {GenerationRequest: "sampled", BeamRequest: "beams"}[kind]
+    request = next(r for i, r in results.engine.requests.active.items() if results.names[i] == victim)
+
+    def broken(*args: object) -> None:
+        raise ValueError("broken")
+
+    for name in (method, "finish") if unable_to_finish else (method,):
+        monkeypatch.setattr(request, name, broken)
+    results.run(results.engine.step)
+    assert [name for name in REQUESTS if results.failed(name)] == [victim]
+    assert {c.stop_reason for c in results.last[victim].outputs} == {"ValueError: broken"}
+    for name in REQUESTS.keys() - {victim}:
+        assert results.state(name) == alone[name], name
+    assert not results.errors
+
+
+@pytest.mark.parametrize("error", [Fault, Interrupt])
+def test_a_fault_while_a_request_is_aborted(error: type[BaseException], alone: dict[str, Any]) -> None:
+    def run(tracer: Tracer, victim: str) -> None:
+        results = start("ngram")
+        for _ in range(2):
+            results.take(results.engine.step())
+        request_id = next(i for i, name in results.names.items() if name == victim)
+        try:
+            output = tracer(lambda: results.engine.abort(request_id))
+        except (Fault, Interrupt):
+            check_blocks(results.engine)
+            output = results.engine.abort(request_id)
+        if output is not None:
+            results.take([output])
+        results.run(results.engine.step)
+        for name in REQUESTS.keys() - {victim}:
+            assert results.state(name) == alone[name], name
+        reasons = {completion.finish_reason for completion in results.last[victim].outputs}
+        assert reasons & {"abort", "error"}
+
+    for victim in ("sampled", "beams", "delta"):
+        tracer = Tracer()
+        run(tracer, victim)
+        assert len(tracer.seen) > 30
+        for line in sorted(tracer.seen):
+            run(Tracer(line, 1, error), victim)
+
+
+@pytest.mark.parametrize("error", [Fault, Interrupt])
+def test_a_fault_while_a_request_is_added(error: type[BaseException], alone: dict[str, Any]) -> None:
+    def run(tracer: Tracer) -> None:
+        engine = make_engine("none")
+        names = {REQUESTS["greedy"](engine): "greedy"}
+        engine.step()
+        try:
+            names[tracer(lambda: REQUESTS["sampled"](engine))] = "sampled"
+        except (Fault, Interrupt):
+            check_blocks(engine)
+        results = Results(engine, names)
+        results.run(engine.step)
+        for name in names.values():
+            if name == "sampled":
+                assert results.state(name) == alone[name]
+            else:
+                assert results.last[name].outputs[0].token_ids == alone[name][0][0][1]
+
+    tracer = Tracer()
+    run(tracer)
+    for line in sorted(tracer.seen):
+        run(Tracer(line, 1, error))

@@ -1,0 +1,171 @@
+"""What a step does must not grow with the length of its sequences: lines of Python and bytes of memory are counted."""
+
+import statistics
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+from support.flat_model import flat_engine
+from support.toy import always_speculate
+
+import fastinfer
+from fastinfer.engine import ngram_index
+from fastinfer.engine.block_manager import BlockManager
+from fastinfer.engine.engine import Engine
+from fastinfer.outputs import RequestOutput
+from fastinfer.sampling_params import RequestOutputKind, SamplingParams
+
+PACKAGE = str(Path(fastinfer.__file__).parent)
+LONG = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+
+
+class Cost(NamedTuple):
+    """What a call does: lines of the package that run, and the largest number of bytes in use above those before."""
+
+    lines: int
+    num_bytes: int
+
+
+def cost_of(call: Callable[[], Any], within: str = PACKAGE) -> Cost:
+    """The cost of a call, of whose lines only those in files whose paths begin with ``within`` are counted."""
+    lines = 0
+
+    def enter(frame: FrameType, event: str, arg: object) -> Any:
+        return count if frame.f_code.co_filename.startswith(within) else None
+
+    def count(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    tracemalloc.start()
+    try:
+        in_use, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        call()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        sys.settrace(before)
+    return Cost(lines, peak - in_use)
+
+
+def typical_cost(call: Callable[[], Any]) -> Cost:
+    """The median of each part: a list or table that grows at its end is copied now and then."""
+    costs = [cost_of(call) for _ in range(9)]
+    return Cost(*(int(statistics.median(part)) for part in zip(*costs, strict=True)))
+
+
+def assert_same(short: Cost, long: Cost, length: int) -> None:
+    """The cost at two lengths that differ by ``length`` tokens: a copy of these alone would be 8 bytes each."""
+    assert abs(long.lines - short.lines) < 100, (short, long)
+    assert long.num_bytes - short.num_bytes < length, (short, long)
+
+
+@pytest.mark.parametrize("draft", [None, "ngram", "draft model"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"logprobs": 2},
+        {"frequency_penalty": 0.1, "repetition_penalty": 1.1},
+        {"output_kind": RequestOutputKind.DELTA, "logprobs": 0},
+        {"output_kind": RequestOutputKind.FINAL_ONLY},
+        {"n": 2, "stop": ["never", "again"], "min_tokens": 5000},
+    ],
+    ids=["plain", "logprobs", "penalties", "delta", "final", "several"],
+)
+def test_generated_tokens(fields: dict[str, Any], draft: str | None) -> None:
+    drafts = {} if draft is None else {"num_speculative_tokens": 2}
+    engine = flat_engine(draft == "draft model", max_num_seqs=4, num_kv_blocks=400, max_model_len=6000, **drafts)
+    if draft:
+        always_speculate(engine)
+    for index in range(2):
+        params = SamplingParams(temperature=0.0, max_tokens=5000, ignore_eos=True, **fields)
+        engine.add_request([1 + index, 2, 3], params)
+
+    def run_to(length: int) -> Cost:
+        while len(engine.scheduler.running[0] if engine.scheduler.running else ()) < length:
+            engine.step()
+        return typical_cost(engine.step)
+
+    engine.step()
+    assert_same(run_to(300), run_to(3300), 3000)
+
+
+def test_the_counts_see_a_copy() -> None:
+    """The checks above would fail for a step that copies its tokens, or walks them."""
+    tokens = list(range(3300))
+    assert cost_of(lambda: tokens[:]).num_bytes - cost_of(lambda: tokens[:300]).num_bytes > 3000
+    with pytest.raises(AssertionError):
+        assert_same(cost_of(lambda: tokens[:300]), cost_of(lambda: tokens[:]), 3000)
+    manager = BlockManager(1000, 4)
+    short, long = (cost_of(lambda n=n: [manager._take_block() for _ in range(n)]) for n in (10, 110))
+    with pytest.raises(AssertionError):
+        assert_same(short, long, 100_000)
+
+
+def test_an_unread_output_costs_nothing_until_it_is_read() -> None:
+    engine = flat_engine(max_num_seqs=1, num_kv_blocks=200, max_model_len=6000)
+    engine.add_request([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=5000, logprobs=0, ignore_eos=True))
+    kept: list[RequestOutput] = []
+    while engine.has_unfinished:
+        kept += engine.step()
+    assert len(kept) == 5000
+    for index in (0, 1, 77, 2048, 4999):
+        completion = kept[index].outputs[0]
+        assert completion.token_ids == kept[-1].outputs[0].token_ids[: index + 1]
+        assert len(completion.logprobs or ()) == index + 1
+        assert kept[-1].outputs[0].text.startswith(completion.text)
+    assert kept[2048].outputs[0].text == kept[2047].outputs[0].text + kept[2048].outputs[0].delta
+
+
+def hold_back(num_tokens: int, *, shared: bool) -> Engine:
+    """A long prompt that waits for room while others decode; a running sequence may hold its prefix."""
+    blocks = num_tokens // 32 + 40
+    engine = flat_engine(max_num_seqs=8, num_kv_blocks=blocks, max_model_len=num_tokens + 600)
+    prompt = [1 + 7 * i % 60 for i in range(num_tokens)]
+    holder = prompt if shared else [60, *prompt[1:]]
+    engine.add_request(holder, LONG)
+    while not engine.scheduler.running or not engine.scheduler.running[0].is_decoding:
+        engine.step()
+    for index in range(3):
+        engine.add_request([61, 1 + index], LONG)
+    for _ in range(3):
+        engine.step()
+    # Without its prefix in use the prompt has no room; with it, what follows has none.
+    rest = [1] * (500 if shared else 0)
+    while engine.block_manager.can_allocate(engine.scheduler.running[0], spare=0):
+        engine.block_manager._take_block()
+    engine.add_request([*prompt, *rest], LONG)
+    engine.step()
+    assert len(engine.scheduler.waiting) == 1
+    return engine
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_waiting_prompt(shared: bool) -> None:
+    short, long = (typical_cost(hold_back(length, shared=shared).step) for length in (2000, 20_000))
+    assert_same(short, long, 18_000 // 32)
+
+
+def test_the_ngram_index_of_a_prompt_is_built_over_several_steps() -> None:
+    def most_lines(num_tokens: int) -> int:
+        engine = flat_engine(max_num_seqs=4, num_kv_blocks=3000, max_model_len=80_000, num_speculative_tokens=2)
+        prompt = [1 + i * i % 61 for i in range(num_tokens)]
+        # The first request fills the cache, so that the second one's prompt is computed at once.
+        for _ in range(2):
+            engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=30))
+            engine.step()
+            lines = []
+            while engine.has_unfinished:
+                lines.append(cost_of(engine.step, ngram_index.__file__).lines)
+        return max(lines)
+
+    assert 0 < most_lines(40_000) < most_lines(4_000) + 100
