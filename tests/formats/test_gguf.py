@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastinfer import _C
 from fastinfer.errors import GGUFFormatError, ModelNotFoundError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile, GGUFType
 from fastinfer.formats.gguf_unpack import unpack
@@ -184,6 +185,28 @@ def test_writing_to_a_view_leaves_the_file_alone(tmp_path: Path) -> None:
     path = save(tmp_path / "file", content)
     GGUFFile(path).tensors["weight"].data[:] = 7
     assert path.read_bytes() == content
+
+
+def test_strings_from_cpp() -> None:
+    def stored(*texts: bytes) -> bytes:
+        return b"".join(len(text).to_bytes(8, "little") + text for text in texts)
+
+    sound = b"xyz" + stored(b"", "naïve 😀\0".encode(), b"a") + b"the rest"
+    assert _C.read_strings(sound, 3, 3) == (["", "naïve 😀\0", "a"], len(sound) - 8)
+    assert _C.skip_strings(sound, 3, 3) == (3, len(sound) - 8)
+    assert _C.read_strings(sound, 3, 1) == ([""], 11)
+    assert _C.read_strings(sound, len(sound), 0) == ([], len(sound))
+    # As far as they go: a length without end, of less than 8 bytes, past the end by one; and what is not UTF-8.
+    for end in (b"\xff" * 8, b"\xff" * 7, b"\x02" + bytes(7) + b"a"):
+        broken = stored(b"ab") + end
+        assert _C.skip_strings(broken, 0, 2) == (1, 10)
+        assert _C.read_strings(broken, 0, 2) == (["ab"], 10)
+    other = stored(b"ab", b"\xff", b"c")
+    assert _C.skip_strings(other, 0, 3) == (3, len(other))
+    assert _C.read_strings(other, 0, 3) == (["ab"], 10)
+    for position in (-1, len(sound) + 1):
+        with pytest.raises(ValueError, match=rf"position must be in 0\.\.{len(sound)}, got {position}"):
+            _C.skip_strings(sound, position, 1)
 
 
 def corrupted() -> Iterator[tuple[str, bytes, str]]:

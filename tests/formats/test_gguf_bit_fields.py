@@ -1,4 +1,4 @@
-"""Parts of blocks side by side, and the strings of a header, from C++."""
+"""Parts of blocks side by side, from C++."""
 
 import numpy as np
 import pytest
@@ -74,25 +74,3 @@ def test_bit_fields_refuses_strides() -> None:
         _C.bit_fields(values[:96], blocks[::2], **SOUND)
     with pytest.raises(ValueError, match="values must be contiguous, got strides"):
         _C.bit_fields(values[::2], blocks[:3], **SOUND)
-
-
-def test_strings() -> None:
-    def stored(*texts: bytes) -> bytes:
-        return b"".join(len(text).to_bytes(8, "little") + text for text in texts)
-
-    sound = b"xyz" + stored(b"", "naïve 😀\0".encode(), b"a") + b"the rest"
-    assert _C.read_strings(sound, 3, 3) == (["", "naïve 😀\0", "a"], len(sound) - 8)
-    assert _C.skip_strings(sound, 3, 3) == (3, len(sound) - 8)
-    assert _C.read_strings(sound, 3, 1) == ([""], 11)
-    assert _C.read_strings(sound, len(sound), 0) == ([], len(sound))
-    # As far as they go: a length without end, of less than 8 bytes, past the end by one; and what is not UTF-8.
-    for end in (b"\xff" * 8, b"\xff" * 7, b"\x02" + bytes(7) + b"a"):
-        broken = stored(b"ab") + end
-        assert _C.skip_strings(broken, 0, 2) == (1, 10)
-        assert _C.read_strings(broken, 0, 2) == (["ab"], 10)
-    other = stored(b"ab", b"\xff", b"c")
-    assert _C.skip_strings(other, 0, 3) == (3, len(other))
-    assert _C.read_strings(other, 0, 3) == (["ab"], 10)
-    for position in (-1, len(sound) + 1):
-        with pytest.raises(ValueError, match=rf"position must be in 0\.\.{len(sound)}, got {position}"):
-            _C.skip_strings(sound, position, 1)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from support.helpers import assert_bitwise
+from support.reference import TILE_ROWS
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -13,7 +14,6 @@ from fastinfer.errors import UnsupportedModelError
 from fastinfer.formats.unpacked import Dense, Int4, Int8, Lut, Unpacked
 from fastinfer.models.moe import MixtureOfExperts
 from fastinfer.models.norm import RMSNorm
-from fastinfer.ops.pack import TILE_ROWS
 from fastinfer.weights.expert_weights import DenseExperts, LutExperts, QuantizedExperts, make_expert_weights
 from fastinfer.weights.weight import DenseWeight
 

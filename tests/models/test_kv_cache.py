@@ -1,0 +1,67 @@
+"""The cache's tensors: their shapes, their sizes, and copies of blocks."""
+
+import pytest
+import torch
+
+from fastinfer.errors import RequestError
+from fastinfer.models.kv_cache import KVCache, num_blocks_for, token_bytes
+
+FLOATS = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}  # bytes of an element
+BYTES = [torch.int8, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *BYTES, torch.uint8])
+def test_tensors_have_their_own_memory_in_every_layer(dtype: torch.dtype) -> None:
+    """Heads of 80 in int4 are 40 bytes, with an fp16 scale and minimum per 16 elements of a key and 64 of a value."""
+    tensors = KVCache.empty(3, 5, 4, 2, 80, dtype, "cpu")
+    assert len(tensors.layers) == 3
+    every = [tensor for cache in tensors for tensor in cache.tensors]
+    assert len({tensor.data_ptr() for tensor in every}) == len(every) == (6 if dtype in FLOATS else 12)
+    for cache in tensors:
+        assert cache.k.shape == cache.v.shape == (5, 4, 2, 40 if dtype == torch.uint8 else 80)
+        assert cache.k.dtype == cache.v.dtype == dtype
+        if dtype in FLOATS:
+            assert (cache.k_scale, cache.v_scale) == (None, None)
+            continue
+        assert cache.k_scale is not None
+        assert cache.v_scale is not None
+        assert cache.k_scale.shape == (5, 4, 2, *((5, 2) if dtype == torch.uint8 else ()))
+        assert cache.v_scale.shape == (5, 4, 2, *((2, 2) if dtype == torch.uint8 else ()))
+        assert cache.k_scale.dtype == cache.v_scale.dtype == (torch.float16 if dtype == torch.uint8 else torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_bytes"),
+    [
+        *((dtype, 2 * 80 * size) for dtype, size in FLOATS.items()),
+        *((dtype, 2 * (80 + 4)) for dtype in BYTES),
+        (torch.uint8, 2 * 40 + (5 + 2) * 4),
+    ],
+)
+def test_size_of_a_token(dtype: torch.dtype, head_bytes: int) -> None:
+    assert token_bytes(3, 2, 80, dtype) == 3 * 2 * head_bytes
+    tensors = KVCache.empty(3, 5, 4, 2, 80, dtype, "cpu")
+    assert sum(tensor.nbytes for cache in tensors for tensor in cache.tensors) == 5 * 4 * 3 * 2 * head_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.uint8])
+def test_copied_blocks(dtype: torch.dtype) -> None:
+    tensors = KVCache.empty(2, 6, 4, 2, 8, dtype, "cpu")
+    every = [tensor for cache in tensors for tensor in cache.tensors]
+    for index, tensor in enumerate(every):
+        numbers = 99 * torch.rand(tensor.shape, generator=torch.Generator().manual_seed(index))
+        tensor.copy_(numbers.to(tensor.dtype))
+    before = [tensor.float().clone() for tensor in every]
+    tensors.copy_blocks([(0, 3), (3, 1)])  # all is read before anything is written
+    for tensor, old in zip(every, before, strict=True):
+        assert torch.equal(tensor.float(), old[[0, 3, 2, 0, 4, 5]])
+
+
+def test_two_elements_share_a_byte() -> None:
+    with pytest.raises(RequestError, match="even head_dim, got 9"):
+        KVCache.empty(1, 2, 4, 1, 9, torch.uint8, "cpu")
+
+
+@pytest.mark.parametrize(("num_tokens", "blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
+def test_blocks_of_tokens(num_tokens: int, blocks: int) -> None:
+    assert num_blocks_for(num_tokens, 4) == blocks
