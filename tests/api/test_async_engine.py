@@ -69,29 +69,30 @@ def test_streams_are_what_each_request_alone_would_give() -> None:
 
 
 def test_steps_run_beside_the_loop_and_an_idle_engine_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step waits until the loop has run something else."""
+
     async def main() -> None:
         async with toy_async_engine() as engine:
             threads = set()
-            step, num_steps = engine._engine.step, itertools.count()
+            step, num_steps, loop = engine._engine.step, itertools.count(), asyncio.get_running_loop()
 
-            def counted() -> list[Any]:
+            def waiting() -> list[Any]:
                 threads.add(threading.current_thread())
                 next(num_steps)
-                time.sleep(0.01)
+                loop_runs = threading.Event()
+                loop.call_soon_threadsafe(loop_runs.set)
+                if not loop_runs.wait(10):
+                    raise TimeoutError("the loop is held up")
                 return step()
 
-            monkeypatch.setattr(engine._engine, "step", counted)
-            ticks = 0
-            task = asyncio.create_task(read(engine.generate([1, 2], LONG)))
-            while not task.done():
-                await asyncio.sleep(0.001)
-                ticks += 1
-            steps = next(num_steps)
-            assert ticks > steps  # the loop was not held up
+            monkeypatch.setattr(engine._engine, "step", waiting)
+            [*_, last] = await read(engine.generate([1, 2], LONG))
+            assert last.outputs[0].stop_reason is None
+            assert len(last.outputs[0].token_ids) == next(num_steps) == 94
             assert len(threads) == 1
             assert threading.main_thread() not in threads
             await asyncio.sleep(0.05)
-            assert next(num_steps) == steps + 1  # this very call counts
+            assert next(num_steps) == 95  # the call above counts
 
     run(main())
 
@@ -429,20 +430,26 @@ def test_loops_of_several_threads() -> None:
 
 def test_requests_of_a_closed_loop_are_aborted() -> None:
     engine = AsyncEngine(toy_engine())
-    streams = []
+    streams, may_step = [], threading.Event()
+    step = engine._engine.step
+
+    def waiting() -> list[Any]:
+        may_step.wait(60)
+        return step()
 
     async def begin() -> None:
         streams.append(engine.generate([1], LONG))
+        await until(lambda: engine.stats().num_waiting == 1)
 
     async def rest() -> None:
         await until(lambda: is_idle(engine))
         await engine.shutdown()
 
-    step = engine._engine.step
-    engine._engine.step = lambda: (time.sleep(0.005), step())[1]  # type: ignore[method-assign]
+    engine._engine.step = waiting  # type: ignore[method-assign]
     run(begin())
+    may_step.set()
     run(rest())
-    assert len(engine._engine.model.batch_sizes) < 80  # type: ignore[attr-defined]
+    assert engine._engine.model.batch_sizes == [1]  # type: ignore[attr-defined]
 
 
 def test_embeddings_and_prompt_modules(monkeypatch: pytest.MonkeyPatch) -> None:

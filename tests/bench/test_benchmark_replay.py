@@ -1,8 +1,7 @@
 """How benchmarks run requests and read the clock."""
 
-import time
-
 import pytest
+from support.fake_clock import FakeClock, use_fake_clock
 from support.toy import MAX_POSITION, VOCAB_SIZE, greedy
 from support.toy_subject import toy_subject
 
@@ -11,6 +10,11 @@ from fastinfer.benchmarks.replay import Job, Replay, Timeline, replay
 from fastinfer.errors import RequestError
 from fastinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from fastinfer.sampling_params import SamplingParams
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    return use_fake_clock(monkeypatch)
 
 
 def job(length: int, max_tokens: int, arrival_s: float = 0.0, ignore_eos: bool = True) -> Job:
@@ -40,18 +44,18 @@ def test_replay_does_the_work_in_any_order_of_arrival() -> None:
     assert run.seconds == max(t.moments[-1] for t in run.timelines)
 
 
-def test_replay_counts_from_the_first_arrival_and_sleeps_until_then() -> None:
-    start = time.perf_counter()
-    run = replay(toy_subject().make_engine(), [job(3, 2, 0.2)])
-    assert time.perf_counter() - start >= 0.2
-    assert 0 < run.seconds < time.perf_counter() - start - 0.15
-    assert run.timelines[0].first_token_s < run.timelines[0].moments[0]
+def test_replay_sleeps_until_the_first_arrival_and_counts_from_then(clock: FakeClock) -> None:
+    """A prompt of three tokens takes three seconds, the next token one."""
+    run = replay(toy_subject().make_engine(), [job(3, 3, 10.0)])
+    assert run.timelines[0].moments == [13.0, 14.0, 15.0]
+    assert run.timelines[0].first_token_s == 3.0
+    assert run.seconds == clock.now - 10.0 == 5.0
 
 
-def test_first_token_counts_what_a_request_waits() -> None:
-    run = replay(toy_subject().make_engine(max_num_seqs=1), [job(4, 10), job(5, 1)])
-    first, second = run.timelines
-    assert second.first_token_s >= first.first_token_s + first.decode_s
+def test_first_token_counts_what_a_request_waits(clock: FakeClock) -> None:
+    first, second = replay(toy_subject().make_engine(max_num_seqs=1), [job(4, 10), job(5, 1)]).timelines
+    assert (first.first_token_s, first.decode_s) == (4.0, 9.0)
+    assert second.first_token_s == 4.0 + 9.0 + 5.0
 
 
 def test_replay_refuses_missing_tokens() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from support.fake_clock import FakeClock, use_fake_clock
 from support.toy import VOCAB_SIZE
 from support.toy_subject import ToySubject, toy_subject
 
@@ -41,6 +42,11 @@ def subject(model_path: Path) -> Subject:
     return Subject.load(str(model_path), "auto")
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    return use_fake_clock(monkeypatch)
+
+
 def test_the_program_knows_the_sections() -> None:
     assert tuple(throughput.SECTIONS) == THROUGHPUT_SECTIONS
 
@@ -59,14 +65,15 @@ def test_goals() -> None:
     assert at_most.as_dict()["holds"] is False
 
 
+@pytest.mark.usefixtures("clock")
 def test_batch_sizes() -> None:
+    """Six tokens each after five of the prompt: one request takes 5 + 5 seconds, three take 15 + 5 * 3."""
     toy = toy_subject()
     result = batch_sizes.measure(toy, [1, 3], 5, 6, 2)
-    assert [size.batch_size for size in result.sizes] == [1, 3]
-    for size in result.sizes:
-        assert len(size.tokens_per_s) == len(size.decode_tokens_per_s) == 2
-        assert min(size.tokens_per_s + size.decode_tokens_per_s) > 0
-        assert size.inter_token_s[50] <= size.inter_token_s[99]
+    assert result.sizes == [
+        batch_sizes.BatchSize(1, [0.6] * 2, [1.0] * 2, 5.0, {50: 1.0, 95: 1.0, 99: 1.0}),
+        batch_sizes.BatchSize(3, [0.6] * 2, [1.0] * 2, 15.0, {50: 3.0, 95: 3.0, 99: 3.0}),
+    ]
     # A warm-up and two repeats; each of 4 requests computes its prompt and all but its last token.
     assert sum(toy.model.batch_sizes) == 3 * 4 * (5 + 5)
     assert [row[0] for row in result.rows()] == ["requests at once", "1", "3"]
@@ -105,17 +112,18 @@ def test_mixed_trace() -> None:
     assert {job.arrival_s for job in policies.mixed_trace(toy_subject(), 5, None)} == {0.0}
 
 
+@pytest.mark.usefixtures("clock")
 def test_policies_do_the_same_work() -> None:
     toy = toy_subject()
     jobs = policies.mixed_trace(toy, 7, None, (2, 20), (2, 16))
     result = policies.measure(toy, jobs, None, 3, 2)
     assert [policy.name for policy in result.policies] == list(BATCHING)
     assert [engine.config.batching for engine in toy.engines] == list(BATCHING)
-    assert all(len(policy.tokens_per_s) == 2 for policy in result.policies)
     once = sum(len(job.prompt_token_ids) + (job.params.max_tokens or 0) - 1 for job in jobs)
     assert sum(toy.model.batch_sizes) == 3 * 3 * once
     assert result.num_new_tokens == sum(job.params.max_tokens or 0 for job in jobs)
-    assert [row[2] for row in result.rows()[1:]][1] == "1.00"
+    assert [policy.tokens_per_s for policy in result.policies] == [[result.num_new_tokens / once] * 2] * 3
+    assert [row[2] for row in result.rows()[1:]] == ["1.00"] * 3
     assert len(result.goals()) == 1
 
 
@@ -130,13 +138,15 @@ def test_continuous_batching_takes_fewer_steps() -> None:
     assert steps["continuous"] < steps["static"] <= steps["dynamic"]
 
 
+@pytest.mark.usefixtures("clock")
 def test_prompt_arrival() -> None:
+    """Alone a prompt of 50 comes in chunks of 16; beside two streams in chunks of 14, each in a step of 16 tokens."""
     toy = toy_subject()
     result = prompt_arrival.measure(toy, 2, prompt_tokens=50, streams=2, settled=4, chunk_tokens=16)
-    assert all(len(samples) == 2 for samples in (result.usual_gap_s, result.longest_gap_s, result.chunk_s))
-    assert min(result.longest_gap_s + result.usual_gap_s) > 0
-    assert max(toy.model.batch_sizes) == 16  # the prompt came in chunks, among the streams as well
-    assert all(alone > chunk for alone, chunk in zip(result.alone_s, result.chunk_s, strict=True))
+    assert max(toy.model.batch_sizes) == 16
+    assert (result.chunk_s, result.alone_s) == ([16.0] * 2, [50.0] * 2)
+    assert (result.usual_gap_s, result.longest_gap_s) == ([2.0] * 2, [16.0] * 2)
+    assert result.first_token_s == [3 * 16.0 + (50 - 3 * 14) + 2] * 2
 
 
 def test_prompt_arrival_counts_the_delay_in_chunks() -> None:
@@ -146,10 +156,14 @@ def test_prompt_arrival_counts_the_delay_in_chunks() -> None:
     assert not goal.holds
 
 
+@pytest.mark.usefixtures("clock")
 def test_prefix_reuse() -> None:
+    """Of the prefix two blocks of 32 are found."""
     result = prefix_reuse.measure(toy_subject(), 3, prefix_tokens=70, tail_tokens=5)
-    assert len(result.first_s) == len(result.second_s) == 3
-    assert result.rows()[0][0] == "prefix of 70, tail of 5 tokens"
+    assert (result.first_s, result.second_s) == ([75.0] * 3, [11.0] * 3)
+    assert [row[1] for row in result.rows()[1:]] == ["75000.0", "11000.0"]
+    [goal] = result.goals()
+    assert goal.value == pytest.approx(11 / 75)
 
 
 def test_prefix_reuse_refuses_a_cache_that_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +177,9 @@ def test_prefix_reuse_refuses_a_cache_that_finds_nothing(monkeypatch: pytest.Mon
         prefix_reuse.measure(toy, 1, prefix_tokens=70, tail_tokens=5)
 
 
+@pytest.mark.usefixtures("clock")
 def test_speculation() -> None:
+    """Alone, and without it, every token but the first takes a second."""
     toy = toy_subject()
     prompts_of = {"copy-heavy": [[1, 2, 3] * 4, [5, 6, 7, 8] * 3], "others": [[9, 1, 4]]}
     result = speculation.measure(toy, 3, 2, new_tokens=10, prompts_of=prompts_of)
@@ -172,6 +188,7 @@ def test_speculation() -> None:
         ("copy-heavy", 2, 2),
         ("others", 2, 2),
     ]
+    assert [case.plain_s for case in result.alone] == [[float(case.num_tokens)] * 2 for case in result.alone]
     assert [case.name for case in result.at_once] == ["2 at once", "1 at once"]
     assert [engine.config.num_speculative_tokens for engine in toy.engines] == [0, 3]
     assert all(0 <= case.num_accepted <= case.num_drafted for case in result.alone)

@@ -5,7 +5,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -296,11 +295,9 @@ def test_there_are_enough_corrupted_files() -> None:
 
 
 def assert_refused(path: Path, part: str = "") -> None:
-    """One line of error, in 0.2 s, without allocating more than the file's size."""
-    start = time.perf_counter()
+    """One line of error, without allocating more than the file's size."""
     with pytest.raises(GGUFFormatError) as error:
         GGUFFile(path)
-    seconds = time.perf_counter() - start
     size = path.stat().st_size
     message = str(error.value)
     assert part in message
@@ -316,7 +313,6 @@ def assert_refused(path: Path, part: str = "") -> None:
     finally:
         tracemalloc.stop()
     assert peak <= size + FIXED_BYTES
-    assert seconds < 0.2
 
 
 @pytest.mark.parametrize(("content", "part"), [c[1:] for c in CORRUPTED], ids=[c[0] for c in CORRUPTED])
