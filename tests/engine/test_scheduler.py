@@ -93,6 +93,19 @@ def test_nobody_overtakes_one_that_was_preempted() -> None:
             assert list(run(s.schedule())) == ["b", "short"]
 
 
+def test_one_that_was_preempted_takes_its_room_before_its_turn() -> None:
+    """An older prompt takes all tokens that are given out in the order of service; the short one would get others."""
+    s = scheduler(num_blocks=33, budget=8)
+    s.add(sequence("old", 100))
+    run(s.schedule())
+    preempted, short = sequence("preempted", 20), sequence("short", 1)
+    preempted.append(1)
+    s.add(preempted)
+    s.add(short)
+    assert run(s.schedule()) == {"old": 4, "preempted": 4}
+    assert s.waiting == [short]
+
+
 def test_nobody_takes_the_place_of_one_that_was_preempted() -> None:
     s = scheduler(num_blocks=8, max_num_seqs=2)
     a, b, short = sequence("a", 8), sequence("b", 12), sequence("short", 1)

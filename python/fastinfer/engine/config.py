@@ -25,7 +25,8 @@ class EngineConfig:
             limit, or for what fits into the KV cache if that is less.
         max_num_seqs: maximum number of running sequences; the others wait.
         max_num_batched_tokens: maximum number of tokens per step. Longer prompts are computed in several steps, in
-            which the other requests still get their next tokens.
+            which the other requests still get their next tokens, and shorter prompts their first ones. If it is less
+            than ``max_num_seqs``, decoding sequences take turns.
         max_num_waiting: maximum number of waiting requests; further ones are refused.
         max_stop_strings: maximum number of a request's stop strings. A request that exceeds this or one of the next
             three limits is refused: what it asks for costs time in each step, which all other requests share.

@@ -173,7 +173,8 @@ class Engine:
             params: sampling parameters; ``default_params`` if ``None``.
             prompt: the prompt as text, for the outputs.
             request_id: id that no unfinished request has; a generated one by default.
-            priority: requests with smaller numbers are served first; equal ones in the order of their arrival.
+            priority: requests with smaller numbers are served first; equal ones in the order of their arrival, but so
+                that short prompts need not wait for long ones, see :class:`fastinfer.engine.scheduler.Scheduler`.
             cache_salt: name of a group, such as a tenant; only requests with the same salt share cached prefixes.
             adapter: name of a LoRA adapter to apply, see :meth:`load_adapter`.
 

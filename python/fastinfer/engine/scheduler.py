@@ -142,6 +142,9 @@ class Scheduler:
             self._preempt(self.running[-1])  # all running sequences wait for a beam that has no room beside them
         if not chunks and self.num_preemptions > num_preemptions:
             return self.schedule()  # there is room now
+        if len(decodes) > budget - reserved:
+            left_out = [s for s in decodes if s.state is SequenceState.RUNNING and s.last_step < self._num_steps]
+            self.num_postponed_decodes += len(left_out)
         return chunks
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -197,15 +200,13 @@ class Scheduler:
             return []
         count = self.admission_policy.num_admissible(self.waiting, self.running, time.perf_counter())
         if self._num_slots < self.max_num_seqs:
-            count = min(count, LOOKAHEAD)
-        else:  # only the first one could take the slot of a less urgent prompt
-            count = min(count, any(not s.is_decoding for s in self.running))
-        return self.waiting[:count]
+            return self.waiting[: min(count, LOOKAHEAD)]
+        # Only the first one may have a slot, that of a less urgent prompt.
+        return self.waiting[: min(count, 1)] if any(not s.is_decoding for s in self.running) else []
 
     def _schedule_decodes(self, decodes: list[Sequence], budget: int, chunks: list[Chunk]) -> int:
         """Add the chunks of decoding sequences, given in the order of service, and return the rest of the budget."""
         if len(decodes) > budget:
-            self.num_postponed_decodes += len(decodes) - budget
             chosen = set(heapq.nsmallest(budget, decodes, key=lambda s: (s.priority, s.last_step)))
             decodes = [sequence for sequence in decodes if sequence in chosen]
         num_later = len(decodes)
@@ -237,6 +238,10 @@ class Scheduler:
         admissions = _Admissions(self._num_slots, self.max_num_seqs)
         half, self._undivided = divmod(budget + self._undivided, 2)
         budget += self._share_out(half, prompts, shares, admissions) - half
+        for sequence in candidates:  # those whom nobody may overtake take their room before it is given to shorter ones
+            is_open = sequence.state is SequenceState.RUNNING or admissions.may_be_overtaken(sequence)
+            if not is_open and sequence not in admissions.without_room:
+                self._try_to_admit(sequence, admissions)
         refused = set(admissions.without_room)
         shortest = [sequence for sequence in prompts if sequence not in refused]
         shortest.sort(key=lambda s: (s.priority, s.num_uncomputed_tokens - shares[s]))
@@ -344,10 +349,14 @@ class _Admissions:
         self.without_room.append(sequence)
         self._close_after(sequence)
 
+    def may_be_overtaken(self, sequence: Sequence) -> bool:
+        """Return whether later sequences of the same priority may be admitted while there is no room for this one."""
+        return sequence.num_overtakers < self.max_overtakers and not sequence.num_output_tokens
+
     def _close_after(self, sequence: Sequence) -> None:
         """Exclude those that must not overtake a sequence without room."""
-        may_be_overtaken = sequence.num_overtakers < self.max_overtakers and not sequence.num_output_tokens
-        self.last_order = min(self.last_order, (sequence.priority, math.inf) if may_be_overtaken else sequence.order)
+        limit = (sequence.priority, math.inf) if self.may_be_overtaken(sequence) else sequence.order
+        self.last_order = min(self.last_order, limit)
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:

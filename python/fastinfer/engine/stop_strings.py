@@ -59,7 +59,7 @@ class StopStringAutomaton:
             self.ends[state] = self.ends[state] or self.ends[self._shorter[state]]
 
 
-# Requests often have the same stop strings. An automaton of 32 strings of 256 characters takes 3 MB.
+# Requests often have the same stop strings. An automaton of 32 strings of 256 characters takes 2 MB.
 _automaton = lru_cache(maxsize=8)(StopStringAutomaton)
 
 
