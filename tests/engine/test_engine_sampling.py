@@ -279,6 +279,30 @@ def test_logprobs_keep_the_tokens_that_a_grammar_forces(speculate: int, max_toke
             assert entries[token].logprob == pytest.approx(float(logprobs[token]), abs=1e-5)
 
 
+def test_a_grammar_that_cannot_be_restored_ends_its_request_only() -> None:
+    """After a step that failed, grammars return to the state before it."""
+
+    class Stuck(Letters):
+        def replay(self, tokens: list[int]) -> None:
+            raise RequestError("stuck")
+
+        def copy(self) -> "Stuck":
+            return Stuck(self.letters, self.length, self.text)
+
+    engine = toy_engine()
+    params = replace(SAMPLED, max_tokens=50)
+    good, bad = (constrained(engine, PROMPT, params, kind("abc", 9)) for kind in (Letters, Stuck))
+    for _ in range(2):
+        engine.step()
+    engine.model.fail = True  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="the model broke"):
+        engine.step()
+    engine.model.fail = False  # type: ignore[attr-defined]
+    outputs = drain(engine)
+    assert (outputs[good].outputs[0].finish_reason, len(outputs[good].outputs[0].text)) == ("stop", 9)
+    assert (outputs[bad].outputs[0].finish_reason, outputs[bad].outputs[0].stop_reason) == ("error", "stuck")
+
+
 def test_a_grammar_that_fails_ends_its_request_only() -> None:
     engine = toy_engine()
     good = constrained(engine, PROMPT, replace(SAMPLED, max_tokens=50), Letters("abc", 9))

@@ -216,6 +216,24 @@ def test_rollback_never_happened(name: str, compiler: GrammarCompiler, tokenizer
             assert state(grammar, compiler) == states[position]
 
 
+def test_replay_repairs_any_state(compiler: GrammarCompiler, tokenizer: Tokenizer, walker: Walker) -> None:
+    template = compiled(compiler, json=SCHEMAS[sorted(SCHEMAS)[0]])
+    text = walker.walk(template, 1)
+    assert text is not None
+    tokens = [*text, min(tokenizer.eos_ids)]
+    expected, grammar = template.copy(), template.copy()
+    for count in (0, 1, len(text) // 2, len(text), len(tokens)):
+        grammar._matcher.consume_tokens(text[:3])  # as an interrupt leaves it, before the tokens are counted
+        grammar.replay(tokens[:count])
+        while expected._num_accepted + expected._num_ends < count:
+            expected.accept(tokens[expected._num_accepted])
+        assert state(grammar, compiler) == state(expected, compiler)
+        grammar.rollback(count)
+        assert state(grammar, compiler) == state(template.copy(), compiler)
+    with pytest.raises(RequestError, match="does not allow token"):
+        grammar.replay([*text, *text])
+
+
 def test_rollback_of_more_than_there_is(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     grammar = compiled(compiler, regex="ab*")
     grammar.accept(tokenizer.encode("a")[0])

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -21,8 +20,10 @@ from fastinfer.engine.engine import Engine
 from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.engine.sampled_token import SampledToken
 from fastinfer.formats.unpacked import Dense, Unpacked
+from fastinfer.models.batch import Batch
 from fastinfer.models.config import ModelConfig, Precision
 from fastinfer.models.decoder import Decoder
+from fastinfer.models.kv_cache import KVCache
 from fastinfer.models.loader import load_decoder
 from fastinfer.sampling_params import SamplingParams
 
@@ -305,17 +306,16 @@ def test_a_model_that_cannot_be_recorded_runs_with_a_warning() -> None:
     assert output.outputs[0].token_ids == greedy([1, 2, 3], 12)
 
 
-def test_a_size_that_cannot_be_recorded_runs_without_a_graph() -> None:
+def test_a_size_that_cannot_be_recorded_runs_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Decoder.forward
+
+    def with_torch(model: Decoder, batch: Batch, kv_cache: KVCache) -> Tensor:
+        hidden = forward(model, batch, kv_cache)
+        return hidden.clone() if len(batch.token_ids) == 2 else hidden  # no operator of the library
+
+    monkeypatch.setattr(Decoder, "forward", with_torch)
     engines = list(both(block_size=4))
     for engine in engines:
-        model = engine.model
-        forward = model.forward
-
-        def with_torch(batch: Any, kv_cache: Any, forward: Any = forward) -> Tensor:
-            hidden: Tensor = forward(batch, kv_cache)
-            return hidden.clone() if len(batch.token_ids) == 2 else hidden  # no operator of the library
-
-        model.forward = with_torch  # type: ignore[method-assign]
         for number, prompt in enumerate(prompts(3)):
             engine.add_request(prompt, replace(PARAMS, max_tokens=10 * (number + 1)))
     eager, recorded = engines
@@ -328,7 +328,7 @@ def test_a_size_that_cannot_be_recorded_runs_without_a_graph() -> None:
     assert {size.num_tokens for size in graphs.failed} == {2}
     assert {1, 3} <= {size.num_tokens for size in graphs.recorded}  # type: ignore[union-attr]
     stats = recorded.stats()
-    assert stats.num_failed_graphs == 1
+    assert stats.num_failed_graphs == len(graphs.failed)
     assert 10 <= stats.num_eager_steps < eager.stats().num_eager_steps
 
 

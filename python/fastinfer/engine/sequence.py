@@ -63,6 +63,7 @@ class Sequence:
         draft_gap: number of computed tokens, the newest ones, that the draft model has not computed yet.
         counts: token counts for the penalties; ``None`` if there are no penalties.
         grammar: grammar that the generated text must match; ``None`` for any text.
+        grammar_is_valid: whether the grammar is in the state after the generated tokens, see :meth:`restore_grammar`.
         forced: tokens that must be drawn next, because the grammar leaves no choice and each token's log-probabilities
             are wanted; otherwise such tokens are appended without a draw.
         state: see :class:`SequenceState`.
@@ -83,6 +84,7 @@ class Sequence:
         "first_key",
         "forced",
         "grammar",
+        "grammar_is_valid",
         "last_step",
         "max_length",
         "may_speculate",
@@ -143,6 +145,7 @@ class Sequence:
         self.may_speculate = True
         self.counts: TokenCounts | None = None
         self.grammar: Grammar | None = None
+        self.grammar_is_valid = True
         self.forced: list[int] = []
         self.state = SequenceState.PENDING
         self.arrival_time = time.perf_counter()
@@ -165,12 +168,14 @@ class Sequence:
         """Forget what was computed."""
         self.blocks = []
         self.num_cached_blocks = self.num_computed_tokens = 0
-        self.restore_grammar()
+        self.grammar_is_valid = False
 
     def restore_grammar(self) -> None:
-        """Return the grammar to the state after the generated tokens, whatever an interrupted draw has left."""
-        if self.grammar is not None:
-            self.grammar.replay(self.output_token_ids)
+        """Return the grammar to the state after the generated tokens, if an interrupted draw may have changed it."""
+        if not self.grammar_is_valid:
+            if self.grammar is not None:
+                self.grammar.replay(self.output_token_ids)
+            self.grammar_is_valid = True
 
     def append(self, token_id: int) -> None:
         """Append a generated token."""

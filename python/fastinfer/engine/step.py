@@ -115,6 +115,8 @@ class Step:
         errors: dict[str, Exception] = {}
         for index, chunk in enumerate(chunks):
             try:
+                for sequence in (chunk.sequence, *chunk.sequence.siblings):
+                    sequence.restore_grammar()
                 drop_impossible_drafts(chunk)
                 rows[index] = logits_rows(chunk)
             except Exception as error:  # any error ends this request alone
@@ -133,7 +135,7 @@ class Step:
             tokens = self.sampler.draw(result.logits, rows, result.recorded)
         except BaseException:
             for chunk in chunks:
-                chunk.sequence.restore_grammar()
+                chunk.sequence.grammar_is_valid = False
             raise
         if self.speculator is not None:
             self.speculator.record_seconds(chunks, time.perf_counter() - start)
