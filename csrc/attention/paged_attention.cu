@@ -2,7 +2,7 @@
 //
 //   plan (once per step): the line of work units, and where each block's stretch of it begins
 //   each block, for each row tile in its stretch:
-//     O, maximum, sum = flash attention over its KV tiles       paged_attention_rows.h
+//     O, maximum, sum = flash attention over its KV tiles       paged_attention_rows_cuda.h
 //     all of the row tile's tiles were in the stretch?  ->  out
 //     else  ->  workspace; the block that comes last merges all parts, in their order, ->  out
 //
@@ -11,7 +11,7 @@
 // 2023, https://arxiv.org/abs/2301.03598).
 #include "attention/paged_attention.h"
 
-#include "attention/paged_attention_rows.h"
+#include "attention/paged_attention_rows_cuda.h"
 #include "common/cuda/launch.h"
 
 namespace fastinfer::cuda {

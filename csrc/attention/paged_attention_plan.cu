@@ -1,7 +1,7 @@
 // The work plan on the device: nothing of it depends on the host, so a CUDA graph replays it. One block.
 #include "attention/paged_attention_plan.h"
 
-#include "attention/paged_attention_work.h"
+#include "attention/paged_attention_work_cuda.h"
 #include "common/cuda/launch.h"
 #include "common/cuda/ptx.h"
 #include "common/cuda/reduce.h"

@@ -5,6 +5,7 @@
 
 #include <cfloat>
 #include <cmath>
+#include <numbers>
 
 #include "common/dtype.h"
 
@@ -17,8 +18,8 @@
 
 namespace fastinfer {
 
-inline constexpr float kLog2e = 1.44269504f;
-inline constexpr float kLn2 = 0.693147181f;
+inline constexpr float kLog2e = std::numbers::log2e_v<float>;
+inline constexpr float kLn2 = std::numbers::ln2_v<float>;
 inline constexpr float kNegInf = -INFINITY;
 
 // `Number` is a float, or a vector of floats where each lane is a softmax of its own. The caller passes the

@@ -9,7 +9,7 @@
 #include "common/cuda/ptx.h"
 #include "common/cuda/reduce.h"
 #include "common/cuda/vector_io.h"
-#include "gemm/expert_tiles.h"
+#include "gemm/expert_tiles_cuda.h"
 #include "gemm/gemm.h"
 #include "gemm/gemm_plan.h"
 

@@ -35,7 +35,7 @@
 
 #include "common/cuda/launch.h"
 #include "gemm/dense_weight_cuda.h"
-#include "gemm/expert_tiles.h"
+#include "gemm/expert_tiles_cuda.h"
 #include "gemm/gemm_epilogue_cuda.h"
 
 namespace fastinfer::cuda {

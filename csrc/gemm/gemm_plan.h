@@ -2,7 +2,7 @@
 //
 // A unit of work is 128 weight rows by one tile of tokens. It is summed in chunks of inputs. Blocks are workers that
 // stay resident. Where the units fill the GPU in whole waves, worker w does units w, w + workers, ... Where they do
-// not, the chunks of all units form one line and every worker takes an equal stripe of it (stream-K), so that no
+// not, the chunks of all units form one line and every worker takes an equal part of it (stream-K), so that no
 // multiprocessor idles:
 //
 //   unit            0               1               2        (5 chunks each, 4 workers, 4 chunks for each worker)

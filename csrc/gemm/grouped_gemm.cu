@@ -2,7 +2,7 @@
 #include "common/cuda/launch.h"
 #include "common/cuda/ptx.h"
 #include "common/cuda/reduce.h"
-#include "gemm/expert_tiles.h"
+#include "gemm/expert_tiles_cuda.h"
 
 namespace fastinfer::cuda {
 namespace {

@@ -6,7 +6,7 @@
 #include "common/cuda/launch.h"
 #include "common/cuda/ptx.h"
 #include "common/cuda/reduce.h"
-#include "quant/w8a8_gemm_epilogue.h"
+#include "quant/w8a8_gemm_epilogue_cuda.h"
 
 namespace fastinfer::cuda {
 namespace {

@@ -8,7 +8,7 @@
 #include "sampling/philox.h"
 #include "sampling/sample_filters.h"
 #include "sampling/sample_plan.h"
-#include "sampling/sample_select.h"
+#include "sampling/sample_select_cuda.h"
 
 namespace fastinfer::cuda {
 namespace {

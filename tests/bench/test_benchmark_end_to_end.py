@@ -86,7 +86,7 @@ def test_bench_writes_its_files(
 
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
-    assert lines[0].startswith("m.gguf, auto: loaded in ")
+    assert lines[0].startswith("m.gguf: loaded in ")
     assert [line.split()[0] for line in lines[2:4]] == ["3", "7"]
     assert "2 at once tokens/s" in lines[1]
     assert "100%" in captured.err

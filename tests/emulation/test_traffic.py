@@ -17,9 +17,9 @@ KNOWN_COSTS = {
     # Gate and up lie 16 rows apart, so that eight lanes' rows meet the same banks; in the L2 they leave half a run out.
     "shared gemm/gemm_epilogue_cuda.h load_shared": 2.0,
     "global gemm/gemm_epilogue_cuda.h load_slots": 1.5,
-    "shared quant/w8a8_gemm_epilogue.h load_values": 2.0,
+    "shared quant/w8a8_gemm_epilogue_cuda.h load_values": 2.0,
     # Eight fp32 to a lane, 32 bytes apart: what the first 16 bytes leave the second ones find in the L1.
-    "global quant/w8a8_gemm_epilogue.h load_values": 2.0,
+    "global quant/w8a8_gemm_epilogue_cuda.h load_values": 2.0,
     "global norm/layer_norm.cu layer_norm_kernel": 2.0,
     "global norm/rms_norm.cu rms_norm_kernel": 2.0,
     "global rotary/norm_rotary_store.cu prepare_head": 2.0,
@@ -28,15 +28,15 @@ KNOWN_COSTS = {
     "shared attention/store_kv_cache_cuda.h convert_head": 2.0,
     "shared rotary/norm_rotary_store.cu prepare_head": 2.0,
     # Scales of one KV head: two heads lie side by side.
-    "global attention/paged_attention_tile.h copy_chunk": 2.3,
-    "global attention/paged_attention_tile.h copy_scales": 2.0,
+    "global attention/paged_attention_tile_cuda.h copy_chunk": 2.3,
+    "global attention/paged_attention_tile_cuda.h copy_scales": 2.0,
     "global attention/store_kv_cache_cuda.h quantize_head": 2.0,
     # Rows of 80 elements are ten pieces: eight lanes take two rows.
     "shared attention/paged_attention.cu load_rows": 1.6,
     "shared attention/paged_attention.cu merge": 1.6,
-    "shared attention/paged_attention_tile.h copy_chunk": 1.6,
-    "shared attention/paged_attention_tile.h widen": 1.6,
-    "shared attention/paged_attention_tile.h widen_int4_tiles": 1.6,
+    "shared attention/paged_attention_tile_cuda.h copy_chunk": 1.6,
+    "shared attention/paged_attention_tile_cuda.h widen": 1.6,
+    "shared attention/paged_attention_tile_cuda.h widen_int4_tiles": 1.6,
     "global attention/paged_attention.cu attend": 1.15,
     "global attention/paged_attention.cu merge": 1.15,
     # One warp that writes a struct every so many bytes, and broadcasts of eight bytes.
@@ -48,11 +48,11 @@ KNOWN_COSTS = {
     "global moe/route_experts.cu sort_rows_kernel": 1.3,
     # Tables and lists whose places depend on the values.
     "shared sampling/sample.cu survey": 2.0,
-    "shared sampling/sample_select.h list": 4.0,
-    "shared sampling/sample_select.h sort": 2.1,
-    "shared sampling/sample_select.h token": 2.0,
-    "shared sampling/sample_select.h weigh": 2.0,
-    "shared sampling/sample_select.h z": 3.1,
+    "shared sampling/sample_select_cuda.h list": 4.0,
+    "shared sampling/sample_select_cuda.h sort": 2.1,
+    "shared sampling/sample_select_cuda.h token": 2.0,
+    "shared sampling/sample_select_cuda.h weigh": 2.0,
+    "shared sampling/sample_select_cuda.h z": 3.1,
 }
 
 # Kernels that no call reaches: not of the usual step of a model.

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <numbers>
 
 #include "common/cpu/intrinsics.h"
 #include "common/dtype.h"
@@ -200,7 +201,7 @@ FASTINFER_INLINE int32_t reduce_max(i32v v) {
 FASTINFER_INLINE f32v exp(f32v x) {
   const f32v clamped = select(x > 88.0f, broadcast(88.0f), select(x < -87.0f, broadcast(-87.0f), x));
   const float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low mantissa bits
-  const f32v shifted = clamped * 1.44269504f + kRound;
+  const f32v shifted = clamped * std::numbers::log2e_v<float> + kRound;
   const f32v n = shifted - kRound;
   const f32v r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
   f32v poly = broadcast(1.0f / 720.0f);

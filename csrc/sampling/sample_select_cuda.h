@@ -4,7 +4,7 @@
 #pragma once
 
 #include "common/online_softmax.h"
-#include "sampling/sample_block.h"
+#include "sampling/sample_block_cuda.h"
 #include "sampling/sample_filters.h"
 
 namespace fastinfer::cuda {

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "attention/paged_attention_tile.h"
+#include "attention/paged_attention_tile_cuda.h"
 #include "common/online_softmax.h"
 
 namespace fastinfer::cuda {

@@ -4,7 +4,7 @@
 
 #include "attention/kv_int4_cuda.h"
 #include "attention/paged_attention.h"
-#include "attention/paged_attention_work.h"
+#include "attention/paged_attention_work_cuda.h"
 #include "common/cuda/dtype.h"
 #include "common/cuda/ptx.h"
 #include "common/cuda/reduce.h"
