@@ -74,7 +74,7 @@ def make_engine(speculation: str) -> Engine:
         num_speculative_tokens=0 if speculation == "none" else 3,
         block_size=4,
         max_model_len=24,
-        num_kv_blocks=16,
+        num_kv_blocks=14,
         max_num_batched_tokens=16,
         max_num_seqs=9,
     )
