@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from support.sanitizers import without_randomisation
+from support.sanitizers import OPTIONS, without_randomisation
 
 from emulation import build
 
@@ -33,12 +33,11 @@ def run(sanitizer: str, part: str, arguments: list[str]) -> tuple[int, float, st
     """Exit code, seconds and output of a part of the tests under one sanitizer."""
     # AddressSanitizer looks for what throws exceptions when it starts.
     preload = [library(RUNTIMES[sanitizer]), library("libstdc++.so.6")]
-    environment = os.environ | {
+    environment = os.environ | OPTIONS
+    environment |= {
         "FASTINFER_EMULATION": sanitizer,
         "FASTINFER_EMULATION_PART": part,
         "LD_PRELOAD": ":".join(preload),
-        "ASAN_OPTIONS": "detect_leaks=0",  # Python itself leaks
-        "TSAN_OPTIONS": "exitcode=66",
     }
     # Not capturing file descriptors: a sanitizer's report would be lost with the process that it ends.
     pytest = ["-m", "pytest", "-m", "emulated", "--capture=sys", "-p", "no:cacheprovider"]

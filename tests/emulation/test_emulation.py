@@ -17,7 +17,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from support.paths import ROOT
-from support.sanitizers import without_randomisation
+from support.sanitizers import OPTIONS, without_randomisation
 
 from emulation import build
 
@@ -51,8 +51,7 @@ def run_fault(sanitizer: str, *arguments: str) -> subprocess.CompletedProcess[st
         if prefix is None:
             pytest.skip("ThreadSanitizer needs less address randomisation than this machine has")
         command = [*prefix, *command]
-    options = {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "exitcode=66"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | options)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | OPTIONS)
 
 
 @pytest.mark.parametrize(("sanitizer", "fault", "message"), FAULTS)
