@@ -5,9 +5,8 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastinfer import hub
 from fastinfer.engine.engine import Engine
@@ -15,17 +14,25 @@ from fastinfer.engine.stats import EngineStats
 from fastinfer.errors import QueueFullError, RequestError
 from fastinfer.formats.peft import read_adapter
 from fastinfer.llm import LLM
-from fastinfer.outputs import Output, PrefillOutput, RequestOutput
-from fastinfer.sampling_params import SamplingParams
+from fastinfer.outputs import Output, PrefillOutput, RequestOutput, ScoreOutput
+from fastinfer.sampling_params import BeamSearchParams, SamplingParams
+from fastinfer.serving.jobs import QueueRequest, beam_search_job, embedding_job, generation_job, prompt_module_job
 from fastinfer.serving.mailbox import Mailbox
-from fastinfer.serving.prompt import Prompt, prepare
-from fastinfer.utils.checks import INT64_MAX, check_int, show
+from fastinfer.serving.prompt import PreparedPrompt, Prompt, prepare, prepare_chat
+from fastinfer.serving.scoring import SCORE_PARAMS, Scorable, prepare_score, score_of
+from fastinfer.tokenizers.tokenizer import Tokenizer
+from fastinfer.utils.checks import check_int, show
+
+NUM_PROMPT_THREADS = 4
+
+Result = TypeVar("Result")
 
 
 class AsyncEngine:
     """Runs the requests of any number of asyncio tasks together.
 
-    The engine runs in its own thread, which sleeps while there are no requests; steps do not block the event loop. All
+    The engine runs in its own thread, which sleeps while there are no requests. Neither steps nor the tokenising of
+    prompts block the event loop. All
     methods may be called from several threads, each with its own event loop. A stream must be read in the event loop
     that created it, by one task at a time. Nobody else may use the wrapped engine.
 
@@ -53,12 +60,15 @@ class AsyncEngine:
         # One thread runs everything that touches the engine, in the order of submission. Each step submits the next
         # step, so that work submitted meanwhile runs between the two.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fastinfer-engine")
+        # Prompts are tokenised here, and long ones must not hold up others.
+        self._pool = ThreadPoolExecutor(max_workers=NUM_PROMPT_THREADS, thread_name_prefix="fastinfer-engine-prompts")
         self._is_stepping = False
         self._stats = engine.stats()
-        self._lock = threading.Lock()  # guards the next three attributes
+        self._lock = threading.Lock()  # guards the next four attributes
         self._is_shut_down = False
+        self._is_closing = False
         self._mailboxes: dict[str, Mailbox[Any]] = {}
-        self._num_submitted = 0  # requests that the thread has not added yet
+        self._num_submitted = 0  # requests that the engine's thread has not added yet
         # Mailboxes of streams that nobody reads any more; their requests are aborted before the next step. The garbage
         # collector may append at any moment, even while a lock is held, so this is a deque, which needs none.
         self._abandoned: deque[Mailbox[Any]] = deque()
@@ -67,6 +77,26 @@ class AsyncEngine:
     def from_model(cls, model: str = hub.DEFAULT_MODEL, **options: Any) -> "AsyncEngine":
         """Load a model. This blocks; arguments and errors are those of :class:`fastinfer.LLM`."""
         return cls(LLM(model, **options).engine)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._engine.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence in tokens, prompt and generated tokens together."""
+        return self._engine.max_model_len
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """Sampling parameters of requests that give none, see :attr:`fastinfer.LLM.default_params`."""
+        return self._engine.default_params
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the loaded LoRA adapters."""
+        return self._engine.adapters.names
 
     def generate(
         self,
@@ -77,35 +107,109 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str = "",
         adapter: str | None = None,
+        timeout: float | None = None,
+        queue_timeout: float | None = None,
     ) -> "OutputStream[RequestOutput]":
         """Start to complete a prompt.
 
+        The prompt is tokenised and checked in another thread, so that neither the event loop nor other requests wait
+        for it. If the request can never be served, reading the stream raises a RequestError;
+        :meth:`OutputStream.accepted` waits for that check alone.
+
         Args:
             prompt: a prompt as for :meth:`fastinfer.LLM.generate`, or its token ids.
-            params: sampling parameters; ``default_params`` of the engine by default.
+            params: sampling parameters; :attr:`default_params` by default.
             request_id: an id that no unfinished request has; random by default.
             priority: number of which smaller values are served first.
             cache_salt: salt of a prompt that names none itself; only requests with the same salt share cached prefixes.
             adapter: name of a LoRA adapter, see :meth:`load_adapter`.
+            timeout, queue_timeout: seconds in which the request must end and must be begun, from when it is queued; see
+                :meth:`fastinfer.engine.engine.Engine.add_request`.
 
         Returns:
             A stream of the request's outputs, as ``params.output_kind`` says, of which the last one is ``finished``.
 
         Raises:
             QueueFullError: too many requests are waiting.
-            RequestError: the request can never be served, or its id is taken. Nothing has been queued in this case.
+            RequestError: the id is taken.
             RuntimeError: the engine is shut down, or no event loop is running.
         """
-        prepared = prepare(self._engine, _as_prompt(prompt), cache_salt=cache_salt)
-        params = self._engine.default_params if params is None else params
-        valid = self._engine.validate(prepared.token_ids, params, adapter)
-        check_int("priority", priority, -INT64_MAX, INT64_MAX)
-        if not isinstance(request_id, str | None):
-            raise RequestError(f"request_id must be a string, got {show(request_id)}")
-        mailbox: Mailbox[RequestOutput] = Mailbox(request_id)
-        add = partial(self._engine.add_request, valid, params, prompt=prepared.text, priority=priority)
-        names = {"request_id": mailbox.request_id, "cache_salt": prepared.cache_salt, "adapter": adapter}
-        return self._submit(mailbox, partial(add, **names))
+        return self._generate(
+            lambda: prepare(self._engine, _as_prompt(prompt), cache_salt=cache_salt),
+            params,
+            request_id,
+            {"priority": priority, "adapter": adapter, "timeout": timeout, "queue_timeout": queue_timeout},
+        )
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        template_variables: dict[str, Any] | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        adapter: str | None = None,
+        timeout: float | None = None,
+        queue_timeout: float | None = None,
+    ) -> "OutputStream[RequestOutput]":
+        """Start to answer a conversation, such as ``[{"role": "user", "content": "Hello"}]``.
+
+        Args:
+            messages: messages, see :func:`fastinfer.tokenizers.chat_template.render`.
+            params: sampling parameters; :attr:`default_params` by default.
+            template_variables: variables of the model's chat template, such as ``tools`` and ``enable_thinking``.
+            request_id, priority, cache_salt, adapter, timeout, queue_timeout: as for :meth:`generate`.
+
+        Returns:
+            A stream as that of :meth:`generate`; reading it raises an UnsupportedModelError if the model has no chat
+            template.
+
+        Raises:
+            QueueFullError, RequestError, RuntimeError: the errors of :meth:`generate`.
+        """
+        return self._generate(
+            lambda: prepare_chat(self._engine, messages, cache_salt=cache_salt, **(template_variables or {})),
+            params,
+            request_id,
+            {"priority": priority, "adapter": adapter, "timeout": timeout, "queue_timeout": queue_timeout},
+        )
+
+    async def beam_search(
+        self,
+        prompt: Prompt | list[int],
+        params: BeamSearchParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        adapter: str | None = None,
+        timeout: float | None = None,
+        queue_timeout: float | None = None,
+    ) -> RequestOutput:
+        """Complete a prompt by beam search, see :meth:`fastinfer.LLM.beam_search`.
+
+        Args:
+            prompt: a prompt as for :meth:`generate`.
+            params: parameters of the search.
+            priority, cache_salt, adapter, timeout, queue_timeout: as for :meth:`generate`.
+
+        Raises:
+            QueueFullError, RequestError, RuntimeError: the errors of :meth:`generate`.
+        """
+        options: dict[str, Any] = {
+            "priority": priority,
+            "adapter": adapter,
+            "timeout": timeout,
+            "queue_timeout": queue_timeout,
+        }
+
+        def check(request_id: str) -> QueueRequest:
+            prepared = prepare(self._engine, _as_prompt(prompt), cache_salt=cache_salt)
+            return beam_search_job(self._engine, prepared, params, request_id=request_id, **options)
+
+        mailbox: Mailbox[RequestOutput] = Mailbox()
+        return await anext(self._submit(mailbox, check))
 
     async def embed(
         self,
@@ -114,15 +218,96 @@ class AsyncEngine:
         pooling: str = "mean",
         normalize: bool = True,
         priority: int = 0,
+        cache_salt: str = "",
         adapter: str | None = None,
+        timeout: float | None = None,
+        queue_timeout: float | None = None,
     ) -> PrefillOutput:
-        """Compute the embedding of a prompt, see :meth:`fastinfer.LLM.embed`; raises the errors of :meth:`generate`."""
-        prepared = prepare(self._engine, _as_prompt(prompt))
-        valid = self._engine.validate(prepared.token_ids, adapter=adapter, generates=False)
+        """Compute the embedding of a prompt, see :meth:`fastinfer.LLM.embed`.
+
+        Args:
+            prompt: a prompt as for :meth:`generate`.
+            pooling: ``"mean"`` over all tokens, or the ``"last"`` token.
+            normalize: scale the vector to length 1.
+            priority, cache_salt, adapter, timeout, queue_timeout: as for :meth:`generate`.
+
+        Raises:
+            QueueFullError, RequestError, RuntimeError: the errors of :meth:`generate`.
+        """
+        options: dict[str, Any] = {
+            "priority": priority,
+            "adapter": adapter,
+            "timeout": timeout,
+            "queue_timeout": queue_timeout,
+        }
+
+        def check(request_id: str) -> QueueRequest:
+            prepared = prepare(self._engine, _as_prompt(prompt), cache_salt=cache_salt)
+            kind: dict[str, Any] = {"pooling": pooling, "normalize": normalize}
+            return embedding_job(self._engine, prepared, request_id=request_id, **kind, **options)
+
         mailbox: Mailbox[PrefillOutput] = Mailbox()
-        add = partial(self._engine.add_embedding_request, valid, pooling=pooling, normalize=normalize)
-        names = {"request_id": mailbox.request_id, "cache_salt": prepared.cache_salt, "adapter": adapter}
-        return await anext(self._submit(mailbox, partial(add, priority=priority, **names)))
+        return await anext(self._submit(mailbox, check))
+
+    async def score(
+        self,
+        prompt: Scorable,
+        *,
+        priority: int = 0,
+        adapter: str | None = None,
+        timeout: float | None = None,
+        queue_timeout: float | None = None,
+    ) -> ScoreOutput:
+        """Compute the log-likelihood of a text, or of a continuation given its context.
+
+        Args:
+            prompt: a prompt, or a pair (context, continuation), see :meth:`fastinfer.LLM.score`.
+            priority, adapter, timeout, queue_timeout: as for :meth:`generate`.
+
+        Raises:
+            QueueFullError, RequestError, RuntimeError: the errors of :meth:`generate`; RuntimeError also if the request
+                failed or timed out.
+        """
+        start = 1
+
+        def prepared() -> PreparedPrompt:
+            nonlocal start
+            joined, start = prepare_score(self._engine, prompt)
+            return joined
+
+        options: dict[str, Any] = {
+            "priority": priority,
+            "adapter": adapter,
+            "timeout": timeout,
+            "queue_timeout": queue_timeout,
+        }
+        output = await anext(self._generate(prepared, SCORE_PARAMS, None, options))
+        return score_of(output, start)
+
+    async def tokenize(self, prompt: Prompt | list[int]) -> list[int]:
+        """Return a prompt's token ids, without keeping the event loop waiting.
+
+        Raises:
+            RequestError: the prompt is malformed or much too long.
+        """
+        prepared = await self._in_pool(prepare, self._engine, _as_prompt(prompt))
+        return prepared.token_ids
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        """Return the text of token ids, special tokens included.
+
+        Raises:
+            RequestError: ``token_ids`` is not a list, or an id is not in the vocabulary.
+        """
+
+        def decode() -> str:
+            if not isinstance(token_ids, list):
+                raise RequestError(f"token_ids must be a list, got {show(token_ids)}")
+            for token_id in token_ids:
+                check_int("token_ids", token_id, 0, self._engine.model.config.vocab_size - 1)
+            return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+        return await self._in_pool(decode)
 
     async def add_prompt_module(self, name: str, prompt: Prompt | list[int], *, adapter: str | None = None) -> None:
         """Compute a text and keep it in the cache, see :meth:`fastinfer.LLM.add_prompt_module`.
@@ -131,11 +316,12 @@ class AsyncEngine:
             QueueFullError, RequestError, RuntimeError: the errors of :meth:`fastinfer.LLM.add_prompt_module` and of
                 :meth:`generate`.
         """
-        prepared = prepare(self._engine, _as_prompt(prompt))
-        valid = self._engine.validate(prepared.token_ids, adapter=adapter)
+
+        def check(request_id: str) -> QueueRequest:
+            return prompt_module_job(self._engine, name, prepare(self._engine, _as_prompt(prompt)), adapter)
+
         mailbox: Mailbox[PrefillOutput] = Mailbox()
-        add = partial(self._engine.add_prompt_module, name, valid, adapter=adapter)
-        output = await anext(self._submit(mailbox, partial(add, cache_salt=prepared.cache_salt)))
+        output = await anext(self._submit(mailbox, check))
         if output.finish_reason != "stop":
             raise RuntimeError(f"prompt module {name!r} was not computed: {output.stop_reason or output.finish_reason}")
 
@@ -164,6 +350,10 @@ class AsyncEngine:
 
         Its stream gets one more output, with the finish reason ``"abort"``.
         """
+        with self._lock:
+            mailbox = self._mailboxes.get(request_id)
+        if mailbox is not None:
+            await asyncio.wait([asyncio.wrap_future(mailbox.preparation)])
         await self._call(self._end, [request_id])
 
     def stats(self) -> EngineStats:
@@ -171,12 +361,10 @@ class AsyncEngine:
         return self._stats
 
     async def shutdown(self) -> None:
-        """Abort all requests, whose streams get a last output, and end the thread; a second call does nothing."""
+        """Abort all requests, whose streams get a last output, and end the threads; a second call does nothing."""
         with self._lock:
-            if not self._is_shut_down:
-                self._is_shut_down = True
-                self._thread.submit(self._end_all)
-        await asyncio.to_thread(self._thread.shutdown)
+            self._is_shut_down = True
+        await asyncio.to_thread(self._close)
 
     async def __aenter__(self) -> "AsyncEngine":
         return self
@@ -184,8 +372,27 @@ class AsyncEngine:
     async def __aexit__(self, *error: object) -> None:
         await self.shutdown()
 
-    def _submit(self, mailbox: Mailbox[Output], add: Callable[[], str]) -> "OutputStream[Output]":
-        """Have the engine's thread add a request whose outputs go to the mailbox."""
+    def _generate(
+        self,
+        prepared: Callable[[], PreparedPrompt],
+        params: SamplingParams | None,
+        request_id: str | None,
+        options: dict[str, Any],
+    ) -> "OutputStream[RequestOutput]":
+        params = self.default_params if params is None else params
+
+        def check(request_id: str) -> QueueRequest:
+            return generation_job(self._engine, prepared(), params, request_id=request_id, **options)
+
+        return self._submit(Mailbox(request_id), check)
+
+    def _submit(self, mailbox: Mailbox[Output], check: Callable[[str], QueueRequest]) -> "OutputStream[Output]":
+        """Check a request in the pool, and have the engine's thread queue it; its outputs go to the mailbox.
+
+        ``check`` gets the request's id.
+        """
+        if not isinstance(mailbox.request_id, str):
+            raise RequestError(f"request_id must be a string, got {show(mailbox.request_id)}")
         with self._lock:
             if self._is_shut_down:
                 raise RuntimeError("the engine is shut down")
@@ -194,10 +401,22 @@ class AsyncEngine:
             limit = self._engine.config.max_num_waiting
             if self._stats.num_waiting + self._num_submitted >= limit:
                 raise QueueFullError(f"the queue is full: max_num_waiting={limit} requests wait")
-            self._thread.submit(self._add, mailbox, add)
+            mailbox.preparation = self._pool.submit(self._prepare, mailbox, check)
             self._mailboxes[mailbox.request_id] = mailbox
             self._num_submitted += 1
         return OutputStream(self, mailbox)
+
+    async def _in_pool(self, function: Callable[..., Result], *args: Any) -> Result:
+        """Run a function beside the event loop.
+
+        Raises:
+            RuntimeError: the engine is shut down.
+        """
+        with self._lock:
+            if self._is_shut_down:
+                raise RuntimeError("the engine is shut down")
+            future = self._pool.submit(function, *args)
+        return await asyncio.wrap_future(future)
 
     async def _call(self, function: Callable[..., None], *args: Any) -> None:
         """Run a function between two steps; does nothing after the shutdown."""
@@ -207,13 +426,31 @@ class AsyncEngine:
             future = self._thread.submit(function, *args)
         await asyncio.wrap_future(future)
 
-    # All methods below run in the engine's thread.
+    def _close(self) -> None:
+        self._pool.shutdown()  # all requests that are being prepared reach the engine's thread
+        with self._lock:
+            if not self._is_closing:
+                self._is_closing = True
+                self._thread.submit(self._end_all)
+        self._thread.shutdown()
 
-    def _add(self, mailbox: Mailbox[Any], add: Callable[[], str]) -> None:
-        outcome: str | Exception | None = None
+    def _prepare(self, mailbox: Mailbox[Any], check: Callable[[str], QueueRequest]) -> None:
+        """Check a request and pass it on to the engine's thread; runs in the pool."""
+        outcome: QueueRequest | BaseException | None = None
         try:
             if not mailbox.is_abandoned:
-                outcome = add()
+                outcome = check(mailbox.request_id)
+        except BaseException as error:  # must reach the stream, or its reader would wait forever
+            outcome = error
+        self._thread.submit(self._add, mailbox, outcome)
+
+    # All methods below run in the engine's thread.
+
+    def _add(self, mailbox: Mailbox[Any], job: QueueRequest | BaseException | None) -> None:
+        """Queue a request; instead of its job there may be an error, or ``None`` if nobody reads its stream."""
+        outcome: str | BaseException | None = None
+        try:
+            outcome = None if mailbox.is_abandoned else job() if callable(job) else job
         except Exception as error:  # the queue may have filled since _submit, for instance by preemptions
             outcome = error
         stats = self._engine.stats()
@@ -224,8 +461,10 @@ class AsyncEngine:
             if isinstance(outcome, str):
                 mailbox.request_id = outcome
                 self._mailboxes[outcome] = mailbox
-        if isinstance(outcome, Exception):
+        if isinstance(outcome, BaseException):
             mailbox.put(outcome)
+        else:
+            mailbox.accept()
         if self._engine.has_unfinished and not self._is_stepping:
             self._is_stepping = True
             self._thread.submit(self._step)
@@ -308,6 +547,18 @@ class OutputStream(AsyncIterator[Output]):
         self._engine = engine
         self._mailbox: Mailbox[Output] = mailbox
         self._has_ended = False
+
+    async def accepted(self) -> None:
+        """Wait until the request is queued, which it is before its first output.
+
+        Raises:
+            QueueFullError, RequestError, UnsupportedModelError: the request is refused.
+        """
+        try:
+            await self._mailbox.accepted()
+        except Exception:
+            self._abandon()
+            raise
 
     async def __anext__(self) -> Output:
         if self._has_ended:

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import itertools
 import logging
-import math
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -25,19 +24,17 @@ from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
 from fastinfer.outputs import PrefillOutput, RequestOutput, ScoreOutput
 from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from fastinfer.serving.jobs import beam_search_job, embedding_job, generation_job, prompt_module_job
 from fastinfer.serving.prompt import PreparedPrompt, Prompt, prepare, prepare_chat
 from fastinfer.serving.sampling_defaults import sampling_defaults
+from fastinfer.serving.scoring import SCORE_PARAMS, Scorable, prepare_score, score_of
 from fastinfer.serving.shared_engine import Job, SharedEngine
 from fastinfer.utils.device import resolve_device
 from fastinfer.utils.dtypes import DTYPES, KV_CACHE_DTYPES
 
 LOG = logging.getLogger("fastinfer")
 
-# Scoring needs only the log-probabilities of the prompt; the one generated token is discarded.
 FINAL_ONLY = RequestOutputKind.FINAL_ONLY
-SCORE_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, output_kind=FINAL_ONLY)
-
-Scorable = Prompt | tuple[Prompt, Prompt]
 Outputs = Generator[RequestOutput, None, None]
 
 
@@ -55,7 +52,8 @@ class LLM:
         kv_cache_dtype: dtype of the cached keys and values: one of the values of ``dtype``, ``"int8"``, ``"fp8"``
             (float8_e4m3fn), ``"int4"`` (least memory, with a measurable loss: see docs/performance.md), or ``"auto"``
             for the one that suits ``dtype``. On a GPU only ``"auto"``, ``"int8"``, ``"fp8"`` and ``"int4"`` work.
-        max_num_waiting: largest number of requests waiting in the engine; further prompts wait outside it.
+        max_num_waiting, max_num_waiting_tokens: largest number of requests waiting in the engine, and of their tokens;
+            further prompts wait outside it.
         max_num_seqs, max_num_batched_tokens: see :class:`fastinfer.engine.config.EngineConfig`; ``None`` for 64 and 512
             on a CPU, 256 and 2048 on a GPU.
         max_model_len, batching, block_size, kv_cache_memory, gpu_memory_utilization, max_stop_strings,
@@ -86,6 +84,7 @@ class LLM:
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         max_num_waiting: int = 10_000,
+        max_num_waiting_tokens: int | None = None,
         max_stop_strings: int = 32,
         max_stop_string_length: int = 256,
         max_stop_token_ids: int = 128,
@@ -113,6 +112,7 @@ class LLM:
                 MAX_NUM_BATCHED_TOKENS[device] if max_num_batched_tokens is None else max_num_batched_tokens
             ),
             max_num_waiting=max_num_waiting,
+            max_num_waiting_tokens=max_num_waiting_tokens,
             max_stop_strings=max_stop_strings,
             max_stop_string_length=max_stop_string_length,
             max_stop_token_ids=max_stop_token_ids,
@@ -179,7 +179,7 @@ class LLM:
             RequestError: a prompt or its parameters cannot be served. Nothing has been computed in this case.
         """
         many = prompts if isinstance(prompts, list) else [prompts]
-        jobs = self._jobs([self._prepare(prompt) for prompt in many], params, priority, adapter, FINAL_ONLY)
+        jobs = self._jobs([prepare(self.engine, prompt) for prompt in many], params, priority, adapter, FINAL_ONLY)
         return self._shared.complete(jobs, use_tqdm)
 
     def beam_search(
@@ -200,13 +200,11 @@ class LLM:
         Raises:
             RequestError: a prompt cannot be served. Nothing has been computed in this case.
         """
+        options: dict[str, Any] = {"priority": priority, "adapter": adapter}
         jobs: list[Job[RequestOutput]] = []
         for prompt in prompts if isinstance(prompts, list) else [prompts]:
-            prepared = self._prepare(prompt)
-            valid = self.engine.validate_beam_search(prepared.token_ids, params, adapter)
-            add = functools.partial(self.engine.add_beam_request, valid, params, prompt=prepared.text)
-            names = {"request_id": self._new_id(), "cache_salt": prepared.cache_salt, "adapter": adapter}
-            jobs.append(Job(functools.partial(add, priority=priority, **names)))
+            prepared = prepare(self.engine, prompt)
+            jobs.append(Job(beam_search_job(self.engine, prepared, params, request_id=self._new_id(), **options)))
         return self._shared.complete(jobs)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[str, None, None]:
@@ -231,7 +229,7 @@ class LLM:
         Raises:
             RequestError: the prompt cannot be served.
         """
-        return self._shared.run(self._jobs([self._prepare(prompt)], params))
+        return self._shared.run(self._jobs([prepare(self.engine, prompt)], params))
 
     def chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None) -> RequestOutput:
         """Answer a conversation, such as ``[{"role": "user", "content": "Hello"}]``.
@@ -271,18 +269,14 @@ class LLM:
             RequestError: a prompt cannot be served. Nothing has been computed in this case.
         """
         _check_choice("pooling", pooling, POOLINGS)
+        options: dict[str, Any] = {"pooling": pooling, "normalize": normalize, "priority": priority, "adapter": adapter}
         jobs: list[Job[PrefillOutput]] = []
         for prompt in prompts if isinstance(prompts, list) else [prompts]:
-            prepared = self._prepare(prompt)
-            valid = self.engine.validate(prepared.token_ids, adapter=adapter, generates=False)
-            add = functools.partial(self.engine.add_embedding_request, pooling=pooling, normalize=normalize)
-            names = {"request_id": self._new_id(), "cache_salt": prepared.cache_salt, "adapter": adapter}
-            jobs.append(Job(functools.partial(add, valid, priority=priority, **names)))
+            prepared = prepare(self.engine, prompt)
+            jobs.append(Job(embedding_job(self.engine, prepared, request_id=self._new_id(), **options)))
         return self._shared.complete(jobs)
 
-    def score(
-        self, prompts: Prompt | tuple[Prompt, Prompt] | list[Prompt | tuple[Prompt, Prompt]]
-    ) -> list[ScoreOutput]:
+    def score(self, prompts: Scorable | list[Scorable]) -> list[ScoreOutput]:
         """Compute the log-likelihood of texts, or of continuations given their contexts.
 
         A single prompt is scored from its second token on. For a pair (context, continuation), only the tokens of the
@@ -300,10 +294,10 @@ class LLM:
         jobs: list[Job[RequestOutput]] = []
         starts = []
         for item in prompts if isinstance(prompts, list) else [prompts]:
-            joined, start = self._prepare_score(item)
+            joined, start = prepare_score(self.engine, item)
             jobs += self._jobs([joined], SCORE_PARAMS)
             starts.append(start)
-        return [_score(output, start) for output, start in zip(self._shared.complete(jobs), starts, strict=True)]
+        return [score_of(output, start) for output, start in zip(self._shared.complete(jobs), starts, strict=True)]
 
     def add_prompt_module(self, name: str, prompt: Prompt, *, adapter: str | None = None) -> None:
         """Compute a text, such as a system prompt, and keep it in the cache until :meth:`remove_prompt_module`.
@@ -323,10 +317,7 @@ class LLM:
         """
         if not isinstance(name, str):
             raise RequestError(f"name must be a string, got {type(name).__name__}")
-        prepared = self._prepare(prompt)
-        valid = self.engine.validate(prepared.token_ids, adapter=adapter)
-        add = functools.partial(self.engine.add_prompt_module, name, valid, adapter=adapter)
-        job: Job[PrefillOutput] = Job(functools.partial(add, cache_salt=prepared.cache_salt))
+        job: Job[PrefillOutput] = Job(prompt_module_job(self.engine, name, prepare(self.engine, prompt), adapter))
         [output] = self._shared.complete([job])
         if output.finish_reason == "error":
             raise RuntimeError(f"the request failed: {output.stop_reason}")
@@ -360,22 +351,6 @@ class LLM:
         with self._shared.lock:
             self.engine.unload_adapter(name)
 
-    def _prepare(self, prompt: Prompt, add_special_tokens: bool = True) -> PreparedPrompt:
-        return prepare(self.engine, prompt, add_special_tokens=add_special_tokens)
-
-    def _prepare_score(self, item: Scorable) -> tuple[PreparedPrompt, int]:
-        """Return the whole prompt and the position of the first scored token."""
-        if not isinstance(item, tuple):
-            return self._prepare(item), 1
-        if len(item) != 2:
-            raise RequestError(f"prompts must be prompts or pairs (context, continuation), got a tuple of {len(item)}")
-        context, continuation = self._prepare(item[0]), self._prepare(item[1], add_special_tokens=False)
-        for name, part in (("context", context), ("continuation", continuation)):
-            if not part.token_ids:
-                raise RequestError(f"{name} must have at least 1 token, got 0")
-        joined = dataclasses.replace(context, text=None, token_ids=context.token_ids + continuation.token_ids)
-        return joined, len(context.token_ids)
-
     def _jobs(
         self,
         prompts: list[PreparedPrompt],
@@ -395,12 +370,10 @@ class LLM:
         for prompt, its_params, its_priority, its_adapter in zip(
             prompts, every_params, priorities, adapters, strict=True
         ):
-            valid = self.engine.validate(prompt.token_ids, its_params, its_adapter)
-            if output_kind is not None:
+            if output_kind is not None and isinstance(its_params, SamplingParams):
                 its_params = dataclasses.replace(its_params, output_kind=output_kind)
-            add = functools.partial(self.engine.add_request, valid, its_params, prompt=prompt.text)
-            names = {"request_id": self._new_id(), "cache_salt": prompt.cache_salt}
-            jobs.append(Job(functools.partial(add, priority=its_priority, adapter=its_adapter, **names)))
+            options = {"request_id": self._new_id(), "priority": its_priority, "adapter": its_adapter}
+            jobs.append(Job(generation_job(self.engine, prompt, its_params, **options)))
         return jobs
 
     def _new_id(self) -> str:
@@ -436,19 +409,6 @@ def _pieces(outputs: Outputs) -> Generator[str, None, None]:
                 yield completion.delta
             if completion.finish_reason == "error":
                 raise RuntimeError(f"the request failed: {completion.stop_reason}")
-
-
-def _score(output: RequestOutput, start: int) -> ScoreOutput:
-    """Add up the log-probabilities of the prompt's tokens from position ``start`` on."""
-    completion = output.outputs[0]
-    if completion.finish_reason == "error":
-        raise RuntimeError(f"the request failed: {completion.stop_reason}")
-    assert output.prompt_logprobs is not None
-    logprobs = []
-    for token_id, entries in zip(output.prompt_token_ids[start:], output.prompt_logprobs[start:], strict=True):
-        assert entries is not None
-        logprobs.append(entries[token_id].logprob)
-    return ScoreOutput(output.prompt_token_ids, math.fsum(logprobs), len(logprobs))
 
 
 def _one_per_prompt(name: str, value: Any, count: int) -> list[Any]:

@@ -115,9 +115,9 @@ class CompletionOutput(_Excerpted):
         token_ids: all generated tokens so far, including the token that ended the text; with
             ``RequestOutputKind.DELTA`` those that are new since the request's previous output.
         finish_reason: ``None`` while the request runs; then ``"stop"`` (end of sequence, stop token or stop string),
-            ``"length"`` (``max_tokens`` or the context length), ``"abort"`` or ``"error"``.
+            ``"length"`` (``max_tokens`` or the context length), ``"abort"``, ``"timeout"`` or ``"error"``.
         stop_reason: the stop string or stop token id that ended the text, ``None`` for end of sequence; the message if
-            ``finish_reason`` is ``"error"``.
+            ``finish_reason`` is ``"error"``; ``"timeout"`` or ``"queue_timeout"`` if it is ``"timeout"``.
         logprobs: one dictionary per token in ``token_ids``, from token id to :class:`Logprob`; ``None`` unless
             requested.
         delta: text that is new since the request's previous output.
@@ -201,8 +201,8 @@ class PrefillOutput:
     Attributes:
         request_id: the engine's name for the request.
         prompt_token_ids: the token ids of the prompt.
-        finish_reason: ``"stop"`` on success, else ``"abort"`` or ``"error"``.
-        stop_reason: the message if ``finish_reason`` is ``"error"``.
+        finish_reason: ``"stop"`` on success, else ``"abort"``, ``"timeout"`` or ``"error"``.
+        stop_reason: the message if ``finish_reason`` is ``"error"``; the limit if it is ``"timeout"``.
         embedding: [hidden] numbers; ``None`` unless an embedding was requested and succeeded.
     """
 

@@ -14,9 +14,17 @@ from typing import Any
 
 import pytest
 from support.paths import ROOT
-from support.toy import ToyModel, ToyTokenizer, greedy, prompts, toy_engine
+from support.toy import EOS_ID, ToyModel, ToyTokenizer, drain, greedy, logits_of, prompts, toy_engine
 
-from fastinfer import AsyncEngine, OutputStream, QueueFullError, RequestError, RequestOutput, SamplingParams
+from fastinfer import (
+    AsyncEngine,
+    BeamSearchParams,
+    OutputStream,
+    QueueFullError,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+)
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 LONG = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)  # 90 tokens
@@ -219,8 +227,8 @@ def test_abort_by_name() -> None:
     async def main() -> None:
         async with toy_async_engine(max_num_seqs=1) as engine:
             running = engine.generate([1, 2], LONG, request_id="running")
-            waiting = engine.generate([1, 2], LONG, request_id="waiting")
             first = await anext(running)
+            waiting = engine.generate([1, 2], LONG, request_id="waiting")
             for stream in (waiting, running):
                 await engine.abort(stream.request_id)
                 outputs = await read(stream)
@@ -258,12 +266,16 @@ def test_a_late_abandonment_does_not_hit_the_next_request_of_the_same_name() -> 
         (([1], SamplingParams(n=65)), "n must be an integer in 1..64, got 65"),
     ],
 )
-def test_what_can_never_be_served_is_refused_at_once(arguments: tuple[Any, ...], message: str) -> None:
+def test_what_can_never_be_served_is_refused(arguments: tuple[Any, ...], message: str) -> None:
     async def main() -> None:
         async with toy_async_engine() as engine:
+            stream = engine.generate(*arguments)
             with pytest.raises(RequestError, match=message):
-                engine.generate(*arguments)
+                await stream.accepted()
             assert not engine._mailboxes
+            with pytest.raises(RequestError, match=message):
+                await anext(engine.generate(*arguments))
+            assert await read(stream) == []
 
     run(main())
 
@@ -271,9 +283,11 @@ def test_what_can_never_be_served_is_refused_at_once(arguments: tuple[Any, ...],
 def test_other_arguments_out_of_range() -> None:
     async def main() -> None:
         async with toy_async_engine() as engine:
-            for name, value in (("priority", 1.5), ("priority", 2**63), ("request_id", 7), ("cache_salt", 7)):
+            for name, value in (("priority", 1.5), ("priority", 2**63), ("cache_salt", 7), ("timeout", 0)):
                 with pytest.raises(RequestError, match=f"^{name} must be "):
-                    engine.generate([1], **{name: value})
+                    await engine.generate([1], **{name: value}).accepted()
+            with pytest.raises(RequestError, match=r"^request_id must be a string, got 7"):
+                engine.generate([1], request_id=7)  # type: ignore[arg-type]
             stream = engine.generate([1], LONG, request_id="mine")
             with pytest.raises(RequestError, match="request_id must be new, got 'mine', which is still running"):
                 engine.generate([1], GREEDY, request_id="mine")
@@ -396,8 +410,9 @@ def test_an_error_in_one_request_leaves_the_others(monkeypatch: pytest.MonkeyPat
 def test_shutdown_ends_what_is_pending() -> None:
     async def main() -> None:
         async with toy_async_engine(max_num_seqs=1) as engine:
-            running, waiting = engine.generate([1], LONG), engine.generate([2], LONG)
+            running = engine.generate([1], LONG)
             await anext(running)
+            waiting = engine.generate([2], LONG)
             submitted = engine.generate([3], LONG)
             readers = [asyncio.create_task(read(stream)) for stream in (running, waiting, submitted)]
             await asyncio.gather(engine.shutdown(), engine.shutdown())
@@ -453,7 +468,7 @@ def test_requests_of_a_closed_loop_are_aborted() -> None:
 
 
 def test_embeddings_and_prompt_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ToyTokenizer, "encode", lambda self, text, add_special_tokens: [9] * len(text), raising=False)
+    monkeypatch.setattr(ToyTokenizer, "encode", lambda self, text, add_special_tokens: [9] * len(text))
 
     async def main() -> None:
         async with toy_async_engine(block_size=4) as engine:
@@ -470,7 +485,7 @@ def test_embeddings_and_prompt_modules(monkeypatch: pytest.MonkeyPatch) -> None:
             assert last.num_cached_tokens == 20
             assert last.outputs[0].token_ids == greedy([9] * 20 + [1, 2], 12)
             with pytest.raises(RequestError, match="cache_salt must be the prompt_module's own, or empty, got 'a'"):
-                engine.generate(prompt, GREEDY, cache_salt="a")
+                await anext(engine.generate(prompt, GREEDY, cache_salt="a"))
             await engine.remove_prompt_module("system")
             await engine.add_prompt_module("salted", {"prompt_token_ids": [8] * 20, "cache_salt": "a"})
             for salt in ("", "a"):
@@ -483,6 +498,123 @@ def test_embeddings_and_prompt_modules(monkeypatch: pytest.MonkeyPatch) -> None:
             engine._engine.model.fail = True  # type: ignore[attr-defined]
             with pytest.raises(RuntimeError, match="'system' was not computed: RuntimeError: the model broke"):
                 await engine.add_prompt_module("system", "z" * 20)
+
+    run(main())
+
+
+class SlowTokenizer(ToyTokenizer):
+    """Tokenises "slow" only when it may."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if text == "slow":
+            self.has_begun.set()
+            assert self.may_end.wait(30)
+        return super().encode(text)
+
+
+def test_other_requests_run_while_a_prompt_is_tokenised() -> None:
+    async def main() -> None:
+        async with toy_async_engine() as engine:
+            tokenizer = engine._engine.tokenizer = SlowTokenizer()  # type: ignore[assignment]
+            slow = engine.generate("slow", GREEDY)
+            for prompt in ("a", "b"):
+                ids = tokenizer.encode(prompt)
+                assert (await read(engine.generate(prompt, GREEDY)))[-1].outputs[0].token_ids == greedy(ids, 12)
+            assert tokenizer.has_begun.is_set()
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(slow.accepted(), 0.01)
+            tokenizer.may_end.set()
+            await slow.accepted()
+            assert (await read(slow))[-1].outputs[0].token_ids == greedy(tokenizer.encode("slow"), 12)
+
+    run(main())
+
+
+@pytest.mark.parametrize("way", ["abort", "shutdown", "aclose"])
+def test_a_request_ends_while_its_prompt_is_tokenised(way: str) -> None:
+    async def main() -> None:
+        async with toy_async_engine() as engine:
+            tokenizer = engine._engine.tokenizer = SlowTokenizer()  # type: ignore[assignment]
+            stream = engine.generate("slow", LONG)
+            await until(tokenizer.has_begun.is_set)
+            ways = {"abort": lambda: engine.abort(stream.request_id), "shutdown": engine.shutdown}
+            ending = asyncio.create_task((ways | {"aclose": stream.aclose})[way]())
+            await asyncio.sleep(0.01)
+            tokenizer.may_end.set()
+            await ending
+            reasons = [output.outputs[0].finish_reason for output in await read(stream)]
+            assert reasons == ([] if way == "aclose" else ["abort"])
+
+    run(main())
+
+
+def test_a_text_that_is_much_too_long_is_refused_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with toy_async_engine() as engine:
+            assert len(await engine.tokenize("a" * 96 * 2)) == 192
+            monkeypatch.setattr(ToyTokenizer, "encode", None)
+            message = "prompt must have at most 192 characters, the most that max_model_len=96 tokens can have, got 193"
+            with pytest.raises(RequestError, match=message):
+                await engine.generate("a" * 193, GREEDY).accepted()
+            with pytest.raises(RequestError, match=message):
+                await engine.tokenize("a" * 193)
+
+    run(main())
+
+
+def test_what_else_it_does_equals_the_engine() -> None:
+    plain = toy_engine()
+
+    async def main() -> None:
+        async with toy_async_engine() as engine:
+            assert (engine.max_model_len, engine.adapters) == (96, [])
+            assert engine.default_params == plain.default_params
+            assert await engine.tokenize("xyz") == engine.tokenizer.encode("xyz")
+            assert await engine.detokenize([1, 2, EOS_ID]) == "ab</s>"
+            messages = [{"role": "user", "content": "no"}, {"role": "assistant", "content": "yes"}]
+            chat = engine.chat(messages, GREEDY, template_variables={"extra": "x"})
+            [*_, last] = await read(chat)
+            assert last.prompt == "nox,yesx,"
+            assert last.outputs[0].token_ids == greedy(engine.tokenizer.encode("nox,yesx,"), 12)
+
+            params = BeamSearchParams(beam_width=3, max_tokens=6)
+            plain.add_beam_request([4, 5], params)
+            [expected] = drain(plain).values()
+            assert (await engine.beam_search([4, 5], params)).outputs == expected.outputs
+
+            scored = await engine.score(({"prompt_token_ids": [4, 5]}, {"prompt_token_ids": [6, 7]}))
+            steps = (([4, 5], 6), ([4, 5, 6], 7))
+            expected_logprob = sum(float(logits_of(tokens).log_softmax(0)[token]) for tokens, token in steps)
+            assert scored.logprob == pytest.approx(expected_logprob, abs=1e-5)
+            assert (scored.num_tokens, scored.prompt_token_ids) == (2, [4, 5, 6, 7])
+            with pytest.raises(RequestError, match="continuation must have at least 1 token, got 0"):
+                await engine.score(("ab", ""))
+            with pytest.raises(RequestError, match=r"prompt must be .* got int"):
+                await engine.tokenize(7)  # type: ignore[arg-type]
+            for bad, message in (("a", "a list, got 'a'"), ([1, 64], r"in 0\.\.63, got 64"), ([None], "got None")):
+                with pytest.raises(RequestError, match=f"token_ids must be .*{message}"):
+                    await engine.detokenize(bad)  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match="the engine is shut down"):
+            await engine.tokenize("a")
+
+    run(main())
+
+
+def test_a_timeout_ends_a_stream() -> None:
+    async def main() -> None:
+        async with toy_async_engine(max_num_seqs=1) as engine:
+            step = engine._engine.step
+            engine._engine.step = lambda: (time.sleep(0.002), step())[1]  # type: ignore[method-assign]
+            running = engine.generate([1], LONG, timeout=0.05)
+            await running.accepted()
+            waiting = engine.generate([2], LONG, queue_timeout=0.02)
+            for stream, limit in ((waiting, "queue_timeout"), (running, "timeout")):
+                [*_, last] = await read(stream)
+                assert (last.outputs[0].finish_reason, last.outputs[0].stop_reason) == ("timeout", limit)
+            assert engine.stats().num_expired == 2
 
     run(main())
 

@@ -112,6 +112,9 @@ class ToyTokenizer:
 
     eos_ids = frozenset({EOS_ID})
     vocab_size = VOCAB_SIZE
+    max_token_length = 2
+    bos_token, eos_token = "", "</s>"
+    chat_template = "{% for message in messages %}{{ message.content }}{{ extra }},{% endfor %}"
     pieces = (
         b"</s>",
         *(bytes([c]) for c in b"abcdefghijklmnopqrstuvwxyz .,"),
@@ -120,6 +123,9 @@ class ToyTokenizer:
         *(bytes([c, c + 1]) for c in b"abcdefghijklmnopqrstuvwxy"),
         *(bytes([c, c]) for c in b"abcdefg"),
     )
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [self.pieces.index(letter.encode()) for letter in text]
 
     def token_bytes(self, token_id: int, skip_special_tokens: bool = True) -> bytes:
         return b"" if skip_special_tokens and token_id == EOS_ID else self.pieces[token_id]
@@ -170,4 +176,5 @@ def check_blocks(engine: Engine) -> None:
     assert not set(cache._free) & set(cache._cached)
     assert {block for block, content in enumerate(cache._contents) if content} == set(cache._by_key.values())
     assert not any(sequence.blocks for sequence in scheduler.waiting)
+    assert scheduler.num_waiting_tokens == sum(map(len, scheduler.waiting))
     assert sum(sequence.num_slots for sequence in scheduler.running) <= scheduler.max_num_seqs

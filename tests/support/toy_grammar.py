@@ -1,5 +1,7 @@
 """A grammar over the toy's tokens, without a parser."""
 
+from typing import Any
+
 import numpy as np
 
 from fastinfer.engine.engine import Engine
@@ -59,9 +61,9 @@ class Letters:
         return Letters(self.letters, self.length, self.text)
 
 
-def constrained(engine: Engine, prompt: list[int], params: SamplingParams, grammar: Letters) -> str:
+def constrained(engine: Engine, prompt: list[int], params: SamplingParams, grammar: Letters, **options: Any) -> str:
     """Queue a request that has been given this grammar."""
-    request_id = engine.add_request(prompt, params)
+    request_id = engine.add_request(prompt, params, **options)
     for sequence in engine.requests.active[request_id].sequences:
         sequence.grammar = grammar.copy()  # type: ignore[assignment]
     return request_id

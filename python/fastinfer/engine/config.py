@@ -28,6 +28,8 @@ class EngineConfig:
             which the other requests still get their next tokens, and shorter prompts their first ones. If it is less
             than ``max_num_seqs``, decoding sequences take turns.
         max_num_waiting: maximum number of waiting requests; further ones are refused.
+        max_num_waiting_tokens: maximum number of tokens of the waiting requests; a request with which they would have
+            more is refused, unless it is the only one. ``None`` for no limit.
         max_stop_strings: maximum number of a request's stop strings. A request that exceeds this or one of the next
             three limits is refused: what it asks for costs time in each step, which all other requests share.
         max_stop_string_length: maximum length of a stop string in characters.
@@ -66,6 +68,7 @@ class EngineConfig:
     max_num_seqs: int = MAX_NUM_SEQS["cpu"]
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS["cpu"]
     max_num_waiting: int = 10_000
+    max_num_waiting_tokens: int | None = None
     max_stop_strings: int = 32
     max_stop_string_length: int = 256
     max_stop_token_ids: int = 128
@@ -89,7 +92,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             check_int(name, getattr(self, name), 1, INT32_MAX)
-        for name in ("max_model_len", "kv_cache_memory", "num_kv_blocks"):
+        for name in ("max_model_len", "max_num_waiting_tokens", "kv_cache_memory", "num_kv_blocks"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1, INT64_MAX)
         check_int("max_num_waiting", self.max_num_waiting, 1, INT32_MAX)

@@ -106,7 +106,13 @@ class Engine:
             self.speculator = self._make_speculator(draft_model)
         self.grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
         self.prompt_modules = PromptModules(self.block_manager, self.max_model_len)
-        self.requests = RequestTable(self.scheduler, self.block_manager, self.prompt_modules, config.max_num_waiting)
+        self.requests = RequestTable(
+            self.scheduler,
+            self.block_manager,
+            self.prompt_modules,
+            config.max_num_waiting,
+            config.max_num_waiting_tokens,
+        )
         self._intake = RequestIntake(config, self.max_model_len, model.config.vocab_size, self.adapters)
         self._step = Step(
             model=self.model,
@@ -165,6 +171,8 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
         adapter: str | None = None,
+        timeout: float | None = None,
+        queue_timeout: float | None = None,
     ) -> str:
         """Queue a request and return its id; the next calls of :meth:`step` compute it.
 
@@ -177,16 +185,20 @@ class Engine:
                 that short prompts need not wait for long ones, see :class:`fastinfer.engine.scheduler.Scheduler`.
             cache_salt: name of a group, such as a tenant; only requests with the same salt share cached prefixes.
             adapter: name of a LoRA adapter to apply, see :meth:`load_adapter`.
+            timeout: seconds in which the request must end; otherwise the next step ends it with the finish reason
+                ``"timeout"``. ``None`` for no limit.
+            queue_timeout: seconds in which its first tokens must be computed; otherwise it ends in the same way.
 
         Raises:
-            QueueFullError: ``max_num_waiting`` requests are waiting already.
+            QueueFullError: too many requests or tokens are waiting already.
             RequestError: the request can never be served, or its id is in use.
         """
         params = params or self.default_params
         token_ids = self._intake.check_prompt(prompt_token_ids).token_ids
         self._intake.check_sampling_params(params)
+        self._intake.check_timeouts(timeout, queue_timeout)
         request = GenerationRequest(
-            self.requests.new_id(request_id),
+            self.requests.new_id(request_id, len(token_ids)),
             token_ids,
             params,
             self._intake.sequence_options(priority, cache_salt, adapter),
@@ -196,7 +208,8 @@ class Engine:
             vocab_size=self.model.config.vocab_size,
         )
         constraint = params.structured_outputs
-        return self.requests.add(request, None if constraint is None else self.grammars.submit(constraint))
+        grammar = None if constraint is None else self.grammars.submit(constraint)
+        return self.requests.add(request, grammar, timeout, queue_timeout)
 
     def add_beam_request(
         self,
@@ -208,30 +221,32 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
         adapter: str | None = None,
+        timeout: float | None = None,
+        queue_timeout: float | None = None,
     ) -> str:
         """Queue a beam search for the likeliest continuations of a prompt; its only output comes at the end.
 
         Args:
             prompt_token_ids: token ids of the prompt, or the prompt that :meth:`validate_beam_search` returned.
             params: parameters of the search.
-            prompt, request_id, priority, cache_salt, adapter: same as for :meth:`add_request`.
+            prompt, request_id, priority, cache_salt, adapter, timeout, queue_timeout: same as for :meth:`add_request`.
 
         Raises:
             QueueFullError, RequestError: same as for :meth:`add_request`.
         """
         token_ids = self._intake.check_prompt(prompt_token_ids).token_ids
         self._intake.check_beam_search_params(params)
-        return self.requests.add(
-            BeamRequest(
-                self.requests.new_id(request_id),
-                token_ids,
-                params,
-                self._intake.sequence_options(priority, cache_salt, adapter),
-                prompt=prompt,
-                tokenizer=self.tokenizer,
-                max_model_len=self.max_model_len,
-            )
+        self._intake.check_timeouts(timeout, queue_timeout)
+        request = BeamRequest(
+            self.requests.new_id(request_id, len(token_ids)),
+            token_ids,
+            params,
+            self._intake.sequence_options(priority, cache_salt, adapter),
+            prompt=prompt,
+            tokenizer=self.tokenizer,
+            max_model_len=self.max_model_len,
         )
+        return self.requests.add(request, None, timeout, queue_timeout)
 
     def add_embedding_request(
         self,
@@ -243,6 +258,8 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
         adapter: str | None = None,
+        timeout: float | None = None,
+        queue_timeout: float | None = None,
     ) -> str:
         """Queue a prompt whose hidden states are returned as one vector.
 
@@ -250,17 +267,19 @@ class Engine:
             prompt_token_ids: token ids of the prompt, or the prompt that :meth:`validate` returned.
             pooling: ``"mean"`` for the mean over all tokens, ``"last"`` for the last token alone.
             normalize: whether to scale the vector to length 1.
-            request_id, priority, cache_salt, adapter: same as for :meth:`add_request`.
+            request_id, priority, cache_salt, adapter, timeout, queue_timeout: same as for :meth:`add_request`.
 
         Raises:
             QueueFullError, RequestError: same as for :meth:`add_request`.
         """
         token_ids = self._intake.check_prompt(prompt_token_ids, generates=False).token_ids
         self._intake.check_pooling(pooling)
+        self._intake.check_timeouts(timeout, queue_timeout)
         options = self._intake.sequence_options(priority, cache_salt, adapter)
-        return self.requests.add(
-            EmbeddingRequest(self.requests.new_id(request_id), token_ids, options, pooling=pooling, normalize=normalize)
+        request = EmbeddingRequest(
+            self.requests.new_id(request_id, len(token_ids)), token_ids, options, pooling=pooling, normalize=normalize
         )
+        return self.requests.add(request, None, timeout, queue_timeout)
 
     def add_prompt_module(
         self,
@@ -287,7 +306,7 @@ class Engine:
         """
         token_ids = self._intake.check_prompt(prompt_token_ids).token_ids
         request = PrefillRequest(
-            self.requests.new_id(None), token_ids, self._intake.sequence_options(0, cache_salt, adapter)
+            self.requests.new_id(None, len(token_ids)), token_ids, self._intake.sequence_options(0, cache_salt, adapter)
         )
         self.prompt_modules.add(name, PromptModule(request.sequences[0], cache_salt))
         return self.requests.add(request)
@@ -365,6 +384,7 @@ class Engine:
         return EngineStats(
             num_running=len(running),
             num_waiting=self.requests.num_waiting,
+            num_waiting_tokens=self.requests.num_waiting_tokens,
             num_free_blocks=manager.num_free,
             num_cached_blocks=manager.num_cached,
             num_used_blocks=manager.num_used,
@@ -382,6 +402,7 @@ class Engine:
             num_failed_graphs=sum(len(runner.graphs.failed) for runner in self._runners if runner.graphs is not None),
             num_failed_draws=sum(sampler.num_failed_draws for sampler in self._samplers),
             num_repairs=self.requests.num_repairs,
+            num_expired=self.requests.num_expired,
         )
 
     @torch.inference_mode()

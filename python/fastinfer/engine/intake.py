@@ -8,9 +8,10 @@ from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.sequence import SequenceOptions
 from fastinfer.errors import RequestError
 from fastinfer.sampling_params import BeamSearchParams, SamplingParams
-from fastinfer.utils.checks import INT64_MAX, check_int
+from fastinfer.utils.checks import INT64_MAX, check_float, check_int
 
 POOLINGS = ("last", "mean")
+MAX_TIMEOUT_S = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,16 @@ class RequestIntake:
             "adapter": -1 if adapter is None else self._adapters.slot(adapter),
             "adapter_key": "" if adapter is None else self._adapters.cache_key(adapter),
         }
+
+    def check_timeouts(self, timeout: float | None, queue_timeout: float | None) -> None:
+        """Check the limits on a request's time.
+
+        Raises:
+            RequestError: a limit is neither ``None`` nor a positive number of seconds.
+        """
+        for name, seconds in (("timeout", timeout), ("queue_timeout", queue_timeout)):
+            if seconds is not None:
+                check_float(name, seconds, 0.0, MAX_TIMEOUT_S, low_open=True)
 
     def _check_stop_strings(self, stop: str | Sequence[str]) -> None:
         """Check the number of stop strings and their lengths."""

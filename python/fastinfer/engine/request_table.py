@@ -6,6 +6,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from fastinfer.engine.block_manager import BlockManager
+from fastinfer.engine.deadlines import Deadlines
 from fastinfer.engine.grammar import Grammar
 from fastinfer.engine.prompt_modules import PromptModules
 from fastinfer.engine.request import Output, Request
@@ -26,11 +27,13 @@ class RequestTable:
         block_manager: manager of the sequences' blocks.
         prompt_modules: sequences that keep their blocks when they have ended.
         max_num_waiting: maximum number of waiting requests; further ones are refused.
+        max_num_waiting_tokens: maximum number of their tokens; ``None`` for no limit.
 
     Attributes:
         active: unfinished requests by id.
         compiling: grammars that unfinished requests are waiting for, by the request's id.
         num_repairs: errors after which :meth:`repair` queued all sequences anew.
+        num_expired: requests that missed a deadline.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class RequestTable:
         block_manager: BlockManager,
         prompt_modules: PromptModules,
         max_num_waiting: int,
+        max_num_waiting_tokens: int | None = None,
     ) -> None:
         self.active: dict[str, Request] = {}
         self.compiling: dict[str, Future[Grammar]] = {}
@@ -46,19 +50,32 @@ class RequestTable:
         self._block_manager = block_manager
         self._prompt_modules = prompt_modules
         self._max_num_waiting = max_num_waiting
+        self._max_num_waiting_tokens = max_num_waiting_tokens
         self.num_repairs = 0
+        self.num_expired = 0
+        self._deadlines = Deadlines()
         self._undelivered: dict[str, Output] = {}  # by request; outputs that no step has returned yet
         self._numbers = itertools.count()
 
-    def new_id(self, request_id: str | None) -> str:
+    def new_id(self, request_id: str | None, num_tokens: int) -> str:
         """Return an id for a new request: the user's if given, otherwise a generated one.
 
+        Args:
+            request_id: the user's id.
+            num_tokens: length of the request's prompt in tokens.
+
         Raises:
-            QueueFullError: ``max_num_waiting`` requests are waiting already.
+            QueueFullError: too many requests or tokens are waiting already.
             RequestError: an unfinished request has the user's id.
         """
         if self.num_waiting >= self._max_num_waiting:
             raise QueueFullError(f"the queue is full: max_num_waiting={self._max_num_waiting} requests wait")
+        waiting, limit = self.num_waiting_tokens, self._max_num_waiting_tokens
+        if limit is not None and waiting and waiting + num_tokens > limit:
+            raise QueueFullError(
+                f"the queue is full: {waiting} tokens wait, max_num_waiting_tokens is {limit}, and the prompt has "
+                f"{num_tokens}"
+            )
         if request_id is None:
             numbered = (f"request-{number}" for number in self._numbers)
             return next(name for name in numbered if name not in self.active)  # users may have chosen such ids
@@ -66,9 +83,22 @@ class RequestTable:
             raise RequestError(f"request_id must be new, got {request_id!r}, which is still running")
         return request_id
 
-    def add(self, request: Request, grammar: Future[Grammar] | None = None) -> str:
-        """Queue a request, after its grammar has been compiled if it has one, and return its id."""
+    def add(
+        self,
+        request: Request,
+        grammar: Future[Grammar] | None = None,
+        timeout: float | None = None,
+        queue_timeout: float | None = None,
+    ) -> str:
+        """Queue a request, after its grammar has been compiled if it has one, and return its id.
+
+        Args:
+            request: the request.
+            grammar: its grammar; ``None`` for any text.
+            timeout, queue_timeout: seconds until it must have ended or begun; ``None`` for no limit.
+        """
         try:
+            self._deadlines.add(request, timeout, queue_timeout)
             self.active[request.request_id] = request
             if grammar is None:
                 self._scheduler.add(request.sequences[0])
@@ -79,6 +109,13 @@ class RequestTable:
             self._forget(request)
             self.repair()
             raise
+
+    def end_expired(self) -> None:
+        """End the requests that have missed a deadline."""
+        for request, limit in self._deadlines.expired():
+            self.compiling.pop(request.request_id, None)
+            self._end(request, "timeout", limit)
+            self.num_expired += 1
 
     def queue_compiled(self) -> None:
         """Queue the requests whose grammar has been compiled, and end those whose grammar failed to compile."""
@@ -182,6 +219,12 @@ class RequestTable:
     def num_waiting(self) -> int:
         """Number of sequences in the scheduler's queue, and of requests whose grammar is being compiled."""
         return len(self._scheduler.waiting) + len(self.compiling)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Number of tokens of the sequences and requests that :attr:`num_waiting` counts."""
+        compiling = (self.active[request_id].sequences[0] for request_id in self.compiling)
+        return self._scheduler.num_waiting_tokens + sum(map(len, compiling))
 
     def _end(self, request: Request, finish_reason: str, stop_reason: str | None = None) -> None:
         """End a request; its last output is kept for later."""

@@ -86,6 +86,7 @@ class Scheduler:
 
     Attributes:
         waiting: queue of waiting sequences in the order of service.
+        num_waiting_tokens: number of tokens of the waiting sequences.
         running: running sequences in the order of service.
         num_preemptions: number of preemptions since the start.
         num_overtakings: number of sequences that were admitted before one that had no room.
@@ -107,6 +108,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.admission_policy = admission_policy or Continuous()
         self.waiting: list[Sequence] = []
+        self.num_waiting_tokens = 0
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.num_overtakings = 0
@@ -122,6 +124,7 @@ class Scheduler:
         """Queue a pending or preempted sequence."""
         sequence.state = SequenceState.WAITING
         bisect.insort(self.waiting, sequence, key=_order)
+        self.num_waiting_tokens += len(sequence)
 
     def schedule(self) -> list[Chunk]:
         """Return the chunks of the next step, with their blocks allocated; empty if nothing can be computed now."""
@@ -176,7 +179,7 @@ class Scheduler:
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
         elif sequence.state is SequenceState.WAITING:
-            self.waiting.remove(sequence)
+            self._dequeue(sequence)
         if not keep_blocks:
             self.block_manager.free(sequence)
         sequence.state = SequenceState.FINISHED
@@ -189,10 +192,15 @@ class Scheduler:
         """
         self.running = []
         self.waiting = []
+        self.num_waiting_tokens = 0
         for sequence in sequences:
             sequence.restart()
             if sequence.state is not SequenceState.PENDING:
                 self.add(sequence)
+
+    def _dequeue(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        self.num_waiting_tokens -= len(sequence)
 
     def _candidates(self) -> list[Sequence]:
         """Return the waiting sequences that may be admitted in this step, in the order of service."""
@@ -275,7 +283,7 @@ class Scheduler:
             admissions.num_slots -= prompt.num_slots
             self._preempt(prompt)
         self.num_overtakings += admissions.admit(sequence)
-        self.waiting.remove(sequence)
+        self._dequeue(sequence)
         self.block_manager.allocate(sequence)
         sequence.state = SequenceState.RUNNING
         bisect.insort(self.running, sequence, key=_order)

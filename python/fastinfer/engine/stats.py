@@ -10,6 +10,7 @@ class EngineStats:
     Attributes:
         num_running: running sequences.
         num_waiting: waiting sequences, and requests whose grammar is being compiled.
+        num_waiting_tokens: tokens of these, prompts and what was generated before a preemption.
         num_free_blocks: blocks of the KV cache without content.
         num_cached_blocks: blocks that hold a prefix but belong to no sequence.
         num_used_blocks: blocks that belong to sequences or prompt modules.
@@ -30,10 +31,12 @@ class EngineStats:
         num_failed_draws: draws since the start that failed: those of all rows of a step, which are then repeated row by
             row, and those of single rows.
         num_repairs: errors since the start after which all running sequences were queued to be computed again.
+        num_expired: requests since the start that missed a deadline.
     """
 
     num_running: int
     num_waiting: int
+    num_waiting_tokens: int
     num_free_blocks: int
     num_cached_blocks: int
     num_used_blocks: int
@@ -51,6 +54,7 @@ class EngineStats:
     num_failed_graphs: int
     num_failed_draws: int
     num_repairs: int
+    num_expired: int
 
     @property
     def prefix_hit_rate(self) -> float:

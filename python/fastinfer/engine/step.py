@@ -77,6 +77,7 @@ class Step:
         gained a token and no block is lost; the next step computes the same tokens again.
         """
         try:
+            self.requests.end_expired()
             self.requests.queue_compiled()
             chunks, rows = self._choose_rows(self._schedule())
         except BaseException:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import secrets
 import threading
+from concurrent.futures import Future
 from typing import Generic
 
 from fastinfer.outputs import Output, merge
@@ -17,15 +18,32 @@ class Mailbox(Generic[Output]):
     Attributes:
         request_id: id of the request, random by default.
         is_abandoned: whether nobody will fetch outputs any more.
+        preparation: the preparation of the request in another thread, after which it is queued.
     """
+
+    preparation: Future[None]
 
     def __init__(self, request_id: str | None = None) -> None:
         self.request_id = secrets.token_hex(8) if request_id is None else request_id
         self.is_abandoned = False
         self._loop = asyncio.get_running_loop()
+        self._is_accepted = asyncio.Event()
         self._is_filled = asyncio.Event()
         self._lock = threading.Lock()
         self._content: Output | BaseException | None = None
+
+    def accept(self) -> None:
+        """Report that the request is queued; called by the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._is_accepted.set)
+
+    async def accepted(self) -> None:
+        """Wait until the request is queued, or raise the error that came instead; called in the event loop."""
+        await self._is_accepted.wait()
+        with self._lock:
+            content = self._content
+        if isinstance(content, BaseException):
+            raise content
 
     def put(self, content: Output | BaseException) -> bool:
         """Store an output or an error; called by the engine's thread. Returns False if the event loop is closed."""
@@ -37,6 +55,8 @@ class Mailbox(Generic[Output]):
                 self._content = content
             else:
                 self._content = merge(missed, content)
+        if isinstance(content, BaseException):
+            self.accept()  # wake up who waits for that
         if missed is None:
             with contextlib.suppress(RuntimeError):  # the loop has been closed since the check above
                 self._loop.call_soon_threadsafe(self._is_filled.set)

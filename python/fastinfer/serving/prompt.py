@@ -46,7 +46,7 @@ def prepare(engine: Engine, prompt: Prompt, *, cache_salt: str = "", add_special
         add_special_tokens: begin with the beginning-of-text token, if the model has one.
 
     Raises:
-        RequestError: the prompt has none of these forms, or there is no such prompt module.
+        RequestError: the prompt has none of these forms or is much too long, or there is no such prompt module.
     """
     if isinstance(prompt, str):
         prompt = {"prompt": prompt}
@@ -73,22 +73,34 @@ def prepare(engine: Engine, prompt: Prompt, *, cache_salt: str = "", add_special
     text = prompt["prompt"]
     if not isinstance(text, str):
         raise RequestError(f"prompt must be {_FORMS}, got 'prompt': {show(text)}")
+    # Tokenising takes much longer than this check.
+    limit = engine.max_model_len * engine.tokenizer.max_token_length
+    if len(text) > limit:
+        raise RequestError(
+            f"prompt must have at most {limit} characters, the most that max_model_len={engine.max_model_len} tokens "
+            f"can have, got {len(text)}"
+        )
     token_ids = engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return PreparedPrompt(text, before + token_ids, cache_salt)
 
 
-def prepare_chat(engine: Engine, messages: Sequence[Mapping[str, str]]) -> PreparedPrompt:
+def prepare_chat(
+    engine: Engine, messages: Sequence[Mapping[str, Any]], *, cache_salt: str = "", **variables: Any
+) -> PreparedPrompt:
     """Render a conversation with the model's chat template and tokenise it.
 
     Args:
         engine: engine whose tokenizer has the template.
         messages: messages such as ``[{"role": "user", "content": "Hello"}]``.
+        cache_salt: salt of the cached prefixes.
+        variables: variables of the template, see :func:`fastinfer.tokenizers.chat_template.render`.
 
     Raises:
         RequestError: the messages are malformed, or the template refuses them.
         UnsupportedModelError: the model has no chat template.
     """
     tokenizer = engine.tokenizer
-    text = render(tokenizer.chat_template, messages, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
+    spellings = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+    text = render(tokenizer.chat_template, messages, **(variables | spellings))
     # The template writes the special tokens itself.
-    return prepare(engine, text, add_special_tokens=False)
+    return prepare(engine, text, cache_salt=cache_salt, add_special_tokens=False)
