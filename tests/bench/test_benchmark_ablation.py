@@ -28,6 +28,8 @@ from fastinfer.models.decoder import Decoder, DecoderLayer
 from fastinfer.sampling_params import SamplingParams
 from fastinfer.weights.weight import DenseWeight, Weight
 
+pytestmark = pytest.mark.slow
+
 Captured = pytest.CaptureFixture[str]
 SETTINGS = Settings("toy", requests=5, new_tokens=9, batch_size=2, speculative_tokens=3, limit_s=60.0)
 SHARED = [(5 * i) % VOCAB_SIZE for i in range(40)]

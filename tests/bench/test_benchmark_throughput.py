@@ -235,6 +235,7 @@ def test_twenty_schemas_compile(subject: Subject) -> None:
     compiler.close()
 
 
+@pytest.mark.slow
 def test_structured(subject: Subject) -> None:
     result = structured.measure(subject, 3, 1, streams=2, string_tokens=6)
     assert [cost.name for cost in result.costs] == ["strings, 1 at once", "strings, 2 at once", "3 answers"]

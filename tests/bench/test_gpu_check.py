@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import gpu_check
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 def stage(seconds: float) -> gpu_check.Stage:
     return gpu_check.Stage("any", seconds, deadline=time.monotonic() + seconds)

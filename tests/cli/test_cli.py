@@ -436,6 +436,7 @@ def test_reader_of_the_output_has_gone() -> None:
     assert (program.returncode, program.stderr) == (141, "")
 
 
+@pytest.mark.slow
 def test_program_generates_with_the_real_model(model_path: Path) -> None:
     # float32, because the first token is nearly a tie: computing in less may rightly begin differently.
     options = ["--dtype", "float32", "--temperature", "0", "--max-tokens", "7"]
@@ -448,6 +449,7 @@ def test_program_generates_with_the_real_model(model_path: Path) -> None:
     assert len(answer["token_ids"]) == answer["tokens"] == 7
 
 
+@pytest.mark.slow
 def test_program_chats_with_the_real_model(model_path: Path) -> None:
     """The first answer is what a single prompt gives."""
     options = ["--model", str(model_path), "--temperature=0", "--max-tokens=8"]
@@ -456,6 +458,7 @@ def test_program_chats_with_the_real_model(model_path: Path) -> None:
     assert chat.stdout == run_program("generate", "Hello", *options).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -478,6 +481,7 @@ def test_program_ends_with_one_line(arguments: list[str], named: str) -> None:
     assert named in program.stderr
 
 
+@pytest.mark.slow
 def test_an_instruction_set_that_is_none() -> None:
     program = run_program("info", env=os.environ | {"FASTINFER_CPU_ISA": "foo"})
     assert (program.returncode, program.stderr) == (1, "")
@@ -485,6 +489,7 @@ def test_an_instruction_set_that_is_none() -> None:
     assert re.fullmatch("extension  does not load: FASTINFER_CPU_ISA must be one of portable, .*, got 'foo'", line)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("model_path")
 def test_a_folder_that_cannot_be_written() -> None:
     sizes = ["--prompt-tokens", "8", "--new-tokens", "2", "--requests", "1", "--repeats", "1"]
@@ -493,6 +498,7 @@ def test_a_folder_that_cannot_be_written() -> None:
     assert re.search(r"run/s\]\nfastinfer: error: \[Errno \d+\] [A-Za-z ]+: '/proc/none'\n$", program.stderr)
 
 
+@pytest.mark.slow
 def test_closed_standard_input_and_a_narrow_terminal() -> None:
     command = f"exec {sys.executable} -m fastinfer generate -"
     program = subprocess.run(["sh", "-c", f"{command} <&-"], capture_output=True, text=True, timeout=120)

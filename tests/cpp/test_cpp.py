@@ -14,6 +14,8 @@ from support.paths import ROOT
 import fastinfer
 from fastinfer import _C, cpp
 
+pytestmark = pytest.mark.slow
+
 HEADERS = sorted(Path(fastinfer.get_include()).rglob("*.h"))
 
 

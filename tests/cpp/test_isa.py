@@ -18,6 +18,8 @@ from torch import Tensor
 
 from fastinfer import _C
 
+pytestmark = pytest.mark.slow
+
 ISAS = ["portable", "avx2", "avx512_vnni", "avx512_bf16"]
 USABLE = _C.cpu_info()["isas_usable"]
 

@@ -7,6 +7,8 @@ import pytest
 from support.paths import ROOT
 from support.sanitizers import without_randomisation
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_read_ahead(sanitizer: str, tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ def test_every_operator_has_a_page(name: str) -> None:
     assert {home, f"fastinfer.ops.{name}"} & shown or home == "fastinfer._C"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("model_path")
 @pytest.mark.parametrize(("code", "reason"), BLOCKS)
 def test_pages(code: str, reason: str | None) -> None:

@@ -16,6 +16,8 @@ from support.paths import DATA, ROOT
 
 from fastinfer import LLM
 
+pytestmark = pytest.mark.slow
+
 
 def example(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")

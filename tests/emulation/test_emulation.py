@@ -33,7 +33,10 @@ FAULTS = [
 Words = NDArray[np.uint32]
 Lane = tuple[NDArray[np.int64], NDArray[np.int64]]
 
-pytestmark = pytest.mark.skipif(build.cuda_include() is None, reason="the CUDA toolkit's headers are missing")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(build.cuda_include() is None, reason="the CUDA toolkit's headers are missing"),
+]
 
 
 # ---- planted faults ----

@@ -9,7 +9,10 @@ import torch
 
 from emulation import build, traffic
 
-pytestmark = pytest.mark.skipif(build.cuda_include() is None, reason="the CUDA toolkit's headers are missing")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(build.cuda_include() is None, reason="the CUDA toolkit's headers are missing"),
+]
 
 # Places whose accesses cost more than what the same bytes need: at most so many times, in any call. Others cost at most
 # a tenth more, but for those that are less than a fiftieth of the kernel's costs.

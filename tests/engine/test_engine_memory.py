@@ -11,12 +11,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support.mixed_decoder import mixed_decoder
 from support.toy import VOCAB_SIZE, ToyTokenizer, check_blocks
 
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.engine import Engine
 from fastinfer.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.slow
 
 NUM_REQUESTS = 10_000
 

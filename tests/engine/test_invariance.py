@@ -21,6 +21,8 @@ from fastinfer.models import Model, load_model
 from fastinfer.sampling_params import SamplingParams
 from fastinfer.tokenizers.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 NUM_PROMPTS = int(os.environ.get("FASTINFER_INVARIANCE_PROMPTS", "8"))
 NUM_KV_BLOCKS = 2048 if NUM_PROMPTS >= 64 else 384
 MAX_PROMPT = 1500 if NUM_PROMPTS >= 64 else 300

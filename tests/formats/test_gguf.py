@@ -106,6 +106,7 @@ def sound_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_sound_file(tmp_path_factory.mktemp("gguf") / "sound.gguf")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module", ["fastinfer.formats.gguf", "fastinfer.tokenizers.tokenizer", "fastinfer.cli.memory_bounds"]
 )
@@ -143,6 +144,7 @@ def test_metadata(sound_file: Path) -> None:
     assert arrays == {"types": [1, -1, 3], "floats": [0.25, -1.5], "bools": [True, False]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["small", "real"])
 def test_equals_the_gguf_package(which: str, request: pytest.FixtureRequest) -> None:
     path = request.getfixturevalue("sound_file" if which == "small" else "model_path")

@@ -77,6 +77,7 @@ def test_same_results(mode: Any, model: PreTrainedModel) -> None:
     assert_as_exact(logits(model), before, exact)
 
 
+@pytest.mark.slow
 def test_compiles_whole(model: PreTrainedModel) -> None:
     before, exact = logits(model), exact_logits(model)
     kernelize(model, kernels.Mode.INFERENCE | kernels.Mode.TORCH_COMPILE)

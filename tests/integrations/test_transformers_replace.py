@@ -313,6 +313,7 @@ PROMPTS = [
 ]
 
 
+@pytest.mark.slow
 def test_the_default_model_writes_the_same(model_path: Path) -> None:
     """20 prompts in left-padded batches, greedy, in fp32."""
     torch.set_num_threads(2)

@@ -17,6 +17,8 @@ from support.texts import accuracy_stretches
 
 from fastinfer.models import load_model
 
+pytestmark = pytest.mark.slow
+
 STRETCHES = 16
 
 

@@ -20,6 +20,8 @@ from fastinfer import hub
 from fastinfer.errors import ModelNotFoundError
 from fastinfer.models import load_model
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass
 class Golden:

@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM
 from fastinfer import LLM, BeamSearchParams
 from fastinfer.models import load_model
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 512
 STRETCHES = 4
 

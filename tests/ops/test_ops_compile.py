@@ -127,6 +127,7 @@ def test_compiled_block_equals_eager(block: Block) -> None:
         assert_equals_eager(compiled, block, (5, 9))
 
 
+@pytest.mark.slow
 @needs_inductor
 def test_inductor_block_equals_eager(block: Block) -> None:
     """The backend that generates code and puts operators in place; 20 s, most of them g++."""

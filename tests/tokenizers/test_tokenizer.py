@@ -105,6 +105,7 @@ def test_strings_are_many() -> None:
     assert len(set(STRINGS)) > 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parse_special", [True, False])
 def test_ids_equal_the_reference(tokenizer: Tokenizer, reference: Any, parse_special: bool) -> None:
     for text in STRINGS:
