@@ -29,10 +29,10 @@ PYTHON_LAYERS = """
 CPP_LAYERS = """
     common
     binding
-    elementwise formats norm roofline sampling
+    elementwise norm roofline sampling
     gemm
     quant
-    lora moe
+    formats lora moe
     attention
     rotary
     launch_plan

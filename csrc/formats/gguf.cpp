@@ -2,13 +2,13 @@
 
 #include <bit>
 #include <cstring>
-#include <map>
+#include <optional>
 #include <stdexcept>
 #include <string>
-#include <type_traits>
 #include <utility>
 
-#include "common/cpu/parallel.h"
+#include "formats/gguf_rows.h"
+#include "gemm/gemm.h"
 
 namespace fastinfer {
 namespace {
@@ -78,63 +78,99 @@ std::pair<py::list, int64_t> read_strings(const py::buffer& buffer, int64_t posi
   return {std::move(texts), end};
 }
 
-struct Fields {
-  const uint8_t* blocks;
-  uint8_t* values;
-  int64_t block_bytes, begin, end;
-  int bits, shift;
+// Offsets and types of the rows that a call reads, checked against the file.
+struct Rows {
+  Rows(const py::buffer& file_buffer, const py::buffer& offsets_buffer, const py::buffer& types_buffer, int64_t columns)
+      : file(file_buffer, "file"), offsets_bytes(offsets_buffer, "offsets"), types_bytes(types_buffer, "types") {
+    n = types_bytes.size();
+    if (offsets_bytes.size() != n * 8) {
+      throw std::invalid_argument("offsets must have 8 bytes for each of " + std::to_string(n) + " types, got " +
+                                  std::to_string(offsets_bytes.size()));
+    }
+    offsets = reinterpret_cast<const int64_t*>(offsets_bytes.data());
+    for (int64_t row = 0; row < n; ++row) {
+      const GGUFBlock* const row_block = gguf_block(types_bytes.data()[row]);
+      if (row_block == nullptr || columns < 1 || columns % row_block->inputs != 0) {
+        throw std::invalid_argument("row " + std::to_string(row) + " must have whole blocks of a quantised type, got " +
+                                    std::to_string(columns) + " columns of type " +
+                                    std::to_string(types_bytes.data()[row]));
+      }
+      const int64_t row_bytes = columns / row_block->inputs * row_block->bytes;
+      if (offsets[row] < 0 || row_bytes > file.size() || offsets[row] > file.size() - row_bytes) {
+        throw std::invalid_argument("row " + std::to_string(row) + " must lie within the file's " +
+                                    std::to_string(file.size()) + " bytes, got " + std::to_string(row_bytes) +
+                                    " bytes at " + std::to_string(offsets[row]));
+      }
+      if (row > 0 && (row_block->bits != block->bits || row_block->has_mins != block->has_mins)) {
+        throw std::invalid_argument("the rows' types must have one form, got " + std::to_string(types_bytes.data()[0]) +
+                                    " and " + std::to_string(types_bytes.data()[row]));
+      }
+      block = row_block;
+    }
+    if (n == 0) throw std::invalid_argument("types must have at least one row");
+  }
+
+  Bytes file, offsets_bytes, types_bytes;
+  int64_t n;
+  const int64_t* offsets;
+  const GGUFBlock* block;  // of the last row: integers and minimums are those of all rows
 };
 
-// Unpacks the fields of some blocks. The length of a run is a constant, so that its bytes are moved by whole registers.
-template <int kRun>
-void take_fields(Fields p, int64_t first, int64_t last) {
-  using Word = std::conditional_t<kRun % 8 == 0, uint64_t, uint16_t>;
-  constexpr int kWords = kRun / sizeof(Word);
-  const Word mask = static_cast<Word>(0x0101010101010101u * ((1u << p.bits) - 1));
-  uint8_t* out = p.values + first * (p.end - p.begin) * (8 / p.bits);
-  for (int64_t block = first; block < last; ++block) {
-    for (int64_t byte = p.begin; byte < p.end; byte += kRun) {
-      Word run[kWords];
-      std::memcpy(run, p.blocks + block * p.block_bytes + byte, kRun);
-      for (int bit = 0; bit < 8; bit += p.bits, out += kRun) {
-        Word field[kWords];
-        for (int i = 0; i < kWords; ++i) field[i] = static_cast<Word>((run[i] >> bit & mask) << p.shift);
-        std::memcpy(out, field, kRun);
-      }
-    }
+void check_size(const Bytes& bytes, const char* name, int64_t expected) {
+  if (bytes.size() != expected) {
+    throw std::invalid_argument(std::string(name) + " must have " + std::to_string(expected) + " bytes, got " +
+                                std::to_string(bytes.size()));
   }
 }
 
-void bit_fields(const py::buffer& values, const py::buffer& blocks, int64_t block_bytes, int64_t begin, int64_t end,
-                int bits, int64_t run, int shift) {
-  static const std::map<int64_t, void (*)(Fields, int64_t, int64_t)> kernels{{2, &take_fields<2>},
-                                                                             {8, &take_fields<8>},
-                                                                             {16, &take_fields<16>},
-                                                                             {32, &take_fields<32>},
-                                                                             {64, &take_fields<64>}};
-  const Bytes to(values, "values", /*writable=*/true), from(blocks, "blocks");
-  const auto kernel = kernels.find(run);
-  if (kernel == kernels.end()) {
-    throw std::invalid_argument("run must be 2, 8, 16, 32 or 64, got " + std::to_string(run));
+bool unpack_rows(const py::buffer& file, const py::buffer& offsets, const py::buffer& types, int64_t columns,
+                 bool packed, const py::buffer& q, const py::buffer& scales, const std::optional<py::buffer>& mins) {
+  const Rows rows(file, offsets, types, columns);
+  const Bytes to(q, "q", /*writable=*/true), to_scales(scales, "scales", /*writable=*/true);
+  const int64_t padded = packed ? (rows.n + kTileRows - 1) / kTileRows * kTileRows : rows.n;
+  const int64_t scale_bytes = to_scales.info.itemsize;
+  if (scale_bytes != 2 && scale_bytes != 4) {
+    throw std::invalid_argument("scales must be fp16 or fp32, got " + std::to_string(scale_bytes) + " bytes each");
   }
-  if (bits != 1 && bits != 2 && bits != 4 && bits != 8) {
-    throw std::invalid_argument("bits must be 1, 2, 4 or 8, got " + std::to_string(bits));
+  check_size(to, "q", packed ? padded * columns * rows.block->bits / 8 : padded * columns);
+  check_size(to_scales, "scales", padded * (columns / kBlockInputs) * scale_bytes);
+  if (mins.has_value() != rows.block->has_mins) {
+    throw std::invalid_argument(rows.block->has_mins ? "mins must be a buffer, got None" : "mins must be None");
   }
-  if (shift < 0 || shift + bits > 8) {
-    throw std::invalid_argument("shift must be in 0.." + std::to_string(8 - bits) + ", got " + std::to_string(shift));
-  }
-  if (begin < 0 || end <= begin || end > block_bytes || (end - begin) % run != 0) {
-    throw std::invalid_argument("begin and end must have whole runs of a block between them, got " +
-                                std::to_string(begin) + " and " + std::to_string(end));
-  }
-  const int64_t count = from.size() / block_bytes, size = count * (end - begin) * (8 / bits);
-  if (from.size() % block_bytes != 0 || to.size() != size) {
-    throw std::invalid_argument("values must have " + std::to_string(size) + " bytes for whole blocks, got " +
-                                std::to_string(to.size()) + " for blocks of " + std::to_string(from.size()));
+  std::optional<Bytes> to_mins;
+  if (mins) check_size(to_mins.emplace(*mins, "mins", /*writable=*/true), "mins", to_scales.size());
+  const py::gil_scoped_release release;
+  return cpu::unpack_gguf_rows({.file = rows.file.data(),
+                                .offsets = rows.offsets,
+                                .types = rows.types_bytes.data(),
+                                .n = rows.n,
+                                .k = columns,
+                                .bits = rows.block->bits,
+                                .packed = packed,
+                                .scale_dtype = scale_bytes == 2 ? DType::kFloat16 : DType::kFloat32,
+                                .q = to.data(),
+                                .scales = to_scales.data(),
+                                .mins = to_mins ? to_mins->data() : nullptr});
+}
+
+void dequantize_rows(const py::buffer& file, const py::buffer& offsets, const py::buffer& types, int64_t columns,
+                     const py::buffer& values) {
+  const Rows rows(file, offsets, types, columns);
+  const Bytes to(values, "values", /*writable=*/true);
+  check_size(to, "values", rows.n * columns * 4);
+  for (int64_t row = 0; row < rows.n; ++row) {
+    const int type = rows.types_bytes.data()[row];
+    if (!gguf_block(type)->groups_of_16) {
+      throw std::invalid_argument("types must have groups of 16, got " + std::to_string(type));
+    }
   }
   const py::gil_scoped_release release;
-  const Fields fields{from.data(), to.data(), block_bytes, begin, end, bits, shift};
-  cpu::parallel_for(count, [&](int64_t first, int64_t last) { kernel->second(fields, first, last); });
+  cpu::dequantize_gguf_rows({.file = rows.file.data(),
+                             .offsets = rows.offsets,
+                             .types = rows.types_bytes.data(),
+                             .n = rows.n,
+                             .k = columns,
+                             .values = reinterpret_cast<float*>(to.data())});
 }
 
 }  // namespace
@@ -146,11 +182,13 @@ void define_gguf(py::module_& m) {
         "outside.");
   m.def("read_strings", &read_strings, py::arg("buffer"), py::arg("position"), py::arg("count"),
         "As skip_strings, and as long as they are UTF-8: returns a list of them, and the position.");
-  m.def("bit_fields", &bit_fields, py::arg("values"), py::arg("blocks"), py::arg("block_bytes"), py::arg("begin"),
-        py::arg("end"), py::arg("bits"), py::arg("run"), py::arg("shift"),
-        "The work of fastinfer.formats.gguf_bit_fields.bit_fields, on all threads, from one contiguous buffer to "
-        "another; "
-        "ValueError for sizes that do not fit.");
+  m.def("unpack_rows", &unpack_rows, py::arg("file"), py::arg("offsets"), py::arg("types"), py::arg("columns"),
+        py::arg("packed"), py::arg("q"), py::arg("scales"), py::arg("mins"),
+        "Unpack quantised rows of a GGUF file, at byte offsets (int64) and with type ids (uint8) of their own, on all "
+        "threads, into contiguous buffers: row by row, or in the CPU's packed layout. Returns false, with results "
+        "that are of no use, if a computed scale does not fit into fp16 scales; ValueError for sizes that do not fit.");
+  m.def("dequantize_rows", &dequantize_rows, py::arg("file"), py::arg("offsets"), py::arg("types"), py::arg("columns"),
+        py::arg("values"), "As unpack_rows, for types with groups of 16: fp32 values, without any rounding.");
 }
 
 }  // namespace fastinfer

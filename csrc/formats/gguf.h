@@ -1,7 +1,8 @@
-// The parts of reading a GGUF file that are too slow in Python: its header's strings, and the bits of its blocks.
+// The parts of reading a GGUF file that are too slow in Python: its header's strings, and its blocks.
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 namespace fastinfer {
 

@@ -1,10 +1,11 @@
 // Copies of bytes, bound by memory: compiled once, for every instruction set.
 #include "quant/pack.h"
 
-#include <cstring>
+#include <algorithm>
 #include <stdexcept>
 
 #include "common/cpu/parallel.h"
+#include "quant/pack_tile_cpu.h"
 
 namespace fastinfer::cpu {
 namespace {
@@ -15,24 +16,6 @@ int64_t packed_offset(int64_t row, int64_t input, int64_t k, int bits) {
   const int64_t step_bytes = kTileRows * 4;
   const int64_t tile_bytes = k / inputs_per_step * step_bytes;
   return row / kTileRows * tile_bytes + input / inputs_per_step * step_bytes + row % kTileRows * 4;
-}
-
-void pack_row(const PackParams& p, int64_t row) {
-  auto* out = static_cast<uint8_t*>(p.out);
-  const uint8_t* q = row < p.n ? static_cast<const uint8_t*>(p.q) + row * p.k : nullptr;
-  const int inputs_per_step = p.bits == 4 ? 8 : 4;
-  for (int64_t input = 0; input < p.k; input += inputs_per_step) {
-    uint8_t* destination = out + packed_offset(row, input, p.k, p.bits);
-    uint32_t bytes = 0;
-    if (q != nullptr) std::memcpy(&bytes, q + input, 4);
-    if (q != nullptr && p.bits == 4) {
-      uint32_t high;
-      std::memcpy(&high, q + input + 4, 4);
-      if (((bytes | high) & 0xf0f0f0f0u) != 0) throw std::runtime_error("int4_pack: q must be 0..15 throughout");
-      bytes |= high << 4;
-    }
-    std::memcpy(destination, &bytes, 4);
-  }
 }
 
 template <class Scale, class Out>
@@ -54,9 +37,18 @@ void dequantize_row(const DequantizeParams& p, int64_t row, Out* out) {
 }  // namespace
 
 void pack(const PackParams& p) {
-  const int64_t padded = (p.n + kTileRows - 1) / kTileRows * kTileRows;
-  parallel_for(padded, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) pack_row(p, row);
+  const int64_t tile_bytes = kTileRows * p.k * p.bits / 8;
+  parallel_for((p.n + kTileRows - 1) / kTileRows, [&](int64_t begin, int64_t end) {
+    for (int64_t tile = begin; tile < end; ++tile) {
+      const int64_t rows = std::min<int64_t>(p.n - tile * kTileRows, kTileRows);
+      const uint8_t* q = static_cast<const uint8_t*>(p.q) + tile * kTileRows * p.k;
+      uint8_t* out = static_cast<uint8_t*>(p.out) + tile * tile_bytes;
+      if (p.bits == 8) {
+        pack_tile<8>(q, p.k, rows, p.k, out);
+      } else if (pack_tile<4>(q, p.k, rows, p.k, out) > 15) {
+        throw std::runtime_error("int4_pack: q must be 0..15 throughout");
+      }
+    }
   });
 }
 

@@ -30,15 +30,18 @@ def get_num_threads() -> int: ...
 def set_num_threads(count: int) -> None: ...
 def skip_strings(buffer: Buffer | NDArray[Any], position: int, count: int) -> tuple[int, int]: ...
 def read_strings(buffer: Buffer | NDArray[Any], position: int, count: int) -> tuple[list[str], int]: ...
-def bit_fields(
-    values: Buffer | NDArray[Any],
-    blocks: Buffer | NDArray[Any],
-    block_bytes: int,
-    begin: int,
-    end: int,
-    bits: int,
-    run: int,
-    shift: int,
+def unpack_rows(
+    file: NDArray[Any],
+    offsets: NDArray[Any],
+    types: NDArray[Any],
+    columns: int,
+    packed: bool,
+    q: NDArray[Any],
+    scales: NDArray[Any],
+    mins: NDArray[Any] | None,
+) -> bool: ...
+def dequantize_rows(
+    file: NDArray[Any], offsets: NDArray[Any], types: NDArray[Any], columns: int, values: NDArray[Any]
 ) -> None: ...
 def roofline(ceiling: str, memory: Buffer, passes: int) -> tuple[float, float]: ...
 def launch_plan(

@@ -10,8 +10,8 @@ from support.helpers import assert_bitwise
 
 from fastinfer.errors import UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile, GGUFTensor, GGUFType
+from fastinfer.formats.gguf_rows import GROUPS_OF_16
 from fastinfer.formats.gguf_unpack import DENSE_DTYPES, SUPPORTED_TYPES, unpack, unpack_rows
-from fastinfer.formats.gguf_unpack_k_quants import CHUNK, GROUPS_OF_16
 from fastinfer.formats.unpacked import Dense, Int4, Int8, Lut, Unpacked
 from fastinfer.models import gguf_checkpoint
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
@@ -120,15 +120,6 @@ def test_one_block(kind: GGUFType, exact: bool) -> None:
     weight = unpack(tensor, exact=exact)
     assert weight.shape == tensor.shape
     assert weight.dequantize().shape == tensor.shape
-
-
-@pytest.mark.parametrize("kind", GROUPS_OF_16, ids=lambda kind: kind.name)
-@pytest.mark.parametrize("exact", [True, False])
-def test_more_rows_than_a_chunk(kind: GGUFType, exact: bool) -> None:
-    tensor = sensible_tensor(kind, rows=CHUNK // 256 * 2 + 3, columns=256)
-    weight = unpack(tensor, exact=exact).dequantize()
-    for part in (slice(0, 5), slice(CHUNK // 256 - 1, CHUNK // 256 + 1), slice(-3, None)):
-        assert torch.equal(weight[part], unpack_rows(tensor.data[part], kind, exact=exact).dequantize())
 
 
 @pytest.mark.parametrize("kind", [GGUFType.Q4_K, GGUFType.Q5_K], ids=lambda kind: kind.name)

@@ -24,6 +24,11 @@ class Unpacked(ABC):
     def shape(self) -> tuple[int, int]:
         """(out_features, in_features)."""
 
+    @property
+    def kind(self) -> str:
+        """Name of the form, for error messages."""
+        return type(self).__name__
+
     @abstractmethod
     def dequantize(self) -> Tensor:
         """Compute the weight as [out_features, in_features] fp32, with inputs in the model's order."""
@@ -161,7 +166,7 @@ def combine(parts: Sequence[U], join: Callable[[list[Tensor]], Tensor]) -> U:
     """
     first = parts[0]
     if not all(first.fits(part) for part in parts):
-        raise ValueError(f"parts must have one form, got {[type(part).__name__ for part in parts]}")
+        raise ValueError(f"parts must have one form, got {[part.kind for part in parts]}")
     columns = [part._by_row() for part in parts]
     return replace(first, **{name: join([column[name] for column in columns]) for name in columns[0]})
 

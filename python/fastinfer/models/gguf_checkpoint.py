@@ -1,20 +1,21 @@
-"""Tensors of a GGUF file by the project's names; rows are selected and reordered while they are packed."""
+"""Tensors of a GGUF file by the project's names; quantised rows stay in the file until they are packed."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
+import torch
 from torch import Tensor
 
 from fastinfer.errors import GGUFFormatError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile, GGUFTensor, GGUFType
-from fastinfer.formats.gguf_unpack import DENSE_DTYPES, unpack_rows
+from fastinfer.formats.gguf_rows import GGUFRows
+from fastinfer.formats.gguf_unpack import read_rows, unpack_rows
 from fastinfer.formats.unpacked import Dense, Unpacked
 from fastinfer.models.checkpoint import fused_rows, split_name
 from fastinfer.models.gguf_config import read_gguf_config
 from fastinfer.ops.pack import TILE_ROWS
 
-PART_ELEMENTS = 2**20  # size of a part, small enough for each to reuse the memory of the previous one
+PART_ELEMENTS = 2**20  # size of a part, small enough for its unpacked copy to reuse the memory of the previous one
 
 _TOP = {
     "embedding": "token_embd",
@@ -70,15 +71,22 @@ class GGUFCheckpoint:
     def __contains__(self, name: str) -> bool:
         return f"{self._stored(name)}.weight" in self.file.tensors
 
-    def linear(self, name: str, out_features: int, in_features: int) -> Unpacked:
-        tensor, data = self._rows(name, out_features, in_features)
-        return unpack_rows(data, tensor.type, tensor.name, exact=self._exact)
+    def linear(self, name: str, out_features: int, in_features: int) -> Dense | GGUFRows:
+        tensor, rows = self._rows(name, out_features, in_features)
+        weight = read_rows(tensor.data[rows], tensor.type, tensor.name, exact=self._exact)
+        if self.config.architecture != "llama" or not name.endswith((".q_proj", ".k_proj")):
+            return weight
+        heads = self.config.num_heads if name.endswith(".q_proj") else self.config.num_kv_heads
+        return weight.rows(_unpermuted_rows(heads, out_features // heads, self.config.rotary_dim))
 
     def parts(self, name: str, out_features: int, in_features: int) -> Iterator[Unpacked]:
-        tensor, data = self._rows(name, out_features, in_features)
-        rows = len(data) if tensor.type in DENSE_DTYPES else -(-PART_ELEMENTS // in_features // TILE_ROWS) * TILE_ROWS
-        for begin in range(0, len(data), rows):
-            yield unpack_rows(data[begin : begin + rows], tensor.type, tensor.name, exact=self._exact)
+        weight = self.linear(name, out_features, in_features)
+        if isinstance(weight, Dense):
+            yield weight
+            return
+        rows = -(-PART_ELEMENTS // in_features // TILE_ROWS) * TILE_ROWS
+        for begin in range(0, out_features, rows):
+            yield weight.rows(slice(begin, begin + rows))
             self.release()
 
     def vector(self, name: str, size: int) -> Tensor:
@@ -104,8 +112,8 @@ class GGUFCheckpoint:
     def release(self) -> None:
         self.file.release()
 
-    def _rows(self, name: str, out_features: int, in_features: int) -> tuple[GGUFTensor, np.ndarray]:
-        """Return the tensor that contains a matrix, and the packed rows of the matrix in the project's order."""
+    def _rows(self, name: str, out_features: int, in_features: int) -> tuple[GGUFTensor, slice]:
+        """Return the tensor that contains a matrix, and which of its rows are the matrix."""
         stored = f"{self._stored(name)}.weight"
         tensor = self._get(stored)
         rows = slice(None)
@@ -120,11 +128,7 @@ class GGUFCheckpoint:
             shape = (self.config.num_experts, out_features, in_features)
         if tensor.shape != shape:
             raise GGUFFormatError(f"{self.path}: tensor {stored!r} must have the shape {shape}, got {tensor.shape}")
-        data = tensor.data[rows]
-        if self.config.architecture == "llama" and name.endswith((".q_proj", ".k_proj")):
-            heads = self.config.num_heads if name.endswith(".q_proj") else self.config.num_kv_heads
-            data = _unpermute(data, heads, self.config.rotary_dim)
-        return tensor, data
+        return tensor, rows
 
     def _stored(self, name: str) -> str:
         """Return the name of a matrix or vector in the file, without ``.weight`` or ``.bias``."""
@@ -154,15 +158,12 @@ class GGUFCheckpoint:
         return tensor
 
 
-def _unpermute(rows: np.ndarray, num_heads: int, rotary_dim: int) -> np.ndarray:
+def _unpermuted_rows(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
     """Undo the converter's reordering of Q and K rows: it interleaves rotated pairs, and the kernels expect halves.
 
-    Args:
-        rows: [num_heads * head_dim, row_bytes].
-        num_heads: number of heads.
-        rotary_dim: number of rotated elements of a head.
+    Returns:
+        [num_heads * head_dim] int64, the file's row for each row.
     """
-    heads = rows.reshape(num_heads, -1, rows.shape[-1])
-    pairs = heads[:, :rotary_dim].reshape(num_heads, rotary_dim // 2, 2, -1)
-    halves = pairs.swapaxes(1, 2).reshape(num_heads, rotary_dim, -1)
-    return np.concatenate([halves, heads[:, rotary_dim:]], axis=1).reshape(rows.shape)
+    heads = torch.arange(num_heads * head_dim).view(num_heads, head_dim)
+    pairs = heads[:, :rotary_dim].unflatten(1, (rotary_dim // 2, 2))
+    return torch.cat([pairs.transpose(1, 2).flatten(1), heads[:, rotary_dim:]], dim=1).flatten()

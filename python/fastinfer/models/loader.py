@@ -172,7 +172,7 @@ class DecoderLoader:
         if not gate.fits(up) or inner % TILE_ROWS:
             raise UnsupportedModelError(
                 f"{self._checkpoint.path}: {owner}: gate and up must have one form and a multiple of "
-                f"{TILE_ROWS} rows, got {type(gate).__name__} and {type(up).__name__} with {inner}"
+                f"{TILE_ROWS} rows, got {gate.kind} and {up.kind} with {inner}"
             )
         return _interleave(gate, up)
 

@@ -1,16 +1,18 @@
 """Weights of all experts of a layer in one tensor, in the forms of :mod:`fastinfer.weights.weight`."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastinfer import ops
 from fastinfer.errors import UnsupportedModelError
+from fastinfer.formats.gguf_rows import GGUFRows
 from fastinfer.formats.unpacked import Dense, Int4, Int8, Lut, Unpacked
+from fastinfer.ops.pack import TILE_ROWS
+from fastinfer.weights.pack import PackedTiles
 
 
 class ExpertWeights(ABC):
@@ -118,34 +120,44 @@ def make_expert_weights(
                 f"the experts of a layer must have weights of one form and shape, got {_describe(first)} for expert 0 "
                 f"and {_describe(expert)} for expert {index}"
             )
-    if isinstance(first, Dense):
-        return DenseExperts(_join(experts, lambda expert: expert.values.to(device, dense_dtype)))
-    assert isinstance(first, Int4 | Int8 | Lut)
-    if first.permutation is not None:
+    form = first.form if isinstance(first, GGUFRows) else first
+    if isinstance(form, Dense):
+        return DenseExperts(_stack_dense(experts, device, dense_dtype))
+    assert isinstance(form, Int4 | Int8 | Lut)
+    if form.permutation is not None:
         raise UnsupportedModelError(
             "the experts of a layer must have their inputs in order, got permuted ones (desc_act)"
         )
-    pack = ops.int8_pack if isinstance(first, Int8) else ops.int4_pack
-    qweight = _join(experts, lambda expert: pack(expert.q.to(device)))
-    scales = _join(experts, lambda expert: ops.pack_scales(expert.scales.to(device)))
     out_features, _ = first.shape
-    if isinstance(first, Lut):
-        assert first.table is not None
-        return LutExperts(qweight, scales, first.table.to(device), out_features)
-    mins = None if first.mins is None else _join(experts, lambda expert: ops.pack_scales(expert.mins.to(device)))
-    return QuantizedExperts(8 if isinstance(first, Int8) else 4, qweight, scales, mins, out_features, activation_bits)
+    tiles = PackedTiles(len(experts) * -(-out_features // TILE_ROWS), device)
+    for expert in experts:
+        tiles.append(expert)
+    qweight, scales, mins = (
+        None if packed is None else packed.unflatten(0, (len(experts), -1))
+        for packed in (tiles.qweight, tiles.scales, tiles.mins)
+    )
+    assert qweight is not None
+    assert scales is not None
+    if isinstance(form, Lut):
+        assert form.table is not None
+        return LutExperts(qweight, scales, form.table.to(device), out_features)
+    return QuantizedExperts(8 if isinstance(form, Int8) else 4, qweight, scales, mins, out_features, activation_bits)
 
 
-def _join(experts: Sequence[Unpacked], convert: Callable[[Any], Tensor]) -> Tensor:
-    """Convert each expert into one tensor [experts, ...]; unlike with torch.stack, no second copy is in memory."""
-    first = convert(experts[0])
-    joined = first.new_empty([len(experts), *first.shape])
-    joined[0] = first
-    for index in range(1, len(experts)):
-        joined[index] = convert(experts[index])
-    return joined
+def _stack_dense(experts: Sequence[Unpacked], device: str, dtype: torch.dtype | None) -> Tensor:
+    """Stack dense experts as [experts, rows, cols]; unlike with torch.stack, no second copy is in memory."""
+    stacked = None
+    for index, expert in enumerate(experts):
+        dense = expert.unpack() if isinstance(expert, GGUFRows) else expert
+        assert isinstance(dense, Dense)
+        values = dense.values.to(device, dtype)
+        if stacked is None:
+            stacked = values.new_empty([len(experts), *values.shape])
+        stacked[index] = values
+    assert stacked is not None
+    return stacked
 
 
 def _describe(weight: Unpacked) -> str:
     rows, columns = weight.shape
-    return f"{type(weight).__name__} [{rows}, {columns}]"
+    return f"{weight.kind} [{rows}, {columns}]"

@@ -1,11 +1,12 @@
 """Packing of unpacked weights into the forms that the kernels read."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from fastinfer import ops
+from fastinfer.formats.gguf_rows import GGUFRows
 from fastinfer.formats.unpacked import Dense, Int4, Int8, Lut, Unpacked
 from fastinfer.ops.pack import TILE_ROWS
 from fastinfer.utils.huge_pages import HugePages
@@ -24,8 +25,9 @@ def make_weight(
     """Pack a weight for the kernels; no integer or scale is rounded.
 
     Args:
-        unpacked: the weight, in host memory. Or its rows in consecutive parts, which are packed one at a time so that
-            only one of them is in memory; each part but the last has a multiple of 16 rows.
+        unpacked: the weight, in host memory or in a mapped file, from which a CPU's weights are packed directly. Or its
+            rows in consecutive parts, which are packed one at a time so that only one of them is in memory; each part
+            but the last has a multiple of 16 rows.
         activation_bits: precision of the input in products, see :class:`fastinfer.weights.weight.QuantizedWeight`.
         device: device that will use the weight; the packed forms of CPU and GPU differ.
         dense_dtype: dtype to convert a weight to that is not quantised; ``None`` to keep the checkpoint's dtype.
@@ -41,77 +43,114 @@ def make_weight(
     if isinstance(unpacked, Unpacked):
         out_features = unpacked.shape[0]
     assert out_features is not None
-    tiles, num_rows = -(-out_features // TILE_ROWS), 0
+    num_rows = 0
     values: list[Tensor] = []
-    qweight, scales, mins = (_TileBuffer(tiles, memory) for _ in range(3))
+    tiles = PackedTiles(-(-out_features // TILE_ROWS), device, memory)
     forms = set()
     for part in (unpacked,) if isinstance(unpacked, Unpacked) else unpacked:
-        forms.add((type(part), getattr(part, "mins", None) is None))
+        form = part.form if isinstance(part, GGUFRows) else part
+        forms.add((type(form), getattr(form, "mins", None) is None))
         if len(forms) > 1 or num_rows % TILE_ROWS or num_rows + part.shape[0] > out_features:
             raise ValueError(
                 f"parts must have one form, fill {out_features} rows and, except for the last part, have a multiple of "
-                f"{TILE_ROWS} rows, got {type(part).__name__} of {part.shape[0]} rows after {num_rows}"
+                f"{TILE_ROWS} rows, got {part.kind} of {part.shape[0]} rows after {num_rows}"
             )
-        num_rows += part.shape[0]
-        if isinstance(part, Dense):
-            values.append(part.values.to(device, dense_dtype))
-            continue
-        assert isinstance(part, Int4 | Int8 | Lut)
-        if isinstance(part, Int8):
-            qweight.append(ops.int8_pack, part.q.to(device), (part.shape[1] // 32, 8, TILE_ROWS, 4))
+        if isinstance(form, Dense):
+            dense = part.unpack() if isinstance(part, GGUFRows) else part
+            assert isinstance(dense, Dense)
+            values.append(dense.values.to(device, dense_dtype))
         else:
-            qweight.append(ops.int4_pack, part.q.to(device), (part.shape[1] // 32, 4, TILE_ROWS, 4))
-        scales.append(ops.pack_scales, part.scales.to(device), (part.scales.shape[1], TILE_ROWS))
-        if part.mins is not None:
-            mins.append(ops.pack_scales, part.mins.to(device), (part.mins.shape[1], TILE_ROWS))
+            assert isinstance(form, Int4 | Int8 | Lut)
+            tiles.append(part)
+        num_rows += part.shape[0]
     if num_rows != out_features:
         raise ValueError(f"parts must fill {out_features} rows, got {num_rows}")
     if values:
         return DenseWeight(values[0] if len(values) == 1 else torch.cat(values), bias)
-    assert isinstance(part, Int4 | Int8 | Lut)
-    if isinstance(part, Lut):
-        assert part.table is not None
-        return LutWeight(qweight.packed, scales.packed, part.table.to(device), out_features, bias)
-    if isinstance(part, Int8) and part.int8_activations:
-        return W8A8Weight(qweight.packed, scales.packed, out_features, bias)
+    assert isinstance(form, Int4 | Int8 | Lut)
+    if isinstance(form, Lut):
+        assert form.table is not None
+        return LutWeight(tiles.qweight, tiles.scales, form.table.to(device), out_features, bias)
+    if isinstance(form, Int8) and form.int8_activations:
+        return W8A8Weight(tiles.qweight, tiles.scales, out_features, bias)
     return QuantizedWeight(
-        bits=8 if isinstance(part, Int8) else 4,
-        qweight=qweight.packed,
-        scales=scales.packed,
-        mins=None if part.mins is None else mins.packed,
+        bits=8 if isinstance(form, Int8) else 4,
+        qweight=tiles.qweight,
+        scales=tiles.scales,
+        mins=tiles.mins,
         out_features=out_features,
         activation_bits=activation_bits,
         bias=bias,
-        permutation=None if part.permutation is None else part.permutation.to(device),
+        permutation=None if form.permutation is None else form.permutation.to(device),
     )
 
 
-class _TileBuffer:
-    """Packed tensor that is filled tile by tile, without a second copy in memory.
+class PackedTiles:
+    """Packed tensors of a quantised weight that are filled part by part, without a second copy in memory.
 
     Args:
         num_tiles: number of tiles of the whole weight.
-        memory: allocator of the packed tensor; ``None`` for torch's own.
+        device: device of the packed tensors.
+        memory: allocator of the packed tensors; ``None`` for torch's own.
 
     Attributes:
-        packed: [num_tiles, ...]; allocated by the first :meth:`append`.
+        qweight, scales: [num_tiles, ...]; allocated by the first :meth:`append`. Scales become fp32 with the first part
+            whose scales do not fit into fp16.
+        mins: the same, or ``None`` if the weight has no minimums.
     """
 
-    def __init__(self, num_tiles: int, memory: HugePages | None) -> None:
+    qweight: Tensor
+    scales: Tensor
+    mins: Tensor | None
+
+    def __init__(self, num_tiles: int, device: str, memory: HugePages | None = None) -> None:
         self._num_tiles = num_tiles
+        self._device = device
         self._memory = memory
         self._filled = 0
 
-    def append(self, pack: Callable[..., Tensor], rows: Tensor, tile_shape: tuple[int, ...]) -> None:
-        """Pack rows into the next free tiles.
-
-        Args:
-            pack: operator that packs rows and writes into ``out``.
-            rows: [rows, ...], on the device of the packed tensor.
-            tile_shape: shape of one packed tile.
-        """
+    def append(self, part: Unpacked) -> None:
+        """Pack a quantised part into the next free tiles."""
+        if isinstance(part, GGUFRows) and self._device != "cpu":
+            part = part.unpack()
+        form = part.form if isinstance(part, GGUFRows) else part
+        assert isinstance(form, Int4 | Int8 | Lut)
         if not self._filled:
-            shape = self._num_tiles, *tile_shape
-            self.packed = rows.new_empty(shape) if self._memory is None else self._memory.empty(shape, rows.dtype)
-        begin, self._filled = self._filled, self._filled - (-len(rows) // TILE_ROWS)
-        pack(rows, out=self.packed[begin : self._filled])
+            self._allocate(form)
+        if isinstance(part, GGUFRows):
+            if not part.pack(*self._next(part.shape[0])):  # a scale is too large for fp16
+                self._widen_scales()
+                part.pack(*self._next(part.shape[0]))
+        else:
+            if form.scales.dtype is torch.float32:
+                self._widen_scales()
+            qweight, scales, mins = self._next(part.shape[0])
+            pack = ops.int8_pack if isinstance(form, Int8) else ops.int4_pack
+            pack(form.q.to(self._device), out=qweight)
+            ops.pack_scales(form.scales.to(self._device, scales.dtype), out=scales)
+            if mins is not None:
+                assert form.mins is not None
+                ops.pack_scales(form.mins.to(self._device, mins.dtype), out=mins)
+        self._filled -= -part.shape[0] // TILE_ROWS
+
+    def _widen_scales(self) -> None:
+        """Convert all scales and minimums to fp32, which rounds none."""
+        self.scales = self.scales.float()
+        self.mins = None if self.mins is None else self.mins.float()
+
+    def _allocate(self, form: Int4 | Int8 | Lut) -> None:
+        blocks, groups = form.shape[1] // 32, form.scales.shape[1]
+        self.qweight = self._empty((blocks, 8 if isinstance(form, Int8) else 4, TILE_ROWS, 4), form.q.dtype)
+        self.scales = self._empty((groups, TILE_ROWS), form.scales.dtype)
+        self.mins = None if form.mins is None else self._empty((groups, TILE_ROWS), form.mins.dtype)
+
+    def _empty(self, tile_shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        shape = self._num_tiles, *tile_shape
+        if self._memory is not None:
+            return self._memory.empty(shape, dtype)
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def _next(self, rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the next free tiles, for this many rows."""
+        tiles = slice(self._filled, self._filled - -rows // TILE_ROWS)
+        return self.qweight[tiles], self.scales[tiles], None if self.mins is None else self.mins[tiles]

@@ -1,39 +1,100 @@
-"""Unpacking of GGUF's K types (Q2_K to Q6_K): blocks of 256 values in groups, with an integer scale per group.
-
-**Groups of 32: Q4_K and Q5_K.** A group has the scale ``d * scale`` and the minimum ``-dmin * minimum``; ``d`` and
-``dmin`` are fp16 numbers of the block, ``scale`` and ``minimum`` have six bits. The products have up to 17 bits, so
-they are exact in fp32 and rounded by at most 2^-11 of themselves in fp16. (Small ones are not rounded at all: they are
-multiples of 2^-24, like the subnormal numbers of fp16.)
-
-**Groups of 16: Q6_K, Q3_K (scale only) and Q2_K (scale and minimum).** The kernels' smallest group is 32, so an exact
-weight is dense fp32. Otherwise two groups are joined into one group of 8-bit integers:
-
-- Q6_K and Q3_K: the joined scale is the larger of the two divided by 4 or 32. The integers of that group stay exact,
-  and those of the other group are rounded to 1/4 or 1/32 of the larger step. (If the signs of the scales differ, the
-  range is 127 instead of 128, because -32 * -4 would be 128.)
-- Q2_K: values are rounded to 1/127 of the largest value of the pair.
-
-The joined scale is first rounded up to fp16. The added RMS error for random weights, relative to the error of the
-format itself, is 0.24 for Q6_K, 0.03 for Q3_K and 0.02 for Q2_K. Errors add in square, so the total grows by 3 % for
-Q6_K and by at most 0.1 % for the others.
-"""
+"""Reference for the unpacking of GGUF blocks: whole arrays of numpy, operation by operation."""
 
 from collections.abc import Callable
 
 import numpy as np
 import torch
 from numpy.typing import DTypeLike
+from torch import Tensor
 
-from fastinfer.formats.gguf_bit_fields import bit_fields, by_row, halves, split_blocks
+from fastinfer.formats.gguf_rows import IQ4_NL_TABLE
 from fastinfer.formats.gguf_types import GGUFType
-from fastinfer.formats.unpacked import Dense, Int4, Int8
+from fastinfer.formats.unpacked import Dense, Int4, Int8, Lut, Unpacked
 
 Integers = Callable[[np.ndarray], np.ndarray]
 Scales = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray | None]]
 
-# Number of values processed at once, so that their fp32 copies stay in the CPU cache.
-CHUNK = 2**17
 FP16_MAX = 65504.0
+
+
+def unpack_reference(data: np.ndarray, type: GGUFType, exact: bool) -> Unpacked:
+    """Unpack rows [rows, row_bytes] of a quantised type."""
+    if type in (GGUFType.Q4_0, GGUFType.Q4_1):
+        return split_int4(data, type)
+    if type in (GGUFType.Q8_0, GGUFType.Q5_0, GGUFType.Q5_1):
+        return split_int8(data, type)
+    if type is GGUFType.IQ4_NL:
+        return split_iq4_nl(data)
+    split = split_groups_of_32 if type in (GGUFType.Q4_K, GGUFType.Q5_K) else split_groups_of_16
+    return split(data, type, exact)
+
+
+def split_blocks(data: np.ndarray, type: GGUFType) -> np.ndarray:
+    """View rows [rows, row_bytes] as blocks [rows, blocks, block_bytes]."""
+    return np.ascontiguousarray(data).reshape(data.shape[0], -1, type.block_bytes)
+
+
+def halves(blocks: np.ndarray, offset: int) -> np.ndarray:
+    """Read the fp16 number at a byte offset of every block: [rows, blocks]."""
+    return np.ascontiguousarray(blocks[..., offset : offset + 2]).view(np.float16)[..., 0]
+
+
+def bit_fields(blocks: np.ndarray, begin: int, end: int, bits: int, run: int, shift: int = 0) -> np.ndarray:
+    """Unpack a range of bytes of every block into 8 / bits times as many values, [rows, blocks, values] uint8.
+
+    Each run of ``run`` bytes gives ``run`` values from the lowest bits of its bytes, then as many from the next higher
+    bits, and so on; they are shifted left.
+    """
+    runs = [
+        (blocks[..., byte : byte + run] >> bit & 2**bits - 1) << shift
+        for byte in range(begin, end, run)
+        for bit in range(0, 8, bits)
+    ]
+    return np.concatenate(runs, axis=-1)
+
+
+def by_row(values: np.ndarray) -> Tensor:
+    """Flatten [rows, ...] to a tensor [rows, cols]."""
+    return torch.from_numpy(values.reshape(values.shape[0], -1))
+
+
+def split_int4(data: np.ndarray, type: GGUFType) -> Int4:
+    """Unpack rows of Q4_0 or Q4_1."""
+    blocks = split_blocks(data, type)
+    mins = _half(blocks, 2) if type is GGUFType.Q4_1 else None
+    return Int4(by_row(_nibbles(blocks)), _half(blocks, 0), mins)
+
+
+def split_int8(data: np.ndarray, type: GGUFType) -> Int8:
+    """Unpack rows of Q8_0 (q is -128..127), Q5_0 (-16..15) or Q5_1 (0..31)."""
+    blocks = split_blocks(data, type)
+    mins = _half(blocks, 2) if type is GGUFType.Q5_1 else None
+    if type is GGUFType.Q8_0:
+        q = bit_fields(blocks, 2, 34, bits=8, run=32)
+    else:
+        fifth_bits = np.unpackbits(np.ascontiguousarray(blocks[..., -20:-16]), bitorder="little").view(np.uint64)
+        fifth_bits <<= np.uint64(4)
+        q = _nibbles(blocks)
+        q |= fifth_bits.view(np.uint8).reshape(q.shape)
+        if type is GGUFType.Q5_0:
+            q -= 16  # wraps around in uint8, which is correct for the bytes as int8
+    return Int8(by_row(q.view(np.int8)), _half(blocks, 0), mins)
+
+
+def split_iq4_nl(data: np.ndarray) -> Lut:
+    """Unpack rows of IQ4_NL, which has the blocks of Q4_0 with indices into a look-up table."""
+    blocks = split_blocks(data, GGUFType.IQ4_NL)
+    return Lut(by_row(_nibbles(blocks)), _half(blocks, 0), table=IQ4_NL_TABLE)
+
+
+def _half(blocks: np.ndarray, offset: int) -> Tensor:
+    return torch.from_numpy(halves(blocks, offset))
+
+
+def _nibbles(blocks: np.ndarray) -> np.ndarray:
+    """Unpack the last 16 bytes of each block to 32 values: [rows, blocks, 32]."""
+    block_bytes = blocks.shape[-1]
+    return bit_fields(blocks, block_bytes - 16, block_bytes, bits=4, run=16)
 
 
 def split_groups_of_32(data: np.ndarray, type: GGUFType, exact: bool) -> Int4 | Int8:
@@ -108,7 +169,6 @@ def _q2_k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return _float(blocks, 80) * (blocks[..., :16] & 15), -_float(blocks, 82) * (blocks[..., :16] >> 4)
 
 
-GROUPS_OF_32 = (GGUFType.Q4_K, GGUFType.Q5_K)
 # For each type: functions for integers and for scales and minimums, and the largest magnitude of an integer.
 GROUPS_OF_16: dict[GGUFType, tuple[Integers, Scales, int]] = {
     GGUFType.Q6_K: (_q6_k_integers, _q6_k_scales, 32),
@@ -150,18 +210,12 @@ def _affine(
     dtype: DTypeLike = np.float32,
 ) -> np.ndarray:
     """Compute scale * q + min for every group of 16 in fp32, rounded if ``dtype`` is int8: [rows, blocks, 256]."""
-    values = np.empty((*blocks.shape[:2], 256), dtype)
-    step = max(1, CHUNK // (256 * blocks.shape[1]))
-    for begin in range(0, len(blocks), step):
-        rows = slice(begin, begin + step)
-        part = split_integers(blocks[rows]).astype(np.float32)
-        # Repeated scales are faster than broadcast ones, whose inner loops would have only 16 steps.
-        part *= np.repeat(scales[rows], 16, axis=-1)
-        if mins is not None:
-            part += np.repeat(mins[rows], 16, axis=-1)
-        with np.errstate(invalid="ignore"):  # infinities of a damaged block
-            values[rows] = part if dtype is np.float32 else np.rint(part, out=part)
-    return values
+    values = split_integers(blocks).astype(np.float32)
+    values *= np.repeat(scales, 16, axis=-1)
+    if mins is not None:
+        values += np.repeat(mins, 16, axis=-1)
+    with np.errstate(invalid="ignore"):  # infinities of a damaged block
+        return values if dtype is np.float32 else np.rint(values).astype(dtype)
 
 
 def _float(blocks: np.ndarray, offset: int) -> np.ndarray:

@@ -1,0 +1,278 @@
+// Readers of the blocks of a GGUF file. Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
+//
+// A reader unpacks one block to integers, and to a scale and perhaps a minimum per group of 32. It returns false if one
+// of the numbers that it computes does not fit into the type `Scale`. Numbers that the file holds are copied.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "common/dtype.h"
+
+namespace fastinfer::cpu {
+
+constexpr float kLargestFp16 = 65504.0f;
+
+inline float half(const uint8_t* bytes) {
+  Float16 number;
+  std::memcpy(&number, bytes, 2);
+  return to_float(number);
+}
+
+inline void copy_half(const uint8_t* bytes, Float16* out) {
+  std::memcpy(out, bytes, 2);
+}
+inline void copy_half(const uint8_t* bytes, float* out) {
+  *out = half(bytes);
+}
+
+inline bool store(float number, Float16* out) {
+  *out = from_float<Float16>(number);
+  return std::abs(number) <= kLargestFp16;  // false for a NaN
+}
+inline bool store(float number, float* out) {
+  *out = number;
+  return true;
+}
+
+// Each run of bytes gives the values in its lowest kBits bits, then those in the next higher bits, and so on. They are
+// shifted left, and added to what is in q.
+template <int kBits, int kRun>
+void add_fields(const uint8_t* bytes, int count, int shift, uint8_t* q) {
+  for (int begin = 0; begin < count; begin += kRun) {
+    for (int bit = 0; bit < 8; bit += kBits, q += kRun) {
+      for (int i = 0; i < kRun; ++i) {
+        q[i] = static_cast<uint8_t>(q[i] | (bytes[begin + i] >> bit & ((1 << kBits) - 1)) << shift);
+      }
+    }
+  }
+}
+
+template <int kRun>
+void nibbles(const uint8_t* bytes, int count, uint8_t* q) {
+  for (int begin = 0; begin < count; begin += kRun, q += 2 * kRun) {
+    for (int i = 0; i < kRun; ++i) {
+      q[i] = bytes[begin + i] & 15;
+      q[kRun + i] = bytes[begin + i] >> 4;
+    }
+  }
+}
+
+// ---- Blocks of 32: a scale, perhaps a minimum, perhaps the fifth bits, and the integers ----
+
+// Q4_0, Q4_1 and IQ4_NL.
+template <bool kMins>
+struct FourBits {
+  static constexpr int kInputs = 32, kBytes = kMins ? 20 : 18, kBits = 4;
+  static constexpr bool kHasMins = kMins, kGroupsOf16 = false;
+  template <class Scale>
+  static bool read(const uint8_t* block, uint8_t* q, Scale* scale, Scale* min) {
+    copy_half(block, scale);
+    if constexpr (kMins) copy_half(block + 2, min);
+    nibbles<16>(block + kBytes - 16, 16, q);
+    return true;
+  }
+};
+
+// Q5_0, whose integers are -16..15, and Q5_1, whose integers are 0..31.
+template <bool kMins>
+struct FiveBits {
+  static constexpr int kInputs = 32, kBytes = kMins ? 24 : 22, kBits = 8;
+  static constexpr bool kHasMins = kMins, kGroupsOf16 = false;
+  template <class Scale>
+  static bool read(const uint8_t* block, uint8_t* q, Scale* scale, Scale* min) {
+    FourBits<false>::read(block + kBytes - 18, q, scale, min);
+    copy_half(block, scale);
+    if constexpr (kMins) copy_half(block + 2, min);
+    for (int byte = 0; byte < 4; ++byte) {
+      // Bit i of the byte goes to bit 4 of value i: to the highest bit of byte i, and from there down.
+      const uint64_t picked = block[kBytes - 20 + byte] * 0x0101010101010101u & 0x8040201008040201u;
+      const uint64_t fifth = ((picked + 0x7f7f7f7f7f7f7f7fu) & 0x8080808080808080u) >> 3;
+      uint64_t values;
+      std::memcpy(&values, q + 8 * byte, 8);
+      values |= fifth;
+      std::memcpy(q + 8 * byte, &values, 8);
+    }
+    for (int i = 0; i < 32 && !kMins; ++i) q[i] = static_cast<uint8_t>(q[i] - 16);
+    return true;
+  }
+};
+
+struct Q8_0 {
+  static constexpr int kInputs = 32, kBytes = 34, kBits = 8;
+  static constexpr bool kHasMins = false, kGroupsOf16 = false;
+  template <class Scale>
+  static bool read(const uint8_t* block, uint8_t* q, Scale* scale, Scale*) {
+    copy_half(block, scale);
+    std::memcpy(q, block + 2, 32);
+    return true;
+  }
+};
+
+// ---- Blocks of 256 in groups of 32: d * scale, -dmin * minimum, with six bits each ----
+
+template <class Scale>
+bool read_groups_of_32(const uint8_t* block, Scale* scales, Scale* mins) {
+  const float d = half(block), dmin = half(block + 2);
+  const uint8_t *low = block + 4, *high = block + 8, *shared = block + 12;
+  bool fits = true;
+  for (int i = 0; i < 4; ++i) {
+    fits &= store(d * static_cast<float>(low[i] & 63), scales + i);
+    fits &= store(d * static_cast<float>((shared[i] & 15) | (low[i] >> 2 & 48)), scales + 4 + i);
+    fits &= store(-dmin * static_cast<float>(high[i] & 63), mins + i);
+    fits &= store(-dmin * static_cast<float>(shared[i] >> 4 | (high[i] >> 2 & 48)), mins + 4 + i);
+  }
+  return fits;
+}
+
+struct Q4_K {
+  static constexpr int kInputs = 256, kBytes = 144, kBits = 4;
+  static constexpr bool kHasMins = true, kGroupsOf16 = false;
+  template <class Scale>
+  static bool read(const uint8_t* block, uint8_t* q, Scale* scales, Scale* mins) {
+    nibbles<32>(block + 16, 128, q);
+    return read_groups_of_32(block, scales, mins);
+  }
+};
+
+struct Q5_K {
+  static constexpr int kInputs = 256, kBytes = 176, kBits = 8;
+  static constexpr bool kHasMins = true, kGroupsOf16 = false;
+  template <class Scale>
+  static bool read(const uint8_t* block, uint8_t* q, Scale* scales, Scale* mins) {
+    nibbles<32>(block + 48, 128, q);
+    add_fields<1, 32>(block + 16, 32, 4, q);
+    return read_groups_of_32(block, scales, mins);
+  }
+};
+
+// ---- Blocks of 256 in groups of 16 ----
+
+struct GroupsOf16 {
+  int8_t q[256];
+  float scales[16];
+  float mins[16];
+};
+
+struct Q6_K {
+  static constexpr int kBytes = 210;
+  static constexpr float kLargest = 32.0f;  // magnitude of an integer
+  static constexpr bool kMins = false;
+  static void read_groups(const uint8_t* block, GroupsOf16* to) {
+    auto* q = reinterpret_cast<uint8_t*>(to->q);
+    nibbles<64>(block, 128, q);
+    add_fields<2, 32>(block + 128, 64, 4, q);
+    for (int i = 0; i < 256; ++i) q[i] = static_cast<uint8_t>(q[i] - 32);
+    const float d = half(block + 208);
+    for (int i = 0; i < 16; ++i) to->scales[i] = d * static_cast<float>(static_cast<int8_t>(block[192 + i]));
+  }
+};
+
+struct Q3_K {
+  static constexpr int kBytes = 110;
+  static constexpr float kLargest = 4.0f;
+  static constexpr bool kMins = false;
+  static void read_groups(const uint8_t* block, GroupsOf16* to) {
+    auto* q = reinterpret_cast<uint8_t*>(to->q);
+    std::memset(q, 0, 256);
+    add_fields<2, 32>(block + 32, 64, 0, q);
+    add_fields<1, 32>(block, 32, 2, q);
+    for (int i = 0; i < 256; ++i) q[i] = static_cast<uint8_t>(q[i] - 4);
+    uint8_t six_bits[16];
+    nibbles<8>(block + 96, 8, six_bits);
+    add_fields<2, 4>(block + 104, 4, 4, six_bits);
+    const float d = half(block + 108);
+    for (int i = 0; i < 16; ++i) to->scales[i] = d * static_cast<float>(six_bits[i] - 32);
+  }
+};
+
+struct Q2_K {
+  static constexpr int kBytes = 84;
+  static constexpr float kLargest = 3.0f;
+  static constexpr bool kMins = true;
+  static void read_groups(const uint8_t* block, GroupsOf16* to) {
+    auto* q = reinterpret_cast<uint8_t*>(to->q);
+    std::memset(q, 0, 256);
+    add_fields<2, 32>(block + 16, 64, 0, q);
+    const float d = half(block + 80), dmin = half(block + 82);
+    for (int i = 0; i < 16; ++i) {
+      to->scales[i] = d * static_cast<float>(block[i] & 15);
+      to->mins[i] = -dmin * static_cast<float>(block[i] >> 4);
+    }
+  }
+};
+
+// Unlike std::max, a NaN if one of them is.
+inline float larger(float a, float b) {
+  return a > b || a != a ? a : b;
+}
+
+// The scale with which a pair of groups of 16 fits into 8 bits.
+template <class Type>
+float joined_scale(const GroupsOf16& groups, int pair) {
+  const float *scales = groups.scales + 2 * pair, *mins = groups.mins + 2 * pair;
+  if constexpr (Type::kMins) {
+    float largest[2];
+    for (int i = 0; i < 2; ++i) {
+      largest[i] = larger(std::abs(mins[i]), std::abs(scales[i] * Type::kLargest + mins[i])) / 127.0f;
+    }
+    return larger(largest[0], largest[1]);
+  }
+  // With scales of different signs -128 would become 128, which is too large.
+  const float limit = (scales[0] < 0) == (scales[1] < 0) ? 128.0f : 127.0f;
+  return (std::abs(scales[0]) >= std::abs(scales[1]) ? scales[0] : scales[1]) * (Type::kLargest / limit);
+}
+
+// As store, but rounded away from zero, so that the integers still fit.
+inline bool store_rounded_up(float number, Float16* out) {
+  const bool fits = store(number, out);
+  out->bits = static_cast<uint16_t>(out->bits + (std::abs(to_float(*out)) < std::abs(number)));
+  return fits;
+}
+inline bool store_rounded_up(float number, float* out) {
+  return store(number, out);
+}
+
+// Joins pairs of groups of 16 to groups of 32 with 8-bit integers.
+template <class Type>
+struct Joined {
+  static constexpr int kInputs = 256, kBytes = Type::kBytes, kBits = 8;
+  static constexpr bool kHasMins = false, kGroupsOf16 = true;
+  template <class Scale>
+  static bool read(const uint8_t* block, uint8_t* q, Scale* scales, Scale*) {
+    constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low mantissa bits
+    GroupsOf16 groups;
+    Type::read_groups(block, &groups);
+    bool fits = true;
+    for (int pair = 0; pair < 8; ++pair) {
+      fits &= store_rounded_up(joined_scale<Type>(groups, pair), scales + pair);
+      const float divisor = to_float(scales[pair]);
+      for (int group = 2 * pair; group < 2 * pair + 2; ++group) {
+        const float scale = divisor != 0 ? groups.scales[group] / divisor : groups.scales[group];
+        float min = 0;
+        if constexpr (Type::kMins) min = divisor != 0 ? groups.mins[group] / divisor : groups.mins[group];
+        for (int i = 16 * group; i < 16 * group + 16; ++i) {
+          const float product = scale * static_cast<float>(groups.q[i]);
+          const float rounded = (Type::kMins ? product + min : product) + kRound;
+          uint32_t bits;
+          std::memcpy(&bits, &rounded, 4);
+          q[i] = static_cast<uint8_t>(bits);
+        }
+      }
+    }
+    return fits;
+  }
+
+  // The values before they are joined.
+  static void dequantize(const uint8_t* block, float* values) {
+    GroupsOf16 groups;
+    Type::read_groups(block, &groups);
+    for (int i = 0; i < 256; ++i) {
+      const float product = static_cast<float>(groups.q[i]) * groups.scales[i / 16];
+      values[i] = Type::kMins ? product + groups.mins[i / 16] : product;
+    }
+  }
+};
+
+}  // namespace fastinfer::cpu

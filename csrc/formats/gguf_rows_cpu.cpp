@@ -1,0 +1,135 @@
+// Compiled once, without fused multiply-add, which would round differently: bound by memory as it is.
+#include "formats/gguf_rows.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+
+#include "common/cpu/parallel.h"
+#include "formats/gguf_blocks_cpu.h"
+#include "quant/pack_tile_cpu.h"
+
+namespace fastinfer {
+namespace {
+
+// Calls fn with the reader of a GGUF type id; nothing happens for a type that has none.
+template <class Fn>
+void with_reader(int type, const Fn& fn) {
+  using namespace cpu;
+  switch (type) {
+    case 2: return fn(FourBits<false>{});  // Q4_0
+    case 3: return fn(FourBits<true>{});   // Q4_1
+    case 6: return fn(FiveBits<false>{});  // Q5_0
+    case 7: return fn(FiveBits<true>{});   // Q5_1
+    case 8: return fn(Q8_0{});
+    case 10: return fn(Joined<Q2_K>{});
+    case 11: return fn(Joined<Q3_K>{});
+    case 12: return fn(Q4_K{});
+    case 13: return fn(Q5_K{});
+    case 14: return fn(Joined<Q6_K>{});
+    case 20: return fn(FourBits<false>{});  // IQ4_NL
+    default: return;
+  }
+}
+
+}  // namespace
+
+const GGUFBlock* gguf_block(int type) {
+  static const auto blocks = [] {
+    std::array<GGUFBlock, 256> all{};
+    for (int id = 0; id < 256; ++id) {
+      with_reader(id, [&]<class Type>(Type) {
+        all[id] = {Type::kInputs, Type::kBytes, Type::kBits, Type::kHasMins, Type::kGroupsOf16};
+      });
+    }
+    return all;
+  }();
+  return type >= 0 && type < 256 && blocks[type].inputs > 0 ? &blocks[type] : nullptr;
+}
+
+namespace cpu {
+namespace {
+
+// Inputs that are unpacked before they are packed: 16 rows of them stay in the first-level cache.
+constexpr int64_t kSegment = 256, kGroup = 32;
+
+// Unpacks `count` inputs of a row, from input `begin`, which is the first of a block.
+template <class Scale>
+bool read_row(const GGUFRowsParams& p, int64_t row, int64_t begin, int64_t count, uint8_t* q, Scale* scales,
+              Scale* mins) {
+  bool fits = true;
+  with_reader(p.types[row], [&]<class Type>(Type) {
+    const uint8_t* block = p.file + p.offsets[row] + begin / Type::kInputs * Type::kBytes;
+    for (int64_t i = 0; i < count; i += Type::kInputs, block += Type::kBytes) {
+      Scale* const min = mins == nullptr ? nullptr : mins + i / kGroup;
+      fits &= Type::read(block, q + i, scales + i / kGroup, min);
+    }
+  });
+  return fits;
+}
+
+template <class Scale>
+bool unpack_row(const GGUFRowsParams& p, int64_t row) {
+  const int64_t groups = p.k / kGroup;
+  auto *scales = static_cast<Scale*>(p.scales), *mins = static_cast<Scale*>(p.mins);
+  return read_row(p, row, 0, p.k, static_cast<uint8_t*>(p.q) + row * p.k, scales + row * groups,
+                  mins == nullptr ? nullptr : mins + row * groups);
+}
+
+template <class Scale>
+bool pack_rows_of_tile(const GGUFRowsParams& p, int64_t tile) {
+  constexpr int64_t kGroups = kSegment / kGroup;
+  const int64_t first = tile * kTileRows, rows = std::min<int64_t>(p.n - first, kTileRows), groups = p.k / kGroup;
+  alignas(64) uint8_t q[kTileRows][kSegment];
+  Scale scales[kTileRows][kGroups]{}, mins[kTileRows][kGroups]{};
+  bool fits = true;
+  for (int64_t begin = 0; begin < p.k; begin += kSegment) {
+    const int64_t count = std::min(kSegment, p.k - begin);
+    for (int64_t row = 0; row < rows; ++row) {
+      fits &= read_row(p, first + row, begin, count, q[row], scales[row], mins[row]);
+    }
+    const int64_t inputs = tile * kTileRows * p.k + begin * kTileRows;  // that come before these in the packed weight
+    auto* out = static_cast<uint8_t*>(p.q) + inputs * p.bits / 8;
+    p.bits == 4 ? pack_tile<4>(q[0], kSegment, rows, count, out) : pack_tile<8>(q[0], kSegment, rows, count, out);
+    const int64_t at = (tile * groups + begin / kGroup) * kTileRows;
+    for (int64_t i = 0; i < count / kGroup * kTileRows; ++i) {
+      static_cast<Scale*>(p.scales)[at + i] = scales[i % kTileRows][i / kTileRows];
+      if (p.mins != nullptr) static_cast<Scale*>(p.mins)[at + i] = mins[i % kTileRows][i / kTileRows];
+    }
+  }
+  return fits;
+}
+
+}  // namespace
+
+bool unpack_gguf_rows(const GGUFRowsParams& p) {
+  std::atomic<bool> fits{true};
+  const auto run = [&]<class Scale>(Scale) {
+    const int64_t items = p.packed ? (p.n + kTileRows - 1) / kTileRows : p.n;
+    parallel_for(items, [&](int64_t begin, int64_t end) {
+      bool all = true;
+      for (int64_t i = begin; i < end; ++i) all &= p.packed ? pack_rows_of_tile<Scale>(p, i) : unpack_row<Scale>(p, i);
+      if (!all) fits = false;
+    });
+  };
+  p.scale_dtype == DType::kFloat16 ? run(Float16{}) : run(float{});
+  return fits;
+}
+
+void dequantize_gguf_rows(const GGUFValuesParams& p) {
+  parallel_for(p.n, [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) {
+      with_reader(p.types[row], [&]<class Type>(Type) {
+        if constexpr (Type::kGroupsOf16) {
+          const uint8_t* block = p.file + p.offsets[row];
+          for (int64_t i = 0; i < p.k; i += Type::kInputs, block += Type::kBytes) {
+            Type::dequantize(block, p.values + row * p.k + i);
+          }
+        }
+      });
+    }
+  });
+}
+
+}  // namespace cpu
+}  // namespace fastinfer
