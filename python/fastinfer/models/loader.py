@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from fastinfer import ops
 from fastinfer.errors import RequestError, UnsupportedModelError
@@ -28,6 +29,7 @@ from fastinfer.weights.weight import ConcatenatedWeight, Weight
 # Longest rotary table: 256 MiB at a head size of 64.
 MAX_POSITIONS = 2**20
 GATE_UP = ("gate_proj", "up_proj")
+PROGRESS_DELAY = 2.0  # seconds before a progress bar appears
 
 
 def load_decoder(
@@ -73,12 +75,21 @@ class DecoderLoader:
     def decoder(self) -> Decoder:
         """Read all weights and build the decoder."""
         config, checkpoint = self._config, self._checkpoint
-        embedding = self.embedding()
-        head = self.lm_head()
         layers = []
-        for index in range(config.num_layers):
-            layers.append(self.layer(index))
-            checkpoint.release()  # otherwise the file and its packed copy would be in memory at the same time
+        with tqdm(
+            total=config.num_layers,
+            desc=f"loading {checkpoint.path.name}",
+            unit="layer",
+            leave=False,
+            delay=PROGRESS_DELAY,
+            disable=None,  # unless stderr is a terminal
+        ) as progress:
+            embedding = self.embedding()
+            head = self.lm_head()
+            for index in range(config.num_layers):
+                layers.append(self.layer(index))
+                checkpoint.release()  # otherwise the file and its packed copy would be in memory at the same time
+                progress.update()
         return Decoder(
             config=config,
             dtype=self._precision.dtype,
