@@ -62,7 +62,7 @@ class FakeLLM:
                         )
                     ],
                     finished=finished,
-                    metrics=RequestMetrics(arrival_time, first_token_time, now if finished else None),
+                    metrics=RequestMetrics(arrival_time, arrival_time, first_token_time, now if finished else None),
                 )
         finally:
             self.num_closed += 1

@@ -1,5 +1,7 @@
 """The engine, which computes many requests at the same time."""
 
+import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -28,7 +30,7 @@ from fastinfer.engine.request import Output
 from fastinfer.engine.request_table import RequestTable
 from fastinfer.engine.scheduler import Scheduler
 from fastinfer.engine.speculation import Speculator
-from fastinfer.engine.stats import EngineStats
+from fastinfer.engine.stats import EngineStats, StepStats, StepTotals
 from fastinfer.engine.step import Step
 from fastinfer.formats.peft import LoraAdapter
 from fastinfer.models import Model
@@ -36,6 +38,8 @@ from fastinfer.models.kv_cache import KVCache
 from fastinfer.models.lora import AdapterSlots
 from fastinfer.sampling_params import DEFAULT_PARAMS, BeamSearchParams, SamplingParams
 from fastinfer.tokenizers.tokenizer import Tokenizer
+
+LOG = logging.getLogger("fastinfer")
 
 
 class Engine:
@@ -70,6 +74,7 @@ class Engine:
         grammars: compiler of grammars for structured outputs.
         prompt_modules: the prompt modules by name.
         requests: the unfinished requests.
+        on_step: function that is called after each step, in the same thread; ``None`` for none.
 
     Raises:
         RequestError: the configuration does not fit the models or the memory.
@@ -113,6 +118,8 @@ class Engine:
             config.max_num_waiting,
             config.max_num_waiting_tokens,
         )
+        self.on_step: Callable[[StepStats], None] | None = None
+        self._totals = StepTotals()
         self._intake = RequestIntake(config, self.max_model_len, model.config.vocab_size, self.adapters)
         self._step = Step(
             model=self.model,
@@ -147,10 +154,10 @@ class Engine:
         Raises:
             RequestError: the request can never be served.
         """
-        prompt = self._intake.check_prompt(prompt_token_ids, generates=generates)
-        self._intake.check_adapter(adapter)
         if params is not None:
             self._intake.check_sampling_params(params)
+        prompt = self._intake.check_prompt(self._intake.truncate(prompt_token_ids, params), generates=generates)
+        self._intake.check_adapter(adapter)
         return prompt
 
     def validate_beam_search(
@@ -194,8 +201,8 @@ class Engine:
             RequestError: the request can never be served, or its id is in use.
         """
         params = params or self.default_params
-        token_ids = self._intake.check_prompt(prompt_token_ids).token_ids
         self._intake.check_sampling_params(params)
+        token_ids = self._intake.check_prompt(self._intake.truncate(prompt_token_ids, params)).token_ids
         self._intake.check_timeouts(timeout, queue_timeout)
         request = GenerationRequest(
             self.requests.new_id(request_id, len(token_ids)),
@@ -401,6 +408,9 @@ class Engine:
             num_eager_steps=sum(runner.num_eager_steps for runner in self._runners),
             num_failed_graphs=sum(len(runner.graphs.failed) for runner in self._runners if runner.graphs is not None),
             num_failed_draws=sum(sampler.num_failed_draws for sampler in self._samplers),
+            num_steps=self._totals.num_steps,
+            num_prompt_tokens=self._totals.num_prompt_tokens,
+            num_generated_tokens=self._totals.num_generated_tokens,
             num_repairs=self.requests.num_repairs,
             num_expired=self.requests.num_expired,
         )
@@ -409,8 +419,19 @@ class Engine:
     def step(self) -> list[Output]:
         """Compute the next tokens, and return the outputs of the requests that made progress or ended."""
         with self._numerics():
-            self._step()
+            stats = self._step()
+        if stats is not None:
+            self._totals.add(stats)
+            self._report(stats)
         return self.requests.pop_undelivered()
+
+    def _report(self, stats: StepStats) -> None:
+        """Call the observer of steps; its errors must not end any request."""
+        try:
+            if self.on_step is not None:
+                self.on_step(stats)
+        except Exception:
+            LOG.exception("on_step failed")
 
     def _numerics(self) -> AbstractContextManager[None]:
         """Return the context in which the model must run."""
