@@ -337,13 +337,12 @@ def _source(params: StructuredOutputsParams, tokenizer: Tokenizer) -> str:
         ValueError: the grammar is malformed.
     """
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
 
     source: str
     if isinstance(params.json, str) or params.json_object:
         source = LLMatcher.grammar_from_json_schema(params.json or _ANY_OBJECT, overrides=_JSON_OPTIONS)
     elif params.grammar is not None:
-        source = LLMatcher.grammar_from_lark(any_to_lark(params.grammar))
+        source = LLMatcher.grammar_from_lark(_lark(params.grammar))
     elif isinstance(params.structural_tag, str):
         source = LLMatcher.grammar_from_lark(_lark_of_tags(json.loads(params.structural_tag), tokenizer))
     elif params.regex is not None:
@@ -353,6 +352,21 @@ def _source(params: StructuredOutputsParams, tokenizer: Tokenizer) -> str:
         # strings they take 22 ms.
         source = LLMatcher.grammar_from_regex("|".join(map(_escape, params.choice or ())))
     return source
+
+
+def _lark(grammar: str) -> str:
+    """Return a grammar in GBNF or Lark's dialect in the latter.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        lark: str = any_to_lark(grammar)
+    except Exception as error:  # it raises plain Exception
+        raise ValueError(_reason(str(error))) from None
+    return lark
 
 
 def _lark_of_tags(tags: dict[str, Any], tokenizer: Tokenizer) -> str:
