@@ -37,8 +37,8 @@ def render(
 
     Args:
         template: Jinja source, :attr:`fastinfer.tokenizers.tokenizer.Tokenizer.chat_template`.
-        messages: messages with a "role" and a "content", a text or a list of parts of the type "text". The content of one
-            with "tool_calls" may be ``None``; other fields are passed on to the template.
+        messages: messages with a "role" and a "content", a text or a list of parts of the type "text". The content of
+            one with "tool_calls" may be ``None``; other fields are passed on to the template.
         add_generation_prompt: whether to end with the text that starts the assistant's answer.
         bos_token, eos_token: spellings of the model's special tokens.
         variables: more variables of the template, such as ``tools`` and ``enable_thinking``.
