@@ -15,8 +15,8 @@ from fastinfer import hub
 from fastinfer.engine.config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, EngineConfig
 from fastinfer.engine.construction import kv_cache_size
 from fastinfer.engine.engine import Engine
-from fastinfer.engine.intake import POOLINGS
 from fastinfer.engine.kv_cache_size import options_for
+from fastinfer.engine.request_validator import POOLINGS
 from fastinfer.errors import RequestError
 from fastinfer.formats.peft import read_adapter
 from fastinfer.models import load_model, open_checkpoint
@@ -233,19 +233,38 @@ class LLM:
         """
         return self._shared.run(self._jobs([prepare(self.engine, prompt)], params))
 
-    def chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None) -> RequestOutput:
+    def chat(
+        self,
+        messages: list[dict[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        template_variables: dict[str, Any] | None = None,
+    ) -> RequestOutput:
         """Answer a conversation, such as ``[{"role": "user", "content": "Hello"}]``.
+
+        Args:
+            messages: messages, see :func:`fastinfer.tokenizers.chat_template.render`.
+            params: sampling parameters; :attr:`default_params` by default.
+            template_variables: variables of the model's chat template, such as ``tools`` and ``enable_thinking``.
 
         Raises:
             RequestError: the conversation cannot be served.
             UnsupportedModelError: the model has no chat template.
         """
-        jobs = self._jobs([prepare_chat(self.engine, messages)], params, output_kind=FINAL_ONLY)
+        prompt = prepare_chat(self.engine, messages, **(template_variables or {}))
+        jobs = self._jobs([prompt], params, output_kind=FINAL_ONLY)
         return self._shared.complete(jobs)[0]
 
-    def stream_chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None) -> Outputs:
+    def stream_chat(
+        self,
+        messages: list[dict[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        template_variables: dict[str, Any] | None = None,
+    ) -> Outputs:
         """Answer a conversation as :meth:`chat` does and yield the outputs as :meth:`stream_outputs` does."""
-        return self._shared.run(self._jobs([prepare_chat(self.engine, messages)], params))
+        prompt = prepare_chat(self.engine, messages, **(template_variables or {}))
+        return self._shared.run(self._jobs([prompt], params))
 
     def embed(
         self,

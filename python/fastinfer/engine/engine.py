@@ -23,11 +23,11 @@ from fastinfer.engine.construction import (
 )
 from fastinfer.engine.generation_request import GenerationRequest
 from fastinfer.engine.grammar import GrammarCompiler
-from fastinfer.engine.intake import RequestIntake, ValidPrompt
 from fastinfer.engine.prefill_request import EmbeddingRequest, PrefillRequest
 from fastinfer.engine.prompt_modules import PromptModule, PromptModules
 from fastinfer.engine.request import Output
 from fastinfer.engine.request_table import RequestTable
+from fastinfer.engine.request_validator import RequestValidator, ValidPrompt
 from fastinfer.engine.scheduler import Scheduler
 from fastinfer.engine.speculation import Speculator
 from fastinfer.engine.stats import EngineStats, StepStats, StepTotals
@@ -120,7 +120,7 @@ class Engine:
         )
         self.on_step: Callable[[StepStats], None] | None = None
         self._totals = StepTotals()
-        self._intake = RequestIntake(config, self.max_model_len, model.config.vocab_size, self.adapters)
+        self._validator = RequestValidator(config, self.max_model_len, model.config.vocab_size, self.adapters)
         self._step = Step(
             model=self.model,
             runner=self.runner,
@@ -155,9 +155,9 @@ class Engine:
             RequestError: the request can never be served.
         """
         if params is not None:
-            self._intake.check_sampling_params(params)
-        prompt = self._intake.check_prompt(self._intake.truncate(prompt_token_ids, params), generates=generates)
-        self._intake.check_adapter(adapter)
+            self._validator.check_sampling_params(params)
+        prompt = self._validator.check_prompt(self._validator.truncate(prompt_token_ids, params), generates=generates)
+        self._validator.check_adapter(adapter)
         return prompt
 
     def validate_beam_search(
@@ -165,7 +165,7 @@ class Engine:
     ) -> ValidPrompt:
         """Check a beam search without queueing it; returns and raises the same as :meth:`validate`."""
         prompt = self.validate(prompt_token_ids, adapter=adapter)
-        self._intake.check_beam_search_params(params)
+        self._validator.check_beam_search_params(params)
         return prompt
 
     def add_request(
@@ -201,14 +201,14 @@ class Engine:
             RequestError: the request can never be served, or its id is in use.
         """
         params = params or self.default_params
-        self._intake.check_sampling_params(params)
-        token_ids = self._intake.check_prompt(self._intake.truncate(prompt_token_ids, params)).token_ids
-        self._intake.check_timeouts(timeout, queue_timeout)
+        self._validator.check_sampling_params(params)
+        token_ids = self._validator.check_prompt(self._validator.truncate(prompt_token_ids, params)).token_ids
+        self._validator.check_timeouts(timeout, queue_timeout)
         request = GenerationRequest(
             self.requests.new_id(request_id, len(token_ids)),
             token_ids,
             params,
-            self._intake.sequence_options(priority, cache_salt, adapter),
+            self._validator.sequence_options(priority, cache_salt, adapter),
             prompt=prompt,
             tokenizer=self.tokenizer,
             max_model_len=self.max_model_len,
@@ -241,14 +241,14 @@ class Engine:
         Raises:
             QueueFullError, RequestError: same as for :meth:`add_request`.
         """
-        token_ids = self._intake.check_prompt(prompt_token_ids).token_ids
-        self._intake.check_beam_search_params(params)
-        self._intake.check_timeouts(timeout, queue_timeout)
+        token_ids = self._validator.check_prompt(prompt_token_ids).token_ids
+        self._validator.check_beam_search_params(params)
+        self._validator.check_timeouts(timeout, queue_timeout)
         request = BeamRequest(
             self.requests.new_id(request_id, len(token_ids)),
             token_ids,
             params,
-            self._intake.sequence_options(priority, cache_salt, adapter),
+            self._validator.sequence_options(priority, cache_salt, adapter),
             prompt=prompt,
             tokenizer=self.tokenizer,
             max_model_len=self.max_model_len,
@@ -279,10 +279,10 @@ class Engine:
         Raises:
             QueueFullError, RequestError: same as for :meth:`add_request`.
         """
-        token_ids = self._intake.check_prompt(prompt_token_ids, generates=False).token_ids
-        self._intake.check_pooling(pooling)
-        self._intake.check_timeouts(timeout, queue_timeout)
-        options = self._intake.sequence_options(priority, cache_salt, adapter)
+        token_ids = self._validator.check_prompt(prompt_token_ids, generates=False).token_ids
+        self._validator.check_pooling(pooling)
+        self._validator.check_timeouts(timeout, queue_timeout)
+        options = self._validator.sequence_options(priority, cache_salt, adapter)
         request = EmbeddingRequest(
             self.requests.new_id(request_id, len(token_ids)), token_ids, options, pooling=pooling, normalize=normalize
         )
@@ -311,9 +311,11 @@ class Engine:
             RequestError: same as for :meth:`add_request`; also if the name is in use, if prefix caching is off, or if
                 the cache could no longer hold a sequence of the maximum length beside the module.
         """
-        token_ids = self._intake.check_prompt(prompt_token_ids).token_ids
+        token_ids = self._validator.check_prompt(prompt_token_ids).token_ids
         request = PrefillRequest(
-            self.requests.new_id(None, len(token_ids)), token_ids, self._intake.sequence_options(0, cache_salt, adapter)
+            self.requests.new_id(None, len(token_ids)),
+            token_ids,
+            self._validator.sequence_options(0, cache_salt, adapter),
         )
         self.prompt_modules.add(name, PromptModule(request.sequences[0], cache_salt))
         return self.requests.add(request)

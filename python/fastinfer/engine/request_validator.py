@@ -25,7 +25,7 @@ class ValidPrompt:
     token_ids: list[int]
 
 
-class RequestIntake:
+class RequestValidator:
     """Checks new requests; every mistake raises a RequestError that names the field.
 
     Args:
