@@ -196,7 +196,7 @@ def test_ablation_writes_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return Measured(1.0, tokens, 10, [0.5], [0.1, 0.2], 50_000_000, 90_000_000, 1, 0, 8 * row.speculation, 4)
 
     monkeypatch.setattr(ablation, "_measure_in_process", run)
-    assert main(["bench", "ablation", "--repeats", "2", "--model", "m.gguf", "--out", str(tmp_path)]) == 0
+    assert main(["bench", "ablation", "--repeats", "2", "--out", str(tmp_path)]) == 0
     assert order == [row.key for row in ROWS] * 2  # in turns
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["none", "2.0", "1.00", "-", "100.0", "200.0", "50", "90"]
@@ -219,7 +219,8 @@ def test_ablation_in_its_processes(model_path: Path, capsys: Captured) -> None:
 
 
 def test_a_failed_process_is_one_line(tmp_path: Path, capsys: Captured) -> None:
-    assert main(["bench", "ablation", "--rows=kv", "--model", str(tmp_path / "none.gguf")]) == 2
+    (tmp_path / "damaged.gguf").write_bytes(b"GGUF")
+    assert main(["bench", "ablation", "--rows=kv", "--model", str(tmp_path / "damaged.gguf")]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert line.startswith("fastinfer: error: KV cache: ")
-    assert "none.gguf" in line
+    assert "damaged.gguf" in line

@@ -25,7 +25,7 @@ Captured = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def llms(monkeypatch: pytest.MonkeyPatch) -> list[FakeLLM]:
-    """The models that the program has loaded, all of them fakes; their class is new for each test."""
+    """The models that the program has loaded, all of them fakes that need no file; their class is new for each test."""
     from fastinfer.cli import session
 
     loaded: list[FakeLLM] = []
@@ -36,6 +36,7 @@ def llms(monkeypatch: pytest.MonkeyPatch) -> list[FakeLLM]:
             loaded.append(self)
 
     monkeypatch.setattr(session, "LLM", Recorded)
+    monkeypatch.setattr(hub, "resolve", Path)
     return loaded
 
 

@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     if "json" in args.only:
         structured.check_installed()  # checked first, because the other sections take long
     subject = Subject.load(args.model, args.dtype)
-    settings = {name: value for name, value in vars(args).items() if name not in ("module", "out")}
+    settings = {name: value for name, value in vars(args).items() if name not in ("command", "module", "out")}
     path = None if args.out is None else Path(args.out) / "throughput.json"
     results: dict[str, Any] = {}
     goals: list[Goal] = []

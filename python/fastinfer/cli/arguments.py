@@ -14,11 +14,11 @@ from fastinfer.cli.options import (
     names,
     rate,
 )
+from fastinfer.quantize.methods import METHODS
 
 DEFAULT_BENCHMARK = "end-to-end"
 ABLATION_ROWS = ("none", "kv", "batch", "kv+batch", "continuous", "int8", "int4", "prefix", "speculation")
 THROUGHPUT_SECTIONS = ("batch", "policies", "arrival", "prefix", "ngram", "json")
-QUANTIZATION_METHODS = ("rtn", "gptq", "awq", "nf4", "int8", "w8a8")
 
 
 def as_sentence(help: str) -> str:
@@ -74,7 +74,7 @@ def add_info(parser: argparse.ArgumentParser) -> None:
 def add_quantize(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``fastinfer quantize``."""
     parser.add_argument("model", metavar="MODEL", help="a folder of safetensors files, or org/repo on the hub")
-    parser.add_argument("--method", required=True, choices=QUANTIZATION_METHODS)
+    parser.add_argument("--method", required=True, choices=METHODS)
     parser.add_argument("--bits", type=count(2), metavar="N", help="bits of a weight; default: depends on the method")
     parser.add_argument(
         "--group-size", type=int, default=64, metavar="N", help="inputs that share a scale, -1 for all; default: 64"

@@ -38,7 +38,7 @@ def _compare(args: argparse.Namespace) -> int:
     print(comparison.report(results))
     if args.out is not None:
         path = Path(args.out) / "compare.json"
-        settings = {name: value for name, value in vars(args).items() if name not in ("module", "out")}
+        settings = {name: value for name, value in vars(args).items() if name not in ("command", "out")}
         write_json(path, {"settings": settings, "results": comparison.as_json(results)})
         print_plot(lambda: comparison.plot(results, path.with_suffix(".png")))
     return 0

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import fastinfer
-from fastinfer.cli import arguments
+from fastinfer.cli import arguments, checks
 from fastinfer.errors import FastinferError
 
 
@@ -27,22 +27,35 @@ class Command:
         help: its line in ``fastinfer --help``.
         add_arguments: function that declares its arguments.
         module: module whose ``run(args)`` executes it; ``None`` if it has subcommands with modules of their own.
+        check: function that checks its arguments before the module is imported.
     """
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     module: str | None
+    check: Callable[[argparse.Namespace], None] = checks.check_nothing
 
 
 COMMANDS = {
-    "generate": Command("continue or answer one prompt", arguments.add_generate, "fastinfer.cli.generate"),
-    "chat": Command("talk with a model; Ctrl-C stops an answer, Ctrl-D ends", arguments.add_chat, "fastinfer.cli.chat"),
+    "generate": Command(
+        "continue or answer one prompt", arguments.add_generate, "fastinfer.cli.generate", checks.check_session
+    ),
+    "chat": Command(
+        "talk with a model; Ctrl-C stops an answer, Ctrl-D ends",
+        arguments.add_chat,
+        "fastinfer.cli.chat",
+        checks.check_session,
+    ),
     "pull": Command("download a model and print where it is", arguments.add_pull, "fastinfer.cli.pull"),
     "models": Command("list the models known by name", arguments.add_models, "fastinfer.cli.models"),
-    "info": Command("describe this installation: versions, CPU, GPUs", arguments.add_info, "fastinfer.cli.info"),
-    "bench": Command("measure speed and memory on a model", arguments.add_bench, None),
-    "quantize": Command("write a quantised copy of a model", arguments.add_quantize, "fastinfer.cli.quantize"),
-    "eval": Command("evaluate models on a text", arguments.add_eval, "fastinfer.cli.eval"),
+    "info": Command(
+        "describe this installation: versions, CPU, GPUs", arguments.add_info, "fastinfer.cli.info", checks.check_info
+    ),
+    "bench": Command("measure speed and memory on a model", arguments.add_bench, None, checks.check_bench),
+    "quantize": Command(
+        "write a quantised copy of a model", arguments.add_quantize, "fastinfer.cli.quantize", checks.check_quantize
+    ),
+    "eval": Command("evaluate models on a text", arguments.add_eval, "fastinfer.cli.eval", checks.check_eval),
 }
 
 
@@ -63,8 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     try:
         args = _parser().parse_args(_with_benchmark(sys.argv[1:] if argv is None else argv))
-        # Commands are imported only when they run: torch alone takes 1.5 s, and --help needs none of it.
-        run: Callable[[argparse.Namespace], int] = importlib.import_module(args.module).run
+        command = COMMANDS[args.command]
+        command.check(args)
+        # Commands are imported only when they run: torch alone takes 1.5 s, and a wrong argument needs none of it.
+        run: Callable[[argparse.Namespace], int] = importlib.import_module(command.module or args.module).run
         if getattr(args, "threads", None) is not None:
             _set_num_threads(args.threads)
         code = run(args)
@@ -99,10 +114,9 @@ def _discard_stdout() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="fastinfer", description="Run large language models on this machine.")
     parser.add_argument("--version", action="version", version=f"fastinfer {fastinfer.__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         subparser = commands.add_parser(name, help=command.help, description=arguments.as_sentence(command.help))
-        subparser.set_defaults(module=command.module)
         command.add_arguments(subparser)
     return parser
 

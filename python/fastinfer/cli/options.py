@@ -8,6 +8,8 @@ from typing import Any
 from fastinfer.hub import DEFAULT_MODEL
 from fastinfer.utils.dtypes import DTYPES, KV_CACHE_DTYPES
 
+MAX_SPECULATIVE_TOKENS = 15  # the engine's limit, whose module imports torch; a test compares them
+
 
 def add_model_option(parser: argparse.ArgumentParser) -> None:
     """Add the model."""
@@ -83,7 +85,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--speculate",
         "num_speculative_tokens",
-        type=int,
+        type=count(0, MAX_SPECULATIVE_TOKENS),
         metavar="N",
         help="draft up to N tokens per step from n-grams of the text; default: 0",
     )

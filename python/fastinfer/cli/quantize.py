@@ -7,25 +7,19 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fastinfer import hub
+from fastinfer.cli.checks import quantization_method
 from fastinfer.errors import RequestError
 from fastinfer.evaluation.perplexity import perplexity, split_sections
 from fastinfer.evaluation.text_file import read_tokens
 from fastinfer.models import load_model
 from fastinfer.quantize.checkpoint import quantize_checkpoint
-from fastinfer.quantize.methods import METHODS, SYMMETRIC, Method
 from fastinfer.tokenizers.tokenizer import Tokenizer
 
 
 def run(args: argparse.Namespace) -> int:
     """Quantise the model, and print and write the report."""
-    bits = args.bits or METHODS[args.method][0]
-    symmetric = args.method in SYMMETRIC if args.symmetric is None else args.symmetric
-    method = Method(args.method, bits, args.group_size, symmetric)
+    method = quantization_method(args)
     source = hub.resolve(args.model)
-    if not source.is_dir():
-        raise RequestError(f"model: expected a folder of safetensors files, got {source}")
-    if method.needs_inputs and args.calibration is None:
-        raise RequestError(f"--calibration: {method.name} needs a text, got none")
     tokenizer = Tokenizer.from_folder(source)
     # Methods that need no inputs still get some, for the errors in the report.
     text = args.calibration or args.evaluation

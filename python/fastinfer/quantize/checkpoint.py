@@ -16,6 +16,7 @@ from fastinfer.quantize.layout import WriterSettings
 from fastinfer.quantize.methods import Method
 from fastinfer.quantize.report import Report
 from fastinfer.quantize.statistics import InputStatistics
+from fastinfer.quantize.weight import quantize_weight
 from fastinfer.quantize.writer import CheckpointWriter
 
 # File format of each method's result. GPTQ's layout stores zero points in a form that every reader accepts.
@@ -72,7 +73,7 @@ def quantize_checkpoint(
     )
 
     def quantize(weight: CalibratedWeight, statistics: InputStatistics) -> None:
-        method.quantize(weight, statistics, fold_target(weight.names[0], config) is not None)
+        quantize_weight(method, weight, statistics, fold_target(weight.names[0], config) is not None)
 
     with CheckpointWriter(out, source, FORMATS[method.name], settings) as writer:
         for index, calibrated in enumerate(calibrate(checkpoint, texts, quantize)):
