@@ -40,7 +40,7 @@ CASES = {
     "generate x --nonsense": "--nonsense",
     "generate x --max-tokens many": "--max-tokens",
     "generate x --top-p 2": "top_p must be",
-    "generate x --speculate 16": "--speculate",
+    "generate x --speculate 16": "--speculate: expected an integer in 0..15",
     "generate x --regex=": "regex must be",
     "generate x --json-schema list.json": "list.json: json must be a JSON schema",
     "generate x --json-schema nowhere.json": "nowhere.json",

@@ -465,14 +465,13 @@ def test_program_chats_with_the_real_model(model_path: Path) -> None:
     [
         (["generate", "x", "--model", "/no/such.gguf"], "/no/such.gguf"),
         (["generate", "x", "--top-p", "2"], "top_p"),
-        (["generate", "x", "--speculate", "16"], "num_speculative_tokens"),
         (["generate", "x", "--regex", "("], "regex cannot be enforced"),
         (["generate", "a " * 20_000], "prompt"),  # longer than the context
         (["generate", ""], "prompt"),
         (["generate", "x", "--model", __file__], "GGUF"),
         (["bench", "--model", "/no/such.gguf"], "/no/such.gguf"),
     ],
-    ids=["model", "parameter", "speculation", "regex", "context", "empty", "format", "bench"],
+    ids=["model", "parameter", "regex", "context", "empty", "format", "bench"],
 )
 def test_program_ends_with_one_line(arguments: list[str], named: str) -> None:
     program = run_program(*arguments, *(["--raw"] if arguments[0] == "generate" else []))
