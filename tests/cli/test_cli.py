@@ -211,10 +211,35 @@ def test_a_bad_schema_file(
     assert llms == []
 
 
-def test_prompt_from_standard_input(llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("prompt", [["-"], []])
+def test_prompt_from_standard_input(llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, prompt: list[str]) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("Why?\nReally?\n\n"))
-    assert main(["generate", "-", "--raw"]) == 0
+    assert main(["generate", *prompt, "--raw"]) == 0
     assert llms[0].asked[0][1] == "Why?\nReally?\n"
+
+
+def test_no_prompt_in_a_terminal(llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    """The program would seem to hang, if it read what nobody knows to type."""
+    monkeypatch.setattr(sys, "stdin", Terminal("Why?"))
+    assert main(["generate"]) == 2
+    assert "PROMPT: expected the text" in error_line(capsys)
+    assert main(["generate", "-"]) == 0
+    assert llms[0].asked[0][1] == [{"role": "user", "content": "Why?"}]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("arguments", [["generate"], ["generate", "-"], ["generate", ""]])
+def test_an_empty_prompt(
+    llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: Captured, arguments: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    assert main(arguments) == 2
+    assert "PROMPT: expected the text, got nothing" in error_line(capsys)
+    assert llms == []
 
 
 def test_standard_input_that_is_no_text(llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
@@ -228,7 +253,6 @@ def test_standard_input_that_is_no_text(llms: list[FakeLLM], monkeypatch: pytest
     [
         ("", "COMMAND"),
         ("nonsense", "nonsense"),
-        ("generate", "PROMPT"),
         ("generate x --no-such-option", "--no-such-option"),
         ("generate x --max-tokens many", "--max-tokens"),
         ("generate x --max-tokens 1e3", "--max-tokens"),
@@ -427,14 +451,49 @@ def test_help_and_light_commands_do_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
 
-def test_reader_of_the_output_has_gone() -> None:
+@pytest.mark.parametrize("arguments", [["models"], ["--help"], ["generate", "--help"], ["info"]])
+def test_reader_of_the_output_has_gone(arguments: list[str]) -> None:
     read, write = os.pipe()
     os.close(read)
-    program = subprocess.run(
-        [sys.executable, "-m", "fastinfer", "models"], stdout=write, stderr=subprocess.PIPE, text=True
-    )
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}  # argparse ignores the error if the text is written at once
+    command = [sys.executable, "-m", "fastinfer", *arguments]
+    program = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, env=buffered)
     os.close(write)
     assert (program.returncode, program.stderr) == (141, "")
+
+
+def test_reader_of_output_and_errors_has_gone() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    program = subprocess.run([sys.executable, "-m", "fastinfer", "nonsense"], stdout=write, stderr=write)
+    os.close(write)
+    assert program.returncode == 141
+
+
+@pytest.mark.parametrize(
+    ("arguments", "redirection", "expected"),
+    [
+        ("models", ">&-", (0, "", "")),
+        ("--help", ">&-", (0, "", "")),
+        ("nonsense", "2>&-", (2, "", "")),  # not on stdout instead
+        ("nonsense", ">&- 2>&-", (2, "", "")),
+    ],
+)
+def test_closed_streams(arguments: str, redirection: str, expected: tuple[int, str, str]) -> None:
+    command = f"exec {sys.executable} -m fastinfer {arguments} {redirection}"
+    program = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
+    assert (program.returncode, program.stdout, program.stderr) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("redirection", "codes"), [(">&-", "0"), ("| true", "141 0")])
+def test_generate_without_a_reader(model_path: Path, redirection: str, codes: str) -> None:
+    program = f"{sys.executable} -m fastinfer generate Hello --max-tokens 20 --model {model_path} {redirection}"
+    command = ["bash", "-c", f"{program}; echo ${{PIPESTATUS[@]}}"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.stdout.strip() == codes
+    assert "Traceback" not in ended.stderr
+    assert "Exception" not in ended.stderr
 
 
 @pytest.mark.slow
@@ -467,7 +526,7 @@ def test_program_chats_with_the_real_model(model_path: Path) -> None:
         (["generate", "x", "--top-p", "2"], "top_p"),
         (["generate", "x", "--regex", "("], "regex cannot be enforced"),
         (["generate", "a " * 20_000], "prompt"),  # longer than the context
-        (["generate", ""], "prompt"),
+        (["generate", ""], "PROMPT"),
         (["generate", "x", "--model", __file__], "GGUF"),
         (["bench", "--model", "/no/such.gguf"], "/no/such.gguf"),
     ],

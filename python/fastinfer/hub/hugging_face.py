@@ -38,10 +38,8 @@ def pull(repository: str, file: str | None) -> Path:
     # The library's error classes share no base across the versions that tokenizers allows, and errors of its HTTP
     # library pass through it unchanged.
     except Exception as error:
-        cached = [
-            path.name.split("--", 1)[1] for path in Path(huggingface_hub.constants.HF_HUB_CACHE).glob("models--*")
-        ]
-        meant = did_you_mean(repository, [entry.replace("--", "/") for entry in cached])
+        folders = Path(huggingface_hub.constants.HF_HUB_CACHE).glob("models--*")
+        meant = did_you_mean(repository, ["/".join(folder.name.split("--")[1:]) for folder in folders])
         raise ModelNotFoundError(f"model {name!r}: {_reason(error, repository)}{meant}") from error
     if file is not None:
         if not (folder / file).is_file():
