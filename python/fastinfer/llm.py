@@ -207,10 +207,12 @@ class LLM:
             jobs.append(Job(beam_search_job(self.engine, prepared, params, request_id=self._new_id(), **options)))
         return self._shared.complete(jobs)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[str, None, None]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> Generator[str, None, None]:
         """Complete one prompt and yield the text in pieces, which add up to the text of :meth:`generate`.
 
-        Closing the iterator aborts the request.
+        Closing the iterator aborts the request. ``adapter`` is the name of a LoRA adapter, as for :meth:`generate`.
 
         Raises:
             RequestError: the prompt cannot be served, or ``params.n`` is not 1.
@@ -218,32 +220,40 @@ class LLM:
         """
         if isinstance(params, SamplingParams) and params.n != 1:
             raise RequestError(f"n must be 1 for stream, which yields one text, got {params.n}")
-        return _pieces(self.stream_outputs(prompt, params))
+        return _pieces(self.stream_outputs(prompt, params, adapter=adapter))
 
-    def stream_outputs(self, prompt: Prompt, params: SamplingParams | None = None) -> Outputs:
+    def stream_outputs(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> Outputs:
         """Complete one prompt and yield an output after every token, as ``params.output_kind`` says.
 
         If other threads compute further tokens before the next output is asked for, one output reports them all.
-        Closing the iterator aborts the request.
+        Closing the iterator aborts the request. ``adapter`` is the name of a LoRA adapter, as for :meth:`generate`.
 
         Raises:
             RequestError: the prompt cannot be served.
         """
-        return self._shared.run(self._jobs([prepare(self.engine, prompt)], params))
+        return self._shared.run(self._jobs([prepare(self.engine, prompt)], params, adapter=adapter))
 
-    def chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None) -> RequestOutput:
+    def chat(
+        self, messages: list[dict[str, Any]], params: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> RequestOutput:
         """Answer a conversation, such as ``[{"role": "user", "content": "Hello"}]``.
+
+        ``adapter`` is the name of a LoRA adapter, as for :meth:`generate`.
 
         Raises:
             RequestError: the conversation cannot be served.
             UnsupportedModelError: the model has no chat template.
         """
-        jobs = self._jobs([prepare_chat(self.engine, messages)], params, output_kind=FINAL_ONLY)
+        jobs = self._jobs([prepare_chat(self.engine, messages)], params, adapter=adapter, output_kind=FINAL_ONLY)
         return self._shared.complete(jobs)[0]
 
-    def stream_chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None) -> Outputs:
+    def stream_chat(
+        self, messages: list[dict[str, Any]], params: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> Outputs:
         """Answer a conversation as :meth:`chat` does and yield the outputs as :meth:`stream_outputs` does."""
-        return self._shared.run(self._jobs([prepare_chat(self.engine, messages)], params))
+        return self._shared.run(self._jobs([prepare_chat(self.engine, messages)], params, adapter=adapter))
 
     def embed(
         self,

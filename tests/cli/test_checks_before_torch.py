@@ -45,6 +45,7 @@ CASES = {
     "generate x --json-schema list.json": "list.json: json must be a JSON schema",
     "generate x --json-schema nowhere.json": "nowhere.json",
     "generate x --model /no/such.gguf": "model '/no/such.gguf'",
+    "generate x --adapter model": "--adapter: expected a folder with adapter_config.json, got model",
     "chat --temperature -1": "temperature must be",
     "chat --model empty": "model 'empty'",
     "info --memory nowhere": "model 'nowhere'",

@@ -3,6 +3,7 @@
 import argparse
 
 from fastinfer.cli.options import (
+    add_adapter_option,
     add_dtype_option,
     add_engine_options,
     add_model_option,
@@ -36,6 +37,7 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--raw", action="store_true", help="give the text as is, without the model's chat template")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
+    add_adapter_option(parser)
     add_engine_options(parser)
     add_sampling_options(parser)
 
@@ -43,6 +45,7 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 def add_chat(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``fastinfer chat``."""
     parser.add_argument("--system", metavar="TEXT", help="the system message")
+    add_adapter_option(parser)
     add_engine_options(parser)
     add_sampling_options(parser)
 

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fastinfer import hub
-from fastinfer.errors import RequestError
+from fastinfer.errors import AdapterError, RequestError
 from fastinfer.evaluation.text_file import read_text
 from fastinfer.quantize.methods import METHODS, SYMMETRIC, Method
 from fastinfer.sampling_params import SamplingParams
 from fastinfer.structured_output import StructuredOutputsParams
+
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 def check_nothing(args: argparse.Namespace) -> None:
@@ -33,6 +35,8 @@ def check_generate(args: argparse.Namespace) -> None:
 def check_session(args: argparse.Namespace) -> None:
     """Check the arguments that ``generate`` and ``chat`` have in common."""
     SamplingParams(**sampling_fields(args))
+    if args.adapter is not None and not Path(args.adapter, ADAPTER_CONFIG).is_file():
+        raise AdapterError(f"--adapter: expected a folder with {ADAPTER_CONFIG}, got {args.adapter}")
     hub.resolve(args.model)
 
 

@@ -122,8 +122,8 @@ def _set_num_threads(count: int) -> None:
 def _prepare_streams() -> None:
     """Make stdout and stderr take any text, also where the program was started with one of them closed."""
     # Python has no stream then, and print would write errors to the other one.
-    sys.stdout = sys.stdout or open(os.devnull, "w")
-    sys.stderr = sys.stderr or open(os.devnull, "w")
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - until the program ends
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark

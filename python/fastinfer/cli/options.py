@@ -92,6 +92,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add_threads_option(options)
 
 
+def add_adapter_option(parser: argparse.ArgumentParser) -> None:
+    """Add the LoRA adapter."""
+    parser.add_argument("--adapter", metavar="DIR", help="a LoRA adapter, a folder that PEFT has saved")
+
+
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Add options named as the fields of SamplingParams, which checks their ranges and has the defaults."""
     options = parser.add_argument_group("sampling", argument_default=argparse.SUPPRESS)
