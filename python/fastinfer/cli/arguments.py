@@ -92,7 +92,11 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="use no zero points; default: for int8, nf4 and w8a8",
     )
-    parser.add_argument("--calibration", metavar="FILE", help="text for methods that need the layers' inputs")
+    parser.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help="text for gptq, awq and w8a8, which need the layers' inputs; for others it only changes the report",
+    )
     parser.add_argument("--evaluation", metavar="FILE", help="another text, for the perplexity before and after")
     parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write")
     add_threads_option(parser)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastinfer import hub
 from fastinfer.errors import RequestError
 from fastinfer.evaluation.perplexity import log_probabilities, loss, split_sections
-from fastinfer.evaluation.text_file import read_tokens
+from fastinfer.evaluation.text_file import read_text, read_tokens
 from fastinfer.formats.safetensors_folder import weight_file_bytes
 from fastinfer.llm import LLM
 from fastinfer.models import Model, load_model
@@ -80,14 +80,16 @@ def compare(
         progress: function that is called with a description of each step.
 
     Raises:
-        RequestError: the models cut the text into different tokens.
+        ModelNotFoundError: there is no such model. All are looked up before the first one is loaded.
+        RequestError: the text cannot be read, or the models cut it into different tokens.
     """
+    read_text(text)
+    paths = [hub.resolve(name) for name in names]
     results: list[Result] = []
     reference: list[tuple[Tensor, Tensor]] = []
     texts: list[list[int]] = []
-    for name in names:
+    for name, path in zip(names, paths, strict=True):
         progress(name)
-        path = hub.resolve(name)
         model, tokenizer = load_model(path, dtype, max_model_len=length)
         sections = split_sections(read_tokens(text, tokenizer), length, max_tokens)
         if texts and sections != texts:

@@ -15,37 +15,49 @@ from fastinfer.quantize.smoothquant import smoothing_scales
 from fastinfer.quantize.statistics import InputStatistics
 
 
-def quantize_weight(method: Method, weight: CalibratedWeight, statistics: InputStatistics, can_fold: bool) -> None:
+def quantize_weight(
+    method: Method, weight: CalibratedWeight, statistics: InputStatistics | None, can_fold: bool
+) -> None:
     """Set the weight's ``result``, and its ``input_scales`` if the method scales inputs.
 
     Args:
         method: the method and its numbers.
         weight: the weight to quantise.
-        statistics: statistics of its inputs.
+        statistics: statistics of its inputs; ``None`` for a method that needs none.
         can_fold: whether the module before it can absorb a factor per input.
     """
+    if not method.needs_inputs:
+        weight.result = _rounded(method, weight.values)
+        return
+    assert statistics is not None
     values = weight.values
-    group_size = method.group_size if method.group_size != -1 else values.shape[1]
-    grid = method.bits, group_size, method.symmetric
+    grid = method.bits, _group_size(method, values), method.symmetric
     if method.name == "gptq":
-        weight.result = quantize_gptq(values, statistics, method.bits, group_size, symmetric=method.symmetric)
+        weight.result = quantize_gptq(values, statistics, *grid[:2], symmetric=method.symmetric)
     elif method.name == "awq":
         if can_fold:
             weight.input_scales = search_scales(values, statistics, *grid)
             values, statistics = values * weight.input_scales, statistics.scaled(weight.input_scales)
         clipped = search_clipping(values, statistics, *grid)
         weight.result = clipped.unpacked(clipped.quantize(values))
-    elif method.name == "w8a8":
+    else:
         if can_fold:
             weight.input_scales = smoothing_scales(values, statistics)
             values = values * weight.input_scales
         weight.result = round_rows(values)
-    elif method.name == "nf4":
-        weight.result = round_to_nf4(values, NF4_GROUP)
-    elif method.name == "int8":
-        weight.result = round_to_nearest(values, 8, values.shape[1], method.symmetric)
-    else:
-        weight.result = round_to_nearest(values, *grid)
+
+
+def _rounded(method: Method, values: Tensor) -> Unpacked:
+    """Quantise a weight by a method that needs no inputs."""
+    if method.name == "nf4":
+        return round_to_nf4(values, NF4_GROUP)
+    if method.name == "int8":
+        return round_to_nearest(values, 8, values.shape[1], method.symmetric)
+    return round_to_nearest(values, method.bits, _group_size(method, values), method.symmetric)
+
+
+def _group_size(method: Method, values: Tensor) -> int:
+    return method.group_size if method.group_size != -1 else values.shape[1]
 
 
 def fold_into_rows(weight: Unpacked, scales: Tensor) -> Unpacked:
