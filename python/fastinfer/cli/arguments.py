@@ -95,7 +95,7 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibration",
         metavar="FILE",
-        help="text for gptq, awq and w8a8, which need the layers' inputs; for others it only changes the report",
+        help="text for gptq, awq and w8a8; for other methods it changes the report alone",
     )
     parser.add_argument("--evaluation", metavar="FILE", help="another text, for the perplexity before and after")
     parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write")
