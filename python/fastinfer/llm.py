@@ -119,7 +119,7 @@ class LLM:
             max_logit_bias=max_logit_bias,
             batching=batching,
             block_size=block_size,
-            kv_cache_dtype=_kv_cache_dtype(kv_cache_dtype, dtype, device),
+            kv_cache_dtype=kv_cache_dtype_of(kv_cache_dtype, dtype, device),
             kv_cache_memory=kv_cache_memory,
             gpu_memory_utilization=gpu_memory_utilization,
             enable_prefix_caching=enable_prefix_caching,
@@ -447,7 +447,12 @@ def _with_kv_cache_size(config: EngineConfig, checkpoints: list[Checkpoint]) -> 
     return dataclasses.replace(config, num_kv_blocks=size.num_blocks, max_model_len=size.max_model_len)
 
 
-def _kv_cache_dtype(name: str, dtype: str, device: str) -> torch.dtype:
+def kv_cache_dtype_of(name: str, dtype: str, device: str) -> torch.dtype:
+    """Return the dtype that ``kv_cache_dtype`` of :class:`LLM` names.
+
+    Raises:
+        RequestError: the device does not have it together with ``dtype``.
+    """
     default = Precision.of(dtype, device).kv_cache_dtype
     quantized = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
     found: torch.dtype = default if name == "auto" else quantized.get(name) or getattr(torch, name)

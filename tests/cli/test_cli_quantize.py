@@ -12,7 +12,7 @@ from fastinfer.errors import ModelNotFoundError, RequestError
 from fastinfer.evaluation import comparison
 
 Captured = pytest.CaptureFixture[str]
-LENGTHS = ("--tokens", "128", "--length", "32")
+LENGTHS = ("--tokens", "128", "--context", "32")
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +99,39 @@ def test_mistakes_are_one_line(arguments: list[str], message: str, folder: Path,
     assert not Path(out).exists()
 
 
+def test_evaluation_in_batches_changes_no_bit(folder: Path, capsys: Captured) -> None:
+    """Four sections at once, in batches of one and of three."""
+    text = "--text", str(folder / "other.txt"), "--tokens", "150", "--context", "37"
+    for kv_cache_dtype in ("float32", "int8"):
+        printed = []
+        for count in ("1", "3"):
+            options = "--max-num-seqs", count, "--kv-cache-dtype", kv_cache_dtype, "--device", "cpu"
+            assert main(["eval", "perplexity", str(folder / "model"), *text, *options, "--json"]) == 0
+            printed.append(json.loads(capsys.readouterr().out))
+        assert printed[0] == printed[1]
+        assert printed[0]["tokens"] == 4 * 37
+
+
+def test_options_of_loading_change_an_evaluation(folder: Path, capsys: Captured) -> None:
+    text = "--text", str(folder / "other.txt"), *LENGTHS
+    found = set()
+    for options in ([], ["--kv-cache-dtype", "int4"], ["--dtype", "float32"], ["--context", "64"]):
+        assert main(["eval", "compare", str(folder / "model"), *text, *options, "--no-speed"]) == 0
+        printed = capsys.readouterr().out
+        assert main(["eval", "perplexity", str(folder / "model"), *text, *options]) == 0
+        value = capsys.readouterr().out.strip()
+        assert f"{float(value):.3f}" in printed
+        found.add(value)
+    assert len(found) == 4
+
+
 def test_compare_looks_for_all_files_before_it_loads_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "load_model", None)
     model, text = str(folder / "model"), str(folder / "one.txt")
     with pytest.raises(ModelNotFoundError, match="nowhere"):
-        comparison.compare([model, "nowhere"], text, 32, 128, "auto")
+        comparison.compare([model, "nowhere"], text, 32, 128)
     with pytest.raises(RequestError, match=r"nowhere\.txt: No such file"):
-        comparison.compare([model, model], "nowhere.txt", 32, 128, "auto")
+        comparison.compare([model, model], "nowhere.txt", 32, 128)
 
 
 def test_a_text_that_is_too_short(folder: Path, capsys: Captured) -> None:

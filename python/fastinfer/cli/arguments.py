@@ -4,8 +4,8 @@ import argparse
 
 from fastinfer.cli.options import (
     add_adapter_option,
-    add_dtype_option,
     add_engine_options,
+    add_loading_options,
     add_model_option,
     add_sampling_options,
     add_text_options,
@@ -18,6 +18,7 @@ from fastinfer.cli.options import (
 from fastinfer.quantize.methods import METHODS
 
 DEFAULT_BENCHMARK = "end-to-end"
+SECTION_TOKENS = 512
 ABLATION_ROWS = ("none", "kv", "batch", "kv+batch", "continuous", "int8", "int4", "prefix", "speculation")
 THROUGHPUT_SECTIONS = ("batch", "policies", "arrival", "prefix", "ngram", "json")
 
@@ -99,6 +100,13 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--evaluation", metavar="FILE", help="another text, for the perplexity before and after")
     parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write")
+    parser.add_argument(
+        "--context",
+        type=count(32),
+        default=SECTION_TOKENS,
+        metavar="N",
+        help="tokens of each section of a text; default: %(default)s",
+    )
     add_threads_option(parser)
     add_text_options(parser)
 
@@ -112,9 +120,13 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
         kind = kinds.add_parser(name, help=help, description=as_sentence(help))
         kind.set_defaults(what=name)
         kind.add_argument("--text", required=True, metavar="FILE", help="the text, UTF-8")
-        add_dtype_option(kind)
-        add_threads_option(kind)
         add_text_options(kind)
+        add_loading_options(
+            kind,
+            context=f"tokens of each section of the text; default: {SECTION_TOKENS}",
+            max_num_seqs="sections that are computed at once; default: 1",
+            min_context=32,
+        )
         return kind
 
     perplexity = add("perplexity", "how well a model predicts a text")
@@ -150,8 +162,11 @@ def _add_end_to_end(benchmark: argparse.ArgumentParser) -> None:
 
 def _add_throughput(benchmark: argparse.ArgumentParser) -> None:
     add_model_option(benchmark)
-    add_dtype_option(benchmark)
-    add_threads_option(benchmark)
+    add_loading_options(
+        benchmark,
+        context="of every engine, in tokens; default: what its requests need",
+        max_num_seqs="of the mixed trace; default: 8",
+    )
     benchmark.add_argument(
         "--only",
         type=names(THROUGHPUT_SECTIONS),
@@ -169,9 +184,6 @@ def _add_throughput(benchmark: argparse.ArgumentParser) -> None:
     benchmark.add_argument(
         "--rate", type=rate, metavar="R", help="of the mixed trace, requests per second; default: all at once"
     )
-    benchmark.add_argument(
-        "--max-num-seqs", type=count(1), default=8, metavar="N", help="of the mixed trace; default: %(default)s"
-    )
     _add_speculative_tokens(benchmark)
     benchmark.add_argument(
         "--json-requests", type=count(1), default=200, metavar="N", help="over 20 schemas; default: %(default)s"
@@ -181,6 +193,11 @@ def _add_throughput(benchmark: argparse.ArgumentParser) -> None:
 
 def _add_ablation(benchmark: argparse.ArgumentParser) -> None:
     add_model_option(benchmark)
+    add_loading_options(
+        benchmark,
+        context="of every engine, in tokens; default: what its requests need",
+        max_num_seqs="sequences that run at once, in rows that run several; default: 8",
+    )
     benchmark.add_argument(
         "--rows",
         type=names(ABLATION_ROWS),
@@ -189,7 +206,6 @@ def _add_ablation(benchmark: argparse.ArgumentParser) -> None:
         help=f"some of {','.join(ABLATION_ROWS)}; default: all",
     )
     benchmark.add_argument("--requests", type=count(1), default=24, metavar="N", help="default: %(default)s")
-    benchmark.add_argument("--batch-size", type=count(1), default=8, metavar="N", help="default: %(default)s")
     benchmark.add_argument(
         "--limit-seconds",
         type=count(1),

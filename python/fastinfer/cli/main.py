@@ -92,7 +92,9 @@ def _run(argv: Sequence[str] | None) -> int:
         # Commands are imported only when they run: torch alone takes 1.5 s, and a wrong argument needs none of it.
         run: Callable[[argparse.Namespace], int] = importlib.import_module(command.module or args.module).run
         if getattr(args, "threads", None) is not None:
-            _set_num_threads(args.threads)
+            from fastinfer.utils.torch_threads import set_num_threads
+
+            set_num_threads(args.threads)
         code = run(args)
         sys.stdout.flush()
         return code
@@ -108,15 +110,6 @@ def _run(argv: Sequence[str] | None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-
-
-def _set_num_threads(count: int) -> None:
-    import torch
-
-    from fastinfer import _C
-
-    torch.set_num_threads(count)
-    _C.set_num_threads(count)
 
 
 def _prepare_streams() -> None:

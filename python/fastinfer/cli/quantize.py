@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     source = hub.resolve(args.model)
     tokenizer = Tokenizer.from_folder(source)
     texts, evaluation = (
-        [] if path is None else split_sections(read_tokens(path, tokenizer), args.length, args.tokens)
+        [] if path is None else split_sections(read_tokens(path, tokenizer), args.context, args.tokens)
         for path in (args.calibration, args.evaluation)
     )
     with tqdm(desc=f"{method.name}, {sum(map(len, texts))} tokens", unit="layer") as bar:
