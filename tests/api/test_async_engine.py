@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from fastinfer import (
     SamplingParams,
     UnavailableError,
 )
+from fastinfer.engine import deadlines
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 LONG = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)  # 90 tokens
@@ -708,14 +710,19 @@ def test_steps_are_observed() -> None:
     run(main())
 
 
-def test_a_timeout_ends_a_stream() -> None:
+def test_a_timeout_ends_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(deadlines, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+
     async def main() -> None:
         async with toy_async_engine(max_num_seqs=1) as engine:
-            step = engine._engine.step
-            engine._engine.step = lambda: (time.sleep(0.002), step())[1]  # type: ignore[method-assign]
-            running = engine.generate([1], LONG, timeout=0.05)
-            await running.accepted()
-            waiting = engine.generate([2], LONG, queue_timeout=0.02)
+            running = engine.generate([1], LONG, timeout=5)
+            await anext(running)
+            await engine.pause()
+            waiting = engine.generate([2], LONG, queue_timeout=2)
+            await waiting.accepted()
+            clock.now += 5
+            await engine.resume()
             for stream, limit in ((waiting, "queue_timeout"), (running, "timeout")):
                 [*_, last] = await read(stream)
                 assert (last.outputs[0].finish_reason, last.outputs[0].stop_reason) == ("timeout", limit)
