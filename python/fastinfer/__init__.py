@@ -14,7 +14,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fastinfer.async_engine import AsyncEngine, OutputStream
+    from fastinfer.async_engine import AsyncEngine, Health, OutputStream
     from fastinfer.cpp import get_cmake_dir, get_include, get_library
     from fastinfer.errors import (
         AdapterError,
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         ModelNotFoundError,
         QueueFullError,
         RequestError,
+        UnavailableError,
         UnsupportedModelError,
     )
     from fastinfer.llm import LLM, generate
@@ -43,6 +44,7 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "FastinferError",
+    "Health",
     "Logprob",
     "ModelNotFoundError",
     "OutputStream",
@@ -55,6 +57,7 @@ __all__ = [
     "SamplingParams",
     "ScoreOutput",
     "StructuredOutputsParams",
+    "UnavailableError",
     "UnsupportedModelError",
     "__version__",
     "generate",
@@ -70,7 +73,7 @@ except metadata.PackageNotFoundError:  # run from a source tree
 
 # Resolved on first use: `fastinfer --help` and `fastinfer pull` need neither torch (1.5 s) nor the compiled library.
 _HOMES = {
-    "async_engine": ["AsyncEngine", "OutputStream"],
+    "async_engine": ["AsyncEngine", "Health", "OutputStream"],
     "cpp": ["get_cmake_dir", "get_include", "get_library"],
     "errors": [
         "AdapterError",
@@ -78,6 +81,7 @@ _HOMES = {
         "ModelNotFoundError",
         "QueueFullError",
         "RequestError",
+        "UnavailableError",
         "UnsupportedModelError",
     ],
     "llm": ["LLM", "generate"],

@@ -2,16 +2,20 @@
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from fastinfer import hub
 from fastinfer.engine.engine import Engine
-from fastinfer.engine.stats import EngineStats
-from fastinfer.errors import QueueFullError, RequestError
+from fastinfer.engine.stats import EngineStats, StepStats
+from fastinfer.errors import QueueFullError, RequestError, UnavailableError
 from fastinfer.formats.peft import read_adapter
 from fastinfer.llm import LLM
 from fastinfer.outputs import Output, PrefillOutput, RequestOutput, ScoreOutput
@@ -24,8 +28,26 @@ from fastinfer.tokenizers.tokenizer import Tokenizer
 from fastinfer.utils.checks import check_int, show
 
 NUM_PROMPT_THREADS = 4
+POLL_S = 0.01
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """The state of an :class:`AsyncEngine`.
+
+    Attributes:
+        refusal: why no requests are taken; ``None`` if they are.
+        is_paused: whether requests wait for :meth:`AsyncEngine.resume`.
+        is_dead: whether the device has failed in a way that only a new process can recover from.
+        step_seconds: how long the current step has been running; 0 between steps. A step that takes minutes hangs.
+    """
+
+    refusal: str | None
+    is_paused: bool
+    is_dead: bool
+    step_seconds: float
 
 
 class AsyncEngine:
@@ -62,11 +84,11 @@ class AsyncEngine:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fastinfer-engine")
         # Prompts are tokenised here, and long ones must not hold up others.
         self._pool = ThreadPoolExecutor(max_workers=NUM_PROMPT_THREADS, thread_name_prefix="fastinfer-engine-prompts")
-        self._is_stepping = False
+        self._is_step_submitted = self._is_paused = self._is_dead = False
+        self._step_began: float | None = None
         self._stats = engine.stats()
-        self._lock = threading.Lock()  # guards the next four attributes
-        self._is_shut_down = False
-        self._is_closing = False
+        self._lock = threading.Lock()  # guards the next attributes
+        self._is_draining = self._is_shut_down = self._is_closing = False
         self._mailboxes: dict[str, Mailbox[Any]] = {}
         self._num_submitted = 0  # requests that the engine's thread has not added yet
         # Mailboxes of streams that nobody reads any more; their requests are aborted before the next step. The garbage
@@ -132,7 +154,8 @@ class AsyncEngine:
         Raises:
             QueueFullError: too many requests are waiting.
             RequestError: the id is taken.
-            RuntimeError: the engine is shut down, or no event loop is running.
+            UnavailableError: the engine is draining, shut down, or dead.
+            RuntimeError: no event loop is running.
         """
         return self._generate(
             lambda: prepare(self._engine, _as_prompt(prompt), cache_salt=cache_salt),
@@ -167,7 +190,7 @@ class AsyncEngine:
             template.
 
         Raises:
-            QueueFullError, RequestError, RuntimeError: the errors of :meth:`generate`.
+            QueueFullError, RequestError, UnavailableError: the errors of :meth:`generate`.
         """
         return self._generate(
             lambda: prepare_chat(self._engine, messages, cache_salt=cache_salt, **(template_variables or {})),
@@ -195,7 +218,7 @@ class AsyncEngine:
             priority, cache_salt, adapter, timeout, queue_timeout: as for :meth:`generate`.
 
         Raises:
-            QueueFullError, RequestError, RuntimeError: the errors of :meth:`generate`.
+            QueueFullError, RequestError, UnavailableError: the errors of :meth:`generate`.
         """
         options: dict[str, Any] = {
             "priority": priority,
@@ -232,7 +255,7 @@ class AsyncEngine:
             priority, cache_salt, adapter, timeout, queue_timeout: as for :meth:`generate`.
 
         Raises:
-            QueueFullError, RequestError, RuntimeError: the errors of :meth:`generate`.
+            QueueFullError, RequestError, UnavailableError: the errors of :meth:`generate`.
         """
         options: dict[str, Any] = {
             "priority": priority,
@@ -265,8 +288,8 @@ class AsyncEngine:
             priority, adapter, timeout, queue_timeout: as for :meth:`generate`.
 
         Raises:
-            QueueFullError, RequestError, RuntimeError: the errors of :meth:`generate`; RuntimeError also if the request
-                failed or timed out.
+            QueueFullError, RequestError, UnavailableError: the errors of :meth:`generate`.
+            RuntimeError: the request failed or timed out.
         """
         start = 1
 
@@ -313,8 +336,8 @@ class AsyncEngine:
         """Compute a text and keep it in the cache, see :meth:`fastinfer.LLM.add_prompt_module`.
 
         Raises:
-            QueueFullError, RequestError, RuntimeError: the errors of :meth:`fastinfer.LLM.add_prompt_module` and of
-                :meth:`generate`.
+            QueueFullError, RequestError, RuntimeError, UnavailableError: the errors of
+                :meth:`fastinfer.LLM.add_prompt_module` and of :meth:`generate`.
         """
 
         def check(request_id: str) -> QueueRequest:
@@ -356,6 +379,36 @@ class AsyncEngine:
             await asyncio.wait([asyncio.wrap_future(mailbox.preparation)])
         await self._call(self._end, [request_id])
 
+    async def drain(self) -> None:
+        """Take no more requests, and wait until all that there are have ended; a paused engine is resumed."""
+        with self._lock:
+            self._is_draining = True
+        await self.resume()
+        while self._mailboxes:
+            await asyncio.sleep(POLL_S)
+
+    async def pause(self) -> None:
+        """Stop computing after the current step, until :meth:`resume`; requests are taken and wait.
+
+        No step is running when this returns, so that the model's weights, for instance, may be changed. Timeouts end
+        requests only after :meth:`resume`.
+        """
+        await self._call(self._set_paused, True)
+
+    async def resume(self) -> None:
+        """Go on after :meth:`pause`; does nothing if the engine is not paused."""
+        await self._call(self._set_paused, False)
+
+    def health(self) -> Health:
+        """Return whether the engine works; may be called at any time, from any thread."""
+        begin = self._step_began
+        seconds = 0.0 if begin is None else time.perf_counter() - begin
+        return Health(self._refusal(), self._is_paused, self._is_dead, seconds)
+
+    def on_step(self, function: Callable[[StepStats], None] | None) -> None:
+        """Have a function called after each step, in the engine's thread; ``None`` ends that. It must be quick."""
+        self._engine.on_step = function
+
     def stats(self) -> EngineStats:
         """Return the engine's statistics after its last step."""
         return self._stats
@@ -371,6 +424,14 @@ class AsyncEngine:
 
     async def __aexit__(self, *error: object) -> None:
         await self.shutdown()
+
+    def _refusal(self) -> str | None:
+        """Return why no requests are taken, or ``None``."""
+        if self._is_shut_down:
+            return "the engine is shut down"
+        if self._is_dead:
+            return "the engine is dead: the device failed, and only a new process can use it again"
+        return "the engine is draining" if self._is_draining else None
 
     def _generate(
         self,
@@ -394,8 +455,8 @@ class AsyncEngine:
         if not isinstance(mailbox.request_id, str):
             raise RequestError(f"request_id must be a string, got {show(mailbox.request_id)}")
         with self._lock:
-            if self._is_shut_down:
-                raise RuntimeError("the engine is shut down")
+            if (reason := self._refusal()) is not None:
+                raise UnavailableError(reason)
             if mailbox.request_id in self._mailboxes:
                 raise RequestError(f"request_id must be new, got {mailbox.request_id!r}, which is still running")
             limit = self._engine.config.max_num_waiting
@@ -410,11 +471,11 @@ class AsyncEngine:
         """Run a function beside the event loop.
 
         Raises:
-            RuntimeError: the engine is shut down.
+            UnavailableError: the engine is shut down.
         """
         with self._lock:
             if self._is_shut_down:
-                raise RuntimeError("the engine is shut down")
+                raise UnavailableError("the engine is shut down")
             future = self._pool.submit(function, *args)
         return await asyncio.wrap_future(future)
 
@@ -465,21 +526,33 @@ class AsyncEngine:
             mailbox.put(outcome)
         else:
             mailbox.accept()
-        if self._engine.has_unfinished and not self._is_stepping:
-            self._is_stepping = True
-            self._thread.submit(self._step)
+        self._submit_step()
+
+    def _set_paused(self, is_paused: bool) -> None:
+        self._is_paused = is_paused
+        self._submit_step()
+
+    def _submit_step(self) -> None:
+        """Submit the next step if there is something to do."""
+        if self._engine.has_unfinished and not (self._is_step_submitted or self._is_paused):
+            self._thread.submit(self._step)  # raises after the shutdown, which ends the remaining requests
+            self._is_step_submitted = True
 
     def _step(self) -> None:
+        self._is_step_submitted = False
+        if self._is_paused:
+            return
         self._abort_abandoned()
+        self._step_began = time.perf_counter()
         try:
             outputs = self._engine.step()
         except BaseException as error:  # any error must reach the streams, or their readers would wait forever
+            self._is_dead |= isinstance(error, torch.AcceleratorError)
             self._end_all(error)
         else:
             self._publish(outputs)
-        self._is_stepping = self._engine.has_unfinished
-        if self._is_stepping:
-            self._thread.submit(self._step)  # raises after the shutdown, which ends the remaining requests
+        self._step_began = None
+        self._submit_step()
 
     def _abort_abandoned(self) -> None:
         while self._abandoned:

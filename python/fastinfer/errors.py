@@ -42,5 +42,9 @@ class RequestError(FastinferError):
     """A prompt, a parameter or an option is not valid, or cannot be served with this model."""
 
 
+class UnavailableError(RuntimeError):
+    """The engine takes no more requests: it is draining, shut down, or dead."""
+
+
 class QueueFullError(RequestError):
     """Too many requests are waiting; trying again later may succeed."""

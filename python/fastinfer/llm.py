@@ -15,8 +15,8 @@ from fastinfer import hub
 from fastinfer.engine.config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, EngineConfig
 from fastinfer.engine.construction import kv_cache_size
 from fastinfer.engine.engine import Engine
-from fastinfer.engine.intake import POOLINGS
 from fastinfer.engine.kv_cache_size import options_for
+from fastinfer.engine.request_validator import POOLINGS
 from fastinfer.errors import RequestError
 from fastinfer.formats.peft import read_adapter
 from fastinfer.models import load_model, open_checkpoint
@@ -57,7 +57,7 @@ class LLM:
         max_num_seqs, max_num_batched_tokens: see :class:`fastinfer.engine.config.EngineConfig`; ``None`` for 64 and 512
             on a CPU, 256 and 2048 on a GPU.
         max_model_len, batching, block_size, kv_cache_memory, gpu_memory_utilization, max_stop_strings,
-            max_stop_string_length, max_stop_token_ids, max_logit_bias: see
+            max_stop_string_length, max_stop_token_ids, max_bad_words, max_logit_bias: see
             :class:`fastinfer.engine.config.EngineConfig`.
         enable_prefix_caching, num_speculative_tokens, max_loras, max_lora_rank, deterministic, enforce_eager: see
             :class:`fastinfer.engine.config.EngineConfig`.
@@ -88,6 +88,7 @@ class LLM:
         max_stop_strings: int = 32,
         max_stop_string_length: int = 256,
         max_stop_token_ids: int = 128,
+        max_bad_words: int = 64,
         max_logit_bias: int = 300,
         batching: str = "continuous",
         block_size: int = 32,
@@ -116,10 +117,11 @@ class LLM:
             max_stop_strings=max_stop_strings,
             max_stop_string_length=max_stop_string_length,
             max_stop_token_ids=max_stop_token_ids,
+            max_bad_words=max_bad_words,
             max_logit_bias=max_logit_bias,
             batching=batching,
             block_size=block_size,
-            kv_cache_dtype=_kv_cache_dtype(kv_cache_dtype, dtype, device),
+            kv_cache_dtype=kv_cache_dtype_of(kv_cache_dtype, dtype, device),
             kv_cache_memory=kv_cache_memory,
             gpu_memory_utilization=gpu_memory_utilization,
             enable_prefix_caching=enable_prefix_caching,
@@ -207,10 +209,12 @@ class LLM:
             jobs.append(Job(beam_search_job(self.engine, prepared, params, request_id=self._new_id(), **options)))
         return self._shared.complete(jobs)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[str, None, None]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> Generator[str, None, None]:
         """Complete one prompt and yield the text in pieces, which add up to the text of :meth:`generate`.
 
-        Closing the iterator aborts the request.
+        Closing the iterator aborts the request. ``adapter`` is the name of a LoRA adapter, as for :meth:`generate`.
 
         Raises:
             RequestError: the prompt cannot be served, or ``params.n`` is not 1.
@@ -218,32 +222,56 @@ class LLM:
         """
         if isinstance(params, SamplingParams) and params.n != 1:
             raise RequestError(f"n must be 1 for stream, which yields one text, got {params.n}")
-        return _pieces(self.stream_outputs(prompt, params))
+        return _pieces(self.stream_outputs(prompt, params, adapter=adapter))
 
-    def stream_outputs(self, prompt: Prompt, params: SamplingParams | None = None) -> Outputs:
+    def stream_outputs(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> Outputs:
         """Complete one prompt and yield an output after every token, as ``params.output_kind`` says.
 
         If other threads compute further tokens before the next output is asked for, one output reports them all.
-        Closing the iterator aborts the request.
+        Closing the iterator aborts the request. ``adapter`` is the name of a LoRA adapter, as for :meth:`generate`.
 
         Raises:
             RequestError: the prompt cannot be served.
         """
-        return self._shared.run(self._jobs([prepare(self.engine, prompt)], params))
+        return self._shared.run(self._jobs([prepare(self.engine, prompt)], params, adapter=adapter))
 
-    def chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None) -> RequestOutput:
+    def chat(
+        self,
+        messages: list[dict[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        template_variables: dict[str, Any] | None = None,
+        adapter: str | None = None,
+    ) -> RequestOutput:
         """Answer a conversation, such as ``[{"role": "user", "content": "Hello"}]``.
+
+        Args:
+            messages: messages, see :func:`fastinfer.tokenizers.chat_template.render`.
+            params: sampling parameters; :attr:`default_params` by default.
+            template_variables: variables of the model's chat template, such as ``tools`` and ``enable_thinking``.
+            adapter: name of a LoRA adapter, as for :meth:`generate`.
 
         Raises:
             RequestError: the conversation cannot be served.
             UnsupportedModelError: the model has no chat template.
         """
-        jobs = self._jobs([prepare_chat(self.engine, messages)], params, output_kind=FINAL_ONLY)
+        prompt = prepare_chat(self.engine, messages, **(template_variables or {}))
+        jobs = self._jobs([prompt], params, adapter=adapter, output_kind=FINAL_ONLY)
         return self._shared.complete(jobs)[0]
 
-    def stream_chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None) -> Outputs:
+    def stream_chat(
+        self,
+        messages: list[dict[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        template_variables: dict[str, Any] | None = None,
+        adapter: str | None = None,
+    ) -> Outputs:
         """Answer a conversation as :meth:`chat` does and yield the outputs as :meth:`stream_outputs` does."""
-        return self._shared.run(self._jobs([prepare_chat(self.engine, messages)], params))
+        prompt = prepare_chat(self.engine, messages, **(template_variables or {}))
+        return self._shared.run(self._jobs([prompt], params, adapter=adapter))
 
     def embed(
         self,
@@ -437,7 +465,12 @@ def _with_kv_cache_size(config: EngineConfig, checkpoints: list[Checkpoint]) -> 
     return dataclasses.replace(config, num_kv_blocks=size.num_blocks, max_model_len=size.max_model_len)
 
 
-def _kv_cache_dtype(name: str, dtype: str, device: str) -> torch.dtype:
+def kv_cache_dtype_of(name: str, dtype: str, device: str) -> torch.dtype:
+    """Return the dtype that ``kv_cache_dtype`` of :class:`LLM` names.
+
+    Raises:
+        RequestError: the device does not have it together with ``dtype``.
+    """
     default = Precision.of(dtype, device).kv_cache_dtype
     quantized = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
     found: torch.dtype = default if name == "auto" else quantized.get(name) or getattr(torch, name)

@@ -11,12 +11,14 @@ class Logprob:
     Attributes:
         logprob: natural logarithm of the token's probability under the unmodified logits.
         rank: 1 for the most likely token at this position.
-        decoded_token: the token as text.
+        decoded_token: the token as text; bytes that are not UTF-8 by themselves are U+FFFD.
+        token_bytes: the token's own bytes, which may be a part of a character.
     """
 
     logprob: float
     rank: int
     decoded_token: str
+    token_bytes: bytes
 
 
 class Position(NamedTuple):
@@ -161,11 +163,24 @@ class CompletionOutput(_Excerpted):
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times of a request in seconds of ``time.perf_counter``; ``None`` for an event that has not happened yet."""
+    """Times of a request in seconds of ``time.perf_counter``; ``None`` for an event that has not happened yet.
+
+    Attributes:
+        arrival_time: the request was added to the engine.
+        first_scheduled_time: the first step that computed some of its prompt began.
+        first_token_time: the first token was drawn.
+        finish_time: the request ended.
+    """
 
     arrival_time: float
+    first_scheduled_time: float | None
     first_token_time: float | None
     finish_time: float | None
+
+    @property
+    def queue_time(self) -> float | None:
+        """Seconds that the request waited before its first step; ``None`` while it waits."""
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,17 +41,24 @@ class SamplingParams:
         presence_penalty: subtracted from the logits of tokens that occur in the output, -2..2.
         frequency_penalty: subtracted from a token's logit once for every occurrence in the output, -2..2.
         logit_bias: token id to a number that is added to its logit, -100..100. The engine limits their number, and that
-            of ``stop`` and ``stop_token_ids``, see :class:`fastinfer.engine.config.EngineConfig`.
+            of ``stop``, ``stop_token_ids`` and ``bad_words``, see :class:`fastinfer.engine.config.EngineConfig`.
+        allowed_token_ids: the only tokens that may be drawn; ``None`` for all. Without the end of sequence among them
+            the text goes on until ``max_tokens``.
+        bad_words: words that the text must not contain, neither at its beginning nor after a space. Each is forbidden
+            as the tokens that the tokenizer splits it into; the model may spell it in another way.
         max_tokens: largest number of generated tokens; ``None`` for as many as the context holds.
         min_tokens: number of generated tokens before which no end of sequence and no stop token is drawn.
         stop: a string or strings that end the text. The text is cut before the first stop string that is completed.
         stop_token_ids: token ids that end the text and are not part of it.
+        include_stop_str_in_output: let the text end with the stop string, or with the text of the stop token.
         ignore_eos: continue after the model's end-of-sequence tokens.
         seed: 0..2**63-1. The same seed, prompt and parameters give the same text, whatever else is in the batch.
             ``None`` draws a seed from the operating system.
         logprobs: return the log-probability of each generated token and of the 0..20 most likely tokens at its
             position, under the model's unmodified distribution; ``None`` returns none.
         prompt_logprobs: the same for every token of the prompt except the first, which nothing precedes.
+        truncate_prompt_tokens: keep only this many tokens at the end of the prompt; -1 for as many as fit into the
+            context beside one generated token, ``None`` for all.
         structured_outputs: grammar that the text obeys, see :class:`fastinfer.StructuredOutputsParams`.
         skip_special_tokens: leave control tokens such as ``<|im_end|>`` out of the text.
         output_kind: what each output contains, see :class:`RequestOutputKind`. Methods that return only finished
@@ -70,14 +77,18 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = ()
     max_tokens: int | None = 256
     min_tokens: int = 0
     stop: str | Sequence[str] | None = ()
     stop_token_ids: Sequence[int] | None = ()
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
     skip_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -99,6 +110,9 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.truncate_prompt_tokens not in (None, -1):
+            check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, INT32_MAX)
+        check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
         check_bool("ignore_eos", self.ignore_eos)
         check_bool("skip_special_tokens", self.skip_special_tokens)
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
@@ -108,26 +122,34 @@ class SamplingParams:
         if not isinstance(self.output_kind, RequestOutputKind):
             raise RequestError(f"output_kind must be a RequestOutputKind, got {show(self.output_kind)}")
         # Convert to immutable types, so that equal parameters compare equal and are hashable however they were given.
-        object.__setattr__(self, "stop", self._stop_strings())
-        object.__setattr__(self, "stop_token_ids", self._stop_ids())
+        object.__setattr__(self, "stop", self._strings("stop"))
+        object.__setattr__(self, "bad_words", self._strings("bad_words"))
+        object.__setattr__(self, "stop_token_ids", self._token_ids("stop_token_ids"))
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise RequestError(f"allowed_token_ids must be at least one, got {show(self.allowed_token_ids)}")
+            object.__setattr__(self, "allowed_token_ids", self._token_ids("allowed_token_ids"))
         object.__setattr__(self, "logit_bias", self._bias())
 
     @property
     def has_penalties(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
-    def _stop_strings(self) -> tuple[str, ...]:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
-        if not isinstance(stop, list | tuple) or not all(isinstance(s, str) and s for s in stop):
-            raise RequestError(f"stop must be a non-empty string or a list of them, got {show(self.stop)}")
-        return tuple(stop)
+    def _strings(self, name: str) -> tuple[str, ...]:
+        """Return a field of one or several strings as a tuple."""
+        value = getattr(self, name)
+        strings = (value,) if isinstance(value, str) else value or ()
+        if not isinstance(strings, list | tuple) or not all(isinstance(s, str) and s for s in strings):
+            raise RequestError(f"{name} must be a non-empty string or a list of them, got {show(value)}")
+        return tuple(strings)
 
-    def _stop_ids(self) -> tuple[int, ...]:
-        ids = self.stop_token_ids or ()
+    def _token_ids(self, name: str) -> tuple[int, ...]:
+        """Return a field of token ids as a tuple."""
+        ids = getattr(self, name) or ()
         if not isinstance(ids, list | tuple):
-            raise RequestError(f"stop_token_ids must be a list of token ids, got {show(ids)}")
+            raise RequestError(f"{name} must be a list of token ids, got {show(ids)}")
         for token_id in ids:
-            check_int("stop_token_ids", token_id, 0, INT32_MAX)
+            check_int(name, token_id, 0, INT32_MAX)
         return tuple(ids)
 
     def _bias(self) -> "FrozenBias":

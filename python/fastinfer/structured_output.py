@@ -1,10 +1,10 @@
-"""Constraints on a generated text: a JSON schema, a regular expression, or a list of choices."""
+"""Constraints on a generated text: a JSON schema, a regular expression, choices, a grammar, or structural tags."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 from fastinfer.errors import RequestError
 from fastinfer.utils.checks import show
@@ -13,18 +13,22 @@ from fastinfer.utils.checks import show
 MAX_SCHEMA_CHARS = 2**18
 MAX_SCHEMA_DEPTH = 100  # the compiler's own JSON reader stops at 128
 MAX_REGEX_CHARS = 2**14
+MAX_GRAMMAR_CHARS = 2**16
+MAX_TAGS = 128
 MAX_CHOICES = 4096
 MAX_CHOICE_CHARS = 2**18  # total of all choices
+
+Item = TypeVar("Item")
 
 _QUOTE_OR_BRACKET = re.compile(r'\\.|["\[\]{}]', re.DOTALL)
 
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """Constraint on a generated text: exactly one of ``json``, ``regex`` and ``choice``. Names follow vLLM.
+    """Constraint on a generated text: exactly one of the fields below. Names follow vLLM.
 
-    Values are normalised, ``json`` to compact text and ``choice`` to a tuple, so that equal constraints compare and
-    hash equal however they were given.
+    Values are normalised, ``json`` and ``structural_tag`` to compact text and ``choice`` to a tuple, so that equal
+    constraints compare and hash equal however they were given.
 
     Attributes:
         json: a JSON schema (draft 2020-12) as a dict or as text; ``{"type": "object"}`` allows any object. Properties
@@ -35,55 +39,111 @@ class StructuredOutputsParams:
             formats are refused when the schema is compiled.
         regex: a regular expression that the whole text matches, without look-around and back-references.
         choice: the texts to choose from.
+        grammar: a context-free grammar whose start rule the whole text matches: EBNF as llama.cpp writes it (GBNF, with
+            the rule ``root``) or Lark's dialect as llguidance reads it (with the rule ``start``).
+        json_object: ``True`` for any JSON object.
+        structural_tag: free text in which some parts are constrained, such as the arguments of tool calls, as a dict or
+            as JSON text: ``{"structures": [{"begin": text, "schema": JSON schema, "end": text}, ...], "triggers":
+            [text, ...]}``. Once the text contains a trigger, it goes on with a ``begin`` that starts with this trigger,
+            a JSON value that obeys the schema, and ``end``; then it is free again.
 
     Raises:
-        RequestError: none or several of the three are given; a value has a wrong type, is too long, too deeply nested
+        RequestError: none or several of the fields are given; a value has a wrong type, is too long, too deeply nested
             or too numerous; the schema is not a JSON object; or a string contains a lone surrogate.
     """
 
     json: str | Mapping[str, Any] | None = None
     regex: str | None = None
     choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in ("json", "regex", "choice") if getattr(self, name) is not None]
+        given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
         if len(given) != 1:
-            got = " and ".join(given) or "none"
-            raise RequestError(f"structured outputs must have exactly one of json, regex and choice, got {got}")
+            every = ", ".join(field.name for field in fields(self))
+            raise RequestError(
+                f"structured outputs must have exactly one of {every}, got {' and '.join(given) or 'none'}"
+            )
         if self.json is not None:
             object.__setattr__(self, "json", _canonical_schema(self.json))
         if self.regex is not None:
             _check_text("regex", self.regex, MAX_REGEX_CHARS)
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
+        if self.grammar is not None:
+            _check_text("grammar", self.grammar, MAX_GRAMMAR_CHARS)
+        if self.json_object not in (None, True):
+            raise RequestError(f"json_object must be True or None, got {show(self.json_object)}")
+        if self.structural_tag is not None:
+            object.__setattr__(self, "structural_tag", _canonical_tags(self.structural_tag))
+
+    @property
+    def field(self) -> str:
+        """Name of the field that is given."""
+        return next(field.name for field in fields(self) if getattr(self, field.name) is not None)
 
 
 def _canonical_schema(schema: object) -> str:
     """Return the schema as compact JSON. The order of properties is meaningful and stays."""
-    if not isinstance(schema, str | dict):
-        raise RequestError(f"json must be a JSON schema as a dict or a str, got {show(schema)}")
-    text = schema if isinstance(schema, str) else _dumps(schema)
-    _check_text("json", text, MAX_SCHEMA_CHARS)
+    return _dumps("json", _json_object("json", schema, "a JSON schema"))
+
+
+def _canonical_tags(value: object) -> str:
+    """Return structural tags as compact JSON."""
+    name = "structural_tag"
+    tags = _json_object(name, value, "structural tags")
+    structures = _list_of(dict, "structures", tags)
+    triggers = _list_of(str, "triggers", tags)
+    for trigger in triggers:
+        _check_text(f"{name}.triggers", trigger, MAX_CHOICE_CHARS)
+    for index, structure in enumerate(structures):
+        place = f"{name}.structures[{index}]"
+        begin, end = structure.get("begin"), structure.get("end")
+        if not isinstance(begin, str) or not isinstance(end, str) or not isinstance(structure.get("schema"), dict):
+            raise RequestError(
+                f"{place} must have the strings begin and end and the object schema, got {show(structure)}"
+            )
+        if not any(begin.startswith(trigger) for trigger in triggers):
+            raise RequestError(f"{place}.begin must start with one of the triggers, got {show(begin)}")
+    return _dumps(name, tags)
+
+
+def _list_of(kind: type[Item], name: str, tags: dict[str, Any]) -> list[Item]:
+    """Return a list of structural tags' parts."""
+    value = tags.get(name)
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_TAGS or not all(isinstance(v, kind) for v in value):
+        kinds = "objects" if kind is dict else "strings"
+        raise RequestError(f"structural_tag.{name} must be a list of 1..{MAX_TAGS} {kinds}, got {show(value)}")
+    return value
+
+
+def _json_object(name: str, value: object, kind: str) -> dict[str, Any]:
+    """Return the object that a dict or a JSON text stands for, as JSON would read it back."""
+    if not isinstance(value, str | dict):
+        raise RequestError(f"{name} must be {kind} as a dict or a str, got {show(value)}")
+    text = value if isinstance(value, str) else _dumps(name, value)
+    _check_text(name, text, MAX_SCHEMA_CHARS)
     if (depth := _depth(text)) > MAX_SCHEMA_DEPTH:
-        raise RequestError(f"json must be nested at most {MAX_SCHEMA_DEPTH} deep, got {depth}")
+        raise RequestError(f"{name} must be nested at most {MAX_SCHEMA_DEPTH} deep, got {depth}")
     try:
         parsed = json.loads(text, parse_constant=_refuse_constant)
     except ValueError as error:
-        raise RequestError(f"json must be a JSON schema, got {show(text)}: {error}") from None
+        raise RequestError(f"{name} must be {kind}, got {show(text)}: {error}") from None
     if not isinstance(parsed, dict):
-        raise RequestError(f"json must be a JSON schema that is an object, got {show(text)}")
-    canonical = _dumps(parsed)
-    _check_text("json", canonical, MAX_SCHEMA_CHARS)  # escape sequences may have hidden lone surrogates
-    return canonical
+        raise RequestError(f"{name} must be {kind} as an object, got {show(text)}")
+    _check_text(name, _dumps(name, parsed), MAX_SCHEMA_CHARS)  # escape sequences may have hidden lone surrogates
+    return parsed
 
 
-def _dumps(schema: dict[str, Any]) -> str:
+def _dumps(name: str, value: dict[str, Any]) -> str:
     try:
-        return json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except RecursionError:
-        raise RequestError(f"json must be nested at most {MAX_SCHEMA_DEPTH} deep, got many more") from None
+        raise RequestError(f"{name} must be nested at most {MAX_SCHEMA_DEPTH} deep, got many more") from None
     except (TypeError, ValueError) as error:  # not a JSON type, a cycle, or NaN
-        raise RequestError(f"json must be a dict of JSON values, got one where {error}") from None
+        raise RequestError(f"{name} must be a dict of JSON values, got one where {error}") from None
 
 
 def _refuse_constant(name: str) -> None:

@@ -10,21 +10,26 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from support.paths import ROOT
 from support.toy import EOS_ID, ToyModel, ToyTokenizer, drain, greedy, logits_of, prompts, toy_engine
 
 from fastinfer import (
     AsyncEngine,
     BeamSearchParams,
+    Health,
     OutputStream,
     QueueFullError,
     RequestError,
     RequestOutput,
     SamplingParams,
+    UnavailableError,
 )
+from fastinfer.engine import deadlines
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 LONG = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)  # 90 tokens
@@ -418,8 +423,9 @@ def test_shutdown_ends_what_is_pending() -> None:
             await asyncio.gather(engine.shutdown(), engine.shutdown())
             for outputs in await asyncio.gather(*readers):
                 assert outputs[-1].outputs[0].finish_reason == "abort"
-            with pytest.raises(RuntimeError, match="the engine is shut down"):
+            with pytest.raises(UnavailableError, match="the engine is shut down"):
                 engine.generate([1])
+            assert engine.health().refusal == "the engine is shut down"
             await engine.abort("any")
             await running.aclose()
             await engine.shutdown()
@@ -597,20 +603,126 @@ def test_what_else_it_does_equals_the_engine() -> None:
             for bad, message in (("a", "a list, got 'a'"), ([1, 64], r"in 0\.\.63, got 64"), ([None], "got None")):
                 with pytest.raises(RequestError, match=f"token_ids must be .*{message}"):
                     await engine.detokenize(bad)  # type: ignore[arg-type]
-        with pytest.raises(RuntimeError, match="the engine is shut down"):
+        with pytest.raises(UnavailableError, match="the engine is shut down"):
             await engine.tokenize("a")
 
     run(main())
 
 
-def test_a_timeout_ends_a_stream() -> None:
+def test_draining_ends_what_there_is_and_takes_no_more() -> None:
     async def main() -> None:
         async with toy_async_engine(max_num_seqs=1) as engine:
-            step = engine._engine.step
-            engine._engine.step = lambda: (time.sleep(0.002), step())[1]  # type: ignore[method-assign]
-            running = engine.generate([1], LONG, timeout=0.05)
-            await running.accepted()
-            waiting = engine.generate([2], LONG, queue_timeout=0.02)
+            await engine.pause()
+            readers = [asyncio.create_task(read(engine.generate([number], GREEDY))) for number in (1, 2)]
+            await asyncio.sleep(0)
+            await engine.drain()
+            await until(lambda: engine.health() == Health("the engine is draining", False, False, 0.0))
+            with pytest.raises(UnavailableError, match="the engine is draining"):
+                engine.generate([3], GREEDY)
+            with pytest.raises(UnavailableError, match="the engine is draining"):
+                await engine.embed([3])
+            assert await engine.tokenize("a") == [1]
+            for number, outputs in zip((1, 2), await asyncio.gather(*readers), strict=True):
+                assert outputs[-1].outputs[0].token_ids == greedy([number], 12)
+
+    run(main())
+
+
+def test_a_paused_engine_computes_nothing_and_goes_on() -> None:
+    async def main() -> None:
+        async with toy_async_engine() as engine:
+            model: ToyModel = engine._engine.model  # type: ignore[assignment]
+            running = engine.generate([1], LONG)
+            await anext(running)
+            await engine.pause()
+            num_steps = len(model.batch_sizes)
+            assert engine.health() == Health(None, True, False, 0.0)
+            later = engine.generate([2], GREEDY)
+            await later.accepted()
+            await running.aclose()
+            assert engine.stats().num_used_blocks == 0
+            await engine.pause()
+            await asyncio.sleep(0.02)
+            assert len(model.batch_sizes) == num_steps
+            await engine.resume()
+            await engine.resume()
+            assert (await read(later))[-1].outputs[0].token_ids == greedy([2], 12)
+            await until(lambda: engine.health() == Health(None, False, False, 0.0))  # the last step may still end
+
+    run(main())
+
+
+def test_a_paused_engine_can_be_shut_down() -> None:
+    async def main() -> None:
+        async with toy_async_engine() as engine:
+            await engine.pause()
+            stream = engine.generate([1], LONG)
+            await stream.accepted()
+            await engine.shutdown()
+            assert (await read(stream))[-1].outputs[0].finish_reason == "abort"
+
+    run(main())
+
+
+def test_health_shows_a_step_that_hangs() -> None:
+    async def main() -> None:
+        async with toy_async_engine() as engine:
+            step, may_step = engine._engine.step, threading.Event()
+            engine._engine.step = lambda: (may_step.wait(30), step())[1]  # type: ignore[method-assign]
+            stream = engine.generate([1], GREEDY)
+            await until(lambda: engine.health().step_seconds > 0)
+            first = engine.health().step_seconds
+            await until(lambda: engine.health().step_seconds > first)
+            may_step.set()
+            await read(stream)
+            await until(lambda: engine.health().step_seconds == 0)
+
+    run(main())
+
+
+def test_an_error_of_the_device_is_the_end() -> None:
+    async def main() -> None:
+        async with toy_async_engine() as engine:
+            stream = engine.generate([1], LONG)
+            await anext(stream)
+
+            def broken() -> list[Any]:
+                raise torch.AcceleratorError("an illegal memory access was encountered")
+
+            engine._engine.step = broken  # type: ignore[method-assign]
+            [*_, last] = await read(stream)
+            assert last.outputs[0].stop_reason == "AcceleratorError: an illegal memory access was encountered"
+            assert engine.health().is_dead
+            with pytest.raises(UnavailableError, match="the engine is dead"):
+                engine.generate([1], GREEDY)
+
+    run(main())
+
+
+def test_steps_are_observed() -> None:
+    async def main() -> None:
+        seen = []
+        async with toy_async_engine() as engine:
+            engine.on_step(seen.append)
+            await read(engine.generate([1, 2], GREEDY))
+        assert [step.num_prompt_tokens for step in seen] == [2] + [0] * (len(seen) - 1)
+
+    run(main())
+
+
+def test_a_timeout_ends_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(deadlines, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+    async def main() -> None:
+        async with toy_async_engine(max_num_seqs=1) as engine:
+            running = engine.generate([1], LONG, timeout=5)
+            await anext(running)
+            await engine.pause()
+            waiting = engine.generate([2], LONG, queue_timeout=2)
+            await waiting.accepted()
+            clock.now += 5
+            await engine.resume()
             for stream, limit in ((waiting, "queue_timeout"), (running, "timeout")):
                 [*_, last] = await read(stream)
                 assert (last.outputs[0].finish_reason, last.outputs[0].stop_reason) == ("timeout", limit)

@@ -7,6 +7,8 @@ import pytest
 from fastinfer.errors import RequestError
 from fastinfer.structured_output import StructuredOutputsParams
 
+TAG = {"begin": "abc", "schema": {}, "end": ""}
+
 
 @pytest.mark.parametrize(
     ("fields", "got"),
@@ -55,13 +57,33 @@ def test_exactly_one_is_given(fields: dict[str, Any], got: str) -> None:
             [[], "ab", [""], ["a", 1], [["a"]], {"a": 1}, ["\udfff"], ["a"] * 4097, ["a" * 2**17] * 3, 7],
             [["a"], ("a", "b"), ["a"] * 4096, [" ", "\n\0ü"]],
         ),
+        ("grammar", ["", 1, b"root ::= a", "a" * (2**16 + 1), "\ud800"], ["root ::= a", "start: /a/"]),
+        ("json_object", [False, 0, "true", {}], [True]),
+        (
+            "structural_tag",
+            [
+                {},
+                "[]",
+                7,
+                {"structures": [], "triggers": ["a"]},
+                {"structures": [TAG], "triggers": []},
+                {"structures": [TAG], "triggers": [""]},
+                {"structures": [TAG], "triggers": ["b"]},
+                {"structures": [TAG] * 129, "triggers": ["a"]},
+                {"structures": [TAG, 1], "triggers": ["a"]},
+                {"structures": [TAG | {"schema": "{}"}], "triggers": ["a"]},
+                {"structures": [TAG | {"end": None}], "triggers": ["a"]},
+                {"structures": [{"begin": "a", "end": "b"}], "triggers": ["a"]},
+            ],
+            [{"structures": [TAG], "triggers": ["a", "x"]}, json.dumps({"structures": [TAG], "triggers": ["ab"]})],
+        ),
     ],
 )
 def test_values(field: str, refused: list[Any], accepted: list[Any]) -> None:
     for value in accepted:
         StructuredOutputsParams(**{field: value})
     for value in refused:
-        with pytest.raises(RequestError, match=rf"^{field} must [^\n]*, got [^\n]{{1,250}}$"):
+        with pytest.raises(RequestError, match=rf"^{field}[\w.\[\]]* must [^\n]*, got [^\n]{{1,250}}$"):
             StructuredOutputsParams(**{field: value})
 
 

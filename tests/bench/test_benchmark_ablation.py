@@ -196,7 +196,7 @@ def test_ablation_writes_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return Measured(1.0, tokens, 10, [0.5], [0.1, 0.2], 50_000_000, 90_000_000, 1, 0, 8 * row.speculation, 4)
 
     monkeypatch.setattr(ablation, "_measure_in_process", run)
-    assert main(["bench", "ablation", "--repeats", "2", "--model", "m.gguf", "--out", str(tmp_path)]) == 0
+    assert main(["bench", "ablation", "--repeats", "2", "--out", str(tmp_path)]) == 0
     assert order == [row.key for row in ROWS] * 2  # in turns
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["none", "2.0", "1.00", "-", "100.0", "200.0", "50", "90"]
@@ -211,15 +211,32 @@ def test_ablation_writes_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_ablation_in_its_processes(model_path: Path, capsys: Captured) -> None:
-    sizes = ["--requests=1", "--new-tokens=2", "--batch-size=1", "--repeats=1"]
+    sizes = ["--requests=1", "--new-tokens=2", "--max-num-seqs=1", "--repeats=1"]
     assert main(["bench", "ablation", "--model", str(model_path), "--rows=int4", *sizes]) == 0
     lines = capsys.readouterr().out.splitlines()
     # No first row without optimisations, hence nothing to compare published figures with.
     assert re.fullmatch(r"\+ INT4 weights +[\d.]+ +1\.00( +[\d.]+){5}", lines[1])
 
 
+def test_options_reach_the_processes_of_an_ablation(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    seen = []
+
+    def run(row: Row, settings: Settings) -> Measured:
+        seen.append(settings)
+        return Measured(1.0, 10, 10, [0.5], [0.1, 0.2], 50_000_000, 90_000_000, 1, 0, 0, 0)
+
+    monkeypatch.setattr(ablation, "_measure_in_process", run)
+    options = "--device=cpu --dtype=float32 --kv-cache-dtype=int8 --context=200 --max-num-seqs=3 --threads=2"
+    assert main(["bench", "ablation", "--rows=kv", "--repeats=1", *options.split()]) == 0
+    [settings] = seen
+    assert settings.loading == {"device": "cpu", "dtype": "float32", "kv_cache_dtype": "int8", "max_model_len": 200}
+    assert (settings.batch_size, settings.threads) == (3, 2)
+
+
 def test_a_failed_process_is_one_line(tmp_path: Path, capsys: Captured) -> None:
-    assert main(["bench", "ablation", "--rows=kv", "--model", str(tmp_path / "none.gguf")]) == 2
+    (tmp_path / "damaged.gguf").write_bytes(b"GGUF")
+    assert main(["bench", "ablation", "--rows=kv", "--model", str(tmp_path / "damaged.gguf")]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert line.startswith("fastinfer: error: KV cache: ")
-    assert "none.gguf" in line
+    assert "damaged.gguf" in line

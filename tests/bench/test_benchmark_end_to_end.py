@@ -82,6 +82,8 @@ def test_bench_writes_its_files(
     out = tmp_path / "new/folder"
     arguments = ["bench", "--prompt-tokens", "3,7", "--new-tokens", "4", "--requests", "2", "--repeats", "2"]
     peak_before = peak_memory()
+    monkeypatch.chdir(tmp_path)
+    Path("m.gguf").write_bytes(b"GGUF")
     assert main([*arguments, "--out", str(out), "--model", "m.gguf"]) == 0
 
     captured = capsys.readouterr()

@@ -67,7 +67,7 @@ def test_replay_refuses_missing_tokens() -> None:
 
 def test_replay_refuses_what_failed() -> None:
     completion = CompletionOutput(0, "", [1, 2], "error", "ValueError: broken", None, "")
-    output = RequestOutput("0", None, [1], [completion], True, RequestMetrics(0, 0, 0))
+    output = RequestOutput("0", None, [1], [completion], True, RequestMetrics(0, 0, 0, 0))
     with pytest.raises(RequestError, match="broken"):
         Timeline(job(1, 2)).add(1.0, output)
 

@@ -1,5 +1,6 @@
 """The sections of ``bench throughput``: their arithmetic, and that the work is done."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -259,7 +260,8 @@ def test_a_missing_package_is_told_before_anything_is_measured(
     package: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    assert main(["bench", "throughput", "--model", "m.gguf"]) == 2
+    monkeypatch.setattr(throughput.Subject, "load", None)
+    assert main(["bench", "throughput"]) == 2
     assert f"needs the package {package}" in capsys.readouterr().err
 
 
@@ -271,7 +273,7 @@ def test_cost_of_a_schema() -> None:
 
 def test_throughput_writes_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(throughput.Subject, "load", lambda name, dtype: toy_subject())
+    monkeypatch.setattr(throughput.Subject, "load", lambda name: toy_subject())
     sizes = ["--batch-sizes=1,2", "--prompt-tokens=4", "--new-tokens=4", "--repeats=1", "--only=batch"]
     assert main(["bench", "throughput", *sizes, "--out", str(tmp_path / "new")]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:5]] == ["batch", "requests", "1", "2"]
@@ -282,9 +284,36 @@ def test_throughput_writes_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (tmp_path / "new/throughput.png").stat().st_size > 1000
 
 
+def test_options_reach_every_engine(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    given: dict[str, object] = {}
+    toy = dataclasses.replace(toy_subject(), context=90)
+    object.__setattr__(toy, "engines", [])
+
+    def load(name: str, **options: object) -> ToySubject:
+        given.update(options)
+        return toy
+
+    def measure(subject: Subject, jobs: list[Job], rate: float | None, max_num_seqs: int, *_: object) -> None:
+        raise RequestError(f"max_num_seqs {max_num_seqs}")
+
+    monkeypatch.setattr(throughput.Subject, "load", load)
+    monkeypatch.setattr(policies, "measure", measure)
+    options = "--device=cpu --dtype=float32 --kv-cache-dtype=int8 --context=90 --max-num-seqs=3"
+    sizes = ["--batch-sizes=1,2", "--prompt-tokens=4", "--new-tokens=4", "--repeats=1", "--requests=3"]
+    assert main(["bench", "throughput", *sizes, "--only=batch,policies", *options.split()]) == 2
+    assert "max_num_seqs 3" in capsys.readouterr().err
+    assert given == {"device": "cpu", "dtype": "float32", "kv_cache_dtype": "int8", "max_model_len": 90}
+    assert {engine.config.max_model_len for engine in toy.engines} == {90}
+
+
+def test_a_context_that_is_too_short() -> None:
+    with pytest.raises(RequestError, match=r"--context must be at least 41 for these requests, got 40"):
+        dataclasses.replace(toy_subject(), context=40).make_engine(max_num_seqs=1, max_model_len=41)
+
+
 def test_throughput_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr(throughput.Subject, "load", lambda name, dtype: toy_subject())
+    monkeypatch.setattr(throughput.Subject, "load", lambda name: toy_subject())
     sizes = ["--batch-sizes=1", "--prompt-tokens=4", "--new-tokens=4", "--repeats=1", "--only=batch"]
     assert main(["bench", "throughput", *sizes, "--out", str(tmp_path)]) == 0
     assert "needs matplotlib" in capsys.readouterr().err

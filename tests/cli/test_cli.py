@@ -13,10 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from support.fake_llm import FakeLLM
+from support.peft_adapter import write_adapter
+from support.tiny_decoder import CONFIG
 
-from fastinfer import _C, hub
+from fastinfer import _C, LLM, hub
 from fastinfer.cli.main import main
 from fastinfer.errors import RequestError
+from fastinfer.models import open_checkpoint
 from fastinfer.sampling_params import SamplingParams
 from fastinfer.structured_output import StructuredOutputsParams
 
@@ -25,7 +28,7 @@ Captured = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def llms(monkeypatch: pytest.MonkeyPatch) -> list[FakeLLM]:
-    """The models that the program has loaded, all of them fakes; their class is new for each test."""
+    """The models that the program has loaded, all of them fakes that need no file; their class is new for each test."""
     from fastinfer.cli import session
 
     loaded: list[FakeLLM] = []
@@ -36,6 +39,7 @@ def llms(monkeypatch: pytest.MonkeyPatch) -> list[FakeLLM]:
             loaded.append(self)
 
     monkeypatch.setattr(session, "LLM", Recorded)
+    monkeypatch.setattr(hub, "resolve", Path)
     return loaded
 
 
@@ -176,6 +180,23 @@ def test_more_options_reach_the_model(llms: list[FakeLLM], tmp_path: Path) -> No
         assert llms[index].options == {}
 
 
+@pytest.mark.parametrize("arguments", [["generate", "Why?"], ["generate", "Why?", "--raw"], ["chat"]])
+def test_adapter(llms: list[FakeLLM], typed: Callable[..., None], tmp_path: Path, arguments: list[str]) -> None:
+    write_adapter(tmp_path, CONFIG, rank=65)
+    typed("Hello")
+    assert main([*arguments, "--adapter", str(tmp_path)]) == 0
+    assert llms[0].options == {"max_loras": 1, "max_lora_rank": 65}
+    assert llms[0].adapters == {str(tmp_path): tmp_path}
+    assert llms[0].asked_adapters == [str(tmp_path)]
+
+
+def test_a_damaged_adapter(llms: list[FakeLLM], tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert main(["generate", "Why?", "--adapter", str(tmp_path)]) == 2
+    assert str(tmp_path) in error_line(capsys)
+    assert llms == []  # found before the model is loaded
+
+
 def test_threads(llms: list[FakeLLM]) -> None:
     before, torch_before = _C.get_num_threads(), torch.get_num_threads()
     try:
@@ -192,7 +213,7 @@ def test_threads(llms: list[FakeLLM]) -> None:
     [
         (None, "No such file"),
         (b"\xff", "expected a JSON schema in UTF-8"),
-        (b"[1]", "json must be a JSON schema that is an object"),
+        (b"[1]", "json must be a JSON schema as an object"),
         (b"{", "json must be a JSON schema"),
         (b"", "json must be a non-empty string"),
     ],
@@ -210,10 +231,35 @@ def test_a_bad_schema_file(
     assert llms == []
 
 
-def test_prompt_from_standard_input(llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("prompt", [["-"], []])
+def test_prompt_from_standard_input(llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, prompt: list[str]) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("Why?\nReally?\n\n"))
-    assert main(["generate", "-", "--raw"]) == 0
+    assert main(["generate", *prompt, "--raw"]) == 0
     assert llms[0].asked[0][1] == "Why?\nReally?\n"
+
+
+def test_no_prompt_in_a_terminal(llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    """The program would seem to hang, if it read what nobody knows to type."""
+    monkeypatch.setattr(sys, "stdin", Terminal("Why?"))
+    assert main(["generate"]) == 2
+    assert "PROMPT: expected the text" in error_line(capsys)
+    assert main(["generate", "-"]) == 0
+    assert llms[0].asked[0][1] == [{"role": "user", "content": "Why?"}]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("arguments", [["generate"], ["generate", "-"], ["generate", ""]])
+def test_an_empty_prompt(
+    llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: Captured, arguments: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    assert main(arguments) == 2
+    assert "PROMPT: expected the text, got nothing" in error_line(capsys)
+    assert llms == []
 
 
 def test_standard_input_that_is_no_text(llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
@@ -227,7 +273,6 @@ def test_standard_input_that_is_no_text(llms: list[FakeLLM], monkeypatch: pytest
     [
         ("", "COMMAND"),
         ("nonsense", "nonsense"),
-        ("generate", "PROMPT"),
         ("generate x --no-such-option", "--no-such-option"),
         ("generate x --max-tokens many", "--max-tokens"),
         ("generate x --max-tokens 1e3", "--max-tokens"),
@@ -304,7 +349,7 @@ def test_interrupted_generate(llms: list[FakeLLM], fake: type[FakeLLM], capsys: 
 
 
 def test_chat_remembers_the_conversation(llms: list[FakeLLM], typed: Callable[..., None], capsys: Captured) -> None:
-    typed("Hello", "   ", "And?", "/exit", "not reached")
+    typed("Hello", "   ", "And?", "/quit", "not reached")
     assert main(["chat"]) == 0
     first = [{"role": "user", "content": "Hello"}]
     second = [*first, {"role": "assistant", "content": "The sky is blue."}, {"role": "user", "content": "And?"}]
@@ -320,6 +365,93 @@ def test_chat_system_message_outlives_a_reset(llms: list[FakeLLM], typed: Callab
         [system, {"role": "user", "content": "Hello"}],
         [system, {"role": "user", "content": "Again"}],
     ]
+
+
+def test_chat_help(llms: list[FakeLLM], typed: Callable[..., None], capsys: Captured) -> None:
+    typed("/help")
+    assert main(["chat"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in lines} >= {"/help", "/system", "/save", "/load", "/reset", "/quit", "Ctrl-C"}
+    assert llms[0].asked == []
+
+
+def test_chat_system_message_can_be_changed(llms: list[FakeLLM], typed: Callable[..., None]) -> None:
+    typed("/system  Be  brief. ", "Hello", "/system Be rude.", "And?", "/system", "/reset", "Why?")
+    assert main(["chat", "--system", "Be kind."]) == 0
+    hello, answer = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "The sky is blue."}
+    assert [messages for _, messages, _ in llms[0].asked] == [
+        [{"role": "system", "content": "Be  brief."}, hello],
+        [{"role": "system", "content": "Be rude."}, hello, answer, {"role": "user", "content": "And?"}],
+        [{"role": "user", "content": "Why?"}],
+    ]
+
+
+def test_chat_is_saved_and_loaded(
+    llms: list[FakeLLM], typed: Callable[..., None], tmp_path: Path, capsys: Captured
+) -> None:
+    file = tmp_path / "my chat.json"
+    typed("Grüße", f"/save {file}", f"/save {file}")  # a conversation may be saved again
+    assert main(["chat", "--system", "Be brief."]) == 0
+    typed("forgotten", f"/load {file}", "And?", "/reset", "Why?")
+    assert main(["chat"]) == 0
+    system, question = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Grüße"}
+    answer = {"role": "assistant", "content": "The sky is blue."}
+    assert json.loads(file.read_text(encoding="utf-8")) == [system, question, answer]
+    assert [messages for _, messages, _ in llms[1].asked[1:]] == [
+        [system, question, answer, {"role": "user", "content": "And?"}],
+        [system, {"role": "user", "content": "Why?"}],
+    ]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        ("/nonsense", "unknown command /nonsense: /help lists them"),
+        ("/quit now", "/quit takes no argument, got 'now'"),
+        ("/save", "/save needs a FILE"),
+        ("/load", "/load needs a FILE"),
+        ("/load nowhere.json", "nowhere.json: No such file"),
+        ("/save nowhere/chat.json", "nowhere/chat.json: No such file"),
+        ("/save a\0b", "embedded null"),
+        ("/load a\0b", "expected a conversation"),
+        ("/load ~nobody-here/x", "~nobody-here/x: No such file"),
+        ("/load binary", "binary: expected a conversation as /save writes it"),
+        ("/load text", "text: expected a conversation as /save writes it"),
+        ("/load object", "object: expected a conversation as /save writes it"),
+        ("/load wrong", "wrong: expected a conversation as /save writes it"),
+        ("/load deep", "deep: expected a conversation as /save writes it"),
+        ("/save binary", "binary: expected a conversation as /save writes it"),  # what else it is stays
+    ],
+)
+def test_mistakes_in_a_chat_do_not_end_it(
+    llms: list[FakeLLM],
+    typed: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Captured,
+    command: str,
+    named: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("binary").write_bytes(b"\xff")
+    Path("text").write_text("Hello")
+    Path("object").write_text('{"role": "user", "content": "Hello"}')
+    Path("wrong").write_text('[{"role": "user", "content": 1}]')
+    Path("deep").write_text("[" * 100_000)
+    typed(command, "Hello")
+    assert main(["chat"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == f"fastinfer: error: {captured.err.removeprefix('fastinfer: error: ').rstrip()}\n"
+    assert named in captured.err
+    assert [messages for _, messages, _ in llms[0].asked] == [[{"role": "user", "content": "Hello"}]]
+    assert Path("binary").read_bytes() == b"\xff"
+
+
+def test_a_message_may_begin_with_a_slash(llms: list[FakeLLM], typed: Callable[..., None]) -> None:
+    typed("/etc/passwd is what?", "/ is what?")
+    assert main(["chat"]) == 0
+    assert [messages[-1]["content"] for _, messages, _ in llms[0].asked] == ["/etc/passwd is what?", "/ is what?"]
 
 
 def test_interrupt_stops_the_answer_and_not_the_chat(
@@ -426,14 +558,49 @@ def test_help_and_light_commands_do_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
 
-def test_reader_of_the_output_has_gone() -> None:
+@pytest.mark.parametrize("arguments", [["models"], ["--help"], ["generate", "--help"], ["info"]])
+def test_reader_of_the_output_has_gone(arguments: list[str]) -> None:
     read, write = os.pipe()
     os.close(read)
-    program = subprocess.run(
-        [sys.executable, "-m", "fastinfer", "models"], stdout=write, stderr=subprocess.PIPE, text=True
-    )
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}  # argparse ignores the error if the text is written at once
+    command = [sys.executable, "-m", "fastinfer", *arguments]
+    program = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, env=buffered)
     os.close(write)
     assert (program.returncode, program.stderr) == (141, "")
+
+
+def test_reader_of_output_and_errors_has_gone() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    program = subprocess.run([sys.executable, "-m", "fastinfer", "nonsense"], stdout=write, stderr=write)
+    os.close(write)
+    assert program.returncode == 141
+
+
+@pytest.mark.parametrize(
+    ("arguments", "redirection", "expected"),
+    [
+        ("models", ">&-", (0, "", "")),
+        ("--help", ">&-", (0, "", "")),
+        ("nonsense", "2>&-", (2, "", "")),  # not on stdout instead
+        ("nonsense", ">&- 2>&-", (2, "", "")),
+    ],
+)
+def test_closed_streams(arguments: str, redirection: str, expected: tuple[int, str, str]) -> None:
+    command = f"exec {sys.executable} -m fastinfer {arguments} {redirection}"
+    program = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
+    assert (program.returncode, program.stdout, program.stderr) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("redirection", "codes"), [(">&-", "0"), ("| true", "141 0")])
+def test_generate_without_a_reader(model_path: Path, redirection: str, codes: str) -> None:
+    program = f"{sys.executable} -m fastinfer generate Hello --max-tokens 20 --model {model_path} {redirection}"
+    command = ["bash", "-c", f"{program}; echo ${{PIPESTATUS[@]}}"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.stdout.strip() == codes
+    assert "Traceback" not in ended.stderr
+    assert "Exception" not in ended.stderr
 
 
 @pytest.mark.slow
@@ -450,10 +617,25 @@ def test_program_generates_with_the_real_model(model_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_an_adapter_changes_the_answer(model_path: Path, tmp_path: Path, capsys: Captured) -> None:
+    write_adapter(tmp_path, open_checkpoint(model_path).config, rank=3, size=0.2)
+    options = ["--model", str(model_path), "--dtype=float32", "--temperature=0", "--max-tokens=5"]
+    assert main(["generate", "Hello", *options]) == 0
+    plain = capsys.readouterr().out
+    assert main(["generate", "Hello", *options, "--adapter", str(tmp_path)]) == 0
+    adapted = capsys.readouterr().out
+    llm = LLM(str(model_path), dtype="float32", max_loras=1, max_model_len=256)
+    llm.load_adapter("any", tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=5)
+    expected = llm.chat([{"role": "user", "content": "Hello"}], params, adapter="any").outputs[0].text
+    assert adapted == f"{expected}\n" != plain
+
+
+@pytest.mark.slow
 def test_program_chats_with_the_real_model(model_path: Path) -> None:
     """The first answer is what a single prompt gives."""
     options = ["--model", str(model_path), "--temperature=0", "--max-tokens=8"]
-    chat = run_program("chat", *options, input="Hello\n/exit\n")
+    chat = run_program("chat", *options, input="Hello\n/quit\n")
     assert (chat.returncode, chat.stderr) == (0, "")
     assert chat.stdout == run_program("generate", "Hello", *options).stdout
 
@@ -464,14 +646,13 @@ def test_program_chats_with_the_real_model(model_path: Path) -> None:
     [
         (["generate", "x", "--model", "/no/such.gguf"], "/no/such.gguf"),
         (["generate", "x", "--top-p", "2"], "top_p"),
-        (["generate", "x", "--speculate", "16"], "num_speculative_tokens"),
         (["generate", "x", "--regex", "("], "regex cannot be enforced"),
         (["generate", "a " * 20_000], "prompt"),  # longer than the context
-        (["generate", ""], "prompt"),
+        (["generate", ""], "PROMPT"),
         (["generate", "x", "--model", __file__], "GGUF"),
         (["bench", "--model", "/no/such.gguf"], "/no/such.gguf"),
     ],
-    ids=["model", "parameter", "speculation", "regex", "context", "empty", "format", "bench"],
+    ids=["model", "parameter", "regex", "context", "empty", "format", "bench"],
 )
 def test_program_ends_with_one_line(arguments: list[str], named: str) -> None:
     program = run_program(*arguments, *(["--raw"] if arguments[0] == "generate" else []))

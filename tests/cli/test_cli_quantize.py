@@ -8,9 +8,11 @@ from support.families import make_model
 from support.hf_tokenizers import TEXT, byte_level, save
 
 from fastinfer.cli.main import main
+from fastinfer.errors import ModelNotFoundError, RequestError
+from fastinfer.evaluation import comparison
 
 Captured = pytest.CaptureFixture[str]
-LENGTHS = ("--tokens", "128", "--length", "32")
+LENGTHS = ("--tokens", "128", "--context", "32")
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,7 @@ def test_quantize_then_compare(folder: Path, capsys: Captured) -> None:
     texts = "--calibration", str(folder / "one.txt"), "--evaluation", str(folder / "other.txt")
     assert main(["quantize", model, "--method", "int8", *texts, *LENGTHS, "--out", out]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0].split() == ["layer", "relative", "error"]
+    assert printed[0].split() == ["layer", "relative", "error", "of", "outputs"]
     assert printed[-2].startswith("perplexity ")
     assert printed[-1] == out
     report = json.loads((folder / "int8" / "quantization_report.json").read_text())
@@ -54,11 +56,32 @@ def test_quantize_then_compare(folder: Path, capsys: Captured) -> None:
     assert (folder / "compare.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize("method", [["rtn", "--bits", "3", "--group-size", "32"], ["nf4"], ["int8"]])
+def test_a_method_without_inputs_needs_no_text(folder: Path, capsys: Captured, method: list[str]) -> None:
+    """The text changes the report alone."""
+    widths = {"hidden_size": 64, "intermediate_size": 128}
+    make_model("llama2", vocab_size=420, **widths).save_pretrained(folder / "wide")
+    save(folder / "wide", byte_level())
+    text = ["--calibration", str(folder / "one.txt"), *LENGTHS]
+    for name, options in {"without": [], "with": text}.items():
+        out = str(folder / f"{method[0]}-{name}")
+        assert main(["quantize", str(folder / "wide"), "--method", *method, *options, "--out", out]) == 0
+    without, calibrated = (folder / f"{method[0]}-{name}" for name in ("without", "with"))
+    files = [path.name for path in without.iterdir() if path.name != "quantization_report.json"]
+    assert "model.safetensors" in files
+    for name in files:
+        assert (without / name).read_bytes() == (calibrated / name).read_bytes(), name
+    assert capsys.readouterr().out.splitlines()[0].split() == ["layer", "relative", "error", "of", "weights"]
+    reports = [json.loads((path / "quantization_report.json").read_text()) for path in (without, calibrated)]
+    assert [report["errors_of"] for report in reports] == ["weights", "outputs"]
+    assert reports[0]["errors"].keys() == reports[1]["errors"].keys()
+    assert all(0 < error < 0.1 for error in reports[0]["errors"].values())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--method", "gptq"], "--calibration: gptq needs a text, got none"),
-        (["--method", "rtn"], "expected a text to report errors on, got none"),
         (["--method", "rtn", "--calibration", "nowhere.txt"], "nowhere.txt: No such file or directory"),
         (["--method", "rtn", "--bits", "5"], "bits: expected one of"),
         (["--method", "rtn", "--group-size", "33"], "group_size: expected a multiple of 32"),
@@ -74,6 +97,41 @@ def test_mistakes_are_one_line(arguments: list[str], message: str, folder: Path,
     assert error.startswith("fastinfer: error: ")
     assert message in error
     assert not Path(out).exists()
+
+
+def test_evaluation_in_batches_changes_no_bit(folder: Path, capsys: Captured) -> None:
+    """Four sections at once, in batches of one and of three."""
+    text = "--text", str(folder / "other.txt"), "--tokens", "150", "--context", "37"
+    for kv_cache_dtype in ("float32", "int8"):
+        printed = []
+        for count in ("1", "3"):
+            options = "--max-num-seqs", count, "--kv-cache-dtype", kv_cache_dtype, "--device", "cpu"
+            assert main(["eval", "perplexity", str(folder / "model"), *text, *options, "--json"]) == 0
+            printed.append(json.loads(capsys.readouterr().out))
+        assert printed[0] == printed[1]
+        assert printed[0]["tokens"] == 4 * 37
+
+
+def test_options_of_loading_change_an_evaluation(folder: Path, capsys: Captured) -> None:
+    text = "--text", str(folder / "other.txt"), *LENGTHS
+    found = set()
+    for options in ([], ["--kv-cache-dtype", "int4"], ["--dtype", "float32"], ["--context", "64"]):
+        assert main(["eval", "compare", str(folder / "model"), *text, *options, "--no-speed"]) == 0
+        printed = capsys.readouterr().out
+        assert main(["eval", "perplexity", str(folder / "model"), *text, *options]) == 0
+        value = capsys.readouterr().out.strip()
+        assert f"{float(value):.3f}" in printed
+        found.add(value)
+    assert len(found) == 4
+
+
+def test_compare_looks_for_all_files_before_it_loads_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "load_model", None)
+    model, text = str(folder / "model"), str(folder / "one.txt")
+    with pytest.raises(ModelNotFoundError, match="nowhere"):
+        comparison.compare([model, "nowhere"], text, 32, 128)
+    with pytest.raises(RequestError, match=r"nowhere\.txt: No such file"):
+        comparison.compare([model, model], "nowhere.txt", 32, 128)
 
 
 def test_a_text_that_is_too_short(folder: Path, capsys: Captured) -> None:

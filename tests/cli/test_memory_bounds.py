@@ -291,7 +291,7 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "error"),
     [
         (["--memory", "no/such"], "model 'no/such'"),
-        (["--memory", __file__], "magic"),
+        (["--memory", __file__], "expected a GGUF file, got text"),
         (["--memory", DEFAULT_MODEL, "--context", "8193"], "--context must be an integer in 1..8192, got 8193"),
         (["--memory", DEFAULT_MODEL, "--context", "0"], "--context"),
         (["--memory", DEFAULT_MODEL, "--context", "-1"], "--context"),

@@ -24,7 +24,7 @@ from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.engine import Engine
 from fastinfer.errors import RequestError
 from fastinfer.outputs import RequestOutput
-from fastinfer.sampling_params import SamplingParams
+from fastinfer.sampling_params import BeamSearchParams, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
@@ -313,9 +313,28 @@ def test_metrics_are_in_order() -> None:
     assert engine.step() == []
     output = drain(engine)["request-0"]
     metrics = output.metrics
-    assert metrics.first_token_time is not None
-    assert metrics.finish_time is not None
-    assert metrics.arrival_time < metrics.first_token_time < metrics.finish_time
+    times = [metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time, metrics.finish_time]
+    assert None not in times
+    assert times == sorted(set(times))  # type: ignore[type-var]
+    assert metrics.queue_time == times[1] - times[0]  # type: ignore[operator]
+
+
+def test_beams_have_metrics_too() -> None:
+    engine = toy_engine(max_num_batched_tokens=2)
+    engine.add_beam_request([1] * 6, BeamSearchParams(beam_width=2, max_tokens=4))
+    metrics = drain(engine)["request-0"].metrics
+    times = [metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time, metrics.finish_time]
+    assert times == sorted(set(times))
+
+
+def test_a_request_that_waits_has_no_queue_time_yet() -> None:
+    engine = toy_engine(max_num_seqs=1)
+    engine.add_request([1], GREEDY)
+    waiting = engine.add_request([2], GREEDY)
+    engine.step()
+    output = engine.abort(waiting)
+    assert output is not None
+    assert output.metrics.queue_time is None  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("field", ["max_num_seqs", "max_num_batched_tokens", "block_size", "max_model_len"])

@@ -1,19 +1,103 @@
 """Random traces: requests of all kinds come, are aborted, refused, preempted and finish, in a cache that is mostly too
 small. Every text must be what the request alone would give, and every block accounted for in every step."""
 
+import contextlib
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.toy import VOCAB_SIZE, Forgetful, always_speculate, check_blocks, drain, greedy, toy_engine
+from support.toy import VOCAB_SIZE, Forgetful, always_speculate, check_blocks, drain, toy_engine
+from support.toy_grammar import Letters, constrained
 
+from fastinfer.engine import deadlines
 from fastinfer.engine.engine import Engine
-from fastinfer.errors import QueueFullError
+from fastinfer.engine.sequence import SequenceState
+from fastinfer.errors import QueueFullError, RequestError
 from fastinfer.outputs import PrefillOutput
-from fastinfer.sampling_params import SamplingParams
+from fastinfer.sampling_params import RequestOutputKind, SamplingParams
 
-ACTIONS = ["add", "add", "embed", "step", "step", "step", "step", "abort"]
+ACTIONS = ["add", "add", "add", "embed", "module", "unpin", "step", "step", "step", "step", "step", "abort", "clock"]
+ACTIONS += ["fault"]
+
+
+class Request:
+    """A request that can be made of any engine, and what it gives alone."""
+
+    def __init__(self, draw: Any, prompt: list[int], max_completions: int) -> None:
+        self.prompt = prompt
+        kind = draw(st.sampled_from(["greedy", "greedy", "sampled", "rules", "grammar", "logprobs"]))
+        fields: dict[str, Any] = {"temperature": 0.0, "max_tokens": draw(st.integers(1, 20))}
+        if kind != "greedy":
+            fields |= {"seed": draw(st.integers(0, 9)), "temperature": 1.0}
+        if kind == "sampled":
+            fields |= {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "logit_bias": {7: 2.0}}
+        if kind == "rules":
+            fields |= {"allowed_token_ids": [0, *range(1, 60)], "bad_words": ["a", "bc", "def"], "min_tokens": 1}
+        if kind == "logprobs":
+            fields |= {"logprobs": 1, "prompt_logprobs": 0, "stop": ["ab"], "include_stop_str_in_output": True}
+        fields["n"] = draw(st.integers(1, max_completions))
+        fields["output_kind"] = draw(st.sampled_from(list(RequestOutputKind)))
+        self.params = SamplingParams(**fields)
+        self.grammar = Letters("abc", draw(st.integers(1, 9))) if kind == "grammar" else None
+
+    def add(self, engine: Engine, **options: Any) -> str:
+        if self.grammar is not None:
+            return constrained(engine, self.prompt, self.params, self.grammar, **options)
+        return engine.add_request(self.prompt, self.params, **options)
+
+    def alone(self, max_model_len: int) -> "Texts":
+        engine = toy_engine(max_model_len=max_model_len)
+        texts = Texts(self.params)
+        self.add(engine)
+        while engine.has_unfinished:
+            for output in engine.step():
+                texts.take(output)
+        return texts
+
+
+class Texts:
+    """The texts and tokens of a request's completions, from outputs of any kind."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.is_delta = params.output_kind is RequestOutputKind.DELTA
+        self.texts = [""] * params.n
+        self.token_ids: list[list[int]] = [[] for _ in range(params.n)]
+        self.logprobs: list[list[Any]] = [[] for _ in range(params.n)]
+        self.reasons: list[str | None] = [None] * params.n
+        self.finished = False
+
+    def take(self, output: Any) -> None:
+        assert not self.finished, "an output after the last one"
+        self.finished = output.finished
+        for completion in output.outputs:
+            index = completion.index
+            self.texts[index] += completion.delta
+            kept = self.token_ids[index] if self.is_delta else []
+            self.token_ids[index] = kept + completion.token_ids
+            kept = self.logprobs[index] if self.is_delta else []
+            entries = [{t: round(p.logprob, 4) for t, p in e.items()} for e in completion.logprobs or ()]
+            self.logprobs[index] = kept + entries
+            self.reasons[index] = completion.finish_reason
+            assert self.is_delta or completion.text == self.texts[index]
+
+    def check(self, expected: "Texts") -> None:
+        """Equal, or a beginning for those that were cut short."""
+        for index, reason in enumerate(self.reasons):
+            pairs = [
+                (self.texts[index], expected.texts[index]),
+                (self.token_ids[index], expected.token_ids[index]),
+                (self.logprobs[index], expected.logprobs[index]),
+            ]
+            if reason in ("abort", "timeout"):
+                pairs = [(got, whole[: len(got)]) for got, whole in pairs]  # type: ignore[index]
+            else:
+                assert reason == expected.reasons[index]
+            for got, wanted in pairs:
+                assert got == wanted
 
 
 def draw_engine(draw: Any) -> Engine:
@@ -37,15 +121,22 @@ def draw_engine(draw: Any) -> Engine:
     return engine if speculation == "none" else always_speculate(engine)
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=int(os.environ.get("FASTINFER_TRACES", "400")))
 @given(data=st.data())
 def test_random_traces(data: st.DataObject) -> None:
+    """FASTINFER_TRACES is the number of traces; 10,000 of them take about 10^5 steps."""
     draw = data.draw
-    engine = draw_engine(draw)
+    clock = SimpleNamespace(now=0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deadlines, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+        run_trace(draw, draw_engine(draw), clock)
+
+
+def run_trace(draw: Any, engine: Engine, clock: SimpleNamespace) -> None:
     max_model_len, max_num_seqs = engine.max_model_len, engine.config.max_num_seqs
     stem = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=max_model_len - 2))
-    added: dict[str, tuple[list[int], int, int]] = {}
-    last: dict[str, Any] = {}
+    requests: dict[str, Request] = {}
+    texts: dict[str, Texts] = {}
 
     def prompt() -> list[int]:
         """Often one that begins as others do."""
@@ -54,53 +145,75 @@ def test_random_traces(data: st.DataObject) -> None:
             st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=max_model_len - 1 - len(start))
         )
 
+    def take(output: Any) -> None:
+        if output.request_id in texts:
+            texts[output.request_id].take(output)
+
     for action in draw(st.lists(st.sampled_from(ACTIONS), max_size=60)):
         is_full = engine.stats().num_waiting >= engine.config.max_num_waiting  # more after a preemption
-        if action in ("add", "embed") and is_full:
+        if action in ("add", "embed", "module") and is_full:
             with pytest.raises(QueueFullError):
                 engine.add_request([1])
         elif action == "add":
-            tokens, max_tokens = prompt(), draw(st.integers(1, 20))
-            params = SamplingParams(
-                temperature=0.0, max_tokens=max_tokens, n=draw(st.integers(1, min(3, max_num_seqs)))
-            )
-            salt, priority = draw(st.sampled_from(["", "", "salt"])), draw(st.sampled_from([0, 0, 0, 1, -1]))
-            request_id = engine.add_request(tokens, params, priority=priority, cache_salt=salt)
-            added[request_id] = tokens, min(max_tokens, max_model_len - len(tokens)), params.n
+            request = Request(draw, prompt(), min(3, max_num_seqs))
+            options: dict[str, Any] = {
+                "cache_salt": draw(st.sampled_from(["", "", "salt"])),
+                "priority": draw(st.sampled_from([0, 0, 0, 1, -1])),
+                "timeout": draw(st.sampled_from([None, None, 3.0])),
+                "queue_timeout": draw(st.sampled_from([None, None, 2.0])),
+            }
+            request_id = request.add(engine, **options)
+            requests[request_id], texts[request_id] = request, Texts(request.params)
         elif action == "embed":
             engine.add_embedding_request(prompt(), pooling=draw(st.sampled_from(["mean", "last"])))
-        elif action == "abort" and added:
-            request_id = draw(st.sampled_from(sorted(added)))
+        elif action == "module":
+            with contextlib.suppress(RequestError):  # no room, or no prefix cache
+                engine.add_prompt_module(draw(st.sampled_from("ab")), prompt())
+        elif action == "unpin":
+            with contextlib.suppress(RequestError):
+                engine.remove_prompt_module(draw(st.sampled_from("ab")))
+        elif action == "abort" and requests:
+            request_id = draw(st.sampled_from(sorted(requests)))
             output = engine.abort(request_id)
-            assert (output is None) == (request_id in last and last[request_id].finished)
+            assert (output is None) == texts[request_id].finished
             assert engine.abort(request_id) is None
             if output is not None:
-                last[request_id] = output
+                take(output)
+        elif action == "clock":
+            clock.now += 1.0
+        elif action == "fault":
+            engine.model.fail = True  # type: ignore[attr-defined]
+            with contextlib.suppress(RuntimeError):
+                step(engine, take)
+            engine.model.fail = False  # type: ignore[attr-defined]
+            check_blocks(engine)
         elif action == "step":
-            step(engine, last)
+            step(engine, take)
     while engine.has_unfinished:
-        step(engine, last)
+        step(engine, take)
 
-    for request_id, (tokens, max_tokens, n) in added.items():
-        assert len(last[request_id].outputs) == n
-        for completion in last[request_id].outputs:
-            expected = greedy(tokens, max_tokens)
-            aborted = completion.finish_reason == "abort"
-            assert completion.token_ids == (expected[: len(completion.token_ids)] if aborted else expected)
+    for request_id, request in requests.items():
+        assert texts[request_id].finished
+        texts[request_id].check(request.alone(max_model_len))
+    for name in "ab":
+        with contextlib.suppress(RequestError):
+            engine.remove_prompt_module(name)
     assert engine.block_manager.num_used == 0
     assert engine.block_manager.num_free + engine.block_manager.num_cached == engine.block_manager.num_blocks
 
 
-def step(engine: Engine, last: dict[str, Any]) -> None:
+def step(engine: Engine, take: Callable[[Any], None]) -> None:
     """One step, after which the books balance; somebody gets further, unless a batch waits for company."""
     scheduler = engine.scheduler
     before = {s: (len(s), s.num_computed_tokens) for s in scheduler.running}
     outputs = engine.step()
-    last.update({output.request_id: output for output in outputs})
+    for output in outputs:
+        take(output)
     check_blocks(engine)
     assert len({output.request_id for output in outputs}) == len(outputs)
     progress = [s for s in scheduler.running if (len(s), s.num_computed_tokens) > before.get(s, (0, 0))]
-    assert outputs or progress or not before, "nobody got further"
+    ended = [s for s in before if s.state is SequenceState.FINISHED]  # perhaps without an output of its own
+    assert outputs or progress or ended or not before, "nobody got further"
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])

@@ -148,6 +148,88 @@ def test_choice(compiler: GrammarCompiler, tokenizer: Tokenizer, walker: Walker)
     assert found == set(choices)
 
 
+GBNF = 'root ::= item ("," item)*\nitem ::= [0-9]+ | "(" root ")"\n'
+LARK = 'start: item ("," item)*\nitem: /[0-9]+/ | "(" start ")"\n'
+
+
+@pytest.mark.parametrize("grammar", [GBNF, LARK])
+def test_context_free_grammars(grammar: str, compiler: GrammarCompiler, tokenizer: Tokenizer, walker: Walker) -> None:
+    matcher = compiled(compiler, grammar=grammar)
+    texts = [tokenizer.decode(tokens) for seed in range(12) if (tokens := walker.walk(matcher, seed)) is not None]
+    assert len(texts) >= 4
+    assert any("(" in text for text in texts)
+    for text in texts:
+        while "(" in text:
+            text, before = re.sub(r"\(\d+(,\d+)*\)", "1", text), text
+            assert text != before, "brackets are not balanced"
+        assert re.fullmatch(r"\d+(,\d+)*", text)
+
+
+def test_any_json_object(compiler: GrammarCompiler, tokenizer: Tokenizer, walker: Walker) -> None:
+    grammar = compiled(compiler, json_object=True)
+    texts = [tokenizer.decode(tokens) for seed in range(8) if (tokens := walker.walk(grammar, seed)) is not None]
+    assert texts
+    assert all(isinstance(json.loads(text), dict) for text in texts)
+
+
+TOOLS = {
+    "structures": [
+        {
+            "begin": f"<call={name}>",
+            "schema": {"type": "object", "properties": {"x": {"enum": values}}, "required": ["x"]}
+            | {"additionalProperties": False},
+            "end": "</call>",
+        }
+        for name, values in (("add", [1, 2]), ("drop", ["a"]))
+    ],
+    "triggers": ["<call="],
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "num_chars"),
+    [
+        ("Free text, even { and < and <cal.", None),
+        ('Well: <call=add>{"x": 2}</call> and <call=drop>{"x": "a"}</call>.', None),
+        ('<call=add>{"x": 3}</call>', len('<call=add>{"x": ')),
+        ('<call=add>{"y": 1}</call>', len('<call=add>{"')),
+        ('<call=other>{"x": 1}</call>', len("<call=")),
+        ('<call=drop>{"x": "a"} </call>', len('<call=drop>{"x": "a"}')),
+    ],
+)
+def test_structural_tags(text: str, num_chars: int | None, compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    """Text is free up to a trigger, and again behind the end."""
+    grammar = compiled(compiler, structural_tag=TOOLS)
+    letters = [token for letter in text for token in tokenizer.encode(letter, parse_special=False)]
+    assert tokenizer.decode(letters) == text
+    if num_chars is None:
+        tokens = [*letters, *tokenizer.eos_ids]
+        assert grammar.validate(tokens) == len(tokens)
+        assert grammar.validate(tokenizer.encode(text, parse_special=False)) > 0
+    else:
+        assert grammar.validate(letters) == num_chars
+
+
+def test_a_text_may_not_end_inside_a_tag(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    grammar = compiled(compiler, structural_tag=json.dumps(TOOLS))
+    for token in tokenizer.encode('<call=add>{"x"'):
+        grammar.accept(token)
+    assert not set(mask(grammar, compiler)) & tokenizer.eos_ids
+    assert tokenizer.decode(grammar.forced_tokens()).startswith(":")
+
+
+def test_a_trigger_that_is_a_special_token(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    """The token itself is the trigger, and its spelling is plain text."""
+    structure = {"begin": "<file_sep>", "schema": {"const": 1}, "end": ""}
+    grammar = compiled(compiler, structural_tag={"structures": [structure], "triggers": ["<file_sep>"]})
+    [special] = tokenizer.encode("<file_sep>")
+    assert special in tokenizer.control_ids
+    tokens = [*tokenizer.encode("a"), special, *tokenizer.encode("1 b"), *tokenizer.eos_ids]
+    assert grammar.validate(tokens) == len(tokens)
+    tokens = [*tokenizer.encode("a"), special, *tokenizer.encode("2")]
+    assert grammar.validate(tokens) == len(tokens) - 1
+
+
 def test_text_between_values_is_that_of_json_dumps(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     value = {"a": [1, {"b": "x  y"}], "c": {}, "d": []}
     grammar = compiled(compiler, json={"type": "object"})
@@ -364,6 +446,19 @@ def test_the_mask_s_shape(compiler: GrammarCompiler, tokenizer: Tokenizer) -> No
         ({"regex": r"(a)\1"}, "backreferences"),
         ({"regex": r"[^\x00-\u{10FFFF}]"}, "no text matches"),
         ({"regex": "(?:" * 1000 + "a" + ")" * 1000}, "nested"),
+        ({"grammar": "root ::= other"}, "other"),
+        ({"grammar": "start: (("}, ""),
+        ({"grammar": "no grammar at all"}, ""),
+        ({"structural_tag": TOOLS | {"structures": [{"begin": "<call=", "schema": {"type": 7}, "end": ""}]}}, ""),
+        (
+            {
+                "structural_tag": {
+                    "structures": [{"begin": t, "schema": {}, "end": ""} for t in ("<file_sep>", "<other>")],
+                    "triggers": ["<file_sep>", "<other>"],
+                }
+            },
+            "triggers must be special tokens of the model all or none",
+        ),
         ({"regex": "a{9000000}"}, r"a token takes \d\.\d s"),
     ],
 )

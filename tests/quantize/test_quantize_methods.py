@@ -8,10 +8,11 @@ from fastinfer.errors import RequestError
 from fastinfer.formats.unpacked import Grouped, Int4, Int8, Lut
 from fastinfer.quantize.awq import search_clipping, search_scales
 from fastinfer.quantize.gptq import quantize_gptq
-from fastinfer.quantize.methods import METHODS, Method, fold_into_rows
+from fastinfer.quantize.methods import METHODS, Method
 from fastinfer.quantize.rounding import NF4_TABLE, Grid, round_rows, round_to_int8, round_to_nearest, round_to_nf4
 from fastinfer.quantize.smoothquant import smoothing_scales
 from fastinfer.quantize.statistics import InputStatistics
+from fastinfer.quantize.weight import fold_into_rows
 
 ROWS, COLS, GROUP = 48, 128, 32
 

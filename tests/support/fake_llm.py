@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,13 +24,24 @@ class FakeLLM:
         self.model, self.dtype, self.options = model, dtype, options
         self.tokenizer = SimpleNamespace(chat_template=self.chat_template)
         self.asked: list[tuple[str, Any, SamplingParams]] = []  # method, prompt or messages, parameters
+        self.asked_adapters: list[str | None] = []
+        self.adapters: dict[str, Path] = {}  # the loaded ones
         self.num_closed = 0
 
-    def stream_outputs(self, prompt: Any, params: SamplingParams) -> Iterator[RequestOutput]:
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        self.adapters[name] = Path(path)
+
+    def stream_outputs(
+        self, prompt: Any, params: SamplingParams, *, adapter: str | None = None
+    ) -> Iterator[RequestOutput]:
+        self.asked_adapters.append(adapter)
         self.asked.append(("stream_outputs", prompt, params))
         return self._run(prompt["prompt_token_ids"] if isinstance(prompt, dict) else [1, 2, 3])
 
-    def stream_chat(self, messages: list[dict[str, str]], params: SamplingParams) -> Iterator[RequestOutput]:
+    def stream_chat(
+        self, messages: list[dict[str, str]], params: SamplingParams, *, adapter: str | None = None
+    ) -> Iterator[RequestOutput]:
+        self.asked_adapters.append(adapter)
         self.asked.append(("stream_chat", list(messages), params))
         return self._run([1, 2, 3])
 
@@ -62,7 +74,7 @@ class FakeLLM:
                         )
                     ],
                     finished=finished,
-                    metrics=RequestMetrics(arrival_time, first_token_time, now if finished else None),
+                    metrics=RequestMetrics(arrival_time, arrival_time, first_token_time, now if finished else None),
                 )
         finally:
             self.num_closed += 1

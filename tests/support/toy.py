@@ -124,7 +124,7 @@ class ToyTokenizer:
         *(bytes([c, c]) for c in b"abcdefg"),
     )
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, continues: bool = False) -> list[int]:
         return [self.pieces.index(letter.encode()) for letter in text]
 
     def token_bytes(self, token_id: int, skip_special_tokens: bool = True) -> bytes:

@@ -67,6 +67,50 @@ def test_features_of_templates(reference: Any, template: str, messages: list[dic
     assert ours == expected
 
 
+def call(arguments: Any, **fields: Any) -> dict[str, Any]:
+    """A message that calls a tool, as the OpenAI API has it."""
+    function = {"name": "add", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}], **fields}
+
+
+TOOL_TEMPLATE = (
+    "{{ tools | tojson }}{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for t in m.tool_calls %}{{ t.id }}{{ t.function.name }}{{ t.function.arguments | tojson }}{% endfor %}"
+    "{{ m.tool_call_id }};{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "content", [{}, {"content": None}, {"content": ""}, {"content": [{"type": "text", "text": ""}]}]
+)
+@pytest.mark.parametrize("arguments", ['{"a": [1, "ü"]}', {"a": [1, "ü"]}])
+def test_tools(reference: Any, arguments: Any, content: dict[str, Any]) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    result = {"role": "tool", "content": "3", "tool_call_id": "1"}
+    ours = render(TOOL_TEMPLATE, [*HELLO, call(arguments, **content), result], tools=tools)
+    plain = [*HELLO, call({"a": [1, "ü"]}, content=""), result]
+    assert ours == reference.apply_chat_template(plain, tools=tools, chat_template=TOOL_TEMPLATE, tokenize=False)
+    assert '1add{"a": [1, "ü"]}' in ours
+
+
+def test_empty_arguments() -> None:
+    for arguments in ("", "{}", {}):
+        assert render(TOOL_TEMPLATE, [call(arguments)]).endswith("assistant:1add{};")
+
+
+@pytest.mark.parametrize("tools", ["x", {}, [1], ["x"]])
+def test_malformed_tools(tools: Any) -> None:
+    with pytest.raises(RequestError, match="tools: expected a list of dicts, got "):
+        render(TOOL_TEMPLATE, HELLO, tools=tools)
+
+
+def test_parts_of_text_are_joined_and_the_caller_s_messages_stay() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "user", "content": parts}]
+    assert render("{{ messages[0].content }}", messages) == "a\nb"
+    assert messages == [{"role": "user", "content": parts}]
+
+
 def assert_refused(error: type[Exception], part: str, template: str | None, messages: Any = HELLO) -> None:
     with pytest.raises(error) as caught:
         render(template, messages)
@@ -145,10 +189,26 @@ def test_no_template() -> None:
         (["Hello"], "messages[0]: expected a dict, got str"),
         ([*HELLO, {"role": "user"}], "messages[1]: 'content' is missing"),
         ([{"content": "x"}], "messages[0]: 'role' is missing"),
-        ([{"role": "user", "content": None}], "messages[0]['content']: expected a str, got NoneType"),
+        (
+            [{"role": "user", "content": None}],
+            "messages[0]['content']: expected a str or a list of parts, got NoneType",
+        ),
         ([{"role": 1, "content": "x"}], "messages[0]['role']: expected a str, got int"),
-        ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "expected a str, got list"),
-        ([{"role": "user", "content": "x", "tool_calls": [1]}], "messages[0]['tool_calls']"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": 7}]}],
+            "['content'][0]: expected a part of type 'text'",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {}}]}],
+            "messages[0]['content'][1]: expected a part of type 'text' with a text, got 'image_url'",
+        ),
+        ([{"role": "user", "content": ["x"]}], "['content'][0]: expected a part of type 'text' with a text, got 'str'"),
+        ([{"role": "user", "content": "x", "tool_calls": [1]}], "messages[0]['tool_calls'][0]: expected a dict"),
+        ([{"role": "user", "content": "x", "tool_calls": 1}], "messages[0]['tool_calls']: expected a list, got int"),
+        ([{"role": "user", "tool_calls": []}], "messages[0]: 'content' is missing"),
+        ([call("[1]")], "messages[0]['tool_calls'][0]['function']['arguments']: expected a JSON object, got list"),
+        ([call("{")], "expected a JSON object, got text that is none"),
+        ([call(7)], "expected a JSON object, got int"),
     ],
 )
 def test_malformed_messages(messages: Any, part: str) -> None:

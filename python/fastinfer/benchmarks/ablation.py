@@ -1,8 +1,8 @@
 """``fastinfer bench ablation``: one workload with one optimisation after another switched on.
 
-The rows are defined in :mod:`fastinfer.benchmarks.ablation_rows`. All rows use hidden states in fp32, a KV cache in
-fp16, the fused kernels, the same token budget per step and recorded graphs. The first row therefore shows these kernels
-without the optimisations, not a naive implementation.
+The rows are defined in :mod:`fastinfer.benchmarks.ablation_rows`. By default all rows use hidden states in fp32 and a
+KV cache in fp16. All use the fused kernels, the same token budget per step and recorded graphs. The first row therefore
+shows these kernels without the optimisations, not a naive implementation.
 
 Workload: requests that arrive together and share a system prompt; every second answer copies much of its prompt; output
 lengths are mixed and equal in all rows. Each run of a row is a new process, which loads the model, warms up, clears the
@@ -26,13 +26,23 @@ from fastinfer.benchmarks.report import median_ratio, percentile, print_plot, wr
 from fastinfer.errors import FastinferError, RequestError
 from fastinfer.utils.table import format_table
 
+BATCH_SIZE = 8
+
 Results = dict[str, list[Measured]]  # key of a row to its measurements, one per repeat
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark, print its table, and write its files if ``--out`` is given."""
+    options = dict(args.engine_options)
     settings = Settings(
-        args.model, args.requests, args.new_tokens, args.batch_size, args.speculative_tokens, args.limit_seconds
+        args.model,
+        args.requests,
+        args.new_tokens,
+        options.pop("max_num_seqs", BATCH_SIZE),
+        args.speculative_tokens,
+        args.limit_seconds,
+        options,
+        args.threads,
     )
     rows = [row for row in ROWS if row.key in args.rows]
     results: Results = {row.key: [] for row in rows}

@@ -6,7 +6,7 @@
 import json
 import random
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fastinfer.benchmarks.ablation_rows import ROWS, Row
@@ -20,6 +20,7 @@ from fastinfer.engine.engine import Engine
 from fastinfer.errors import FastinferError
 from fastinfer.models.decoder import Decoder
 from fastinfer.sampling_params import SamplingParams
+from fastinfer.utils.torch_threads import set_num_threads
 
 WARM_UP_S = 1.0  # limit of rows without a KV cache; they use no graphs, so the first token warms up everything
 
@@ -35,6 +36,8 @@ class Settings:
         batch_size: number of requests that run at the same time, in rows that run several.
         speculative_tokens: largest number of drafted tokens per step.
         limit_s: time limit of rows without a KV cache, in seconds.
+        loading: options of :meth:`Subject.load`.
+        threads: number of CPU threads; ``None`` for one per core.
     """
 
     model: str
@@ -43,6 +46,8 @@ class Settings:
     batch_size: int
     speculative_tokens: int
     limit_s: float
+    loading: dict[str, Any] = field(default_factory=dict)
+    threads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,9 @@ def main(message: dict[str, Any]) -> Measured:
     """Load the model and measure the row that ``message`` names."""
     settings = Settings(**message["settings"])
     row = next(row for row in ROWS if row.key == message["row"])
-    loaded = Subject.load(settings.model, "auto")
+    if settings.threads is not None:
+        set_num_threads(settings.threads)
+    loaded = Subject.load(settings.model, **settings.loading)
     assert isinstance(loaded.model, Decoder)
     subject = replace(loaded, model=repack(loaded.model, row.weights))
     del loaded  # frees the original weights, which do not count as the row's memory

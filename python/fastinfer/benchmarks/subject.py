@@ -9,35 +9,67 @@ import torch
 from fastinfer import hub
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.engine import Engine
+from fastinfer.errors import RequestError
+from fastinfer.llm import kv_cache_dtype_of
 from fastinfer.models import Model, load_model
-from fastinfer.models.config import Precision
 from fastinfer.models.kv_cache import num_blocks_for
 from fastinfer.tokenizers.chat_template import render
 from fastinfer.tokenizers.tokenizer import Tokenizer
+from fastinfer.utils.device import resolve_device
 
 
 @dataclass(frozen=True)
 class Subject:
-    """Loaded model whose weights are shared by engines with different options."""
+    """Loaded model whose weights are shared by engines with different options.
+
+    Attributes:
+        model, tokenizer: the model.
+        kv_cache_dtype: dtype of the cached keys and values.
+        device: device of the model.
+        context: ``max_model_len`` of all engines; ``None`` for what each of them needs.
+    """
 
     model: Model
     tokenizer: Tokenizer
     kv_cache_dtype: torch.dtype
+    device: str = "cpu"
+    context: int | None = None
 
     @classmethod
-    def load(cls, name: str, dtype: str) -> "Subject":
-        """Load a model by a name or path that :func:`fastinfer.hub.resolve` knows."""
-        model, tokenizer = load_model(hub.resolve(name), dtype)
-        return cls(model, tokenizer, Precision.of(dtype).kv_cache_dtype)
+    def load(
+        cls,
+        name: str,
+        dtype: str = "auto",
+        *,
+        device: str = "cpu",
+        kv_cache_dtype: str = "auto",
+        max_model_len: int | None = None,
+    ) -> "Subject":
+        """Load a model by a name or path that :func:`fastinfer.hub.resolve` knows.
+
+        The other arguments are those of :class:`fastinfer.LLM`.
+        """
+        device = resolve_device(device)
+        cache_dtype = kv_cache_dtype_of(kv_cache_dtype, dtype, device)
+        model, tokenizer = load_model(hub.resolve(name), dtype, device, max_model_len)
+        return cls(model, tokenizer, cache_dtype, device, max_model_len)
 
     def make_engine(self, *, max_num_seqs: int, max_model_len: int, **options: Any) -> Engine:
         """Create an engine whose cache holds ``max_num_seqs`` of the longest sequences, so that none waits for memory.
 
         ``options`` are further fields of :class:`fastinfer.engine.config.EngineConfig`.
+
+        Raises:
+            RequestError: the context is shorter than the longest sequence.
         """
+        if self.context is not None:
+            if self.context < max_model_len:
+                raise RequestError(f"--context must be at least {max_model_len} for these requests, got {self.context}")
+            max_model_len = self.context
         # One more block each, because the scheduler reserves a spare one for every running sequence.
         num_blocks = max_num_seqs * (num_blocks_for(max_model_len, EngineConfig.block_size) + 1)
         config = EngineConfig(
+            device=self.device,
             kv_cache_dtype=self.kv_cache_dtype,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,

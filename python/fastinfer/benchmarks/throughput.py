@@ -15,13 +15,16 @@ from fastinfer.benchmarks.report import Goal, goal_rows, print_plot, write_json
 from fastinfer.benchmarks.subject import Subject
 from fastinfer.utils.table import format_table
 
+MAX_NUM_SEQS = 8  # of the mixed trace
+
 
 def run(args: argparse.Namespace) -> int:
     """Run the chosen sections, print their tables, and write their files if ``--out`` is given."""
     if "json" in args.only:
         structured.check_installed()  # checked first, because the other sections take long
-    subject = Subject.load(args.model, args.dtype)
-    settings = {name: value for name, value in vars(args).items() if name not in ("module", "out")}
+    loading = {name: value for name, value in args.engine_options.items() if name != "max_num_seqs"}
+    subject = Subject.load(args.model, **loading)
+    settings = {name: value for name, value in vars(args).items() if name not in ("command", "module", "out")}
     path = None if args.out is None else Path(args.out) / "throughput.json"
     results: dict[str, Any] = {}
     goals: list[Goal] = []
@@ -43,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _policies(subject: Subject, args: argparse.Namespace, progress: Progress) -> policies.Policies:
     jobs = policies.mixed_trace(subject, args.requests, args.rate)
-    return policies.measure(subject, jobs, args.rate, args.max_num_seqs, args.repeats, progress)
+    max_num_seqs = args.engine_options.get("max_num_seqs", MAX_NUM_SEQS)
+    return policies.measure(subject, jobs, args.rate, max_num_seqs, args.repeats, progress)
 
 
 # Each result has rows() for a table, and goals().

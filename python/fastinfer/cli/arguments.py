@@ -3,8 +3,9 @@
 import argparse
 
 from fastinfer.cli.options import (
-    add_dtype_option,
+    add_adapter_option,
     add_engine_options,
+    add_loading_options,
     add_model_option,
     add_sampling_options,
     add_text_options,
@@ -14,11 +15,12 @@ from fastinfer.cli.options import (
     names,
     rate,
 )
+from fastinfer.quantize.methods import METHODS
 
 DEFAULT_BENCHMARK = "end-to-end"
+SECTION_TOKENS = 512
 ABLATION_ROWS = ("none", "kv", "batch", "kv+batch", "continuous", "int8", "int4", "prefix", "speculation")
 THROUGHPUT_SECTIONS = ("batch", "policies", "arrival", "prefix", "ngram", "json")
-QUANTIZATION_METHODS = ("rtn", "gptq", "awq", "nf4", "int8", "w8a8")
 
 
 def as_sentence(help: str) -> str:
@@ -28,9 +30,15 @@ def as_sentence(help: str) -> str:
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``fastinfer generate``."""
-    parser.add_argument("prompt", metavar="PROMPT", help="the text; - reads it from standard input")
+    parser.add_argument(
+        "prompt",
+        nargs="?",
+        metavar="PROMPT",
+        help="the text; - reads it from standard input, as does no text unless that is a terminal",
+    )
     parser.add_argument("--raw", action="store_true", help="give the text as is, without the model's chat template")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
+    add_adapter_option(parser)
     add_engine_options(parser)
     add_sampling_options(parser)
 
@@ -38,6 +46,7 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 def add_chat(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``fastinfer chat``."""
     parser.add_argument("--system", metavar="TEXT", help="the system message")
+    add_adapter_option(parser)
     add_engine_options(parser)
     add_sampling_options(parser)
 
@@ -74,7 +83,7 @@ def add_info(parser: argparse.ArgumentParser) -> None:
 def add_quantize(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``fastinfer quantize``."""
     parser.add_argument("model", metavar="MODEL", help="a folder of safetensors files, or org/repo on the hub")
-    parser.add_argument("--method", required=True, choices=QUANTIZATION_METHODS)
+    parser.add_argument("--method", required=True, choices=METHODS)
     parser.add_argument("--bits", type=count(2), metavar="N", help="bits of a weight; default: depends on the method")
     parser.add_argument(
         "--group-size", type=int, default=64, metavar="N", help="inputs that share a scale, -1 for all; default: 64"
@@ -84,9 +93,20 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="use no zero points; default: for int8, nf4 and w8a8",
     )
-    parser.add_argument("--calibration", metavar="FILE", help="text for methods that need the layers' inputs")
+    parser.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help="text for gptq, awq and w8a8; for other methods it changes the report alone",
+    )
     parser.add_argument("--evaluation", metavar="FILE", help="another text, for the perplexity before and after")
     parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write")
+    parser.add_argument(
+        "--context",
+        type=count(32),
+        default=SECTION_TOKENS,
+        metavar="N",
+        help="tokens of each section of a text; default: %(default)s",
+    )
     add_threads_option(parser)
     add_text_options(parser)
 
@@ -100,9 +120,13 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
         kind = kinds.add_parser(name, help=help, description=as_sentence(help))
         kind.set_defaults(what=name)
         kind.add_argument("--text", required=True, metavar="FILE", help="the text, UTF-8")
-        add_dtype_option(kind)
-        add_threads_option(kind)
         add_text_options(kind)
+        add_loading_options(
+            kind,
+            context=f"tokens of each section of the text; default: {SECTION_TOKENS}",
+            max_num_seqs="sections that are computed at once; default: 1",
+            min_context=32,
+        )
         return kind
 
     perplexity = add("perplexity", "how well a model predicts a text")
@@ -138,8 +162,11 @@ def _add_end_to_end(benchmark: argparse.ArgumentParser) -> None:
 
 def _add_throughput(benchmark: argparse.ArgumentParser) -> None:
     add_model_option(benchmark)
-    add_dtype_option(benchmark)
-    add_threads_option(benchmark)
+    add_loading_options(
+        benchmark,
+        context="of every engine, in tokens; default: what its requests need",
+        max_num_seqs="of the mixed trace; default: 8",
+    )
     benchmark.add_argument(
         "--only",
         type=names(THROUGHPUT_SECTIONS),
@@ -157,9 +184,6 @@ def _add_throughput(benchmark: argparse.ArgumentParser) -> None:
     benchmark.add_argument(
         "--rate", type=rate, metavar="R", help="of the mixed trace, requests per second; default: all at once"
     )
-    benchmark.add_argument(
-        "--max-num-seqs", type=count(1), default=8, metavar="N", help="of the mixed trace; default: %(default)s"
-    )
     _add_speculative_tokens(benchmark)
     benchmark.add_argument(
         "--json-requests", type=count(1), default=200, metavar="N", help="over 20 schemas; default: %(default)s"
@@ -169,6 +193,11 @@ def _add_throughput(benchmark: argparse.ArgumentParser) -> None:
 
 def _add_ablation(benchmark: argparse.ArgumentParser) -> None:
     add_model_option(benchmark)
+    add_loading_options(
+        benchmark,
+        context="of every engine, in tokens; default: what its requests need",
+        max_num_seqs="sequences that run at once, in rows that run several; default: 8",
+    )
     benchmark.add_argument(
         "--rows",
         type=names(ABLATION_ROWS),
@@ -177,7 +206,6 @@ def _add_ablation(benchmark: argparse.ArgumentParser) -> None:
         help=f"some of {','.join(ABLATION_ROWS)}; default: all",
     )
     benchmark.add_argument("--requests", type=count(1), default=24, metavar="N", help="default: %(default)s")
-    benchmark.add_argument("--batch-size", type=count(1), default=8, metavar="N", help="default: %(default)s")
     benchmark.add_argument(
         "--limit-seconds",
         type=count(1),

@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import asdict, dataclass
 
-from fastinfer.cli.session import load
+from fastinfer.cli.session import Session
 from fastinfer.errors import RequestError
 from fastinfer.outputs import RequestOutput
 
@@ -47,12 +47,11 @@ class Speed:
 
 def run(args: argparse.Namespace) -> int:
     """Stream the text of one prompt, or print one JSON object."""
-    prompt = _read_stdin() if args.prompt == "-" else args.prompt
-    llm, params = load(args)
-    if args.raw or llm.tokenizer.chat_template is None:
-        outputs = llm.stream_outputs(prompt, params)
+    session = Session.load(args)
+    if args.raw or session.llm.tokenizer.chat_template is None:
+        outputs = session.complete(args.prompt)
     else:
-        outputs = llm.stream_chat([{"role": "user", "content": prompt}], params)
+        outputs = session.answer([{"role": "user", "content": args.prompt}])
     with contextlib.closing(outputs):
         for output in outputs:
             if not args.json:
@@ -65,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
             json.dumps(
                 {
                     "model": args.model,
-                    "prompt": prompt,
+                    "prompt": args.prompt,
                     "text": completion.text,
                     "token_ids": completion.token_ids,
                     "finish_reason": completion.finish_reason,
@@ -77,13 +76,3 @@ def run(args: argparse.Namespace) -> int:
         print(flush=True)
         print(Speed.of(output), file=sys.stderr)
     return 0
-
-
-def _read_stdin() -> str:
-    if sys.stdin is None:
-        raise RequestError("prompt: expected text on standard input, which is closed")
-    try:
-        # The newline at the end comes from the shell or the editor and is not part of the prompt.
-        return sys.stdin.read().removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise RequestError(f"prompt: expected UTF-8 on standard input, got {error}") from error

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import fastinfer
-from fastinfer.cli import arguments
+from fastinfer.cli import arguments, checks
 from fastinfer.errors import FastinferError
 
 
@@ -28,22 +28,35 @@ class Command:
         help: its line in ``fastinfer --help``.
         add_arguments: function that declares its arguments.
         module: module whose ``run(args)`` executes it; ``None`` if it has subcommands with modules of their own.
+        check: function that checks its arguments before the module is imported.
     """
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     module: str | None
+    check: Callable[[argparse.Namespace], None] = checks.check_nothing
 
 
 COMMANDS = {
-    "generate": Command("continue or answer one prompt", arguments.add_generate, "fastinfer.cli.generate"),
-    "chat": Command("talk with a model; Ctrl-C stops an answer, Ctrl-D ends", arguments.add_chat, "fastinfer.cli.chat"),
+    "generate": Command(
+        "continue or answer one prompt", arguments.add_generate, "fastinfer.cli.generate", checks.check_generate
+    ),
+    "chat": Command(
+        "talk with a model; Ctrl-C stops an answer, Ctrl-D ends",
+        arguments.add_chat,
+        "fastinfer.cli.chat",
+        checks.check_session,
+    ),
     "pull": Command("download a model and print where it is", arguments.add_pull, "fastinfer.cli.pull"),
     "models": Command("list the models known by name", arguments.add_models, "fastinfer.cli.models"),
-    "info": Command("describe this installation: versions, CPU, GPUs", arguments.add_info, "fastinfer.cli.info"),
-    "bench": Command("measure speed and memory on a model", arguments.add_bench, None),
-    "quantize": Command("write a quantised copy of a model", arguments.add_quantize, "fastinfer.cli.quantize"),
-    "eval": Command("evaluate models on a text", arguments.add_eval, "fastinfer.cli.eval"),
+    "info": Command(
+        "describe this installation: versions, CPU, GPUs", arguments.add_info, "fastinfer.cli.info", checks.check_info
+    ),
+    "bench": Command("measure speed and memory on a model", arguments.add_bench, None, checks.check_bench),
+    "quantize": Command(
+        "write a quantised copy of a model", arguments.add_quantize, "fastinfer.cli.quantize", checks.check_quantize
+    ),
+    "eval": Command("evaluate models on a text", arguments.add_eval, "fastinfer.cli.eval", checks.check_eval),
 }
 
 
@@ -59,24 +72,41 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
+    _prepare_streams()
+    try:
+        return _run(argv)
+    except BrokenPipeError:
+        _discard_output()
+        return 141
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    """Run one command, print its error if it fails, and return the exit code.
+
+    Raises:
+        BrokenPipeError: the reader of the output has gone.
+    """
     try:
         args = _parser().parse_args(_with_benchmark(sys.argv[1:] if argv is None else argv))
-        # Commands are imported only when they run: torch alone takes 1.5 s, and --help needs none of it.
-        run = _import_command(args.module)
+        command = COMMANDS[args.command]
+        command.check(args)
+        # Commands are imported only when they run: torch alone takes 1.5 s, and a wrong argument needs none of it.
+        run = _import_command(command.module or args.module)
         if getattr(args, "threads", None) is not None:
-            _set_num_threads(args.threads)
+            from fastinfer.utils.torch_threads import set_num_threads
+
+            set_num_threads(args.threads)
         code = run(args)
         sys.stdout.flush()
         return code
+    except SystemExit:  # argparse has printed the help or the version
+        sys.stdout.flush()
+        raise
     except BrokenPipeError:
-        _discard_stdout()
-        return 141
+        raise
     except (FastinferError, ImportError, OSError) as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            _discard_stdout()
+            _discard_output()
         print(f"fastinfer: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -101,16 +131,17 @@ def _import_command(module: str) -> Callable[[argparse.Namespace], int]:
     return run
 
 
-def _set_num_threads(count: int) -> None:
-    import torch
+def _prepare_streams() -> None:
+    """Make stdout and stderr take any text, also where the program was started with one of them closed."""
+    # Python has no stream then, and print would write errors to the other one.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - until the program ends
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
 
-    from fastinfer import _C
 
-    torch.set_num_threads(count)
-    _C.set_num_threads(count)
-
-
-def _discard_stdout() -> None:
+def _discard_output() -> None:
     """Redirect stdout to nothing, because Python flushes it at exit and would print a traceback if that fails."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -118,10 +149,9 @@ def _discard_stdout() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="fastinfer", description="Run large language models on this machine.")
     parser.add_argument("--version", action="version", version=f"fastinfer {fastinfer.__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         subparser = commands.add_parser(name, help=command.help, description=arguments.as_sentence(command.help))
-        subparser.set_defaults(module=command.module)
         command.add_arguments(subparser)
     return parser
 

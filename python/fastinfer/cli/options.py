@@ -8,6 +8,8 @@ from typing import Any
 from fastinfer.hub import DEFAULT_MODEL
 from fastinfer.utils.dtypes import DTYPES, KV_CACHE_DTYPES
 
+MAX_SPECULATIVE_TOKENS = 15  # the engine's limit, whose module imports torch; a test compares them
+
 
 def add_model_option(parser: argparse.ArgumentParser) -> None:
     """Add the model."""
@@ -19,11 +21,6 @@ def add_model_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_dtype_option(parser: argparse.ArgumentParser) -> None:
-    """Add the dtype of computations."""
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="dtype to compute in; default: %(default)s")
-
-
 def add_threads_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Add the number of threads, which :func:`fastinfer.cli.main.main` sets."""
     parser.add_argument(
@@ -32,16 +29,13 @@ def add_threads_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup
 
 
 def add_text_options(parser: argparse.ArgumentParser) -> None:
-    """Add the numbers of tokens of a text and of its sections."""
+    """Add the number of tokens of a text."""
     parser.add_argument(
         "--tokens",
         type=count(32),
         default=16384,
         metavar="N",
         help="largest number of tokens of the text to use; default: %(default)s",
-    )
-    parser.add_argument(
-        "--length", type=count(32), default=512, metavar="N", help="tokens of each section; default: %(default)s"
     )
 
 
@@ -55,8 +49,36 @@ class _EngineOption(argparse.Action):
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the model, the dtype and options of :class:`fastinfer.LLM`."""
+    """Add the model and options of :class:`fastinfer.LLM`."""
     add_model_option(parser)
+    options = add_loading_options(
+        parser,
+        context="longest sequence in tokens; default: the model's limit, or what fits into memory",
+        max_num_seqs="sequences that run at once; default: 64, on a GPU 256",
+    )
+    options.add_argument(
+        "--speculate",
+        dest="num_speculative_tokens",
+        action=_EngineOption,
+        type=count(0, MAX_SPECULATIVE_TOKENS),
+        metavar="N",
+        help="draft up to N tokens per step from n-grams of the text; default: 0",
+    )
+
+
+def add_loading_options(
+    parser: argparse.ArgumentParser, *, context: str, max_num_seqs: str, min_context: int = 1
+) -> argparse._ArgumentGroup:
+    """Add what every command has that loads a model.
+
+    Args:
+        parser: the command's parser.
+        context, max_num_seqs: help of these options, which mean something else in each command.
+        min_context: smallest context.
+
+    Returns:
+        The group of these options. Its options are collected in ``engine_options``.
+    """
     parser.set_defaults(engine_options={})
     options = parser.add_argument_group("engine", argument_default=argparse.SUPPRESS)
 
@@ -68,9 +90,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--context",
         "max_model_len",
-        type=count(1),
+        type=count(min_context),
         metavar="N",
-        help="longest sequence in tokens; default: the model's limit, or what fits into memory",
+        help=context,
     )
     add("--kv-cache-dtype", "kv_cache_dtype", choices=KV_CACHE_DTYPES, help="dtype of keys and values; default: auto")
     add(
@@ -78,16 +100,15 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "max_num_seqs",
         type=count(1),
         metavar="N",
-        help="sequences that run at once; default: 64, on a GPU 256",
-    )
-    add(
-        "--speculate",
-        "num_speculative_tokens",
-        type=int,
-        metavar="N",
-        help="draft up to N tokens per step from n-grams of the text; default: 0",
+        help=max_num_seqs,
     )
     add_threads_option(options)
+    return options
+
+
+def add_adapter_option(parser: argparse.ArgumentParser) -> None:
+    """Add the LoRA adapter."""
+    parser.add_argument("--adapter", metavar="DIR", help="a LoRA adapter, a folder that PEFT has saved")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:

@@ -7,34 +7,23 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fastinfer import hub
-from fastinfer.errors import RequestError
+from fastinfer.cli.checks import quantization_method
 from fastinfer.evaluation.perplexity import perplexity, split_sections
 from fastinfer.evaluation.text_file import read_tokens
 from fastinfer.models import load_model
 from fastinfer.quantize.checkpoint import quantize_checkpoint
-from fastinfer.quantize.methods import METHODS, SYMMETRIC, Method
 from fastinfer.tokenizers.tokenizer import Tokenizer
 
 
 def run(args: argparse.Namespace) -> int:
     """Quantise the model, and print and write the report."""
-    bits = args.bits or METHODS[args.method][0]
-    symmetric = args.method in SYMMETRIC if args.symmetric is None else args.symmetric
-    method = Method(args.method, bits, args.group_size, symmetric)
+    method = quantization_method(args)
     source = hub.resolve(args.model)
-    if not source.is_dir():
-        raise RequestError(f"model: expected a folder of safetensors files, got {source}")
-    if method.needs_inputs and args.calibration is None:
-        raise RequestError(f"--calibration: {method.name} needs a text, got none")
     tokenizer = Tokenizer.from_folder(source)
-    # Methods that need no inputs still get some, for the errors in the report.
-    text = args.calibration or args.evaluation
-    if text is None:
-        raise RequestError("--calibration or --evaluation: expected a text to report errors on, got none")
-    texts = split_sections(read_tokens(text, tokenizer), args.length, args.tokens)
-    evaluation = None
-    if args.evaluation is not None:
-        evaluation = split_sections(read_tokens(args.evaluation, tokenizer), args.length, args.tokens)
+    texts, evaluation = (
+        [] if path is None else split_sections(read_tokens(path, tokenizer), args.context, args.tokens)
+        for path in (args.calibration, args.evaluation)
+    )
     with tqdm(desc=f"{method.name}, {sum(map(len, texts))} tokens", unit="layer") as bar:
 
         def progress(done: int, total: int) -> None:
@@ -43,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
         out = Path(args.out)
         report = quantize_checkpoint(source, out, method, texts, progress)
-    if evaluation is not None:
+    if evaluation:
         report.perplexity_before, report.perplexity_after = (_perplexity(path, evaluation) for path in (source, out))
     (out / "quantization_report.json").write_text(json.dumps(report.as_json(), indent=2) + "\n")
     print(report)

@@ -1,34 +1,55 @@
-"""Model and sampling parameters from the arguments of ``generate`` and ``chat``."""
+"""Model, sampling parameters and adapter from the arguments of ``generate`` and ``chat``."""
 
 import argparse
 import dataclasses
+from collections.abc import Generator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastinfer.errors import RequestError
+from fastinfer.cli.checks import sampling_fields
+from fastinfer.formats.peft import read_adapter
 from fastinfer.llm import LLM
+from fastinfer.outputs import RequestOutput
 from fastinfer.sampling_params import SamplingParams
-from fastinfer.structured_output import StructuredOutputsParams
 
 
-def load(args: argparse.Namespace) -> tuple[LLM, SamplingParams]:
-    """Load the model. The parameters are checked first, so that a mistake is reported at once."""
-    fields = {field.name for field in dataclasses.fields(SamplingParams)}
-    given = {name: value for name, value in vars(args).items() if name in fields}
-    given["structured_outputs"] = _structured_outputs(vars(args))
-    SamplingParams(**given)
-    llm = LLM(args.model, **args.engine_options)
-    return llm, dataclasses.replace(llm.default_params, **given)
+@dataclass(frozen=True, eq=False)
+class Session:
+    """A loaded model, and how it answers.
 
+    Attributes:
+        llm: the model.
+        params: sampling parameters of every request.
+        adapter: name of the LoRA adapter of every request; ``None`` for the model alone.
+    """
 
-def _structured_outputs(args: dict[str, Any]) -> StructuredOutputsParams | None:
-    if "json_schema" in args:
-        try:
-            return StructuredOutputsParams(json=Path(args["json_schema"]).read_text(encoding="utf-8"))
-        except UnicodeDecodeError as error:
-            raise RequestError(f"{args['json_schema']}: expected a JSON schema in UTF-8, got {error}") from error
-        except RequestError as error:
-            raise RequestError(f"{args['json_schema']}: {error}") from None
-    if "regex" in args:
-        return StructuredOutputsParams(regex=args["regex"])
-    return StructuredOutputsParams(choice=args["choice"]) if "choice" in args else None
+    llm: LLM
+    params: SamplingParams
+    adapter: str | None
+
+    @classmethod
+    def load(cls, args: argparse.Namespace) -> "Session":
+        """Load the model and the adapter.
+
+        The model's own sampling parameters are the defaults of those that the arguments do not give.
+
+        Raises:
+            FastinferError: the model or the adapter cannot be loaded.
+        """
+        options: dict[str, Any] = dict(args.engine_options)
+        if args.adapter is not None:
+            # Read before the model is loaded, which takes longer; its rank decides the size of the slots.
+            options |= {"max_loras": 1, "max_lora_rank": read_adapter(Path(args.adapter)).max_rank}
+        llm = LLM(args.model, **options)
+        if args.adapter is not None:
+            llm.load_adapter(args.adapter, args.adapter)
+        return cls(llm, dataclasses.replace(llm.default_params, **sampling_fields(args)), args.adapter)
+
+    def complete(self, prompt: str) -> Generator[RequestOutput, None, None]:
+        """Complete a text, see :meth:`LLM.stream_outputs`."""
+        return self.llm.stream_outputs(prompt, self.params, adapter=self.adapter)
+
+    def answer(self, messages: list[dict[str, str]]) -> Generator[RequestOutput, None, None]:
+        """Answer a conversation, see :meth:`LLM.stream_chat`."""
+        return self.llm.stream_chat(messages, self.params, adapter=self.adapter)

@@ -99,7 +99,7 @@ class BeamRequest(Request):
         self._logprobs = {sequence: 0.0 if sequence is first else -float("inf") for sequence in self.sequences}
         self._next: dict[Sequence, list[TokenLogprob]] = {}
         self._ended: list[_Hypothesis] = []
-        self._arrival_time = first.arrival_time
+        self._first = first
         self._first_token_time: float | None = None
 
     @property
@@ -180,7 +180,9 @@ class BeamRequest(Request):
             prompt_token_ids=self._prompt_token_ids,
             outputs=outputs,
             finished=True,
-            metrics=RequestMetrics(self._arrival_time, self._first_token_time, finish_time),
+            metrics=RequestMetrics(
+                self._first.arrival_time, self._first.first_scheduled_time, self._first_token_time, finish_time
+            ),
             num_cached_tokens=self._num_cached_tokens or 0,
         )
 

@@ -8,6 +8,13 @@ from fastinfer.engine.admission import AdmissionPolicy, Continuous, Dynamic, Sta
 from fastinfer.errors import RequestError
 from fastinfer.utils.checks import INT32_MAX, INT64_MAX, check_bool, check_float, check_int
 
+REQUEST_LIMITS = (
+    "max_stop_strings",
+    "max_stop_string_length",
+    "max_stop_token_ids",
+    "max_bad_words",
+    "max_logit_bias",
+)
 BATCHING = ("continuous", "static", "dynamic")
 KV_CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn, torch.uint8)
 MAX_SPECULATIVE_TOKENS = 15
@@ -31,9 +38,10 @@ class EngineConfig:
         max_num_waiting_tokens: maximum number of tokens of the waiting requests; a request with which they would have
             more is refused, unless it is the only one. ``None`` for no limit.
         max_stop_strings: maximum number of a request's stop strings. A request that exceeds this or one of the next
-            three limits is refused: what it asks for costs time in each step, which all other requests share.
+            four limits is refused: what it asks for costs time in each step, which all other requests share.
         max_stop_string_length: maximum length of a stop string in characters.
         max_stop_token_ids: maximum number of a request's ``stop_token_ids``.
+        max_bad_words: maximum number of a request's ``bad_words``.
         max_logit_bias: maximum number of tokens in a request's ``logit_bias``.
         batching: ``"continuous"``, or one of two older policies to compare it with. ``"static"`` forms a batch of the
             waiting requests and runs it to its end. ``"dynamic"`` does the same, but waits until the batch has
@@ -72,6 +80,7 @@ class EngineConfig:
     max_stop_strings: int = 32
     max_stop_string_length: int = 256
     max_stop_token_ids: int = 128
+    max_bad_words: int = 64
     max_logit_bias: int = 300
     batching: str = "continuous"
     max_batch_wait_s: float = 0.05
@@ -96,7 +105,7 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1, INT64_MAX)
         check_int("max_num_waiting", self.max_num_waiting, 1, INT32_MAX)
-        for name in ("max_stop_strings", "max_stop_string_length", "max_stop_token_ids", "max_logit_bias"):
+        for name in REQUEST_LIMITS:
             check_int(name, getattr(self, name), 0, INT32_MAX)
         check_int("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
         check_int("max_loras", self.max_loras, 0, 1024)

@@ -45,4 +45,4 @@ class Deadlines:
 
 
 def _has_begun(request: Request) -> bool:
-    return any(sequence.last_step >= 0 for sequence in request.sequences)
+    return any(sequence.first_scheduled_time is not None for sequence in request.sequences)

@@ -1,5 +1,7 @@
 """The engine, which computes many requests at the same time."""
 
+import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -21,14 +23,14 @@ from fastinfer.engine.construction import (
 )
 from fastinfer.engine.generation_request import GenerationRequest
 from fastinfer.engine.grammar import GrammarCompiler
-from fastinfer.engine.intake import RequestIntake, ValidPrompt
 from fastinfer.engine.prefill_request import EmbeddingRequest, PrefillRequest
 from fastinfer.engine.prompt_modules import PromptModule, PromptModules
 from fastinfer.engine.request import Output
 from fastinfer.engine.request_table import RequestTable
+from fastinfer.engine.request_validator import RequestValidator, ValidPrompt
 from fastinfer.engine.scheduler import Scheduler
 from fastinfer.engine.speculation import Speculator
-from fastinfer.engine.stats import EngineStats
+from fastinfer.engine.stats import EngineStats, StepStats, StepTotals
 from fastinfer.engine.step import Step
 from fastinfer.formats.peft import LoraAdapter
 from fastinfer.models import Model
@@ -36,6 +38,8 @@ from fastinfer.models.kv_cache import KVCache
 from fastinfer.models.lora import AdapterSlots
 from fastinfer.sampling_params import DEFAULT_PARAMS, BeamSearchParams, SamplingParams
 from fastinfer.tokenizers.tokenizer import Tokenizer
+
+LOG = logging.getLogger("fastinfer")
 
 
 class Engine:
@@ -70,6 +74,7 @@ class Engine:
         grammars: compiler of grammars for structured outputs.
         prompt_modules: the prompt modules by name.
         requests: the unfinished requests.
+        on_step: function that is called after each step, in the same thread; ``None`` for none.
 
     Raises:
         RequestError: the configuration does not fit the models or the memory.
@@ -113,7 +118,9 @@ class Engine:
             config.max_num_waiting,
             config.max_num_waiting_tokens,
         )
-        self._intake = RequestIntake(config, self.max_model_len, model.config.vocab_size, self.adapters)
+        self.on_step: Callable[[StepStats], None] | None = None
+        self._totals = StepTotals()
+        self._validator = RequestValidator(config, self.max_model_len, model.config.vocab_size, self.adapters)
         self._step = Step(
             model=self.model,
             runner=self.runner,
@@ -147,10 +154,10 @@ class Engine:
         Raises:
             RequestError: the request can never be served.
         """
-        prompt = self._intake.check_prompt(prompt_token_ids, generates=generates)
-        self._intake.check_adapter(adapter)
         if params is not None:
-            self._intake.check_sampling_params(params)
+            self._validator.check_sampling_params(params)
+        prompt = self._validator.check_prompt(self._validator.truncate(prompt_token_ids, params), generates=generates)
+        self._validator.check_adapter(adapter)
         return prompt
 
     def validate_beam_search(
@@ -158,7 +165,7 @@ class Engine:
     ) -> ValidPrompt:
         """Check a beam search without queueing it; returns and raises the same as :meth:`validate`."""
         prompt = self.validate(prompt_token_ids, adapter=adapter)
-        self._intake.check_beam_search_params(params)
+        self._validator.check_beam_search_params(params)
         return prompt
 
     def add_request(
@@ -194,14 +201,14 @@ class Engine:
             RequestError: the request can never be served, or its id is in use.
         """
         params = params or self.default_params
-        token_ids = self._intake.check_prompt(prompt_token_ids).token_ids
-        self._intake.check_sampling_params(params)
-        self._intake.check_timeouts(timeout, queue_timeout)
+        self._validator.check_sampling_params(params)
+        token_ids = self._validator.check_prompt(self._validator.truncate(prompt_token_ids, params)).token_ids
+        self._validator.check_timeouts(timeout, queue_timeout)
         request = GenerationRequest(
             self.requests.new_id(request_id, len(token_ids)),
             token_ids,
             params,
-            self._intake.sequence_options(priority, cache_salt, adapter),
+            self._validator.sequence_options(priority, cache_salt, adapter),
             prompt=prompt,
             tokenizer=self.tokenizer,
             max_model_len=self.max_model_len,
@@ -234,14 +241,14 @@ class Engine:
         Raises:
             QueueFullError, RequestError: same as for :meth:`add_request`.
         """
-        token_ids = self._intake.check_prompt(prompt_token_ids).token_ids
-        self._intake.check_beam_search_params(params)
-        self._intake.check_timeouts(timeout, queue_timeout)
+        token_ids = self._validator.check_prompt(prompt_token_ids).token_ids
+        self._validator.check_beam_search_params(params)
+        self._validator.check_timeouts(timeout, queue_timeout)
         request = BeamRequest(
             self.requests.new_id(request_id, len(token_ids)),
             token_ids,
             params,
-            self._intake.sequence_options(priority, cache_salt, adapter),
+            self._validator.sequence_options(priority, cache_salt, adapter),
             prompt=prompt,
             tokenizer=self.tokenizer,
             max_model_len=self.max_model_len,
@@ -272,10 +279,10 @@ class Engine:
         Raises:
             QueueFullError, RequestError: same as for :meth:`add_request`.
         """
-        token_ids = self._intake.check_prompt(prompt_token_ids, generates=False).token_ids
-        self._intake.check_pooling(pooling)
-        self._intake.check_timeouts(timeout, queue_timeout)
-        options = self._intake.sequence_options(priority, cache_salt, adapter)
+        token_ids = self._validator.check_prompt(prompt_token_ids, generates=False).token_ids
+        self._validator.check_pooling(pooling)
+        self._validator.check_timeouts(timeout, queue_timeout)
+        options = self._validator.sequence_options(priority, cache_salt, adapter)
         request = EmbeddingRequest(
             self.requests.new_id(request_id, len(token_ids)), token_ids, options, pooling=pooling, normalize=normalize
         )
@@ -304,9 +311,11 @@ class Engine:
             RequestError: same as for :meth:`add_request`; also if the name is in use, if prefix caching is off, or if
                 the cache could no longer hold a sequence of the maximum length beside the module.
         """
-        token_ids = self._intake.check_prompt(prompt_token_ids).token_ids
+        token_ids = self._validator.check_prompt(prompt_token_ids).token_ids
         request = PrefillRequest(
-            self.requests.new_id(None, len(token_ids)), token_ids, self._intake.sequence_options(0, cache_salt, adapter)
+            self.requests.new_id(None, len(token_ids)),
+            token_ids,
+            self._validator.sequence_options(0, cache_salt, adapter),
         )
         self.prompt_modules.add(name, PromptModule(request.sequences[0], cache_salt))
         return self.requests.add(request)
@@ -401,6 +410,9 @@ class Engine:
             num_eager_steps=sum(runner.num_eager_steps for runner in self._runners),
             num_failed_graphs=sum(len(runner.graphs.failed) for runner in self._runners if runner.graphs is not None),
             num_failed_draws=sum(sampler.num_failed_draws for sampler in self._samplers),
+            num_steps=self._totals.num_steps,
+            num_prompt_tokens=self._totals.num_prompt_tokens,
+            num_generated_tokens=self._totals.num_generated_tokens,
             num_repairs=self.requests.num_repairs,
             num_expired=self.requests.num_expired,
         )
@@ -409,8 +421,19 @@ class Engine:
     def step(self) -> list[Output]:
         """Compute the next tokens, and return the outputs of the requests that made progress or ended."""
         with self._numerics():
-            self._step()
+            stats = self._step()
+        if stats is not None:
+            self._totals.add(stats)
+            self._report(stats)
         return self.requests.pop_undelivered()
+
+    def _report(self, stats: StepStats) -> None:
+        """Call the observer of steps; its errors must not end any request."""
+        try:
+            if self.on_step is not None:
+                self.on_step(stats)
+        except Exception:
+            LOG.exception("on_step failed")
 
     def _numerics(self) -> AbstractContextManager[None]:
         """Return the context in which the model must run."""

@@ -8,6 +8,7 @@ from fastinfer.engine.sampled_token import SampledToken, TokenLogprob, top_logpr
 from fastinfer.engine.sequence import Sequence, SequenceOptions
 from fastinfer.engine.text_stream import TextStream
 from fastinfer.engine.token_counts import TokenCounts
+from fastinfer.engine.token_rules import TokenRules
 from fastinfer.outputs import (
     CompletionOutput,
     Excerpt,
@@ -48,7 +49,9 @@ class Completion:
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(params.stop_token_ids or ())
         self._eos_ids = frozenset() if params.ignore_eos else tokenizer.eos_ids
-        self._stream = TextStream(Detokenizer(tokenizer, params.skip_special_tokens), params.stop or ())
+        detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
+        self._includes_stop = params.include_stop_str_in_output
+        self._stream = TextStream(detokenizer, params.stop or (), self._includes_stop)
         logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._transcript = Transcript(sequence.token_ids, sequence.num_prompt_tokens, self._stream.utf8, logprobs)
         self._cumulative_logprob = None if logprobs is None else 0.0
@@ -112,7 +115,12 @@ class Completion:
         if token_id in self._eos_ids:
             self._finish_text("stop")
         elif token_id in self._stop_ids:
-            self._finish_text("stop", token_id)
+            if self._includes_stop:
+                self._stream.add(token_id)
+            if self._stream.stopped_by is None:
+                self._finish_text("stop", token_id)
+            else:
+                self.finish("stop", self._stream.stopped_by)
         else:
             self._stream.add(token_id)
             if self._stream.stopped_by is not None:
@@ -162,6 +170,9 @@ class GenerationRequest(Request):
     ) -> None:
         self.request_id = request_id
         self.sequences = _sequences(request_id, prompt_token_ids, params, options, max_model_len, vocab_size)
+        rules = TokenRules.of(params, tokenizer, vocab_size)
+        for sequence in self.sequences:
+            sequence.token_rules = rules
         self.finish_time: float | None = None
         self._num_cached_tokens: int | None = None  # prompt tokens that the prefix cache held
         self._params = params
@@ -170,7 +181,6 @@ class GenerationRequest(Request):
         self._prompt_token_ids = list(prompt_token_ids)
         self._tokenizer = tokenizer
         self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
-        self._arrival_time = self.sequences[0].arrival_time
         self._first_token_time: float | None = None
 
     @property
@@ -212,13 +222,14 @@ class GenerationRequest(Request):
             completion.mark_reported()
 
     def _output(self, outputs: list[CompletionOutput], finish_time: float | None) -> RequestOutput:
+        first = self.sequences[0]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
             prompt_token_ids=self._prompt_token_ids,
             outputs=outputs,
             finished=finish_time is not None,
-            metrics=RequestMetrics(self._arrival_time, self._first_token_time, finish_time),
+            metrics=RequestMetrics(first.arrival_time, first.first_scheduled_time, self._first_token_time, finish_time),
             # Complete since the prompt was computed, before the first output.
             prompt_logprobs=None if self._params.prompt_logprobs is None else self._prompt_logprobs,
             num_cached_tokens=self._num_cached_tokens or 0,
@@ -278,9 +289,9 @@ def _sequences(
 
 def decode_logprobs(entries: list[TokenLogprob], tokenizer: Tokenizer) -> dict[int, Logprob]:
     """Return the log-probabilities of one position with the tokens' texts, by token id."""
-    return {
-        entry.token_id: Logprob(
-            entry.logprob, entry.rank, tokenizer.decode([entry.token_id], skip_special_tokens=False)
-        )
-        for entry in entries
-    }
+    decoded = {}
+    for entry in entries:
+        token_bytes = tokenizer.token_bytes(entry.token_id, skip_special_tokens=False)
+        text = token_bytes.decode(errors="replace")
+        decoded[entry.token_id] = Logprob(entry.logprob, entry.rank, text, token_bytes)
+    return decoded

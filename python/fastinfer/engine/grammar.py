@@ -5,6 +5,7 @@ expressions below an Earley parser, which run over the trie of all tokens.
 """
 
 import itertools
+import json
 import queue
 import re
 import threading
@@ -42,6 +43,9 @@ _JSON_OPTIONS: Any = {
     "coerce_one_of": False,
     "lenient": False,
 }
+
+
+_ANY_OBJECT = '{"type":"object"}'
 
 
 class Grammar:
@@ -311,9 +315,8 @@ def _compile(params: StructuredOutputsParams, ll_tokenizer: "LLTokenizer", token
         max_grammar_size=100_000,
         verbose_errors=False,
     )
-    field = next(name for name in ("json", "regex", "choice") if getattr(params, name) is not None)
     try:
-        matcher = LLMatcher(ll_tokenizer, _source(params), log_level=0, limits=limits)
+        matcher = LLMatcher(ll_tokenizer, _source(params, tokenizer), log_level=0, limits=limits)
         if matcher.is_error():
             raise RequestError(_reason(matcher.get_error()))
         grammar = Grammar(matcher, tokenizer.eos_ids, tokenizer.vocab_size)
@@ -322,17 +325,26 @@ def _compile(params: StructuredOutputsParams, ll_tokenizer: "LLTokenizer", token
         grammar.fill_mask(np.empty(-(-tokenizer.vocab_size // 32), np.int32))
     except (RequestError, ValueError) as error:
         reason = str(error).removeprefix("structured output: ")
-        raise RequestError(f"{field} cannot be enforced: {reason}, got {show(getattr(params, field))}") from None
+        given = show(getattr(params, params.field))
+        raise RequestError(f"{params.field} cannot be enforced: {reason}, got {given}") from None
     return grammar
 
 
-def _source(params: StructuredOutputsParams) -> str:
-    """Return the grammar in llguidance's own format."""
+def _source(params: StructuredOutputsParams, tokenizer: Tokenizer) -> str:
+    """Return the grammar in llguidance's own format.
+
+    Raises:
+        ValueError: the grammar is malformed.
+    """
     from llguidance import LLMatcher
 
     source: str
-    if isinstance(params.json, str):
-        source = LLMatcher.grammar_from_json_schema(params.json, overrides=_JSON_OPTIONS)
+    if isinstance(params.json, str) or params.json_object:
+        source = LLMatcher.grammar_from_json_schema(params.json or _ANY_OBJECT, overrides=_JSON_OPTIONS)
+    elif params.grammar is not None:
+        source = LLMatcher.grammar_from_lark(_lark(params.grammar))
+    elif isinstance(params.structural_tag, str):
+        source = LLMatcher.grammar_from_lark(_lark_of_tags(json.loads(params.structural_tag), tokenizer))
     elif params.regex is not None:
         source = LLMatcher.grammar_from_regex(params.regex)
     else:
@@ -340,6 +352,43 @@ def _source(params: StructuredOutputsParams) -> str:
         # strings they take 22 ms.
         source = LLMatcher.grammar_from_regex("|".join(map(_escape, params.choice or ())))
     return source
+
+
+def _lark(grammar: str) -> str:
+    """Return a grammar in GBNF or Lark's dialect in the latter.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        lark: str = any_to_lark(grammar)
+    except Exception as error:  # it raises plain Exception
+        raise ValueError(_reason(str(error))) from None
+    return lark
+
+
+def _lark_of_tags(tags: dict[str, Any], tokenizer: Tokenizer) -> str:
+    """Return the Lark grammar of free text with structural tags.
+
+    Raises:
+        ValueError: some triggers are special tokens of the model, and others are text between angle brackets.
+    """
+    from llguidance import StructTag
+
+    special = {tokenizer.token_bytes(token, skip_special_tokens=False).decode() for token in tokenizer.control_ids}
+    bracketed = [t for t in tags["triggers"] if t.startswith("<") and t.endswith(">")]
+    are_special = {trigger in special for trigger in bracketed}
+    if len(are_special) > 1:
+        raise ValueError(f"triggers must be special tokens of the model all or none, got {show(bracketed)}")
+    structures = []
+    for structure in tags["structures"]:
+        schema = structure["schema"] | {"x-guidance": _JSON_OPTIONS}
+        trigger = next(t for t in tags["triggers"] if structure["begin"].startswith(t))
+        structures.append(StructTag(trigger=trigger, begin=structure["begin"], grammar=schema, end=structure["end"]))
+    grammar: str = StructTag.to_grammar(structures, assume_special=True in are_special)
+    return grammar
 
 
 def _escape(text: str) -> str:

@@ -323,6 +323,8 @@ class Scheduler:
         return sum(sequence.num_slots for sequence in self.running)
 
     def _add_chunk(self, sequence: Sequence, num_tokens: int, chunks: list[Chunk], num_drafts: int = 0) -> None:
+        if sequence.last_step < 0:
+            sequence.first_scheduled_time = time.perf_counter()
         sequence.last_step = self._num_steps
         chunks.append(Chunk(sequence, num_tokens, num_drafts))
 

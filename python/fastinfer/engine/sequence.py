@@ -10,6 +10,7 @@ from fastinfer.engine.grammar import Grammar
 from fastinfer.engine.ngram_index import NgramIndex
 from fastinfer.engine.prefix_hash import PrefixScan, first_key
 from fastinfer.engine.token_counts import TokenCounts
+from fastinfer.engine.token_rules import TokenRules
 from fastinfer.sampling_params import SamplingParams
 
 _arrivals = itertools.count()
@@ -62,12 +63,14 @@ class Sequence:
         ngrams: the speculator's index of the text.
         draft_gap: number of computed tokens, the newest ones, that the draft model has not computed yet.
         counts: token counts for the penalties; ``None`` if there are no penalties.
+        token_rules: the tokens that the parameters allow; ``None`` for all.
         grammar: grammar that the generated text must match; ``None`` for any text.
         grammar_is_valid: whether the grammar is in the state after the generated tokens, see :meth:`restore_grammar`.
         forced: tokens that must be drawn next, because the grammar leaves no choice and each token's log-probabilities
             are wanted; otherwise such tokens are appended without a draw.
         state: see :class:`SequenceState`.
         arrival_time: time of creation in seconds of ``time.perf_counter``.
+        first_scheduled_time: time of the first step that computed tokens of the sequence; ``None`` before.
         order: sort key by which sequences are served: priority, then number of arrival.
         last_step: number of the last step that computed tokens, as the scheduler counts; -1 before.
         num_overtakers: number of later sequences that were admitted while this one had no room.
@@ -82,6 +85,7 @@ class Sequence:
         "counts",
         "draft_gap",
         "first_key",
+        "first_scheduled_time",
         "forced",
         "grammar",
         "grammar_is_valid",
@@ -105,6 +109,7 @@ class Sequence:
         "siblings",
         "state",
         "token_ids",
+        "token_rules",
     )
 
     def __init__(
@@ -144,11 +149,13 @@ class Sequence:
         self.draft_gap = 0
         self.may_speculate = True
         self.counts: TokenCounts | None = None
+        self.token_rules: TokenRules | None = None
         self.grammar: Grammar | None = None
         self.grammar_is_valid = True
         self.forced: list[int] = []
         self.state = SequenceState.PENDING
         self.arrival_time = time.perf_counter()
+        self.first_scheduled_time: float | None = None
         self.order = (priority, next(_arrivals))
         self.last_step = -1
         self.num_overtakers = 0

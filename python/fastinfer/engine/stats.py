@@ -1,6 +1,42 @@
-"""Statistics of an engine's load."""
+"""Statistics of an engine's load and of its steps."""
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What one step of the engine did.
+
+    Attributes:
+        start_time: time at which the step began, in seconds of ``time.perf_counter``.
+        seconds: time that the step took.
+        num_seqs: sequences that were computed.
+        num_tokens: tokens that were computed, drafts included.
+        num_prompt_tokens: those of them that belong to prompts.
+        num_generated_tokens: tokens that were drawn and kept.
+    """
+
+    start_time: float
+    seconds: float
+    num_seqs: int
+    num_tokens: int
+    num_prompt_tokens: int
+    num_generated_tokens: int
+
+
+@dataclass(slots=True)
+class StepTotals:
+    """Sums over all steps, see :class:`EngineStats`."""
+
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+
+    def add(self, step: StepStats) -> None:
+        """Count a step."""
+        self.num_steps += 1
+        self.num_prompt_tokens += step.num_prompt_tokens
+        self.num_generated_tokens += step.num_generated_tokens
 
 
 @dataclass(frozen=True)
@@ -30,6 +66,9 @@ class EngineStats:
         num_failed_graphs: sizes of steps that could not be recorded as a graph.
         num_failed_draws: draws since the start that failed: those of all rows of a step, which are then repeated row by
             row, and those of single rows.
+        num_steps: steps since the start that computed something.
+        num_prompt_tokens: prompt tokens computed since the start, again after a preemption.
+        num_generated_tokens: tokens generated since the start.
         num_repairs: errors since the start after which all running sequences were queued to be computed again.
         num_expired: requests since the start that missed a deadline.
     """
@@ -53,6 +92,9 @@ class EngineStats:
     num_eager_steps: int
     num_failed_graphs: int
     num_failed_draws: int
+    num_steps: int
+    num_prompt_tokens: int
+    num_generated_tokens: int
     num_repairs: int
     num_expired: int
 

@@ -16,6 +16,7 @@ from fastinfer.engine.sampler import Sampler
 from fastinfer.engine.scheduler import Chunk, Scheduler
 from fastinfer.engine.sequence import Sequence, SequenceState
 from fastinfer.engine.speculation import Speculator
+from fastinfer.engine.stats import StepStats
 from fastinfer.errors import describe_error
 from fastinfer.models import Model
 from fastinfer.models.kv_cache import KVCache
@@ -70,12 +71,16 @@ class Step:
     kv_caches: list[KVCache]
     requests: RequestTable
 
-    def __call__(self) -> None:
+    def __call__(self) -> StepStats | None:
         """Run one step; the requests that made progress or ended leave their outputs in the table of requests.
+
+        Returns:
+            What the step did; ``None`` if there was nothing to compute.
 
         Any error of one request ends that request alone. After other errors, which are raised, no request has lost or
         gained a token and no block is lost; the next step computes the same tokens again.
         """
+        start = time.perf_counter()
         try:
             self.requests.end_expired()
             self.requests.queue_compiled()
@@ -83,9 +88,14 @@ class Step:
         except BaseException:
             self.requests.repair()
             raise
-        if chunks:
-            result, tokens = self._compute(chunks, rows)
-            self._update(chunks, result, tokens)
+        if not chunks:
+            return None
+        num_tokens = sum(chunk.num_tokens + len(chunk.drafts) for chunk in chunks)
+        num_prompt_tokens = sum(_num_prompt_tokens(chunk) for chunk in chunks)
+        result, tokens = self._compute(chunks, rows)
+        num_generated = self._update(chunks, result, tokens)
+        seconds = time.perf_counter() - start
+        return StepStats(start, seconds, len(chunks), num_tokens, num_prompt_tokens, num_generated)
 
     def _schedule(self) -> list[Chunk]:
         """Return the chunks to compute, drafts included; wait for a moment if there are none."""
@@ -142,28 +152,41 @@ class Step:
             self.speculator.record_seconds(chunks, time.perf_counter() - start)
         return result, tokens
 
-    def _update(self, chunks: list[Chunk], result: StepResult, tokens: list[SampledToken]) -> None:
-        """Pass the results to the requests, each of which is completely updated before the next one."""
+    def _update(self, chunks: list[Chunk], result: StepResult, tokens: list[SampledToken]) -> int:
+        """Pass the results to the requests, each of which is completely updated before the next one.
+
+        Returns:
+            The number of tokens that the requests got.
+        """
+        num_generated = 0
         parts: dict[str, list[ChunkResult]] = {}
         for part in _split(chunks, tokens):
             parts.setdefault(part.chunk.sequence.request_id, []).append(part)
         for request_id, its_parts in parts.items():
             request = self.requests.active[request_id]
             try:
-                self._update_request(request, its_parts, result)
+                num_generated += self._update_request(request, its_parts, result)
             except BaseException as error:
                 self.requests.discard(request, error)
-                return  # the other sequences were queued anew: their results of this step will be computed again
+                break  # the other sequences were queued anew: their results of this step will be computed again
+        return num_generated
 
-    def _update_request(self, request: Request, parts: list[ChunkResult], result: StepResult) -> None:
-        """Update a request with the results of its sequences, and report it if it has a new token or has ended."""
-        has_news = False
+    def _update_request(self, request: Request, parts: list[ChunkResult], result: StepResult) -> int:
+        """Update a request with the results of its sequences, and report it if it has a new token or has ended.
+
+        Returns:
+            The number of its new tokens.
+        """
+        has_news, num_generated = False, 0
         for part in parts:
             has_news |= part.chunk.is_last
-            self._update_sequences(request, self._advance(part, result))
+            steps = self._advance(part, result)
+            num_generated += sum(len(step.tokens) for step in steps)
+            self._update_sequences(request, steps)
         request.end_step(self.scheduler)
         if has_news or not request.unfinished:
             self.requests.report(request)
+        return num_generated
 
     def _advance(self, part: ChunkResult, result: StepResult) -> list[SequenceStep]:
         """Mark a chunk's tokens as computed, and fork the siblings once the prompt is complete.
@@ -203,6 +226,12 @@ class Step:
             request.finish("error", describe_error(error))
         else:
             self.block_manager.cache_full_blocks(steps[0].sequence)  # after the accepted tokens were appended
+
+
+def _num_prompt_tokens(chunk: Chunk) -> int:
+    """Return how many of a chunk's tokens belong to the prompt."""
+    left = chunk.sequence.num_prompt_tokens - chunk.sequence.num_computed_tokens
+    return min(max(left, 0), chunk.num_tokens)
 
 
 def _split(chunks: list[Chunk], tokens: list[SampledToken]) -> Iterator[ChunkResult]:

@@ -72,13 +72,15 @@ class StopStringMatcher:
 
     Args:
         stop: the stop strings; none of them is empty.
+        includes_stop: whether the stop string that was found is released too.
 
     Attributes:
         matched: the stop string that was found; ``None`` until then. After a match nothing may be added.
     """
 
-    def __init__(self, stop: Iterable[str] = ()) -> None:
+    def __init__(self, stop: Iterable[str] = (), includes_stop: bool = False) -> None:
         self.matched: str | None = None
+        self._includes_stop = includes_stop
         strings = tuple(stop)
         self._automaton = _automaton(strings) if strings else None
         self._state = 0
@@ -94,7 +96,7 @@ class StopStringMatcher:
             self._held.append(character)
             self.matched = automaton.ends[self._state]
             if self.matched is not None:
-                released = self._release(len(self.matched))
+                released = self._release(0 if self._includes_stop else len(self.matched))
                 self._held.clear()
                 return released
         return self._release(automaton.depths[self._state])

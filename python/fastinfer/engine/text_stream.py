@@ -21,17 +21,18 @@ class TextStream:
 
     Args:
         detokenizer: turns the completion's tokens into text.
-        stop: strings that end the text; they are not part of it.
+        stop: strings that end the text.
+        includes_stop: whether the string that ends the text is a part of it.
 
     Attributes:
         utf8: the text so far in UTF-8, without the part that may be the beginning of a stop string. It only grows at
             its end, which for a bytearray takes the same time at any length.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop: Iterable[str] = ()) -> None:
+    def __init__(self, detokenizer: Detokenizer, stop: Iterable[str] = (), includes_stop: bool = False) -> None:
         self.utf8 = bytearray()
         self._detokenizer = detokenizer
-        self._stop = StopStringMatcher(stop)
+        self._stop = StopStringMatcher(stop, includes_stop)
 
     @property
     def stopped_by(self) -> str | None:

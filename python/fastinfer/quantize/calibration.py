@@ -1,4 +1,4 @@
-"""Layer-by-layer quantisation with calibration inputs that come from the layers already quantised.
+"""Layer-by-layer quantisation, with calibration inputs that come from the layers already quantised, or without any.
 
 The calibration text goes through the model once, as one ragged batch. The first product of a weight sees all its
 calibration inputs at once: the weight quantises itself and computes the product with the result. Weights are thus
@@ -28,22 +28,24 @@ BLOCK_SIZE = 32
 
 @dataclass(eq=False)
 class CalibratedWeight(Weight):
-    """Weight that quantises itself in its first product, from the statistics of that product's inputs.
+    """Weight that quantises itself in its first product, from the statistics of that product's inputs, or without.
 
     Attributes:
         names: names of the modules whose rows it holds, see :meth:`DecoderLoader.weight`.
         values: [out_features, in_features] fp32, the original weight.
         bias: [out_features] fp32.
-        quantize: function of this weight and its input statistics that sets ``result`` and perhaps ``input_scales``.
+        quantize: function of this weight and its input statistics, or ``None``, that sets ``result`` and perhaps
+            ``input_scales``.
         result: the quantised weight, for inputs divided by ``input_scales`` if they are set.
         input_scales: [in_features] fp32.
-        error: mean squared error of the output, relative to the output's mean square.
+        error: mean squared error of the output, relative to the output's mean square; without inputs that of the
+            weight.
     """
 
     names: tuple[str, ...]
     values: Tensor
     bias: Tensor | None
-    quantize: Callable[["CalibratedWeight", InputStatistics], None]
+    quantize: "Quantize"
     result: Unpacked | None = None
     input_scales: Tensor | None = None
     error: float = 0.0
@@ -57,24 +59,34 @@ class CalibratedWeight(Weight):
         x = apply_norm(x, options)
         if self._effective is None:
             statistics = InputStatistics.of(x)
-            self.quantize(self, statistics)
-            assert self.result is not None
-            values = self.result.dequantize()
-            self._effective = values if self.input_scales is None else values / self.input_scales
+            self._effective = self._quantized(statistics)
             change = self._effective - self.values
             self.error = statistics.output_error(change) / max(statistics.output_error(self.values.clone()), 1e-30)
         return ops.gemm(x, self._effective, bias=self.bias, **options)
+
+    def quantize_without_inputs(self) -> None:
+        """Quantise the weight by itself."""
+        change = self._quantized(None) - self.values
+        self.error = float(change.square().sum()) / max(float(self.values.square().sum()), 1e-30)
+
+    def _quantized(self, statistics: InputStatistics | None) -> Tensor:
+        """Quantise the weight and return what it is then worth, for the original inputs."""
+        self.quantize(self, statistics)
+        assert self.result is not None
+        values = self.result.dequantize()
+        return values if self.input_scales is None else values / self.input_scales
 
     def rows(self, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
         raise ValueError("a weight under calibration cannot be an embedding: call linear instead of rows")
 
 
+Quantize = Callable[[CalibratedWeight, InputStatistics | None], None]
+
+
 class _CalibratedLoader(DecoderLoader):
     """Builds layers whose weights are :class:`CalibratedWeight`, and keeps a list of them."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, length: int, quantize: Callable[[CalibratedWeight, InputStatistics], None]
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, length: int, quantize: Quantize) -> None:
         super().__init__(checkpoint, Precision.of("float32"), length, "cpu")
         self._quantize = quantize
         self.waiting: list[CalibratedWeight] = []
@@ -86,11 +98,7 @@ class _CalibratedLoader(DecoderLoader):
 
 
 @torch.inference_mode()
-def calibrate(
-    checkpoint: Checkpoint,
-    texts: list[list[int]],
-    quantize: Callable[[CalibratedWeight, InputStatistics], None],
-) -> Iterator[list[CalibratedWeight]]:
+def calibrate(checkpoint: Checkpoint, texts: list[list[int]], quantize: Quantize) -> Iterator[list[CalibratedWeight]]:
     """Quantise a model layer by layer.
 
     Args:
@@ -116,5 +124,25 @@ def calibrate(
         layer = loader.layer(index)
         x = layer.attention(x, batch, cache, layer.attention.plan(batch), None)
         x = layer.mlp(x, None)
+        yield list(loader.waiting)
+        checkpoint.release()
+
+
+def convert(checkpoint: Checkpoint, quantize: Quantize) -> Iterator[list[CalibratedWeight]]:
+    """Quantise a model layer by layer, without any inputs.
+
+    Args:
+        checkpoint: checkpoint with dense weights.
+        quantize: function that sets the result of a weight; it gets no statistics.
+
+    Yields:
+        The quantised weights of each layer.
+    """
+    loader = _CalibratedLoader(checkpoint, 1, quantize)
+    for index in range(checkpoint.config.num_layers):
+        loader.waiting.clear()
+        loader.layer(index)
+        for weight in loader.waiting:
+            weight.quantize_without_inputs()
         yield list(loader.waiting)
         checkpoint.release()

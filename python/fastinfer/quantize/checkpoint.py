@@ -10,12 +10,13 @@ from fastinfer.errors import RequestError, UnsupportedModelError
 from fastinfer.formats.safetensors_folder import weight_file_bytes
 from fastinfer.formats.unpacked import concatenate
 from fastinfer.models.hf_checkpoint import HFCheckpoint
-from fastinfer.quantize.calibration import CalibratedWeight, calibrate
+from fastinfer.quantize.calibration import CalibratedWeight, calibrate, convert
 from fastinfer.quantize.layer import QuantizedLayer, assemble, fold_target
 from fastinfer.quantize.layout import WriterSettings
 from fastinfer.quantize.methods import Method
 from fastinfer.quantize.report import Report
 from fastinfer.quantize.statistics import InputStatistics
+from fastinfer.quantize.weight import quantize_weight
 from fastinfer.quantize.writer import CheckpointWriter
 
 # File format of each method's result. GPTQ's layout stores zero points in a form that every reader accepts.
@@ -42,11 +43,12 @@ def quantize_checkpoint(
         source: folder of safetensors files that are not quantised.
         out: folder to write, new or empty.
         method: the method and its numbers.
-        texts: token ids of the calibration texts. All of them are in memory at once.
+        texts: token ids of the calibration texts, all of them in memory at once; none for a method that needs none,
+            which is faster and reports the errors of the weights.
         progress: function that is called with the number of finished layers and the number of all layers.
 
     Returns:
-        The error of each layer's output and the sizes of the files.
+        The error of each layer and the sizes of the files.
 
     Raises:
         UnsupportedModelError: the model is quantised already, is a mixture of experts, or has transposed matrices.
@@ -63,7 +65,7 @@ def quantize_checkpoint(
     if method.needs_inputs and not texts:
         raise RequestError(f"{method.name} needs a calibration text")
     method.check(config)
-    report = Report(asdict(method))
+    report = Report(asdict(method), "outputs" if texts else "weights")
     settings = WriterSettings(
         bits=method.bits,
         group_size=-1 if method.by_row else method.group_size,
@@ -71,11 +73,12 @@ def quantize_checkpoint(
         int8_activations=method.name == "w8a8",
     )
 
-    def quantize(weight: CalibratedWeight, statistics: InputStatistics) -> None:
-        method.quantize(weight, statistics, fold_target(weight.names[0], config) is not None)
+    def quantize(weight: CalibratedWeight, statistics: InputStatistics | None) -> None:
+        quantize_weight(method, weight, statistics, fold_target(weight.names[0], config) is not None)
 
     with CheckpointWriter(out, source, FORMATS[method.name], settings) as writer:
-        for index, calibrated in enumerate(calibrate(checkpoint, texts, quantize)):
+        layers = calibrate(checkpoint, texts, quantize) if texts else convert(checkpoint, quantize)
+        for index, calibrated in enumerate(layers):
             report.errors |= {", ".join(weight.names): weight.error for weight in calibrated}
             _write_layer(writer, checkpoint, assemble(calibrated, checkpoint))
             progress(index + 1, config.num_layers)

@@ -13,7 +13,7 @@ from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig
 from fastinfer.ops.pack import TILE_ROWS
 from fastinfer.quantize.calibration import CalibratedWeight
-from fastinfer.quantize.methods import fold_into_rows
+from fastinfer.quantize.weight import fold_into_rows
 
 
 @dataclass(eq=False)

@@ -1,19 +1,12 @@
-"""Quantisation methods by name: rules that turn a weight and the statistics of its inputs into a quantised weight."""
+"""Quantisation methods by name: their numbers, and what these must be. Importing this module does not import torch."""
 
-from dataclasses import dataclass, replace
-
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fastinfer.errors import RequestError
-from fastinfer.formats.unpacked import Grouped, Unpacked
-from fastinfer.models.config import ModelConfig
-from fastinfer.quantize.awq import search_clipping, search_scales
-from fastinfer.quantize.calibration import CalibratedWeight
-from fastinfer.quantize.gptq import quantize_gptq
-from fastinfer.quantize.rounding import round_rows, round_to_nearest, round_to_nf4
-from fastinfer.quantize.smoothquant import smoothing_scales
-from fastinfer.quantize.statistics import InputStatistics
+
+if TYPE_CHECKING:
+    from fastinfer.models.config import ModelConfig
 
 # Methods that use no zero points by default: 8 bits lose nothing without them, and more programs read the result.
 SYMMETRIC = ("int8", "nf4", "w8a8")
@@ -71,7 +64,7 @@ class Method:
         """Whether a calibration text changes the result."""
         return self.name in ("gptq", "awq", "w8a8")
 
-    def check(self, config: ModelConfig) -> None:
+    def check(self, config: "ModelConfig") -> None:
         """Check that the inputs of the model's layers can be divided into such groups.
 
         Raises:
@@ -85,48 +78,3 @@ class Method:
                 )
         for width in sorted(width for width in widths if width % 32):
             raise RequestError(f"quantised layers must have a multiple of 32 inputs, got {width}")
-
-    def quantize(self, weight: CalibratedWeight, statistics: InputStatistics, can_fold: bool) -> None:
-        """Set the weight's ``result``, and its ``input_scales`` if the method scales inputs.
-
-        Args:
-            weight: the weight to quantise.
-            statistics: statistics of its inputs.
-            can_fold: whether the module before it can absorb a factor per input.
-        """
-        values = weight.values
-        group_size = self.group_size if self.group_size != -1 else values.shape[1]
-        grid = self.bits, group_size, self.symmetric
-        if self.name == "gptq":
-            weight.result = quantize_gptq(values, statistics, self.bits, group_size, symmetric=self.symmetric)
-        elif self.name == "awq":
-            if can_fold:
-                weight.input_scales = search_scales(values, statistics, *grid)
-                values, statistics = values * weight.input_scales, statistics.scaled(weight.input_scales)
-            clipped = search_clipping(values, statistics, *grid)
-            weight.result = clipped.unpacked(clipped.quantize(values))
-        elif self.name == "w8a8":
-            if can_fold:
-                weight.input_scales = smoothing_scales(values, statistics)
-                values = values * weight.input_scales
-            weight.result = round_rows(values)
-        elif self.name == "nf4":
-            weight.result = round_to_nf4(values, NF4_GROUP)
-        elif self.name == "int8":
-            weight.result = round_to_nearest(values, 8, values.shape[1], self.symmetric)
-        else:
-            weight.result = round_to_nearest(values, *grid)
-
-
-def fold_into_rows(weight: Unpacked, scales: Tensor) -> Unpacked:
-    """Divide a weight's outputs by ``scales`` [out_features], which changes only its scales and minimums.
-
-    Scales stay numbers that fp16 holds, and zero points stay integers, so that files can store them.
-    """
-    assert isinstance(weight, Grouped)
-    divided = weight.scales.float() / scales[:, None]
-    if weight.scales.dtype == torch.float32 and weight.mins is None:
-        return replace(weight, scales=divided)
-    rounded = divided.half().float()
-    mins = None if weight.mins is None else weight.mins * (rounded / weight.scales.float())
-    return replace(weight, scales=rounded.to(weight.scales.dtype), mins=mins)

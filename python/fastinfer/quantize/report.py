@@ -12,13 +12,14 @@ class Report:
 
     Attributes:
         method: name and numbers of the method.
-        errors: mean squared error of the output on the calibration text, relative to its mean square, by the names of
-            the modules that share a weight.
+        errors_of: what the errors are of: ``"outputs"`` on the calibration text, or the ``"weights"`` themselves.
+        errors: mean squared error, relative to the mean square, by the names of the modules that share a weight.
         bytes_before, bytes_after: sizes of the weight files.
         perplexity_before, perplexity_after: perplexity on the evaluation text in fp32; ``None`` without such a text.
     """
 
     method: dict[str, Any]
+    errors_of: str
     errors: dict[str, float] = field(default_factory=dict)
     bytes_before: int = 0
     bytes_after: int = 0
@@ -29,7 +30,7 @@ class Report:
         return asdict(self)
 
     def __str__(self) -> str:
-        rows = [["layer", "relative error"]]
+        rows = [["layer", f"relative error of {self.errors_of}"]]
         rows += [[name, f"{error:.2e}"] for name, error in self.errors.items()]
         lines = [format_table(rows), "", f"size        {_mib(self.bytes_before)} to {_mib(self.bytes_after)}"]
         if self.perplexity_before is not None and self.perplexity_after is not None:

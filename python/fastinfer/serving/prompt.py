@@ -6,6 +6,7 @@ from typing import Any
 
 from fastinfer.engine.engine import Engine
 from fastinfer.errors import RequestError
+from fastinfer.tokenizers.chat_messages import Message
 from fastinfer.tokenizers.chat_template import render
 from fastinfer.utils.checks import show
 
@@ -85,7 +86,7 @@ def prepare(engine: Engine, prompt: Prompt, *, cache_salt: str = "", add_special
 
 
 def prepare_chat(
-    engine: Engine, messages: Sequence[Mapping[str, Any]], *, cache_salt: str = "", **variables: Any
+    engine: Engine, messages: Sequence[Message], *, cache_salt: str = "", **variables: Any
 ) -> PreparedPrompt:
     """Render a conversation with the model's chat template and tokenise it.
 

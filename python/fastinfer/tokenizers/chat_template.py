@@ -6,7 +6,7 @@ A template is untrusted code: it runs in jinja2's sandbox, without access to Pyt
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -18,12 +18,13 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fastinfer.errors import RequestError, UnsupportedModelError
+from fastinfer.tokenizers.chat_messages import Message, check_tools, normalize
 from fastinfer.utils.text import one_line
 
 
 def render(
     template: str | None,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Message],
     add_generation_prompt: bool = True,
     bos_token: str = "",
     eos_token: str = "",
@@ -36,10 +37,11 @@ def render(
 
     Args:
         template: Jinja source, :attr:`fastinfer.tokenizers.tokenizer.Tokenizer.chat_template`.
-        messages: messages with a "role" and a "content"; all values are strings.
+        messages: messages with a "role" and a "content", a text or a list of parts of the type "text". The content of
+            one with "tool_calls" may be ``None``; other fields are passed on to the template.
         add_generation_prompt: whether to end with the text that starts the assistant's answer.
         bos_token, eos_token: spellings of the model's special tokens.
-        variables: more variables of the template, such as ``enable_thinking``.
+        variables: more variables of the template, such as ``tools`` and ``enable_thinking``.
 
     Returns:
         The prompt.
@@ -50,30 +52,16 @@ def render(
     """
     if template is None:
         raise UnsupportedModelError("the model's file has no chat template; use generate with a plain prompt")
-    _check(messages)
+    normalized = normalize(messages)
+    check_tools(variables.get("tools"))
     names = {"tools": None, "documents": None, "bos_token": bos_token, "eos_token": eos_token, **variables}
     compiled = _compile(template)
     try:
-        return compiled.render(messages=messages, add_generation_prompt=add_generation_prompt, **names)
+        return compiled.render(messages=normalized, add_generation_prompt=add_generation_prompt, **names)
     except SecurityError as error:
         raise UnsupportedModelError(f"the model's chat template is not safe to run: {one_line(error)}") from None
     except Exception as error:  # a template can raise any Python error
         raise RequestError(f"the model's chat template failed on these messages: {one_line(error)}") from None
-
-
-def _check(messages: Any) -> None:
-    """Require a non-empty list of dicts of str with a role and a content."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise RequestError(f"messages: expected a list of at least one message, got {one_line(repr(messages))}")
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise RequestError(f"messages[{index}]: expected a dict, got {type(message).__name__}")
-        for key in ("role", "content"):
-            if key not in message:
-                raise RequestError(f"messages[{index}]: {key!r} is missing")
-        for key, value in message.items():
-            if not isinstance(value, str):
-                raise RequestError(f"messages[{index}][{key!r}]: expected a str, got {type(value).__name__}")
 
 
 # Compiling takes longer than rendering, and a program has one or two templates.

@@ -1,9 +1,11 @@
-"""Control of torch's own thread pool."""
+"""Control of torch's own thread pool, and of the size of ours."""
 
 import contextlib
 from collections.abc import Iterator
 
 import torch
+
+from fastinfer import _C
 
 
 @contextlib.contextmanager
@@ -19,3 +21,9 @@ def one_torch_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def set_num_threads(count: int) -> None:
+    """Compute with this number of CPU threads, in torch and in this package's kernels."""
+    torch.set_num_threads(count)
+    _C.set_num_threads(count)

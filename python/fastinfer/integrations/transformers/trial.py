@@ -41,6 +41,12 @@ class Trial:
     calls: dict[nn.Module, list[Call]] = field(default_factory=lambda: defaultdict(list))
     attention: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
 
+    def forget(self, module: nn.Module) -> None:
+        """Drop what was recorded of a module and its submodules, and with it the references to them."""
+        for part in module.modules():
+            self.calls.pop(part, None)
+            self.attention.pop(part, None)
+
 
 def run_trial(model: PreTrainedModel) -> Trial:
     """Switch a model to ``attn_implementation="fastinfer"`` and run it on a few random tokens, without a cache."""

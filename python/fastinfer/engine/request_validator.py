@@ -25,7 +25,7 @@ class ValidPrompt:
     token_ids: list[int]
 
 
-class RequestIntake:
+class RequestValidator:
     """Checks new requests; every mistake raises a RequestError that names the field.
 
     Args:
@@ -64,6 +64,13 @@ class RequestIntake:
             check_int("prompt_token_ids", token_id, 0, self._vocab_size - 1)
         return ValidPrompt(prompt)
 
+    def truncate(self, prompt: list[int] | ValidPrompt, params: SamplingParams | None) -> list[int] | ValidPrompt:
+        """Cut a prompt that has not been checked yet as ``truncate_prompt_tokens`` says."""
+        limit = params.truncate_prompt_tokens if isinstance(params, SamplingParams) else None
+        if limit is None or not isinstance(prompt, list):
+            return prompt
+        return prompt[-(self._max_model_len - 1 if limit == -1 else limit) :]
+
     def check_sampling_params(self, params: SamplingParams) -> None:
         """Check the parameters against the model and the engine; SamplingParams itself has checked the rest.
 
@@ -76,8 +83,11 @@ class RequestIntake:
         self._check_stop_strings(params.stop or ())
         for name, limit in (("stop_token_ids", "max_stop_token_ids"), ("logit_bias", "max_logit_bias")):
             self._check_count(name, len(getattr(params, name)), "token ids", limit)
-        for name in ("logit_bias", "stop_token_ids"):
-            for token_id in getattr(params, name):
+        self._check_count("bad_words", len(params.bad_words or ()), "words", "max_bad_words")
+        for index, word in enumerate(params.bad_words or ()):
+            self._check_count(f"bad_words[{index}]", len(word), "characters", "max_stop_string_length")
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            for token_id in getattr(params, name) or ():
                 check_int(name, token_id, 0, self._vocab_size - 1)
 
     def check_beam_search_params(self, params: BeamSearchParams) -> None:

@@ -1,0 +1,120 @@
+"""Checks of arguments beyond their types. They need no torch, so a mistake is reported at once.
+
+Names of models are looked up last, because that may download one.
+"""
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from fastinfer import hub
+from fastinfer.errors import AdapterError, RequestError
+from fastinfer.evaluation.text_file import read_text
+from fastinfer.quantize.methods import METHODS, SYMMETRIC, Method
+from fastinfer.sampling_params import SamplingParams
+from fastinfer.structured_output import StructuredOutputsParams
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def check_nothing(args: argparse.Namespace) -> None:
+    """Check the arguments of a command whose types say it all."""
+
+
+def check_generate(args: argparse.Namespace) -> None:
+    """Check the arguments of ``generate``, and read the prompt if it comes from standard input."""
+    if args.prompt == "-" or (args.prompt is None and not _is_terminal(sys.stdin)):
+        args.prompt = _read_stdin()
+    if not args.prompt:
+        raise RequestError("PROMPT: expected the text, got nothing (see fastinfer generate --help)")
+    check_session(args)
+
+
+def check_session(args: argparse.Namespace) -> None:
+    """Check the arguments that ``generate`` and ``chat`` have in common."""
+    SamplingParams(**sampling_fields(args))
+    if args.adapter is not None and not Path(args.adapter, ADAPTER_CONFIG).is_file():
+        raise AdapterError(f"--adapter: expected a folder with {ADAPTER_CONFIG}, got {args.adapter}")
+    hub.resolve(args.model)
+
+
+def check_bench(args: argparse.Namespace) -> None:
+    """Check the arguments of a benchmark."""
+    hub.resolve(args.model)
+
+
+def check_info(args: argparse.Namespace) -> None:
+    """Check the arguments of ``info``."""
+    if args.memory:
+        hub.resolve(args.memory)
+
+
+def check_quantize(args: argparse.Namespace) -> None:
+    """Check the arguments of ``quantize``."""
+    method = quantization_method(args)
+    if method.needs_inputs and args.calibration is None:
+        raise RequestError(f"--calibration: {method.name} needs a text, got none")
+    for path in (args.calibration, args.evaluation):
+        if path is not None:
+            read_text(path)
+    source = hub.resolve(args.model)
+    if not source.is_dir():
+        raise RequestError(f"model: expected a folder of safetensors files, got {source}")
+
+
+def check_eval(args: argparse.Namespace) -> None:
+    """Check the arguments of ``eval``."""
+    read_text(args.text)
+    for model in args.models:
+        hub.resolve(model)
+
+
+def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of :class:`SamplingParams` that the arguments give.
+
+    Raises:
+        RequestError: the file of the JSON schema is not a schema in UTF-8, or a constraint on the text is not valid.
+    """
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
+    given = {name: value for name, value in vars(args).items() if name in names}
+    return given | {"structured_outputs": _structured_outputs(vars(args))}
+
+
+def quantization_method(args: argparse.Namespace) -> Method:
+    """Return the method of ``quantize``.
+
+    Raises:
+        RequestError: the method does not support a number.
+    """
+    bits = args.bits or METHODS[args.method][0]
+    symmetric = args.method in SYMMETRIC if args.symmetric is None else args.symmetric
+    return Method(args.method, bits, args.group_size, symmetric)
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and stream.isatty()
+
+
+def _read_stdin() -> str:
+    if sys.stdin is None:
+        raise RequestError("PROMPT: expected text on standard input, which is closed")
+    try:
+        # The newline at the end comes from the shell or the editor and is not part of the prompt.
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"PROMPT: expected UTF-8 on standard input, got {error}") from error
+
+
+def _structured_outputs(args: dict[str, Any]) -> StructuredOutputsParams | None:
+    if "json_schema" in args:
+        try:
+            return StructuredOutputsParams(json=Path(args["json_schema"]).read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise RequestError(f"{args['json_schema']}: expected a JSON schema in UTF-8, got {error}") from error
+        except RequestError as error:
+            raise RequestError(f"{args['json_schema']}: {error}") from None
+    if "regex" in args:
+        return StructuredOutputsParams(regex=args["regex"])
+    return StructuredOutputsParams(choice=args["choice"]) if "choice" in args else None

@@ -1,0 +1,80 @@
+"""Mistakes in arguments are found before torch is imported, which takes longer than all the rest of a short command."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastinfer.cli.options import MAX_SPECULATIVE_TOKENS
+from fastinfer.engine import config
+
+# Runs command lines where torch cannot be imported; prints the exit code and the message of each.
+PROGRAM = """
+import contextlib, io, json, sys
+sys.modules["torch"] = None
+from fastinfer.cli.main import main
+
+found = []
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        found.append((main(arguments), stderr.getvalue()))
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text("some text")
+    (tmp_path / "binary.txt").write_bytes(b"\xff")
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    return tmp_path
+
+
+CASES = {
+    "generate x --nonsense": "--nonsense",
+    "generate x --max-tokens many": "--max-tokens",
+    "generate x --top-p 2": "top_p must be",
+    "generate x --speculate 16": "--speculate: expected an integer in 0..15",
+    "generate x --regex=": "regex must be",
+    "generate x --json-schema list.json": "list.json: json must be a JSON schema",
+    "generate x --json-schema nowhere.json": "nowhere.json",
+    "generate x --model /no/such.gguf": "model '/no/such.gguf'",
+    "generate x --adapter model": "--adapter: expected a folder with adapter_config.json, got model",
+    "chat --temperature -1": "temperature must be",
+    "chat --model empty": "model 'empty'",
+    "info --memory nowhere": "model 'nowhere'",
+    "bench --model nowhere": "model 'nowhere'",
+    "bench throughput --model nowhere": "model 'nowhere'",
+    "bench ablation --model nowhere": "model 'nowhere'",
+    "quantize model.gguf --method nf4 --out new": "expected a folder of safetensors files",
+    "quantize model --method gptq --out new": "--calibration: gptq needs a text, got none",
+    "quantize model --method rtn --calibration nowhere.txt --out new": "nowhere.txt: No such file",
+    "quantize model --method rtn --evaluation binary.txt --out new": "binary.txt: expected text in UTF-8",
+    "eval perplexity model --text nowhere.txt": "nowhere.txt: No such file",
+    "eval perplexity nowhere --text text.txt": "model 'nowhere'",
+    "eval compare model.gguf model nowhere --text text.txt": "model 'nowhere'",
+    "eval compare model.gguf nowhere --text nowhere.txt": "nowhere.txt: No such file",
+}
+
+
+def test_mistakes_are_found_without_torch(folder: Path) -> None:
+    arguments = json.dumps([line.split() for line in CASES])
+    command = [sys.executable, "-c", PROGRAM, arguments]
+    program = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    found = json.loads(program.stdout)
+    wrong = {
+        line: (code, message)
+        for (line, expected), (code, message) in zip(CASES.items(), found, strict=True)
+        if code != 2 or expected not in message or len(message.splitlines()) != 1
+    }
+    assert wrong == {}
+
+
+def test_limits_are_those_of_the_engine() -> None:
+    assert MAX_SPECULATIVE_TOKENS == config.MAX_SPECULATIVE_TOKENS
