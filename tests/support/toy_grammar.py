@@ -33,7 +33,7 @@ class Letters:
 
     def accept(self, token_id: int) -> None:
         letter = ToyTokenizer.pieces[token_id].decode()
-        if letter not in self._allowed():
+        if len(letter) != 1 or letter not in self._allowed():  # the toy also has tokens of two letters
             raise RequestError(f"{letter!r} is not allowed")
         self.text += letter
 
