@@ -522,6 +522,7 @@ class AsyncEngine:
             if isinstance(outcome, str):
                 mailbox.request_id = outcome
                 self._mailboxes[outcome] = mailbox
+                mailbox.is_queued = True
         if isinstance(outcome, BaseException):
             mailbox.put(outcome)
         else:
@@ -562,7 +563,8 @@ class AsyncEngine:
 
     def _end_all(self, error: BaseException | None = None) -> None:
         with self._lock:
-            request_ids = list(self._mailboxes)
+            # Requests that are still being prepared had no part in a failed step.
+            request_ids = [request_id for request_id, mailbox in self._mailboxes.items() if mailbox.is_queued]
         self._end(request_ids, error)
 
     def _end(self, request_ids: list[str], error: BaseException | None = None) -> None:

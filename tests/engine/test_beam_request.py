@@ -167,7 +167,7 @@ def test_the_message_of_an_error_is_the_reason_of_unfinished_texts_alone() -> No
     request_id = engine.add_beam_request(prompt, BeamSearchParams(3, max_tokens=30))
     for _ in range(12):
         engine.step()
-    engine.requests.fail(request_id, ValueError("broken"))
+    engine.requests.fail(engine.requests.active[request_id], ValueError("broken"))
     [output] = engine.step()
     assert isinstance(output, RequestOutput)
     reasons = {(completion.finish_reason, completion.stop_reason) for completion in output.outputs}

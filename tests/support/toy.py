@@ -176,5 +176,6 @@ def check_blocks(engine: Engine) -> None:
     assert not set(cache._free) & set(cache._cached)
     assert {block for block, content in enumerate(cache._contents) if content} == set(cache._by_key.values())
     assert not any(sequence.blocks for sequence in scheduler.waiting)
-    assert scheduler.num_waiting_tokens == sum(map(len, scheduler.waiting))
+    assert scheduler.num_waiting_tokens == sum(sequence.num_queued_tokens for sequence in scheduler.waiting)
+    assert all(0 <= len(sequence) - sequence.num_queued_tokens <= 1 for sequence in scheduler.waiting)
     assert sum(sequence.num_slots for sequence in scheduler.running) <= scheduler.max_num_seqs

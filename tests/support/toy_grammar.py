@@ -32,8 +32,8 @@ class Letters:
             words.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
 
     def accept(self, token_id: int) -> None:
-        letter = ToyTokenizer.pieces[token_id].decode()
-        if letter not in self._allowed():
+        letter = ToyTokenizer.pieces[token_id].decode(errors="replace")
+        if len(letter) != 1 or letter not in self._allowed():  # the toy also has pieces of two letters and of half ones
             raise RequestError(f"{letter!r} is not allowed")
         self.text += letter
 

@@ -429,9 +429,10 @@ class Engine:
 
     def _report(self, stats: StepStats) -> None:
         """Call the observer of steps; its errors must not end any request."""
+        if self.on_step is None:
+            return
         try:
-            if self.on_step is not None:
-                self.on_step(stats)
+            self.on_step(stats)
         except Exception:
             LOG.exception("on_step failed")
 

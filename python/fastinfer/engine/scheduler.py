@@ -86,7 +86,7 @@ class Scheduler:
 
     Attributes:
         waiting: queue of waiting sequences in the order of service.
-        num_waiting_tokens: number of tokens of the waiting sequences.
+        num_waiting_tokens: number of tokens that the waiting sequences had when they were queued.
         running: running sequences in the order of service.
         num_preemptions: number of preemptions since the start.
         num_overtakings: number of sequences that were admitted before one that had no room.
@@ -124,6 +124,7 @@ class Scheduler:
         """Queue a pending or preempted sequence."""
         sequence.state = SequenceState.WAITING
         bisect.insort(self.waiting, sequence, key=_order)
+        sequence.num_queued_tokens = len(sequence)
         self.num_waiting_tokens += len(sequence)
 
     def schedule(self) -> list[Chunk]:
@@ -200,7 +201,7 @@ class Scheduler:
 
     def _dequeue(self, sequence: Sequence) -> None:
         self.waiting.remove(sequence)
-        self.num_waiting_tokens -= len(sequence)
+        self.num_waiting_tokens -= sequence.num_queued_tokens
 
     def _candidates(self) -> list[Sequence]:
         """Return the waiting sequences that may be admitted in this step, in the order of service."""

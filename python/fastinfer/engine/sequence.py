@@ -73,6 +73,7 @@ class Sequence:
         first_scheduled_time: time of the first step that computed tokens of the sequence; ``None`` before.
         order: sort key by which sequences are served: priority, then number of arrival.
         last_step: number of the last step that computed tokens, as the scheduler counts; -1 before.
+        num_queued_tokens: length when the sequence was last queued; a beam may get one more token while it waits.
         num_overtakers: number of later sequences that were admitted while this one had no room.
     """
 
@@ -99,6 +100,7 @@ class Sequence:
         "num_overtakers",
         "num_prefill_tokens",
         "num_prompt_tokens",
+        "num_queued_tokens",
         "order",
         "params",
         "prefix_scan",
@@ -158,6 +160,7 @@ class Sequence:
         self.first_scheduled_time: float | None = None
         self.order = (priority, next(_arrivals))
         self.last_step = -1
+        self.num_queued_tokens = 0
         self.num_overtakers = 0
 
     def __len__(self) -> int:

@@ -17,6 +17,7 @@ class Mailbox(Generic[Output]):
 
     Attributes:
         request_id: id of the request, random by default.
+        is_queued: whether the engine has the request.
         is_abandoned: whether nobody will fetch outputs any more.
         preparation: the preparation of the request in another thread, after which it is queued.
     """
@@ -25,6 +26,7 @@ class Mailbox(Generic[Output]):
 
     def __init__(self, request_id: str | None = None) -> None:
         self.request_id = secrets.token_hex(8) if request_id is None else request_id
+        self.is_queued = False
         self.is_abandoned = False
         self._loop = asyncio.get_running_loop()
         self._is_accepted = asyncio.Event()
