@@ -4,6 +4,7 @@
 #pragma once
 
 #include "common/online_softmax.h"
+#include "sampling/race.h"
 #include "sampling/sample_block_cuda.h"
 #include "sampling/sample_filters.h"
 
@@ -14,8 +15,10 @@ struct SampleRow {
   const float* z;
   int vocab;
   bool aligned;  // to 16 bytes
-  float maximum;
+  float temperature;
   float scale;  // log2(e) / temperature
+  float maximum;
+  int likeliest;  // the first token that has the maximum
 
   __device__ Quad operator()(int token) const {
     if (aligned && token + kQuad <= vocab) {
@@ -31,11 +34,36 @@ struct SampleRow {
     return exp2_approx((value - maximum) * scale);
   }
 
-  __device__ Quad weights(int token) const {
-    Quad quad = (*this)(token);
-    for (float& value : quad.values) value = weight(value);
-    return quad;
+  // The weight by which a token's time is computed.
+  __device__ double exact_weight(float value) const {
+    return race_weight(value, maximum, temperature);
   }
+};
+
+// The noise of the blocks in a warp's chunk: each lane keeps the words of a group of blocks.
+class WarpNoise {
+ public:
+  __device__ explicit WarpNoise(const TokenNoise& noise) : noise_(noise), words_(noise.block_words(0)) {}
+
+  // The word of the lane's block where the lanes have quads of tokens from `begin` on, a multiple of 128 that rises from
+  // call to call.
+  __device__ BlockWord word(int begin) {
+    const int lane = threadIdx.x % kWarpSize, group = begin / kNoiseGroup;
+    if (group >= first_group_ + kWarpSize) {
+      first_group_ = group;
+      words_ = noise_.block_words(group + lane);
+    }
+    const bool upper = begin % kNoiseGroup != 0;
+    const int source = group - first_group_;
+    const BlockWord first = __shfl_sync(kFullMask, upper ? words_.words[2] : words_.words[0], source);
+    const BlockWord second = __shfl_sync(kFullMask, upper ? words_.words[3] : words_.words[1], source);
+    return lane < kWarpSize / 2 ? first : second;
+  }
+
+ private:
+  TokenNoise noise_;
+  Philox words_;
+  int first_group_ = -kWarpSize;
 };
 
 class SampleSelection {
@@ -65,8 +93,8 @@ class SampleSelection {
     return static_cast<int>(block_.candidates()[rank] & 0xffffffffu);
   }
 
-  // The token at which the running total of what is kept reaches the share u.
-  __device__ int draw(double u);
+  // The winner of the race between the tokens that are kept.
+  __device__ int draw(const TokenNoise& noise);
 
  private:
   static constexpr int kPivots = 4;
@@ -89,15 +117,8 @@ class SampleSelection {
     };
   }
 
-  __device__ auto kept_weights() const {
-    return [this](int token) {
-      Quad w = row_(token);
-      for (int j = 0; j < kQuad; ++j) {
-        w.values[j] = last_.keeps(w.values[j], token + j) ? row_.weight(w.values[j]) : 0.0f;
-      }
-      return w;
-    };
-  }
+  __device__ void race_listed(Race& race) const;
+  __device__ void race_row(Race& race) const;
 
   // Keeps the first tokens whose number is `amount`, or the first whose mass is that share.
   __device__ void cut(bool by_count, double amount);
@@ -113,10 +134,43 @@ class SampleSelection {
   int size_ = 0;
 };
 
-__device__ inline int SampleSelection::draw(double u) {
-  const auto target = [u](double total) { return u * total; };
-  if (listed_) return token(block_.crossing(size_, listed_weights(), target));
-  return block_.crossing(row_.vocab, kept_weights(), target);
+__device__ inline int SampleSelection::draw(const TokenNoise& noise) {
+  Race race{noise};
+  race.enter(row_.likeliest, 1.0, noise.block_word(row_.likeliest));  // first, as few can then still beat it
+  if (listed_) {
+    race_listed(race);
+  } else {
+    race_row(race);
+  }
+  return block_.winner(race);
+}
+
+__device__ inline void SampleSelection::race_listed(Race& race) const {
+  for (int rank = threadIdx.x; rank < size_; rank += blockDim.x) {
+    race.enter(token(rank), row_.exact_weight(z(rank)), race.noise.block_word(token(rank)));
+  }
+}
+
+// Whole warps go through their chunks, so that what one lane found spares the others' work. Noise of single tokens is
+// made where a quad's largest logit could win with its block's least noise.
+__device__ inline void SampleSelection::race_row(Race& race) const {
+  const int chunk = block_.chunk_of(row_.vocab), chunk_begin = block_.warp * chunk;
+  const int chunk_end = min(chunk_begin + chunk, row_.vocab);
+  WarpNoise noise(race.noise);
+  for (int begin = chunk_begin; begin < chunk_end; begin += kWarpQuads) {
+    const BlockWord word = noise.word(begin);
+    const int first = begin + kQuad * block_.lane;
+    const Quad quad = row_(first);  // -inf past the row's end
+    const float top = fmaxf(fmaxf(quad.values[0], quad.values[1]), fmaxf(quad.values[2], quad.values[3]));
+    // 1.001: the weight is approximate.
+    const float latest = static_cast<float>(race.time) * row_.weight(top) * 1.001f;
+    const bool possible = top >= last_.z && static_cast<float>(least_noise_bound(word)) <= latest;
+    for (int j = 0; j < kQuad && possible; ++j) {
+      if (!last_.keeps(quad.values[j], first + j)) continue;
+      race.enter(first + j, row_.exact_weight(quad.values[j]), word);
+    }
+    if (__any_sync(kFullMask, possible)) SampleBlock::merge_races(race);
+  }
 }
 
 // One copy for its three callers: inlined, they spilled 7 of a thread's 64 registers.
