@@ -8,8 +8,9 @@
 
 namespace fastinfer {
 
-inline constexpr uint32_t kPhiloxMultipliers[2] = {0xD2511F53u, 0xCD9E8D57u};
-inline constexpr uint32_t kPhiloxKeySteps[2] = {0x9E3779B9u, 0xBB67AE85u};
+// Multipliers, and what is added to the two halves of the key after each round.
+inline constexpr uint32_t kPhiloxM0 = 0xD2511F53u, kPhiloxM1 = 0xCD9E8D57u;
+inline constexpr uint32_t kPhiloxW0 = 0x9E3779B9u, kPhiloxW1 = 0xBB67AE85u;
 
 struct Philox {
   uint32_t words[4];
@@ -18,8 +19,8 @@ struct Philox {
   FASTINFER_HOST_DEVICE Philox(uint64_t key, uint64_t counter, uint32_t index, uint32_t stream)
       : words{static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32), index, stream} {
     uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
-    for (int round = 0; round < 10; ++round, k0 += kPhiloxKeySteps[0], k1 += kPhiloxKeySteps[1]) {
-      const uint64_t p0 = uint64_t{kPhiloxMultipliers[0]} * words[0], p1 = uint64_t{kPhiloxMultipliers[1]} * words[2];
+    for (int round = 0; round < 10; ++round, k0 += kPhiloxW0, k1 += kPhiloxW1) {
+      const uint64_t p0 = uint64_t{kPhiloxM0} * words[0], p1 = uint64_t{kPhiloxM1} * words[2];
       const uint32_t w1 = words[1], w3 = words[3];
       words[0] = static_cast<uint32_t>(p1 >> 32) ^ w1 ^ k0;
       words[1] = static_cast<uint32_t>(p1);

@@ -1,5 +1,5 @@
-// Philox in vectors: kPhiloxLanes of them at once, in lanes of 64 bits that each hold a word of 32, as the product of two
-// words needs.
+// Philox in vectors: kPhiloxLanes of them at once, in lanes of 64 bits that each hold a word of 32, as the product of
+// two words needs.
 #pragma once
 
 #include "common/cpu/vec.h"
@@ -17,8 +17,8 @@ FASTINFER_INLINE void philox(uint64_t key, uint64_t counter, uint32_t index, uin
   u64v w0 = u64v{} + (counter & kLow), w1 = u64v{} + (counter >> 32), w2, w3 = u64v{} + stream;
   for (int i = 0; i < kPhiloxLanes; ++i) w2[i] = index + static_cast<uint32_t>(i);
   uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
-  for (int round = 0; round < 10; ++round, k0 += kPhiloxKeySteps[0], k1 += kPhiloxKeySteps[1]) {
-    const u64v p0 = w0 * uint64_t{kPhiloxMultipliers[0]}, p1 = w2 * uint64_t{kPhiloxMultipliers[1]};
+  for (int round = 0; round < 10; ++round, k0 += kPhiloxW0, k1 += kPhiloxW1) {
+    const u64v p0 = w0 * uint64_t{kPhiloxM0}, p1 = w2 * uint64_t{kPhiloxM1};
     w0 = (p1 >> 32) ^ w1 ^ uint64_t{k0};
     w1 = p1 & kLow;
     w2 = (p0 >> 32) ^ w3 ^ uint64_t{k1};

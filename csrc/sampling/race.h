@@ -54,27 +54,27 @@ struct TokenNoise {
   }
 };
 
-// The first of the tokens that have entered; of those that arrive at the same time the smallest. In fp64, so that the
-// winner is the same on every machine unless two arrive within its rounding.
+// When a token arrives; infinity if that is later than `latest`, which the bounds mostly tell without a logarithm. In
+// fp64, so that the winner is the same on every machine unless two arrive within its rounding.
+FASTINFER_HOST_DEVICE inline double arrival(const TokenNoise& noise, int32_t token, BlockWord word, double weight,
+                                            double latest) {
+  const double bound = latest * weight;
+  if (least_noise_bound(word) > bound) return INFINITY;
+  double own = exponential(least_noise_bound(word) * kNoiseBlock) / kNoiseBlock;
+  if (static_cast<int32_t>(word % kNoiseBlock) != token % kNoiseBlock) {
+    const double u = noise.excess_uniform(token);
+    if (own + u > bound) return INFINITY;
+    own += exponential(u);
+  }
+  return own / weight;
+}
+
+// The first to arrive so far; of those that arrive at the same time the smallest token.
 struct Race {
-  TokenNoise noise;
   double time = INFINITY;
   int32_t token = INT32_MAX;
 
-  FASTINFER_HOST_DEVICE void enter(int32_t other, double weight, BlockWord word) {
-    const double latest = time * weight;
-    if (least_noise_bound(word) > latest) return;
-    double own = exponential(least_noise_bound(word) * kNoiseBlock) / kNoiseBlock;
-    if (static_cast<int32_t>(word % kNoiseBlock) != other % kNoiseBlock) {
-      const double u = noise.excess_uniform(other);
-      if (own + u > latest) return;
-      own += exponential(u);
-    }
-    join(own / weight, other);
-  }
-
-  // Merges what won another race.
-  FASTINFER_HOST_DEVICE void join(double other_time, int32_t other) {
+  FASTINFER_HOST_DEVICE void add(double other_time, int32_t other) {
     if (!(other_time < time || (other_time == time && other < token))) return;
     time = other_time;
     token = other;

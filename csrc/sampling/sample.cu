@@ -144,17 +144,17 @@ __device__ void write_top_logprobs(SampleBlock& block, const SampleParams& p, co
   }
 }
 
-__global__ void __launch_bounds__(1024) sample_kernel(SampleParams p, int max_candidates, int64_t pitch) {
+__global__ void __launch_bounds__(1024)
+    sample_kernel(const __grid_constant__ SampleParams p, int max_candidates, int64_t pitch) {
   SampleBlock block(max_candidates);
   const int64_t row_index = blockIdx.x;
   grid_dependency_wait();
   const RowParams params(p, row_index);
   const bool has_scratch = p.scratch != nullptr;
   const auto vocab = static_cast<int>(p.vocab);
-  SampleRow raw{p.logits + row_index * p.vocab, vocab, false, 1.0f, kLog2e, 0.0f, 0};
+  SampleRow raw{p.logits + row_index * p.vocab, vocab, false, kLog2e, 0.0f, 0};
   raw.aligned = reinterpret_cast<uintptr_t>(raw.z) % sizeof(Quad) == 0;
   SampleRow row = raw;
-  row.temperature = params.temperature;
   row.scale = kLog2e / params.temperature;
   float* scratch = has_scratch ? p.scratch + row_index * pitch : nullptr;
   if (has_scratch) row.z = scratch, row.aligned = true;
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(1024) sample_kernel(SampleParams p, int max_ca
     SampleSelection selection(block, row, lowest_kept(row.maximum, params.temperature, params.min_p));
     if (params.top_k > 0) selection.keep_top_k(params.top_k);
     if (params.top_p < 1.0f) selection.keep_top_p(params.top_p);
-    token = selection.draw({static_cast<uint64_t>(p.seeds[row_index]), static_cast<uint64_t>(p.positions[row_index])});
+    token = selection.draw(p);
   }
   if (threadIdx.x == 0) {
     p.tokens[row_index] = token;

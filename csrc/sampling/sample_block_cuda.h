@@ -127,7 +127,7 @@ struct SampleBlock {
     auto* tokens = reinterpret_cast<int32_t*>(times + kWarpSize);
     if (lane == 0) times[warp] = race.time, tokens[warp] = race.token;
     __syncthreads();
-    if (lane < warps) race.join(times[lane], tokens[lane]);
+    if (lane < warps) race.add(times[lane], tokens[lane]);
     merge_races(race);
     return race.token;
   }
@@ -136,7 +136,7 @@ struct SampleBlock {
   __device__ static void merge_races(Race& race) {
     for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
       const double time = __shfl_xor_sync(kFullMask, race.time, offset);
-      race.join(time, __shfl_xor_sync(kFullMask, race.token, offset));
+      race.add(time, __shfl_xor_sync(kFullMask, race.token, offset));
     }
   }
 };

@@ -1,5 +1,6 @@
 // A row at a time, in vector passes over blocks of 64 tokens that skip what is not kept. The kept set is one threshold
-// (logit, token), found by selection among as few of the largest logits as hold it; then the tokens that are kept race (race.h).
+// (logit, token), found by selection among as few of the largest logits as hold it; then the tokens that are kept race
+// (race.h).
 #include <algorithm>
 #include <numeric>
 #include <stdexcept>
@@ -195,12 +196,13 @@ class Selection {
     return {found.z, found.token};
   }
 
-  // Enters the tokens that are kept, if they are among few candidates: a pass over the row would take longer.
-  bool enter_few(Race& race, float temperature, const LastKept& last) const {
+  // Adds the tokens that are kept, if they are among few candidates: a pass over the row would take longer.
+  bool race_few(Race& race, const TokenNoise& noise, float temperature, const LastKept& last) const {
     if (size_ > kFew) return false;
     for (const Candidate* c = candidates_; c < candidates_ + size_; ++c) {
       if (!last.keeps(c->z, c->token)) continue;
-      race.enter(c->token, race_weight(c->z, maximum_, temperature), race.noise.block_word(c->token));
+      const double weight = race_weight(c->z, maximum_, temperature);
+      race.add(arrival(noise, c->token, noise.block_word(c->token), weight, race.time), c->token);
     }
     return true;
   }
@@ -357,12 +359,13 @@ class BlockWords {
   float bounds_[kCount];
 };
 
-// Enters the tokens that are kept. The likeliest comes first, as few can then still beat it.
-void enter_row(Race& race, const Logits& logits, Peak peak, float temperature, const LastKept& last) {
-  race.enter(peak.token, 1.0, race.noise.block_word(peak.token));
+// Adds the tokens that are kept. The likeliest comes first, as few can then still beat it.
+void race_row(Race& race, const TokenNoise& noise, const Logits& logits, Peak peak, float temperature,
+              const LastKept& last) {
+  race.add(arrival(noise, peak.token, noise.block_word(peak.token), 1.0, race.time), peak.token);
   const float unit = temperature * std::numbers::ln2_v<float>;
   auto log2_time = static_cast<float>(std::log2(race.time));
-  BlockWords words(race.noise);
+  BlockWords words(noise);
   logits.for_each_block([&](int64_t token, const float* z) {
     f32v top = load(z);
     for (int64_t i = kLanes; i < kBlock; i += kLanes) top = max(top, load(z + i));
@@ -373,7 +376,8 @@ void enter_row(Race& race, const Logits& logits, Peak peak, float temperature, c
     const BlockWord word = words[token];
     for (int64_t i = 0; i < kBlock; ++i) {
       const auto other = static_cast<int32_t>(token + i);
-      if (z[i] >= lowest && last.keeps(z[i], other)) race.enter(other, race_weight(z[i], peak.z, temperature), word);
+      if (z[i] < lowest || !last.keeps(z[i], other)) continue;
+      race.add(arrival(noise, other, word, race_weight(z[i], peak.z, temperature), race.time), other);
     }
     log2_time = static_cast<float>(std::log2(race.time));
   });
@@ -381,15 +385,16 @@ void enter_row(Race& race, const Logits& logits, Peak peak, float temperature, c
 
 int64_t draw(const SampleParams& p, int64_t row, const Logits& logits, Peak peak) {
   const float temperature = p.temperature[row];
-  Race race{{static_cast<uint64_t>(p.seeds[row]), static_cast<uint64_t>(p.positions[row])}};
+  const TokenNoise noise{static_cast<uint64_t>(p.seeds[row]), static_cast<uint64_t>(p.positions[row])};
+  Race race;
   LastKept last{lowest_kept(peak.z, temperature, p.min_p[row]), static_cast<int32_t>(p.vocab)};
   if (p.top_k[row] > 0 || p.top_p[row] < 1.0f) {
     const Distribution distribution(logits, peak.z, temperature);
     Selection selection(logits, p.vocab, peak.z, distribution);
     last = selection.last(last, temperature, p.top_k[row], p.top_p[row]);
-    if (selection.enter_few(race, temperature, last)) return race.token;
+    if (selection.race_few(race, noise, temperature, last)) return race.token;
   }
-  enter_row(race, logits, peak, temperature, last);
+  race_row(race, noise, logits, peak, temperature, last);
   return race.token;
 }
 

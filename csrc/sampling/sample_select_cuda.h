@@ -15,8 +15,7 @@ struct SampleRow {
   const float* z;
   int vocab;
   bool aligned;  // to 16 bytes
-  float temperature;
-  float scale;  // log2(e) / temperature
+  float scale;   // log2(e) / temperature
   float maximum;
   int likeliest;  // the first token that has the maximum
 
@@ -33,38 +32,23 @@ struct SampleRow {
   __device__ float weight(float value) const {
     return exp2_approx((value - maximum) * scale);
   }
-
-  // The weight by which a token's time is computed.
-  __device__ double exact_weight(float value) const {
-    return race_weight(value, maximum, temperature);
-  }
 };
 
-// The noise of the blocks in a warp's chunk: each lane keeps the words of a group of blocks.
-class WarpNoise {
- public:
-  __device__ explicit WarpNoise(const TokenNoise& noise) : noise_(noise), words_(noise.block_words(0)) {}
+__device__ inline TokenNoise noise_of_row(const SampleParams& p) {
+  return {static_cast<uint64_t>(p.seeds[blockIdx.x]), static_cast<uint64_t>(p.positions[blockIdx.x])};
+}
 
-  // The word of the lane's block where the lanes have quads of tokens from `begin` on, a multiple of 128 that rises from
-  // call to call.
-  __device__ BlockWord word(int begin) {
-    const int lane = threadIdx.x % kWarpSize, group = begin / kNoiseGroup;
-    if (group >= first_group_ + kWarpSize) {
-      first_group_ = group;
-      words_ = noise_.block_words(group + lane);
-    }
-    const bool upper = begin % kNoiseGroup != 0;
-    const int source = group - first_group_;
-    const BlockWord first = __shfl_sync(kFullMask, upper ? words_.words[2] : words_.words[0], source);
-    const BlockWord second = __shfl_sync(kFullMask, upper ? words_.words[3] : words_.words[1], source);
-    return lane < kWarpSize / 2 ? first : second;
-  }
+// Both are computed rarely. Calls, which read again what they need, keep that out of the registers of the loops around
+// them.
+__device__ __attribute__((noinline)) inline BlockWord block_word(const SampleParams& p, int token) {
+  return noise_of_row(p).block_word(token);
+}
 
- private:
-  TokenNoise noise_;
-  Philox words_;
-  int first_group_ = -kWarpSize;
-};
+__device__ __attribute__((noinline)) inline double arrival(const SampleParams& p, int token, BlockWord word, float z,
+                                                           float maximum, double latest) {
+  const float temperature = fminf(p.temperature[blockIdx.x], FLT_MAX);
+  return arrival(noise_of_row(p), token, word, race_weight(z, maximum, temperature), latest);
+}
 
 class SampleSelection {
  public:
@@ -94,7 +78,7 @@ class SampleSelection {
   }
 
   // The winner of the race between the tokens that are kept.
-  __device__ int draw(const TokenNoise& noise);
+  __device__ int draw(const SampleParams& p);
 
  private:
   static constexpr int kPivots = 4;
@@ -117,8 +101,11 @@ class SampleSelection {
     };
   }
 
-  __device__ void race_listed(Race& race) const;
-  __device__ void race_row(Race& race) const;
+  __device__ void race_listed(const SampleParams& p, Race& race) const;
+  __device__ void race_row(const SampleParams& p, Race& race) const;
+  __device__ void enter(const SampleParams& p, Race& race, int token, BlockWord word, float z) const {
+    race.add(arrival(p, token, word, z, row_.maximum, race.time), token);
+  }
 
   // Keeps the first tokens whose number is `amount`, or the first whose mass is that share.
   __device__ void cut(bool by_count, double amount);
@@ -134,40 +121,45 @@ class SampleSelection {
   int size_ = 0;
 };
 
-__device__ inline int SampleSelection::draw(const TokenNoise& noise) {
-  Race race{noise};
-  race.enter(row_.likeliest, 1.0, noise.block_word(row_.likeliest));  // first, as few can then still beat it
+__device__ inline int SampleSelection::draw(const SampleParams& p) {
+  Race race;
+  // The likeliest comes first, as few can then still beat it.
+  enter(p, race, row_.likeliest, block_word(p, row_.likeliest), row_.maximum);
   if (listed_) {
-    race_listed(race);
+    race_listed(p, race);
   } else {
-    race_row(race);
+    race_row(p, race);
   }
   return block_.winner(race);
 }
 
-__device__ inline void SampleSelection::race_listed(Race& race) const {
+__device__ inline void SampleSelection::race_listed(const SampleParams& p, Race& race) const {
   for (int rank = threadIdx.x; rank < size_; rank += blockDim.x) {
-    race.enter(token(rank), row_.exact_weight(z(rank)), race.noise.block_word(token(rank)));
+    enter(p, race, token(rank), block_word(p, token(rank)), z(rank));
   }
 }
 
 // Whole warps go through their chunks, so that what one lane found spares the others' work. Noise of single tokens is
 // made where a quad's largest logit could win with its block's least noise.
-__device__ inline void SampleSelection::race_row(Race& race) const {
+__device__ inline void SampleSelection::race_row(const SampleParams& p, Race& race) const {
   const int chunk = block_.chunk_of(row_.vocab), chunk_begin = block_.warp * chunk;
   const int chunk_end = min(chunk_begin + chunk, row_.vocab);
-  WarpNoise noise(race.noise);
+  BlockWord words = 0;  // lane i has the word of the i-th block from `words_begin` on
+  int words_begin = -kWarpSize * kNoiseBlock;
   for (int begin = chunk_begin; begin < chunk_end; begin += kWarpQuads) {
-    const BlockWord word = noise.word(begin);
+    if (begin >= words_begin + kWarpSize * kNoiseBlock) {
+      words_begin = begin;
+      words = block_word(p, begin + kNoiseBlock * block_.lane);
+    }
     const int first = begin + kQuad * block_.lane;
+    const BlockWord word = __shfl_sync(kFullMask, words, (first - words_begin) / kNoiseBlock);
     const Quad quad = row_(first);  // -inf past the row's end
     const float top = fmaxf(fmaxf(quad.values[0], quad.values[1]), fmaxf(quad.values[2], quad.values[3]));
     // 1.001: the weight is approximate.
     const float latest = static_cast<float>(race.time) * row_.weight(top) * 1.001f;
     const bool possible = top >= last_.z && static_cast<float>(least_noise_bound(word)) <= latest;
     for (int j = 0; j < kQuad && possible; ++j) {
-      if (!last_.keeps(quad.values[j], first + j)) continue;
-      race.enter(first + j, row_.exact_weight(quad.values[j]), word);
+      if (last_.keeps(quad.values[j], first + j)) enter(p, race, first + j, word, quad.values[j]);
     }
     if (__any_sync(kFullMask, possible)) SampleBlock::merge_races(race);
   }
