@@ -372,7 +372,7 @@ def philox(seed: int, position: int, index: Tensor, stream: int) -> Tensor:
 
 
 def sample_noise(seed: int, position: int, vocab: int) -> Tensor:
-    """Exponential noise [vocab] fp64 of a draw: ``sample`` takes the token whose noise over its probability is least."""
+    """Exponential noise [vocab] fp64 of a draw, which takes the token whose noise over its probability is least."""
     blocks, quads = torch.arange(-(-vocab // 256)), torch.arange(-(-vocab // 4))
     words = philox(seed, position, blocks, 0).flatten()
     least = -torch.log1p(-((words >> 6).double() + 0.5) / 2**26) / 64

@@ -100,9 +100,9 @@ def sample(
     Devices: CPU, CUDA (not yet run on a GPU).
 
     Source: top_p: Holtzman et al., 2019, https://arxiv.org/abs/1904.09751; min_p: Nguyen et al., 2024,
-    https://arxiv.org/abs/2407.01082; Philox: Salmon et al., 2011, https://doi.org/10.1145/2063384.2063405; noise that two
-    distributions share: Daliri et al., 2024, https://arxiv.org/abs/2408.07978; noise from the top down: Maddison et al.,
-    2014, https://arxiv.org/abs/1411.0030; pivots: https://flashinfer.ai/2025/03/10/sampling.html.
+    https://arxiv.org/abs/2407.01082; Philox: Salmon et al., 2011, https://doi.org/10.1145/2063384.2063405; noise
+    that two distributions share: Daliri et al., 2024, https://arxiv.org/abs/2408.07978; noise made from the top down:
+    Maddison et al., 2014, https://arxiv.org/abs/1411.0030; pivots: https://flashinfer.ai/2025/03/10/sampling.html.
 
     >>> import torch, fastinfer.ops as ops
     >>> logits, seeds, positions = torch.randn(2, 100), torch.tensor([7, 7]), torch.tensor([0, 0])
