@@ -47,7 +47,7 @@ struct TokenNoise {
     return block_words(token / kNoiseGroup).word(static_cast<int>(token / kNoiseBlock % 4));
   }
 
-  // By which share of the rate-1 exponential distribution a token exceeds its block's least number.
+  // The uniform number of the exponential one by which a token exceeds its block's least.
   FASTINFER_HOST_DEVICE double excess_uniform(int64_t token) const {
     const Philox quad(seed, position, static_cast<uint32_t>(token / 4), kTokenStream);
     return (static_cast<double>(quad.word(static_cast<int>(token % 4))) + 0.5) * 0x1p-32;
