@@ -1,5 +1,5 @@
 // Philox-4x32-10, a counter-based random number generator (Salmon et al., 2011,
-// https://doi.org/10.1145/2063384.2063405): the number depends on key and counter alone, so any thread can make it.
+// https://doi.org/10.1145/2063384.2063405): the numbers depend on key and counter alone, so any thread can make them.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +8,19 @@
 
 namespace fastinfer {
 
+// Multipliers, and what is added to the two halves of the key after each round.
+inline constexpr uint32_t kPhiloxM0 = 0xD2511F53u, kPhiloxM1 = 0xCD9E8D57u;
+inline constexpr uint32_t kPhiloxW0 = 0x9E3779B9u, kPhiloxW1 = 0xBB67AE85u;
+
 struct Philox {
   uint32_t words[4];
 
-  FASTINFER_HOST_DEVICE Philox(uint64_t key, uint64_t counter)
-      : words{static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32), 0, 0} {
+  // The counter has 128 bits: `counter`, `index` and `stream`.
+  FASTINFER_HOST_DEVICE Philox(uint64_t key, uint64_t counter, uint32_t index, uint32_t stream)
+      : words{static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32), index, stream} {
     uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
-    for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
-      const uint64_t p0 = uint64_t{0xD2511F53u} * words[0], p1 = uint64_t{0xCD9E8D57u} * words[2];
+    for (int round = 0; round < 10; ++round, k0 += kPhiloxW0, k1 += kPhiloxW1) {
+      const uint64_t p0 = uint64_t{kPhiloxM0} * words[0], p1 = uint64_t{kPhiloxM1} * words[2];
       const uint32_t w1 = words[1], w3 = words[3];
       words[0] = static_cast<uint32_t>(p1 >> 32) ^ w1 ^ k0;
       words[1] = static_cast<uint32_t>(p1);
@@ -24,9 +29,9 @@ struct Philox {
     }
   }
 
-  // Uniform in [0, 1), 53 bits.
-  FASTINFER_HOST_DEVICE double uniform() const {
-    return static_cast<double>(((uint64_t{words[0]} << 32) | words[1]) >> 11) * 0x1p-53;
+  // words[i], for an i that is not known when compiling: an array so indexed would leave a GPU's registers.
+  FASTINFER_HOST_DEVICE uint32_t word(int i) const {
+    return i < 2 ? (i == 0 ? words[0] : words[1]) : (i == 2 ? words[2] : words[3]);
   }
 };
 

@@ -1,11 +1,10 @@
-// Sampling on the GPU: a block per row. One pass finds maximum, normaliser and every warp's share of the mass: enough
-// for greedy rows, and for plain temperature but for 1/32 of the row, where the draw is looked up. Filters search
-// first.
+// Sampling on the GPU: a block per row. One pass finds maximum and normaliser: enough for greedy rows. In a second the
+// tokens race (race.h), unless filters have left so few that they are listed.
 #include "sampling/sample.h"
 
 #include "common/cuda/launch.h"
 #include "common/online_softmax.h"
-#include "sampling/philox.h"
+#include "sampling/race.h"
 #include "sampling/sample_filters.h"
 #include "sampling/sample_plan.h"
 #include "sampling/sample_select_cuda.h"
@@ -75,10 +74,6 @@ struct RowParams {
         greedy(!(p.temperature[row] >= kGreedyTemperature)) {
     if (greedy) temperature = 1.0f;
   }
-
-  __device__ bool filtered() const {
-    return top_k > 0 || top_p < 1.0f;
-  }
 };
 
 // Writes the row's biases to `scratch`, where the survey finds each beside its logit: a dense row, as a search of the
@@ -110,9 +105,9 @@ __device__ Quad modified(const SampleParams& p, int64_t row, int token, Quad qua
 }
 
 // Reads a row once: its own TokenSoftmax, and that of the modified row at the temperature, which goes to `scratch` if
-// it is another. Lane w receives the latter's mass in warp w's chunk.
+// it is another.
 __device__ void survey(SampleBlock& block, const SampleParams& p, const SampleRow& raw, float* scratch, float scale,
-                       TokenSoftmax& raw_sum, TokenSoftmax& sum, double& chunk_mass) {
+                       TokenSoftmax& raw_sum, TokenSoftmax& sum) {
   const bool same = scratch == nullptr && scale == kLog2e;
   block.for_each_quad(0, raw.vocab, raw, [&](int token, Quad quad) {
     raw_sum.add_quad(token, quad, {kLog2e});
@@ -133,10 +128,8 @@ __device__ void survey(SampleBlock& block, const SampleParams& p, const SampleRo
   __syncthreads();
   raw_sum = sum = {};
   if (block.lane < block.warps) raw_sum = sums[2 * block.lane], sum = sums[2 * block.lane + 1];
-  const TokenSoftmax chunk = sum;
   raw_sum = raw_sum.over_warp({kLog2e});
   sum = sum.over_warp({scale});
-  chunk_mass = chunk.sum_below(sum.maximum, {scale});
 }
 
 __device__ void write_top_logprobs(SampleBlock& block, const SampleParams& p, const SampleRow& raw, float log_sum) {
@@ -151,14 +144,15 @@ __device__ void write_top_logprobs(SampleBlock& block, const SampleParams& p, co
   }
 }
 
-__global__ void __launch_bounds__(1024) sample_kernel(SampleParams p, int max_candidates, int64_t pitch) {
+__global__ void __launch_bounds__(1024)
+    sample_kernel(const __grid_constant__ SampleParams p, int max_candidates, int64_t pitch) {
   SampleBlock block(max_candidates);
   const int64_t row_index = blockIdx.x;
   grid_dependency_wait();
   const RowParams params(p, row_index);
   const bool has_scratch = p.scratch != nullptr;
   const auto vocab = static_cast<int>(p.vocab);
-  SampleRow raw{p.logits + row_index * p.vocab, vocab, false, 0.0f, kLog2e};
+  SampleRow raw{p.logits + row_index * p.vocab, vocab, false, kLog2e, 0.0f, 0};
   raw.aligned = reinterpret_cast<uintptr_t>(raw.z) % sizeof(Quad) == 0;
   SampleRow row = raw;
   row.scale = kLog2e / params.temperature;
@@ -167,11 +161,11 @@ __global__ void __launch_bounds__(1024) sample_kernel(SampleParams p, int max_ca
 
   if (p.bias_start != nullptr) scatter_biases(block, p, scratch);
   TokenSoftmax raw_sum, sum;
-  double chunk_mass;
-  survey(block, p, raw, scratch, row.scale, raw_sum, sum, chunk_mass);
+  survey(block, p, raw, scratch, row.scale, raw_sum, sum);
   grid_dependency_launch();
   raw.maximum = raw_sum.maximum;
   row.maximum = sum.maximum;
+  row.likeliest = sum.token;
   const float log_sum = logf(raw_sum.sum);
   if (!raw_sum.valid() || !sum.valid()) {
     if (threadIdx.x == 0) {
@@ -187,16 +181,10 @@ __global__ void __launch_bounds__(1024) sample_kernel(SampleParams p, int max_ca
 
   int token = sum.token;
   if (!params.greedy) {
-    const double u = Philox(p.seeds[row_index], p.positions[row_index]).uniform();
     SampleSelection selection(block, row, lowest_kept(row.maximum, params.temperature, params.min_p));
     if (params.top_k > 0) selection.keep_top_k(params.top_k);
     if (params.top_p < 1.0f) selection.keep_top_p(params.top_p);
-    if (params.filtered() || params.min_p > 0.0f) {
-      token = selection.draw(u);
-    } else {
-      token = block.crossing_in_chunks(
-          vocab, [&](int i) { return row.weights(i); }, chunk_mass, u * static_cast<double>(sum.sum));
-    }
+    token = selection.draw(p);
   }
   if (threadIdx.x == 0) {
     p.tokens[row_index] = token;

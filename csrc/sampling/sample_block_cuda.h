@@ -1,10 +1,11 @@
-// The block that samples a row: its shared memory, its way through a row of numbers, and the search for the place where
-// their running total crosses a target. Every result is the same in all threads.
+// The block that samples a row: its shared memory, its way through a row of numbers, the search for the place where
+// their running total crosses a target, and the winner of a race. Every result is the same in all threads.
 #pragma once
 
 #include "common/cuda/ptx.h"
 #include "common/cuda/reduce.h"
 #include "common/cuda/vector_io.h"
+#include "sampling/race.h"
 #include "sampling/sample_plan.h"
 
 namespace fastinfer::cuda {
@@ -87,41 +88,56 @@ struct SampleBlock {
   // is not 0. weights(i), i a multiple of 4, gives four of them, 0 past the end.
   template <class Weights, class Target>
   __device__ int crossing(int size, Weights&& weights, Target&& target) {
-    const double sum = chunk_sums(0, size, weights);
+    double sum = chunk_sums(0, size, weights);  // a chunk is 1/32 of the range, so three levels reach any index
     double total = sum;
     for (int offset = kWarpSize / 2; offset > 0; offset /= 2) total += __shfl_xor_sync(kFullMask, total, offset);
-    return crossing_in_chunks(size, weights, sum, target(total));
-  }
-
-  // The same where the chunks' sums are known. A chunk is 1/32 of the range, so three levels reach any index.
-  template <class Weights>
-  __device__ int crossing_in_chunks(int size, Weights&& weights, double sum, double target) {
+    double left = target(total);
     int begin = 0, end = size;
     while (true) {
-      const Place place = place_in_warp(sum, target);
+      const Place place = place_in_warp(sum, left);
       const int chunk = chunk_of(end - begin);
       begin += place.lane * chunk;
       end = min(begin + chunk, end);
-      target -= place.before;
+      left -= place.before;
       if (chunk == kWarpQuads) break;
       sum = chunk_sums(begin, end, weights);
     }
     Quad w{};
     if (begin + kQuad * lane < end) w = weights(begin + kQuad * lane);
     const Place place =
-        place_in_warp(double{w.values[0]} + double{w.values[1]} + double{w.values[2]} + double{w.values[3]}, target);
-    target -= place.before;
+        place_in_warp(double{w.values[0]} + double{w.values[1]} + double{w.values[2]} + double{w.values[3]}, left);
+    left -= place.before;
     int found = 0;
     bool reached = false;
     for (int j = 0; j < kQuad; ++j) {
       const float weight = __shfl_sync(kFullMask, w.values[j], place.lane);
       if (weight > 0.0f && !reached) {
         found = j;
-        target -= weight;
-        reached = target <= 0.0;
+        left -= weight;
+        reached = left <= 0.0;
       }
     }
     return begin + kQuad * place.lane + found;
+  }
+
+  // The winner of all threads' races, in every thread.
+  __device__ int winner(Race race) {
+    merge_races(race);
+    double* times = exchange();
+    auto* tokens = reinterpret_cast<int32_t*>(times + kWarpSize);
+    if (lane == 0) times[warp] = race.time, tokens[warp] = race.token;
+    __syncthreads();
+    if (lane < warps) race.add(times[lane], tokens[lane]);
+    merge_races(race);
+    return race.token;
+  }
+
+  // Gives the whole warp the race that is ahead.
+  __device__ static void merge_races(Race& race) {
+    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+      const double time = __shfl_xor_sync(kFullMask, race.time, offset);
+      race.add(time, __shfl_xor_sync(kFullMask, race.token, offset));
+    }
   }
 };
 

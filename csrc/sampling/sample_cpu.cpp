@@ -1,5 +1,6 @@
 // A row at a time, in vector passes over blocks of 64 tokens that skip what is not kept. The kept set is one threshold
-// (logit, token), found by selection among as few of the largest logits as hold it; the draw is in order of token id.
+// (logit, token), found by selection among as few of the largest logits as hold it; then the tokens that are kept race
+// (race.h).
 #include <algorithm>
 #include <numeric>
 #include <stdexcept>
@@ -7,7 +8,8 @@
 
 #include "common/cpu/parallel.h"
 #include "common/cpu/vec.h"
-#include "sampling/philox.h"
+#include "sampling/philox_cpu.h"
+#include "sampling/race.h"
 #include "sampling/sample.h"
 #include "sampling/sample_filters.h"
 
@@ -15,7 +17,8 @@ namespace fastinfer::cpu::FASTINFER_ISA {
 namespace {
 
 constexpr int64_t kBlock = 64;
-enum Scratch { kMasses, kModified, kCandidates };
+static_assert(kBlock == kNoiseBlock);
+enum Scratch { kModified, kCandidates };
 
 FASTINFER_INLINE i32v lane_ids() {
   i32v ids;
@@ -43,6 +46,12 @@ FASTINFER_INLINE bool any(i32v mask) {
   for (const uint64_t word : words) all |= word;
   return all != 0;
 }
+
+// The largest logit of a row, and the first token that has it.
+struct Peak {
+  float z;
+  int32_t token;
+};
 
 // A row of logits, modified or not.
 class Logits {
@@ -80,21 +89,30 @@ class Logits {
   }
 
   // Throws unless the row has numbers only and a finite maximum.
-  float maximum(int64_t row, const char* name) const {
+  Peak peak(int64_t row, const char* name) const {
     f32v largest = broadcast(-INFINITY);
-    i32v nan{};
-    for_each_block([&](int64_t, const float* z) {
+    i32v nan{}, blocks{};  // where each lane's largest is
+    for_each_block([&](int64_t token, const float* z) {
+      f32v top = broadcast(-INFINITY);
       for (int64_t i = 0; i < kBlock; i += kLanes) {
         const f32v v = load(z + i);
         nan |= v != v;
-        largest = max(largest, v);
+        top = max(top, v);
       }
+      blocks = top > largest ? i32v{} + static_cast<int32_t>(token) : blocks;
+      largest = max(largest, top);
     });
     const float found = reduce_max(largest);
     const std::string where = std::string("sample: ") + name + " row " + std::to_string(row) + " must have ";
     if (any(nan)) throw std::runtime_error(where + "a number in every logit, got NaN");
     if (!std::isfinite(found)) throw std::runtime_error(where + "a finite largest logit, got " + std::to_string(found));
-    return found;
+    int32_t first = INT32_MAX;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      if (largest[lane] == found) first = std::min(first, blocks[lane]);
+    }
+    float room[kBlock];
+    const float* z = block(first, room);
+    return {found, first + static_cast<int32_t>(std::find(z, z + kBlock, found) - z)};
   }
 
  private:
@@ -105,8 +123,8 @@ class Logits {
 // The softmax of a row at a temperature, of what is kept: masses relative to that of the maximum.
 class Distribution {
  public:
-  Distribution(const Logits& logits, int64_t vocab, float maximum, float temperature)
-      : logits_(logits), vocab_(vocab), maximum_(maximum), scale_(1.0f / temperature) {}
+  Distribution(const Logits& logits, float maximum, float temperature)
+      : logits_(logits), maximum_(maximum), scale_(1.0f / temperature) {}
 
   FASTINFER_INLINE f32v weights(f32v z) const {
     return exp((z - maximum_) * scale_);
@@ -128,53 +146,19 @@ class Distribution {
     return total;
   }
 
-  // Leaves each block's mass in `masses`, unless that is null, and returns their sum.
-  double mass(const LastKept& last, float* masses) const {
+  // The mass of what is kept.
+  double mass(const LastKept& last) const {
     double total = 0.0;
-    if (masses != nullptr) std::fill_n(masses, (vocab_ + kBlock - 1) / kBlock, 0.0f);
     logits_.for_each_block_from(last.z, [&](int64_t token, const float* z) {
       f32v sum{};
       for (int64_t i = 0; i < kBlock; i += kLanes) sum += kept_weights(load(z + i), token + i, last);
-      const float mass = reduce_add(sum);
-      if (masses != nullptr) masses[token / kBlock] = mass;
-      total += mass;
+      total += reduce_add(sum);
     });
     return total;
   }
 
-  // The token at which the running total of what is kept reaches the share u.
-  int64_t draw(const LastKept& last, double u) const {
-    const int64_t blocks = (vocab_ + kBlock - 1) / kBlock;
-    auto* masses = scratch_array<float>(kMasses, blocks);
-    double left = u * mass(last, masses);
-    int64_t chosen = -1;
-    for (int64_t block = 0; block < blocks; ++block) {
-      if (masses[block] == 0.0f) continue;
-      if (chosen >= 0) left -= masses[chosen];
-      chosen = block;
-      if (left <= masses[block]) break;
-    }
-    return draw_in_block(chosen * kBlock, last, left);
-  }
-
  private:
-  // Rounding can leave the total short of `left`: then the last that is kept.
-  int64_t draw_in_block(int64_t token, const LastKept& last, double left) const {
-    float room[kBlock], weights[kBlock];
-    const float* z = logits_.block(token, room);
-    for (int64_t i = 0; i < kBlock; i += kLanes) store(weights + i, kept_weights(load(z + i), token + i, last));
-    int64_t found = 0;
-    for (int64_t i = 0; i < kBlock; ++i) {
-      if (weights[i] == 0.0f) continue;
-      found = i;
-      left -= weights[i];
-      if (left <= 0.0) break;
-    }
-    return token + found;
-  }
-
   const Logits& logits_;
-  const int64_t vocab_;
   const float maximum_;
   const float scale_;
 };
@@ -190,7 +174,7 @@ class Selection {
   // The last token that is kept of those up to `last`. Candidates come in bands of the logit, in temperatures below the
   // maximum, until they hold k tokens or the share top_p of the mass: with neither more than needed, nor sorted.
   LastKept last(LastKept last, float temperature, int64_t k, double top_p) {
-    double wanted_mass = k > 0 ? INFINITY : top_p * distribution_.mass(last, nullptr);
+    double wanted_mass = k > 0 ? INFINITY : top_p * distribution_.mass(last);
     double mass = 0.0;
     float above = INFINITY;
     for (const float depth : {2.0f, 5.0f, 10.0f, 16.0f, INFINITY}) {
@@ -212,7 +196,20 @@ class Selection {
     return {found.z, found.token};
   }
 
+  // Adds the tokens that are kept, if they are among few candidates: a pass over the row would take longer.
+  bool race_few(Race& race, const TokenNoise& noise, float temperature, const LastKept& last) const {
+    if (size_ > kFew) return false;
+    for (const Candidate* c = candidates_; c < candidates_ + size_; ++c) {
+      if (!last.keeps(c->z, c->token)) continue;
+      const double weight = race_weight(c->z, maximum_, temperature);
+      race.add(arrival(noise, c->token, noise.block_word(c->token), weight, race.time), c->token);
+    }
+    return true;
+  }
+
  private:
+  static constexpr int64_t kFew = 256;
+
   // Appends the tokens with floor <= z < above.
   void collect(float floor, float above) {
     logits_.for_each_block_from(floor, [&](int64_t token, const float* block) {
@@ -324,45 +321,102 @@ void top_logprobs(const SampleParams& p, int64_t row, const Logits& logits, floa
   for (int64_t i = 0; i < p.num_logprobs; ++i) values[i] = values[i] - maximum - log_mass;
 }
 
-int64_t argmax(const Logits& logits, float maximum) {
-  float room[kBlock];
-  for (int64_t token = 0;; token += kBlock) {
-    const float* z = logits.block(token, room);
-    i32v found{};
-    for (int64_t i = 0; i < kBlock; i += kLanes) found |= load(z + i) == maximum;
-    if (any(found)) return token + (std::find(z, z + kBlock, maximum) - z);
+// The words of consecutive blocks' noise, made for several blocks at once.
+class BlockWords {
+ public:
+  explicit BlockWords(const TokenNoise& noise) : noise_(noise) {}
+
+  // For the block from `token` on, a bound 0.01 below log2 of its least noise.
+  float log2_bound(int64_t token) {
+    make(token);
+    return bounds_[token / kNoiseBlock % kCount];
   }
+
+  BlockWord operator[](int64_t token) {
+    make(token);
+    return words_[token / kNoiseBlock % kCount];
+  }
+
+ private:
+  static constexpr int64_t kCount = 4 * kPhiloxLanes;
+
+  void make(int64_t token) {
+    const int64_t batch = token / (kCount * kNoiseBlock);
+    if (batch == batch_) return;
+    batch_ = batch;
+    philox(noise_.seed, noise_.position, static_cast<uint32_t>(batch * kPhiloxLanes), kBlockStream, words_);
+    for (int64_t i = 0; i < kCount; i += kLanes) {
+      const f32v least = to_f32((i32v)(load_as<u32v>(words_ + i) >> 6)) + 0.5f;
+      // The bits of a float, as a number, are its binary logarithm or up to 0.09 less: the mantissa instead of its
+      // logarithm.
+      store(bounds_ + i, to_f32((i32v)least) * 0x1p-23f - (127.0f + 26.0f + 6.0f + 0.01f));
+    }
+  }
+
+  const TokenNoise& noise_;
+  int64_t batch_ = -1;
+  BlockWord words_[kCount];
+  float bounds_[kCount];
+};
+
+// Adds the tokens that are kept. The likeliest comes first, as few can then still beat it.
+void race_row(Race& race, const TokenNoise& noise, const Logits& logits, Peak peak, float temperature,
+              const LastKept& last) {
+  race.add(arrival(noise, peak.token, noise.block_word(peak.token), 1.0, race.time), peak.token);
+  const float unit = temperature * std::numbers::ln2_v<float>;
+  auto log2_time = static_cast<float>(std::log2(race.time));
+  BlockWords words(noise);
+  logits.for_each_block([&](int64_t token, const float* z) {
+    f32v top = load(z);
+    for (int64_t i = kLanes; i < kBlock; i += kLanes) top = max(top, load(z + i));
+    if (!any(top >= last.z)) return;
+    // Below it a logit arrives too late even with the block's least noise.
+    const float lowest = std::max(last.z, peak.z + unit * (words.log2_bound(token) - log2_time));
+    if (!any(top >= lowest)) return;
+    const BlockWord word = words[token];
+    for (int64_t i = 0; i < kBlock; ++i) {
+      const auto other = static_cast<int32_t>(token + i);
+      if (z[i] < lowest || !last.keeps(z[i], other)) continue;
+      race.add(arrival(noise, other, word, race_weight(z[i], peak.z, temperature), race.time), other);
+    }
+    log2_time = static_cast<float>(std::log2(race.time));
+  });
 }
 
-int64_t draw(const SampleParams& p, int64_t row, const Logits& logits, float maximum) {
-  const Distribution distribution(logits, p.vocab, maximum, p.temperature[row]);
-  LastKept last{lowest_kept(maximum, p.temperature[row], p.min_p[row]), static_cast<int32_t>(p.vocab)};
+int64_t draw(const SampleParams& p, int64_t row, const Logits& logits, Peak peak) {
+  const float temperature = p.temperature[row];
+  const TokenNoise noise{static_cast<uint64_t>(p.seeds[row]), static_cast<uint64_t>(p.positions[row])};
+  Race race;
+  LastKept last{lowest_kept(peak.z, temperature, p.min_p[row]), static_cast<int32_t>(p.vocab)};
   if (p.top_k[row] > 0 || p.top_p[row] < 1.0f) {
-    Selection selection(logits, p.vocab, maximum, distribution);
-    last = selection.last(last, p.temperature[row], p.top_k[row], p.top_p[row]);
+    const Distribution distribution(logits, peak.z, temperature);
+    Selection selection(logits, p.vocab, peak.z, distribution);
+    last = selection.last(last, temperature, p.top_k[row], p.top_p[row]);
+    if (selection.race_few(race, noise, temperature, last)) return race.token;
   }
-  return distribution.draw(last, Philox(p.seeds[row], p.positions[row]).uniform());
+  race_row(race, noise, logits, peak, temperature, last);
+  return race.token;
 }
 
 void sample_row(const SampleParams& p, int64_t row) {
   const Logits raw(p.logits + row * p.vocab, p.vocab);
-  const float raw_maximum = raw.maximum(row, "logits");
+  const Peak raw_peak = raw.peak(row, "logits");
   Logits logits = raw;
-  float maximum = raw_maximum;
+  Peak peak = raw_peak;
   if (p.penalties != nullptr || p.bias_start != nullptr || p.mask != nullptr) {
     auto* modified = scratch_array<float>(kModified, (p.vocab + 31) / 32 * 32);  // whole words of the mask
     modify(p, row, modified);
     logits = Logits(modified, p.vocab);
-    maximum = logits.maximum(row, "penalised, biased and masked logits");
+    peak = logits.peak(row, "penalised, biased and masked logits");
   }
   const bool greedy = p.temperature[row] < kGreedyTemperature;
-  const int64_t token = greedy ? argmax(logits, maximum) : draw(p, row, logits, maximum);
+  const int64_t token = greedy ? peak.token : draw(p, row, logits, peak);
   p.tokens[row] = token;
   if (p.logprobs == nullptr) return;
-  const Distribution likelihood(raw, p.vocab, raw_maximum, 1.0f);
+  const Distribution likelihood(raw, raw_peak.z, 1.0f);
   const auto log_mass = static_cast<float>(std::log(likelihood.mass()));
-  p.logprobs[row] = raw[token] - raw_maximum - log_mass;
-  if (p.num_logprobs > 0) top_logprobs(p, row, raw, raw_maximum, log_mass);
+  p.logprobs[row] = raw[token] - raw_peak.z - log_mass;
+  if (p.num_logprobs > 0) top_logprobs(p, row, raw, raw_peak.z, log_mass);
 }
 
 }  // namespace

@@ -59,6 +59,11 @@ FASTINFER_HOST_DEVICE inline float lowest_kept(float maximum, float temperature,
   return z < -FLT_MAX ? -FLT_MAX : z > maximum ? maximum : static_cast<float>(z);
 }
 
+// A token's weight in the race, relative to the maximum's.
+FASTINFER_HOST_DEVICE inline double race_weight(float z, float maximum, float temperature) {
+  return std::exp((static_cast<double>(z) - static_cast<double>(maximum)) / static_cast<double>(temperature));
+}
+
 // Unsigned integers in the order of the floats (but for NaN), and back.
 FASTINFER_HOST_DEVICE inline uint32_t ordered_bits(float z) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, z + 0.0f);  // -0 equals 0

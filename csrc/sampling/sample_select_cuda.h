@@ -4,6 +4,7 @@
 #pragma once
 
 #include "common/online_softmax.h"
+#include "sampling/race.h"
 #include "sampling/sample_block_cuda.h"
 #include "sampling/sample_filters.h"
 
@@ -14,8 +15,9 @@ struct SampleRow {
   const float* z;
   int vocab;
   bool aligned;  // to 16 bytes
+  float scale;   // log2(e) / temperature
   float maximum;
-  float scale;  // log2(e) / temperature
+  int likeliest;  // the first token that has the maximum
 
   __device__ Quad operator()(int token) const {
     if (aligned && token + kQuad <= vocab) {
@@ -30,13 +32,23 @@ struct SampleRow {
   __device__ float weight(float value) const {
     return exp2_approx((value - maximum) * scale);
   }
-
-  __device__ Quad weights(int token) const {
-    Quad quad = (*this)(token);
-    for (float& value : quad.values) value = weight(value);
-    return quad;
-  }
 };
+
+__device__ inline TokenNoise noise_of_row(const SampleParams& p) {
+  return {static_cast<uint64_t>(p.seeds[blockIdx.x]), static_cast<uint64_t>(p.positions[blockIdx.x])};
+}
+
+// Both are computed rarely. Calls, which read again what they need, keep that out of the registers of the loops around
+// them.
+__device__ __attribute__((noinline)) inline BlockWord block_word(const SampleParams& p, int token) {
+  return noise_of_row(p).block_word(token);
+}
+
+__device__ __attribute__((noinline)) inline double arrival(const SampleParams& p, int token, BlockWord word, float z,
+                                                           float maximum, double latest) {
+  const float temperature = fminf(p.temperature[blockIdx.x], FLT_MAX);
+  return arrival(noise_of_row(p), token, word, race_weight(z, maximum, temperature), latest);
+}
 
 class SampleSelection {
  public:
@@ -65,8 +77,8 @@ class SampleSelection {
     return static_cast<int>(block_.candidates()[rank] & 0xffffffffu);
   }
 
-  // The token at which the running total of what is kept reaches the share u.
-  __device__ int draw(double u);
+  // The winner of the race between the tokens that are kept.
+  __device__ int draw(const SampleParams& p);
 
  private:
   static constexpr int kPivots = 4;
@@ -89,14 +101,10 @@ class SampleSelection {
     };
   }
 
-  __device__ auto kept_weights() const {
-    return [this](int token) {
-      Quad w = row_(token);
-      for (int j = 0; j < kQuad; ++j) {
-        w.values[j] = last_.keeps(w.values[j], token + j) ? row_.weight(w.values[j]) : 0.0f;
-      }
-      return w;
-    };
+  __device__ void race_listed(const SampleParams& p, Race& race) const;
+  __device__ void race_row(const SampleParams& p, Race& race) const;
+  __device__ void enter(const SampleParams& p, Race& race, int token, BlockWord word, float z) const {
+    race.add(arrival(p, token, word, z, row_.maximum, race.time), token);
   }
 
   // Keeps the first tokens whose number is `amount`, or the first whose mass is that share.
@@ -113,10 +121,48 @@ class SampleSelection {
   int size_ = 0;
 };
 
-__device__ inline int SampleSelection::draw(double u) {
-  const auto target = [u](double total) { return u * total; };
-  if (listed_) return token(block_.crossing(size_, listed_weights(), target));
-  return block_.crossing(row_.vocab, kept_weights(), target);
+__device__ inline int SampleSelection::draw(const SampleParams& p) {
+  Race race;
+  // The likeliest comes first, as few can then still beat it.
+  enter(p, race, row_.likeliest, block_word(p, row_.likeliest), row_.maximum);
+  if (listed_) {
+    race_listed(p, race);
+  } else {
+    race_row(p, race);
+  }
+  return block_.winner(race);
+}
+
+__device__ inline void SampleSelection::race_listed(const SampleParams& p, Race& race) const {
+  for (int rank = threadIdx.x; rank < size_; rank += blockDim.x) {
+    enter(p, race, token(rank), block_word(p, token(rank)), z(rank));
+  }
+}
+
+// Whole warps go through their chunks, so that what one lane found spares the others' work. Noise of single tokens is
+// made where a quad's largest logit could win with its block's least noise.
+__device__ inline void SampleSelection::race_row(const SampleParams& p, Race& race) const {
+  const int chunk = block_.chunk_of(row_.vocab), chunk_begin = block_.warp * chunk;
+  const int chunk_end = min(chunk_begin + chunk, row_.vocab);
+  BlockWord words = 0;  // lane i has the word of the i-th block from `words_begin` on
+  int words_begin = -kWarpSize * kNoiseBlock;
+  for (int begin = chunk_begin; begin < chunk_end; begin += kWarpQuads) {
+    if (begin >= words_begin + kWarpSize * kNoiseBlock) {
+      words_begin = begin;
+      words = block_word(p, begin + kNoiseBlock * block_.lane);
+    }
+    const int first = begin + kQuad * block_.lane;
+    const BlockWord word = __shfl_sync(kFullMask, words, (first - words_begin) / kNoiseBlock);
+    const Quad quad = row_(first);  // -inf past the row's end
+    const float top = fmaxf(fmaxf(quad.values[0], quad.values[1]), fmaxf(quad.values[2], quad.values[3]));
+    // 1.001: the weight is approximate.
+    const float latest = static_cast<float>(race.time) * row_.weight(top) * 1.001f;
+    const bool possible = top >= last_.z && static_cast<float>(least_noise_bound(word)) <= latest;
+    for (int j = 0; j < kQuad && possible; ++j) {
+      if (last_.keeps(quad.values[j], first + j)) enter(p, race, first + j, word, quad.values[j]);
+    }
+    if (__any_sync(kFullMask, possible)) SampleBlock::merge_races(race);
+  }
 }
 
 // One copy for its three callers: inlined, they spilled 7 of a thread's 64 registers.

@@ -6,7 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.toy import VOCAB_SIZE, Forgetful, ToyModel, always_speculate, drain, greedy, logits_of, toy_engine
+import torch
+from support.toy import (
+    VOCAB_SIZE,
+    Forgetful,
+    ToyModel,
+    always_speculate,
+    drain,
+    greedy,
+    hashes_of,
+    logits_of,
+    toy_engine,
+)
 from torch import Tensor
 
 from fastinfer.engine.acceptance import Acceptance, StepCosts
@@ -86,6 +97,25 @@ def test_a_model_that_drafts_for_itself_is_always_right() -> None:
         drafted = after.num_drafted_tokens - before.num_drafted_tokens
         assert drafted == after.num_accepted_tokens - before.num_accepted_tokens == 30 - steps
         assert steps == 1 + 5  # the prompt's step gives one token, five with five drafts each six, the last one fewer
+
+
+def test_a_draft_model_agrees_as_often_as_the_distributions_allow() -> None:
+    """At least (1 - TV) / (1 + TV) of the drafts are right. Texts of three tokens have one draft, of the second."""
+    engine = always_speculate(toy_engine(draft_model=Forgetful(), num_speculative_tokens=1))
+    prompt, temperature, count = [5, 9], 2.0, 600
+    for seed in range(count):
+        engine.add_request(prompt, SamplingParams(temperature=temperature, max_tokens=3, seed=seed, ignore_eos=True))
+    expected, variance = 0.0, 0.0
+    for output in drain(engine).values():
+        seeds = torch.tensor([[hashes_of([*prompt, output.outputs[0].token_ids[0]])[-1]]])
+        models = (ToyModel(), Forgetful())
+        p, q = ((model.logits(seeds, torch.tensor([0])) / temperature).softmax(1) for model in models)
+        distance = (p - q).abs().sum().item() / 2
+        bound = (1 - distance) / (1 + distance)
+        expected, variance = expected + bound, variance + bound * (1 - bound)
+    stats = engine.stats()
+    assert stats.num_drafted_tokens == count
+    assert stats.num_accepted_tokens > expected - 3 * variance**0.5
 
 
 def test_drafts_from_the_text_itself_save_steps() -> None:

@@ -1,5 +1,5 @@
-"""Sampling: greedy and every single draw against the inverse of the reference's cumulative distribution, and the whole
-by chi-square (seeds are fixed)."""
+"""Sampling: greedy and every single draw against the winner of the reference's race, the whole by chi-square, and how
+often two distributions agree (seeds are fixed)."""
 
 from typing import Any
 
@@ -64,20 +64,12 @@ def assert_logprobs(logprobs: Tensor, logits: Tensor, tokens: Tensor) -> None:
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-6, atol=4e-6)
 
 
-def assert_inverse(token: int, u: float, logits: Tensor, probabilities: Tensor, by_rank: bool) -> None:
-    """``token`` is where the running total of the probabilities reaches u, in the order of the ids, or, where
-    ``by_rank``, of falling logits; give or take the rounding of fp32 sums."""
-    orders = [torch.arange(len(logits))]
-    if by_rank:
-        orders.append(logits.sort(descending=True, stable=True).indices)
-    allowed = set()
-    for order in orders:
-        order = order[probabilities[order] > 0]
-        totals = probabilities[order].cumsum(0)
-        around = torch.tensor([u - 2e-6, u, u + 2e-6]).double()
-        first, *_, last = torch.searchsorted(totals, around).clamp(max=len(order) - 1).tolist()
-        allowed |= set(order[first : last + 1].tolist())
-    assert token in allowed
+def assert_wins(token: int, logits: Tensor, seed: int, position: int, **filters: Any) -> None:
+    """``token`` is the one whose noise over its probability is least, give or take the rounding of sums at top_p."""
+    noise, top_p = reference.sample_noise(seed, position, len(logits)), filters["top_p"]
+    limits = [top_p] if top_p == 1 else [top_p - 2e-6, top_p, top_p + 2e-6]
+    times = [noise / reference.sample_probabilities(logits, **filters | {"top_p": limit}) for limit in limits]
+    assert token in [int(t.argmin()) for t in times]
 
 
 def assert_distribution(tokens: Tensor, probabilities: Tensor) -> None:
@@ -176,7 +168,7 @@ def test_distribution_over_a_large_vocabulary(parameters: dict[str, Any], device
 
 @pytest.mark.parametrize("spread", [0.01, 1.0, 4.0])
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 127, 1000, 50001])
-def test_every_draw_is_the_inverse_of_the_distribution(vocab: int, spread: float, device: str) -> None:
+def test_every_draw_is_the_winner_of_the_race(vocab: int, spread: float, device: str) -> None:
     """Finds a kept set that is off by one token in many: it moves all the others."""
     rows = len(FILTERS) if vocab < 50000 or not emulated() else 1
     logits = spread * torch.randn(rows, vocab, device=device)
@@ -187,9 +179,7 @@ def test_every_draw_is_the_inverse_of_the_distribution(vocab: int, spread: float
     for position in (0, 7) if rows > 1 else (0,):
         tokens = sample(logits, **parameters, seeds=vocab, positions=position).tokens
         for row in range(rows):
-            u = reference.philox_uniform(vocab, position)
-            probabilities = reference.sample_probabilities(logits[row].cpu(), **filters[row])
-            assert_inverse(int(tokens[row]), u, logits[row].cpu(), probabilities, by_rank=not on_host(device))
+            assert_wins(int(tokens[row]), logits[row].cpu(), vocab, position, **filters[row])
 
 
 @pytest.mark.parametrize("parameters", [{"top_k": 70}, {"top_k": 5}, {"top_p": 0.3001}, {"top_k": 700, "top_p": 0.9}])
@@ -200,9 +190,86 @@ def test_more_equals_than_can_be_sorted(parameters: dict[str, Any], device: str)
         row[500 : 500 + winners] = 2.0
         for position in (0, 1):
             token = sample(row[None], **parameters, positions=position).tokens.item()
-            probabilities = reference.sample_probabilities(row.cpu(), **DEFAULTS | parameters)
-            u = reference.philox_uniform(0, position)
-            assert_inverse(int(token), u, row.cpu(), probabilities, by_rank=not on_host(device))
+            assert_wins(int(token), row.cpu(), 0, position, **DEFAULTS | parameters)
+
+
+@pytest.mark.parametrize("vocab", [200, 1000])
+def test_neighbours_are_equally_likely(vocab: int, device: str) -> None:
+    """Places within the blocks and groups of which the noise is made."""
+    count = 150 if emulated() else 20 * vocab
+    assert_distribution(draw(torch.zeros(vocab, device=device), count), torch.full((vocab,), 1 / vocab).double())
+
+
+def test_the_noise_is_exponential_and_independent() -> None:
+    """The reference's, and so that of every draw: moments, tail, and neighbours within and across blocks."""
+    noise = torch.stack([reference.sample_noise(seed, 5, 512) for seed in range(2000)])
+    uniform = torch.exp(-noise)
+    assert_distribution((16 * uniform).long().flatten(), torch.full((16,), 1 / 16).double())
+    for distance in (1, 2, 4, 63, 64, 256):
+        pairs = (16 * uniform[:, distance:]).long() % 16 * 16 + (16 * uniform[:, :-distance]).long() % 16
+        assert_distribution(pairs.flatten(), torch.full((256,), 1 / 256).double())
+    # Neighbours could be independent in pairs and the least of many be wrong: it is what decides.
+    for width in (7, 64, 512):
+        least = torch.exp(-width * noise[:, :width].amin(1))
+        assert_distribution((16 * least).long(), torch.full((16,), 1 / 16).double())
+
+
+def pairs_of_distributions() -> dict[str, tuple[Tensor, Tensor]]:
+    """Logits of two models that differ a little or much."""
+    flat, peaked = 0.3 * torch.randn(1000), 3 * torch.randn(1000)
+    return {
+        "equal": (peaked, peaked.clone()),
+        "two flat ones": (flat, 0.3 * torch.randn(1000)),
+        "two peaked ones": (peaked, peaked + 0.5 * torch.randn(1000)),
+        "shifted": (peaked, peaked.roll(1)),
+        "a flat and a peaked one": (flat, peaked),
+        "hardly any overlap": (peaked, -peaked),
+        "two tokens": (torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0])),
+        "half of the tokens": (torch.zeros(64), torch.zeros(64).index_fill_(0, torch.arange(0, 64, 2), -torch.inf)),
+    }
+
+
+@pytest.mark.parametrize("case", range(len(pairs_of_distributions())), ids=list(pairs_of_distributions()))
+@pytest.mark.parametrize("parameters", [{}, {"temperature": 0.7, "top_k": 40, "top_p": 0.95}], ids=str)
+def test_two_distributions_agree(case: int, parameters: dict[str, Any], device: str) -> None:
+    """As often as a race with the same noise must, which is at least (1 - TV) / (1 + TV)."""
+    rows = list(pairs_of_distributions().values())[case]
+    count = 100 if emulated() else 5000
+    first, second = (draw(row.to(device), count, **parameters) for row in rows)
+    p, q = (reference.sample_probabilities(row, **DEFAULTS | parameters) for row in rows)
+    distance = (p - q).abs().sum() / 2
+    both = ((p > 0) & (q > 0)).nonzero()[:, 0]
+    # Token i wins both races if it wins one with the larger of every other token's two odds against it.
+    expected = sum(1 / torch.maximum(p / p[i], q / q[i]).sum() for i in both) if len(both) else torch.zeros(())
+    assert expected > (1 - distance) / (1 + distance) - 1e-9
+    agreement = (first == second).double().mean()
+    assert abs(agreement - expected) <= 4.5 * (expected * (1 - expected) / count).clamp(min=0).sqrt() + 1e-9
+
+
+@pytest.mark.parametrize("parameters", FILTERS, ids=str)
+def test_padding_of_the_vocabulary_changes_nothing(parameters: dict[str, Any], device: str) -> None:
+    rows = 3 if emulated() else 20
+    logits = 2 * torch.randn(rows, 1000, device=device)
+    tokens = sample(logits, **parameters, positions=torch.arange(rows)).tokens
+    for vocab in (1001, 1024, 1300):
+        padded = torch.full((rows, vocab), -torch.inf, device=device)
+        padded[:, :1000] = logits
+        assert_bitwise(sample(padded, **parameters, positions=torch.arange(rows)).tokens, tokens)
+
+
+@pytest.mark.parametrize("parameters", FILTERS, ids=str)
+def test_cpu_and_gpu_draw_the_same_tokens(parameters: dict[str, Any], device: str) -> None:
+    if on_host(device):
+        pytest.skip("compares another device with the CPU")
+    rows = 6
+    logits = torch.linspace(0.1, 4, rows)[:, None] * torch.randn(rows, 3001)
+    tokens = sample(logits.to(device), **parameters, positions=torch.arange(rows)).tokens
+    columns = [torch.full((rows,), (DEFAULTS | parameters)[name]) for name in DEFAULTS]
+    columns[1] = columns[1].int()
+    expected = torch.ops.fastinfer.sample.default(
+        logits, *columns, torch.zeros(rows, dtype=torch.int64), torch.arange(rows), *[None] * 7, 0
+    )
+    assert_bitwise(tokens.cpu(), expected[0])
 
 
 @pytest.mark.parametrize("place", [1e-30, 1e-3, 1.0, -1e9, 1e30])
@@ -214,9 +281,7 @@ def test_the_cut_is_found_at_any_scale(parameters: dict[str, Any], place: float,
     row[1::3] *= torch.logspace(-3, 0, 333).to(device)
     temperature = max(abs(place), 1e-20)
     token = sample(row[None], temperature, **parameters).tokens.item()
-    probabilities = reference.sample_probabilities(row.cpu(), **DEFAULTS | {"temperature": temperature} | parameters)
-    u = reference.philox_uniform(0, 0)
-    assert_inverse(int(token), u, row.cpu(), probabilities, by_rank=not on_host(device))
+    assert_wins(int(token), row.cpu(), 0, 0, **DEFAULTS | {"temperature": temperature} | parameters)
 
 
 def test_ties_at_the_cut_keep_the_smaller_ids(device: str) -> None:
@@ -297,9 +362,7 @@ def test_penalties_biases_and_mask(vocab: int, device: str) -> None:
     filters = {"temperature": 0.8, "top_k": 200, "top_p": 0.9, "min_p": 0.01}
     tokens = sample(logits, **filters, **options).tokens
     for row in range(rows):
-        probabilities = reference.sample_probabilities(expected[row].cpu(), **filters)
-        u = reference.philox_uniform(0, 0)
-        assert_inverse(int(tokens[row]), u, expected[row].cpu(), probabilities, by_rank=not on_host(device))
+        assert_wins(int(tokens[row]), expected[row].cpu(), 0, 0, **filters)
 
 
 @pytest.mark.parametrize(

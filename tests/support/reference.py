@@ -351,12 +351,32 @@ def sample_logits(
     return z.masked_fill(~unpack_bits(mask, vocab), -torch.inf)
 
 
-def philox_uniform(seed: int, position: int) -> float:
-    """Philox-4x32-10's first 53 bits, as a number in [0, 1)."""
-    low, words = 2**32 - 1, [position & 2**32 - 1, position >> 32 & 2**32 - 1, 0, 0]
+def philox(seed: int, position: int, index: Tensor, stream: int) -> Tensor:
+    """Philox-4x32-10's words [n, 4] int64 for n indices, as numbers below 2^32."""
+    low = 2**32 - 1
+
+    def multiplied(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:
+        """Upper and lower half of a product of 64 bits, by halves of the word, as int64 has a sign."""
+        upper, lower = factor * (word >> 16), factor * (word & 0xFFFF)
+        total = ((upper & 0xFFFF) << 16) + (lower & low)
+        return (upper >> 16) + (lower >> 32) + (total >> 32), total & low
+
+    words = [torch.full_like(index, word) for word in (position & low, position >> 32 & low, 0, stream)]
+    words[2] = index
     k0, k1 = seed & low, seed >> 32 & low
     for _ in range(10):
-        a, b = 0xD2511F53 * words[0], 0xCD9E8D57 * words[2]
-        words = [b >> 32 ^ words[1] ^ k0, b & low, a >> 32 ^ words[3] ^ k1, a & low]
+        (a_high, a_low), (b_high, b_low) = multiplied(0xD2511F53, words[0]), multiplied(0xCD9E8D57, words[2])
+        words = [b_high ^ words[1] ^ k0, b_low, a_high ^ words[3] ^ k1, a_low]
         k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
-    return ((words[0] << 32 | words[1]) >> 11) * 2.0**-53
+    return torch.stack(words, 1)
+
+
+def sample_noise(seed: int, position: int, vocab: int) -> Tensor:
+    """Exponential noise [vocab] fp64 of a draw, which takes the token whose noise over its probability is least."""
+    blocks, quads = torch.arange(-(-vocab // 256)), torch.arange(-(-vocab // 4))
+    words = philox(seed, position, blocks, 0).flatten()
+    least = -torch.log1p(-((words >> 6).double() + 0.5) / 2**26) / 64
+    excess = -torch.log1p(-(philox(seed, position, quads, 1).flatten()[:vocab].double() + 0.5) / 2**32)
+    places = 64 * torch.arange(len(words)) + words % 64
+    excess[places[places < vocab]] = 0
+    return least.repeat_interleave(64)[:vocab] + excess

@@ -85,8 +85,9 @@ class _Joined:
 class DraftModelSpeculator(Speculator):
     """Drafts tokens with a smaller model of the same vocabulary.
 
-    Each draft is drawn with the same random number as the draw that will verify it. If both models compute the same
-    distribution, they draw the same token.
+    Each draft is drawn with the same noise as the draw that will verify it. Both draws give the same token with a
+    probability of at least (1 - TV) / (1 + TV), where TV is the total variation distance of the two models'
+    distributions.
 
     Every prompt is computed by both models. The draft model skips generated tokens while drafts do not pay off for a
     sequence (``Sequence.draft_gap``), and computes them when it next drafts for this sequence.

@@ -15,7 +15,7 @@ from fastinfer.engine.transfer import to_host
 class Sampler:
     """Draws a token for each row of logits, with the parameters of the row's sequence, in one call for all rows.
 
-    Each draw takes its random number from the sequence's seed and the token's position alone, so neither the other rows
+    The noise of each draw depends on the sequence's seed, the position and the token alone, so neither the other rows
     nor a preemption change it. This also makes it possible to verify drafts by drawing: a draft is accepted if and only
     if it is the token that would have been drawn without speculation.
 

@@ -55,10 +55,13 @@ def sample(
     probability; top_k; top_p over the renormalised probabilities that top_k left. Equal logits are ordered by token id,
     so top_k keeps exactly k tokens.
 
-    The sample is the inverse of the cumulative distribution at a Philox-4x32-10 random number, keyed only by seed and
-    position, so it does not depend on the rest of the batch. CPU and GPU keep the same tokens, except for the rounding
-    of sums at the limit of top_p. They accumulate the distribution in different orders, so they may sample different
-    tokens. The GPU does not sort the vocabulary: it finds the limits of top_k and top_p by a search with pivots.
+    Each token is drawn by the Gumbel-max trick: it maximises the logit over the temperature plus Gumbel noise, which is
+    made by Philox-4x32-10 and keyed only by seed, position and token. So it does not depend on the rest of the batch or
+    on the size of the vocabulary. Two rows with the same seed and position that keep similar probabilities, as those of
+    a draft model and its target, mostly draw the same token: with a probability of at least (1 - TV) / (1 + TV), where
+    TV is their total variation distance. CPU and GPU draw the same token from the same logits, except for the rounding
+    of sums at the limit of top_p and for ties within the rounding of fp64. The GPU does not sort the vocabulary: it
+    finds the limits of top_k and top_p by a search with pivots.
 
     Bit masks have token t in bit t % 32 of word t // 32, like those of xgrammar and llguidance.
 
@@ -68,7 +71,7 @@ def sample(
         top_k: [rows] int32; 0 for all tokens.
         top_p: [rows] fp32 in (0, 1]; 1 for all tokens.
         min_p: [rows] fp32 in [0, 1]; 0 for all tokens.
-        seeds, positions: [rows] int64; the pair selects the random number.
+        seeds, positions: [rows] int64; the pair selects the noise.
         penalties: [rows, 3] fp32; columns repetition (> 0; 1 is off), presence and frequency (0 is off). Positive
             logits of tokens in the prompt or the output are divided by repetition, negative ones multiplied by it. Then
             presence, and frequency times the count, are subtracted from the logits of tokens in the output.
@@ -97,8 +100,9 @@ def sample(
     Devices: CPU, CUDA (not yet run on a GPU).
 
     Source: top_p: Holtzman et al., 2019, https://arxiv.org/abs/1904.09751; min_p: Nguyen et al., 2024,
-    https://arxiv.org/abs/2407.01082; Philox: Salmon et al., 2011, https://doi.org/10.1145/2063384.2063405; pivots:
-    https://flashinfer.ai/2025/03/10/sampling.html.
+    https://arxiv.org/abs/2407.01082; Philox: Salmon et al., 2011, https://doi.org/10.1145/2063384.2063405; noise
+    that two distributions share: Daliri et al., 2024, https://arxiv.org/abs/2408.07978; noise made from the top down:
+    Maddison et al., 2014, https://arxiv.org/abs/1411.0030; pivots: https://flashinfer.ai/2025/03/10/sampling.html.
 
     >>> import torch, fastinfer.ops as ops
     >>> logits, seeds, positions = torch.randn(2, 100), torch.tensor([7, 7]), torch.tensor([0, 0])
