@@ -10,6 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastinfer import ops
+from fastinfer.formats.gguf_rows import GGUFRows
+from fastinfer.formats.unpacked import Int4, Int8
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Without vector instructions torch 2.13's Inductor generates code that does not compile.
 needs_inductor = pytest.mark.skipif(
@@ -44,12 +48,28 @@ def device_fixture(*names: str) -> Callable[..., Any]:
             for name, module in list(sys.modules.items()):
                 if name.startswith("fastinfer.ops.") and getattr(module, "ops", None) is torch.ops.fastinfer:
                     monkeypatch.setattr(module, "ops", getattr(torch.ops, f"fastinfer_{request.param}"))
+            if request.param == "emulated":
+                monkeypatch.setattr(GGUFRows, "pack", pack_by_operators)
             yield "cpu"
         else:
             yield request.param
         torch.set_num_threads(threads)
 
     return device
+
+
+def pack_by_operators(rows: GGUFRows, q: Tensor, scales: Tensor, mins: Tensor | None) -> bool:
+    """As for a GPU, whose packed layout is another than the CPU's, for which rows are packed straight from the file."""
+    form = rows.unpack()
+    assert isinstance(form, Int4 | Int8)
+    if form.scales.dtype is torch.float32 and scales.dtype is torch.float16:
+        return False
+    (ops.int8_pack if isinstance(form, Int8) else ops.int4_pack)(form.q, out=q)
+    ops.pack_scales(form.scales.to(scales.dtype), out=scales)
+    if mins is not None:
+        assert form.mins is not None
+        ops.pack_scales(form.mins.to(mins.dtype), out=mins)
+    return True
 
 
 def assert_rounded(out: Tensor, expected: Tensor, slack: float = 2e-6) -> None:
