@@ -25,9 +25,9 @@ from fastinfer import hub
 from fastinfer.engine import construction
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.cuda_graphs import CUDAGraphs
+from fastinfer.engine.draw import Draw
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.logits_row import LogitsRow
-from fastinfer.engine.sampled_token import SampledToken
 from fastinfer.errors import ModelNotFoundError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.batch import Batch
@@ -59,18 +59,18 @@ class Forced(Engine):
         self.tokens: dict[tuple[int, ...], int] = {}
         for tensor in (tensor for cache in self.kv_cache for tensor in cache.tensors):
             tensor.view(torch.uint8).fill_(0xFF)  # NaN, or -1 where that is none
-        draw = self.sampler.draw
+        launch = self.sampler.launch
 
-        def forced(logits: Tensor, rows: list[LogitsRow], recorded: bool) -> list[SampledToken]:
-            drawn = draw(logits, rows, recorded)
+        def forced(logits: Tensor, rows: list[LogitsRow], recorded: bool) -> Draw:
+            drawn = launch(logits, rows, recorded).tokens()
             for index, (row, token) in enumerate(zip(rows, drawn, strict=True)):
                 key = (row.sequence.seed, *row.sequence.token_ids, *row.drafts)
                 self.logits[key] = logits[index].cpu().clone()
                 self.tokens[key] = (tokens or {}).get(key, token.token_id)
                 drawn[index] = replace(token, token_id=self.tokens[key])
-            return drawn
+            return Draw(lambda: drawn)
 
-        self.sampler.draw = forced  # type: ignore[method-assign]
+        self.sampler.launch = forced  # type: ignore[method-assign]
 
 
 def assert_close(engine: Forced, expected: Forced, limit: float = 0.06) -> None:
@@ -404,15 +404,15 @@ def test_a_row_without_a_token_ends_its_request_alone(device: str) -> None:
     """The CUDA operator gives -1 for it, where the CPU's raises."""
     engine = Forced(device)
     bad, good = (engine.add_request([1, 2], replace(PARAMS, seed=seed)) for seed in (0, 1))
-    draw = engine.sampler.draw
+    launch = engine.sampler.launch
 
-    def poisoned(logits: Tensor, rows: list[LogitsRow], recorded: bool) -> list[SampledToken]:
+    def poisoned(logits: Tensor, rows: list[LogitsRow], recorded: bool) -> Draw:
         for index, row in enumerate(rows):
             if row.sequence.request_id == bad and len(row.sequence) == 4:
                 logits[index, 5] = float("nan")
-        return draw(logits, rows, recorded)
+        return launch(logits, rows, recorded)
 
-    engine.sampler.draw = poisoned  # type: ignore[method-assign]
+    engine.sampler.launch = poisoned  # type: ignore[method-assign]
     outputs = drain(engine)
     assert outputs[bad].outputs[0].finish_reason == "error"
     assert "must have a finite logit" in outputs[bad].outputs[0].stop_reason

@@ -109,5 +109,6 @@ def test_padding_replaces_all_that_a_longer_step_has_left() -> None:
     assert batch.seq_lens.tolist() == [old, old, 0, 0, 0, 0]
     assert batch.slot_mapping[3:].tolist() == batch.adapter_ids[3:].tolist() == [-1, -1, -1]
     assert batch.logits_indices[3:].tolist() == [0, 0, 0]
-    assert batch.token_ids.tolist() == batch.positions.tolist() == [0x1111111111111111] * 6
+    assert batch.token_ids[3:].tolist() == [0, 0, 0]
+    assert batch.token_ids[:3].tolist() == batch.positions[3:].tolist() == [0x1111111111111111] * 3
     assert batch.block_table.tolist() == [[old] * 3] * 2 + [[0x7F7F7F7F] * 3] * 4, "only the rows in use are copied"

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastinfer.engine import cpu_graphs
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.cpu_graphs import MAX_DECODED_TOKENS, OCCURRENCES
+from fastinfer.engine.draw import Draw
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.engine.sampled_token import SampledToken
@@ -63,14 +64,14 @@ class Watched(Engine):
         self.steps: list[tuple[Tensor, list[SampledToken]]] = []
         for tensor in (tensor for cache in self.kv_cache for tensor in cache.tensors):
             tensor.fill_(float("nan"))
-        draw = self.sampler.draw
+        launch = self.sampler.launch
 
-        def watched(logits: Tensor, rows: list[LogitsRow], recorded: bool) -> list[SampledToken]:
-            tokens = draw(logits, rows, recorded)
-            self.steps.append((logits.clone(), tokens))
-            return tokens
+        def watched(logits: Tensor, rows: list[LogitsRow], recorded: bool) -> Draw:
+            draw = launch(logits, rows, recorded)
+            self.steps.append((logits.clone(), draw.tokens()))
+            return draw
 
-        self.sampler.draw = watched  # type: ignore[method-assign]
+        self.sampler.launch = watched  # type: ignore[method-assign]
 
 
 def both(model: Decoder | None = None, **limits: object) -> Iterator[Watched]:

@@ -104,14 +104,14 @@ class BlockManager:
 
     def can_append(self, sequence: Sequence, num_drafts: int = 0) -> bool:
         """Return whether a running sequence has, or can get, slots for its tokens and ``num_drafts`` drafts."""
-        missing = num_blocks_for(len(sequence) + num_drafts, self.block_size) - len(sequence.blocks)
+        missing = num_blocks_for(sequence.num_tokens + num_drafts, self.block_size) - len(sequence.blocks)
         return missing + self._writes_into_shared_block(sequence) <= len(self._free) + len(self._cached)
 
     def append(self, sequence: Sequence, num_drafts: int = 0) -> None:
         """Give a running sequence any new blocks that its newest tokens and ``num_drafts`` drafts need."""
         if self._writes_into_shared_block(sequence):
             self._copy_block(sequence, sequence.num_computed_tokens // self.block_size)
-        self._extend(sequence, len(sequence) + num_drafts)
+        self._extend(sequence, sequence.num_tokens + num_drafts)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a child share the blocks of a running parent with the same computed tokens, the partial block too."""

@@ -69,6 +69,9 @@ class EngineConfig:
             one exception: 16-bit hidden states together with requests that use LoRA adapters. On a GPU, steps run under
             :func:`fastinfer.ops.batch_invariant`, which is slower.
         device: device of the model, ``"cpu"`` or ``"cuda"``.
+        async_scheduling: whether a step is launched before the results of the last one are known, so that the device
+            need not wait for Python. ``None``: on a GPU. A step waits all the same if it needs those results: with
+            grammars, penalties, log-probabilities, beams, and with speculation.
         enforce_eager: whether all steps run operator by operator instead of replaying recorded graphs.
     """
 
@@ -96,6 +99,7 @@ class EngineConfig:
     lora_dtype: torch.dtype = torch.bfloat16
     deterministic: bool = False
     device: str = "cpu"
+    async_scheduling: bool | None = None
     enforce_eager: bool = False
 
     def __post_init__(self) -> None:
@@ -115,10 +119,17 @@ class EngineConfig:
         for field in fields(self):
             if field.type is bool:
                 check_bool(field.name, getattr(self, field.name))
+        if self.async_scheduling is not None:
+            check_bool("async_scheduling", self.async_scheduling)
         if self.batching not in BATCHING:
             raise RequestError(f"batching must be one of {', '.join(BATCHING)}, got {self.batching!r}")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise RequestError(f"kv_cache_dtype must be one of {KV_CACHE_DTYPES}, got {self.kv_cache_dtype!r}")
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether steps are launched ahead, see ``async_scheduling``."""
+        return self.device != "cpu" if self.async_scheduling is None else self.async_scheduling
 
     def make_admission_policy(self) -> AdmissionPolicy:
         """Make the policy that ``batching`` names."""

@@ -37,6 +37,7 @@ class _DraftView:
 
     adapter = -1
     num_slots = 1
+    num_restarts = num_unknown_tokens = 0
 
     def __init__(self, sequence: Sequence, num_computed_tokens: int, wants_draft: bool) -> None:
         self.sequence = sequence

@@ -130,6 +130,7 @@ class Engine:
             block_manager=self.block_manager,
             kv_caches=[cache for cache in (self.kv_cache, self.draft_kv_cache) if cache is not None],
             requests=self.requests,
+            runs_ahead=config.runs_ahead,
         )
 
     def validate(

@@ -182,6 +182,7 @@ class GenerationRequest(Request):
         self._tokenizer = tokenizer
         self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
         self._first_token_time: float | None = None
+        self._metrics: RequestMetrics | None = None
 
     @property
     def unfinished(self) -> list[Sequence]:
@@ -199,7 +200,8 @@ class GenerationRequest(Request):
         for token in step.tokens:
             if completion.finish_reason is None:
                 completion.add(token)
-        self._set_finish_time()
+        if completion.finish_reason is not None:
+            self._set_finish_time()
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         """End the completions that have not ended yet."""
@@ -222,18 +224,26 @@ class GenerationRequest(Request):
             completion.mark_reported()
 
     def _output(self, outputs: list[CompletionOutput], finish_time: float | None) -> RequestOutput:
-        first = self.sequences[0]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
             prompt_token_ids=self._prompt_token_ids,
             outputs=outputs,
             finished=finish_time is not None,
-            metrics=RequestMetrics(first.arrival_time, first.first_scheduled_time, self._first_token_time, finish_time),
+            metrics=self._times(finish_time),
             # Complete since the prompt was computed, before the first output.
             prompt_logprobs=None if self._params.prompt_logprobs is None else self._prompt_logprobs,
             num_cached_tokens=self._num_cached_tokens or 0,
         )
+
+    def _times(self, finish_time: float | None) -> RequestMetrics:
+        """Return the times so far; between the first token and the end they do not change."""
+        if self._metrics is None or finish_time is not None:
+            first = self.sequences[0]
+            self._metrics = RequestMetrics(
+                first.arrival_time, first.first_scheduled_time, self._first_token_time, finish_time
+            )
+        return self._metrics
 
     def _add_prompt_logprobs(self, step: SequenceStep, count: int) -> None:
         """Compute log-probabilities of the prompt tokens that follow the tokens of this step.
@@ -280,6 +290,8 @@ def _sequences(
         for index in range(params.n)
     ]
     sequences[0].siblings = sequences[1:]
+    for sequence in sequences:
+        sequence.runs_ahead = params.logprobs is None and params.prompt_logprobs is None
     if params.has_penalties:
         counts = TokenCounts(prompt_token_ids, vocab_size)
         for sequence in sequences:

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-from fastinfer.engine.batch_inputs import num_logits_rows
 from fastinfer.engine.grammar import Grammar
 from fastinfer.engine.scheduler import Chunk
 from fastinfer.engine.sequence import Sequence
@@ -32,19 +31,21 @@ def drop_impossible_drafts(chunk: Chunk) -> None:
     for their log-probabilities, no draft is verified.
     """
     grammar = chunk.sequence.grammar
-    if grammar is not None and num_logits_rows(chunk):
+    if grammar is not None and chunk.num_receivers:
         possible = 0 if chunk.sequence.forced else _num_possible(chunk.drafts, grammar)
         chunk.drafts = chunk.drafts[:possible]
 
 
 def logits_rows(chunk: Chunk) -> list[LogitsRow]:
     """Return the rows of logits that a chunk needs: one per sequence that continues from it, then one per draft."""
-    if not num_logits_rows(chunk):
-        return []
     sequence = chunk.sequence
-    rows = [LogitsRow(each, [], each.grammar) for each in (sequence, *sequence.siblings)]
-    drafted = (chunk.drafts[: count + 1] for count in range(len(chunk.drafts)))
-    return rows + [LogitsRow(sequence, drafts, sequence.grammar) for drafts in drafted]
+    if not chunk.num_receivers:
+        return []
+    rows = [LogitsRow(sequence, [], sequence.grammar)]
+    rows += [LogitsRow(sibling, [], sibling.grammar) for sibling in sequence.siblings]
+    for count in range(len(chunk.drafts)):
+        rows.append(LogitsRow(sequence, chunk.drafts[: count + 1], sequence.grammar))
+    return rows
 
 
 def _num_possible(drafts: list[int], grammar: Grammar) -> int:

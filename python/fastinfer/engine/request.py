@@ -1,7 +1,7 @@
 """The interface between the engine and every kind of request."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,7 @@ from fastinfer.outputs import PrefillOutput, RequestOutput
 Output = RequestOutput | PrefillOutput
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceStep:
+class SequenceStep(NamedTuple):
     """The result of one step for one sequence.
 
     Attributes:

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from torch import Tensor
+
 from fastinfer.engine.batch_inputs import BatchInputs, BatchSize, StepResult
 from fastinfer.engine.cpu_graphs import CPUGraphs
 from fastinfer.engine.cuda_graphs import CUDAGraphs
@@ -50,9 +52,15 @@ class Runner:
         elif not enforce_eager:
             self.graphs = CUDAGraphs(self.compute, inputs, with_adapters)
 
-    def __call__(self, chunks: list[Chunk]) -> StepResult:
-        """Compute the chunks and store their keys and values in the blocks of their sequences."""
-        self.inputs.fill(chunks)
+    def __call__(self, chunks: list[Chunk], drawn: Tensor | None = None) -> StepResult:
+        """Compute the chunks and store their keys and values in the blocks of their sequences.
+
+        Args:
+            chunks: chunks to compute.
+            drawn: [rows] int64 tokens of the last draw, on the device, if some chunks begin with tokens that the host
+                does not know yet.
+        """
+        self.inputs.fill(chunks, drawn)
         size = BatchSize.of(chunks)
         if self._always_adapters:
             size = replace(size, has_adapters=True)

@@ -4,12 +4,13 @@ import numpy as np
 from torch import Tensor
 
 from fastinfer import ops
+from fastinfer.engine.draw import Draw
 from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.engine.recorded_draws import RecordedDraws
 from fastinfer.engine.sampled_token import SampledToken, sampled_logprobs
 from fastinfer.engine.sampling_tensors import SamplingTensors
 from fastinfer.engine.token_masks import TokenMasks
-from fastinfer.engine.transfer import to_host
+from fastinfer.engine.transfer import HostCopy
 
 
 class Sampler:
@@ -35,31 +36,31 @@ class Sampler:
         self.recorded = RecordedDraws()
         self.num_failed_draws = 0
 
-    def draw(self, logits: Tensor, rows: list[LogitsRow], recorded: bool = False) -> list[SampledToken]:
-        """Draw one token for each row.
+    def launch(self, logits: Tensor, rows: list[LogitsRow], recorded: bool = False) -> Draw:
+        """Start to draw one token for each row. A GPU draws them after all that was launched before.
 
         Args:
             logits: [rows, vocab] logits of the model.
             rows: description of each row.
             recorded: whether the logits are those of a recorded step, which are fp32 and always the same tensor. The
                 draw is then recorded too.
-
-        Returns:
-            One token per row; a row that failed has a token with an error.
         """
         if not rows:
-            return []
+            return Draw(list)
         # On a GPU the masks are computed while it still computes the logits; on a CPU they stay in the caches for the
         # draw.
         masks, errors = self._masks.compute(rows)
-        tokens = self._draw_all_or_each(logits, rows, masks, recorded)
-        for index, error in errors.items():
-            tokens[index] = SampledToken(-1, error=error)
-        return tokens
+        draw = self._launch_all_or_each(logits, rows, masks, recorded)
+        draw.errors = errors
+        return draw
 
-    def _draw_all_or_each(
+    def draw(self, logits: Tensor, rows: list[LogitsRow], recorded: bool = False) -> list[SampledToken]:
+        """Draw one token for each row as :meth:`launch` does, and wait for them."""
+        return self.launch(logits, rows, recorded).tokens()
+
+    def _launch_all_or_each(
         self, logits: Tensor, rows: list[LogitsRow], masks: np.ndarray | None, recorded: bool = False
-    ) -> list[SampledToken]:
+    ) -> Draw:
         """Draw all rows in one call; if that fails, draw each row alone, so that only the faulty rows get an error."""
         try:
             self._tensors.write(rows, logits)
@@ -67,22 +68,27 @@ class Sampler:
                 drawn = self.recorded.draw(
                     logits, len(rows), masks is not None, lambda: self._tensors.every_row | self._tensors.mask(masks)
                 )
-                return [SampledToken(token) for token in drawn]
-            return self._draw(logits, rows, masks)
+                tokens = [SampledToken(token) for token in drawn]
+            else:
+                return self._launch(logits, rows, masks)
         except RuntimeError as error:
             self.num_failed_draws += 1
             if len(rows) == 1:
-                return [SampledToken(-1, error=error.with_traceback(None))]
-            each = (slice(index, index + 1) for index in range(len(rows)))
-            return [
-                self._draw_all_or_each(logits[one], rows[one], None if masks is None else masks[one])[0] for one in each
-            ]
+                tokens = [SampledToken(-1, error=error.with_traceback(None))]
+            else:
+                each = (slice(index, index + 1) for index in range(len(rows)))
+                parts = (
+                    self._launch_all_or_each(logits[one], rows[one], None if masks is None else masks[one])
+                    for one in each
+                )
+                tokens = [part.tokens()[0] for part in parts]
+        return Draw(lambda: tokens)
 
-    def _draw(self, logits: Tensor, rows: list[LogitsRow], masks: np.ndarray | None) -> list[SampledToken]:
+    def _launch(self, logits: Tensor, rows: list[LogitsRow], masks: np.ndarray | None) -> Draw:
         """Draw all rows in one call of the sampling operator."""
         logits = logits.float()
         counts = [row.sequence.params.logprobs for row in rows]
-        sampled = ops.sample(
+        results = ops.sample(
             logits,
             num_logprobs=max((count for count in counts if count is not None), default=None),
             **self._tensors.every_row,
@@ -90,12 +96,21 @@ class Sampler:
             **self._tensors.bias(rows),
             **self._tensors.mask(masks),
         )
-        sampled = ops.Sampled(*to_host(list(sampled)))
+        copy = HostCopy(list(results))
 
-        def drawn(row: int, token: int, count: int | None) -> SampledToken:
-            if token < 0:  # the GPU operator reports a faulty row in this way, as it cannot raise
-                reason = f"logits[{row}] must have a finite logit that is allowed, and no NaN"
-                return SampledToken(-1, error=RuntimeError(reason))
-            return SampledToken(token, None if count is None else sampled_logprobs(logits, sampled, row, count))
+        def collect() -> list[SampledToken]:
+            sampled = ops.Sampled(*copy.wait())
+            drawn = zip(sampled.tokens.tolist(), counts, strict=True)
+            return [_token(logits, sampled, row, *pair) for row, pair in enumerate(drawn)]
 
-        return [drawn(row, *pair) for row, pair in enumerate(zip(sampled.tokens.tolist(), counts, strict=True))]
+        return Draw(collect, results.tokens)
+
+
+def _token(logits: Tensor, sampled: ops.Sampled, row: int, token_id: int, num_logprobs: int | None) -> SampledToken:
+    """Return one row's token from the results of the sampling operator."""
+    if token_id < 0:  # the GPU operator reports a faulty row in this way, as it cannot raise
+        reason = f"logits[{row}] must have a finite logit that is allowed, and no NaN"
+        return SampledToken(-1, error=RuntimeError(reason))
+    if num_logprobs is None:
+        return SampledToken(token_id)
+    return SampledToken(token_id, sampled_logprobs(logits, sampled, row, num_logprobs))

@@ -59,7 +59,7 @@ class SamplingTensors:
             arrays["seeds"][used] = [sequence.seed for sequence in sequences]
         positions = arrays["positions"]
         for index, (sequence, drafts, _) in enumerate(rows):
-            positions[index] = len(sequence) + len(drafts)
+            positions[index] = sequence.num_tokens + len(drafts)
         if changed:
             self.every_row = {name: to_device(array[used], self.device) for name, array in arrays.items()}
             self._sequences = sequences

@@ -30,6 +30,11 @@ class Chunk:
         num_drafts: maximum number of drafts after the sequence's last token; their slots are allocated.
         drafts: draft tokens, which the step verifies.
         draft_gap: the sequence's ``draft_gap`` after the step if no draft is accepted.
+        start: position of the first token.
+        is_last: whether the chunk reaches the end of the sequence, so that the next token can be sampled.
+        num_receivers: number of sequences that get a token drawn after the chunk's last one: none if it is not the
+            last chunk, otherwise the sequence and its siblings.
+        num_restarts: the sequence's ``num_restarts``; once that has grown, the chunk's results are of no use.
     """
 
     sequence: Sequence
@@ -37,11 +42,22 @@ class Chunk:
     num_drafts: int = 0
     drafts: list[int] = field(default_factory=list)
     draft_gap: int = 0
+    start: int = field(init=False)
+    is_last: bool = field(init=False)
+    num_receivers: int = field(init=False)
+    num_restarts: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        sequence = self.sequence
+        self.start = sequence.num_computed_tokens
+        self.is_last = self.num_tokens == sequence.num_uncomputed_tokens
+        self.num_receivers = sequence.num_slots if self.is_last and sequence.samples else 0
+        self.num_restarts = sequence.num_restarts
 
     @property
-    def is_last(self) -> bool:
-        """Whether the chunk reaches the end of the sequence, so that the next token can be sampled."""
-        return self.num_tokens == self.sequence.num_uncomputed_tokens
+    def num_rows(self) -> int:
+        """Number of rows of logits that the chunk needs: one for each receiver, and one for each draft."""
+        return self.num_receivers + len(self.drafts)
 
 
 class Scheduler:
@@ -142,7 +158,7 @@ class Scheduler:
         self._schedule_prompts(candidates if self.num_preemptions == num_preemptions else [], left, chunks)
         if not chunks and decodes:  # the whole budget was reserved, and no prompt had room
             self._schedule_decodes(decodes, budget, chunks)
-        if not chunks and self.waiting and self.running and not any(s.num_uncomputed_tokens for s in self.running):
+        if not chunks and self.waiting and self.running and all(map(_waits_for_others, self.running)):
             self._preempt(self.running[-1])  # all running sequences wait for a beam that has no room beside them
         if not chunks and self.num_preemptions > num_preemptions:
             return self.schedule()  # there is room now
@@ -368,6 +384,11 @@ class _Admissions:
         """Exclude those that must not overtake a sequence without room."""
         limit = (sequence.priority, math.inf) if self.may_be_overtaken(sequence) else sequence.order
         self.last_order = min(self.last_order, limit)
+
+
+def _waits_for_others(sequence: Sequence) -> bool:
+    """Return whether a running sequence has no token to compute until others of its request have theirs."""
+    return not sequence.num_uncomputed_tokens and not sequence.num_unknown_tokens
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:

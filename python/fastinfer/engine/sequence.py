@@ -75,6 +75,10 @@ class Sequence:
         last_step: number of the last step that computed tokens, as the scheduler counts; -1 before.
         num_queued_tokens: length when the sequence was last queued; a beam may get one more token while it waits.
         num_overtakers: number of later sequences that were admitted while this one had no room.
+        runs_ahead: whether the request needs nothing of a step but its tokens, see :attr:`may_run_ahead`.
+        num_unknown_tokens: tokens after ``token_ids`` that launched steps draw and the host does not know yet.
+        drawn_row: row of the last launched draw in which the last of them is drawn.
+        num_restarts: how often the sequence was restarted, see :meth:`restart`.
     """
 
     __slots__ = (
@@ -85,6 +89,7 @@ class Sequence:
         "blocks",
         "counts",
         "draft_gap",
+        "drawn_row",
         "first_key",
         "first_scheduled_time",
         "forced",
@@ -101,11 +106,14 @@ class Sequence:
         "num_prefill_tokens",
         "num_prompt_tokens",
         "num_queued_tokens",
+        "num_restarts",
+        "num_unknown_tokens",
         "order",
         "params",
         "prefix_scan",
         "reads_prefix",
         "request_id",
+        "runs_ahead",
         "samples",
         "seed",
         "siblings",
@@ -162,6 +170,10 @@ class Sequence:
         self.last_step = -1
         self.num_queued_tokens = 0
         self.num_overtakers = 0
+        self.runs_ahead = False
+        self.num_unknown_tokens = 0
+        self.drawn_row = 0
+        self.num_restarts = 0
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -175,7 +187,9 @@ class Sequence:
         return other
 
     def restart(self) -> None:
-        """Forget what was computed."""
+        """Forget what was computed, the tokens that launched steps draw included."""
+        self.num_restarts += 1
+        self.num_unknown_tokens = 0
         self.blocks = []
         self.num_cached_blocks = self.num_computed_tokens = 0
         self.grammar_is_valid = False
@@ -198,9 +212,24 @@ class Sequence:
         """Number of tokens that are not in the cache yet.
 
         Usually 1 while the sequence decodes. It is larger during prefill, which after a preemption includes the
-        generated tokens, and after a grammar has forced several tokens at once.
+        generated tokens, and after a grammar has forced several tokens at once. It is 0 if the last token is not known
+        yet and certain to end the text.
         """
-        return len(self.token_ids) - self.num_computed_tokens
+        if not self.num_unknown_tokens:
+            return len(self.token_ids) - self.num_computed_tokens
+        num_tokens = self.num_tokens
+        return num_tokens - self.num_computed_tokens if num_tokens < self.max_length else 0
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether a step may compute the sequence's next token, and draw the one after it, before the host knows it."""
+        depends_on_text = self.grammar is not None or self.counts is not None or self.token_rules is not None
+        return self.runs_ahead and not depends_on_text and not self.siblings
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, those included that the host does not know yet."""
+        return len(self.token_ids) + self.num_unknown_tokens
 
     @property
     def is_decoding(self) -> bool:

@@ -1,12 +1,12 @@
 """One step of the engine: schedule sequences, run the model, sample tokens, update requests."""
 
-import itertools
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import NamedTuple
 
-from fastinfer.engine.batch_inputs import StepResult, num_logits_rows
+from fastinfer.engine.batch_inputs import StepResult
 from fastinfer.engine.block_manager import BlockManager
+from fastinfer.engine.draw import Draw
 from fastinfer.engine.logits_row import LogitsRow, drop_impossible_drafts, logits_rows
 from fastinfer.engine.request import Request, SequenceStep
 from fastinfer.engine.request_table import RequestTable
@@ -14,7 +14,7 @@ from fastinfer.engine.runner import Runner
 from fastinfer.engine.sampled_token import SampledToken
 from fastinfer.engine.sampler import Sampler
 from fastinfer.engine.scheduler import Chunk, Scheduler
-from fastinfer.engine.sequence import Sequence, SequenceState
+from fastinfer.engine.sequence import SequenceState
 from fastinfer.engine.speculation import Speculator
 from fastinfer.engine.stats import StepStats
 from fastinfer.errors import describe_error
@@ -22,8 +22,7 @@ from fastinfer.models import Model
 from fastinfer.models.kv_cache import KVCache
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkResult:
+class _ChunkResult(NamedTuple):
     """The part of a step's result that belongs to one chunk.
 
     Attributes:
@@ -47,11 +46,33 @@ class ChunkResult:
         return accepted
 
 
-@dataclass(frozen=True)
+class _Launched(NamedTuple):
+    """A step that was launched and whose results have not been collected yet.
+
+    Attributes:
+        chunks: the chunks that it computes.
+        result: tensors that the device writes; valid until the next step is launched.
+        draw: the draw of the next tokens.
+        stats: what the step does; its ``seconds`` and ``num_generated_tokens`` are not known yet.
+        start_compute: time at which the model was launched, in seconds of ``time.perf_counter``.
+    """
+
+    chunks: list[Chunk]
+    result: StepResult
+    draw: Draw
+    stats: StepStats
+    start_compute: float
+
+
 class Step:
     """Computes the next tokens of all running sequences.
 
-    Attributes:
+    A step is launched, and its results are collected later. With ``runs_ahead`` the next step is launched in between,
+    so that a GPU computes it while the host collects: its sequences begin with tokens that are still on the device.
+    That is done if every sequence of the step may run ahead (:attr:`Sequence.may_run_ahead`), nothing is drafted, and
+    no sequence would have to be preempted. A sequence that turns out to have ended computes one token in vain.
+
+    Args:
         model: model for logits that only some requests need, such as those of a prompt.
         runner: runner of the model.
         sampler: sampler of the next tokens.
@@ -60,62 +81,110 @@ class Step:
         block_manager: manager of the blocks of the KV caches.
         kv_caches: KV caches of the model and of the draft model, if there is one.
         requests: unfinished requests, which receive the tokens.
+        runs_ahead: whether to launch a step before the results of the last one are known.
     """
 
-    model: Model
-    runner: Runner
-    sampler: Sampler
-    speculator: Speculator | None
-    scheduler: Scheduler
-    block_manager: BlockManager
-    kv_caches: list[KVCache]
-    requests: RequestTable
+    def __init__(
+        self,
+        *,
+        model: Model,
+        runner: Runner,
+        sampler: Sampler,
+        speculator: Speculator | None,
+        scheduler: Scheduler,
+        block_manager: BlockManager,
+        kv_caches: list[KVCache],
+        requests: RequestTable,
+        runs_ahead: bool,
+    ) -> None:
+        self._model = model
+        self._runner = runner
+        self._sampler = sampler
+        self._speculator = speculator
+        self._scheduler = scheduler
+        self._block_manager = block_manager
+        self._kv_caches = kv_caches
+        self._requests = requests
+        self._runs_ahead = runs_ahead and speculator is None
+        self._launched: _Launched | None = None
 
     def __call__(self) -> StepStats | None:
-        """Run one step; the requests that made progress or ended leave their outputs in the table of requests.
+        """Collect the results of a step, after the next one was launched if it may run ahead.
+
+        The requests that made progress or ended leave their outputs in the table of requests.
 
         Returns:
-            What the step did; ``None`` if there was nothing to compute.
+            What the collected step did; ``None`` if there was nothing to compute.
 
         Any error of one request ends that request alone. After other errors, which are raised, no request has lost or
         gained a token and no block is lost; the next step computes the same tokens again.
         """
-        start = time.perf_counter()
         try:
-            self.requests.end_expired()
-            self.requests.queue_compiled()
-            chunks, rows = self._choose_rows(self._schedule())
+            if self._launched is None:
+                self._launched = self._launch()
+            launched = self._launched
+            if launched is None:
+                return None
+            self._launched = self._launch(launched.draw) if self._may_run_ahead_of(launched) else None
+            return self._collect(launched)
         except BaseException:
-            self.requests.repair()
+            self._launched = None
+            self._requests.repair()
             raise
+
+    def _may_run_ahead_of(self, launched: _Launched) -> bool:
+        """Return whether the next step can be launched before this one's results are known."""
+        return (
+            self._runs_ahead
+            and all(chunk.sequence.may_run_ahead for chunk in launched.chunks)
+            # Each may need a block, and none can be preempted before its last token is known.
+            and self._block_manager.num_free + self._block_manager.num_cached >= len(self._scheduler.running)
+        )
+
+    def _launch(self, drawn: Draw | None = None) -> _Launched | None:
+        """Launch a step; ``None`` if there is nothing to compute.
+
+        Args:
+            drawn: the draw of the last step, if its tokens are not known yet.
+        """
+        start = time.perf_counter()
+        self._requests.end_expired()
+        self._requests.queue_compiled()
+        chunks, rows = self._choose_rows(self._schedule(waits=drawn is None))
         if not chunks:
             return None
         num_tokens = sum(chunk.num_tokens + len(chunk.drafts) for chunk in chunks)
-        num_prompt_tokens = sum(_num_prompt_tokens(chunk) for chunk in chunks)
-        result, tokens = self._compute(chunks, rows)
-        num_generated = self._update(chunks, result, tokens)
-        seconds = time.perf_counter() - start
-        return StepStats(start, seconds, len(chunks), num_tokens, num_prompt_tokens, num_generated)
+        num_prompt_tokens = sum(map(_num_prompt_tokens, chunks))
+        stats = StepStats(start, 0.0, len(chunks), num_tokens, num_prompt_tokens, 0)
+        start_compute = time.perf_counter()
+        result = self._runner(chunks, None if drawn is None else drawn.token_ids)
+        draw = self._sampler.launch(result.logits, rows, result.recorded)
+        _mark_launched(chunks)
+        return _Launched(chunks, result, draw, stats, start_compute)
 
-    def _schedule(self) -> list[Chunk]:
-        """Return the chunks to compute, drafts included; wait for a moment if there are none."""
-        if self.speculator is not None:
-            self.speculator.choose_num_drafts(self.scheduler.running)
-        chunks = self.scheduler.schedule()
+    def _schedule(self, waits: bool) -> list[Chunk]:
+        """Return the chunks to compute, drafts included.
+
+        Args:
+            waits: whether to wait for a moment if there are none.
+        """
+        if self._speculator is not None:
+            self._speculator.choose_num_drafts(self._scheduler.running)
+        chunks = self._scheduler.schedule()
         if chunks:
             self._copy_blocks()
-            if self.speculator is not None:
-                self.speculator.propose(chunks)
-        else:
-            self.requests.wait_for_work()
+            if self._speculator is not None:
+                self._speculator.propose(chunks)
+        elif waits:
+            self._requests.wait_for_work()
         return chunks
 
     def _copy_blocks(self) -> None:
         """Copy the shared blocks that sequences are about to write into."""
-        if self.block_manager.pending_copies:
-            for kv_cache in self.kv_caches:
-                kv_cache.copy_blocks(self.block_manager.pending_copies)
-            self.block_manager.pending_copies.clear()
+        if self._block_manager.pending_copies:
+            for kv_cache in self._kv_caches:
+                kv_cache.copy_blocks(self._block_manager.pending_copies)
+            self._block_manager.pending_copies.clear()
 
     def _choose_rows(self, chunks: list[Chunk]) -> tuple[list[Chunk], list[LogitsRow]]:
         """Return the chunks to compute and their rows of logits.
@@ -133,45 +202,37 @@ class Step:
             except Exception as error:  # any error ends this request alone
                 errors[chunk.sequence.request_id] = error
         for request_id, failure in errors.items():
-            self.requests.fail(self.requests.active[request_id], failure)
+            self._requests.fail(self._requests.active[request_id], failure)
         # None are left if a request could only be ended by a repair.
         kept = [index for index, chunk in enumerate(chunks) if chunk.sequence.state is SequenceState.RUNNING]
         return [chunks[index] for index in kept], [row for index in kept for row in rows[index]]
 
-    def _compute(self, chunks: list[Chunk], rows: list[LogitsRow]) -> tuple[StepResult, list[SampledToken]]:
-        """Run the model and draw a token for each row of logits."""
-        start = time.perf_counter()
-        try:
-            result = self.runner(chunks)
-            tokens = self.sampler.draw(result.logits, rows, result.recorded)
-        except BaseException:
-            for chunk in chunks:
-                chunk.sequence.grammar_is_valid = False
-            raise
-        if self.speculator is not None:
-            self.speculator.record_seconds(chunks, time.perf_counter() - start)
-        return result, tokens
+    def _collect(self, launched: _Launched) -> StepStats:
+        """Wait for the results of a step and pass them to the requests."""
+        tokens = launched.draw.tokens()
+        if self._speculator is not None:
+            self._speculator.record_seconds(launched.chunks, time.perf_counter() - launched.start_compute)
+        num_generated = self._update(launched, tokens)
+        seconds = time.perf_counter() - launched.stats.start_time
+        return replace(launched.stats, seconds=seconds, num_generated_tokens=num_generated)
 
-    def _update(self, chunks: list[Chunk], result: StepResult, tokens: list[SampledToken]) -> int:
+    def _update(self, launched: _Launched, tokens: list[SampledToken]) -> int:
         """Pass the results to the requests, each of which is completely updated before the next one.
 
         Returns:
             The number of tokens that the requests got.
         """
         num_generated = 0
-        parts: dict[str, list[ChunkResult]] = {}
-        for part in _split(chunks, tokens):
-            parts.setdefault(part.chunk.sequence.request_id, []).append(part)
-        for request_id, its_parts in parts.items():
-            request = self.requests.active[request_id]
+        for request_id, parts in _by_request(launched.chunks, tokens).items():
+            request = self._requests.active[request_id]
             try:
-                num_generated += self._update_request(request, its_parts, result)
+                num_generated += self._update_request(request, parts, launched.result)
             except BaseException as error:
-                self.requests.discard(request, error)
+                self._requests.discard(request, error)
                 break  # the other sequences were queued anew: their results of this step will be computed again
         return num_generated
 
-    def _update_request(self, request: Request, parts: list[ChunkResult], result: StepResult) -> int:
+    def _update_request(self, request: Request, parts: list[_ChunkResult], result: StepResult) -> int:
         """Update a request with the results of its sequences, and report it if it has a new token or has ended.
 
         Returns:
@@ -181,62 +242,84 @@ class Step:
         for part in parts:
             has_news |= part.chunk.is_last
             steps = self._advance(part, result)
-            num_generated += sum(len(step.tokens) for step in steps)
+            num_generated += sum([len(step.tokens) for step in steps])
             self._update_sequences(request, steps)
-        request.end_step(self.scheduler)
+        request.end_step(self._scheduler)
         if has_news or not request.unfinished:
-            self.requests.report(request)
+            self._requests.report(request)
         return num_generated
 
-    def _advance(self, part: ChunkResult, result: StepResult) -> list[SequenceStep]:
-        """Mark a chunk's tokens as computed, and fork the siblings once the prompt is complete.
+    def _advance(self, part: _ChunkResult, result: StepResult) -> list[SequenceStep]:
+        """Mark a chunk's accepted drafts as computed, and fork the siblings once the prompt is complete.
 
         Returns:
             The results for the chunk's sequence and for each sibling, in this order.
         """
-        chunk, sequence = part.chunk, part.chunk.sequence
-        start, is_last, accepted = sequence.num_computed_tokens, chunk.is_last, part.num_accepted
-        sequence.num_computed_tokens += chunk.num_tokens + accepted
-        if self.speculator is not None:
-            self.speculator.record_accepted(chunk, accepted)
-        siblings: list[Sequence] = []
-        if is_last:
-            siblings, sequence.siblings = sequence.siblings, []
+        chunk, rows, tokens = part
+        sequence, accepted = chunk.sequence, 0
+        if chunk.num_receivers:
+            sequence.num_unknown_tokens -= 1
+        if chunk.drafts:
+            accepted = part.num_accepted
+            sequence.num_computed_tokens += accepted
+        if self._speculator is not None:
+            self._speculator.record_accepted(chunk, accepted)
+        start, is_last, hidden = chunk.start, chunk.is_last, result.hidden
+        if not is_last or not sequence.siblings:
+            own = tokens[: accepted + 1]
+            return [SequenceStep(self._model, sequence, start, hidden, rows, own, is_last)]
+        siblings, sequence.siblings = sequence.siblings, []
         for sibling in siblings:
-            self.scheduler.fork(sequence, sibling)
-
-        def step(receiver: Sequence, tokens: list[SampledToken]) -> SequenceStep:
-            return SequenceStep(self.model, receiver, start, result.hidden, part.hidden_rows, tokens, is_last)
-
-        own, others = part.tokens[: accepted + 1], part.tokens[1 : len(siblings) + 1]
+            self._scheduler.fork(sequence, sibling)
         return [
-            step(sequence, own),
-            *(step(sibling, [token]) for sibling, token in zip(siblings, others, strict=True)),
+            SequenceStep(self._model, receiver, start, hidden, rows, [token], is_last)
+            for receiver, token in zip((sequence, *siblings), tokens, strict=True)
         ]
 
     def _update_sequences(self, request: Request, steps: list[SequenceStep]) -> None:
         """Update a request with the results of a sequence and of those forked from it."""
         try:
-            for token in (token for step in steps for token in step.tokens):
-                if token.error is not None:
-                    raise token.error
+            for step in steps:
+                for token in step.tokens:
+                    if token.error is not None:
+                        raise token.error
             for step in steps:
                 request.update(step)
         except Exception as error:
             request.finish("error", describe_error(error))
         else:
-            self.block_manager.cache_full_blocks(steps[0].sequence)  # after the accepted tokens were appended
+            self._block_manager.cache_full_blocks(steps[0].sequence)  # after the accepted tokens were appended
 
 
 def _num_prompt_tokens(chunk: Chunk) -> int:
     """Return how many of a chunk's tokens belong to the prompt."""
-    left = chunk.sequence.num_prompt_tokens - chunk.sequence.num_computed_tokens
-    return min(max(left, 0), chunk.num_tokens)
+    return min(max(chunk.sequence.num_prompt_tokens - chunk.start, 0), chunk.num_tokens)
 
 
-def _split(chunks: list[Chunk], tokens: list[SampledToken]) -> Iterator[ChunkResult]:
-    """Divide a step's rows of hidden states and drawn tokens among its chunks."""
-    end, drawn = 0, iter(tokens)
+def _mark_launched(chunks: list[Chunk]) -> None:
+    """Count the chunks' tokens as computed, and the tokens that will be drawn as unknown."""
+    row = 0
     for chunk in chunks:
-        start, end = end, end + chunk.num_tokens + len(chunk.drafts)
-        yield ChunkResult(chunk, slice(start, end), list(itertools.islice(drawn, num_logits_rows(chunk))))
+        sequence = chunk.sequence
+        sequence.num_computed_tokens += chunk.num_tokens
+        if chunk.num_receivers:
+            sequence.num_unknown_tokens += 1
+            sequence.drawn_row = row
+            row += chunk.num_rows
+
+
+def _by_request(chunks: list[Chunk], tokens: list[SampledToken]) -> dict[str, list[_ChunkResult]]:
+    """Divide a step's rows of hidden states and drawn tokens among its chunks, by request.
+
+    Chunks whose sequence has ended or was restarted since the launch are left out.
+    """
+    results: dict[str, list[_ChunkResult]] = {}
+    end = end_drawn = 0
+    for chunk in chunks:
+        start, first_drawn, sequence = end, end_drawn, chunk.sequence
+        end += chunk.num_tokens + len(chunk.drafts)
+        end_drawn += chunk.num_rows
+        if sequence.state is not SequenceState.FINISHED and sequence.num_restarts == chunk.num_restarts:
+            part = _ChunkResult(chunk, slice(start, end), tokens[first_drawn:end_drawn])
+            results.setdefault(sequence.request_id, []).append(part)
+    return results

@@ -69,4 +69,4 @@ class TokenMasks:
 def _is_early(row: LogitsRow) -> bool:
     """Return whether the row's token must not end the text, because it has fewer than ``min_tokens`` tokens."""
     sequence, minimum = row.sequence, row.sequence.params.min_tokens
-    return minimum > 0 and sequence.num_output_tokens + len(row.drafts) < minimum
+    return minimum > 0 and sequence.num_tokens - sequence.num_prompt_tokens + len(row.drafts) < minimum

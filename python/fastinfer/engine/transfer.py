@@ -16,10 +16,21 @@ def to_device(values: np.ndarray, device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def to_host(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the tensors in host memory, after a single wait for their GPU."""
-    if not tensors or not tensors[0].is_cuda:
-        return tensors
-    copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
-    torch.cuda.current_stream(tensors[0].device).synchronize()
-    return copies
+class HostCopy:
+    """A copy of tensors to host memory, which their GPU makes once it has computed them.
+
+    Args:
+        tensors: tensors of one device; those of the CPU are not copied.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._copies, self._done = tensors, None
+        if tensors and tensors[0].is_cuda:
+            self._copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # to pinned memory
+            self._done = torch.cuda.current_stream(tensors[0].device).record_event()
+
+    def wait(self) -> list[Tensor]:
+        """Return the tensors in host memory."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._copies

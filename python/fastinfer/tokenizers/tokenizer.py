@@ -31,6 +31,7 @@ class Tokenizer:
 
     def __init__(self, vocabulary: Vocabulary, encode: Callable[[str, bool], list[int]]) -> None:
         self._vocabulary = vocabulary
+        self._known_bytes: dict[int, bytes] = {}  # of tokens that are always text
         self._encode = encode
         self.vocab_size = self._num_ids = len(vocabulary.tokens)
         self.max_token_length = max(1, *(len(token) for token in vocabulary.tokens if token))
@@ -127,6 +128,8 @@ class Tokenizer:
         Raises:
             RequestError: the id is not in the vocabulary.
         """
+        if (known := self._known_bytes.get(token_id)) is not None:
+            return known
         if not 0 <= token_id < self._num_ids:
             raise RequestError(f"token id: expected 0 to {self._num_ids - 1}, got {token_id}")
         vocabulary = self._vocabulary
@@ -135,7 +138,9 @@ class Tokenizer:
             return b""
         if token_id in vocabulary.control:
             return b"" if skip_special_tokens else token.encode()
-        return token.encode() if token_id in vocabulary.literal else vocabulary.to_bytes(token)
+        known = token.encode() if token_id in vocabulary.literal else vocabulary.to_bytes(token)
+        self._known_bytes[token_id] = known
+        return known
 
     def _spelling(self, token_id: int | None) -> str:
         return "" if token_id is None else self._vocabulary.tokens[token_id] or ""
