@@ -15,7 +15,7 @@ from support.toy_grammar import Letters, constrained
 
 from fastinfer.engine import deadlines
 from fastinfer.engine.engine import Engine
-from fastinfer.engine.sequence import SequenceState
+from fastinfer.engine.sequence import Sequence, SequenceState
 from fastinfer.errors import QueueFullError, RequestError
 from fastinfer.outputs import PrefillOutput
 from fastinfer.sampling_params import RequestOutputKind, SamplingParams
@@ -117,6 +117,7 @@ def draw_engine(draw: Any) -> Engine:
         batching=draw(st.sampled_from(["continuous", "continuous", "static", "dynamic"])),
         max_batch_wait_s=0.001,
         enable_prefix_caching=draw(st.booleans()),
+        async_scheduling=draw(st.booleans()),
     )
     return engine if speculation == "none" else always_speculate(engine)
 
@@ -204,16 +205,23 @@ def run_trace(draw: Any, engine: Engine, clock: SimpleNamespace) -> None:
 
 def step(engine: Engine, take: Callable[[Any], None]) -> None:
     """One step, after which the books balance; somebody gets further, unless a batch waits for company."""
-    scheduler = engine.scheduler
-    before = {s: (len(s), s.num_computed_tokens) for s in scheduler.running}
+    before = reached(engine)
     outputs = engine.step()
     for output in outputs:
         take(output)
     check_blocks(engine)
     assert len({output.request_id for output in outputs}) == len(outputs)
-    progress = [s for s in scheduler.running if (len(s), s.num_computed_tokens) > before.get(s, (0, 0))]
+    progress = [s for s, place in reached(engine).items() if place > before.get(s, (0, 0))]
     ended = [s for s in before if s.state is SequenceState.FINISHED]  # perhaps without an output of its own
     assert outputs or progress or ended or not before, "nobody got further"
+
+
+def reached(engine: Engine) -> dict[Sequence, tuple[int, int]]:
+    """Tokens of each running sequence, and how many of them are computed for certain: not those of a launched step."""
+    launched = engine._step._launched
+    chunks = [] if launched is None else launched.chunks
+    unsure = {chunk.sequence: chunk.num_tokens for chunk in chunks if chunk.num_restarts == chunk.sequence.num_restarts}
+    return {s: (len(s), s.num_computed_tokens - unsure.get(s, 0)) for s in engine.scheduler.running}
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])

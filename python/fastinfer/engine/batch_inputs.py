@@ -142,9 +142,9 @@ class BatchInputs:
             array[: len(values)] = values
         self._query_start[1 : len(ends) + 1] = ends
         self._seq_lens[: len(ends)] = self._positions[self._query_start[1 : len(ends) + 1] - 1] + 1
-        self._drawn = drawn
-        if drawn is not None and self.device.type == "cpu":
-            self._insert_drawn(drawn)
+        self._drawn = drawn if drawn is not None and min(token_ids) < 0 else None
+        if self._drawn is not None and self.device.type == "cpu":
+            self._insert_drawn(self._drawn)
 
     def pad(self, size: BatchSize, bucket: int) -> None:
         """Pad the batch that was written last.

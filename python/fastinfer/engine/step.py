@@ -120,9 +120,9 @@ class Step:
         gained a token and no block is lost; the next step computes the same tokens again.
         """
         try:
-            if self._launched is None:
-                self._launched = self._launch()
             launched = self._launched
+            if launched is None or not any(map(_is_wanted, launched.chunks)):
+                launched = self._launch()
             if launched is None:
                 return None
             self._launched = self._launch(launched.draw) if self._may_run_ahead_of(launched) else None
@@ -296,6 +296,12 @@ def _num_prompt_tokens(chunk: Chunk) -> int:
     return min(max(chunk.sequence.num_prompt_tokens - chunk.start, 0), chunk.num_tokens)
 
 
+def _is_wanted(chunk: Chunk) -> bool:
+    """Return whether a launched chunk's sequence has neither ended nor been restarted since."""
+    sequence = chunk.sequence
+    return sequence.state is not SequenceState.FINISHED and sequence.num_restarts == chunk.num_restarts
+
+
 def _mark_launched(chunks: list[Chunk]) -> None:
     """Count the chunks' tokens as computed, and the tokens that will be drawn as unknown."""
     row = 0
@@ -311,7 +317,7 @@ def _mark_launched(chunks: list[Chunk]) -> None:
 def _by_request(chunks: list[Chunk], tokens: list[SampledToken]) -> dict[str, list[_ChunkResult]]:
     """Divide a step's rows of hidden states and drawn tokens among its chunks, by request.
 
-    Chunks whose sequence has ended or was restarted since the launch are left out.
+    Results that nobody wants are left out.
     """
     results: dict[str, list[_ChunkResult]] = {}
     end = end_drawn = 0
@@ -319,7 +325,7 @@ def _by_request(chunks: list[Chunk], tokens: list[SampledToken]) -> dict[str, li
         start, first_drawn, sequence = end, end_drawn, chunk.sequence
         end += chunk.num_tokens + len(chunk.drafts)
         end_drawn += chunk.num_rows
-        if sequence.state is not SequenceState.FINISHED and sequence.num_restarts == chunk.num_restarts:
+        if _is_wanted(chunk):
             part = _ChunkResult(chunk, slice(start, end), tokens[first_drawn:end_drawn])
             results.setdefault(sequence.request_id, []).append(part)
     return results
