@@ -1,4 +1,4 @@
-"""Builds the CPU kernels of one instruction set under a sanitizer: ``python tests/sanitizers/build.py address|thread``."""
+"""Builds the CPU kernels of one instruction set under a sanitizer: ``build.py address|thread``."""
 
 import os
 import platform

@@ -1,0 +1,136 @@
+"""Feeds mutated files to the readers and keeps what makes them fail: ``make fuzz``.
+
+Each target begins with valid cases (seeds.py), the failures of the past (cases/) and the corpus of earlier runs
+(build/fuzz/corpus): cases that ended at a place where no other had. Failures are written to build/fuzz/failures; once
+mended, they move to cases/, which the tests read. The same seed, corpus and number of cases give the same cases.
+"""
+
+import argparse
+import hashlib
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from fuzz.mutate import Case, mutate
+from fuzz.process import Worker, read_case, write_case
+from fuzz.seeds import SEEDS, gguf_seeds
+
+CASES = Path(__file__).parent / "cases"
+OUT = Path(__file__).parent.parent.parent / "build" / "fuzz"
+
+
+def stored_cases(folder: Path) -> Iterator[Case]:
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        yield read_case(path)
+
+
+def store(case: Case, folder: Path) -> Path:
+    """Write a case into a folder named after its content."""
+    digest = hashlib.sha256()
+    for name, data in sorted(case.items()):
+        digest.update(f"{name} {len(data)} ".encode() + data)
+    write_case(case, folder / digest.hexdigest()[:12])
+    return folder / digest.hexdigest()[:12]
+
+
+class Target:
+    """The search for failures of one reader.
+
+    Attributes:
+        count: number of cases that were read.
+        failures: how often each failure occurred, by the place where it did.
+    """
+
+    def __init__(self, name: str, worker: Worker, out: Path = OUT) -> None:
+        self.name = name
+        self.count = 0
+        self.failures: Counter[str] = Counter()
+        self._worker = worker
+        self._out = out
+        self._places: set[str] = set()
+        self._corpus: list[Case] = []
+
+    def read_stored(self) -> None:
+        """Read all cases that are there already."""
+        for case in SEEDS[self.name]():
+            failure, place = self._worker.run(case)
+            if place != "read":
+                raise RuntimeError(f"{self.name}: a seed is not valid: {failure or place}")
+            self._corpus.append(case)
+        for folder in (CASES / self.name, self._out / "corpus" / self.name):
+            for case in stored_cases(folder):
+                self._corpus.append(case)
+                self._read(case)
+
+    def search(self, seconds: float, seed: int) -> None:
+        """Read mutated cases for some time."""
+        deadline = time.monotonic() + seconds
+        index = 0
+        while time.monotonic() < deadline:
+            random = Random(f"{self.name} {seed} {index}")
+            index += 1
+            case = mutate(random.choice(self._corpus), random)
+            if self._read(case):
+                self._corpus.append(case)
+                store(case, self._out / "corpus" / self.name)
+
+    def _read(self, case: Case) -> bool:
+        """Read a case; return whether it ended without failure where no other one had."""
+        failure, place = self._worker.run(case)
+        self.count += 1
+        if failure:
+            self.failures[place] += 1
+            if self.failures[place] == 1:
+                print(f"{self.name}: {failure}\n  at {place}\n  {store(case, self._out / 'failures' / self.name)}")
+            return False
+        is_new = place not in self._places
+        self._places.add(place)
+        return is_new
+
+    @property
+    def summary(self) -> str:
+        """One line of figures."""
+        return (
+            f"{self.name}: {self.count} cases, {len(self._places)} ends, {len(self._corpus)} in the corpus, "
+            f"{len(self.failures)} failures in {self.failures.total()} cases"
+        )
+
+
+def replay(target: str, folder: Path) -> bool:
+    """Read one stored case and print what becomes of it; return whether it failed."""
+    with Worker(target, next(gguf_seeds())) as worker:
+        failure, place = worker.run(read_case(folder))
+    print(f"{failure or 'no failure'} at {place}")
+    return bool(failure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60, help="time of all targets together, but for their starts")
+    parser.add_argument("--seed", type=int, default=0, help="another seed gives other cases")
+    parser.add_argument("--target", choices=SEEDS, help="one target alone")
+    parser.add_argument("--replay", type=Path, metavar="FOLDER", help="read one stored case of the target")
+    args = parser.parse_args()
+    if args.replay:
+        if not args.target:
+            parser.error("--replay needs --target")
+        return int(replay(args.target, args.replay))
+    names = [args.target] if args.target else list(SEEDS)
+    failed = False
+    for name in names:
+        with Worker(name, next(gguf_seeds())) as worker:
+            target = Target(name, worker)
+            target.read_stored()
+            target.search(args.seconds / len(names), args.seed)
+        print(target.summary, flush=True)
+        failed |= bool(target.failures)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
