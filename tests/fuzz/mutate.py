@@ -13,8 +13,45 @@ from typing import Any
 Case = dict[str, bytes]
 Span = tuple[int, int, str]  # offset, bytes, and "number" or "string"
 
-INTEGERS = (0, 1, 2, 3, 4, 7, 8, 9, 12, 31, 32, 255, 2**16, 2**24, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**64 - 1)
-TEXTS = ("", "a", " ", "\0", "\n", "\ud800", "</s>", "▁", "Ġ", "日本", "x" * 10_000, "(a+)+$", "{% for %}", "../a", "<0xFF>")
+INTEGERS = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    7,
+    8,
+    9,
+    12,
+    31,
+    32,
+    255,
+    2**16,
+    2**24,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**40,
+    2**63 - 1,
+    2**64 - 1,
+)
+TEXTS = (
+    "",
+    "a",
+    " ",
+    "\0",
+    "\n",
+    "\ud800",
+    "</s>",
+    "▁",
+    "Ġ",
+    "日本",
+    "x" * 10_000,
+    "(a+)+$",
+    "{% for %}",
+    "../a",
+    "<0xFF>",
+)
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0.5, -0.0, 1e-320, 1e308, float("nan"), float("inf"), -1, -(2**31), 10**400),
     *(*INTEGERS, *TEXTS, [], {}, [[]], [0] * 1000, {"": None}),
@@ -31,7 +68,13 @@ def mutate(case: Case, random: Random) -> Case:
             change = change_bytes
         try:
             changed[name] = change(changed[name], random)
-        except (ValueError, KeyError, IndexError, struct.error):  # earlier changes have left no structure
+        except (
+            ValueError,
+            KeyError,
+            IndexError,
+            RecursionError,
+            struct.error,
+        ):  # earlier changes have left no structure
             changed[name] = change_bytes(changed[name], random)
         if random.random() < 0.5:
             return changed
@@ -149,6 +192,8 @@ def gguf_places(data: bytes) -> tuple[list[Span], list[tuple[int, int]]]:
         nonlocal at
         spans.append((at, width, "number"))
         at += width
+        if at > len(data):
+            raise ValueError("a header beyond the file")
         return int.from_bytes(data[at - width : at], "little")
 
     def string() -> None:
@@ -161,11 +206,10 @@ def gguf_places(data: bytes) -> tuple[list[Span], list[tuple[int, int]]]:
         nonlocal at
         if kind == 9:
             kind, count = number(4), number(8)
-            for index in range(count):
-                if index < 8 or kind == 8:
-                    value(kind)
-                else:
-                    at += WIDTHS[kind]
+            numbers = count if kind == 8 else min(count, 8)  # of many alike the first are enough
+            for _ in range(numbers):
+                value(kind)
+            at += 0 if kind == 8 else (count - numbers) * WIDTHS[kind]
         elif kind == 8:
             string()
         else:
@@ -173,8 +217,6 @@ def gguf_places(data: bytes) -> tuple[list[Span], list[tuple[int, int]]]:
 
     number(4)
     tensors, keys = number(8), number(8)
-    if tensors + keys > len(data):
-        raise ValueError("counts beyond the file")
     entries = []
     for _ in range(keys):
         begin = at
@@ -187,8 +229,6 @@ def gguf_places(data: bytes) -> tuple[list[Span], list[tuple[int, int]]]:
             number(8)
         number(4)
         number(8)
-    if at > len(data):
-        raise ValueError("a header beyond the file")
     return spans, entries
 
 

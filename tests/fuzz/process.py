@@ -53,6 +53,10 @@ class Worker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process and remove its files."""
         self._stop()
         shutil.rmtree(self._folder)
 
@@ -77,10 +81,8 @@ class Worker:
         reading, writing = os.pipe()
         self._errors = tempfile.TemporaryFile()
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        # The worker finds the pipe as file descriptor 3.
-        command = ["sh", "-c", f'exec 3>&{writing} "$@"', "sh", *self._command]
         self._process = subprocess.Popen(
-            command,
+            [*self._command, str(writing)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=self._errors,

@@ -24,6 +24,21 @@ CASES = Path(__file__).parent / "cases"
 OUT = Path(__file__).parent.parent.parent / "build" / "fuzz"
 
 
+# Failures that are not mended yet, by what their message contains.
+KNOWN = {
+    "PanicException": "the tokenizers library panics on a decoder of another model's",
+    "Missing [UNK] token": "a WordLevel vocabulary without its unknown token",
+    "surrogates not allowed": "a special token with a lone surrogate",
+    "File name too long": "the name of a shard in model.safetensors.index.json",
+    "MemoryError": "config.json says that the vocabulary has 2^24 tokens",
+}
+
+
+def known(failure: str) -> bool:
+    """Whether a failure is one that is not mended yet."""
+    return any(part in failure for part in KNOWN)
+
+
 def stored_cases(folder: Path) -> Iterator[Case]:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         yield read_case(path)
@@ -44,12 +59,14 @@ class Target:
     Attributes:
         count: number of cases that were read.
         failures: how often each failure occurred, by the place where it did.
+        num_known: number of failures that are known.
     """
 
     def __init__(self, name: str, worker: Worker, out: Path = OUT) -> None:
         self.name = name
         self.count = 0
         self.failures: Counter[str] = Counter()
+        self.num_known = 0
         self._worker = worker
         self._out = out
         self._places: set[str] = set()
@@ -83,10 +100,14 @@ class Target:
         """Read a case; return whether it ended without failure where no other one had."""
         failure, place = self._worker.run(case)
         self.count += 1
+        if known(failure):
+            self.num_known += 1
+            return False
         if failure:
             self.failures[place] += 1
             if self.failures[place] == 1:
-                print(f"{self.name}: {failure}\n  at {place}\n  {store(case, self._out / 'failures' / self.name)}")
+                path = store(case, self._out / "failures" / self.name)
+                print(f"{self.name}: {failure}\n  at {place}\n  {path}", flush=True)
             return False
         is_new = place not in self._places
         self._places.add(place)
@@ -97,7 +118,7 @@ class Target:
         """One line of figures."""
         return (
             f"{self.name}: {self.count} cases, {len(self._places)} ends, {len(self._corpus)} in the corpus, "
-            f"{len(self.failures)} failures in {self.failures.total()} cases"
+            f"{len(self.failures)} failures in {self.failures.total()} cases, {self.num_known} known ones"
         )
 
 

@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,14 @@ from safetensors.torch import save
 from support import hf_tokenizers
 from support.peft_adapter import write_adapter
 from support.tiny_decoder import CONFIG
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from tokenizers.decoders import Metaspace
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE, Unigram, WordLevel
 from torch import Tensor
 
 from fuzz.mutate import Case
 
 HIDDEN, HEADS, WIDTH, VOCAB = 32, 2, 64, 40
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -54,7 +53,14 @@ LONGROPE = {
     "long_factor": [2.0 + i for i in range(8)],
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "checkpoint_format": "gptq"}
+GPTQ = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 32,
+    "desc_act": False,
+    "sym": True,
+    "checkpoint_format": "gptq",
+}
 
 
 def family(name: str, **settings: Any) -> dict[str, Any]:
@@ -79,7 +85,14 @@ CONFIGS: list[dict[str, Any]] = [
     {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2}
     | {"n_positions": 64, "vocab_size": VOCAB, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"},
 ]
-GENERATION = {"temperature": 0.6, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.1, "eos_token_id": [2], "do_sample": True}
+GENERATION = {
+    "temperature": 0.6,
+    "top_p": 0.9,
+    "top_k": 50,
+    "repetition_penalty": 1.1,
+    "eos_token_id": [2],
+    "do_sample": True,
+}
 
 
 def dumps(value: Any) -> bytes:
@@ -109,12 +122,12 @@ def _write_gguf(path: Path, tokenizer: str) -> None:
     writer.add_head_count_kv(1)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(1e4)
-    letters = [chr(97 + i) for i in range(VOCAB - 8)]
+    letters = list('abcdefgh{}[]":, 0123456789-<>/xy')
     if tokenizer == "spm":
-        tokens = ["<unk>", "<s>", "</s>", "▁", "▁a", "ab", "<0x0A>", "<0x41>", *letters]
+        tokens = ["<unk>", "<s>", "</s>", "▁", "▁a", "ab", "\n", "A", *letters]
         writer.add_tokenizer_model("llama")
         writer.add_token_scores([-float(i) for i in range(VOCAB)])
-        writer.add_token_types([2, 3, 3, 1, 1, 1, 6, 6] + [1] * len(letters))
+        writer.add_token_types([2, 3, 3] + [1] * (VOCAB - 3))
     else:
         tokens = ["<unk>", "<s>", "</s>", "Ġ", "Ġa", "ab", "Ċ", "A", *letters]
         writer.add_tokenizer_model("gpt2")
@@ -126,15 +139,20 @@ def _write_gguf(path: Path, tokenizer: str) -> None:
     writer.add_eos_token_id(2)
     writer.add_add_bos_token(True)
     writer.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")
-    shapes = {"attn_q": (HIDDEN, HIDDEN), "attn_k": (16, HIDDEN), "attn_v": (16, HIDDEN), "attn_output": (HIDDEN, HIDDEN)}
+    shapes = {
+        "attn_q": (HIDDEN, HIDDEN),
+        "attn_k": (16, HIDDEN),
+        "attn_v": (16, HIDDEN),
+        "attn_output": (HIDDEN, HIDDEN),
+    }
     shapes |= {"ffn_gate": (WIDTH, HIDDEN), "ffn_up": (WIDTH, HIDDEN), "ffn_down": (HIDDEN, WIDTH)}
     writer.add_tensor("token_embd.weight", random.standard_normal((VOCAB, HIDDEN)).astype(np.float32))
     writer.add_tensor("output_norm.weight", np.ones(HIDDEN, np.float32))
     for name in ("attn_norm", "ffn_norm"):
         writer.add_tensor(f"blk.0.{name}.weight", np.ones(HIDDEN, np.float32))
-    kinds = [gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.F16]
-    for index, (name, shape) in enumerate(shapes.items()):
-        kind = kinds[index % 3]
+    kinds = gguf.GGMLQuantizationType
+    for name, shape in shapes.items():
+        kind = kinds.Q4_0 if name in ("ffn_gate", "ffn_up") else kinds.Q8_0 if name == "attn_q" else kinds.F16
         values = gguf.quants.quantize(random.standard_normal(shape).astype(np.float32), kind)
         writer.add_tensor(f"blk.0.{name}.weight", values, raw_dtype=kind)
     writer.write_header_to_file()
@@ -165,11 +183,42 @@ def _llama_tensors() -> dict[str, Tensor]:
     return tensors | {f"{name}.weight": torch.ones(HIDDEN) for name in norms}
 
 
+# Tokenizers of every kind that are not trained: training depends on the order of hash tables.
+
+
+def ids(words: Iterable[str]) -> dict[str, int]:
+    return {word: i for i, word in enumerate([*hf_tokenizers.SPECIAL, *words])}
+
+
 def small_tokenizer() -> Tokenizer:
-    """Words, and nothing to train."""
-    words = [*hf_tokenizers.SPECIAL, *(chr(97 + i) for i in range(26))]
-    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    backend.pre_tokenizer, backend.decoder = Whitespace(), Metaspace()
+    backend = Tokenizer(WordLevel(ids(LETTERS), unk_token="<unk>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Whitespace(), decoders.Metaspace()
+    return backend
+
+
+def byte_level() -> Tokenizer:
+    merges = [("t", "h"), ("th", "e"), ("Ġ", "the")]
+    vocab = ids([*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)])
+    backend = Tokenizer(BPE(vocab, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def byte_fallback() -> Tokenizer:
+    merges = [("▁", "t"), ("▁t", "h")]
+    letters = [*(f"<0x{byte:02X}>" for byte in range(256)), "▁", *LETTERS, *("".join(pair) for pair in merges)]
+    backend = Tokenizer(BPE(ids(letters), merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    return backend
+
+
+def unigram() -> Tokenizer:
+    pieces = [*hf_tokenizers.SPECIAL, "▁", "▁the", "he", *LETTERS]
+    backend = Tokenizer(Unigram([(piece, -float(i)) for i, piece in enumerate(pieces)], unk_id=0))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     return backend
 
 
@@ -179,7 +228,7 @@ def config_seeds() -> Iterator[Case]:
 
 
 def tokenizer_seeds() -> Iterator[Case]:
-    for make in (small_tokenizer, hf_tokenizers.byte_level, hf_tokenizers.byte_fallback, hf_tokenizers.unigram):
+    for make in (small_tokenizer, byte_level, byte_fallback, unigram):
         case = files_of(lambda folder, make=make: hf_tokenizers.save(folder, make()))
         template = dumps({"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"})
         yield case | {"chat_template.json": template, "config.json": dumps({"vocab_size": 400, "eos_token_id": 2})}
@@ -216,18 +265,29 @@ SAMPLING: dict[str, Any] = {
     "skip_special_tokens": False,
 }
 STRUCTURED: list[dict[str, Any]] = [
-    {"json": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}}, "required": ["a"]}},
+    {
+        "json": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
+            "required": ["a"],
+        }
+    },
     {"regex": "[a-c]{2,4}(d|e)?"},
     {"choice": ["abc", "abd"]},
     {"grammar": 'root ::= "a" [b-d]+'},
     {"json_object": True},
-    {"structural_tag": {"structures": [{"begin": "<a>", "schema": {"type": "object"}, "end": "</a>"}], "triggers": ["<"]}},
+    {
+        "structural_tag": {
+            "structures": [{"begin": "<a>", "schema": {"type": "object"}, "end": "</a>"}],
+            "triggers": ["<"],
+        }
+    },
 ]
 
 
 def parameters_seeds() -> Iterator[Case]:
     prompt = {"prompt_token_ids": [3, 1, 4, 1, 5]}
-    request = {"priority": 1, "cache_salt": "a", "timeout": 5.0, "queue_timeout": 5.0}
+    request = {"priority": 1, "timeout": 5.0, "queue_timeout": 5.0}
     yield {"request.json": dumps({"prompt": prompt, "sampling": SAMPLING, "request": request})}
     yield {"request.json": dumps({"prompt": {"prompt": "abc", "cache_salt": "a"}, "sampling": {"max_tokens": 3}})}
     beams = {"beam_width": 2, "max_tokens": 3, "length_penalty": 1.0, "ignore_eos": True}

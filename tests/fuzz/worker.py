@@ -1,7 +1,7 @@
-"""Reads cases one after another in a process of their own: ``worker.py TARGET SEED_FOLDER``.
+"""Reads cases one after another in a process of their own: ``worker.py TARGET MODEL ANSWERS``.
 
-A line of standard input names a case's folder; the answer is a line of JSON on file descriptor 3. A process that dies or
-hangs has done so by the case it was given last.
+A line of standard input names a case's folder; the answer is a line of JSON on the file descriptor ANSWERS. A process that
+dies or hangs has done so by the case it was given last.
 """
 
 import json
@@ -19,7 +19,7 @@ from fastinfer.errors import FastinferError
 from fuzz.readers import READERS, Reader
 
 MEMORY = 1 << 30  # bytes of address space that a case may add
-MAX_MESSAGE = 2000
+MAX_MESSAGE = 1000
 
 
 def answer_to(read: Reader, folder: Path) -> dict[str, object]:
@@ -52,10 +52,10 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def main(target: str, seed: str) -> None:
+def main(target: str, model: str, answers_fd: str) -> None:
     torch.set_num_threads(1)
-    read = READERS[target](Path(seed))
-    with os.fdopen(3, "w", buffering=1) as answers:
+    read = READERS[target](Path(model))
+    with os.fdopen(int(answers_fd), "w", buffering=1) as answers:
         answers.write("{}\n")
         limit_memory()
         for line in sys.stdin:
