@@ -79,7 +79,7 @@ class Worker:
 
     def _start(self) -> None:
         reading, writing = os.pipe()
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by _stop)
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [*self._command, str(writing)],

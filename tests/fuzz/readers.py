@@ -1,4 +1,4 @@
-"""What is done with the files of a case, by target. Anything but success or a FastinferError of one line is a failure."""
+"""What each target does with the files of a case. Only success and a FastinferError of one line are no failure."""
 
 import dataclasses
 import re

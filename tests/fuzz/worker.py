@@ -1,7 +1,7 @@
 """Reads cases one after another in a process of their own: ``worker.py TARGET MODEL ANSWERS``.
 
-A line of standard input names a case's folder; the answer is a line of JSON on the file descriptor ANSWERS. A process that
-dies or hangs has done so by the case it was given last.
+A line of standard input names a case's folder; the answer is a line of JSON on the file descriptor ANSWERS. A process
+that dies or hangs has done so by the case it was given last.
 """
 
 import json
