@@ -11,12 +11,21 @@ import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 from fuzz.mutate import Case
 
 WORKER = Path(__file__).parent / "worker.py"
 TIME_LIMIT = 20.0  # seconds per case, of a process that shares its cores with others
 START_LIMIT = 120.0
+
+
+class End(NamedTuple):
+    """How a case ended: the failure, empty if there is none, the place in the code, and the kind of the message."""
+
+    failure: str
+    place: str
+    kind: str = ""
 
 
 def write_case(case: Case, folder: Path) -> None:
@@ -60,8 +69,8 @@ class Worker:
         self._stop()
         shutil.rmtree(self._folder)
 
-    def run(self, case: Case) -> tuple[str, str]:
-        """Return the failure, empty if there is none, and the place where reading ended."""
+    def run(self, case: Case) -> End:
+        """Let the worker read a case."""
         if self._process is None:
             self._start()
         self._count += 1
@@ -91,25 +100,24 @@ class Worker:
         )
         os.close(writing)
         self._answers = os.fdopen(reading, "rb")
-        if failure := self._answer(START_LIMIT)[0]:
+        if failure := self._answer(START_LIMIT).failure:
             raise RuntimeError(f"{' '.join(self._command)} did not start: {failure}")
 
-    def _answer(self, time_limit: float) -> tuple[str, str]:
+    def _answer(self, time_limit: float) -> End:
         assert self._process is not None
         deadline = time.monotonic() + time_limit
         ready, _, _ = select.select([self._answers], [], [], time_limit)
         if not ready:
             self._stop()
-            return f"took more than {time_limit:g} s", "hang"
+            return End(f"took more than {time_limit:g} s", "hang")
         line = self._answers.readline()
         if line:
-            answer = json.loads(line)
-            return answer.get("failure", ""), answer.get("place", "")
+            return End(**json.loads(line))
         code = self._process.wait(max(0.0, deadline - time.monotonic()) + 1)
         self._errors.seek(0)
         last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
         self._stop()
-        return f"the process ended with exit code {code}: {' '.join(last)[:300]}", f"exit code {code}"
+        return End(f"the process ended with exit code {code}: {' '.join(last)[:300]}", f"exit code {code}")
 
     def _stop(self) -> None:
         if self._process is None:

@@ -1,8 +1,9 @@
 """Feeds mutated files to the readers and keeps what makes them fail: ``make fuzz``.
 
 Each target begins with valid cases (seeds.py), the failures of the past (cases/) and the corpus of earlier runs
-(build/fuzz/corpus): cases that ended at a place where no other had. Failures are written to build/fuzz/failures; once
-mended, they move to cases/, which the tests read. The same seed, corpus and number of cases give the same cases.
+(build/fuzz/corpus): cases that ended at a place of the code, or with a kind of message, where no other had. Failures are
+written to build/fuzz/failures; once mended, they move to cases/, which the tests read. The same seed, corpus and number
+of cases give the same cases.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from fuzz.process import Worker, read_case, write_case
 from fuzz.seeds import SEEDS, gguf_seeds
 
 CASES = Path(__file__).parent / "cases"
+MAX_KINDS = 20  # of messages that are kept per place
 OUT = Path(__file__).parent.parent.parent / "build" / "fuzz"
 
 
@@ -69,15 +71,15 @@ class Target:
         self.num_known = 0
         self._worker = worker
         self._out = out
-        self._places: set[str] = set()
+        self._ends: dict[str, set[str]] = {}
         self._corpus: list[Case] = []
 
     def read_stored(self) -> None:
         """Read all cases that are there already."""
         for case in SEEDS[self.name]():
-            failure, place = self._worker.run(case)
-            if place != "read":
-                raise RuntimeError(f"{self.name}: a seed is not valid: {failure or place}")
+            end = self._worker.run(case)
+            if end.place != "read":
+                raise RuntimeError(f"{self.name}: a seed is not valid: {end}")
             self._corpus.append(case)
         for folder in (CASES / self.name, self._out / "corpus" / self.name):
             for case in stored_cases(folder):
@@ -97,8 +99,8 @@ class Target:
                 store(case, self._out / "corpus" / self.name)
 
     def _read(self, case: Case) -> bool:
-        """Read a case; return whether it ended without failure where no other one had."""
-        failure, place = self._worker.run(case)
+        """Read a case; return whether it ended without failure, and as no other one had."""
+        failure, place, kind = self._worker.run(case)
         self.count += 1
         if known(failure):
             self.num_known += 1
@@ -109,15 +111,18 @@ class Target:
                 path = store(case, self._out / "failures" / self.name)
                 print(f"{self.name}: {failure}\n  at {place}\n  {path}", flush=True)
             return False
-        is_new = place not in self._places
-        self._places.add(place)
-        return is_new
+        kinds = self._ends.setdefault(place, set())
+        if kind in kinds or len(kinds) == MAX_KINDS:
+            return False
+        kinds.add(kind)
+        return True
 
     @property
     def summary(self) -> str:
         """One line of figures."""
+        ends = sum(map(len, self._ends.values()))
         return (
-            f"{self.name}: {self.count} cases, {len(self._places)} ends, {len(self._corpus)} in the corpus, "
+            f"{self.name}: {self.count} cases, {ends} ends, {len(self._corpus)} in the corpus, "
             f"{len(self.failures)} failures in {self.failures.total()} cases, {self.num_known} known ones"
         )
 
@@ -125,9 +130,9 @@ class Target:
 def replay(target: str, folder: Path) -> bool:
     """Read one stored case and print what becomes of it; return whether it failed."""
     with Worker(target, next(gguf_seeds())) as worker:
-        failure, place = worker.run(read_case(folder))
-    print(f"{failure or 'no failure'} at {place}")
-    return bool(failure)
+        end = worker.run(read_case(folder))
+    print(f"{end.failure or 'no failure'} at {end.place}: {end.kind}")
+    return bool(end.failure)
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ that dies or hangs has done so by the case it was given last.
 
 import json
 import os
+import re
 import resource
 import sys
 import traceback
@@ -30,7 +31,8 @@ def answer_to(read: Reader, folder: Path) -> dict[str, object]:
         message = str(error).replace(str(folder), "")
         fault = "more than one line" if len(message.splitlines()) > 1 else ""
         fault = fault or ("too long" if len(message) > MAX_MESSAGE else "") or ("" if message else "empty")
-        return {"failure": fault and f"a message that is {fault}: {message!r:.300}", "place": place_of(error)}
+        failure = fault and f"a message that is {fault}: {message!r:.300}"
+        return {"failure": failure, "place": place_of(error), "kind": kind_of(message)}
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # panics of Rust are no Exceptions
@@ -45,6 +47,11 @@ def place_of(error: BaseException) -> str:
     return f"{type(error).__name__} {' < '.join(reversed(names))}"
 
 
+def kind_of(message: str) -> str:
+    """Return the first words of a message without what it quotes: the library's messages all come from one place."""
+    return " ".join(re.sub(r"'.*'|`.*`|\"[^ ]*\"|[^a-zA-Z ]", "", message).split()[:12])
+
+
 def limit_memory() -> None:
     """Let further allocations fail beyond some more than what is in use."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -56,7 +63,7 @@ def main(target: str, model: str, answers_fd: str) -> None:
     torch.set_num_threads(1)
     read = READERS[target](Path(model))
     with os.fdopen(int(answers_fd), "w", buffering=1) as answers:
-        answers.write("{}\n")
+        answers.write(json.dumps({"failure": "", "place": "start"}) + "\n")
         limit_memory()
         for line in sys.stdin:
             answers.write(json.dumps(answer_to(read, Path(line.rstrip("\n")))) + "\n")
