@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import torch
 from safetensors.torch import save
-from support import hf_tokenizers
+from support import hf_tokenizers, packed_layers
 from support.peft_adapter import write_adapter
 from support.tiny_decoder import CONFIG
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
@@ -171,10 +171,44 @@ def safetensors_seeds() -> Iterator[Case]:
     index = {"metadata": {}, "weight_map": {name: shard for shard, half in shards.items() for name in half}}
     yield shared | {name: save(half) for name, half in shards.items()} | {"model.safetensors.index.json": dumps(index)}
 
+    for make in QUANTIZED:
+        config, packed = _packed_tensors(make)
+        yield shared | {"config.json": dumps(config), "model.safetensors": save(packed)}
 
-def _llama_tensors() -> dict[str, Tensor]:
+
+# A layer of each method, from its numbers of outputs and inputs.
+QUANTIZED: list[Callable[[int, int], packed_layers.Layer]] = [
+    lambda rows, columns: packed_layers.gptq_layer(4, rows, columns, 32),
+    lambda rows, columns: packed_layers.gptq_layer(8, rows, columns, 32, act_order=True),
+    lambda rows, columns: packed_layers.awq_layer(rows, columns, 32),
+    lambda rows, columns: packed_layers.bitsandbytes_layer("nf4", rows, columns, 32),
+    lambda rows, columns: packed_layers.pack_quantized_layer(4, rows, columns, 32, symmetric=False),
+    packed_layers.int8_layer,
+    packed_layers.int_quantized_layer,
+]
+
+
+def _packed_tensors(make: Callable[[int, int], packed_layers.Layer]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config and tensors of a model whose linear layers are quantised; as many KV heads as heads."""
+    config = dict(LLAMA, num_key_value_heads=HEADS)
+    tensors = {}
+    for name, tensor in _llama_tensors(HEADS).items():
+        module = name.removesuffix(".weight")
+        if not module.endswith("_proj"):
+            tensors[name] = tensor
+            continue
+        torch.manual_seed(0)  # the tables of gate and up must be the same
+        layer = make(*tensor.shape)
+        config["quantization_config"] = layer.config
+        tensors |= {part.replace(packed_layers.NAME, module): value for part, value in layer.tensors.items()}
+    return config, tensors
+
+
+def _llama_tensors(kv_heads: int = 1) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = {f"self_attn.{name}_proj": (16 if name in "kv" else HIDDEN, HIDDEN) for name in "qkvo"}
+    shapes = {
+        f"self_attn.{name}_proj": (HIDDEN // HEADS * kv_heads if name in "kv" else HIDDEN, HIDDEN) for name in "qkvo"
+    }
     shapes |= {"mlp.gate_proj": (WIDTH, HIDDEN), "mlp.up_proj": (WIDTH, HIDDEN), "mlp.down_proj": (HIDDEN, WIDTH)}
     tensors = {"model.embed_tokens.weight": torch.randn(VOCAB, HIDDEN, generator=generator).bfloat16()}
     for name, shape in shapes.items():
