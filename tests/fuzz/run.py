@@ -31,6 +31,7 @@ KNOWN = {
     "PanicException": "the tokenizers library panics on a template whose special token is not defined",
     "Missing [UNK] token": "a WordLevel vocabulary without its unknown token",
     "surrogates not allowed": "a special token with a lone surrogate",
+    "vocab_size: expected at least": "the embedding has fewer rows than the tokenizer has tokens",
     "File name too long": "the name of a shard in model.safetensors.index.json",
 }
 
