@@ -107,11 +107,11 @@ def files_of(write: Callable[[Path], object]) -> Case:
 
 
 def gguf_seeds() -> Iterator[Case]:
-    for kind in ("spm", "bpe"):
+    for kind in ("spm", "bpe", "mixture"):
         yield files_of(lambda folder, kind=kind: _write_gguf(folder / "model.gguf", kind))
 
 
-def _write_gguf(path: Path, tokenizer: str) -> None:
+def _write_gguf(path: Path, kind: str) -> None:
     random = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(64)
@@ -123,7 +123,7 @@ def _write_gguf(path: Path, tokenizer: str) -> None:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(1e4)
     letters = list('abcdefgh{}[]":, 0123456789-<>/xy')
-    if tokenizer == "spm":
+    if kind == "spm":
         tokens = ["<unk>", "<s>", "</s>", "▁", "▁a", "ab", "\n", "A", *letters]
         writer.add_tokenizer_model("llama")
         writer.add_token_scores([-float(i) for i in range(VOCAB)])
@@ -145,16 +145,23 @@ def _write_gguf(path: Path, tokenizer: str) -> None:
         "attn_v": (16, HIDDEN),
         "attn_output": (HIDDEN, HIDDEN),
     }
-    shapes |= {"ffn_gate": (WIDTH, HIDDEN), "ffn_up": (WIDTH, HIDDEN), "ffn_down": (HIDDEN, WIDTH)}
+    experts: tuple[int, ...] = ()
+    if kind == "mixture":
+        experts = (4,)
+        writer.add_expert_count(4)
+        writer.add_expert_used_count(2)
+        writer.add_tensor("blk.0.ffn_gate_inp.weight", random.standard_normal((4, HIDDEN)).astype(np.float32))
+    mlp = {"ffn_gate": (WIDTH, HIDDEN), "ffn_up": (WIDTH, HIDDEN), "ffn_down": (HIDDEN, WIDTH)}
+    shapes |= {f"{name}{'_exps' * len(experts)}": (*experts, *shape) for name, shape in mlp.items()}
     writer.add_tensor("token_embd.weight", random.standard_normal((VOCAB, HIDDEN)).astype(np.float32))
     writer.add_tensor("output_norm.weight", np.ones(HIDDEN, np.float32))
     for name in ("attn_norm", "ffn_norm"):
         writer.add_tensor(f"blk.0.{name}.weight", np.ones(HIDDEN, np.float32))
     kinds = gguf.GGMLQuantizationType
     for name, shape in shapes.items():
-        kind = kinds.Q4_0 if name in ("ffn_gate", "ffn_up") else kinds.Q8_0 if name == "attn_q" else kinds.F16
-        values = gguf.quants.quantize(random.standard_normal(shape).astype(np.float32), kind)
-        writer.add_tensor(f"blk.0.{name}.weight", values, raw_dtype=kind)
+        form = kinds.Q4_0 if name.startswith(("ffn_gate", "ffn_up")) else kinds.Q8_0 if name == "attn_q" else kinds.F16
+        values = gguf.quants.quantize(random.standard_normal(shape).astype(np.float32), form)
+        writer.add_tensor(f"blk.0.{name}.weight", values, raw_dtype=form)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
