@@ -9,6 +9,8 @@
 #   make figures  the figures of the documentation: charts, diagrams, terminal pictures
 #   make cuda     compile the CUDA kernels (needs nvcc, no GPU), check registers, spills and instructions
 #   make emulation  run the CUDA kernels on the CPU under the address and thread sanitizers
+#   make sanitize   run the CPU kernels under the address, undefined-behaviour and thread sanitizers
+#   make fuzz       read mutated files and requests for FUZZ_SECONDS (60)
 #   make gpu-check  build, test and measure on a GPU; results in bench/out
 #   make bench    end-to-end speed of this machine
 
@@ -16,6 +18,8 @@ PYTHON ?= python3
 # The version the suite is run with; any torch from 2.11 on works. Set TORCH= to keep what is installed.
 TORCH ?= torch==2.13.0
 CUDA_ARCHS ?= 80;90a
+FUZZ_SECONDS ?= 60
+FUZZ_SEED ?= 0
 WORKERS := -n auto --dist worksteal
 
 VENV := .venv
@@ -24,7 +28,7 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 SOURCES := setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 
-.PHONY: demo test test-fast test-isas lint format docs figures cuda emulation gpu-check bench clean
+.PHONY: demo test test-fast test-isas lint format docs figures cuda emulation sanitize fuzz gpu-check bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fastinfer pull smollm2-135m-instruct
@@ -44,12 +48,12 @@ lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(shell find csrc examples tests/emulation -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+	$(BIN)/clang-format --dry-run --Werror $(shell find csrc examples tests/emulation tests/sanitizers -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 format: $(VENV)/.installed-lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(shell find csrc examples tests/emulation -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+	$(BIN)/clang-format -i $(shell find csrc examples tests/emulation tests/sanitizers -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 # Offline, but for the tools' own installation.
 docs: $(VENV)/.installed-docs
@@ -70,6 +74,14 @@ cuda: $(VENV)/.installed-cuda
 # The emulated tests in the builds with sanitizers; `make test` runs those of the plain build.
 emulation: $(VENV)/.installed-test
 	$(BIN)/python tests/emulation/sanitize.py
+
+# FASTINFER_CPU_ISA names the instruction set; AVX2 if it is not set.
+sanitize: $(VENV)/.installed-test
+	$(BIN)/python tests/sanitizers/run.py $(PYTEST_ARGS)
+
+# All targets share FUZZ_SECONDS; another FUZZ_SEED gives other cases.
+fuzz: $(VENV)/.installed-test
+	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
 
 # Uses the python, torch and toolkit that are there, offline; see bench/gpu_check.py for its stages.
 gpu-check:

@@ -1,8 +1,23 @@
 """Errors caused by a user's input. Each message is one line that says what was expected and what came instead."""
 
+MAX_MESSAGE_CHARS = 1000
+
 
 class FastinferError(ValueError):
     """Base class of the errors below; the command line prints the message and exits with code 2."""
+
+    def __str__(self) -> str:
+        """Return the message in one line of at most ``MAX_MESSAGE_CHARS``.
+
+        Messages quote files and requests. What cannot be printed (line breaks, escape sequences of terminals, lone
+        surrogates) is escaped, and a long message is cut in the middle.
+        """
+        message = super().__str__()
+        if not message.isprintable():
+            message = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
+        if len(message) > MAX_MESSAGE_CHARS:
+            message = f"{message[: MAX_MESSAGE_CHARS - 205]} ... {message[-200:]}"
+        return message
 
 
 # Errors that end the program rather than one request.

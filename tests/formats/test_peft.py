@@ -99,7 +99,7 @@ BAD_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "activated": ("alora_invocation_tokens", {"alora_invocation_tokens": [1]}),
     "PiSSA": ("init_lora_weights.*pissa", {"init_lora_weights": "pissa"}),
     "another layer": ("target_modules.*embed_tokens", {"target_modules": ["q_proj", "embed_tokens"]}),
-    "no rank": ("\\br\\b.*positive", {"r": 0}),
+    "no rank": ("\\br\\b.*1\\.\\.65536", {"r": 0}),
     "rank is text": ("\\br\\b.*int", {"r": "8"}),
     "rank of the tensors": ("down_proj.lora_A.*\\[5, in\\].*\\[4, 96\\]", {"r": 5}),
     "alpha is text": ("lora_alpha", {"lora_alpha": "large"}),

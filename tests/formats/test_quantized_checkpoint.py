@@ -18,6 +18,7 @@ from support.packed_layers import (
 )
 
 from fastinfer.errors import CheckpointFormatError, FastinferError, UnsupportedModelError
+from fastinfer.formats.compressed_tensors import CompressedTensorsFormat
 from fastinfer.formats.linear_tensors import LinearTensors
 from fastinfer.formats.quantized_checkpoint import parse_quantization_config, read_linear
 from fastinfer.formats.unpacked import Dense
@@ -121,6 +122,29 @@ def test_settings_of_the_wrong_type(name: str, path: str, value: Any) -> None:
     change(config, path, value)
     with pytest.raises(CheckpointFormatError, match=rf"quantization_config: '{path.split('/')[-1]}'"):
         parse_quantization_config(config)
+
+
+@pytest.mark.parametrize("pattern", ["(.+)+#", "((?:.?)*)#", "(.+){3,}#", "(.*)?*", ".*" * 5 + "#", "(a{2})??{9}"])
+def test_patterns_that_could_match_forever(pattern: str) -> None:
+    """Without the refusal the first one tries 2^34 ways to split the layer's name."""
+    layer = int_quantized_layer()
+    layer.config["ignore"] = [f"re:{pattern}"]
+    with pytest.raises(UnsupportedModelError, match="at most 4 repetitions and none of a group"):
+        read_linear(layer.tensors, NAME, layer.config)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matches"),
+    [
+        (".*lm_head", False),
+        ("^(?!.*(mlp|attn)).*$", False),
+        (r"model\.layers\.(\d+)\.(mlp)?.*_proj$", True),
+        (".*(gate|down)_proj", True),
+    ],
+)
+def test_patterns_of_usual_checkpoints(pattern: str, matches: bool) -> None:
+    config = int_quantized_layer().config | {"ignore": [f"re:{pattern}"]}
+    assert (CompressedTensorsFormat.parse(config).scheme(NAME) is None) == matches
 
 
 def test_damaged_pattern() -> None:

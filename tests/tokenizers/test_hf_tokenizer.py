@@ -304,7 +304,7 @@ def test_a_missing_tokenizer(tmp_path: Path) -> None:
         ("generation_config.json", {"eos_token_id": "2"}, "eos_token_id: expected token ids, got '2'"),
         ("generation_config.json", {"eos_token_id": [2, True]}, "eos_token_id: expected token ids, got True"),
         ("config.json", {"eos_token_id": 10**6}, "expected token ids below 401 for the special tokens, got 1000000"),
-        ("config.json", {"vocab_size": 10**12}, "vocab_size: expected 0 to 16777216, got 1000000000000"),
+        ("config.json", {"vocab_size": 10**12}, "vocab_size: expected 0 to 4194304, got 1000000000000"),
     ],
 )
 def test_bad_files(saved: Path, name: str, value: Any, part: str) -> None:

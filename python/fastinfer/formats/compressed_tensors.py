@@ -28,6 +28,11 @@ from fastinfer.formats.zero_points import kernel_scales, with_zero_points
 PACKED = "pack-quantized"
 PLAIN = ("int-quantized", "naive-quantized")
 
+# A repeated group may take exponential time to match, and each open repetition multiplies the time by the length of a
+# name: these four take a millisecond.
+MAX_REPETITIONS = 4
+_REPEATED_GROUP = re.compile(r"\)[*+?{]*[*+{]")
+
 
 @dataclass(frozen=True)
 class Scheme:
@@ -182,9 +187,14 @@ def _matches_name(module: str, pattern: str) -> bool:
     """Return whether a pattern is the layer's name, or ``re:`` and a regular expression that matches its start."""
     if not pattern.startswith("re:"):
         return pattern == module
+    if _REPEATED_GROUP.search(pattern) or sum(pattern.count(sign) for sign in "*+{") > MAX_REPETITIONS:
+        raise UnsupportedModelError(
+            f"quantization_config: expected regular expressions with at most {MAX_REPETITIONS} repetitions and none of "
+            f"a group, got {pattern!r:.90}"
+        )
     try:
         return re.match(pattern.removeprefix("re:"), module) is not None
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise CheckpointFormatError(
             f"quantization_config: {pattern!r:.90} is not a regular expression ({error})"
         ) from None

@@ -20,6 +20,8 @@ from fastinfer.formats.json_fields import JsonFields
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
+MAX_RANK = 2**16
+
 # Settings that must be absent, empty or false, because they change the meaning of the matrices.
 UNSUPPORTED = (
     "alora_invocation_tokens",
@@ -181,8 +183,8 @@ class _Config:
             raise AdapterError(f"{self._path}: target_modules must be of {', '.join(MODULES)}, got {others!r:.80}")
 
     def _positive(self, key: str, value: Any) -> int:
-        if type(value) is not int or value < 1:
-            raise AdapterError(f"{self._path}: {key} must be a positive integer, got {value!r:.80}")
+        if type(value) is not int or not 1 <= value <= MAX_RANK:
+            raise AdapterError(f"{self._path}: {key} must be an integer of 1..{MAX_RANK}, got {value!r:.80}")
         return value
 
     def _finite(self, key: str, value: Any) -> float:

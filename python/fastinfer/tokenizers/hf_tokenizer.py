@@ -27,7 +27,8 @@ from fastinfer.tokenizers.vocabulary import (
 )
 from fastinfer.utils.text import one_line
 
-MAX_VOCAB_SIZE = 1 << 24
+# Sixteen times the largest vocabulary in use; ids without a token take about 100 bytes each.
+MAX_VOCAB_SIZE = 1 << 22
 
 _ADDED_TOKENS = re.compile(r'(?<!\\)"added_tokens"\s*:\s*(?=\[)')
 

@@ -1,0 +1,7 @@
+# isa_flags_NAME: the compiler's flags for the CPU kernels of each instruction set.
+set(isa_flags_portable "")
+set(isa_flags_avx2 -mavx2 -mfma -mf16c)
+set(isa_flags_avx512_vnni ${isa_flags_avx2} -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni
+  -mprefer-vector-width=512
+  -Wno-maybe-uninitialized -Wno-uninitialized)  # GCC 12 warns of its own AVX-512 headers
+set(isa_flags_avx512_bf16 ${isa_flags_avx512_vnni} -mavx512bf16)
