@@ -422,8 +422,6 @@ def test_failed_steps_do_not_count_as_tokens_that_the_draft_model_missed(depth: 
         with pytest.raises(RuntimeError, match="the model broke"):
             engine.step()
     engine.model.fail = False  # type: ignore[attr-defined]
-    [sequence] = engine.scheduler.running
-    assert sequence.draft_gap <= sequence.num_computed_tokens - 3
     speculator._choose = lambda sequences, available: available  # type: ignore[method-assign]
     assert drain(engine)["request-0"].outputs[0].token_ids == greedy([1, 2, 3], 40, stop_at_eos=False)
     assert engine.stats().num_accepted_tokens == engine.stats().num_drafted_tokens > 20

@@ -81,6 +81,8 @@ def test_fault_is_caught_in_an_operator(sanitizer: str, program: str, message: s
     """The module calls the kernels of the sanitized library, not its own."""
     library = build.build(sanitizer, "fastinfer_sanitized") / "libfastinfer_sanitized.so"
     variables = environment(sanitizer, [library]) | {"FASTINFER_CPU_ISA": build.isa(), "OMP_NUM_THREADS": "2"}
+    # The first report ends the process: a loop of races writes hundreds, and each takes a moment.
+    variables["TSAN_OPTIONS"] += " halt_on_error=1"
     caught = run(sanitizer, [sys.executable, "-c", program, "1"], variables)
     assert caught.returncode in (1, 66)
     assert any(part in caught.stderr for part in message.split("|"))
