@@ -173,7 +173,7 @@ def make_batch(
     if cache_dtype == torch.bfloat16:
         caches = [torch.randn(shape, device=setting.device, dtype=cache_dtype) for _ in "kv"]
     elif cache_dtype == torch.uint8:
-        cache = KVCache.empty(1, *shape, cache_dtype, setting.device).layers[0]
+        cache = KVCache.empty([0], [shape[0]], *shape[1:], cache_dtype, setting.device).layers[0]
         caches = [cache.k.random_(), cache.v.random_()]
         scale = torch.tensor([1 / 7.5, -1.0])
         options = {"k_scale": cache.k_scale.copy_(scale), "v_scale": cache.v_scale.copy_(scale)}

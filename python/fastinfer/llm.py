@@ -15,7 +15,7 @@ from fastinfer import hub
 from fastinfer.engine.config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, EngineConfig
 from fastinfer.engine.construction import kv_cache_size
 from fastinfer.engine.engine import Engine
-from fastinfer.engine.kv_cache_size import options_for
+from fastinfer.engine.kv_cache_size import KVCacheSize, options_for
 from fastinfer.engine.request_validator import POOLINGS
 from fastinfer.errors import RequestError
 from fastinfer.formats.peft import read_adapter
@@ -136,12 +136,12 @@ class LLM:
         exact = Precision.of(dtype, device).exact
         names = [model] if draft_model is None else [model, draft_model]
         checkpoints = [open_checkpoint(hub.resolve(name), exact) for name in names]
-        config = _with_kv_cache_size(config, checkpoints)
+        size = _choose_kv_cache_size(config, checkpoints)
         defaults = sampling_defaults(checkpoints[0])
-        models = [load_model(checkpoint, dtype, device, config.max_model_len) for checkpoint in checkpoints]
+        models = [load_model(checkpoint, dtype, device, size.max_model_len) for checkpoint in checkpoints]
         loaded, self.tokenizer = models[0]
         draft = None if draft_model is None else models[1][0]
-        self.engine = Engine(loaded, self.tokenizer, config, draft, defaults)
+        self.engine = Engine(loaded, self.tokenizer, config, draft, defaults, size)
         self._shared = SharedEngine(self.engine)
         self._numbers = itertools.count()
 
@@ -446,8 +446,8 @@ def _one_per_prompt(name: str, value: Any, count: int) -> list[Any]:
     return values
 
 
-def _with_kv_cache_size(config: EngineConfig, checkpoints: list[Checkpoint]) -> EngineConfig:
-    """Return the configuration with the size of the KV cache and the longest sequence, before any weight is read.
+def _choose_kv_cache_size(config: EngineConfig, checkpoints: list[Checkpoint]) -> KVCacheSize:
+    """Choose the size of the KV cache and the longest sequence, before any weight is read.
 
     The first checkpoint is the model's, the second, if there is one, the draft model's.
 
@@ -462,7 +462,7 @@ def _with_kv_cache_size(config: EngineConfig, checkpoints: list[Checkpoint]) -> 
             f"{checkpoints[0].path.name}: max_model_len is {size.max_model_len:,} tokens instead of the model's "
             f"{limit:,}, which fits into the memory for the KV cache. To change it: {options_for(config)}"
         )
-    return dataclasses.replace(config, num_kv_blocks=size.num_blocks, max_model_len=size.max_model_len)
+    return size
 
 
 def kv_cache_dtype_of(name: str, dtype: str, device: str) -> torch.dtype:

@@ -173,8 +173,8 @@ def test_kv_cache_bytes_are_those_of_a_real_cache(
     config = replace(read_gguf_config(GGUFFile(model_path)), num_layers=2)
     block_size = EngineConfig().block_size
     num_blocks = batch * num_blocks_for(context, block_size)
-    shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
-    tensors = KVCache.empty(config.num_layers, *shape, dtype, "cpu")
+    shape = (block_size, config.num_kv_heads, config.head_dim)
+    tensors = KVCache.empty([0] * config.num_layers, [num_blocks], *shape, dtype, "cpu")
     real = sum(tensor.nbytes for cache in tensors for tensor in cache.tensors)
     assert kv_cache_bytes(config, config.num_kv_heads, dtype, context, batch) == real
 

@@ -1,4 +1,5 @@
 import pytest
+from support.blocks import block_manager, blocks_of
 
 from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.sequence import Sequence
@@ -11,26 +12,26 @@ def sequence(num_tokens: int) -> Sequence:
 
 @pytest.mark.parametrize(("num_tokens", "blocks"), [(1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
 def test_allocate_takes_whole_blocks_and_free_gives_them_back(num_tokens: int, blocks: int) -> None:
-    manager = BlockManager(num_blocks=3, block_size=4)
+    manager = block_manager(3, 4)
     tokens = sequence(num_tokens)
     assert manager.can_allocate(tokens)
     manager.allocate(tokens)
-    assert len(tokens.blocks) == manager.num_used == blocks
+    assert len(blocks_of(tokens)) == manager.num_used == blocks
     assert manager.num_free == 3 - blocks
     manager.free(tokens)
     manager.free(tokens)
-    assert (manager.num_free, manager.num_used, tokens.blocks) == (3, 0, [])
+    assert (manager.num_free, manager.num_used, blocks_of(tokens)) == (3, 0, [])
 
 
 def test_can_allocate_counts_the_spare_blocks() -> None:
-    manager = BlockManager(num_blocks=3, block_size=4)
+    manager = block_manager(3, 4)
     assert not manager.can_allocate(sequence(13))
     assert manager.can_allocate(sequence(8), spare=1)
     assert not manager.can_allocate(sequence(9), spare=1)
 
 
 def test_append_takes_a_block_only_at_a_border() -> None:
-    manager = BlockManager(num_blocks=2, block_size=4)
+    manager = block_manager(2, 4)
     tokens = sequence(3)
     manager.allocate(tokens)
     for used in (1, 2, 2, 2, 2):
@@ -43,26 +44,26 @@ def test_append_takes_a_block_only_at_a_border() -> None:
 
 
 def test_two_sequences_never_share_a_block() -> None:
-    manager = BlockManager(num_blocks=5, block_size=2)
+    manager = block_manager(5, 2)
     first, second = sequence(4), sequence(5)
     manager.allocate(first)
     manager.allocate(second)
-    assert sorted(first.blocks + second.blocks) == [0, 1, 2, 3, 4]
+    assert sorted(blocks_of(first) + blocks_of(second)) == [0, 1, 2, 3, 4]
 
 
 def test_freed_blocks_are_used_before_untouched_memory() -> None:
-    manager = BlockManager(num_blocks=100, block_size=1)
+    manager = block_manager(100, 1)
     for _ in range(20):
         tokens = sequence(3)
         manager.allocate(tokens)
-        assert tokens.blocks == [0, 1, 2]
+        assert blocks_of(tokens) == [0, 1, 2]
         manager.free(tokens)
 
 
 def compute(manager: BlockManager, tokens: Sequence) -> None:
     """Mark all tokens as computed, as a step does."""
     tokens.num_computed_tokens = len(tokens)
-    manager.cache_full_blocks(tokens)
+    manager.end_step(tokens)
 
 
 def check(manager: BlockManager, free: int, cached: int, used: int) -> None:
@@ -71,13 +72,13 @@ def check(manager: BlockManager, free: int, cached: int, used: int) -> None:
 
 
 def test_fork_shares_all_blocks_until_both_are_gone() -> None:
-    manager = BlockManager(num_blocks=5, block_size=4)
+    manager = block_manager(5, 4)
     parent, child = sequence(10), sequence(10)
     manager.allocate(parent)
     compute(manager, parent)
     manager.fork(parent, child)
-    assert child.blocks == parent.blocks == [0, 1, 2]
-    assert child.blocks is not parent.blocks
+    assert blocks_of(child) == blocks_of(parent) == [0, 1, 2]
+    assert blocks_of(child) is not blocks_of(parent)
     assert child.num_computed_tokens == 10
     check(manager, 2, 0, 3)
     manager.free(parent)
@@ -87,20 +88,20 @@ def test_fork_shares_all_blocks_until_both_are_gone() -> None:
 
 
 def test_the_first_to_write_into_a_shared_block_gets_a_copy() -> None:
-    manager = BlockManager(num_blocks=5, block_size=4)
+    manager = block_manager(5, 4)
     parent, child = sequence(10), sequence(10)
     manager.allocate(parent)
     compute(manager, parent)
     manager.fork(parent, child)
-    known = parent.blocks
+    known = blocks_of(parent)
     for each in (parent, child):
         each.token_ids.append(7)
         assert manager.can_append(each)
         manager.append(each)
-    assert parent.blocks == [0, 1, 3]
-    assert parent.blocks is not known, "whoever has copied the list must see that it changed"
-    assert child.blocks == [0, 1, 2]
-    assert manager.pending_copies == [(2, 3)]
+    assert blocks_of(parent) == [0, 1, 3]
+    assert blocks_of(parent) is not known, "whoever has copied the list must see that it changed"
+    assert blocks_of(child) == [0, 1, 2]
+    assert manager.pending_copies == [[(2, 3)]]
     check(manager, 1, 0, 4)
     manager.free(parent)
     manager.free(child)
@@ -108,7 +109,7 @@ def test_the_first_to_write_into_a_shared_block_gets_a_copy() -> None:
 
 
 def test_forks_that_go_on_differently_are_both_found() -> None:
-    manager = BlockManager(num_blocks=20, block_size=4)
+    manager = block_manager(20, 4)
     parent, child = sequence(10), sequence(10)
     manager.allocate(parent)
     compute(manager, parent)
@@ -126,7 +127,7 @@ def test_forks_that_go_on_differently_are_both_found() -> None:
 
 
 def test_all_of_a_preempted_text_is_prefill() -> None:
-    manager = BlockManager(num_blocks=20, block_size=4, enable_prefix_caching=False)
+    manager = block_manager(20, 4, enable_prefix_caching=False)
     tokens = sequence(6)
     manager.allocate(tokens)
     compute(manager, tokens)
@@ -141,7 +142,7 @@ def test_all_of_a_preempted_text_is_prefill() -> None:
 
 
 def test_a_copy_needs_a_free_block() -> None:
-    manager = BlockManager(num_blocks=3, block_size=4)
+    manager = block_manager(3, 4)
     parent, child = sequence(10), sequence(10)
     manager.allocate(parent)
     compute(manager, parent)
@@ -151,11 +152,11 @@ def test_a_copy_needs_a_free_block() -> None:
     manager.free(child)
     assert manager.can_append(parent)
     manager.append(parent)
-    assert (parent.blocks, manager.pending_copies) == ([0, 1, 2], [])
+    assert (blocks_of(parent), manager.pending_copies) == ([0, 1, 2], [[]])
 
 
 def test_a_fork_at_a_border_copies_nothing() -> None:
-    manager = BlockManager(num_blocks=4, block_size=4)
+    manager = block_manager(4, 4)
     parent, child = sequence(8), sequence(8)
     manager.allocate(parent)
     compute(manager, parent)
@@ -163,51 +164,51 @@ def test_a_fork_at_a_border_copies_nothing() -> None:
     for each in (parent, child):
         each.token_ids.append(7)
         manager.append(each)
-    assert (parent.blocks, child.blocks, manager.pending_copies) == ([0, 1, 2], [0, 1, 3], [])
+    assert (blocks_of(parent), blocks_of(child), manager.pending_copies) == ([0, 1, 2], [0, 1, 3], [[]])
 
 
 def test_blocks_reserved_for_drafts_are_not_forked() -> None:
-    manager = BlockManager(num_blocks=9, block_size=4)
+    manager = block_manager(9, 4)
     parent, child = sequence(7), sequence(7)
     manager.allocate(parent)
     compute(manager, parent)
     parent.token_ids.append(7)
     manager.append(parent, num_drafts=6)
-    assert len(parent.blocks) == 4
+    assert len(blocks_of(parent)) == 4
     manager.fork(parent, child)
-    assert child.blocks == parent.blocks[:2]
+    assert blocks_of(child) == blocks_of(parent)[:2]
 
 
 @pytest.mark.parametrize(("num_tokens", "hits"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (13, 3), (30, 3)])
 def test_prefixes_are_found_in_full_blocks_and_a_token_is_left(num_tokens: int, hits: int) -> None:
-    manager = BlockManager(num_blocks=20, block_size=4)
+    manager = block_manager(20, 4)
     first = sequence(14)
     manager.allocate(first)
     compute(manager, first)
-    blocks = list(first.blocks)
+    blocks = list(blocks_of(first))
     manager.free(first)
     check(manager, 17, 3, 0)
     second = sequence(num_tokens)
     manager.allocate(second)
-    assert second.blocks[:hits] == blocks[:hits]
+    assert blocks_of(second)[:hits] == blocks[:hits]
     assert second.num_computed_tokens == 4 * hits
     assert (manager.num_hit_tokens, manager.num_queried_tokens) == (4 * hits, 14 + num_tokens)
     assert manager.num_used == -(-num_tokens // 4)
-    assert not set(second.blocks[hits:]) & set(blocks[:hits])
+    assert not set(blocks_of(second)[hits:]) & set(blocks[:hits])
 
 
 def test_what_is_not_computed_is_not_found() -> None:
-    manager = BlockManager(num_blocks=20, block_size=4)
+    manager = block_manager(20, 4)
     first, second = sequence(12), sequence(12)
     manager.allocate(first)
     first.num_computed_tokens = 7
-    manager.cache_full_blocks(first)
+    manager.end_step(first)
     manager.allocate(second)
     assert second.num_computed_tokens == 4
 
 
 def test_a_token_that_differs_ends_the_prefix() -> None:
-    manager = BlockManager(num_blocks=20, block_size=4)
+    manager = block_manager(20, 4)
     first, second = sequence(13), sequence(13)
     second.token_ids[5] = 99
     manager.allocate(first)
@@ -218,7 +219,7 @@ def test_a_token_that_differs_ends_the_prefix() -> None:
 
 @pytest.mark.parametrize("kind", ["salt", "adapter", "off for the sequence", "off"])
 def test_who_may_not_share(kind: str) -> None:
-    manager = BlockManager(num_blocks=20, block_size=4, enable_prefix_caching=kind != "off")
+    manager = block_manager(20, 4, enable_prefix_caching=kind != "off")
     other = {
         "salt": {"cache_salt": "b"},
         "adapter": {"adapter_key": "b"},
@@ -235,7 +236,7 @@ def test_who_may_not_share(kind: str) -> None:
 
 
 def test_tokens_are_compared_and_a_hash_alone_proves_nothing() -> None:
-    manager = BlockManager(num_blocks=20, block_size=4)
+    manager = block_manager(20, 4)
     first, second = sequence(9), sequence(9)
     manager.allocate(first)
     compute(manager, first)
@@ -246,7 +247,7 @@ def test_tokens_are_compared_and_a_hash_alone_proves_nothing() -> None:
 
 
 def test_the_least_recently_used_block_goes_first_and_ends_before_beginnings() -> None:
-    manager = BlockManager(num_blocks=6, block_size=1)
+    manager = block_manager(6, 1)
     old, new = sequence(3), Sequence("r", [50, 51, 52], SamplingParams(), seed=0)
     for each in (old, new):
         manager.allocate(each)
@@ -256,17 +257,17 @@ def test_the_least_recently_used_block_goes_first_and_ends_before_beginnings() -
     check(manager, 0, 6, 0)
 
     def prefix(tokens: list[int]) -> int:
-        return len(manager._find_prefix(Sequence("r", [*tokens, 0], SamplingParams(), seed=0)))
+        return manager._find_prefix(Sequence("r", [*tokens, 0], SamplingParams(), seed=0))[0]
 
     lengths = []
     for _ in range(6):
-        manager._take_block()
+        manager.pools[0].take()
         lengths.append((prefix([0, 1, 2]), prefix([50, 51, 52])))
     assert lengths == [(2, 3), (1, 3), (0, 3), (0, 2), (0, 1), (0, 0)]
 
 
 def test_a_hit_makes_a_block_new_again() -> None:
-    manager = BlockManager(num_blocks=4, block_size=1)
+    manager = block_manager(4, 1)
     first, second = Sequence("r", [1], SamplingParams(), seed=0), Sequence("r", [2], SamplingParams(), seed=0)
     for each in (first, second):
         manager.allocate(each)
@@ -276,15 +277,15 @@ def test_a_hit_makes_a_block_new_again() -> None:
     manager.allocate(again)
     assert again.num_computed_tokens == 1
     manager.free(again)
-    oldest = manager._by_key[second.block_keys[0]]
-    assert list(manager._cached) == [oldest, manager._by_key[first.block_keys[0]]]
+    oldest = manager.pools[0]._by_key[second.block_keys[0]]
+    assert list(manager.pools[0]._cached) == [oldest, manager.pools[0]._by_key[first.block_keys[0]]]
     for _ in range(2):
-        manager._take_block()
-    assert manager._take_block() == oldest
+        manager.pools[0].take()
+    assert manager.pools[0].take() == oldest
 
 
 def test_hits_that_nobody_holds_are_not_counted_as_room() -> None:
-    manager = BlockManager(num_blocks=3, block_size=4)
+    manager = block_manager(3, 4)
     first = sequence(9)
     manager.allocate(first)
     compute(manager, first)
@@ -296,7 +297,7 @@ def test_hits_that_nobody_holds_are_not_counted_as_room() -> None:
 
 
 def test_two_that_compute_the_same_at_the_same_time() -> None:
-    manager = BlockManager(num_blocks=8, block_size=4)
+    manager = block_manager(8, 4)
     first, second = sequence(8), sequence(8)
     for each in (first, second):
         manager.allocate(each)
@@ -308,7 +309,7 @@ def test_two_that_compute_the_same_at_the_same_time() -> None:
 
 
 def test_reset_forgets_the_contents_and_keeps_the_sequences() -> None:
-    manager = BlockManager(num_blocks=8, block_size=4)
+    manager = block_manager(8, 4)
     first, second = sequence(8), Sequence("r", [9] * 8, SamplingParams(), seed=0)
     for each in (first, second):
         manager.allocate(each)

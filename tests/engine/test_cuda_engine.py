@@ -246,7 +246,7 @@ def test_embeddings_and_scores(expected_embeddings: list[Any], device: str) -> N
 def logits_of_text(model: Decoder, dtype: torch.dtype, device: str) -> Tensor:
     """After each of a few tokens."""
     config, ids = model.config, torch.tensor([504, 3575, 282, 4649, 314])  # The capital of France is
-    cache = KVCache.empty(config.num_layers, 2, 8, config.num_kv_heads, config.head_dim, dtype, device)
+    cache = KVCache.empty([0] * config.num_layers, [2], 8, config.num_kv_heads, config.head_dim, dtype, device)
 
     def int32(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)

@@ -107,8 +107,8 @@ def test_padding_replaces_all_that_a_longer_step_has_left() -> None:
     old = 0x11111111
     assert batch.query_start.tolist() == [0, 2, 3, 3, 3, 3, 3]
     assert batch.seq_lens.tolist() == [old, old, 0, 0, 0, 0]
-    assert batch.slot_mapping[3:].tolist() == batch.adapter_ids[3:].tolist() == [-1, -1, -1]
+    assert batch.slot_mappings[0][3:].tolist() == batch.adapter_ids[3:].tolist() == [-1, -1, -1]
     assert batch.logits_indices[3:].tolist() == [0, 0, 0]
     assert batch.token_ids[3:].tolist() == [0, 0, 0]
     assert batch.token_ids[:3].tolist() == batch.positions[3:].tolist() == [0x1111111111111111] * 3
-    assert batch.block_table.tolist() == [[old] * 3] * 2 + [[0x7F7F7F7F] * 3] * 4, "only the rows in use are copied"
+    assert batch.block_tables[0].tolist() == [[old] * 3] * 2 + [[0x7F7F7F7F] * 3] * 4, "only the rows in use are copied"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.toy import VOCAB_SIZE, Forgetful, always_speculate, check_blocks, drain, toy_engine
+from support.toy import NUM_LAYERS, VOCAB_SIZE, Forgetful, ToyModel, always_speculate, check_blocks, drain, toy_engine
 from support.toy_grammar import Letters, constrained
 
 from fastinfer.engine import deadlines
@@ -49,8 +49,9 @@ class Request:
             return constrained(engine, self.prompt, self.params, self.grammar, **options)
         return engine.add_request(self.prompt, self.params, **options)
 
-    def alone(self, max_model_len: int) -> "Texts":
-        engine = toy_engine(max_model_len=max_model_len)
+    def alone(self, max_model_len: int, windows: tuple[int, ...]) -> "Texts":
+        model = ToyModel() if 0 in windows else ToyModel(windows)
+        engine = toy_engine(model=model, max_model_len=max_model_len)
         texts = Texts(self.params)
         self.add(engine)
         while engine.has_unfinished:
@@ -105,7 +106,9 @@ def draw_engine(draw: Any) -> Engine:
     max_model_len = draw(st.integers(4, 40))
     fewest = -(-max_model_len // block_size)
     speculation = draw(st.sampled_from(["none", "ngram", "draft model"]))
+    windows = draw(st.tuples(*[st.sampled_from([0, 0, 1, 3, 8])] * NUM_LAYERS))
     engine = toy_engine(
+        model=ToyModel(windows),
         draft_model=Forgetful() if speculation == "draft model" else None,
         num_speculative_tokens=0 if speculation == "none" else draw(st.integers(1, 4)),
         block_size=block_size,
@@ -195,7 +198,7 @@ def run_trace(draw: Any, engine: Engine, clock: SimpleNamespace) -> None:
 
     for request_id, request in requests.items():
         assert texts[request_id].finished
-        texts[request_id].check(request.alone(max_model_len))
+        texts[request_id].check(request.alone(max_model_len, engine.model.windows))
     for name in "ab":
         with contextlib.suppress(RequestError):
             engine.remove_prompt_module(name)

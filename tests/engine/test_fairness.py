@@ -9,8 +9,8 @@ from itertools import pairwise
 from types import FrameType
 
 import pytest
+from support.blocks import block_manager
 
-from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.scheduler import Scheduler
 from fastinfer.engine.sequence import Sequence, SequenceState
 from fastinfer.sampling_params import SamplingParams
@@ -49,7 +49,7 @@ class Simulation:
     """Runs a scheduler on jobs as the engine would, with made-up tokens."""
 
     def __init__(self, max_num_seqs: int, budget: int, num_blocks: int = 100_000, prefix_caching: bool = False) -> None:
-        manager = BlockManager(num_blocks, block_size=4, enable_prefix_caching=prefix_caching)
+        manager = block_manager(num_blocks, 4, prefix_caching)
         self.scheduler = Scheduler(manager, max_num_seqs, budget)
         self.step_number = 0
         self.jobs: dict[str, Job] = {}

@@ -2,6 +2,7 @@
 
 import io
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +28,11 @@ def memory_of(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
 
 
 def choose(limit: int, token_bytes: int, weight_bytes: int = 0, **options: Any) -> KVCacheSize:
-    return choose_kv_cache_size(EngineConfig(**options), limit, token_bytes, weight_bytes)
+    return choose_kv_cache_size(EngineConfig(**options), limit, {0: token_bytes}, weight_bytes)
+
+
+def cache_of(num_blocks: int, max_model_len: int) -> KVCacheSize:
+    return KVCacheSize((0,), (num_blocks,), max_model_len)
 
 
 def test_available_memory_is_what_linux_reports(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,8 +65,9 @@ def test_default_options_take_the_longest_context_that_fits(
     memory_of(monkeypatch, memory * GIB)
     size = choose(limit, token_bytes, weights)
     affordable = (memory * GIB - weights) // 2
-    assert size.max_model_len <= size.num_blocks * 32
-    assert size.num_blocks * 32 * token_bytes <= affordable
+    (num_blocks,) = size.num_blocks
+    assert size.max_model_len <= num_blocks * 32
+    assert num_blocks * 32 * token_bytes <= affordable
     # One block more would not fit, unless the model's own limit is reached.
     assert size.max_model_len == limit or (size.max_model_len + 32) * token_bytes > affordable
 
@@ -69,7 +75,7 @@ def test_default_options_take_the_longest_context_that_fits(
 def test_the_default_size_provides_for_sequences_of_typical_length(monkeypatch: pytest.MonkeyPatch) -> None:
     def blocks(limit: int, available_bytes: int) -> int:
         memory_of(monkeypatch, available_bytes)
-        return choose(limit, 30, max_num_seqs=4).num_blocks
+        return choose(limit, 30, max_num_seqs=4).num_blocks[0]
 
     assert blocks(100, 10**9) == 4 * 4  # 100 tokens take 4 blocks
     assert blocks(100_000, 10**9) == 3125  # one long sequence, more than four of 2,048
@@ -80,9 +86,9 @@ def test_the_default_size_provides_for_sequences_of_typical_length(monkeypatch: 
 @pytest.mark.parametrize("limits", [{"kv_cache_memory": 1000 * 32 * 30}, {"num_kv_blocks": 1000}])
 def test_a_given_size_limits_the_context(limits: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     memory_of(monkeypatch, 10**9)
-    assert choose(100_000, 30, **limits) == KVCacheSize(1000, 32_000)
-    assert choose(20_000, 30, **limits) == KVCacheSize(1000, 20_000)
-    assert choose(100_000, 30, max_model_len=500, **limits) == KVCacheSize(1000, 500)
+    assert choose(100_000, 30, **limits) == cache_of(1000, 32_000)
+    assert choose(20_000, 30, **limits) == cache_of(1000, 20_000)
+    assert choose(100_000, 30, max_model_len=500, **limits) == cache_of(1000, 500)
 
 
 def test_weights_that_are_still_to_be_loaded_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +111,7 @@ def test_weights_that_are_still_to_be_loaded_count(monkeypatch: pytest.MonkeyPat
         (
             {"num_kv_blocks": 100},
             "the KV cache must fit into the 9000 bytes of memory that are available beside the weights, got 100 blocks "
-            "of 960 bytes",
+            "and 96000 bytes",
         ),
     ],
 )
@@ -120,6 +126,46 @@ def test_a_gpu_is_filled_to_its_utilization(monkeypatch: pytest.MonkeyPatch) -> 
     total, free = 80 * GIB, 79 * GIB
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free, total))
     size = choose(10**9, 2**16, weight_bytes=15 * GIB, device="cuda", gpu_memory_utilization=0.75)
-    assert size.num_blocks * 32 * 2**16 == (79 - 15 - 20) * GIB
+    assert size.num_blocks[0] * 32 * 2**16 == (79 - 15 - 20) * GIB
     with pytest.raises(RequestError, match=r"gpu_memory_utilization$"):
         choose(10**9, 2**16, weight_bytes=79 * GIB, device="cuda")
+
+
+GEMMA_3_4B = {0: 5 * 4 * 256 * 4, 1024: 29 * 4 * 256 * 4}
+
+
+@pytest.mark.parametrize("memory", [16, 32, 512])
+def test_layers_with_a_window_leave_their_memory_to_the_others(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole context of Gemma-3-4B fits into 11 / 2 GiB; if all blocks were kept, 42,000 tokens would."""
+    memory_of(monkeypatch, memory * GIB)
+    size = choose_kv_cache_size(EngineConfig(), 131_072, GEMMA_3_4B, 5 * GIB)
+    assert (size.windows, size.max_model_len) == ((0, 1024), 131_072)
+    full, windowed = size.num_blocks
+    assert full == 131_072 // 32
+    num_seqs = 64 if memory > 16 else 16
+    assert windowed == num_seqs * (1024 // 32 + 1) + 512 // 32  # their windows, and a step's chunks of prompts
+    assert 32 * (full * GEMMA_3_4B[0] + windowed * GEMMA_3_4B[1024]) <= (memory - 5) * GIB / 2
+
+
+@pytest.mark.parametrize("memory", [3_000_000, 10_000_000, 10**9])
+@pytest.mark.parametrize("window", [64, 4096])
+def test_all_groups_together_fill_the_memory(window: int, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory_of(monkeypatch, 10**12)
+    config = EngineConfig(max_num_batched_tokens=64, kv_cache_memory=memory)
+    size = choose_kv_cache_size(config, 10**9, {0: 100, window: 300})
+    full, windowed = size.num_blocks
+    assert windowed == min(full, window // 32 + 1 + 2)
+    assert 0 <= memory - 32 * (100 * full + 300 * windowed) < 32 * 400
+    assert size.max_model_len == 32 * full
+    short = choose_kv_cache_size(replace(config, kv_cache_memory=10**9), 4096, {0: 100, 64: 300})
+    assert short.num_blocks[1] == 64 * 3 + 2
+
+
+def test_without_layers_of_full_attention_any_context_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory_of(monkeypatch, 10**9)
+    config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=64)
+    blocks = 4096 // 32 + 1 + 2
+    assert choose_kv_cache_size(config, 10**6, {4096: 100}) == KVCacheSize((4096,), (blocks,), 10**6)
+    assert choose_kv_cache_size(config, 100, {4096: 100}) == KVCacheSize((4096,), (2 * 4,), 100)
+    few = replace(config, num_kv_blocks=100)
+    assert choose_kv_cache_size(few, 10**6, {4096: 100}) == KVCacheSize((4096,), (100,), 3200)

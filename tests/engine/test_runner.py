@@ -290,7 +290,7 @@ def test_an_exception_in_a_replay_leaves_the_engine_usable() -> None:
         for _ in range(5):
             engine.step()
     broken = engines[1]
-    broken.runner.inputs._block_table[1, 0] = 10_000
+    broken.runner.inputs._block_tables[0, 1, 0] = 10_000
     with pytest.raises(RuntimeError, match=r"block_table\[1, 0\]"):
         broken.step()  # after which the sequences begin anew, and their rows of the table are written as a whole
     for engine in engines:

@@ -1,7 +1,7 @@
 import pytest
+from support.blocks import block_manager, blocks_of
 
 from fastinfer.engine.admission import AdmissionPolicy, Dynamic, Static
-from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.scheduler import Chunk, Scheduler
 from fastinfer.engine.sequence import Sequence, SequenceState
 from fastinfer.sampling_params import SamplingParams
@@ -14,7 +14,7 @@ def scheduler(
     budget: int = 16,
     batching: AdmissionPolicy | None = None,
 ) -> Scheduler:
-    return Scheduler(BlockManager(num_blocks, block_size), max_num_seqs, budget, batching)
+    return Scheduler(block_manager(num_blocks, block_size), max_num_seqs, budget, batching)
 
 
 def sequence(name: str, num_tokens: int, priority: int = 0) -> Sequence:
@@ -111,7 +111,7 @@ def test_nobody_takes_the_place_of_one_that_was_preempted() -> None:
     a, b, short = sequence("a", 8), sequence("b", 12), sequence("short", 1)
     run_to_preemption(s, a, b, short)
     assert s.waiting == [b, short]
-    assert (s.num_overtakings, s.block_manager.num_used) == (0, len(a.blocks))
+    assert (s.num_overtakings, s.block_manager.num_used) == (0, len(blocks_of(a)))
 
 
 def test_the_newest_is_preempted_and_waits_at_the_front() -> None:
@@ -127,7 +127,7 @@ def test_the_newest_is_preempted_and_waits_at_the_front() -> None:
     assert run(s.schedule()) == {"a": 1}
     assert s.num_preemptions == 1
     assert b.state is SequenceState.WAITING
-    assert (b.blocks, b.num_computed_tokens, len(b)) == ([], 0, 9)
+    assert (blocks_of(b), b.num_computed_tokens, len(b)) == ([], 0, 9)
     assert list(s.waiting) == [b, c]
     s.finish(a)
     # Computed again with what it has generated. Then c waits for one block and one spare, and there is one.
@@ -144,7 +144,7 @@ def test_the_newest_gives_way_itself_when_it_is_the_one_without_a_block() -> Non
     assert run(s.schedule()) == {"a": 1}
     assert s.running == [a]
     assert list(s.waiting) == [b]
-    assert (s.block_manager.num_used, len(a.blocks)) == (3, 3)
+    assert (s.block_manager.num_used, len(blocks_of(a))) == (3, 3)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
@@ -241,7 +241,7 @@ def test_drafts_share_the_budget(budget: int, expected: list[int]) -> None:
         each.num_drafts = 4
     assert [chunk.num_drafts for chunk in s.schedule()] == expected
     for each, count in zip(s.running, expected, strict=False):
-        assert len(each.blocks) == -(-(4 + count) // 4)
+        assert len(blocks_of(each)) == -(-(4 + count) // 4)
 
 
 @pytest.mark.parametrize(
@@ -393,7 +393,7 @@ def test_when_all_wait_for_one_that_finds_no_room() -> None:
         chunk.sequence.num_computed_tokens += chunk.num_tokens  # and no token is appended
     s.add(c)
     assert [chunk.sequence for chunk in s.schedule()] == [c]
-    assert (b.state, b.blocks) == (SequenceState.PENDING, [])
+    assert (b.state, blocks_of(b)) == (SequenceState.PENDING, [])
     assert s.running == [a, c]
     b.append(1)
     s.resume(b)

@@ -403,7 +403,7 @@ def test_drafts_that_were_accepted_after_the_end_are_not_committed() -> None:
     engine.add_request([1, 2, 3], params)
     text = drain(engine)["request-0"].outputs[0].token_ids
     assert text == expected[: expected.index(stop) + 1]
-    keys = [content.tokens for content in engine.block_manager._contents if content is not None]
+    keys = [content.tokens for content in engine.block_manager.pools[0]._contents if content is not None]
     assert all(len(tokens) == 8 for tokens in keys), "each of one token"
     assert 3 < len(keys) <= 3 + len(text)
 

@@ -9,12 +9,12 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
+from support.blocks import block_manager
 from support.flat_model import flat_engine
 from support.toy import always_speculate
 
 import fastinfer
 from fastinfer.engine import ngram_index
-from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.engine import Engine
 from fastinfer.outputs import RequestOutput
 from fastinfer.sampling_params import RequestOutputKind, SamplingParams
@@ -105,8 +105,8 @@ def test_the_counts_see_a_copy() -> None:
     assert cost_of(lambda: tokens[:]).num_bytes - cost_of(lambda: tokens[:300]).num_bytes > 3000
     with pytest.raises(AssertionError):
         assert_same(cost_of(lambda: tokens[:300]), cost_of(lambda: tokens[:]), 3000)
-    manager = BlockManager(1000, 4)
-    short, long = (cost_of(lambda n=n: [manager._take_block() for _ in range(n)]) for n in (10, 110))
+    manager = block_manager(1000, 4)
+    short, long = (cost_of(lambda n=n: [manager.pools[0].take() for _ in range(n)]) for n in (10, 110))
     with pytest.raises(AssertionError):
         assert_same(short, long, 100_000)
 
@@ -142,7 +142,7 @@ def hold_back(num_tokens: int, *, shared: bool) -> Engine:
     # Without its prefix in use the prompt has no room; with it, what follows has none.
     rest = [1] * (500 if shared else 0)
     while engine.block_manager.can_allocate(engine.scheduler.running[0], spare=0):
-        engine.block_manager._take_block()
+        engine.block_manager.pools[0].take()
     engine.add_request([*prompt, *rest], LONG)
     engine.step()
     assert len(engine.scheduler.waiting) == 1

@@ -13,7 +13,7 @@ BYTES = [torch.int8, torch.float8_e4m3fn]
 @pytest.mark.parametrize("dtype", [*FLOATS, *BYTES, torch.uint8])
 def test_tensors_have_their_own_memory_in_every_layer(dtype: torch.dtype) -> None:
     """Heads of 80 in int4 are 40 bytes, with an fp16 scale and minimum per 16 elements of a key and 64 of a value."""
-    tensors = KVCache.empty(3, 5, 4, 2, 80, dtype, "cpu")
+    tensors = KVCache.empty([0] * 3, [5], 4, 2, 80, dtype, "cpu")
     assert len(tensors.layers) == 3
     every = [tensor for cache in tensors for tensor in cache.tensors]
     assert len({tensor.data_ptr() for tensor in every}) == len(every) == (6 if dtype in FLOATS else 12)
@@ -40,13 +40,13 @@ def test_tensors_have_their_own_memory_in_every_layer(dtype: torch.dtype) -> Non
 )
 def test_size_of_a_token(dtype: torch.dtype, head_bytes: int) -> None:
     assert token_bytes(3, 2, 80, dtype) == 3 * 2 * head_bytes
-    tensors = KVCache.empty(3, 5, 4, 2, 80, dtype, "cpu")
+    tensors = KVCache.empty([0] * 3, [5], 4, 2, 80, dtype, "cpu")
     assert sum(tensor.nbytes for cache in tensors for tensor in cache.tensors) == 5 * 4 * 3 * 2 * head_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.uint8])
 def test_copied_blocks(dtype: torch.dtype) -> None:
-    tensors = KVCache.empty(2, 6, 4, 2, 8, dtype, "cpu")
+    tensors = KVCache.empty([0] * 2, [6], 4, 2, 8, dtype, "cpu")
     every = [tensor for cache in tensors for tensor in cache.tensors]
     for index, tensor in enumerate(every):
         numbers = 99 * torch.rand(tensor.shape, generator=torch.Generator().manual_seed(index))
@@ -59,7 +59,7 @@ def test_copied_blocks(dtype: torch.dtype) -> None:
 
 def test_two_elements_share_a_byte() -> None:
     with pytest.raises(RequestError, match="even head_dim, got 9"):
-        KVCache.empty(1, 2, 4, 1, 9, torch.uint8, "cpu")
+        KVCache.empty([0], [2], 4, 1, 9, torch.uint8, "cpu")
 
 
 @pytest.mark.parametrize(("num_tokens", "blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])

@@ -18,8 +18,8 @@ def log_probabilities(model: Decoder, ids: list[int], dtype: str, adapter: int |
     config = model.config
     blocks = num_blocks_for(len(ids), BLOCK_SIZE)
     cache = KVCache.empty(
-        config.num_layers,
-        blocks,
+        [0] * config.num_layers,
+        [blocks],
         BLOCK_SIZE,
         config.num_kv_heads,
         config.head_dim,

@@ -68,12 +68,12 @@ def make_batch(lengths: list[int], adapters: list[int] | None = None, seed: int 
         positions=torch.cat([torch.arange(length) for length in lengths]),
         query_start=starts,
         seq_lens=starts.diff(),
-        block_table=table,
-        slot_mapping=torch.cat(slots),
+        block_tables=(table,),
+        slot_mappings=(torch.cat(slots),),
         logits_indices=torch.arange(sum(lengths)),
         adapter_ids=ids,
     )
 
 
 def make_cache(config: ModelConfig = CONFIG, dtype: torch.dtype = torch.float32) -> KVCache:
-    return KVCache.empty(config.num_layers, 12, BLOCK_SIZE, config.num_kv_heads, config.head_dim, dtype, "cpu")
+    return KVCache.empty([0] * config.num_layers, [12], BLOCK_SIZE, config.num_kv_heads, config.head_dim, dtype, "cpu")

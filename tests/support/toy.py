@@ -53,13 +53,23 @@ def greedy(prompt: list[int], max_tokens: int, *, stop_at_eos: bool = True) -> l
 
 
 class ToyModel:
-    """Stores token and position of every token in every layer, and reads all of it back."""
+    """Stores token and position of every token in every layer, and reads back all that the layer's window shows.
+
+    If all layers have a window, a token's hash is that of the text in the largest window.
+    """
 
     config = SimpleNamespace(
-        num_layers=NUM_LAYERS, num_kv_heads=1, head_dim=1, vocab_size=VOCAB_SIZE, max_position=MAX_POSITION
+        num_layers=NUM_LAYERS,
+        num_kv_heads=1,
+        head_dim=1,
+        vocab_size=VOCAB_SIZE,
+        max_position=MAX_POSITION,
+        window=lambda layer: 0,
     )
 
-    def __init__(self) -> None:
+    def __init__(self, windows: tuple[int, ...] = (0,) * NUM_LAYERS) -> None:
+        self.windows = windows
+        self.config = SimpleNamespace(**vars(self.config) | {"window": windows.__getitem__})
         self.fail = False
         self.batch_sizes: list[int] = []
 
@@ -69,11 +79,16 @@ class ToyModel:
             raise RuntimeError("the model broke")
         self.batch_sizes.append(len(batch.token_ids))
         for cache in kv_cache:
-            cache.k.view(-1)[batch.slot_mapping] = batch.token_ids.float()
-            cache.v.view(-1)[batch.slot_mapping] = batch.positions.float()
+            cache.k.view(-1)[batch.slot_mappings[cache.group]] = batch.token_ids.float()
+            cache.v.view(-1)[batch.slot_mappings[cache.group]] = batch.positions.float()
         hashes: list[int] = []
         for row, (start, end) in enumerate(pairwise(batch.query_start.tolist())):
-            hashes += hashes_of(self._read(batch, kv_cache, row))[start - end :]
+            tokens, length = self._read(batch, kv_cache, row), end - start
+            if 0 in self.windows:
+                hashes += hashes_of(tokens)[-length:]
+            else:
+                ends = range(len(tokens) - length + 1, len(tokens) + 1)
+                hashes += [hashes_of(tokens[max(end - max(self.windows), 0) : end])[-1] for end in ends]
         return torch.tensor(hashes)[:, None]
 
     def logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
@@ -84,19 +99,22 @@ class ToyModel:
         """[tokens, 8]: something that every token has its own of."""
         return torch.stack([random_logits(seed)[:8] for seed in hidden[:, 0].tolist()])
 
-    @staticmethod
-    def _read(batch: Batch, kv_cache: KVCache, row: int) -> list[int]:
-        """The sequence's tokens up to and including this step's; fails if a layer holds anything else."""
+    def _read(self, batch: Batch, kv_cache: KVCache, row: int) -> list[int]:
+        """The tokens that this step's tokens see, and themselves; fails if the layers do not agree."""
         length = int(batch.seq_lens[row])
         start, end = batch.query_start[row : row + 2].tolist()
-        assert batch.positions[start:end].tolist() == list(range(length - (end - start), length))
-        first = kv_cache.layers[0]
-        block_size = first.k.shape[1]
-        blocks = batch.block_table[row, : -(-length // block_size)].long()
-        for cache in kv_cache:
-            assert torch.equal(cache.v[blocks].flatten()[:length], torch.arange(length).float())
-            assert torch.equal(cache.k[blocks].flatten()[:length], first.k[blocks].flatten()[:length])
-        return first.k[blocks].flatten()[:length].int().tolist()
+        first = length - (end - start)
+        assert batch.positions[start:end].tolist() == list(range(first, length))
+        found: list[list[int]] = []
+        for cache, window in zip(kv_cache, self.windows, strict=True):
+            seen = max(first - window + 1, 0) if window else 0
+            block_size = cache.k.shape[1]
+            blocks = batch.block_tables[cache.group][row, : -(-length // block_size)].long()
+            assert torch.equal(cache.v[blocks].flatten()[seen:length], torch.arange(seen, length).float())
+            found.append(cache.k[blocks].flatten()[seen:length].int().tolist())
+        longest = max(found, key=len)
+        assert all(longest[-len(tokens) :] == tokens for tokens in found)
+        return longest
 
 
 class Forgetful(ToyModel):
@@ -167,15 +185,19 @@ def drain(engine: Engine, limit: int = 10_000) -> dict[str, Any]:
 
 def check_blocks(engine: Engine) -> None:
     """Every block is free, cached or held, by exactly as many sequences as are counted."""
-    cache, scheduler = engine.block_manager, engine.scheduler
+    manager, scheduler = engine.block_manager, engine.scheduler
     pinned = [module for module in engine.prompt_modules.sequences if module.state is SequenceState.FINISHED]
-    held = Counter(block for sequence in [*scheduler.running, *pinned] for block in set(sequence.blocks))
-    assert cache._ref_counts == [held[block] for block in range(cache.num_blocks)]
-    assert len(held) == cache.num_used
-    assert cache.num_free + cache.num_cached + cache.num_used == cache.num_blocks
-    assert not set(cache._free) & set(cache._cached)
-    assert {block for block, content in enumerate(cache._contents) if content} == set(cache._by_key.values())
-    assert not any(sequence.blocks for sequence in scheduler.waiting)
+    num_used = 0
+    for group, pool in enumerate(manager.pools):
+        holders = [sequence.block_tables[group].held for sequence in [*scheduler.running, *pinned]]
+        held = Counter(block for blocks in holders for block in set(blocks))
+        assert pool._ref_counts == [held[block] for block in range(pool.num_blocks)]
+        assert pool.num_free + pool.num_cached + len(held) == pool.num_blocks
+        assert not set(pool._free) & set(pool._cached)
+        assert {block for block, content in enumerate(pool._contents) if content} == set(pool._by_key.values())
+        num_used += len(held)
+    assert manager.num_used == num_used
+    assert not any(sequence.block_tables for sequence in scheduler.waiting)
     assert scheduler.num_waiting_tokens == sum(sequence.num_queued_tokens for sequence in scheduler.waiting)
     assert all(0 <= len(sequence) - sequence.num_queued_tokens <= 1 for sequence in scheduler.waiting)
     assert sum(sequence.num_slots for sequence in scheduler.running) <= scheduler.max_num_seqs

@@ -172,10 +172,15 @@ class Weights:
 
 
 def kv_cache_bytes(config: ModelConfig, num_kv_heads: int, dtype: torch.dtype, context: int, batch: int) -> int:
-    """Return the size of the keys and values of ``batch`` sequences in whole blocks, including scales."""
+    """Return the size of the keys and values of ``batch`` sequences in whole blocks, including scales.
+
+    Layers with an attention window hold the blocks that the next token sees, and its own.
+    """
     block_size = EngineConfig().block_size
-    slots = batch * num_blocks_for(context, block_size) * block_size
-    return slots * token_bytes(config.num_layers, num_kv_heads, config.head_dim, dtype)
+    whole = num_blocks_for(context, block_size)
+    windows = map(config.window, range(config.num_layers))
+    counts = [min(whole, num_blocks_for(window, block_size) + 1) if window else whole for window in windows]
+    return batch * sum(counts) * block_size * token_bytes(1, num_kv_heads, config.head_dim, dtype)
 
 
 def attended_positions(config: ModelConfig, tokens: int) -> int:

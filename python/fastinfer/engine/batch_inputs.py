@@ -62,6 +62,7 @@ class BatchInputs:
         max_tokens: maximum number of tokens in a batch.
         max_logits: maximum number of rows of logits in a batch.
         max_blocks: maximum number of blocks of one sequence.
+        num_groups: number of groups of layers, each of which has its own blocks.
         block_size: tokens per block of the cache.
         device: device that computes, ``"cpu"`` or ``"cuda"``.
 
@@ -71,30 +72,37 @@ class BatchInputs:
     """
 
     def __init__(
-        self, max_seqs: int, max_tokens: int, max_logits: int, max_blocks: int, block_size: int, device: str = "cpu"
+        self,
+        max_seqs: int,
+        max_tokens: int,
+        max_logits: int,
+        max_blocks: int,
+        block_size: int,
+        num_groups: int = 1,
+        device: str = "cpu",
     ) -> None:
         self.max_seqs = max_seqs
         self.max_tokens = max_tokens
         self.device = torch.device(device)
         self._block_size = block_size
-        # The int64 arrays come first, for their alignment. The block table comes last, as usually only few of its rows
-        # have to be copied.
-        longs, ints = 3 * max_tokens + max_logits, max_tokens + 2 * max_seqs + 1
+        # The int64 arrays come first, for their alignment. The block tables come last, as usually only few of their
+        # rows have to be copied.
+        longs, ints = (2 + num_groups) * max_tokens + max_logits, max_tokens + 2 * max_seqs + 1
         self._table_start = 8 * longs + 4 * ints
-        self._host = np.zeros(self._table_start + 4 * max_seqs * max_blocks, np.uint8)
+        self._host = np.zeros(self._table_start + 4 * max_seqs * num_groups * max_blocks, np.uint8)
         wide = self._host[: 8 * longs].view(np.int64)
         narrow = self._host[8 * longs : self._table_start].view(np.int32)
-        self._token_ids, self._positions, self._slot_mapping, self._logits_indices = np.split(
-            wide, [max_tokens, 2 * max_tokens, 3 * max_tokens]
+        self._token_ids, self._positions, *self._slot_mappings, self._logits_indices = np.split(
+            wide, [(index + 1) * max_tokens for index in range(2 + num_groups)]
         )
         self._adapter_ids, self._seq_lens, self._query_start = np.split(narrow, [max_tokens, max_tokens + max_seqs])
-        self._block_table = self._host[self._table_start :].view(np.int32).reshape(max_seqs, max_blocks)
+        self._block_tables = self._host[self._table_start :].view(np.int32).reshape(num_groups, max_seqs, max_blocks)
         host = torch.from_numpy(self._host)
         self._memory = host if self.device.type == "cpu" else host.to(self.device)
         self._drawn: Tensor | None = None
         self._num_tokens = 0
-        # For each row of the block table: the list of blocks that was written last, and how many of its entries.
-        self._rows: list[tuple[list[int], int]] = [([], 0)] * max_seqs
+        # For each group and row: the list of blocks that was written last, and how many of its entries.
+        self._rows: list[list[tuple[list[int], int]]] = [[([], 0)] * max_seqs for _ in range(num_groups)]
 
     def fill(self, chunks: list[Chunk], drawn: Tensor | None = None) -> None:
         """Write the inputs of a step: sequence i is that of ``chunks[i]``, whose blocks are allocated already.
@@ -106,7 +114,7 @@ class BatchInputs:
         # Lists are written to the arrays as a whole: 64 single tokens take 0.05 ms instead of 0.13.
         token_ids: list[int] = []
         positions: list[int] = []
-        slots: list[int] = []
+        slots: list[list[int]] = [[] for _ in self._slot_mappings]
         adapters: list[int] = []
         ends: list[int] = []
         logits: list[int] = []
@@ -117,27 +125,30 @@ class BatchInputs:
                 known = sequence.token_ids
                 token_ids.append(-1 - sequence.drawn_row if sequence.num_unknown_tokens else known[position])
                 positions.append(position)
-                slots.append(sequence.blocks[position // size] * size + position % size)
+                for group, table in enumerate(sequence.block_tables):
+                    slots[group].append(table.blocks[position // size] * size + position % size)
                 adapters.append(sequence.adapter)
             else:
                 own = np.arange(position, position + chunk.num_tokens + len(drafts))
                 token_ids += sequence.token_ids[position : position + chunk.num_tokens] + drafts
                 positions += own.tolist()
-                slots += (np.asarray(sequence.blocks)[own // size] * size + own % size).tolist()
+                for group, table in enumerate(sequence.block_tables):
+                    slots[group] += (np.asarray(table.blocks)[own // size] * size + own % size).tolist()
                 adapters += [sequence.adapter] * len(own)
             end = len(token_ids)
             ends.append(end)
             if chunk.num_receivers:
                 first_draft = end - len(drafts)
                 logits += [first_draft - 1] * chunk.num_receivers + list(range(first_draft, end))
-            self._fill_blocks(index, sequence.blocks)
+            for group, table in enumerate(sequence.block_tables):
+                self._fill_blocks(group, index, table.blocks)
         self._num_tokens = len(token_ids)
         for array, values in (
             (self._token_ids, token_ids),
             (self._positions, positions),
-            (self._slot_mapping, slots),
             (self._adapter_ids, adapters),
             (self._logits_indices, logits),
+            *zip(self._slot_mappings, slots, strict=True),
         ):
             array[: len(values)] = values
         self._query_start[1 : len(ends) + 1] = ends
@@ -157,17 +168,21 @@ class BatchInputs:
             bucket: number of tokens, of sequences and of rows of logits after padding.
         """
         self._token_ids[size.num_tokens : bucket] = 0  # what an earlier step left may be no token
-        self._slot_mapping[size.num_tokens : bucket] = -1
+        for slot_mapping in self._slot_mappings:
+            slot_mapping[size.num_tokens : bucket] = -1
         self._adapter_ids[size.num_tokens : bucket] = -1
         self._query_start[size.num_seqs + 1 : bucket + 1] = size.num_tokens
         self._seq_lens[size.num_seqs : bucket] = 0
         self._logits_indices[size.num_logits : bucket] = 0
 
     def upload(self, num_seqs: int) -> None:
-        """Queue a copy of the inputs, with ``num_seqs`` rows of the block table, to the GPU; does nothing on a CPU."""
+        """Queue a copy of the inputs, with ``num_seqs`` rows of the block tables, to the GPU; does nothing on a CPU."""
         if self.device.type != "cpu":
-            end = self._table_start + num_seqs * self._block_table.strides[0]
-            self._memory[:end].copy_(torch.from_numpy(self._host[:end]).pin_memory(), non_blocking=True)
+            table_bytes, row_bytes = self._block_tables.strides[:2]
+            for group in range(len(self._block_tables)):
+                table = self._table_start + group * table_bytes
+                part = slice(table if group else 0, table + num_seqs * row_bytes)
+                self._memory[part].copy_(torch.from_numpy(self._host[part]).pin_memory(), non_blocking=True)
             if self._drawn is not None:
                 self._insert_drawn(self._drawn)
 
@@ -184,8 +199,8 @@ class BatchInputs:
             positions=tensor(self._positions, size.num_tokens),
             query_start=tensor(self._query_start, size.num_seqs + 1),
             seq_lens=tensor(self._seq_lens, size.num_seqs),
-            block_table=tensor(self._block_table, size.num_seqs),
-            slot_mapping=tensor(self._slot_mapping, size.num_tokens),
+            block_tables=tuple(tensor(block_table, size.num_seqs) for block_table in self._block_tables),
+            slot_mappings=tuple(tensor(slot_mapping, size.num_tokens) for slot_mapping in self._slot_mappings),
             logits_indices=tensor(self._logits_indices, size.num_logits),
             adapter_ids=tensor(self._adapter_ids, size.num_tokens) if size.has_adapters else None,
         )
@@ -198,14 +213,14 @@ class BatchInputs:
         known = drawn.clamp(min=0)[(-1 - token_ids).clamp(min=0)]
         torch.where(token_ids < 0, known, token_ids, out=token_ids)
 
-    def _fill_blocks(self, row: int, blocks: list[int]) -> None:
-        """Write the new entries of a row of the block table.
+    def _fill_blocks(self, group: int, row: int, blocks: list[int]) -> None:
+        """Write the new entries of a row of a group's block table.
 
         A sequence's list of blocks either grows at its end or is replaced by another list.
         """
-        known, count = self._rows[row]
+        known, count = self._rows[group][row]
         if known is not blocks:
             count = 0
         if count < len(blocks):
-            self._block_table[row, count : len(blocks)] = blocks[count:]
-            self._rows[row] = blocks, len(blocks)
+            self._block_tables[group, row, count : len(blocks)] = blocks[count:]
+            self._rows[group][row] = blocks, len(blocks)

@@ -5,7 +5,10 @@ Paging follows Kwon et al., 2023, https://arxiv.org/abs/2309.06180. Cached prefi
 """
 
 from collections import Counter
+from collections.abc import Sequence as List
 
+from fastinfer.engine.block_pool import BlockPool
+from fastinfer.engine.block_table import BlockTable
 from fastinfer.engine.prefix_hash import BlockContent, PrefixScan, next_key, tokens_to_bytes
 from fastinfer.engine.sequence import Sequence
 from fastinfer.models.kv_cache import num_blocks_for
@@ -14,57 +17,67 @@ from fastinfer.models.kv_cache import num_blocks_for
 class BlockManager:
     """Allocates blocks to sequences and takes them back.
 
-    Each block is in one of three states:
-
-    - used: at least one sequence holds it;
-    - cached: no sequence holds it, but a later one may find its content. When no block is free, the cached block that
-      was released longest ago is reused;
-    - free.
+    Layers with the same attention window form a group, which has a pool of blocks, and every sequence has a table of
+    blocks in each group. In a group with a window, a sequence gives back the blocks that none of its later tokens can
+    see, and a prompt gets its blocks chunk by chunk.
 
     Sequences that begin with the same tokens share blocks. Full blocks are never written again. A forked sequence also
     shares its parent's partial block; the first of the two to write into that block gets a copy of it
     (``pending_copies``).
 
     Args:
-        num_blocks: number of blocks in the cache.
+        pools: the blocks of each group of layers. At most one of them has no window.
         block_size: tokens per block.
         enable_prefix_caching: whether later sequences may reuse the content of full blocks.
 
     Attributes:
-        pending_copies: (source, destination) pairs of blocks to copy before the next step computes anything.
+        pools, block_size, enable_prefix_caching: see above.
+        pending_copies: for each group, (source, destination) pairs of blocks to copy before the next step computes
+            anything.
         num_queried_tokens: tokens of all admitted sequences.
         num_hit_tokens: those of them that the prefix cache already held.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
-        self.num_blocks = num_blocks
+    def __init__(self, pools: List[BlockPool], block_size: int, enable_prefix_caching: bool = True) -> None:
+        self.pools = pools
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.pending_copies: list[tuple[int, int]] = []
+        self.pending_copies: list[list[tuple[int, int]]] = [[] for _ in pools]
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
-        # A stack with block 0 on top, so that released blocks are reused before memory that was never touched.
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached: dict[int, None] = {}  # in the order of their release
-        self._ref_counts = [0] * num_blocks
-        self._contents: list[BlockContent | None] = [None] * num_blocks
-        self._by_key: dict[bytes, int] = {}
-        self._num_acquired = 0  # cached blocks that became used since the start
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks in all pools."""
+        return sum(pool.num_blocks for pool in self.pools)
 
     @property
     def num_free(self) -> int:
-        """Number of free blocks."""
-        return len(self._free)
+        """Number of free blocks in all pools."""
+        return sum(pool.num_free for pool in self.pools)
 
     @property
     def num_cached(self) -> int:
-        """Number of cached blocks."""
-        return len(self._cached)
+        """Number of cached blocks in all pools."""
+        return sum(pool.num_cached for pool in self.pools)
 
     @property
     def num_used(self) -> int:
-        """Number of blocks that at least one sequence holds."""
-        return self.num_blocks - len(self._free) - len(self._cached)
+        """Number of blocks in all pools that at least one sequence holds."""
+        return self.num_blocks - self.num_free - self.num_cached
+
+    @property
+    def num_available(self) -> int:
+        """Number of blocks that can be taken from each pool."""
+        return min([pool.num_available for pool in self.pools])
+
+    def blocks_of(self, num_tokens: int) -> list[int]:
+        """Return how many blocks of each pool a sequence of this length needs in order to run alone."""
+        return [self._needed(pool, num_tokens) for pool in self.pools]
+
+    def has_room(self, num_tokens: int, spare: int) -> bool:
+        """Return whether a sequence of this length fits without the prefix cache and ``spare`` blocks remain."""
+        return all(self._needed(pool, num_tokens) + spare <= pool.num_available for pool in self.pools)
 
     def can_allocate(self, sequence: Sequence, spare: int = 0) -> bool:
         """Return whether all tokens of a waiting sequence fit and at least ``spare`` blocks remain.
@@ -73,59 +86,83 @@ class BlockManager:
         the prefix is only looked up again once a bound says that the sequence may fit.
         """
         # A block that is free or cached counts once, whether it is taken as it is or for its content. Only blocks that
-        # running sequences hold are a gain.
-        available = len(self._free) + len(self._cached)
-        missing = num_blocks_for(len(sequence), self.block_size) + spare - available
-        if missing <= 0:
-            return True
-        if self._max_shared(sequence) < missing:
-            return False
-        hits = self._find_prefix(sequence)
-        num_used = sum(self._ref_counts[block] > 0 for block in hits)
-        sequence.prefix_scan = PrefixScan(len(hits), num_used, self._num_acquired)
-        return num_used >= missing
+        # running sequences hold are a gain; of those in a window, which are few, they are not counted.
+        for pool in self.pools:
+            missing = self._needed(pool, len(sequence)) + spare - pool.num_available
+            if missing > 0 and (pool.window or not self._shares_at_least(missing, sequence, pool)):
+                return False
+        return True
 
     def allocate(self, sequence: Sequence) -> None:
-        """Give a waiting sequence blocks for all its tokens.
+        """Give a waiting sequence the cached blocks of its prefix, which count as computed.
 
-        Cached blocks of its prefix count as computed; the remaining tokens get new blocks.
+        For the remaining tokens it gets new blocks in groups without a window; for the others see :meth:`extend`.
         """
-        hits = self._find_prefix(sequence)
-        for block in hits:
-            self._add_reference(block)
-        sequence.blocks = hits
-        sequence.num_cached_blocks = len(hits)
-        sequence.num_computed_tokens = len(hits) * self.block_size
+        num_hits, tables = self._find_prefix(sequence)
+        for pool, table in zip(self.pools, tables, strict=True):
+            for block in table.held:
+                pool.add_holder(block)
+        sequence.block_tables = tables
+        sequence.num_cached_blocks = num_hits
+        sequence.num_computed_tokens = num_hits * self.block_size
         sequence.num_prefill_tokens = len(sequence)
         sequence.draft_gap = 0
         self.num_queried_tokens += len(sequence)
         self.num_hit_tokens += sequence.num_computed_tokens
-        self._extend(sequence, len(sequence))
+        for pool, table in zip(self.pools, tables, strict=True):
+            if not pool.window:
+                self._extend(pool, table, len(sequence))
+
+    def extend(self, sequence: Sequence, num_tokens: int, spare: int) -> int:
+        """Give a running prompt new blocks until they hold its first ``num_tokens`` tokens, or as many as have room.
+
+        Args:
+            sequence: the sequence.
+            num_tokens: number of tokens.
+            spare: number of blocks that must remain.
+
+        Returns:
+            The number of tokens that have room now, at most ``num_tokens``.
+        """
+        for pool, table in zip(self.pools, sequence.block_tables, strict=True):
+            room = len(table.blocks) + max(pool.num_available - spare, 0)
+            num_tokens = min(num_tokens, room * self.block_size)
+        for pool, table in zip(self.pools, sequence.block_tables, strict=True):
+            self._extend(pool, table, num_tokens)
+        return num_tokens
 
     def can_append(self, sequence: Sequence, num_drafts: int = 0) -> bool:
         """Return whether a running sequence has, or can get, slots for its tokens and ``num_drafts`` drafts."""
-        missing = num_blocks_for(sequence.num_tokens + num_drafts, self.block_size) - len(sequence.blocks)
-        return missing + self._writes_into_shared_block(sequence) <= len(self._free) + len(self._cached)
+        num_blocks = num_blocks_for(sequence.num_tokens + num_drafts, self.block_size)
+        for pool, table in zip(self.pools, sequence.block_tables, strict=True):
+            missing = num_blocks - len(table.blocks)
+            if missing + self._writes_into_shared_block(pool, table, sequence) > pool.num_available:
+                return False
+        return True
 
     def append(self, sequence: Sequence, num_drafts: int = 0) -> None:
         """Give a running sequence any new blocks that its newest tokens and ``num_drafts`` drafts need."""
-        if self._writes_into_shared_block(sequence):
-            self._copy_block(sequence, sequence.num_computed_tokens // self.block_size)
-        self._extend(sequence, sequence.num_tokens + num_drafts)
+        num_tokens = sequence.num_tokens + num_drafts
+        for group, (pool, table) in enumerate(zip(self.pools, sequence.block_tables, strict=True)):
+            if self._writes_into_shared_block(pool, table, sequence):
+                self._copy_block(group, table, sequence.num_computed_tokens // self.block_size)
+            self._extend(pool, table, num_tokens)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a child share the blocks of a running parent with the same computed tokens, the partial block too."""
-        child.blocks = parent.blocks[: num_blocks_for(parent.num_computed_tokens, self.block_size)]
+        num_blocks = num_blocks_for(parent.num_computed_tokens, self.block_size)
+        child.block_tables = [BlockTable(t.blocks[:num_blocks], t.num_dropped) for t in parent.block_tables]
         child.block_keys = list(parent.block_keys)
         child.num_cached_blocks = parent.num_cached_blocks
         child.num_computed_tokens = parent.num_computed_tokens
         child.num_prefill_tokens = parent.num_prefill_tokens
         child.draft_gap = parent.draft_gap
-        for block in child.blocks:
-            self._ref_counts[block] += 1
+        for pool, table in zip(self.pools, child.block_tables, strict=True):
+            for block in table.held:
+                pool.add_holder(block)
 
-    def cache_full_blocks(self, sequence: Sequence) -> None:
-        """Add blocks that have become full to the prefix cache.
+    def end_step(self, sequence: Sequence) -> None:
+        """Add blocks that have become full to the prefix cache, and give back those that no later token sees.
 
         Call this after the tokens that were computed have been appended to the sequence.
         """
@@ -134,28 +171,18 @@ class BlockManager:
         num_tokens = min(sequence.num_computed_tokens - sequence.draft_gap, len(sequence))
         num_full = num_tokens // self.block_size
         if num_full > sequence.num_cached_blocks:
-            if self.enable_prefix_caching:
-                for index in range(sequence.num_cached_blocks, num_full):
-                    # If two sequences computed the same tokens at the same time, only the first one's block is cached.
-                    content = self._content(sequence, index)
-                    if content.key not in self._by_key:
-                        self._by_key[content.key] = sequence.blocks[index]
-                        self._contents[sequence.blocks[index]] = content
+            for pool, table in zip(self.pools, sequence.block_tables, strict=True):
+                if self.enable_prefix_caching:
+                    for index in range(max(sequence.num_cached_blocks, table.num_dropped), num_full):
+                        pool.publish(table.blocks[index], self._content(sequence, index))
+                self._drop(pool, table, num_tokens)
             sequence.num_cached_blocks = num_full
 
     def prefer_blocks_of(self, sequence: Sequence) -> None:
         """Make the prefix cache refer to this sequence's full blocks instead of other blocks with the same content."""
-        for index in range(sequence.num_cached_blocks):
-            content = self._content(sequence, index)
-            block, other = sequence.blocks[index], self._by_key.get(content.key)
-            if other != block:
-                if other is not None:
-                    self._contents[other] = None
-                    if other in self._cached:
-                        del self._cached[other]
-                        self._free.append(other)
-                self._by_key[content.key] = block
-                self._contents[block] = content
+        for pool, table in zip(self.pools, sequence.block_tables, strict=True):
+            for index in range(table.num_dropped, sequence.num_cached_blocks):
+                pool.replace(table.blocks[index], self._content(sequence, index))
 
     def free(self, sequence: Sequence) -> None:
         """Release all blocks of a sequence.
@@ -163,38 +190,44 @@ class BlockManager:
         A block that no other sequence holds becomes cached if the prefix cache knows its content, and free otherwise.
         """
         # The last block is released first, and so reused first: a block is of no use once an earlier one is gone.
-        for block in reversed(sequence.blocks):
-            self._drop_reference(block)
-        sequence.blocks = []
+        for pool, table in zip(self.pools, sequence.block_tables, strict=False):
+            for block in reversed(table.held):
+                pool.remove_holder(block)
+        sequence.block_tables = []
         sequence.num_cached_blocks = 0
         sequence.num_computed_tokens = 0
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache; sequences keep the blocks that they hold."""
-        for block in self._by_key.values():
-            self._contents[block] = None
-        self._by_key.clear()
-        self._free.extend(self._cached)
-        self._cached.clear()
+        for pool in self.pools:
+            pool.forget_contents()
 
     def rebuild(self, holders: list[Sequence]) -> None:
         """Rebuild the books from the sequences that hold blocks, after an error at an arbitrary point.
 
-        Of the prefix cache those entries stay on which its two tables agree.
-
         Args:
             holders: the only sequences that keep their blocks.
         """
-        held = Counter(block for sequence in holders for block in sequence.blocks)
-        self._ref_counts = [held[block] for block in range(self.num_blocks)]
-        self._by_key = {key: block for key, block in self._by_key.items() if self._holds_key(block, key)}
-        known = set(self._by_key.values())
-        self._contents = [content if block in known else None for block, content in enumerate(self._contents)]
-        self._cached = {block: None for block in [*self._cached, *known] if block in known and not held[block]}
-        self._free = [b for b in range(self.num_blocks - 1, -1, -1) if b not in known and not held[b]]
-        self.pending_copies.clear()
+        for group, pool in enumerate(self.pools):
+            pool.rebuild(Counter(block for holder in holders for block in holder.block_tables[group].held))
+        self.pending_copies = [[] for _ in self.pools]
 
-    def _max_shared(self, sequence: Sequence) -> int:
+    def _needed(self, pool: BlockPool, num_tokens: int) -> int:
+        """Return how many blocks a sequence of this length needs in order to run alone."""
+        num_blocks = num_blocks_for(num_tokens, self.block_size)
+        return min(num_blocks, num_blocks_for(pool.window, self.block_size) + 1) if pool.window else num_blocks
+
+    def _shares_at_least(self, num_blocks: int, sequence: Sequence, pool: BlockPool) -> bool:
+        """Return whether a waiting sequence can share this many blocks of a pool with running ones."""
+        if self._max_shared(sequence, pool) < num_blocks:
+            return False
+        num_hits, tables = self._find_prefix(sequence)
+        hits = tables[self.pools.index(pool)].blocks
+        num_used = sum(pool.num_holders(block) > 0 for block in hits)
+        sequence.prefix_scan = PrefixScan(num_hits, num_used, pool.num_acquired)
+        return num_used >= num_blocks
+
+    def _max_shared(self, sequence: Sequence, pool: BlockPool) -> int:
         """Return a bound of the number of blocks that a waiting sequence could share with running ones.
 
         The bound is too low only if a block of the prefix was evicted and then computed again, by a sequence that still
@@ -204,30 +237,46 @@ class BlockManager:
             return 0
         scan = sequence.prefix_scan
         if scan is None:
-            scan = sequence.prefix_scan = PrefixScan(0, 0, self._num_acquired)
+            scan = sequence.prefix_scan = PrefixScan(0, 0, pool.num_acquired)
         while scan.num_blocks < (len(sequence) - 1) // self.block_size:
-            block = self._by_key.get(self._key(sequence, scan.num_blocks))
-            if block is None:
+            num_holders = pool.holders_of_key(self._key(sequence, scan.num_blocks))
+            if num_holders is None:
                 break
             scan.num_blocks += 1
-            scan.num_used += self._ref_counts[block] > 0
-        return min(scan.num_used + self._num_acquired - scan.num_acquired, scan.num_blocks)
+            scan.num_used += num_holders > 0
+        return min(scan.num_used + pool.num_acquired - scan.num_acquired, scan.num_blocks)
 
-    def _holds_key(self, block: int, key: bytes) -> bool:
-        content = self._contents[block]
-        return content is not None and content.key == key
+    def _find_prefix(self, sequence: Sequence) -> tuple[int, list[BlockTable]]:
+        """Return the cached blocks of a sequence's prefix, without its last token, whose logits must be computed.
 
-    def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """Return the cached blocks of a sequence's prefix, without its last token, whose logits must be computed."""
-        hits: list[int] = []
-        if self.enable_prefix_caching and sequence.reads_prefix:
-            for index in range((len(sequence) - 1) // self.block_size):
-                content = self._content(sequence, index)
-                block = self._by_key.get(content.key)
-                if block is None or self._contents[block] != content:
-                    break
-                hits.append(block)
-        return hits
+        Returns:
+            The number of blocks that count as computed, and their tables. In a group with a window only those blocks
+            must be in the cache that later tokens see.
+        """
+        if not self.enable_prefix_caching or not sequence.reads_prefix:
+            return 0, [BlockTable() for _ in self.pools]
+        found: list[list[int | None]] = [[] for _ in self.pools]
+        ends = [0] * len(self.pools)  # for each group with a window, the end of its last gap
+        num_hits = 0
+        for index in range((len(sequence) - 1) // self.block_size):
+            content = self._content(sequence, index)
+            blocks = [pool.find(content) for pool in self.pools]
+            if any(block is None and not pool.window for pool, block in zip(self.pools, blocks, strict=True)):
+                break
+            for group, block in enumerate(blocks):
+                found[group].append(block)
+                if block is None:
+                    ends[group] = index + 1
+            computed = (index + 1) * self.block_size
+            dropped = [pool.num_dropped(computed, self.block_size) for pool in self.pools]
+            if all(end <= first for end, first in zip(ends, dropped, strict=True)):
+                num_hits = index + 1
+        tables = []
+        for pool, blocks in zip(self.pools, found, strict=True):
+            num_dropped = pool.num_dropped(num_hits * self.block_size, self.block_size)
+            kept = [block for block in blocks[num_dropped:num_hits] if block is not None]
+            tables.append(BlockTable([0] * num_dropped + kept, num_dropped))
+        return num_hits, tables
 
     def _content(self, sequence: Sequence, index: int) -> BlockContent:
         """Return the content of a sequence's full block."""
@@ -245,49 +294,26 @@ class BlockManager:
         start = index * self.block_size
         return tokens_to_bytes(sequence.token_ids[start : start + self.block_size])
 
-    def _writes_into_shared_block(self, sequence: Sequence) -> bool:
+    def _writes_into_shared_block(self, pool: BlockPool, table: BlockTable, sequence: Sequence) -> bool:
         """Return whether the next token's slot is in a block that another sequence holds too."""
         index = sequence.num_computed_tokens // self.block_size
-        return index < len(sequence.blocks) and self._ref_counts[sequence.blocks[index]] > 1
+        return index < len(table.blocks) and pool.num_holders(table.blocks[index]) > 1
 
-    def _copy_block(self, sequence: Sequence, index: int) -> None:
+    def _copy_block(self, group: int, table: BlockTable, index: int) -> None:
         """Replace a shared block of a sequence by a new one, and request a copy of its content."""
-        shared, own = sequence.blocks[index], self._take_block()
-        self.pending_copies.append((shared, own))
-        sequence.blocks = [*sequence.blocks[:index], own, *sequence.blocks[index + 1 :]]
-        self._drop_reference(shared)
+        pool = self.pools[group]
+        shared, own = table.blocks[index], pool.take()
+        self.pending_copies[group].append((shared, own))
+        table.blocks = [*table.blocks[:index], own, *table.blocks[index + 1 :]]
+        pool.remove_holder(shared)
 
-    def _extend(self, sequence: Sequence, num_tokens: int) -> None:
-        """Give a sequence new blocks until they hold ``num_tokens`` tokens."""
-        for _ in range(num_blocks_for(num_tokens, self.block_size) - len(sequence.blocks)):
-            sequence.blocks.append(self._take_block())
+    def _extend(self, pool: BlockPool, table: BlockTable, num_tokens: int) -> None:
+        """Add new blocks to a table until they hold ``num_tokens`` tokens."""
+        for _ in range(num_blocks_for(num_tokens, self.block_size) - len(table.blocks)):
+            table.blocks.append(pool.take())
 
-    def _take_block(self) -> int:
-        """Return a block for new content: a free one, or else the cached one that was released longest ago."""
-        if self._free:
-            block = self._free.pop()
-        else:
-            block = next(iter(self._cached))
-            del self._cached[block]
-            content = self._contents[block]
-            assert content is not None
-            del self._by_key[content.key]
-            self._contents[block] = None
-        self._ref_counts[block] = 1
-        return block
-
-    def _add_reference(self, block: int) -> None:
-        """Add a holder to a block; a cached block becomes used."""
-        self._ref_counts[block] += 1
-        if block in self._cached:
-            del self._cached[block]
-            self._num_acquired += 1
-
-    def _drop_reference(self, block: int) -> None:
-        """Remove a holder from a block; without holders it becomes cached or free."""
-        self._ref_counts[block] -= 1
-        if self._ref_counts[block] == 0:
-            if self._contents[block] is None:
-                self._free.append(block)
-            else:
-                self._cached[block] = None
+    def _drop(self, pool: BlockPool, table: BlockTable, num_computed_tokens: int) -> None:
+        """Give back the blocks of a table that no token after the computed ones sees."""
+        for index in range(table.num_dropped, pool.num_dropped(num_computed_tokens, self.block_size)):
+            table.num_dropped = index + 1
+            pool.remove_holder(table.blocks[index])

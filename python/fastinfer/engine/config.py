@@ -56,7 +56,8 @@ class EngineConfig:
             typical length need, or one of the longest, but at most half of the available memory. ``None`` on a GPU:
             what ``gpu_memory_utilization`` allows.
         gpu_memory_utilization: share of a GPU's memory that weights and KV cache may use together.
-        num_kv_blocks: size of the KV cache in blocks; overrides ``kv_cache_memory``.
+        num_kv_blocks: size of the KV cache in blocks; overrides ``kv_cache_memory``. Beside layers without an attention
+            window, those with one get as many or fewer.
         enable_prefix_caching: whether requests reuse the cached keys and values of earlier requests that begin with the
             same tokens.
         num_speculative_tokens: maximum number of draft tokens per sequence and step; 0 for no speculation. If all

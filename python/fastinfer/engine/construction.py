@@ -1,8 +1,11 @@
 """Construction of an engine's parts from its configuration and its models."""
 
+from collections import Counter
 from collections.abc import Sequence as List
 
 from fastinfer.engine.batch_inputs import BatchInputs
+from fastinfer.engine.block_manager import BlockManager
+from fastinfer.engine.block_pool import BlockPool
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.draft_model import DraftModelSpeculator
 from fastinfer.engine.kv_cache_size import KVCacheSize, choose_kv_cache_size
@@ -19,6 +22,10 @@ from fastinfer.tokenizers.tokenizer import Tokenizer
 def kv_cache_size(config: EngineConfig, models: List[ModelConfig], weight_bytes: int = 0) -> KVCacheSize:
     """Choose the size of the KV caches and the longest sequence; every model gets a cache of this many blocks.
 
+    Layers with the same window form a group. A window that is no shorter than any sequence is as good as none. A draft
+    model uses the block numbers of the model, whatever its own windows are: all layers then form one group, and no
+    block is given back before the sequence ends.
+
     Args:
         config: configuration of the engine.
         models: configurations of the model and of the draft model, if there is one.
@@ -28,16 +35,28 @@ def kv_cache_size(config: EngineConfig, models: List[ModelConfig], weight_bytes:
         RequestError: the caches do not fit into memory, or ``max_model_len`` does not fit into a cache or exceeds the
             model's limit.
     """
-    tokens = [token_bytes(m.num_layers, m.num_kv_heads, m.head_dim, config.kv_cache_dtype) for m in models]
-    return choose_kv_cache_size(config, models[0].max_position, sum(tokens), weight_bytes)
+    limit = models[0].max_position
+    groups: Counter[int] = Counter()
+    for model in models:
+        for layer in range(model.num_layers):
+            window = model.window(layer) if len(models) == 1 else 0
+            size = token_bytes(1, model.num_kv_heads, model.head_dim, config.kv_cache_dtype)
+            groups[window if window < (config.max_model_len or limit) else 0] += size
+    return choose_kv_cache_size(config, limit, groups, weight_bytes)
 
 
-def make_kv_cache(config: EngineConfig, model: Model, num_blocks: int) -> KVCache:
+def make_block_manager(config: EngineConfig, size: KVCacheSize) -> BlockManager:
+    """Make a manager of the blocks of KV caches of this size."""
+    pools = [BlockPool(*numbers) for numbers in zip(size.num_blocks, size.windows, strict=True)]
+    return BlockManager(pools, config.block_size, config.enable_prefix_caching)
+
+
+def make_kv_cache(config: EngineConfig, model: Model, size: KVCacheSize) -> KVCache:
     """Make the KV cache of one model; its memory is uninitialised."""
     sizes = model.config
     return KVCache.empty(
-        sizes.num_layers,
-        num_blocks,
+        [size.group(sizes.window(layer)) for layer in range(sizes.num_layers)],
+        size.num_blocks,
         config.block_size,
         sizes.num_kv_heads,
         sizes.head_dim,
@@ -52,7 +71,7 @@ def make_sampler(config: EngineConfig, model: Model, tokenizer: Tokenizer) -> Sa
 
 
 def make_runner(
-    config: EngineConfig, model: Model, kv_cache: KVCache, max_model_len: int, *, with_adapters: bool = False
+    config: EngineConfig, model: Model, kv_cache: KVCache, size: KVCacheSize, *, with_adapters: bool = False
 ) -> Runner:
     """Make a runner whose inputs are large enough for any step; on a GPU this captures its graphs."""
     inputs = BatchInputs(
@@ -60,8 +79,9 @@ def make_runner(
         max_seqs=config.max_num_seqs * (1 + config.num_speculative_tokens),
         max_tokens=config.max_num_batched_tokens,
         max_logits=_max_rows(config),
-        max_blocks=num_blocks_for(max_model_len, config.block_size),
+        max_blocks=num_blocks_for(size.max_model_len, config.block_size),
         block_size=config.block_size,
+        num_groups=len(size.windows),
         device=config.device,
     )
     return Runner(

@@ -9,6 +9,7 @@ from collections import deque
 from typing import overload
 
 from fastinfer.engine.acceptance import FIRST_ACCEPTANCE, Acceptance
+from fastinfer.engine.block_table import BlockTable
 from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.engine.runner import Runner
 from fastinfer.engine.sampler import Sampler
@@ -46,8 +47,8 @@ class _DraftView:
         self.drafts: list[int] = []
 
     @property
-    def blocks(self) -> list[int]:
-        return self.sequence.blocks
+    def block_tables(self) -> list[BlockTable]:
+        return self.sequence.block_tables
 
     @property
     def token_ids(self) -> "_Joined":

@@ -10,11 +10,11 @@ import torch
 from fastinfer import ops
 from fastinfer.engine.adapters import Adapters
 from fastinfer.engine.beam_request import BeamRequest
-from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.construction import (
     check_draft_model,
     kv_cache_size,
+    make_block_manager,
     make_draft_speculator,
     make_kv_cache,
     make_ngram_speculator,
@@ -23,6 +23,7 @@ from fastinfer.engine.construction import (
 )
 from fastinfer.engine.generation_request import GenerationRequest
 from fastinfer.engine.grammar import GrammarCompiler
+from fastinfer.engine.kv_cache_size import KVCacheSize
 from fastinfer.engine.prefill_request import EmbeddingRequest, PrefillRequest
 from fastinfer.engine.prompt_modules import PromptModule, PromptModules
 from fastinfer.engine.request import Output
@@ -57,6 +58,7 @@ class Engine:
         config: limits and options; ``EngineConfig()`` by default.
         draft_model: smaller model with the same vocabulary that drafts tokens for speculative decoding.
         default_params: sampling parameters of requests that give none.
+        size: size of the KV caches, if it was chosen before the weights were loaded.
 
     Attributes:
         config: limits and options.
@@ -87,16 +89,17 @@ class Engine:
         config: EngineConfig | None = None,
         draft_model: Model | None = None,
         default_params: SamplingParams = DEFAULT_PARAMS,
+        size: KVCacheSize | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
         self.tokenizer = tokenizer
         self.default_params = default_params
         self.model, self.adapters = _with_adapters(model, config)
         models = [model.config] if draft_model is None else [model.config, draft_model.config]
-        size = kv_cache_size(config, models)
+        size = size or kv_cache_size(config, models)
         self.max_model_len = size.max_model_len
-        self.block_manager = BlockManager(size.num_blocks, config.block_size, config.enable_prefix_caching)
-        self.kv_cache = make_kv_cache(config, model, self.block_manager.num_blocks)
+        self.block_manager = make_block_manager(config, size)
+        self.kv_cache = make_kv_cache(config, model, size)
         self.draft_kv_cache: KVCache | None = None
         self.scheduler = Scheduler(
             self.block_manager, config.max_num_seqs, config.max_num_batched_tokens, config.make_admission_policy()
@@ -104,11 +107,9 @@ class Engine:
         self.sampler = make_sampler(config, model, tokenizer)
         self._samplers = [self.sampler]
         with self._numerics():  # on a GPU the runners capture their graphs here
-            self.runner = make_runner(
-                config, self.model, self.kv_cache, self.max_model_len, with_adapters=config.max_loras > 0
-            )
+            self.runner = make_runner(config, self.model, self.kv_cache, size, with_adapters=config.max_loras > 0)
             self._runners = [self.runner]
-            self.speculator = self._make_speculator(draft_model)
+            self.speculator = self._make_speculator(draft_model, size)
         self.grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
         self.prompt_modules = PromptModules(self.block_manager, self.max_model_len)
         self.requests = RequestTable(
@@ -389,8 +390,9 @@ class Engine:
         """Return the current load, and counters since the start."""
         manager, scheduler = self.block_manager, self.scheduler
         running = scheduler.running
-        slots = sum(len(sequence.blocks) for sequence in running) * manager.block_size
-        tokens = sum(sequence.num_computed_tokens for sequence in running)
+        tables = [(sequence.num_computed_tokens, table) for sequence in running for table in sequence.block_tables]
+        slots = sum(len(table.held) for _, table in tables) * manager.block_size
+        tokens = sum(computed - table.num_dropped * manager.block_size for computed, table in tables)
         return EngineStats(
             num_running=len(running),
             num_waiting=self.requests.num_waiting,
@@ -441,13 +443,13 @@ class Engine:
         """Return the context in which the model must run."""
         return ops.batch_invariant() if self.config.deterministic else nullcontext()
 
-    def _make_speculator(self, draft_model: Model | None) -> Speculator | None:
+    def _make_speculator(self, draft_model: Model | None, size: KVCacheSize) -> Speculator | None:
         config = self.config
         if draft_model is None:
             return make_ngram_speculator(config)
         check_draft_model(config, self.model.config, draft_model.config, self.max_model_len)
-        self.draft_kv_cache = make_kv_cache(config, draft_model, self.block_manager.num_blocks)
-        runner = make_runner(config, draft_model, self.draft_kv_cache, self.max_model_len)
+        self.draft_kv_cache = make_kv_cache(config, draft_model, size)
+        runner = make_runner(config, draft_model, self.draft_kv_cache, size)
         sampler = make_sampler(config, self.model, self.tokenizer)
         self._runners.append(runner)
         self._samplers.append(sampler)

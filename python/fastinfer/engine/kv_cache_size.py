@@ -1,6 +1,8 @@
 """The size of the KV cache, and the longest sequence that the engine accepts."""
 
+import bisect
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,12 +24,18 @@ class KVCacheSize:
     """Limits that follow from the memory.
 
     Attributes:
-        num_blocks: number of blocks of the cache.
+        windows: length of the attention window in each group of layers, in ascending order; 0 for none.
+        num_blocks: number of blocks of each group.
         max_model_len: longest sequence in tokens, which fits into the cache.
     """
 
-    num_blocks: int
+    windows: tuple[int, ...]
+    num_blocks: tuple[int, ...]
     max_model_len: int
+
+    def group(self, window: int) -> int:
+        """Return the group of a layer with this window."""
+        return self.windows.index(window) if window in self.windows else 0
 
 
 def available_memory(device: str) -> int:
@@ -60,16 +68,17 @@ def default_memory(config: EngineConfig, weight_bytes: int = 0) -> int:
 
 
 def choose_kv_cache_size(
-    config: EngineConfig, model_limit: int, token_bytes: int, weight_bytes: int = 0
+    config: EngineConfig, model_limit: int, token_bytes: Mapping[int, int], weight_bytes: int = 0
 ) -> KVCacheSize:
-    """Choose the number of blocks and the longest sequence.
+    """Choose the number of blocks of each group of layers, and the longest sequence.
 
     Without ``max_model_len`` the longest sequence is the model's limit, or what fits into the cache if that is less.
 
     Args:
         config: configuration of the engine.
         model_limit: longest sequence of the model in tokens.
-        token_bytes: bytes of one token's keys and values in all layers of all models.
+        token_bytes: for each length of the attention window, 0 for none: bytes of one token's keys and values in all
+            layers with this window.
         weight_bytes: size of the weights that are still to be loaded.
 
     Raises:
@@ -78,28 +87,90 @@ def choose_kv_cache_size(
     """
     if config.max_model_len is not None and config.max_model_len > model_limit:
         raise RequestError(f"max_model_len must be at most the model's {model_limit}, got {config.max_model_len}")
-    block_bytes = config.block_size * token_bytes
-    available = max(0, available_memory(config.device) - weight_bytes)
     wanted = config.max_model_len or model_limit
+    sizes = _Sizes(config, token_bytes, wanted)
+    available = max(0, available_memory(config.device) - weight_bytes)
     if config.num_kv_blocks is not None:
         num_blocks = config.num_kv_blocks
     elif config.kv_cache_memory is not None:
-        num_blocks = config.kv_cache_memory // block_bytes
+        num_blocks = sizes.affordable(config.kv_cache_memory)
     else:
-        num_blocks = _default_num_blocks(config, wanted, default_memory(config, weight_bytes) // block_bytes)
-    if num_blocks * block_bytes > available:
+        num_blocks = _default_num_blocks(config, sizes, sizes.affordable(default_memory(config, weight_bytes)))
+    if sizes.num_bytes(num_blocks) > available:
         raise RequestError(
             f"the KV cache must fit into the {available} bytes of memory that are available beside the weights, "
-            f"got {num_blocks} blocks of {block_bytes} bytes"
+            f"got {num_blocks} blocks and {sizes.num_bytes(num_blocks)} bytes"
         )
-    needed = num_blocks_for(config.max_model_len or 1, config.block_size)
+    needed = sizes.needed(config.max_model_len or 1)
     if num_blocks < needed:
         subject = "one block" if config.max_model_len is None else f"max_model_len={config.max_model_len}"
         raise RequestError(
-            f"{subject} needs a KV cache of {needed * block_bytes} bytes, got {num_blocks * block_bytes}: "
+            f"{subject} needs a KV cache of {sizes.num_bytes(needed)} bytes, got {sizes.num_bytes(num_blocks)}: "
             f"change {options_for(config)}"
         )
-    return KVCacheSize(num_blocks, min(wanted, num_blocks * config.block_size))
+    max_model_len = wanted if num_blocks >= sizes.needed(wanted) else num_blocks * config.block_size
+    return KVCacheSize(tuple(sizes.windows), tuple(sizes.num_blocks(num_blocks)), max_model_len)
+
+
+class _Sizes:
+    """The sizes of a KV cache by the number of blocks of its first group, which is the one without a window if any is.
+
+    Args:
+        config: configuration of the engine.
+        token_bytes: bytes of one token in each group, by window.
+        max_model_len: longest sequence in tokens that is wanted.
+
+    Attributes:
+        windows: the windows of all groups, in ascending order.
+        max_model_len: see above.
+    """
+
+    def __init__(self, config: EngineConfig, token_bytes: Mapping[int, int], max_model_len: int) -> None:
+        self.windows = sorted(token_bytes)
+        self.max_model_len = max_model_len
+        self._block_size = config.block_size
+        self._block_bytes = [config.block_size * token_bytes[window] for window in self.windows]
+        self._num_seqs = config.max_num_seqs
+        self._chunk = num_blocks_for(min(config.max_num_batched_tokens, max_model_len), config.block_size)
+        # As many sequences of this length as the first group holds have room in the other groups too.
+        typical = min(max(TYPICAL_TOKENS, 2 * self.windows[-1]), max_model_len)
+        self._typical = num_blocks_for(typical, config.block_size)
+
+    def num_blocks(self, first: int) -> list[int]:
+        """Return the number of blocks of each group if the first one has this many."""
+        num_seqs = max(1, min(self._num_seqs, first // self._typical))
+        others = [num_seqs * self._needed(window) + self._chunk for window in self.windows[1:]]
+        return [first, *(min(first, count) for count in others)]
+
+    def num_bytes(self, first: int) -> int:
+        """Return the size of all groups in bytes if the first one has this many blocks."""
+        return sum(count * size for count, size in zip(self.num_blocks(first), self._block_bytes, strict=True))
+
+    def affordable(self, memory: int) -> int:
+        """Return the largest number of blocks of the first group with which all fit into this many bytes.
+
+        If the longest sequence does not fit, the other groups get room for fewer sequences.
+        """
+        counts = range(memory // self._block_bytes[0] + 1)
+        while True:
+            first = bisect.bisect_right(counts, memory, key=self.num_bytes) - 1
+            if first >= self.needed(self.max_model_len) or self._num_seqs == 1:
+                return first
+            self._num_seqs = max(1, min(self._num_seqs, first // self._typical) // 2)
+
+    def needed(self, num_tokens: int) -> int:
+        """Return how many blocks of the first group a sequence of this length needs in order to run alone."""
+        num_blocks, window = num_blocks_for(num_tokens, self._block_size), self.windows[0]
+        return min(num_blocks, self._needed(window)) if window else num_blocks
+
+    def comfortable(self, num_tokens: int) -> int:
+        """Return how many blocks of the first group sequences of this length need beside a whole step of prompts."""
+        num_blocks = num_blocks_for(num_tokens, self._block_size)
+        return min(num_blocks, self.needed(num_tokens) + self._chunk)
+
+    def _needed(self, window: int) -> int:
+        """Return how many blocks hold the positions that a token sees, and the token's own."""
+        return num_blocks_for(window, self._block_size) + 1
 
 
 def options_for(config: EngineConfig) -> str:
@@ -108,12 +179,12 @@ def options_for(config: EngineConfig) -> str:
     return f"{OPTIONS} or {memory}"
 
 
-def _default_num_blocks(config: EngineConfig, max_model_len: int, affordable: int) -> int:
-    """Return the number of blocks that no option sets.
+def _default_num_blocks(config: EngineConfig, sizes: _Sizes, affordable: int) -> int:
+    """Return the number of blocks of the first group that no option sets.
 
     On a GPU this is all that the memory affords, on a CPU enough for sequences of typical length or for a long one.
     """
     if torch.device(config.device).type == "cuda":
         return affordable
-    usual = config.max_num_seqs * num_blocks_for(min(max_model_len, TYPICAL_TOKENS), config.block_size)
-    return min(affordable, max(usual, num_blocks_for(max_model_len, config.block_size)))
+    usual = config.max_num_seqs * sizes.comfortable(min(sizes.max_model_len, TYPICAL_TOKENS))
+    return min(affordable, max(usual, sizes.comfortable(sizes.max_model_len)))

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.sequence import Sequence
 from fastinfer.errors import RequestError
-from fastinfer.models.kv_cache import num_blocks_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +53,13 @@ class PromptModules:
         if name in self._modules:
             raise RequestError(f"name must be new, got {name!r}, which is a prompt module already")
         lengths = [self._max_model_len, *map(len, self.sequences)]
-        room = cache.num_blocks - sum(num_blocks_for(length, cache.block_size) for length in lengths)
-        needed = num_blocks_for(len(module.sequence), cache.block_size)
-        if needed > room:
-            raise RequestError(f"prompt module must fit into {room} more blocks of the KV cache, got {needed} blocks")
+        taken = zip(*map(cache.blocks_of, lengths), strict=True)
+        for pool, counts, needed in zip(cache.pools, taken, cache.blocks_of(len(module.sequence)), strict=True):
+            room = pool.num_blocks - sum(counts)
+            if needed > room:
+                raise RequestError(
+                    f"prompt module must fit into {room} more blocks of the KV cache, got {needed} blocks"
+                )
         self._modules[name] = module
 
     def get(self, name: str) -> PromptModule:

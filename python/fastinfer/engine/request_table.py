@@ -242,4 +242,4 @@ class RequestTable:
         self._prompt_modules.forget(request.sequences)
         for sequence in request.sequences:
             sequence.state = SequenceState.FINISHED
-            sequence.blocks = []
+            sequence.block_tables = []

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from fastinfer.engine.admission import AdmissionPolicy, Continuous
 from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.sequence import Sequence, SequenceState
-from fastinfer.models.kv_cache import num_blocks_for
 
 # Decoding sequences leave one token in this many to prompts.
 PROMPT_SHARE = 4
@@ -158,8 +157,8 @@ class Scheduler:
         self._schedule_prompts(candidates if self.num_preemptions == num_preemptions else [], left, chunks)
         if not chunks and decodes:  # the whole budget was reserved, and no prompt had room
             self._schedule_decodes(decodes, budget, chunks)
-        if not chunks and self.waiting and self.running and all(map(_waits_for_others, self.running)):
-            self._preempt(self.running[-1])  # all running sequences wait for a beam that has no room beside them
+        if not chunks and self._is_stuck:
+            self._preempt(self.running[-1])
         if not chunks and self.num_preemptions > num_preemptions:
             return self.schedule()  # there is room now
         if len(decodes) > budget - reserved:
@@ -278,12 +277,18 @@ class Scheduler:
     def _share_out(
         self, budget: int, prompts: Iterable[Sequence], shares: dict[Sequence, int], admissions: "_Admissions"
     ) -> int:
-        """Add to each prompt's share what it still needs, from the first on, and return the rest of the budget."""
+        """Add to each prompt's share what it still needs and has room, from the first on.
+
+        Returns:
+            The rest of the budget.
+        """
         for sequence in prompts:
             if not budget:
                 break
             if sequence.state is SequenceState.RUNNING or self._try_to_admit(sequence, admissions):
-                num_tokens = min(sequence.num_uncomputed_tokens - shares[sequence], budget)
+                computed = sequence.num_computed_tokens + shares[sequence]
+                wanted = computed + min(sequence.num_uncomputed_tokens - shares[sequence], budget)
+                num_tokens = self.block_manager.extend(sequence, wanted, len(self.running) - 1) - computed
                 shares[sequence] += num_tokens
                 budget -= num_tokens
         return budget
@@ -314,8 +319,7 @@ class Scheduler:
         # step. This also keeps a sequence from returning right after its own preemption.
         spare, manager = len(self.running), self.block_manager
         if admissions.without_room:  # searching the cache for the prefix of every later sequence would take too long
-            num_blocks = num_blocks_for(len(sequence), manager.block_size)
-            return num_blocks + spare <= manager.num_free + manager.num_cached
+            return manager.has_room(len(sequence), spare)
         return manager.can_allocate(sequence, spare)
 
     def _last_prompt_after(self, priority: int) -> Sequence | None:
@@ -333,6 +337,16 @@ class Scheduler:
         else:
             self.add(sequence)
         self.num_preemptions += 1
+
+    @property
+    def _is_stuck(self) -> bool:
+        """Whether only a preemption helps, if a step has nothing to compute.
+
+        Running prompts find no room for a chunk, or all running sequences wait for a beam that has no room beside them.
+        """
+        if any(not sequence.is_decoding for sequence in self.running):
+            return True
+        return bool(self.waiting and self.running) and all(map(_waits_for_others, self.running))
 
     @property
     def _num_slots(self) -> int:

@@ -6,6 +6,7 @@ from enum import Enum, auto
 from typing import TypedDict
 
 from fastinfer.engine.acceptance import Acceptance
+from fastinfer.engine.block_table import BlockTable
 from fastinfer.engine.grammar import Grammar
 from fastinfer.engine.ngram_index import NgramIndex
 from fastinfer.engine.prefix_hash import PrefixScan, first_key
@@ -44,8 +45,7 @@ class Sequence:
         num_computed_tokens: number of tokens whose keys and values are in the cache.
         num_prefill_tokens: length in tokens when the sequence was last admitted; it decodes once these are computed.
         max_length: number of tokens, prompt included, at which the sequence ends.
-        blocks: cache blocks in the order of the tokens, managed by ``BlockManager``. The list only grows at its end;
-            for any other change it is replaced by a new list.
+        block_tables: cache blocks in each group of layers, managed by ``BlockManager``; empty if there are none.
         block_keys: keys of the full blocks in the prefix cache, as far as they were needed; managed by
             ``BlockManager``.
         prefix_scan: what the block manager last found of the prefix while the sequence waited; ``None`` before.
@@ -86,7 +86,7 @@ class Sequence:
         "adapter",
         "arrival_time",
         "block_keys",
-        "blocks",
+        "block_tables",
         "counts",
         "draft_gap",
         "drawn_row",
@@ -142,7 +142,7 @@ class Sequence:
         self.num_prompt_tokens = self.num_prefill_tokens = len(prompt_token_ids)
         self.num_computed_tokens = 0
         self.max_length = max_length
-        self.blocks: list[int] = []
+        self.block_tables: list[BlockTable] = []
         self.block_keys: list[bytes] = []
         self.prefix_scan: PrefixScan | None = None
         self.num_cached_blocks = 0
@@ -190,7 +190,7 @@ class Sequence:
         """Forget what was computed, the tokens that launched steps draw included."""
         self.num_restarts += 1
         self.num_unknown_tokens = 0
-        self.blocks = []
+        self.block_tables = []
         self.num_cached_blocks = self.num_computed_tokens = 0
         self.grammar_is_valid = False
 

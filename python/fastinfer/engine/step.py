@@ -138,7 +138,7 @@ class Step:
             self._runs_ahead
             and all(chunk.sequence.may_run_ahead for chunk in launched.chunks)
             # Each may need a block, and none can be preempted before its last token is known.
-            and self._block_manager.num_free + self._block_manager.num_cached >= len(self._scheduler.running)
+            and self._block_manager.num_available >= len(self._scheduler.running)
         )
 
     def _launch(self, drawn: Draw | None = None) -> _Launched | None:
@@ -181,10 +181,11 @@ class Step:
 
     def _copy_blocks(self) -> None:
         """Copy the shared blocks that sequences are about to write into."""
-        if self._block_manager.pending_copies:
-            for kv_cache in self._kv_caches:
-                kv_cache.copy_blocks(self._block_manager.pending_copies)
-            self._block_manager.pending_copies.clear()
+        for group, pairs in enumerate(self._block_manager.pending_copies):
+            if pairs:
+                for kv_cache in self._kv_caches:
+                    kv_cache.copy_blocks(pairs, group)
+                pairs.clear()
 
     def _choose_rows(self, chunks: list[Chunk]) -> tuple[list[Chunk], list[LogitsRow]]:
         """Return the chunks to compute and their rows of logits.
@@ -288,7 +289,7 @@ class Step:
         except Exception as error:
             request.finish("error", describe_error(error))
         else:
-            self._block_manager.cache_full_blocks(steps[0].sequence)  # after the accepted tokens were appended
+            self._block_manager.end_step(steps[0].sequence)  # after the accepted tokens were appended
 
 
 def _num_prompt_tokens(chunk: Chunk) -> int:

@@ -49,7 +49,7 @@ def log_probabilities(
     config = model.config
     blocks = batch_size * max(num_blocks_for(len(text), BLOCK_SIZE) for text in texts)
     sizes = BLOCK_SIZE, config.num_kv_heads, config.head_dim, kv_cache_dtype, device
-    cache = KVCache.empty(config.num_layers, blocks, *sizes)
+    cache = KVCache.empty([0] * config.num_layers, [blocks], *sizes)
     for start in range(0, len(texts), batch_size):
         together = texts[start : start + batch_size]
         hidden = model.forward(_on(device, Batch.of_texts(together, BLOCK_SIZE)), cache)

@@ -72,13 +72,13 @@ class Attention:
             cache.v,
             cache.k_scale,
             cache.v_scale,
-            batch.slot_mapping,
+            batch.slot_mappings[cache.group],
         )
         out = ops.paged_attention(
             q,
             cache.k,
             cache.v,
-            batch.block_table,
+            batch.block_tables[cache.group],
             batch.seq_lens,
             batch.query_start,
             scale=self.scale,

@@ -15,8 +15,9 @@ class Batch:
         positions: [tokens] int64; position of each token in its sequence, from 0.
         query_start: [seqs + 1] int32; cumulative token counts of the sequences, from 0 to ``tokens``.
         seq_lens: [seqs] int32; cached length of each sequence, including this step's tokens.
-        block_table: [seqs, max_blocks] int32; blocks of each sequence. Entries past them are never read.
-        slot_mapping: [tokens] int64; ``block * block_size + offset`` of each token.
+        block_tables: for each group of layers, [seqs, max_blocks] int32; blocks of each sequence. Entries past them are
+            never read.
+        slot_mappings: for each group of layers, [tokens] int64; ``block * block_size + offset`` of each token.
         logits_indices: [n] int64; indices of the tokens whose logits are computed.
         adapter_ids: [tokens] int32; LoRA adapter of each token, -1 for none; ``None`` if no token has an adapter.
     """
@@ -25,8 +26,8 @@ class Batch:
     positions: Tensor
     query_start: Tensor
     seq_lens: Tensor
-    block_table: Tensor
-    slot_mapping: Tensor
+    block_tables: tuple[Tensor, ...]
+    slot_mappings: tuple[Tensor, ...]
     logits_indices: Tensor
     adapter_ids: Tensor | None = None
 
@@ -46,7 +47,7 @@ class Batch:
             positions=torch.cat([torch.arange(len(text)) for text in texts]),
             query_start=torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()]),
             seq_lens=lengths,
-            block_table=table,
-            slot_mapping=torch.cat(slots),
+            block_tables=(table,),
+            slot_mappings=(torch.cat(slots),),
             logits_indices=torch.arange(0),
         )

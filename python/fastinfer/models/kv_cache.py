@@ -1,7 +1,7 @@
 """Tensors of the KV cache: keys and values of all layers, in blocks."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,12 +21,17 @@ class LayerCache:
     """Keys and values of one layer, with their scales if the cache is quantised.
 
     All tensors are [num_blocks, block_size, num_kv_heads, ...]; for the last dimensions see :func:`head_shapes`.
+
+    Attributes:
+        k, v, k_scale, v_scale: see above.
+        group: number of the group of layers whose blocks have the same numbers.
     """
 
     k: Tensor
     v: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    group: int = 0
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -43,8 +48,8 @@ class KVCache:
     @classmethod
     def empty(
         cls,
-        num_layers: int,
-        num_blocks: int,
+        groups: Iterable[int],
+        num_blocks: Sequence[int],
         block_size: int,
         num_kv_heads: int,
         head_dim: int,
@@ -54,8 +59,8 @@ class KVCache:
         """Allocate an uninitialised cache; on a CPU a page takes memory only once it is written.
 
         Args:
-            num_layers: number of layers.
-            num_blocks: number of blocks in each layer.
+            groups: number of each layer's group.
+            num_blocks: number of blocks of each group.
             block_size: tokens per block.
             num_kv_heads: number of key and value heads.
             head_dim: number of elements of a head.
@@ -67,17 +72,17 @@ class KVCache:
         """
         shapes = head_shapes(head_dim, dtype)
 
-        def tensors() -> Iterator[Tensor]:
+        def tensors(group: int) -> Iterator[Tensor]:
             for shape, element in shapes:
-                yield torch.empty(num_blocks, block_size, num_kv_heads, *shape, dtype=element, device=device)
+                yield torch.empty(num_blocks[group], block_size, num_kv_heads, *shape, dtype=element, device=device)
 
-        return cls([LayerCache(*tensors()) for _ in range(num_layers)])
+        return cls([LayerCache(*tensors(group), group=group) for group in groups])
 
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy blocks, each pair from its first block to its second; all are read before any is written."""
+    def copy_blocks(self, pairs: list[tuple[int, int]], group: int = 0) -> None:
+        """Copy blocks of a group, each pair from its first block to its second; all are read before any is written."""
         source, target = torch.tensor(pairs, device=self.layers[0].k.device).T
         for layer in self.layers:
-            for tensor in layer.tensors:
+            for tensor in layer.tensors if layer.group == group else ():
                 # As bytes, because torch cannot index float8.
                 tensor.view(torch.uint8)[target] = tensor.view(torch.uint8)[source]
 

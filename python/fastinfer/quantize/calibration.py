@@ -113,7 +113,7 @@ def calibrate(checkpoint: Checkpoint, texts: list[list[int]], quantize: Quantize
     batch = Batch.of_texts(texts, BLOCK_SIZE)
     blocks = sum(num_blocks_for(len(text), BLOCK_SIZE) for text in texts)
     sizes = BLOCK_SIZE, config.num_kv_heads, config.head_dim, torch.float32, "cpu"
-    (cache,) = KVCache.empty(1, blocks, *sizes)
+    (cache,) = KVCache.empty([0], [blocks], *sizes)
     loader = _CalibratedLoader(checkpoint, max(map(len, texts)), quantize)
     x = loader.embedding().rows(batch.token_ids, torch.float32)
     positions = loader.position_embedding()

@@ -1,0 +1,22 @@
+"""The blocks of one sequence in one group of layers."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """The blocks that hold a sequence's keys and values, in the order of its tokens.
+
+    Attributes:
+        blocks: block numbers. The list only grows at its end; for any other change it is replaced by a new list.
+        num_dropped: number of leading blocks that the sequence does not hold any more, as no later token sees them.
+            Their numbers are of no meaning, but valid: a kernel may load their elements, which it masks.
+    """
+
+    blocks: list[int] = field(default_factory=list)
+    num_dropped: int = 0
+
+    @property
+    def held(self) -> list[int]:
+        """The blocks that the sequence holds, as a new list."""
+        return self.blocks[self.num_dropped :]
