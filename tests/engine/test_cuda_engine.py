@@ -253,7 +253,7 @@ def logits_of_text(model: Decoder, dtype: torch.dtype, device: str) -> Tensor:
 
     count = torch.arange(len(ids), device=device)
     table = int32(1).view(1, 1)
-    batch = Batch(ids.to(device), count, int32(0, len(ids)), int32(len(ids)), table, count + 8, count)
+    batch = Batch(ids.to(device), count, int32(0, len(ids)), int32(len(ids)), (table,), (count + 8,), count)
     return model.logits(model.forward(batch, cache), batch.logits_indices).float().cpu()
 
 

@@ -22,7 +22,12 @@ class FlatModel:
 
     def __init__(self, vocab_size: int = 64, max_position: int = 2**17) -> None:
         self.config = SimpleNamespace(
-            num_layers=1, num_kv_heads=1, head_dim=1, vocab_size=vocab_size, max_position=max_position
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=1,
+            vocab_size=vocab_size,
+            max_position=max_position,
+            window=lambda layer: 0,
         )
         self._logits = torch.randn(vocab_size, vocab_size, generator=torch.Generator().manual_seed(1))
 

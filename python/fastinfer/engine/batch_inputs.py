@@ -143,13 +143,14 @@ class BatchInputs:
             for group, table in enumerate(sequence.block_tables):
                 self._fill_blocks(group, index, table.blocks)
         self._num_tokens = len(token_ids)
-        for array, values in (
+        inputs: list[tuple[np.ndarray, list[int]]] = [
             (self._token_ids, token_ids),
             (self._positions, positions),
             (self._adapter_ids, adapters),
             (self._logits_indices, logits),
             *zip(self._slot_mappings, slots, strict=True),
-        ):
+        ]
+        for array, values in inputs:
             array[: len(values)] = values
         self._query_start[1 : len(ends) + 1] = ends
         self._seq_lens[: len(ends)] = self._positions[self._query_start[1 : len(ends) + 1] - 1] + 1

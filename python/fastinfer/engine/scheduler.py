@@ -235,6 +235,8 @@ class Scheduler:
             decodes = [sequence for sequence in decodes if sequence in chosen]
         num_later = len(decodes)
         for sequence in decodes:
+            if sequence.state is not SequenceState.RUNNING:
+                break  # preempted for an earlier one, as all later ones were
             num_later -= 1  # one token is left to each later sequence
             num_drafts = 0
             if sequence.num_drafts:
@@ -245,7 +247,7 @@ class Scheduler:
             while sequence.state is SequenceState.RUNNING and not self.block_manager.can_append(sequence, num_drafts):
                 self._preempt(self.running[-1])
             if sequence.state is not SequenceState.RUNNING:
-                break  # all later ones were preempted before it
+                break
             self.block_manager.append(sequence, num_drafts)
             num_tokens = min(sequence.num_uncomputed_tokens, budget - num_later)
             self._add_chunk(sequence, num_tokens, chunks, num_drafts)

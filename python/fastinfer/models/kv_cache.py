@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class LayerCache:
     v: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
-    group: int = 0
+    group: int = field(default=0, kw_only=True)
 
     @property
     def tensors(self) -> list[Tensor]:
