@@ -19,7 +19,7 @@ from fastinfer.engine.kv_cache_size import options_for
 from fastinfer.engine.request_validator import POOLINGS
 from fastinfer.errors import RequestError
 from fastinfer.formats.peft import read_adapter
-from fastinfer.models import load_model, open_checkpoint
+from fastinfer.models import Model, load_model, load_weights, open_checkpoint
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
 from fastinfer.outputs import PrefillOutput, RequestOutput, ScoreOutput
@@ -135,13 +135,19 @@ class LLM:
         )
         exact = Precision.of(dtype, device).exact
         names = [model] if draft_model is None else [model, draft_model]
-        checkpoints = [open_checkpoint(hub.resolve(name), exact) for name in names]
+        paths = [hub.resolve(name) for name in names]
+        checkpoints = [open_checkpoint(path, exact) for path in paths]
         config = _with_kv_cache_size(config, checkpoints)
         defaults = sampling_defaults(checkpoints[0])
         models = [load_model(checkpoint, dtype, device, config.max_model_len) for checkpoint in checkpoints]
         loaded, self.tokenizer = models[0]
         draft = None if draft_model is None else models[1][0]
-        self.engine = Engine(loaded, self.tokenizer, config, draft, defaults)
+        max_len = config.max_model_len
+
+        def load_models() -> list[Model]:
+            return [load_weights(open_checkpoint(path, exact), dtype, device, max_len) for path in paths]
+
+        self.engine = Engine(loaded, self.tokenizer, config, draft, defaults, load_models)
         self._shared = SharedEngine(self.engine)
         self._numbers = itertools.count()
 
@@ -378,6 +384,36 @@ class LLM:
         """
         with self._shared.lock:
             self.engine.unload_adapter(name)
+
+    def sleep(self, level: int = 1) -> None:
+        """Free memory until :meth:`wake_up`; meanwhile every request raises an UnavailableError.
+
+        The KV cache is freed, with all cached prefixes. Level 1 also moves the weights from a GPU to the host's memory;
+        on a CPU they stay where they are. Level 2 drops the weights, which :meth:`wake_up` loads again from their
+        files. LoRA adapters and prompt modules are still there afterwards; modules are computed again.
+
+        Args:
+            level: 1 or 2.
+
+        Raises:
+            RequestError: there is no such level, the engine sleeps already, or another thread has unfinished requests.
+        """
+        with self._shared.lock:
+            self._shared.abort_abandoned()
+            self.engine.sleep(level)
+
+    def wake_up(self) -> None:
+        """Get back what :meth:`sleep` has freed; does nothing if nothing has been.
+
+        If it raises an error, nothing has changed, and it may be called again.
+
+        Raises:
+            OutOfMemoryError: the device has too little memory now.
+            RequestError: the files now hold another model.
+            FastinferError: the files cannot be read any more.
+        """
+        with self._shared.lock:
+            self.engine.wake_up()
 
     def _jobs(
         self,

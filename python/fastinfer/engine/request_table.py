@@ -57,16 +57,14 @@ class RequestTable:
         self._undelivered: dict[str, Output] = {}  # by request; outputs that no step has returned yet
         self._numbers = itertools.count()
 
-    def new_id(self, request_id: str | None, num_tokens: int) -> str:
-        """Return an id for a new request: the user's if given, otherwise a generated one.
+    def check_room(self, num_tokens: int) -> None:
+        """Check that another request may wait.
 
         Args:
-            request_id: the user's id.
             num_tokens: length of the request's prompt in tokens.
 
         Raises:
             QueueFullError: too many requests or tokens are waiting already.
-            RequestError: an unfinished request has the user's id.
         """
         if self.num_waiting >= self._max_num_waiting:
             raise QueueFullError(f"the queue is full: max_num_waiting={self._max_num_waiting} requests wait")
@@ -76,6 +74,13 @@ class RequestTable:
                 f"the queue is full: {waiting} tokens wait, max_num_waiting_tokens is {limit}, and the prompt has "
                 f"{num_tokens}"
             )
+
+    def new_id(self, request_id: str | None = None) -> str:
+        """Return an id for a new request: the user's if given, otherwise a generated one.
+
+        Raises:
+            RequestError: an unfinished request has the user's id.
+        """
         if request_id is None:
             numbered = (f"request-{number}" for number in self._numbers)
             return next(name for name in numbered if name not in self.active)  # users may have chosen such ids

@@ -62,16 +62,21 @@ def load_model(
         RequestError: the device is not available, or does not support the dtype.
     """
     device = resolve_device(device)
-    precision = Precision.of(dtype, device)
+    checkpoint = open_checkpoint(source, Precision.of(dtype, device).exact) if isinstance(source, Path) else source
     with one_torch_thread():
-        checkpoint = open_checkpoint(source, precision.exact) if isinstance(source, Path) else source
         if isinstance(checkpoint, GGUFCheckpoint):
             tokenizer = Tokenizer.from_gguf(checkpoint.file)
         else:
             tokenizer = Tokenizer.from_folder(checkpoint.path)
-        model = load_decoder(checkpoint, precision, max_model_len, device)
+    model = load_weights(checkpoint, dtype, device, max_model_len)
     tokenizer.pad(model.config.vocab_size)
     return model, tokenizer
+
+
+def load_weights(checkpoint: Checkpoint, dtype: str, device: str, max_model_len: int | None) -> Model:
+    """Load a checkpoint without its tokenizer; arguments and errors are those of :func:`load_model`."""
+    with one_torch_thread():
+        return load_decoder(checkpoint, Precision.of(dtype, device), max_model_len, device)
 
 
 def open_checkpoint(path: Path, exact: bool = False) -> Checkpoint:
