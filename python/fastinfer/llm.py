@@ -46,7 +46,7 @@ class LLM:
     Args:
         model: a name or path that :func:`fastinfer.hub.resolve` knows.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"``, or ``"auto"`` for the fastest one on this machine.
-        device: ``"cpu"``, ``"cuda"``, or ``"auto"`` for a GPU if there is one.
+        device: ``"cpu"``, ``"cuda"`` for the current GPU, ``"cuda:N"``, or ``"auto"`` for a GPU if there is one.
         draft_model: name or path of a smaller model with the same vocabulary that drafts tokens for speculative
             decoding; without it, ``num_speculative_tokens`` are drafted from n-grams of the text itself.
         kv_cache_dtype: dtype of the cached keys and values: one of the values of ``dtype``, ``"int8"``, ``"fp8"``
@@ -106,11 +106,12 @@ class LLM:
         _check_choice("dtype", dtype, DTYPES)
         _check_choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
         device = resolve_device(device)
+        kind = torch.device(device).type
         config = EngineConfig(
             max_model_len=max_model_len,
-            max_num_seqs=MAX_NUM_SEQS[device] if max_num_seqs is None else max_num_seqs,
+            max_num_seqs=MAX_NUM_SEQS[kind] if max_num_seqs is None else max_num_seqs,
             max_num_batched_tokens=(
-                MAX_NUM_BATCHED_TOKENS[device] if max_num_batched_tokens is None else max_num_batched_tokens
+                MAX_NUM_BATCHED_TOKENS[kind] if max_num_batched_tokens is None else max_num_batched_tokens
             ),
             max_num_waiting=max_num_waiting,
             max_num_waiting_tokens=max_num_waiting_tokens,

@@ -289,7 +289,7 @@ serve_mixed = partial(serve, prompts=MIXED_PROMPTS, params=replace(PARAMS, max_t
 def graphed(device: str, **limits: Any) -> Forced:
     engine = deterministic(device, **limits)
     if device == "cpu":  # emulated
-        with engine._numerics():
+        with engine._context():
             engine.runner.graphs = CUDAGraphs(engine.runner.compute, with_twin(engine.runner.inputs), False)
         return engine
     return deterministic(device, enforce_eager=False, **limits)

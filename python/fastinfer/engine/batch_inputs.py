@@ -63,7 +63,7 @@ class BatchInputs:
         max_logits: maximum number of rows of logits in a batch.
         max_blocks: maximum number of blocks of one sequence.
         block_size: tokens per block of the cache.
-        device: device that computes, ``"cpu"`` or ``"cuda"``.
+        device: device that computes, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
 
     Attributes:
         max_seqs, max_tokens: see above.

@@ -6,7 +6,8 @@ import torch
 
 from fastinfer.engine.admission import AdmissionPolicy, Continuous, Dynamic, Static
 from fastinfer.errors import RequestError
-from fastinfer.utils.checks import INT32_MAX, INT64_MAX, check_bool, check_float, check_int
+from fastinfer.utils.checks import INT32_MAX, INT64_MAX, check_bool, check_float, check_int, show
+from fastinfer.utils.device_name import is_device_name
 
 REQUEST_LIMITS = (
     "max_stop_strings",
@@ -18,7 +19,7 @@ REQUEST_LIMITS = (
 BATCHING = ("continuous", "static", "dynamic")
 KV_CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn, torch.uint8)
 MAX_SPECULATIVE_TOKENS = 15
-# Defaults by device. A GPU reads its weights faster than 64 sequences use them.
+# Defaults by type of device. A GPU reads its weights faster than 64 sequences use them.
 MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
 
@@ -68,7 +69,7 @@ class EngineConfig:
         deterministic: whether a request's text must depend on the request alone. On a CPU this is always the case, with
             one exception: 16-bit hidden states together with requests that use LoRA adapters. On a GPU, steps run under
             :func:`fastinfer.ops.batch_invariant`, which is slower.
-        device: device of the model, ``"cpu"`` or ``"cuda"``.
+        device: device of the model, ``"cpu"``, ``"cuda"`` or, with the number of a GPU, ``"cuda:N"``.
         async_scheduling: whether a step is launched before the results of the last one are known, so that the device
             need not wait for Python. ``None``: on a GPU. A step waits all the same if it needs those results: with
             grammars, penalties, log-probabilities, beams, and with speculation.
@@ -121,6 +122,8 @@ class EngineConfig:
                 check_bool(field.name, getattr(self, field.name))
         if self.async_scheduling is not None:
             check_bool("async_scheduling", self.async_scheduling)
+        if not is_device_name(self.device) or self.device == "auto":
+            raise RequestError(f"device must be cpu, cuda or cuda:N, got {show(self.device)}")
         if self.batching not in BATCHING:
             raise RequestError(f"batching must be one of {', '.join(BATCHING)}, got {self.batching!r}")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:

@@ -1,8 +1,8 @@
 """The engine, which computes many requests at the same time."""
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -40,6 +40,7 @@ from fastinfer.models.kv_cache import KVCache
 from fastinfer.models.lora import AdapterSlots
 from fastinfer.sampling_params import DEFAULT_PARAMS, BeamSearchParams, SamplingParams
 from fastinfer.tokenizers.tokenizer import Tokenizer
+from fastinfer.utils.device import use_device
 
 LOG = logging.getLogger("fastinfer")
 
@@ -109,7 +110,7 @@ class Engine:
         )
         self.sampler = make_sampler(config, model, tokenizer)
         self._samplers = [self.sampler]
-        with self._numerics():  # on a GPU the runners capture their graphs here
+        with self._context():  # on a GPU the runners capture their graphs here
             self.runner = make_runner(
                 config, model, self.kv_cache, self.max_model_len, with_adapters=config.max_loras > 0
             )
@@ -420,7 +421,8 @@ class Engine:
         self._step.forget_launched()
         for sequence in self.prompt_modules.sequences:
             self.block_manager.free(sequence)
-        self._sleep_mode.sleep(level)
+        with self._context():
+            self._sleep_mode.sleep(level)
 
     @torch.inference_mode()
     def wake_up(self) -> None:
@@ -435,7 +437,7 @@ class Engine:
         """
         if not self.is_sleeping:
             return
-        with self._numerics():  # on a GPU the runners capture their graphs here
+        with self._context():  # on a GPU the runners capture their graphs here
             self._sleep_mode.wake_up()
         for name, module in self.prompt_modules.remove_all().items():
             request = PrefillRequest(self.requests.new_id(), module.token_ids, module.options)
@@ -489,7 +491,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Output]:
         """Compute the next tokens, and return the outputs of the requests that made progress or ended."""
-        with self._numerics():
+        with self._context():
             stats = self._step()
         if stats is not None:
             self._totals.add(stats)
@@ -515,9 +517,11 @@ class Engine:
         except Exception:
             LOG.exception("on_step failed")
 
-    def _numerics(self) -> AbstractContextManager[None]:
-        """Return the context in which the model must run."""
-        return ops.batch_invariant() if self.config.deterministic else nullcontext()
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        """Enter the context in which the model must run, whichever thread calls."""
+        with use_device(self.config.device), ops.batch_invariant() if self.config.deterministic else nullcontext():
+            yield
 
     def _make_speculator(self, draft_model: Model | None) -> Speculator | None:
         config = self.config

@@ -43,7 +43,7 @@ def log_probabilities(
         model: a model on ``device``.
         texts: token ids of each text.
         kv_cache_dtype: dtype of the cached keys and values.
-        device: ``"cpu"`` or ``"cuda"`` (not yet run on a GPU).
+        device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"`` (not yet run on a GPU).
         batch_size: number of texts that are computed at once. On a CPU it changes no bit of the result.
     """
     config = model.config
