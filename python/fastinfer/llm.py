@@ -56,7 +56,7 @@ class LLM:
             further prompts wait outside it.
         max_num_seqs, max_num_batched_tokens: see :class:`fastinfer.engine.config.EngineConfig`; ``None`` for 64 and 512
             on a CPU, 256 and 2048 on a GPU.
-        max_model_len, batching, block_size, kv_cache_memory, gpu_memory_utilization, max_stop_strings,
+        max_model_len, block_size, kv_cache_memory, gpu_memory_utilization, max_stop_strings,
             max_stop_string_length, max_stop_token_ids, max_bad_words, max_logit_bias: see
             :class:`fastinfer.engine.config.EngineConfig`.
         enable_prefix_caching, num_speculative_tokens, max_loras, max_lora_rank, deterministic, enforce_eager: see
@@ -90,7 +90,6 @@ class LLM:
         max_stop_token_ids: int = 128,
         max_bad_words: int = 64,
         max_logit_bias: int = 300,
-        batching: str = "continuous",
         block_size: int = 32,
         kv_cache_dtype: str = "auto",
         kv_cache_memory: int | None = None,
@@ -120,7 +119,6 @@ class LLM:
             max_stop_token_ids=max_stop_token_ids,
             max_bad_words=max_bad_words,
             max_logit_bias=max_logit_bias,
-            batching=batching,
             block_size=block_size,
             kv_cache_dtype=kv_cache_dtype_of(kv_cache_dtype, dtype, device),
             kv_cache_memory=kv_cache_memory,

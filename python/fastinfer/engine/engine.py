@@ -105,9 +105,7 @@ class Engine:
         self.block_manager = BlockManager(size.num_blocks, config.block_size, config.enable_prefix_caching)
         self.kv_cache = make_kv_cache(config, model, self.block_manager.num_blocks)
         self.draft_kv_cache: KVCache | None = None
-        self.scheduler = Scheduler(
-            self.block_manager, config.max_num_seqs, config.max_num_batched_tokens, config.make_admission_policy()
-        )
+        self.scheduler = Scheduler(self.block_manager, config.max_num_seqs, config.max_num_batched_tokens)
         self.sampler = make_sampler(config, model, tokenizer)
         self._samplers = [self.sampler]
         with self._context():  # on a GPU the runners capture their graphs here

@@ -1,7 +1,6 @@
 """The table of unfinished requests, from their arrival to their last output."""
 
 import itertools
-import time
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -15,7 +14,7 @@ from fastinfer.engine.sequence import SequenceState
 from fastinfer.errors import FATAL_ERRORS, QueueFullError, RequestError, describe_error
 from fastinfer.outputs import merge
 
-# How long a step waits if nothing can be computed yet because a grammar is being compiled or a batch is not full.
+# How long a step waits if nothing can be computed yet because a grammar is being compiled.
 IDLE_WAIT_S = 0.001
 
 
@@ -137,13 +136,9 @@ class RequestTable:
                     raise
 
     def wait_for_work(self) -> None:
-        """Wait for a moment if requests exist but none can be computed yet, and there is no output to deliver."""
-        if self._undelivered:
-            return
-        if self.compiling:
+        """Wait for a moment if requests wait for their grammars alone, and there is no output to deliver."""
+        if self.compiling and not self._undelivered:
             wait(self.compiling.values(), timeout=IDLE_WAIT_S)
-        elif self._scheduler.waiting:
-            time.sleep(IDLE_WAIT_S)
 
     def abort(self, request_id: str, error: BaseException | None = None) -> Output | None:
         """End a request and return its last output, see :meth:`fastinfer.engine.engine.Engine.abort`."""
