@@ -59,6 +59,8 @@ class ToyModel:
         num_layers=NUM_LAYERS, num_kv_heads=1, head_dim=1, vocab_size=VOCAB_SIZE, max_position=MAX_POSITION
     )
 
+    draft_tokens: Tensor | None = None
+
     def __init__(self) -> None:
         self.fail = False
         self.batch_sizes: list[int] = []

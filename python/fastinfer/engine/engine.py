@@ -35,7 +35,7 @@ from fastinfer.engine.stats import EngineStats, StepStats, StepTotals
 from fastinfer.engine.step import Step
 from fastinfer.errors import RequestError, UnavailableError
 from fastinfer.formats.peft import LoraAdapter
-from fastinfer.models import Model
+from fastinfer.models import Model, check_has_all_logits
 from fastinfer.models.kv_cache import KVCache
 from fastinfer.models.lora import AdapterSlots
 from fastinfer.sampling_params import DEFAULT_PARAMS, BeamSearchParams, SamplingParams
@@ -58,7 +58,8 @@ class Engine:
         model: model that computes the logits.
         tokenizer: tokenizer of the model.
         config: limits and options; ``EngineConfig()`` by default.
-        draft_model: smaller model with the same vocabulary that drafts tokens for speculative decoding.
+        draft_model: smaller model with the same vocabulary that drafts tokens for speculative decoding; it may have
+            logits for a part of the vocabulary alone.
         default_params: sampling parameters of requests that give none.
         load_models: function that loads the model, and the draft model if there is one, again from their files; without
             it :meth:`sleep` cannot drop the weights.
@@ -97,6 +98,7 @@ class Engine:
         self.config = config = config or EngineConfig()
         self.tokenizer = tokenizer
         self.default_params = default_params
+        check_has_all_logits(model)
         self.vocab_size = model.config.vocab_size
         model, self.adapters = _with_adapters(model, config)
         models = [model.config] if draft_model is None else [model.config, draft_model.config]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastinfer.errors import RequestError
-from fastinfer.models import Model
+from fastinfer.models import Model, check_has_all_logits
 from fastinfer.models.batch import Batch
 from fastinfer.models.kv_cache import KVCache, num_blocks_for
 
@@ -46,6 +46,7 @@ def log_probabilities(
         device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"`` (not yet run on a GPU).
         batch_size: number of texts that are computed at once. On a CPU it changes no bit of the result.
     """
+    check_has_all_logits(model)
     config = model.config
     blocks = batch_size * max(num_blocks_for(len(text), BLOCK_SIZE) for text in texts)
     sizes = BLOCK_SIZE, config.num_kv_heads, config.head_dim, kv_cache_dtype, device

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from fastinfer.errors import RequestError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.batch import Batch
 from fastinfer.models.checkpoint import Checkpoint
@@ -25,6 +26,11 @@ class Model(Protocol):
     @property
     def config(self) -> ModelConfig:
         """Sizes and constants of the model."""
+        ...
+
+    @property
+    def draft_tokens(self) -> Tensor | None:
+        """The token of each column of the logits, for a draft model with a reduced vocabulary; ``None`` for all."""
         ...
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
@@ -77,6 +83,19 @@ def load_weights(checkpoint: Checkpoint, dtype: str, device: str, max_model_len:
     """Load a checkpoint without its tokenizer; arguments and errors are those of :func:`load_model`."""
     with one_torch_thread():
         return load_decoder(checkpoint, Precision.of(dtype, device), max_model_len, device)
+
+
+def check_has_all_logits(model: Model) -> None:
+    """Check that a model can do more than draft.
+
+    Raises:
+        RequestError: it has logits for a part of the vocabulary alone.
+    """
+    if model.draft_tokens is not None:
+        raise RequestError(
+            f"the model must have logits for all {model.config.vocab_size} tokens, got a draft model with logits for "
+            f"{len(model.draft_tokens)} of them"
+        )
 
 
 def open_checkpoint(path: Path, exact: bool = False) -> Checkpoint:
