@@ -48,7 +48,8 @@ class LLM:
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"``, or ``"auto"`` for the fastest one on this machine.
         device: ``"cpu"``, ``"cuda"`` for the current GPU, ``"cuda:N"``, or ``"auto"`` for a GPU if there is one.
         draft_model: name or path of a smaller model with the same vocabulary that drafts tokens for speculative
-            decoding; its output layer may have a part of the vocabulary alone (``d2t``). Without it, ``num_speculative_tokens`` are drafted from n-grams of the text itself.
+            decoding; its output layer may have a part of the vocabulary alone (``d2t``). Without a draft model,
+            ``num_speculative_tokens`` are drafted from n-grams of the text itself.
         kv_cache_dtype: dtype of the cached keys and values: one of the values of ``dtype``, ``"int8"``, ``"fp8"``
             (float8_e4m3fn), ``"int4"`` (least memory, with a measurable loss: see docs/performance.md), or ``"auto"``
             for the one that suits ``dtype``. On a GPU only ``"auto"``, ``"int8"``, ``"fp8"`` and ``"int4"`` work.

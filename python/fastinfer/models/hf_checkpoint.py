@@ -97,7 +97,8 @@ class HFCheckpoint:
         if outside.any():
             row = int(outside.nonzero()[0])
             raise CheckpointFormatError(
-                f"{self.path}: tensor {D2T!r} must give tokens in 0..{vocab_size - 1}, got {int(tokens[row])} for row {row}"
+                f"{self.path}: tensor {D2T!r} must give tokens in 0..{vocab_size - 1}, "
+                f"got {int(tokens[row])} for row {row}"
             )
         known, counts = tokens.unique(return_counts=True)
         if len(known) < rows:
