@@ -668,7 +668,7 @@ def test_an_engine_falls_asleep_once_its_requests_have_ended() -> None:
             with pytest.raises(RequestError, match="the engine is about to sleep already"):
                 await engine.sleep()
             assert not engine.health().is_sleeping
-            assert (await read(stream))[-1].outputs[0].token_ids == greedy([1], 90, stop_at_eos=False)
+            assert (await read(stream))[-1].outputs[0].token_ids == greedy([1], 200, stop_at_eos=False)
             await falling
             assert engine.health() == Health("the engine sleeps until wake_up() is called", False, False, 0.0, True)
             assert engine.stats().is_sleeping

@@ -15,6 +15,7 @@ from support.toy import VOCAB_SIZE, ToyModel, ToyTokenizer, check_blocks, drain,
 from torch import Tensor
 
 from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.cpu_graphs import CPUGraphs
 from fastinfer.engine.engine import Engine
 from fastinfer.errors import RequestError, UnavailableError
 from fastinfer.models import Model
@@ -69,18 +70,27 @@ def cached(engine: Engine) -> Iterator[Tensor]:
     return (tensor for cache in caches for layer in cache for tensor in layer.tensors)
 
 
+def results_of(engine: Engine) -> Iterator[Tensor]:
+    """The tensors that recorded steps write."""
+    for runner in engine._runners:
+        assert isinstance(runner.graphs, CPUGraphs)
+        for _, result in runner.graphs.recorded.values():
+            yield from (result.hidden, result.logits)
+
+
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("with_draft_model", [False, True], ids=["alone", "draft model"])
 def test_memory_is_freed_and_the_texts_stay_the_same(level: int, with_draft_model: bool) -> None:
     engine = decoder_engine(with_draft_model, num_speculative_tokens=3 * with_draft_model)
     expected = serve(engine)
-    assert with_draft_model or engine.runner.graphs.recorded  # type: ignore[union-attr]
+    assert list(results_of(engine))
     for _ in range(2):
         kv, weights = references(cached(engine)), references(tensors_of(engine.model))
+        results = references(results_of(engine))
         assert alive(kv) == len(kv) == 6 * (1 + with_draft_model)
         engine.sleep(level)
         assert engine.stats().is_sleeping
-        assert alive(kv) == 0
+        assert alive(kv) == alive(results) == 0
         assert alive(weights) == (len(weights) if level == 1 else 0)
         assert engine.stats().num_free_blocks == engine.block_manager.num_blocks
         engine.wake_up()
@@ -88,7 +98,7 @@ def test_memory_is_freed_and_the_texts_stay_the_same(level: int, with_draft_mode
         for tensor in cached(engine):
             tensor.view(torch.uint8).fill_(0xFF)  # NaN: nothing may be taken from the time before
         assert serve(engine) == expected
-    assert with_draft_model or engine.runner.graphs.recorded  # type: ignore[union-attr]
+    assert list(results_of(engine))
 
 
 def test_a_draft_model_is_dropped_too() -> None:

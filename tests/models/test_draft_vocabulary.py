@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.families import load, make_model, some_tokens
-from support.hf_tokenizers import byte_level
 from support.toy import always_speculate
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from fastinfer import LLM, SamplingParams
@@ -103,6 +103,20 @@ def test_wrong_tensors_are_refused(tmp_path: Path, change: Any, message: str) ->
         load(reduced)
 
 
+def test_a_whole_vocabulary_needs_no_tensor(tmp_path: Path) -> None:
+    whole, _ = save_folders(tmp_path)
+    edit(whole, draft_vocab_size=VOCAB_SIZE)
+    assert load(whole).draft_tokens is None
+
+
+def test_a_tensor_without_a_size(tmp_path: Path) -> None:
+    """All rows of the output layer are expected, so that they must all have a token."""
+    whole, _ = save_folders(tmp_path)
+    edit(whole, set_offsets(OFFSETS))
+    with pytest.raises(CheckpointFormatError, match=r"'d2t' must be \[320\] int64, got \[97\] torch.int64"):
+        load(whole)
+
+
 @pytest.mark.parametrize("size", [VOCAB_SIZE + 1, -1, "97"])
 def test_wrong_sizes_are_refused(tmp_path: Path, size: Any) -> None:
     _, reduced = save_folders(tmp_path)
@@ -117,12 +131,19 @@ def test_it_is_no_model_of_its_own(tmp_path: Path) -> None:
         perplexity(load(reduced), [some_tokens()])
 
 
+def write_tokenizer(folder: Path) -> None:
+    letters = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text("{}")
+
+
 def test_drafts_of_a_checkpoint(tmp_path: Path) -> None:
     """Texts are those of the model alone; drafts are right wherever the draft model has the token."""
     whole, reduced = save_folders(tmp_path)
     for path in (whole, reduced):
-        byte_level().save(str(path / "tokenizer.json"))
-        (path / "tokenizer_config.json").write_text("{}")
+        write_tokenizer(path)
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     prompts: Any = [{"prompt_token_ids": [5, 9, 200]}, {"prompt_token_ids": [31]}]
     expected = [o.outputs[0].token_ids for o in LLM(str(whole), max_model_len=64).generate(prompts, params)]

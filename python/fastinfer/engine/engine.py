@@ -116,7 +116,9 @@ class Engine:
             )
             self._runners = [self.runner]
             self.speculator = self._make_speculator(draft_model)
-        self._sleep_mode = SleepMode(self._runners, self.block_manager, self.adapters.slots, load_models)
+        self._sleep_mode = SleepMode(
+            self._runners, self._samplers, self.block_manager, self.adapters.slots, load_models
+        )
         self.grammars = GrammarCompiler(tokenizer, self.vocab_size)
         self.prompt_modules = PromptModules(self.block_manager, self.max_model_len)
         self.requests = RequestTable(
@@ -419,10 +421,8 @@ class Engine:
         if self.has_unfinished:
             raise RequestError(f"sleep needs an engine without unfinished requests, got {len(self.requests.active)}")
         self._step.forget_launched()
-        for sequence in self.prompt_modules.sequences:
-            self.block_manager.free(sequence)
         with self._context():
-            self._sleep_mode.sleep(level)
+            self._sleep_mode.sleep(level, self.prompt_modules.sequences)
 
     @torch.inference_mode()
     def wake_up(self) -> None:

@@ -6,6 +6,8 @@ import torch
 
 from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.runner import Runner
+from fastinfer.engine.sampler import Sampler
+from fastinfer.engine.sequence import Sequence
 from fastinfer.errors import RequestError
 from fastinfer.models import Model
 from fastinfer.models.lora import AdapterSlots
@@ -31,6 +33,7 @@ class SleepMode:
 
     Args:
         runners: runners of the model and of the draft model, if there is one.
+        samplers: their samplers.
         block_manager: manager of the blocks of the KV caches.
         adapters: slots of the model's LoRA adapters; ``None`` if it has none.
         load_models: function that loads the runners' models again; ``None`` if nothing can.
@@ -42,12 +45,14 @@ class SleepMode:
     def __init__(
         self,
         runners: list[Runner],
+        samplers: list[Sampler],
         block_manager: BlockManager,
         adapters: AdapterSlots | None,
         load_models: LoadModels | None,
     ) -> None:
         self.level = 0
         self._runners = runners
+        self._samplers = samplers
         self._block_manager = block_manager
         self._adapters = adapters
         self._load_models = load_models
@@ -66,14 +71,23 @@ class SleepMode:
         if self.level:
             raise RequestError(f"the engine sleeps already, at level {self.level}")
 
-    def sleep(self, level: int) -> None:
-        """Free the memory. No sequence may hold a block."""
+    def sleep(self, level: int, pinned: list[Sequence]) -> None:
+        """Free the memory.
+
+        Args:
+            level: 1 or 2.
+            pinned: the only sequences that hold blocks, which they lose.
+        """
         on_gpu = self._runners[0].inputs.device.type == "cuda"
         if on_gpu:
             models = [runner.model for runner in self._runners] if level == 1 else []
             self._host_copy = HostCopy(tensors_of([models, self._adapters]))
         self.level = level  # from here on wake_up() repairs what was left half done
+        for sequence in pinned:
+            self._block_manager.free(sequence)
         self._block_manager.reset_prefix_cache()
+        for sampler in self._samplers:
+            sampler.forget_recorded()
         for runner in self._runners:
             runner.release(with_model=level == 2)
         if on_gpu:

@@ -82,10 +82,11 @@ class HFCheckpoint:
 
     def draft_tokens(self) -> Tensor | None:
         # As SpecForge and EAGLE-3 store it: tensor d2t holds, for each row, the token minus the row.
-        rows, vocab_size = self.config.draft_vocab_size, self.config.vocab_size
-        if not rows:
-            return None
+        vocab_size = self.config.vocab_size
+        rows = self.config.draft_vocab_size or vocab_size
         offsets = self.tensors.get(D2T)
+        if offsets is None and rows == vocab_size:
+            return None
         if offsets is None:
             raise CheckpointFormatError(f"{self.path}: tensor {D2T!r} is missing, which draft_vocab_size={rows} needs")
         if offsets.shape != (rows,) or offsets.dtype not in (torch.int64, torch.int32):
