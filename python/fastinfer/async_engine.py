@@ -414,7 +414,7 @@ class AsyncEngine:
         """Get back what :meth:`sleep` has freed, in the engine's thread; does nothing if nothing has been.
 
         Raises:
-            OutOfMemoryError, FastinferError: the errors of :meth:`fastinfer.LLM.wake_up`; the engine sleeps on.
+            OutOfMemoryError, FastinferError: the errors of :meth:`fastinfer.LLM.wake_up`.
         """
         await self._call(self._wake_up)
 
@@ -575,7 +575,6 @@ class AsyncEngine:
     def _wake_up(self) -> None:
         self._engine.wake_up()
         self._stats = self._engine.stats()
-        self._submit_step()  # computes the prompt modules
 
     def _sleep(self, level: int) -> None:
         self._engine.sleep(level)
@@ -613,8 +612,7 @@ class AsyncEngine:
         with self._lock:
             # Requests that are still being prepared had no part in a failed step.
             request_ids = [request_id for request_id, mailbox in self._mailboxes.items() if mailbox.is_queued]
-        # Prompt modules that are computed again after sleeping have no mailbox.
-        self._end(list(dict.fromkeys([*request_ids, *self._engine.requests.active])), error)
+        self._end(request_ids, error)
 
     def _end(self, request_ids: list[str], error: BaseException | None = None) -> None:
         """Abort requests; their last outputs report the error, if there is one."""

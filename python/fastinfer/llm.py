@@ -405,7 +405,8 @@ class LLM:
     def wake_up(self) -> None:
         """Get back what :meth:`sleep` has freed; does nothing if nothing has been.
 
-        If it raises an error, nothing has changed, and it may be called again.
+        If it raises an error, it may be called again. Only if a prompt module could not be computed, everything else is
+        back, and all prompt modules are lost.
 
         Raises:
             OutOfMemoryError: the device has too little memory now.

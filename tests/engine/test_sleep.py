@@ -125,7 +125,7 @@ def test_nothing_is_found_in_the_prefix_cache() -> None:
 def test_requests_are_refused_while_it_sleeps() -> None:
     engine = toy_engine()
     engine.sleep(1)
-    message = "the engine sleeps until wake_up\(\) is called"
+    message = r"the engine sleeps until wake_up\(\) is called"
     for add in (
         lambda: engine.add_request([1], GREEDY),
         lambda: engine.add_beam_request([1], BeamSearchParams(beam_width=2, max_tokens=2)),
@@ -183,9 +183,7 @@ def test_prompt_modules_are_computed_anew() -> None:
     engine.remove_prompt_module("gone")
     check_blocks(engine)
     engine.wake_up()
-    for tensor in cached(engine):
-        tensor.fill_(float("nan"))
-    drain(engine)
+    assert not engine.has_unfinished
     check_blocks(engine)
     assert engine.stats().num_used_blocks == 6
     request_id = engine.add_request([*module, 40], GREEDY, cache_salt="salt")
@@ -194,6 +192,25 @@ def test_prompt_modules_are_computed_anew() -> None:
     assert output.outputs[0].token_ids == greedy([*module, 40], 9, stop_at_eos=False)
     engine.remove_prompt_module("system")
     assert engine.stats().num_used_blocks == 0
+
+
+def test_a_prompt_module_that_cannot_be_computed_again() -> None:
+    engine = toy_engine(block_size=4)
+    for name in ("a", "b"):
+        engine.add_prompt_module(name, [*range(1, 23), ord(name) % VOCAB_SIZE])
+    drain(engine)
+    engine.sleep(1)
+    engine.model.fail = True  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="the model broke"):
+        engine.wake_up()
+    engine.model.fail = False  # type: ignore[attr-defined]
+    assert not engine.is_sleeping
+    assert not engine.has_unfinished
+    assert engine.prompt_modules.sequences == []
+    assert engine.stats().num_used_blocks == 0
+    check_blocks(engine)
+    engine.add_request([1], GREEDY, request_id="after")
+    assert drain(engine)["after"].outputs[0].token_ids == greedy([1], 9, stop_at_eos=False)
 
 
 @pytest.mark.parametrize("level", [1, 2])

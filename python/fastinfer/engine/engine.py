@@ -426,9 +426,10 @@ class Engine:
 
     @torch.inference_mode()
     def wake_up(self) -> None:
-        """Get back what :meth:`sleep` has freed, and queue the prompt modules, whose blocks must be computed again.
+        """Get back what :meth:`sleep` has freed, and compute the prompt modules again; do nothing if awake.
 
-        Does nothing if the engine is awake. If it raises an error, the engine sleeps on.
+        If it raises an error, the engine sleeps on, unless :attr:`is_sleeping` is False: then a prompt module could not
+        be computed, and all are lost.
 
         Raises:
             OutOfMemoryError: there is too little memory on the device now.
@@ -443,6 +444,13 @@ class Engine:
             request = PrefillRequest(self.requests.new_id(), module.token_ids, module.options)
             self.prompt_modules.add(name, PromptModule(request.sequences[0], module.options))
             self.requests.add(request)
+        try:
+            while self.has_unfinished:
+                self.step()
+        except BaseException as error:
+            for request_id in list(self.requests.active):
+                self.abort(request_id, error)
+            raise
 
     @property
     def is_sleeping(self) -> bool:
