@@ -424,7 +424,6 @@ class Engine:
         with self._context():
             self._sleep_mode.sleep(level, self.prompt_modules.sequences)
 
-    @torch.inference_mode()
     def wake_up(self) -> None:
         """Get back what :meth:`sleep` has freed, and compute the prompt modules again; do nothing if awake.
 
