@@ -30,9 +30,7 @@ def test_options_of_loading(command: str, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize("name", ["cuda:", "cuda:x", "tpu"])
 def test_what_is_no_device(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(["generate", "Why?", "--device", name])
-    assert exit_.value.code == 2
+    assert main(["generate", "Why?", "--device", name]) == 2
     assert f"argument --device: expected auto, cpu, cuda or cuda:N, got {name!r}" in capsys.readouterr().err
 
 

@@ -78,6 +78,11 @@ def results_of(engine: Engine) -> Iterator[Tensor]:
             yield from (result.hidden, result.logits)
 
 
+def poison(engine: Engine) -> None:
+    for tensor in cached(engine):
+        tensor.view(torch.uint8).fill_(0xFF)  # NaN
+
+
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("with_draft_model", [False, True], ids=["alone", "draft model"])
 def test_memory_is_freed_and_the_texts_stay_the_same(level: int, with_draft_model: bool) -> None:
@@ -95,8 +100,7 @@ def test_memory_is_freed_and_the_texts_stay_the_same(level: int, with_draft_mode
         assert engine.stats().num_free_blocks == engine.block_manager.num_blocks
         engine.wake_up()
         assert not engine.stats().is_sleeping
-        for tensor in cached(engine):
-            tensor.view(torch.uint8).fill_(0xFF)  # NaN: nothing may be taken from the time before
+        poison(engine)
         assert serve(engine) == expected
     assert list(results_of(engine))
 
