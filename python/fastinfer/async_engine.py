@@ -42,12 +42,14 @@ class Health:
         is_paused: whether requests wait for :meth:`AsyncEngine.resume`.
         is_dead: whether the device has failed in a way that only a new process can recover from.
         step_seconds: how long the current step has been running; 0 between steps. A step that takes minutes hangs.
+        is_sleeping: whether memory is freed until :meth:`AsyncEngine.wake_up`.
     """
 
     refusal: str | None
     is_paused: bool
     is_dead: bool
     step_seconds: float
+    is_sleeping: bool
 
 
 class AsyncEngine:
@@ -88,7 +90,7 @@ class AsyncEngine:
         self._step_began: float | None = None
         self._stats = engine.stats()
         self._lock = threading.Lock()  # guards the next attributes
-        self._is_draining = self._is_shut_down = self._is_closing = False
+        self._is_draining = self._is_falling_asleep = self._is_shut_down = self._is_closing = False
         self._mailboxes: dict[str, Mailbox[Any]] = {}
         self._num_submitted = 0  # requests that the engine's thread has not added yet
         # Mailboxes of streams that nobody reads any more; their requests are aborted before the next step. The garbage
@@ -154,7 +156,7 @@ class AsyncEngine:
         Raises:
             QueueFullError: too many requests are waiting.
             RequestError: the id is taken.
-            UnavailableError: the engine is draining, shut down, or dead.
+            UnavailableError: the engine is draining, asleep, shut down, or dead.
             RuntimeError: no event loop is running.
         """
         return self._generate(
@@ -327,7 +329,7 @@ class AsyncEngine:
             if not isinstance(token_ids, list):
                 raise RequestError(f"token_ids must be a list, got {show(token_ids)}")
             for token_id in token_ids:
-                check_int("token_ids", token_id, 0, self._engine.model.config.vocab_size - 1)
+                check_int("token_ids", token_id, 0, self._engine.vocab_size - 1)
             return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
         return await self._in_pool(decode)
@@ -383,9 +385,38 @@ class AsyncEngine:
         """Take no more requests, and wait until all that there are have ended; a paused engine is resumed."""
         with self._lock:
             self._is_draining = True
-        await self.resume()
-        while self._mailboxes:
-            await asyncio.sleep(POLL_S)
+        await self._wait_until_idle()
+
+    async def sleep(self, level: int = 1) -> None:
+        """Take no more requests, wait until all that there are have ended, and free memory until :meth:`wake_up`.
+
+        What is freed: see :meth:`fastinfer.LLM.sleep`. A paused engine is resumed. To end the requests at once, abort
+        them.
+
+        Args:
+            level: 1 or 2.
+
+        Raises:
+            RequestError: there is no such level, or the engine sleeps already or is about to.
+        """
+        self._engine.check_sleep(level)
+        with self._lock:
+            if self._is_falling_asleep:
+                raise RequestError("the engine is about to sleep already")
+            self._is_falling_asleep = True
+        try:
+            await self._wait_until_idle()
+            await self._call(self._sleep, level)
+        finally:
+            self._is_falling_asleep = False
+
+    async def wake_up(self) -> None:
+        """Get back what :meth:`sleep` has freed, in the engine's thread; does nothing if nothing has been.
+
+        Raises:
+            OutOfMemoryError, FastinferError: the errors of :meth:`fastinfer.LLM.wake_up`.
+        """
+        await self._call(self._wake_up)
 
     async def pause(self) -> None:
         """Stop computing after the current step, until :meth:`resume`; requests are taken and wait.
@@ -403,7 +434,7 @@ class AsyncEngine:
         """Return whether the engine works; may be called at any time, from any thread."""
         begin = self._step_began
         seconds = 0.0 if begin is None else time.perf_counter() - begin
-        return Health(self._refusal(), self._is_paused, self._is_dead, seconds)
+        return Health(self._refusal(), self._is_paused, self._is_dead, seconds, self._engine.is_sleeping)
 
     def on_step(self, function: Callable[[StepStats], None] | None) -> None:
         """Have a function called after each step, in the engine's thread; ``None`` ends that. It must be quick."""
@@ -431,6 +462,8 @@ class AsyncEngine:
             return "the engine is shut down"
         if self._is_dead:
             return "the engine is dead: the device failed, and only a new process can use it again"
+        if self._engine.is_sleeping or self._is_falling_asleep:
+            return "the engine sleeps until wake_up() is called"
         return "the engine is draining" if self._is_draining else None
 
     def _generate(
@@ -478,6 +511,12 @@ class AsyncEngine:
                 raise UnavailableError("the engine is shut down")
             future = self._pool.submit(function, *args)
         return await asyncio.wrap_future(future)
+
+    async def _wait_until_idle(self) -> None:
+        """Resume the engine, and wait until all requests have ended; the caller has seen to it that none follow."""
+        await self.resume()
+        while self._mailboxes:
+            await asyncio.sleep(POLL_S)
 
     async def _call(self, function: Callable[..., None], *args: Any) -> None:
         """Run a function between two steps; does nothing after the shutdown."""
@@ -532,6 +571,14 @@ class AsyncEngine:
     def _set_paused(self, is_paused: bool) -> None:
         self._is_paused = is_paused
         self._submit_step()
+
+    def _wake_up(self) -> None:
+        self._engine.wake_up()
+        self._stats = self._engine.stats()
+
+    def _sleep(self, level: int) -> None:
+        self._engine.sleep(level)
+        self._stats = self._engine.stats()
 
     def _submit_step(self) -> None:
         """Submit the next step if there is something to do."""

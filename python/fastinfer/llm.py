@@ -19,7 +19,7 @@ from fastinfer.engine.kv_cache_size import KVCacheSize, options_for
 from fastinfer.engine.request_validator import POOLINGS
 from fastinfer.errors import RequestError
 from fastinfer.formats.peft import read_adapter
-from fastinfer.models import load_model, open_checkpoint
+from fastinfer.models import Model, load_model, load_weights, open_checkpoint
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
 from fastinfer.outputs import PrefillOutput, RequestOutput, ScoreOutput
@@ -46,9 +46,10 @@ class LLM:
     Args:
         model: a name or path that :func:`fastinfer.hub.resolve` knows.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"``, or ``"auto"`` for the fastest one on this machine.
-        device: ``"cpu"``, ``"cuda"``, or ``"auto"`` for a GPU if there is one.
+        device: ``"cpu"``, ``"cuda"`` for the current GPU, ``"cuda:N"``, or ``"auto"`` for a GPU if there is one.
         draft_model: name or path of a smaller model with the same vocabulary that drafts tokens for speculative
-            decoding; without it, ``num_speculative_tokens`` are drafted from n-grams of the text itself.
+            decoding; its output layer may have a part of the vocabulary alone (``d2t``). Without a draft model,
+            ``num_speculative_tokens`` are drafted from n-grams of the text itself.
         kv_cache_dtype: dtype of the cached keys and values: one of the values of ``dtype``, ``"int8"``, ``"fp8"``
             (float8_e4m3fn), ``"int4"`` (least memory, with a measurable loss: see docs/performance.md), or ``"auto"``
             for the one that suits ``dtype``. On a GPU only ``"auto"``, ``"int8"``, ``"fp8"`` and ``"int4"`` work.
@@ -56,7 +57,7 @@ class LLM:
             further prompts wait outside it.
         max_num_seqs, max_num_batched_tokens: see :class:`fastinfer.engine.config.EngineConfig`; ``None`` for 64 and 512
             on a CPU, 256 and 2048 on a GPU.
-        max_model_len, batching, block_size, kv_cache_memory, gpu_memory_utilization, max_stop_strings,
+        max_model_len, block_size, kv_cache_memory, gpu_memory_utilization, max_stop_strings,
             max_stop_string_length, max_stop_token_ids, max_bad_words, max_logit_bias: see
             :class:`fastinfer.engine.config.EngineConfig`.
         enable_prefix_caching, num_speculative_tokens, max_loras, max_lora_rank, deterministic, enforce_eager: see
@@ -90,7 +91,6 @@ class LLM:
         max_stop_token_ids: int = 128,
         max_bad_words: int = 64,
         max_logit_bias: int = 300,
-        batching: str = "continuous",
         block_size: int = 32,
         kv_cache_dtype: str = "auto",
         kv_cache_memory: int | None = None,
@@ -106,11 +106,12 @@ class LLM:
         _check_choice("dtype", dtype, DTYPES)
         _check_choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
         device = resolve_device(device)
+        kind = torch.device(device).type
         config = EngineConfig(
             max_model_len=max_model_len,
-            max_num_seqs=MAX_NUM_SEQS[device] if max_num_seqs is None else max_num_seqs,
+            max_num_seqs=MAX_NUM_SEQS[kind] if max_num_seqs is None else max_num_seqs,
             max_num_batched_tokens=(
-                MAX_NUM_BATCHED_TOKENS[device] if max_num_batched_tokens is None else max_num_batched_tokens
+                MAX_NUM_BATCHED_TOKENS[kind] if max_num_batched_tokens is None else max_num_batched_tokens
             ),
             max_num_waiting=max_num_waiting,
             max_num_waiting_tokens=max_num_waiting_tokens,
@@ -119,7 +120,6 @@ class LLM:
             max_stop_token_ids=max_stop_token_ids,
             max_bad_words=max_bad_words,
             max_logit_bias=max_logit_bias,
-            batching=batching,
             block_size=block_size,
             kv_cache_dtype=kv_cache_dtype_of(kv_cache_dtype, dtype, device),
             kv_cache_memory=kv_cache_memory,
@@ -135,13 +135,18 @@ class LLM:
         )
         exact = Precision.of(dtype, device).exact
         names = [model] if draft_model is None else [model, draft_model]
-        checkpoints = [open_checkpoint(hub.resolve(name), exact) for name in names]
+        paths = [hub.resolve(name) for name in names]
+        checkpoints = [open_checkpoint(path, exact) for path in paths]
         size = _choose_kv_cache_size(config, checkpoints)
         defaults = sampling_defaults(checkpoints[0])
         models = [load_model(checkpoint, dtype, device, size.max_model_len) for checkpoint in checkpoints]
         loaded, self.tokenizer = models[0]
         draft = None if draft_model is None else models[1][0]
-        self.engine = Engine(loaded, self.tokenizer, config, draft, defaults, size)
+
+        def load_models() -> list[Model]:
+            return [load_weights(open_checkpoint(path, exact), dtype, device, size.max_model_len) for path in paths]
+
+        self.engine = Engine(loaded, self.tokenizer, config, draft, defaults, size, load_models)
         self._shared = SharedEngine(self.engine)
         self._numbers = itertools.count()
 
@@ -378,6 +383,37 @@ class LLM:
         """
         with self._shared.lock:
             self.engine.unload_adapter(name)
+
+    def sleep(self, level: int = 1) -> None:
+        """Free memory until :meth:`wake_up`; meanwhile every request raises an UnavailableError.
+
+        The KV cache is freed, with all cached prefixes. Level 1 also moves the weights from a GPU to the host's memory;
+        on a CPU they stay where they are. Level 2 drops the weights, which :meth:`wake_up` loads again from their
+        files. LoRA adapters and prompt modules are still there afterwards; modules are computed again.
+
+        Args:
+            level: 1 or 2.
+
+        Raises:
+            RequestError: there is no such level, the engine sleeps already, or another thread has unfinished requests.
+        """
+        with self._shared.lock:
+            self._shared.abort_abandoned()
+            self.engine.sleep(level)
+
+    def wake_up(self) -> None:
+        """Get back what :meth:`sleep` has freed; does nothing if nothing has been.
+
+        If it raises an error, it may be called again. Only if a prompt module could not be computed, everything else is
+        back, and all prompt modules are lost.
+
+        Raises:
+            OutOfMemoryError: the device has too little memory now.
+            RequestError: the files now hold another model.
+            FastinferError: the files cannot be read any more.
+        """
+        with self._shared.lock:
+            self.engine.wake_up()
 
     def _jobs(
         self,

@@ -616,7 +616,7 @@ def test_draining_ends_what_there_is_and_takes_no_more() -> None:
             readers = [asyncio.create_task(read(engine.generate([number], GREEDY))) for number in (1, 2)]
             await asyncio.sleep(0)
             await engine.drain()
-            await until(lambda: engine.health() == Health("the engine is draining", False, False, 0.0))
+            await until(lambda: engine.health() == Health("the engine is draining", False, False, 0.0, False))
             with pytest.raises(UnavailableError, match="the engine is draining"):
                 engine.generate([3], GREEDY)
             with pytest.raises(UnavailableError, match="the engine is draining"):
@@ -636,7 +636,7 @@ def test_a_paused_engine_computes_nothing_and_goes_on() -> None:
             await anext(running)
             await engine.pause()
             num_steps = len(model.batch_sizes)
-            assert engine.health() == Health(None, True, False, 0.0)
+            assert engine.health() == Health(None, True, False, 0.0, False)
             later = engine.generate([2], GREEDY)
             await later.accepted()
             await running.aclose()
@@ -647,7 +647,90 @@ def test_a_paused_engine_computes_nothing_and_goes_on() -> None:
             await engine.resume()
             await engine.resume()
             assert (await read(later))[-1].outputs[0].token_ids == greedy([2], 12)
-            await until(lambda: engine.health() == Health(None, False, False, 0.0))  # the last step may still end
+            await until(
+                lambda: engine.health() == Health(None, False, False, 0.0, False)
+            )  # the last step may still end
+
+    run(main())
+
+
+def test_an_engine_falls_asleep_once_its_requests_have_ended() -> None:
+    async def main() -> None:
+        async with toy_async_engine() as engine:
+            stream = engine.generate([1], LONG)
+            await anext(stream)
+            await engine.pause()
+            falling = asyncio.create_task(engine.sleep())
+            await asyncio.sleep(0)
+            message = r"the engine sleeps until wake_up\(\) is called"
+            with pytest.raises(UnavailableError, match=message):
+                engine.generate([2], GREEDY)
+            with pytest.raises(RequestError, match="the engine is about to sleep already"):
+                await engine.sleep()
+            assert not engine.health().is_sleeping
+            assert (await read(stream))[-1].outputs[0].token_ids == greedy([1], 200, stop_at_eos=False)
+            await falling
+            assert engine.health() == Health("the engine sleeps until wake_up() is called", False, False, 0.0, True)
+            assert engine.stats().is_sleeping
+            assert not engine._engine.kv_cache.layers
+            for call in (engine.embed([3]), engine.score("ab"), engine.add_prompt_module("a", [3])):
+                with pytest.raises(UnavailableError, match=message):
+                    await call
+            assert await engine.detokenize(await engine.tokenize("ab")) == "ab"
+            with pytest.raises(RequestError, match="the engine sleeps already, at level 1"):
+                await engine.sleep()
+            for _ in range(2):
+                await engine.wake_up()
+                assert engine.health() == Health(None, False, False, 0.0, False)
+            assert (await read(engine.generate([2], GREEDY)))[-1].outputs[0].token_ids == greedy([2], 12)
+
+    run(main())
+
+
+def test_what_keeps_an_engine_awake() -> None:
+    """A level that there is not, and a caller that waits no longer."""
+
+    async def main() -> None:
+        async with toy_async_engine() as engine:
+            stream = engine.generate([1], LONG)
+            for level in (0, 2, None):
+                with pytest.raises(RequestError, match=f"level must be .*got {level}"):
+                    await engine.sleep(level)  # type: ignore[arg-type]
+            falling = asyncio.create_task(engine.sleep())
+            await asyncio.sleep(0)
+            falling.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await falling
+            assert engine.health().refusal is None
+            other = engine.generate([2], GREEDY)
+            assert (await read(other))[-1].outputs[0].token_ids == greedy([2], 12)
+            await read(stream)
+
+    run(main())
+
+
+def test_prompt_modules_are_there_after_sleeping() -> None:
+    async def main() -> None:
+        async with toy_async_engine(block_size=2) as engine:
+            await engine.add_prompt_module("system", [5, 6, 7, 8, 9])
+            await engine.sleep()
+            await engine.wake_up()
+            assert engine.stats().num_used_blocks == 3
+            prompt = {"prompt_token_ids": [1, 2], "prompt_module": "system"}
+            output = (await read(engine.generate(prompt, GREEDY)))[-1]  # type: ignore[arg-type]
+            assert output.num_cached_tokens == 4
+            assert output.outputs[0].token_ids == greedy([5, 6, 7, 8, 9, 1, 2], 12)
+            await engine.remove_prompt_module("system")
+
+    run(main())
+
+
+def test_an_engine_can_be_shut_down_while_it_sleeps() -> None:
+    async def main() -> None:
+        async with toy_async_engine() as engine:
+            await engine.sleep()
+            await engine.shutdown()
+            assert engine.health().refusal == "the engine is shut down"
 
     run(main())
 

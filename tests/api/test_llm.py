@@ -272,7 +272,7 @@ def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         ({"dtype": "int3"}, "dtype must be one of auto, float32, bfloat16, float16, got 'int3'"),
-        ({"device": "tpu"}, "device must be one of auto, cpu, cuda, got 'tpu'"),
+        ({"device": "tpu"}, "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         ({"max_model_len": 0}, "max_model_len must be an integer in 1.."),
         ({"max_model_len": 10**9}, "max_model_len must be at most the model's"),
         ({"max_num_seqs": True}, "max_num_seqs must be an integer"),

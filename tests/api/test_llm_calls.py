@@ -2,9 +2,11 @@
 several completions, structured output, speculation."""
 
 import asyncio
+import gc
 import json
 import math
 import re
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,10 @@ from fastinfer import (
     RequestError,
     SamplingParams,
     StructuredOutputsParams,
+    UnavailableError,
 )
 from fastinfer.engine.generation_request import GenerationRequest
+from fastinfer.models.offload import tensors_of
 
 PROMPTS = ["The capital of France is", "A", "In the beginning God created the heaven and the earth. " * 4]
 
@@ -324,3 +328,39 @@ def test_async_engine_from_a_model(llm: LLM, model_path: Path) -> None:
 
     expected = [output.outputs[0].text for output in llm.generate(PROMPTS, greedy())]
     assert asyncio.run(asyncio.wait_for(main(), 60)) == expected
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleeping_changes_no_text(model_path: Path, level: int) -> None:
+    llm = LLM(str(model_path), max_model_len=256, max_num_seqs=4)
+    expected = [output.outputs[0] for output in llm.generate(PROMPTS, greedy())]
+    weights = [weakref.ref(tensor) for tensor in tensors_of(llm.engine.model)]
+    assert weights
+    llm.sleep(level)
+    gc.collect()
+    assert sum(weight() is not None for weight in weights) == (len(weights) if level == 1 else 0)
+    assert not llm.engine.kv_cache.layers
+    with pytest.raises(UnavailableError, match=r"the engine sleeps until wake_up\(\) is called"):
+        llm.generate("A", greedy())
+    llm.wake_up()
+    assert [output.outputs[0] for output in llm.generate(PROMPTS, greedy())] == expected
+
+
+def test_an_engine_with_a_draft_model_sleeps(model_path: Path) -> None:
+    options = {"draft_model": str(model_path), "num_speculative_tokens": 3}
+    llm = LLM(str(model_path), max_model_len=128, max_num_seqs=4, **options)  # type: ignore[arg-type]
+    expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, greedy(5))]
+    llm.sleep(2)
+    llm.wake_up()
+    assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, greedy(5))] == expected
+
+
+def test_sleeping_waits_for_no_other_thread(llm: LLM) -> None:
+    stream = llm.stream("A", greedy())
+    next(stream)
+    with pytest.raises(RequestError, match="sleep needs an engine without unfinished requests, got 1"):
+        llm.sleep()
+    stream.close()
+    llm.sleep()
+    llm.wake_up()
+    assert llm.generate("A", greedy(3))[0].outputs[0].token_ids

@@ -15,6 +15,7 @@ from support.toy_subject import ToySubject, toy_subject
 
 from fastinfer.benchmarks import (
     batch_sizes,
+    batching,
     policies,
     prefix_reuse,
     prompt_arrival,
@@ -29,7 +30,6 @@ from fastinfer.benchmarks.schemas import SCHEMAS
 from fastinfer.benchmarks.subject import Subject
 from fastinfer.cli.arguments import THROUGHPUT_SECTIONS
 from fastinfer.cli.main import main
-from fastinfer.engine.config import BATCHING
 from fastinfer.engine.grammar import GrammarCompiler
 from fastinfer.errors import RequestError
 from fastinfer.sampling_params import SamplingParams
@@ -118,8 +118,7 @@ def test_policies_do_the_same_work() -> None:
     toy = toy_subject()
     jobs = policies.mixed_trace(toy, 7, None, (2, 20), (2, 16))
     result = policies.measure(toy, jobs, None, 3, 2)
-    assert [policy.name for policy in result.policies] == list(BATCHING)
-    assert [engine.config.batching for engine in toy.engines] == list(BATCHING)
+    assert [policy.name for policy in result.policies] == ["continuous", "static", "dynamic"]
     once = sum(len(job.prompt_token_ids) + (job.params.max_tokens or 0) - 1 for job in jobs)
     assert sum(toy.model.batch_sizes) == 3 * 3 * once
     assert result.num_new_tokens == sum(job.params.max_tokens or 0 for job in jobs)
@@ -131,11 +130,13 @@ def test_policies_do_the_same_work() -> None:
 def test_continuous_batching_takes_fewer_steps() -> None:
     toy = toy_subject()
     jobs = policies.mixed_trace(toy, 12, None, (2, 6), (2, 40))
-    steps = {}
-    for name in BATCHING:
+    steps, texts = {}, []
+    for name, policy in batching.policies(4, 512).items():
         toy.model.batch_sizes.clear()
-        replay(toy.make_engine(batching=name, max_num_seqs=4, enable_prefix_caching=False), jobs)
+        run = replay(toy.make_engine(max_num_seqs=4, enable_prefix_caching=False), jobs, policy)
         steps[name] = len(toy.model.batch_sizes)
+        texts.append([timeline.token_ids for timeline in run.timelines])
+    assert texts == [texts[0]] * 3
     assert steps["continuous"] < steps["static"] <= steps["dynamic"]
 
 

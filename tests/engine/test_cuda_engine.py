@@ -36,6 +36,7 @@ from fastinfer.models.decoder import Decoder
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
 from fastinfer.models.kv_cache import KVCache
 from fastinfer.models.loader import load_decoder
+from fastinfer.models.offload import tensors_of
 from fastinfer.sampling_params import SamplingParams
 
 if "FASTINFER_EMULATION" in os.environ:
@@ -289,7 +290,7 @@ serve_mixed = partial(serve, prompts=MIXED_PROMPTS, params=replace(PARAMS, max_t
 def graphed(device: str, **limits: Any) -> Forced:
     engine = deterministic(device, **limits)
     if device == "cpu":  # emulated
-        with engine._numerics():
+        with engine._context():
             engine.runner.graphs = CUDAGraphs(engine.runner.compute, with_twin(engine.runner.inputs), False)
         return engine
     return deterministic(device, enforce_eager=False, **limits)
@@ -456,3 +457,40 @@ def test_graphs_with_adapters(adapters: list[Path], device: str, recorded: Make)
     engine = with_adapters(recorded, adapters)
     assert engine.tokens == expected.tokens
     assert all(torch.equal(logits, expected.logits[key]) for key, logits in engine.logits.items())
+
+
+# ---- sleeping, and a second GPU ----
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_gpu_is_free_while_the_engine_sleeps(level: int) -> None:
+    before = torch.cuda.memory_allocated()
+    config = EngineConfig(**LIMITS, device="cuda")
+
+    def load_models() -> list[Any]:
+        return [mixed_decoder("cuda")]
+
+    engine = Engine(*load_models(), ToyTokenizer(), config, load_models=load_models)  # type: ignore[arg-type]
+
+    def texts() -> list[list[int]]:
+        ids = [engine.add_request(prompt, PARAMS) for prompt in prompts(5)]
+        outputs = drain(engine)
+        return [outputs[request_id].outputs[0].token_ids for request_id in ids]
+
+    expected, awake = texts(), torch.cuda.memory_allocated()
+    weights = sum(tensor.untyped_storage().nbytes() for tensor in tensors_of(engine.model))
+    cache = sum(tensor.untyped_storage().nbytes() for layer in engine.kv_cache for tensor in layer.tensors)
+    engine.sleep(level)
+    assert torch.cuda.memory_allocated() - before <= awake - before - weights - cache
+    engine.wake_up()
+    assert texts() == expected
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+def test_the_second_gpu_computes_what_the_first_one_does() -> None:
+    """With graphs, while the first one is the thread's current GPU."""
+    first, second = (decodes(partial(Forced, name, enforce_eager=False)) for name in ("cuda:0", "cuda:1"))
+    assert torch.cuda.current_device() == 0
+    assert second.tokens == first.tokens
+    assert all(torch.equal(logits, second.logits[key]) for key, logits in first.logits.items())

@@ -1,6 +1,7 @@
 """How decode steps become CUDA graphs, with fakes that repeat calls: which are captured, and which step takes which."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from support.fake_cuda_graph import FakeGraph, use_fakes, with_twin
 from fastinfer.engine import cuda_graphs
 from fastinfer.engine.batch_inputs import BatchInputs, BatchSize, StepResult
 from fastinfer.engine.cuda_graphs import MAX_CAPTURED_TOKENS, CUDAGraphs, bucket_sizes
+
+real_capture = cuda_graphs.capture  # before the fakes take its place
 
 
 @pytest.fixture(autouse=True)
@@ -112,3 +115,29 @@ def test_padding_replaces_all_that_a_longer_step_has_left() -> None:
     assert batch.token_ids[3:].tolist() == [0, 0, 0]
     assert batch.token_ids[:3].tolist() == batch.positions[3:].tolist() == [0x1111111111111111] * 3
     assert batch.block_tables[0].tolist() == [[old] * 3] * 2 + [[0x7F7F7F7F] * 3] * 4, "only the rows in use are copied"
+
+
+def test_a_capture_has_a_stream_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's default stream for captures is made once per process, on the GPU that was current then."""
+    streams, used = [], []
+
+    class Stream:
+        def __init__(self) -> None:
+            streams.append(self)
+
+        def wait_stream(self, other: object) -> None: ...
+
+    @contextmanager
+    def note(*args: Any, stream: Stream | None = None, **options: Any) -> Iterator[None]:
+        used.append(stream)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: note(stream=stream))
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", note)
+    steps: list[int] = []
+    real_capture(lambda: steps.append(len(used)), None)
+    assert steps == [1, 2], "once before the capture, and once in it"
+    assert used == [streams[0]] * 2

@@ -439,7 +439,7 @@ def test_a_draw_that_fails_ends_its_request_only(why: str, speculation: str) -> 
         always_speculate(engine)
     good = [engine.add_request(PROMPT, replace(SAMPLED, n=2)) for _ in range(2)]
     if why == "no numbers":
-        engine.runner._model = Poisoned()
+        engine.runner.model = Poisoned()
         bad = engine.add_request([9], replace(GREEDY, logit_bias={9: 100.0}, n=2))
     else:
         bad = engine.add_request([9], replace(GREEDY, min_tokens=9, stop_token_ids=list(range(VOCAB_SIZE)), n=2))

@@ -120,11 +120,6 @@ def test_three_copies(make: Make, prompts: list[list[int]], expected: list[list[
     assert texts(make(), prompts, replace(PARAMS, n=3)) == expected
 
 
-@pytest.mark.parametrize("batching", ["static", "dynamic"])
-def test_other_policies(make: Make, prompts: list[list[int]], expected: list[list[int]], batching: str) -> None:
-    assert texts(make(batching=batching, max_num_seqs=3), prompts[:8]) == expected[:8]
-
-
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.uint8])
 def test_a_quantised_cache(make: Make, prompts: list[list[int]], dtype: torch.dtype) -> None:
     alone = make(kv_cache_dtype=dtype, enable_prefix_caching=False, enforce_eager=True)

@@ -1,7 +1,6 @@
 import pytest
 from support.blocks import block_manager, blocks_of
 
-from fastinfer.engine.admission import AdmissionPolicy, Dynamic, Static
 from fastinfer.engine.scheduler import Chunk, Scheduler
 from fastinfer.engine.sequence import Sequence, SequenceState
 from fastinfer.sampling_params import SamplingParams
@@ -12,9 +11,8 @@ def scheduler(
     block_size: int = 4,
     max_num_seqs: int = 8,
     budget: int = 16,
-    batching: AdmissionPolicy | None = None,
 ) -> Scheduler:
-    return Scheduler(block_manager(num_blocks, block_size), max_num_seqs, budget, batching)
+    return Scheduler(block_manager(num_blocks, block_size), max_num_seqs, budget)
 
 
 def sequence(name: str, num_tokens: int, priority: int = 0) -> Sequence:
@@ -29,6 +27,13 @@ def run(chunks: list[Chunk]) -> dict[str, int]:
         if is_last:
             chunk.sequence.token_ids.append(1)
     return {chunk.sequence.request_id: chunk.num_tokens for chunk in chunks}
+
+
+def run_to_preemption(s: Scheduler, *sequences: Sequence) -> None:
+    for each in sequences:
+        s.add(each)
+    while not s.num_preemptions:
+        run(s.schedule())
 
 
 def test_nothing_to_do() -> None:
@@ -271,116 +276,6 @@ def test_nobody_is_preempted_for_a_guess() -> None:
         each.num_drafts = 3
     assert [(chunk.sequence, chunk.num_drafts) for chunk in s.schedule()] == [(a, 3), (b, 0)]
     assert s.num_preemptions == 0
-
-
-def names(s: Scheduler) -> list[str]:
-    return list(run(s.schedule()))
-
-
-def test_a_static_batch_runs_to_its_end() -> None:
-    s = scheduler(batching=Static(2))
-    a, b, c, d = (sequence(name, 2) for name in "abcd")
-    for each in (a, b, c):
-        s.add(each)
-    assert names(s) == ["a", "b"]
-    s.add(d)
-    s.finish(a)
-    assert names(s) == ["b"]
-    s.finish(b)
-    assert names(s) == ["c", "d"]
-
-
-def test_a_static_batch_whose_prompts_exceed_the_budget() -> None:
-    s = scheduler(batching=Static(3), budget=5)
-    for name in "abc":
-        s.add(sequence(name, 4))
-    assert names(s) == ["a", "b"]
-    s.add(sequence("d", 1))
-    assert names(s) == ["a", "b", "c"]
-    assert names(s) == ["a", "b", "c"]
-
-
-def run_to_preemption(s: Scheduler, *sequences: Sequence) -> None:
-    for each in sequences:
-        s.add(each)
-    while not s.num_preemptions:
-        run(s.schedule())
-
-
-def test_a_preempted_member_comes_back_into_its_batch() -> None:
-    s = scheduler(num_blocks=4, batching=Static(2))
-    a, b, c = (sequence(name, 4) for name in "abc")
-    run_to_preemption(s, a, b, c)
-    assert s.waiting == [b, c]
-    s.finish(a)
-    assert names(s) == ["b"]
-    s.finish(b)
-    assert names(s) == ["c"]
-
-
-@pytest.mark.parametrize("batching", [Static(2), Dynamic(max_seqs=2, max_tokens=8, max_wait_s=3600.0)])
-def test_what_a_member_forks_belongs_to_its_batch(batching: AdmissionPolicy) -> None:
-    s = scheduler(num_blocks=7, batching=batching)
-    a, b = sequence("a", 4), sequence("b", 4)
-    for each in (a, b):
-        s.add(each)
-    run(s.schedule())
-    child = b.copy()
-    s.fork(b, child)
-    run_to_preemption(s)
-    assert s.waiting == [child]
-    stranger = sequence("stranger", 4)
-    s.add(stranger)
-    s.finish(a)
-    s.schedule()
-    assert (s.running, s.waiting) == ([b, child], [stranger])
-
-
-def test_nobody_takes_the_place_of_a_member_that_was_aborted() -> None:
-    s = scheduler(num_blocks=4, batching=Static(2))
-    a, b, c = (sequence(name, 4) for name in "abc")
-    run_to_preemption(s, a, b, c)
-    s.finish(b)  # while it waits
-    assert names(s) == ["a"]
-    s.finish(a)
-    assert names(s) == ["c"]
-
-
-def test_one_with_priority_does_not_join_a_batch_that_runs() -> None:
-    s = scheduler(num_blocks=4, batching=Static(2))
-    a, b, first = sequence("a", 4), sequence("b", 4), sequence("first", 4, priority=-1)
-    run_to_preemption(s, a, b)
-    s.add(first)
-    assert names(s) == ["a"]
-    s.finish(a)
-    assert names(s) == ["first"]
-    s.finish(first)
-    assert names(s) == ["b"]
-
-
-def test_a_preempted_member_comes_back_while_the_others_run() -> None:
-    s = scheduler(num_blocks=7, batching=Static(3))
-    a, b, c, d = (sequence(name, 4) for name in "abcd")
-    run_to_preemption(s, a, b, c, d)
-    assert (s.running, s.waiting) == ([a, b], [c, d])
-    s.finish(b)
-    assert names(s) == ["a", "c"]
-    assert s.waiting == [d]
-
-
-def test_a_dynamic_batch_waits_for_company_but_not_for_ever() -> None:
-    batching = Dynamic(max_seqs=3, max_tokens=10, max_wait_s=5.0)
-    a, b, c, long = sequence("a", 4), sequence("b", 4), sequence("c", 2), sequence("long", 11)
-    now = a.arrival_time
-    assert batching.num_admissible([a], [], now + 4.9) == 0
-    assert batching.num_admissible([a, b], [], now + 4.9) == 0
-    assert Dynamic(3, 10, 5.0).num_admissible([a, b, c], [], now) == 3  # as many as fit
-    assert Dynamic(9, 9, 5.0).num_admissible([a, b, c], [], now) == 2  # the tokens of two
-    assert Dynamic(9, 10, 5.0).num_admissible([a, b, c], [], now) == 0  # there is room for more
-    assert Dynamic(3, 10, 5.0).num_admissible([long, a], [], now) == 1
-    assert batching.num_admissible([a, b], [], now + 5.1) == 2
-    assert batching.num_admissible([c], [a, b], now + 99) == 0, "the batch runs"
-    assert batching.num_admissible([c], [], now + 99) == 1
 
 
 def test_when_all_wait_for_one_that_finds_no_room() -> None:

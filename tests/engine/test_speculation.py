@@ -21,7 +21,7 @@ from support.toy import (
 from torch import Tensor
 
 from fastinfer.engine.acceptance import Acceptance, StepCosts
-from fastinfer.engine.draft_model import RETRY_STEPS
+from fastinfer.engine.draft_model import MISSING, RETRY_STEPS, spread
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.ngram_index import NgramIndex
 from fastinfer.engine.scheduler import Chunk
@@ -118,10 +118,95 @@ def test_a_draft_model_agrees_as_often_as_the_distributions_allow() -> None:
     assert stats.num_accepted_tokens > expected - 3 * variance**0.5
 
 
+class Reduced(Forgetful):
+    """A draft model that has logits for some of the tokens, in an order of its own."""
+
+    def __init__(self, count: int = 40) -> None:
+        super().__init__()
+        order = torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(4))
+        self.draft_tokens = order[:count]
+
+    def logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
+        assert self.draft_tokens is not None
+        return super().logits(hidden, indices)[:, self.draft_tokens]
+
+
+def test_a_reduced_vocabulary_agrees_as_often_as_the_distributions_allow() -> None:
+    """The noise of a draft is that of its token, not of its place in the draft model's logits."""
+    draft = Reduced()
+    assert draft.draft_tokens is not None
+    engine = always_speculate(toy_engine(draft_model=draft, num_speculative_tokens=1))
+    prompt, temperature, count = [5, 9], 2.0, 600
+    for seed in range(count):
+        engine.add_request(prompt, SamplingParams(temperature=temperature, max_tokens=3, seed=seed, ignore_eos=True))
+    expected, variance = 0.0, 0.0
+    for output in drain(engine).values():
+        seeds = torch.tensor([[hashes_of([*prompt, output.outputs[0].token_ids[0]])[-1]]])
+        p = (ToyModel().logits(seeds, torch.tensor([0])) / temperature).softmax(1)
+        q = torch.zeros_like(p)
+        q[:, draft.draft_tokens] = (draft.logits(seeds, torch.tensor([0])) / temperature).softmax(1)
+        distance = (p - q).abs().sum().item() / 2
+        bound = (1 - distance) / (1 + distance)
+        expected, variance = expected + bound, variance + bound * (1 - bound)
+    stats = engine.stats()
+    assert stats.num_drafted_tokens == count
+    assert stats.num_accepted_tokens > expected - 3 * variance**0.5
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0, max_tokens=30),
+        SAMPLED,
+        replace(SAMPLED, temperature=100.0, top_k=0, top_p=1.0),
+        replace(SAMPLED, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.3),
+        replace(SAMPLED, min_p=0.1, logit_bias={5: 100.0, 9: -100.0}),
+    ],
+)
+def test_a_reduced_vocabulary_changes_no_text(params: SamplingParams) -> None:
+    found = []
+    for draft in (None, Reduced(), Reduced(1)):
+        engine = toy_engine(draft_model=draft, num_speculative_tokens=3 if draft else 0, block_size=3)
+        if draft:
+            always_speculate(engine)
+        ids = [engine.add_request(prompt, replace(params, seed=index)) for index, prompt in enumerate(PROMPTS)]
+        outputs = drain(engine)
+        found.append([outputs[i].outputs[0].token_ids for i in ids])
+    assert found == [found[0]] * 3
+
+
+def test_where_nothing_of_a_reduced_vocabulary_is_allowed() -> None:
+    """Drafts are then some of what is allowed, and no draw fails."""
+    draft = Reduced()
+    assert draft.draft_tokens is not None
+    allowed = sorted(set(range(1, VOCAB_SIZE)) - set(draft.draft_tokens.tolist()))[:5]
+    params = replace(SAMPLED, allowed_token_ids=allowed)
+    engine = always_speculate(toy_engine(draft_model=draft, num_speculative_tokens=3))
+    request_id, alone = engine.add_request(PROMPTS[2], params), toy_engine()
+    tokens = drain(engine)[request_id].outputs[0].token_ids
+    other = alone.add_request(PROMPTS[2], params)
+    assert tokens == drain(alone)[other].outputs[0].token_ids
+    stats = engine.stats()
+    assert stats.num_drafted_tokens > 20
+    assert stats.num_failed_draws == 0
+
+
+def test_a_reduced_vocabulary_is_for_draft_models() -> None:
+    with pytest.raises(RequestError, match="must have logits for all 64 tokens, got a draft model with logits for 40"):
+        toy_engine(model=Reduced())
+
+
+def test_spread() -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]).bfloat16()
+    found = spread(logits, torch.tensor([4, 0, 2]), 6)
+    assert found.dtype == torch.float32
+    assert found.tolist() == [[2.0, MISSING, 3.0, MISSING, 1.0, MISSING], [5.0, MISSING, 6.0, MISSING, 4.0, MISSING]]
+
+
 def test_drafts_from_the_text_itself_save_steps() -> None:
     def run(num_speculative_tokens: int) -> tuple[list[int], int]:
         engine = toy_engine(num_speculative_tokens=num_speculative_tokens)
-        engine.model = engine.runner._model = Repetitive()
+        engine.runner.model = Repetitive()
         if num_speculative_tokens:
             always_speculate(engine)
         engine.add_request([1, 2], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))

@@ -20,6 +20,8 @@ class FlatModel:
         max_position: longest sequence in tokens.
     """
 
+    draft_tokens = None
+
     def __init__(self, vocab_size: int = 64, max_position: int = 2**17) -> None:
         self.config = SimpleNamespace(
             num_layers=1,

@@ -54,6 +54,9 @@ class RandomCheckpoint:
         values = _random(name, size) / 10
         return values if name.endswith(".bias") else 1 + values
 
+    def draft_tokens(self) -> None:
+        return None
+
     def layout(self, layer: int) -> str:
         return "all the same"
 

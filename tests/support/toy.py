@@ -67,6 +67,8 @@ class ToyModel:
         window=lambda layer: 0,
     )
 
+    draft_tokens: Tensor | None = None
+
     def __init__(self, windows: tuple[int, ...] = (0,) * NUM_LAYERS) -> None:
         self.windows = windows
         self.config = SimpleNamespace(**vars(self.config) | {"window": windows.__getitem__})

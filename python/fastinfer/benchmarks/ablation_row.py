@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fastinfer.benchmarks.ablation_rows import ROWS, Row
+from fastinfer.benchmarks.batching import Static
 from fastinfer.benchmarks.no_kv_cache import replay_without_kv_cache
 from fastinfer.benchmarks.process_memory import peak_memory, reset_peak_memory
 from fastinfer.benchmarks.prompts import COPY_HEAVY, OTHERS, SYSTEM
@@ -105,7 +106,6 @@ def measure(subject: Subject, row: Row, settings: Settings, jobs: list[Job]) -> 
     engine = subject.make_engine(
         max_model_len=longest,
         max_num_seqs=batch_size,
-        batching=row.batching if row.batching and row.kv_cache else "continuous",
         enable_prefix_caching=row.prefix_caching,
         num_speculative_tokens=settings.speculative_tokens if row.speculation else 0,
     )
@@ -138,7 +138,9 @@ def _warm_up(jobs: list[Job]) -> list[Job]:
 
 
 def _run(engine: Engine, row: Row, jobs: list[Job], batch_size: int, limit_s: float) -> Replay:
-    return replay(engine, jobs) if row.kv_cache else replay_without_kv_cache(engine, jobs, batch_size, limit_s)
+    if not row.kv_cache:
+        return replay_without_kv_cache(engine, jobs, batch_size, limit_s)
+    return replay(engine, jobs, Static(batch_size) if row.batching == "static" else None)
 
 
 def _num_after_end(token_ids: list[int], eos_ids: frozenset[int]) -> int:

@@ -13,7 +13,7 @@ class Row:
         meaning: description in one sentence.
         weights: form of the weights, see :mod:`fastinfer.benchmarks.repack`.
         kv_cache: whether keys and values of earlier tokens are kept; otherwise every token recomputes the whole text.
-        batching: policy of the engine, or ``None`` for one request at a time.
+        batching: ``"continuous"``, ``"static"``, or ``None`` for one request at a time.
         prefix_caching: whether the prefix cache is on.
         speculation: whether n-gram speculation is on.
         claim: gain over the first row that published ablations of this kind report.

@@ -9,11 +9,11 @@ import random
 import statistics
 from dataclasses import dataclass
 
+from fastinfer.benchmarks import batching
 from fastinfer.benchmarks.progress import Progress, silent
 from fastinfer.benchmarks.replay import Job, Replay, replay
 from fastinfer.benchmarks.report import PERCENTILES, Goal, median_ratio, percentile
 from fastinfer.benchmarks.subject import Subject
-from fastinfer.engine.config import BATCHING
 from fastinfer.sampling_params import SamplingParams
 
 PROMPT_TOKENS = (16, 128)
@@ -104,12 +104,13 @@ def measure(
     new_tokens = [job.params.max_tokens or 0 for job in jobs]
     longest = max(len(job.prompt_token_ids) + count for job, count in zip(jobs, new_tokens, strict=True))
     options = {"max_num_seqs": max_num_seqs, "max_model_len": longest, "enable_prefix_caching": False}
-    engines = {name: subject.make_engine(batching=name, **options) for name in BATCHING}
-    replays: dict[str, list[Replay]] = {name: [] for name in BATCHING}
+    engine = subject.make_engine(**options)
+    policies = batching.policies(max_num_seqs, engine.config.max_num_batched_tokens)
+    replays: dict[str, list[Replay]] = {name: [] for name in policies}
     for repeat in range(1 + repeats):
-        for name, engine in engines.items():
+        for name, policy in policies.items():
             progress(f"{name}{'' if repeat else ': warm-up'}")
-            run = replay(engine, jobs)
+            run = replay(engine, jobs, policy)
             if repeat:
                 replays[name].append(run)
     return Policies(
@@ -118,7 +119,7 @@ def measure(
         num_new_tokens=sum(new_tokens),
         rate=rate,
         max_num_seqs=max_num_seqs,
-        policies=[Policy.of(name, replays[name]) for name in BATCHING],
+        policies=[Policy.of(name, runs) for name, runs in replays.items()],
     )
 
 

@@ -2,13 +2,17 @@
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from fastinfer.benchmarks.batching import Batching, Continuous
 from fastinfer.engine.engine import Engine
 from fastinfer.errors import RequestError
 from fastinfer.outputs import RequestOutput
 from fastinfer.sampling_params import SamplingParams
+
+POLL_S = 0.001  # how often a policy that waits for more jobs is asked again
 
 
 @dataclass(frozen=True)
@@ -161,24 +165,39 @@ class Recorder:
         return moment
 
 
-def replay(engine: Engine, jobs: Iterable[Job]) -> Replay:
+def replay(engine: Engine, jobs: Iterable[Job], batching: Batching | None = None) -> Replay:
     """Run jobs to their ends.
+
+    Args:
+        engine: engine without requests.
+        jobs: the jobs.
+        batching: policy that decides when the engine gets a job that has arrived; at once by default.
 
     Raises:
         RequestError: a job can never be served, has failed, or has fewer tokens than requested.
     """
     jobs = list(jobs)
-    pending = sorted(range(len(jobs)), key=lambda index: jobs[index].arrival_s)[::-1]
+    batching = batching or Continuous()
+    pending = deque(sorted(range(len(jobs)), key=lambda index: jobs[index].arrival_s))
+    waiting: list[int] = []
     recorder = Recorder(engine)
     timelines: dict[int, Timeline] = {}
     moment = 0.0
-    while pending or engine.has_unfinished:
-        while pending and jobs[pending[-1]].arrival_s <= recorder.now():
-            index = pending.pop()
-            timelines[index] = recorder.add(jobs[index])
+    while pending or waiting or engine.has_unfinished:
+        while pending and jobs[pending[0]].arrival_s <= recorder.now():
+            waiting.append(pending.popleft())
+        if waiting:
+            lengths = [len(jobs[index].prompt_token_ids) for index in waiting]
+            waited_s = recorder.now() - jobs[waiting[0]].arrival_s
+            count = batching.num_ready(lengths, waited_s, not engine.has_unfinished)
+            for index in waiting[:count]:
+                timelines[index] = recorder.add(jobs[index])
+            del waiting[:count]
         if engine.has_unfinished:
             moment = recorder.step()
-        else:
-            time.sleep(max(jobs[pending[-1]].arrival_s - recorder.now(), 0.0))
+        elif waiting:
+            time.sleep(POLL_S)
+        elif pending:
+            time.sleep(max(jobs[pending[0]].arrival_s - recorder.now(), 0.0))
     first = min(job.arrival_s for job in jobs)
     return Replay(moment - first, [timelines[index] for index in range(len(jobs))])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastinfer.hub import DEFAULT_MODEL
+from fastinfer.utils.device_name import DEVICE_NAMES, is_device_name
 from fastinfer.utils.dtypes import DTYPES, KV_CACHE_DTYPES
 
 MAX_SPECULATIVE_TOKENS = 15  # the engine's limit, whose module imports torch; a test compares them
@@ -85,7 +86,7 @@ def add_loading_options(
     def add(name: str, dest: str, **settings: Any) -> None:
         options.add_argument(name, dest=dest, action=_EngineOption, **settings)
 
-    add("--device", "device", choices=("auto", "cpu", "cuda"), help="default: auto, a GPU if there is one")
+    add("--device", "device", type=device, metavar="NAME", help=f"{DEVICE_NAMES}; default: auto, a GPU if there is one")
     add("--dtype", "dtype", choices=DTYPES, help="dtype to compute in; default: auto")
     add(
         "--context",
@@ -157,6 +158,13 @@ def count(low: int, high: int | None = None) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def device(text: str) -> str:
+    """Check the name of a device."""
+    if not is_device_name(text):
+        raise argparse.ArgumentTypeError(f"expected {DEVICE_NAMES}, got {text!r}")
+    return text
 
 
 def counts(text: str) -> list[int]:

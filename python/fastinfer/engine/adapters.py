@@ -14,10 +14,13 @@ class Adapters:
 
     Args:
         slots: the model's slots for adapters; ``None`` if it has none.
+
+    Attributes:
+        slots: see above.
     """
 
     def __init__(self, slots: AdapterSlots | None = None) -> None:
-        self._slots = slots
+        self.slots = slots
         self._free = [] if slots is None else list(range(slots.max_loras - 1, -1, -1))
         self._loaded: dict[str, tuple[int, int]] = {}  # name to (slot, number of the load)
         self._num_loads = itertools.count()
@@ -40,13 +43,13 @@ class Adapters:
         """
         if name in self._loaded:
             raise RequestError(f"adapter name must be new, got {name!r}")
-        if self._slots is None:
+        if self.slots is None:
             raise RequestError("adapters need max_loras of at least 1, got 0")
         if not self._free:
-            raise RequestError(f"max_loras={self._slots.max_loras} adapters are loaded: unload one of {self.names}")
+            raise RequestError(f"max_loras={self.slots.max_loras} adapters are loaded: unload one of {self.names}")
         if not isinstance(adapter, LoraAdapter):
             adapter = read_adapter(Path(adapter))
-        self._slots.load(self._free[-1], adapter)
+        self.slots.load(self._free[-1], adapter)
         self._loaded[name] = self._free.pop(), next(self._num_loads)
 
     def unload(self, name: str, sequences: list[Sequence]) -> None:
@@ -64,8 +67,8 @@ class Adapters:
             raise RequestError(
                 f"adapter {name!r} must not be in use to be unloaded, got {len(users)} requests or prompt modules"
             )
-        assert self._slots is not None
-        self._slots.unload(slot)
+        assert self.slots is not None
+        self.slots.unload(slot)
         del self._loaded[name]
         self._free.append(slot)
 

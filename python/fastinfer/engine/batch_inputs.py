@@ -64,7 +64,7 @@ class BatchInputs:
         max_blocks: maximum number of blocks of one sequence.
         num_groups: number of groups of layers, each of which has its own blocks.
         block_size: tokens per block of the cache.
-        device: device that computes, ``"cpu"`` or ``"cuda"``.
+        device: device that computes, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
 
     Attributes:
         max_seqs, max_tokens: see above.

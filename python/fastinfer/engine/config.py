@@ -4,9 +4,9 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from fastinfer.engine.admission import AdmissionPolicy, Continuous, Dynamic, Static
 from fastinfer.errors import RequestError
-from fastinfer.utils.checks import INT32_MAX, INT64_MAX, check_bool, check_float, check_int
+from fastinfer.utils.checks import INT32_MAX, INT64_MAX, check_bool, check_float, check_int, show
+from fastinfer.utils.device_name import is_device_name
 
 REQUEST_LIMITS = (
     "max_stop_strings",
@@ -15,10 +15,9 @@ REQUEST_LIMITS = (
     "max_bad_words",
     "max_logit_bias",
 )
-BATCHING = ("continuous", "static", "dynamic")
 KV_CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn, torch.uint8)
 MAX_SPECULATIVE_TOKENS = 15
-# Defaults by device. A GPU reads its weights faster than 64 sequences use them.
+# Defaults by type of device. A GPU reads its weights faster than 64 sequences use them.
 MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
 
@@ -43,11 +42,6 @@ class EngineConfig:
         max_stop_token_ids: maximum number of a request's ``stop_token_ids``.
         max_bad_words: maximum number of a request's ``bad_words``.
         max_logit_bias: maximum number of tokens in a request's ``logit_bias``.
-        batching: ``"continuous"``, or one of two older policies to compare it with. ``"static"`` forms a batch of the
-            waiting requests and runs it to its end. ``"dynamic"`` does the same, but waits until the batch has
-            ``max_num_seqs`` sequences or ``max_num_batched_tokens`` prompt tokens, or its first request has waited for
-            ``max_batch_wait_s``.
-        max_batch_wait_s: maximum time in seconds that a request waits for a batch to fill, see ``batching``.
         block_size: tokens per block of the KV cache.
         kv_cache_dtype: dtype of the cached keys and values. fp32, bf16 and fp16 are stored as they are; int8 and
             float8_e4m3fn have one scale per token and head; uint8 stands for int4, with a scale and a minimum for every
@@ -69,7 +63,7 @@ class EngineConfig:
         deterministic: whether a request's text must depend on the request alone. On a CPU this is always the case, with
             one exception: 16-bit hidden states together with requests that use LoRA adapters. On a GPU, steps run under
             :func:`fastinfer.ops.batch_invariant`, which is slower.
-        device: device of the model, ``"cpu"`` or ``"cuda"``.
+        device: device of the model, ``"cpu"``, ``"cuda"`` or, with the number of a GPU, ``"cuda:N"``.
         async_scheduling: whether a step is launched before the results of the last one are known, so that the device
             need not wait for Python. ``None``: on a GPU. A step waits all the same if it needs those results: with
             grammars, penalties, log-probabilities, beams, and with speculation.
@@ -86,8 +80,6 @@ class EngineConfig:
     max_stop_token_ids: int = 128
     max_bad_words: int = 64
     max_logit_bias: int = 300
-    batching: str = "continuous"
-    max_batch_wait_s: float = 0.05
     block_size: int = 32
     kv_cache_dtype: torch.dtype = torch.bfloat16
     kv_cache_memory: int | None = None
@@ -115,15 +107,14 @@ class EngineConfig:
         check_int("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
         check_int("max_loras", self.max_loras, 0, 1024)
         check_int("max_lora_rank", self.max_lora_rank, 1, 4096)
-        check_float("max_batch_wait_s", self.max_batch_wait_s, 0.0, 3600.0)
         check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
         for field in fields(self):
             if field.type is bool:
                 check_bool(field.name, getattr(self, field.name))
         if self.async_scheduling is not None:
             check_bool("async_scheduling", self.async_scheduling)
-        if self.batching not in BATCHING:
-            raise RequestError(f"batching must be one of {', '.join(BATCHING)}, got {self.batching!r}")
+        if not is_device_name(self.device) or self.device == "auto":
+            raise RequestError(f"device must be cpu, cuda or cuda:N, got {show(self.device)}")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise RequestError(f"kv_cache_dtype must be one of {KV_CACHE_DTYPES}, got {self.kv_cache_dtype!r}")
 
@@ -131,11 +122,3 @@ class EngineConfig:
     def runs_ahead(self) -> bool:
         """Whether steps are launched ahead, see ``async_scheduling``."""
         return self.device != "cpu" if self.async_scheduling is None else self.async_scheduling
-
-    def make_admission_policy(self) -> AdmissionPolicy:
-        """Make the policy that ``batching`` names."""
-        if self.batching == "static":
-            return Static(self.max_num_seqs)
-        if self.batching == "dynamic":
-            return Dynamic(self.max_num_seqs, self.max_num_batched_tokens, self.max_batch_wait_s)
-        return Continuous()

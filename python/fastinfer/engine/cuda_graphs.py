@@ -102,7 +102,7 @@ class CUDAGraphs:
 
 
 def capture(step: Callable[[], None], pool: object) -> torch.cuda.CUDAGraph:
-    """Capture a step as a CUDA graph.
+    """Capture a step as a CUDA graph of the current GPU.
 
     The step runs once before the capture: the first launch of a kernel loads it, which a capture does not allow.
 
@@ -116,7 +116,8 @@ def capture(step: Callable[[], None], pool: object) -> torch.cuda.CUDAGraph:
         step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    # Only this thread's calls are checked, as other threads may use the GPU at the same time.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # type: ignore[arg-type]
+    # Without a stream of its own, a capture uses one of the GPU that the process captured on first. Only this thread's
+    # calls are checked, as other threads may use the GPU at the same time.
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # type: ignore[arg-type]
         step()
     return graph

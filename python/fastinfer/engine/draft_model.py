@@ -8,10 +8,15 @@ import time
 from collections import deque
 from typing import overload
 
+import torch
+from torch import Tensor
+
 from fastinfer.engine.acceptance import FIRST_ACCEPTANCE, Acceptance
+from fastinfer.engine.batch_inputs import StepResult
 from fastinfer.engine.block_table import BlockTable
 from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.engine.runner import Runner
+from fastinfer.engine.sampled_token import SampledToken
 from fastinfer.engine.sampler import Sampler
 from fastinfer.engine.scheduler import Chunk
 from fastinfer.engine.sequence import Sequence
@@ -20,6 +25,9 @@ from fastinfer.engine.speculation import Speculator
 # The acceptance rate of a sequence without drafts is not updated. It is therefore reset every RETRY_STEPS steps, so
 # that the sequence gets drafts again.
 RETRY_STEPS = 64
+# Logit of a token that the draft model does not have. Its probability is 0 in fp32 at any temperature, as long as
+# another token may be drawn. It is finite, so that the draw does not fail where none may be, as a grammar may want.
+MISSING = -1e9
 
 
 class _DraftView:
@@ -85,7 +93,7 @@ class _Joined:
 
 
 class DraftModelSpeculator(Speculator):
-    """Drafts tokens with a smaller model of the same vocabulary.
+    """Drafts tokens with a smaller model of the same vocabulary, or of a part of it.
 
     Each draft is drawn with the same noise as the draw that will verify it. Both draws give the same token with a
     probability of at least (1 - TV) / (1 + TV), where TV is the total variation distance of the two models'
@@ -170,10 +178,33 @@ class DraftModelSpeculator(Speculator):
         drawing = [view for chunk, (view, _) in zip(chunks, parts, strict=True) if chunk.is_last and view.samples]
         result = self._runner(chunks)
         rows = [LogitsRow(view.sequence, view.drafts) for view in drawing]
-        drawn = self._sampler.draw(result.logits, rows, result.recorded)
+        drawn = self._sample(result, rows)
         for view, count in parts:
             view.num_computed_tokens += count
         for view, token in zip(drawing, drawn, strict=True):
             view.samples = token.token_id >= 0
             if view.samples:
                 view.drafts.append(token.token_id)
+
+    def _sample(self, result: StepResult, rows: list[LogitsRow]) -> list[SampledToken]:
+        """Draw a token of the whole vocabulary for each row: the noise is that of the token, not of the column."""
+        model = self._runner.model
+        if model.draft_tokens is None:
+            return self._sampler.draw(result.logits, rows, result.recorded)
+        logits = spread(result.logits, model.draft_tokens, model.config.vocab_size)
+        return self._sampler.draw(logits, rows)
+
+
+def spread(logits: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
+    """Spread the logits of a reduced vocabulary over the whole one.
+
+    Args:
+        logits: [rows, draft_vocab].
+        tokens: [draft_vocab] int64; the token of each column, all different.
+        vocab_size: number of tokens of the whole vocabulary.
+
+    Returns:
+        [rows, vocab_size] fp32; tokens without a column have the logit ``MISSING``.
+    """
+    whole = torch.full((len(logits), vocab_size), MISSING, device=logits.device)
+    return whole.index_copy_(1, tokens, logits.float())

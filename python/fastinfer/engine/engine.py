@@ -1,8 +1,8 @@
 """The engine, which computes many requests at the same time."""
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -30,15 +30,18 @@ from fastinfer.engine.request import Output
 from fastinfer.engine.request_table import RequestTable
 from fastinfer.engine.request_validator import RequestValidator, ValidPrompt
 from fastinfer.engine.scheduler import Scheduler
+from fastinfer.engine.sleep_mode import LoadModels, SleepMode
 from fastinfer.engine.speculation import Speculator
 from fastinfer.engine.stats import EngineStats, StepStats, StepTotals
 from fastinfer.engine.step import Step
+from fastinfer.errors import RequestError, UnavailableError
 from fastinfer.formats.peft import LoraAdapter
-from fastinfer.models import Model
+from fastinfer.models import Model, check_has_all_logits
 from fastinfer.models.kv_cache import KVCache
 from fastinfer.models.lora import AdapterSlots
 from fastinfer.sampling_params import DEFAULT_PARAMS, BeamSearchParams, SamplingParams
 from fastinfer.tokenizers.tokenizer import Tokenizer
+from fastinfer.utils.device import use_device
 
 LOG = logging.getLogger("fastinfer")
 
@@ -56,15 +59,18 @@ class Engine:
         model: model that computes the logits.
         tokenizer: tokenizer of the model.
         config: limits and options; ``EngineConfig()`` by default.
-        draft_model: smaller model with the same vocabulary that drafts tokens for speculative decoding.
+        draft_model: smaller model with the same vocabulary that drafts tokens for speculative decoding; it may have
+            logits for a part of the vocabulary alone.
         default_params: sampling parameters of requests that give none.
         size: size of the KV caches, if it was chosen before the weights were loaded.
+        load_models: function that loads the model, and the draft model if there is one, again from their files; without
+            it :meth:`sleep` cannot drop the weights.
 
     Attributes:
         config: limits and options.
         tokenizer: tokenizer of the model.
         default_params: sampling parameters of requests that give none.
-        model: model that computes the logits, with slots for LoRA adapters if ``config`` has any.
+        vocab_size: number of tokens of the model.
         adapters: the loaded LoRA adapters.
         max_model_len: longest sequence in tokens.
         block_manager: manager of the blocks of the KV caches.
@@ -90,27 +96,31 @@ class Engine:
         draft_model: Model | None = None,
         default_params: SamplingParams = DEFAULT_PARAMS,
         size: KVCacheSize | None = None,
+        load_models: LoadModels | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
         self.tokenizer = tokenizer
         self.default_params = default_params
-        self.model, self.adapters = _with_adapters(model, config)
+        check_has_all_logits(model)
+        self.vocab_size = model.config.vocab_size
+        model, self.adapters = _with_adapters(model, config)
         models = [model.config] if draft_model is None else [model.config, draft_model.config]
         size = size or kv_cache_size(config, models)
         self.max_model_len = size.max_model_len
         self.block_manager = make_block_manager(config, size)
         self.kv_cache = make_kv_cache(config, model, size)
         self.draft_kv_cache: KVCache | None = None
-        self.scheduler = Scheduler(
-            self.block_manager, config.max_num_seqs, config.max_num_batched_tokens, config.make_admission_policy()
-        )
+        self.scheduler = Scheduler(self.block_manager, config.max_num_seqs, config.max_num_batched_tokens)
         self.sampler = make_sampler(config, model, tokenizer)
         self._samplers = [self.sampler]
-        with self._numerics():  # on a GPU the runners capture their graphs here
-            self.runner = make_runner(config, self.model, self.kv_cache, size, with_adapters=config.max_loras > 0)
+        with self._context():  # on a GPU the runners capture their graphs here
+            self.runner = make_runner(config, model, self.kv_cache, size, with_adapters=config.max_loras > 0)
             self._runners = [self.runner]
             self.speculator = self._make_speculator(draft_model, size)
-        self.grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
+        self._sleep_mode = SleepMode(
+            self._runners, self._samplers, self.block_manager, self.adapters.slots, load_models
+        )
+        self.grammars = GrammarCompiler(tokenizer, self.vocab_size)
         self.prompt_modules = PromptModules(self.block_manager, self.max_model_len)
         self.requests = RequestTable(
             self.scheduler,
@@ -121,9 +131,8 @@ class Engine:
         )
         self.on_step: Callable[[StepStats], None] | None = None
         self._totals = StepTotals()
-        self._validator = RequestValidator(config, self.max_model_len, model.config.vocab_size, self.adapters)
+        self._validator = RequestValidator(config, self.max_model_len, self.vocab_size, self.adapters)
         self._step = Step(
-            model=self.model,
             runner=self.runner,
             sampler=self.sampler,
             speculator=self.speculator,
@@ -201,20 +210,21 @@ class Engine:
         Raises:
             QueueFullError: too many requests or tokens are waiting already.
             RequestError: the request can never be served, or its id is in use.
+            UnavailableError: the engine sleeps, see :meth:`sleep`.
         """
         params = params or self.default_params
         self._validator.check_sampling_params(params)
         token_ids = self._validator.check_prompt(self._validator.truncate(prompt_token_ids, params)).token_ids
         self._validator.check_timeouts(timeout, queue_timeout)
         request = GenerationRequest(
-            self.requests.new_id(request_id, len(token_ids)),
+            self._new_id(request_id, len(token_ids)),
             token_ids,
             params,
             self._validator.sequence_options(priority, cache_salt, adapter),
             prompt=prompt,
             tokenizer=self.tokenizer,
             max_model_len=self.max_model_len,
-            vocab_size=self.model.config.vocab_size,
+            vocab_size=self.vocab_size,
         )
         constraint = params.structured_outputs
         grammar = None if constraint is None else self.grammars.submit(constraint)
@@ -241,13 +251,13 @@ class Engine:
             prompt, request_id, priority, cache_salt, adapter, timeout, queue_timeout: same as for :meth:`add_request`.
 
         Raises:
-            QueueFullError, RequestError: same as for :meth:`add_request`.
+            QueueFullError, RequestError, UnavailableError: same as for :meth:`add_request`.
         """
         token_ids = self._validator.check_prompt(prompt_token_ids).token_ids
         self._validator.check_beam_search_params(params)
         self._validator.check_timeouts(timeout, queue_timeout)
         request = BeamRequest(
-            self.requests.new_id(request_id, len(token_ids)),
+            self._new_id(request_id, len(token_ids)),
             token_ids,
             params,
             self._validator.sequence_options(priority, cache_salt, adapter),
@@ -279,14 +289,14 @@ class Engine:
             request_id, priority, cache_salt, adapter, timeout, queue_timeout: same as for :meth:`add_request`.
 
         Raises:
-            QueueFullError, RequestError: same as for :meth:`add_request`.
+            QueueFullError, RequestError, UnavailableError: same as for :meth:`add_request`.
         """
         token_ids = self._validator.check_prompt(prompt_token_ids, generates=False).token_ids
         self._validator.check_pooling(pooling)
         self._validator.check_timeouts(timeout, queue_timeout)
         options = self._validator.sequence_options(priority, cache_salt, adapter)
         request = EmbeddingRequest(
-            self.requests.new_id(request_id, len(token_ids)), token_ids, options, pooling=pooling, normalize=normalize
+            self._new_id(request_id, len(token_ids)), token_ids, options, pooling=pooling, normalize=normalize
         )
         return self.requests.add(request, None, timeout, queue_timeout)
 
@@ -309,17 +319,14 @@ class Engine:
             The id of the request that computes the module; its blocks are shared as soon as they are full.
 
         Raises:
-            QueueFullError: same as for :meth:`add_request`.
+            QueueFullError, UnavailableError: same as for :meth:`add_request`.
             RequestError: same as for :meth:`add_request`; also if the name is in use, if prefix caching is off, or if
                 the cache could no longer hold a sequence of the maximum length beside the module.
         """
         token_ids = self._validator.check_prompt(prompt_token_ids).token_ids
-        request = PrefillRequest(
-            self.requests.new_id(None, len(token_ids)),
-            token_ids,
-            self._validator.sequence_options(0, cache_salt, adapter),
-        )
-        self.prompt_modules.add(name, PromptModule(request.sequences[0], cache_salt))
+        options = self._validator.sequence_options(0, cache_salt, adapter)
+        request = PrefillRequest(self._new_id(None, len(token_ids)), token_ids, options)
+        self.prompt_modules.add(name, PromptModule(request.sequences[0], options))
         return self.requests.add(request)
 
     def remove_prompt_module(self, name: str) -> None:
@@ -355,7 +362,9 @@ class Engine:
         Raises:
             AdapterError: the adapter cannot be read, or does not fit the model.
             RequestError: the name is in use, or ``max_loras`` adapters are loaded already.
+            UnavailableError: the engine sleeps.
         """
+        self._check_awake()
         self.adapters.load(name, adapter)
 
     def unload_adapter(self, name: str) -> None:
@@ -363,7 +372,9 @@ class Engine:
 
         Raises:
             RequestError: there is no adapter of this name, or an unfinished request or a prompt module uses it.
+            UnavailableError: the engine sleeps.
         """
+        self._check_awake()
         unfinished = [s for request in self.requests.active.values() for s in request.unfinished]
         self.adapters.unload(name, unfinished + self.prompt_modules.sequences)
 
@@ -380,6 +391,71 @@ class Engine:
             output was returned.
         """
         return self.requests.abort(request_id, error)
+
+    @property
+    def model(self) -> Model:
+        """The model, with slots for LoRA adapters if there are any; not to be used while the engine sleeps."""
+        return self.runner.model
+
+    def check_sleep(self, level: int) -> None:
+        """Check that the engine can sleep at this level once it has no requests.
+
+        Raises:
+            RequestError: there is no such level, the engine sleeps already, or level 2 needs ``load_models``.
+        """
+        self._sleep_mode.check(level)
+
+    def sleep(self, level: int = 1) -> None:
+        """Free memory until :meth:`wake_up`; meanwhile all requests are refused.
+
+        The KV cache and the recorded graphs are freed, and the prefix cache is empty afterwards. Level 1 moves the
+        weights from a GPU to the host's memory; on a CPU they stay where they are. Level 2 drops the weights, which
+        :meth:`wake_up` loads again from their files. LoRA adapters stay loaded.
+
+        Args:
+            level: 1 or 2.
+
+        Raises:
+            RequestError: the same as for :meth:`check_sleep`, or a request is unfinished.
+        """
+        self.check_sleep(level)
+        if self.has_unfinished:
+            raise RequestError(f"sleep needs an engine without unfinished requests, got {len(self.requests.active)}")
+        self._step.forget_launched()
+        with self._context():
+            self._sleep_mode.sleep(level, self.prompt_modules.sequences)
+
+    def wake_up(self) -> None:
+        """Get back what :meth:`sleep` has freed, and compute the prompt modules again; do nothing if awake.
+
+        If it raises an error, the engine sleeps on, unless :attr:`is_sleeping` is False: then a prompt module could not
+        be computed, and all are lost.
+
+        Raises:
+            OutOfMemoryError: there is too little memory on the device now.
+            RequestError: the files now hold another model.
+            FastinferError: the files cannot be read any more.
+        """
+        if not self.is_sleeping:
+            return
+        with self._context():  # on a GPU the runners capture their graphs here
+            self._sleep_mode.wake_up()
+        for name, module in self.prompt_modules.remove_all().items():
+            request = PrefillRequest(self.requests.new_id(), module.token_ids, module.options)
+            self.prompt_modules.add(name, PromptModule(request.sequences[0], module.options))
+            self.requests.add(request)
+        try:
+            while self.has_unfinished:
+                self.step()
+        except BaseException as error:
+            for request_id in list(self.requests.active):
+                self.abort(request_id, error)
+            raise
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether requests are refused until :meth:`wake_up`."""
+        return self._sleep_mode.level > 0
 
     @property
     def has_unfinished(self) -> bool:
@@ -418,17 +494,28 @@ class Engine:
             num_generated_tokens=self._totals.num_generated_tokens,
             num_repairs=self.requests.num_repairs,
             num_expired=self.requests.num_expired,
+            is_sleeping=self.is_sleeping,
         )
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
         """Compute the next tokens, and return the outputs of the requests that made progress or ended."""
-        with self._numerics():
+        with self._context():
             stats = self._step()
         if stats is not None:
             self._totals.add(stats)
             self._report(stats)
         return self.requests.pop_undelivered()
+
+    def _new_id(self, request_id: str | None, num_tokens: int) -> str:
+        """Return the id of a new request with a prompt of this length, if it may be queued."""
+        self._check_awake()
+        self.requests.check_room(num_tokens)
+        return self.requests.new_id(request_id)
+
+    def _check_awake(self) -> None:
+        if self.is_sleeping:
+            raise UnavailableError("the engine sleeps until wake_up() is called")
 
     def _report(self, stats: StepStats) -> None:
         """Call the observer of steps; its errors must not end any request."""
@@ -439,9 +526,11 @@ class Engine:
         except Exception:
             LOG.exception("on_step failed")
 
-    def _numerics(self) -> AbstractContextManager[None]:
-        """Return the context in which the model must run."""
-        return ops.batch_invariant() if self.config.deterministic else nullcontext()
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        """Enter the context in which the model must run, whichever thread calls."""
+        with use_device(self.config.device), ops.batch_invariant() if self.config.deterministic else nullcontext():
+            yield
 
     def _make_speculator(self, draft_model: Model | None, size: KVCacheSize) -> Speculator | None:
         config = self.config

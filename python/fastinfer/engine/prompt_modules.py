@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fastinfer.engine.block_manager import BlockManager
-from fastinfer.engine.sequence import Sequence
+from fastinfer.engine.sequence import Sequence, SequenceOptions
 from fastinfer.errors import RequestError
 
 
@@ -14,11 +14,16 @@ class PromptModule:
 
     Attributes:
         sequence: sequence that holds the blocks.
-        cache_salt: salt that requests must have to share the blocks.
+        options: arguments of the sequence, which requests must have too to share the blocks.
     """
 
     sequence: Sequence
-    cache_salt: str
+    options: SequenceOptions
+
+    @property
+    def cache_salt(self) -> str:
+        """Salt that requests must have to share the blocks."""
+        return self.options["cache_salt"]
 
     @property
     def token_ids(self) -> list[int]:
@@ -71,6 +76,11 @@ class PromptModules:
         if name not in self._modules:
             raise RequestError(f"prompt module must be one of {sorted(self._modules)}, got {name!r}")
         return self._modules[name]
+
+    def remove_all(self) -> dict[str, PromptModule]:
+        """Remove all modules and return them by name; the caller frees the blocks."""
+        modules, self._modules = self._modules, {}
+        return modules
 
     @property
     def sequences(self) -> list[Sequence]:

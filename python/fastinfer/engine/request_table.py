@@ -1,7 +1,6 @@
 """The table of unfinished requests, from their arrival to their last output."""
 
 import itertools
-import time
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -15,7 +14,7 @@ from fastinfer.engine.sequence import SequenceState
 from fastinfer.errors import FATAL_ERRORS, QueueFullError, RequestError, describe_error
 from fastinfer.outputs import merge
 
-# How long a step waits if nothing can be computed yet because a grammar is being compiled or a batch is not full.
+# How long a step waits if nothing can be computed yet because a grammar is being compiled.
 IDLE_WAIT_S = 0.001
 
 
@@ -57,16 +56,14 @@ class RequestTable:
         self._undelivered: dict[str, Output] = {}  # by request; outputs that no step has returned yet
         self._numbers = itertools.count()
 
-    def new_id(self, request_id: str | None, num_tokens: int) -> str:
-        """Return an id for a new request: the user's if given, otherwise a generated one.
+    def check_room(self, num_tokens: int) -> None:
+        """Check that another request may wait.
 
         Args:
-            request_id: the user's id.
             num_tokens: length of the request's prompt in tokens.
 
         Raises:
             QueueFullError: too many requests or tokens are waiting already.
-            RequestError: an unfinished request has the user's id.
         """
         if self.num_waiting >= self._max_num_waiting:
             raise QueueFullError(f"the queue is full: max_num_waiting={self._max_num_waiting} requests wait")
@@ -76,6 +73,13 @@ class RequestTable:
                 f"the queue is full: {waiting} tokens wait, max_num_waiting_tokens is {limit}, and the prompt has "
                 f"{num_tokens}"
             )
+
+    def new_id(self, request_id: str | None = None) -> str:
+        """Return an id for a new request: the user's if given, otherwise a generated one.
+
+        Raises:
+            RequestError: an unfinished request has the user's id.
+        """
         if request_id is None:
             numbered = (f"request-{number}" for number in self._numbers)
             return next(name for name in numbered if name not in self.active)  # users may have chosen such ids
@@ -132,13 +136,9 @@ class RequestTable:
                     raise
 
     def wait_for_work(self) -> None:
-        """Wait for a moment if requests exist but none can be computed yet, and there is no output to deliver."""
-        if self._undelivered:
-            return
-        if self.compiling:
+        """Wait for a moment if requests wait for their grammars alone, and there is no output to deliver."""
+        if self.compiling and not self._undelivered:
             wait(self.compiling.values(), timeout=IDLE_WAIT_S)
-        elif self._scheduler.waiting:
-            time.sleep(IDLE_WAIT_S)
 
     def abort(self, request_id: str, error: BaseException | None = None) -> Output | None:
         """End a request and return its last output, see :meth:`fastinfer.engine.engine.Engine.abort`."""

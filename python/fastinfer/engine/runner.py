@@ -26,7 +26,7 @@ class Runner:
             then computed as if some had: steps without adapters use fused operators, which round in other places.
 
     Attributes:
-        inputs: see above.
+        inputs, kv_cache: see above.
         graphs: recorded graphs; ``None`` with ``enforce_eager``.
         num_eager_steps: steps that ran operator by operator since the start.
     """
@@ -41,16 +41,41 @@ class Runner:
         with_adapters: bool = False,
         deterministic: bool = False,
     ) -> None:
-        self._model = model
-        self._kv_cache = kv_cache
+        self._model: Model | None = model
+        self.kv_cache = kv_cache
         self.inputs = inputs
+        self._enforce_eager = enforce_eager
+        self._with_adapters = with_adapters
         self._always_adapters = with_adapters and deterministic
         self.num_eager_steps = 0
-        self.graphs: CPUGraphs | CUDAGraphs | None = None
-        if not enforce_eager and inputs.device.type == "cpu":
-            self.graphs = CPUGraphs(self.compute, inputs)
-        elif not enforce_eager:
-            self.graphs = CUDAGraphs(self.compute, inputs, with_adapters)
+        self.graphs = self._make_graphs()
+
+    @property
+    def model(self) -> Model:
+        """The model, which must not have been released."""
+        assert self._model is not None, "the model was released"
+        return self._model
+
+    @model.setter
+    def model(self, model: Model) -> None:
+        self._model = model
+
+    @property
+    def has_model(self) -> bool:
+        """Whether there is a model, see :meth:`release`."""
+        return self._model is not None
+
+    def release(self, *, with_model: bool) -> None:
+        """Free the KV cache and the recorded graphs, which refer to it, and the model if wanted."""
+        self.graphs = None
+        self.kv_cache.free()
+        if with_model:
+            self._model = None
+
+    def restore(self) -> None:
+        """Allocate the KV cache again after :meth:`release`, and on a GPU capture the graphs again."""
+        self.kv_cache.allocate()
+        self.graphs = self._make_graphs()
 
     def __call__(self, chunks: list[Chunk], drawn: Tensor | None = None) -> StepResult:
         """Compute the chunks and store their keys and values in the blocks of their sequences.
@@ -74,5 +99,12 @@ class Runner:
 
     def compute(self, batch: Batch) -> StepResult:
         """Compute a batch by calling the model's operators one by one."""
-        hidden = self._model.forward(batch, self._kv_cache)
-        return StepResult(hidden, self._model.logits(hidden, batch.logits_indices))
+        hidden = self.model.forward(batch, self.kv_cache)
+        return StepResult(hidden, self.model.logits(hidden, batch.logits_indices))
+
+    def _make_graphs(self) -> CPUGraphs | CUDAGraphs | None:
+        if self._enforce_eager:
+            return None
+        if self.inputs.device.type == "cpu":
+            return CPUGraphs(self.compute, self.inputs)
+        return CUDAGraphs(self.compute, self.inputs, self._with_adapters)

@@ -36,6 +36,10 @@ class Sampler:
         self.recorded = RecordedDraws()
         self.num_failed_draws = 0
 
+    def forget_recorded(self) -> None:
+        """Drop the recorded draws, and with them the logits of recorded steps."""
+        self.recorded = RecordedDraws()
+
     def launch(self, logits: Tensor, rows: list[LogitsRow], recorded: bool = False) -> Draw:
         """Start to draw one token for each row. A GPU draws them after all that was launched before.
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from fastinfer.engine.admission import AdmissionPolicy, Continuous
 from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.sequence import Sequence, SequenceState
 
@@ -97,7 +96,6 @@ class Scheduler:
         block_manager: allocator of the sequences' blocks.
         max_num_seqs: maximum number of running sequences.
         max_num_batched_tokens: maximum number of tokens in a step, drafts included.
-        admission_policy: policy that decides which waiting sequences may start; ``Continuous()`` by default.
 
     Attributes:
         waiting: queue of waiting sequences in the order of service.
@@ -111,17 +109,10 @@ class Scheduler:
             their parent.
     """
 
-    def __init__(
-        self,
-        block_manager: BlockManager,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        admission_policy: AdmissionPolicy | None = None,
-    ) -> None:
+    def __init__(self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.admission_policy = admission_policy or Continuous()
         self.waiting: list[Sequence] = []
         self.num_waiting_tokens = 0
         self.running: list[Sequence] = []
@@ -220,13 +211,10 @@ class Scheduler:
 
     def _candidates(self) -> list[Sequence]:
         """Return the waiting sequences that may be admitted in this step, in the order of service."""
-        if not self.waiting:
-            return []
-        count = self.admission_policy.num_admissible(self.waiting, self.running, time.perf_counter())
         if self._num_slots < self.max_num_seqs:
-            return self.waiting[: min(count, LOOKAHEAD)]
+            return self.waiting[:LOOKAHEAD]
         # Only the first one may have a slot, that of a less urgent prompt.
-        return self.waiting[: min(count, 1)] if any(not s.is_decoding for s in self.running) else []
+        return self.waiting[:1] if any(not s.is_decoding for s in self.running) else []
 
     def _schedule_decodes(self, decodes: list[Sequence], budget: int, chunks: list[Chunk]) -> int:
         """Add the chunks of decoding sequences, given in the order of service, and return the rest of the budget."""

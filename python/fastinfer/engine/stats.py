@@ -71,6 +71,7 @@ class EngineStats:
         num_generated_tokens: tokens generated since the start.
         num_repairs: errors since the start after which all running sequences were queued to be computed again.
         num_expired: requests since the start that missed a deadline.
+        is_sleeping: whether the engine sleeps, see :meth:`fastinfer.engine.engine.Engine.sleep`.
     """
 
     num_running: int
@@ -97,6 +98,7 @@ class EngineStats:
     num_generated_tokens: int
     num_repairs: int
     num_expired: int
+    is_sleeping: bool
 
     @property
     def prefix_hit_rate(self) -> float:

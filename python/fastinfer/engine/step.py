@@ -18,7 +18,6 @@ from fastinfer.engine.sequence import SequenceState
 from fastinfer.engine.speculation import Speculator
 from fastinfer.engine.stats import StepStats
 from fastinfer.errors import describe_error
-from fastinfer.models import Model
 from fastinfer.models.kv_cache import KVCache
 
 
@@ -73,7 +72,6 @@ class Step:
     no sequence would have to be preempted. A sequence that turns out to have ended computes one token in vain.
 
     Args:
-        model: model for logits that only some requests need, such as those of a prompt.
         runner: runner of the model.
         sampler: sampler of the next tokens.
         speculator: source of draft tokens; ``None`` without speculation.
@@ -87,7 +85,6 @@ class Step:
     def __init__(
         self,
         *,
-        model: Model,
         runner: Runner,
         sampler: Sampler,
         speculator: Speculator | None,
@@ -97,7 +94,6 @@ class Step:
         requests: RequestTable,
         runs_ahead: bool,
     ) -> None:
-        self._model = model
         self._runner = runner
         self._sampler = sampler
         self._speculator = speculator
@@ -131,6 +127,10 @@ class Step:
             self._launched = None
             self._requests.repair()
             raise
+
+    def forget_launched(self) -> None:
+        """Forget a step that was launched for sequences that have ended meanwhile, and its tensors."""
+        self._launched = None
 
     def _may_run_ahead_of(self, launched: _Launched) -> bool:
         """Return whether the next step can be launched before this one's results are known."""
@@ -268,12 +268,12 @@ class Step:
         start, is_last, hidden = chunk.start, chunk.is_last, result.hidden
         if not is_last or not sequence.siblings:
             own = tokens[: accepted + 1]
-            return [SequenceStep(self._model, sequence, start, hidden, rows, own, is_last)]
+            return [SequenceStep(self._runner.model, sequence, start, hidden, rows, own, is_last)]
         siblings, sequence.siblings = sequence.siblings, []
         for sibling in siblings:
             self._scheduler.fork(sequence, sibling)
         return [
-            SequenceStep(self._model, receiver, start, hidden, rows, [token], is_last)
+            SequenceStep(self._runner.model, receiver, start, hidden, rows, [token], is_last)
             for receiver, token in zip((sequence, *siblings), tokens, strict=True)
         ]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastinfer.errors import RequestError
-from fastinfer.models import Model
+from fastinfer.models import Model, check_has_all_logits
 from fastinfer.models.batch import Batch
 from fastinfer.models.kv_cache import KVCache, num_blocks_for
 
@@ -43,9 +43,10 @@ def log_probabilities(
         model: a model on ``device``.
         texts: token ids of each text.
         kv_cache_dtype: dtype of the cached keys and values.
-        device: ``"cpu"`` or ``"cuda"`` (not yet run on a GPU).
+        device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"`` (not yet run on a GPU).
         batch_size: number of texts that are computed at once. On a CPU it changes no bit of the result.
     """
+    check_has_all_logits(model)
     config = model.config
     blocks = batch_size * max(num_blocks_for(len(text), BLOCK_SIZE) for text in texts)
     sizes = BLOCK_SIZE, config.num_kv_heads, config.head_dim, kv_cache_dtype, device

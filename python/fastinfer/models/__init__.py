@@ -5,6 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from fastinfer.errors import RequestError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.batch import Batch
 from fastinfer.models.checkpoint import Checkpoint
@@ -25,6 +26,11 @@ class Model(Protocol):
     @property
     def config(self) -> ModelConfig:
         """Sizes and constants of the model."""
+        ...
+
+    @property
+    def draft_tokens(self) -> Tensor | None:
+        """The token of each column of the logits, for a draft model with a reduced vocabulary; ``None`` for all."""
         ...
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
@@ -53,7 +59,7 @@ def load_model(
         source: a ``.gguf`` file, a folder of safetensors files with their ``config.json``, or one of them opened by
             :func:`open_checkpoint` for the same dtype and device.
         dtype: name of the dtype, see :meth:`fastinfer.models.config.Precision.of`.
-        device: ``"cpu"``, ``"cuda"`` (not yet run on a GPU), or ``"auto"``.
+        device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"`` (not yet run on a GPU), or ``"auto"``.
         max_model_len: length of the longest sequence in tokens; ``None`` for the model's own limit.
 
     Raises:
@@ -62,16 +68,34 @@ def load_model(
         RequestError: the device is not available, or does not support the dtype.
     """
     device = resolve_device(device)
-    precision = Precision.of(dtype, device)
+    checkpoint = open_checkpoint(source, Precision.of(dtype, device).exact) if isinstance(source, Path) else source
     with one_torch_thread():
-        checkpoint = open_checkpoint(source, precision.exact) if isinstance(source, Path) else source
         if isinstance(checkpoint, GGUFCheckpoint):
             tokenizer = Tokenizer.from_gguf(checkpoint.file)
         else:
             tokenizer = Tokenizer.from_folder(checkpoint.path)
-        model = load_decoder(checkpoint, precision, max_model_len, device)
+    model = load_weights(checkpoint, dtype, device, max_model_len)
     tokenizer.pad(model.config.vocab_size)
     return model, tokenizer
+
+
+def load_weights(checkpoint: Checkpoint, dtype: str, device: str, max_model_len: int | None) -> Model:
+    """Load a checkpoint without its tokenizer; arguments and errors are those of :func:`load_model`."""
+    with one_torch_thread():
+        return load_decoder(checkpoint, Precision.of(dtype, device), max_model_len, device)
+
+
+def check_has_all_logits(model: Model) -> None:
+    """Check that a model can do more than draft.
+
+    Raises:
+        RequestError: it has logits for a part of the vocabulary alone.
+    """
+    if model.draft_tokens is not None:
+        raise RequestError(
+            f"the model must have logits for all {model.config.vocab_size} tokens, got a draft model with logits for "
+            f"{len(model.draft_tokens)} of them"
+        )
 
 
 def open_checkpoint(path: Path, exact: bool = False) -> Checkpoint:

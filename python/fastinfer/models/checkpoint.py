@@ -65,6 +65,14 @@ class Checkpoint(Protocol):
         """
         ...
 
+    def draft_tokens(self) -> Tensor | None:
+        """Read the token of each row of the output layer, [draft_vocab_size] int64; ``None`` if row i is token i.
+
+        Raises:
+            CheckpointFormatError: the tensor is missing, or its tokens are out of range or not all different.
+        """
+        ...
+
     def layout(self, layer: int) -> Hashable:
         """Return names, shapes and types of a layer's tensors; layers with equal layouts take the same memory."""
         ...

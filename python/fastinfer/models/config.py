@@ -24,7 +24,8 @@ class ModelConfig:
             a KV head.
         head_dim: number of elements of a head.
         rotary_dim: number of rotated elements of a head; 0 for a model with learned positions.
-        vocab_size: number of rows of the embedding.
+        vocab_size: number of tokens, the rows of the embedding.
+        draft_vocab_size: number of tokens that a draft model can draft, the rows of its output layer; 0 for all.
         max_position: longest context in tokens.
         norm_eps: number added to the mean of squares, or to the variance.
         rope_theta: base of the rotary frequencies.
@@ -58,6 +59,7 @@ class ModelConfig:
     vocab_size: int
     max_position: int
     norm_eps: float
+    draft_vocab_size: int = 0
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     local_rope_theta: float | None = None

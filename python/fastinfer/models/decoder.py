@@ -39,9 +39,11 @@ class Decoder:
         embedding: [vocab, hidden].
         layers: all layers in order.
         norm: norm after the last layer.
-        lm_head: [vocab, hidden]; the embedding itself if the two are tied.
+        lm_head: [vocab, hidden]; the embedding itself if the two are tied. [draft_vocab, hidden] with ``draft_tokens``.
         position_embedding: [max_position, hidden], or ``None`` for models without learned positions.
         adapters: slots of LoRA adapters, which a batch's ``adapter_ids`` refer to, or ``None``.
+        draft_tokens: [draft_vocab] int64, the token of each column of the logits; ``None`` if column i is token i. Only
+            draft models have one.
     """
 
     config: ModelConfig
@@ -52,6 +54,7 @@ class Decoder:
     lm_head: Weight
     position_embedding: Tensor | None = None
     adapters: AdapterSlots | None = None
+    draft_tokens: Tensor | None = None
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:

@@ -104,6 +104,9 @@ class GGUFCheckpoint:
             raise GGUFFormatError(f"{self.path}: tensor {stored!r} must have the shape {(size,)}, got {tensor.shape}")
         return values.clone()
 
+    def draft_tokens(self) -> Tensor | None:
+        return None
+
     def layout(self, layer: int) -> frozenset[tuple[str, tuple[int, ...], GGUFType]]:
         prefix = f"blk.{layer}."
         tensors = self.file.tensors.items()

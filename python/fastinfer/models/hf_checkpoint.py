@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from fastinfer.errors import CheckpointFormatError, FastinferError
@@ -14,6 +15,8 @@ from fastinfer.formats.unpacked import Dense, Unpacked
 from fastinfer.models.checkpoint import fused_rows, split_name
 from fastinfer.models.families import FAMILIES
 from fastinfer.models.hf_config import read_hf_config
+
+D2T = "d2t"
 
 
 class HFCheckpoint:
@@ -76,6 +79,35 @@ class HFCheckpoint:
                 f"{self.path}: tensor {stored!r} must have the shape {[size]}, got {list(values.shape)}"
             )
         return values + self._family.norm_offset if name.endswith("norm") else values.clone()
+
+    def draft_tokens(self) -> Tensor | None:
+        # As SpecForge and EAGLE-3 store it: tensor d2t holds, for each row, the token minus the row.
+        vocab_size = self.config.vocab_size
+        rows = self.config.draft_vocab_size or vocab_size
+        offsets = self.tensors.get(D2T)
+        if offsets is None and rows == vocab_size:
+            return None
+        if offsets is None:
+            raise CheckpointFormatError(f"{self.path}: tensor {D2T!r} is missing, which draft_vocab_size={rows} needs")
+        if offsets.shape != (rows,) or offsets.dtype not in (torch.int64, torch.int32):
+            raise CheckpointFormatError(
+                f"{self.path}: tensor {D2T!r} must be [{rows}] int64, got {list(offsets.shape)} {offsets.dtype}"
+            )
+        tokens = offsets.long() + torch.arange(rows)
+        outside = (tokens < 0) | (tokens >= vocab_size)
+        if outside.any():
+            row = int(outside.nonzero()[0])
+            raise CheckpointFormatError(
+                f"{self.path}: tensor {D2T!r} must give tokens in 0..{vocab_size - 1}, "
+                f"got {int(tokens[row])} for row {row}"
+            )
+        known, counts = tokens.unique(return_counts=True)
+        if len(known) < rows:
+            raise CheckpointFormatError(
+                f"{self.path}: tensor {D2T!r} must give each row another token, "
+                f"got {int(known[counts.argmax()])} {int(counts.max())} times"
+            )
+        return tokens
 
     def layout(self, layer: int) -> frozenset[tuple[str, tuple[int, ...], str]]:
         prefix = self._without_prefix(f"{self._family.top['layers']}.{layer}.")

@@ -71,6 +71,7 @@ def read_hf_config(path: Path) -> ModelConfig:
         head_dim=head_dim,
         rotary_dim=rope.dim,
         vocab_size=size("vocab_size"),
+        draft_vocab_size=_draft_vocab_size(fields, size),
         max_position=size("max_position_embeddings"),
         norm_eps=fields.get("rms_norm_eps", float, 1e-6, minimum=0.0, maximum=1.0),
         rope_theta=rope.theta,
@@ -162,6 +163,14 @@ class _Rope:
             beta_slow=scaling.get("beta_slow", float, 1.0, minimum=1e-3),
             attention_factor=attention_factor,
         )
+
+
+def _draft_vocab_size(fields: JsonFields, size: _Sizes) -> int:
+    """Return the number of tokens that a draft model can draft, 0 for all."""
+    every, drafted = size("vocab_size"), size("draft_vocab_size", 0)
+    if drafted > every:
+        raise CheckpointFormatError(f"{fields.path}: draft_vocab_size: expected at most {every}, got {drafted}")
+    return drafted
 
 
 def _windows(fields: JsonFields, name: str, num_layers: int) -> tuple[int, ...]:

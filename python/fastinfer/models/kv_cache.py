@@ -1,7 +1,7 @@
 """Tensors of the KV cache: keys and values of all layers, in blocks."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -41,9 +41,15 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class KVCache:
-    """KV cache of all layers."""
+    """KV cache of all layers.
+
+    Attributes:
+        layers: the caches of the layers; empty while the memory is freed.
+        make_layers: function that allocates the layers.
+    """
 
     layers: list[LayerCache]
+    make_layers: Callable[[], list[LayerCache]]
 
     @classmethod
     def empty(
@@ -76,7 +82,19 @@ class KVCache:
             for shape, element in shapes:
                 yield torch.empty(num_blocks[group], block_size, num_kv_heads, *shape, dtype=element, device=device)
 
-        return cls([LayerCache(*tensors(group), group=group) for group in groups])
+        def layers() -> list[LayerCache]:
+            return [LayerCache(*tensors(group), group=group) for group in groups]
+
+        return cls(layers(), layers)
+
+    def free(self) -> None:
+        """Free the memory; what was cached is lost."""
+        self.layers.clear()
+
+    def allocate(self) -> None:
+        """Allocate the memory again after :meth:`free`, uninitialised; does nothing if there is any."""
+        if not self.layers:
+            self.layers.extend(self.make_layers())
 
     def copy_blocks(self, pairs: list[tuple[int, int]], group: int = 0) -> None:
         """Copy blocks of a group, each pair from its first block to its second; all are read before any is written."""

@@ -86,6 +86,7 @@ class DecoderLoader:
         ) as progress:
             embedding = self.embedding()
             head = self.lm_head()
+            draft_tokens = checkpoint.draft_tokens()
             for index in range(config.num_layers):
                 layers.append(self.layer(index))
                 checkpoint.release()  # otherwise the file and its packed copy would be in memory at the same time
@@ -98,15 +99,19 @@ class DecoderLoader:
             norm=self.norm(),
             lm_head=embedding if head is None else head,
             position_embedding=self.position_embedding(),
+            draft_tokens=None if draft_tokens is None else draft_tokens.to(self._device),
         )
 
     def embedding(self) -> Weight:
         """Read the embedding."""
-        return self._vocabulary("embedding")
+        return self._vocabulary("embedding", self._config.vocab_size)
 
     def lm_head(self) -> Weight | None:
         """Read the output layer; None if it is the embedding."""
-        return self._vocabulary("lm_head") if "lm_head" in self._checkpoint else None
+        config = self._config
+        if not config.draft_vocab_size and "lm_head" not in self._checkpoint:
+            return None
+        return self._vocabulary("lm_head", config.draft_vocab_size or config.vocab_size)
 
     def position_embedding(self) -> Tensor | None:
         """Read the learned positions; None for a model with rotary positions."""
@@ -228,8 +233,7 @@ class DecoderLoader:
             tuple(self.weight(names[i : i + 1], part, biases[i] if biases else None) for i, part in enumerate(parts))
         )
 
-    def _vocabulary(self, name: str) -> Weight:
-        rows = self._config.vocab_size
+    def _vocabulary(self, name: str, rows: int) -> Weight:
         parts = self._checkpoint.parts(name, rows, self._config.hidden_size)
         return self._make(parts, self._precision.logits_activation_bits, rows=rows)
 

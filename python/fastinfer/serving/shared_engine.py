@@ -58,7 +58,7 @@ class SharedEngine:
         try:
             while queued or pending:
                 with self.lock:
-                    self._abort_abandoned()
+                    self.abort_abandoned()
                     self._add(queued, pending, inbox)
                     # The steps of other threads may have filled the inbox meanwhile.
                     if not inbox:
@@ -75,7 +75,7 @@ class SharedEngine:
             self._abandoned.extend(pending)
             if self.lock.acquire(blocking=False):
                 try:
-                    self._abort_abandoned()
+                    self.abort_abandoned()
                 finally:
                     self.lock.release()
 
@@ -97,7 +97,7 @@ class SharedEngine:
                 pending.add(request_id)
                 self._inboxes[request_id] = inbox
 
-    def _abort_abandoned(self) -> None:
+    def abort_abandoned(self) -> None:
         """Abort the requests that nobody waits for; the caller holds the lock."""
         while self._abandoned:
             request_id = self._abandoned.popleft()

@@ -1,34 +1,54 @@
 """Choice of the device that a model runs on."""
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 
 from fastinfer import _C
 from fastinfer.errors import RequestError
+from fastinfer.utils.checks import show
+from fastinfer.utils.device_name import DEVICE_NAMES, is_device_name
 
 LOG = logging.getLogger("fastinfer")
-DEVICES = ("auto", "cpu", "cuda")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def resolve_device(name: str) -> str:
-    """Turn a device name into ``"cpu"`` or ``"cuda"``; ``"auto"`` chooses CUDA if it is available.
+    """Turn a device name into ``"cpu"`` or ``"cuda:N"``.
 
-    If the machine has a GPU that ``"auto"`` cannot use, a warning says why.
+    ``"cuda"`` is the calling thread's current GPU, which other threads need not share; ``"auto"`` is the same if CUDA
+    is available, and the CPU if not. If the machine has a GPU that ``"auto"`` cannot use, a warning says why.
 
     Raises:
-        RequestError: the name is unknown, or CUDA is requested and not available.
+        RequestError: the name is unknown, CUDA is requested and not available, or there is no GPU of this number.
     """
-    if name not in DEVICES:
-        raise RequestError(f"device must be one of {', '.join(DEVICES)}, got {name!r}")
+    if not is_device_name(name):
+        raise RequestError(f"device must be {DEVICE_NAMES}, got {show(name)}")
+    if name == "cpu":
+        return name
     missing = _missing_for_cuda()
-    if name == "cuda" and missing is not None:
-        raise RequestError(f"device 'cuda' needs {missing}")
-    if name == "auto" and missing is not None and (NVIDIA_DRIVER.exists() or torch.cuda.is_available()):
-        LOG.warning(f"this machine has a GPU, but the model runs on the CPU: the GPU needs {missing}")
-    return "cpu" if name == "cpu" or missing is not None else "cuda"
+    if missing is not None:
+        if name != "auto":
+            raise RequestError(f"device {name!r} needs {missing}")
+        if NVIDIA_DRIVER.exists() or torch.cuda.is_available():
+            LOG.warning(f"this machine has a GPU, but the model runs on the CPU: the GPU needs {missing}")
+        return "cpu"
+    index, count = torch.device("cuda" if name == "auto" else name).index, torch.cuda.device_count()
+    if index is None:
+        index = torch.cuda.current_device()
+    if index >= count:
+        raise RequestError(f"device must be one of the {count} GPUs, cuda:0 to cuda:{count - 1}, got {name!r}")
+    return f"cuda:{index}"
+
+
+def use_device(device: str) -> AbstractContextManager[None]:
+    """Return a context in which a GPU is the thread's current one; on a CPU it does nothing.
+
+    Operators run on the GPU of their tensors. New streams, graphs and pinned memory belong to the current one.
+    """
+    return nullcontext() if device == "cpu" else torch.cuda.device(device)
 
 
 def _missing_for_cuda() -> str | None:

@@ -1,0 +1,122 @@
+"""Freeing an idle engine's memory, and getting it back."""
+
+from collections.abc import Callable
+
+import torch
+
+from fastinfer.engine.block_manager import BlockManager
+from fastinfer.engine.runner import Runner
+from fastinfer.engine.sampler import Sampler
+from fastinfer.engine.sequence import Sequence
+from fastinfer.errors import RequestError
+from fastinfer.models import Model
+from fastinfer.models.lora import AdapterSlots
+from fastinfer.models.offload import HostCopy, tensors_of
+from fastinfer.utils.checks import check_int
+
+LoadModels = Callable[[], list[Model]]
+
+
+class SleepMode:
+    """Frees the memory that an idle engine does not need, after the example of vLLM's sleep mode.
+
+    ================  =====================================  ===============================
+    freed             level 1                                level 2
+    ================  =====================================  ===============================
+    KV caches         yes                                    yes
+    recorded graphs   yes, as they refer to the KV caches    yes
+    weights           on a GPU: moved to the host's memory   yes: loaded again from the files
+    LoRA adapters     on a GPU: moved to the host's memory   as for level 1
+    ================  =====================================  ===============================
+
+    On a CPU weights already are in the host's memory, and level 1 leaves them there.
+
+    Args:
+        runners: runners of the model and of the draft model, if there is one.
+        samplers: their samplers.
+        block_manager: manager of the blocks of the KV caches.
+        adapters: slots of the model's LoRA adapters; ``None`` if it has none.
+        load_models: function that loads the runners' models again; ``None`` if nothing can.
+
+    Attributes:
+        level: 1 or 2; 0 while the engine is awake.
+    """
+
+    def __init__(
+        self,
+        runners: list[Runner],
+        samplers: list[Sampler],
+        block_manager: BlockManager,
+        adapters: AdapterSlots | None,
+        load_models: LoadModels | None,
+    ) -> None:
+        self.level = 0
+        self._runners = runners
+        self._samplers = samplers
+        self._block_manager = block_manager
+        self._adapters = adapters
+        self._load_models = load_models
+        self._configs = [runner.model.config for runner in runners]
+        self._host_copy: HostCopy | None = None
+
+    def check(self, level: int) -> None:
+        """Check that the engine can sleep at this level.
+
+        Raises:
+            RequestError: it cannot, or sleeps already.
+        """
+        check_int("level", level, 1, 2)
+        if level == 2 and self._load_models is None:
+            raise RequestError("level must be 1 for an engine that cannot load its models again, got 2")
+        if self.level:
+            raise RequestError(f"the engine sleeps already, at level {self.level}")
+
+    def sleep(self, level: int, pinned: list[Sequence]) -> None:
+        """Free the memory.
+
+        Args:
+            level: 1 or 2.
+            pinned: the only sequences that hold blocks, which they lose.
+        """
+        on_gpu = self._runners[0].inputs.device.type == "cuda"
+        if on_gpu:
+            models = [runner.model for runner in self._runners] if level == 1 else []
+            self._host_copy = HostCopy(tensors_of([models, self._adapters]))
+        self.level = level  # from here on wake_up() repairs what was left half done
+        for sequence in pinned:
+            self._block_manager.free(sequence)
+        self._block_manager.reset_prefix_cache()
+        for sampler in self._samplers:
+            sampler.forget_recorded()
+        for runner in self._runners:
+            runner.release(with_model=level == 2)
+        if on_gpu:
+            torch.cuda.empty_cache()
+
+    def wake_up(self) -> None:
+        """Get everything back; if this raises an error, the engine sleeps on and may be woken up later.
+
+        Raises:
+            RequestError: the files now hold another model.
+        """
+        if not all(runner.has_model for runner in self._runners):
+            self._reload()
+        if self._host_copy is not None:
+            self._host_copy.restore()
+            self._host_copy = None
+        for runner in self._runners:
+            runner.restore()
+        self.level = 0
+
+    def _reload(self) -> None:
+        assert self._load_models is not None
+        models = self._load_models()
+        for model, config in zip(models, self._configs, strict=True):
+            if model.config != config:
+                raise RequestError(
+                    f"the files must hold the model that was loaded first, {config}, got another: {model.config}"
+                )
+        if self._adapters is not None:
+            models[0] = models[0].with_adapters(self._adapters)
+        for runner, model in zip(self._runners, models, strict=True):
+            runner.model = model
