@@ -1,7 +1,7 @@
 """Tensors of the KV cache: keys and values of all layers, in blocks."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -54,7 +54,7 @@ class KVCache:
     @classmethod
     def empty(
         cls,
-        groups: Iterable[int],
+        groups: Sequence[int],
         num_blocks: Sequence[int],
         block_size: int,
         num_kv_heads: int,
