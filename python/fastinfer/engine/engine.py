@@ -1,6 +1,7 @@
 """The engine, which computes many requests at the same time."""
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -38,6 +39,7 @@ from fastinfer.models.kv_cache import KVCache
 from fastinfer.models.lora import AdapterSlots
 from fastinfer.sampling_params import DEFAULT_PARAMS, BeamSearchParams, SamplingParams
 from fastinfer.tokenizers.tokenizer import Tokenizer
+from fastinfer.utils.forks import renew_in_children
 
 LOG = logging.getLogger("fastinfer")
 
@@ -132,6 +134,17 @@ class Engine:
             requests=self.requests,
             runs_ahead=config.runs_ahead,
         )
+        renew_in_children(self)
+
+    def renew_after_fork(self) -> None:
+        """Let a forked child go on with the requests: other threads of the parent may have left them half done."""
+        if not self.has_unfinished:
+            return
+        for request_id in self.requests.compiling:
+            constraint = self.requests.active[request_id].sequences[0].params.structured_outputs
+            assert constraint is not None
+            self.requests.compiling[request_id] = self.grammars.submit(constraint)
+        self.requests.repair()
 
     def validate(
         self,
@@ -294,6 +307,7 @@ class Engine:
         name: str,
         prompt_token_ids: list[int] | ValidPrompt,
         *,
+        request_id: str | None = None,
         cache_salt: str = "",
         adapter: str | None = None,
     ) -> str:
@@ -302,6 +316,7 @@ class Engine:
         Args:
             name: name for :meth:`prompt_module` and :meth:`remove_prompt_module`.
             prompt_token_ids: token ids of the module, or the prompt that :meth:`validate` returned.
+            request_id: same as for :meth:`add_request`.
             cache_salt, adapter: values that requests must have to share the module, see :meth:`add_request`.
 
         Returns:
@@ -314,7 +329,7 @@ class Engine:
         """
         token_ids = self._validator.check_prompt(prompt_token_ids).token_ids
         request = PrefillRequest(
-            self.requests.new_id(None, len(token_ids)),
+            self.requests.new_id(request_id, len(token_ids)),
             token_ids,
             self._validator.sequence_options(0, cache_salt, adapter),
         )
@@ -418,15 +433,21 @@ class Engine:
             num_expired=self.requests.num_expired,
         )
 
-    @torch.inference_mode()
     def step(self) -> list[Output]:
         """Compute the next tokens, and return the outputs of the requests that made progress or ended."""
+        outputs: deque[Output] = deque()
+        self.step_into(outputs)
+        return list(outputs)
+
+    @torch.inference_mode()
+    def step_into(self, outputs: deque[Output]) -> None:
+        """Do the same as :meth:`step`, but append the outputs to a queue, where an interrupt cannot lose them."""
         with self._numerics():
             stats = self._step()
         if stats is not None:
             self._totals.add(stats)
             self._report(stats)
-        return self.requests.pop_undelivered()
+        self.requests.move_undelivered(outputs)
 
     def _report(self, stats: StepStats) -> None:
         """Call the observer of steps; its errors must not end any request."""

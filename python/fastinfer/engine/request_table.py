@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections import deque
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -185,10 +186,10 @@ class RequestTable:
         missed: Any = self._undelivered.get(output.request_id)
         self._undelivered[output.request_id] = merge(missed, output)
 
-    def pop_undelivered(self) -> list[Output]:
-        """Return the outputs that were kept for later, and forget them."""
+    def move_undelivered(self, outputs: deque[Output]) -> None:
+        """Append the outputs that were kept for later to a queue, and forget them."""
         # One call, so that not even an interrupt can lose an output.
-        return list(map(self._undelivered.pop, list(self._undelivered)))
+        outputs.extend(map(self._undelivered.pop, list(self._undelivered)))
 
     def report(self, request: Request) -> None:
         """Keep a request's output for later, and remove its sequences that have ended, and itself at its end."""

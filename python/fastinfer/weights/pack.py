@@ -32,7 +32,7 @@ def make_weight(
         device: device that will use the weight; the packed forms of CPU and GPU differ.
         dense_dtype: dtype to convert a weight to that is not quantised; ``None`` to keep the checkpoint's dtype.
         bias: [out_features] fp32, or ``None``.
-        memory: allocator for packed tensors and copies (CPU only); ``None`` for torch's own.
+        memory: allocator for packed tensors (CPU only); ``None`` for torch's own.
         out_features: number of rows of all parts; only with parts.
 
     Raises:
@@ -58,7 +58,7 @@ def make_weight(
         if isinstance(form, Dense):
             dense = part.unpack() if isinstance(part, GGUFRows) else part
             assert isinstance(dense, Dense)
-            values.append(_detached(dense.values.to(device, dense_dtype), memory))
+            values.append(_detached(dense.values.to(device, dense_dtype)))
         else:
             assert isinstance(form, Int4 | Int8 | Lut)
             tiles.append(part)
@@ -85,13 +85,10 @@ def make_weight(
     )
 
 
-def _detached(values: Tensor, memory: HugePages | None) -> Tensor:
+def _detached(values: Tensor) -> Tensor:
     """Copy values that are mapped from a file: if it was cut later, reading them would end the process."""
-    # Only memory that torch has allocated can be resized.
-    if values.device.type != "cpu" or values.untyped_storage().resizable():
-        return values
-    empty = torch.empty if memory is None else memory.empty
-    return empty(values.shape, dtype=values.dtype).copy_(values)
+    # Only memory that torch has allocated can be resized. Huge pages cost more on their first use than they gain here.
+    return values if values.is_cuda or values.untyped_storage().resizable() else values.clone()
 
 
 class PackedTiles:
