@@ -20,7 +20,9 @@ def params(pattern):
     return SamplingParams(temperature=0.0, max_tokens=9, structured_outputs=StructuredOutputsParams(regex=pattern))
 
 def text(llm, pattern="[ab]{3}"):
-    return llm.generate("ab", params(pattern))[0].outputs[0].text
+    [completion] = llm.generate("ab", params(pattern))[0].outputs
+    assert completion.finish_reason == "stop", completion
+    return completion.text
 
 def fork_and_wait(child):
     \"\"\"Run a function in a forked child, which then ends as any program ends.\"\"\"
@@ -94,21 +96,24 @@ OTHER_THREADS = """
 llm = LLM(sys.argv[1], max_model_len=128, device="cpu")
 expected = text(llm)
 long = SamplingParams(temperature=1.0, seed=1, max_tokens=100, ignore_eos=True)
-compute, in_step, may_go_on = llm.engine.runner, threading.Event(), threading.Event()
+graphs, in_step, may_go_on = llm.engine.runner.graphs, threading.Event(), threading.Event()
+compute = graphs._compute
 
-def paused(*args):
+def paused(batch):
     in_step.set()
     may_go_on.wait()
-    return compute(*args)
+    return compute(batch)
 
-llm.engine._step._runner = paused
-other = threading.Thread(target=llm.generate, args=("xy", long))
+graphs._compute = paused
+other = threading.Thread(target=llm.generate, args=(["xy", "ab"], long))
 other.start()
 in_step.wait()
 
-def child():  # the other thread held the lock, and was in the middle of a step
-    llm.engine._step._runner = compute
-    assert text(llm) == expected
+def child():  # the other thread held the lock, in the middle of a step whose operators it recorded
+    graphs._compute = compute
+    outputs = llm.generate(["ab"] * 2, params("[ab]{3}"))
+    assert [output.outputs[0].text for output in outputs] == [expected] * 2, outputs
+    assert graphs.recorded
     assert not llm.engine.has_unfinished
     assert llm.engine.block_manager.num_used == 0
     assert not llm._shared._inboxes
@@ -139,7 +144,9 @@ engine = AsyncEngine.from_model(sys.argv[1], max_model_len=128, device="cpu")
 async def complete(pattern):
     async for output in engine.generate("ab", params(pattern)):
         pass
-    return output.outputs[0].text
+    [completion] = output.outputs
+    assert completion.finish_reason == "stop", completion
+    return completion.text
 
 def child():
     assert asyncio.run(complete("[ab]{3}")) == expected
@@ -148,26 +155,26 @@ def child():
     assert not engine._engine.has_unfinished
     assert engine._engine.block_manager.num_used == 0
     asyncio.run(engine.shutdown())
+    os._exit(0)  # at an ordinary end the parent's event loop would be closed for both
 
-async def parent():
-    global expected
+async def begin():
     expected = await complete("[ab]{3}")
     long = SamplingParams(temperature=1.0, seed=1, max_tokens=100, ignore_eos=True)
     stream = engine.generate("xy", long, request_id="long")
     await anext(stream)
-    process = os.fork()
-    if process == 0:
-        return True
+    return expected, stream
+
+async def end():
     async for output in stream:
         pass
     assert len(output.outputs[0].token_ids) == 100
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+    assert await complete("[ab]{3}") == expected
     await engine.shutdown()
-    return False
 
 loop = asyncio.new_event_loop()
-if loop.run_until_complete(parent()):
-    child()
+expected, stream = loop.run_until_complete(begin())
+fork_and_wait(child)  # the engine's thread is in the middle of the long request
+loop.run_until_complete(end())
 """
 
 SCRIPTS = {
