@@ -138,6 +138,21 @@ for thread in threads:
     thread.join()
 """
 
+TORCH = """
+import torch
+torch.set_num_threads(2)
+llm = LLM(sys.argv[1], max_model_len=64, device="cpu")
+numbers = torch.arange(1 << 22) / 1000.0
+expected = torch.sin(numbers)  # by two threads
+
+def child():
+    assert torch.equal(torch.sin(numbers), expected)
+    assert torch.get_num_threads() == 1
+
+fork_and_wait(child)
+assert torch.get_num_threads() == 2
+"""
+
 ASYNCHRONOUS = """
 engine = AsyncEngine.from_model(sys.argv[1], max_model_len=128, device="cpu")
 
@@ -183,6 +198,7 @@ SCRIPTS = {
     "compiling": COMPILING,
     "other threads": OTHER_THREADS,
     "tokenizing": TOKENIZING,
+    "threads of torch": TORCH,
     "asynchronous": ASYNCHRONOUS,
 }
 

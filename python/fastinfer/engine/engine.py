@@ -137,7 +137,11 @@ class Engine:
         renew_in_children(self)
 
     def renew_after_fork(self) -> None:
-        """Let a forked child go on with the requests: other threads of the parent may have left them half done."""
+        """Let a forked child go on with the requests: other threads of the parent may have left them half done.
+
+        From then on torch's own operators use one thread in the child: OpenMP would wait for threads that are gone.
+        """
+        torch.set_num_threads(1)
         if not self.has_unfinished:
             return
         for request_id in self.requests.compiling:
@@ -435,19 +439,21 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Compute the next tokens, and return the outputs of the requests that made progress or ended."""
-        outputs: deque[Output] = deque()
-        self.step_into(outputs)
-        return list(outputs)
+        self._compute()
+        return list(self.requests.pop_undelivered())
 
-    @torch.inference_mode()
     def step_into(self, outputs: deque[Output]) -> None:
         """Do the same as :meth:`step`, but append the outputs to a queue, where an interrupt cannot lose them."""
+        self._compute()
+        outputs.extend(self.requests.pop_undelivered())
+
+    @torch.inference_mode()
+    def _compute(self) -> None:
         with self._numerics():
             stats = self._step()
         if stats is not None:
             self._totals.add(stats)
             self._report(stats)
-        self.requests.move_undelivered(outputs)
 
     def _report(self, stats: StepStats) -> None:
         """Call the observer of steps; its errors must not end any request."""

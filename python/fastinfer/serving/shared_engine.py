@@ -111,6 +111,8 @@ class SharedEngine:
             inbox = self._inboxes.get(output.request_id)
             if inbox is not None:
                 inbox[output.request_id] = merge(inbox.get(output.request_id), output)
+            elif not output.finished:
+                self._abandoned.append(output.request_id)  # nobody waits for it
             self._outputs.popleft()
 
     def _add(self, queued: deque[Job[Output]], pending: set[str], inbox: _Inbox) -> None:
