@@ -88,8 +88,8 @@ class SharedEngine:
                     arrived = list(map(inbox.pop, list(inbox)))
                 for output in arrived:
                     if output.finished:
-                        pending.discard(output.request_id)
                         self._inboxes.pop(output.request_id, None)
+                        pending.discard(output.request_id)
                     yield output
         finally:
             # The garbage collector closes an abandoned iterator, perhaps while this very thread holds the lock in a
@@ -124,8 +124,8 @@ class SharedEngine:
             try:
                 job.add()
             except QueueFullError:
-                pending.discard(job.request_id)
                 del self._inboxes[job.request_id]
+                pending.discard(job.request_id)
                 break
             queued.popleft()
 
