@@ -19,7 +19,6 @@ from support.toy import ToyTokenizer, check_blocks, greedy, toy_engine
 
 import fastinfer.engine
 import fastinfer.serving
-from fastinfer.engine.engine import Engine
 from fastinfer.outputs import RequestOutput
 from fastinfer.sampling_params import RequestOutputKind, SamplingParams
 from fastinfer.serving.shared_engine import Job, SharedEngine
