@@ -26,6 +26,7 @@ from fastinfer.serving.prompt import PreparedPrompt, Prompt, prepare, prepare_ch
 from fastinfer.serving.scoring import SCORE_PARAMS, Scorable, prepare_score, score_of
 from fastinfer.tokenizers.tokenizer import Tokenizer
 from fastinfer.utils.checks import check_int, show
+from fastinfer.utils.forks import renew_in_children
 
 NUM_PROMPT_THREADS = 4
 POLL_S = 0.01
@@ -81,21 +82,34 @@ class AsyncEngine:
         if engine.has_unfinished:
             raise RequestError("engine must have no requests yet, got one with some")
         self._engine = engine
+        self._is_paused = self._is_dead = self._is_draining = self._is_falling_asleep = False
+        self._is_shut_down = self._is_closing = False
+        self._start()
+        renew_in_children(self)
+
+    def _start(self) -> None:
+        """Make the threads, and what belongs to the requests."""
         # One thread runs everything that touches the engine, in the order of submission. Each step submits the next
         # step, so that work submitted meanwhile runs between the two.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fastinfer-engine")
         # Prompts are tokenised here, and long ones must not hold up others.
         self._pool = ThreadPoolExecutor(max_workers=NUM_PROMPT_THREADS, thread_name_prefix="fastinfer-engine-prompts")
-        self._is_step_submitted = self._is_paused = self._is_dead = False
+        self._is_step_submitted = False
         self._step_began: float | None = None
-        self._stats = engine.stats()
-        self._lock = threading.Lock()  # guards the next attributes
-        self._is_draining = self._is_falling_asleep = self._is_shut_down = self._is_closing = False
+        self._stats = self._engine.stats()
+        # Guards the flags of draining, falling asleep and shutting down, and the next two attributes.
+        self._lock = threading.Lock()
         self._mailboxes: dict[str, Mailbox[Any]] = {}
         self._num_submitted = 0  # requests that the engine's thread has not added yet
         # Mailboxes of streams that nobody reads any more; their requests are aborted before the next step. The garbage
         # collector may append at any moment, even while a lock is held, so this is a deque, which needs none.
         self._abandoned: deque[Mailbox[Any]] = deque()
+
+    def renew_after_fork(self) -> None:
+        """Begin anew in a forked child, without the requests: the streams that read them are the parent's."""
+        for request_id in list(self._engine.requests.active):
+            self._engine.abort(request_id)
+        self._start()
 
     @classmethod
     def from_model(cls, model: str = hub.DEFAULT_MODEL, **options: Any) -> "AsyncEngine":

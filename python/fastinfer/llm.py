@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
 from fastinfer.outputs import PrefillOutput, RequestOutput, ScoreOutput
 from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from fastinfer.serving.jobs import beam_search_job, embedding_job, generation_job, prompt_module_job
+from fastinfer.serving.jobs import QueueRequest, beam_search_job, embedding_job, generation_job, prompt_module_job
 from fastinfer.serving.prompt import PreparedPrompt, Prompt, prepare, prepare_chat
 from fastinfer.serving.sampling_defaults import sampling_defaults
 from fastinfer.serving.scoring import SCORE_PARAMS, Scorable, prepare_score, score_of
@@ -211,7 +211,7 @@ class LLM:
         jobs: list[Job[RequestOutput]] = []
         for prompt in prompts if isinstance(prompts, list) else [prompts]:
             prepared = prepare(self.engine, prompt)
-            jobs.append(Job(beam_search_job(self.engine, prepared, params, request_id=self._new_id(), **options)))
+            jobs.append(self._job(beam_search_job, prepared, params, **options))
         return self._shared.complete(jobs)
 
     def stream(
@@ -306,7 +306,7 @@ class LLM:
         jobs: list[Job[PrefillOutput]] = []
         for prompt in prompts if isinstance(prompts, list) else [prompts]:
             prepared = prepare(self.engine, prompt)
-            jobs.append(Job(embedding_job(self.engine, prepared, request_id=self._new_id(), **options)))
+            jobs.append(self._job(embedding_job, prepared, **options))
         return self._shared.complete(jobs)
 
     def score(self, prompts: Scorable | list[Scorable]) -> list[ScoreOutput]:
@@ -350,7 +350,7 @@ class LLM:
         """
         if not isinstance(name, str):
             raise RequestError(f"name must be a string, got {type(name).__name__}")
-        job: Job[PrefillOutput] = Job(prompt_module_job(self.engine, name, prepare(self.engine, prompt), adapter))
+        job: Job[PrefillOutput] = self._job(prompt_module_job, name, prepare(self.engine, prompt), adapter=adapter)
         [output] = self._shared.complete([job])
         if output.finish_reason == "error":
             raise RuntimeError(f"the request failed: {output.stop_reason}")
@@ -436,12 +436,13 @@ class LLM:
         ):
             if output_kind is not None and isinstance(its_params, SamplingParams):
                 its_params = dataclasses.replace(its_params, output_kind=output_kind)
-            options = {"request_id": self._new_id(), "priority": its_priority, "adapter": its_adapter}
-            jobs.append(Job(generation_job(self.engine, prompt, its_params, **options)))
+            jobs.append(self._job(generation_job, prompt, its_params, priority=its_priority, adapter=its_adapter))
         return jobs
 
-    def _new_id(self) -> str:
-        return f"llm-{next(self._numbers)}"
+    def _job(self, make: Callable[..., QueueRequest], *args: Any, **options: Any) -> Job[Any]:
+        """Make a job by a function of :mod:`fastinfer.serving.jobs`, under a new id."""
+        request_id = f"llm-{next(self._numbers)}"
+        return Job(make(self.engine, *args, request_id=request_id, **options), request_id)
 
 
 def generate(prompt: str, *, model: str = hub.DEFAULT_MODEL, **sampling: Any) -> str:

@@ -3,6 +3,7 @@
 import gc
 import re
 import threading
+from collections import deque
 from itertools import pairwise
 from pathlib import Path
 
@@ -71,14 +72,14 @@ def test_an_abandoned_stream_may_be_collected_in_the_middle_of_a_step(
     cycle = [stream]
     cycle.append(cycle)  # type: ignore[arg-type]  # as a traceback makes one
     del stream, cycle
-    step = llm.engine.step
+    step = llm.engine.step_into
 
-    def collecting_step() -> list[RequestOutput]:
+    def collecting_step(outputs: deque[RequestOutput]) -> None:
         gc.collect()
-        return step()
+        step(outputs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine, "step", collecting_step)
+        patch.setattr(llm.engine, "step_into", collecting_step)
         finished = threading.Event()
         thread = threading.Thread(target=lambda: (llm.generate("Hi", greedy(4)), finished.set()), daemon=True)
         thread.start()

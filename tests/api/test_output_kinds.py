@@ -6,7 +6,7 @@ import dataclasses
 import pickle
 import threading
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from fastinfer.serving.shared_engine import Job, SharedEngine
 
 PARAMS = SamplingParams(n=2, seed=4, max_tokens=30, ignore_eos=True, logprobs=1)
 KINDS = list(RequestOutputKind)
+NUMBERS = count()
 
 
 def outputs_of(kind: RequestOutputKind) -> list[RequestOutput]:
@@ -65,7 +66,8 @@ def test_a_kind_that_is_none_is_refused() -> None:
 
 
 def job(engine: Engine, prompt: list[int], params: SamplingParams) -> Job[RequestOutput]:
-    return Job(partial(engine.add_request, prompt, params))
+    request_id = f"job-{next(NUMBERS)}"
+    return Job(partial(engine.add_request, prompt, params, request_id=request_id), request_id)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -22,7 +22,7 @@ from fastinfer.outputs import PrefillOutput
 from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 ENGINE = str(Path(fastinfer.engine.__file__).parent)
-SPECULATIONS = ["none", "ngram", "draft model"]
+MODES = ["none", "ngram", "draft model", "runs ahead"]  # the ways to speculate, and asynchronous scheduling
 Line = tuple[str, int]
 
 
@@ -59,6 +59,7 @@ REQUESTS: dict[str, Callable[[Engine], str]] = {
     "grammar and logprobs": lambda engine: constrained(
         engine, prompt(8, 3), SamplingParams(seed=7, max_tokens=20, logprobs=0), Letters("abc", 6)
     ),
+    "plain": lambda engine: engine.add_request(prompt(9, 3), SamplingParams(seed=8, max_tokens=12, ignore_eos=True)),
     "beams": lambda engine: engine.add_beam_request(prompt(5, 5), BeamSearchParams(beam_width=2, max_tokens=6)),
     "embedding": lambda engine: engine.add_embedding_request(prompt(6, 7)),
     "urgent": lambda engine: engine.add_request(
@@ -67,18 +68,19 @@ REQUESTS: dict[str, Callable[[Engine], str]] = {
 }
 
 
-def make_engine(speculation: str) -> Engine:
+def make_engine(mode: str) -> Engine:
     """With few blocks, so that sequences are preempted and share and copy blocks."""
     engine = toy_engine(
-        draft_model=Forgetful() if speculation == "draft model" else None,
-        num_speculative_tokens=0 if speculation == "none" else 3,
+        draft_model=Forgetful() if mode == "draft model" else None,
+        num_speculative_tokens=3 if mode in ("ngram", "draft model") else 0,
+        async_scheduling=mode == "runs ahead",
         block_size=4,
         max_model_len=24,
         num_kv_blocks=14,
         max_num_batched_tokens=16,
         max_num_seqs=9,
     )
-    return engine if speculation == "none" else always_speculate(engine)
+    return always_speculate(engine) if engine.speculator else engine
 
 
 class Results:
@@ -146,9 +148,14 @@ class Results:
         return any(completion.finish_reason == "error" for completion in output.outputs)
 
 
-def start(speculation: str) -> Results:
-    engine = make_engine(speculation)
-    return Results(engine, {add(engine): name for name, add in REQUESTS.items()})
+# With any other one in a batch no step is launched before the last one is collected.
+AHEAD = ("greedy", "delta", "plain", "embedding", "urgent")
+
+
+def start(mode: str) -> Results:
+    engine = make_engine(mode)
+    names = AHEAD if mode == "runs ahead" else REQUESTS
+    return Results(engine, {REQUESTS[name](engine): name for name in names})
 
 
 class Tracer:
@@ -192,12 +199,12 @@ def alone() -> dict[str, Any]:
     return states
 
 
-def check_fault(tracer: Tracer, speculation: str, alone: dict[str, Any]) -> None:
-    results = start(speculation)
+def check_fault(tracer: Tracer, mode: str, alone: dict[str, Any]) -> None:
+    results = start(mode)
     results.run(lambda: tracer(results.engine.step))
-    failed = [name for name in REQUESTS if results.failed(name)]
+    failed = [name for name in results.names.values() if results.failed(name)]
     assert len(failed) <= 1
-    for name in REQUESTS:
+    for name in results.names.values():
         if name not in failed:
             assert results.state(name) == alone[name], (name, tracer.line, tracer.occurrence)
     if tracer.has_raised and tracer.error is Interrupt:
@@ -209,40 +216,51 @@ def check_fault(tracer: Tracer, speculation: str, alone: dict[str, Any]) -> None
         )
 
 
-@pytest.mark.parametrize("speculation", SPECULATIONS)
-def test_without_faults(speculation: str, alone: dict[str, Any]) -> None:
-    results = start(speculation)
-    results.run(results.engine.step)
-    for name in REQUESTS:
+@pytest.mark.parametrize("mode", MODES)
+def test_without_faults(mode: str, alone: dict[str, Any]) -> None:
+    results = start(mode)
+    num_ahead = 0
+
+    def step() -> list[Any]:
+        nonlocal num_ahead
+        outputs = results.engine.step()
+        num_ahead += results.engine._step._launched is not None
+        return outputs
+
+    results.run(step)
+    for name in results.names.values():
         assert results.state(name) == alone[name], name
-    assert results.engine.stats().num_preemptions > 0
+    assert results.engine.stats().num_preemptions > 0 or mode == "runs ahead"
+    assert (num_ahead > 5) == (mode == "runs ahead")
     assert results.engine.stats().num_repairs == 0
 
 
-def lines_of(speculation: str) -> Counter[Line]:
+def lines_of(mode: str) -> Counter[Line]:
     """How often each line of the engine runs in a step."""
     tracer = Tracer()
-    results = start(speculation)
+    results = start(mode)
     results.run(lambda: tracer(results.engine.step))
     return tracer.seen
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [Fault, Interrupt])
-@pytest.mark.parametrize("speculation", SPECULATIONS)
-def test_a_fault_at_any_line(speculation: str, error: type[BaseException], alone: dict[str, Any]) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_a_fault_at_any_line(mode: str, error: type[BaseException], alone: dict[str, Any]) -> None:
     """Each line of the engine once, at its first, its last or another occurrence.
 
-    Interrupts come at every third line; lines that run without speculation too are mostly tested there.
+    Lines that run in the modes before, too, are mostly tested there.
     """
-    counts = lines_of(speculation)
+    counts = lines_of(mode)
     assert len(counts) > 500
-    others = {line for other in SPECULATIONS[: SPECULATIONS.index(speculation)] for line in lines_of(other)}
+    others = {line for other in MODES[: MODES.index(mode)] for line in lines_of(other)}
+    step = str(Path(ENGINE, "step.py"))
     for number, (line, count) in enumerate(sorted(counts.items())):
-        if (line in others and number % 7) or (error is Interrupt and number % 3):
+        launches = mode == "runs ahead" and line[0] == step  # in another order than in any other mode
+        if line in others and number % 7 and not launches:
             continue
         occurrence = (1, count, 1 + number * 7919 % count)[number % 4 % 3]
-        check_fault(Tracer(line, occurrence, error), speculation, alone)
+        check_fault(Tracer(line, occurrence, error), mode, alone)
 
 
 @pytest.mark.parametrize(
@@ -273,8 +291,8 @@ def test_a_request_that_always_fails_ends_alone(
 
 @pytest.mark.parametrize("error", [Fault, Interrupt])
 def test_a_fault_while_a_request_is_aborted(error: type[BaseException], alone: dict[str, Any]) -> None:
-    def run(tracer: Tracer, victim: str) -> None:
-        results = start("ngram")
+    def run(tracer: Tracer, mode: str, victim: str) -> None:
+        results = start(mode)
         for _ in range(2):
             results.take(results.engine.step())
         request_id = next(i for i, name in results.names.items() if name == victim)
@@ -286,17 +304,17 @@ def test_a_fault_while_a_request_is_aborted(error: type[BaseException], alone: d
         if output is not None:
             results.take([output])
         results.run(results.engine.step)
-        for name in REQUESTS.keys() - {victim}:
+        for name in set(results.names.values()) - {victim}:
             assert results.state(name) == alone[name], name
         reasons = {completion.finish_reason for completion in results.last[victim].outputs}
         assert reasons & {"abort", "error"}
 
-    for victim in ("sampled", "beams", "delta"):
+    for mode, victim in (("ngram", "sampled"), ("ngram", "beams"), ("ngram", "delta"), ("runs ahead", "plain")):
         tracer = Tracer()
-        run(tracer, victim)
+        run(tracer, mode, victim)
         assert len(tracer.seen) > 30
         for line in sorted(tracer.seen):
-            run(Tracer(line, 1, error), victim)
+            run(Tracer(line, 1, error), mode, victim)
 
 
 @pytest.mark.parametrize("error", [Fault, Interrupt])

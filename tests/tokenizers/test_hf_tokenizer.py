@@ -293,7 +293,7 @@ def test_a_missing_tokenizer(tmp_path: Path) -> None:
     ("name", "value", "part"),
     [
         ("tokenizer.json", "{", "not a valid tokenizer.json"),
-        ("tokenizer.json", "\udcff", "not a valid tokenizer.json"),
+        ("tokenizer.json", "\udcff", "not UTF-8"),
         ("tokenizer.json", {"version": "1.0", "added_tokens": [{}]}, "not a valid tokenizer.json"),
         ("tokenizer_config.json", "[]", "expected a JSON object, got list"),
         ("tokenizer_config.json", {"bos_token": 1}, "bos_token: expected str, got 1"),

@@ -10,6 +10,7 @@ import torch
 from fastinfer import ops
 from fastinfer.engine.batch_inputs import BatchInputs, BatchSize, StepResult
 from fastinfer.models.batch import Batch
+from fastinfer.utils.forks import renew_in_children
 
 # Without speculation there is one graph per number of decoding sequences; with it, one per mixture of drafts.
 MAX_GRAPHS = 256
@@ -46,6 +47,12 @@ class CPUGraphs:
         self._memory = ops.GraphMemory()
         self.failed: set[BatchSize] = set()
         self._occurrences: Counter[BatchSize] = Counter()
+        renew_in_children(self)
+
+    def renew_after_fork(self) -> None:
+        """Forget the graphs: a thread that recorded one when the process was forked never ends that in the child."""
+        self.recorded.clear()
+        self._memory = ops.GraphMemory()
 
     def run(self, size: BatchSize, is_decode: bool) -> StepResult | None:
         """Compute the step in the inputs with a graph; ``None`` if it has to run operator by operator.

@@ -1,6 +1,7 @@
 """The engine, which computes many requests at the same time."""
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -42,6 +43,7 @@ from fastinfer.models.lora import AdapterSlots
 from fastinfer.sampling_params import DEFAULT_PARAMS, BeamSearchParams, SamplingParams
 from fastinfer.tokenizers.tokenizer import Tokenizer
 from fastinfer.utils.device import use_device
+from fastinfer.utils.forks import renew_in_children
 
 LOG = logging.getLogger("fastinfer")
 
@@ -142,6 +144,21 @@ class Engine:
             requests=self.requests,
             runs_ahead=config.runs_ahead,
         )
+        renew_in_children(self)
+
+    def renew_after_fork(self) -> None:
+        """Let a forked child go on with the requests: other threads of the parent may have left them half done.
+
+        From then on torch's own operators use one thread in the child: OpenMP would wait for threads that are gone.
+        """
+        torch.set_num_threads(1)
+        if not self.has_unfinished:
+            return
+        for request_id in self.requests.compiling:
+            constraint = self.requests.active[request_id].sequences[0].params.structured_outputs
+            assert constraint is not None
+            self.requests.compiling[request_id] = self.grammars.submit(constraint)
+        self.requests.repair()
 
     def validate(
         self,
@@ -305,6 +322,7 @@ class Engine:
         name: str,
         prompt_token_ids: list[int] | ValidPrompt,
         *,
+        request_id: str | None = None,
         cache_salt: str = "",
         adapter: str | None = None,
     ) -> str:
@@ -313,6 +331,7 @@ class Engine:
         Args:
             name: name for :meth:`prompt_module` and :meth:`remove_prompt_module`.
             prompt_token_ids: token ids of the module, or the prompt that :meth:`validate` returned.
+            request_id: same as for :meth:`add_request`.
             cache_salt, adapter: values that requests must have to share the module, see :meth:`add_request`.
 
         Returns:
@@ -325,7 +344,7 @@ class Engine:
         """
         token_ids = self._validator.check_prompt(prompt_token_ids).token_ids
         options = self._validator.sequence_options(0, cache_salt, adapter)
-        request = PrefillRequest(self._new_id(None, len(token_ids)), token_ids, options)
+        request = PrefillRequest(self._new_id(request_id, len(token_ids)), token_ids, options)
         self.prompt_modules.add(name, PromptModule(request.sequences[0], options))
         return self.requests.add(request)
 
@@ -497,15 +516,23 @@ class Engine:
             is_sleeping=self.is_sleeping,
         )
 
-    @torch.inference_mode()
     def step(self) -> list[Output]:
         """Compute the next tokens, and return the outputs of the requests that made progress or ended."""
+        self._compute()
+        return list(self.requests.pop_undelivered())
+
+    def step_into(self, outputs: deque[Output]) -> None:
+        """Do the same as :meth:`step`, but append the outputs to a queue, where an interrupt cannot lose them."""
+        self._compute()
+        outputs.extend(self.requests.pop_undelivered())
+
+    @torch.inference_mode()
+    def _compute(self) -> None:
         with self._context():
             stats = self._step()
         if stats is not None:
             self._totals.add(stats)
             self._report(stats)
-        return self.requests.pop_undelivered()
 
     def _new_id(self, request_id: str | None, num_tokens: int) -> str:
         """Return the id of a new request with a prompt of this length, if it may be queued."""

@@ -13,7 +13,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from fastinfer.errors import RequestError
 from fastinfer.structured_output import StructuredOutputsParams
 from fastinfer.tokenizers.tokenizer import Tokenizer
 from fastinfer.utils.checks import show
+from fastinfer.utils.forks import renew_in_children
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -199,6 +199,12 @@ class GrammarCompiler:
         self.vocab_size = vocab_size
         self._tokenizer = tokenizer
         self._time_limit = time_limit
+        self._ll_tokenizer: LLTokenizer | None = None
+        self.renew_after_fork()
+        renew_in_children(self)
+
+    def renew_after_fork(self) -> None:
+        """Forget all compiled grammars: a forked child has none of the threads that compile them."""
         self._lock = threading.Lock()
         self._tokenizer_lock = threading.Lock()
         # The least recently used one comes first.
@@ -245,6 +251,8 @@ class GrammarCompiler:
     def _compile(self, params: StructuredOutputsParams) -> Grammar:
         """Compile a grammar within the time limit."""
         with self._tokenizer_lock:
+            if self._ll_tokenizer is None:
+                self._ll_tokenizer = _make_ll_tokenizer(self._tokenizer)
             tokenizer = self._ll_tokenizer
         # A compilation cannot be stopped, so it has its own thread; after the time limit only the compiler's own limits
         # end it.
@@ -265,19 +273,23 @@ class GrammarCompiler:
             raise result
         return result
 
-    @cached_property
-    def _ll_tokenizer(self) -> "LLTokenizer":
-        """The trie of all tokens, built on first use, as that takes 0.3 s for 49,000 tokens."""
-        try:
-            from llguidance import LLTokenizer, TokenizerWrapper
-        except ImportError:
-            raise RequestError(
-                "structured output needs the package llguidance: pip install 'fastinfer[structured]'"
-            ) from None
-        if not self._tokenizer.eos_ids:
-            raise RequestError("structured output needs a model with an end-of-sequence token, got one without")
-        wrapper: Any = TokenizerWrapper(_Vocabulary(self._tokenizer))
-        return LLTokenizer(wrapper, eos_token=sorted(self._tokenizer.eos_ids))
+
+def _make_ll_tokenizer(tokenizer: Tokenizer) -> "LLTokenizer":
+    """Build the trie of all tokens; that takes 0.3 s for 49,000 of them.
+
+    Raises:
+        RequestError: llguidance is not installed, or the model has no end-of-sequence token.
+    """
+    try:
+        from llguidance import LLTokenizer, TokenizerWrapper
+    except ImportError:
+        raise RequestError(
+            "structured output needs the package llguidance: pip install 'fastinfer[structured]'"
+        ) from None
+    if not tokenizer.eos_ids:
+        raise RequestError("structured output needs a model with an end-of-sequence token, got one without")
+    wrapper: Any = TokenizerWrapper(_Vocabulary(tokenizer))
+    return LLTokenizer(wrapper, eos_token=sorted(tokenizer.eos_ids))
 
 
 class _Vocabulary:

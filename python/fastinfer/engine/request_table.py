@@ -1,6 +1,7 @@
 """The table of unfinished requests, from their arrival to their last output."""
 
 import itertools
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -185,10 +186,10 @@ class RequestTable:
         missed: Any = self._undelivered.get(output.request_id)
         self._undelivered[output.request_id] = merge(missed, output)
 
-    def pop_undelivered(self) -> list[Output]:
-        """Return the outputs that were kept for later, and forget them."""
-        # One call, so that not even an interrupt can lose an output.
-        return list(map(self._undelivered.pop, list(self._undelivered)))
+    def pop_undelivered(self) -> Iterator[Output]:
+        """Iterate over the outputs that were kept for later; each is forgotten when the iterator returns it."""
+        # The caller stores them all in one call, so that not even an interrupt can lose an output.
+        return map(self._undelivered.pop, list(self._undelivered))
 
     def report(self, request: Request) -> None:
         """Keep a request's output for later, and remove its sequences that have ended, and itself at its end."""

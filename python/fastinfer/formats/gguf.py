@@ -22,6 +22,7 @@ import torch  # noqa: F401  (before the extension, which needs its symbols)
 from fastinfer import _C
 from fastinfer.errors import GGUFFormatError, ModelNotFoundError
 from fastinfer.formats.gguf_types import GGUFTensor, GGUFType
+from fastinfer.utils.regular_file import open_regular
 
 __all__ = ["GGUFFile", "GGUFTensor", "GGUFType"]
 
@@ -84,7 +85,7 @@ class GGUFFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 size = os.fstat(file.fileno()).st_size
                 # Copy-on-write, because torch wraps only writable memory without a copy. Nothing is ever written back
                 # to the file.
@@ -96,6 +97,16 @@ class GGUFFile:
         self._buffer = buffer
         header = _Header(self.path, buffer)
         self.metadata, self.tensors = header.read()
+
+    def check_size(self) -> None:
+        """Refuse a file that was cut after it was opened: reading mapped memory behind its end ends the process.
+
+        Raises:
+            GGUFFormatError: the file is smaller than when it was opened.
+        """
+        size, mapped = self._buffer.size(), len(self._buffer)
+        if size < mapped:
+            raise GGUFFormatError(f"{self.path}: the file was cut from {mapped} to {size} bytes while it was read")
 
     def release(self) -> None:
         """Free the memory of pages that were read; they are read again when a tensor is used again."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from fastinfer.errors import FastinferError
+from fastinfer.utils.regular_file import read_regular
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -37,7 +38,7 @@ class JsonFields:
             FastinferError: the file is missing or does not contain a JSON object; the class is ``error``.
         """
         try:
-            values = json.loads(path.read_bytes())
+            values = json.loads(read_regular(path))
         except OSError as problem:
             raise error(f"{path}: {problem.strerror}") from None
         except (ValueError, RecursionError) as problem:

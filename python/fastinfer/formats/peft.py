@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fastinfer.errors import AdapterError
 from fastinfer.formats.json_fields import JsonFields
+from fastinfer.utils.regular_file import check_regular
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -92,12 +93,13 @@ def read_adapter(path: Path) -> LoraAdapter:
     """
     config = _Config(path / "adapter_config.json")
     file = path / "adapter_model.safetensors"
-    if not file.is_file():
+    if not file.exists():
         pickled = " (adapter_model.bin is a pickle, which can run any code: save the adapter as safetensors)"
         raise AdapterError(f"{file}: no such file" + (pickled if (path / "adapter_model.bin").exists() else ""))
     halves: dict[tuple[int, str], dict[str, Tensor]] = {}
     names: dict[tuple[int, str], str] = {}
     try:
+        check_regular(file)
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (not a dictionary)
                 match = _TENSOR.fullmatch(name)
@@ -107,8 +109,10 @@ def read_adapter(path: Path) -> LoraAdapter:
                     )
                 key = int(match[1]), match[3]
                 names[key] = f"layers.{match[1]}.{match[2]}"
-                halves.setdefault(key, {})[match[4]] = tensors.get_tensor(name)
-    except (SafetensorError, OSError) as error:
+                halves.setdefault(key, {})[match[4]] = tensors.get_tensor(name).clone()  # or the file stays mapped
+    except OSError as error:
+        raise AdapterError(f"{file}: {error.strerror or error}") from None
+    except SafetensorError as error:
         raise AdapterError(f"{file}: not a valid safetensors file: {error}") from error
     if not halves:
         raise AdapterError(f"{file}: no tensors")

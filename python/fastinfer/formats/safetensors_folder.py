@@ -3,6 +3,7 @@
 Format: https://huggingface.co/docs/safetensors. Pickled weights are refused, because they can run any code.
 """
 
+import os
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from fastinfer.errors import CheckpointFormatError
 from fastinfer.formats.json_fields import JsonFields
+from fastinfer.utils.regular_file import check_regular
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -66,6 +68,7 @@ class SafetensorsFolder:
         self.path = folder
         self._names: dict[str, str] = self._index()
         self._files: dict[str, _Shard] = {}
+        self._sizes: dict[str, int] = {}  # of the files in bytes; the header says that there are no fewer
         self._keys: dict[str, frozenset[str]] = {}
         for shard in sorted(set(self._names.values())):
             self._open(shard)
@@ -105,7 +108,9 @@ class SafetensorsFolder:
         if name not in self._names:
             return None
         self.dtype(name)
-        return self._files[self._names[name]].get_tensor(name)
+        shard = self._names[name]
+        self._check_size(shard)
+        return self._files[shard].get_tensor(name)
 
     def release(self) -> None:
         """Free the memory of data that was read, except where a tensor still uses it."""
@@ -126,7 +131,7 @@ class SafetensorsFolder:
                 )
         if not shards:
             raise CheckpointFormatError(f"{path}: weight_map is empty")
-        missing = sorted({shard for shard in shards.values() if not (self.path / shard).is_file()})
+        missing = sorted({shard for shard in shards.values() if not (self.path / shard).exists()})
         if missing:
             raise CheckpointFormatError(f"{self.path}: {len(missing)} shards are missing, the first is {missing[0]}")
         return shards
@@ -138,12 +143,25 @@ class SafetensorsFolder:
         return "neither"
 
     def _open(self, shard: str) -> None:
+        path = self.path / shard
         try:
-            file: _Shard = safe_open(self.path / shard, framework="pt")
-            self._keys[shard] = frozenset(file.keys())
-        except (SafetensorError, OSError) as error:
-            raise CheckpointFormatError(f"{self.path / shard}: not a valid safetensors file: {error}") from None
+            check_regular(path)
+            file: _Shard = safe_open(path, framework="pt")
+            self._sizes[shard] = path.stat().st_size
+        except OSError as error:
+            raise CheckpointFormatError(f"{path}: {error.strerror or error}") from None
+        except SafetensorError as error:
+            raise CheckpointFormatError(f"{path}: not a valid safetensors file: {error}") from None
+        self._keys[shard] = frozenset(file.keys())
         self._files[shard] = file
+
+    def _check_size(self, shard: str) -> None:
+        """Refuse a file that was cut after it was opened: reading mapped memory behind its end ends the process."""
+        size = os.stat(self.path / shard).st_size
+        if size < self._sizes[shard]:
+            raise CheckpointFormatError(
+                f"{self.path / shard}: the file was cut from {self._sizes[shard]} to {size} bytes while it was read"
+            )
 
     def _slice(self, name: str) -> _Slice:
         return self._files[self._names[name]].get_slice(name)

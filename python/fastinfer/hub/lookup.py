@@ -8,6 +8,7 @@ from fastinfer.errors import GGUFFormatError, ModelNotFoundError
 from fastinfer.hub import hugging_face, registry, wheels
 from fastinfer.hub.suggestions import did_you_mean
 from fastinfer.utils.file_kind import HEAD_BYTES, kind_of_file
+from fastinfer.utils.regular_file import open_regular
 
 
 def resolve(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Path:
@@ -27,10 +28,10 @@ def resolve(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> P
     """
     # os.path, because pathlib raises for overlong names and unknown users.
     path = os.path.expanduser(name_or_path)
-    if os.path.isfile(path):
-        return _checked(Path(path))
     if os.path.isdir(path):
         return _model_of_folder(Path(path))
+    if os.path.exists(path):
+        return _checked(Path(path))
     return pull(os.fspath(name_or_path), progress=progress)
 
 
@@ -67,7 +68,7 @@ def pull(name: str, *, progress: bool = True) -> Path:
 
 def _model_of_folder(folder: Path) -> Path:
     """Return a Hugging Face folder itself, or the one GGUF file of any other folder."""
-    if (folder / "config.json").is_file():
+    if (folder / "config.json").exists():
         return folder
     files = sorted(folder.glob("*.gguf"))
     if len(files) == 1:
@@ -80,8 +81,11 @@ def _model_of_folder(folder: Path) -> Path:
 
 def _checked(file: Path) -> Path:
     """Return a GGUF file itself; a file of another kind is refused here, because GGUF's reader needs torch."""
-    with file.open("rb") as opened:
-        head = opened.read(HEAD_BYTES)
+    try:
+        with open_regular(file) as opened:
+            head = opened.read(HEAD_BYTES)
+    except OSError as error:
+        raise ModelNotFoundError(f"cannot open {file}: {error.strerror}") from None
     if not head.startswith(b"GGUF"):
         raise GGUFFormatError(f"{file}: expected a GGUF file, got {kind_of_file(head)}")
     return file

@@ -155,6 +155,7 @@ class GGUFCheckpoint:
         return fused_rows(self.config, part) if fused in self.file.tensors else None
 
     def _get(self, name: str) -> GGUFTensor:
+        self.file.check_size()
         tensor = self.file.tensors.get(name)
         if tensor is None:
             raise GGUFFormatError(f"{self.path}: tensor {name!r} is missing")

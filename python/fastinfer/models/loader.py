@@ -119,7 +119,8 @@ class DecoderLoader:
         if config.rotary_dim:
             return None
         table = self._checkpoint.linear("position_embedding", config.max_position, config.hidden_size)
-        return table.dequantize().to(self._device, self._precision.dtype)
+        # A copy, or the file could stay mapped.
+        return table.dequantize().to(self._device, self._precision.dtype, copy=True)
 
     def norm(self) -> Norm:
         """Read the norm after the last layer."""

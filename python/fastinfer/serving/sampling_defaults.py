@@ -33,7 +33,7 @@ def sampling_defaults(checkpoint: Checkpoint) -> SamplingParams:
     else:
         path = checkpoint.path / "generation_config.json"
         source, given = str(path), {}
-        if path.is_file():
+        if path.exists():
             fields = JsonFields.read(path, CheckpointFormatError)
             given = {name: fields.values[name] for name in GGUF_NAMES if fields.values.get(name) is not None}
     if not given:

@@ -6,7 +6,6 @@ No code of the folder is run: ``auto_map`` and Python files are ignored. The tok
 
 import json
 import re
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,8 @@ from fastinfer.tokenizers.vocabulary import (
     metaspace_bytes,
     sentencepiece_bytes,
 )
+from fastinfer.utils.forks import RenewedLock
+from fastinfer.utils.regular_file import read_regular
 from fastinfer.utils.text import one_line
 
 # Sixteen times the largest vocabulary in use; ids without a token take about 100 bytes each.
@@ -41,8 +42,8 @@ def read_tokenizer(folder: Path) -> tuple[Vocabulary, Callable[[str, bool], list
         UnsupportedModelError: the decoder of tokenizer.json is not implemented.
     """
     path = folder / "tokenizer.json"
-    if not path.is_file():
-        only = "tokenizer.model alone is not read" if (folder / "tokenizer.model").is_file() else "it is missing"
+    if not path.exists():
+        only = "tokenizer.model alone is not read" if (folder / "tokenizer.model").exists() else "it is missing"
         raise CheckpointFormatError(
             f"{folder}: expected a tokenizer.json, but {only}; "
             "transformers writes one: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
@@ -79,10 +80,10 @@ def read_tokenizer(folder: Path) -> tuple[Vocabulary, Callable[[str, bool], list
         adds_space=adds_space,
         chat_template=settings.chat_template,
     )
-    lock = threading.Lock()
+    lock = RenewedLock()
 
     def encode(text: str, parse_special: bool) -> list[int]:
-        with lock:
+        with lock.current:
             backend.encode_special_tokens = not parse_special  # True encodes their spelling as text
             return backend.encode(text, add_special_tokens=False).ids
 
@@ -120,18 +121,15 @@ class _TokenizerSettings:
 
     def _read(self, name: str) -> JsonFields:
         path = self._folder / name
-        if path.is_file():
+        if path.exists():
             return JsonFields.read(path, CheckpointFormatError)
         return JsonFields(path, {}, CheckpointFormatError)
 
     def _template(self, tokenizer_config: JsonFields) -> str | None:
         """Read the chat template from its own file, or from tokenizer_config.json."""
         path = self._folder / "chat_template.jinja"
-        if path.is_file():
-            try:
-                return path.read_text(encoding="utf-8")
-            except ValueError as error:
-                raise CheckpointFormatError(f"{path}: not UTF-8: {error}") from None
+        if path.exists():
+            return _read_text(path)
         if template := self._read("chat_template.json").get("chat_template", str, None):
             return template
         if not isinstance(tokenizer_config.values.get("chat_template"), list):
@@ -188,8 +186,8 @@ def _ids(fields: JsonFields, name: str) -> list[int]:
 
 
 def _read_backend(path: Path) -> Backend:
+    text = _read_text(path)
     try:
-        text = path.read_text(encoding="utf-8")
         backend = Backend.from_str(text)
         match = _ADDED_TOKENS.search(text)
         added = json.JSONDecoder().raw_decode(text, match.end())[0] if match else []
@@ -206,6 +204,15 @@ def _read_backend(path: Path) -> Backend:
     backend.no_padding()
     backend.no_truncation()
     return backend
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return read_regular(path).decode()
+    except OSError as error:
+        raise CheckpointFormatError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise CheckpointFormatError(f"{path}: not UTF-8: {error}") from None
 
 
 def _moved(backend: Backend, added: list[Any]) -> list[Any]:

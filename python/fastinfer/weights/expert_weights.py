@@ -140,7 +140,7 @@ def make_expert_weights(
     assert scales is not None
     if isinstance(form, Lut):
         assert form.table is not None
-        return LutExperts(qweight, scales, form.table.to(device), out_features)
+        return LutExperts(qweight, scales, form.table.to(device, copy=True), out_features)
     return QuantizedExperts(8 if isinstance(form, Int8) else 4, qweight, scales, mins, out_features, activation_bits)
 
 

@@ -25,9 +25,9 @@ def make_weight(
     """Pack a weight for the kernels; no integer or scale is rounded.
 
     Args:
-        unpacked: the weight, in host memory or in a mapped file, from which a CPU's weights are packed directly. Or its
-            rows in consecutive parts, which are packed one at a time so that only one of them is in memory; each part
-            but the last has a multiple of 16 rows.
+        unpacked: the weight, in host memory or in a mapped file, from which a CPU's weights are packed directly; the
+            result shares no memory with the file. Or its rows in consecutive parts, which are packed one at a time so
+            that only one of them is in memory; each part but the last has a multiple of 16 rows.
         activation_bits: precision of the input in products, see :class:`fastinfer.weights.weight.QuantizedWeight`.
         device: device that will use the weight; the packed forms of CPU and GPU differ.
         dense_dtype: dtype to convert a weight to that is not quantised; ``None`` to keep the checkpoint's dtype.
@@ -58,7 +58,7 @@ def make_weight(
         if isinstance(form, Dense):
             dense = part.unpack() if isinstance(part, GGUFRows) else part
             assert isinstance(dense, Dense)
-            values.append(dense.values.to(device, dense_dtype))
+            values.append(_detached(dense.values.to(device, dense_dtype)))
         else:
             assert isinstance(form, Int4 | Int8 | Lut)
             tiles.append(part)
@@ -70,7 +70,7 @@ def make_weight(
     assert isinstance(form, Int4 | Int8 | Lut)
     if isinstance(form, Lut):
         assert form.table is not None
-        return LutWeight(tiles.qweight, tiles.scales, form.table.to(device), out_features, bias)
+        return LutWeight(tiles.qweight, tiles.scales, form.table.to(device, copy=True), out_features, bias)
     if isinstance(form, Int8) and form.int8_activations:
         return W8A8Weight(tiles.qweight, tiles.scales, out_features, bias)
     return QuantizedWeight(
@@ -83,6 +83,12 @@ def make_weight(
         bias=bias,
         permutation=None if form.permutation is None else form.permutation.to(device),
     )
+
+
+def _detached(values: Tensor) -> Tensor:
+    """Copy values that are mapped from a file: if it was cut later, reading them would end the process."""
+    # Only memory that torch has allocated can be resized. Huge pages cost more on their first use than they gain here.
+    return values if values.is_cuda or values.untyped_storage().resizable() else values.clone()
 
 
 class PackedTiles:
