@@ -306,7 +306,6 @@ def test_kv_cache_dtypes(model_path: Path, name: str) -> None:
     ("arguments", "message"),
     [
         ({"kv_cache_dtype": "int3"}, "kv_cache_dtype must be one of auto, float32, bfloat16, float16, int8, fp8, int4"),
-        ({"batching": "random"}, "batching must be one of"),
         ({"num_speculative_tokens": 99}, "num_speculative_tokens must be an integer in 0..15, got 99"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching must be True or False, got 1"),
         ({"max_num_waiting": 0}, "max_num_waiting must be an integer in 1.."),
