@@ -6,7 +6,7 @@ import torch
 
 from fastinfer.engine.admission import AdmissionPolicy, Continuous, Dynamic, Static
 from fastinfer.errors import RequestError
-from fastinfer.utils.checks import INT32_MAX, INT64_MAX, check_bool, check_float, check_int
+from fastinfer.utils.checks import INT32_MAX, INT64_MAX, check_bool, check_choice, check_float, check_int
 
 REQUEST_LIMITS = (
     "max_stop_strings",
@@ -121,8 +121,7 @@ class EngineConfig:
                 check_bool(field.name, getattr(self, field.name))
         if self.async_scheduling is not None:
             check_bool("async_scheduling", self.async_scheduling)
-        if self.batching not in BATCHING:
-            raise RequestError(f"batching must be one of {', '.join(BATCHING)}, got {self.batching!r}")
+        check_choice("batching", self.batching, BATCHING)
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise RequestError(f"kv_cache_dtype must be one of {KV_CACHE_DTYPES}, got {self.kv_cache_dtype!r}")
 

@@ -28,8 +28,12 @@ def kv_cache_size(config: EngineConfig, models: List[ModelConfig], weight_bytes:
         RequestError: the caches do not fit into memory, or ``max_model_len`` does not fit into a cache or exceeds the
             model's limit.
     """
-    tokens = [token_bytes(m.num_layers, m.num_kv_heads, m.head_dim, config.kv_cache_dtype) for m in models]
-    return choose_kv_cache_size(config, models[0].max_position, sum(tokens), weight_bytes)
+    return choose_kv_cache_size(config, models[0].max_position, kv_token_bytes(config, models), weight_bytes)
+
+
+def kv_token_bytes(config: EngineConfig, models: List[ModelConfig]) -> int:
+    """Return the size of a token's keys and values in all layers of all models, in bytes."""
+    return sum(token_bytes(m.num_layers, m.num_kv_heads, m.head_dim, config.kv_cache_dtype) for m in models)
 
 
 def make_kv_cache(config: EngineConfig, model: Model, num_blocks: int) -> KVCache:

@@ -108,6 +108,11 @@ def options_for(config: EngineConfig) -> str:
     return f"{OPTIONS} or {memory}"
 
 
+def options_for_memory(config: EngineConfig) -> str:
+    """Return the names of the options that change how much memory an engine takes, for messages."""
+    return f"max_num_seqs (--max-num-seqs), max_num_batched_tokens, max_loras, {options_for(config)}"
+
+
 def _default_num_blocks(config: EngineConfig, max_model_len: int, affordable: int) -> int:
     """Return the number of blocks that no option sets.
 

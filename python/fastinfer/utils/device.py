@@ -7,6 +7,7 @@ import torch
 
 from fastinfer import _C
 from fastinfer.errors import RequestError
+from fastinfer.utils.checks import check_choice
 
 LOG = logging.getLogger("fastinfer")
 DEVICES = ("auto", "cpu", "cuda")
@@ -21,8 +22,7 @@ def resolve_device(name: str) -> str:
     Raises:
         RequestError: the name is unknown, or CUDA is requested and not available.
     """
-    if name not in DEVICES:
-        raise RequestError(f"device must be one of {', '.join(DEVICES)}, got {name!r}")
+    check_choice("device", name, DEVICES)
     missing = _missing_for_cuda()
     if name == "cuda" and missing is not None:
         raise RequestError(f"device 'cuda' needs {missing}")
