@@ -15,7 +15,7 @@ from fastinfer import hub
 from fastinfer.engine.config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, EngineConfig
 from fastinfer.engine.construction import kv_cache_size
 from fastinfer.engine.engine import Engine
-from fastinfer.engine.kv_cache_size import KVCacheSize, options_for
+from fastinfer.engine.kv_cache_size import KVCacheSize, options_for, options_for_memory
 from fastinfer.engine.request_validator import POOLINGS
 from fastinfer.errors import RequestError
 from fastinfer.formats.peft import read_adapter
@@ -29,8 +29,10 @@ from fastinfer.serving.prompt import PreparedPrompt, Prompt, prepare, prepare_ch
 from fastinfer.serving.sampling_defaults import sampling_defaults
 from fastinfer.serving.scoring import SCORE_PARAMS, Scorable, prepare_score, score_of
 from fastinfer.serving.shared_engine import Job, SharedEngine
+from fastinfer.utils.checks import check_choice, check_path, check_text
 from fastinfer.utils.device import resolve_device
 from fastinfer.utils.dtypes import DTYPES, KV_CACHE_DTYPES
+from fastinfer.utils.memory_errors import explained_memory_errors
 
 LOG = logging.getLogger("fastinfer")
 
@@ -103,8 +105,8 @@ class LLM:
         deterministic: bool = False,
         enforce_eager: bool = False,
     ) -> None:
-        _check_choice("dtype", dtype, DTYPES)
-        _check_choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
+        check_choice("dtype", dtype, DTYPES)
+        check_choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
         device = resolve_device(device)
         kind = torch.device(device).type
         config = EngineConfig(
@@ -139,14 +141,15 @@ class LLM:
         checkpoints = [open_checkpoint(path, exact) for path in paths]
         size = _choose_kv_cache_size(config, checkpoints)
         defaults = sampling_defaults(checkpoints[0])
-        models = [load_model(checkpoint, dtype, device, size.max_model_len) for checkpoint in checkpoints]
-        loaded, self.tokenizer = models[0]
-        draft = None if draft_model is None else models[1][0]
+        with explained_memory_errors(_memory_needs(config, size, checkpoints), options_for_memory(config)):
+            models = [load_model(checkpoint, dtype, device, size.max_model_len) for checkpoint in checkpoints]
+            loaded, self.tokenizer = models[0]
+            draft = None if draft_model is None else models[1][0]
 
-        def load_models() -> list[Model]:
-            return [load_weights(open_checkpoint(path, exact), dtype, device, size.max_model_len) for path in paths]
+            def load_models() -> list[Model]:
+                return [load_weights(open_checkpoint(path, exact), dtype, device, size.max_model_len) for path in paths]
 
-        self.engine = Engine(loaded, self.tokenizer, config, draft, defaults, size, load_models)
+            self.engine = Engine(loaded, self.tokenizer, config, draft, defaults, size, load_models)
         self._shared = SharedEngine(self.engine)
         self._numbers = itertools.count()
 
@@ -301,7 +304,7 @@ class LLM:
         Raises:
             RequestError: a prompt cannot be served. Nothing has been computed in this case.
         """
-        _check_choice("pooling", pooling, POOLINGS)
+        check_choice("pooling", pooling, POOLINGS)
         options: dict[str, Any] = {"pooling": pooling, "normalize": normalize, "priority": priority, "adapter": adapter}
         jobs: list[Job[PrefillOutput]] = []
         for prompt in prompts if isinstance(prompts, list) else [prompts]:
@@ -348,8 +351,7 @@ class LLM:
             RequestError: the text cannot be served, the name is taken, prefix caching is off, or the cache has no room.
             RuntimeError: the computation failed.
         """
-        if not isinstance(name, str):
-            raise RequestError(f"name must be a string, got {type(name).__name__}")
+        check_text("name", name)
         job: Job[PrefillOutput] = self._job(prompt_module_job, name, prepare(self.engine, prompt), adapter=adapter)
         [output] = self._shared.complete([job])
         if output.finish_reason == "error":
@@ -371,6 +373,7 @@ class LLM:
             AdapterError: the adapter cannot be read, or does not fit the model.
             RequestError: the name is taken, or ``max_loras`` adapters are loaded already.
         """
+        check_path("path", path)
         adapter = read_adapter(Path(path))  # while other threads' requests run
         with self._shared.lock:
             self.engine.load_adapter(name, adapter)
@@ -457,6 +460,7 @@ def generate(prompt: str, *, model: str = hub.DEFAULT_MODEL, **sampling: Any) ->
     >>> generate("The capital of France is", max_tokens=8, temperature=0.0)
     ' Paris...'
     """
+    check_path("model", model)
     llm = _loaded(model)
     return "".join(llm.stream(prompt, dataclasses.replace(llm.default_params, **sampling)))
 
@@ -502,6 +506,16 @@ def _choose_kv_cache_size(config: EngineConfig, checkpoints: list[Checkpoint]) -
     return size
 
 
+def _memory_needs(config: EngineConfig, size: KVCacheSize, checkpoints: list[Checkpoint]) -> str:
+    """Describe the memory that a model and its KV cache need, for an error message."""
+    weight_bytes = sum(checkpoint.weight_bytes for checkpoint in checkpoints)
+    return (
+        f"{checkpoints[0].path.name} needs {weight_bytes} bytes for its weights, {size.num_bytes} bytes for the KV "
+        f"cache, and more for steps of max_num_seqs={config.max_num_seqs} and "
+        f"max_num_batched_tokens={config.max_num_batched_tokens}"
+    )
+
+
 def kv_cache_dtype_of(name: str, dtype: str, device: str) -> torch.dtype:
     """Return the dtype that ``kv_cache_dtype`` of :class:`LLM` names.
 
@@ -516,8 +530,3 @@ def kv_cache_dtype_of(name: str, dtype: str, device: str) -> torch.dtype:
             f"kv_cache_dtype must be auto, int8, fp8 or int4 on device {device!r} with this dtype, got {name!r}"
         )
     return found
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise RequestError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

@@ -165,7 +165,7 @@ def test_without_layers_of_full_attention_any_context_fits(monkeypatch: pytest.M
     memory_of(monkeypatch, 10**9)
     config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=64)
     blocks = 4096 // 32 + 1 + 2
-    assert choose_kv_cache_size(config, 10**6, {4096: 100}) == KVCacheSize((4096,), (blocks,), 10**6)
-    assert choose_kv_cache_size(config, 100, {4096: 100}) == KVCacheSize((4096,), (2 * 4,), 100)
+    assert choose_kv_cache_size(config, 10**6, {4096: 100}) == KVCacheSize((4096,), (blocks,), 10**6, blocks * 3200)
+    assert choose_kv_cache_size(config, 100, {4096: 100}) == KVCacheSize((4096,), (2 * 4,), 100, 8 * 3200)
     few = replace(config, num_kv_blocks=100)
-    assert choose_kv_cache_size(few, 10**6, {4096: 100}) == KVCacheSize((4096,), (100,), 3200)
+    assert choose_kv_cache_size(few, 10**6, {4096: 100}) == KVCacheSize((4096,), (100,), 3200, 100 * 3200)

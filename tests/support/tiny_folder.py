@@ -7,18 +7,21 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from support.families import save_model
+from support.families import make_model
 
 
-def write_tiny_folder(folder: Path, family: str = "llama3", **options: Any) -> Path:
+def write_tiny_folder(
+    folder: Path, family: str = "llama3", sizes: dict[str, Any] | None = None, **options: Any
+) -> Path:
     """Write config.json, model.safetensors, generation_config.json, tokenizer.json and tokenizer_config.json.
 
     Args:
         folder: folder to create.
         family: one of ``support.families.FAMILIES``.
+        sizes: fields of the configuration to change.
         options: arguments of transformers' ``save_pretrained``.
     """
-    save_model(folder, family, **options)
+    make_model(family, **(sizes or {})).save_pretrained(folder, **options)
     letters = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Backend(models.BPE(vocab=letters, merges=[]))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()

@@ -188,7 +188,8 @@ def drain(engine: Engine, limit: int = 10_000) -> dict[str, Any]:
 def check_blocks(engine: Engine) -> None:
     """Every block is free, cached or held, by exactly as many sequences as are counted."""
     manager, scheduler = engine.block_manager, engine.scheduler
-    pinned = [module for module in engine.prompt_modules.sequences if module.state is SequenceState.FINISHED]
+    modules = [module for module in engine.prompt_modules.sequences if module.state is SequenceState.FINISHED]
+    pinned = [module for module in modules if module.block_tables]  # a sleeping engine's modules have none
     num_used = 0
     for group, pool in enumerate(manager.pools):
         holders = [sequence.block_tables[group].held for sequence in [*scheduler.running, *pinned]]

@@ -7,6 +7,7 @@ from fastinfer.engine.sequence import Sequence
 from fastinfer.errors import RequestError
 from fastinfer.formats.peft import LoraAdapter, read_adapter
 from fastinfer.models.lora import AdapterSlots
+from fastinfer.utils.checks import check_path, check_text
 
 
 class Adapters:
@@ -39,8 +40,9 @@ class Adapters:
 
         Raises:
             AdapterError: the adapter cannot be read, or does not fit the model.
-            RequestError: the name is in use, or no slot is free.
+            RequestError: the name is in use, no slot is free, or an argument is of a wrong type.
         """
+        check_text("adapter name", name)
         if name in self._loaded:
             raise RequestError(f"adapter name must be new, got {name!r}")
         if self.slots is None:
@@ -48,6 +50,7 @@ class Adapters:
         if not self._free:
             raise RequestError(f"max_loras={self.slots.max_loras} adapters are loaded: unload one of {self.names}")
         if not isinstance(adapter, LoraAdapter):
+            check_path("adapter", adapter)
             adapter = read_adapter(Path(adapter))
         self.slots.load(self._free[-1], adapter)
         self._loaded[name] = self._free.pop(), next(self._num_loads)
@@ -89,6 +92,7 @@ class Adapters:
         return f"{name} {self._get(name)[1]}"
 
     def _get(self, name: str) -> tuple[int, int]:
+        check_text("adapter", name)
         if name not in self._loaded:
             raise RequestError(f"adapter must be one of {self.names}, got {name!r}")
         return self._loaded[name]

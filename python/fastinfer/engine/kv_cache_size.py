@@ -27,11 +27,13 @@ class KVCacheSize:
         windows: length of the attention window in each group of layers, in ascending order; 0 for none.
         num_blocks: number of blocks of each group.
         max_model_len: longest sequence in tokens, which fits into the cache.
+        num_bytes: size of the cache in bytes, of all models together.
     """
 
     windows: tuple[int, ...]
     num_blocks: tuple[int, ...]
     max_model_len: int
+    num_bytes: int
 
     def group(self, window: int) -> int:
         """Return the group of a layer with this window."""
@@ -109,7 +111,8 @@ def choose_kv_cache_size(
             f"change {options_for(config)}"
         )
     max_model_len = wanted if num_blocks >= sizes.needed(wanted) else num_blocks * config.block_size
-    return KVCacheSize(tuple(sizes.windows), tuple(sizes.num_blocks(num_blocks)), max_model_len)
+    counts = tuple(sizes.num_blocks(num_blocks))
+    return KVCacheSize(tuple(sizes.windows), counts, max_model_len, sizes.num_bytes(num_blocks))
 
 
 class _Sizes:
@@ -177,6 +180,11 @@ def options_for(config: EngineConfig) -> str:
     """Return the names of the options that change how long a sequence fits, for messages."""
     memory = "gpu_memory_utilization" if torch.device(config.device).type == "cuda" else "kv_cache_memory"
     return f"{OPTIONS} or {memory}"
+
+
+def options_for_memory(config: EngineConfig) -> str:
+    """Return the names of the options that change how much memory an engine takes, for messages."""
+    return f"max_num_seqs (--max-num-seqs), max_num_batched_tokens, max_loras, {options_for(config)}"
 
 
 def _default_num_blocks(config: EngineConfig, sizes: _Sizes, affordable: int) -> int:

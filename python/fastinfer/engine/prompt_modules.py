@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.sequence import Sequence, SequenceOptions
 from fastinfer.errors import RequestError
+from fastinfer.utils.checks import check_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class PromptModules:
         cache = self._block_manager
         if not cache.enable_prefix_caching:
             raise RequestError("prompt modules need enable_prefix_caching=True, got False")
+        check_text("name", name)
         if name in self._modules:
             raise RequestError(f"name must be new, got {name!r}, which is a prompt module already")
         lengths = [self._max_model_len, *map(len, self.sequences)]
@@ -73,6 +75,7 @@ class PromptModules:
         Raises:
             RequestError: there is no module of this name.
         """
+        check_text("prompt module", name)
         if name not in self._modules:
             raise RequestError(f"prompt module must be one of {sorted(self._modules)}, got {name!r}")
         return self._modules[name]

@@ -14,6 +14,7 @@ from fastinfer.engine.scheduler import Scheduler
 from fastinfer.engine.sequence import SequenceState
 from fastinfer.errors import FATAL_ERRORS, QueueFullError, RequestError, describe_error
 from fastinfer.outputs import merge
+from fastinfer.utils.checks import check_text
 
 # How long a step waits if nothing can be computed yet because a grammar is being compiled.
 IDLE_WAIT_S = 0.001
@@ -84,6 +85,7 @@ class RequestTable:
         if request_id is None:
             numbered = (f"request-{number}" for number in self._numbers)
             return next(name for name in numbered if name not in self.active)  # users may have chosen such ids
+        check_text("request_id", request_id)
         if request_id in self.active or request_id in self._undelivered:
             raise RequestError(f"request_id must be new, got {request_id!r}, which is still running")
         return request_id

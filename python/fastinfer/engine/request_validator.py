@@ -8,7 +8,7 @@ from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.sequence import SequenceOptions
 from fastinfer.errors import RequestError
 from fastinfer.sampling_params import BeamSearchParams, SamplingParams
-from fastinfer.utils.checks import INT64_MAX, check_float, check_int
+from fastinfer.utils.checks import INT64_MAX, check_choice, check_float, check_int, check_text
 
 POOLINGS = ("last", "mean")
 MAX_TIMEOUT_S = 1e6
@@ -115,16 +115,17 @@ class RequestValidator:
         Raises:
             RequestError: there is no such method.
         """
-        if pooling not in POOLINGS:
-            raise RequestError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
+        check_choice("pooling", pooling, POOLINGS)
 
     def sequence_options(self, priority: int, cache_salt: str, adapter: str | None) -> SequenceOptions:
         """Return the arguments that all sequences of a request share.
 
         Raises:
-            RequestError: the priority is not a 64-bit integer, or no adapter of this name is loaded.
+            RequestError: the priority is not a 64-bit integer, the salt is not a string, or no adapter of this name is
+                loaded.
         """
         check_int("priority", priority, -INT64_MAX, INT64_MAX)
+        check_text("cache_salt", cache_salt)
         return {
             "priority": priority,
             "cache_salt": cache_salt,

@@ -14,6 +14,7 @@ from torch import Tensor
 from fastinfer.errors import CheckpointFormatError
 from fastinfer.formats.json_fields import JsonFields
 from fastinfer.utils.regular_file import check_regular
+from fastinfer.utils.text import one_line
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -115,6 +116,7 @@ class SafetensorsFolder:
     def release(self) -> None:
         """Free the memory of data that was read, except where a tensor still uses it."""
         for shard in list(self._files):
+            del self._files[shard]
             self._open(shard)
 
     def _index(self) -> dict[str, str]:
@@ -150,6 +152,8 @@ class SafetensorsFolder:
             self._sizes[shard] = path.stat().st_size
         except OSError as error:
             raise CheckpointFormatError(f"{path}: {error.strerror or error}") from None
+        except (MemoryError, RuntimeError) as error:  # of the library or torch, without room in the address space
+            raise CheckpointFormatError(f"{path}: cannot be mapped into memory: {one_line(error)}") from None
         except SafetensorError as error:
             raise CheckpointFormatError(f"{path}: not a valid safetensors file: {error}") from None
         self._keys[shard] = frozenset(file.keys())

@@ -7,6 +7,7 @@ from pathlib import Path
 from fastinfer.errors import GGUFFormatError, ModelNotFoundError
 from fastinfer.hub import hugging_face, registry, wheels
 from fastinfer.hub.suggestions import did_you_mean
+from fastinfer.utils.checks import check_path
 from fastinfer.utils.file_kind import HEAD_BYTES, kind_of_file
 from fastinfer.utils.regular_file import open_regular
 
@@ -25,7 +26,9 @@ def resolve(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> P
     Raises:
         ModelNotFoundError: there is no such model, or its download failed.
         GGUFFormatError: the file is of another kind.
+        RequestError: the argument is neither a string nor a path.
     """
+    check_path("model", name_or_path)
     # os.path, because pathlib raises for overlong names and unknown users.
     path = os.path.expanduser(name_or_path)
     if os.path.isdir(path):

@@ -8,6 +8,7 @@ from torch import Tensor, is_grad_enabled
 
 # After torch, because the extension resolves its symbols against the libtorch that torch has loaded.
 from fastinfer import _C  # noqa: F401
+from fastinfer.utils.checks import show
 
 R = TypeVar("R", covariant=True)
 
@@ -56,12 +57,29 @@ def inference_only(op: str, names: str, x: Tensor, other: Tensor | None = None) 
         x: an activation.
         other: another activation, or ``None``.
     """
-    if (x.requires_grad or (other is not None and other.requires_grad)) and is_grad_enabled():
+    try:
+        needs_gradient = x.requires_grad or (other is not None and other.requires_grad)
+    except AttributeError:
+        check_tensors(op, **dict(zip(names.split(), (x, other), strict=False)))
+        raise
+    if needs_gradient and is_grad_enabled():
         name = names.split()[0 if x.requires_grad else 1]
         raise RuntimeError(
             f"fastinfer.ops.{op} is an inference kernel without a gradient, and {name} requires grad: "
             f"call it under torch.inference_mode() or torch.no_grad(), or detach {name}"
         )
+
+
+def check_tensors(op: str, **values: object) -> None:
+    """Raise a TypeError unless all values are tensors or ``None``, for code that runs before torch checks the types.
+
+    Args:
+        op: the operator, for the message.
+        values: the values by the names of their arguments.
+    """
+    for name, value in values.items():
+        if not isinstance(value, Tensor | None):
+            raise TypeError(f"fastinfer.ops.{op}: {name} must be a tensor, got {show(value)}")
 
 
 def into(out: Tensor, op: Operator[Tensor], *args: Any) -> Tensor:

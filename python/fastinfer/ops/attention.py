@@ -144,7 +144,7 @@ def paged_attention(
     """
     inference_only("paged_attention", "q", q)
     if scale is None:
-        scale = max(q.shape[-1], 1) ** -0.5  # an empty head is refused below
+        scale = max(q.shape[-1] if q.dim() else 1, 1) ** -0.5  # empty heads and scalars are refused below
     args = (
         q,
         k_cache,

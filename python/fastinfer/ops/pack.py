@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastinfer.ops._library import into, ops
+from fastinfer.ops._library import check_tensors, into, ops
 
 TILE_ROWS = 16
 
@@ -100,6 +100,7 @@ def pack_scales(scales: Tensor, *, out: Tensor | None = None) -> Tensor:
     tensor([[ 1.,  2.,  0.],
             [10., 20.,  0.]])
     """
+    check_tensors("pack_scales", scales=scales)
     if scales.dim() != 2:
         raise ValueError(f"scales must be [out_features, groups], got the shape {tuple(scales.shape)}")
     rows, groups = scales.shape
@@ -141,8 +142,11 @@ def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:
     >>> torch.allclose(out, torch.nn.functional.silu(x @ gate.T) * (x @ up.T), rtol=1e-3, atol=1e-3)
     True
     """
+    check_tensors("interleave_gate_up", gate=gate, up=up)
     if gate.shape != up.shape:
         raise ValueError(f"gate and up must have one shape, got {tuple(gate.shape)} and {tuple(up.shape)}")
+    if not gate.dim():
+        raise ValueError("gate and up must have rows, got scalars")
     if gate.shape[0] % TILE_ROWS:
         raise ValueError(f"gate and up must have a multiple of {TILE_ROWS} rows, got {gate.shape[0]}")
     runs = [t.reshape(-1, TILE_ROWS, *t.shape[1:]) for t in (gate, up)]

@@ -54,7 +54,7 @@ def prepare(engine: Engine, prompt: Prompt, *, cache_salt: str = "", add_special
     if not isinstance(prompt, Mapping):
         raise RequestError(f"prompt must be {_FORMS}, got {type(prompt).__name__}")
     if len(prompt.keys() & _CONTENTS) != 1 or prompt.keys() - _CONTENTS - _EXTRAS:
-        raise RequestError(f"prompt must be {_FORMS}, got {sorted(map(str, prompt))}")
+        raise RequestError(f"prompt must be {_FORMS}, got {show(list(prompt))}")
     prompt = {"cache_salt": cache_salt, **prompt}
     for name in _EXTRAS & prompt.keys():
         if not isinstance(prompt[name], str):

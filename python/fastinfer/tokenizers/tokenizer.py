@@ -8,6 +8,7 @@ from fastinfer.errors import RequestError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.tokenizers import gguf_tokenizer, hf_tokenizer
 from fastinfer.tokenizers.vocabulary import Vocabulary
+from fastinfer.utils.checks import show
 
 _BEFORE = "\x02"  # a character that no token combines with the text behind it
 
@@ -131,7 +132,7 @@ class Tokenizer:
         if (known := self._known_bytes.get(token_id)) is not None:
             return known
         if not 0 <= token_id < self._num_ids:
-            raise RequestError(f"token id: expected 0 to {self._num_ids - 1}, got {token_id}")
+            raise RequestError(f"token id: expected 0 to {self._num_ids - 1}, got {show(token_id)}")
         vocabulary = self._vocabulary
         token = vocabulary.tokens[token_id] if token_id < self.vocab_size else None
         if token is None:

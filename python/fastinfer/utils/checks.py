@@ -1,6 +1,8 @@
 """Checks of values that users pass in; each raises a RequestError that names the field, its range and the value."""
 
 import math
+import os
+from collections.abc import Iterable
 
 from fastinfer.errors import RequestError
 
@@ -25,6 +27,24 @@ def check_bool(name: str, value: object) -> None:
     """Require True or False; 0 and 1 are refused."""
     if not isinstance(value, bool):
         raise RequestError(f"{name} must be True or False, got {show(value)}")
+
+
+def check_text(name: str, value: object) -> None:
+    """Require a string."""
+    if not isinstance(value, str):
+        raise RequestError(f"{name} must be a string, got {show(value)}")
+
+
+def check_path(name: str, value: object) -> None:
+    """Require a string or a path object; paths of bytes are refused."""
+    if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
+        raise RequestError(f"{name} must be a string or a path, got {show(value)}")
+
+
+def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
+    """Require one of several strings."""
+    if not isinstance(value, str) or value not in choices:
+        raise RequestError(f"{name} must be one of {', '.join(choices)}, got {show(value)}")
 
 
 def _as_float(value: int | float) -> float:

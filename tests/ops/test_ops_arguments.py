@@ -1,0 +1,57 @@
+"""Values that are no tensors where an operator takes one: an error that names the argument, and no crash."""
+
+import contextlib
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.op_calls import named, op_calls
+from torch import Tensor
+
+from fastinfer import ops
+
+CALLS = list({name: (name, args) for name, args in op_calls()}.values())
+NO_TENSORS = [1, 1.5, "x", b"x", [1.0, 2.0], np.ones((4, 4), np.float32), object(), {}, torch.float32]
+ODD_TENSORS = [
+    torch.tensor(1.0),
+    torch.empty(0),
+    torch.ones(2, 1, 2, 1, 2, 1),
+    torch.ones(4, 4).to_sparse(),
+    torch.ones(4, 4, dtype=torch.complex64),
+]
+
+
+def calls_with(name: str, args: tuple[Any, ...], values: list[Any]) -> Any:
+    """The arguments of the call with one tensor after the other replaced by each of the values."""
+    arguments = named(name, args)
+    for key in [key for key, value in arguments.items() if isinstance(value, Tensor)]:
+        for value in values:
+            yield key, copy.deepcopy(arguments) | {key: value}
+
+
+@pytest.mark.parametrize(("name", "args"), [pytest.param(*call, id=call[0]) for call in CALLS])
+def test_no_tensors(name: str, args: tuple[Any, ...]) -> None:
+    """Our own checks raise TypeError, those of torch's dispatcher RuntimeError."""
+    for key, arguments in calls_with(name, args, NO_TENSORS):
+        with pytest.raises((TypeError, RuntimeError), match=rf"{key} must be a tensor|Expected .*'{key}'"):
+            getattr(ops, name)(**arguments)
+
+
+@pytest.mark.parametrize(("name", "args"), [pytest.param(*call, id=call[0]) for call in CALLS])
+def test_odd_tensors(name: str, args: tuple[Any, ...]) -> None:
+    """Some operators take some of them, none crashes; the message of torch cannot print so large an integer."""
+    for _, arguments in calls_with(name, args, [*ODD_TENSORS, 10**5000]):
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            getattr(ops, name)(**arguments)
+
+
+def test_functions_in_plain_torch() -> None:
+    for value in NO_TENSORS:
+        with pytest.raises(TypeError, match=r"fastinfer.ops.pack_scales: scales must be a tensor, got "):
+            ops.pack_scales(value)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"fastinfer.ops.interleave_gate_up: up must be a tensor, got "):
+            ops.interleave_gate_up(torch.ones(16, 2), value)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must have rows, got scalars"):
+        ops.interleave_gate_up(torch.tensor(1), torch.tensor(1))
