@@ -16,6 +16,8 @@ from tokenizers import Tokenizer as Backend
 
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.json_fields import JsonFields
+from fastinfer.tokenizers.library import library_errors
+from fastinfer.tokenizers.tokenizer_json import check_tokenizer_json
 from fastinfer.tokenizers.vocabulary import (
     END_TOKENS,
     MARKER,
@@ -190,6 +192,10 @@ def _ids(fields: JsonFields, name: str) -> list[int]:
 def _read_backend(path: Path) -> Backend:
     try:
         text = path.read_text(encoding="utf-8")
+    except ValueError as error:
+        raise CheckpointFormatError(f"{path}: not a valid tokenizer.json: {one_line(error)}") from None
+    check_tokenizer_json(text, path)
+    with library_errors(lambda message: CheckpointFormatError(f"{path}: not a valid tokenizer.json: {message}")):
         backend = Backend.from_str(text)
         match = _ADDED_TOKENS.search(text)
         added = json.JSONDecoder().raw_decode(text, match.end())[0] if match else []
@@ -197,8 +203,6 @@ def _read_backend(path: Path) -> Backend:
         if _moved(backend, added):
             backend = Backend.from_str(_with_ids_of_added_tokens(text))
         moved = _moved(backend, added)
-    except Exception as error:  # the library raises plain Exception
-        raise CheckpointFormatError(f"{path}: not a valid tokenizer.json: {one_line(error)}") from None
     if moved:
         raise CheckpointFormatError(
             f"{path}: the added token {moved[0]['content']!r:.80} cannot have the id {moved[0]['id']}"
