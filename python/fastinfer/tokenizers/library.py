@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from fastinfer.errors import FastinferError
+from tokenizers import Tokenizer as Backend
+
+from fastinfer.errors import FastinferError, RequestError
 from fastinfer.utils.text import one_line
 
 
 @contextmanager
-def library_errors(make: Callable[[str], FastinferError]) -> Iterator[None]:
+def as_our_error(make: Callable[[str], FastinferError]) -> Iterator[None]:
     """Turn an error of the library into ours.
 
     A panic is a ``BaseException``, so that ``except Exception`` lets it pass and a thread or a server would end by it.
@@ -28,3 +30,13 @@ def library_errors(make: Callable[[str], FastinferError]) -> Iterator[None]:
         if type(error).__name__ != "PanicException":
             raise
         raise make(one_line(error)) from None
+
+
+def encode(backend: Backend, text: str) -> list[int]:
+    """Encode a user's text without the tokens around it.
+
+    Raises:
+        RequestError: the library failed, as it does if a search for a pattern is tried too often.
+    """
+    with as_our_error(lambda message: RequestError(f"prompt: the model's tokenizer failed on it: {message}")):
+        return backend.encode(text, add_special_tokens=False).ids
