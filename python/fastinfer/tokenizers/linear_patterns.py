@@ -162,9 +162,7 @@ class _Parser:
             raise PatternError("a group is not closed")
         self.place += 1
         is_assertion = match[0].endswith(("=", "!"))
-        return _Item(
-            self._pattern[start : self.place], ways=sum(map(_ways, alternatives)), consumes=not is_assertion
-        )
+        return _Item(self._pattern[start : self.place], ways=sum(map(_ways, alternatives)), consumes=not is_assertion)
 
     def _character(self) -> str:
         """Read a character, an escape or a class, and return its source."""

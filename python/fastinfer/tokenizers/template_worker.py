@@ -59,6 +59,8 @@ def compiled(template: str) -> jinja2.Template:
     environment.globals["strftime_now"] = strftime_now
     try:
         return environment.from_string(template)
+    except MemoryError:
+        raise
     except Exception as error:  # jinja2's errors, and Python's own for code that is nested too deeply
         raise InvalidTemplateError(error) from None
 

@@ -104,7 +104,9 @@ def _longest_replacement(charsmap: Any, name: str) -> float:
         raise CheckpointFormatError(f"{name}.precompiled_charsmap: expected base64") from None
     size = int.from_bytes(data[:4], "little")
     if size % 4 or not 4 <= size <= len(data) - 4:
-        raise CheckpointFormatError(f"{name}.precompiled_charsmap: expected a trie inside {len(data)} bytes, got {size}")
+        raise CheckpointFormatError(
+            f"{name}.precompiled_charsmap: expected a trie inside {len(data)} bytes, got {size}"
+        )
     return float(max(1, *map(len, data[4 + size :].split(b"\0"))))
 
 
