@@ -5,6 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from fastinfer.errors import CheckpointFormatError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.batch import Batch
 from fastinfer.models.checkpoint import Checkpoint
@@ -69,6 +70,11 @@ def load_model(
             tokenizer = Tokenizer.from_gguf(checkpoint.file)
         else:
             tokenizer = Tokenizer.from_folder(checkpoint.path)
+        if tokenizer.vocab_size > checkpoint.config.vocab_size:
+            raise CheckpointFormatError(
+                f"{checkpoint.path}: expected an embedding of at least {tokenizer.vocab_size} rows, as many as the "
+                f"tokenizer has tokens, got {checkpoint.config.vocab_size}"
+            )
         model = load_decoder(checkpoint, precision, max_model_len, device)
     tokenizer.pad(model.config.vocab_size)
     return model, tokenizer
