@@ -32,7 +32,7 @@ def choose(limit: int, token_bytes: int, weight_bytes: int = 0, **options: Any) 
 
 
 def cache_of(num_blocks: int, max_model_len: int) -> KVCacheSize:
-    return KVCacheSize((0,), (num_blocks,), max_model_len)
+    return KVCacheSize((0,), (num_blocks,), max_model_len, num_blocks * 32 * 30)
 
 
 def test_available_memory_is_what_linux_reports(monkeypatch: pytest.MonkeyPatch) -> None:

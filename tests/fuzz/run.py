@@ -26,21 +26,6 @@ MAX_KINDS = 20  # of messages that are kept per place
 OUT = Path(__file__).parent.parent.parent / "build" / "fuzz"
 
 
-# Failures that are not mended yet, by what their message contains.
-KNOWN = {
-    "PanicException": "the tokenizers library panics on a template whose special token is not defined",
-    "Missing [UNK] token": "a WordLevel vocabulary without its unknown token",
-    "surrogates not allowed": "a special token with a lone surrogate",
-    "vocab_size: expected at least": "the embedding has fewer rows than the tokenizer has tokens",
-    "File name too long": "the name of a shard in model.safetensors.index.json",
-}
-
-
-def known(failure: str) -> bool:
-    """Whether a failure is one that is not mended yet."""
-    return any(part in failure for part in KNOWN)
-
-
 def stored_cases(folder: Path) -> Iterator[Case]:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         yield read_case(path)
@@ -61,14 +46,12 @@ class Target:
     Attributes:
         count: number of cases that were read.
         failures: how often each failure occurred, by the place where it did.
-        num_known: number of failures that are known.
     """
 
     def __init__(self, name: str, worker: Worker, out: Path = OUT) -> None:
         self.name = name
         self.count = 0
         self.failures: Counter[str] = Counter()
-        self.num_known = 0
         self._worker = worker
         self._out = out
         self._ends: dict[str, set[str]] = {}
@@ -102,9 +85,6 @@ class Target:
         """Read a case; return whether it ended without failure, and as no other one had."""
         failure, place, kind = self._worker.run(case)
         self.count += 1
-        if known(failure):
-            self.num_known += 1
-            return False
         if failure:
             self.failures[place] += 1
             if self.failures[place] == 1:
@@ -123,7 +103,7 @@ class Target:
         ends = sum(map(len, self._ends.values()))
         return (
             f"{self.name}: {self.count} cases, {ends} ends, {len(self._corpus)} in the corpus, "
-            f"{len(self.failures)} failures in {self.failures.total()} cases, {self.num_known} known ones"
+            f"{len(self.failures)} failures in {self.failures.total()} cases"
         )
 
 

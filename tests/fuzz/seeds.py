@@ -107,7 +107,7 @@ def files_of(write: Callable[[Path], object]) -> Case:
 
 
 def gguf_seeds() -> Iterator[Case]:
-    for kind in ("spm", "bpe", "mixture"):
+    for kind in ("spm", "bpe", "mixture", "iq4_nl"):
         yield files_of(lambda folder, kind=kind: _write_gguf(folder / "model.gguf", kind))
 
 
@@ -153,7 +153,12 @@ def _write_gguf(path: Path, kind: str) -> None:
         writer.add_tensor("blk.0.ffn_gate_inp.weight", random.standard_normal((4, HIDDEN)).astype(np.float32))
     mlp = {"ffn_gate": (WIDTH, HIDDEN), "ffn_up": (WIDTH, HIDDEN), "ffn_down": (HIDDEN, WIDTH)}
     shapes |= {f"{name}{'_exps' * len(experts)}": (*experts, *shape) for name, shape in mlp.items()}
-    writer.add_tensor("token_embd.weight", random.standard_normal((VOCAB, HIDDEN)).astype(np.float32))
+    if kind == "iq4_nl":
+        blocks = random.integers(0, 256, (VOCAB, HIDDEN // 32, 18), np.uint8)
+        blocks[..., :2] = np.array([0.01], np.float16).view(np.uint8)  # scales
+        writer.add_tensor("token_embd.weight", blocks.reshape(VOCAB, -1), raw_dtype=gguf.GGMLQuantizationType.IQ4_NL)
+    else:
+        writer.add_tensor("token_embd.weight", random.standard_normal((VOCAB, HIDDEN)).astype(np.float32))
     writer.add_tensor("output_norm.weight", np.ones(HIDDEN, np.float32))
     for name in ("attn_norm", "ffn_norm"):
         writer.add_tensor(f"blk.0.{name}.weight", np.ones(HIDDEN, np.float32))

@@ -25,6 +25,11 @@ BAD: dict[str, tuple[type[FastinferError], str, dict[str, Any]]] = {
     "yarn without its length": (GGUFFormatError, "original_context_length", {"llama.rope.scaling.type": "yarn"}),
     "rotary base of 1": (GGUFFormatError, "freq_base", {"llama.rope.freq_base": 1.0}),
     "unknown scaling": (UnsupportedModelError, "dynamic", {"llama.rope.scaling.type": "dynamic"}),
+    "more experts used than there are": (
+        GGUFFormatError,
+        "expert_used_count.*1 to 4.*5",
+        {"llama.expert_count": 4, "llama.expert_used_count": 5},
+    ),
     "epsilon is text": (GGUFFormatError, "epsilon", {"llama.attention.layer_norm_rms_epsilon": "small"}),
 }
 

@@ -144,6 +144,14 @@ def test_bad_config(case: str, folder: Path) -> None:
         (lambda tensors: tensors.update({DOWN: torch.zeros(64, 95)}), r"down_proj must have the shape \[64, 96\]"),
         (lambda tensors: tensors.update({DOWN: torch.zeros(64, 96, dtype=torch.int32)}), "down_proj.*int32"),
         (lambda tensors: tensors.update({DOWN: torch.zeros(64)}), "down_proj"),
+        (
+            lambda tensors: tensors.update({"lm_head.weight": torch.zeros(64)}),
+            r"lm_head.weight' must have two dimensions, got the shape \[64\]",
+        ),
+        (
+            lambda tensors: tensors.update({"model.embed_tokens.weight": torch.zeros(())}),
+            r"embed_tokens.weight' must have two dimensions, got the shape \[\]",
+        ),
     ],
 )
 def test_bad_tensors(change: Callable[[dict[str, torch.Tensor]], object], message: str, folder: Path) -> None:
@@ -169,7 +177,14 @@ def test_bad_folders(tmp_path: Path) -> None:
         load(tmp_path)
     shards[0].write_bytes(whole)
 
-    for shard in ("../model.safetensors", "/etc/passwd", "model.bin", 7):
+    for shard in (
+        "../model.safetensors",
+        "/etc/passwd",
+        "model.bin",
+        7,
+        "x" * 244 + ".safetensors",
+        "\ud800.safetensors",
+    ):
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": index["weight_map"] | {"lm_head.weight": shard}}))
         with pytest.raises(CheckpointFormatError, match=r"expected a \.safetensors file beside it for 'lm_head"):
             load(tmp_path)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from fastinfer.errors import CheckpointFormatError
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.hf_config import read_hf_config
 
@@ -92,6 +93,17 @@ def test_longrope(tmp_path: Path) -> None:
     )
     assert (config.rope_scaling.kind, config.rope_scaling.factor) == ("longrope", 32.0)
     assert config.rope_scaling.original_max_position == 4096
+
+
+@pytest.mark.parametrize("place", ["config", "scaling", "default"])
+def test_longrope_of_a_trained_length_of_1(tmp_path: Path, place: str) -> None:
+    scaling: dict[str, Any] = {"type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
+    length = {"original_max_position_embeddings": 1}
+    settings: dict[str, Any] = {"config": length, "default": {"max_position_embeddings": 1}}.get(place, {})
+    if place == "scaling":
+        scaling |= length
+    with pytest.raises(CheckpointFormatError, match="original_max_position_embeddings: expected at least 2, got 1"):
+        read(tmp_path, "Phi3ForCausalLM", rope_scaling=scaling, **settings)
 
 
 def test_mixtures(tmp_path: Path) -> None:

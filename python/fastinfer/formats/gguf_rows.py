@@ -97,6 +97,12 @@ class GGUFRows(Unpacked):
     def fits(self, other: Unpacked) -> bool:
         return isinstance(other, GGUFRows) and self.file is other.file and self.form.fits(other.form)
 
+    def unpack_integers(self) -> Int8:
+        """Unpack rows of IQ4_NL as integers of 8 bits, without rounding: the entries of its table are integers."""
+        lut = self.unpack()
+        assert isinstance(lut, Lut)
+        return Int8(IQ4_NL_TABLE.to(torch.int8)[lut.q.long()], lut.scales)
+
     def unpack(self) -> Dense | Int4 | Int8 | Lut:
         """Unpack all rows; scales and minimums become fp32 if one of them is too large for fp16."""
         rows, columns = self.shape

@@ -14,10 +14,11 @@ from torch import Tensor
 from fastinfer.errors import CheckpointFormatError
 from fastinfer.formats.json_fields import JsonFields
 from fastinfer.utils.regular_file import check_regular
-from fastinfer.utils.text import one_line
+from fastinfer.utils.text import is_text, one_line
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MAX_NAME_BYTES = 255  # of file systems
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.pkl")
 
 _DTYPES = {
@@ -127,7 +128,7 @@ class SafetensorsFolder:
             return {}
         shards = JsonFields.read(path, CheckpointFormatError).get("weight_map", dict)
         for name, shard in shards.items():
-            if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            if not isinstance(shard, str) or Path(shard).name != shard or not _is_shard_name(shard):
                 raise CheckpointFormatError(
                     f"{path}: expected a .safetensors file beside it for {name!r}, got {shard!r:.80}"
                 )
@@ -169,6 +170,10 @@ class SafetensorsFolder:
 
     def _slice(self, name: str) -> _Slice:
         return self._files[self._names[name]].get_slice(name)
+
+
+def _is_shard_name(name: str) -> bool:
+    return name.endswith(".safetensors") and is_text(name) and len(name.encode()) <= MAX_NAME_BYTES
 
 
 def weight_file_bytes(folder: Path) -> int:

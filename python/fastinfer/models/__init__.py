@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fastinfer.errors import RequestError
+from fastinfer.errors import CheckpointFormatError, RequestError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.batch import Batch
 from fastinfer.models.checkpoint import Checkpoint
@@ -74,6 +74,11 @@ def load_model(
             tokenizer = Tokenizer.from_gguf(checkpoint.file)
         else:
             tokenizer = Tokenizer.from_folder(checkpoint.path)
+    if tokenizer.vocab_size > checkpoint.config.vocab_size:
+        raise CheckpointFormatError(
+            f"{checkpoint.path}: expected an embedding of at least {tokenizer.vocab_size} rows, as many as the "
+            f"tokenizer has tokens, got {checkpoint.config.vocab_size}"
+        )
     model = load_weights(checkpoint, dtype, device, max_model_len)
     tokenizer.pad(model.config.vocab_size)
     return model, tokenizer

@@ -10,7 +10,7 @@ from fastinfer.errors import GGUFFormatError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile, GGUFTensor, GGUFType
 from fastinfer.formats.gguf_rows import GGUFRows
 from fastinfer.formats.gguf_unpack import read_rows, unpack_rows
-from fastinfer.formats.unpacked import Dense, Unpacked
+from fastinfer.formats.unpacked import Dense, Lut, Unpacked
 from fastinfer.models.checkpoint import fused_rows, split_name
 from fastinfer.models.gguf_config import read_gguf_config
 from fastinfer.ops.pack import TILE_ROWS
@@ -86,7 +86,9 @@ class GGUFCheckpoint:
             return
         rows = -(-PART_ELEMENTS // in_features // TILE_ROWS) * TILE_ROWS
         for begin in range(0, out_features, rows):
-            yield weight.rows(slice(begin, begin + rows))
+            part = weight.rows(slice(begin, begin + rows))
+            # No operator looks up single rows of a look-up table's indices.
+            yield part.unpack_integers() if name == "embedding" and isinstance(part.form, Lut) else part
             self.release()
 
     def vector(self, name: str, size: int) -> Tensor:

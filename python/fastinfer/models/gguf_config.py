@@ -63,7 +63,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         max_position=size("context_length"),
         norm_eps=file.get(f"{architecture}.attention.{epsilon}", float, minimum=0.0, maximum=1.0),
         rope_theta=number("rope.freq_base", 10000.0, minimum=1.001),
-        rope_scaling=_rope_scaling(file, architecture, size("context_length")),
+        rope_scaling=_rope_scaling(file, architecture, size("context_length"), rotary_dim // 2),
         local_rope_theta=LOCAL_ROPE_THETAS.get(architecture),
         windows=_windows(size("attention.sliding_window", 0), num_layers, WINDOW_PERIODS.get(architecture)),
         activation="gelu_tanh" if is_gemma or is_gpt2 else "silu",
@@ -79,7 +79,9 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         attention_softcap=number("attn_logit_softcapping", 0.0),
         logits_softcap=number("final_logit_softcapping", 0.0),
         num_experts=num_experts,
-        experts_per_token=size("expert_used_count") if num_experts else 0,
+        experts_per_token=file.get(f"{architecture}.expert_used_count", int, minimum=1, maximum=num_experts)
+        if num_experts
+        else 0,
         renormalize_experts=True,
     )
 
@@ -103,7 +105,7 @@ def _attention_scale(architecture: str, hidden_size: int, num_layers: int, num_h
     return (hidden_size / num_heads) ** -0.5 if wide else None
 
 
-def _rope_scaling(file: GGUFFile, architecture: str, context_length: int) -> ops.RopeScaling:
+def _rope_scaling(file: GGUFFile, architecture: str, context_length: int, num_factors: int) -> ops.RopeScaling:
     prefix = f"{architecture}.rope.scaling"
     kind = file.get(f"{prefix}.type", str, "none")
     if kind not in ("none", "linear", "yarn", "longrope"):
@@ -113,21 +115,21 @@ def _rope_scaling(file: GGUFFile, architecture: str, context_length: int) -> ops
     if "rope_factors_long.weight" in file.tensors:
         kind = "longrope"
     if kind == "longrope":
-        return _longrope(file, prefix, context_length)
+        return _longrope(file, prefix, context_length, num_factors)
     length = f"{prefix}.original_context_length"
     trained = file.get(length, int, minimum=1, maximum=MAX_SIZE) if kind == "yarn" else 0
     factor = file.get(f"{prefix}.factor", float, 1.0, minimum=1e-3)
     return ops.RopeScaling(kind=kind, factor=factor, original_max_position=trained)
 
 
-def _longrope(file: GGUFFile, prefix: str, context_length: int) -> ops.RopeScaling:
+def _longrope(file: GGUFFile, prefix: str, context_length: int, num_factors: int) -> ops.RopeScaling:
     trained = file.get(f"{prefix}.original_context_length", int, minimum=2, maximum=MAX_SIZE)
     factors = []
     for name in ("rope_factors_short.weight", "rope_factors_long.weight"):
         tensor = file.tensors.get(name)
-        if tensor is None or len(tensor.shape) != 1 or tensor.type.name != "F32":
+        if tensor is None or tensor.shape != (num_factors,) or tensor.type.name != "F32":
             got = "none" if tensor is None else f"{list(tensor.shape)} {tensor.type.name}"
-            raise GGUFFormatError(f"{file.path}: tensor {name!r} must be a list of F32 numbers, got {got}")
+            raise GGUFFormatError(f"{file.path}: tensor {name!r} must be {num_factors} F32 numbers, got {got}")
         factors.append(tuple(float(value) for value in tensor.data.reshape(-1).view("<f4")))
     return ops.RopeScaling(
         kind="longrope",

@@ -54,7 +54,7 @@ class HFCheckpoint:
     def linear(self, name: str, out_features: int, in_features: int) -> Unpacked:
         module = self.stored_name(name)
         is_layer = name.startswith("layers.")
-        weight = self._linear(module) if is_layer else Dense(self._get(f"{module}.weight"))
+        weight = self._linear(module) if is_layer else self._dense(module)
         rows = self._rows(name)
         if rows is not None and weight.shape[0] >= rows.stop:
             weight = weight.rows(rows)
@@ -144,6 +144,15 @@ class HFCheckpoint:
         else:
             module = top.get(name, name)
         return self._without_prefix(module)
+
+    def _dense(self, module: str) -> Dense:
+        values = self._get(f"{module}.weight")
+        if values.dim() != 2:
+            raise CheckpointFormatError(
+                f"{self.path}: tensor {module + '.weight'!r} must have two dimensions, "
+                f"got the shape {list(values.shape)}"
+            )
+        return Dense(values)
 
     def _linear(self, module: str) -> Unpacked:
         try:

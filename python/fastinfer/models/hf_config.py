@@ -138,6 +138,10 @@ class _Rope:
         attention_factor = scaling.get("attention_factor", float, None, minimum=0.0)
         if kind in ("longrope", "su"):
             half = self.dim // 2
+            if trained < 2:  # its logarithm is a divisor
+                raise CheckpointFormatError(
+                    f"{fields.path}: original_max_position_embeddings: expected at least 2, got {trained}"
+                )
             return ops.RopeScaling(
                 kind="longrope",
                 factor=positions / trained,

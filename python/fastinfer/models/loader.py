@@ -28,6 +28,8 @@ from fastinfer.weights.weight import ConcatenatedWeight, Weight
 
 # Longest rotary table: 256 MiB at a head size of 64.
 MAX_POSITIONS = 2**20
+# Limits of fastinfer.ops.route_experts.
+MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN = 1024, 32
 GATE_UP = ("gate_proj", "up_proj")
 PROGRESS_DELAY = 2.0  # seconds before a progress bar appears
 
@@ -66,6 +68,11 @@ class DecoderLoader:
         if self._positions > MAX_POSITIONS:
             raise RequestError(
                 f"max_model_len must be at most {MAX_POSITIONS}, got {self._positions} from {checkpoint.path}"
+            )
+        if config.num_experts > MAX_EXPERTS or config.experts_per_token > MAX_EXPERTS_PER_TOKEN:
+            raise UnsupportedModelError(
+                f"{checkpoint.path}: expected at most {MAX_EXPERTS} experts and {MAX_EXPERTS_PER_TOKEN} per token, "
+                f"got {config.num_experts} and {config.experts_per_token}"
             )
         # The embedding is not multiplied by its scale s, so the residual stream is smaller by the factor s. RMSNorm
         # gives the same result with eps / s^2, and layers add less because their post-norm weights are divided by s.
@@ -266,7 +273,10 @@ class DecoderLoader:
         if "rope_factors" in self._checkpoint:
             factors = self._checkpoint.vector("rope_factors", config.rotary_dim // 2)
         sizes = config.rotary_dim, self._positions
-        table = ops.cos_sin_cache(*sizes, config.rope_theta, config.rope_scaling, factors).to(self._device)
+        try:
+            table = ops.cos_sin_cache(*sizes, config.rope_theta, config.rope_scaling, factors).to(self._device)
+        except (ValueError, ArithmeticError) as error:  # logarithms and quotients of a damaged file's numbers
+            raise UnsupportedModelError(f"{self._checkpoint.path}: rotary scaling: {error}") from None
         if config.local_rope_theta is None:
             return table, table
         return table, ops.cos_sin_cache(*sizes, config.local_rope_theta).to(self._device)

@@ -9,6 +9,7 @@ from tokenizers.models import BPE
 
 from fastinfer.errors import GGUFFormatError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile
+from fastinfer.tokenizers import library
 from fastinfer.tokenizers.pre_tokenizers import IGNORE_MERGES, NORMALIZE_NFC, PRE_TOKENIZERS
 from fastinfer.tokenizers.sentencepiece import SentencePieceBPE
 from fastinfer.tokenizers.vocabulary import END_TOKENS, MARKER, Vocabulary, byte_level_bytes, sentencepiece_bytes
@@ -93,17 +94,19 @@ def _byte_level(file: GGUFFile, tokens: _Tokens) -> tuple[Vocabulary, Encode]:
     if pre not in PRE_TOKENIZERS:
         raise UnsupportedModelError(f"pre-tokenizer {pre!r} is not supported; known are {', '.join(PRE_TOKENIZERS)}")
     ignore_merges = pre in IGNORE_MERGES
-    try:
+    if unknown := next((merge for merge in merges if "".join(merge) not in tokens.ids), None):
+        raise GGUFFormatError(
+            f"{file.path}: metadata key 'tokenizer.ggml.merges': expected joins that are tokens, got {unknown!r:.90}"
+        )
+    with library.as_our_error(lambda message: GGUFFormatError(f"{file.path}: tokenizer.ggml.merges: {message}")):
         model = BPE(vocab=tokens.ids, merges=merges, ignore_merges=ignore_merges)
-    except Exception as error:  # the library raises plain Exception for a merge of unknown tokens
-        raise GGUFFormatError(f"{file.path}: metadata key 'tokenizer.ggml.merges': {error}") from None
     # Two front ends that share one model in memory: only the second one finds special tokens in a text.
     plain, parsing = _backend(model, pre), _backend(model, pre)
     parsing.add_special_tokens([AddedToken(token, normalized=False) for token in tokens.control])
     parsing.add_tokens([AddedToken(token, normalized=False) for token in tokens.user_defined])
 
     def encode(text: str, parse_special: bool) -> list[int]:
-        return (parsing if parse_special else plain).encode(text, add_special_tokens=False).ids
+        return library.encode(parsing if parse_special else plain, text)
 
     vocabulary = tokens.vocabulary(to_bytes=byte_level_bytes, literal=True, add_bos=ignore_merges, adds_space=False)
     return vocabulary, encode

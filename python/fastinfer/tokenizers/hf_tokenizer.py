@@ -15,6 +15,8 @@ from tokenizers import Tokenizer as Backend
 
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.json_fields import JsonFields
+from fastinfer.tokenizers import library
+from fastinfer.tokenizers.tokenizer_json import check_tokenizer_json
 from fastinfer.tokenizers.vocabulary import (
     END_TOKENS,
     MARKER,
@@ -26,7 +28,7 @@ from fastinfer.tokenizers.vocabulary import (
 )
 from fastinfer.utils.forks import RenewedLock
 from fastinfer.utils.regular_file import read_regular
-from fastinfer.utils.text import one_line
+from fastinfer.utils.text import is_text
 
 # Sixteen times the largest vocabulary in use; ids without a token take about 100 bytes each.
 MAX_VOCAB_SIZE = 1 << 22
@@ -53,6 +55,7 @@ def read_tokenizer(folder: Path) -> tuple[Vocabulary, Callable[[str, bool], list
     _add_special_tokens(backend, settings, path)
     vocab = backend.get_vocab(with_added_tokens=True)
     tokens = _tokens_by_id(vocab, settings.vocab_size, path)
+    _check_unknown(backend, vocab, path)
     added = backend.get_added_tokens_decoder()
     special = {i for i, token in added.items() if token.special}
     to_bytes, adds_space = _decoder(backend, path)
@@ -64,7 +67,9 @@ def read_tokenizer(folder: Path) -> tuple[Vocabulary, Callable[[str, bool], list
         raise CheckpointFormatError(
             f"{folder}: expected token ids below {len(tokens)} for the special tokens, got {bad[0]}"
         )
-    prefix, suffix = _affixes(backend)
+    prefix, suffix = _affixes(backend, path)
+    if bad := [i for i in (*prefix, *suffix) if i >= len(tokens)]:
+        raise CheckpointFormatError(f"{path}: post_processor: expected token ids below {len(tokens)}, got {bad[0]}")
     if bos_id is not None and settings.add_bos is not None and (prefix[:1] == (bos_id,)) != settings.add_bos:
         prefix = (bos_id, *prefix) if settings.add_bos else prefix[1:]
     vocabulary = Vocabulary(
@@ -85,7 +90,7 @@ def read_tokenizer(folder: Path) -> tuple[Vocabulary, Callable[[str, bool], list
     def encode(text: str, parse_special: bool) -> list[int]:
         with lock.current:
             backend.encode_special_tokens = not parse_special  # True encodes their spelling as text
-            return backend.encode(text, add_special_tokens=False).ids
+            return library.encode(backend, text)
 
     return vocabulary, encode
 
@@ -171,9 +176,13 @@ def _tokens_by_id(vocab: dict[str, int], vocab_size: int, path: Path) -> list[st
 def _spelling(fields: JsonFields, name: str) -> str | None:
     """Read a token's spelling: a string, or an object with a "content"."""
     value = fields.values[name]
-    if not isinstance(value, dict):
-        return fields.get(name, str, None)
-    return JsonFields(fields.path, value, fields.error, f"{name}.").get("content", str)
+    if isinstance(value, dict):
+        spelling: str | None = JsonFields(fields.path, value, fields.error, f"{name}.").get("content", str)
+    else:
+        spelling = fields.get(name, str, None)
+    if spelling and not is_text(spelling):
+        raise fields.error(f"{fields.path}: {name}: expected text, got {spelling!r:.80} with a lone surrogate")
+    return spelling
 
 
 def _ids(fields: JsonFields, name: str) -> list[int]:
@@ -187,7 +196,8 @@ def _ids(fields: JsonFields, name: str) -> list[int]:
 
 def _read_backend(path: Path) -> Backend:
     text = _read_text(path)
-    try:
+    check_tokenizer_json(text, path)
+    with library.as_our_error(lambda message: CheckpointFormatError(f"{path}: not a valid tokenizer.json: {message}")):
         backend = Backend.from_str(text)
         match = _ADDED_TOKENS.search(text)
         added = json.JSONDecoder().raw_decode(text, match.end())[0] if match else []
@@ -195,8 +205,6 @@ def _read_backend(path: Path) -> Backend:
         if _moved(backend, added):
             backend = Backend.from_str(_with_ids_of_added_tokens(text))
         moved = _moved(backend, added)
-    except Exception as error:  # the library raises plain Exception
-        raise CheckpointFormatError(f"{path}: not a valid tokenizer.json: {one_line(error)}") from None
     if moved:
         raise CheckpointFormatError(
             f"{path}: the added token {moved[0]['content']!r:.80} cannot have the id {moved[0]['id']}"
@@ -229,9 +237,19 @@ def _with_ids_of_added_tokens(text: str) -> str:
     return json.dumps(values)
 
 
-def _affixes(backend: Backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _check_unknown(backend: Backend, vocab: dict[str, int], path: Path) -> None:
+    """Check that the model encodes a character that it does not know."""
+    unknown = next(char for char in map(chr, range(0x10FFFF, 0, -1)) if char not in vocab)
+    with library.as_our_error(
+        lambda message: CheckpointFormatError(f"{path}: model: expected an unknown token in the vocabulary: {message}")
+    ):
+        backend.model.tokenize(unknown)
+
+
+def _affixes(backend: Backend, path: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ids that the post-processor puts before and after a text."""
-    around = backend.encode("a", add_special_tokens=True)
+    with library.as_our_error(lambda message: CheckpointFormatError(f"{path}: not a valid tokenizer.json: {message}")):
+        around = backend.encode("a", add_special_tokens=True)
     mask = around.special_tokens_mask
     first = mask.index(0) if 0 in mask else len(mask)
     last = len(mask) - mask[::-1].index(0) if 0 in mask else len(mask)

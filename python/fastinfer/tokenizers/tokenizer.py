@@ -91,7 +91,7 @@ class Tokenizer:
             The token ids.
 
         Raises:
-            RequestError: ``text`` is not a str or has a lone surrogate.
+            RequestError: ``text`` is not a str, has a lone surrogate, or the tokenizer cannot encode it.
         """
         if not isinstance(text, str):
             raise RequestError(f"prompt: expected a str, got {type(text).__name__}")

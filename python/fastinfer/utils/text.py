@@ -1,4 +1,4 @@
-"""Other programs' messages, shortened to one line."""
+"""Other programs' messages, shortened to one line, and strings that are no text."""
 
 
 def first_line(error: BaseException) -> str:
@@ -9,3 +9,12 @@ def first_line(error: BaseException) -> str:
 def one_line(problem: object) -> str:
     """Return the whole text in one line, cut after 200 characters."""
     return " ".join(str(problem).split())[:200]
+
+
+def is_text(string: str) -> bool:
+    """Return whether a string has no lone surrogate, which no encoding of text can hold."""
+    try:
+        string.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
