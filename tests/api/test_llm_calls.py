@@ -191,7 +191,7 @@ def test_prompt_module(llm: LLM) -> None:
     for bad in ({"prompt": "a", "prompt_module": 3}, {"prompt": "a", "cache_salt": None}, {"prompt_module": "a"}):
         with pytest.raises(RequestError, match="must be a string"):
             llm.generate(bad)
-    with pytest.raises(RequestError, match="name must be a string, got int"):
+    with pytest.raises(RequestError, match="name must be a string, got 5"):
         llm.add_prompt_module(5, "text")  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="prompt must have at least 1 token"):
         llm.add_prompt_module("empty", "")

@@ -56,7 +56,7 @@ def test_rows_of_an_embedding_of_iq4_nl(tmp_path: Path, exact: bool, monkeypatch
     checkpoint = GGUFCheckpoint(write(tmp_path / "model.gguf", {"token_embd.weight": (data, kind)}), exact)
     monkeypatch.setattr("fastinfer.models.gguf_checkpoint.PART_ELEMENTS", 16 * HIDDEN)
     parts = checkpoint.parts("embedding", ROWS, HIDDEN)
-    weight = make_weight(parts, 32, "cpu", rows=ROWS)
+    weight = make_weight(parts, 32, "cpu", out_features=ROWS)
     ids = torch.tensor([36, 0, 15, 16, 0])
     assert torch.equal(weight.rows(ids, torch.float32), expected[ids])
     x = torch.randn(5, HIDDEN)

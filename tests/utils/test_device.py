@@ -96,7 +96,7 @@ def test_defaults_depend_on_the_type_alone(
         assert config.device == {"cuda": "cuda:1", "auto": "cuda:1"}.get(name, name)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fastinfer.llm._with_kv_cache_size", seen)
+    monkeypatch.setattr("fastinfer.llm._choose_kv_cache_size", seen)
     with pytest.raises(KeyboardInterrupt):
         LLM(str(model_path), device=name)
 
