@@ -672,7 +672,7 @@ def test_an_engine_falls_asleep_once_its_requests_have_ended() -> None:
             await falling
             assert engine.health() == Health("the engine sleeps until wake_up() is called", False, False, 0.0, True)
             assert engine.stats().is_sleeping
-            assert not engine._engine.kv_cache.layers
+            assert not engine._engine.worker.kv_cache.layers
             for call in (engine.embed([3]), engine.score("ab"), engine.add_prompt_module("a", [3])):
                 with pytest.raises(UnavailableError, match=message):
                     await call

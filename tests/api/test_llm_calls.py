@@ -338,7 +338,7 @@ def test_sleeping_changes_no_text(model_path: Path, level: int) -> None:
     llm.sleep(level)
     gc.collect()
     assert sum(weight() is not None for weight in weights) == (len(weights) if level == 1 else 0)
-    assert not llm.engine.kv_cache.layers
+    assert not llm.engine.worker.kv_cache.layers
     with pytest.raises(UnavailableError, match=r"the engine sleeps until wake_up\(\) is called"):
         llm.generate("A", greedy())
     llm.wake_up()

@@ -22,12 +22,12 @@ from support.toy import VOCAB_SIZE, ToyTokenizer, always_speculate, check_blocks
 from torch import Tensor
 
 from fastinfer import hub
-from fastinfer.engine import construction
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.cuda_graphs import CUDAGraphs
 from fastinfer.engine.draw import Draw
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.logits_row import LogitsRow
+from fastinfer.engine.runner import Runner
 from fastinfer.errors import ModelNotFoundError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.batch import Batch
@@ -58,7 +58,7 @@ class Forced(Engine):
         super().__init__(mixed_decoder(device), ToyTokenizer(), config)  # type: ignore[arg-type]
         self.logits: dict[tuple[int, ...], Tensor] = {}
         self.tokens: dict[tuple[int, ...], int] = {}
-        for tensor in (tensor for cache in self.kv_cache for tensor in cache.tensors):
+        for tensor in (tensor for cache in self.worker.kv_cache for tensor in cache.tensors):
             tensor.view(torch.uint8).fill_(0xFF)  # NaN, or -1 where that is none
         launch = self.sampler.launch
 
@@ -291,7 +291,9 @@ def graphed(device: str, **limits: Any) -> Forced:
     engine = deterministic(device, **limits)
     if device == "cpu":  # emulated
         with engine._context():
-            engine.runner.graphs = CUDAGraphs(engine.runner.compute, with_twin(engine.runner.inputs), False)
+            engine.worker.runner.graphs = CUDAGraphs(
+                engine.worker.runner.compute, with_twin(engine.worker.runner.inputs), False
+            )
         return engine
     return deterministic(device, enforce_eager=False, **limits)
 
@@ -382,10 +384,9 @@ def test_deterministic_beside_adapters_on_the_cpu(adapters: list[Path]) -> None:
 def test_graphs_are_captured_within(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And those of a draft model, too."""
     seen: list[bool] = []
-    make_runner = construction.make_runner
     monkeypatch.setattr(
-        "fastinfer.engine.engine.make_runner",
-        lambda *args, **names: seen.append(is_batch_invariant()) or make_runner(*args, **names),
+        "fastinfer.engine.worker.Runner",
+        lambda *args, **names: seen.append(is_batch_invariant()) or Runner(*args, **names),
     )
     config = EngineConfig(**LIMITS, device=device, enforce_eager=True, deterministic=True, num_speculative_tokens=2)
     model = mixed_decoder(device)
@@ -431,7 +432,7 @@ def recorded(device: str, monkeypatch: pytest.MonkeyPatch) -> Make:
         if device != "cpu":
             return Forced(device, enforce_eager=False, **limits)
         engine = Forced(device, **limits)
-        runner = engine.runner
+        runner = engine.worker.runner
         runner.graphs = CUDAGraphs(runner.compute, with_twin(runner.inputs), engine.config.max_loras > 0)
         return engine
 
@@ -480,7 +481,7 @@ def test_a_gpu_is_free_while_the_engine_sleeps(level: int) -> None:
 
     expected, awake = texts(), torch.cuda.memory_allocated()
     weights = sum(tensor.untyped_storage().nbytes() for tensor in tensors_of(engine.model))
-    cache = sum(tensor.untyped_storage().nbytes() for layer in engine.kv_cache for tensor in layer.tensors)
+    cache = sum(tensor.untyped_storage().nbytes() for layer in engine.worker.kv_cache for tensor in layer.tensors)
     engine.sleep(level)
     assert torch.cuda.memory_allocated() - before <= awake - before - weights - cache
     engine.wake_up()

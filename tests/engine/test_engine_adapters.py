@@ -158,13 +158,13 @@ def test_an_adapter_that_comes_later_runs_in_recorded_steps(folders: dict[str, P
     engine = make_engine()
     engine.load_adapter("a", folders["a"])
     complete(engine, [PROMPTS[1]], ["a"])
-    num_graphs = len(engine.runner.graphs.recorded)
+    num_graphs = len(engine.worker.runner.graphs.recorded)
     assert num_graphs > 0
     engine.load_adapter("b", folders["b"])
     assert complete(engine, [PROMPTS[1]], ["b"]) == [alone(folders, "b", PROMPTS[1])]
-    assert len(engine.runner.graphs.recorded) == num_graphs
+    assert len(engine.worker.runner.graphs.recorded) == num_graphs
     complete(engine, [PROMPTS[1]], [None])
-    assert len(engine.runner.graphs.recorded) > num_graphs, "without adapters there is nothing to add"
+    assert len(engine.worker.runner.graphs.recorded) > num_graphs, "without adapters there is nothing to add"
 
 
 def test_load_and_unload(folders: dict[str, Path], tmp_path: Path) -> None:

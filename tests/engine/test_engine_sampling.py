@@ -161,7 +161,8 @@ def test_the_last_seed_has_a_successor() -> None:
 
 @pytest.mark.parametrize("count", [0, 2])
 @pytest.mark.parametrize("budget", [1, 3, 64])
-def test_prompt_logprobs(count: int, budget: int) -> None:
+def test_prompt_logprobs(count: int, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastinfer.engine.worker.PROMPT_LOGPROBS_ROWS", 5)
     engine = toy_engine(max_num_batched_tokens=budget, block_size=2, num_kv_blocks=30, max_model_len=30)
     prompt = [(3 * j + 1) % VOCAB_SIZE for j in range(17)]
     for _ in range(2):
@@ -439,7 +440,7 @@ def test_a_draw_that_fails_ends_its_request_only(why: str, speculation: str) -> 
         always_speculate(engine)
     good = [engine.add_request(PROMPT, replace(SAMPLED, n=2)) for _ in range(2)]
     if why == "no numbers":
-        engine.runner.model = Poisoned()
+        engine.worker.runner.model = Poisoned()
         bad = engine.add_request([9], replace(GREEDY, logit_bias={9: 100.0}, n=2))
     else:
         bad = engine.add_request([9], replace(GREEDY, min_tokens=9, stop_token_ids=list(range(VOCAB_SIZE)), n=2))

@@ -41,7 +41,7 @@ def make(loaded: tuple[Model, Tokenizer]) -> Make:
         config = {"max_model_len": 2048, "kv_cache_dtype": torch.float16, "deterministic": True} | limits
         config.setdefault("num_kv_blocks", NUM_KV_BLOCKS)
         engine = Engine(*loaded, EngineConfig(**config))
-        for tensor in (tensor for cache in engine.kv_cache for tensor in cache.tensors):
+        for tensor in (tensor for cache in engine.worker.kv_cache for tensor in cache.tensors):
             tensor.fill_(float("nan") if tensor.is_floating_point() else 127)
         return engine
 

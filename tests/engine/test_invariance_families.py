@@ -68,7 +68,7 @@ def engine_of(decoder: Decoder, **limits: Any) -> Engine:
     config = EngineConfig(**{**LIMITS, "deterministic": True, **limits})
     draft = {"draft_model": decoder} if limits.get("num_speculative_tokens") == 3 else {}
     engine = Engine(decoder, ToyTokenizer(), config, **draft)  # type: ignore[arg-type]
-    for tensor in (tensor for cache in engine.kv_cache for tensor in cache.tensors):
+    for tensor in (tensor for cache in engine.worker.kv_cache for tensor in cache.tensors):
         tensor.view(torch.uint8).fill_(0xFF)  # NaN
     return engine
 

@@ -62,7 +62,7 @@ class Watched(Engine):
     def __init__(self, model: Decoder | None = None, **limits: object) -> None:
         super().__init__(model or random_decoder(), ToyTokenizer(), EngineConfig(**limits))  # type: ignore[arg-type]
         self.steps: list[tuple[Tensor, list[SampledToken]]] = []
-        for tensor in (tensor for cache in self.kv_cache for tensor in cache.tensors):
+        for tensor in (tensor for cache in self.worker.kv_cache for tensor in cache.tensors):
             tensor.fill_(float("nan"))
         launch = self.sampler.launch
 
@@ -201,14 +201,14 @@ def test_a_replayed_step_calls_no_operator() -> None:
         engine.add_request(prompt, replace(PARAMS, max_tokens=None))
     for _ in range(3):
         engine.step()
-    [(size, (_, result))] = engine.runner.graphs.recorded.items()
+    [(size, (_, result))] = engine.worker.runner.graphs.recorded.items()
     assert (size.num_seqs, size.num_tokens, size.num_logits) == (3, 3, 3)
     for _ in range(60):
         with CountCalls() as calls:
             engine.step()
         assert not [name for name in calls.names if name.startswith("fastinfer")]
-    assert engine.runner.graphs.recorded.keys() == {size}
-    assert engine.runner.graphs.recorded[size][1] is result
+    assert engine.worker.runner.graphs.recorded.keys() == {size}
+    assert engine.worker.runner.graphs.recorded[size][1] is result
 
 
 def test_many_requests_leave_nothing_behind() -> None:
@@ -229,7 +229,7 @@ def test_many_requests_leave_nothing_behind() -> None:
 
 def large(engine: Engine) -> set[int]:
     """The sizes of the recorded batches, without those of the few that came last and so also ended last."""
-    return {size.num_seqs for size in engine.runner.graphs.recorded if size.num_seqs > 5}  # type: ignore[union-attr]
+    return {size.num_seqs for size in engine.worker.runner.graphs.recorded if size.num_seqs > 5}  # type: ignore[union-attr]
 
 
 def test_large_batches_are_recorded_when_they_have_come_often() -> None:
@@ -268,7 +268,7 @@ def test_sizes_that_were_counted_are_forgotten(monkeypatch: pytest.MonkeyPatch) 
     for length in (3, 4, 5, 3, 4, 5, 3, 4, 5, 5, 5, 5):
         engine.add_request([1] * length, replace(PARAMS, max_tokens=1))
         drain(engine)
-    assert [size.num_tokens for size in engine.runner.graphs.recorded] == [5], "of the others too few since"
+    assert [size.num_tokens for size in engine.worker.runner.graphs.recorded] == [5], "of the others too few since"
 
 
 def test_a_size_that_was_forgotten_counts_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +278,7 @@ def test_a_size_that_was_forgotten_counts_from_the_beginning(monkeypatch: pytest
     for length in (3, 3, 3, 4, 4, 4, 3, 3, 3):
         engine.add_request([1] * length, replace(PARAMS, max_tokens=1))
         drain(engine)
-        recorded.append([size.num_tokens for size in engine.runner.graphs.recorded])
+        recorded.append([size.num_tokens for size in engine.worker.runner.graphs.recorded])
     assert recorded == [[], [], [3], [3], [3], [4], [4], [4], [3]]
 
 

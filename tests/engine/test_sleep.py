@@ -66,15 +66,14 @@ def alive(tensors: list[weakref.ref[Tensor]]) -> int:
 
 
 def cached(engine: Engine) -> Iterator[Tensor]:
-    caches = [engine.kv_cache, *([] if engine.draft_kv_cache is None else [engine.draft_kv_cache])]
-    return (tensor for cache in caches for layer in cache for tensor in layer.tensors)
+    return (tensor for worker in engine._workers for layer in worker.kv_cache for tensor in layer.tensors)
 
 
 def results_of(engine: Engine) -> Iterator[Tensor]:
     """The tensors that recorded steps write."""
-    for runner in engine._runners:
-        assert isinstance(runner.graphs, CPUGraphs)
-        for _, result in runner.graphs.recorded.values():
+    for worker in engine._workers:
+        assert isinstance(worker.runner.graphs, CPUGraphs)
+        for _, result in worker.runner.graphs.recorded.values():
             yield from (result.hidden, result.logits)
 
 
@@ -107,7 +106,7 @@ def test_memory_is_freed_and_the_texts_stay_the_same(level: int, with_draft_mode
 
 def test_a_draft_model_is_dropped_too() -> None:
     engine = decoder_engine(with_draft_model=True, num_speculative_tokens=3)
-    weights = references(tensors_of([runner.model for runner in engine._runners]))
+    weights = references(tensors_of([worker.model for worker in engine._workers]))
     engine.sleep(2)
     assert alive(weights) == 0
 

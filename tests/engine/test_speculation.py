@@ -206,7 +206,7 @@ def test_spread() -> None:
 def test_drafts_from_the_text_itself_save_steps() -> None:
     def run(num_speculative_tokens: int) -> tuple[list[int], int]:
         engine = toy_engine(num_speculative_tokens=num_speculative_tokens)
-        engine.runner.model = Repetitive()
+        engine.worker.runner.model = Repetitive()
         if num_speculative_tokens:
             always_speculate(engine)
         engine.add_request([1, 2], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))

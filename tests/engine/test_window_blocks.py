@@ -228,8 +228,8 @@ def test_a_prompt_module_keeps_its_window() -> None:
 def test_the_groups_are_the_windows_of_the_layers() -> None:
     engine = windowed_engine((0, 6))
     assert [pool.window for pool in engine.block_manager.pools] == [0, 6]
-    assert [layer.group for layer in engine.kv_cache] == [0, 1]
-    full, windowed = (layer.k for layer in engine.kv_cache)
+    assert [layer.group for layer in engine.worker.kv_cache] == [0, 1]
+    full, windowed = (layer.k for layer in engine.worker.kv_cache)
     assert len(full) == engine.block_manager.pools[0].num_blocks > len(windowed)
     assert windowed.dtype == torch.float32
     wide = windowed_engine((0, 90), max_model_len=80)

@@ -96,7 +96,7 @@ OTHER_THREADS = """
 llm = LLM(sys.argv[1], max_model_len=128, device="cpu")
 expected = text(llm)
 long = SamplingParams(temperature=1.0, seed=1, max_tokens=100, ignore_eos=True)
-graphs, in_step, may_go_on = llm.engine.runner.graphs, threading.Event(), threading.Event()
+graphs, in_step, may_go_on = llm.engine.worker.runner.graphs, threading.Event(), threading.Event()
 compute = graphs._compute
 
 def paused(batch):

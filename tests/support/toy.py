@@ -158,8 +158,8 @@ def toy_engine(draft_model: ToyModel | None = None, model: ToyModel | None = Non
     # The toy computes with torch, which no graph records.
     config = EngineConfig(kv_cache_dtype=torch.float32, enforce_eager=True, **limits)
     engine = Engine(model or ToyModel(), ToyTokenizer(), config, draft_model)  # type: ignore[arg-type]
-    for tensors in (engine.kv_cache, engine.draft_kv_cache):
-        for tensor in (tensor for cache in tensors or () for tensor in cache.tensors):
+    for worker in engine._workers:
+        for tensor in (tensor for cache in worker.kv_cache for tensor in cache.tensors):
             tensor.fill_(float("nan"))
     return engine
 

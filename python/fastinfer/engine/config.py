@@ -122,3 +122,8 @@ class EngineConfig:
     def runs_ahead(self) -> bool:
         """Whether steps are launched ahead, see ``async_scheduling``."""
         return self.device != "cpu" if self.async_scheduling is None else self.async_scheduling
+
+    @property
+    def max_num_rows(self) -> int:
+        """Number of rows of logits in the largest step."""
+        return self.max_num_seqs + self.max_num_batched_tokens

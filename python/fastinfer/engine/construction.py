@@ -3,19 +3,18 @@
 from collections import Counter
 from collections.abc import Sequence as List
 
-from fastinfer.engine.batch_inputs import BatchInputs
 from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.block_pool import BlockPool
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.draft_model import DraftModelSpeculator
 from fastinfer.engine.kv_cache_size import KVCacheSize, choose_kv_cache_size
-from fastinfer.engine.runner import Runner
 from fastinfer.engine.sampler import Sampler
 from fastinfer.engine.speculation import NgramSpeculator, Speculator
+from fastinfer.engine.worker import Worker
 from fastinfer.errors import RequestError
 from fastinfer.models import Model
 from fastinfer.models.config import ModelConfig
-from fastinfer.models.kv_cache import KVCache, num_blocks_for, token_bytes
+from fastinfer.models.kv_cache import token_bytes
 from fastinfer.tokenizers.tokenizer import Tokenizer
 
 
@@ -51,63 +50,25 @@ def make_block_manager(config: EngineConfig, size: KVCacheSize) -> BlockManager:
     return BlockManager(pools, config.block_size, config.enable_prefix_caching)
 
 
-def make_kv_cache(config: EngineConfig, model: Model, size: KVCacheSize) -> KVCache:
-    """Make the KV cache of one model; its memory is uninitialised."""
-    sizes = model.config
-    return KVCache.empty(
-        [size.group(sizes.window(layer)) for layer in range(sizes.num_layers)],
-        size.num_blocks,
-        config.block_size,
-        sizes.num_kv_heads,
-        sizes.head_dim,
-        config.kv_cache_dtype,
-        config.device,
-    )
-
-
 def make_sampler(config: EngineConfig, model: Model, tokenizer: Tokenizer) -> Sampler:
     """Make a sampler that is large enough for any step."""
-    return Sampler(_max_rows(config), model.config.vocab_size, tokenizer.eos_ids)
+    return Sampler(config.max_num_rows, model.config.vocab_size, tokenizer.eos_ids)
 
 
-def make_runner(
-    config: EngineConfig, model: Model, kv_cache: KVCache, size: KVCacheSize, *, with_adapters: bool = False
-) -> Runner:
-    """Make a runner whose inputs are large enough for any step; on a GPU this captures its graphs."""
-    inputs = BatchInputs(
-        # The padding of a decode step adds one sequence per padding token.
-        max_seqs=config.max_num_seqs * (1 + config.num_speculative_tokens),
-        max_tokens=config.max_num_batched_tokens,
-        max_logits=_max_rows(config),
-        max_blocks=num_blocks_for(size.max_model_len, config.block_size),
-        block_size=config.block_size,
-        num_groups=len(size.windows),
-        device=config.device,
-    )
-    return Runner(
-        model,
-        kv_cache,
-        inputs,
-        enforce_eager=config.enforce_eager,
-        with_adapters=with_adapters,
-        deterministic=config.deterministic,
-    )
-
-
-def make_ngram_speculator(config: EngineConfig) -> Speculator | None:
-    """Make a speculator that finds drafts in the text itself; ``None`` if speculation is off."""
-    return NgramSpeculator(config.num_speculative_tokens) if config.num_speculative_tokens else None
-
-
-def make_draft_speculator(config: EngineConfig, runner: Runner, sampler: Sampler) -> Speculator:
-    """Make a speculator that draws drafts from a smaller model.
+def make_speculator(
+    config: EngineConfig, draft_worker: Worker | None, draft_sampler: Sampler | None
+) -> Speculator | None:
+    """Make what drafts tokens: the draft model if there is one, or else the text; ``None`` if speculation is off.
 
     Args:
         config: configuration of the engine.
-        runner: runner of the draft model.
-        sampler: sampler for the drafts; not the engine's own, as a sampler keeps the parameters of its last draw.
+        draft_worker: worker of the draft model.
+        draft_sampler: sampler for its drafts; not the engine's own, as a sampler keeps the parameters of its last draw.
     """
-    return DraftModelSpeculator(runner, sampler, config.num_speculative_tokens, config.max_num_batched_tokens)
+    limit = config.num_speculative_tokens
+    if draft_worker is not None and draft_sampler is not None:
+        return DraftModelSpeculator(draft_worker, draft_sampler, limit, config.max_num_batched_tokens)
+    return NgramSpeculator(limit) if limit else None
 
 
 def check_draft_model(config: EngineConfig, sizes: ModelConfig, draft: ModelConfig, max_model_len: int) -> None:
@@ -129,8 +90,3 @@ def check_draft_model(config: EngineConfig, sizes: ModelConfig, draft: ModelConf
             f"the draft model must have the vocabulary of {sizes.vocab_size} tokens and a context of at least "
             f"{max_model_len}, got {draft.vocab_size} and {draft.max_position}"
         )
-
-
-def _max_rows(config: EngineConfig) -> int:
-    """Return the number of rows of logits in the largest step."""
-    return config.max_num_seqs + config.max_num_batched_tokens

@@ -15,12 +15,12 @@ from fastinfer.engine.acceptance import FIRST_ACCEPTANCE, Acceptance
 from fastinfer.engine.batch_inputs import StepResult
 from fastinfer.engine.block_table import BlockTable
 from fastinfer.engine.logits_row import LogitsRow
-from fastinfer.engine.runner import Runner
 from fastinfer.engine.sampled_token import SampledToken
 from fastinfer.engine.sampler import Sampler
 from fastinfer.engine.scheduler import Chunk
 from fastinfer.engine.sequence import Sequence
 from fastinfer.engine.speculation import Speculator
+from fastinfer.engine.worker import Worker
 
 # The acceptance rate of a sequence without drafts is not updated. It is therefore reset every RETRY_STEPS steps, so
 # that the sequence gets drafts again.
@@ -103,15 +103,15 @@ class DraftModelSpeculator(Speculator):
     sequence (``Sequence.draft_gap``), and computes them when it next drafts for this sequence.
 
     Args:
-        runner: runner of the draft model.
+        worker: worker of the draft model.
         sampler: sampler for the drafts; not the engine's own, as a sampler keeps the parameters of its last draw.
         max_drafts: maximum number of drafts per sequence and step.
-        max_tokens: maximum number of tokens in one call of the runner.
+        max_tokens: maximum number of tokens in one call of the worker.
     """
 
-    def __init__(self, runner: Runner, sampler: Sampler, max_drafts: int, max_tokens: int) -> None:
+    def __init__(self, worker: Worker, sampler: Sampler, max_drafts: int, max_tokens: int) -> None:
         super().__init__(max_drafts)
-        self._runner = runner
+        self._worker = worker
         self._sampler = sampler
         self._max_tokens = max_tokens
         self._seconds: deque[float] = deque(maxlen=8)
@@ -176,7 +176,7 @@ class DraftModelSpeculator(Speculator):
             return
         chunks = [Chunk(view, count) for view, count in parts]  # type: ignore[arg-type]
         drawing = [view for chunk, (view, _) in zip(chunks, parts, strict=True) if chunk.is_last and view.samples]
-        result = self._runner(chunks)
+        result = self._worker.run(chunks)
         rows = [LogitsRow(view.sequence, view.drafts) for view in drawing]
         drawn = self._sample(result, rows)
         for view, count in parts:
@@ -188,7 +188,7 @@ class DraftModelSpeculator(Speculator):
 
     def _sample(self, result: StepResult, rows: list[LogitsRow]) -> list[SampledToken]:
         """Draw a token of the whole vocabulary for each row: the noise is that of the token, not of the column."""
-        model = self._runner.model
+        model = self._worker.model
         if model.draft_tokens is None:
             return self._sampler.draw(result.logits, rows, result.recorded)
         logits = spread(result.logits, model.draft_tokens, model.config.vocab_size)

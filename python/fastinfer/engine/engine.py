@@ -16,11 +16,8 @@ from fastinfer.engine.construction import (
     check_draft_model,
     kv_cache_size,
     make_block_manager,
-    make_draft_speculator,
-    make_kv_cache,
-    make_ngram_speculator,
-    make_runner,
     make_sampler,
+    make_speculator,
 )
 from fastinfer.engine.generation_request import GenerationRequest
 from fastinfer.engine.grammar import GrammarCompiler
@@ -32,13 +29,12 @@ from fastinfer.engine.request_table import RequestTable
 from fastinfer.engine.request_validator import RequestValidator, ValidPrompt
 from fastinfer.engine.scheduler import Scheduler
 from fastinfer.engine.sleep_mode import LoadModels, SleepMode
-from fastinfer.engine.speculation import Speculator
 from fastinfer.engine.stats import EngineStats, StepStats, StepTotals
 from fastinfer.engine.step import Step
+from fastinfer.engine.worker import Worker
 from fastinfer.errors import RequestError, UnavailableError
 from fastinfer.formats.peft import LoraAdapter
 from fastinfer.models import Model, check_has_all_logits
-from fastinfer.models.kv_cache import KVCache
 from fastinfer.models.lora import AdapterSlots
 from fastinfer.sampling_params import DEFAULT_PARAMS, BeamSearchParams, SamplingParams
 from fastinfer.tokenizers.tokenizer import Tokenizer
@@ -76,10 +72,9 @@ class Engine:
         adapters: the loaded LoRA adapters.
         max_model_len: longest sequence in tokens.
         block_manager: manager of the blocks of the KV caches.
-        kv_cache, draft_kv_cache: KV caches of the model and of the draft model, which is ``None`` without one.
         scheduler: scheduler, which chooses what each step computes.
         sampler: sampler of the next tokens.
-        runner: runner of the model.
+        worker, draft_worker: what computes the model and the draft model, which is ``None`` without one.
         speculator: source of draft tokens; ``None`` without speculation.
         grammars: compiler of grammars for structured outputs.
         prompt_modules: the prompt modules by name.
@@ -110,17 +105,20 @@ class Engine:
         size = size or kv_cache_size(config, models)
         self.max_model_len = size.max_model_len
         self.block_manager = make_block_manager(config, size)
-        self.kv_cache = make_kv_cache(config, model, size)
-        self.draft_kv_cache: KVCache | None = None
         self.scheduler = Scheduler(self.block_manager, config.max_num_seqs, config.max_num_batched_tokens)
         self.sampler = make_sampler(config, model, tokenizer)
-        self._samplers = [self.sampler]
-        with self._context():  # on a GPU the runners capture their graphs here
-            self.runner = make_runner(config, model, self.kv_cache, size, with_adapters=config.max_loras > 0)
-            self._runners = [self.runner]
-            self.speculator = self._make_speculator(draft_model, size)
+        draft_sampler = None
+        if draft_model is not None:
+            check_draft_model(config, model.config, draft_model.config, self.max_model_len)
+            draft_sampler = make_sampler(config, model, tokenizer)
+        with self._context():  # on a GPU the workers capture their graphs here
+            self.worker = Worker(config, model, size, with_adapters=config.max_loras > 0)
+            self.draft_worker = None if draft_model is None else Worker(config, draft_model, size)
+        self._workers = [self.worker] if self.draft_worker is None else [self.worker, self.draft_worker]
+        self._samplers = [self.sampler] if draft_sampler is None else [self.sampler, draft_sampler]
+        self.speculator = make_speculator(config, self.draft_worker, draft_sampler)
         self._sleep_mode = SleepMode(
-            self._runners, self._samplers, self.block_manager, self.adapters.slots, load_models
+            self._workers, self._samplers, self.block_manager, self.adapters.slots, load_models
         )
         self.grammars = GrammarCompiler(tokenizer, self.vocab_size)
         self.prompt_modules = PromptModules(self.block_manager, self.max_model_len)
@@ -135,12 +133,12 @@ class Engine:
         self._totals = StepTotals()
         self._validator = RequestValidator(config, self.max_model_len, self.vocab_size, self.adapters)
         self._step = Step(
-            runner=self.runner,
+            worker=self.worker,
+            draft_worker=self.draft_worker,
             sampler=self.sampler,
             speculator=self.speculator,
             scheduler=self.scheduler,
             block_manager=self.block_manager,
-            kv_caches=[cache for cache in (self.kv_cache, self.draft_kv_cache) if cache is not None],
             requests=self.requests,
             runs_ahead=config.runs_ahead,
         )
@@ -414,7 +412,7 @@ class Engine:
     @property
     def model(self) -> Model:
         """The model, with slots for LoRA adapters if there are any; not to be used while the engine sleeps."""
-        return self.runner.model
+        return self.worker.model
 
     def check_sleep(self, level: int) -> None:
         """Check that the engine can sleep at this level once it has no requests.
@@ -457,7 +455,7 @@ class Engine:
         """
         if not self.is_sleeping:
             return
-        with self._context():  # on a GPU the runners capture their graphs here
+        with self._context():  # on a GPU the workers capture their graphs here
             self._sleep_mode.wake_up()
         for name, module in self.prompt_modules.remove_all().items():
             request = PrefillRequest(self.requests.new_id(), module.token_ids, module.options)
@@ -505,8 +503,8 @@ class Engine:
             kv_fragmentation=1 - tokens / slots if slots else 0.0,
             num_drafted_tokens=self.speculator.num_drafted if self.speculator else 0,
             num_accepted_tokens=self.speculator.num_accepted if self.speculator else 0,
-            num_eager_steps=sum(runner.num_eager_steps for runner in self._runners),
-            num_failed_graphs=sum(len(runner.graphs.failed) for runner in self._runners if runner.graphs is not None),
+            num_eager_steps=sum(worker.num_eager_steps for worker in self._workers),
+            num_failed_graphs=sum(worker.num_failed_graphs for worker in self._workers),
             num_failed_draws=sum(sampler.num_failed_draws for sampler in self._samplers),
             num_steps=self._totals.num_steps,
             num_prompt_tokens=self._totals.num_prompt_tokens,
@@ -558,18 +556,6 @@ class Engine:
         """Enter the context in which the model must run, whichever thread calls."""
         with use_device(self.config.device), ops.batch_invariant() if self.config.deterministic else nullcontext():
             yield
-
-    def _make_speculator(self, draft_model: Model | None, size: KVCacheSize) -> Speculator | None:
-        config = self.config
-        if draft_model is None:
-            return make_ngram_speculator(config)
-        check_draft_model(config, self.model.config, draft_model.config, self.max_model_len)
-        self.draft_kv_cache = make_kv_cache(config, draft_model, size)
-        runner = make_runner(config, draft_model, self.draft_kv_cache, size)
-        sampler = make_sampler(config, self.model, self.tokenizer)
-        self._runners.append(runner)
-        self._samplers.append(sampler)
-        return make_draft_speculator(config, runner, sampler)
 
 
 def _with_adapters(model: Model, config: EngineConfig) -> tuple[Model, Adapters]:

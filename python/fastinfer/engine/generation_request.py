@@ -4,7 +4,7 @@ import secrets
 import time
 
 from fastinfer.engine.request import Request, SequenceStep
-from fastinfer.engine.sampled_token import SampledToken, TokenLogprob, top_logprobs
+from fastinfer.engine.sampled_token import SampledToken, TokenLogprob
 from fastinfer.engine.sequence import Sequence, SequenceOptions
 from fastinfer.engine.text_stream import TextStream
 from fastinfer.engine.token_counts import TokenCounts
@@ -21,10 +21,6 @@ from fastinfer.outputs import (
 from fastinfer.sampling_params import RequestOutputKind, SamplingParams
 from fastinfer.tokenizers.tokenizer import Detokenizer, Tokenizer
 from fastinfer.utils.checks import INT64_MAX
-
-# Number of prompt tokens whose logits are computed at a time if their log-probabilities are requested: 12 MB for a
-# vocabulary of 49k tokens.
-PROMPT_LOGPROBS_ROWS = 64
 
 
 class Completion:
@@ -193,7 +189,7 @@ class GenerationRequest(Request):
         if self._num_cached_tokens is None:
             self._num_cached_tokens = step.start
         if self._params.prompt_logprobs is not None:
-            self._add_prompt_logprobs(step, self._params.prompt_logprobs)
+            self._add_prompt_logprobs(step)
         if step.tokens and self._first_token_time is None:
             self._first_token_time = time.perf_counter()
         completion = self._completions[step.sequence]
@@ -245,18 +241,10 @@ class GenerationRequest(Request):
             )
         return self._metrics
 
-    def _add_prompt_logprobs(self, step: SequenceStep, count: int) -> None:
-        """Compute log-probabilities of the prompt tokens that follow the tokens of this step.
-
-        After a preemption the prompt is computed again; tokens that already have log-probabilities are skipped.
-        """
-        start = step.start + 1
-        tokens = self._prompt_token_ids[start : start + len(step.hidden)]
-        for begin in range(max(len(self._prompt_logprobs) - start, 0), len(tokens), PROMPT_LOGPROBS_ROWS):
-            part = tokens[begin : begin + PROMPT_LOGPROBS_ROWS]
-            logits = step.logits(begin, begin + len(part))
-            for row, token_id in zip(logits, part, strict=True):
-                self._prompt_logprobs.append(decode_logprobs(top_logprobs(row, token_id, count), self._tokenizer))
+    def _add_prompt_logprobs(self, step: SequenceStep) -> None:
+        """Add the log-probabilities of the step's prompt tokens; after a preemption they are not computed again."""
+        self._prompt_logprobs += [decode_logprobs(entries, self._tokenizer) for entries in step.prompt_logprobs]
+        self.sequences[0].next_prompt_logprob = len(self._prompt_logprobs)
 
     def _set_finish_time(self) -> None:
         """Record the time at which the last completion ended."""
@@ -290,6 +278,8 @@ def _sequences(
         for index in range(params.n)
     ]
     sequences[0].siblings = sequences[1:]
+    if params.prompt_logprobs is not None:
+        sequences[0].next_prompt_logprob = 1
     for sequence in sequences:
         sequence.runs_ahead = params.logprobs is None and params.prompt_logprobs is None
     if params.has_penalties:

@@ -73,22 +73,19 @@ class EmbeddingRequest(PrefillRequest):
         self, request_id: str, prompt_token_ids: list[int], options: SequenceOptions, *, pooling: str, normalize: bool
     ) -> None:
         super().__init__(request_id, prompt_token_ids, options, reads_prefix=pooling == "last")
-        self._pooling = pooling
+        self.sequences[0].pooling = pooling
+        self._divisor = len(prompt_token_ids) if pooling == "mean" else 1
         self._normalize = normalize
-        self._sum = torch.zeros(())
-        self._num_summed = 0
+        self._pooled = torch.zeros(())
 
     def update(self, step: SequenceStep) -> None:
-        hidden = step.normalized()
-        if step.start == 0 or self._pooling == "last":  # after a preemption the prompt is computed again
-            self._sum, self._num_summed = torch.zeros(hidden.shape[1], dtype=torch.float64), 0
-        pooled = hidden[-1:] if self._pooling == "last" else hidden
-        self._sum = self._sum + pooled.cpu().double().sum(0)
-        self._num_summed += len(pooled)
+        if step.pooled is not None:
+            before = 0 if step.start == 0 else self._pooled  # after a preemption the prompt is computed again
+            self._pooled = before + step.pooled
         super().update(step)
 
     def _embedding(self) -> list[float] | None:
         if self.finish_reason != "stop":
             return None
-        vector = self._sum / self._num_summed
+        vector = self._pooled / self._divisor
         return (torch.nn.functional.normalize(vector, dim=0) if self._normalize else vector).tolist()

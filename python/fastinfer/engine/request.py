@@ -1,15 +1,14 @@
 """The interface between the engine and every kind of request."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence as List
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from fastinfer.engine.sampled_token import SampledToken
+from fastinfer.engine.sampled_token import SampledToken, TokenLogprob
 from fastinfer.engine.scheduler import Scheduler
 from fastinfer.engine.sequence import Sequence
-from fastinfer.models import Model
 from fastinfer.outputs import PrefillOutput, RequestOutput
 
 Output = RequestOutput | PrefillOutput
@@ -19,39 +18,22 @@ class SequenceStep(NamedTuple):
     """The result of one step for one sequence.
 
     Attributes:
-        model: the model that ran the step.
         sequence: the sequence that was computed.
         start: position of the first token that was computed.
-        step_hidden: [tokens, hidden] hidden states of the whole step, before the last norm; valid until the next step.
-        rows: this sequence's rows of ``step_hidden``.
         tokens: drawn tokens to append; empty until the prompt is fully computed.
         is_last: whether all tokens that the sequence had are computed now.
+        prompt_logprobs: log-probabilities of tokens of the prompt from ``Sequence.next_prompt_logprob`` on, each with
+            those of the likeliest tokens.
+        pooled: what ``Sequence.pooling`` asks for, [hidden] float64: the sum over the tokens that were computed, or the
+            last token's hidden state; ``None`` for nothing.
     """
 
-    model: Model
     sequence: Sequence
     start: int
-    step_hidden: Tensor
-    rows: slice
     tokens: list[SampledToken]
     is_last: bool
-
-    @property
-    def hidden(self) -> Tensor:
-        """Hidden states of this sequence, [n, hidden], before the last norm.
-
-        They are sliced on demand: few requests need them, and slicing a tensor right after a step, when the CPU's
-        caches are cold, takes 35 us.
-        """
-        return self.step_hidden[self.rows]
-
-    def logits(self, begin: int, end: int) -> Tensor:
-        """Compute the logits after the tokens ``start + begin`` to ``start + end - 1``: [end - begin, vocab] fp32."""
-        return self.model.logits(self.hidden, torch.arange(begin, end, device=self.hidden.device)).float()
-
-    def normalized(self) -> Tensor:
-        """Return ``hidden`` after the last norm."""
-        return self.model.normalize(self.hidden)
+    prompt_logprobs: List[list[TokenLogprob]] = ()
+    pooled: Tensor | None = None
 
 
 class Request(ABC):

@@ -26,7 +26,7 @@ class Runner:
             then computed as if some had: steps without adapters use fused operators, which round in other places.
 
     Attributes:
-        inputs, kv_cache: see above.
+        model, kv_cache, inputs: see above.
         graphs: recorded graphs; ``None`` with ``enforce_eager``.
         num_eager_steps: steps that ran operator by operator since the start.
     """
@@ -41,40 +41,13 @@ class Runner:
         with_adapters: bool = False,
         deterministic: bool = False,
     ) -> None:
-        self._model: Model | None = model
+        self.model = model
         self.kv_cache = kv_cache
         self.inputs = inputs
         self._enforce_eager = enforce_eager
         self._with_adapters = with_adapters
         self._always_adapters = with_adapters and deterministic
         self.num_eager_steps = 0
-        self.graphs = self._make_graphs()
-
-    @property
-    def model(self) -> Model:
-        """The model, which must not have been released."""
-        assert self._model is not None, "the model was released"
-        return self._model
-
-    @model.setter
-    def model(self, model: Model) -> None:
-        self._model = model
-
-    @property
-    def has_model(self) -> bool:
-        """Whether there is a model, see :meth:`release`."""
-        return self._model is not None
-
-    def release(self, *, with_model: bool) -> None:
-        """Free the KV cache and the recorded graphs, which refer to it, and the model if wanted."""
-        self.graphs = None
-        self.kv_cache.free()
-        if with_model:
-            self._model = None
-
-    def restore(self) -> None:
-        """Allocate the KV cache again after :meth:`release`, and on a GPU capture the graphs again."""
-        self.kv_cache.allocate()
         self.graphs = self._make_graphs()
 
     def __call__(self, chunks: list[Chunk], drawn: Tensor | None = None) -> StepResult:

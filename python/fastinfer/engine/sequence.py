@@ -54,6 +54,8 @@ class Sequence:
         reads_prefix: whether the sequence may reuse computed blocks from the prefix cache.
         samples: whether a token is drawn once all tokens are computed.
         params: sampling parameters.
+        next_prompt_logprob: position of the next prompt token whose log-probabilities are wanted; ``None`` for none.
+        pooling: ``"mean"`` or ``"last"`` if hidden states are wanted; ``None`` if not.
         seed: random seed; together with a token's position it determines that token's draw.
         adapter: slot of the LoRA adapter; -1 for none.
         siblings: sequences that are forked from this one once its prompt is computed.
@@ -98,6 +100,7 @@ class Sequence:
         "last_step",
         "max_length",
         "may_speculate",
+        "next_prompt_logprob",
         "ngrams",
         "num_cached_blocks",
         "num_computed_tokens",
@@ -110,6 +113,7 @@ class Sequence:
         "num_unknown_tokens",
         "order",
         "params",
+        "pooling",
         "prefix_scan",
         "reads_prefix",
         "request_id",
@@ -150,6 +154,8 @@ class Sequence:
         self.reads_prefix = reads_prefix
         self.samples = samples
         self.params = params
+        self.next_prompt_logprob: int | None = None
+        self.pooling: str | None = None
         self.seed = seed
         self.adapter = adapter
         self.siblings: list[Sequence] = []

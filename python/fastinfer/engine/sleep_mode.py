@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 
 from fastinfer.engine.block_manager import BlockManager
-from fastinfer.engine.runner import Runner
 from fastinfer.engine.sampler import Sampler
 from fastinfer.engine.sequence import Sequence
+from fastinfer.engine.worker import Worker
 from fastinfer.errors import RequestError
 from fastinfer.models import Model
 from fastinfer.models.lora import AdapterSlots
@@ -32,11 +32,11 @@ class SleepMode:
     On a CPU weights already are in the host's memory, and level 1 leaves them there.
 
     Args:
-        runners: runners of the model and of the draft model, if there is one.
+        workers: workers of the model and of the draft model, if there is one.
         samplers: their samplers.
         block_manager: manager of the blocks of the KV caches.
         adapters: slots of the model's LoRA adapters; ``None`` if it has none.
-        load_models: function that loads the runners' models again; ``None`` if nothing can.
+        load_models: function that loads the models of the workers again; ``None`` if nothing can.
 
     Attributes:
         level: 1 or 2; 0 while the engine is awake.
@@ -44,19 +44,20 @@ class SleepMode:
 
     def __init__(
         self,
-        runners: list[Runner],
+        workers: list[Worker],
         samplers: list[Sampler],
         block_manager: BlockManager,
         adapters: AdapterSlots | None,
         load_models: LoadModels | None,
     ) -> None:
         self.level = 0
-        self._runners = runners
+        self._workers = workers
         self._samplers = samplers
         self._block_manager = block_manager
         self._adapters = adapters
         self._load_models = load_models
-        self._configs = [runner.model.config for runner in runners]
+        self._on_gpu = workers[0].device.type == "cuda"
+        self._configs = [worker.model.config for worker in workers]
         self._host_copy: HostCopy | None = None
 
     def check(self, level: int) -> None:
@@ -78,9 +79,8 @@ class SleepMode:
             level: 1 or 2.
             pinned: the only sequences that hold blocks, which they lose.
         """
-        on_gpu = self._runners[0].inputs.device.type == "cuda"
-        if on_gpu:
-            models = [runner.model for runner in self._runners] if level == 1 else []
+        if self._on_gpu:
+            models = [worker.model for worker in self._workers] if level == 1 else []
             self._host_copy = HostCopy(tensors_of([models, self._adapters]))
         self.level = level  # from here on wake_up() repairs what was left half done
         for sequence in pinned:
@@ -88,9 +88,9 @@ class SleepMode:
         self._block_manager.reset_prefix_cache()
         for sampler in self._samplers:
             sampler.forget_recorded()
-        for runner in self._runners:
-            runner.release(with_model=level == 2)
-        if on_gpu:
+        for worker in self._workers:
+            worker.release(with_model=level == 2)
+        if self._on_gpu:
             torch.cuda.empty_cache()
 
     def wake_up(self) -> None:
@@ -99,13 +99,13 @@ class SleepMode:
         Raises:
             RequestError: the files now hold another model.
         """
-        if not all(runner.has_model for runner in self._runners):
+        if not all(worker.has_model for worker in self._workers):
             self._reload()
         if self._host_copy is not None:
             self._host_copy.restore()
             self._host_copy = None
-        for runner in self._runners:
-            runner.restore()
+        for worker in self._workers:
+            worker.restore()
         self.level = 0
 
     def _reload(self) -> None:
@@ -118,5 +118,5 @@ class SleepMode:
                 )
         if self._adapters is not None:
             models[0] = models[0].with_adapters(self._adapters)
-        for runner, model in zip(self._runners, models, strict=True):
-            runner.model = model
+        for worker, model in zip(self._workers, models, strict=True):
+            worker.reload(model)

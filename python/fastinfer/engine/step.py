@@ -4,21 +4,22 @@ import time
 from dataclasses import replace
 from typing import NamedTuple
 
+from torch import Tensor
+
 from fastinfer.engine.batch_inputs import StepResult
 from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.draw import Draw
 from fastinfer.engine.logits_row import LogitsRow, drop_impossible_drafts, logits_rows
 from fastinfer.engine.request import Request, SequenceStep
 from fastinfer.engine.request_table import RequestTable
-from fastinfer.engine.runner import Runner
 from fastinfer.engine.sampled_token import SampledToken
 from fastinfer.engine.sampler import Sampler
 from fastinfer.engine.scheduler import Chunk, Scheduler
 from fastinfer.engine.sequence import SequenceState
 from fastinfer.engine.speculation import Speculator
 from fastinfer.engine.stats import StepStats
+from fastinfer.engine.worker import Worker
 from fastinfer.errors import describe_error
-from fastinfer.models.kv_cache import KVCache
 
 
 class _ChunkResult(NamedTuple):
@@ -72,12 +73,12 @@ class Step:
     no sequence would have to be preempted. A sequence that turns out to have ended computes one token in vain.
 
     Args:
-        runner: runner of the model.
+        worker: worker of the model.
+        draft_worker: worker of the draft model; ``None`` without one.
         sampler: sampler of the next tokens.
         speculator: source of draft tokens; ``None`` without speculation.
         scheduler: scheduler, which chooses the chunks to compute.
         block_manager: manager of the blocks of the KV caches.
-        kv_caches: KV caches of the model and of the draft model, if there is one.
         requests: unfinished requests, which receive the tokens.
         runs_ahead: whether to launch a step before the results of the last one are known.
     """
@@ -85,21 +86,21 @@ class Step:
     def __init__(
         self,
         *,
-        runner: Runner,
+        worker: Worker,
+        draft_worker: Worker | None,
         sampler: Sampler,
         speculator: Speculator | None,
         scheduler: Scheduler,
         block_manager: BlockManager,
-        kv_caches: list[KVCache],
         requests: RequestTable,
         runs_ahead: bool,
     ) -> None:
-        self._runner = runner
+        self._worker = worker
+        self._workers = [worker] if draft_worker is None else [worker, draft_worker]
         self._sampler = sampler
         self._speculator = speculator
         self._scheduler = scheduler
         self._block_manager = block_manager
-        self._kv_caches = kv_caches
         self._requests = requests
         self._runs_ahead = runs_ahead and speculator is None
         self._launched: _Launched | None = None
@@ -157,7 +158,7 @@ class Step:
         num_prompt_tokens = sum(map(_num_prompt_tokens, chunks))
         stats = StepStats(start, 0.0, len(chunks), num_tokens, num_prompt_tokens, 0)
         start_compute = time.perf_counter()
-        result = self._runner(chunks, None if drawn is None else drawn.token_ids)
+        result = self._worker.run(chunks, None if drawn is None else drawn.token_ids)
         draw = self._sampler.launch(result.logits, rows, result.recorded)
         _mark_launched(chunks)
         return _Launched(chunks, result, draw, stats, start_compute)
@@ -183,8 +184,8 @@ class Step:
         """Copy the shared blocks that sequences are about to write into."""
         for group, pairs in enumerate(self._block_manager.pending_copies):
             if pairs:
-                for kv_cache in self._kv_caches:
-                    kv_cache.copy_blocks(pairs, group)
+                for worker in self._workers:
+                    worker.copy_blocks(pairs, group)
                 pairs.clear()
 
     def _choose_rows(self, chunks: list[Chunk]) -> tuple[list[Chunk], list[LogitsRow]]:
@@ -242,21 +243,21 @@ class Step:
         has_news, num_generated = False, 0
         for part in parts:
             has_news |= part.chunk.is_last
-            steps = self._advance(part, result)
+            steps = self._advance(part)
             num_generated += sum([len(step.tokens) for step in steps])
-            self._update_sequences(request, steps)
+            self._update_sequences(request, steps, part.hidden_rows, result.hidden)
         request.end_step(self._scheduler)
         if has_news or not request.unfinished:
             self._requests.report(request)
         return num_generated
 
-    def _advance(self, part: _ChunkResult, result: StepResult) -> list[SequenceStep]:
+    def _advance(self, part: _ChunkResult) -> list[SequenceStep]:
         """Mark a chunk's accepted drafts as computed, and fork the siblings once the prompt is complete.
 
         Returns:
             The results for the chunk's sequence and for each sibling, in this order.
         """
-        chunk, rows, tokens = part
+        chunk, _, tokens = part
         sequence, accepted = chunk.sequence, 0
         if chunk.num_receivers:
             sequence.num_unknown_tokens -= 1
@@ -265,31 +266,57 @@ class Step:
             sequence.num_computed_tokens += accepted
         if self._speculator is not None:
             self._speculator.record_accepted(chunk, accepted)
-        start, is_last, hidden = chunk.start, chunk.is_last, result.hidden
+        start, is_last = chunk.start, chunk.is_last
         if not is_last or not sequence.siblings:
-            own = tokens[: accepted + 1]
-            return [SequenceStep(self._runner.model, sequence, start, hidden, rows, own, is_last)]
+            return [SequenceStep(sequence, start, tokens[: accepted + 1], is_last)]
         siblings, sequence.siblings = sequence.siblings, []
         for sibling in siblings:
             self._scheduler.fork(sequence, sibling)
         return [
-            SequenceStep(self._runner.model, receiver, start, hidden, rows, [token], is_last)
+            SequenceStep(receiver, start, [token], is_last)
             for receiver, token in zip((sequence, *siblings), tokens, strict=True)
         ]
 
-    def _update_sequences(self, request: Request, steps: list[SequenceStep]) -> None:
-        """Update a request with the results of a sequence and of those forked from it."""
+    def _update_sequences(self, request: Request, steps: list[SequenceStep], rows: slice, hidden: Tensor) -> None:
+        """Update a request with the results of a sequence and of those forked from it.
+
+        Args:
+            request: the request.
+            steps: the results, first that of the sequence.
+            rows: the sequence's rows of ``hidden``.
+            hidden: [tokens, hidden] hidden states of the whole step.
+        """
         try:
             for step in steps:
                 for token in step.tokens:
                     if token.error is not None:
                         raise token.error
+            steps[0] = self._with_prompt_results(steps[0], rows, hidden)
             for step in steps:
                 request.update(step)
         except Exception as error:
             request.finish("error", describe_error(error))
         else:
             self._block_manager.end_step(steps[0].sequence)  # after the accepted tokens were appended
+
+    def _with_prompt_results(self, step: SequenceStep, rows: slice, hidden: Tensor) -> SequenceStep:
+        """Add what a request wants of its prompt beside its keys and values."""
+        sequence, start = step.sequence, step.start
+        if sequence.next_prompt_logprob is not None:
+            count = sequence.params.prompt_logprobs
+            assert count is not None
+            # The hidden state of a token belongs to the log-probabilities of the next one.
+            first = max(sequence.next_prompt_logprob, start + 1)
+            end = min(start + 1 + rows.stop - rows.start, sequence.num_prompt_tokens)
+            if first < end:
+                before = hidden[rows][first - 1 - start : end - 1 - start]
+                logprobs = self._worker.prompt_logprobs(before, sequence.token_ids[first:end], count)
+                return step._replace(prompt_logprobs=logprobs)
+        if sequence.pooling == "mean":
+            return step._replace(pooled=self._worker.sum_hidden(hidden[rows]))
+        if sequence.pooling == "last" and step.is_last:
+            return step._replace(pooled=self._worker.sum_hidden(hidden[rows][-1:]))
+        return step
 
 
 def _num_prompt_tokens(chunk: Chunk) -> int:

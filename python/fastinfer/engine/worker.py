@@ -1,0 +1,154 @@
+"""What computes the steps of one model: the model, its KV cache, and the runner on both."""
+
+import torch
+from torch import Tensor
+
+from fastinfer.engine.batch_inputs import BatchInputs, StepResult
+from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.kv_cache_size import KVCacheSize
+from fastinfer.engine.runner import Runner
+from fastinfer.engine.sampled_token import TokenLogprob, top_logprobs
+from fastinfer.engine.scheduler import Chunk
+from fastinfer.models import Model
+from fastinfer.models.kv_cache import KVCache, num_blocks_for
+
+# Number of prompt tokens whose logits are computed at a time if their log-probabilities are requested: 12 MB for a
+# vocabulary of 49k tokens.
+PROMPT_LOGPROBS_ROWS = 64
+
+
+class Worker:
+    """Owns a model, its KV cache and its runner, and computes all that the engine needs of the model.
+
+    Args:
+        config: configuration of the engine.
+        model: the model.
+        size: size of the KV cache, whose memory is uninitialised.
+        with_adapters: whether tokens may have LoRA adapters.
+
+    Attributes:
+        device: device that computes.
+        kv_cache: the KV cache.
+    """
+
+    def __init__(self, config: EngineConfig, model: Model, size: KVCacheSize, *, with_adapters: bool = False) -> None:
+        self._config = config
+        self.device = torch.device(config.device)
+        self._size = size
+        self._with_adapters = with_adapters
+        self._model: Model | None = model
+        self.kv_cache = KVCache.empty(
+            [size.group(model.config.window(layer)) for layer in range(model.config.num_layers)],
+            size.num_blocks,
+            config.block_size,
+            model.config.num_kv_heads,
+            model.config.head_dim,
+            config.kv_cache_dtype,
+            config.device,
+        )
+        self._num_eager_steps = 0  # of released runners
+        self._runner: Runner | None = self._make_runner()
+
+    @property
+    def model(self) -> Model:
+        """The model, which must not have been released."""
+        assert self._model is not None, "the model was released"
+        return self._model
+
+    @property
+    def has_model(self) -> bool:
+        """Whether there is a model, see :meth:`release`."""
+        return self._model is not None
+
+    @property
+    def runner(self) -> Runner:
+        """The runner, which must not have been released."""
+        assert self._runner is not None, "the runner was released"
+        return self._runner
+
+    @property
+    def num_eager_steps(self) -> int:
+        """Number of steps that ran operator by operator since the start."""
+        return self._num_eager_steps + (self._runner.num_eager_steps if self._runner else 0)
+
+    @property
+    def num_failed_graphs(self) -> int:
+        """Number of steps that could not be recorded as a graph."""
+        return len(self._runner.graphs.failed) if self._runner and self._runner.graphs else 0
+
+    def run(self, chunks: list[Chunk], drawn: Tensor | None = None) -> StepResult:
+        """Compute a step's chunks, see :meth:`fastinfer.engine.runner.Runner.__call__`."""
+        return self.runner(chunks, drawn)
+
+    def copy_blocks(self, pairs: list[tuple[int, int]], group: int) -> None:
+        """Copy blocks of a group of layers, see :meth:`fastinfer.models.kv_cache.KVCache.copy_blocks`."""
+        self.kv_cache.copy_blocks(pairs, group)
+
+    def prompt_logprobs(self, hidden: Tensor, token_ids: list[int], count: int) -> list[list[TokenLogprob]]:
+        """Compute the log-probabilities of tokens of a prompt, and of the likeliest tokens in their places.
+
+        Args:
+            hidden: [n, hidden] hidden states of a step at the tokens before them.
+            token_ids: the n tokens.
+            count: number of likeliest tokens.
+
+        Returns:
+            For each token what :func:`fastinfer.engine.sampled_token.top_logprobs` returns.
+        """
+        logprobs = []
+        for begin in range(0, len(token_ids), PROMPT_LOGPROBS_ROWS):
+            part = token_ids[begin : begin + PROMPT_LOGPROBS_ROWS]
+            rows = torch.arange(begin, begin + len(part), device=hidden.device)
+            logits = self.model.logits(hidden, rows).float()
+            logprobs += [top_logprobs(row, token_id, count) for row, token_id in zip(logits, part, strict=True)]
+        return logprobs
+
+    def sum_hidden(self, hidden: Tensor) -> Tensor:
+        """Return the sum of hidden states of a step after the last norm.
+
+        Args:
+            hidden: [n, hidden] the hidden states.
+
+        Returns:
+            [hidden] float64, in host memory.
+        """
+        return self.model.normalize(hidden).cpu().double().sum(0)
+
+    def release(self, *, with_model: bool) -> None:
+        """Free the KV cache and the runner with its recorded graphs, and the model if wanted."""
+        self._num_eager_steps = self.num_eager_steps
+        self._runner = None
+        self.kv_cache.free()
+        if with_model:
+            self._model = None
+
+    def reload(self, model: Model) -> None:
+        """Set the model again after it was released."""
+        self._model = model
+
+    def restore(self) -> None:
+        """Allocate the KV cache again after :meth:`release`, and on a GPU capture the graphs again."""
+        self.kv_cache.allocate()
+        self._runner = self._make_runner()
+
+    def _make_runner(self) -> Runner:
+        """Make a runner whose inputs are large enough for any step; on a GPU this captures its graphs."""
+        config = self._config
+        inputs = BatchInputs(
+            # The padding of a decode step adds one sequence per padding token.
+            max_seqs=config.max_num_seqs * (1 + config.num_speculative_tokens),
+            max_tokens=config.max_num_batched_tokens,
+            max_logits=config.max_num_rows,
+            max_blocks=num_blocks_for(self._size.max_model_len, config.block_size),
+            block_size=config.block_size,
+            num_groups=len(self._size.windows),
+            device=config.device,
+        )
+        return Runner(
+            self.model,
+            self.kv_cache,
+            inputs,
+            enforce_eager=config.enforce_eager,
+            with_adapters=self._with_adapters,
+            deterministic=config.deterministic,
+        )
