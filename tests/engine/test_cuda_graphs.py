@@ -10,7 +10,11 @@ from support.fake_cuda_graph import FakeGraph, use_fakes, with_twin
 
 from fastinfer.engine import cuda_graphs
 from fastinfer.engine.batch_inputs import BatchInputs, BatchSize, StepResult
+from fastinfer.engine.block_table import BlockTable
 from fastinfer.engine.cuda_graphs import MAX_CAPTURED_TOKENS, CUDAGraphs, bucket_sizes
+from fastinfer.engine.scheduler import Chunk
+from fastinfer.engine.sequence import Sequence
+from fastinfer.sampling_params import SamplingParams
 
 real_capture = cuda_graphs.capture  # before the fakes take its place
 
@@ -105,7 +109,7 @@ def test_padding_replaces_all_that_a_longer_step_has_left() -> None:
     size = BatchSize(num_seqs=2, num_tokens=3, num_logits=3, has_adapters=True)
     inputs._query_start[:3] = [0, 2, 3]
     inputs.pad(size, 6)
-    inputs.upload(size.num_seqs)
+    inputs.upload()
     batch = inputs.batch(BatchSize(6, 6, 6, True))
     old = 0x11111111
     assert batch.query_start.tolist() == [0, 2, 3, 3, 3, 3, 3]
@@ -114,7 +118,33 @@ def test_padding_replaces_all_that_a_longer_step_has_left() -> None:
     assert batch.logits_indices[3:].tolist() == [0, 0, 0]
     assert batch.token_ids[3:].tolist() == [0, 0, 0]
     assert batch.token_ids[:3].tolist() == batch.positions[3:].tolist() == [0x1111111111111111] * 3
-    assert batch.block_tables[0].tolist() == [[old] * 3] * 2 + [[0x7F7F7F7F] * 3] * 4, "only the rows in use are copied"
+    assert batch.block_tables[0].tolist() == [[0x7F7F7F7F] * 3] * 6, "no sequence has a new block"
+
+
+def test_only_new_entries_of_the_block_tables_are_copied() -> None:
+    inputs = with_twin(BatchInputs(3, 16, 19, max_blocks=5, block_size=2, num_groups=2))
+    tables = inputs.batch(BatchSize(3, 3, 3, False)).block_tables
+
+    def copied(*rows: tuple[list[int], list[int]]) -> list[list[list[int]]]:
+        """The entries that a step with these blocks copies; 0 for the others."""
+        for table in tables:
+            table.zero_()
+        chunks = []
+        for row in rows:
+            sequence = Sequence("request", list(range(9)), SamplingParams(), 0)
+            sequence.block_tables = [BlockTable(blocks) for blocks in row]
+            chunks.append(Chunk(sequence, 1))
+        inputs.fill(chunks)
+        inputs.upload()
+        return [table.tolist() for table in tables]
+
+    none, first, second = [0] * 5, ([3, 4], [7, 8]), ([5], [9])
+    assert copied(first, second) == [[[3, 4, 0, 0, 0], [5, 0, 0, 0, 0], none], [[7, 8, 0, 0, 0], [9, 0, 0, 0, 0], none]]
+    assert copied(first, second) == [[none] * 3] * 2
+    second[0].append(6)
+    assert copied(first, second) == [[none, [0, 6, 0, 0, 0], none], [none] * 3]
+    assert copied(second) == [[[5, 6, 0, 0, 0], none, none], [[9, 0, 0, 0, 0], none, none]]
+    assert copied(second, first) == [[none, [3, 4, 0, 0, 0], none], [none, [7, 8, 0, 0, 0], none]]
 
 
 def test_a_capture_has_a_stream_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

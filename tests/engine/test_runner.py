@@ -85,8 +85,8 @@ def drain(engine: Watched) -> None:
 
 
 def assert_same_steps(eager: Watched, recorded: Watched) -> None:
-    assert not eager.runner.graphs
-    assert recorded.runner.graphs.recorded
+    assert not eager.worker.runner.graphs
+    assert recorded.worker.runner.graphs.recorded
     assert len(eager.steps) == len(recorded.steps)
     for (expected, expected_tokens), (logits, tokens) in zip(eager.steps, recorded.steps, strict=True):
         assert not expected.isnan().any()
@@ -109,7 +109,7 @@ def test_recorded_steps_are_the_eager_ones(block_size: int, dtype: torch.dtype) 
             engine.step()
         drain(engine)
     assert_same_steps(*engines)
-    assert len(engines[1].runner.graphs.recorded) >= 6
+    assert len(engines[1].worker.runner.graphs.recorded) >= 6
     assert all(logits.dtype == dtype for logits, _ in engines[1].steps)
 
 
@@ -147,8 +147,8 @@ def test_steps_that_verify_drafts(max_graphs: int, monkeypatch: pytest.MonkeyPat
         assert engine.stats().num_accepted_tokens > 5
         assert engine.stats().num_accepted_tokens < engine.stats().num_drafted_tokens
     assert_same_steps(*engines)
-    assert len(engines[1].runner.graphs.recorded) <= max_graphs
-    assert max_graphs == 2 or len(engines[1].runner.graphs.recorded) > 2
+    assert len(engines[1].worker.runner.graphs.recorded) <= max_graphs
+    assert max_graphs == 2 or len(engines[1].worker.runner.graphs.recorded) > 2
 
 
 def test_after_aborts() -> None:
@@ -256,7 +256,7 @@ def test_prompts_that_come_often_are_recorded() -> None:
                 engine.add_request(tokens, replace(PARAMS, max_tokens=2 + index, seed=number))
             drain(engine)
     assert_same_steps(*engines)
-    recorded = engines[1].runner.graphs.recorded
+    recorded = engines[1].worker.runner.graphs.recorded
     assert any(size.num_tokens == 16 > size.num_seqs and size.num_logits < size.num_seqs for size in recorded)
     assert any(size.num_tokens > size.num_seqs == size.num_logits for size in recorded)
     assert any(size.num_tokens == 16 and size.num_logits == 0 for size in recorded)
@@ -290,7 +290,7 @@ def test_an_exception_in_a_replay_leaves_the_engine_usable() -> None:
         for _ in range(5):
             engine.step()
     broken = engines[1]
-    broken.runner.inputs._block_tables[0, 1, 0] = 10_000
+    broken.worker.runner.inputs._block_tables[0, 1, 0] = 10_000
     with pytest.raises(RuntimeError, match=r"block_table\[1, 0\]"):
         broken.step()  # after which the sequences begin anew, and their rows of the table are written as a whole
     for engine in engines:
@@ -326,7 +326,7 @@ def test_a_size_that_cannot_be_recorded_runs_without_a_graph(monkeypatch: pytest
     with pytest.warns(UserWarning, match="steps of some sizes run operator by operator"):
         drain(recorded)
     assert_same_steps(*engines)
-    graphs = recorded.runner.graphs
+    graphs = recorded.worker.runner.graphs
     assert graphs is not None
     assert {size.num_tokens for size in graphs.failed} == {2}
     assert {1, 3} <= {size.num_tokens for size in graphs.recorded}  # type: ignore[union-attr]

@@ -55,7 +55,8 @@ class StepResult:
 class BatchInputs:
     """Input tensors of all steps, at addresses that never change, so that recorded graphs can read them.
 
-    The host writes them; for a GPU, :meth:`upload` copies them to the device in one transfer.
+    The host writes them; for a GPU, :meth:`upload` copies them to the device in one transfer, and the entries of the
+    block tables that have changed, if any, in a second one.
 
     Args:
         max_seqs: maximum number of sequences in a batch.
@@ -85,8 +86,7 @@ class BatchInputs:
         self.max_tokens = max_tokens
         self.device = torch.device(device)
         self._block_size = block_size
-        # The int64 arrays come first, for their alignment. The block tables come last, as usually only few of their
-        # rows have to be copied.
+        # The int64 arrays come first, for their alignment. The block tables come last: they are copied in parts.
         longs, ints = (2 + num_groups) * max_tokens + max_logits, max_tokens + 2 * max_seqs + 1
         self._table_start = 8 * longs + 4 * ints
         self._host = np.zeros(self._table_start + 4 * max_seqs * num_groups * max_blocks, np.uint8)
@@ -103,6 +103,8 @@ class BatchInputs:
         self._num_tokens = 0
         # For each group and row: the list of blocks that was written last, and how many of its entries.
         self._rows: list[list[tuple[list[int], int]]] = [[([], 0)] * max_seqs for _ in range(num_groups)]
+        # Entries of the block tables that were written since the last upload, as ranges over all tables.
+        self._changed: list[range] = []
 
     def fill(self, chunks: list[Chunk], drawn: Tensor | None = None) -> None:
         """Write the inputs of a step: sequence i is that of ``chunks[i]``, whose blocks are allocated already.
@@ -176,16 +178,21 @@ class BatchInputs:
         self._seq_lens[size.num_seqs : bucket] = 0
         self._logits_indices[size.num_logits : bucket] = 0
 
-    def upload(self, num_seqs: int) -> None:
-        """Queue a copy of the inputs, with ``num_seqs`` rows of the block tables, to the GPU; does nothing on a CPU."""
-        if self.device.type != "cpu":
-            table_bytes, row_bytes = self._block_tables.strides[:2]
-            for group in range(len(self._block_tables)):
-                table = self._table_start + group * table_bytes
-                part = slice(table if group else 0, table + num_seqs * row_bytes)
-                self._memory[part].copy_(torch.from_numpy(self._host[part]).pin_memory(), non_blocking=True)
-            if self._drawn is not None:
-                self._insert_drawn(self._drawn)
+    def upload(self) -> None:
+        """Queue a copy of the inputs to the GPU; does nothing on a CPU."""
+        if self.device.type == "cpu":
+            return
+        self._memory[: self._table_start].copy_(
+            torch.from_numpy(self._host[: self._table_start]).pin_memory(), non_blocking=True
+        )
+        if self._changed:
+            places = np.concatenate([np.arange(part.start, part.stop) for part in self._changed])
+            self._changed.clear()
+            packed = torch.from_numpy(np.stack([places, self._block_tables.reshape(-1)[places]])).pin_memory()
+            index, blocks = packed.to(self._memory.device, non_blocking=True)
+            self._memory[self._table_start :].view(torch.int32)[index] = blocks.int()
+        if self._drawn is not None:
+            self._insert_drawn(self._drawn)
 
     def batch(self, size: BatchSize) -> Batch:
         """Return a batch of this size as views of the input tensors, which later steps overwrite."""
@@ -225,3 +232,7 @@ class BatchInputs:
         if count < len(blocks):
             self._block_tables[group, row, count : len(blocks)] = blocks[count:]
             self._rows[group][row] = blocks, len(blocks)
+            if self.device.type != "cpu":
+                _, max_seqs, max_blocks = self._block_tables.shape
+                start = (group * max_seqs + row) * max_blocks
+                self._changed.append(range(start + count, start + len(blocks)))

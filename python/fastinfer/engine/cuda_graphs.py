@@ -64,7 +64,7 @@ class CUDAGraphs:
         if (bucket, size.has_adapters) in self.failed:
             return None
         self._inputs.pad(size, bucket)
-        self._inputs.upload(size.num_seqs)
+        self._inputs.upload()
         self._graphs[bucket, size.has_adapters].replay()
         return StepResult(self._hidden[: size.num_tokens], self._logits[: size.num_logits])
 
@@ -73,7 +73,7 @@ class CUDAGraphs:
         """Capture all graphs, the largest first, so that the others can use its memory."""
         sizes = [BatchSize(n, n, n, has_adapters) for n in reversed(self._buckets) for has_adapters in adapters]
         self._inputs.pad(BatchSize(0, 0, 0, False), self._buckets[-1])
-        self._inputs.upload(0)
+        self._inputs.upload()
         first = self._compute(self._inputs.batch(sizes[0]))
         self._hidden, self._logits = torch.empty_like(first.hidden), torch.empty_like(first.logits, dtype=torch.float32)
         pool = None

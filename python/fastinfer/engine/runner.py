@@ -67,7 +67,7 @@ class Runner:
             if result is not None:
                 return result
         self.num_eager_steps += 1
-        self.inputs.upload(size.num_seqs)
+        self.inputs.upload()
         return self.compute(self.inputs.batch(size))
 
     def compute(self, batch: Batch) -> StepResult:
