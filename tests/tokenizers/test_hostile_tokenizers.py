@@ -73,6 +73,8 @@ MALFORMED: list[tuple[Change, str]] = [
     (section("normalizer", {"type": "Precompiled", "precompiled_charsmap": 7}), "charsmap: expected base64"),
     (section("pre_tokenizer", {"type": "FixedLength", "length": 0}), "not a valid tokenizer.json"),
     (lambda v: v["post_processor"].update(special_tokens={}), "post_processor.single: the special token '<s>'"),
+    (lambda v: v["post_processor"].update(pair=True), "post_processor.pair: expected a list, got True"),
+    (lambda v: v["post_processor"]["single"][0]["SpecialToken"].update(id=[]), "single: the special token []"),
     (lambda v: v["post_processor"]["special_tokens"]["<s>"].update(ids=[9**9]), "token ids below 401, got 387420489"),
     (model(type="WordLevel", vocab=WORDS, unk_token="<gone>"), "model: expected an unknown token in the vocabulary"),
     (

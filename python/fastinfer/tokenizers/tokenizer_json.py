@@ -114,8 +114,11 @@ def _check_template(section: dict[str, Any], place: str) -> None:
     """Check that the special tokens of a template are defined."""
     defined = section.get("special_tokens")
     for name in ("single", "pair"):
-        for piece in section.get(name) or ():
+        pieces = section.get(name) or []
+        if not isinstance(pieces, list):
+            raise CheckpointFormatError(f"{place}.{name}: expected a list, got {pieces!r:.80}")
+        for piece in pieces:
             special = piece.get("SpecialToken") if isinstance(piece, dict) else None
             token = special.get("id") if isinstance(special, dict) else None
-            if token is not None and not (isinstance(defined, dict) and token in defined):
+            if token is not None and not (isinstance(token, str) and isinstance(defined, dict) and token in defined):
                 raise CheckpointFormatError(f"{place}.{name}: the special token {token!r:.80} is not in special_tokens")
