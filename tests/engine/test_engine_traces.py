@@ -117,7 +117,6 @@ def draw_engine(draw: Any) -> Engine:
         max_num_batched_tokens=draw(st.sampled_from([1, 2, 7, 64])),
         max_num_seqs=draw(st.integers(1, 6)),
         max_num_waiting=draw(st.integers(1, 8)),
-        max_batch_wait_s=0.001,
         enable_prefix_caching=draw(st.booleans()),
         async_scheduling=draw(st.booleans()),
     )
