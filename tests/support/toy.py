@@ -76,7 +76,7 @@ class ToyModel:
             hashes += hashes_of(self._read(batch, kv_cache, row))[start - end :]
         return torch.tensor(hashes)[:, None]
 
-    def logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, indices: Tensor, adapter_ids: Tensor | None = None) -> Tensor:
         rows = [random_logits(seed) for seed in hidden[indices, 0].tolist()]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
 
@@ -102,7 +102,7 @@ class ToyModel:
 class Forgetful(ToyModel):
     """A draft model that agrees with the toy more often than not."""
 
-    def logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, indices: Tensor, adapter_ids: Tensor | None = None) -> Tensor:
         rows = [random_logits(seed) + random_logits(seed + 1) / 2 for seed in hidden[indices, 0].tolist()]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
 

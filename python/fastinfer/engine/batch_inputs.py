@@ -79,7 +79,7 @@ class BatchInputs:
         self._block_size = block_size
         # The int64 arrays come first, for their alignment. The block table comes last, as usually only few of its rows
         # have to be copied.
-        longs, ints = 3 * max_tokens + max_logits, max_tokens + 2 * max_seqs + 1
+        longs, ints = 3 * max_tokens + max_logits, max_tokens + max_logits + 2 * max_seqs + 1
         self._table_start = 8 * longs + 4 * ints
         self._host = np.zeros(self._table_start + 4 * max_seqs * max_blocks, np.uint8)
         wide = self._host[: 8 * longs].view(np.int64)
@@ -87,7 +87,8 @@ class BatchInputs:
         self._token_ids, self._positions, self._slot_mapping, self._logits_indices = np.split(
             wide, [max_tokens, 2 * max_tokens, 3 * max_tokens]
         )
-        self._adapter_ids, self._seq_lens, self._query_start = np.split(narrow, [max_tokens, max_tokens + max_seqs])
+        ends = np.cumsum([max_tokens, max_logits, max_seqs])
+        self._adapter_ids, self._logits_adapter_ids, self._seq_lens, self._query_start = np.split(narrow, ends)
         self._block_table = self._host[self._table_start :].view(np.int32).reshape(max_seqs, max_blocks)
         host = torch.from_numpy(self._host)
         self._memory = host if self.device.type == "cpu" else host.to(self.device)
@@ -110,6 +111,7 @@ class BatchInputs:
         adapters: list[int] = []
         ends: list[int] = []
         logits: list[int] = []
+        logits_adapters: list[int] = []
         size = self._block_size
         for index, chunk in enumerate(chunks):
             sequence, position, drafts = chunk.sequence, chunk.start, chunk.drafts
@@ -130,6 +132,7 @@ class BatchInputs:
             if chunk.num_receivers:
                 first_draft = end - len(drafts)
                 logits += [first_draft - 1] * chunk.num_receivers + list(range(first_draft, end))
+                logits_adapters += [sequence.adapter] * chunk.num_rows
             self._fill_blocks(index, sequence.blocks)
         self._num_tokens = len(token_ids)
         for array, values in (
@@ -138,6 +141,7 @@ class BatchInputs:
             (self._slot_mapping, slots),
             (self._adapter_ids, adapters),
             (self._logits_indices, logits),
+            (self._logits_adapter_ids, logits_adapters),
         ):
             array[: len(values)] = values
         self._query_start[1 : len(ends) + 1] = ends
@@ -162,6 +166,7 @@ class BatchInputs:
         self._query_start[size.num_seqs + 1 : bucket + 1] = size.num_tokens
         self._seq_lens[size.num_seqs : bucket] = 0
         self._logits_indices[size.num_logits : bucket] = 0
+        self._logits_adapter_ids[size.num_logits : bucket] = -1
 
     def upload(self, num_seqs: int) -> None:
         """Queue a copy of the inputs, with ``num_seqs`` rows of the block table, to the GPU; does nothing on a CPU."""
@@ -188,6 +193,7 @@ class BatchInputs:
             slot_mapping=tensor(self._slot_mapping, size.num_tokens),
             logits_indices=tensor(self._logits_indices, size.num_logits),
             adapter_ids=tensor(self._adapter_ids, size.num_tokens) if size.has_adapters else None,
+            logits_adapter_ids=tensor(self._logits_adapter_ids, size.num_logits) if size.has_adapters else None,
         )
 
     def _insert_drawn(self, drawn: Tensor) -> None:

@@ -47,7 +47,9 @@ class SequenceStep(NamedTuple):
 
     def logits(self, begin: int, end: int) -> Tensor:
         """Compute the logits after the tokens ``start + begin`` to ``start + end - 1``: [end - begin, vocab] fp32."""
-        return self.model.logits(self.hidden, torch.arange(begin, end, device=self.hidden.device)).float()
+        indices, slot = torch.arange(begin, end, device=self.hidden.device), self.sequence.adapter
+        adapter_ids = torch.full_like(indices, slot, dtype=torch.int32) if slot >= 0 else None
+        return self.model.logits(self.hidden, indices, adapter_ids).float()
 
     def normalized(self) -> Tensor:
         """Return ``hidden`` after the last norm."""

@@ -75,4 +75,4 @@ class Runner:
     def compute(self, batch: Batch) -> StepResult:
         """Compute a batch by calling the model's operators one by one."""
         hidden = self._model.forward(batch, self._kv_cache)
-        return StepResult(hidden, self._model.logits(hidden, batch.logits_indices))
+        return StepResult(hidden, self._model.logits(hidden, batch.logits_indices, batch.logits_adapter_ids))
