@@ -126,10 +126,10 @@ BAD_TENSORS: dict[str, tuple[str, dict[str, torch.Tensor | None]]] = {
     "a magnitude": ("magnitude", {f"{Q}.lora_magnitude_vector": torch.ones(64)}),
     "a whole module": ("lm_head", {"base_model.model.lm_head.weight": torch.ones(50, 64)}),
     "another projection": ("kv_proj", {Q.replace("q_proj", "kv_proj") + ".lora_A.weight": torch.ones(4, 64)}),
-    "an expert's other matrix": ("w4", {Q[:32] + ".mlp.experts.0.w4.lora_A.weight": torch.ones(4, 64)}),
+    "an expert's other matrix": ("w4", {Q[:31] + ".mlp.experts.0.w4.lora_A.weight": torch.ones(4, 64)}),
     "experts without target_parameters": (
         "target_parameters",
-        {Q[:32] + f".mlp.experts.lora_{half}.weight": torch.ones(8, 8) for half in "AB"},
+        {Q[:31] + f".mlp.experts.lora_{half}.weight": torch.ones(8, 8) for half in "AB"},
     ),
     "no B": ("q_proj has lora_A only", {f"{Q}.lora_B.weight": None}),
     "no matrix": ("q_proj.lora_B.*shape", {f"{Q}.lora_B.weight": torch.ones(64)}),

@@ -42,7 +42,7 @@ def test_equals_merged_weights(activation: str, concatenated: bool, tmp_path: Pa
     config = replace(CONFIG, activation=activation)
     deltas = write_adapter(tmp_path, config)
     model, slots = with_slots(make_decoder(config, concatenated=concatenated))
-    slots.load(1, read_adapter(tmp_path))
+    slots.load(1, slots.prepare(read_adapter(tmp_path)))
     batch = make_batch([20, 5], [1, 1])
     expected = forward(make_decoder(config, deltas), batch_without(batch))
     plain = forward(model, batch_without(batch))
@@ -54,7 +54,7 @@ def test_equals_merged_weights(activation: str, concatenated: bool, tmp_path: Pa
 def test_each_module_alone(module: str, tmp_path: Path) -> None:
     deltas = write_adapter(tmp_path, CONFIG, modules=(module,), use_rslora=True)
     model, slots = with_slots(make_decoder())
-    slots.load(0, read_adapter(tmp_path))
+    slots.load(0, slots.prepare(read_adapter(tmp_path)))
     batch = make_batch([20], [0])
     expected = forward(make_decoder(deltas=deltas), batch_without(batch))
     torch.testing.assert_close(forward(model, batch), expected, rtol=2e-4, atol=2e-4)
@@ -70,7 +70,7 @@ def three_adapters(folder: Path, slots: AdapterSlots) -> None:
     write_adapter(folder / "1", CONFIG, 3, seed=2)
     write_adapter(folder / "2", CONFIG, 5, ("k_proj", "up_proj"), seed=3)
     for slot in range(3):
-        slots.load(slot, read_adapter(folder / str(slot)))
+        slots.load(slot, slots.prepare(read_adapter(folder / str(slot))))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -96,12 +96,12 @@ def test_a_recorded_step_sees_new_adapters(tmp_path: Path) -> None:
     assert batch.adapter_ids is not None
     batch.adapter_ids.copy_(torch.tensor([2, -1, 1, 1]))
     write_adapter(tmp_path / "new", CONFIG, 6, seed=9)
-    slots.load(1, read_adapter(tmp_path / "new"))
+    slots.load(1, slots.prepare(read_adapter(tmp_path / "new")))
     slots.unload(2)
     graph.replay()
     assert_bitwise(out, forward(model, batch))
     fresh, fresh_slots = with_slots(make_decoder())
-    fresh_slots.load(1, read_adapter(tmp_path / "new"))
+    fresh_slots.load(1, fresh_slots.prepare(read_adapter(tmp_path / "new")))
     assert_bitwise(out, forward(fresh, replace(batch, adapter_ids=torch.tensor([-1, -1, 1, 1], dtype=torch.int32))))
 
 
@@ -120,7 +120,7 @@ def test_an_adapter_that_does_not_fit_leaves_the_slot_as_it_was(tmp_path: Path) 
     for named, (config, rank) in bad.items():
         write_adapter(tmp_path / "bad", config, rank)
         with pytest.raises(AdapterError, match=named) as caught:
-            slots.load(1, read_adapter(tmp_path / "bad"))
+            slots.load(1, slots.prepare(read_adapter(tmp_path / "bad")))
         assert str(tmp_path) in str(caught.value)
         assert_bitwise(forward(model, batch), before)
 
@@ -130,7 +130,7 @@ def test_a_slot_out_of_range(slot: int, tmp_path: Path) -> None:
     write_adapter(tmp_path, CONFIG)
     slots = AdapterSlots(CONFIG, 3, 8, torch.float32)
     with pytest.raises(ValueError, match=rf"slot must be in 0..2, got {slot}"):
-        slots.load(slot, read_adapter(tmp_path))
+        slots.load(slot, slots.prepare(read_adapter(tmp_path)))
     with pytest.raises(ValueError, match="slot"):
         slots.unload(slot)
 
@@ -147,7 +147,7 @@ def test_real_model_equals_transformers_with_merged_weights(model_path: Path, tm
     assert isinstance(model, Decoder)
     deltas = write_adapter(tmp_path, model.config, 8, size=0.1)
     slots = AdapterSlots(model.config, 2, 16, torch.float32)
-    slots.load(1, read_adapter(tmp_path))
+    slots.load(1, slots.prepare(read_adapter(tmp_path)))
     ids = tokenizer.encode((DATA / "license.txt").read_text())[:128]
     peer = AutoModelForCausalLM.from_pretrained(model_path.parent, gguf_file=model_path.name, dtype=torch.float32)
     with torch.inference_mode():

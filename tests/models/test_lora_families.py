@@ -88,7 +88,7 @@ def with_adapters(folder: Path, *adapters: Path, max_rank: int = 16) -> Decoder:
         for module in modules.values():
             module.a.fill_(torch.nan), module.b.fill_(torch.nan)
     for index, adapter in enumerate(adapters):
-        slots.load(1 + index, read_adapter(adapter))
+        slots.load(1 + index, slots.prepare(read_adapter(adapter)))
     return model.with_adapters(slots)
 
 
@@ -196,7 +196,7 @@ def test_a_recorded_step_of_a_mixture_sees_new_adapters(tmp_path: Path) -> None:
         out = model.logits(model.forward(batch, cache), rows, ids)
     plain = out.clone()
     assert model.adapters is not None
-    model.adapters.load(0, read_adapter(tmp_path / "1"))
+    model.adapters.load(0, model.adapters.prepare(read_adapter(tmp_path / "1")))
     graph.replay()
     assert_bitwise(out, model.logits(model.forward(batch, cache), rows, ids))
     assert (out - plain)[[0, 2]].abs().amin(-1).gt(0).all()

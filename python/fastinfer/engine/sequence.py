@@ -21,14 +21,13 @@ class SequenceOptions(TypedDict):
 
     priority: int
     cache_salt: str
-    adapter: int
     adapter_key: str
 
 
 class SequenceState(Enum):
     """Stage of a sequence between its arrival and its end."""
 
-    PENDING = auto()  # unknown to the scheduler: its grammar is being compiled, or another sequence must run first
+    PENDING = auto()  # unknown to the scheduler: it waits for its grammar or adapter, or another sequence must run first
     WAITING = auto()  # in the scheduler's queue, without KV blocks: new or preempted
     RUNNING = auto()  # in the scheduler's running list, with KV blocks
     FINISHED = auto()
@@ -55,7 +54,8 @@ class Sequence:
         samples: whether a token is drawn once all tokens are computed.
         params: sampling parameters.
         seed: random seed; together with a token's position it determines that token's draw.
-        adapter: slot of the LoRA adapter; -1 for none.
+        adapter: slot of the LoRA adapter; -1 for none, and while the sequence waits for it.
+        adapter_key: identity of the LoRA adapter; empty for none.
         siblings: sequences that are forked from this one once its prompt is computed.
         may_speculate: whether the speculator may draft tokens for this sequence.
         num_drafts: maximum number of tokens to draft for the next step.
@@ -84,6 +84,7 @@ class Sequence:
     __slots__ = (
         "acceptance",
         "adapter",
+        "adapter_key",
         "arrival_time",
         "block_keys",
         "blocks",
@@ -132,7 +133,6 @@ class Sequence:
         max_length: int = 2**31 - 1,
         priority: int = 0,
         cache_salt: str = "",
-        adapter: int = -1,
         adapter_key: str = "",
         reads_prefix: bool = True,
         samples: bool = True,
@@ -151,7 +151,8 @@ class Sequence:
         self.samples = samples
         self.params = params
         self.seed = seed
-        self.adapter = adapter
+        self.adapter = -1
+        self.adapter_key = adapter_key
         self.siblings: list[Sequence] = []
         self.num_drafts = 0
         self.acceptance: Acceptance | None = None
@@ -182,7 +183,7 @@ class Sequence:
         """Return a new sequence with the same tokens and the same place in the order, ready to be forked."""
         other = Sequence(self.request_id, self.token_ids, self.params, self.seed, max_length=self.max_length)
         other.num_prompt_tokens = self.num_prompt_tokens
-        other.first_key, other.adapter = self.first_key, self.adapter
+        other.first_key, other.adapter, other.adapter_key = self.first_key, self.adapter, self.adapter_key
         other.order, other.may_speculate = self.order, self.may_speculate
         return other
 

@@ -45,7 +45,7 @@ class EngineStats:
 
     Attributes:
         num_running: running sequences.
-        num_waiting: waiting sequences, and requests whose grammar is being compiled.
+        num_waiting: waiting sequences, and requests that wait for their grammar or LoRA adapter.
         num_waiting_tokens: tokens of these, prompts and what was generated before a preemption.
         num_free_blocks: blocks of the KV cache without content.
         num_cached_blocks: blocks that hold a prefix but belong to no sequence.
@@ -71,6 +71,8 @@ class EngineStats:
         num_generated_tokens: tokens generated since the start.
         num_repairs: errors since the start after which all running sequences were queued to be computed again.
         num_expired: requests since the start that missed a deadline.
+        num_adapter_loads: LoRA adapters that were copied into a slot since the start, again after they had lost it; if many,
+            ``max_loras`` is too small for the adapters in use.
     """
 
     num_running: int
@@ -97,6 +99,7 @@ class EngineStats:
     num_generated_tokens: int
     num_repairs: int
     num_expired: int
+    num_adapter_loads: int
 
     @property
     def prefix_hit_rate(self) -> float:

@@ -150,6 +150,7 @@ class Step:
         start = time.perf_counter()
         self._requests.end_expired()
         self._requests.queue_compiled()
+        self._requests.queue_with_adapters()
         chunks, rows = self._choose_rows(self._schedule(waits=drawn is None))
         if not chunks:
             return None

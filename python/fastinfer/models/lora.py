@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -87,6 +88,19 @@ class _Place:
     rows: slice = slice(None)
 
 
+@dataclass(frozen=True, eq=False)
+class PreparedAdapter:
+    """An adapter in the form in which the slots of one model hold it.
+
+    Attributes:
+        path: folder that the adapter was read from.
+        parts: for each weight: where it is stored, A [rank, in_features], and B [rank, out_features], scaled.
+    """
+
+    path: Path
+    parts: list[tuple[_Place, Tensor, Tensor]]
+
+
 class AdapterSlots:
     """Slots for the adapters of a model; the tokens of a step refer to adapters by slot.
 
@@ -112,6 +126,8 @@ class AdapterSlots:
         self.max_loras = max_loras
         self.max_rank = max_rank
         self._config = config
+        self._dtype = dtype
+        self._is_gpu = torch.device(device).type != "cpu"
 
         def slots(name: str, features: int, out: int) -> ModuleSlots:
             shape = (max_loras, config.num_experts) if name.startswith("experts.") else (max_loras,)
@@ -127,20 +143,28 @@ class AdapterSlots:
         """Return the adapters of all layers for a step whose tokens have these slots."""
         return [LayerAdapters(modules, adapter_ids) for modules in self.layers]
 
-    def load(self, slot: int, adapter: LoraAdapter) -> None:
-        """Load an adapter into a slot, replacing its contents. No step that uses the slot may be running.
+    def prepare(self, adapter: LoraAdapter) -> PreparedAdapter:
+        """Check that an adapter fits the model, and bring it into the form of the slots; in any thread.
 
         Raises:
-            AdapterError: the adapter does not fit the model or the slots, which then stay unchanged.
+            AdapterError: the adapter does not fit the model or the slots.
         """
-        self.check(adapter)
-        self.unload(slot)
+        self._check(adapter)
+        parts: list[tuple[_Place, Tensor, Tensor]] = []
         for weight, low_rank in adapter.weights.items():
+            a = self._host(low_rank.a)
             for place in self._places(weight):
-                index = (slot, *place.index)
-                place.slots.a[index][: low_rank.rank] = low_rank.a
-                place.slots.b[index][: low_rank.rank] = low_rank.b[place.rows].T.float() * low_rank.scale
-                place.slots.ranks[index] = low_rank.rank
+                parts.append((place, a, self._host(low_rank.b[place.rows].T.float() * low_rank.scale)))
+        return PreparedAdapter(adapter.path, parts)
+
+    def load(self, slot: int, adapter: PreparedAdapter) -> None:
+        """Load an adapter into a slot, replacing its contents. No step that uses the slot may be running."""
+        self.unload(slot)
+        for place, a, b in adapter.parts:
+            index = (slot, *place.index)
+            place.slots.a[index][: len(a)].copy_(a, non_blocking=True)
+            place.slots.b[index][: len(b)].copy_(b, non_blocking=True)
+            place.slots.ranks[index] = len(a)
 
     def unload(self, slot: int) -> None:
         """Empty a slot; tokens with this slot are then computed without an adapter."""
@@ -150,12 +174,13 @@ class AdapterSlots:
             for slots in modules.values():
                 slots.ranks[slot] = 0
 
-    def check(self, adapter: LoraAdapter) -> None:
-        """Check that an adapter fits the model and the slots.
+    def _host(self, matrix: Tensor) -> Tensor:
+        """Copy a matrix into host memory of its own, in the dtype of the slots; pinned for a GPU."""
+        copy = matrix.to(self._dtype, copy=True, memory_format=torch.contiguous_format)
+        return copy.pin_memory() if self._is_gpu else copy
 
-        Raises:
-            AdapterError: it does not.
-        """
+    def _check(self, adapter: LoraAdapter) -> None:
+        """Check that an adapter fits the model and the slots."""
         if adapter.max_rank > self.max_rank:
             raise AdapterError(f"{adapter.path}: rank must be at most {self.max_rank}, got {adapter.max_rank}")
         seen: dict[tuple[int, tuple[int, ...]], str] = {}
