@@ -225,6 +225,7 @@ class Sequence:
     def may_run_ahead(self) -> bool:
         """Whether a step may compute the sequence's next token, and draw the one after it, before the host knows it."""
         depends_on_text = self.grammar is not None or self.counts is not None or self.token_rules is not None
+        depends_on_text |= bool(self.params.logits_processors)
         return self.runs_ahead and not depends_on_text and not self.siblings
 
     @property
