@@ -364,7 +364,7 @@ class AsyncEngine:
         await self._call(self._engine.load_adapter, name, adapter)
 
     async def register_adapter(self, name: str, path: str | Path) -> None:
-        """Register a LoRA adapter that is read when the first request names it; see :meth:`fastinfer.LLM.register_adapter`.
+        """Register a LoRA adapter that is read when a request needs it, see :meth:`fastinfer.LLM.register_adapter`.
 
         Raises:
             RequestError: the name is taken, or ``max_loras`` is 0.

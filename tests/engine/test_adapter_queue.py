@@ -131,9 +131,7 @@ ACTIONS = ["add"] * 4 + ["step"] * 8 + ["abort", "unload"]
 
 @settings(deadline=None, max_examples=int(os.environ.get("FASTINFER_TRACES", "40")))
 @given(data=st.data())
-def test_random_traces(
-    folders: dict[str, Path], expected: dict[str | None, list[int]], data: st.DataObject
-) -> None:
+def test_random_traces(folders: dict[str, Path], expected: dict[str | None, list[int]], data: st.DataObject) -> None:
     """FASTINFER_TRACES is the number of traces."""
     draw = data.draw
     engine = make_engine(
@@ -241,7 +239,10 @@ def test_a_request_without_a_slot_is_overtaken_only_so_often(folders: dict[str, 
 
 def test_priority_decides_who_gets_a_slot(folders: dict[str, Path]) -> None:
     engine = register_all(make_engine(max_loras=1, max_cpu_loras=9), folders)
-    names = {engine.add_request(PROMPT, PARAMS, adapter=name, priority=p): name for name, p in zip("abc", (1, 1, 0))}
+    names = {
+        engine.add_request(PROMPT, PARAMS, adapter=name, priority=p): name
+        for name, p in zip("abc", (1, 1, 0), strict=True)
+    }
     order = []
     while engine.has_unfinished:
         order += [names[output.request_id] for output in engine.step() if output.finished]
@@ -321,10 +322,12 @@ def test_a_request_that_waits_can_end(folders: dict[str, Path], files: Files, mo
     with pytest.raises(RequestError, match="adapter 'a' must not be in use to be unloaded, got 2 requests"):
         engine.unload_adapter("a")
     aborted = engine.abort(ids[0])
-    assert aborted is not None and aborted.outputs[0].finish_reason == "abort"
+    assert aborted is not None
+    assert aborted.outputs[0].finish_reason == "abort"
     now = 6.0
     [late] = engine.step()
-    assert late.request_id == ids[1] and late.outputs[0].finish_reason == "timeout"
+    assert late.request_id == ids[1]
+    assert late.outputs[0].finish_reason == "timeout"
     assert not engine.has_unfinished
     engine.unload_adapter("a")
     files.release("a")

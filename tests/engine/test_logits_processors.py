@@ -1,5 +1,6 @@
 """Functions of the user that change the logits: what they get, when they are called, and whom their errors end."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -86,7 +87,12 @@ def test_the_output_is_a_read_only_sequence() -> None:
     for length, (count, last, two, reverse, every, has) in enumerate(seen):
         start = tokens[:length]
         assert (count, last, two, reverse, every, has) == (
-            length, start[-1:], start[:2], start[::-1], start, 3 in start
+            length,
+            start[-1:],
+            start[:2],
+            start[::-1],
+            start,
+            3 in start,
         )
 
 
@@ -141,9 +147,12 @@ def test_a_grammar_has_the_last_word() -> None:
         logits[20] += 100
 
     engine = toy_engine()
-    request_id = constrained(engine, PROMPT, replace(GREEDY, logits_processors=[push], ignore_eos=False), Letters("abc", 5))
+    request_id = constrained(
+        engine, PROMPT, replace(GREEDY, logits_processors=[push], ignore_eos=False), Letters("abc", 5)
+    )
     text = drain(engine)[request_id].outputs[0].text
-    assert text and set(text) <= set("abc")
+    assert text
+    assert set(text) <= set("abc")
 
 
 @pytest.mark.parametrize("drafts", [None, "ngram", "draft model"])
@@ -246,8 +255,6 @@ def test_an_error_ends_its_request_alone(case: str) -> None:
     for completion in outputs[bad].outputs:
         assert completion.finish_reason == "error"
         assert len(completion.token_ids) == (2 if case == "raises" else 0)
-    import re
-
     assert re.search(named, str(outputs[bad].outputs[0].stop_reason)), outputs[bad].outputs[0].stop_reason
 
 

@@ -45,7 +45,9 @@ def test_reads_what_was_written(rslora: bool, dtype: torch.dtype, tmp_path: Path
         torch.testing.assert_close(low_rank.scale * low_rank.b.double() @ low_rank.a.double(), delta)
 
 
-@pytest.mark.parametrize("pattern", ["q_proj", "self_attn.q_proj", r".*\.q_proj", "layers.0.self_attn.q_proj", f"^{Q[17:]}$"])
+@pytest.mark.parametrize(
+    "pattern", ["q_proj", "self_attn.q_proj", r".*\.q_proj", "layers.0.self_attn.q_proj", f"^{Q[17:]}$"]
+)
 def test_patterns_give_a_layer_its_own_rank_and_alpha(pattern: str, folder: Path) -> None:
     change(folder, rank_pattern={"proj": 3, pattern: 2}, alpha_pattern={"_proj": 3, pattern: 7})
     tensors = load_file(folder / "adapter_model.safetensors")
@@ -68,7 +70,13 @@ def test_patterns_give_a_layer_its_own_rank_and_alpha(pattern: str, folder: Path
             "inference_mode": True,
             "revision": None,
         },
-        {"init_lora_weights": "gaussian", "lora_dropout": 0.1, "layers_to_transform": [0, 1], "loftq_config": {}, "fan_in_fan_out": True},
+        {
+            "init_lora_weights": "gaussian",
+            "lora_dropout": 0.1,
+            "layers_to_transform": [0, 1],
+            "loftq_config": {},
+            "fan_in_fan_out": True,
+        },
         {"target_modules": "all-linear", "task_type": "CAUSAL_LM", "rank_pattern": {}, "alpha_pattern": {}},
     ],
     ids=str,

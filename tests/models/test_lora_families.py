@@ -136,7 +136,13 @@ def test_experts_that_were_modules(family: str, names: dict[str, str], tmp_path:
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     save_file(tensors, adapter / "adapter_model.safetensors")
-    values = {"peft_type": "LORA", "r": rank, "lora_alpha": 6, "target_modules": list(modules), "task_type": "CAUSAL_LM"}
+    values = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 6,
+        "target_modules": list(modules),
+        "task_type": "CAUSAL_LM",
+    }
     (adapter / "adapter_config.json").write_text(json.dumps(values))
     plain = peft_log_probabilities(base)
     peer = PeftModel.from_pretrained(base, adapter)
@@ -146,7 +152,9 @@ def test_experts_that_were_modules(family: str, names: dict[str, str], tmp_path:
     got = log_probabilities(model, some_tokens(), "float32", adapter=1)
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
     peer.save_pretrained(tmp_path / "again")  # as PEFT writes it now: fused, of twice the rank
-    again = log_probabilities(with_adapters(tmp_path / "model", tmp_path / "again"), some_tokens(), "float32", adapter=1)
+    again = log_probabilities(
+        with_adapters(tmp_path / "model", tmp_path / "again"), some_tokens(), "float32", adapter=1
+    )
     torch.testing.assert_close(again, expected, rtol=1e-3, atol=1e-3)
 
 
@@ -213,7 +221,11 @@ def rename(old: str, new: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor
         ("mixtral", rename(".mlp.gate.", ".mlp.down_proj."), "a layer of the model has no down_proj, only q_proj, "),
         ("mixtral", rename(".0.mlp.experts.lora", ".0.mlp.experts.4.w2.lora"), "the model has 4 experts only"),
         ("gpt2", rename("attn.c_proj", "mlp.gate_proj"), "a layer of the model has no gate_proj, only q_proj, "),
-        ("gpt2", rename(".attn.c_proj", ".self_attn.q_proj"), "c_attn and .*q_proj are the same weight|q_proj and .*c_attn"),
+        (
+            "gpt2",
+            rename(".attn.c_proj", ".self_attn.q_proj"),
+            "c_attn and .*q_proj are the same weight|q_proj and .*c_attn",
+        ),
         ("phi3", rename("self_attn.o_proj", "mlp.gate"), "a layer of the model has no router"),
     ],
 )

@@ -74,7 +74,7 @@ class EngineConfig:
         device: device of the model, ``"cpu"`` or ``"cuda"``.
         async_scheduling: whether a step is launched before the results of the last one are known, so that the device
             need not wait for Python. ``None``: on a GPU. A step waits all the same if it needs those results: with
-            grammars, penalties, log-probabilities, beams, and with speculation.
+            grammars, penalties, logits processors, log-probabilities, beams, and with speculation.
         enforce_eager: whether all steps run operator by operator instead of replaying recorded graphs.
     """
 

@@ -36,7 +36,11 @@ class OutputTokens(Sequence[int]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         position = range(len(self))[index]
-        return self._token_ids[self._start + position] if position < self._border else self._drafts[position - self._border]
+        return (
+            self._token_ids[self._start + position]
+            if position < self._border
+            else self._drafts[position - self._border]
+        )
 
 
 def process_logits(logits: Tensor, rows: list[LogitsRow]) -> tuple[Tensor, dict[int, Exception]]:

@@ -96,9 +96,7 @@ class Sampler:
                 tokens = [part.tokens()[0] for part in parts]
         return Draw(lambda: tokens)
 
-    def _launch(
-        self, logits: Tensor, rows: list[LogitsRow], masks: np.ndarray | None, model_logits: Tensor
-    ) -> Draw:
+    def _launch(self, logits: Tensor, rows: list[LogitsRow], masks: np.ndarray | None, model_logits: Tensor) -> Draw:
         """Draw all rows in one call of the sampling operator."""
         logits = logits.float()
         counts = [row.sequence.params.logprobs for row in rows]

@@ -27,7 +27,9 @@ class SequenceOptions(TypedDict):
 class SequenceState(Enum):
     """Stage of a sequence between its arrival and its end."""
 
-    PENDING = auto()  # unknown to the scheduler: it waits for its grammar or adapter, or another sequence must run first
+    PENDING = (
+        auto()
+    )  # unknown to the scheduler: it waits for its grammar or adapter, or another sequence must run first
     WAITING = auto()  # in the scheduler's queue, without KV blocks: new or preempted
     RUNNING = auto()  # in the scheduler's running list, with KV blocks
     FINISHED = auto()

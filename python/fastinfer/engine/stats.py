@@ -71,8 +71,8 @@ class EngineStats:
         num_generated_tokens: tokens generated since the start.
         num_repairs: errors since the start after which all running sequences were queued to be computed again.
         num_expired: requests since the start that missed a deadline.
-        num_adapter_loads: LoRA adapters that were copied into a slot since the start, again after they had lost it; if many,
-            ``max_loras`` is too small for the adapters in use.
+        num_adapter_loads: LoRA adapters copied into a slot since the start; if many, ``max_loras`` is too small for the
+            adapters in use.
     """
 
     num_running: int

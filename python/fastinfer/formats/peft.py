@@ -112,8 +112,10 @@ def read_adapter(path: Path) -> LoraAdapter:
     for module, pair in sorted(halves.items(), key=lambda item: item[0].name):
         if len(pair) < 2:
             raise AdapterError(f"{file}: {module.name} has lora_{next(iter(pair))} only")
-        weights |= _of_linear(file, module, pair, config) if module.depth is None else _of_experts(
-            file, module, module.depth, pair, config
+        weights |= (
+            _of_linear(file, module, pair, config)
+            if module.depth is None
+            else _of_experts(file, module, module.depth, pair, config)
         )
     if not weights:
         raise AdapterError(f"{file}: no tensors")
@@ -182,7 +184,9 @@ class _Config:
         parameters = self._values.get("target_parameters") or []
         known = (*FUSED_EXPERTS, "weight")
         if not isinstance(parameters, list) or any(str(name).rpartition(".")[2] not in known for name in parameters):
-            raise AdapterError(f"{path}: target_parameters must be a list of {', '.join(known)}, got {parameters!r:.80}")
+            raise AdapterError(
+                f"{path}: target_parameters must be a list of {', '.join(known)}, got {parameters!r:.80}"
+            )
         self._parameters = tuple(f".{name}" for name in parameters)
 
     def targets(self, parameter: str) -> bool:

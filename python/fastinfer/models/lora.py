@@ -136,7 +136,9 @@ class AdapterSlots:
             return ModuleSlots(a, b, torch.zeros(shape, dtype=torch.int32, device=device))
 
         sizes = module_sizes(config)
-        self.layers = tuple({name: slots(name, *size) for name, size in sizes.items()} for _ in range(config.num_layers))
+        self.layers = tuple(
+            {name: slots(name, *size) for name, size in sizes.items()} for _ in range(config.num_layers)
+        )
         self.lm_head = slots("lm_head", config.hidden_size, config.vocab_size)
 
     def of(self, adapter_ids: Tensor) -> list[LayerAdapters]:
