@@ -139,6 +139,13 @@ BAD_TENSORS: dict[str, tuple[str, dict[str, torch.Tensor | None]]] = {
         "target_parameters",
         {Q[:31] + f".mlp.experts.lora_{half}.weight": torch.ones(8, 8) for half in "AB"},
     ),
+    "the same weight twice": (
+        "are the same weight",
+        {
+            f"{Q}.lora_{half}.weight".replace("model.model.model", "model.model"): torch.ones(shape)
+            for half, shape in (("A", (4, 64)), ("B", (64, 4)))
+        },
+    ),
     "no B": ("q_proj has lora_A only", {f"{Q}.lora_B.weight": None}),
     "no matrix": ("q_proj.lora_B.*shape", {f"{Q}.lora_B.weight": torch.ones(64)}),
     "another rank": ("q_proj.lora_B.*\\[out, 4\\].*\\[64, 3\\]", {f"{Q}.lora_B.weight": torch.ones(64, 3)}),

@@ -112,11 +112,13 @@ def read_adapter(path: Path) -> LoraAdapter:
     for module, pair in sorted(halves.items(), key=lambda item: item[0].name):
         if len(pair) < 2:
             raise AdapterError(f"{file}: {module.name} has lora_{next(iter(pair))} only")
-        weights |= (
-            _of_linear(file, module, pair, config)
-            if module.depth is None
-            else _of_experts(file, module, module.depth, pair, config)
-        )
+        if module.depth is None:
+            updates = _of_linear(file, module, pair, config)
+        else:
+            updates = _of_experts(file, module, module.depth, pair, config)
+        if twice := weights.keys() & updates.keys():
+            raise AdapterError(f"{file}: {module.name} and {weights[min(twice)].name} are the same weight of the model")
+        weights |= updates
     if not weights:
         raise AdapterError(f"{file}: no tensors")
     return LoraAdapter(path, weights)
@@ -144,13 +146,13 @@ def _of_experts(
         )
     name = f"{module.name}.{targeted[depth]}"
     rank, scale = config.rank_and_scale(name)
-    num_rows = pair["A"].shape[0] if pair["A"].dim() else 0
-    if num_rows % rank or not num_rows:
+    rows = pair["A"].shape[0] if pair["A"].dim() else 0
+    if rows % rank or not rows:
         raise AdapterError(f"{file}: {name}.lora_A must have a multiple of {rank} rows, got {list(pair['A'].shape)}")
-    _check_halves(file, name, pair, num_rows)
-    num_experts = num_rows // rank
-    a = pair["A"].view(num_experts, rank, -1)
-    b = pair["B"].reshape(-1, rank, num_experts)
+    _check_halves(file, name, pair, rows)
+    num_experts = rows // rank
+    a = pair["A"].reshape(num_experts, rank, pair["A"].shape[1])
+    b = pair["B"].reshape(pair["B"].shape[0], rank, num_experts)
     return {
         f"{module.weight}.{expert}.{targeted[depth]}": LowRank(name, a[expert], b[:, :, expert], scale)
         for expert in range(num_experts)

@@ -43,8 +43,17 @@ class ModuleSlots:
         eps: float = 0.0,
     ) -> None:
         """Add the adapters' updates, see :func:`fastinfer.ops.add_lora`."""
-        options = {"ranks": self.ranks, "norm_weight": norm_weight}
-        ops.add_lora(y, x, self.a, self.b, adapter_ids, expert_ids=expert_ids, eps=eps, **options)
+        ops.add_lora(
+            y,
+            x,
+            self.a,
+            self.b,
+            adapter_ids,
+            expert_ids=expert_ids,
+            ranks=self.ranks,
+            norm_weight=norm_weight,
+            eps=eps,
+        )
 
 
 @dataclass(frozen=True, eq=False)
