@@ -131,7 +131,7 @@ class Adapters:
             )
         del self._registered[name]
         for table in (self._in_slot, self._in_memory, self._reads, self._by_key):
-            table.pop(key, None)  # type: ignore[attr-defined]
+            table.pop(key, None)
 
     def key(self, name: str) -> str:
         """Return an adapter's identity, which changes when the name is given to another adapter.
