@@ -48,7 +48,7 @@ void add_lora(const Tensor& y, const Tensor& x, const Tensor& a, const Tensor& b
   const int64_t inputs = x.size(0), in = x.size(1);
   const Rows rows = rows_of(check, y);
   check.dtype(y, "y", x.scalar_type());
-  check.shape(adapter_ids, "adapter_ids", {kAny});
+  check.shape(adapter_ids, "adapter_ids", {expert_ids ? kAny : inputs});
   const int64_t tokens = adapter_ids.size(0);
   int64_t experts = 1, rows_per_token = 1;
   if (expert_ids) {
@@ -63,8 +63,7 @@ void add_lora(const Tensor& y, const Tensor& x, const Tensor& a, const Tensor& b
   }
   const int64_t num_rows = tokens * rows_per_token;
   check.require(y.size(0) == num_rows, "y must have ", num_rows, " rows, got ", y.size(0));
-  check.require(inputs == num_rows || inputs == tokens, "x must have ", tokens,
-                tokens == num_rows ? std::string() : " or " + std::to_string(num_rows), " rows, got ", inputs);
+  check.require(inputs == num_rows || inputs == tokens, "x must have ", tokens, " or ", num_rows, " rows, got ", inputs);
   check.contiguous(a, "a");
   const DType weight_dtype = check.float_dtype(a, "a");
   const int64_t slots = a.size(0), max_rank = a.size(a.dim() - 2);

@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.families import load, make_model, some_tokens
 from support.helpers import assert_bitwise
 from support.teacher_forcing import BLOCK_SIZE, log_probabilities
@@ -170,14 +171,12 @@ def two_adapters(family: str, folder: Path) -> Decoder:
 
 def run(model: Decoder, texts: list[list[int]], adapters: list[int]) -> list[Tensor]:
     """The logits of every token, by text."""
-    batch = Batch.of_texts(texts, BLOCK_SIZE)
     config, lengths = model.config, [len(text) for text in texts]
     blocks = sum(num_blocks_for(length, BLOCK_SIZE) for length in lengths)
     sizes = config.num_layers, blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim
     cache = KVCache.empty(*sizes, torch.float32, "cpu")
     ids = torch.tensor(adapters, dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
-    object.__setattr__(batch, "adapter_ids", ids)
-    hidden = model.forward(batch, cache)
+    hidden = model.forward(replace(Batch.of_texts(texts, BLOCK_SIZE), adapter_ids=ids), cache)
     return list(model.logits(hidden, torch.arange(len(ids)), ids).split(lengths))
 
 
@@ -194,9 +193,8 @@ def test_adapters_in_one_batch_equal_each_alone(family: str, tmp_path: Path) -> 
 
 def test_a_recorded_step_of_a_mixture_sees_new_adapters(tmp_path: Path) -> None:
     model = two_adapters("mixtral", tmp_path)
-    batch = Batch.of_texts([[5], [6], [7]], BLOCK_SIZE)
     ids = torch.tensor([0, -1, 0], dtype=torch.int32)
-    object.__setattr__(batch, "adapter_ids", ids)
+    batch = replace(Batch.of_texts([[5], [6], [7]], BLOCK_SIZE), adapter_ids=ids)
     config, rows = model.config, torch.arange(3)
     cache = KVCache.empty(config.num_layers, 3, BLOCK_SIZE, config.num_kv_heads, config.head_dim, torch.float32, "cpu")
     graph = ops.CPUGraph()
@@ -215,11 +213,17 @@ def rename(old: str, new: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor
     return lambda tensors: {name.replace(old, new): tensor for name, tensor in tensors.items()}
 
 
+def one_expert(expert: int) -> dict[str, Tensor]:
+    name = f"base_model.model.model.layers.0.mlp.experts.{expert}.w2"
+    return {f"{name}.lora_A.weight": torch.ones(3, 96), f"{name}.lora_B.weight": torch.ones(64, 3)}
+
+
 @pytest.mark.parametrize(
     ("case", "change", "named"),
     [
         ("mixtral", rename(".mlp.gate.", ".mlp.down_proj."), "a layer of the model has no down_proj, only q_proj, "),
-        ("mixtral", rename(".0.mlp.experts.lora", ".0.mlp.experts.4.w2.lora"), "the model has 4 experts only"),
+        ("mixtral", lambda _: one_expert(4), "the model has 4 experts only"),
+        ("llama2", lambda _: one_expert(0), "the model has 0 experts only"),
         ("gpt2", rename("attn.c_proj", "mlp.gate_proj"), "a layer of the model has no gate_proj, only q_proj, "),
         (
             "gpt2",
@@ -230,8 +234,6 @@ def rename(old: str, new: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor
     ],
 )
 def test_weights_that_the_model_lacks(case: str, change: Any, named: str, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     family, settings = CASES[case]
     base = make_model(family)
     base.save_pretrained(tmp_path / "model")
