@@ -236,7 +236,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "returns integers": (lambda output, logits: logits.long(), "got torch.int64"),
     "returns another shape": (lambda output, logits: logits[:5], r"got torch.float32 \[5\]"),
     "returns NaN": (lambda output, logits: logits.fill_(torch.nan), "NaN"),
-    "forbids all": (lambda output, logits: logits.fill_(-torch.inf), "finite logit"),
+    "forbids all": (lambda output, logits: logits.fill_(-torch.inf), "finite"),
     "takes one argument": (lambda output: None, "argument"),
 }
 
