@@ -71,8 +71,8 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
                "Tensor expert_start, str? activation");
   def_with_out(m, "combine_experts", "Tensor x, Tensor expert_weights, Tensor? residual");
   m.def(
-      "add_lora(Tensor(a!) y, Tensor x, Tensor a, Tensor b, Tensor adapter_ids, Tensor? ranks, Tensor? norm_weight, "
-      "float eps) -> ()");
+      "add_lora(Tensor(a!) y, Tensor x, Tensor a, Tensor b, Tensor adapter_ids, Tensor? expert_ids, "
+      "Tensor? ranks, Tensor? norm_weight, float eps) -> ()");
   def_with_out(m, "permute_columns", "Tensor x, Tensor permutation");
   def_with_out(m, "int4_pack", "Tensor q");
   def_with_out(m, "int8_pack", "Tensor q");

@@ -16,12 +16,19 @@ namespace {
 
 constexpr int kQuad = 4;  // elements that a lane takes at a time, where rows allow
 
-// The rank of a token's adapter, 0 where it has none; what is out of range is none.
-__device__ int rank_of(const AddLoraParams& p, int64_t token) {
-  const int32_t slot = token < p.tokens ? p.adapter_ids[token] : -1;
-  if (slot < 0 || slot >= p.slots) return 0;
+// The index of a row's matrices in a and b, -1 where it has none; what is out of range is none.
+__device__ int64_t matrix_of(const AddLoraParams& p, int64_t row) {
+  const int32_t slot = row < p.rows ? p.adapter_ids[row / p.rows_per_token] : -1;
+  if (slot < 0 || slot >= p.slots) return -1;
+  if (p.expert_ids == nullptr) return slot;
+  const int32_t expert = p.expert_ids[row];
+  return expert < 0 || expert >= p.experts ? -1 : slot * p.experts + expert;
+}
+
+__device__ int rank_of(const AddLoraParams& p, int64_t matrix) {
+  if (matrix < 0) return 0;
   const auto max_rank = static_cast<int>(p.max_rank);
-  return p.ranks != nullptr ? max(0, min(p.ranks[slot], max_rank)) : max_rank;
+  return p.ranks != nullptr ? max(0, min(p.ranks[matrix], max_rank)) : max_rank;
 }
 
 // hidden[token][rank] = norm(x[token]) . a[rank]
@@ -29,10 +36,10 @@ template <class T, class W, int kCount>
 __global__ void shrink_kernel(AddLoraParams p) {
   grid_dependency_wait();
   grid_dependency_launch();
-  const int64_t token = blockIdx.x;
-  const int rank_count = rank_of(p, token), first = blockIdx.y * kLoraRanks;
+  const int64_t token = blockIdx.x, matrix = matrix_of(p, token);
+  const int rank_count = rank_of(p, matrix), first = blockIdx.y * kLoraRanks;
   if (first >= rank_count) return;
-  const T* const x = static_cast<const T*>(p.x) + token * p.x_stride;
+  const T* const x = static_cast<const T*>(p.x) + token / p.rows_per_input * p.x_stride;
   const int lane = threadIdx.x % kWarpSize, rank = first + threadIdx.x / kWarpSize;
 
   float scale = 1.0f;
@@ -48,7 +55,7 @@ __global__ void shrink_kernel(AddLoraParams p) {
   }
   if (rank >= rank_count) return;
 
-  const W* const a = static_cast<const W*>(p.a) + (p.adapter_ids[token] * p.max_rank + rank) * p.in;
+  const W* const a = static_cast<const W*>(p.a) + (matrix * p.max_rank + rank) * p.in;
   float sum = 0.0f;
   for (int64_t i = lane * kCount; i < p.in; i += kWarpSize * kCount) {
     float values[kCount], weights[kCount];
@@ -80,12 +87,12 @@ __global__ void expand_kernel(AddLoraParams p) {
   T* const y = static_cast<T*>(p.y) + column / p.run * p.run_stride + column % p.run;
 
   for (int begin = 0, end = 0; begin < kLoraTokens; begin = end) {
-    const int rank_count = rank_of(p, first + begin);
+    const int64_t matrix = matrix_of(p, first + begin);
+    const int rank_count = rank_of(p, matrix);
     end = begin + 1;
     if (rank_count == 0) continue;
-    const int64_t slot = p.adapter_ids[first + begin];
-    while (end < kLoraTokens && first + end < p.tokens && p.adapter_ids[first + end] == slot) ++end;
-    const W* b = static_cast<const W*>(p.b) + slot * p.max_rank * p.out + column;
+    while (end < kLoraTokens && matrix_of(p, first + end) == matrix) ++end;
+    const W* b = static_cast<const W*>(p.b) + matrix * p.max_rank * p.out + column;
     const float* hidden = p.hidden + first * p.max_rank;
     float sums[kLoraTokens] = {};
     for (int rank = 0; rank < rank_count; ++rank, b += p.out) {
@@ -106,9 +113,9 @@ __global__ void expand_kernel(AddLoraParams p) {
 
 template <class T, class W>
 void launch_both(const AddLoraParams& p, void* stream) {
-  const AddLoraPlan plan = plan_add_lora(p.tokens, p.out, p.max_rank);
+  const AddLoraPlan plan = plan_add_lora(p.rows, p.out, p.max_rank);
   const bool vectorised =
-      p.in % kQuad == 0 && (p.x_stride % kQuad == 0 || p.tokens <= 1) && vector_aligned(p.x, p.a, p.norm_weight.data);
+      p.in % kQuad == 0 && (p.x_stride % kQuad == 0 || p.rows <= p.rows_per_input) && vector_aligned(p.x, p.a, p.norm_weight.data);
   launch("add_lora", vectorised ? shrink_kernel<T, W, kQuad> : shrink_kernel<T, W, 1>, plan.shrink, stream, p);
   launch("add_lora", expand_kernel<T, W>, plan.expand, stream, p);
 }

@@ -11,18 +11,22 @@
 namespace fastinfer {
 
 struct AddLoraParams {
-  void* y;                     // [tokens, out], rows y_stride apart; within a row runs of `run`, run_stride apart
-  const void* x;               // [tokens, in], rows x_stride apart
-  const void* a;               // [slots, max_rank, in]
-  const void* b;               // [slots, max_rank, out]
-  const int32_t* adapter_ids;  // [tokens]: a slot, or -1 for none
-  const int32_t* ranks;        // [slots] or null: how many of the max_rank rows of a and b there are
+  void* y;                     // [rows, out], rows y_stride apart; within a row runs of `run`, run_stride apart
+  const void* x;               // [rows / rows_per_input, in], rows x_stride apart
+  const void* a;               // [slots * experts, max_rank, in]
+  const void* b;               // [slots * experts, max_rank, out]
+  const int32_t* adapter_ids;  // [rows / rows_per_token]: a slot, or -1 for none
+  const int32_t* expert_ids;   // [rows] or null: each row's expert
+  const int32_t* ranks;        // [slots * experts] or null: how many of the max_rank rows of a and b there are
   VectorArg norm_weight;       // [in]: x is RMS-normalised first
-  float* hidden;               // CUDA: [tokens, max_rank]
-  int64_t tokens;
+  float* hidden;               // CUDA: [rows, max_rank]
+  int64_t rows;
+  int64_t rows_per_token;
+  int64_t rows_per_input;
   int64_t in;
   int64_t out;
   int64_t slots;
+  int64_t experts;  // 1 without expert_ids
   int64_t max_rank;
   int64_t x_stride;
   int64_t y_stride;

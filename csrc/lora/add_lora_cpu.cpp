@@ -1,6 +1,7 @@
-// Tokens are sorted by adapter and cut into blocks that share one. Shrink: dot products with the rows of A, a few
-// tokens by a few rows at a time. Expand: B's rows, weighted by those products, are added up in registers; what a
-// thread reads of B serves all tokens of a block. Every sum has one order, whatever else is in the batch.
+// Tokens (of a mixture of experts: a token's rows, one for each of its experts) are sorted by their matrices and cut
+// into blocks that share them. Shrink: dot products with the rows of A, a few tokens by a few rows at a time. Expand:
+// B's rows, weighted by those products, are added up in registers; what a thread reads of B serves all tokens of a
+// block. Every sum has one order, whatever else is in the batch.
 #include <algorithm>
 #include <stdexcept>
 #include <string>
@@ -20,24 +21,33 @@ constexpr int64_t kColumns = 128;     // columns of B in one unit of work
 constexpr int64_t kChunk = 1024;      // columns of B that are read at a time
 enum Scratch { kTokens, kBlocks, kRows, kHidden };
 
-// Tokens first .. first + count of those sorted by adapter.
+// Tokens first .. first + count of those sorted by their matrices.
 struct Block {
-  int32_t slot, rank;
-  int64_t first, count;
+  int64_t matrix, first, count;
+  int32_t rank;
 };
 
-int32_t rank_of(const AddLoraParams& p, int64_t token) {
-  const int32_t slot = p.adapter_ids[token];
-  if (slot < 0) return 0;
-  if (slot >= p.slots) {
-    throw std::runtime_error("add_lora: adapter_ids[" + std::to_string(token) + "] must be below " +
-                             std::to_string(p.slots) + ", got " + std::to_string(slot));
+void check_index(const char* name, int64_t at, int64_t value, int64_t low, int64_t high) {
+  if (value < low || value > high) {
+    throw std::runtime_error("add_lora: " + std::string(name) + "[" + std::to_string(at) + "] must be in [" +
+                             std::to_string(low) + ", " + std::to_string(high) + "], got " + std::to_string(value));
   }
-  const int64_t rank = p.ranks != nullptr ? p.ranks[slot] : p.max_rank;
-  if (rank < 0 || rank > p.max_rank) {
-    throw std::runtime_error("add_lora: ranks[" + std::to_string(slot) + "] must be in [0, " +
-                             std::to_string(p.max_rank) + "], got " + std::to_string(rank));
-  }
+}
+
+// The index of a row's matrices in a and b; -1 for none.
+int64_t matrix_of(const AddLoraParams& p, int64_t row) {
+  const int64_t token = row / p.rows_per_token, slot = p.adapter_ids[token];
+  if (slot < 0) return -1;
+  check_index("adapter_ids", token, slot, 0, p.slots - 1);
+  if (p.expert_ids == nullptr) return slot;
+  check_index("expert_ids", row, p.expert_ids[row], 0, p.experts - 1);
+  return slot * p.experts + p.expert_ids[row];
+}
+
+int32_t rank_of(const AddLoraParams& p, int64_t matrix) {
+  if (matrix < 0) return 0;
+  const int64_t rank = p.ranks != nullptr ? p.ranks[matrix] : p.max_rank;
+  check_index("ranks", matrix, rank, 0, p.max_rank);
   return static_cast<int32_t>(rank);
 }
 
@@ -107,24 +117,28 @@ class AddLora {
  private:
   // Sorts the tokens that have an adapter, and cuts them into blocks.
   void group() {
-    auto* ends = scratch_array<int64_t>(kBlocks, p_.slots);
-    std::fill_n(ends, p_.slots, 0);
-    for (int64_t token = 0; token < p_.tokens; ++token) {
-      if (rank_of(p_, token) > 0) ++ends[p_.adapter_ids[token]];
+    const int64_t matrices = p_.slots * p_.experts;
+    auto* ends = scratch_array<int64_t>(kBlocks, matrices);
+    std::fill_n(ends, matrices, 0);
+    for (int64_t row = 0; row < p_.rows; ++row) {
+      const int64_t matrix = matrix_of(p_, row);
+      if (rank_of(p_, matrix) > 0) ++ends[matrix];
     }
-    for (int64_t slot = 0; slot < p_.slots; ++slot) ends[slot] = num_tokens_ += ends[slot];
+    for (int64_t matrix = 0; matrix < matrices; ++matrix) ends[matrix] = num_tokens_ += ends[matrix];
+    if (num_tokens_ == 0) return;
     tokens_ = scratch_array<int64_t>(kTokens, num_tokens_);
-    for (int64_t token = p_.tokens - 1; token >= 0; --token) {
-      if (rank_of(p_, token) > 0) tokens_[--ends[p_.adapter_ids[token]]] = token;
+    for (int64_t row = p_.rows - 1; row >= 0; --row) {
+      const int64_t matrix = matrix_of(p_, row);
+      if (rank_of(p_, matrix) > 0) tokens_[--ends[matrix]] = row;
     }
     blocks_ = scratch_array<Block>(kBlocks, num_tokens_);
     for (int64_t i = 0; i < num_tokens_; ++i) {
-      const int32_t slot = p_.adapter_ids[tokens_[i]];
+      const int64_t matrix = matrix_of(p_, tokens_[i]);
       Block* last = blocks_ + num_blocks_ - 1;
-      if (num_blocks_ > 0 && last->slot == slot && last->count < kBlockTokens) {
+      if (num_blocks_ > 0 && last->matrix == matrix && last->count < kBlockTokens) {
         ++last->count;
       } else {
-        blocks_[num_blocks_++] = {slot, rank_of(p_, tokens_[i]), i, 1};
+        blocks_[num_blocks_++] = {matrix, i, 1, rank_of(p_, matrix)};
       }
     }
     rows_ = scratch_array<float>(kRows, num_tokens_ * x_stride_);
@@ -134,7 +148,7 @@ class AddLora {
   // A row of x after the norm, fp32, with zeros up to a multiple of kLanes.
   template <class T>
   void prepare(int64_t i) const {
-    const T* x = static_cast<const T*>(p_.x) + tokens_[i] * p_.x_stride;
+    const T* x = static_cast<const T*>(p_.x) + tokens_[i] / p_.rows_per_input * p_.x_stride;
     float* row = rows_ + i * x_stride_;
     if (p_.norm_weight.data == nullptr) {
       for_each_vector(p_.in, [&](int64_t j, int64_t lanes) { store_lanes(row + j, load_lanes(x + j, lanes), lanes); });
@@ -147,7 +161,7 @@ class AddLora {
 
   template <class W>
   void shrink_unit(const Block& block, int64_t rank0) const {
-    const W* a = static_cast<const W*>(p_.a) + block.slot * p_.max_rank * p_.in;
+    const W* a = static_cast<const W*>(p_.a) + block.matrix * p_.max_rank * p_.in;
     const auto tile = [&]<int kM, int kN>(int64_t token, int64_t rank) {
       shrink<kM, kN>(a + rank * p_.in, p_.in, rows_ + token * x_stride_, x_stride_,
                      hidden_ + token * p_.max_rank + rank, p_.max_rank);
@@ -233,7 +247,7 @@ class AddLora {
 
   template <class W>
   const W* rows_of_b(const Block& block) const {
-    return static_cast<const W*>(p_.b) + block.slot * p_.max_rank * p_.out;
+    return static_cast<const W*>(p_.b) + block.matrix * p_.max_rank * p_.out;
   }
 
   // A run is a multiple of a vector, so what follows as far as a vector reaches is of the same run.

@@ -16,7 +16,6 @@ from fastinfer import hub
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.stats import EngineStats, StepStats
 from fastinfer.errors import QueueFullError, RequestError, UnavailableError
-from fastinfer.formats.peft import read_adapter
 from fastinfer.llm import LLM
 from fastinfer.outputs import Output, PrefillOutput, RequestOutput, ScoreOutput
 from fastinfer.sampling_params import BeamSearchParams, SamplingParams
@@ -133,7 +132,7 @@ class AsyncEngine:
 
     @property
     def adapters(self) -> list[str]:
-        """Names of the loaded LoRA adapters."""
+        """Names of the LoRA adapters that requests may name."""
         return self._engine.adapters.names
 
     def generate(
@@ -373,15 +372,23 @@ class AsyncEngine:
         await self._call(self._engine.remove_prompt_module, name)
 
     async def load_adapter(self, name: str, path: str | Path) -> None:
-        """Load a LoRA adapter between two steps; raises the errors of :meth:`fastinfer.LLM.load_adapter`.
+        """Load a LoRA adapter; raises the errors of :meth:`fastinfer.LLM.load_adapter`.
 
         The files are read while the steps go on.
         """
-        adapter = await asyncio.to_thread(read_adapter, Path(path))
+        adapter = await asyncio.to_thread(self._engine.read_adapter, path)
         await self._call(self._engine.load_adapter, name, adapter)
 
+    async def register_adapter(self, name: str, path: str | Path) -> None:
+        """Register a LoRA adapter that is read when a request needs it, see :meth:`fastinfer.LLM.register_adapter`.
+
+        Raises:
+            RequestError: the name is taken, or ``max_loras`` is 0.
+        """
+        await self._call(self._engine.register_adapter, name, path)
+
     async def unload_adapter(self, name: str) -> None:
-        """Unload a LoRA adapter; raises the errors of :meth:`fastinfer.LLM.unload_adapter`."""
+        """Forget a LoRA adapter; raises the errors of :meth:`fastinfer.LLM.unload_adapter`."""
         await self._call(self._engine.unload_adapter, name)
 
     async def abort(self, request_id: str) -> None:

@@ -18,7 +18,6 @@ from fastinfer.engine.engine import Engine
 from fastinfer.engine.kv_cache_size import KVCacheSize, options_for, options_for_memory
 from fastinfer.engine.request_validator import POOLINGS
 from fastinfer.errors import RequestError
-from fastinfer.formats.peft import read_adapter
 from fastinfer.models import Model, load_model, load_weights, open_checkpoint
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
@@ -62,8 +61,8 @@ class LLM:
         max_model_len, block_size, kv_cache_memory, gpu_memory_utilization, max_stop_strings,
             max_stop_string_length, max_stop_token_ids, max_bad_words, max_logit_bias: see
             :class:`fastinfer.engine.config.EngineConfig`.
-        enable_prefix_caching, num_speculative_tokens, max_loras, max_lora_rank, deterministic, enforce_eager: see
-            :class:`fastinfer.engine.config.EngineConfig`.
+        enable_prefix_caching, num_speculative_tokens, max_loras, max_cpu_loras, max_lora_rank, deterministic,
+            enforce_eager: see :class:`fastinfer.engine.config.EngineConfig`.
 
     Attributes:
         engine: the engine that runs the requests. Only its ``stats()`` may be called from outside.
@@ -101,6 +100,7 @@ class LLM:
         num_speculative_tokens: int = 0,
         draft_model: str | None = None,
         max_loras: int = 0,
+        max_cpu_loras: int | None = None,
         max_lora_rank: int = 64,
         deterministic: bool = False,
         enforce_eager: bool = False,
@@ -129,6 +129,7 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             num_speculative_tokens=num_speculative_tokens,
             max_loras=max_loras,
+            max_cpu_loras=max_cpu_loras,
             max_lora_rank=max_lora_rank,
             lora_dtype=torch.float32 if dtype == "float32" else torch.bfloat16,
             deterministic=deterministic,
@@ -179,7 +180,7 @@ class LLM:
                 ``"prompt_module"`` (name of a text that precedes the prompt, see :meth:`add_prompt_module`).
             params: one object for all prompts, or one per prompt; :attr:`default_params` by default.
             priority: one number for all prompts, or one per prompt; smaller numbers are served first.
-            adapter: name of a LoRA adapter (see :meth:`load_adapter`), one for all prompts or one per prompt.
+            adapter: name of a LoRA adapter (:meth:`load_adapter`), one for all prompts or one per prompt.
             use_tqdm: show a progress bar on stderr.
 
         Returns:
@@ -369,17 +370,31 @@ class LLM:
     def load_adapter(self, name: str, path: str | Path) -> None:
         """Load a LoRA adapter from a folder saved by PEFT. Prompts select it by name; ``max_loras`` must be at least 1.
 
+        Any number of adapters may be loaded. ``max_loras`` of them can run at the same time, and ``max_cpu_loras`` are
+        kept in host memory; the least recently used ones are read again when they are needed, so their files must stay.
+
         Raises:
             AdapterError: the adapter cannot be read, or does not fit the model.
-            RequestError: the name is taken, or ``max_loras`` adapters are loaded already.
+            RequestError: the name is taken, or ``max_loras`` is 0.
         """
         check_path("path", path)
-        adapter = read_adapter(Path(path))  # while other threads' requests run
+        adapter = self.engine.read_adapter(path)  # while other threads' requests run
         with self._shared.lock:
             self.engine.load_adapter(name, adapter)
 
+    def register_adapter(self, name: str, path: str | Path) -> None:
+        """Register a LoRA adapter that is read when the first prompt selects it, while other prompts run.
+
+        If it cannot be read, or does not fit the model, the requests for it end with the finish reason ``"error"``.
+
+        Raises:
+            RequestError: the name is taken, or ``max_loras`` is 0.
+        """
+        with self._shared.lock:
+            self.engine.register_adapter(name, path)
+
     def unload_adapter(self, name: str) -> None:
-        """Unload a LoRA adapter.
+        """Forget a LoRA adapter.
 
         Raises:
             RequestError: there is no adapter of this name, or an unfinished request or a prompt module uses it.

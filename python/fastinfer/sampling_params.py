@@ -1,12 +1,22 @@
 """Parameters of a request: how its tokens are chosen and when it ends."""
 
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING, TypeAlias
 
 from fastinfer.errors import RequestError
 from fastinfer.structured_output import StructuredOutputsParams
 from fastinfer.utils.checks import INT32_MAX, INT64_MAX, check_bool, check_float, check_int, show
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# From the generated tokens so far and the logits of the next one, [vocab] fp32, to the new logits, or None if it has
+# changed them in place.
+LogitsProcessor: TypeAlias = "Callable[[Sequence[int], Tensor], Tensor | None]"
 
 MAX_LOGPROBS = 20
 MAX_COMPLETIONS = 128
@@ -46,6 +56,12 @@ class SamplingParams:
             the text goes on until ``max_tokens``.
         bad_words: words that the text must not contain, neither at its beginning nor after a space. Each is forbidden
             as the tokens that the tokenizer splits it into; the model may spell it in another way.
+        logits_processors: functions that change the logits of the next token, called one after another with the tokens
+            generated so far (a read-only sequence) and the logits [vocab] in fp32, on the model's device. Each changes
+            the logits in place or returns new ones. They come before everything else that changes the distribution:
+            penalties, ``logit_bias``, the masks of forbidden tokens, temperature, ``min_p``, ``top_k`` and ``top_p``.
+            They must depend on their arguments alone, because a token may be drawn for a draft that is rejected later.
+            Every step waits for them, and an error in one ends the request with the finish reason ``"error"``.
         max_tokens: largest number of generated tokens; ``None`` for as many as the context holds.
         min_tokens: number of generated tokens before which no end of sequence and no stop token is drawn.
         stop: a string or strings that end the text. The text is cut before the first stop string that is completed.
@@ -79,6 +95,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = ()
+    logits_processors: Sequence[LogitsProcessor] | None = ()
     max_tokens: int | None = 256
     min_tokens: int = 0
     stop: str | Sequence[str] | None = ()
@@ -130,6 +147,7 @@ class SamplingParams:
                 raise RequestError(f"allowed_token_ids must be at least one, got {show(self.allowed_token_ids)}")
             object.__setattr__(self, "allowed_token_ids", self._token_ids("allowed_token_ids"))
         object.__setattr__(self, "logit_bias", self._bias())
+        object.__setattr__(self, "logits_processors", self._processors())
 
     @property
     def has_penalties(self) -> bool:
@@ -152,7 +170,13 @@ class SamplingParams:
             check_int(name, token_id, 0, INT32_MAX)
         return tuple(ids)
 
-    def _bias(self) -> "FrozenBias":
+    def _processors(self) -> tuple[LogitsProcessor, ...]:
+        processors = self.logits_processors or ()
+        if not isinstance(processors, list | tuple) or not all(map(callable, processors)):
+            raise RequestError(f"logits_processors must be a list of functions, got {show(processors)}")
+        return tuple(processors)
+
+    def _bias(self) -> FrozenBias:
         bias = self.logit_bias or {}
         if not isinstance(bias, Mapping):
             raise RequestError(f"logit_bias must map token ids to numbers, got {show(bias)}")

@@ -47,7 +47,7 @@ def hidden_states(llm: LLM, ids: list[int], monkeypatch: pytest.MonkeyPatch) -> 
     seen = []
     model = llm.engine.model
 
-    def logits(self: object, hidden: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    def logits(self: object, hidden: torch.Tensor, indices: torch.Tensor, *_: object) -> torch.Tensor:
         seen.append(hidden)
         return torch.zeros(len(indices), 1)
 

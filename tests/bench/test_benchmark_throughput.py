@@ -211,7 +211,7 @@ def test_speculation_refuses_another_text(monkeypatch: pytest.MonkeyPatch) -> No
         def make_engine(self, **options: object) -> object:
             if "num_speculative_tokens" in options:
                 object.__setattr__(self, "model", type(self.model)())
-                self.model.logits = lambda hidden, indices: -type(self.model).logits(self.model, hidden, indices)
+                self.model.logits = lambda *args: -type(self.model).logits(self.model, *args)
             return super().make_engine(**options)
 
     toy = toy_subject()

@@ -168,7 +168,7 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "quantize_int8", (x,)
     yield "silu_and_mul", (x,)
     matrices, ids = torch.randn(2, 2, 16, 4096).bfloat16().unbind(), torch.arange(16, dtype=torch.int32) // 8
-    yield "add_lora", (x.clone(), x, *matrices, ids, None, None, 0.0)
+    yield "add_lora", (x.clone(), x, *matrices, ids, None, None, None, 0.0)
     yield "embedding", (x, torch.arange(8))
     yield "softcap", (x, 30.0)
     yield "sample", (torch.randn(2, 32_000), *sampling(2), *[None] * 7, 0)

@@ -190,8 +190,8 @@ def reasons_after(prompt: list[int], num_steps: int) -> set[str]:
 class Strict(ToyModel):
     """Some tokens are impossible, and only one is possible after another one."""
 
-    def logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
-        logits = super().logits(hidden, indices)
+    def logits(self, hidden: Tensor, indices: Tensor, adapter_ids: Tensor | None = None) -> Tensor:
+        logits = super().logits(hidden, indices, adapter_ids)
         logits[:, 2:] = -torch.inf
         return logits
 

@@ -12,7 +12,8 @@ from support.peft_adapter import write_adapter
 from support.tiny_decoder import CONFIG, make_decoder
 from support.toy import VOCAB_SIZE, ToyTokenizer, check_blocks, drain
 
-from fastinfer import AsyncEngine, async_engine
+from fastinfer import AsyncEngine
+from fastinfer.engine import adapters
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.engine import Engine
 from fastinfer.errors import AdapterError, RequestError
@@ -74,7 +75,7 @@ def test_adapters_are_read_outside_the_engine_s_thread(
         async with AsyncEngine(make_engine()) as engine:
             assert await asyncio.wait_for(load(engine), 60) == alone(folders, "a", PROMPTS[1])
 
-    monkeypatch.setattr(async_engine, "read_adapter", slowly)
+    monkeypatch.setattr(adapters, "read_adapter", slowly)
     asyncio.run(main())
 
 
@@ -175,8 +176,6 @@ def test_load_and_unload(folders: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(AdapterError):
         engine.load_adapter("b", tmp_path / "nothing")
     engine.load_adapter("b", folders["b"])
-    with pytest.raises(RequestError, match=r"max_loras=2 adapters are loaded: unload one of \['a', 'b'\]"):
-        engine.load_adapter("c", folders["c"])
     request_id = engine.add_request([1, 2], PARAMS, adapter="a")
     engine.step()
     with pytest.raises(RequestError, match="adapter 'a' must not be in use to be unloaded, got 1 requests or"):

@@ -425,8 +425,8 @@ def test_a_mask_that_fails_behind_a_draft_is_that_row_s_alone() -> None:
 class Poisoned(ToyModel):
     """After [9, 9] come no numbers."""
 
-    def logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
-        logits = super().logits(hidden, indices)
+    def logits(self, hidden: Tensor, indices: Tensor, adapter_ids: Tensor | None = None) -> Tensor:
+        logits = super().logits(hidden, indices, adapter_ids)
         logits[hidden[indices, 0] == hashes_of([9, 9])[-1]] = torch.nan
         return logits
 

@@ -24,7 +24,8 @@ def sequence(number: int, params: SamplingParams = PENALISED) -> Sequence:
 
 def check(tensors: PenaltyTensors, rows: list[LogitsRow]) -> None:
     update = tensors.update(rows, CPU)
-    for index, (owner, drafts, _) in enumerate(rows):
+    for index, row in enumerate(rows):
+        owner, drafts = row.sequence, row.drafts
         p = owner.params
         expected = [p.repetition_penalty, p.presence_penalty, p.frequency_penalty]
         assert update["penalties"][index].tolist() == expected

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.peft_adapter import write_adapter
+from support.peft_adapter import MODULES, write_adapter
 from support.tiny_decoder import CONFIG
 
 from fastinfer.errors import AdapterError
-from fastinfer.formats.peft import MODULES, read_adapter
+from fastinfer.formats.peft import read_adapter
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
@@ -39,22 +39,25 @@ def test_reads_what_was_written(rslora: bool, dtype: torch.dtype, tmp_path: Path
     deltas = write_adapter(tmp_path, CONFIG, 5, dtype=dtype, use_rslora=rslora)
     adapter = read_adapter(tmp_path)
     assert adapter.max_rank == 5
-    assert adapter.layers.keys() == deltas.keys() == {(i, m) for i in range(CONFIG.num_layers) for m in MODULES}
-    for key, low_rank in adapter.layers.items():
-        torch.testing.assert_close(low_rank.scale * low_rank.b.double() @ low_rank.a.double(), deltas[key])
+    assert adapter.weights.keys() == {f"layers.{i}.{m}" for i in range(CONFIG.num_layers) for m in MODULES}
+    for (layer, module), delta in deltas.items():
+        low_rank = adapter.weights[f"layers.{layer}.{module}"]
+        torch.testing.assert_close(low_rank.scale * low_rank.b.double() @ low_rank.a.double(), delta)
 
 
-@pytest.mark.parametrize("pattern", ["q_proj", "self_attn.q_proj", "layers.0.self_attn.q_proj", f"^{Q[17:]}$"])
+@pytest.mark.parametrize(
+    "pattern", ["q_proj", "self_attn.q_proj", r".*\.q_proj", "layers.0.self_attn.q_proj", f"^{Q[17:]}$"]
+)
 def test_patterns_give_a_layer_its_own_rank_and_alpha(pattern: str, folder: Path) -> None:
     change(folder, rank_pattern={"proj": 3, pattern: 2}, alpha_pattern={"_proj": 3, pattern: 7})
     tensors = load_file(folder / "adapter_model.safetensors")
     for name in tensors:
         if ("q_proj" if "layers" not in pattern else Q) in name:
             change_tensors(folder, **{name: tensors[name][:2] if "lora_A" in name else tensors[name][:, :2].clone()})
-    layers = read_adapter(folder).layers
-    assert (layers[0, "q_proj"].rank, layers[0, "q_proj"].scale) == (2, 3.5)
-    assert (layers[0, "k_proj"].rank, layers[0, "k_proj"].scale) == (4, 1.5)
-    assert layers[1, "q_proj"].rank == (4 if "layers" in pattern else 2)
+    weights = read_adapter(folder).weights
+    assert (weights["layers.0.q_proj"].rank, weights["layers.0.q_proj"].scale) == (2, 3.5)
+    assert (weights["layers.0.k_proj"].rank, weights["layers.0.k_proj"].scale) == (4, 1.5)
+    assert weights["layers.1.q_proj"].rank == (4 if "layers" in pattern else 2)
 
 
 @pytest.mark.parametrize(
@@ -67,14 +70,20 @@ def test_patterns_give_a_layer_its_own_rank_and_alpha(pattern: str, folder: Path
             "inference_mode": True,
             "revision": None,
         },
-        {"init_lora_weights": "gaussian", "lora_dropout": 0.1, "layers_to_transform": [0, 1], "loftq_config": {}},
+        {
+            "init_lora_weights": "gaussian",
+            "lora_dropout": 0.1,
+            "layers_to_transform": [0, 1],
+            "loftq_config": {},
+            "fan_in_fan_out": True,
+        },
         {"target_modules": "all-linear", "task_type": "CAUSAL_LM", "rank_pattern": {}, "alpha_pattern": {}},
     ],
     ids=str,
 )
 def test_settings_that_change_nothing(settings: dict[str, Any], folder: Path) -> None:
     change(folder, **settings)
-    assert len(read_adapter(folder).layers) == CONFIG.num_layers * len(MODULES)
+    assert len(read_adapter(folder).weights) == CONFIG.num_layers * len(MODULES)
 
 
 def test_names_of_a_model_without_a_head(folder: Path) -> None:
@@ -82,7 +91,7 @@ def test_names_of_a_model_without_a_head(folder: Path) -> None:
     save_file(
         {n.replace("model.model.", "model."): t for n, t in tensors.items()}, folder / "adapter_model.safetensors"
     )
-    assert len(read_adapter(folder).layers) == CONFIG.num_layers * len(MODULES)
+    assert len(read_adapter(folder).weights) == CONFIG.num_layers * len(MODULES)
 
 
 BAD_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -94,7 +103,8 @@ BAD_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "saved modules": ("modules_to_save.*lm_head", {"modules_to_save": ["lm_head"]}),
     "new tokens": ("trainable_token_indices", {"trainable_token_indices": [1, 2]}),
     "parameters": ("target_parameters", {"target_parameters": ["mlp.experts"]}),
-    "transposed": ("fan_in_fan_out", {"fan_in_fan_out": True}),
+    "parameters are text": ("target_parameters", {"target_parameters": "mlp.experts.down_proj"}),
+    "tied weights": ("ensure_weight_tying", {"ensure_weight_tying": True}),
     "repeated layers": ("layer_replication", {"layer_replication": [[0, 1], [0, 1]]}),
     "activated": ("alora_invocation_tokens", {"alora_invocation_tokens": [1]}),
     "PiSSA": ("init_lora_weights.*pissa", {"init_lora_weights": "pissa"}),
@@ -123,7 +133,19 @@ BAD_TENSORS: dict[str, tuple[str, dict[str, torch.Tensor | None]]] = {
     "an embedding": ("lora_embedding_A", {"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 50)}),
     "a magnitude": ("magnitude", {f"{Q}.lora_magnitude_vector": torch.ones(64)}),
     "a whole module": ("lm_head", {"base_model.model.lm_head.weight": torch.ones(50, 64)}),
-    "another projection": ("qkv_proj", {Q.replace("q_proj", "qkv_proj") + ".lora_A.weight": torch.ones(4, 64)}),
+    "another projection": ("kv_proj", {Q.replace("q_proj", "kv_proj") + ".lora_A.weight": torch.ones(4, 64)}),
+    "an expert's other matrix": ("w4", {Q[:31] + ".mlp.experts.0.w4.lora_A.weight": torch.ones(4, 64)}),
+    "experts without target_parameters": (
+        "target_parameters",
+        {Q[:31] + f".mlp.experts.lora_{half}.weight": torch.ones(8, 8) for half in "AB"},
+    ),
+    "the same weight twice": (
+        "are the same weight",
+        {
+            f"{Q}.lora_{half}.weight".replace("model.model.model", "model.model"): torch.ones(shape)
+            for half, shape in (("A", (4, 64)), ("B", (64, 4)))
+        },
+    ),
     "no B": ("q_proj has lora_A only", {f"{Q}.lora_B.weight": None}),
     "no matrix": ("q_proj.lora_B.*shape", {f"{Q}.lora_B.weight": torch.ones(64)}),
     "another rank": ("q_proj.lora_B.*\\[out, 4\\].*\\[64, 3\\]", {f"{Q}.lora_B.weight": torch.ones(64, 3)}),

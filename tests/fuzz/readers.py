@@ -85,6 +85,7 @@ def read_adapter(folder: Path) -> None:
     """Read an adapter and load it into a model's slots."""
     adapters = Adapters(AdapterSlots(CONFIG, 1, 8, torch.float32))
     adapters.load("name", folder)
+    adapters.place(adapters.key("name"), set())
 
 
 def known(request: JsonFields, key: str, kind: Any) -> dict[str, Any]:

@@ -108,6 +108,33 @@ def test_without_ranks_all_rows_count(device: str) -> None:
     assert got[0].ne(0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("own_inputs", [False, True])
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (7, 3), (41, 2)])
+def test_experts(tokens: int, top_k: int, own_inputs: bool, dtype: torch.dtype, device: str) -> None:
+    """The rows of a token have matrices, and ranks, of the token's adapter and their own experts."""
+    experts, features, runs = 5, 72, 3
+    rows = tokens * top_k
+    x = torch.randn(rows if own_inputs else tokens, features, device=device).to(dtype)
+    each = [adapters(7, features, runs * 16, dtype, device) for _ in range(experts)]
+    matrices = {name: torch.stack([one[name] for one in each], 1).contiguous() for name in each[0]}
+    matrices["ranks"][1, 2] = 0
+    options = {"adapter_ids": some_ids(tokens, device), **matrices}
+    options["expert_ids"] = torch.rand(tokens, experts).argsort(-1)[:, :top_k].int().contiguous().to(device)
+    y = torch.randn(rows, runs, 2, 16, device=device).to(dtype)
+    out = y.clone()
+    ops.add_lora(out[:, :, 1], x, **options)
+    expected = reference.add_lora(y[:, :, 1].flatten(1), x, **options)
+    assert_rounded(out[:, :, 1].flatten(1), expected, slack=1e-5)
+    assert_bitwise(out[:, :, 0], y[:, :, 0])
+    token = tokens // 2
+    own = slice(token * top_k, (token + 1) * top_k)
+    alone = y[own].clone()
+    few = {name: options[name][token : token + 1] for name in ("adapter_ids", "expert_ids")}
+    ops.add_lora(alone[:, :, 1], x[own] if own_inputs else x[token : token + 1], **(options | few))
+    assert_bitwise(alone, out[own])
+
+
 @pytest.mark.parametrize("ids", [[-1, -1, -1], [1, -1, 1]])
 def test_rows_without_an_adapter_keep_every_bit(ids: list[int], device: str) -> None:
     """Negative zero and NaN too; an adapter of rank 0 is none."""
@@ -234,6 +261,35 @@ BAD: dict[str, tuple[str, Tensor]] = {
     "norm_weight length": ("norm_weight", torch.ones(7)),
     "norm_weight dtype": ("norm_weight", torch.ones(8).half()),
 }
+
+
+GOOD_EXPERTS: dict[str, Any] = GOOD | {
+    "y": torch.zeros(6, 32),
+    "a": torch.zeros(2, 5, 4, 8),
+    "b": torch.zeros(2, 5, 4, 32),
+    "expert_ids": torch.zeros(3, 2, dtype=torch.int32),
+    "ranks": torch.zeros(2, 5, dtype=torch.int32),
+}
+BAD_EXPERTS: dict[str, tuple[str, Tensor]] = {
+    "y rows": ("y", torch.zeros(3, 32)),
+    "x rows": ("x", torch.zeros(2, 8)),
+    "no experts": ("a", GOOD["a"]),
+    "b experts": ("b", torch.zeros(2, 4, 4, 32)),
+    "expert_ids dtype": ("expert_ids", torch.zeros(3, 2, dtype=torch.int64)),
+    "expert_ids tokens": ("expert_ids", torch.zeros(2, 2, dtype=torch.int32)),
+    "expert_ids strided": ("expert_ids", torch.zeros(2, 3, dtype=torch.int32).T),
+    "expert_ids value": ("expert_ids", torch.full((3, 2), 5, dtype=torch.int32)),
+    "expert_ids negative": ("expert_ids", torch.full((3, 2), -1, dtype=torch.int32)),
+    "ranks experts": ("ranks", GOOD["ranks"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_EXPERTS)
+def test_errors_of_experts_name_the_argument(case: str) -> None:
+    argument, bad = BAD_EXPERTS[case]
+    with pytest.raises((RuntimeError, ValueError), match=rf"\b{argument}\b"):
+        ops.add_lora(**(GOOD_EXPERTS | {argument: bad}))
+    ops.add_lora(**GOOD_EXPERTS)
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -36,7 +36,7 @@ class FlatModel:
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         return batch.token_ids[:, None]
 
-    def logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, indices: Tensor, adapter_ids: Tensor | None = None) -> Tensor:
         return self._logits[hidden[indices, 0] % len(self._logits)]
 
 

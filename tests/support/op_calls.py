@@ -43,13 +43,15 @@ def w8a8_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
 def lora_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     x, ids = torch.randn(5, 48), int32(1, -1, 0, 1, 1)
     matrices = torch.randn(2, 8, 48), torch.randn(2, 8, 96)
-    yield "add_lora", (torch.randn(5, 96), x, *matrices, ids, None, None, 0.0)
+    yield "add_lora", (torch.randn(5, 96), x, *matrices, ids, None, None, None, 0.0)
     half = [t.bfloat16() for t in matrices]
     runs = torch.randn(5, 6, 2, 16).bfloat16()[:, :, 1]
     yield (
         "add_lora",
-        (runs, x.bfloat16(), half[0], torch.randn(2, 8, 96).bfloat16(), ids, int32(3, 8), torch.ones(48), 1e-6),
+        (runs, x.bfloat16(), half[0], torch.randn(2, 8, 96).bfloat16(), ids, None, int32(3, 8), torch.ones(48), 1e-6),
     )
+    experts = torch.randn(2, 3, 8, 48), torch.randn(2, 3, 8, 96), ids, int32(0, 2, 1, 0, 2, 2, 1, 1, 0, 1).view(5, 2)
+    yield "add_lora", (torch.randn(10, 96), x, *experts, int32(3, 8, 0, 1, 2, 5).view(2, 3), None, 0.0)
 
 
 def expert_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:

@@ -318,15 +318,21 @@ def add_lora(
     ranks: Tensor,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
+    expert_ids: Tensor | None = None,
 ) -> Tensor:
-    """fp64; ``y`` and ``b`` are [tokens, out] and [slots, max_rank, out]."""
+    """fp64; ``y`` and ``b`` are [rows, out] and [slots, max_rank, out], or [slots, experts, max_rank, out]."""
     x, out = x.double(), y.double().clone()
     if norm_weight is not None:
         x = rms_norm(x, norm_weight.double(), eps)
-    for token, slot in enumerate(adapter_ids.tolist()):
+    if expert_ids is None:
+        expert_ids = torch.zeros(len(adapter_ids), 1, dtype=torch.int32)
+        a, b, ranks = a[:, None], b[:, None], ranks[:, None]
+    top_k = expert_ids.shape[1]
+    for row, expert in enumerate(expert_ids.flatten().tolist()):
+        slot = int(adapter_ids[row // top_k])
         if slot >= 0:
-            rank = int(ranks[slot])
-            out[token] += (a[slot, :rank].double() @ x[token]) @ b[slot, :rank].double()
+            rank, own = int(ranks[slot, expert]), x[row * len(x) // len(y)]
+            out[row] += (a[slot, expert, :rank].double() @ own) @ b[slot, expert, :rank].double()
     return out
 
 

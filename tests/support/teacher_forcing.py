@@ -30,7 +30,7 @@ def log_probabilities(model: Decoder, ids: list[int], dtype: str, adapter: int |
     if adapter is not None:
         batch = replace(batch, adapter_ids=torch.full((len(ids),), adapter, dtype=torch.int32))
     every = batch.positions
-    return model.logits(model.forward(batch, cache), every).float().log_softmax(-1)
+    return model.logits(model.forward(batch, cache), every, batch.adapter_ids).float().log_softmax(-1)
 
 
 def mean_loss(log_probs: Tensor, ids: list[int]) -> float:

@@ -93,7 +93,7 @@ class ToyModel:
                 hashes += [hashes_of(tokens[max(end - max(self.windows), 0) : end])[-1] for end in ends]
         return torch.tensor(hashes)[:, None]
 
-    def logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, indices: Tensor, adapter_ids: Tensor | None = None) -> Tensor:
         rows = [random_logits(seed) for seed in hidden[indices, 0].tolist()]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
 
@@ -122,7 +122,7 @@ class ToyModel:
 class Forgetful(ToyModel):
     """A draft model that agrees with the toy more often than not."""
 
-    def logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, indices: Tensor, adapter_ids: Tensor | None = None) -> Tensor:
         rows = [random_logits(seed) + random_logits(seed + 1) / 2 for seed in hidden[indices, 0].tolist()]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
 

@@ -87,7 +87,8 @@ class BatchInputs:
         self.device = torch.device(device)
         self._block_size = block_size
         # The int64 arrays come first, for their alignment. The block tables come last: they are copied in parts.
-        longs, ints = (2 + num_groups) * max_tokens + max_logits, max_tokens + 2 * max_seqs + 1
+        longs = (2 + num_groups) * max_tokens + max_logits
+        ints = max_tokens + max_logits + 2 * max_seqs + 1
         self._table_start = 8 * longs + 4 * ints
         self._host = np.zeros(self._table_start + 4 * max_seqs * num_groups * max_blocks, np.uint8)
         wide = self._host[: 8 * longs].view(np.int64)
@@ -95,7 +96,8 @@ class BatchInputs:
         self._token_ids, self._positions, *self._slot_mappings, self._logits_indices = np.split(
             wide, [(index + 1) * max_tokens for index in range(2 + num_groups)]
         )
-        self._adapter_ids, self._seq_lens, self._query_start = np.split(narrow, [max_tokens, max_tokens + max_seqs])
+        ends = np.cumsum([max_tokens, max_logits, max_seqs])
+        self._adapter_ids, self._logits_adapter_ids, self._seq_lens, self._query_start = np.split(narrow, ends)
         self._block_tables = self._host[self._table_start :].view(np.int32).reshape(num_groups, max_seqs, max_blocks)
         host = torch.from_numpy(self._host)
         self._memory = host if self.device.type == "cpu" else host.to(self.device)
@@ -120,6 +122,7 @@ class BatchInputs:
         adapters: list[int] = []
         ends: list[int] = []
         logits: list[int] = []
+        logits_adapters: list[int] = []
         size = self._block_size
         for index, chunk in enumerate(chunks):
             sequence, position, drafts = chunk.sequence, chunk.start, chunk.drafts
@@ -142,6 +145,7 @@ class BatchInputs:
             if chunk.num_receivers:
                 first_draft = end - len(drafts)
                 logits += [first_draft - 1] * chunk.num_receivers + list(range(first_draft, end))
+                logits_adapters += [sequence.adapter] * chunk.num_rows
             for group, table in enumerate(sequence.block_tables):
                 self._fill_blocks(group, index, table.blocks)
         self._num_tokens = len(token_ids)
@@ -150,6 +154,7 @@ class BatchInputs:
             (self._positions, positions),
             (self._adapter_ids, adapters),
             (self._logits_indices, logits),
+            (self._logits_adapter_ids, logits_adapters),
             *zip(self._slot_mappings, slots, strict=True),
         ]
         for array, values in inputs:
@@ -177,6 +182,7 @@ class BatchInputs:
         self._query_start[size.num_seqs + 1 : bucket + 1] = size.num_tokens
         self._seq_lens[size.num_seqs : bucket] = 0
         self._logits_indices[size.num_logits : bucket] = 0
+        self._logits_adapter_ids[size.num_logits : bucket] = -1
 
     def upload(self) -> None:
         """Queue a copy of the inputs to the GPU; does nothing on a CPU."""
@@ -211,6 +217,7 @@ class BatchInputs:
             slot_mappings=tuple(tensor(slot_mapping, size.num_tokens) for slot_mapping in self._slot_mappings),
             logits_indices=tensor(self._logits_indices, size.num_logits),
             adapter_ids=tensor(self._adapter_ids, size.num_tokens) if size.has_adapters else None,
+            logits_adapter_ids=tensor(self._logits_adapter_ids, size.num_logits) if size.has_adapters else None,
         )
 
     def _insert_drawn(self, drawn: Tensor) -> None:

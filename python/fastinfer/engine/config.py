@@ -57,7 +57,10 @@ class EngineConfig:
         num_speculative_tokens: maximum number of draft tokens per sequence and step; 0 for no speculation. If all
             sequences decode, a step with drafts has at most four tokens or a multiple of four, so 3 and 7 are good
             values for a single sequence. Drafts do not change the text, see :mod:`fastinfer.engine.speculation`.
-        max_loras: maximum number of loaded LoRA adapters.
+        max_loras: number of LoRA adapters that can run at the same time; 0 for a model without adapters. More can be
+            registered.
+        max_cpu_loras: number of LoRA adapters that are kept in host memory, so that they are not read again when their
+            slot was given to another one; ``None`` for ``max_loras``.
         max_lora_rank: maximum rank of a LoRA adapter.
         lora_dtype: dtype of the LoRA adapters' matrices.
         deterministic: whether a request's text must depend on the request alone. On a CPU this is always the case, with
@@ -66,7 +69,7 @@ class EngineConfig:
         device: device of the model, ``"cpu"``, ``"cuda"`` or, with the number of a GPU, ``"cuda:N"``.
         async_scheduling: whether a step is launched before the results of the last one are known, so that the device
             need not wait for Python. ``None``: on a GPU. A step waits all the same if it needs those results: with
-            grammars, penalties, log-probabilities, beams, and with speculation.
+            grammars, penalties, logits processors, log-probabilities, beams, and with speculation.
         enforce_eager: whether all steps run operator by operator instead of replaying recorded graphs.
     """
 
@@ -88,6 +91,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     num_speculative_tokens: int = 0
     max_loras: int = 0
+    max_cpu_loras: int | None = None
     max_lora_rank: int = 64
     lora_dtype: torch.dtype = torch.bfloat16
     deterministic: bool = False
@@ -106,6 +110,8 @@ class EngineConfig:
             check_int(name, getattr(self, name), 0, INT32_MAX)
         check_int("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
         check_int("max_loras", self.max_loras, 0, 1024)
+        if self.max_cpu_loras is not None:
+            check_int("max_cpu_loras", self.max_cpu_loras, 1, INT32_MAX)
         check_int("max_lora_rank", self.max_lora_rank, 1, 4096)
         check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
         for field in fields(self):

@@ -33,9 +33,8 @@ from fastinfer.engine.stats import EngineStats, StepStats, StepTotals
 from fastinfer.engine.step import Step
 from fastinfer.engine.worker import Worker
 from fastinfer.errors import RequestError, UnavailableError
-from fastinfer.formats.peft import LoraAdapter
 from fastinfer.models import Model, check_has_all_logits
-from fastinfer.models.lora import AdapterSlots
+from fastinfer.models.lora import AdapterSlots, PreparedAdapter
 from fastinfer.sampling_params import DEFAULT_PARAMS, BeamSearchParams, SamplingParams
 from fastinfer.tokenizers.tokenizer import Tokenizer
 from fastinfer.utils.device import use_device
@@ -69,7 +68,7 @@ class Engine:
         tokenizer: tokenizer of the model.
         default_params: sampling parameters of requests that give none.
         vocab_size: number of tokens of the model.
-        adapters: the loaded LoRA adapters.
+        adapters: the registered LoRA adapters.
         max_model_len: longest sequence in tokens.
         block_manager: manager of the blocks of the KV caches.
         scheduler: scheduler, which chooses what each step computes.
@@ -126,6 +125,7 @@ class Engine:
             self.scheduler,
             self.block_manager,
             self.prompt_modules,
+            self.adapters,
             config.max_num_waiting,
             config.max_num_waiting_tokens,
         )
@@ -217,7 +217,7 @@ class Engine:
             priority: requests with smaller numbers are served first; equal ones in the order of their arrival, but so
                 that short prompts need not wait for long ones, see :class:`fastinfer.engine.scheduler.Scheduler`.
             cache_salt: name of a group, such as a tenant; only requests with the same salt share cached prefixes.
-            adapter: name of a LoRA adapter to apply, see :meth:`load_adapter`.
+            adapter: name of a LoRA adapter to apply, see :meth:`load_adapter` and :meth:`register_adapter`.
             timeout: seconds in which the request must end; otherwise the next step ends it with the finish reason
                 ``"timeout"``. ``None`` for no limit.
             queue_timeout: seconds in which its first tokens must be computed; otherwise it ends in the same way.
@@ -368,24 +368,52 @@ class Engine:
         """
         return self.prompt_modules.get(name)
 
-    def load_adapter(self, name: str, adapter: str | Path | LoraAdapter) -> None:
-        """Load a LoRA adapter for requests that name it.
-
-        Args:
-            name: name by which requests refer to the adapter.
-            adapter: folder in the format that PEFT saves, or the adapter that
-                :func:`fastinfer.formats.peft.read_adapter` has read from it, in any thread.
+    def read_adapter(self, path: str | Path) -> PreparedAdapter:
+        """Read a LoRA adapter for :meth:`load_adapter`; may be called in any thread.
 
         Raises:
             AdapterError: the adapter cannot be read, or does not fit the model.
-            RequestError: the name is in use, or ``max_loras`` adapters are loaded already.
+            RequestError: ``max_loras`` is 0.
+        """
+        return self.adapters.read(path)
+
+    def load_adapter(self, name: str, adapter: str | Path | PreparedAdapter) -> None:
+        """Read a LoRA adapter for requests that name it, and keep it in host memory.
+
+        ``max_loras`` adapters can run at the same time, and ``max_cpu_loras`` are kept in host memory. If there are
+        more, the least recently used ones make room and are read again when a request needs them; such a request waits
+        without holding up others.
+
+        Args:
+            name: name by which requests refer to the adapter.
+            adapter: folder in the format that PEFT saves, or what :meth:`read_adapter` has read from it. The files must
+                stay as they are.
+
+        Raises:
+            AdapterError: the adapter cannot be read, or does not fit the model.
+            RequestError: the name is in use, or ``max_loras`` is 0.
             UnavailableError: the engine sleeps.
         """
         self._check_awake()
         self.adapters.load(name, adapter)
 
+    def register_adapter(self, name: str, path: str | Path) -> None:
+        """Register a LoRA adapter that is read, in a thread of its own, when the first request names it.
+
+        If it cannot be read, or does not fit the model, the requests that wait for it end with the finish reason
+        ``"error"``.
+
+        Args:
+            name: name by which requests refer to the adapter.
+            path: folder in the format that PEFT saves; its files must stay as they are once they have been read.
+
+        Raises:
+            RequestError: the name is in use, or ``max_loras`` is 0.
+        """
+        self.adapters.register(name, path)
+
     def unload_adapter(self, name: str) -> None:
-        """Unload a LoRA adapter.
+        """Forget a LoRA adapter.
 
         Raises:
             RequestError: there is no adapter of this name, or an unfinished request or a prompt module uses it.
@@ -393,7 +421,7 @@ class Engine:
         """
         self._check_awake()
         unfinished = [s for request in self.requests.active.values() for s in request.unfinished]
-        self.adapters.unload(name, unfinished + self.prompt_modules.sequences)
+        self.adapters.unload(name, [s.adapter_key for s in unfinished + self.prompt_modules.sequences])
 
     def abort(self, request_id: str, error: BaseException | None = None) -> Output | None:
         """End a request and free its blocks at once.
@@ -512,6 +540,7 @@ class Engine:
             num_repairs=self.requests.num_repairs,
             num_expired=self.requests.num_expired,
             is_sleeping=self.is_sleeping,
+            num_adapter_loads=self.adapters.num_loads,
         )
 
     def step(self) -> list[Output]:
@@ -563,4 +592,4 @@ def _with_adapters(model: Model, config: EngineConfig) -> tuple[Model, Adapters]
     if not config.max_loras:
         return model, Adapters()
     slots = AdapterSlots(model.config, config.max_loras, config.max_lora_rank, config.lora_dtype, config.device)
-    return model.with_adapters(slots), Adapters(slots)
+    return model.with_adapters(slots), Adapters(slots, config.max_cpu_loras or config.max_loras)

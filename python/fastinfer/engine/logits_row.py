@@ -5,6 +5,7 @@ from typing import NamedTuple
 from fastinfer.engine.grammar import Grammar
 from fastinfer.engine.scheduler import Chunk
 from fastinfer.engine.sequence import Sequence
+from fastinfer.sampling_params import LogitsProcessor
 
 
 class LogitsRow(NamedTuple):
@@ -16,11 +17,13 @@ class LogitsRow(NamedTuple):
         sequence: the sequence that the token is drawn for.
         drafts: draft tokens between the sequence's last token and the token to draw.
         grammar: grammar that the token must match; ``None`` for any token.
+        processors: the user's functions that change the logits, in the order in which they are called.
     """
 
     sequence: Sequence
     drafts: list[int]
     grammar: Grammar | None = None
+    processors: tuple[LogitsProcessor, ...] = ()
 
 
 def drop_impossible_drafts(chunk: Chunk) -> None:
@@ -41,10 +44,11 @@ def logits_rows(chunk: Chunk) -> list[LogitsRow]:
     sequence = chunk.sequence
     if not chunk.num_receivers:
         return []
-    rows = [LogitsRow(sequence, [], sequence.grammar)]
-    rows += [LogitsRow(sibling, [], sibling.grammar) for sibling in sequence.siblings]
+    processors = tuple(sequence.params.logits_processors or ())  # siblings have the same parameters
+    rows = [LogitsRow(sequence, [], sequence.grammar, processors)]
+    rows += [LogitsRow(sibling, [], sibling.grammar, processors) for sibling in sequence.siblings]
     for count in range(len(chunk.drafts)):
-        rows.append(LogitsRow(sequence, chunk.drafts[: count + 1], sequence.grammar))
+        rows.append(LogitsRow(sequence, chunk.drafts[: count + 1], sequence.grammar, processors))
     return rows
 
 

@@ -43,7 +43,8 @@ class PenaltyTensors:
         penalties = np.tile(np.array([1, 0, 0], np.float32), (len(rows), 1))
         counted: dict[int, _Counted] = {}
         changes: list[tuple[int, int, int]] = []  # row, token, number to add
-        for index, (sequence, drafts, _) in enumerate(rows):
+        for index, row in enumerate(rows):
+            sequence, drafts = row.sequence, row.drafts
             if sequence.counts is None:
                 continue  # penalties of 1, 0 and 0 ignore the counts
             p = sequence.params

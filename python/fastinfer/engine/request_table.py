@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from typing import Any
 
+from fastinfer.engine.adapter_queue import AdapterQueue
+from fastinfer.engine.adapters import Adapters
 from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.deadlines import Deadlines
 from fastinfer.engine.grammar import Grammar
@@ -27,12 +29,14 @@ class RequestTable:
         scheduler: scheduler of the sequences.
         block_manager: manager of the sequences' blocks.
         prompt_modules: sequences that keep their blocks when they have ended.
+        adapters: the registered LoRA adapters.
         max_num_waiting: maximum number of waiting requests; further ones are refused.
         max_num_waiting_tokens: maximum number of their tokens; ``None`` for no limit.
 
     Attributes:
         active: unfinished requests by id.
         compiling: grammars that unfinished requests are waiting for, by the request's id.
+        awaiting_adapter: unfinished requests that wait for their LoRA adapters.
         num_repairs: errors after which :meth:`repair` queued all sequences anew.
         num_expired: requests that missed a deadline.
     """
@@ -42,11 +46,13 @@ class RequestTable:
         scheduler: Scheduler,
         block_manager: BlockManager,
         prompt_modules: PromptModules,
+        adapters: Adapters,
         max_num_waiting: int,
         max_num_waiting_tokens: int | None = None,
     ) -> None:
         self.active: dict[str, Request] = {}
         self.compiling: dict[str, Future[Grammar]] = {}
+        self.awaiting_adapter = AdapterQueue(adapters, scheduler.max_num_seqs)
         self._scheduler = scheduler
         self._block_manager = block_manager
         self._prompt_modules = prompt_modules
@@ -97,7 +103,7 @@ class RequestTable:
         timeout: float | None = None,
         queue_timeout: float | None = None,
     ) -> str:
-        """Queue a request, after its grammar has been compiled if it has one, and return its id.
+        """Queue a request, once it has its grammar and its adapter if it needs any, and return its id.
 
         Args:
             request: the request.
@@ -108,7 +114,7 @@ class RequestTable:
             self._deadlines.add(request, timeout, queue_timeout)
             self.active[request.request_id] = request
             if grammar is None:
-                self._scheduler.add(request.sequences[0])
+                self._queue(request)
             else:
                 self.compiling[request.request_id] = grammar
             return request.request_id
@@ -120,7 +126,7 @@ class RequestTable:
     def end_expired(self) -> None:
         """End the requests that have missed a deadline."""
         for request, limit in self._deadlines.expired():
-            self.compiling.pop(request.request_id, None)
+            self._stop_waiting(request.request_id)
             self._end(request, "timeout", limit)
             self.num_expired += 1
 
@@ -132,21 +138,37 @@ class RequestTable:
                 grammar = self.compiling.pop(request_id).result()
                 for sequence in request.sequences:
                     sequence.grammar = grammar.copy()
-                self._scheduler.add(request.sequences[0])
+                self._queue(request)
             except BaseException as error:
                 self.fail(request, error)
                 if isinstance(error, FATAL_ERRORS):
                     raise
 
+    def queue_with_adapters(self) -> None:
+        """Queue the requests whose adapters are in a slot now, and end those whose adapters could not be read."""
+        if not self.awaiting_adapter:
+            return
+        for request, result in self.awaiting_adapter.admit(self._slots_in_use):
+            first = request.sequences[0]
+            if isinstance(result, Exception):
+                self.fail(request, result)
+            elif first.state is SequenceState.PENDING:  # an interrupt may have come after the next lines
+                for sequence in request.sequences:
+                    sequence.adapter = result
+                self._scheduler.add(first)
+            self.awaiting_adapter.discard(request.request_id)
+
     def wait_for_work(self) -> None:
         """Wait for a moment if requests wait for their grammars alone, and there is no output to deliver."""
         if self.compiling and not self._undelivered:
             wait(self.compiling.values(), timeout=IDLE_WAIT_S)
+        elif self.awaiting_adapter and not self._undelivered:
+            self.awaiting_adapter.wait(IDLE_WAIT_S)
 
     def abort(self, request_id: str, error: BaseException | None = None) -> Output | None:
         """End a request and return its last output, see :meth:`fastinfer.engine.engine.Engine.abort`."""
         if (request := self.active.get(request_id)) is not None:
-            self.compiling.pop(request_id, None)
+            self._stop_waiting(request_id)
             if error is None:
                 self._end(request, "abort")
             else:
@@ -220,14 +242,30 @@ class RequestTable:
 
     @property
     def num_waiting(self) -> int:
-        """Number of sequences in the scheduler's queue, and of requests whose grammar is being compiled."""
-        return len(self._scheduler.waiting) + len(self.compiling)
+        """Number of sequences in the scheduler's queue, and of requests that wait for their grammar or adapter."""
+        return len(self._scheduler.waiting) + len(self.compiling) + len(self.awaiting_adapter)
 
     @property
     def num_waiting_tokens(self) -> int:
         """Number of tokens of the sequences and requests that :attr:`num_waiting` counts."""
         compiling = (self.active[request_id].sequences[0] for request_id in self.compiling)
-        return self._scheduler.num_waiting_tokens + sum(map(len, compiling))
+        return self._scheduler.num_waiting_tokens + sum(map(len, compiling)) + self.awaiting_adapter.num_tokens
+
+    def _queue(self, request: Request) -> None:
+        """Queue a request, once its adapter is in a slot if it has one."""
+        if request.sequences[0].adapter_key:
+            self.awaiting_adapter.add(request)
+        else:
+            self._scheduler.add(request.sequences[0])
+
+    def _slots_in_use(self) -> set[int]:
+        """Return the slots of the adapters of unfinished requests."""
+        return {sequence.adapter for request in self.active.values() for sequence in request.sequences}
+
+    def _stop_waiting(self, request_id: str) -> None:
+        """Remove a request from those that wait for a grammar or an adapter."""
+        self.compiling.pop(request_id, None)
+        self.awaiting_adapter.discard(request_id)
 
     def _end(self, request: Request, finish_reason: str, stop_reason: str | None = None) -> None:
         """End a request; its last output is kept for later."""
@@ -241,7 +279,7 @@ class RequestTable:
     def _forget(self, request: Request) -> None:
         """Remove a request from the tables, but not from the queues and the block manager."""
         self.active.pop(request.request_id, None)
-        self.compiling.pop(request.request_id, None)
+        self._stop_waiting(request.request_id)
         self._prompt_modules.forget(request.sequences)
         for sequence in request.sequences:
             sequence.state = SequenceState.FINISHED

@@ -32,7 +32,7 @@ class RequestValidator:
         config: limits of the engine.
         max_model_len: longest sequence in tokens.
         vocab_size: number of token ids of the model.
-        adapters: the loaded LoRA adapters.
+        adapters: the registered LoRA adapters.
     """
 
     def __init__(self, config: EngineConfig, max_model_len: int, vocab_size: int, adapters: Adapters) -> None:
@@ -101,13 +101,13 @@ class RequestValidator:
         check_int("beam_width", params.beam_width, 1, self._config.max_num_seqs)
 
     def check_adapter(self, adapter: str | None) -> None:
-        """Check that an adapter of this name is loaded.
+        """Check that an adapter of this name is registered.
 
         Raises:
-            RequestError: no adapter of this name is loaded.
+            RequestError: no adapter of this name is registered.
         """
         if adapter is not None:
-            self._adapters.slot(adapter)
+            self._adapters.key(adapter)
 
     def check_pooling(self, pooling: str) -> None:
         """Check the name of a pooling method.
@@ -122,15 +122,14 @@ class RequestValidator:
 
         Raises:
             RequestError: the priority is not a 64-bit integer, the salt is not a string, or no adapter of this name is
-                loaded.
+                registered.
         """
         check_int("priority", priority, -INT64_MAX, INT64_MAX)
         check_text("cache_salt", cache_salt)
         return {
             "priority": priority,
             "cache_salt": cache_salt,
-            "adapter": -1 if adapter is None else self._adapters.slot(adapter),
-            "adapter_key": "" if adapter is None else self._adapters.cache_key(adapter),
+            "adapter_key": "" if adapter is None else self._adapters.key(adapter),
         }
 
     def check_timeouts(self, timeout: float | None, queue_timeout: float | None) -> None:

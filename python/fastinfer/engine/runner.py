@@ -73,7 +73,7 @@ class Runner:
     def compute(self, batch: Batch) -> StepResult:
         """Compute a batch by calling the model's operators one by one."""
         hidden = self.model.forward(batch, self.kv_cache)
-        return StepResult(hidden, self.model.logits(hidden, batch.logits_indices))
+        return StepResult(hidden, self.model.logits(hidden, batch.logits_indices, batch.logits_adapter_ids))
 
     def _make_graphs(self) -> CPUGraphs | CUDAGraphs | None:
         if self._enforce_eager:

@@ -5,9 +5,10 @@ from torch import Tensor
 
 from fastinfer import ops
 from fastinfer.engine.draw import Draw
+from fastinfer.engine.logits_processors import process_logits
 from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.engine.recorded_draws import RecordedDraws
-from fastinfer.engine.sampled_token import SampledToken, sampled_logprobs
+from fastinfer.engine.sampled_token import SampledToken, sampled_logprobs, top_logprobs
 from fastinfer.engine.sampling_tensors import SamplingTensors
 from fastinfer.engine.token_masks import TokenMasks
 from fastinfer.engine.transfer import HostCopy
@@ -54,8 +55,9 @@ class Sampler:
         # On a GPU the masks are computed while it still computes the logits; on a CPU they stay in the caches for the
         # draw.
         masks, errors = self._masks.compute(rows)
-        draw = self._launch_all_or_each(logits, rows, masks, recorded)
-        draw.errors = errors
+        processed, failed = process_logits(logits, rows)
+        draw = self._launch_all_or_each(processed, rows, masks, recorded and processed is logits, logits)
+        draw.errors = errors | failed
         return draw
 
     def draw(self, logits: Tensor, rows: list[LogitsRow], recorded: bool = False) -> list[SampledToken]:
@@ -63,9 +65,17 @@ class Sampler:
         return self.launch(logits, rows, recorded).tokens()
 
     def _launch_all_or_each(
-        self, logits: Tensor, rows: list[LogitsRow], masks: np.ndarray | None, recorded: bool = False
+        self, logits: Tensor, rows: list[LogitsRow], masks: np.ndarray | None, recorded: bool, model_logits: Tensor
     ) -> Draw:
-        """Draw all rows in one call; if that fails, draw each row alone, so that only the faulty rows get an error."""
+        """Draw all rows in one call; if that fails, draw each row alone, so that only the faulty rows get an error.
+
+        Args:
+            logits: [rows, vocab] logits that the tokens are drawn from.
+            rows: description of each row.
+            masks: the allowed tokens; ``None`` for all.
+            recorded: whether ``logits`` are those of a recorded step.
+            model_logits: [rows, vocab] logits of the model, for the log-probabilities.
+        """
         try:
             self._tensors.write(rows, logits)
             if recorded and self._tensors.needs_only_tokens:
@@ -74,7 +84,7 @@ class Sampler:
                 )
                 tokens = [SampledToken(token) for token in drawn]
             else:
-                return self._launch(logits, rows, masks)
+                return self._launch(logits, rows, masks, model_logits)
         except RuntimeError as error:
             self.num_failed_draws += 1
             if len(rows) == 1:
@@ -82,13 +92,15 @@ class Sampler:
             else:
                 each = (slice(index, index + 1) for index in range(len(rows)))
                 parts = (
-                    self._launch_all_or_each(logits[one], rows[one], None if masks is None else masks[one])
+                    self._launch_all_or_each(
+                        logits[one], rows[one], None if masks is None else masks[one], False, model_logits[one]
+                    )
                     for one in each
                 )
                 tokens = [part.tokens()[0] for part in parts]
         return Draw(lambda: tokens)
 
-    def _launch(self, logits: Tensor, rows: list[LogitsRow], masks: np.ndarray | None) -> Draw:
+    def _launch(self, logits: Tensor, rows: list[LogitsRow], masks: np.ndarray | None, model_logits: Tensor) -> Draw:
         """Draw all rows in one call of the sampling operator."""
         logits = logits.float()
         counts = [row.sequence.params.logprobs for row in rows]
@@ -104,8 +116,13 @@ class Sampler:
 
         def collect() -> list[SampledToken]:
             sampled = ops.Sampled(*copy.wait())
-            drawn = zip(sampled.tokens.tolist(), counts, strict=True)
-            return [_token(logits, sampled, row, *pair) for row, pair in enumerate(drawn)]
+            drawn = list(zip(sampled.tokens.tolist(), counts, strict=True))
+            tokens = [_token(logits, sampled, row, *pair) for row, pair in enumerate(drawn)]
+            for index, (token_id, count) in enumerate(drawn):
+                if rows[index].processors and count is not None and token_id >= 0:
+                    # The operator has seen the processed logits only.
+                    tokens[index] = SampledToken(token_id, top_logprobs(model_logits[index].float(), token_id, count))
+            return tokens
 
         return Draw(collect, results.tokens)
 

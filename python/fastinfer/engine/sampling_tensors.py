@@ -58,7 +58,8 @@ class SamplingTensors:
             arrays["min_p"][used] = [p.min_p for p in params]
             arrays["seeds"][used] = [sequence.seed for sequence in sequences]
         positions = arrays["positions"]
-        for index, (sequence, drafts, _) in enumerate(rows):
+        for index, row in enumerate(rows):
+            sequence, drafts = row.sequence, row.drafts
             positions[index] = sequence.num_tokens + len(drafts)
         if changed:
             self.every_row = {name: to_device(array[used], self.device) for name, array in arrays.items()}

@@ -22,14 +22,15 @@ class SequenceOptions(TypedDict):
 
     priority: int
     cache_salt: str
-    adapter: int
     adapter_key: str
 
 
 class SequenceState(Enum):
     """Stage of a sequence between its arrival and its end."""
 
-    PENDING = auto()  # unknown to the scheduler: its grammar is being compiled, or another sequence must run first
+    PENDING = (
+        auto()
+    )  # unknown to the scheduler: it waits for its grammar or adapter, or another sequence must run first
     WAITING = auto()  # in the scheduler's queue, without KV blocks: new or preempted
     RUNNING = auto()  # in the scheduler's running list, with KV blocks
     FINISHED = auto()
@@ -57,7 +58,8 @@ class Sequence:
         next_prompt_logprob: position of the next prompt token whose log-probabilities are wanted; ``None`` for none.
         pooling: ``"mean"`` or ``"last"`` if hidden states are wanted; ``None`` if not.
         seed: random seed; together with a token's position it determines that token's draw.
-        adapter: slot of the LoRA adapter; -1 for none.
+        adapter: slot of the LoRA adapter; -1 for none, and while the sequence waits for it.
+        adapter_key: identity of the LoRA adapter; empty for none.
         siblings: sequences that are forked from this one once its prompt is computed.
         may_speculate: whether the speculator may draft tokens for this sequence.
         num_drafts: maximum number of tokens to draft for the next step.
@@ -86,6 +88,7 @@ class Sequence:
     __slots__ = (
         "acceptance",
         "adapter",
+        "adapter_key",
         "arrival_time",
         "block_keys",
         "block_tables",
@@ -136,7 +139,6 @@ class Sequence:
         max_length: int = 2**31 - 1,
         priority: int = 0,
         cache_salt: str = "",
-        adapter: int = -1,
         adapter_key: str = "",
         reads_prefix: bool = True,
         samples: bool = True,
@@ -157,7 +159,8 @@ class Sequence:
         self.next_prompt_logprob: int | None = None
         self.pooling: str | None = None
         self.seed = seed
-        self.adapter = adapter
+        self.adapter = -1
+        self.adapter_key = adapter_key
         self.siblings: list[Sequence] = []
         self.num_drafts = 0
         self.acceptance: Acceptance | None = None
@@ -188,7 +191,7 @@ class Sequence:
         """Return a new sequence with the same tokens and the same place in the order, ready to be forked."""
         other = Sequence(self.request_id, self.token_ids, self.params, self.seed, max_length=self.max_length)
         other.num_prompt_tokens = self.num_prompt_tokens
-        other.first_key, other.adapter = self.first_key, self.adapter
+        other.first_key, other.adapter, other.adapter_key = self.first_key, self.adapter, self.adapter_key
         other.order, other.may_speculate = self.order, self.may_speculate
         return other
 
@@ -230,6 +233,7 @@ class Sequence:
     def may_run_ahead(self) -> bool:
         """Whether a step may compute the sequence's next token, and draw the one after it, before the host knows it."""
         depends_on_text = self.grammar is not None or self.counts is not None or self.token_rules is not None
+        depends_on_text |= bool(self.params.logits_processors)
         return self.runs_ahead and not depends_on_text and not self.siblings
 
     @property

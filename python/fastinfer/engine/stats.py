@@ -45,7 +45,7 @@ class EngineStats:
 
     Attributes:
         num_running: running sequences.
-        num_waiting: waiting sequences, and requests whose grammar is being compiled.
+        num_waiting: waiting sequences, and requests that wait for their grammar or LoRA adapter.
         num_waiting_tokens: tokens of these, prompts and what was generated before a preemption.
         num_free_blocks: blocks of the KV cache without content.
         num_cached_blocks: blocks that hold a prefix but belong to no sequence.
@@ -72,6 +72,8 @@ class EngineStats:
         num_repairs: errors since the start after which all running sequences were queued to be computed again.
         num_expired: requests since the start that missed a deadline.
         is_sleeping: whether the engine sleeps, see :meth:`fastinfer.engine.engine.Engine.sleep`.
+        num_adapter_loads: LoRA adapters copied into a slot since the start; if many, ``max_loras`` is too small for the
+            adapters in use.
     """
 
     num_running: int
@@ -99,6 +101,7 @@ class EngineStats:
     num_repairs: int
     num_expired: int
     is_sleeping: bool
+    num_adapter_loads: int
 
     @property
     def prefix_hit_rate(self) -> float:

@@ -151,6 +151,7 @@ class Step:
         start = time.perf_counter()
         self._requests.end_expired()
         self._requests.queue_compiled()
+        self._requests.queue_with_adapters()
         chunks, rows = self._choose_rows(self._schedule(waits=drawn is None))
         if not chunks:
             return None
@@ -310,7 +311,7 @@ class Step:
             end = min(start + 1 + rows.stop - rows.start, sequence.num_prompt_tokens)
             if first < end:
                 before = hidden[rows][first - 1 - start : end - 1 - start]
-                logprobs = self._worker.prompt_logprobs(before, sequence.token_ids[first:end], count)
+                logprobs = self._worker.prompt_logprobs(before, sequence.token_ids[first:end], count, sequence.adapter)
                 return step._replace(prompt_logprobs=logprobs)
         if sequence.pooling == "mean":
             return step._replace(pooled=self._worker.sum_hidden(hidden[rows]))

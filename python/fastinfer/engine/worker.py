@@ -84,13 +84,16 @@ class Worker:
         """Copy blocks of a group of layers, see :meth:`fastinfer.models.kv_cache.KVCache.copy_blocks`."""
         self.kv_cache.copy_blocks(pairs, group)
 
-    def prompt_logprobs(self, hidden: Tensor, token_ids: list[int], count: int) -> list[list[TokenLogprob]]:
+    def prompt_logprobs(
+        self, hidden: Tensor, token_ids: list[int], count: int, adapter: int
+    ) -> list[list[TokenLogprob]]:
         """Compute the log-probabilities of tokens of a prompt, and of the likeliest tokens in their places.
 
         Args:
             hidden: [n, hidden] hidden states of a step at the tokens before them.
             token_ids: the n tokens.
             count: number of likeliest tokens.
+            adapter: slot of the LoRA adapter; -1 for none.
 
         Returns:
             For each token what :func:`fastinfer.engine.sampled_token.top_logprobs` returns.
@@ -99,7 +102,8 @@ class Worker:
         for begin in range(0, len(token_ids), PROMPT_LOGPROBS_ROWS):
             part = token_ids[begin : begin + PROMPT_LOGPROBS_ROWS]
             rows = torch.arange(begin, begin + len(part), device=hidden.device)
-            logits = self.model.logits(hidden, rows).float()
+            adapter_ids = torch.full_like(rows, adapter, dtype=torch.int32) if adapter >= 0 else None
+            logits = self.model.logits(hidden, rows, adapter_ids).float()
             logprobs += [top_logprobs(row, token_id, count) for row, token_id in zip(logits, part, strict=True)]
         return logprobs
 

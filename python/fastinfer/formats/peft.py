@@ -17,29 +17,28 @@ from torch import Tensor
 
 from fastinfer.errors import AdapterError
 from fastinfer.formats.json_fields import JsonFields
+from fastinfer.formats.peft_names import FUSED_EXPERTS, TARGETS, AdapterModule, is_base_weight, parse_tensor
 from fastinfer.utils.regular_file import check_regular
-
-MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 MAX_RANK = 2**16
 
 # Settings that must be absent, empty or false, because they change the meaning of the matrices.
 UNSUPPORTED = (
     "alora_invocation_tokens",
-    "fan_in_fan_out",
+    "arrow_config",
+    "ensure_weight_tying",
+    "kasa_config",
     "layer_replication",
     "lora_bias",
     "megatron_config",
     "modules_to_save",
-    "target_parameters",
+    "monteclora_config",
     "trainable_token_indices",
+    "velora_config",
 )
 # Initialisations that do not change the base weights.
 INITIALISATIONS = (None, True, False, "gaussian", "eva")
 
-_TENSOR = re.compile(
-    r"base_model\.model\.(?:model\.)?layers\.(\d{1,4})\.((?:self_attn|mlp)\.(\w+))\.lora_([AB])\.weight"
-)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -71,16 +70,16 @@ class LoraAdapter:
 
     Attributes:
         path: folder that the adapter was read from.
-        layers: updates by index of the layer and name of the module, one of ``MODULES``.
+        weights: updates by the project's name of the weight, see :mod:`fastinfer.formats.peft_names`.
     """
 
     path: Path
-    layers: dict[tuple[int, str], LowRank]
+    weights: dict[str, LowRank]
 
     @property
     def max_rank(self) -> int:
         """Largest rank of all updates."""
-        return max(low_rank.rank for low_rank in self.layers.values())
+        return max(low_rank.rank for low_rank in self.weights.values())
 
 
 def read_adapter(path: Path) -> LoraAdapter:
@@ -88,42 +87,85 @@ def read_adapter(path: Path) -> LoraAdapter:
 
     Raises:
         AdapterError: a file is missing or damaged, or the adapter needs something that is not implemented: a bias,
-            DoRA, saved modules or embeddings, layers other than ``MODULES``, or an initialisation that changes the base
-            weights.
+            DoRA, saved modules or embeddings, modules other than ``TARGETS``, or an initialisation that changes the
+            base weights.
     """
     config = _Config(path / "adapter_config.json")
     file = path / "adapter_model.safetensors"
     if not file.exists():
         pickled = " (adapter_model.bin is a pickle, which can run any code: save the adapter as safetensors)"
         raise AdapterError(f"{file}: no such file" + (pickled if (path / "adapter_model.bin").exists() else ""))
-    halves: dict[tuple[int, str], dict[str, Tensor]] = {}
-    names: dict[tuple[int, str], str] = {}
+    halves: dict[AdapterModule, dict[str, Tensor]] = {}
     try:
         check_regular(file)
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (not a dictionary)
-                match = _TENSOR.fullmatch(name)
-                if match is None or match[3] not in MODULES:
+                if is_base_weight(name):
+                    continue
+                parsed = parse_tensor(name)
+                if parsed is None:
                     raise AdapterError(
-                        f"{file}: tensor {name!r} is not supported; only A and B of {', '.join(MODULES)}"
+                        f"{file}: tensor {name!r} is not supported; only A and B of {', '.join(TARGETS)}"
                     )
-                key = int(match[1]), match[3]
-                names[key] = f"layers.{match[1]}.{match[2]}"
-                halves.setdefault(key, {})[match[4]] = tensors.get_tensor(name).clone()  # or the file stays mapped
+                half = tensors.get_tensor(name).clone()  # or the file stays mapped
+                halves.setdefault(parsed[0], {})[parsed[1]] = half
     except OSError as error:
         raise AdapterError(f"{file}: {error.strerror or error}") from None
     except SafetensorError as error:
         raise AdapterError(f"{file}: not a valid safetensors file: {error}") from error
-    if not halves:
+    weights: dict[str, LowRank] = {}
+    for module, pair in sorted(halves.items(), key=lambda item: item[0].name):
+        if len(pair) < 2:
+            raise AdapterError(f"{file}: {module.name} has lora_{next(iter(pair))} only")
+        if module.depth is None:
+            updates = _of_linear(file, module, pair, config)
+        else:
+            updates = _of_experts(file, module, module.depth, pair, config)
+        if twice := weights.keys() & updates.keys():
+            raise AdapterError(f"{file}: {module.name} and {weights[min(twice)].name} are the same weight of the model")
+        weights |= updates
+    if not weights:
         raise AdapterError(f"{file}: no tensors")
-    layers = {key: _low_rank(file, names[key], pair, config) for key, pair in sorted(halves.items())}
-    return LoraAdapter(path, layers)
+    return LoraAdapter(path, weights)
 
 
-def _low_rank(file: Path, name: str, pair: dict[str, Tensor], config: "_Config") -> LowRank:
-    if len(pair) < 2:
-        raise AdapterError(f"{file}: {name} has lora_{next(iter(pair))} only")
+def _of_linear(file: Path, module: AdapterModule, pair: dict[str, Tensor], config: "_Config") -> dict[str, LowRank]:
+    """Return the update of a linear layer."""
+    rank, scale = config.rank_and_scale(config.parameter(module.name))
+    _check_halves(file, module.name, pair, rank)
+    return {module.weight: LowRank(module.name, pair["A"], pair["B"], scale)}
+
+
+def _of_experts(
+    file: Path, module: AdapterModule, depth: int, pair: dict[str, Tensor], config: "_Config"
+) -> dict[str, LowRank]:
+    """Return the updates of all experts from a tensor of ``target_parameters``.
+
+    A is [experts * rank, in_features], and B [out_features, rank * experts], where the experts are next to each other.
+    """
+    targeted = [name for name in reversed(FUSED_EXPERTS) if config.targets(f"{module.name}.{name}")]
+    if depth >= len(targeted):
+        raise AdapterError(
+            f"{file}: {module.name} must have one pair of tensors for each of {', '.join(FUSED_EXPERTS)} in "
+            f"target_parameters, got more"
+        )
+    name = f"{module.name}.{targeted[depth]}"
     rank, scale = config.rank_and_scale(name)
+    rows = pair["A"].shape[0] if pair["A"].dim() else 0
+    if rows % rank or not rows:
+        raise AdapterError(f"{file}: {name}.lora_A must have a multiple of {rank} rows, got {list(pair['A'].shape)}")
+    _check_halves(file, name, pair, rows)
+    num_experts = rows // rank
+    a = pair["A"].reshape(num_experts, rank, pair["A"].shape[1])
+    b = pair["B"].reshape(pair["B"].shape[0], rank, num_experts)
+    return {
+        f"{module.weight}.{expert}.{targeted[depth]}": LowRank(name, a[expert], b[:, :, expert], scale)
+        for expert in range(num_experts)
+    }
+
+
+def _check_halves(file: Path, name: str, pair: dict[str, Tensor], rank: int) -> None:
+    """Check dtypes and shapes of A and B."""
     for half, dim in (("A", 0), ("B", 1)):
         tensor = pair[half]
         if tensor.dtype not in _DTYPES:
@@ -131,7 +173,6 @@ def _low_rank(file: Path, name: str, pair: dict[str, Tensor], config: "_Config")
         if tensor.dim() != 2 or tensor.shape[dim] != rank:
             wanted = f"[{rank}, in]" if half == "A" else f"[out, {rank}]"
             raise AdapterError(f"{file}: {name}.lora_{half} must have the shape {wanted}, got {list(tensor.shape)}")
-    return LowRank(name, pair["A"], pair["B"], scale)
 
 
 class _Config:
@@ -147,21 +188,37 @@ class _Config:
         self._over_root = fields.get("use_rslora", bool, False)
         self._ranks = fields.get("rank_pattern", dict, {})
         self._alphas = fields.get("alpha_pattern", dict, {})
+        parameters = self._values.get("target_parameters") or []
+        known = (*FUSED_EXPERTS, "weight")
+        if not isinstance(parameters, list) or any(str(name).rpartition(".")[2] not in known for name in parameters):
+            raise AdapterError(
+                f"{path}: target_parameters must be a list of {', '.join(known)}, got {parameters!r:.80}"
+            )
+        self._parameters = tuple(f".{name}" for name in parameters)
 
-    def rank_and_scale(self, module: str) -> tuple[int, float]:
+    def targets(self, parameter: str) -> bool:
+        """Return whether ``target_parameters`` has a parameter of the model."""
+        return f".{parameter}".endswith(self._parameters)
+
+    def parameter(self, module: str) -> str:
+        """Return the name by which PEFT looks up a module's rank: that of its weight if the weight was targeted."""
+        return f"{module}.weight" if self.targets(f"{module}.weight") else module
+
+    def rank_and_scale(self, name: str) -> tuple[int, float]:
         """Return the rank and scale of a layer; a pattern that matches the end of its name can set its own."""
-        rank = self._positive("rank_pattern", self._match(self._ranks, module, self._rank))
-        alpha = self._finite("alpha_pattern", self._match(self._alphas, module, self._alpha))
+        rank = self._positive("rank_pattern", self._match(self._ranks, name, self._rank))
+        alpha = self._finite("alpha_pattern", self._match(self._alphas, name, self._alpha))
         return rank, alpha / (math.sqrt(rank) if self._over_root else rank)
 
-    def _match(self, patterns: dict[str, Any], module: str, default: Any) -> Any:
+    def _match(self, patterns: dict[str, Any], name: str, default: Any) -> Any:
         """Return the value of the first pattern that matches a layer, or the default."""
         for pattern, value in patterns.items():
-            # PEFT treats these as regular expressions, but an untrusted one can take forever to match.
-            if not re.fullmatch(r"\^?[\w.]+\$?", pattern):
+            # PEFT treats these as regular expressions, but an untrusted one can take forever to match. PEFT itself
+            # writes ".*\.name" for the experts of an older model.
+            if not re.fullmatch(r"(\^|\.\*\\\.)?[\w.]+\$?", pattern):
                 raise AdapterError(f"{self._path}: pattern {pattern!r} is not supported; only names of layers")
-            name = pattern.strip("^$")
-            if name == f"model.{module}" or (pattern[0] != "^" and f".{module}".endswith(f".{name}")):
+            end = pattern.removeprefix(".*\\.").strip("^$")
+            if end == name or (pattern[0] != "^" and name.endswith(f".{end}")):
                 return value
         return default
 
@@ -182,9 +239,9 @@ class _Config:
             if value and (variant or key in UNSUPPORTED):
                 raise AdapterError(f"{self._path}: {key} is not supported, got {value!r:.80}")
         targets = self._values.get("target_modules")
-        others = [t for t in targets if str(t).split(".")[-1] not in MODULES] if isinstance(targets, list) else []
+        others = [t for t in targets if str(t).split(".")[-1] not in TARGETS] if isinstance(targets, list) else []
         if others:
-            raise AdapterError(f"{self._path}: target_modules must be of {', '.join(MODULES)}, got {others!r:.80}")
+            raise AdapterError(f"{self._path}: target_modules must be of {', '.join(TARGETS)}, got {others!r:.80}")
 
     def _positive(self, key: str, value: Any) -> int:
         if type(value) is not int or not 1 <= value <= MAX_RANK:

@@ -37,8 +37,14 @@ class Model(Protocol):
         """Compute a step and fill the cache; return [tokens, hidden], the last layer's output before the last norm."""
         ...
 
-    def logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
-        """Compute logits [n, vocab] for rows (``indices``, [n] int64) of the result of :meth:`forward`."""
+    def logits(self, hidden: Tensor, indices: Tensor, adapter_ids: Tensor | None = None) -> Tensor:
+        """Compute logits [n, vocab] for rows of the result of :meth:`forward`.
+
+        Args:
+            hidden: [tokens, hidden], the result of :meth:`forward`.
+            indices: [n] int64; the rows.
+            adapter_ids: [n] int32; their LoRA adapters, -1 for none; ``None`` if none has an adapter.
+        """
         ...
 
     def with_adapters(self, slots: AdapterSlots) -> "Model":

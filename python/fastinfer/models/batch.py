@@ -20,6 +20,7 @@ class Batch:
         slot_mappings: for each group of layers, [tokens] int64; ``block * block_size + offset`` of each token.
         logits_indices: [n] int64; indices of the tokens whose logits are computed.
         adapter_ids: [tokens] int32; LoRA adapter of each token, -1 for none; ``None`` if no token has an adapter.
+        logits_adapter_ids: [n] int32; LoRA adapters of the tokens whose logits are computed, likewise.
     """
 
     token_ids: Tensor
@@ -30,6 +31,7 @@ class Batch:
     slot_mappings: tuple[Tensor, ...]
     logits_indices: Tensor
     adapter_ids: Tensor | None = None
+    logits_adapter_ids: Tensor | None = None
 
     @classmethod
     def of_texts(cls, texts: list[list[int]], block_size: int) -> "Batch":

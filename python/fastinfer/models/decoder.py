@@ -76,10 +76,21 @@ class Decoder:
         return x
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
-        """Compute logits [n, vocab] in ``dtype`` for rows (``indices``, [n] int64) of the result of :meth:`forward`."""
+    def logits(self, hidden: Tensor, indices: Tensor, adapter_ids: Tensor | None = None) -> Tensor:
+        """Compute logits in ``dtype`` for rows of the result of :meth:`forward`.
+
+        Args:
+            hidden: [tokens, hidden], the result of :meth:`forward`.
+            indices: [n] int64; the rows.
+            adapter_ids: [n] int32; their LoRA adapters, -1 for none; ``None`` if none has an adapter.
+
+        Returns:
+            [n, vocab].
+        """
         x, options = self.norm.before_linear(ops.embedding(hidden, indices))
         logits = self.lm_head.linear(x, **options)
+        if adapter_ids is not None:
+            self._slots().lm_head.add(logits, x, adapter_ids, **options)
         if self.config.logits_softcap:
             ops.softcap(logits, self.config.logits_softcap)
         return logits
@@ -96,6 +107,9 @@ class Decoder:
     def _adapters(self, batch: Batch) -> Sequence[LayerAdapters | None]:
         if batch.adapter_ids is None:
             return [None] * len(self.layers)
+        return self._slots().of(batch.adapter_ids)
+
+    def _slots(self) -> AdapterSlots:
         if self.adapters is None:
             raise ValueError("adapter_ids must be None for a model without adapters, got a tensor")
-        return self.adapters.of(batch.adapter_ids)
+        return self.adapters

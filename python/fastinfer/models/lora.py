@@ -1,30 +1,59 @@
 """Loaded LoRA adapters, in a fixed number of slots so that recorded graphs stay valid."""
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from fastinfer import ops
-from fastinfer.errors import AdapterError, UnsupportedModelError
-from fastinfer.formats.peft import LoraAdapter
+from fastinfer.errors import AdapterError
+from fastinfer.formats.peft import LoraAdapter, LowRank
+from fastinfer.models.checkpoint import fused_rows
 from fastinfer.models.config import ModelConfig
+
+# Modules of an adapter that are several weights here: the order of their rows.
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 @dataclass(frozen=True, eq=False)
 class ModuleSlots:
-    """Matrices of all adapters for one linear layer.
+    """Matrices of all adapters for one linear layer, or for the same layer of all experts.
 
     Attributes:
-        a: [slots, max_rank, in_features].
-        b: [slots, max_rank, out_features]; transposed and scaled.
-        ranks: [slots] int32; rank of each adapter in this layer, 0 if it does not change the layer. Rows of ``a`` and
-            ``b`` past the rank are never read.
+        a: [slots, max_rank, in_features], or [slots, experts, max_rank, in_features].
+        b: the same of out_features; transposed and scaled.
+        ranks: [slots] or [slots, experts] int32; rank of each adapter in this layer, 0 if it does not change the layer.
+            Rows of ``a`` and ``b`` past the rank are never read.
     """
 
     a: Tensor
     b: Tensor
     ranks: Tensor
+
+    def add(
+        self,
+        y: Tensor,
+        x: Tensor,
+        adapter_ids: Tensor,
+        expert_ids: Tensor | None = None,
+        *,
+        norm_weight: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        """Add the adapters' updates, see :func:`fastinfer.ops.add_lora`."""
+        ops.add_lora(
+            y,
+            x,
+            self.a,
+            self.b,
+            adapter_ids,
+            expert_ids=expert_ids,
+            ranks=self.ranks,
+            norm_weight=norm_weight,
+            eps=eps,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,10 +63,51 @@ class LayerAdapters:
     modules: dict[str, ModuleSlots]
     adapter_ids: Tensor
 
-    def add(self, name: str, y: Tensor, x: Tensor, *, norm_weight: Tensor | None = None, eps: float = 0.0) -> None:
-        """Add the adapters' update for a module's input ``x`` to its output ``y``, in place."""
-        slots = self.modules[name]
-        ops.add_lora(y, x, slots.a, slots.b, self.adapter_ids, ranks=slots.ranks, norm_weight=norm_weight, eps=eps)
+    def add(
+        self,
+        name: str,
+        y: Tensor,
+        x: Tensor,
+        expert_ids: Tensor | None = None,
+        *,
+        norm_weight: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        """Add the adapters' update for a module's input ``x`` to its output ``y``, in place.
+
+        Args:
+            name: name of the module.
+            y, x, expert_ids, norm_weight, eps: see :func:`fastinfer.ops.add_lora`.
+        """
+        self.modules[name].add(y, x, self.adapter_ids, expert_ids, norm_weight=norm_weight, eps=eps)
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """Where a part of an update is stored.
+
+    Attributes:
+        slots: matrices of the module.
+        index: index in ``slots.ranks`` after the slot: the expert, if there are experts.
+        rows: rows of the update's B that belong to the module.
+    """
+
+    slots: ModuleSlots
+    index: tuple[int, ...] = ()
+    rows: slice = slice(None)
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedAdapter:
+    """An adapter in the form in which the slots of one model hold it.
+
+    Attributes:
+        path: folder that the adapter was read from.
+        parts: for each weight: where it is stored, A [rank, in_features], and B [rank, out_features], scaled.
+    """
+
+    path: Path
+    parts: list[tuple[_Place, Tensor, Tensor]]
 
 
 class AdapterSlots:
@@ -54,80 +124,142 @@ class AdapterSlots:
         device: device of the model.
 
     Attributes:
-        layers: for each layer, the matrices by name of the module.
+        layers: for each layer, the matrices by name of the module; those of experts are ``experts.gate_proj`` and so
+            on.
+        lm_head: the matrices of the output layer.
     """
 
     def __init__(
         self, config: ModelConfig, max_loras: int, max_rank: int, dtype: torch.dtype, device: str = "cpu"
     ) -> None:
-        if config.num_experts or not config.gated:
-            raise UnsupportedModelError(
-                f"adapters for {config.architecture} are not implemented: only for models with one gated MLP per layer"
-            )
         self.max_loras = max_loras
         self.max_rank = max_rank
+        self._config = config
+        self._dtype = dtype
+        self._is_gpu = torch.device(device).type != "cpu"
 
-        def slots(features: int, out: int) -> ModuleSlots:
+        def slots(name: str, features: int, out: int) -> ModuleSlots:
+            shape = (max_loras, config.num_experts) if name.startswith("experts.") else (max_loras,)
             # Uninitialised: a page takes memory only once it is written.
-            a, b = (torch.empty(max_loras, max_rank, size, dtype=dtype, device=device) for size in (features, out))
-            return ModuleSlots(a, b, torch.zeros(max_loras, dtype=torch.int32, device=device))
+            a, b = (torch.empty(*shape, max_rank, size, dtype=dtype, device=device) for size in (features, out))
+            return ModuleSlots(a, b, torch.zeros(shape, dtype=torch.int32, device=device))
 
         sizes = module_sizes(config)
-        self.layers = tuple({name: slots(*size) for name, size in sizes.items()} for _ in range(config.num_layers))
+        self.layers = tuple(
+            {name: slots(name, *size) for name, size in sizes.items()} for _ in range(config.num_layers)
+        )
+        self.lm_head = slots("lm_head", config.hidden_size, config.vocab_size)
 
     def of(self, adapter_ids: Tensor) -> list[LayerAdapters]:
         """Return the adapters of all layers for a step whose tokens have these slots."""
         return [LayerAdapters(modules, adapter_ids) for modules in self.layers]
 
-    def load(self, slot: int, adapter: LoraAdapter) -> None:
-        """Load an adapter into a slot, replacing its contents. No step may be running.
+    def prepare(self, adapter: LoraAdapter) -> PreparedAdapter:
+        """Check that an adapter fits the model, and bring it into the form of the slots; in any thread.
 
         Raises:
-            AdapterError: the adapter does not fit the model or the slots, which then stay unchanged.
+            AdapterError: the adapter does not fit the model or the slots.
         """
         self._check(adapter)
+        parts: list[tuple[_Place, Tensor, Tensor]] = []
+        for weight, low_rank in adapter.weights.items():
+            a = self._host(low_rank.a)
+            for place in self._places(weight):
+                parts.append((place, a, self._host(low_rank.b[place.rows].T.float() * low_rank.scale)))
+        return PreparedAdapter(adapter.path, parts)
+
+    def load(self, slot: int, adapter: PreparedAdapter) -> None:
+        """Load an adapter into a slot, replacing its contents. No step that uses the slot may be running."""
         self.unload(slot)
-        for (layer, module), low_rank in adapter.layers.items():
-            slots = self.layers[layer][module]
-            slots.a[slot, : low_rank.rank] = low_rank.a
-            slots.b[slot, : low_rank.rank] = low_rank.b.T.float() * low_rank.scale
-            slots.ranks[slot] = low_rank.rank
+        for place, a, b in adapter.parts:
+            index = (slot, *place.index)
+            place.slots.a[index][: len(a)].copy_(a, non_blocking=True)
+            place.slots.b[index][: len(b)].copy_(b, non_blocking=True)
+            place.slots.ranks[index] = len(a)
 
     def unload(self, slot: int) -> None:
         """Empty a slot; tokens with this slot are then computed without an adapter."""
         if not 0 <= slot < self.max_loras:
             raise ValueError(f"slot must be in 0..{self.max_loras - 1}, got {slot}")
-        for layer in self.layers:
-            for slots in layer.values():
+        for modules in (*self.layers, {"lm_head": self.lm_head}):
+            for slots in modules.values():
                 slots.ranks[slot] = 0
 
+    def _host(self, matrix: Tensor) -> Tensor:
+        """Copy a matrix into host memory of its own, in the dtype of the slots; pinned for a GPU."""
+        copy = matrix.to(self._dtype, copy=True, memory_format=torch.contiguous_format)
+        return copy.pin_memory() if self._is_gpu else copy
+
     def _check(self, adapter: LoraAdapter) -> None:
+        """Check that an adapter fits the model and the slots."""
         if adapter.max_rank > self.max_rank:
             raise AdapterError(f"{adapter.path}: rank must be at most {self.max_rank}, got {adapter.max_rank}")
-        for (layer, module), low_rank in adapter.layers.items():
-            if layer >= len(self.layers):
-                raise AdapterError(f"{adapter.path}: {low_rank.name}: the model has {len(self.layers)} layers only")
-            slots = self.layers[layer][module]
-            shapes = (("A", low_rank.a, slots.a.shape[2], 1), ("B", low_rank.b, slots.b.shape[2], 0))
-            for half, matrix, features, dim in shapes:
-                if matrix.shape[dim] != features:
-                    wanted = [features, low_rank.rank] if dim == 0 else [low_rank.rank, features]
-                    raise AdapterError(
-                        f"{adapter.path}: {low_rank.name}.lora_{half} must have the shape {wanted} for this model, "
-                        f"got {list(matrix.shape)}"
-                    )
+        seen: dict[tuple[int, tuple[int, ...]], str] = {}
+        for weight, low_rank in adapter.weights.items():
+            try:
+                places = self._places(weight)
+            except KeyError as error:
+                raise AdapterError(f"{adapter.path}: {low_rank.name}: {error.args[0]}") from None
+            _check_shapes(adapter, low_rank, places)
+            for place in places:
+                other = seen.setdefault((id(place.slots), place.index), low_rank.name)
+                if other != low_rank.name:
+                    raise AdapterError(f"{adapter.path}: {low_rank.name} and {other} are the same weight of the model")
+
+    def _places(self, weight: str) -> list[_Place]:
+        """Return where the parts of an update are stored.
+
+        Args:
+            weight: the project's name of the updated weight.
+
+        Raises:
+            KeyError: the model has no such weight; the argument says why.
+        """
+        if weight == "lm_head":
+            return [_Place(self.lm_head)]
+        match = re.fullmatch(r"layers\.(\d+)\.(?:experts\.(\d+)\.)?(\w+)", weight)
+        assert match is not None, weight
+        layer, expert, module = int(match[1]), match[2], match[3]
+        if layer >= len(self.layers):
+            raise KeyError(f"the model has {len(self.layers)} layers only")
+        if expert is not None and int(expert) >= self._config.num_experts:
+            raise KeyError(f"the model has {self._config.num_experts} experts only")
+        index = () if expert is None else (int(expert),)
+        prefix = "" if expert is None else "experts."
+        modules = self.layers[layer]
+        parts = _FUSED.get(module, (module,))
+        if missing := [part for part in parts if prefix + part not in modules]:
+            raise KeyError(f"a layer of the model has no {missing[0]}, only {', '.join(modules)}")
+        if module not in _FUSED:
+            return [_Place(modules[prefix + module], index)]
+        return [_Place(modules[prefix + part], index, fused_rows(self._config, part)) for part in parts]
+
+
+def _check_shapes(adapter: LoraAdapter, low_rank: LowRank, places: list[_Place]) -> None:
+    """Check the shapes of an update against those of all weights that it belongs to."""
+    features, out = places[0].slots.a.shape[-1], sum(place.slots.b.shape[-1] for place in places)
+    for half, matrix, size, dim in (("A", low_rank.a, features, 1), ("B", low_rank.b, out, 0)):
+        if matrix.shape[dim] != size:
+            wanted = [size, low_rank.rank] if dim == 0 else [low_rank.rank, size]
+            raise AdapterError(
+                f"{adapter.path}: {low_rank.name}.lora_{half} must have the shape {wanted} for this model, "
+                f"got {list(matrix.shape)}"
+            )
 
 
 def module_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Return the numbers of inputs and outputs of a layer's projections, by name."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return {
+    attention = {
         "q_proj": (hidden, q_size),
         "k_proj": (hidden, kv_size),
         "v_proj": (hidden, kv_size),
         "o_proj": (q_size, hidden),
-        "gate_proj": (hidden, inner),
-        "up_proj": (hidden, inner),
-        "down_proj": (inner, hidden),
     }
+    mlp = {"up_proj": (hidden, inner), "down_proj": (inner, hidden)}
+    if config.gated:
+        mlp = {"gate_proj": (hidden, inner)} | mlp
+    if config.num_experts:
+        mlp = {"router": (hidden, config.num_experts)} | {f"experts.{name}": size for name, size in mlp.items()}
+    return attention | mlp

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fastinfer import ops
+from fastinfer.models.activation import activation_and_mul, approximation
 from fastinfer.models.lora import LayerAdapters
 from fastinfer.models.moe import MixtureOfExperts
 from fastinfer.models.norm import Norm
@@ -39,7 +40,7 @@ class GatedMLP:
         gate_up = self.gate_up.linear(x, **options).view(len(x), -1, 2, TILE_ROWS)
         lora.add("gate_proj", gate_up[:, :, 0], x, **options)
         lora.add("up_proj", gate_up[:, :, 1], x, **options)
-        hidden = _activation_and_mul(gate_up.flatten(2), self.activation).view(len(x), -1)
+        hidden = activation_and_mul(gate_up.flatten(2), self.activation).view(len(x), -1)
         return self.down(hidden, residual, lora)
 
 
@@ -61,17 +62,10 @@ class PlainMLP:
 
     def __call__(self, residual: Tensor, lora: LayerAdapters | None) -> Tensor:
         x, options = self.norm.before_linear(residual)
-        hidden = ops.gelu(self.up.linear(x, **options), _approximation(self.activation))
-        return self.down(hidden, residual, lora)
+        up = self.up.linear(x, **options)
+        if lora is not None:
+            lora.add("up_proj", up, x, **options)
+        return self.down(ops.gelu(up, approximation(self.activation)), residual, lora)
 
 
 MLP = GatedMLP | PlainMLP | MixtureOfExperts
-
-
-def _activation_and_mul(x: Tensor, activation: str) -> Tensor:
-    """Apply a gated activation to rows that contain gate, then up."""
-    return ops.silu_and_mul(x) if activation == "silu" else ops.gelu_and_mul(x, _approximation(activation))
-
-
-def _approximation(activation: str) -> str:
-    return "tanh" if activation == "gelu_tanh" else "none"

@@ -12,6 +12,7 @@ def add_lora(
     b: Tensor,
     adapter_ids: Tensor,
     *,
+    expert_ids: Tensor | None = None,
     ranks: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
@@ -22,14 +23,19 @@ def add_lora(
     batch.
 
     Args:
-        y: [tokens, out]; fp32, bf16 or fp16; changed in place; rows may be strided. Or [tokens, runs, run], for the
+        y: [rows, out]; fp32, bf16 or fp16; changed in place; rows may be strided. Or [rows, runs, run], for the
             gate or up half of a product with interleaved rows (:mod:`fastinfer.ops.gemm`): each run is contiguous, a
-            multiple of 16 long, and tokens and runs may be strided.
-        x: [tokens, in], dtype of ``y``; rows may be strided.
+            multiple of 16 long, and rows and runs may be strided. There is one row per token, or one for each of a
+            token's experts.
+        x: [tokens, in], dtype of ``y``; rows may be strided. With ``expert_ids`` also [rows, in], for an input that
+            each expert has for itself.
         a: [slots, max_rank, in]; fp32, bf16 or fp16; contiguous. PEFT's ``lora_A.weight``.
         b: [slots, max_rank, out], dtype of ``a``; contiguous. PEFT's ``lora_B.weight`` transposed, times the adapter's
             scale.
-        adapter_ids: [tokens] int32; each token's slot. For -1 the token's row of ``y`` is left unchanged.
+        adapter_ids: [tokens] int32; each token's slot. For -1 the token's rows of ``y`` are left unchanged.
+        expert_ids: [tokens, top_k] int32, contiguous, for a mixture of experts (:mod:`fastinfer.ops.moe`): row
+            ``token * top_k + i`` uses the matrices of expert ``expert_ids[token, i]``. Then ``a`` is [slots, experts,
+            max_rank, in], ``b`` [slots, experts, max_rank, out] and ``ranks`` [slots, experts].
         ranks: [slots] int32 in 0..max_rank; number of rows of ``a`` and ``b`` that a slot uses; ``None`` for all.
         norm_weight: [in]; fp32 or the dtype of ``x``; weight of an ``rms_norm`` of ``x`` before the product, as in the
             linear layers.
@@ -53,4 +59,4 @@ def add_lora(
     True
     """
     inference_only("add_lora", "y x", y, x)
-    ops.add_lora.default(y, x, a, b, adapter_ids, ranks, norm_weight, eps)
+    ops.add_lora.default(y, x, a, b, adapter_ids, expert_ids, ranks, norm_weight, eps)

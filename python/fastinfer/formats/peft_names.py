@@ -1,0 +1,85 @@
+"""Names of the tensors in a LoRA adapter, which are those of the model's modules in transformers.
+
+The project's names are those of :mod:`fastinfer.models.checkpoint`, such as ``layers.3.q_proj``,
+``layers.3.experts.5.gate_proj`` or ``lm_head``. Modules that contain several of its matrices, with their rows
+concatenated, are ``qkv_proj`` and ``gate_up_proj``.
+"""
+
+import re
+from typing import NamedTuple
+
+# Projections of a layer by their names in transformers.
+_LAYER = {
+    **{f"self_attn.{name}": name for name in ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")},
+    **{f"mlp.{name}": name for name in ("gate_proj", "up_proj", "down_proj", "gate_up_proj")},
+    "mlp.gate": "router",
+    "block_sparse_moe.gate": "router",  # Mixtral before transformers 5
+    "attn.c_attn": "qkv_proj",  # GPT-2
+    "attn.c_proj": "o_proj",
+    "mlp.c_fc": "up_proj",
+    "mlp.c_proj": "down_proj",
+}
+# Projections of an expert that is a module of its own, as before transformers 5.
+_EXPERT = {
+    **{name: name for name in ("gate_proj", "up_proj", "down_proj", "gate_up_proj")},
+    "w1": "gate_proj",
+    "w3": "up_proj",
+    "w2": "down_proj",
+}
+# Tensors of all experts, in the order in which PEFT wraps them, the first one innermost.
+FUSED_EXPERTS = ("gate_up_proj", "down_proj")
+# Last parts of the names that can be targeted.
+TARGETS = tuple(dict.fromkeys([name.rpartition(".")[2] for name in _LAYER] + [*_EXPERT, "lm_head"]))
+
+_TENSOR = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<half>[AB])\.weight")
+_MODULE = re.compile(
+    r"(?:(?:model|transformer)\.)?(?:layers|h)\.(?P<layer>\d{1,4})\."
+    r"(?P<part>[a-z_]+\.(?:experts\.(?P<expert>\d{1,4})\.(?P<expert_part>\w+)|experts(?P<wrappers>(?:\.base_layer)*)|\w+))"
+)
+# PEFT saves the weight to which an adapter of lm_head belongs, too. An adapter does not change it.
+_BASE_WEIGHT = re.compile(r"base_model\.model\.lm_head\.base_layer\.weight")
+
+
+class AdapterModule(NamedTuple):
+    """A module that an adapter changes.
+
+    Attributes:
+        name: name of the module in the model, without PEFT's wrappers: ``model.layers.3.mlp.experts``.
+        weight: the project's name of its matrix: ``layers.3.q_proj``; for a tensor of all experts that of the
+            experts, ``layers.3.experts``.
+        depth: for a tensor of all experts the number of wrappers around this one; ``None`` for other modules.
+    """
+
+    name: str
+    weight: str
+    depth: int | None = None
+
+
+def is_base_weight(tensor: str) -> bool:
+    """Return whether a tensor is a copy of a weight of the model."""
+    return _BASE_WEIGHT.fullmatch(tensor) is not None
+
+
+def parse_tensor(tensor: str) -> tuple[AdapterModule, str] | None:
+    """Return the module of a tensor, and ``"A"`` or ``"B"``; ``None`` for a tensor that is not supported."""
+    if (match := _TENSOR.fullmatch(tensor)) is None:
+        return None
+    module = _parse_module(match["module"])
+    return None if module is None else (module, match["half"])
+
+
+def _parse_module(name: str) -> AdapterModule | None:
+    if name == "lm_head":
+        return AdapterModule(name, name)
+    if (match := _MODULE.fullmatch(name)) is None:
+        return None
+    layer, part, wrappers = f"layers.{match['layer']}", match["part"], match["wrappers"]
+    if part.partition(".")[0] in ("mlp", "block_sparse_moe"):
+        if wrappers is not None:
+            return AdapterModule(name.removesuffix(wrappers), f"{layer}.experts", wrappers.count("."))
+        if match["expert"] is not None:
+            projection = _EXPERT.get(match["expert_part"])
+            if projection is None:
+                return None
+            return AdapterModule(name, f"{layer}.experts.{int(match['expert'])}.{projection}")
+    return AdapterModule(name, f"{layer}.{_LAYER[part]}") if part in _LAYER else None
