@@ -1,7 +1,7 @@
 """Loaded LoRA adapters, in a fixed number of slots so that recorded graphs stay valid."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -94,7 +94,7 @@ class _Place:
 
     slots: ModuleSlots
     index: tuple[int, ...] = ()
-    rows: slice = slice(None)
+    rows: slice = field(default_factory=lambda: slice(None))
 
 
 @dataclass(frozen=True, eq=False)
