@@ -226,11 +226,11 @@ def test_a_large_matrix_in_parts(
     columns = 3 * max(32, kind.block_size)
     tensor = (sensible_tensor if kind in HALVES else random_tensor)(kind, 100, columns)
     checkpoint = GGUFCheckpoint(GGUFFile(model_path), exact=exact)
-    monkeypatch.setitem(checkpoint.file.tensors, "token_embd.weight", tensor)
-    whole = make_weight(checkpoint.linear("embedding", 100, columns), 8)
+    monkeypatch.setitem(checkpoint.file.tensors, "blk.0.ffn_down.weight", tensor)
+    whole = make_weight(checkpoint.linear("layers.0.down_proj", 100, columns), 8)
     for part_rows, count in ((1, 7), (33, 3)):
         monkeypatch.setattr(gguf_checkpoint, "PART_ELEMENTS", part_rows * columns)
-        parts = list(checkpoint.parts("embedding", 100, columns))
+        parts = list(checkpoint.parts("layers.0.down_proj", 100, columns))
         assert len(parts) == (1 if kind in DENSE_DTYPES else count)
         for memory in (None, HugePages()):
             weight = make_weight(iter(parts), 8, memory=memory, out_features=100)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,8 +63,11 @@ def log_probabilities(
 
 
 def _on(device: str, batch: Batch) -> Batch:
+    def moved(value: Tensor | tuple[Tensor, ...]) -> Any:
+        return tuple(map(moved, value)) if isinstance(value, tuple) else value.to(device)
+
     values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return Batch(**{name: value.to(device) for name, value in values.items() if value is not None})
+    return Batch(**{name: moved(value) for name, value in values.items() if value is not None})
 
 
 def loss(log_probs: Tensor, text: list[int]) -> float:
