@@ -54,7 +54,7 @@ class Watched(AdapterSlots):
 def make_engine(**limits: Any) -> Engine:
     config = EngineConfig(kv_cache_dtype=torch.float32, lora_dtype=torch.float32, **{"max_loras": 2, **limits})
     engine = Engine(make_decoder(SIZES), ToyTokenizer(), config)  # type: ignore[arg-type]
-    slots = engine.adapters._slots
+    slots = engine.adapters.slots
     slots.__class__, slots.engine, slots.loaded = Watched, engine, []  # type: ignore[assignment, union-attr]
     return engine
 

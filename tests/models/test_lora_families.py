@@ -173,7 +173,7 @@ def run(model: Decoder, texts: list[list[int]], adapters: list[int]) -> list[Ten
     """The logits of every token, by text."""
     config, lengths = model.config, [len(text) for text in texts]
     blocks = sum(num_blocks_for(length, BLOCK_SIZE) for length in lengths)
-    sizes = config.num_layers, blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim
+    sizes = [0] * config.num_layers, [blocks], BLOCK_SIZE, config.num_kv_heads, config.head_dim
     cache = KVCache.empty(*sizes, torch.float32, "cpu")
     ids = torch.tensor(adapters, dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
     hidden = model.forward(replace(Batch.of_texts(texts, BLOCK_SIZE), adapter_ids=ids), cache)
@@ -196,7 +196,9 @@ def test_a_recorded_step_of_a_mixture_sees_new_adapters(tmp_path: Path) -> None:
     ids = torch.tensor([0, -1, 0], dtype=torch.int32)
     batch = replace(Batch.of_texts([[5], [6], [7]], BLOCK_SIZE), adapter_ids=ids)
     config, rows = model.config, torch.arange(3)
-    cache = KVCache.empty(config.num_layers, 3, BLOCK_SIZE, config.num_kv_heads, config.head_dim, torch.float32, "cpu")
+    cache = KVCache.empty(
+        [0] * config.num_layers, [3], BLOCK_SIZE, config.num_kv_heads, config.head_dim, torch.float32, "cpu"
+    )
     graph = ops.CPUGraph()
     with graph.capture():
         out = model.logits(model.forward(batch, cache), rows, ids)

@@ -420,8 +420,9 @@ class Engine:
             UnavailableError: the engine sleeps.
         """
         self._check_awake()
-        unfinished = [s for request in self.requests.active.values() for s in request.unfinished]
-        self.adapters.unload(name, [s.adapter_key for s in unfinished + self.prompt_modules.sequences])
+        requests = [request for request in self.requests.active.values() if request.unfinished]
+        users = [request.sequences[0] for request in requests] + self.prompt_modules.sequences
+        self.adapters.unload(name, [sequence.adapter_key for sequence in users])
 
     def abort(self, request_id: str, error: BaseException | None = None) -> Output | None:
         """End a request and free its blocks at once.
