@@ -22,6 +22,7 @@ from fastinfer.formats.peft import read_adapter
 from fastinfer.models import load_model, open_checkpoint
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
+from fastinfer.models.fingerprint import fingerprint
 from fastinfer.outputs import PrefillOutput, RequestOutput, ScoreOutput
 from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from fastinfer.serving.jobs import beam_search_job, embedding_job, generation_job, prompt_module_job
@@ -58,6 +59,8 @@ class LLM:
             on a CPU, 256 and 2048 on a GPU.
         max_model_len, batching, block_size, kv_cache_memory, gpu_memory_utilization, max_stop_strings,
             max_stop_string_length, max_stop_token_ids, max_bad_words, max_logit_bias: see
+            :class:`fastinfer.engine.config.EngineConfig`.
+        kv_offloading_size, kv_offloading_dir, kv_offloading_dir_size: see
             :class:`fastinfer.engine.config.EngineConfig`.
         enable_prefix_caching, num_speculative_tokens, max_loras, max_lora_rank, deterministic, enforce_eager: see
             :class:`fastinfer.engine.config.EngineConfig`.
@@ -96,6 +99,9 @@ class LLM:
         kv_cache_memory: int | None = None,
         gpu_memory_utilization: float = 0.9,
         enable_prefix_caching: bool = True,
+        kv_offloading_size: float | None = None,
+        kv_offloading_dir: str | Path | None = None,
+        kv_offloading_dir_size: float = 16.0,
         num_speculative_tokens: int = 0,
         draft_model: str | None = None,
         max_loras: int = 0,
@@ -125,6 +131,9 @@ class LLM:
             kv_cache_memory=kv_cache_memory,
             gpu_memory_utilization=gpu_memory_utilization,
             enable_prefix_caching=enable_prefix_caching,
+            kv_offloading_size=kv_offloading_size,
+            kv_offloading_dir=kv_offloading_dir,
+            kv_offloading_dir_size=kv_offloading_dir_size,
             num_speculative_tokens=num_speculative_tokens,
             max_loras=max_loras,
             max_lora_rank=max_lora_rank,
@@ -133,15 +142,16 @@ class LLM:
             device=device,
             enforce_eager=enforce_eager,
         )
-        exact = Precision.of(dtype, device).exact
+        precision = Precision.of(dtype, device)
         names = [model] if draft_model is None else [model, draft_model]
-        checkpoints = [open_checkpoint(hub.resolve(name), exact) for name in names]
+        checkpoints = [open_checkpoint(hub.resolve(name), precision.exact) for name in names]
         config = _with_kv_cache_size(config, checkpoints)
         defaults = sampling_defaults(checkpoints[0])
         models = [load_model(checkpoint, dtype, device, config.max_model_len) for checkpoint in checkpoints]
         loaded, self.tokenizer = models[0]
         draft = None if draft_model is None else models[1][0]
-        self.engine = Engine(loaded, self.tokenizer, config, draft, defaults)
+        identity = "" if kv_offloading_dir is None else fingerprint(checkpoints, precision, config.max_model_len)
+        self.engine = Engine(loaded, self.tokenizer, config, draft, defaults, identity)
         self._shared = SharedEngine(self.engine)
         self._numbers = itertools.count()
 

@@ -1,6 +1,5 @@
 """The loaded LoRA adapters: the names by which requests refer to them, and their slots in the model."""
 
-import itertools
 from pathlib import Path
 
 from fastinfer.engine.sequence import Sequence
@@ -19,8 +18,7 @@ class Adapters:
     def __init__(self, slots: AdapterSlots | None = None) -> None:
         self._slots = slots
         self._free = [] if slots is None else list(range(slots.max_loras - 1, -1, -1))
-        self._loaded: dict[str, tuple[int, int]] = {}  # name to (slot, number of the load)
-        self._num_loads = itertools.count()
+        self._loaded: dict[str, tuple[int, str]] = {}  # name to (slot, digest)
 
     @property
     def names(self) -> list[str]:
@@ -47,7 +45,7 @@ class Adapters:
         if not isinstance(adapter, LoraAdapter):
             adapter = read_adapter(Path(adapter))
         self._slots.load(self._free[-1], adapter)
-        self._loaded[name] = self._free.pop(), next(self._num_loads)
+        self._loaded[name] = self._free.pop(), adapter.digest
 
     def unload(self, name: str, sequences: list[Sequence]) -> None:
         """Unload an adapter and free its slot.
@@ -78,14 +76,14 @@ class Adapters:
         return self._get(name)[0]
 
     def cache_key(self, name: str) -> str:
-        """Return the adapter's identity for the prefix cache, which changes when the name is given to another adapter.
+        """Return the adapter's identity for the prefix cache, which depends on its matrices alone.
 
         Raises:
             RequestError: there is no adapter of this name.
         """
-        return f"{name} {self._get(name)[1]}"
+        return self._get(name)[1]
 
-    def _get(self, name: str) -> tuple[int, int]:
+    def _get(self, name: str) -> tuple[int, str]:
         if name not in self._loaded:
             raise RequestError(f"adapter must be one of {self.names}, got {name!r}")
         return self._loaded[name]

@@ -6,6 +6,7 @@ Paging follows Kwon et al., 2023, https://arxiv.org/abs/2309.06180. Cached prefi
 
 from collections import Counter
 
+from fastinfer.engine.kv_offloading import KVOffloading
 from fastinfer.engine.prefix_hash import BlockContent, PrefixScan, next_key, tokens_to_bytes
 from fastinfer.engine.sequence import Sequence
 from fastinfer.models.kv_cache import num_blocks_for
@@ -29,6 +30,7 @@ class BlockManager:
         num_blocks: number of blocks in the cache.
         block_size: tokens per block.
         enable_prefix_caching: whether later sequences may reuse the content of full blocks.
+        offloading: stores of blocks beyond the cache; ``None`` for none.
 
     Attributes:
         pending_copies: (source, destination) pairs of blocks to copy before the next step computes anything.
@@ -36,13 +38,20 @@ class BlockManager:
         num_hit_tokens: those of them that the prefix cache already held.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        offloading: KVOffloading | None = None,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.pending_copies: list[tuple[int, int]] = []
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self._offloading = offloading
         # A stack with block 0 on top, so that released blocks are reused before memory that was never touched.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: dict[int, None] = {}  # in the order of their release
@@ -93,6 +102,7 @@ class BlockManager:
         hits = self._find_prefix(sequence)
         for block in hits:
             self._add_reference(block)
+            self._note_use(block)
         sequence.blocks = hits
         sequence.num_cached_blocks = len(hits)
         sequence.num_computed_tokens = len(hits) * self.block_size
@@ -101,6 +111,28 @@ class BlockManager:
         self.num_queried_tokens += len(sequence)
         self.num_hit_tokens += sequence.num_computed_tokens
         self._extend(sequence, len(sequence))
+        sequence.is_loading = self._offloading is not None and sequence.reads_prefix
+        self.load(sequence)
+
+    def begin_step(self) -> None:
+        """Allow as many blocks to be loaded from the stores as in any step."""
+        if self._offloading is not None:
+            self._offloading.begin_step()
+
+    def load(self, sequence: Sequence) -> None:
+        """Load the next blocks of an admitted sequence that ``is_loading`` from the stores, as many as a step may.
+
+        The loaded tokens count as computed. The blocks become cached like computed ones, once a step that uses them has
+        succeeded.
+        """
+        if self._offloading is not None and sequence.is_loading:
+            # The logits of the last token must be computed.
+            indices = range(sequence.num_computed_tokens // self.block_size, (len(sequence) - 1) // self.block_size)
+            loadable = indices[: self._offloading.num_loadable]
+            blocks = [(sequence.blocks[index], self._content(sequence, index)) for index in loadable]
+            num_loaded = self._offloading.load(blocks)
+            sequence.is_loading = num_loaded == len(blocks) < len(indices)
+            sequence.num_computed_tokens += num_loaded * self.block_size
 
     def can_append(self, sequence: Sequence, num_drafts: int = 0) -> bool:
         """Return whether a running sequence has, or can get, slots for its tokens and ``num_drafts`` drafts."""
@@ -141,6 +173,7 @@ class BlockManager:
                     if content.key not in self._by_key:
                         self._by_key[content.key] = sequence.blocks[index]
                         self._contents[sequence.blocks[index]] = content
+                        self._note_use(sequence.blocks[index])
             sequence.num_cached_blocks = num_full
 
     def prefer_blocks_of(self, sequence: Sequence) -> None:
@@ -193,6 +226,8 @@ class BlockManager:
         self._cached = {block: None for block in [*self._cached, *known] if block in known and not held[block]}
         self._free = [b for b in range(self.num_blocks - 1, -1, -1) if b not in known and not held[b]]
         self.pending_copies.clear()
+        if self._offloading is not None:
+            self._offloading.forget()
 
     def _max_shared(self, sequence: Sequence) -> int:
         """Return a bound of the number of blocks that a waiting sequence could share with running ones.
@@ -271,10 +306,18 @@ class BlockManager:
             del self._cached[block]
             content = self._contents[block]
             assert content is not None
+            if self._offloading is not None:
+                self._offloading.note_eviction(block, content)
             del self._by_key[content.key]
             self._contents[block] = None
         self._ref_counts[block] = 1
         return block
+
+    def _note_use(self, block: int) -> None:
+        """Tell the stores that a sequence has computed or found a cached block."""
+        content = self._contents[block]
+        if self._offloading is not None and content is not None:
+            self._offloading.note_use(block, content)
 
     def _add_reference(self, block: int) -> None:
         """Add a holder to a block; a cached block becomes used."""

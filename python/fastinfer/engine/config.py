@@ -1,12 +1,13 @@
 """Configuration of an engine."""
 
 from dataclasses import dataclass, fields
+from os import PathLike
 
 import torch
 
 from fastinfer.engine.admission import AdmissionPolicy, Continuous, Dynamic, Static
 from fastinfer.errors import RequestError
-from fastinfer.utils.checks import INT32_MAX, INT64_MAX, check_bool, check_float, check_int
+from fastinfer.utils.checks import INT32_MAX, INT64_MAX, check_bool, check_float, check_int, show
 
 REQUEST_LIMITS = (
     "max_stop_strings",
@@ -18,6 +19,7 @@ REQUEST_LIMITS = (
 BATCHING = ("continuous", "static", "dynamic")
 KV_CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn, torch.uint8)
 MAX_SPECULATIVE_TOKENS = 15
+MAX_GIB = 2.0**30
 # Defaults by device. A GPU reads its weights faster than 64 sequences use them.
 MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
@@ -59,6 +61,12 @@ class EngineConfig:
         num_kv_blocks: size of the KV cache in blocks; overrides ``kv_cache_memory``.
         enable_prefix_caching: whether requests reuse the cached keys and values of earlier requests that begin with the
             same tokens.
+        kv_offloading_size: size in GiB of a store in host memory for blocks that leave the prefix cache, from which
+            later requests load them; ``None`` for no such store.
+        kv_offloading_dir: folder in which computed blocks are kept, so that a later process need not compute them
+            again; ``None`` for no such folder. Several processes may share it. The files tell what the prompts were:
+            only their owner may read them, and they are not encrypted.
+        kv_offloading_dir_size: largest size of that folder in GiB; the blocks that were not used for longest go first.
         num_speculative_tokens: maximum number of draft tokens per sequence and step; 0 for no speculation. If all
             sequences decode, a step with drafts has at most four tokens or a multiple of four, so 3 and 7 are good
             values for a single sequence. Drafts do not change the text, see :mod:`fastinfer.engine.speculation`.
@@ -93,6 +101,9 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     num_kv_blocks: int | None = None
     enable_prefix_caching: bool = True
+    kv_offloading_size: float | None = None
+    kv_offloading_dir: str | PathLike[str] | None = None
+    kv_offloading_dir_size: float = 16.0
     num_speculative_tokens: int = 0
     max_loras: int = 0
     max_lora_rank: int = 64
@@ -114,6 +125,13 @@ class EngineConfig:
         check_int("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
         check_int("max_loras", self.max_loras, 0, 1024)
         check_int("max_lora_rank", self.max_lora_rank, 1, 4096)
+        if self.kv_offloading_size is not None:
+            check_float("kv_offloading_size", self.kv_offloading_size, 0.0, MAX_GIB, low_open=True)
+        if not isinstance(self.kv_offloading_dir, str | PathLike | None):
+            raise RequestError(f"kv_offloading_dir must be a path, got {show(self.kv_offloading_dir)}")
+        check_float("kv_offloading_dir_size", self.kv_offloading_dir_size, 0.0, MAX_GIB, low_open=True)
+        if not self.enable_prefix_caching and (self.kv_offloading_size or self.kv_offloading_dir) is not None:
+            raise RequestError("kv_offloading_size and kv_offloading_dir need enable_prefix_caching=True, got False")
         check_float("max_batch_wait_s", self.max_batch_wait_s, 0.0, 3600.0)
         check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
         for field in fields(self):

@@ -18,6 +18,7 @@ from fastinfer.engine.construction import (
     make_draft_speculator,
     make_kv_cache,
     make_ngram_speculator,
+    make_offloading,
     make_runner,
     make_sampler,
 )
@@ -57,6 +58,8 @@ class Engine:
         config: limits and options; ``EngineConfig()`` by default.
         draft_model: smaller model with the same vocabulary that drafts tokens for speculative decoding.
         default_params: sampling parameters of requests that give none.
+        fingerprint: identity of the weights and the precision of the models, see
+            :func:`fastinfer.models.fingerprint.fingerprint`; only needed to keep the KV cache on disk.
 
     Attributes:
         config: limits and options.
@@ -67,6 +70,7 @@ class Engine:
         max_model_len: longest sequence in tokens.
         block_manager: manager of the blocks of the KV caches.
         kv_cache, draft_kv_cache: KV caches of the model and of the draft model, which is ``None`` without one.
+        offloading: stores of blocks in host memory and on disk; ``None`` without any.
         scheduler: scheduler, which chooses what each step computes.
         sampler: sampler of the next tokens.
         runner: runner of the model.
@@ -87,6 +91,7 @@ class Engine:
         config: EngineConfig | None = None,
         draft_model: Model | None = None,
         default_params: SamplingParams = DEFAULT_PARAMS,
+        fingerprint: str = "",
     ) -> None:
         self.config = config = config or EngineConfig()
         self.tokenizer = tokenizer
@@ -95,9 +100,16 @@ class Engine:
         models = [model.config] if draft_model is None else [model.config, draft_model.config]
         size = kv_cache_size(config, models)
         self.max_model_len = size.max_model_len
-        self.block_manager = BlockManager(size.num_blocks, config.block_size, config.enable_prefix_caching)
-        self.kv_cache = make_kv_cache(config, model, self.block_manager.num_blocks)
+        self.kv_cache = make_kv_cache(config, model, size.num_blocks)
         self.draft_kv_cache: KVCache | None = None
+        if draft_model is not None:
+            check_draft_model(config, model.config, draft_model.config, self.max_model_len)
+            self.draft_kv_cache = make_kv_cache(config, draft_model, size.num_blocks)
+        kv_caches = [cache for cache in (self.kv_cache, self.draft_kv_cache) if cache is not None]
+        self.offloading = make_offloading(config, models, kv_caches, fingerprint)
+        self.block_manager = BlockManager(
+            size.num_blocks, config.block_size, config.enable_prefix_caching, self.offloading
+        )
         self.scheduler = Scheduler(
             self.block_manager, config.max_num_seqs, config.max_num_batched_tokens, config.make_admission_policy()
         )
@@ -128,7 +140,8 @@ class Engine:
             speculator=self.speculator,
             scheduler=self.scheduler,
             block_manager=self.block_manager,
-            kv_caches=[cache for cache in (self.kv_cache, self.draft_kv_cache) if cache is not None],
+            kv_caches=kv_caches,
+            offloading=self.offloading,
             requests=self.requests,
             runs_ahead=config.runs_ahead,
         )
@@ -416,6 +429,7 @@ class Engine:
             num_generated_tokens=self._totals.num_generated_tokens,
             num_repairs=self.requests.num_repairs,
             num_expired=self.requests.num_expired,
+            **({} if self.offloading is None else self.offloading.stats()),
         )
 
     @torch.inference_mode()
@@ -445,8 +459,7 @@ class Engine:
         config = self.config
         if draft_model is None:
             return make_ngram_speculator(config)
-        check_draft_model(config, self.model.config, draft_model.config, self.max_model_len)
-        self.draft_kv_cache = make_kv_cache(config, draft_model, self.block_manager.num_blocks)
+        assert self.draft_kv_cache is not None
         runner = make_runner(config, draft_model, self.draft_kv_cache, self.max_model_len)
         sampler = make_sampler(config, self.model, self.tokenizer)
         self._runners.append(runner)

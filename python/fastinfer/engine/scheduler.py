@@ -147,6 +147,7 @@ class Scheduler:
         """Return the chunks of the next step, with their blocks allocated; empty if nothing can be computed now."""
         chunks: list[Chunk] = []
         self._num_steps += 1
+        self.block_manager.begin_step()
         budget, reserved, num_preemptions = self.max_num_batched_tokens, 0, self.num_preemptions
         # A beam that waits for the other beams of its request has no token to compute.
         decodes = [s for s in self.running if s.is_decoding and s.num_uncomputed_tokens]
@@ -255,7 +256,10 @@ class Scheduler:
 
     def _schedule_prompts(self, candidates: list[Sequence], budget: int, chunks: list[Chunk]) -> None:
         """Add chunks of prompts, of running sequences and of waiting ones that are admitted now."""
-        prompts = [s for s in self.running if not s.is_decoding] + candidates
+        prompts = [s for s in self.running if not s.is_decoding]
+        for sequence in prompts:
+            self.block_manager.load(sequence)
+        prompts += candidates
         if not prompts:
             return
         prompts.sort(key=_order)
@@ -282,7 +286,8 @@ class Scheduler:
         for sequence in prompts:
             if not budget:
                 break
-            if sequence.state is SequenceState.RUNNING or self._try_to_admit(sequence, admissions):
+            is_admitted = sequence.state is SequenceState.RUNNING or self._try_to_admit(sequence, admissions)
+            if is_admitted and not sequence.is_loading:
                 num_tokens = min(sequence.num_uncomputed_tokens - shares[sequence], budget)
                 shares[sequence] += num_tokens
                 budget -= num_tokens

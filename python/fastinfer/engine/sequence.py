@@ -50,6 +50,8 @@ class Sequence:
             ``BlockManager``.
         prefix_scan: what the block manager last found of the prefix while the sequence waited; ``None`` before.
         num_cached_blocks: number of leading blocks that have been offered to the prefix cache.
+        is_loading: whether the next blocks may be in a store beyond the cache; nothing is computed until they are
+            loaded.
         first_key: key before the first block's, see :func:`fastinfer.engine.prefix_hash.first_key`.
         reads_prefix: whether the sequence may reuse computed blocks from the prefix cache.
         samples: whether a token is drawn once all tokens are computed.
@@ -95,6 +97,7 @@ class Sequence:
         "forced",
         "grammar",
         "grammar_is_valid",
+        "is_loading",
         "last_step",
         "max_length",
         "may_speculate",
@@ -146,6 +149,7 @@ class Sequence:
         self.block_keys: list[bytes] = []
         self.prefix_scan: PrefixScan | None = None
         self.num_cached_blocks = 0
+        self.is_loading = False
         self.first_key = first_key(cache_salt, adapter_key)
         self.reads_prefix = reads_prefix
         self.samples = samples

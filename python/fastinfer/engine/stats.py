@@ -71,6 +71,11 @@ class EngineStats:
         num_generated_tokens: tokens generated since the start.
         num_repairs: errors since the start after which all running sequences were queued to be computed again.
         num_expired: requests since the start that missed a deadline.
+        num_loaded_host_blocks, num_loaded_disk_blocks: blocks since the start that were loaded from host memory and
+            from disk instead of being computed.
+        num_damaged_kv_files: files of the KV cache on disk since the start that were not what their name says.
+        num_dropped_kv_blocks: blocks since the start that were not written to disk because too many waited already.
+        num_failed_kv_files: files since the start that could not be read or written.
     """
 
     num_running: int
@@ -97,6 +102,11 @@ class EngineStats:
     num_generated_tokens: int
     num_repairs: int
     num_expired: int
+    num_loaded_host_blocks: int = 0
+    num_loaded_disk_blocks: int = 0
+    num_damaged_kv_files: int = 0
+    num_dropped_kv_blocks: int = 0
+    num_failed_kv_files: int = 0
 
     @property
     def prefix_hit_rate(self) -> float:

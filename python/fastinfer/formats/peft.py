@@ -5,9 +5,11 @@ because it can run any code. An adapter with unsupported parts is refused as a w
 supported parts would give a model that nobody has trained.
 """
 
+import hashlib
 import math
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,17 @@ class LoraAdapter:
         """Largest rank of all updates."""
         return max(low_rank.rank for low_rank in self.layers.values())
 
+    @cached_property
+    def digest(self) -> str:
+        """Hash of all updates: equal for adapters that compute the same, in any process."""
+        digest = hashlib.sha256()
+        for place, low_rank in sorted(self.layers.items()):
+            matrices = low_rank.a.contiguous(), low_rank.b.contiguous()
+            digest.update(repr((place, low_rank.scale, [(m.dtype, m.shape) for m in matrices])).encode())
+            for matrix in matrices:
+                digest.update(matrix.view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
 
 def read_adapter(path: Path) -> LoraAdapter:
     """Read the folder of an adapter.
@@ -113,7 +126,9 @@ def read_adapter(path: Path) -> LoraAdapter:
     if not halves:
         raise AdapterError(f"{file}: no tensors")
     layers = {key: _low_rank(file, names[key], pair, config) for key, pair in sorted(halves.items())}
-    return LoraAdapter(path, layers)
+    adapter = LoraAdapter(path, layers)
+    _ = adapter.digest  # here, because adapters are read outside the engine's thread
+    return adapter
 
 
 def _low_rank(file: Path, name: str, pair: dict[str, Tensor], config: "_Config") -> LowRank:
