@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 
 GIB = 2**30
+KINDS = ["flip", "flip", "flip", "cut", "extend", "zeros", "hole", "random", "swap", "foreign", "header", "empty"]
+KINDS += ["folder", "pipe", "dangling link", "link to itself", "link to another", "gone"]
 
 
 def kv_files(folder: Path) -> list[Path]:
@@ -42,10 +44,7 @@ def damage(rng: random.Random, contents: dict[Path, bytes], foreign: list[bytes]
     Returns:
         The kind of damage, for messages.
     """
-    kind = rng.choice(
-        ["flip", "flip", "flip", "cut", "extend", "zeros", "hole", "random", "swap", "foreign", "header", "folder"]
-        + ["pipe", "dangling link", "link to itself", "link to another", "empty", "gone"]
-    )
+    kind = rng.choice(KINDS)
     paths = list(contents)
     for path in rng.sample(paths, rng.randint(1, len(paths))):
         old = contents[path]
