@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from support.kv_files import GIB
 from support.toy import VOCAB_SIZE, Forgetful, always_speculate, check_blocks, toy_engine
 from support.toy_grammar import Letters, constrained
 
@@ -22,7 +23,7 @@ from fastinfer.outputs import PrefillOutput
 from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 ENGINE = str(Path(fastinfer.engine.__file__).parent)
-SPECULATIONS = ["none", "ngram", "draft model"]
+SPECULATIONS = ["none", "ngram", "draft model", "offloading"]
 Line = tuple[str, int]
 
 
@@ -71,14 +72,15 @@ def make_engine(speculation: str) -> Engine:
     """With few blocks, so that sequences are preempted and share and copy blocks."""
     engine = toy_engine(
         draft_model=Forgetful() if speculation == "draft model" else None,
-        num_speculative_tokens=0 if speculation == "none" else 3,
+        num_speculative_tokens=3 if speculation in ("ngram", "draft model") else 0,
+        kv_offloading_size=2**20 / GIB if speculation == "offloading" else None,
         block_size=4,
         max_model_len=24,
         num_kv_blocks=14,
         max_num_batched_tokens=16,
         max_num_seqs=9,
     )
-    return engine if speculation == "none" else always_speculate(engine)
+    return engine if engine.speculator is None else always_speculate(engine)
 
 
 class Results:
