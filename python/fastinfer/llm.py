@@ -14,6 +14,7 @@ import torch
 from fastinfer import hub
 from fastinfer.engine.config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, EngineConfig
 from fastinfer.engine.construction import kv_cache_size
+from fastinfer.engine.disk_block_store import prepare_folder
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.kv_cache_size import options_for
 from fastinfer.engine.request_validator import POOLINGS
@@ -142,6 +143,8 @@ class LLM:
             device=device,
             enforce_eager=enforce_eager,
         )
+        if kv_offloading_dir is not None:
+            prepare_folder(Path(kv_offloading_dir))  # before the weights are loaded, which takes longer
         precision = Precision.of(dtype, device)
         names = [model] if draft_model is None else [model, draft_model]
         checkpoints = [open_checkpoint(hub.resolve(name), precision.exact) for name in names]

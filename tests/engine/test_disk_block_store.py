@@ -146,13 +146,16 @@ def test_stores_of_several_models_share_the_limit(tmp_path: Path) -> None:
 
 def test_foreign_files_in_the_folder_stay(tmp_path: Path) -> None:
     store = make(tmp_path, 400)
-    keep = [tmp_path / "notes.txt", tmp_path / "models" / "a.gguf", store._folder / "readme.kv"]
+    block_name, temporary = f"{'0' * 64}.kv", f"{disk_block_store.TEMPORARY_PREFIX}mine"
+    names = ["notes.txt", block_name, "models/a.gguf", f"models/{block_name}", f"models/{temporary}", temporary]
+    keep = [store._folder / "readme.kv", *(tmp_path / name for name in names)]
     for path in keep:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"x" * 1000)
+        os.utime(path, (0, 0))
     fill(store, 10)
     assert all(path.exists() for path in keep)
-    assert len(kv_files(tmp_path)) == 2  # one block and readme.kv
+    assert len([path for path in store._folder.iterdir() if path not in keep]) == 1
 
 
 def test_files_of_killed_writers_are_removed(tmp_path: Path) -> None:

@@ -234,13 +234,14 @@ def test_a_prefix_that_stays_in_the_cache_stays_on_disk(tmp_path: Path) -> None:
     flush(engine)
     for path in kv_files(tmp_path):
         os.utime(path, ns=(0, 0))
-    complete(engine, [[*PROMPTS[5][:17], 5, 6]])
-    assert sum(path.stat().st_mtime_ns > 0 for path in kv_files(tmp_path)) == 4
+    complete(engine, [[*PROMPTS[5][:17], 5, 6]])  # 4 blocks of the prefix, and 2 that end with generated tokens
+    flush(engine)
+    assert sum(path.stat().st_mtime_ns > 0 for path in kv_files(tmp_path)) == 6
     for path in kv_files(tmp_path):
         path.unlink()
     complete(engine, [[*PROMPTS[5][:17], 7, 8]])
     flush(engine)
-    assert len(kv_files(tmp_path)) >= 4
+    assert len(kv_files(tmp_path)) == 6
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
@@ -276,10 +277,10 @@ def test_damaged_files_never_change_a_text(async_scheduling: bool, tmp_path: Pat
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn, torch.uint8]
 
 
-def decoder_engine(folder: Path, *, seed_of_weights: str = "weights", **limits: Any) -> Engine:
-    config = EngineConfig(block_size=4, kv_offloading_dir=folder, lora_dtype=torch.float32, **limits)
+def decoder_engine(folder: Path, *, fingerprint: str = "weights", **limits: Any) -> Engine:
+    options = {"block_size": 4, "kv_offloading_dir": folder, "lora_dtype": torch.float32}
     model = make_decoder(replace(CONFIG, vocab_size=VOCAB_SIZE))
-    return Engine(model, ToyTokenizer(), config, fingerprint=seed_of_weights)  # type: ignore[arg-type]
+    return Engine(model, ToyTokenizer(), EngineConfig(**options | limits), fingerprint=fingerprint)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -301,10 +302,11 @@ def test_every_dtype_of_the_cache(dtype: torch.dtype, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"seed_of_weights": "others"},
+        {"fingerprint": "others"},
         {"block_size": 8},
         {"deterministic": True},
         {"max_loras": 1},
+        {"lora_dtype": torch.bfloat16},
     ],
     ids=lambda changed: next(iter(changed)),
 )
@@ -312,11 +314,7 @@ def test_blocks_of_another_configuration_are_not_found(changed: dict[str, Any], 
     first = decoder_engine(tmp_path, kv_cache_dtype=torch.float32)
     complete(first, PROMPTS[:5])
     flush(first)
-    settings = {"kv_cache_dtype": torch.float32} | changed
-    if "block_size" in settings:
-        engine = toy_engine(kv_offloading_dir=tmp_path, block_size=settings["block_size"])
-    else:
-        engine = decoder_engine(tmp_path, **settings)
+    engine = decoder_engine(tmp_path, **{"kv_cache_dtype": torch.float32} | changed)
     complete(engine, PROMPTS[:5])
     assert engine.stats().num_loaded_disk_blocks == 0
 

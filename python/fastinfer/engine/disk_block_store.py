@@ -40,6 +40,7 @@ MAX_QUEUED_BYTES = 256 << 20
 SCAN_SHARE = 16
 TEMPORARY_PREFIX = "tmp-"
 ABANDONED_S = 3600.0  # age in seconds at which a temporary file belongs to no living writer
+_MODEL_FOLDER = re.compile(r"[0-9a-f]{64}")
 _BLOCK_FILE = re.compile(r"[0-9a-f]{64}\.kv")
 
 
@@ -49,6 +50,22 @@ class _File(NamedTuple):
     used_ns: int
     size: int
     path: str
+
+
+def prepare_folder(folder: Path) -> None:
+    """Create the folder if it does not exist, and check that it can be written to.
+
+    Raises:
+        RequestError: it cannot be created or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(prefix=TEMPORARY_PREFIX, dir=folder):
+            pass
+    except OSError as error:
+        raise RequestError(
+            f"kv_offloading_dir must be a folder that can be written to, got {folder}: {error.strerror or error}"
+        ) from None
 
 
 class DiskBlockStore(BlockStore):
@@ -66,7 +83,7 @@ class DiskBlockStore(BlockStore):
         num_failed: blocks that could not be read or written.
 
     Raises:
-        RequestError: the folder cannot be created or written to, or ``max_bytes`` holds no block.
+        RequestError: the folder cannot be created or written to.
     """
 
     def __init__(self, folder: Path, fingerprint: bytes, max_bytes: int, block_bytes: int) -> None:
@@ -82,14 +99,7 @@ class DiskBlockStore(BlockStore):
         self.num_damaged = 0
         self.num_dropped = 0
         self.num_failed = 0
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(prefix=TEMPORARY_PREFIX, dir=folder):
-                pass
-        except OSError as error:
-            raise RequestError(
-                f"kv_offloading_dir must be a folder that can be written to, got {folder}: {error.strerror or error}"
-            ) from None
+        prepare_folder(folder)
         self.restart_writer()
         _STORES.add(self)
 
@@ -182,7 +192,9 @@ class DiskBlockStore(BlockStore):
         """Return all files of blocks, and remove what killed processes left."""
         files = []
         for folder in _entries(self._root):
-            for entry in _entries(folder.path) if folder.is_dir(follow_symlinks=False) else ():
+            if not _MODEL_FOLDER.fullmatch(folder.name) or not folder.is_dir(follow_symlinks=False):
+                continue
+            for entry in _entries(folder.path):
                 with contextlib.suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
                     if not stat.S_ISREG(status.st_mode):

@@ -82,7 +82,11 @@ class Scheduler:
     later sequences of the same priority may overtake it, but no more than ``max_num_seqs`` in all, and none if it has
     generated tokens already, as after a preemption: the running sequences then end one by one until it has room.
 
-    **Bounds.** They count steps, for a budget of ``B`` tokens, and hold for any lengths and arrivals.
+    **Loading.** The blocks of an admitted prompt that are in a store beyond the cache are loaded first, by the block
+    manager, and the prompt computes nothing until then. A step loads at most as many tokens as it may compute.
+
+    **Bounds.** They count steps, for a budget of ``B`` tokens, and hold for any lengths and arrivals, if
+    nothing is loaded.
 
     - With enough slots and blocks, and at most ``LOOKAHEAD`` waiting sequences, a prompt of ``L`` tokens is complete
       after at most ``ceil((8 W + 7) / B)`` steps, where ``W`` is the smaller of two sums: ``L`` and the uncomputed
