@@ -5,6 +5,7 @@ import re
 import threading
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
