@@ -218,6 +218,7 @@ def run_trace(draw: Any, make_engine: Callable[[], Engine], clock: SimpleNamespa
         if restarted is not None:
             request.alone(restarted).check(expected)
             check_blocks(restarted)
+            flush(restarted)
     for name in "ab":
         with contextlib.suppress(RequestError):
             engine.remove_prompt_module(name)
@@ -232,12 +233,17 @@ def step(engine: Engine, take: Callable[[Any], None]) -> None:
     for output in outputs:
         take(output)
     check_blocks(engine)
-    if engine.offloading is not None and engine.offloading.disk is not None:
-        engine.offloading.disk.flush()  # so that the trace does not depend on the writer's speed
+    flush(engine)  # so that the trace does not depend on the writer's speed
     assert len({output.request_id for output in outputs}) == len(outputs)
     progress = [s for s, place in reached(engine).items() if place > before.get(s, (0, 0))]
     ended = [s for s in before if s.state is SequenceState.FINISHED]  # perhaps without an output of its own
     assert outputs or progress or ended or not before, "nobody got further"
+
+
+def flush(engine: Engine) -> None:
+    """Wait for the blocks that are being written to disk."""
+    if engine.offloading is not None and engine.offloading.disk is not None:
+        engine.offloading.disk.flush()
 
 
 def reached(engine: Engine) -> dict[Sequence, tuple[int, int]]:

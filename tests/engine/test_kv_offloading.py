@@ -95,10 +95,12 @@ import random, sys
 from pathlib import Path
 from support.toy import toy_engine
 from test_kv_offloading import GIB, complete, make_engine
+pool = random.Random(0)
+prompts = [[pool.randrange(64) for _ in range(pool.randrange(4, 60))] for _ in range(12)]
 rng = random.Random(int(sys.argv[2]))
 engine = make_engine(Path(sys.argv[1]), num_kv_blocks=30, kv_offloading_dir_size=8000 / GIB)
 for _ in range(60):
-    prompt = [rng.randrange(3) for _ in range(rng.randrange(4, 60))]
+    prompt = rng.choice(prompts)
     assert complete(engine, [prompt]) == complete(toy_engine(), [prompt])
 stats = engine.stats()
 print(stats.num_loaded_disk_blocks, stats.num_damaged_kv_files, stats.num_failed_kv_files)

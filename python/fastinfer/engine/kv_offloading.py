@@ -85,14 +85,13 @@ class KVOffloading:
             blocks: consecutive blocks of a sequence, which no other sequence holds, and the contents to load into them;
                 at most ``num_loadable``.
         """
+        self.save()  # the blocks may hold what is to be stored, and what was evicted may be looked for
         found: list[Tensor] = []
         for _, content in blocks:
             data = next((data for store in self._stores if (data := store.get(content)) is not None), None)
             if data is None:
                 break
             found.append(data)
-        if found:
-            self.save()
         for (block, _), data in zip(blocks, found, strict=False):
             self._write_block(block, data)
         self.num_loadable -= len(found)
