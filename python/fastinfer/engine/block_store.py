@@ -36,7 +36,10 @@ class BlockStore(ABC):
 
     @abstractmethod
     def get(self, content: BlockContent) -> Tensor | None:
-        """Return a block's bytes, [block_bytes] uint8 in host memory, or ``None`` if it is not stored."""
+        """Return a block's bytes, [block_bytes] uint8 in host memory, or ``None`` if it is not stored.
+
+        They may be overwritten by the next call.
+        """
 
 
 class HostBlockStore(BlockStore):

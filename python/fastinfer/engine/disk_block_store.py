@@ -95,6 +95,7 @@ class DiskBlockStore(BlockStore):
         self._block_bytes = block_bytes
         self._max_queued = max(1, MAX_QUEUED_BYTES // block_bytes)
         self._room = 0  # bytes that may be written before the folder is scanned again
+        self._record = torch.empty(0, dtype=torch.uint8)  # the file that was read last
         self._reported: set[str] = set()
         self.num_damaged = 0
         self.num_dropped = 0
@@ -131,14 +132,18 @@ class DiskBlockStore(BlockStore):
     def get(self, content: BlockContent) -> Tensor | None:
         path = self._path(content)
         header = self._header(content)
+        size = len(header) + self._block_bytes + 4
+        if len(self._record) != size:
+            self._record = torch.empty(size, dtype=torch.uint8)  # reused: new memory costs as much time as the reading
+        record = self._record
         try:
-            record = _read(path, len(header) + self._block_bytes + 4)
+            is_complete = _read(path, record)
         except FileNotFoundError:
             return None
         except OSError as error:
             self._report_failure("read", path, error)
             return None
-        if record is None or not _is_intact(record, header):
+        if not is_complete or not _is_intact(record, header):
             self.num_damaged += 1
             self._warn("damaged", f"{path} is damaged or not a file of this cache: its block is computed again")
             with contextlib.suppress(OSError):
@@ -225,22 +230,21 @@ def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
         return []
 
 
-def _read(path: str, size: int) -> Tensor | None:
-    """Return a file's bytes, or ``None`` if it is no regular file of this size."""
+def _read(path: str, record: Tensor) -> bool:
+    """Read a whole file, and return whether it is a regular file of exactly this size."""
     # Without O_NONBLOCK, opening a named pipe would wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
-            return None
-        record = torch.empty(size, dtype=torch.uint8)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != len(record):
+            return False
         rest = record.numpy().data
         while rest:
             count = os.readv(descriptor, [rest])
             if not count:
-                return None
+                return False
             rest = rest[count:]
-        return record
+        return True
     finally:
         os.close(descriptor)
 

@@ -72,11 +72,12 @@ class KVOffloading:
     def save(self) -> None:
         """Store the noted blocks."""
         for store, noted in ((self.disk, self._used), (self.host, self._evicted)):
-            if store is not None:
+            if store is not None and noted:
+                rows = self._rows()
                 for block, content in noted:
                     if not store.touch(content):
-                        store.put(content, HostCopy([self._read_block(block)]))
-            noted.clear()
+                        store.put(content, HostCopy([_read_block(rows, block)]))
+                noted.clear()
 
     def load(self, blocks: list[tuple[int, BlockContent]]) -> int:
         """Load blocks up to the first one that no store has, and return their number.
@@ -86,16 +87,15 @@ class KVOffloading:
                 at most ``num_loadable``.
         """
         self.save()  # the blocks may hold what is to be stored, and what was evicted may be looked for
-        found: list[Tensor] = []
-        for _, content in blocks:
+        rows, num_loaded = self._rows(), 0
+        for block, content in blocks:
             data = next((data for store in self._stores if (data := store.get(content)) is not None), None)
             if data is None:
                 break
-            found.append(data)
-        for (block, _), data in zip(blocks, found, strict=False):
-            self._write_block(block, data)
-        self.num_loadable -= len(found)
-        return len(found)
+            _write_block(rows, block, data)
+            num_loaded += 1
+        self.num_loadable -= num_loaded
+        return num_loaded
 
     def stats(self) -> dict[str, int]:
         """Return the counters of :class:`fastinfer.engine.stats.EngineStats` that belong to the stores."""
@@ -113,13 +113,14 @@ class KVOffloading:
         """Return all tensors of all caches as [num_blocks, bytes] uint8."""
         return [row for cache in self._kv_caches for row in cache.rows]
 
-    def _read_block(self, block: int) -> Tensor:
-        """Return a copy of a block, [block_bytes] uint8, on the device."""
-        return torch.cat([row[block] for row in self._rows()])
 
-    def _write_block(self, block: int, data: Tensor) -> None:
-        """Fill a block of the caches with bytes in host memory."""
-        rows = [row[block] for row in self._rows()]
-        on_device = data.to(rows[0].device)
-        for row, part in zip(rows, on_device.split([len(row) for row in rows]), strict=True):
-            row.copy_(part)
+def _read_block(rows: list[Tensor], block: int) -> Tensor:
+    """Return a copy of a block, [block_bytes] uint8, on the device."""
+    return torch.cat([row[block] for row in rows])
+
+
+def _write_block(rows: list[Tensor], block: int, data: Tensor) -> None:
+    """Fill a block of the caches with bytes in host memory."""
+    parts = data.to(rows[0].device).split([row.shape[1] for row in rows])
+    for row, part in zip(rows, parts, strict=True):
+        row[block].copy_(part)
