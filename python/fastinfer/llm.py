@@ -14,6 +14,7 @@ import torch
 from fastinfer import hub
 from fastinfer.engine.config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, EngineConfig
 from fastinfer.engine.construction import kv_cache_size
+from fastinfer.engine.disk_block_store import prepare_folder
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.kv_cache_size import KVCacheSize, options_for, options_for_memory
 from fastinfer.engine.request_validator import POOLINGS
@@ -21,6 +22,7 @@ from fastinfer.errors import RequestError
 from fastinfer.models import Model, load_model, load_weights, open_checkpoint
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
+from fastinfer.models.fingerprint import fingerprint
 from fastinfer.outputs import PrefillOutput, RequestOutput, ScoreOutput
 from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from fastinfer.serving.jobs import QueueRequest, beam_search_job, embedding_job, generation_job, prompt_module_job
@@ -61,6 +63,8 @@ class LLM:
         max_model_len, block_size, kv_cache_memory, gpu_memory_utilization, max_stop_strings,
             max_stop_string_length, max_stop_token_ids, max_bad_words, max_logit_bias: see
             :class:`fastinfer.engine.config.EngineConfig`.
+        kv_offloading_size, kv_offloading_dir, kv_offloading_dir_size: see
+            :class:`fastinfer.engine.config.EngineConfig`.
         enable_prefix_caching, num_speculative_tokens, max_loras, max_cpu_loras, max_lora_rank, deterministic,
             enforce_eager: see :class:`fastinfer.engine.config.EngineConfig`.
 
@@ -97,6 +101,9 @@ class LLM:
         kv_cache_memory: int | None = None,
         gpu_memory_utilization: float = 0.9,
         enable_prefix_caching: bool = True,
+        kv_offloading_size: float | None = None,
+        kv_offloading_dir: str | Path | None = None,
+        kv_offloading_dir_size: float = 16.0,
         num_speculative_tokens: int = 0,
         draft_model: str | None = None,
         max_loras: int = 0,
@@ -127,6 +134,9 @@ class LLM:
             kv_cache_memory=kv_cache_memory,
             gpu_memory_utilization=gpu_memory_utilization,
             enable_prefix_caching=enable_prefix_caching,
+            kv_offloading_size=kv_offloading_size,
+            kv_offloading_dir=kv_offloading_dir,
+            kv_offloading_dir_size=kv_offloading_dir_size,
             num_speculative_tokens=num_speculative_tokens,
             max_loras=max_loras,
             max_cpu_loras=max_cpu_loras,
@@ -136,10 +146,12 @@ class LLM:
             device=device,
             enforce_eager=enforce_eager,
         )
-        exact = Precision.of(dtype, device).exact
+        if kv_offloading_dir is not None:
+            prepare_folder(Path(kv_offloading_dir))  # before the weights are loaded, which takes longer
+        precision = Precision.of(dtype, device)
         names = [model] if draft_model is None else [model, draft_model]
         paths = [hub.resolve(name) for name in names]
-        checkpoints = [open_checkpoint(path, exact) for path in paths]
+        checkpoints = [open_checkpoint(path, precision.exact) for path in paths]
         size = _choose_kv_cache_size(config, checkpoints)
         defaults = sampling_defaults(checkpoints[0])
         with explained_memory_errors(_memory_needs(config, size, checkpoints), options_for_memory(config)):
@@ -148,9 +160,13 @@ class LLM:
             draft = None if draft_model is None else models[1][0]
 
             def load_models() -> list[Model]:
-                return [load_weights(open_checkpoint(path, exact), dtype, device, size.max_model_len) for path in paths]
+                return [
+                    load_weights(open_checkpoint(path, precision.exact), dtype, device, size.max_model_len)
+                    for path in paths
+                ]
 
-            self.engine = Engine(loaded, self.tokenizer, config, draft, defaults, size, load_models)
+            identity = "" if kv_offloading_dir is None else fingerprint(checkpoints, precision, size.max_model_len)
+            self.engine = Engine(loaded, self.tokenizer, config, draft, defaults, size, load_models, identity)
         self._shared = SharedEngine(self.engine)
         self._numbers = itertools.count()
 

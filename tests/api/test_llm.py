@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -282,11 +283,30 @@ def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
         ({"max_stop_string_length": -1}, "max_stop_string_length must be an integer in 0.."),
         ({"max_stop_token_ids": -1}, "max_stop_token_ids must be an integer in 0.."),
         ({"max_logit_bias": -1}, "max_logit_bias must be an integer in 0.."),
+        ({"kv_offloading_size": 1e-9}, "kv_offloading_size must hold at least one block of 737280 bytes, got 1e-09"),
+        ({"kv_offloading_dir": "/proc/x"}, "kv_offloading_dir must be a folder that can be written to, got /proc/x"),
     ],
 )
 def test_arguments_out_of_range(model_path: Path, arguments: dict[str, object], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         LLM(str(model_path), **arguments)  # type: ignore[arg-type]
+
+
+def test_a_later_process_reads_what_was_computed(model_path: Path, tmp_path: Path) -> None:
+    def run(**options: Any) -> tuple[list[int], int]:
+        llm = LLM(str(model_path), kv_offloading_dir=tmp_path, max_model_len=512, **options)
+        [output] = llm.generate({"prompt_token_ids": list(range(100, 320))}, greedy(5))
+        assert llm.engine.offloading is not None
+        assert llm.engine.offloading.disk is not None
+        llm.engine.offloading.disk.flush()
+        return output.outputs[0].token_ids, output.num_cached_tokens
+
+    token_ids, num_cached_tokens = run()
+    assert num_cached_tokens == 0
+    assert run() == (token_ids, 192)
+    assert run(kv_cache_dtype="int8")[1] == 0
+    assert run(kv_cache_dtype="int8")[1] == 192
+    assert run(dtype="bfloat16", kv_cache_dtype="float16")[1] == 0, "the weights' precision is another one"
 
 
 def test_the_longest_context_that_fits_is_announced_before_the_weights_are_read(

@@ -104,9 +104,10 @@ def test_every_operator_has_a_page(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("model_path")
 @pytest.mark.parametrize(("code", "reason"), BLOCKS)
-def test_pages(code: str, reason: str | None) -> None:
+def test_pages(code: str, reason: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if reason is not None:
         pytest.skip(reason)
+    monkeypatch.chdir(tmp_path)  # some write files
     exec(compile(code, "block", "exec"), {"__name__": "__main__"})
 
 

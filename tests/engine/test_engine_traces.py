@@ -3,6 +3,7 @@ small. Every text must be what the request alone would give, and every block acc
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kv_files import GIB
 from support.toy import NUM_LAYERS, VOCAB_SIZE, Forgetful, ToyModel, always_speculate, check_blocks, drain, toy_engine
 from support.toy_grammar import Letters, constrained
 
@@ -49,9 +51,7 @@ class Request:
             return constrained(engine, self.prompt, self.params, self.grammar, **options)
         return engine.add_request(self.prompt, self.params, **options)
 
-    def alone(self, max_model_len: int, windows: tuple[int, ...]) -> "Texts":
-        model = ToyModel() if 0 in windows else ToyModel(windows)
-        engine = toy_engine(model=model, max_model_len=max_model_len)
+    def alone(self, engine: Engine) -> "Texts":
         texts = Texts(self.params)
         self.add(engine)
         while engine.has_unfinished:
@@ -101,26 +101,41 @@ class Texts:
                 assert got == wanted
 
 
-def draw_engine(draw: Any) -> Engine:
+def draw_engine(draw: Any, folder: str) -> Callable[[], Engine]:
+    """A function that makes engines of the same kind, which may keep their cache in the folder."""
     block_size = draw(st.integers(1, 5))
     max_model_len = draw(st.integers(4, 40))
     fewest = -(-max_model_len // block_size)
     speculation = draw(st.sampled_from(["none", "ngram", "draft model"]))
     windows = draw(st.tuples(*[st.sampled_from([0, 0, 1, 3, 8])] * NUM_LAYERS))
-    engine = toy_engine(
-        model=ToyModel(windows),
-        draft_model=Forgetful() if speculation == "draft model" else None,
-        num_speculative_tokens=0 if speculation == "none" else draw(st.integers(1, 4)),
-        block_size=block_size,
-        max_model_len=max_model_len,
-        num_kv_blocks=draw(st.integers(fewest, 2 * fewest)),
-        max_num_batched_tokens=draw(st.sampled_from([1, 2, 7, 64])),
-        max_num_seqs=draw(st.integers(1, 6)),
-        max_num_waiting=draw(st.integers(1, 8)),
-        enable_prefix_caching=draw(st.booleans()),
-        async_scheduling=draw(st.booleans()),
-    )
-    return engine if speculation == "none" else always_speculate(engine)
+    has_prefix_cache = draw(st.booleans())
+    stores = draw(st.sampled_from(["none", "host", "disk", "both"])) if has_prefix_cache else "none"
+    block_bytes = block_size * NUM_LAYERS * 2 * 4 * (1 + (speculation == "draft model"))
+    limits: dict[str, Any] = {}
+    if stores in ("host", "both"):
+        limits["kv_offloading_size"] = draw(st.integers(1, 3 * fewest)) * block_bytes / GIB
+    if stores in ("disk", "both"):
+        limits["kv_offloading_dir"] = folder
+        limits["kv_offloading_dir_size"] = draw(st.integers(1, 9 * fewest)) * (block_bytes + 200) / GIB
+    limits |= {
+        "num_speculative_tokens": 0 if speculation == "none" else draw(st.integers(1, 4)),
+        "block_size": block_size,
+        "max_model_len": max_model_len,
+        "num_kv_blocks": draw(st.integers(fewest, 2 * fewest)),
+        "max_num_batched_tokens": draw(st.sampled_from([1, 2, 7, 64])),
+        "max_num_seqs": draw(st.integers(1, 6)),
+        "max_num_waiting": draw(st.integers(1, 8)),
+        "enable_prefix_caching": has_prefix_cache,
+        "async_scheduling": draw(st.booleans()),
+    }
+
+    def make() -> Engine:
+        engine = toy_engine(
+            model=ToyModel(windows), draft_model=Forgetful() if speculation == "draft model" else None, **limits
+        )
+        return engine if speculation == "none" else always_speculate(engine)
+
+    return make
 
 
 @settings(deadline=None, max_examples=int(os.environ.get("FASTINFER_TRACES", "400")))
@@ -129,12 +144,13 @@ def test_random_traces(data: st.DataObject) -> None:
     """FASTINFER_TRACES is the number of traces; 10,000 of them take about 10^5 steps."""
     draw = data.draw
     clock = SimpleNamespace(now=0.0)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setattr(deadlines, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-        run_trace(draw, draw_engine(draw), clock)
+        run_trace(draw, draw_engine(draw, folder), clock)
 
 
-def run_trace(draw: Any, engine: Engine, clock: SimpleNamespace) -> None:
+def run_trace(draw: Any, make_engine: Callable[[], Engine], clock: SimpleNamespace) -> None:
+    engine = make_engine()
     max_model_len, max_num_seqs = engine.max_model_len, engine.config.max_num_seqs
     stem = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=max_model_len - 2))
     requests: dict[str, Request] = {}
@@ -194,9 +210,18 @@ def run_trace(draw: Any, engine: Engine, clock: SimpleNamespace) -> None:
     while engine.has_unfinished:
         step(engine, take)
 
+    # With a cache on disk the next process, in which each request runs alone, begins with what this one has computed.
+    restarted = make_engine() if engine.config.kv_offloading_dir is not None else None
     for request_id, request in requests.items():
         assert texts[request_id].finished
-        texts[request_id].check(request.alone(max_model_len, engine.model.windows))
+        windows = engine.model.windows  # type: ignore[attr-defined]
+        model = ToyModel() if 0 in windows else ToyModel(windows)
+        expected = request.alone(toy_engine(model=model, max_model_len=max_model_len))
+        texts[request_id].check(expected)
+        if restarted is not None:
+            request.alone(restarted).check(expected)
+            check_blocks(restarted)
+            flush(restarted)
     for name in "ab":
         with contextlib.suppress(RequestError):
             engine.remove_prompt_module(name)
@@ -211,10 +236,17 @@ def step(engine: Engine, take: Callable[[Any], None]) -> None:
     for output in outputs:
         take(output)
     check_blocks(engine)
+    flush(engine)  # so that the trace does not depend on the writer's speed
     assert len({output.request_id for output in outputs}) == len(outputs)
     progress = [s for s, place in reached(engine).items() if place > before.get(s, (0, 0))]
     ended = [s for s in before if s.state is SequenceState.FINISHED]  # perhaps without an output of its own
     assert outputs or progress or ended or not before, "nobody got further"
+
+
+def flush(engine: Engine) -> None:
+    """Wait for the blocks that are being written to disk."""
+    if engine.offloading is not None and engine.offloading.disk is not None:
+        engine.offloading.disk.flush()
 
 
 def reached(engine: Engine) -> dict[Sequence, tuple[int, int]]:

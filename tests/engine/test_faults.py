@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from support.kv_files import GIB
 from support.toy import VOCAB_SIZE, Forgetful, always_speculate, check_blocks, toy_engine
 from support.toy_grammar import Letters, constrained
 
@@ -22,7 +23,7 @@ from fastinfer.outputs import PrefillOutput
 from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 ENGINE = str(Path(fastinfer.engine.__file__).parent)
-MODES = ["none", "ngram", "draft model", "runs ahead"]  # the ways to speculate, and asynchronous scheduling
+MODES = ["none", "ngram", "draft model", "runs ahead", "offloading"]  # also ways to schedule and to store
 Line = tuple[str, int]
 
 
@@ -74,6 +75,7 @@ def make_engine(mode: str) -> Engine:
         draft_model=Forgetful() if mode == "draft model" else None,
         num_speculative_tokens=3 if mode in ("ngram", "draft model") else 0,
         async_scheduling=mode == "runs ahead",
+        kv_offloading_size=2**20 / GIB if mode == "offloading" else None,
         block_size=4,
         max_model_len=24,
         num_kv_blocks=14,

@@ -157,7 +157,7 @@ class ToyTokenizer:
 def toy_engine(draft_model: ToyModel | None = None, model: ToyModel | None = None, **limits: Any) -> Engine:
     # The toy computes with torch, which no graph records.
     config = EngineConfig(kv_cache_dtype=torch.float32, enforce_eager=True, **limits)
-    engine = Engine(model or ToyModel(), ToyTokenizer(), config, draft_model)  # type: ignore[arg-type]
+    engine = Engine(model or ToyModel(), ToyTokenizer(), config, draft_model, fingerprint="toy")  # type: ignore[arg-type]
     for worker in engine._workers:
         for tensor in (tensor for cache in worker.kv_cache for tensor in cache.tensors):
             tensor.fill_(float("nan"))
@@ -204,3 +204,8 @@ def check_blocks(engine: Engine) -> None:
     assert scheduler.num_waiting_tokens == sum(sequence.num_queued_tokens for sequence in scheduler.waiting)
     assert all(0 <= len(sequence) - sequence.num_queued_tokens <= 1 for sequence in scheduler.waiting)
     assert sum(sequence.num_slots for sequence in scheduler.running) <= scheduler.max_num_seqs
+    if engine.offloading is not None:
+        assert not engine.offloading._evicted
+        assert not engine.offloading._used
+        if engine.offloading.host is not None:
+            assert len(engine.offloading.host) <= engine.offloading.host.max_blocks

@@ -58,6 +58,26 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         max_num_seqs="sequences that run at once; default: 64, on a GPU 256",
     )
     options.add_argument(
+        "--kv-offloading-size",
+        action=_EngineOption,
+        type=rate,
+        metavar="GIB",
+        help="host memory for keys and values that leave the KV cache; default: none",
+    )
+    options.add_argument(
+        "--kv-offloading-dir",
+        action=_EngineOption,
+        metavar="DIR",
+        help="folder that keeps keys and values for later processes; default: none",
+    )
+    options.add_argument(
+        "--kv-offloading-dir-size",
+        action=_EngineOption,
+        type=rate,
+        metavar="GIB",
+        help="largest size of that folder; default: 16",
+    )
+    options.add_argument(
         "--speculate",
         dest="num_speculative_tokens",
         action=_EngineOption,

@@ -5,7 +5,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from fastinfer.errors import AdapterError, RequestError
@@ -27,12 +27,14 @@ class _Registration:
         path: its folder.
         key: its identity, which no other registration has, not even one of the same name.
         files: sizes and times of its files when they were first read; ``None`` before.
+        digest: hash of its updates; empty before it was read.
     """
 
     name: str
     path: Path
     key: str
-    files: tuple[tuple[int, int], ...] | None = field(default=None)
+    files: tuple[tuple[int, int], ...] | None = None
+    digest: str = ""
 
 
 class Adapters:
@@ -121,7 +123,7 @@ class Adapters:
         if not isinstance(adapter, PreparedAdapter):
             adapter = self.read(adapter)
         registration = self._add(name, adapter.path)
-        registration.files = _files(adapter.path)
+        registration.files, registration.digest = _files(adapter.path), adapter.digest
         self._keep(registration.key, adapter, ())
 
     def unload(self, name: str, used_keys: Iterable[str]) -> None:
@@ -159,6 +161,10 @@ class Adapters:
         if key in self._in_slot:
             self._in_slot.move_to_end(key)
         return self._in_slot.get(key)
+
+    def digest(self, key: str) -> str:
+        """Return the hash of the updates of an adapter that was read: equal for adapters that compute the same."""
+        return self._by_key[key].digest
 
     def is_in_memory(self, key: str) -> bool:
         """Whether an adapter is in host memory, so that it can be copied into a slot."""
@@ -271,7 +277,7 @@ class Adapters:
                 f"{registration.path}: the files of adapter {registration.name!r} must not change while it is "
                 "registered: unload it and load it again"
             )
-        registration.files = files
+        registration.files, registration.digest = files, prepared.digest
         return prepared
 
 

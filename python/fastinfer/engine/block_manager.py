@@ -9,6 +9,7 @@ from collections.abc import Sequence as List
 
 from fastinfer.engine.block_pool import BlockPool
 from fastinfer.engine.block_table import BlockTable
+from fastinfer.engine.kv_offloading import KVOffloading
 from fastinfer.engine.prefix_hash import BlockContent, PrefixScan, next_key, tokens_to_bytes
 from fastinfer.engine.sequence import Sequence
 from fastinfer.models.kv_cache import num_blocks_for
@@ -29,6 +30,7 @@ class BlockManager:
         pools: the blocks of each group of layers. At most one of them has no window.
         block_size: tokens per block.
         enable_prefix_caching: whether later sequences may reuse the content of full blocks.
+        offloading: stores of blocks beyond the cache; ``None`` for none.
 
     Attributes:
         pools, block_size, enable_prefix_caching: see above.
@@ -38,13 +40,23 @@ class BlockManager:
         num_hit_tokens: those of them that the prefix cache already held.
     """
 
-    def __init__(self, pools: List[BlockPool], block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        pools: List[BlockPool],
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        offloading: KVOffloading | None = None,
+    ) -> None:
         self.pools = pools
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.pending_copies: list[list[tuple[int, int]]] = [[] for _ in pools]
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self._offloading = offloading
+        if offloading is not None:
+            [pool] = pools
+            pool.on_eviction = offloading.note_eviction
 
     @property
     def num_blocks(self) -> int:
@@ -102,6 +114,7 @@ class BlockManager:
         for pool, table in zip(self.pools, tables, strict=True):
             for block in table.held:
                 pool.add_holder(block)
+                self._note_use(pool, block)
         sequence.block_tables = tables
         sequence.num_cached_blocks = num_hits
         sequence.num_computed_tokens = num_hits * self.block_size
@@ -112,6 +125,29 @@ class BlockManager:
         for pool, table in zip(self.pools, tables, strict=True):
             if not pool.window:
                 self._extend(pool, table, len(sequence))
+        sequence.is_loading = self._offloading is not None and sequence.reads_prefix
+        self.load(sequence)
+
+    def begin_step(self) -> None:
+        """Allow as many blocks to be loaded from the stores as in any step."""
+        if self._offloading is not None:
+            self._offloading.begin_step()
+
+    def load(self, sequence: Sequence) -> None:
+        """Load the next blocks of an admitted sequence that ``is_loading`` from the stores, as many as a step may.
+
+        The loaded tokens count as computed. The blocks become cached like computed ones, once a step that uses them has
+        succeeded.
+        """
+        if self._offloading is not None and sequence.is_loading:
+            # The logits of the last token must be computed.
+            indices = range(sequence.num_computed_tokens // self.block_size, (len(sequence) - 1) // self.block_size)
+            loadable = indices[: self._offloading.num_loadable]
+            [table] = sequence.block_tables
+            blocks = [(table.blocks[index], self._content(sequence, index)) for index in loadable]
+            num_loaded = self._offloading.load(blocks)
+            sequence.is_loading = num_loaded == len(blocks) < len(indices)
+            sequence.num_computed_tokens += num_loaded * self.block_size
 
     def extend(self, sequence: Sequence, num_tokens: int, spare: int) -> int:
         """Give a running prompt new blocks until they hold its first ``num_tokens`` tokens, or as many as have room.
@@ -175,6 +211,7 @@ class BlockManager:
                 if self.enable_prefix_caching:
                     for index in range(max(sequence.num_cached_blocks, table.num_dropped), num_full):
                         pool.publish(table.blocks[index], self._content(sequence, index))
+                        self._note_use(pool, table.blocks[index])
                 self._drop(pool, table, num_tokens)
             sequence.num_cached_blocks = num_full
 
@@ -211,6 +248,8 @@ class BlockManager:
         for group, pool in enumerate(self.pools):
             pool.rebuild(Counter(block for holder in holders for block in holder.block_tables[group].held))
         self.pending_copies = [[] for _ in self.pools]
+        if self._offloading is not None:
+            self._offloading.forget()
 
     def _needed(self, pool: BlockPool, num_tokens: int) -> int:
         """Return how many blocks a sequence of this length needs in order to run alone."""
@@ -317,3 +356,9 @@ class BlockManager:
         for index in range(table.num_dropped, pool.num_dropped(num_computed_tokens, self.block_size)):
             table.num_dropped = index + 1
             pool.remove_holder(table.blocks[index])
+
+    def _note_use(self, pool: BlockPool, block: int) -> None:
+        """Tell the stores that a sequence has computed or found a cached block."""
+        content = pool.content(block)
+        if self._offloading is not None and content is not None:
+            self._offloading.note_use(block, content)

@@ -1,6 +1,7 @@
 """The blocks of one group of layers: which are free, which are used, and which are cached under their content."""
 
 from collections import Counter
+from collections.abc import Callable
 
 from fastinfer.engine.prefix_hash import BlockContent
 
@@ -22,12 +23,15 @@ class BlockPool:
     Attributes:
         num_blocks, window: see above.
         num_acquired: cached blocks that became used since the start.
+        on_eviction: function that is called with a cached block and its content before the block is reused; ``None``
+            for none.
     """
 
     def __init__(self, num_blocks: int, window: int = 0) -> None:
         self.num_blocks = num_blocks
         self.window = window
         self.num_acquired = 0
+        self.on_eviction: Callable[[int, BlockContent], None] | None = None
         # A stack with block 0 on top, so that released blocks are reused before memory that was never touched.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: dict[int, None] = {}  # in the order of their release
@@ -67,6 +71,8 @@ class BlockPool:
             del self._cached[block]
             content = self._contents[block]
             assert content is not None
+            if self.on_eviction is not None:
+                self.on_eviction(block, content)
             del self._by_key[content.key]
             self._contents[block] = None
         self._ref_counts[block] = 1
@@ -92,6 +98,10 @@ class BlockPool:
         """Return how many sequences hold the block that is known under this key; ``None`` if there is no such block."""
         block = self._by_key.get(key)
         return None if block is None else self._ref_counts[block]
+
+    def content(self, block: int) -> BlockContent | None:
+        """Return the content under which a block is found; ``None`` if it is not."""
+        return self._contents[block]
 
     def find(self, content: BlockContent) -> int | None:
         """Return the block with this content; ``None`` if there is none."""

@@ -1,11 +1,12 @@
 """Configuration of an engine."""
 
 from dataclasses import dataclass, fields
+from os import PathLike
 
 import torch
 
 from fastinfer.errors import RequestError
-from fastinfer.utils.checks import INT32_MAX, INT64_MAX, check_bool, check_float, check_int, show
+from fastinfer.utils.checks import INT32_MAX, INT64_MAX, check_bool, check_float, check_int, check_path, show
 from fastinfer.utils.device_name import is_device_name
 
 REQUEST_LIMITS = (
@@ -17,6 +18,7 @@ REQUEST_LIMITS = (
 )
 KV_CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn, torch.uint8)
 MAX_SPECULATIVE_TOKENS = 15
+MAX_GIB = 2.0**30
 # Defaults by type of device. A GPU reads its weights faster than 64 sequences use them.
 MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
@@ -54,6 +56,12 @@ class EngineConfig:
             window, those with one get as many or fewer.
         enable_prefix_caching: whether requests reuse the cached keys and values of earlier requests that begin with the
             same tokens.
+        kv_offloading_size: size in GiB of a store in host memory for blocks that leave the prefix cache, from which
+            later requests load them; ``None`` for no such store.
+        kv_offloading_dir: folder in which computed blocks are kept, so that a later process need not compute them
+            again; ``None`` for no such folder. Several processes may share it. The files tell what the prompts were:
+            only their owner may read them, and they are not encrypted.
+        kv_offloading_dir_size: largest size of that folder in GiB; the blocks that were not used for longest go first.
         num_speculative_tokens: maximum number of draft tokens per sequence and step; 0 for no speculation. If all
             sequences decode, a step with drafts has at most four tokens or a multiple of four, so 3 and 7 are good
             values for a single sequence. Drafts do not change the text, see :mod:`fastinfer.engine.speculation`.
@@ -89,6 +97,9 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     num_kv_blocks: int | None = None
     enable_prefix_caching: bool = True
+    kv_offloading_size: float | None = None
+    kv_offloading_dir: str | PathLike[str] | None = None
+    kv_offloading_dir_size: float = 16.0
     num_speculative_tokens: int = 0
     max_loras: int = 0
     max_cpu_loras: int | None = None
@@ -113,6 +124,13 @@ class EngineConfig:
         if self.max_cpu_loras is not None:
             check_int("max_cpu_loras", self.max_cpu_loras, 1, INT32_MAX)
         check_int("max_lora_rank", self.max_lora_rank, 1, 4096)
+        if self.kv_offloading_size is not None:
+            check_float("kv_offloading_size", self.kv_offloading_size, 0.0, MAX_GIB, low_open=True)
+        if self.kv_offloading_dir is not None:
+            check_path("kv_offloading_dir", self.kv_offloading_dir)
+        check_float("kv_offloading_dir_size", self.kv_offloading_dir_size, 0.0, MAX_GIB, low_open=True)
+        if not self.enable_prefix_caching and self.has_offloading:
+            raise RequestError("kv_offloading_size and kv_offloading_dir need enable_prefix_caching=True, got False")
         check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
         for field in fields(self):
             if field.type is bool:
@@ -128,6 +146,11 @@ class EngineConfig:
     def runs_ahead(self) -> bool:
         """Whether steps are launched ahead, see ``async_scheduling``."""
         return self.device != "cpu" if self.async_scheduling is None else self.async_scheduling
+
+    @property
+    def has_offloading(self) -> bool:
+        """Whether there are stores of blocks beyond the KV cache."""
+        return self.kv_offloading_size is not None or self.kv_offloading_dir is not None
 
     @property
     def max_num_rows(self) -> int:

@@ -1,20 +1,29 @@
 """Construction of an engine's parts from its configuration and its models."""
 
+import hashlib
+import sys
 from collections import Counter
 from collections.abc import Sequence as List
+from pathlib import Path
 
+import torch
+
+from fastinfer import _C, __version__
 from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.block_pool import BlockPool
+from fastinfer.engine.block_store import HostBlockStore
 from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.disk_block_store import DiskBlockStore
 from fastinfer.engine.draft_model import DraftModelSpeculator
 from fastinfer.engine.kv_cache_size import KVCacheSize, choose_kv_cache_size
+from fastinfer.engine.kv_offloading import KVOffloading
 from fastinfer.engine.sampler import Sampler
 from fastinfer.engine.speculation import NgramSpeculator, Speculator
 from fastinfer.engine.worker import Worker
 from fastinfer.errors import RequestError
 from fastinfer.models import Model
 from fastinfer.models.config import ModelConfig
-from fastinfer.models.kv_cache import token_bytes
+from fastinfer.models.kv_cache import KVCache, token_bytes
 from fastinfer.tokenizers.tokenizer import Tokenizer
 
 
@@ -22,8 +31,9 @@ def kv_cache_size(config: EngineConfig, models: List[ModelConfig], weight_bytes:
     """Choose the size of the KV caches and the longest sequence; every model gets a cache of this many blocks.
 
     Layers with the same window form a group. A window that is no shorter than any sequence is as good as none. A draft
-    model uses the block numbers of the model, whatever its own windows are: all layers then form one group, and no
-    block is given back before the sequence ends.
+    model uses the block numbers of the model, whatever its own windows are, and a block in a store beyond the cache has
+    the keys and values of all layers: with either, all layers form one group, and no block is given back before the
+    sequence ends.
 
     Args:
         config: configuration of the engine.
@@ -38,16 +48,70 @@ def kv_cache_size(config: EngineConfig, models: List[ModelConfig], weight_bytes:
     groups: Counter[int] = Counter()
     for model in models:
         for layer in range(model.num_layers):
-            window = model.window(layer) if len(models) == 1 else 0
+            window = 0 if len(models) > 1 or config.has_offloading else model.window(layer)
             size = token_bytes(1, model.num_kv_heads, model.head_dim, config.kv_cache_dtype)
             groups[window if window < (config.max_model_len or limit) else 0] += size
     return choose_kv_cache_size(config, limit, groups, weight_bytes)
 
 
-def make_block_manager(config: EngineConfig, size: KVCacheSize) -> BlockManager:
+def make_block_manager(config: EngineConfig, size: KVCacheSize, offloading: KVOffloading | None) -> BlockManager:
     """Make a manager of the blocks of KV caches of this size."""
     pools = [BlockPool(*numbers) for numbers in zip(size.num_blocks, size.windows, strict=True)]
-    return BlockManager(pools, config.block_size, config.enable_prefix_caching)
+    return BlockManager(pools, config.block_size, config.enable_prefix_caching, offloading)
+
+
+def make_offloading(
+    config: EngineConfig, models: List[ModelConfig], kv_caches: List[KVCache], fingerprint: str
+) -> KVOffloading | None:
+    """Make the stores of blocks beyond the KV cache; ``None`` if the configuration has none.
+
+    Args:
+        config: configuration of the engine.
+        models: configurations of the model and of the draft model, if there is one.
+        kv_caches: their KV caches.
+        fingerprint: identity of the models' weights and precision.
+
+    Raises:
+        RequestError: a store is too small for a block, the folder cannot be written to, or the fingerprint is missing.
+    """
+    block_bytes = sum(row.shape[1] for cache in kv_caches for row in cache.rows)
+    host, disk = None, None
+    if config.kv_offloading_size is not None:
+        size = _store_bytes("kv_offloading_size", config.kv_offloading_size, block_bytes)
+        host = HostBlockStore(size, block_bytes)
+    if config.kv_offloading_dir is not None:
+        if not fingerprint:
+            raise RequestError("kv_offloading_dir needs the fingerprint of the models, got none")
+        size = _store_bytes("kv_offloading_dir_size", config.kv_offloading_dir_size, block_bytes)
+        full = _fingerprint_of_blocks(config, models, fingerprint)
+        disk = DiskBlockStore(Path(config.kv_offloading_dir), full, size, block_bytes)
+    if host is None and disk is None:
+        return None
+    return KVOffloading(list(kv_caches), host, disk, max(1, config.max_num_batched_tokens // config.block_size))
+
+
+def _store_bytes(name: str, gib: float, block_bytes: int) -> int:
+    """Return the size of a store in bytes."""
+    size = int(gib * 2**30)
+    if size < block_bytes:
+        raise RequestError(f"{name} must hold at least one block of {block_bytes} bytes, got {gib} GiB")
+    return size
+
+
+def _fingerprint_of_blocks(config: EngineConfig, models: List[ModelConfig], fingerprint: str) -> bytes:
+    """Return a hash of everything on which the bytes of a block depend, apart from its tokens and its adapter."""
+    is_cpu = torch.device(config.device).type == "cpu"
+    kernels = _C.cpu_info()["isa"] if is_cpu else torch.cuda.get_device_name(config.device)
+    facts = (
+        fingerprint,
+        [str(model) for model in models],
+        str(config.kv_cache_dtype),
+        config.block_size,
+        # What decides how results are rounded.
+        (__version__, torch.__version__, kernels, config.deterministic, config.max_loras > 0, str(config.lora_dtype)),
+        sys.byteorder,
+    )
+    return hashlib.sha256(repr(facts).encode()).digest()
 
 
 def make_sampler(config: EngineConfig, model: Model, tokenizer: Tokenizer) -> Sampler:

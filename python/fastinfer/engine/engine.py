@@ -16,6 +16,7 @@ from fastinfer.engine.construction import (
     check_draft_model,
     kv_cache_size,
     make_block_manager,
+    make_offloading,
     make_sampler,
     make_speculator,
 )
@@ -62,6 +63,8 @@ class Engine:
         size: size of the KV caches, if it was chosen before the weights were loaded.
         load_models: function that loads the model, and the draft model if there is one, again from their files; without
             it :meth:`sleep` cannot drop the weights.
+        fingerprint: identity of the weights and the precision of the models, see
+            :func:`fastinfer.models.fingerprint.fingerprint`; only needed to keep the KV cache on disk.
 
     Attributes:
         config: limits and options.
@@ -71,6 +74,7 @@ class Engine:
         adapters: the registered LoRA adapters.
         max_model_len: longest sequence in tokens.
         block_manager: manager of the blocks of the KV caches.
+        offloading: stores of blocks in host memory and on disk; ``None`` without any.
         scheduler: scheduler, which chooses what each step computes.
         sampler: sampler of the next tokens.
         worker, draft_worker: what computes the model and the draft model, which is ``None`` without one.
@@ -93,6 +97,7 @@ class Engine:
         default_params: SamplingParams = DEFAULT_PARAMS,
         size: KVCacheSize | None = None,
         load_models: LoadModels | None = None,
+        fingerprint: str = "",
     ) -> None:
         self.config = config = config or EngineConfig()
         self.tokenizer = tokenizer
@@ -103,8 +108,6 @@ class Engine:
         models = [model.config] if draft_model is None else [model.config, draft_model.config]
         size = size or kv_cache_size(config, models)
         self.max_model_len = size.max_model_len
-        self.block_manager = make_block_manager(config, size)
-        self.scheduler = Scheduler(self.block_manager, config.max_num_seqs, config.max_num_batched_tokens)
         self.sampler = make_sampler(config, model, tokenizer)
         draft_sampler = None
         if draft_model is not None:
@@ -116,8 +119,12 @@ class Engine:
         self._workers = [self.worker] if self.draft_worker is None else [self.worker, self.draft_worker]
         self._samplers = [self.sampler] if draft_sampler is None else [self.sampler, draft_sampler]
         self.speculator = make_speculator(config, self.draft_worker, draft_sampler)
+        kv_caches = [worker.kv_cache for worker in self._workers]
+        self.offloading = make_offloading(config, models, kv_caches, fingerprint)
+        self.block_manager = make_block_manager(config, size, self.offloading)
+        self.scheduler = Scheduler(self.block_manager, config.max_num_seqs, config.max_num_batched_tokens)
         self._sleep_mode = SleepMode(
-            self._workers, self._samplers, self.block_manager, self.adapters.slots, load_models
+            self._workers, self._samplers, self.block_manager, self.adapters.slots, load_models, self.offloading
         )
         self.grammars = GrammarCompiler(tokenizer, self.vocab_size)
         self.prompt_modules = PromptModules(self.block_manager, self.max_model_len)
@@ -139,6 +146,7 @@ class Engine:
             speculator=self.speculator,
             scheduler=self.scheduler,
             block_manager=self.block_manager,
+            offloading=self.offloading,
             requests=self.requests,
             runs_ahead=config.runs_ahead,
         )
@@ -542,6 +550,7 @@ class Engine:
             num_expired=self.requests.num_expired,
             is_sleeping=self.is_sleeping,
             num_adapter_loads=self.adapters.num_loads,
+            **({} if self.offloading is None else self.offloading.stats()),
         )
 
     def step(self) -> list[Output]:

@@ -39,14 +39,14 @@ class PrefixScan:
     num_acquired: int
 
 
-def first_key(cache_salt: str, adapter_key: str) -> bytes:
+def first_key(cache_salt: str, adapter_digest: str) -> bytes:
     """Return the key with which a chain begins, before any token.
 
     Args:
         cache_salt: name of the group of requests that may share prefixes.
-        adapter_key: identity of the LoRA adapter; empty for none.
+        adapter_digest: hash of the updates of the LoRA adapter; empty for none.
     """
-    return hashlib.sha256(repr((cache_salt, adapter_key)).encode()).digest()
+    return hashlib.sha256(repr((cache_salt, adapter_digest)).encode()).digest()
 
 
 def next_key(previous_key: bytes, tokens: bytes) -> bytes:

@@ -52,6 +52,7 @@ class RequestTable:
     ) -> None:
         self.active: dict[str, Request] = {}
         self.compiling: dict[str, Future[Grammar]] = {}
+        self._adapters = adapters
         self.awaiting_adapter = AdapterQueue(adapters, scheduler.max_num_seqs)
         self._scheduler = scheduler
         self._block_manager = block_manager
@@ -154,7 +155,7 @@ class RequestTable:
                 self.fail(request, result)
             elif first.state is SequenceState.PENDING:  # an interrupt may have come after the next lines
                 for sequence in request.sequences:
-                    sequence.adapter = result
+                    sequence.use_adapter(result, self._adapters.digest(sequence.adapter_key))
                 self._scheduler.add(first)
             self.awaiting_adapter.discard(request.request_id)
 

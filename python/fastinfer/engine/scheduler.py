@@ -80,7 +80,11 @@ class Scheduler:
     later sequences of the same priority may overtake it, but no more than ``max_num_seqs`` in all, and none if it has
     generated tokens already, as after a preemption: the running sequences then end one by one until it has room.
 
-    **Bounds.** They count steps, for a budget of ``B`` tokens, and hold for any lengths and arrivals.
+    **Loading.** The blocks of an admitted prompt that are in a store beyond the cache are loaded first, by the block
+    manager, and the prompt computes nothing until then. A step loads at most as many tokens as it may compute.
+
+    **Bounds.** They count steps, for a budget of ``B`` tokens, and hold for any lengths and arrivals, if
+    nothing is loaded.
 
     - With enough slots and blocks, and at most ``LOOKAHEAD`` waiting sequences, a prompt of ``L`` tokens is complete
       after at most ``ceil((8 W + 7) / B)`` steps, where ``W`` is the smaller of two sums: ``L`` and the uncomputed
@@ -137,6 +141,7 @@ class Scheduler:
         """Return the chunks of the next step, with their blocks allocated; empty if nothing can be computed now."""
         chunks: list[Chunk] = []
         self._num_steps += 1
+        self.block_manager.begin_step()
         budget, reserved, num_preemptions = self.max_num_batched_tokens, 0, self.num_preemptions
         # A beam that waits for the other beams of its request has no token to compute.
         decodes = [s for s in self.running if s.is_decoding and s.num_uncomputed_tokens]
@@ -244,7 +249,10 @@ class Scheduler:
 
     def _schedule_prompts(self, candidates: list[Sequence], budget: int, chunks: list[Chunk]) -> None:
         """Add chunks of prompts, of running sequences and of waiting ones that are admitted now."""
-        prompts = [s for s in self.running if not s.is_decoding] + candidates
+        prompts = [s for s in self.running if not s.is_decoding]
+        for sequence in prompts:
+            self.block_manager.load(sequence)
+        prompts += candidates
         if not prompts:
             return
         prompts.sort(key=_order)
@@ -275,7 +283,8 @@ class Scheduler:
         for sequence in prompts:
             if not budget:
                 break
-            if sequence.state is SequenceState.RUNNING or self._try_to_admit(sequence, admissions):
+            is_admitted = sequence.state is SequenceState.RUNNING or self._try_to_admit(sequence, admissions)
+            if is_admitted and not sequence.is_loading:
                 computed = sequence.num_computed_tokens + shares[sequence]
                 wanted = computed + min(sequence.num_uncomputed_tokens - shares[sequence], budget)
                 num_tokens = self.block_manager.extend(sequence, wanted, len(self.running) - 1) - computed

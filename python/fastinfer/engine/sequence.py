@@ -51,6 +51,9 @@ class Sequence:
             ``BlockManager``.
         prefix_scan: what the block manager last found of the prefix while the sequence waited; ``None`` before.
         num_cached_blocks: number of leading blocks that have been offered to the prefix cache.
+        is_loading: whether the next blocks may be in a store beyond the cache; nothing is computed until they are
+            loaded.
+        cache_salt: name of the group of requests that may share prefixes.
         first_key: key before the first block's, see :func:`fastinfer.engine.prefix_hash.first_key`.
         reads_prefix: whether the sequence may reuse computed blocks from the prefix cache.
         samples: whether a token is drawn once all tokens are computed.
@@ -92,6 +95,7 @@ class Sequence:
         "arrival_time",
         "block_keys",
         "block_tables",
+        "cache_salt",
         "counts",
         "draft_gap",
         "drawn_row",
@@ -100,6 +104,7 @@ class Sequence:
         "forced",
         "grammar",
         "grammar_is_valid",
+        "is_loading",
         "last_step",
         "max_length",
         "may_speculate",
@@ -152,7 +157,9 @@ class Sequence:
         self.block_keys: list[bytes] = []
         self.prefix_scan: PrefixScan | None = None
         self.num_cached_blocks = 0
-        self.first_key = first_key(cache_salt, adapter_key)
+        self.is_loading = False
+        self.cache_salt = cache_salt
+        self.first_key = first_key(cache_salt, "")
         self.reads_prefix = reads_prefix
         self.samples = samples
         self.params = params
@@ -194,6 +201,16 @@ class Sequence:
         other.first_key, other.adapter, other.adapter_key = self.first_key, self.adapter, self.adapter_key
         other.order, other.may_speculate = self.order, self.may_speculate
         return other
+
+    def use_adapter(self, slot: int, digest: str) -> None:
+        """Set the LoRA adapter, before anything is computed.
+
+        Args:
+            slot: slot of the adapter.
+            digest: identity of the adapter's updates, under which computed blocks are found.
+        """
+        self.adapter = slot
+        self.first_key = first_key(self.cache_salt, digest)
 
     def restart(self) -> None:
         """Forget what was computed, the tokens that launched steps draw included."""

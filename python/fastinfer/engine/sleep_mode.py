@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from fastinfer.engine.block_manager import BlockManager
+from fastinfer.engine.kv_offloading import KVOffloading
 from fastinfer.engine.sampler import Sampler
 from fastinfer.engine.sequence import Sequence
 from fastinfer.engine.worker import Worker
@@ -37,6 +38,7 @@ class SleepMode:
         block_manager: manager of the blocks of the KV caches.
         adapters: slots of the model's LoRA adapters; ``None`` if it has none.
         load_models: function that loads the models of the workers again; ``None`` if nothing can.
+        offloading: stores of blocks beyond the KV caches; ``None`` for none.
 
     Attributes:
         level: 1 or 2; 0 while the engine is awake.
@@ -49,6 +51,7 @@ class SleepMode:
         block_manager: BlockManager,
         adapters: AdapterSlots | None,
         load_models: LoadModels | None,
+        offloading: KVOffloading | None,
     ) -> None:
         self.level = 0
         self._workers = workers
@@ -56,6 +59,7 @@ class SleepMode:
         self._block_manager = block_manager
         self._adapters = adapters
         self._load_models = load_models
+        self._offloading = offloading
         self._on_gpu = workers[0].device.type == "cuda"
         self._configs = [worker.model.config for worker in workers]
         self._host_copy: HostCopy | None = None
@@ -69,6 +73,8 @@ class SleepMode:
         check_int("level", level, 1, 2)
         if level == 2 and self._load_models is None:
             raise RequestError("level must be 1 for an engine that cannot load its models again, got 2")
+        if level == 2 and self._offloading is not None and self._offloading.disk is not None:
+            raise RequestError("level must be 1 with kv_offloading_dir, which belongs to the weights in memory, got 2")
         if self.level:
             raise RequestError(f"the engine sleeps already, at level {self.level}")
 
@@ -86,6 +92,8 @@ class SleepMode:
         for sequence in pinned:
             self._block_manager.free(sequence)
         self._block_manager.reset_prefix_cache()
+        if level == 2 and self._offloading is not None and self._offloading.host is not None:
+            self._offloading.host.clear()  # the files may hold other weights when they are loaded again
         for sampler in self._samplers:
             sampler.forget_recorded()
         for worker in self._workers:

@@ -9,6 +9,7 @@ from torch import Tensor
 from fastinfer.engine.batch_inputs import StepResult
 from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.draw import Draw
+from fastinfer.engine.kv_offloading import KVOffloading
 from fastinfer.engine.logits_row import LogitsRow, drop_impossible_drafts, logits_rows
 from fastinfer.engine.request import Request, SequenceStep
 from fastinfer.engine.request_table import RequestTable
@@ -79,6 +80,7 @@ class Step:
         speculator: source of draft tokens; ``None`` without speculation.
         scheduler: scheduler, which chooses the chunks to compute.
         block_manager: manager of the blocks of the KV caches.
+        offloading: stores of blocks beyond the KV caches; ``None`` for none.
         requests: unfinished requests, which receive the tokens.
         runs_ahead: whether to launch a step before the results of the last one are known.
     """
@@ -92,6 +94,7 @@ class Step:
         speculator: Speculator | None,
         scheduler: Scheduler,
         block_manager: BlockManager,
+        offloading: KVOffloading | None,
         requests: RequestTable,
         runs_ahead: bool,
     ) -> None:
@@ -101,6 +104,7 @@ class Step:
         self._speculator = speculator
         self._scheduler = scheduler
         self._block_manager = block_manager
+        self._offloading = offloading
         self._requests = requests
         self._runs_ahead = runs_ahead and speculator is None
         self._launched: _Launched | None = None
@@ -123,7 +127,9 @@ class Step:
             if launched is None:
                 return None
             self._launched = self._launch(launched.draw) if self._may_run_ahead_of(launched) else None
-            return self._collect(launched)
+            stats = self._collect(launched)
+            self._save_blocks()
+            return stats
         except BaseException:
             self._launched = None
             self._requests.repair()
@@ -173,6 +179,7 @@ class Step:
         if self._speculator is not None:
             self._speculator.choose_num_drafts(self._scheduler.running)
         chunks = self._scheduler.schedule()
+        self._save_blocks()
         if chunks:
             self._copy_blocks()
             if self._speculator is not None:
@@ -180,6 +187,11 @@ class Step:
         elif waits:
             self._requests.wait_for_work()
         return chunks
+
+    def _save_blocks(self) -> None:
+        """Copy blocks to the stores beyond the KV caches: evicted ones before anything overwrites them."""
+        if self._offloading is not None:
+            self._offloading.save()
 
     def _copy_blocks(self) -> None:
         """Copy the shared blocks that sequences are about to write into."""

@@ -5,9 +5,11 @@ because it can run any code. An adapter with unsupported parts is refused as a w
 supported parts would give a model that nobody has trained.
 """
 
+import hashlib
 import math
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,17 @@ class LoraAdapter:
     def max_rank(self) -> int:
         """Largest rank of all updates."""
         return max(low_rank.rank for low_rank in self.weights.values())
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of all updates: equal for adapters that compute the same, in any process."""
+        digest = hashlib.sha256()
+        for name, low_rank in sorted(self.weights.items()):
+            matrices = low_rank.a.contiguous(), low_rank.b.contiguous()
+            digest.update(repr((name, low_rank.scale, [(m.dtype, m.shape) for m in matrices])).encode())
+            for matrix in matrices:
+                digest.update(matrix.view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
 
 def read_adapter(path: Path) -> LoraAdapter:

@@ -104,6 +104,11 @@ class KVCache:
                 # As bytes, because torch cannot index float8.
                 tensor.view(torch.uint8)[target] = tensor.view(torch.uint8)[source]
 
+    @property
+    def rows(self) -> list[Tensor]:
+        """All tensors of all layers as [num_blocks, bytes of a block] uint8, which share their memory."""
+        return [tensor.view(torch.uint8).flatten(1) for layer in self.layers for tensor in layer.tensors]
+
     def __iter__(self) -> Iterator[LayerCache]:
         return iter(self.layers)
 

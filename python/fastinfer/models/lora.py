@@ -103,10 +103,12 @@ class PreparedAdapter:
 
     Attributes:
         path: folder that the adapter was read from.
+        digest: hash of its updates, see :attr:`fastinfer.formats.peft.LoraAdapter.digest`.
         parts: for each weight: where it is stored, A [rank, in_features], and B [rank, out_features], scaled.
     """
 
     path: Path
+    digest: str
     parts: list[tuple[_Place, Tensor, Tensor]]
 
 
@@ -166,7 +168,7 @@ class AdapterSlots:
             a = self._host(low_rank.a)
             for place in self._places(weight):
                 parts.append((place, a, self._host(low_rank.b[place.rows].T.float() * low_rank.scale)))
-        return PreparedAdapter(adapter.path, parts)
+        return PreparedAdapter(adapter.path, adapter.digest, parts)
 
     def load(self, slot: int, adapter: PreparedAdapter) -> None:
         """Load an adapter into a slot, replacing its contents. No step that uses the slot may be running."""

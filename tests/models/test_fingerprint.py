@@ -1,0 +1,76 @@
+"""The identity of loaded models: equal for the same files, another one for any others."""
+
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from support.tiny_decoder import CONFIG
+
+from fastinfer.models.config import ModelConfig, Precision
+from fastinfer.models.fingerprint import NUM_SAMPLES, SAMPLE_BYTES, fingerprint, sample_offsets
+from fastinfer.ops import RopeScaling
+
+PRECISION = Precision.of("auto")
+
+
+def of(*paths: Path, config: ModelConfig = CONFIG, precision: Precision = PRECISION, length: int | None = None) -> str:
+    checkpoints: list[Any] = [SimpleNamespace(path=path, config=config) for path in paths]
+    return fingerprint(checkpoints, precision, length)
+
+
+def write(path: Path, content: bytes, time: int = 10**9) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    os.utime(path, (time, time))
+    return path
+
+
+def test_the_same_files_are_the_same_model(tmp_path: Path) -> None:
+    content = random.Random(0).randbytes(3 * NUM_SAMPLES * SAMPLE_BYTES + 7)
+    file = write(tmp_path / "model.gguf", content)
+    known = of(file)
+    assert of(file) == known
+    assert of(write(tmp_path / "elsewhere" / "model.gguf", content)) == known
+    for position in (0, 5, len(content) - 1):
+        changed = bytearray(content)
+        changed[position] ^= 1
+        assert of(write(file, bytes(changed))) != known, position
+    assert of(write(file, content[:-1])) != known
+    assert of(write(file, content, time=10**9 + 1)) != known
+    assert of(write(file, content)) == known
+    assert of(write(tmp_path / "other.gguf", content)) != known
+    assert of(file, file) != known
+
+
+def test_everything_that_changes_the_numbers_counts(tmp_path: Path) -> None:
+    file = write(tmp_path / "model.gguf", b"x" * 9)
+    known = of(file)
+    assert of(file, precision=Precision.of("float32")) != known
+    assert of(file, config=replace(CONFIG, norm_eps=1e-6)) != known
+    assert of(file, length=100) == known
+    scaled = replace(CONFIG, rope_scaling=RopeScaling(kind="longrope"))
+    assert of(file, config=scaled, length=100) != of(file, config=scaled, length=200)
+
+
+def test_a_folder_s_weights_and_configuration_count(tmp_path: Path) -> None:
+    names = ["config.json", "model-1.safetensors", "model-2.safetensors", "README.md"]
+    for name in names:
+        write(tmp_path / name, name.encode())
+    known = of(tmp_path)
+    for name in names:
+        write(tmp_path / name, name.encode().upper())
+        assert (of(tmp_path) == known) == (name == "README.md")
+        write(tmp_path / name, name.encode())
+    (tmp_path / "model-2.safetensors").unlink()
+    assert of(tmp_path) != known
+
+
+def test_samples_reach_from_start_to_end() -> None:
+    for size in (0, 1, SAMPLE_BYTES, SAMPLE_BYTES + 1, 7 * SAMPLE_BYTES + 3):
+        covered = {p for offset in sample_offsets(size) for p in range(offset, min(offset + SAMPLE_BYTES, size))}
+        assert covered == set(range(size))
+    offsets = sample_offsets(10**12)
+    assert (offsets[0], offsets[-1], len(offsets)) == (0, 10**12 - SAMPLE_BYTES, NUM_SAMPLES)
