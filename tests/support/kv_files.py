@@ -12,7 +12,7 @@ KINDS += ["folder", "pipe", "dangling link", "link to itself", "link to another"
 
 def kv_files(folder: Path) -> list[Path]:
     """The files of all blocks, in a fixed order."""
-    return sorted(folder.glob("*/*.kv"))
+    return sorted(folder.rglob("*.kv"))
 
 
 def size_of(folder: Path) -> int:

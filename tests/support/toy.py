@@ -5,8 +5,8 @@ block or position and the text is another one.
 """
 
 from collections import Counter
+from dataclasses import dataclass
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -52,26 +52,30 @@ def greedy(prompt: list[int], max_tokens: int, *, stop_at_eos: bool = True) -> l
     return tokens[len(prompt) :]
 
 
+@dataclass(frozen=True)
+class ToyConfig:
+    windows: tuple[int, ...]
+    num_layers: int = NUM_LAYERS
+    num_kv_heads: int = 1
+    head_dim: int = 1
+    vocab_size: int = VOCAB_SIZE
+    max_position: int = MAX_POSITION
+
+    def window(self, layer: int) -> int:
+        return self.windows[layer]
+
+
 class ToyModel:
     """Stores token and position of every token in every layer, and reads back all that the layer's window shows.
 
     If all layers have a window, a token's hash is that of the text in the largest window.
     """
 
-    config = SimpleNamespace(
-        num_layers=NUM_LAYERS,
-        num_kv_heads=1,
-        head_dim=1,
-        vocab_size=VOCAB_SIZE,
-        max_position=MAX_POSITION,
-        window=lambda layer: 0,
-    )
-
     draft_tokens: Tensor | None = None
 
     def __init__(self, windows: tuple[int, ...] = (0,) * NUM_LAYERS) -> None:
         self.windows = windows
-        self.config = SimpleNamespace(**vars(self.config) | {"window": windows.__getitem__})
+        self.config = ToyConfig(windows)
         self.fail = False
         self.batch_sizes: list[int] = []
 

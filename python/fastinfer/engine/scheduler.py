@@ -343,6 +343,8 @@ class Scheduler:
 
         Running prompts find no room for a chunk, or all running sequences wait for a beam that has no room beside them.
         """
+        if any(sequence.is_loading for sequence in self.running):
+            return False
         if any(not sequence.is_decoding for sequence in self.running):
             return True
         return bool(self.waiting and self.running) and all(map(_waits_for_others, self.running))
