@@ -354,3 +354,18 @@ def test_an_event_loop_registers_adapters(
             assert await asyncio.gather(*(answer(engine, name) for name in NAMES)) == [expected[n] for n in NAMES]
 
     asyncio.run(asyncio.wait_for(main(), 120))
+
+
+def test_a_forked_child_reads_again_what_the_parent_was_reading(
+    folders: dict[str, Path], files: Files, expected: dict[str | None, list[int]]
+) -> None:
+    engine = make_engine()
+    engine.register_adapter("a", folders["a"])
+    files.hold("a")
+    request_id = engine.add_request(PROMPT, PARAMS, adapter="a")
+    engine.step()
+    held = files._held.pop("a")
+    engine.adapters.renew_after_fork()  # the parent's thread does not end here
+    assert tokens(drain(engine), [request_id]) == [expected["a"]]
+    assert files.read == ["a", "a"]
+    held.set()

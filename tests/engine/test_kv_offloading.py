@@ -385,3 +385,44 @@ def test_loading_holds_nobody_up(tmp_path: Path) -> None:
     assert loaded == [4, 8, 12, 16, 20, 20, 20]
     assert generated == [2, 3, 4, 5, 6, 7, 8]
     drain(engine)
+
+
+def test_windows_form_one_group(tmp_path: Path) -> None:
+    """A stored block has the keys and values of all layers, so none is given back early."""
+    expected = complete(toy_engine(model=ToyModel((0, 5))), PROMPTS)
+    engine = toy_engine(model=ToyModel((0, 5)), block_size=4, kv_offloading_dir=tmp_path)
+    assert len(engine.block_manager.pools) == 1
+    assert complete(engine, PROMPTS) == expected
+    flush(engine)
+    later = toy_engine(model=ToyModel((0, 5)), block_size=4, kv_offloading_dir=tmp_path)
+    assert complete(later, PROMPTS) == expected
+    assert later.stats().num_loaded_disk_blocks > 0
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_keeps_the_host_s_blocks_if_it_keeps_the_weights(level: int) -> None:
+    config = EngineConfig(kv_cache_dtype=torch.float32, block_size=4, num_kv_blocks=24, kv_offloading_size=2**20 / GIB)
+    sizes = replace(CONFIG, vocab_size=VOCAB_SIZE)
+    models = [make_decoder(sizes)]
+    engine = Engine(models[0], ToyTokenizer(), config, load_models=lambda: models)  # type: ignore[arg-type]
+    expected = complete(engine, PROMPTS[:5])
+    assert engine.offloading is not None
+    assert engine.offloading.host is not None
+    assert len(engine.offloading.host) > 0
+    engine.sleep(level)
+    engine.wake_up()
+    assert complete(engine, PROMPTS[:5]) == expected
+    assert (engine.stats().num_loaded_host_blocks > 0) == (level == 1)
+
+
+def test_files_belong_to_the_weights_in_memory(tmp_path: Path) -> None:
+    engine = Engine(
+        make_decoder(replace(CONFIG, vocab_size=VOCAB_SIZE)),
+        ToyTokenizer(),  # type: ignore[arg-type]
+        EngineConfig(kv_offloading_dir=tmp_path),
+        load_models=list,
+        fingerprint="weights",
+    )
+    with pytest.raises(RequestError, match=r"level must be 1 with kv_offloading_dir, .* got 2"):
+        engine.sleep(2)
+    engine.sleep(1)
