@@ -126,9 +126,9 @@ class Reduced(Forgetful):
         order = torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(4))
         self.draft_tokens = order[:count]
 
-    def logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, indices: Tensor, adapter_ids: Tensor | None = None) -> Tensor:
         assert self.draft_tokens is not None
-        return super().logits(hidden, indices)[:, self.draft_tokens]
+        return super().logits(hidden, indices, adapter_ids)[:, self.draft_tokens]
 
 
 def test_a_reduced_vocabulary_agrees_as_often_as_the_distributions_allow() -> None:
