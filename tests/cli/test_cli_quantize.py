@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.families import make_model
@@ -10,6 +11,9 @@ from support.hf_tokenizers import TEXT, byte_level, save
 from fastinfer.cli.main import main
 from fastinfer.errors import ModelNotFoundError, RequestError
 from fastinfer.evaluation import comparison
+from fastinfer.evaluation.perplexity import perplexity, split_sections
+from fastinfer.evaluation.text_file import read_tokens
+from fastinfer.models import load_model
 
 Captured = pytest.CaptureFixture[str]
 LENGTHS = ("--tokens", "128", "--context", "32")
@@ -54,6 +58,21 @@ def test_quantize_then_compare(folder: Path, capsys: Captured) -> None:
     assert second["agreement"] > 0.9
     assert second["tokens_per_s"] > 0
     assert (folder / "compare.png").stat().st_size > 1000
+
+
+def test_the_bar_of_perplexity_follows_the_texts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = load_model(folder / "model", "float32")
+    texts = split_sections(read_tokens(folder / "one.txt", tokenizer), 32, 128)
+    events: list[str] = []
+    forward = type(model).forward
+
+    def watched(*args: Any) -> Any:
+        events.append("computed")
+        return forward(*args)
+
+    monkeypatch.setattr(type(model), "forward", watched)
+    perplexity(model, texts, progress=lambda count: events.append(f"+{count}"))
+    assert events == ["computed", "+1"] * 4
 
 
 @pytest.mark.parametrize("method", [["rtn", "--bits", "3", "--group-size", "32"], ["nf4"], ["int8"]])

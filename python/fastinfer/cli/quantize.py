@@ -42,5 +42,5 @@ def run(args: argparse.Namespace) -> int:
 
 def _perplexity(path: Path, texts: list[list[int]]) -> float:
     model, _ = load_model(path, "float32", max_model_len=len(texts[0]))
-    with tqdm(texts, desc=f"perplexity of {path.name}", unit="text") as bar:
-        return perplexity(model, list(bar))
+    with tqdm(total=len(texts), desc=f"perplexity of {path.name}", unit="text") as bar:
+        return perplexity(model, texts, progress=bar.update)

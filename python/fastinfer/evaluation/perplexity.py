@@ -1,7 +1,7 @@
 """Perplexity: the exponential of the mean negative log-probability of each token given those before it."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -83,11 +83,17 @@ def perplexity(
     *,
     device: str = "cpu",
     batch_size: int = 1,
+    progress: Callable[[int], object] = lambda count: None,
 ) -> float:
     """Compute the perplexity over texts of equal length, each predicted from its own beginning.
 
-    The arguments are those of :func:`log_probabilities`.
+    Args:
+        model, texts, kv_cache_dtype, device, batch_size: see :func:`log_probabilities`.
+        progress: function that is called with the number of texts that are done since the last call.
     """
+    losses = []
     found = log_probabilities(model, texts, kv_cache_dtype, device=device, batch_size=batch_size)
-    losses = [loss(log_probs, text) for log_probs, text in zip(found, texts, strict=True)]
+    for log_probs, text in zip(found, texts, strict=True):
+        losses.append(loss(log_probs, text))
+        progress(1)
     return math.exp(sum(losses) / len(losses))
