@@ -220,13 +220,11 @@ def test_a_token_that_differs_ends_the_prefix() -> None:
 @pytest.mark.parametrize("kind", ["salt", "adapter", "off for the sequence", "off"])
 def test_who_may_not_share(kind: str) -> None:
     manager = block_manager(20, 4, enable_prefix_caching=kind != "off")
-    other = {
-        "salt": {"cache_salt": "b"},
-        "adapter": {"adapter_key": "b"},
-        "off for the sequence": {"reads_prefix": False},
-    }
+    other = {"salt": {"cache_salt": "b"}, "off for the sequence": {"reads_prefix": False}}
     first = sequence(13)
     second = Sequence("r", list(range(13)), SamplingParams(), seed=0, **other.get(kind, {}))  # type: ignore[arg-type]
+    if kind == "adapter":
+        second.use_adapter(0, "digest")
     for each in (first, second):
         manager.allocate(each)
         assert each.num_computed_tokens == 0
