@@ -63,7 +63,8 @@ void add_lora(const Tensor& y, const Tensor& x, const Tensor& a, const Tensor& b
   }
   const int64_t num_rows = tokens * rows_per_token;
   check.require(y.size(0) == num_rows, "y must have ", num_rows, " rows, got ", y.size(0));
-  check.require(inputs == num_rows || inputs == tokens, "x must have ", tokens, " or ", num_rows, " rows, got ", inputs);
+  check.require(inputs == num_rows || inputs == tokens, "x must have ", tokens, " or ", num_rows, " rows, got ",
+                inputs);
   check.contiguous(a, "a");
   const DType weight_dtype = check.float_dtype(a, "a");
   const int64_t slots = a.size(0), max_rank = a.size(a.dim() - 2);

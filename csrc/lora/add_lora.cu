@@ -114,8 +114,8 @@ __global__ void expand_kernel(AddLoraParams p) {
 template <class T, class W>
 void launch_both(const AddLoraParams& p, void* stream) {
   const AddLoraPlan plan = plan_add_lora(p.rows, p.out, p.max_rank);
-  const bool vectorised =
-      p.in % kQuad == 0 && (p.x_stride % kQuad == 0 || p.rows <= p.rows_per_input) && vector_aligned(p.x, p.a, p.norm_weight.data);
+  const bool vectorised = p.in % kQuad == 0 && (p.x_stride % kQuad == 0 || p.rows <= p.rows_per_input) &&
+                          vector_aligned(p.x, p.a, p.norm_weight.data);
   launch("add_lora", vectorised ? shrink_kernel<T, W, kQuad> : shrink_kernel<T, W, 1>, plan.shrink, stream, p);
   launch("add_lora", expand_kernel<T, W>, plan.expand, stream, p);
 }

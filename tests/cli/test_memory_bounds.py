@@ -201,6 +201,16 @@ def test_one_sequence_is_bound_by_reading() -> None:
         assert seconds == pytest.approx(read / 1e10)
 
 
+def test_a_step_reads_what_the_windows_show(tmp_path: Path) -> None:
+    save_model(tmp_path, "gemma3")
+    config = open_checkpoint(tmp_path).config
+    windows = [config.window(index) for index in range(config.num_layers)]
+    assert {0, 16} == set(windows)
+    found = {context: describe(str(tmp_path), context, 1, RATES)["decode_step_s"] for context in (64, 96)}
+    token = 2 * config.num_kv_heads * config.head_dim * 4
+    assert found[96]["float32"] - found[64]["float32"] == pytest.approx(windows.count(0) * 32 * token / 1e10)
+
+
 def test_many_sequences_are_bound_by_arithmetic() -> None:
     """Attention's products are counted as floating point, those with packed weights as bytes."""
     batch, context = 512, 256

@@ -237,8 +237,8 @@ def describe(model: str, context: int | None, batch: int, rates: Rates | None = 
 
     in_prefill = attended_positions(config, context)
     in_step = in_prefill - attended_positions(config, context - 1)
-    seen = in_step / (config.num_layers * context)
-    steps = {name: bound(seen * size, 1, in_step) for name, size in kv_bytes[own].items()}
+    seen = {dtype: in_step * token_bytes(1, config.num_kv_heads, config.head_dim, dtype) for dtype in KV_DTYPES}
+    steps = {dtype_name(dtype): bound(batch * size, 1, in_step) for dtype, size in seen.items()}
     return {
         "model": model,
         "architecture": config.architecture,
