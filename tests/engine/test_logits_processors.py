@@ -276,7 +276,7 @@ def test_recorded_steps_keep_their_logits() -> None:
     assert len(engine.worker.runner.graphs.recorded) > 0  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("value", [3, "text", [3], lambda output, logits: None], ids=str)
+@pytest.mark.parametrize("value", [3, "text", [3], lambda output, logits: None], ids=["3", "text", "list", "function"])
 def test_what_is_no_list_of_functions(value: Any) -> None:
     with pytest.raises(RequestError, match="logits_processors must be a list of functions"):
         SamplingParams(logits_processors=value)
