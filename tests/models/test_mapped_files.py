@@ -86,7 +86,7 @@ def test_adapter(tmp_path: Path) -> None:
     write_adapter(tmp_path, CONFIG)
     adapter = read_adapter(tmp_path)
     assert mapped_files(tmp_path) == set()
-    assert adapter.layers
+    assert adapter.weights
 
 
 SHRINK = """
