@@ -36,11 +36,10 @@ def test_append_takes_a_block_only_at_a_border() -> None:
     manager.allocate(tokens)
     for used in (1, 2, 2, 2, 2):
         tokens.token_ids.append(0)
-        assert manager.can_append(tokens)
-        manager.append(tokens)
+        assert manager.append(tokens)
         assert manager.num_used == used
     tokens.token_ids.append(0)
-    assert not manager.can_append(tokens)
+    assert not manager.append(tokens)
 
 
 def test_two_sequences_never_share_a_block() -> None:
@@ -96,8 +95,7 @@ def test_the_first_to_write_into_a_shared_block_gets_a_copy() -> None:
     known = blocks_of(parent)
     for each in (parent, child):
         each.token_ids.append(7)
-        assert manager.can_append(each)
-        manager.append(each)
+        assert manager.append(each)
     assert blocks_of(parent) == [0, 1, 3]
     assert blocks_of(parent) is not known, "whoever has copied the list must see that it changed"
     assert blocks_of(child) == [0, 1, 2]
@@ -116,7 +114,7 @@ def test_forks_that_go_on_differently_are_both_found() -> None:
     manager.fork(parent, child)
     for token, each in enumerate((parent, child), 50):
         each.token_ids += [token] * 3
-        manager.append(each)
+        assert manager.append(each)
         compute(manager, each)
     for each in (parent, child):
         manager.free(each)
@@ -148,11 +146,23 @@ def test_a_copy_needs_a_free_block() -> None:
     compute(manager, parent)
     manager.fork(parent, child)
     parent.token_ids.append(7)
-    assert not manager.can_append(parent)
+    assert not manager.append(parent)
     manager.free(child)
-    assert manager.can_append(parent)
-    manager.append(parent)
+    assert manager.append(parent)
     assert (blocks_of(parent), manager.pending_copies) == ([0, 1, 2], [[]])
+
+
+def test_blocks_reserved_for_drafts_do_not_pay_for_a_copy() -> None:
+    manager = block_manager(4, 4)
+    parent, child = sequence(7), sequence(7)
+    manager.allocate(parent)
+    compute(manager, parent)
+    assert manager.append(parent, num_drafts=9)
+    manager.fork(parent, child)
+    parent.token_ids.append(7)
+    assert len(blocks_of(parent)) == 4
+    assert not manager.append(parent), "the copy needs a free block, however many the parent has"
+    assert manager.pending_copies == [[]]
 
 
 def test_a_fork_at_a_border_copies_nothing() -> None:
@@ -163,7 +173,7 @@ def test_a_fork_at_a_border_copies_nothing() -> None:
     manager.fork(parent, child)
     for each in (parent, child):
         each.token_ids.append(7)
-        manager.append(each)
+        assert manager.append(each)
     assert (blocks_of(parent), blocks_of(child), manager.pending_copies) == ([0, 1, 2], [0, 1, 3], [[]])
 
 
@@ -173,7 +183,7 @@ def test_blocks_reserved_for_drafts_are_not_forked() -> None:
     manager.allocate(parent)
     compute(manager, parent)
     parent.token_ids.append(7)
-    manager.append(parent, num_drafts=6)
+    assert manager.append(parent, num_drafts=6)
     assert len(blocks_of(parent)) == 4
     manager.fork(parent, child)
     assert blocks_of(child) == blocks_of(parent)[:2]

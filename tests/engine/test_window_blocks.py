@@ -77,8 +77,7 @@ def test_a_sequence_that_decodes_gives_back_a_block_for_each_new_one() -> None:
     compute(manager, tokens, 8)
     for _ in range(60):
         tokens.append(1)
-        assert manager.can_append(tokens)
-        manager.append(tokens)
+        assert manager.append(tokens)
         tokens.num_computed_tokens += 1
         manager.end_step(tokens)
     assert held(tokens) == [17, 2]
@@ -130,7 +129,7 @@ def test_forks_share_the_window_and_copy_in_each_group() -> None:
     assert manager.num_used == 11
     for each in (parent, child):
         each.append(1)
-        manager.append(each)
+        assert manager.append(each)
     assert [len(pairs) for pairs in manager.pending_copies] == [1, 1]
     for each in (parent, child):
         each.num_computed_tokens += 1

@@ -167,22 +167,29 @@ class BlockManager:
             self._extend(pool, table, num_tokens)
         return num_tokens
 
-    def can_append(self, sequence: Sequence, num_drafts: int = 0) -> bool:
-        """Return whether a running sequence has, or can get, slots for its tokens and ``num_drafts`` drafts."""
-        num_blocks = num_blocks_for(sequence.num_tokens + num_drafts, self.block_size)
-        for pool, table in zip(self.pools, sequence.block_tables, strict=True):
-            missing = num_blocks - len(table.blocks)
-            if missing + self._writes_into_shared_block(pool, table, sequence) > pool.num_available:
-                return False
-        return True
+    def append(self, sequence: Sequence, num_drafts: int = 0) -> bool:
+        """Give a running sequence the new blocks that its newest tokens and ``num_drafts`` drafts need, if there are any.
 
-    def append(self, sequence: Sequence, num_drafts: int = 0) -> None:
-        """Give a running sequence any new blocks that its newest tokens and ``num_drafts`` drafts need."""
+        Returns:
+            Whether there was room; if not, nothing has changed.
+        """
         num_tokens = sequence.num_tokens + num_drafts
+        num_blocks = num_blocks_for(num_tokens, self.block_size)
+        written = sequence.num_computed_tokens // self.block_size
+        copies = []  # groups in which another sequence holds the block of the next token's slot, too
         for group, (pool, table) in enumerate(zip(self.pools, sequence.block_tables, strict=True)):
-            if self._writes_into_shared_block(pool, table, sequence):
-                self._copy_block(group, table, sequence.num_computed_tokens // self.block_size)
-            self._extend(pool, table, num_tokens)
+            missing = num_blocks - len(table.blocks)
+            if written < len(table.blocks) and pool.num_holders(table.blocks[written]) > 1:
+                copies.append(group)
+                missing = max(missing, 0) + 1
+            if missing > 0 and missing > pool.num_available:
+                return False
+        for group in copies:
+            self._copy_block(group, sequence.block_tables[group], written)
+        for pool, table in zip(self.pools, sequence.block_tables, strict=True):
+            if num_blocks > len(table.blocks):
+                self._extend(pool, table, num_tokens)
+        return True
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a child share the blocks of a running parent with the same computed tokens, the partial block too."""
@@ -332,11 +339,6 @@ class BlockManager:
         """Return the tokens of a sequence's full block."""
         start = index * self.block_size
         return tokens_to_bytes(sequence.token_ids[start : start + self.block_size])
-
-    def _writes_into_shared_block(self, pool: BlockPool, table: BlockTable, sequence: Sequence) -> bool:
-        """Return whether the next token's slot is in a block that another sequence holds too."""
-        index = sequence.num_computed_tokens // self.block_size
-        return index < len(table.blocks) and pool.num_holders(table.blocks[index]) > 1
 
     def _copy_block(self, group: int, table: BlockTable, index: int) -> None:
         """Replace a shared block of a sequence by a new one, and request a copy of its content."""

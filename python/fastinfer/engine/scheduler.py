@@ -234,14 +234,13 @@ class Scheduler:
             num_drafts = 0
             if sequence.num_drafts:
                 num_drafts = max(min(sequence.num_drafts, budget - sequence.num_uncomputed_tokens - num_later), 0)
-                if num_drafts and not self.block_manager.can_append(sequence, num_drafts):
+                if num_drafts and not self.block_manager.append(sequence, num_drafts):
                     num_drafts = 0  # drafts are not worth a preemption
                 self.num_cut_drafts += sequence.num_drafts - num_drafts
-            while sequence.state is SequenceState.RUNNING and not self.block_manager.can_append(sequence, num_drafts):
+            while sequence.state is SequenceState.RUNNING and not self.block_manager.append(sequence, num_drafts):
                 self._preempt(self.running[-1])
             if sequence.state is not SequenceState.RUNNING:
                 break
-            self.block_manager.append(sequence, num_drafts)
             num_tokens = min(sequence.num_uncomputed_tokens, budget - num_later)
             self._add_chunk(sequence, num_tokens, chunks, num_drafts)
             budget -= num_tokens + num_drafts
