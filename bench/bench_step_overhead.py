@@ -1,8 +1,8 @@
 """Time of a decode step on the CPU outside its recorded graphs: Python's share of the step.
 
-The graphs compute the model and draw the tokens; the rest schedules, writes the inputs, and updates the requests and their
-texts. It is measured beside the real model, whose weights push Python's data out of the caches. With ``--checkout`` other
-versions of fastinfer, built in place, run the same steps in processes of their own, in turns.
+The graphs compute the model and draw the tokens; the rest schedules, writes the inputs, and updates the requests and
+their texts. It is measured beside the real model, whose weights push Python's data out of the caches. With
+``--checkout`` other versions of fastinfer, built in place, run the same steps in processes of their own, in turns.
 
     python bench/bench_step_overhead.py --checkout ../earlier --out bench/results
 """
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def answer_turns(model: str, threads: int, max_batch: int) -> None:
-    """Read lines of a batch size and a number of steps, and print the seconds that each step took outside the graphs."""
+    """Read lines of a batch size and a number of steps, and print each step's seconds outside the graphs and within."""
     import torch
 
     from fastinfer import _C, LLM, SamplingParams, ops

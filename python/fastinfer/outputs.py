@@ -147,7 +147,7 @@ class CompletionOutput(_Excerpted):
     ) -> "CompletionOutput":
         """Return the output that shows an excerpt; its length does not matter to the time that this takes."""
         output = object.__new__(cls)
-        output._excerpt = excerpt
+        output._excerpt = excerpt  # type: ignore[misc]  # mypy misses the slots of the base class
         output.index = index
         output.finish_reason = finish_reason
         output.stop_reason = stop_reason

@@ -168,7 +168,7 @@ class BlockManager:
         return num_tokens
 
     def append(self, sequence: Sequence, num_drafts: int = 0) -> bool:
-        """Give a running sequence the new blocks that its newest tokens and ``num_drafts`` drafts need, if there are any.
+        """Give a running sequence any new blocks that its newest tokens and ``num_drafts`` drafts need.
 
         Returns:
             Whether there was room; if not, nothing has changed.
