@@ -92,7 +92,8 @@ def measure(args: argparse.Namespace) -> dict[str, dict[int, list[float]]]:
     for number in range(args.rounds + 1):  # the first one warms up
         for batch in args.batch:
             for name, child in children.items():
-                assert child.stdin is not None and child.stdout is not None
+                assert child.stdin is not None
+                assert child.stdout is not None
                 print(batch, args.steps, file=child.stdin, flush=True)
                 answer = child.stdout.readline()
                 if not answer:
