@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import GptOssConfig, GptOssForCausalLM, StaticCache
 
 from fastinfer.integrations.transformers import register
+from fastinfer.integrations.transformers.attention import attention_forward
 
 FAMILIES = ["llama2", "llama3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "mixtral", "gpt2"]
 
@@ -192,3 +193,10 @@ def test_bidirectional_attention_is_refused() -> None:
     model.config.is_causal = False
     with pytest.raises(ValueError, match="expects causal masks"):
         run(model, "fastinfer", input_ids=tokens(1, 12))
+
+
+@pytest.mark.parametrize("name", ["cache", "read_index", "block_table"])
+def test_continuous_batching_is_refused(name: str) -> None:
+    q = torch.randn(1, 4, 3, 32)
+    with pytest.raises(ValueError, match="a paged cache of transformers' continuous batching"):
+        attention_forward(torch.nn.Module(), q, q, q, None, **{name: torch.zeros(1)})

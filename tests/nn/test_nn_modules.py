@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.families import make_model
 from torch import nn
+from transformers import DynamicCache
 
 from fastinfer import ops
 from fastinfer.nn import Attention, FusedMLP, RMSNorm, RotaryEmbedding
@@ -112,6 +113,15 @@ def test_rotary_forms_agree() -> None:
     one = rotary_table((cos[:1], sin[:1]), 2, 3)  # one row of positions for all
     assert torch.equal(one[1], torch.tensor([0, 1, 2, 0, 1, 2]))
     assert rotary.bfloat16()(x, positions)[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_the_cache_has_two_names(name: str) -> None:
+    """That of transformers 5.24, and the one before."""
+    attention, x = make_attention(), torch.randn(1, 5, 64)
+    cache = DynamicCache()
+    parts = [attention(part, **{name: cache})[0] for part in x.split([3, 2], 1)]
+    close(torch.cat(parts, 1), attention(x)[0])
 
 
 def test_errors() -> None:

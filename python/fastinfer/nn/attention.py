@@ -74,6 +74,7 @@ class Attention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
+        cache: Any = None,
         past_key_values: Any = None,
         is_causal: bool | None = None,
         output_attentions: bool = False,
@@ -87,8 +88,9 @@ class Attention(nn.Module):
                 rotary embedding.
             attention_mask: mask that transformers makes for ``attn_implementation="fastinfer"`` (``visible`` of
                 :func:`fastinfer.nn.dense_cache.dense_cache_attention`); with ``None`` each position sees all before it.
-            past_key_values: a transformers cache, whose ``update(k, v, layer_idx)`` stores [batch, kv_heads, length,
-                head_dim] and returns all cached positions; with ``None`` only the new tokens are seen.
+            cache: a transformers cache, whose ``update(k, v, layer_idx)`` stores [batch, kv_heads, length, head_dim]
+                and returns all cached positions; with ``None`` only the new tokens are seen.
+            past_key_values: the same under its name before transformers 5.24.
             is_causal: must not be False.
             output_attentions: must be False.
 
@@ -101,7 +103,8 @@ class Attention(nn.Module):
         check_computable(is_causal, output_attentions)
         batch, length, hidden = hidden_states.shape
         rows = hidden_states.reshape(batch * length, hidden)
-        out = self.attend(rows, batch, position_embeddings, attention_mask, past_key_values)
+        cache = past_key_values if cache is None else cache
+        out = self.attend(rows, batch, position_embeddings, attention_mask, cache)
         return out.view(batch, length, -1), None
 
     def attend(
@@ -110,7 +113,7 @@ class Attention(nn.Module):
         batch: int,
         position_embeddings: tuple[Tensor, Tensor] | None,
         attention_mask: Tensor | None,
-        past_key_values: Any,
+        cache: Any,
         residual: Tensor | None = None,
         **norm: Unpack[NormOptions],
     ) -> Tensor:
@@ -124,8 +127,8 @@ class Attention(nn.Module):
             table, positions = rotary_table(position_embeddings, batch, length)
             ops.rotary_embedding(q, k, positions, table)
         k, v = (t.view(batch, length, -1, self.head_dim).transpose(1, 2) for t in (k, v))
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
         out = dense_cache_attention(
             q.view(batch, length, -1, self.head_dim),
             k,

@@ -35,6 +35,7 @@ def fused_forward(
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
+    cache: Any = None,
     past_key_values: Any = None,
     is_causal: bool | None = None,
     output_attentions: bool = False,
@@ -48,7 +49,7 @@ def fused_forward(
     Args:
         layer: a layer that has the modules of ``CHILDREN``.
         hidden_states: [batch, length, hidden]; not changed.
-        attention_mask, position_embeddings, past_key_values, is_causal, output_attentions: see
+        attention_mask, position_embeddings, cache, past_key_values, is_causal, output_attentions: see
             :meth:`fastinfer.nn.Attention.forward`.
 
     Returns:
@@ -58,8 +59,7 @@ def fused_forward(
     batch, length, hidden = hidden_states.shape
     rows: Tensor = hidden_states.reshape(batch * length, hidden)
     options = layer.input_layernorm.as_options()
-    rows = layer.self_attn.attend(
-        rows, batch, position_embeddings, attention_mask, past_key_values, residual=rows, **options
-    )
+    cache = past_key_values if cache is None else cache
+    rows = layer.self_attn.attend(rows, batch, position_embeddings, attention_mask, cache, residual=rows, **options)
     rows = layer.mlp.transform(rows, residual=rows, **layer.post_attention_layernorm.as_options())
     return rows.view(batch, length, hidden)

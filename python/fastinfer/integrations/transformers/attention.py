@@ -6,6 +6,9 @@ from torch import Tensor, nn
 
 from fastinfer.nn.dense_cache import dense_cache_attention, is_visible
 
+# Arguments that continuous batching adds, in the versions before 5.24 and since then.
+PAGED = ("cache", "read_index", "block_table")
+
 
 def attention_forward(
     module: nn.Module,
@@ -46,7 +49,7 @@ def attention_forward(
         "dropout": dropout > 0,
         "output_attentions": bool(kwargs.get("output_attentions")),
         "a position_bias": kwargs.get("position_bias") is not None,
-        "a paged cache of transformers' continuous batching": kwargs.get("cache") is not None,
+        "a paged cache of transformers' continuous batching": any(kwargs.get(name) is not None for name in PAGED),
         "attention that is not causal": not causal and attention_mask is None,
         "a custom attention_mask": attention_mask is not None and not is_visible(attention_mask),
     }
