@@ -435,7 +435,7 @@ class AsyncEngine:
         """Get back what :meth:`sleep` has freed, in the engine's thread; does nothing if nothing has been.
 
         Raises:
-            OutOfMemoryError, FastinferError: the errors of :meth:`fastinfer.LLM.wake_up`.
+            OutOfMemoryError, FastinferError, RuntimeError: the errors of :meth:`fastinfer.LLM.wake_up`.
         """
         await self._call(self._wake_up)
 

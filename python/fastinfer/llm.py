@@ -438,13 +438,14 @@ class LLM:
     def wake_up(self) -> None:
         """Get back what :meth:`sleep` has freed; does nothing if nothing has been.
 
-        If it raises an error, it may be called again. Only if a prompt module could not be computed, everything else is
-        back, and all prompt modules are lost.
+        If it raises an error, it may be called again. Only if prompt modules could not be computed, everything else is
+        back, and these modules are lost.
 
         Raises:
             OutOfMemoryError: the device has too little memory now.
             RequestError: the files now hold another model.
             FastinferError: the files cannot be read any more.
+            RuntimeError: prompt modules could not be computed.
         """
         with self._shared.lock:
             self.engine.wake_up()
