@@ -113,6 +113,19 @@ def test_the_counts_see_a_copy() -> None:
         assert_same(short, long, 100_000)
 
 
+def test_statistics() -> None:
+    """``AsyncEngine`` asks for them after every step."""
+
+    def cost(num_tokens: int) -> Cost:
+        engine = flat_engine(max_num_seqs=1, num_kv_blocks=1000, max_num_batched_tokens=30_000, max_model_len=30_000)
+        engine.add_request([1] * num_tokens, LONG)
+        engine.step()
+        assert engine.stats().num_used_blocks >= num_tokens // 32
+        return typical_cost(engine.stats)
+
+    assert_same(cost(2000), cost(20_000), 18_000 // 32)
+
+
 def test_an_unread_output_costs_nothing_until_it_is_read() -> None:
     engine = flat_engine(max_num_seqs=1, num_kv_blocks=200, max_model_len=6000)
     engine.add_request([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=5000, logprobs=0, ignore_eos=True))

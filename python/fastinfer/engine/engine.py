@@ -529,7 +529,7 @@ class Engine:
         manager, scheduler = self.block_manager, self.scheduler
         running = scheduler.running
         tables = [(sequence.num_computed_tokens, table) for sequence in running for table in sequence.block_tables]
-        slots = sum(len(table.held) for _, table in tables) * manager.block_size
+        slots = sum(table.num_held for _, table in tables) * manager.block_size
         tokens = sum(computed - table.num_dropped * manager.block_size for computed, table in tables)
         return EngineStats(
             num_running=len(running),
