@@ -16,7 +16,7 @@ class _Group:
     """The requests that wait for one adapter.
 
     Attributes:
-        requests: the requests in the order of service.
+        requests: the requests in the order of service; some may have been removed from the queue already.
         num_overtakers: number of requests that had or got a slot while there was none for the first of these.
     """
 
@@ -37,38 +37,34 @@ class AdapterQueue:
     Args:
         adapters: the adapters.
         max_overtakers: see above.
-
-    Attributes:
-        num_tokens: number of tokens of the waiting requests' prompts.
     """
 
     def __init__(self, adapters: Adapters, max_overtakers: int) -> None:
-        self.num_tokens = 0
         self._adapters = adapters
         self._max_overtakers = max_overtakers
-        self._waiting: dict[str, Request] = {}  # by the request's id
+        # By the request's id. These are the requests that wait, even if an interrupt has left others in the groups.
+        self._waiting: dict[str, Request] = {}
         self._groups: dict[str, _Group] = {}  # by the adapter's key
 
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the waiting requests' prompts."""
+        return sum(len(request.sequences[0]) for request in self._waiting.values())
+
     def add(self, request: Request) -> None:
         """Queue a request, whose sequences have an adapter."""
-        first = request.sequences[0]
+        group = self._groups.setdefault(request.sequences[0].adapter_key, _Group())
+        bisect.insort(group.requests, request, key=_order)
         self._waiting[request.request_id] = request
-        bisect.insort(self._groups.setdefault(first.adapter_key, _Group()).requests, request, key=_order)
-        self.num_tokens += len(first)
 
     def discard(self, request_id: str) -> None:
         """Remove a request, if it is there."""
         request = self._waiting.pop(request_id, None)
         if request is not None:
-            first = request.sequences[0]
-            group = self._groups[first.adapter_key]
-            group.requests.remove(request)
-            if not group.requests:
-                del self._groups[first.adapter_key]
-            self.num_tokens -= len(first)
+            self._groups[request.sequences[0].adapter_key].requests.remove(request)
 
     def admit(self, slots_in_use: Callable[[], set[int]]) -> Iterator[tuple[Request, int | Exception]]:
         """Yield the requests whose adapters are in a slot now, with the slot, and those that failed, with the error.
@@ -78,12 +74,14 @@ class AdapterQueue:
         Args:
             slots_in_use: function that returns the slots of all unfinished requests that left this queue.
         """
-        queue = sorted((_order(group.requests[0]), key) for key, group in self._groups.items())  # a heap
+        firsts = [(self._first(key), key) for key in list(self._groups)]
+        queue = sorted((_order(first), key) for first, key in firsts if first is not None)  # a heap
         errors = self._adapters.fetch([key for _, key in queue])
         without_slot: list[_Group] = []
         while queue:
             _, key = heapq.heappop(queue)
             group = self._groups[key]
+            request = group.requests[0]
             result: int | Exception | None = errors.get(key)
             if result is None:
                 # Where an earlier request has found no slot free there is none.
@@ -92,9 +90,9 @@ class AdapterQueue:
                 if not isinstance(result, Exception):
                     for other in without_slot:
                         other.num_overtakers += 1
-                yield group.requests[0], result
-                if group.requests:
-                    heapq.heappush(queue, (_order(group.requests[0]), key))
+                yield request, result
+                if (following := self._first(key)) is not None:
+                    heapq.heappush(queue, (_order(following), key))
             elif self._adapters.is_in_memory(key):
                 without_slot.append(group)
             if any(other.num_overtakers >= self._max_overtakers for other in without_slot):
@@ -106,6 +104,16 @@ class AdapterQueue:
             wait(reads, timeout=seconds)
         else:
             time.sleep(seconds)
+
+    def _first(self, key: str) -> Request | None:
+        """Return the first request that waits for an adapter, and forget the adapter if there is none."""
+        requests = self._groups[key].requests
+        while requests and self._waiting.get(requests[0].request_id) is not requests[0]:
+            del requests[0]
+        if requests:
+            return requests[0]
+        del self._groups[key]
+        return None
 
     def _slot(self, key: str, slots_in_use: Callable[[], set[int]] | None) -> int | Exception | None:
         """Return the slot of an adapter, into which it is copied if need be.
