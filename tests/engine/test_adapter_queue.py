@@ -296,6 +296,7 @@ def test_an_error_while_an_adapter_is_copied(
     assert [tokens(outputs, [ids[i]])[0] for i in (0, 2, 3)] == [expected[name] for name in ("a", "c", None)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [Fault, Interrupt])
 def test_a_fault_at_any_line(
     error: type[BaseException], folders: dict[str, Path], expected: dict[str | None, list[int]]
