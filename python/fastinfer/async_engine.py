@@ -56,9 +56,8 @@ class AsyncEngine:
     """Runs the requests of any number of asyncio tasks together.
 
     The engine runs in its own thread, which sleeps while there are no requests. Neither steps nor the tokenising of
-    prompts block the event loop. All
-    methods may be called from several threads, each with its own event loop. A stream must be read in the event loop
-    that created it, by one task at a time. Nobody else may use the wrapped engine.
+    prompts block the event loop. All methods may be called from several threads, each with its own event loop. A stream
+    must be read in the event loop that created it, by one task at a time. Nobody else may use the wrapped engine.
 
     A request that fails ends with the finish reason ``"error"``. If a whole step fails, all current requests end this
     way, and the engine continues with the requests that follow.
@@ -81,7 +80,7 @@ class AsyncEngine:
         if engine.has_unfinished:
             raise RequestError("engine must have no requests yet, got one with some")
         self._engine = engine
-        self._is_paused = self._is_dead = self._is_draining = self._is_falling_asleep = False
+        self._is_paused = self._is_dead = self._is_draining = False
         self._is_shut_down = self._is_closing = False
         self._start()
         renew_in_children(self)
@@ -94,6 +93,7 @@ class AsyncEngine:
         # Prompts are tokenised here, and long ones must not hold up others.
         self._pool = ThreadPoolExecutor(max_workers=NUM_PROMPT_THREADS, thread_name_prefix="fastinfer-engine-prompts")
         self._is_step_submitted = False
+        self._is_falling_asleep = False
         self._step_began: float | None = None
         self._stats = self._engine.stats()
         # Guards the flags of draining, falling asleep and shutting down, and the next two attributes.
@@ -435,7 +435,7 @@ class AsyncEngine:
         """Get back what :meth:`sleep` has freed, in the engine's thread; does nothing if nothing has been.
 
         Raises:
-            OutOfMemoryError, FastinferError: the errors of :meth:`fastinfer.LLM.wake_up`.
+            OutOfMemoryError, FastinferError, RuntimeError: the errors of :meth:`fastinfer.LLM.wake_up`.
         """
         await self._call(self._wake_up)
 

@@ -13,7 +13,7 @@ import torch
 
 from fastinfer import hub
 from fastinfer.engine.config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, EngineConfig
-from fastinfer.engine.construction import kv_cache_size
+from fastinfer.engine.construction import check_draft_model, kv_cache_size
 from fastinfer.engine.disk_block_store import prepare_folder
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.kv_cache_size import KVCacheSize, options_for, options_for_memory
@@ -153,6 +153,8 @@ class LLM:
         paths = [hub.resolve(name) for name in names]
         checkpoints = [open_checkpoint(path, precision.exact) for path in paths]
         size = _choose_kv_cache_size(config, checkpoints)
+        if draft_model is not None:
+            check_draft_model(config, checkpoints[0].config, checkpoints[1].config, size.max_model_len)
         defaults = sampling_defaults(checkpoints[0])
         with explained_memory_errors(_memory_needs(config, size, checkpoints), options_for_memory(config)):
             models = [load_model(checkpoint, dtype, device, size.max_model_len) for checkpoint in checkpoints]
@@ -438,13 +440,14 @@ class LLM:
     def wake_up(self) -> None:
         """Get back what :meth:`sleep` has freed; does nothing if nothing has been.
 
-        If it raises an error, it may be called again. Only if a prompt module could not be computed, everything else is
-        back, and all prompt modules are lost.
+        If it raises an error, it may be called again. Only if prompt modules could not be computed, everything else is
+        back, and these modules are lost.
 
         Raises:
             OutOfMemoryError: the device has too little memory now.
             RequestError: the files now hold another model.
             FastinferError: the files cannot be read any more.
+            RuntimeError: prompt modules could not be computed.
         """
         with self._shared.lock:
             self.engine.wake_up()

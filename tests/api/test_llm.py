@@ -309,6 +309,14 @@ def test_a_later_process_reads_what_was_computed(model_path: Path, tmp_path: Pat
     assert run(dtype="bfloat16", kv_cache_dtype="float16")[1] == 0, "the weights' precision is another one"
 
 
+def test_a_draft_model_is_checked_before_the_weights_are_read(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "load_decoder", lambda *args: pytest.fail("the weights are being read"))
+    with pytest.raises(RequestError, match="a draft model needs num_speculative_tokens of at least 1, got 0"):
+        LLM(str(model_path), draft_model=str(model_path))
+
+
 def test_the_longest_context_that_fits_is_announced_before_the_weights_are_read(
     model_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

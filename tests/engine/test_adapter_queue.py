@@ -1,8 +1,10 @@
 """More LoRA adapters than slots: which are loaded when, who waits for them, and that no text changes."""
 
 import asyncio
+import contextlib
 import os
 import threading
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.faults import ENGINE, Fault, Interrupt, Tracer
 from support.peft_adapter import write_adapter
 from support.tiny_decoder import CONFIG, make_decoder
 from support.toy import VOCAB_SIZE, ToyTokenizer, check_blocks, drain
@@ -291,6 +294,40 @@ def test_an_error_while_an_adapter_is_copied(
     assert outputs[ids[1]].outputs[0].finish_reason == "error"
     assert "out of memory" in str(outputs[ids[1]].outputs[0].stop_reason)
     assert [tokens(outputs, [ids[i]])[0] for i in (0, 2, 3)] == [expected[name] for name in ("a", "c", None)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [Fault, Interrupt])
+def test_a_fault_at_any_line(
+    error: type[BaseException], folders: dict[str, Path], expected: dict[str | None, list[int]]
+) -> None:
+    names = [None, "a", "b", "a", "c"]
+    files = tuple(f"{ENGINE}/{name}.py" for name in ("adapters", "adapter_queue", "request_table"))
+
+    def run(tracer: Tracer) -> None:
+        engine = register_all(make_engine(max_loras=1, max_cpu_loras=1, enforce_eager=True), folders)
+        ids = [engine.add_request(PROMPT, PARAMS, adapter=name) for name in names]
+        outputs: deque[Any] = deque()
+        for _ in range(10_000):
+            with contextlib.suppress(Fault, Interrupt):
+                tracer(lambda: engine.step_into(outputs))
+            check_blocks(engine)
+            if not engine.has_unfinished:
+                break
+        last = {output.request_id: output.outputs[0] for output in outputs}
+        failed = [request_id for request_id in ids if last[request_id].finish_reason == "error"]
+        # An adapter that cannot be taken over ends all of its requests.
+        assert len({names[ids.index(request_id)] for request_id in failed}) <= tracer.has_raised, tracer.line
+        for request_id, name in zip(ids, names, strict=True):
+            assert request_id in failed or last[request_id].token_ids == expected[name], tracer.line
+        assert len(engine.requests.awaiting_adapter) == engine.requests.awaiting_adapter.num_tokens == 0
+
+    tracer = Tracer()
+    run(tracer)
+    lines = [line for line in sorted(tracer.seen) if line[0] in files]
+    assert len(lines) > 100
+    for number, line in enumerate(lines):
+        run(Tracer(line, 1 + number * 7919 % tracer.seen[line], error))
 
 
 def test_files_that_change_are_not_mixed_with_what_was_read(

@@ -10,6 +10,7 @@ from support.toy import EOS_ID, VOCAB_SIZE, ToyModel, always_speculate, check_bl
 from torch import Tensor
 
 from fastinfer.engine.engine import Engine
+from fastinfer.engine.prefix_hash import first_key
 from fastinfer.errors import RequestError
 from fastinfer.outputs import RequestOutput
 from fastinfer.sampling_params import BeamSearchParams, SamplingParams
@@ -69,6 +70,15 @@ def test_the_best_texts(width: int, penalty: float, ignore_eos: bool) -> None:
             assert completion.finish_reason == ("stop" if ended else "length")
             assert completion.text == engine.tokenizer.decode(tokens[:-1] if ended else tokens)
         assert engine.block_manager.num_used == 0
+
+
+def test_all_beams_have_the_salt_of_their_request() -> None:
+    engine = toy_engine()
+    request_id = engine.add_beam_request(PROMPTS[1], BeamSearchParams(3, max_tokens=5), cache_salt="salt")
+    for _ in range(3):
+        beams = engine.requests.active[request_id].sequences
+        assert [(beam.cache_salt, beam.first_key) for beam in beams] == [("salt", first_key("salt", ""))] * 3
+        engine.step()
 
 
 def test_texts_that_end_early_are_kept() -> None:

@@ -1,6 +1,7 @@
 """Requests with different adapters in one engine: each as if alone."""
 
 import asyncio
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -187,6 +188,34 @@ def test_load_and_unload(folders: dict[str, Path], tmp_path: Path) -> None:
         with pytest.raises(RequestError, match=r"adapter must be one of \['b', 'c'\], got 'a'"):
             call("a")
     assert not engine.has_unfinished
+
+
+def test_files_that_vanish_before_an_adapter_is_loaded(folders: dict[str, Path]) -> None:
+    engine = make_engine()
+    adapter = engine.read_adapter(folders["a"])
+    shutil.rmtree(folders["a"])
+    with pytest.raises(AdapterError, match=r"a/adapter_config.json must stay as long as the adapter: No such file"):
+        engine.load_adapter("a", adapter)
+    assert engine.adapters.names == []
+
+
+def test_a_prompt_module_whose_adapter_cannot_be_read_again(folders: dict[str, Path]) -> None:
+    """Sleep loses the blocks; the adapter has made room for another one."""
+    engine = make_engine(max_loras=1, max_cpu_loras=1)
+    for name in "ab":
+        engine.load_adapter(name, folders[name])
+        engine.add_prompt_module(name, PROMPTS[3], adapter=name)
+        drain(engine)
+    shutil.rmtree(folders["a"])
+    engine.sleep(1)
+    with pytest.raises(RuntimeError, match=r"could not be computed again and are lost: \{'a': .*: No such file"):
+        engine.wake_up()
+    assert not engine.is_sleeping
+    assert not engine.has_unfinished
+    assert engine.prompt_module("b").token_ids == PROMPTS[3]
+    with pytest.raises(RequestError, match=r"prompt module must be one of \['b'\], got 'a'"):
+        engine.prompt_module("a")
+    check_blocks(engine)
 
 
 def test_an_engine_without_slots(folders: dict[str, Path]) -> None:

@@ -3,36 +3,24 @@
 Each one ends one request at most, the others give what they give alone, and all blocks are accounted for.
 """
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
+from support.faults import ENGINE, Fault, Interrupt, Line, Tracer
 from support.kv_files import GIB
 from support.toy import VOCAB_SIZE, Forgetful, always_speculate, check_blocks, toy_engine
 from support.toy_grammar import Letters, constrained
 
-import fastinfer.engine
 from fastinfer.engine.beam_request import BeamRequest
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.generation_request import GenerationRequest
 from fastinfer.outputs import PrefillOutput
 from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
-ENGINE = str(Path(fastinfer.engine.__file__).parent)
 MODES = ["none", "ngram", "draft model", "runs ahead", "offloading"]  # also ways to schedule and to store
-Line = tuple[str, int]
-
-
-class Fault(RuntimeError):
-    """As the operators raise it."""
-
-
-class Interrupt(KeyboardInterrupt):
-    """As a user raises it."""
 
 
 def prompt(number: int, length: int) -> list[int]:
@@ -158,37 +146,6 @@ def start(mode: str) -> Results:
     engine = make_engine(mode)
     names = AHEAD if mode == "runs ahead" else REQUESTS
     return Results(engine, {REQUESTS[name](engine): name for name in names})
-
-
-class Tracer:
-    """Calls a step with a trace function that may raise at one line."""
-
-    def __init__(self, line: Line | None = None, occurrence: int = 1, error: type[BaseException] = Fault) -> None:
-        self.seen: Counter[Line] = Counter()
-        self.line, self.occurrence, self.error = line, occurrence, error
-        self.has_raised = False
-
-    def __call__(self, function: Callable[[], Any]) -> Any:
-        if self.has_raised:
-            return function()
-        before = sys.gettrace()
-        sys.settrace(self._enter)
-        try:
-            return function()
-        finally:
-            sys.settrace(before)
-
-    def _enter(self, frame: FrameType, event: str, arg: object) -> Any:
-        return self._at if frame.f_code.co_filename.startswith(ENGINE) else None
-
-    def _at(self, frame: FrameType, event: str, arg: object) -> Any:
-        if event == "line" and not self.has_raised:
-            line = frame.f_code.co_filename, frame.f_lineno
-            self.seen[line] += 1
-            if line == self.line and self.seen[line] == self.occurrence:
-                self.has_raised = True
-                raise self.error(f"a fault at {line[0]}:{line[1]}")
-        return self._at
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from support.tiny_decoder import CONFIG, make_decoder
 from support.toy import (
     VOCAB_SIZE,
     Forgetful,
+    ToyModel,
     ToyTokenizer,
     always_speculate,
     check_blocks,
@@ -260,6 +261,27 @@ def test_an_error_ends_its_request_alone(case: str) -> None:
         assert completion.finish_reason == "error"
         assert len(completion.token_ids) == (2 if case == "raises" else 0)
     assert re.search(named, str(outputs[bad].outputs[0].stop_reason)), outputs[bad].outputs[0].stop_reason
+
+
+@pytest.mark.parametrize("ends_before", [False, True])
+def test_an_error_comes_after_the_same_tokens_with_drafts(ends_before: bool) -> None:
+    """Several tokens are drawn at once then, also those after the end of the text."""
+
+    def fail(output: Any, logits: Tensor) -> None:
+        if len(output) == 4:
+            raise ValueError("no")
+
+    for length in range(1, len(PROMPT) + 1):
+        prompt = PROMPT[:length]
+        params = replace(GREEDY, logits_processors=[fail])
+        if ends_before:
+            params = replace(params, stop_token_ids=[drain_one(toy_engine(), GREEDY, prompt).outputs[0].token_ids[3]])
+        [expected] = drain_one(toy_engine(), params, prompt).outputs
+        assert expected.finish_reason == ("stop" if ends_before else "error")
+        engine = always_speculate(toy_engine(ToyModel(), num_speculative_tokens=5))  # all drafts are right
+        [completion] = drain_one(engine, params, prompt).outputs
+        assert completion.token_ids == expected.token_ids
+        assert completion.finish_reason == expected.finish_reason
 
 
 def test_recorded_steps_keep_their_logits() -> None:

@@ -5,7 +5,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,7 +15,9 @@ from support.toy import always_speculate
 
 import fastinfer
 from fastinfer.engine import ngram_index
+from fastinfer.engine.adapter_queue import AdapterQueue
 from fastinfer.engine.engine import Engine
+from fastinfer.engine.sequence import Sequence
 from fastinfer.outputs import RequestOutput
 from fastinfer.sampling_params import RequestOutputKind, SamplingParams
 
@@ -111,6 +113,19 @@ def test_the_counts_see_a_copy() -> None:
         assert_same(short, long, 100_000)
 
 
+def test_statistics() -> None:
+    """``AsyncEngine`` asks for them after every step."""
+
+    def cost(num_tokens: int) -> Cost:
+        engine = flat_engine(max_num_seqs=1, num_kv_blocks=1000, max_num_batched_tokens=30_000, max_model_len=30_000)
+        engine.add_request([1] * num_tokens, LONG)
+        engine.step()
+        assert engine.stats().num_used_blocks >= num_tokens // 32
+        return typical_cost(engine.stats)
+
+    assert_same(cost(2000), cost(20_000), 18_000 // 32)
+
+
 def test_an_unread_output_costs_nothing_until_it_is_read() -> None:
     engine = flat_engine(max_num_seqs=1, num_kv_blocks=200, max_model_len=6000)
     engine.add_request([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=5000, logprobs=0, ignore_eos=True))
@@ -169,3 +184,36 @@ def test_the_ngram_index_of_a_prompt_is_built_over_several_steps() -> None:
         return max(lines)
 
     assert 0 < most_lines(40_000) < most_lines(4_000) + 100
+
+
+def test_requests_that_wait_for_an_adapter() -> None:
+    """Most of them are for one adapter that finds no free slot; one whose adapter has a slot overtakes them."""
+
+    class Adapters:
+        def fetch(self, keys: list[str]) -> dict[str, Exception]:
+            return {}
+
+        def slot(self, key: str) -> int | None:
+            return 0 if key == "loaded" else None
+
+        def is_in_memory(self, key: str) -> bool:
+            return True
+
+        def place(self, key: str, slots_in_use: set[int]) -> None:
+            return None
+
+    def cost(num_waiting: int) -> Cost:
+        queue = AdapterQueue(Adapters(), 64)  # type: ignore[arg-type]
+        for index, adapter in enumerate(["other"] * num_waiting + ["loaded"]):
+            first = Sequence(str(index), [1, 2], SamplingParams(), 0, adapter_key=adapter)
+            queue.add(SimpleNamespace(request_id=str(index), sequences=[first]))  # type: ignore[arg-type]
+
+        def step() -> None:
+            [request] = [queue.discard(request.request_id) or request for request, _ in queue.admit(set)]
+            assert request.request_id == str(num_waiting)
+
+        cost = cost_of(step)
+        assert queue.num_tokens == 2 * len(queue) == 2 * num_waiting
+        return cost
+
+    assert_same(cost(10), cost(3000), 3000)

@@ -207,20 +207,23 @@ def test_a_second_request_finds_the_prefix_of_a_text_that_is_longer_than_the_win
     assert output.outputs[0].token_ids == greedy([*whole, 5, 6, 7], 4, stop_at_eos=False)
 
 
-def test_a_prompt_module_keeps_its_window() -> None:
-    engine = windowed_engine((0, 6), num_kv_blocks=100)
-    module = prompt_of(32)
+@pytest.mark.parametrize("length", [32, 36, 37, 38, 39])
+def test_a_prompt_module_keeps_its_window(length: int) -> None:
+    """Also if its last block is not full: those who begin with it have all blocks before that one."""
+    engine = windowed_engine((0, 7), num_kv_blocks=100)
+    module = prompt_of(length)
     engine.add_prompt_module("m", module)
     drain(engine)
     pool = engine.block_manager.pools[1]
-    assert pool.num_blocks - pool.num_available == 2  # the next token, at 32, sees positions 27 to 32
+    # The token after the full blocks, at 32 or 36, sees the last two of them.
+    assert pool.num_blocks - pool.num_available == 2 + (length % BLOCK_SIZE > 0)
     for index in range(20):  # everything else in the cache is replaced
         engine.add_request(prompt_of(50, index + 1), SamplingParams(max_tokens=2), request_id=str(index))
     drain(engine)
     before = engine.stats().num_hit_tokens
     engine.add_request([*module, 3, 4], SamplingParams(temperature=0.0, max_tokens=4), request_id="a")
     assert drain(engine)["a"].outputs[0].token_ids == greedy([*module, 3, 4], 4)
-    assert engine.stats().num_hit_tokens - before == 32
+    assert engine.stats().num_hit_tokens - before == length // BLOCK_SIZE * BLOCK_SIZE
     check_blocks(engine)
 
 

@@ -177,18 +177,22 @@ async def begin():
     long = SamplingParams(temperature=1.0, seed=1, max_tokens=100, ignore_eos=True)
     stream = engine.generate("xy", long, request_id="long")
     await anext(stream)
-    return expected, stream
+    sleeping = asyncio.create_task(engine.sleep())  # once the stream has ended
+    await asyncio.sleep(0)
+    return expected, stream, sleeping
 
 async def end():
     async for output in stream:
         pass
     assert len(output.outputs[0].token_ids) == 100
+    await sleeping
+    await engine.wake_up()
     assert await complete("[ab]{3}") == expected
     await engine.shutdown()
 
 loop = asyncio.new_event_loop()
-expected, stream = loop.run_until_complete(begin())
-fork_and_wait(child)  # the engine's thread is in the middle of the long request
+expected, stream, sleeping = loop.run_until_complete(begin())
+fork_and_wait(child)  # the engine's thread is in the middle of the long request; the child has none, and is awake
 loop.run_until_complete(end())
 """
 

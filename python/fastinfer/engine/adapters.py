@@ -1,6 +1,7 @@
 """The registered LoRA adapters: the names by which requests refer to them, and which of them are loaded."""
 
 import itertools
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -122,8 +123,9 @@ class Adapters:
         self._check_name(name)
         if not isinstance(adapter, PreparedAdapter):
             adapter = self.read(adapter)
+        files = _files(adapter.path)
         registration = self._add(name, adapter.path)
-        registration.files, registration.digest = _files(adapter.path), adapter.digest
+        registration.files, registration.digest = files, adapter.digest
         self._keep(registration.key, adapter, ())
 
     def unload(self, name: str, used_keys: Iterable[str]) -> None:
@@ -282,6 +284,13 @@ class Adapters:
 
 
 def _files(folder: Path) -> tuple[tuple[int, int], ...]:
-    """Return sizes and times of an adapter's files."""
-    stats = [(folder / name).stat() for name in ("adapter_config.json", "adapter_model.safetensors")]
-    return tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)
+    """Return sizes and times of an adapter's files.
+
+    Raises:
+        AdapterError: a file has gone.
+    """
+    paths = (folder / "adapter_config.json", folder / "adapter_model.safetensors")
+    try:
+        return tuple((stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, paths))
+    except OSError as error:
+        raise AdapterError(f"{error.filename} must stay as long as the adapter: {error.strerror}") from None

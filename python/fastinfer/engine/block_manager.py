@@ -219,7 +219,8 @@ class BlockManager:
                     for index in range(max(sequence.num_cached_blocks, table.num_dropped), num_full):
                         pool.publish(table.blocks[index], self._content(sequence, index))
                         self._note_use(pool, table.blocks[index])
-                self._drop(pool, table, num_tokens)
+                # Not those that the partial block alone no longer sees: a prefix that is found ends with a full block.
+                self._drop(pool, table, num_full * self.block_size)
             sequence.num_cached_blocks = num_full
 
     def prefer_blocks_of(self, sequence: Sequence) -> None:

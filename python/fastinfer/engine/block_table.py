@@ -20,3 +20,8 @@ class BlockTable:
     def held(self) -> list[int]:
         """The blocks that the sequence holds, as a new list."""
         return self.blocks[self.num_dropped :]
+
+    @property
+    def num_held(self) -> int:
+        """Number of blocks that the sequence holds."""
+        return len(self.blocks) - self.num_dropped

@@ -36,6 +36,7 @@ from fastinfer.engine.worker import Worker
 from fastinfer.errors import RequestError, UnavailableError
 from fastinfer.models import Model, check_has_all_logits
 from fastinfer.models.lora import AdapterSlots, PreparedAdapter
+from fastinfer.outputs import PrefillOutput
 from fastinfer.sampling_params import DEFAULT_PARAMS, BeamSearchParams, SamplingParams
 from fastinfer.tokenizers.tokenizer import Tokenizer
 from fastinfer.utils.device import use_device
@@ -482,29 +483,36 @@ class Engine:
     def wake_up(self) -> None:
         """Get back what :meth:`sleep` has freed, and compute the prompt modules again; do nothing if awake.
 
-        If it raises an error, the engine sleeps on, unless :attr:`is_sleeping` is False: then a prompt module could not
-        be computed, and all are lost.
+        If it raises an error, the engine sleeps on, unless :attr:`is_sleeping` is False: then some prompt modules could
+        not be computed, and are lost.
 
         Raises:
             OutOfMemoryError: there is too little memory on the device now.
             RequestError: the files now hold another model.
             FastinferError: the files cannot be read any more.
+            RuntimeError: prompt modules could not be computed.
         """
         if not self.is_sleeping:
             return
         with self._context():  # on a GPU the workers capture their graphs here
             self._sleep_mode.wake_up()
+        names = {}
         for name, module in self.prompt_modules.remove_all().items():
             request = PrefillRequest(self.requests.new_id(), module.token_ids, module.options)
             self.prompt_modules.add(name, PromptModule(request.sequences[0], module.options))
-            self.requests.add(request)
+            names[self.requests.add(request)] = name
+        lost = {}
         try:
             while self.has_unfinished:
-                self.step()
+                for output in self.step():
+                    if isinstance(output, PrefillOutput) and output.finish_reason == "error":
+                        lost[names[output.request_id]] = output.stop_reason
         except BaseException as error:
             for request_id in list(self.requests.active):
                 self.abort(request_id, error)
             raise
+        if lost:
+            raise RuntimeError(f"prompt modules could not be computed again and are lost: {lost}")
 
     @property
     def is_sleeping(self) -> bool:
@@ -521,7 +529,7 @@ class Engine:
         manager, scheduler = self.block_manager, self.scheduler
         running = scheduler.running
         tables = [(sequence.num_computed_tokens, table) for sequence in running for table in sequence.block_tables]
-        slots = sum(len(table.held) for _, table in tables) * manager.block_size
+        slots = sum(table.num_held for _, table in tables) * manager.block_size
         tokens = sum(computed - table.num_dropped * manager.block_size for computed, table in tables)
         return EngineStats(
             num_running=len(running),

@@ -76,8 +76,8 @@ class RequestTable:
         """
         if self.num_waiting >= self._max_num_waiting:
             raise QueueFullError(f"the queue is full: max_num_waiting={self._max_num_waiting} requests wait")
-        waiting, limit = self.num_waiting_tokens, self._max_num_waiting_tokens
-        if limit is not None and waiting and waiting + num_tokens > limit:
+        limit = self._max_num_waiting_tokens
+        if limit is not None and (waiting := self.num_waiting_tokens) and waiting + num_tokens > limit:
             raise QueueFullError(
                 f"the queue is full: {waiting} tokens wait, max_num_waiting_tokens is {limit}, and the prompt has "
                 f"{num_tokens}"

@@ -198,7 +198,8 @@ class Sequence:
         """Return a new sequence with the same tokens and the same place in the order, ready to be forked."""
         other = Sequence(self.request_id, self.token_ids, self.params, self.seed, max_length=self.max_length)
         other.num_prompt_tokens = self.num_prompt_tokens
-        other.first_key, other.adapter, other.adapter_key = self.first_key, self.adapter, self.adapter_key
+        other.cache_salt, other.first_key = self.cache_salt, self.first_key
+        other.adapter, other.adapter_key = self.adapter, self.adapter_key
         other.order, other.may_speculate = self.order, self.may_speculate
         return other
 

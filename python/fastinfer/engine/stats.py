@@ -112,8 +112,3 @@ class EngineStats:
     num_damaged_kv_files: int = 0
     num_dropped_kv_blocks: int = 0
     num_failed_kv_files: int = 0
-
-    @property
-    def prefix_hit_rate(self) -> float:
-        """Share, from 0 to 1, of the queried tokens that the prefix cache held; 0 before the first request."""
-        return self.num_hit_tokens / max(self.num_queried_tokens, 1)

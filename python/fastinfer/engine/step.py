@@ -300,13 +300,9 @@ class Step:
             hidden: [tokens, hidden] hidden states of the whole step.
         """
         try:
-            for step in steps:
-                for token in step.tokens:
-                    if token.error is not None:
-                        raise token.error
             steps[0] = self._with_prompt_results(steps[0], rows, hidden)
             for step in steps:
-                request.update(step)
+                _update_until_error(request, step)
         except Exception as error:
             request.finish("error", describe_error(error))
         else:
@@ -341,6 +337,22 @@ def _is_wanted(chunk: Chunk) -> bool:
     """Return whether a launched chunk's sequence has neither ended nor been restarted since."""
     sequence = chunk.sequence
     return sequence.state is not SequenceState.FINISHED and sequence.num_restarts == chunk.num_restarts
+
+
+def _update_until_error(request: Request, step: SequenceStep) -> None:
+    """Update a request with the tokens before the first one that could not be drawn.
+
+    Raises:
+        Exception: why that one could not be drawn, if the tokens before it do not end the text. (With drafts several
+            tokens are drawn at once; without them the faulty one might never be drawn.)
+    """
+    for index, token in enumerate(step.tokens):
+        if token.error is not None:
+            request.update(step._replace(tokens=step.tokens[:index]))
+            if step.sequence in request.unfinished:
+                raise token.error
+            return
+    request.update(step)
 
 
 def _mark_launched(chunks: list[Chunk]) -> None:

@@ -39,4 +39,6 @@ def encode(backend: Backend, text: str) -> list[int]:
         RequestError: the library failed, as it does if a search for a pattern is tried too often.
     """
     with as_our_error(lambda message: RequestError(f"prompt: the model's tokenizer failed on it: {message}")):
-        return backend.encode(text, add_special_tokens=False).ids
+        # Unlike encode, this lets other threads run meanwhile: those of the engine and of the event loop.
+        [encoding] = backend.encode_batch_fast([text], add_special_tokens=False)
+        return encoding.ids

@@ -139,7 +139,7 @@ class _Splitter:
 
     def split(self, text: str) -> list[int | str]:
         """Split a text into token ids and the strings between them; it must not contain ``SPACE``."""
-        found = self._backend.encode(text)
+        [found] = self._backend.encode_batch([text])  # encode would not let other threads run meanwhile
         return [
             self._ids[number] if number else text[start:end]
             for number, (start, end) in zip(found.ids, found.offsets, strict=True)

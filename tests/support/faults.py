@@ -1,0 +1,52 @@
+"""Errors that are raised at a given line of the engine."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import fastinfer.engine
+
+ENGINE = str(Path(fastinfer.engine.__file__).parent)
+Line = tuple[str, int]
+
+
+class Fault(RuntimeError):
+    """As the operators raise it."""
+
+
+class Interrupt(KeyboardInterrupt):
+    """As a user raises it."""
+
+
+class Tracer:
+    """Calls a step with a trace function that may raise at one line."""
+
+    def __init__(self, line: Line | None = None, occurrence: int = 1, error: type[BaseException] = Fault) -> None:
+        self.seen: Counter[Line] = Counter()
+        self.line, self.occurrence, self.error = line, occurrence, error
+        self.has_raised = False
+
+    def __call__(self, function: Callable[[], Any]) -> Any:
+        if self.has_raised:
+            return function()
+        before = sys.gettrace()
+        sys.settrace(self._enter)
+        try:
+            return function()
+        finally:
+            sys.settrace(before)
+
+    def _enter(self, frame: FrameType, event: str, arg: object) -> Any:
+        return self._at if frame.f_code.co_filename.startswith(ENGINE) else None
+
+    def _at(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "line" and not self.has_raised:
+            line = frame.f_code.co_filename, frame.f_lineno
+            self.seen[line] += 1
+            if line == self.line and self.seen[line] == self.occurrence:
+                self.has_raised = True
+                raise self.error(f"a fault at {line[0]}:{line[1]}")
+        return self._at
