@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.fake_cuda_graph import FakeGraph, FakeHostCopy, PaddedToy, use_fakes, use_graphs
 from support.toy import ToyModel, always_speculate, check_blocks, drain, prompts, toy_engine
 from support.toy_grammar import Letters, constrained
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.draw import Draw
@@ -150,6 +152,63 @@ def test_no_text_changes(limits: dict[str, Any]) -> None:
     assert results(mixed(engine)) == results(mixed(toy_engine(**limits)))
     if "num_kv_blocks" in limits:
         assert engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("limits", [{}, {"block_size": 2, "max_num_batched_tokens": 3}], ids=["roomy", "few tokens"])
+def test_no_text_changes_with_graphs(limits: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fakes(monkeypatch)
+    engine = use_graphs(toy_engine(model=PaddedToy(), async_scheduling=True, **limits))
+    assert results(mixed(engine)) == results(mixed(toy_engine(**limits)))
+
+
+class Calls(TorchDispatchMode):
+    """Notes the calls that reach the device outside of graphs, without views."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self._in_call = False
+        for kind, method in ((FakeGraph, "replay"), (FakeHostCopy, "__init__"), (torch.Tensor, "pin_memory")):
+            self._name(monkeypatch, kind, method)
+
+    def _name(self, monkeypatch: pytest.MonkeyPatch, kind: type[Any], method: str) -> None:
+        call = getattr(kind, method)
+
+        def named(*args: Any) -> Any:
+            self.names.append(f"{kind.__name__}.{method}")
+            self._in_call = True
+            try:
+                return call(*args)
+            finally:
+                self._in_call = False
+
+        monkeypatch.setattr(kind, method, named)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._in_call and not func.is_view:
+            self.names.append(str(func))
+        return result
+
+
+def test_a_step_ahead_is_a_copy_a_replay_and_a_copy_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fakes(monkeypatch)
+    engine = use_graphs(toy_engine(model=PaddedToy(), async_scheduling=True, block_size=64))
+    for seed in range(3):
+        engine.add_request(PROMPT, SamplingParams(temperature=0.8, top_k=9, top_p=0.9, seed=seed, max_tokens=20))
+    for _ in range(3):
+        engine.step()
+    calls = Calls(monkeypatch)
+    for _ in range(5):
+        calls.names.clear()
+        with calls:
+            engine.step()
+        assert calls.names == [
+            "Tensor.pin_memory",
+            "aten.copy_.default",  # the inputs
+            "FakeGraph.replay",
+            "FakeHostCopy.__init__",
+        ]
 
 
 def test_no_text_changes_with_speculation() -> None:

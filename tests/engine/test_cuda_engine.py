@@ -6,6 +6,7 @@ that the CPU has drawn.
 """
 
 import os
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_cuda_graph import is_batch_invariant, use_fakes, with_twin
+from support.fake_cuda_graph import is_batch_invariant, use_fakes, use_graphs
 from support.helpers import device_fixture
 from support.mixed_decoder import CONFIG, mixed_decoder
 from support.peft_adapter import write_adapter
@@ -22,8 +23,8 @@ from support.toy import VOCAB_SIZE, ToyTokenizer, always_speculate, check_blocks
 from torch import Tensor
 
 from fastinfer import hub
+from fastinfer.engine.batch_inputs import StepResult
 from fastinfer.engine.config import EngineConfig
-from fastinfer.engine.cuda_graphs import CUDAGraphs
 from fastinfer.engine.draw import Draw
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.logits_row import LogitsRow
@@ -62,11 +63,11 @@ class Forced(Engine):
             tensor.view(torch.uint8).fill_(0xFF)  # NaN, or -1 where that is none
         launch = self.sampler.launch
 
-        def forced(logits: Tensor, rows: list[LogitsRow], recorded: bool) -> Draw:
-            drawn = launch(logits, rows, recorded).tokens()
+        def forced(result: StepResult, rows: list[LogitsRow]) -> Draw:
+            drawn = launch(result, rows).tokens()
             for index, (row, token) in enumerate(zip(rows, drawn, strict=True)):
                 key = (row.sequence.seed, *row.sequence.token_ids, *row.drafts)
-                self.logits[key] = logits[index].cpu().clone()
+                self.logits[key] = result.logits[index].cpu().clone()
                 self.tokens[key] = (tokens or {}).get(key, token.token_id)
                 drawn[index] = replace(token, token_id=self.tokens[key])
             return Draw(lambda: drawn)
@@ -288,13 +289,8 @@ serve_mixed = partial(serve, prompts=MIXED_PROMPTS, params=replace(PARAMS, max_t
 
 
 def graphed(device: str, **limits: Any) -> Forced:
-    engine = deterministic(device, **limits)
     if device == "cpu":  # emulated
-        with engine._context():
-            engine.worker.runner.graphs = CUDAGraphs(
-                engine.worker.runner.compute, with_twin(engine.worker.runner.inputs), False
-            )
-        return engine
+        return use_graphs(deterministic(device, **limits))  # type: ignore[return-value]
     return deterministic(device, enforce_eager=False, **limits)
 
 
@@ -408,11 +404,11 @@ def test_a_row_without_a_token_ends_its_request_alone(device: str) -> None:
     bad, good = (engine.add_request([1, 2], replace(PARAMS, seed=seed)) for seed in (0, 1))
     launch = engine.sampler.launch
 
-    def poisoned(logits: Tensor, rows: list[LogitsRow], recorded: bool) -> Draw:
+    def poisoned(result: StepResult, rows: list[LogitsRow]) -> Draw:
         for index, row in enumerate(rows):
             if row.sequence.request_id == bad and len(row.sequence) == 4:
-                logits[index, 5] = float("nan")
-        return launch(logits, rows, recorded)
+                result.logits[index, 5] = float("nan")
+        return launch(result, rows)
 
     engine.sampler.launch = poisoned  # type: ignore[method-assign]
     outputs = drain(engine)
@@ -431,10 +427,7 @@ def recorded(device: str, monkeypatch: pytest.MonkeyPatch) -> Make:
     def make(**limits: Any) -> Forced:
         if device != "cpu":
             return Forced(device, enforce_eager=False, **limits)
-        engine = Forced(device, **limits)
-        runner = engine.worker.runner
-        runner.graphs = CUDAGraphs(runner.compute, with_twin(runner.inputs), engine.config.max_loras > 0)
-        return engine
+        return use_graphs(Forced(device, **limits))  # type: ignore[return-value]
 
     if device == "cpu":
         use_fakes(monkeypatch)
@@ -458,6 +451,58 @@ def test_graphs_with_adapters(adapters: list[Path], device: str, recorded: Make)
     engine = with_adapters(recorded, adapters)
     assert engine.tokens == expected.tokens
     assert all(torch.equal(logits, expected.logits[key]) for key, logits in engine.logits.items())
+
+
+class Drawing(Engine):
+    """Follows no other engine's tokens."""
+
+    def __init__(self, device: str, enforce_eager: bool, **limits: Any) -> None:
+        config = EngineConfig(**{**LIMITS, "device": device, "enforce_eager": enforce_eager, **limits})
+        super().__init__(mixed_decoder(device), ToyTokenizer(), config)  # type: ignore[arg-type]
+
+
+def captured(device: str, **limits: Any) -> Engine:
+    """An engine with CUDA graphs, or fakes where there is no GPU."""
+    return use_graphs(Drawing(device, True, **limits)) if device == "cpu" else Drawing(device, False, **limits)
+
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"top_k": 5},
+    {"top_p": 0.8, "min_p": 0.02},
+    {"temperature": 0.0},
+    {"min_tokens": 4, "stop_token_ids": list(range(20)), "ignore_eos": False},
+    {"logprobs": 2},
+    {"presence_penalty": 0.5},
+    {"logit_bias": {3: 5.0}},
+]
+
+
+def random_requests(engine: Engine, seed: int) -> list[tuple[list[int], Any]]:
+    """Requests of many kinds that come and end at different times, mostly of those that a graph draws for."""
+    rng = random.Random(seed)
+    outputs = {}
+    for number in range(10):
+        kind = KINDS[rng.randrange(len(KINDS) if number % 5 == 4 else 4)]
+        params = {"temperature": 0.9, "seed": number, "max_tokens": rng.randint(1, 12), "ignore_eos": True, **kind}
+        engine.add_request([rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 12))], SamplingParams(**params))
+        for _ in range(rng.randint(0, 3)):
+            outputs.update({output.request_id: output for output in engine.step()})
+    outputs.update(drain(engine))
+    check_blocks(engine)
+    return [(outputs[name].outputs[0].token_ids, outputs[name].outputs[0].logprobs) for name in sorted(outputs)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_drawing_in_graphs_changes_nothing(seed: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launched ahead or not: the tokens of random batches, some of whose draws need more than a graph gives."""
+    if device == "cpu":
+        use_fakes(monkeypatch)
+    expected = random_requests(Drawing(device, True, async_scheduling=False), seed)
+    for ahead in (False, True):
+        engine = captured(device, async_scheduling=ahead)
+        assert random_requests(engine, seed) == expected
+        assert engine.stats().num_failed_draws == 0
 
 
 # ---- sleeping, and a second GPU ----

@@ -1,13 +1,20 @@
 """CUDA graphs and GPU memory for machines without a GPU: the engine's own code around them runs."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from fastinfer.engine import cuda_graphs
+from fastinfer.engine import cuda_graphs, sampler
 from fastinfer.engine.batch_inputs import BatchInputs
+from fastinfer.engine.cuda_graphs import CUDAGraphs
+from fastinfer.engine.engine import Engine
+from fastinfer.models.batch import Batch
+from fastinfer.models.kv_cache import KVCache
 from fastinfer.ops import invariance
+from support.toy import ToyModel
 
 
 class FakeGraph:
@@ -28,6 +35,28 @@ class FakeGraph:
         return "pool"
 
 
+class FakeHostCopy:
+    """Copies at once, as a GPU does before the kernels that are launched later."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._copies = [tensor.clone() for tensor in tensors]
+
+    def wait(self) -> list[Tensor]:
+        return self._copies
+
+
+class PaddedToy(ToyModel):
+    """Takes padded steps, as the CUDA kernels do."""
+
+    def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
+        num_tokens = int(batch.query_start[-1])
+        assert (batch.slot_mappings[0][num_tokens:] == -1).all()
+        used = {name: getattr(batch, name)[:num_tokens] for name in ("token_ids", "positions")}
+        slot_mappings = tuple(slots[:num_tokens] for slots in batch.slot_mappings)
+        hidden = super().forward(replace(batch, slot_mappings=slot_mappings, **used), kv_cache).long()
+        return torch.cat([hidden, hidden.new_zeros(len(batch.token_ids) - num_tokens, 1)])
+
+
 def is_batch_invariant() -> bool:
     before = invariance._set(False)
     invariance._set(before)
@@ -36,6 +65,7 @@ def is_batch_invariant() -> bool:
 
 def use_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "capture", FakeGraph)
+    monkeypatch.setattr(sampler, "HostCopy", FakeHostCopy)
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
 
 
@@ -44,3 +74,12 @@ def with_twin(inputs: BatchInputs) -> BatchInputs:
     inputs._memory = torch.full_like(inputs._memory, 0x7F)
     inputs.device = torch.device("cuda")
     return inputs
+
+
+def use_graphs(engine: Engine) -> Engine:
+    """The engine with captured steps, which must have been made with ``enforce_eager``."""
+    for worker in engine._workers:
+        runner = worker.runner
+        with engine._context():
+            runner.graphs = CUDAGraphs(runner.compute, with_twin(runner.inputs), engine.config.max_loras > 0)
+    return engine

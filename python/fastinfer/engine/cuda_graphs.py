@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from tqdm import tqdm
 
+from fastinfer import ops
 from fastinfer.engine.batch_inputs import BatchInputs, BatchSize, StepResult
 from fastinfer.engine.cpu_graphs import NOT_CAPTURED
 from fastinfer.models.batch import Batch
@@ -31,6 +32,10 @@ class CUDAGraphs:
     buckets. :meth:`BatchInputs.pad <fastinfer.engine.batch_inputs.BatchInputs.pad>` describes the padding.
 
     All graphs copy their results to the same tensors; otherwise each graph would need memory for its own.
+
+    Each graph first inserts the tokens that the last step has drawn, and at last draws the next ones, so that a step
+    ahead is one copy of the inputs, one replay, and one copy of the tokens to the host. Masks are not in the graph: the
+    host computes them while the GPU computes the logits.
 
     Args:
         compute: function that calls the operators of a step.
@@ -66,7 +71,10 @@ class CUDAGraphs:
         self._inputs.pad(size, bucket)
         self._inputs.upload()
         self._graphs[bucket, size.has_adapters].replay()
-        return StepResult(self._hidden[: size.num_tokens], self._logits[: size.num_logits])
+        inputs, rows = self._inputs, slice(size.num_logits)
+        return StepResult(
+            self._hidden[: size.num_tokens], self._logits[rows], inputs.sampling, tokens=inputs.drawn[rows]
+        )
 
     @torch.inference_mode()
     def _capture_all(self, adapters: tuple[bool, ...]) -> None:
@@ -91,12 +99,15 @@ class CUDAGraphs:
 
     def _make_step(self, size: BatchSize) -> Callable[[], None]:
         """Return a function that computes a step of this size and copies the results to the common tensors."""
-        batch = self._inputs.batch(size)
+        inputs, rows = self._inputs, slice(size.num_logits)
+        batch, sampling, logits = inputs.batch(size), inputs.sampling.tensors(size.num_logits), self._logits[rows]
 
         def step() -> None:
+            inputs.insert_drawn(size.num_tokens)
             result = self._compute(batch)
             self._hidden[: size.num_tokens].copy_(result.hidden)
-            self._logits[: size.num_logits].copy_(result.logits)
+            logits.copy_(result.logits)
+            inputs.drawn[rows].copy_(ops.sample(logits, **sampling, num_logprobs=None).tokens)
 
         return step
 
