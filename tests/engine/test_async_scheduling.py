@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_cuda_graph import FakeGraph, FakeHostCopy, PaddedToy, use_fakes, use_graphs
+from support.fake_cuda_graph import Calls, PaddedToy, use_fakes, use_graphs, with_twin
 from support.toy import ToyModel, always_speculate, check_blocks, drain, prompts, toy_engine
 from support.toy_grammar import Letters, constrained
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastinfer.engine import cuda_graphs
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.draw import Draw
 from fastinfer.engine.engine import Engine
@@ -155,40 +155,22 @@ def test_no_text_changes(limits: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("limits", [{}, {"block_size": 2, "max_num_batched_tokens": 3}], ids=["roomy", "few tokens"])
-def test_no_text_changes_with_graphs(limits: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("captured", ["all", "small", "none"])
+def test_no_text_changes_on_a_gpu(captured: str, limits: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With graphs for all steps, for those of few tokens, or for none; drawn tokens stay on the device in any case."""
     use_fakes(monkeypatch)
-    engine = use_graphs(toy_engine(model=PaddedToy(), async_scheduling=True, **limits))
+    if captured == "small":
+        monkeypatch.setattr(cuda_graphs, "MAX_CAPTURED_TOKENS", 8)
+        monkeypatch.setattr(cuda_graphs, "MAX_DECODED_TOKENS", 8)
+    engine = toy_engine(model=PaddedToy(), async_scheduling=True, **limits)
+    if captured == "none":
+        with_twin(engine.worker.runner.inputs)
+    else:
+        use_graphs(engine)
     assert results(mixed(engine)) == results(mixed(toy_engine(**limits)))
-
-
-class Calls(TorchDispatchMode):
-    """Notes the calls that reach the device outside of graphs, without views."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self._in_call = False
-        for kind, method in ((FakeGraph, "replay"), (FakeHostCopy, "__init__"), (torch.Tensor, "pin_memory")):
-            self._name(monkeypatch, kind, method)
-
-    def _name(self, monkeypatch: pytest.MonkeyPatch, kind: type[Any], method: str) -> None:
-        call = getattr(kind, method)
-
-        def named(*args: Any) -> Any:
-            self.names.append(f"{kind.__name__}.{method}")
-            self._in_call = True
-            try:
-                return call(*args)
-            finally:
-                self._in_call = False
-
-        monkeypatch.setattr(kind, method, named)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not self._in_call and not func.is_view:
-            self.names.append(str(func))
-        return result
+    stats = engine.stats()
+    assert (stats.num_eager_steps > 0) == (captured == "none" or (captured == "small" and not limits))
+    assert (stats.num_eager_steps < stats.num_steps) == (captured != "none")
 
 
 def test_a_step_ahead_is_a_copy_a_replay_and_a_copy_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastinfer.engine import cuda_graphs, sampler
 from fastinfer.engine.batch_inputs import BatchInputs
-from fastinfer.engine.cuda_graphs import CUDAGraphs
 from fastinfer.engine.engine import Engine
 from fastinfer.models.batch import Batch
 from fastinfer.models.kv_cache import KVCache
@@ -77,9 +78,41 @@ def with_twin(inputs: BatchInputs) -> BatchInputs:
 
 
 def use_graphs(engine: Engine) -> Engine:
-    """The engine with captured steps, which must have been made with ``enforce_eager``."""
+    """An engine that was made with ``enforce_eager``, now with captured steps."""
     for worker in engine._workers:
         runner = worker.runner
         with engine._context():
-            runner.graphs = CUDAGraphs(runner.compute, with_twin(runner.inputs), engine.config.max_loras > 0)
+            with_twin(runner.inputs)
+            runner._enforce_eager = False
+            runner.graphs = runner._make_graphs()
     return engine
+
+
+class Calls(TorchDispatchMode):
+    """Notes the calls that reach the device outside of graphs, without views."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self._in_call = False
+        for kind, method in ((FakeGraph, "replay"), (FakeHostCopy, "__init__"), (torch.Tensor, "pin_memory")):
+            self._name(monkeypatch, kind, method)
+
+    def _name(self, monkeypatch: pytest.MonkeyPatch, kind: type[Any], method: str) -> None:
+        call = getattr(kind, method)
+
+        def named(*args: Any) -> Any:
+            self.names.append(f"{kind.__name__}.{method}")
+            self._in_call = True
+            try:
+                return call(*args)
+            finally:
+                self._in_call = False
+
+        monkeypatch.setattr(kind, method, named)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._in_call and not func.is_view:
+            self.names.append(str(func))
+        return result

@@ -186,7 +186,7 @@ class BatchInputs:
             self.insert_drawn(len(token_ids))
             self.has_unknown_tokens = False
 
-    def pad(self, size: BatchSize, bucket: int) -> None:
+    def pad(self, size: BatchSize, padded: BatchSize) -> None:
         """Pad the batch that was written last.
 
         Padding tokens are token 0, belong to no sequence, and have no slot and no adapter. Padding sequences have no
@@ -194,17 +194,19 @@ class BatchInputs:
 
         Args:
             size: sizes of the batch.
-            bucket: number of tokens, of sequences and of rows of logits after padding.
+            padded: sizes after padding.
         """
-        self._token_ids[size.num_tokens : bucket] = 0  # what an earlier step left may be no token
+        tokens = slice(size.num_tokens, padded.num_tokens)
+        self._token_ids[tokens] = 0  # what an earlier step left may be no token
         for slot_mapping in self._slot_mappings:
-            slot_mapping[size.num_tokens : bucket] = -1
-        self._adapter_ids[size.num_tokens : bucket] = -1
-        self._query_start[size.num_seqs + 1 : bucket + 1] = size.num_tokens
-        self._seq_lens[size.num_seqs : bucket] = 0
-        self._logits_indices[size.num_logits : bucket] = 0
-        self._logits_adapter_ids[size.num_logits : bucket] = -1
-        self.sampling.pad(size.num_logits, bucket)
+            slot_mapping[tokens] = -1
+        self._adapter_ids[tokens] = -1
+        self._query_start[size.num_seqs + 1 : padded.num_seqs + 1] = size.num_tokens
+        self._seq_lens[size.num_seqs : padded.num_seqs] = 0
+        rows = slice(size.num_logits, padded.num_logits)
+        self._logits_indices[rows] = 0
+        self._logits_adapter_ids[rows] = -1
+        self.sampling.pad(rows)
 
     def upload(self) -> None:
         """Queue a copy of the inputs to the GPU; does nothing on a CPU.

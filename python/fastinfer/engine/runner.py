@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fastinfer.engine.batch_inputs import BatchInputs, BatchSize, StepResult
 from fastinfer.engine.cpu_graphs import CPUGraphs
-from fastinfer.engine.cuda_graphs import CUDAGraphs
+from fastinfer.engine.cuda_graphs import CUDAGraphs, expert_tile_limits
 from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.engine.scheduler import Chunk
 from fastinfer.models import Model
@@ -76,13 +76,19 @@ class Runner:
 
     def compute(self, batch: Batch) -> StepResult:
         """Compute a batch by calling the model's operators one by one."""
-        hidden = self.model.forward(batch, self.kv_cache)
-        logits = self.model.logits(hidden, batch.logits_indices, batch.logits_adapter_ids)
-        return StepResult(hidden, logits, self.inputs.sampling)
+        hidden = self._forward(batch)
+        return StepResult(hidden, self._logits(hidden, batch), self.inputs.sampling)
+
+    def _forward(self, batch: Batch) -> Tensor:
+        return self.model.forward(batch, self.kv_cache)
+
+    def _logits(self, hidden: Tensor, batch: Batch) -> Tensor:
+        return self.model.logits(hidden, batch.logits_indices, batch.logits_adapter_ids)
 
     def _make_graphs(self) -> CPUGraphs | CUDAGraphs | None:
         if self._enforce_eager:
             return None
         if self.inputs.device.type == "cpu":
             return CPUGraphs(self.compute, self.inputs)
-        return CUDAGraphs(self.compute, self.inputs, self._with_adapters)
+        limits = expert_tile_limits(self.model.config)
+        return CUDAGraphs(self._forward, self._logits, self.inputs, limits, self._with_adapters)

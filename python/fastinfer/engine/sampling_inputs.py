@@ -54,9 +54,9 @@ class SamplingInputs:
             self._sequences = sequences
         arrays["positions"][used] = [row.sequence.num_tokens + len(row.drafts) for row in rows]
 
-    def pad(self, num_rows: int, bucket: int) -> None:
-        """Make the rows after the first ``num_rows`` greedy up to ``bucket`` rows: those cost the least."""
-        self._arrays["temperature"][num_rows:bucket] = 0.0
+    def pad(self, rows: slice) -> None:
+        """Make rows of padding greedy, as those cost the least."""
+        self._arrays["temperature"][rows] = 0.0
 
     def tensors(self, num_rows: int) -> dict[str, Tensor]:
         """Return the parameters of the first rows on the device, [num_rows] each, by their names in ``ops.sample``."""
