@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.fake_cuda_graph import Calls, PaddedToy, use_fakes, use_graphs, with_twin
 from support.toy import ToyModel, always_speculate, check_blocks, drain, prompts, toy_engine
 from support.toy_grammar import Letters, constrained
 
+from fastinfer.engine import cuda_graphs
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.draw import Draw
 from fastinfer.engine.engine import Engine
@@ -150,6 +152,45 @@ def test_no_text_changes(limits: dict[str, Any]) -> None:
     assert results(mixed(engine)) == results(mixed(toy_engine(**limits)))
     if "num_kv_blocks" in limits:
         assert engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("limits", [{}, {"block_size": 2, "max_num_batched_tokens": 3}], ids=["roomy", "few tokens"])
+@pytest.mark.parametrize("captured", ["all", "small", "none"])
+def test_no_text_changes_on_a_gpu(captured: str, limits: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With graphs for all steps, for those of few tokens, or for none; drawn tokens stay on the device in any case."""
+    use_fakes(monkeypatch)
+    if captured == "small":
+        monkeypatch.setattr(cuda_graphs, "MAX_CAPTURED_TOKENS", 8)
+        monkeypatch.setattr(cuda_graphs, "MAX_DECODED_TOKENS", 8)
+    engine = toy_engine(model=PaddedToy(), async_scheduling=True, **limits)
+    if captured == "none":
+        with_twin(engine.worker.runner.inputs)
+    else:
+        use_graphs(engine)
+    assert results(mixed(engine)) == results(mixed(toy_engine(**limits)))
+    stats = engine.stats()
+    assert (stats.num_eager_steps > 0) == (captured == "none" or (captured == "small" and not limits))
+    assert (stats.num_eager_steps < stats.num_steps) == (captured != "none")
+
+
+def test_a_step_ahead_is_a_copy_a_replay_and_a_copy_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fakes(monkeypatch)
+    engine = use_graphs(toy_engine(model=PaddedToy(), async_scheduling=True, block_size=64))
+    for seed in range(3):
+        engine.add_request(PROMPT, SamplingParams(temperature=0.8, top_k=9, top_p=0.9, seed=seed, max_tokens=20))
+    for _ in range(3):
+        engine.step()
+    calls = Calls(monkeypatch)
+    for _ in range(5):
+        calls.names.clear()
+        with calls:
+            engine.step()
+        assert calls.names == [
+            "Tensor.pin_memory",
+            "aten.copy_.default",  # the inputs
+            "FakeGraph.replay",
+            "FakeHostCopy.__init__",
+        ]
 
 
 def test_no_text_changes_with_speculation() -> None:

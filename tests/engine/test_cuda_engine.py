@@ -6,6 +6,7 @@ that the CPU has drawn.
 """
 
 import os
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,22 +15,24 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_cuda_graph import is_batch_invariant, use_fakes, with_twin
+from support.fake_cuda_graph import Calls, is_batch_invariant, use_fakes, use_graphs
 from support.helpers import device_fixture
 from support.mixed_decoder import CONFIG, mixed_decoder
 from support.peft_adapter import write_adapter
+from support.random_checkpoint import RandomCheckpoint, int4
 from support.toy import VOCAB_SIZE, ToyTokenizer, always_speculate, check_blocks, drain
 from torch import Tensor
 
 from fastinfer import hub
+from fastinfer.engine.batch_inputs import StepResult
 from fastinfer.engine.config import EngineConfig
-from fastinfer.engine.cuda_graphs import CUDAGraphs
 from fastinfer.engine.draw import Draw
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.engine.runner import Runner
 from fastinfer.errors import ModelNotFoundError
 from fastinfer.formats.gguf import GGUFFile
+from fastinfer.formats.unpacked import Dense
 from fastinfer.models.batch import Batch
 from fastinfer.models.config import Precision
 from fastinfer.models.decoder import Decoder
@@ -62,11 +65,11 @@ class Forced(Engine):
             tensor.view(torch.uint8).fill_(0xFF)  # NaN, or -1 where that is none
         launch = self.sampler.launch
 
-        def forced(logits: Tensor, rows: list[LogitsRow], recorded: bool) -> Draw:
-            drawn = launch(logits, rows, recorded).tokens()
+        def forced(result: StepResult, rows: list[LogitsRow]) -> Draw:
+            drawn = launch(result, rows).tokens()
             for index, (row, token) in enumerate(zip(rows, drawn, strict=True)):
                 key = (row.sequence.seed, *row.sequence.token_ids, *row.drafts)
-                self.logits[key] = logits[index].cpu().clone()
+                self.logits[key] = result.logits[index].cpu().clone()
                 self.tokens[key] = (tokens or {}).get(key, token.token_id)
                 drawn[index] = replace(token, token_id=self.tokens[key])
             return Draw(lambda: drawn)
@@ -288,13 +291,8 @@ serve_mixed = partial(serve, prompts=MIXED_PROMPTS, params=replace(PARAMS, max_t
 
 
 def graphed(device: str, **limits: Any) -> Forced:
-    engine = deterministic(device, **limits)
     if device == "cpu":  # emulated
-        with engine._context():
-            engine.worker.runner.graphs = CUDAGraphs(
-                engine.worker.runner.compute, with_twin(engine.worker.runner.inputs), False
-            )
-        return engine
+        return use_graphs(deterministic(device, **limits))  # type: ignore[return-value]
     return deterministic(device, enforce_eager=False, **limits)
 
 
@@ -408,11 +406,11 @@ def test_a_row_without_a_token_ends_its_request_alone(device: str) -> None:
     bad, good = (engine.add_request([1, 2], replace(PARAMS, seed=seed)) for seed in (0, 1))
     launch = engine.sampler.launch
 
-    def poisoned(logits: Tensor, rows: list[LogitsRow], recorded: bool) -> Draw:
+    def poisoned(result: StepResult, rows: list[LogitsRow]) -> Draw:
         for index, row in enumerate(rows):
             if row.sequence.request_id == bad and len(row.sequence) == 4:
-                logits[index, 5] = float("nan")
-        return launch(logits, rows, recorded)
+                result.logits[index, 5] = float("nan")
+        return launch(result, rows)
 
     engine.sampler.launch = poisoned  # type: ignore[method-assign]
     outputs = drain(engine)
@@ -431,10 +429,7 @@ def recorded(device: str, monkeypatch: pytest.MonkeyPatch) -> Make:
     def make(**limits: Any) -> Forced:
         if device != "cpu":
             return Forced(device, enforce_eager=False, **limits)
-        engine = Forced(device, **limits)
-        runner = engine.worker.runner
-        runner.graphs = CUDAGraphs(runner.compute, with_twin(runner.inputs), engine.config.max_loras > 0)
-        return engine
+        return use_graphs(Forced(device, **limits))  # type: ignore[return-value]
 
     if device == "cpu":
         use_fakes(monkeypatch)
@@ -442,11 +437,23 @@ def recorded(device: str, monkeypatch: pytest.MonkeyPatch) -> Make:
 
 
 @pytest.mark.parametrize(
-    "scenario", [decodes, chunked_prefill, preemptions, speculation, copies_on_write, int8_cache, sampling]
+    "scenario",
+    [
+        decodes,
+        chunked_prefill,
+        large_prefill,
+        prefix_hits,
+        preemptions,
+        speculation,
+        copies_on_write,
+        int8_cache,
+        sampling,
+    ],
 )
 def test_graphs_change_nothing(scenario: Callable[[Make], Forced], device: str, recorded: Make) -> None:
     """Not a bit, though most steps are padded."""
     expected, engine = scenario(partial(Forced, device)), scenario(recorded)
+    assert engine.stats().num_eager_steps == engine.stats().num_failed_graphs == 0
     assert engine.tokens == expected.tokens
     for key, logits in engine.logits.items():
         assert not logits.isnan().any()
@@ -458,6 +465,132 @@ def test_graphs_with_adapters(adapters: list[Path], device: str, recorded: Make)
     engine = with_adapters(recorded, adapters)
     assert engine.tokens == expected.tokens
     assert all(torch.equal(logits, expected.logits[key]) for key, logits in engine.logits.items())
+
+
+def test_graphs_with_experts(device: str, recorded: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tiles change at 12 and at 48 tokens: padding beyond would change the order of sums."""
+    config = replace(CONFIG, num_layers=1, num_experts=6, experts_per_token=4, intermediate_size=512)
+
+    def decoder(device: str) -> Decoder:
+        checkpoint = RandomCheckpoint(
+            config, lambda name, values: int4(values) if "expert" in name else Dense(values.bfloat16())
+        )
+        return load_decoder(checkpoint, Precision(torch.bfloat16, 32, 32, torch.bfloat16), None, device)
+
+    monkeypatch.setitem(globals(), "mixed_decoder", decoder)
+    engines = []
+    for make in (partial(Forced, device), recorded):
+        engine = make(max_num_batched_tokens=64, enable_prefix_caching=False)
+        for length in (3, 10, 12, 13, 40, 47, 50, 60):
+            serve(engine, [[(7 * i + length) % VOCAB_SIZE for i in range(length)]], replace(PARAMS, max_tokens=2))
+        engines.append(engine)
+    expected, engine = engines
+    assert engine.stats().num_eager_steps == 0
+    assert engine.tokens == expected.tokens
+    assert all(torch.equal(logits, expected.logits[key]) for key, logits in engine.logits.items())
+
+
+class Drawing(Engine):
+    """Follows no other engine's tokens."""
+
+    def __init__(self, device: str, enforce_eager: bool, **limits: Any) -> None:
+        config = EngineConfig(**{**LIMITS, "device": device, "enforce_eager": enforce_eager, **limits})
+        super().__init__(mixed_decoder(device), ToyTokenizer(), config)  # type: ignore[arg-type]
+
+
+def captured(device: str, **limits: Any) -> Engine:
+    """An engine with CUDA graphs, or fakes where there is no GPU."""
+    return use_graphs(Drawing(device, True, **limits)) if device == "cpu" else Drawing(device, False, **limits)
+
+
+HOT = 10.0  # the random model mostly repeats itself
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"top_k": 5},
+    {"top_p": 0.8, "min_p": 0.02},
+    {"temperature": 0.0},
+    {"min_tokens": 4, "stop_token_ids": list(range(20)), "ignore_eos": False},
+    {"logprobs": 2},
+    {"presence_penalty": 0.5},
+    {"logit_bias": {3: 5.0}},
+]
+
+
+def random_requests(engine: Engine, seed: int) -> list[tuple[list[int], Any]]:
+    """Requests of many kinds that come and end at different times, mostly of those that a graph draws for."""
+    rng = random.Random(seed)
+    outputs = {}
+    for number in range(10):
+        kind = KINDS[rng.randrange(len(KINDS) if number % 5 == 4 else 4)]
+        params = {"temperature": HOT, "seed": number, "max_tokens": rng.randint(1, 12), "ignore_eos": True, **kind}
+        engine.add_request([rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 12))], SamplingParams(**params))
+        for _ in range(rng.randint(0, 3)):
+            outputs.update({output.request_id: output for output in engine.step()})
+    outputs.update(drain(engine))
+    check_blocks(engine)
+    return [(outputs[name].outputs[0].token_ids, outputs[name].outputs[0].logprobs) for name in sorted(outputs)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_drawing_in_graphs_changes_nothing(seed: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launched ahead or not: the tokens of random batches, some of whose draws need more than a graph gives."""
+    if device == "cpu":
+        use_fakes(monkeypatch)
+    expected = random_requests(Drawing(device, True, async_scheduling=False), seed)
+    for ahead in (False, True):
+        engine = captured(device, async_scheduling=ahead)
+        assert random_requests(engine, seed) == expected
+        assert engine.stats().num_failed_draws == 0
+
+
+def test_a_row_without_a_token_in_a_graph(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends its request alone, with the error of a draw by the sampler."""
+    if device == "cpu":
+        use_fakes(monkeypatch)
+    params = SamplingParams(temperature=HOT, seed=5, max_tokens=8, ignore_eos=True)
+
+    def serve(engine: Engine, *limits: int) -> list[Any]:
+        for limit in limits:
+            engine.add_request([1, 2], replace(params, max_tokens=limit))
+        return [output.outputs[0] for output in drain(engine).values()]
+
+    [expected] = serve(Drawing(device, True), 8)
+    tokens = expected.token_ids
+    place = next(i for i in range(2, 8) if tokens[i] not in (1, 2, *tokens[:i]))
+    logits = Runner._logits
+
+    def poisoned(runner: Runner, hidden: Tensor, batch: Batch) -> Tensor:
+        bad = batch.token_ids[batch.logits_indices] == tokens[place]
+        return logits(runner, hidden, batch).masked_fill(bad[:, None], float("nan"))
+
+    monkeypatch.setattr(Runner, "_logits", poisoned)
+    reasons = set()
+    for make in (partial(Drawing, device, True), partial(captured, device)):
+        for ahead in (False, True):
+            bad, good = serve(make(async_scheduling=ahead), 8, place)
+            assert (bad.finish_reason, bad.token_ids) == ("error", tokens[: place + 1])
+            assert (good.finish_reason, good.token_ids) == ("length", tokens[:place])
+            reasons.add(bad.stop_reason)
+    [reason] = reasons
+    assert "logits[0] must have a finite logit" in reason
+
+
+def test_a_step_with_prompts_is_a_replay_the_logits_and_a_draw(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "cpu":
+        use_fakes(monkeypatch)
+    engines = [Drawing(device, True), captured(device)]
+    calls = Calls(monkeypatch)
+    for engine in engines:
+        engine.add_request([1, 2, 3], PARAMS)
+        engine.step()
+        engine.add_request(list(range(9)), PARAMS)
+        with calls:
+            engine.step()
+    names = [name.split(".")[1] for name in calls.names if name.startswith("fastinfer")]
+    assert len(names) > 20
+    # Of the second engine: the rows, the output layer and the draw.
+    assert names[-3:] == ["embedding", "int8_gemm", "sample"]
+    assert names[-4] == "sample"
 
 
 # ---- sleeping, and a second GPU ----

@@ -23,6 +23,7 @@ from support.toy_grammar import Letters, constrained
 from torch import Tensor
 
 from fastinfer import ops
+from fastinfer.engine.batch_inputs import BatchInputs, StepResult
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.logits_row import LogitsRow, drop_impossible_drafts, logits_rows
 from fastinfer.engine.sampler import Sampler
@@ -414,9 +415,11 @@ def test_a_mask_that_fails_behind_a_draft_is_that_row_s_alone() -> None:
     sequence = Sequence("r", PROMPT, GREEDY, seed=0)
     other: Any = Letters("xyz", 9)
     rows = [LogitsRow(sequence, [1, 2, 3][:count], grammar) for count in range(4)]
-    drawn = Sampler(9, VOCAB_SIZE, frozenset()).draw(
-        torch.zeros(5, VOCAB_SIZE), [*rows, LogitsRow(sequence, [], other)]
-    )
+    rows.append(LogitsRow(sequence, [], other))
+    inputs = BatchInputs(1, 1, len(rows), max_blocks=1, block_size=1)
+    inputs.sampling.write(rows)
+    result = StepResult(torch.empty(0), torch.zeros(len(rows), VOCAB_SIZE), inputs.sampling)
+    drawn = Sampler(9, VOCAB_SIZE, frozenset()).draw(result, rows)
     assert [token.token_id for token in drawn] == [1, 1, -1, -1, 24], "a, a, two errors, and x"
     assert [str(token.error) for token in drawn[2:4]] == ["ab is too much", "that was too much"]
     assert (grammar.text, other.text) == ("", "")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fake_cuda_graph import PaddedToy, use_fakes, use_graphs
 from support.faults import ENGINE, Fault, Interrupt, Line, Tracer
 from support.kv_files import GIB
 from support.toy import VOCAB_SIZE, Forgetful, always_speculate, check_blocks, toy_engine
@@ -20,7 +21,9 @@ from fastinfer.engine.generation_request import GenerationRequest
 from fastinfer.outputs import PrefillOutput
 from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
-MODES = ["none", "ngram", "draft model", "runs ahead", "offloading"]  # also ways to schedule and to store
+# Also ways to schedule, to compute and to store.
+MODES = ["none", "ngram", "draft model", "runs ahead", "graphs", "offloading"]
+AHEAD_MODES = ("runs ahead", "graphs")
 
 
 def prompt(number: int, length: int) -> list[int]:
@@ -61,8 +64,9 @@ def make_engine(mode: str) -> Engine:
     """With few blocks, so that sequences are preempted and share and copy blocks."""
     engine = toy_engine(
         draft_model=Forgetful() if mode == "draft model" else None,
+        model=PaddedToy() if mode == "graphs" else None,
         num_speculative_tokens=3 if mode in ("ngram", "draft model") else 0,
-        async_scheduling=mode == "runs ahead",
+        async_scheduling=mode in AHEAD_MODES,
         kv_offloading_size=2**20 / GIB if mode == "offloading" else None,
         block_size=4,
         max_model_len=24,
@@ -70,6 +74,8 @@ def make_engine(mode: str) -> Engine:
         max_num_batched_tokens=16,
         max_num_seqs=9,
     )
+    if mode == "graphs":
+        return use_graphs(engine)
     return always_speculate(engine) if engine.speculator else engine
 
 
@@ -144,8 +150,13 @@ AHEAD = ("greedy", "delta", "plain", "embedding", "urgent")
 
 def start(mode: str) -> Results:
     engine = make_engine(mode)
-    names = AHEAD if mode == "runs ahead" else REQUESTS
+    names = AHEAD if mode in AHEAD_MODES else REQUESTS
     return Results(engine, {REQUESTS[name](engine): name for name in names})
+
+
+@pytest.fixture(autouse=True)
+def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fakes(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -189,8 +200,8 @@ def test_without_faults(mode: str, alone: dict[str, Any]) -> None:
     results.run(step)
     for name in results.names.values():
         assert results.state(name) == alone[name], name
-    assert results.engine.stats().num_preemptions > 0 or mode == "runs ahead"
-    assert (num_ahead > 5) == (mode == "runs ahead")
+    assert results.engine.stats().num_preemptions > 0 or mode in AHEAD_MODES
+    assert (num_ahead > 5) == (mode in AHEAD_MODES)
     assert results.engine.stats().num_repairs == 0
 
 
@@ -215,7 +226,7 @@ def test_a_fault_at_any_line(mode: str, error: type[BaseException], alone: dict[
     others = {line for other in MODES[: MODES.index(mode)] for line in lines_of(other)}
     step = str(Path(ENGINE, "step.py"))
     for number, (line, count) in enumerate(sorted(counts.items())):
-        launches = mode == "runs ahead" and line[0] == step  # in another order than in any other mode
+        launches = mode in AHEAD_MODES and line[0] == step  # in another order than in any other mode
         if line in others and number % 7 and not launches:
             continue
         occurrence = (1, count, 1 + number * 7919 % count)[number % 4 % 3]

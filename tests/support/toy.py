@@ -60,6 +60,7 @@ class ToyConfig:
     head_dim: int = 1
     vocab_size: int = VOCAB_SIZE
     max_position: int = MAX_POSITION
+    num_experts: int = 0
 
     def window(self, layer: int) -> int:
         return self.windows[layer]

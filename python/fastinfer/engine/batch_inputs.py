@@ -6,6 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastinfer.engine.logits_row import LogitsRow
+from fastinfer.engine.recorded_draws import RecordedDraws
+from fastinfer.engine.sampling_inputs import SamplingInputs
 from fastinfer.engine.scheduler import Chunk
 from fastinfer.models.batch import Batch
 
@@ -44,12 +47,17 @@ class StepResult:
     Attributes:
         hidden: [tokens, hidden] output of the last layer, before the last norm.
         logits: [n, vocab], with ``num_rows`` rows for each chunk in turn.
-        recorded: whether every step of this size returns the same tensors, with fp32 logits.
+        sampling: sampling parameters of the rows.
+        draws: recorded draws from the logits, if they are fp32 and the step was recorded on a CPU.
+        tokens: [n] int64, tokens that the step's graph has drawn by the sampling parameters alone; ``None`` if it draws
+            none.
     """
 
     hidden: Tensor
     logits: Tensor
-    recorded: bool = False
+    sampling: SamplingInputs
+    draws: RecordedDraws | None = None
+    tokens: Tensor | None = None
 
 
 class BatchInputs:
@@ -70,6 +78,10 @@ class BatchInputs:
     Attributes:
         max_seqs, max_tokens: see above.
         device: device that computes.
+        sampling: sampling parameters of the rows of logits.
+        drawn: [max_logits] int64 on the device; the tokens of the last draw, if the graph of its step has drawn them or
+            the batch needs them.
+        has_unknown_tokens: whether the batch has tokens that are still to be inserted by :meth:`insert_drawn`.
     """
 
     def __init__(
@@ -87,32 +99,38 @@ class BatchInputs:
         self.device = torch.device(device)
         self._block_size = block_size
         # The int64 arrays come first, for their alignment. The block tables come last: they are copied in parts.
-        longs = (2 + num_groups) * max_tokens + max_logits
-        ints = max_tokens + max_logits + 2 * max_seqs + 1
+        longs = (2 + num_groups) * max_tokens + 3 * max_logits
+        ints = max_tokens + 5 * max_logits + 2 * max_seqs + 1
         self._table_start = 8 * longs + 4 * ints
         self._host = np.zeros(self._table_start + 4 * max_seqs * num_groups * max_blocks, np.uint8)
         wide = self._host[: 8 * longs].view(np.int64)
         narrow = self._host[8 * longs : self._table_start].view(np.int32)
-        self._token_ids, self._positions, *self._slot_mappings, self._logits_indices = np.split(
-            wide, [(index + 1) * max_tokens for index in range(2 + num_groups)]
+        ends = np.cumsum([*[max_tokens] * (2 + num_groups), max_logits])
+        self._token_ids, self._positions, *self._slot_mappings, self._logits_indices, longs_of_rows = np.split(
+            wide, ends
         )
-        ends = np.cumsum([max_tokens, max_logits, max_seqs])
-        self._adapter_ids, self._logits_adapter_ids, self._seq_lens, self._query_start = np.split(narrow, ends)
+        ends = np.cumsum([max_tokens, max_logits, 4 * max_logits, max_seqs])
+        self._adapter_ids, self._logits_adapter_ids, words_of_rows, self._seq_lens, self._query_start = np.split(
+            narrow, ends
+        )
+        self.sampling = SamplingInputs(longs_of_rows.reshape(2, -1), words_of_rows.reshape(4, -1), self._view)
         self._block_tables = self._host[self._table_start :].view(np.int32).reshape(num_groups, max_seqs, max_blocks)
         host = torch.from_numpy(self._host)
         self._memory = host if self.device.type == "cpu" else host.to(self.device)
-        self._drawn: Tensor | None = None
-        self._num_tokens = 0
+        self.drawn = torch.zeros(max_logits, dtype=torch.int64, device=self.device)
+        self._last_drawn: Tensor | None = None
+        self.has_unknown_tokens = False
         # For each group and row: the list of blocks that was written last, and how many of its entries.
         self._rows: list[list[tuple[list[int], int]]] = [[([], 0)] * max_seqs for _ in range(num_groups)]
         # Entries of the block tables that were written since the last upload, as ranges over all tables.
         self._changed: list[range] = []
 
-    def fill(self, chunks: list[Chunk], drawn: Tensor | None = None) -> None:
+    def fill(self, chunks: list[Chunk], rows: list[LogitsRow], drawn: Tensor | None = None) -> None:
         """Write the inputs of a step: sequence i is that of ``chunks[i]``, whose blocks are allocated already.
 
         Args:
             chunks: the step's chunks.
+            rows: their rows of logits.
             drawn: [rows] int64 tokens of the last draw, on the device; needed if the host does not know all tokens yet.
         """
         # Lists are written to the arrays as a whole: 64 single tokens take 0.05 ms instead of 0.13.
@@ -148,7 +166,6 @@ class BatchInputs:
                 logits_adapters += [sequence.adapter] * chunk.num_rows
             for group, table in enumerate(sequence.block_tables):
                 self._fill_blocks(group, index, table.blocks)
-        self._num_tokens = len(token_ids)
         inputs: list[tuple[np.ndarray, list[int]]] = [
             (self._token_ids, token_ids),
             (self._positions, positions),
@@ -161,11 +178,15 @@ class BatchInputs:
             array[: len(values)] = values
         self._query_start[1 : len(ends) + 1] = ends
         self._seq_lens[: len(ends)] = self._positions[self._query_start[1 : len(ends) + 1] - 1] + 1
-        self._drawn = drawn if drawn is not None and min(token_ids) < 0 else None
-        if self._drawn is not None and self.device.type == "cpu":
-            self._insert_drawn(self._drawn)
+        self.sampling.write(rows)
+        self.has_unknown_tokens = min(token_ids) < 0
+        self._last_drawn = drawn if self.has_unknown_tokens else None
+        if self.has_unknown_tokens and self.device.type == "cpu":
+            self._keep_drawn()
+            self.insert_drawn(len(token_ids))
+            self.has_unknown_tokens = False
 
-    def pad(self, size: BatchSize, bucket: int) -> None:
+    def pad(self, size: BatchSize, padded: BatchSize) -> None:
         """Pad the batch that was written last.
 
         Padding tokens are token 0, belong to no sequence, and have no slot and no adapter. Padding sequences have no
@@ -173,19 +194,25 @@ class BatchInputs:
 
         Args:
             size: sizes of the batch.
-            bucket: number of tokens, of sequences and of rows of logits after padding.
+            padded: sizes after padding.
         """
-        self._token_ids[size.num_tokens : bucket] = 0  # what an earlier step left may be no token
+        tokens = slice(size.num_tokens, padded.num_tokens)
+        self._token_ids[tokens] = 0  # what an earlier step left may be no token
         for slot_mapping in self._slot_mappings:
-            slot_mapping[size.num_tokens : bucket] = -1
-        self._adapter_ids[size.num_tokens : bucket] = -1
-        self._query_start[size.num_seqs + 1 : bucket + 1] = size.num_tokens
-        self._seq_lens[size.num_seqs : bucket] = 0
-        self._logits_indices[size.num_logits : bucket] = 0
-        self._logits_adapter_ids[size.num_logits : bucket] = -1
+            slot_mapping[tokens] = -1
+        self._adapter_ids[tokens] = -1
+        self._query_start[size.num_seqs + 1 : padded.num_seqs + 1] = size.num_tokens
+        self._seq_lens[size.num_seqs : padded.num_seqs] = 0
+        rows = slice(size.num_logits, padded.num_logits)
+        self._logits_indices[rows] = 0
+        self._logits_adapter_ids[rows] = -1
+        self.sampling.pad(rows)
 
     def upload(self) -> None:
-        """Queue a copy of the inputs to the GPU; does nothing on a CPU."""
+        """Queue a copy of the inputs to the GPU; does nothing on a CPU.
+
+        Tokens that the host does not know are then to be inserted by :meth:`insert_drawn`.
+        """
         if self.device.type == "cpu":
             return
         self._memory[: self._table_start].copy_(
@@ -197,17 +224,22 @@ class BatchInputs:
             packed = torch.from_numpy(np.stack([places, self._block_tables.reshape(-1)[places]])).pin_memory()
             index, blocks = packed.to(self._memory.device, non_blocking=True)
             self._memory[self._table_start :].view(torch.int32)[index] = blocks.int()
-        if self._drawn is not None:
-            self._insert_drawn(self._drawn)
+        self._keep_drawn()
+
+    def insert_drawn(self, num_tokens: int) -> None:
+        """Replace the tokens that the host does not know, which are negative, by those that the last draw has drawn.
+
+        Args:
+            num_tokens: number of tokens of the batch, padding included.
+        """
+        token_ids = self._view(self._token_ids, num_tokens)
+        # A row that could not be drawn has -1. Its request ends once the host knows; until then any token will do.
+        known = self.drawn[(-1 - token_ids).clamp(min=0)].clamp(min=0)
+        torch.where(token_ids < 0, known, token_ids, out=token_ids)
 
     def batch(self, size: BatchSize) -> Batch:
         """Return a batch of this size as views of the input tensors, which later steps overwrite."""
-
-        def tensor(array: np.ndarray, length: int) -> Tensor:
-            start = array.ctypes.data - self._host.ctypes.data
-            values = self._memory[start : start + array[:length].nbytes].view(torch.from_numpy(array[:0]).dtype)
-            return values.view(length, *array.shape[1:])
-
+        tensor = self._view
         return Batch(
             token_ids=tensor(self._token_ids, size.num_tokens),
             positions=tensor(self._positions, size.num_tokens),
@@ -220,13 +252,17 @@ class BatchInputs:
             logits_adapter_ids=tensor(self._logits_adapter_ids, size.num_logits) if size.has_adapters else None,
         )
 
-    def _insert_drawn(self, drawn: Tensor) -> None:
-        """Replace the tokens that the host does not know, which are negative, by those that the last draw has drawn."""
-        start = self._token_ids.ctypes.data - self._host.ctypes.data
-        token_ids = self._memory[start : start + 8 * self._num_tokens].view(torch.int64)
-        # A row that could not be drawn has -1. Its request ends once the host knows; until then any token will do.
-        known = drawn.clamp(min=0)[(-1 - token_ids).clamp(min=0)]
-        torch.where(token_ids < 0, known, token_ids, out=token_ids)
+    def _view(self, array: np.ndarray, length: int) -> Tensor:
+        """Return the first elements of an array of the inputs as a tensor on the device."""
+        start = array.ctypes.data - self._host.ctypes.data
+        values = self._memory[start : start + array[:length].nbytes].view(torch.from_numpy(array[:0]).dtype)
+        return values.view(length, *array.shape[1:])
+
+    def _keep_drawn(self) -> None:
+        """Copy the tokens of the last draw to where they are inserted from, unless a graph has drawn them there."""
+        last, self._last_drawn = self._last_drawn, None
+        if last is not None and last.data_ptr() != self.drawn.data_ptr():
+            self.drawn[: len(last)].copy_(last)
 
     def _fill_blocks(self, group: int, row: int, blocks: list[int]) -> None:
         """Write the new entries of a row of a group's block table.

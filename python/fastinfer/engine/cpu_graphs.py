@@ -9,6 +9,7 @@ import torch
 
 from fastinfer import ops
 from fastinfer.engine.batch_inputs import BatchInputs, BatchSize, StepResult
+from fastinfer.engine.recorded_draws import RecordedDraws
 from fastinfer.models.batch import Batch
 from fastinfer.utils.forks import renew_in_children
 
@@ -45,6 +46,7 @@ class CPUGraphs:
         self._compute = compute
         self._inputs = inputs
         self._memory = ops.GraphMemory()
+        self._draws_memory = ops.GraphMemory()  # another, as a draw reads the results of its step
         self.failed: set[BatchSize] = set()
         self._occurrences: Counter[BatchSize] = Counter()
         renew_in_children(self)
@@ -53,6 +55,7 @@ class CPUGraphs:
         """Forget the graphs: a thread that recorded one when the process was forked never ends that in the child."""
         self.recorded.clear()
         self._memory = ops.GraphMemory()
+        self._draws_memory = ops.GraphMemory()
 
     def run(self, size: BatchSize, is_decode: bool) -> StepResult | None:
         """Compute the step in the inputs with a graph; ``None`` if it has to run operator by operator.
@@ -90,5 +93,7 @@ class CPUGraphs:
             return None
         if len(self.recorded) == MAX_GRAPHS:
             del self.recorded[next(iter(self.recorded))]
-        self.recorded[size] = graph, replace(result, recorded=result.logits.dtype == torch.float32)
+        if result.logits.dtype == torch.float32:
+            result = replace(result, draws=RecordedDraws(result.logits, result.sampling, self._draws_memory))
+        self.recorded[size] = graph, result
         return result

@@ -1,53 +1,102 @@
-"""Decode steps on a GPU, captured as CUDA graphs when the engine starts. Not yet run on a GPU."""
+"""Steps on a GPU, captured as CUDA graphs when the engine starts. Not yet run on a GPU."""
 
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
+from fastinfer import ops
 from fastinfer.engine.batch_inputs import BatchInputs, BatchSize, StepResult
 from fastinfer.engine.cpu_graphs import NOT_CAPTURED
 from fastinfer.models.batch import Batch
+from fastinfer.models.config import ModelConfig
 
 # Larger steps run operator by operator: they keep the GPU busy for longer than Python needs to launch the operators.
-MAX_CAPTURED_TOKENS = 256
+MAX_DECODED_TOKENS = 256
+MAX_CAPTURED_TOKENS = 2048
+# The widest tile of tokens of the matrix products.
+MAX_TILE = 128
 
 
-def bucket_sizes(limit: int) -> list[int]:
-    """Return the numbers of tokens for which steps are captured: 1, 2, 4, the multiples of 8, and the limit.
+def expert_tile_limits(config: ModelConfig) -> list[int]:
+    """Return the largest numbers of tokens for which the products of experts have tiles of 8 and of 32 rows.
+
+    The tile is chosen for an even share of the rows, of which a token has one per expert that it chooses. Without
+    experts there are no such limits.
+    """
+    if not config.num_experts:
+        return []
+    return [tile * config.num_experts // config.experts_per_token for tile in (8, 32)]
+
+
+def decode_buckets(limit: int, expert_limits: list[int]) -> list[int]:
+    """Return the numbers of tokens for which decode steps are captured: 1, 2, 4, the multiples of 8, and limits.
 
     Matrix products have tiles of 8, 16, 32, 64 or 128 tokens. A decode step uses the same tiles as its bucket, so that
     padding does not change a single bit of its result.
     """
-    return [n for n in (1, 2, 4, *range(8, limit, 8)) if n < limit] + [limit]
+    return sorted({n for n in (1, 2, 4, *range(8, limit, 8), *expert_limits) if n < limit} | {limit})
+
+
+def prefill_buckets(limit: int, expert_limits: list[int]) -> list[int]:
+    """Return the numbers of tokens for which steps with prompts are captured: full tiles, and limits.
+
+    These are the fewest buckets in which a step has as many tiles as its bucket, of the same size. Its padding fills a
+    tile that matrix products compute anyway, and changes no bit of the result, see :func:`decode_buckets`.
+    """
+    full_tiles = 8, 16, 32, 64, *range(MAX_TILE, limit, MAX_TILE)
+    return sorted({n for n in (*full_tiles, *expert_limits) if n < limit} | {limit})
 
 
 class CUDAGraphs:
-    """Captures one graph per bucket; each decode step is padded to the smallest bucket that holds it.
+    """Captures one graph per bucket; each step is padded to the smallest bucket that holds it.
 
-    A bucket of n has n tokens, n sequences and n rows of logits, so that steps with and without drafts use the same
-    buckets. :meth:`BatchInputs.pad <fastinfer.engine.batch_inputs.BatchInputs.pad>` describes the padding.
+    The shapes of a batch need no graphs of their own: attention is planned on the device, and its launch is the same
+    for any batch. :meth:`BatchInputs.pad <fastinfer.engine.batch_inputs.BatchInputs.pad>` describes the padding.
 
-    All graphs copy their results to the same tensors; otherwise each graph would need memory for its own.
+    The graph of a decode step inserts the tokens that the last step has drawn, and ends by drawing the next ones. A
+    step ahead is therefore one copy of the inputs, one replay, and one copy of the tokens to the host. Masks are not in
+    the graph: the host computes them while the GPU computes the logits. A bucket of n has n tokens, n sequences and n
+    rows of logits, so that steps with and without drafts use the same buckets.
+
+    The graph of a step with prompts ends with the hidden states: the number of rows of logits, which chooses the tiles
+    of the output layer, does not follow from that of the tokens.
+
+    All graphs are captured at the start, so that no request waits for a capture or for memory. They share one memory
+    pool and copy their results to the same tensors. As only one runs at a time, the pool holds the activations of the
+    largest bucket.
 
     Args:
-        compute: function that calls the operators of a step.
-        inputs: input tensors of all steps; the largest bucket has ``inputs.max_seqs`` tokens, or
-            ``MAX_CAPTURED_TOKENS`` if that is less.
+        forward: function that computes the hidden states of a batch.
+        logits: function that computes the logits of a batch from its hidden states.
+        inputs: input tensors of all steps.
+        expert_limits: see :func:`expert_tile_limits`.
         with_adapters: whether to capture each bucket also for tokens with LoRA adapters.
 
     Attributes:
-        failed: the number of tokens, and whether some have adapters, of each graph that could not be captured.
+        failed: the padded sizes of the graphs that could not be captured.
     """
 
-    def __init__(self, compute: Callable[[Batch], StepResult], inputs: BatchInputs, with_adapters: bool) -> None:
-        self._compute = compute
+    def __init__(
+        self,
+        forward: Callable[[Batch], Tensor],
+        logits: Callable[[Tensor, Batch], Tensor],
+        inputs: BatchInputs,
+        expert_limits: list[int],
+        with_adapters: bool,
+    ) -> None:
+        self._forward = forward
+        self._compute_logits = logits
         self._inputs = inputs
-        self._buckets = bucket_sizes(min(inputs.max_seqs, inputs.max_tokens, MAX_CAPTURED_TOKENS))
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        self.failed: set[tuple[int, bool]] = set()
+        max_decoded = min(inputs.max_seqs, inputs.max_tokens, MAX_DECODED_TOKENS)
+        self._decode_buckets = decode_buckets(max_decoded, expert_limits)
+        self._prefill_buckets = prefill_buckets(min(inputs.max_tokens, MAX_CAPTURED_TOKENS), expert_limits)
+        self._graphs: dict[BatchSize, torch.cuda.CUDAGraph] = {}
+        self.failed: set[BatchSize] = set()
         self._capture_all((False, True) if with_adapters else (False,))
 
     def run(self, size: BatchSize, is_decode: bool) -> StepResult | None:
@@ -57,48 +106,81 @@ class CUDAGraphs:
             size: sizes of the batch.
             is_decode: whether all sequences decode.
         """
-        index = bisect_left(self._buckets, max(size.num_tokens, size.num_logits))
-        if not is_decode or index == len(self._buckets):
+        padded = self._padded_size(size, is_decode)
+        if padded is None:
             return None
-        bucket = self._buckets[index]
-        if (bucket, size.has_adapters) in self.failed:
-            return None
-        self._inputs.pad(size, bucket)
-        self._inputs.upload()
-        self._graphs[bucket, size.has_adapters].replay()
-        return StepResult(self._hidden[: size.num_tokens], self._logits[: size.num_logits])
+        inputs, rows = self._inputs, slice(size.num_logits)
+        inputs.pad(size, padded)
+        inputs.upload()
+        self._graphs[padded].replay()
+        hidden = self._hidden[: size.num_tokens]
+        if padded.num_logits:
+            return StepResult(hidden, self._logits[rows], inputs.sampling, tokens=inputs.drawn[rows])
+        return StepResult(hidden, self._compute_logits(hidden, inputs.batch(size)), inputs.sampling)
+
+    def _padded_size(self, size: BatchSize, is_decode: bool) -> BatchSize | None:
+        """Return the captured size that a step of this size is padded to; ``None`` if there is none."""
+        candidates = []
+        if is_decode and (bucket := _smallest(self._decode_buckets, max(size.num_tokens, size.num_logits))):
+            candidates.append(self._decode_size(bucket, size.has_adapters))
+        if bucket := _smallest(self._prefill_buckets, size.num_tokens):
+            candidates.append(self._prefill_size(bucket, size.has_adapters))
+        return next((padded for padded in candidates if padded in self._graphs), None)
+
+    def _decode_size(self, bucket: int, has_adapters: bool) -> BatchSize:
+        return BatchSize(bucket, bucket, bucket, has_adapters)
+
+    def _prefill_size(self, bucket: int, has_adapters: bool) -> BatchSize:
+        return BatchSize(min(bucket, self._inputs.max_seqs), bucket, 0, has_adapters)
 
     @torch.inference_mode()
     def _capture_all(self, adapters: tuple[bool, ...]) -> None:
         """Capture all graphs, the largest first, so that the others can use its memory."""
-        sizes = [BatchSize(n, n, n, has_adapters) for n in reversed(self._buckets) for has_adapters in adapters]
-        self._inputs.pad(BatchSize(0, 0, 0, False), self._buckets[-1])
+        sizes = [
+            self._prefill_size(n, has_adapters) for n in reversed(self._prefill_buckets) for has_adapters in adapters
+        ]
+        largest = replace(sizes[0], num_logits=self._decode_buckets[-1])
+        sizes += [
+            self._decode_size(n, has_adapters) for n in reversed(self._decode_buckets) for has_adapters in adapters
+        ]
+        self._inputs.pad(BatchSize(0, 0, 0, False), largest)
         self._inputs.upload()
-        first = self._compute(self._inputs.batch(sizes[0]))
-        self._hidden, self._logits = torch.empty_like(first.hidden), torch.empty_like(first.logits, dtype=torch.float32)
+        batch = self._inputs.batch(largest)
+        hidden = self._forward(batch)
+        self._hidden = torch.empty_like(hidden)
+        self._logits = torch.empty_like(self._compute_logits(hidden, batch), dtype=torch.float32)
         pool = None
         for size in tqdm(sizes, desc="capturing CUDA graphs", unit="graph", leave=False, disable=None):
-            key = size.num_tokens, size.has_adapters
             try:
                 graph = capture(self._make_step(size), pool)
             except RuntimeError as error:
                 if not self.failed:
                     warnings.warn(f"{NOT_CAPTURED}: {error}", stacklevel=2)
-                self.failed.add(key)
+                self.failed.add(size)
             else:
                 pool = graph.pool()
-                self._graphs[key] = graph
+                self._graphs[size] = graph
 
     def _make_step(self, size: BatchSize) -> Callable[[], None]:
         """Return a function that computes a step of this size and copies the results to the common tensors."""
-        batch = self._inputs.batch(size)
+        inputs, batch = self._inputs, self._inputs.batch(size)
+        hidden, logits = self._hidden[: size.num_tokens], self._logits[: size.num_logits]
+        sampling, drawn = inputs.sampling.tensors(size.num_logits), inputs.drawn[: size.num_logits]
 
         def step() -> None:
-            result = self._compute(batch)
-            self._hidden[: size.num_tokens].copy_(result.hidden)
-            self._logits[: size.num_logits].copy_(result.logits)
+            inputs.insert_drawn(size.num_tokens)
+            hidden.copy_(self._forward(batch))
+            if size.num_logits:
+                logits.copy_(self._compute_logits(hidden, batch))
+                drawn.copy_(ops.sample(logits, **sampling, num_logprobs=None).tokens)
 
         return step
+
+
+def _smallest(buckets: list[int], count: int) -> int | None:
+    """Return the smallest bucket that holds as many; ``None`` if none does."""
+    index = bisect_left(buckets, count)
+    return buckets[index] if index < len(buckets) else None
 
 
 def capture(step: Callable[[], None], pool: object) -> torch.cuda.CUDAGraph:

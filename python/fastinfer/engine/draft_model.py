@@ -6,6 +6,7 @@ The draft model has a KV cache of its own, which uses the same block numbers as 
 import statistics
 import time
 from collections import deque
+from dataclasses import replace
 from typing import overload
 
 import torch
@@ -176,8 +177,8 @@ class DraftModelSpeculator(Speculator):
             return
         chunks = [Chunk(view, count) for view, count in parts]  # type: ignore[arg-type]
         drawing = [view for chunk, (view, _) in zip(chunks, parts, strict=True) if chunk.is_last and view.samples]
-        result = self._worker.run(chunks)
         rows = [LogitsRow(view.sequence, view.drafts) for view in drawing]
+        result = self._worker.run(chunks, rows)
         drawn = self._sample(result, rows)
         for view, count in parts:
             view.num_computed_tokens += count
@@ -190,9 +191,9 @@ class DraftModelSpeculator(Speculator):
         """Draw a token of the whole vocabulary for each row: the noise is that of the token, not of the column."""
         model = self._worker.model
         if model.draft_tokens is None:
-            return self._sampler.draw(result.logits, rows, result.recorded)
+            return self._sampler.draw(result, rows)
         logits = spread(result.logits, model.draft_tokens, model.config.vocab_size)
-        return self._sampler.draw(logits, rows)
+        return self._sampler.draw(replace(result, logits=logits, draws=None, tokens=None), rows)
 
 
 def spread(logits: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:

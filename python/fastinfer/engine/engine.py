@@ -125,7 +125,7 @@ class Engine:
         self.block_manager = make_block_manager(config, size, self.offloading)
         self.scheduler = Scheduler(self.block_manager, config.max_num_seqs, config.max_num_batched_tokens)
         self._sleep_mode = SleepMode(
-            self._workers, self._samplers, self.block_manager, self.adapters.slots, load_models, self.offloading
+            self._workers, self.block_manager, self.adapters.slots, load_models, self.offloading
         )
         self.grammars = GrammarCompiler(tokenizer, self.vocab_size)
         self.prompt_modules = PromptModules(self.block_manager, self.max_model_len)

@@ -3,51 +3,52 @@
 Right after a step the CPU's caches are cold, and a normal call of the sampling operator takes longer than its kernel.
 """
 
-from collections.abc import Callable
-
 import numpy as np
+import torch
 from torch import Tensor
 
 from fastinfer import ops
-
-# One for each recorded step, or two if some draws have masks and others do not.
-MAX_RECORDED_DRAWS = 256
+from fastinfer.engine.sampling_inputs import SamplingInputs
 
 
 class RecordedDraws:
-    """Replays ``ops.sample`` on the logits of recorded steps, which are always the same tensors.
+    """Replays ``ops.sample`` on the logits of a recorded step, which are always the same tensor.
+
+    Args:
+        logits: [rows, vocab] fp32 logits of the step.
+        sampling: sampling parameters of the rows.
+        memory: memory of the tokens, which the draws of all steps share.
 
     Attributes:
-        graphs: for each (id of the logits, number of rows, whether there is a mask): the graph, the logits, to keep
-            them alive, and the array that receives the tokens. The least recently used entry comes first.
+        graphs: the graph of draws without masks (``False``) and of those with masks (``True``), as far as there were
+            any, and the array that receives the tokens.
     """
 
-    def __init__(self) -> None:
-        self.graphs: dict[tuple[int, int, bool], tuple[ops.CPUGraph, Tensor, np.ndarray]] = {}
-        self._memory = ops.GraphMemory()
+    def __init__(self, logits: Tensor, sampling: SamplingInputs, memory: ops.GraphMemory) -> None:
+        self.graphs: dict[bool, tuple[ops.CPUGraph, np.ndarray]] = {}
+        self._logits = logits
+        self._sampling = sampling
+        self._memory = memory
 
-    def draw(
-        self, logits: Tensor, num_rows: int, has_mask: bool, parameters: Callable[[], dict[str, Tensor]]
-    ) -> list[int]:
-        """Draw one token per row, and return the tokens; the first draw from these logits records a graph.
+    def draw(self, masks: np.ndarray | None) -> list[int]:
+        """Draw one token per row, and return the tokens; the first draw of a kind records a graph.
 
         Args:
-            logits: [rows, vocab] fp32 logits of a recorded step.
-            num_rows: number of rows of the logits.
-            has_mask: whether the parameters include a mask.
-            parameters: function that returns the arguments of ``ops.sample``, at the same addresses in every call.
+            masks: [rows, ceil(vocab / 32)] int32, the allowed tokens, always in the same memory; ``None`` for all.
         """
-        key = id(logits), num_rows, has_mask
-        if key in self.graphs:
-            graph, _, tokens = self.graphs[key] = self.graphs.pop(key)
+        if (entry := self.graphs.get(masks is not None)) is not None:
+            graph, tokens = entry
             graph.replay()
         else:
             graph = ops.CPUGraph(self._memory)
             with graph.capture():
-                sampled = ops.sample(logits, num_logprobs=None, **parameters())
+                sampled = ops.sample(
+                    self._logits,
+                    **self._sampling.tensors(len(self._logits)),
+                    mask=None if masks is None else torch.from_numpy(masks),
+                    num_logprobs=None,
+                )
             tokens = sampled.tokens.numpy()
-            if len(self.graphs) == MAX_RECORDED_DRAWS:
-                del self.graphs[next(iter(self.graphs))]
-            self.graphs[key] = graph, logits, tokens
+            self.graphs[masks is not None] = graph, tokens
         drawn: list[int] = tokens.tolist()
         return drawn

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from fastinfer.engine.batch_inputs import BatchInputs, BatchSize, StepResult
 from fastinfer.engine.cpu_graphs import CPUGraphs
-from fastinfer.engine.cuda_graphs import CUDAGraphs
+from fastinfer.engine.cuda_graphs import CUDAGraphs, expert_tile_limits
+from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.engine.scheduler import Chunk
 from fastinfer.models import Model
 from fastinfer.models.batch import Batch
@@ -50,15 +51,16 @@ class Runner:
         self.num_eager_steps = 0
         self.graphs = self._make_graphs()
 
-    def __call__(self, chunks: list[Chunk], drawn: Tensor | None = None) -> StepResult:
+    def __call__(self, chunks: list[Chunk], rows: list[LogitsRow], drawn: Tensor | None = None) -> StepResult:
         """Compute the chunks and store their keys and values in the blocks of their sequences.
 
         Args:
             chunks: chunks to compute.
+            rows: their rows of logits.
             drawn: [rows] int64 tokens of the last draw, on the device, if some chunks begin with tokens that the host
                 does not know yet.
         """
-        self.inputs.fill(chunks, drawn)
+        self.inputs.fill(chunks, rows, drawn)
         size = BatchSize.of(chunks)
         if self._always_adapters:
             size = replace(size, has_adapters=True)
@@ -68,16 +70,25 @@ class Runner:
                 return result
         self.num_eager_steps += 1
         self.inputs.upload()
+        if self.inputs.has_unknown_tokens:
+            self.inputs.insert_drawn(size.num_tokens)
         return self.compute(self.inputs.batch(size))
 
     def compute(self, batch: Batch) -> StepResult:
         """Compute a batch by calling the model's operators one by one."""
-        hidden = self.model.forward(batch, self.kv_cache)
-        return StepResult(hidden, self.model.logits(hidden, batch.logits_indices, batch.logits_adapter_ids))
+        hidden = self._forward(batch)
+        return StepResult(hidden, self._logits(hidden, batch), self.inputs.sampling)
+
+    def _forward(self, batch: Batch) -> Tensor:
+        return self.model.forward(batch, self.kv_cache)
+
+    def _logits(self, hidden: Tensor, batch: Batch) -> Tensor:
+        return self.model.logits(hidden, batch.logits_indices, batch.logits_adapter_ids)
 
     def _make_graphs(self) -> CPUGraphs | CUDAGraphs | None:
         if self._enforce_eager:
             return None
         if self.inputs.device.type == "cpu":
             return CPUGraphs(self.compute, self.inputs)
-        return CUDAGraphs(self.compute, self.inputs, self._with_adapters)
+        limits = expert_tile_limits(self.model.config)
+        return CUDAGraphs(self._forward, self._logits, self.inputs, limits, self._with_adapters)

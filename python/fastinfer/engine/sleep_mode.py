@@ -6,7 +6,6 @@ import torch
 
 from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.kv_offloading import KVOffloading
-from fastinfer.engine.sampler import Sampler
 from fastinfer.engine.sequence import Sequence
 from fastinfer.engine.worker import Worker
 from fastinfer.errors import RequestError
@@ -34,7 +33,6 @@ class SleepMode:
 
     Args:
         workers: workers of the model and of the draft model, if there is one.
-        samplers: their samplers.
         block_manager: manager of the blocks of the KV caches.
         adapters: slots of the model's LoRA adapters; ``None`` if it has none.
         load_models: function that loads the models of the workers again; ``None`` if nothing can.
@@ -47,7 +45,6 @@ class SleepMode:
     def __init__(
         self,
         workers: list[Worker],
-        samplers: list[Sampler],
         block_manager: BlockManager,
         adapters: AdapterSlots | None,
         load_models: LoadModels | None,
@@ -55,7 +52,6 @@ class SleepMode:
     ) -> None:
         self.level = 0
         self._workers = workers
-        self._samplers = samplers
         self._block_manager = block_manager
         self._adapters = adapters
         self._load_models = load_models
@@ -94,8 +90,6 @@ class SleepMode:
         self._block_manager.reset_prefix_cache()
         if level == 2 and self._offloading is not None and self._offloading.host is not None:
             self._offloading.host.clear()  # the files may hold other weights when they are loaded again
-        for sampler in self._samplers:
-            sampler.forget_recorded()
         for worker in self._workers:
             worker.release(with_model=level == 2)
         if self._on_gpu:

@@ -165,8 +165,8 @@ class Step:
         num_prompt_tokens = sum(map(_num_prompt_tokens, chunks))
         stats = StepStats(start, 0.0, len(chunks), num_tokens, num_prompt_tokens, 0)
         start_compute = time.perf_counter()
-        result = self._worker.run(chunks, None if drawn is None else drawn.token_ids)
-        draw = self._sampler.launch(result.logits, rows, result.recorded)
+        result = self._worker.run(chunks, rows, None if drawn is None else drawn.token_ids)
+        draw = self._sampler.launch(result, rows)
         _mark_launched(chunks)
         return _Launched(chunks, result, draw, stats, start_compute)
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from fastinfer.engine.batch_inputs import BatchInputs, StepResult
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.kv_cache_size import KVCacheSize
+from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.engine.runner import Runner
 from fastinfer.engine.sampled_token import TokenLogprob, top_logprobs
 from fastinfer.engine.scheduler import Chunk
@@ -76,9 +77,9 @@ class Worker:
         """Number of steps that could not be recorded as a graph."""
         return len(self._runner.graphs.failed) if self._runner and self._runner.graphs else 0
 
-    def run(self, chunks: list[Chunk], drawn: Tensor | None = None) -> StepResult:
+    def run(self, chunks: list[Chunk], rows: list[LogitsRow], drawn: Tensor | None = None) -> StepResult:
         """Compute a step's chunks, see :meth:`fastinfer.engine.runner.Runner.__call__`."""
-        return self.runner(chunks, drawn)
+        return self.runner(chunks, rows, drawn)
 
     def copy_blocks(self, pairs: list[tuple[int, int]], group: int) -> None:
         """Copy blocks of a group of layers, see :meth:`fastinfer.models.kv_cache.KVCache.copy_blocks`."""
