@@ -376,11 +376,26 @@ class AsyncEngine:
         *,
         template_variables: dict[str, Any] | None = None,
         cache_salt: str = "",
+        continue_final_message: bool = False,
     ) -> PreparedPrompt:
-        """Render and tokenise a conversation; arguments and errors are those of :meth:`chat`."""
+        """Render and tokenise a conversation for :meth:`generate`.
+
+        Args:
+            messages, template_variables, cache_salt: as for :meth:`chat`.
+            continue_final_message: end the prompt with the content of the last message, which the answer continues.
+
+        Raises:
+            RequestError, UnsupportedModelError: the errors of :meth:`chat`.
+        """
 
         def run() -> PreparedPrompt:
-            return prepare_chat(self._engine, messages, cache_salt=cache_salt, **(template_variables or {}))
+            return prepare_chat(
+                self._engine,
+                messages,
+                cache_salt=cache_salt,
+                continue_final_message=continue_final_message,
+                **(template_variables or {}),
+            )
 
         return await self._in_pool(run)
 

@@ -4,6 +4,7 @@ The model's next token is a hash of all tokens before it, as it reads them back 
 block or position and the text is another one.
 """
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
@@ -148,8 +149,15 @@ class ToyTokenizer:
         *(bytes([c, c]) for c in b"abcdefg"),
     )
 
-    def encode(self, text: str, add_special_tokens: bool = True, continues: bool = False) -> list[int]:
-        return [self.pieces.index(letter.encode()) for letter in text]
+    control_ids = frozenset({EOS_ID})
+    control_pattern = re.compile("</s>")
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, parse_special: bool = True, continues: bool = False
+    ) -> list[int]:
+        texts = text.split("</s>") if parse_special else [text]
+        ids = [[self.pieces.index(letter.encode()) for letter in part] for part in texts]
+        return [token_id for part in ids for token_id in [EOS_ID, *part]][1:]
 
     def token_bytes(self, token_id: int, skip_special_tokens: bool = True) -> bytes:
         return b"" if skip_special_tokens and token_id == EOS_ID else self.pieces[token_id]

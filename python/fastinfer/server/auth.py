@@ -70,7 +70,7 @@ def tenant_of(request: Request) -> str:
 
 def _key(headers: Headers) -> str:
     kind, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if kind.lower() == "bearer" and key else headers.get("x-api-key", "")
+    return str(key.strip() if kind.lower() == "bearer" and key else headers.get("x-api-key", ""))
 
 
 def _digest(key: str) -> bytes:
@@ -87,5 +87,6 @@ def _is_among(digest: bytes, known: list[bytes]) -> bool:
 
 def _path(scope: Scope) -> str:
     """Return the path that is routed, without the prefix of a proxy."""
-    path, root = scope["path"], scope.get("root_path", "")
+    path: str = scope["path"]
+    root = scope.get("root_path", "")
     return path[len(root) :] if root and path.startswith(f"{root}/") else path

@@ -148,9 +148,7 @@ class _Chunks:
         """Return a chunk of text."""
         return b'%b%d,"delta":{"content":%b%b' % (self._before, index, orjson.dumps(text), self._after)
 
-    def any(
-        self, index: int, delta: dict[str, Any], details: dict[str, Any] | None = None, **fields: Any
-    ) -> bytes:
+    def any(self, index: int, delta: dict[str, Any], details: dict[str, Any] | None = None, **fields: Any) -> bytes:
         """Return a chunk with further fields of the choice and of the chunk."""
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} | (details or {})
         return frame({**self._head, "choices": [choice], **self._extra, **fields})

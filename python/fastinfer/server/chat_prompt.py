@@ -8,7 +8,6 @@ from fastinfer.server.protocol.chat import RENDERER_NAMES, ChatRequest
 from fastinfer.serving.prompt import PreparedPrompt
 
 
-
 async def chat_prompt(engine: AsyncEngine, body: ChatRequest, salt: str) -> PreparedPrompt:
     """Render and tokenise the conversation of a request.
 
@@ -24,7 +23,12 @@ async def chat_prompt(engine: AsyncEngine, body: ChatRequest, salt: str) -> Prep
     """
     messages = [message.for_template() for message in body.messages]
     variables = template_variables(body)
-    return await engine.prepare_chat(messages, template_variables=variables, cache_salt=salt)
+    return await engine.prepare_chat(
+        messages,
+        template_variables=variables,
+        cache_salt=salt,
+        continue_final_message=bool(body.continue_final_message),
+    )
 
 
 def template_variables(body: ChatRequest) -> dict[str, Any]:

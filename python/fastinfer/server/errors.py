@@ -101,7 +101,8 @@ class JSON(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return orjson.dumps(content)
+        data: bytes = orjson.dumps(content)
+        return data
 
 
 def error_response(error: APIError, scope: Scope) -> Response:

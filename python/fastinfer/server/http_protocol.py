@@ -13,7 +13,7 @@ _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close
 class BoundedHttpProtocol(HttpToolsProtocol):
     """Closes connections whose heads do not end. ``scope["abort"]`` closes the connection at once."""
 
-    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: Transport) -> None:
         self._num_head_bytes, self._is_in_head = 0, True
         super().connection_made(transport)
 

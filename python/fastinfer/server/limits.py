@@ -9,7 +9,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fastinfer.server.errors import APIError, as_api_error, error_response
 
-
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
@@ -25,7 +24,9 @@ class Limits:
         is_closing: function that says whether the server is shutting down; answers then close their connections.
     """
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, max_header_bytes: int, is_closing: Callable[[], bool]) -> None:
+    def __init__(
+        self, app: ASGIApp, max_body_bytes: int, max_header_bytes: int, is_closing: Callable[[], bool]
+    ) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
         self._max_header_bytes = max_header_bytes

@@ -1,6 +1,6 @@
 """Metrics under vLLM's names, labels and buckets, so that its dashboards, gateways and autoscalers work."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -11,14 +11,14 @@ from fastinfer.engine.stats import StepStats
 from fastinfer.outputs import RequestMetrics
 from fastinfer.sampling_params import SamplingParams
 
-TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
-TTFT_BUCKETS += (80.0, 160.0, 640.0, 2560.0)
+TTFT_BUCKETS = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0]
+TTFT_BUCKETS += [80.0, 160.0, 640.0, 2560.0]
 # vLLM's, with three finer ones: a small model takes less than 10 ms per token.
-ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5)
-ITL_BUCKETS += (10.0, 20.0, 40.0, 80.0)
-LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0)
-LATENCY_BUCKETS += (480.0, 960.0, 1920.0, 7680.0)
-STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+ITL_BUCKETS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5]
+ITL_BUCKETS += [10.0, 20.0, 40.0, 80.0]
+LATENCY_BUCKETS = [0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0]
+LATENCY_BUCKETS += [480.0, 960.0, 1920.0, 7680.0]
+STEP_BUCKETS = [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
 LABELS = ("model_name", "engine")
 ENGINE = "0"  # vLLM numbers the engines behind one server; here there is one
 
@@ -111,12 +111,13 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' format."""
-        return generate_latest(self.registry)
+        text: bytes = generate_latest(self.registry)
+        return text
 
     def _count_step(self, step: StepStats) -> None:
         self._step_tokens.observe(step.num_tokens)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] | list[int]) -> Histogram:
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         family = Histogram(f"{self._prefix}:{name}", text, LABELS, buckets=buckets, registry=self.registry)
         return family.labels(*self._labels)
 

@@ -10,10 +10,10 @@ from fastinfer.structured_output import StructuredOutputsParams
 
 # Fields that have the same name and meaning in SamplingParams.
 _SAME = (
-    "temperature top_p n seed stop presence_penalty frequency_penalty top_k min_p repetition_penalty min_tokens "
-    "stop_token_ids ignore_eos include_stop_str_in_output skip_special_tokens allowed_token_ids bad_words "
-    "truncate_prompt_tokens prompt_logprobs"
-).split()
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("n", "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
+    *("allowed_token_ids", "bad_words", "skip_special_tokens", "truncate_prompt_tokens", "prompt_logprobs"),
+)
 STREAMED = RequestOutputKind.DELTA
 AT_ONCE = RequestOutputKind.FINAL_ONLY
 

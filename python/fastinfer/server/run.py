@@ -85,7 +85,7 @@ class DrainingServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if self.host.state is HostState.FAILED:
             self.should_exit = True
-        return await super().on_tick(counter)
+        return bool(await super().on_tick(counter))
 
     @property
     def address(self) -> str:

@@ -43,13 +43,10 @@ class ServerState:
             return engine, name, name
         raise APIError(404, f"model {name!r} does not exist", param="model", code="model_not_found")
 
-
     def stream(self, frames: AsyncGenerator[bytes, None]) -> EventStream:
         """Return the answer that streams frames with the server's limits."""
         config = self.config
-        return EventStream(
-            frames, ping_interval_s=config.ping_interval_s, write_timeout_s=config.write_timeout_s
-        )
+        return EventStream(frames, ping_interval_s=config.ping_interval_s, write_timeout_s=config.write_timeout_s)
 
 
 def server_of(request: Request) -> ServerState:

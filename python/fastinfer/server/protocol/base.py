@@ -45,9 +45,12 @@ async def parse(request: Request, model: type[Model], timeout: float) -> Model:
     except asyncio.TimeoutError:
         raise APIError(408, f"the body must arrive within {timeout:g} s", code="body_timeout") from None
     try:
+        parsed: Model
         if len(body) > LARGE_BODY_BYTES:
-            return await asyncio.to_thread(model.model_validate_json, body)
-        return model.model_validate_json(body)
+            parsed = await asyncio.to_thread(model.model_validate_json, body)
+        else:
+            parsed = model.model_validate_json(body)
+        return parsed
     except ValidationError as error:
         raise _explain(error, model) from None
 

@@ -10,8 +10,10 @@ from fastinfer.server.protocol.sampling import SamplingFields, ShortText
 MAX_TOOLS = 128
 # Arguments of the renderer itself, which a request must not replace (CVE-2025-62426).
 RENDERER_NAMES = frozenset(
-    "template engine messages tools documents add_generation_prompt continue_final_message bos_token eos_token "
-    "cache_salt chat_template".split()
+    {
+        *("template", "chat_template", "messages", "tools", "documents", "bos_token", "eos_token"),
+        *("add_generation_prompt", "continue_final_message", "engine", "cache_salt"),
+    }
 )
 
 

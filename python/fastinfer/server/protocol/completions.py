@@ -1,6 +1,6 @@
 """Requests of ``/v1/completions``."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -25,10 +25,5 @@ class CompletionRequest(SamplingFields):
 
     def prompts(self) -> list[str] | list[list[int]]:
         """Return the prompts as a list."""
-        match self.prompt:
-            case str() as text:
-                return [text]
-            case [int(), *_] as token_ids:
-                return [token_ids]  # type: ignore[list-item]
-            case many:
-                return many  # type: ignore[return-value]
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
