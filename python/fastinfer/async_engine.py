@@ -517,6 +517,10 @@ class AsyncEngine:
         """
         await self._call(self._wake_up)
 
+    async def reset_prefix_cache(self) -> None:
+        """Forget the cached prefixes in the KV cache between two steps; running requests keep their blocks."""
+        await self._call(self._reset_prefix_cache)
+
     async def pause(self) -> None:
         """Stop computing after the current step, until :meth:`resume`; requests are taken and wait.
 
@@ -670,6 +674,10 @@ class AsyncEngine:
     def _set_paused(self, is_paused: bool) -> None:
         self._is_paused = is_paused
         self._submit_step()
+
+    def _reset_prefix_cache(self) -> None:
+        self._engine.block_manager.reset_prefix_cache()
+        self._stats = self._engine.stats()
 
     def _wake_up(self) -> None:
         self._engine.wake_up()

@@ -20,10 +20,10 @@ from fastinfer.server.errors import APIError, as_api_error, error_response
 from fastinfer.server.http_metrics import HttpMetrics
 from fastinfer.server.limits import Limits
 from fastinfer.server.metrics import Metrics
-from fastinfer.server.routes import chat, completions, health, models
+from fastinfer.server.routes import admin, chat, completions, embeddings, health, models, tokens
 from fastinfer.server.state import ServerState, server_of
 
-ROUTERS = (chat.router, completions.router, health.router, models.router)
+ROUTERS = tuple(module.router for module in (chat, completions, embeddings, tokens, models, health, admin))
 
 
 def create_app(config: ServerConfig, load: Callable[[], AsyncEngine]) -> FastAPI:

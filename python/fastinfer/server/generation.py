@@ -15,6 +15,7 @@ from fastinfer.outputs import CompletionOutput, RequestOutput, merge
 from fastinfer.sampling_params import SamplingParams
 from fastinfer.server.auth import tenant_of
 from fastinfer.server.errors import RETRY_FULL_S, APIError, unavailable
+from fastinfer.server.protocol.embeddings import EmbeddingRequest, ScoreRequest
 from fastinfer.server.protocol.sampling import SamplingFields
 from fastinfer.server.state import ServerState
 from fastinfer.serving.prompt import PreparedPrompt
@@ -58,7 +59,7 @@ def request_options(request: Request, server: ServerState, adapter: str | None, 
     }
 
 
-def cache_salt(request: Request, body: SamplingFields) -> str:
+def cache_salt(request: Request, body: SamplingFields | EmbeddingRequest | ScoreRequest) -> str:
     """Return the salt of a request's cached prefixes.
 
     Tenants share none: from the time of an answer one could tell what another one has asked (CVE-2025-46570).
