@@ -149,6 +149,7 @@ class ToyTokenizer:
         *(bytes([c, c]) for c in b"abcdefg"),
     )
 
+    bos_id = None
     control_ids = frozenset({EOS_ID})
     control_pattern = re.compile("</s>")
 
