@@ -786,7 +786,7 @@ class OutputStream(AsyncIterator[Output]):
         try:
             await self._mailbox.accepted()
         except Exception:
-            self._abandon()
+            self.abandon()
             raise
 
     async def __anext__(self) -> Output:
@@ -795,20 +795,22 @@ class OutputStream(AsyncIterator[Output]):
         try:
             output = await self._mailbox.get()
         except BaseException:  # cancelled, or the request was refused
-            self._abandon()
+            self.abandon()
             raise
         self._has_ended = output.finished
         return output
 
     async def aclose(self) -> None:
         """Abort the request if it is still running; its cache blocks are free when this returns."""
-        self._abandon()
-        await self._engine._call(self._engine._abort_abandoned)
+        self.abandon()
+        if self._mailbox.is_abandoned:  # the engine's thread may be busy with a step, for which nobody else need wait
+            await self._engine._call(self._engine._abort_abandoned)
 
     def __del__(self) -> None:
-        self._abandon()
+        self.abandon()
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
+        """Have the request aborted before the next step if it is still running, without waiting for that."""
         if not self._has_ended:
             self._has_ended = True
             self._mailbox.is_abandoned = True

@@ -29,7 +29,7 @@ async def toy_client(
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the application in this process; the engine is checked for requests left behind."""
     app = toy_app(model, limits, **settings)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False, root_path=settings.get("root_path", ""))
     async with app.router.lifespan_context(app):
         while app.state.server.host.state.value == "loading":
             await asyncio.sleep(0.001)

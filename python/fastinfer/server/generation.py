@@ -104,7 +104,7 @@ async def start(
             await stream.accepted()
     except BaseException:
         for stream in streams:
-            await stream.aclose()
+            stream.abandon()
         raise
     return streams
 
@@ -123,7 +123,7 @@ async def finish_all(server: ServerState, streams: Sequence[Stream], params: Sam
         return outputs
     finally:
         for stream in streams:
-            await stream.aclose()
+            stream.abandon()
 
 
 async def outputs_of(
