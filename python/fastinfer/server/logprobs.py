@@ -68,7 +68,9 @@ class CompletionLogprobs:
         top: list[dict[str, float] | None] = []
         offsets: list[int] = []
         for token_id, position, text in zip(token_ids, positions, texts, strict=True):
-            offsets.append(self._offset)
+            # A character that was begun and is not continued has become U+FFFD.
+            is_broken = bool(self._utf8.getstate()[0]) and bool(text) and not 0x80 <= text[0] < 0xC0
+            offsets.append(self._offset + is_broken)
             self._offset += len(self._utf8.decode(text))
             if position is None:
                 tokens.append(f"token_id:{token_id}" if self._as_token_ids else spelling(text))
