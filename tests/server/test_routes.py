@@ -115,8 +115,8 @@ def test_sleep_and_the_prefix_cache() -> None:
 def test_adapters_are_models(tmp_path: Path) -> None:
     """Loaded and unloaded while the server runs; an unknown one is a model that does not exist."""
     from fastinfer import LLM, AsyncEngine
-    from fastinfer.server.app import create_app
     from fastinfer.models import open_checkpoint
+    from fastinfer.server.app import create_app
     from fastinfer.server.config import ServerConfig
 
     folder = write_tiny_folder(tmp_path / "model")
