@@ -157,7 +157,9 @@ class ToyTokenizer:
         self, text: str, add_special_tokens: bool = True, parse_special: bool = True, continues: bool = False
     ) -> list[int]:
         texts = text.split("</s>") if parse_special else [text]
-        ids = [[self.pieces.index(letter.encode()) for letter in part] for part in texts]
+        known = {piece: token_id for token_id, piece in enumerate(self.pieces)}
+        letters = [[bytes([byte]) for byte in part.encode()] for part in texts]
+        ids = [[known[letter] for letter in part if letter in known] for part in letters]
         return [token_id for part in ids for token_id in [EOS_ID, *part]][1:]
 
     def token_bytes(self, token_id: int, skip_special_tokens: bool = True) -> bytes:

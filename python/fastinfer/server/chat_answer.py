@@ -1,21 +1,24 @@
 """Answers to chats: whole, and as frames of a stream."""
 
+import asyncio
 import contextlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-import orjson
-
 import fastinfer
 from fastinfer.outputs import CompletionOutput, RequestOutput
 from fastinfer.sampling_params import SamplingParams
-from fastinfer.server.generation import Stream, outputs_of, usage, usage_of
+from fastinfer.server.chat_choice import ChatChoice
+from fastinfer.server.chunks import Chunks
+from fastinfer.server.generation import Stream, outputs_of, usage
 from fastinfer.server.logprobs import chat_logprobs, prompt_logprobs
-from fastinfer.server.protocol.chat import ChatRequest
+from fastinfer.server.output_plan import OutputPlan
+from fastinfer.server.protocol.chat import ChatRequest, NamedToolChoice
 from fastinfer.server.sse import DONE, frame
 from fastinfer.server.state import ServerState
+from fastinfer.tokenizers.tokenizer import Tokenizer
 
 FINGERPRINT = f"fastinfer-{fastinfer.__version__}"
 
@@ -25,15 +28,35 @@ class ChatAnswer:
 
     Args:
         server: the server.
+        tokenizer: the model's tokenizer.
         body: the request.
         model: the model's name in the answer.
         params: the sampling parameters.
+        plan: how the output is read.
     """
 
-    def __init__(self, server: ServerState, body: ChatRequest, model: str, params: SamplingParams) -> None:
+    def __init__(
+        self,
+        server: ServerState,
+        tokenizer: Tokenizer,
+        body: ChatRequest,
+        model: str,
+        params: SamplingParams,
+        plan: OutputPlan,
+    ) -> None:
         self._server = server
+        self._tokenizer = tokenizer
         self._body = body
         self._params = params
+        is_named = isinstance(body.tool_choice, NamedToolChoice)
+        self._choices = [
+            ChatChoice(
+                plan.make_parser and plan.make_parser(),
+                is_named=is_named,
+                keeps_reasoning=body.include_reasoning is not False,
+            )
+            for _ in range(params.n)
+        ]
         self._head: dict[str, Any] = {
             "id": f"chatcmpl-{body.request_id or secrets.token_hex(12)}",
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
@@ -42,14 +65,12 @@ class ChatAnswer:
             "system_fingerprint": FINGERPRINT,
         }
 
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
+    async def whole(self, output: RequestOutput) -> dict[str, Any]:
         """Return the answer as one object."""
-        answer = {
-            **self._head,
-            "choices": [self._choice(completion) for completion in output.outputs],
-            "usage": usage_of([output]),
-            "service_tier": "default",
-        }
+        choices = [self._whole_choice(completion) for completion in output.outputs]
+        num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+        counts = await self._usage(output, num_tokens)
+        answer = {**self._head, "choices": choices, "usage": counts, "service_tier": "default"}
         return answer | self._prompt_fields(output)
 
     async def frames(self, streams: Sequence[Stream]) -> AsyncGenerator[bytes, None]:
@@ -57,50 +78,53 @@ class ChatAnswer:
         options = self._body.stream_options
         with_usage = bool(options and options.include_usage)
         continuous = bool(options and options.continuous_usage_stats)
-        chunks = _Chunks(self._head, usage_null=with_usage and not continuous)
-        is_plain = not (self._body.logprobs or self._body.return_token_ids or continuous)
-        ended: set[int] = set()
-        num_tokens = 0
+        chunks = Chunks(self._head, usage_null=with_usage and not continuous)
+        has_details = bool(self._body.logprobs or self._body.return_token_ids)
+        is_first, num_tokens = True, 0
         outputs = outputs_of(self._server, streams, self._params, self._body.stream_interval or 1)
         async with contextlib.aclosing(outputs):
-            is_first = True
             async for _, output in outputs:
-                parts = []
+                parts: list[bytes] = []
                 fields: dict[str, Any] = {}
                 num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
-                counts = usage(len(output.prompt_token_ids), num_tokens, output.num_cached_tokens)
                 if continuous:
-                    fields["usage"] = counts
+                    fields["usage"] = usage(len(output.prompt_token_ids), num_tokens, output.num_cached_tokens)
                 if is_first:
-                    is_first = False
-                    first = fields | self._prompt_fields(output)
+                    is_first, first = False, fields | self._prompt_fields(output)
                     delta = {"role": "assistant", "content": ""}
-                    parts += [chunks.any(choice.index, delta, **first) for choice in output.outputs]
-                for choice in output.outputs:
-                    if choice.index in ended:
+                    parts += [chunks.any(completion.index, delta, **first) for completion in output.outputs]
+                for completion in output.outputs:
+                    choice, index = self._choices[completion.index], completion.index
+                    if choice.has_ended:
                         continue
-                    if is_plain and choice.delta:
-                        parts.append(chunks.text(choice.index, choice.delta))
-                    elif not is_plain and (choice.delta or choice.token_ids):
-                        delta = {"content": choice.delta}
-                        parts.append(chunks.any(choice.index, delta, self._details(choice), **fields))
-                    if choice.finish_reason is not None:
-                        ended.add(choice.index)
-                        end = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-                        parts.append(chunks.any(choice.index, {}, end, **fields))
+                    deltas = choice.deltas(completion)
+                    if has_details and completion.token_ids:
+                        details = self._details(completion)
+                        parts.append(chunks.any(index, deltas[0] if deltas else {"content": ""}, details, **fields))
+                        deltas = deltas[1:]
+                    for delta in deltas:
+                        if continuous or "content" not in delta:
+                            parts.append(chunks.any(index, delta, **fields))
+                        else:
+                            parts.append(chunks.text(index, delta["content"]))
+                    if choice.has_ended:
+                        end = {"finish_reason": choice.finish_reason, "stop_reason": completion.stop_reason}
+                        parts.append(chunks.any(index, {}, end, **fields))
                 if output.finished:
                     if with_usage:
+                        counts = await self._usage(output, num_tokens)
                         parts.append(frame({**self._head, "choices": [], "usage": counts}))
                     parts.append(DONE)
                 if parts:
                     yield b"".join(parts)
 
-    def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
+    def _whole_choice(self, completion: CompletionOutput) -> dict[str, Any]:
+        choice = self._choices[completion.index]
         return {
             "index": completion.index,
-            "message": {"role": "assistant", "content": completion.text, "refusal": None, "annotations": []},
+            "message": choice.message(completion),
             "logprobs": None,
-            "finish_reason": completion.finish_reason,
+            "finish_reason": choice.finish_reason,
             "stop_reason": completion.stop_reason,
         } | self._details(completion)
 
@@ -127,28 +151,11 @@ class ChatAnswer:
             fields["prompt_token_ids"] = output.prompt_token_ids
         return fields
 
+    async def _usage(self, output: RequestOutput, num_tokens: int) -> dict[str, Any]:
+        """Return the counts of the whole answer; the tokens of its reasoning are those of its text."""
+        reasoning = "".join(choice.reasoning for choice in self._choices)
+        num_reasoning = len(await asyncio.to_thread(self._encode, reasoning)) if reasoning else 0
+        return usage(len(output.prompt_token_ids), num_tokens, output.num_cached_tokens, min(num_reasoning, num_tokens))
 
-class _Chunks:
-    """Writes chunks, those of plain text from constant bytes.
-
-    Args:
-        head: fields that all chunks have.
-        usage_null: whether chunks have the field ``usage``, of which only the last one has a value.
-    """
-
-    def __init__(self, head: dict[str, Any], *, usage_null: bool) -> None:
-        self._head = head
-        self._extra: dict[str, Any] = {"usage": None} if usage_null else {}
-        # {"id": ..., "system_fingerprint": ..., and the choice, up to its text.
-        self._before = b"data: " + orjson.dumps(head)[:-1] + b',"choices":[{"index":'
-        end = b',"usage":null}\n\n' if usage_null else b"}\n\n"
-        self._after = b'},"logprobs":null,"finish_reason":null}]' + end
-
-    def text(self, index: int, text: str) -> bytes:
-        """Return a chunk of text."""
-        return b'%b%d,"delta":{"content":%b%b' % (self._before, index, orjson.dumps(text), self._after)
-
-    def any(self, index: int, delta: dict[str, Any], details: dict[str, Any] | None = None, **fields: Any) -> bytes:
-        """Return a chunk with further fields of the choice and of the chunk."""
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} | (details or {})
-        return frame({**self._head, "choices": [choice], **self._extra, **fields})
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)

@@ -204,15 +204,6 @@ def usage(num_prompt_tokens: int, num_tokens: int, num_cached: int, num_reasonin
     }
 
 
-def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Return the counts of whole outputs."""
-    return usage(
-        sum(len(output.prompt_token_ids) for output in outputs),
-        sum(len(completion.token_ids) for output in outputs for completion in output.outputs),
-        sum(output.num_cached_tokens for output in outputs),
-    )
-
-
 def _failure(completion: CompletionOutput) -> APIError:
     """Return the answer to a request that failed while it ran."""
     reason = str(completion.stop_reason)

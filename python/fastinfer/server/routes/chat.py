@@ -1,5 +1,7 @@
 """``/v1/chat/completions``."""
 
+from dataclasses import replace
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,6 +13,7 @@ from fastinfer.server.chat_prompt import chat_prompt
 from fastinfer.server.disconnect import unless_gone
 from fastinfer.server.errors import JSON, APIError
 from fastinfer.server.generation import cache_salt, check_length, finish_all, request_options, start
+from fastinfer.server.output_plan import OutputPlan, plan_output
 from fastinfer.server.params import check_streaming, sampling_params
 from fastinfer.server.protocol.base import parse
 from fastinfer.server.protocol.chat import ChatRequest
@@ -26,17 +29,33 @@ async def create_chat_completion(request: Request) -> Response:
     body = await parse(request, ChatRequest, server.config.body_timeout_s)
     engine, model, adapter = server.model(body.model)
     check_streaming(body)
-    refuse_tools(body)
     params = chat_params(body, engine)
     prompt = await chat_prompt(engine, body, cache_salt(request, body))
     check_length(engine, prompt, params, "messages")
+    plan = plan_output(body, engine, prompt)
+    params = apply(plan, params)
     options = request_options(request, server, adapter, body.priority)
     streams = await start(engine, [prompt], params, options)
-    answer = ChatAnswer(server, body, model, params)
+    answer = ChatAnswer(server, engine.tokenizer, body, model, params, plan)
     if body.stream:
         return server.stream(answer.frames(streams))
     [output] = await unless_gone(request, finish_all(server, streams, params))
-    return JSON(answer.whole(output))
+    return JSON(await answer.whole(output))
+
+
+def apply(plan: OutputPlan, params: SamplingParams) -> SamplingParams:
+    """Return the sampling parameters with what a plan needs.
+
+    Raises:
+        APIError: the request constrains the text and forces tool calls at the same time.
+    """
+    if plan.make_parser is not None:  # the marks of reasoning and tool calls may be control tokens
+        params = replace(params, skip_special_tokens=False)
+    if plan.constraint is None:
+        return params
+    if params.structured_outputs is not None:
+        raise APIError(400, "tool_choice and a format of the text exclude each other", param="tool_choice")
+    return replace(params, structured_outputs=plan.constraint)
 
 
 def chat_params(body: ChatRequest, engine: AsyncEngine) -> SamplingParams:
@@ -51,13 +70,3 @@ def chat_params(body: ChatRequest, engine: AsyncEngine) -> SamplingParams:
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return sampling_params(body, engine.default_params, max_tokens=max_tokens, logprobs=logprobs)
-
-
-def refuse_tools(body: ChatRequest) -> None:
-    """Refuse tools until the parser of tool calls is here.
-
-    Raises:
-        APIError: the model may call tools.
-    """
-    if body.tools and body.tool_choice != "none":
-        raise APIError(400, "tools are not supported yet", param="tools")
