@@ -12,7 +12,7 @@ from fastinfer.outputs import CompletionOutput, RequestOutput
 from fastinfer.sampling_params import SamplingParams
 from fastinfer.server.chat_choice import ChatChoice
 from fastinfer.server.chunks import Chunks
-from fastinfer.server.generation import Stream, outputs_of, usage
+from fastinfer.server.generation import Stream, TokenCounter, outputs_of
 from fastinfer.server.logprobs import chat_logprobs, prompt_logprobs
 from fastinfer.server.output_plan import OutputPlan
 from fastinfer.server.protocol.chat import ChatRequest, NamedToolChoice
@@ -68,8 +68,9 @@ class ChatAnswer:
     async def whole(self, output: RequestOutput) -> dict[str, Any]:
         """Return the answer as one object."""
         choices = [self._whole_choice(completion) for completion in output.outputs]
-        num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
-        counts = await self._usage(output, num_tokens)
+        counter = TokenCounter()
+        counter.add(0, output, sum(len(completion.token_ids) for completion in output.outputs))
+        counts = await self._usage(counter)
         answer = {**self._head, "choices": choices, "usage": counts, "service_tier": "default"}
         return answer | self._prompt_fields(output)
 
@@ -80,17 +81,17 @@ class ChatAnswer:
         continuous = bool(options and options.continuous_usage_stats)
         chunks = Chunks(self._head, usage_null=with_usage and not continuous)
         has_details = bool(self._body.logprobs or self._body.return_token_ids)
-        is_first, num_tokens = True, 0
+        counter = TokenCounter()
         outputs = outputs_of(self._server, streams, self._params, self._body.stream_interval or 1)
         async with contextlib.aclosing(outputs):
-            async for _, output in outputs:
+            async for _, output, num_new in outputs:
                 parts: list[bytes] = []
                 fields: dict[str, Any] = {}
-                num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+                is_first = counter.add(0, output, num_new)
                 if continuous:
-                    fields["usage"] = usage(len(output.prompt_token_ids), num_tokens, output.num_cached_tokens)
+                    fields["usage"] = counter.usage()
                 if is_first:
-                    is_first, first = False, fields | self._prompt_fields(output)
+                    first = fields | self._prompt_fields(output)
                     delta = {"role": "assistant", "content": ""}
                     parts += [chunks.any(completion.index, delta, **first) for completion in output.outputs]
                 for completion in output.outputs:
@@ -112,7 +113,7 @@ class ChatAnswer:
                         parts.append(chunks.any(index, {}, end, **fields))
                 if output.finished:
                     if with_usage:
-                        counts = await self._usage(output, num_tokens)
+                        counts = await self._usage(counter)
                         parts.append(frame({**self._head, "choices": [], "usage": counts}))
                     parts.append(DONE)
                 if parts:
@@ -151,11 +152,11 @@ class ChatAnswer:
             fields["prompt_token_ids"] = output.prompt_token_ids
         return fields
 
-    async def _usage(self, output: RequestOutput, num_tokens: int) -> dict[str, Any]:
+    async def _usage(self, counter: TokenCounter) -> dict[str, Any]:
         """Return the counts of the whole answer; the tokens of its reasoning are those of its text."""
         reasoning = "".join(choice.reasoning for choice in self._choices)
         num_reasoning = len(await asyncio.to_thread(self._encode, reasoning)) if reasoning else 0
-        return usage(len(output.prompt_token_ids), num_tokens, output.num_cached_tokens, min(num_reasoning, num_tokens))
+        return counter.usage(min(num_reasoning, counter.num_tokens))
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)

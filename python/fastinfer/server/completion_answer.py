@@ -11,7 +11,7 @@ import orjson
 from fastinfer.outputs import CompletionOutput, RequestOutput
 from fastinfer.sampling_params import SamplingParams
 from fastinfer.server.chat_answer import FINGERPRINT
-from fastinfer.server.generation import Stream, outputs_of, usage
+from fastinfer.server.generation import Stream, TokenCounter, outputs_of
 from fastinfer.server.logprobs import CompletionLogprobs, prompt_logprobs
 from fastinfer.server.protocol.completions import CompletionRequest
 from fastinfer.server.sse import DONE, frame
@@ -59,10 +59,11 @@ class CompletionAnswer:
         for number, output in enumerate(outputs):
             for completion in output.outputs:
                 choices.append(self._choice(number, output, completion, is_first=True))
-        num_prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-        num_cached = sum(output.num_cached_tokens for output in outputs)
-        counts = usage(num_prompt_tokens, sum(map(self._num_tokens, outputs)), num_cached)
-        return {**self._head, "choices": choices, "usage": counts}
+        counter = TokenCounter()
+        for number, output in enumerate(outputs):
+            num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+            counter.add(number, output, 0 if self._is_prompt_alone else num_tokens)
+        return {**self._head, "choices": choices, "usage": counter.usage()}
 
     async def frames(self, streams: Sequence[Stream]) -> AsyncGenerator[bytes, None]:
         """Yield the frames of a stream; what one output of the engine brings is one item."""
@@ -74,22 +75,13 @@ class CompletionAnswer:
         body = self._body
         is_plain = not (body.logprobs is not None or body.return_token_ids or continuous or self._is_prompt_alone)
         ended: set[int] = set()
-        # By prompt: number of its tokens, of those that were cached, and of the generated ones.
-        counts: dict[int, tuple[int, int, int]] = {}
+        counter = TokenCounter()
         outputs = outputs_of(self._server, streams, self._params, body.stream_interval or 1)
         async with contextlib.aclosing(outputs):
-            async for number, output in outputs:
+            async for number, output, num_new in outputs:
                 parts = []
-                is_first = number not in counts
-                before = counts[number][2] if not is_first else 0
-                generated = before + self._num_tokens(output)
-                counts[number] = (len(output.prompt_token_ids), output.num_cached_tokens, generated)
-                total = usage(
-                    sum(count[0] for count in counts.values()),
-                    sum(count[2] for count in counts.values()),
-                    sum(count[1] for count in counts.values()),
-                )
-                extra = {"usage": total if continuous else None} if with_usage or continuous else {}
+                is_first = counter.add(number, output, 0 if self._is_prompt_alone else num_new)
+                extra = {"usage": counter.usage() if continuous else None} if with_usage or continuous else {}
                 for completion in output.outputs:
                     index = number * self._params.n + completion.index
                     if index in ended:
@@ -107,13 +99,10 @@ class CompletionAnswer:
                         parts.append(frame({**self._head, "choices": [choice], **extra}))
                 if len(ended) == len(streams) * self._params.n and output.finished:
                     if with_usage:
-                        parts.append(frame({**self._head, "choices": [], "usage": total}))
+                        parts.append(frame({**self._head, "choices": [], "usage": counter.usage()}))
                     parts.append(DONE)
                 if parts:
                     yield b"".join(parts)
-
-    def _num_tokens(self, output: RequestOutput) -> int:
-        return 0 if self._is_prompt_alone else sum(len(completion.token_ids) for completion in output.outputs)
 
     def _choice(
         self, number: int, output: RequestOutput, completion: CompletionOutput, *, is_first: bool

@@ -128,8 +128,8 @@ async def finish_all(server: ServerState, streams: Sequence[Stream], params: Sam
 
 async def outputs_of(
     server: ServerState, streams: Sequence[Stream], params: SamplingParams, interval: int = 1
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Yield the outputs of requests as they come, each with the request's number, and count them.
+) -> AsyncGenerator[tuple[int, RequestOutput, int], None]:
+    """Yield the outputs of requests as they come, each with the request's number and that of its new tokens.
 
     Args:
         server: the server, whose metrics count.
@@ -147,30 +147,29 @@ async def outputs_of(
     latency = server.metrics.inter_token_latency
     async with contextlib.aclosing(source):
         async for index, new in source:
-            output = merge(pending.pop(index, None), new)
-            check(output)
-            count_now = sum(len(completion.token_ids) for completion in output.outputs)
-            if count_now < interval and not output.finished and num_tokens[index]:
+            output = merge(pending.pop(index), new) if index in pending else new
+            if output.finished:
+                check(output)
+            num_new = sum([len(completion.token_ids) for completion in output.outputs])
+            if num_new < interval and not output.finished and num_tokens[index]:
                 pending[index] = output
                 continue
             now = time.perf_counter()
-            if num_tokens[index] and count_now:
-                latency.observe((now - last_time[index]) / count_now)
-            num_tokens[index] += count_now
+            if num_tokens[index] and num_new:
+                latency.observe((now - last_time[index]) / num_new)
+            num_tokens[index] += num_new
             last_time[index] = now
             if output.finished:
                 count(server, output, params, num_tokens[index])
-            yield index, output
+            yield index, output, num_new
 
 
 def check(output: RequestOutput) -> None:
-    """Raise the error of a request that has failed.
+    """Check the last output of a request.
 
     Raises:
         APIError: it ran out of time, was aborted, or failed.
     """
-    if not output.finished:
-        return
     for completion in output.outputs:
         match completion.finish_reason:
             case "stop" | "length":
@@ -191,6 +190,33 @@ def count(server: ServerState, output: RequestOutput, params: SamplingParams, nu
     """Count a finished request."""
     reasons = {completion.finish_reason or "" for completion in output.outputs}
     server.metrics.finish(output.metrics, params, len(output.prompt_token_ids), num_tokens, reasons)
+
+
+class TokenCounter:
+    """Counts the tokens of an answer, which may have several prompts.
+
+    Attributes:
+        num_tokens: generated tokens.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._num_prompt_tokens = self._num_cached_tokens = 0
+        self._seen: set[int] = set()
+
+    def add(self, number: int, output: RequestOutput, num_new: int) -> bool:
+        """Count an output; returns whether it is the first one of its prompt."""
+        self.num_tokens += num_new
+        if number in self._seen:
+            return False
+        self._seen.add(number)
+        self._num_prompt_tokens += len(output.prompt_token_ids)
+        self._num_cached_tokens += output.num_cached_tokens
+        return True
+
+    def usage(self, num_reasoning: int = 0) -> dict[str, Any]:
+        """Return OpenAI's counts."""
+        return usage(self._num_prompt_tokens, self.num_tokens, self._num_cached_tokens, num_reasoning)
 
 
 def usage(num_prompt_tokens: int, num_tokens: int, num_cached: int, num_reasoning: int = 0) -> dict[str, Any]:

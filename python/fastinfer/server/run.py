@@ -67,6 +67,7 @@ class DrainingServer(uvicorn.Server):
                 timeout_keep_alive=config.keep_alive_s,
                 timeout_graceful_shutdown=FAREWELL_S,
                 server_header=False,
+                proxy_headers=False,
                 access_log=False,
                 log_level="warning",
                 ws="none",
