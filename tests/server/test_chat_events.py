@@ -9,9 +9,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from support.toy import ToyTokenizer, greedy
 from support.toy_server import toy_client
 
+from fastinfer.server import chat_run
 from fastinfer.server.output_plan import OutputPlan
 from fastinfer.server.parsing.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
-from fastinfer.server.routes import chat
 
 TEXT = ToyTokenizer().decode(greedy(ToyTokenizer().encode("hello,"), 30, stop_at_eos=False), skip_special_tokens=False)
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -54,7 +54,7 @@ class ByPlace:
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_events(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], reason: str, stream: bool) -> None:
-    monkeypatch.setattr(chat, "plan_output", lambda *args: OutputPlan(make_parser=ByPlace))
+    monkeypatch.setattr(chat_run, "plan_output", lambda *args: OutputPlan(make_parser=ByPlace))
     messages = [{"role": "user", "content": "hello"}]
     body = {"messages": messages, "tools": [TOOL], "temperature": 0, "ignore_eos": True, "stream": stream, **fields}
     body |= {"stream_options": {"include_usage": True}} if stream else {}

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 from fastapi import FastAPI
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,10 +21,11 @@ from fastinfer.server.errors import APIError, as_api_error, error_response
 from fastinfer.server.http_metrics import HttpMetrics
 from fastinfer.server.limits import Limits
 from fastinfer.server.metrics import Metrics
-from fastinfer.server.routes import admin, chat, completions, embeddings, health, models, tokens
+from fastinfer.server.protocol.base import RequestModel, explain
+from fastinfer.server.routes import admin, chat, completions, embeddings, health, messages, models, tokens
 from fastinfer.server.state import ServerState, server_of
 
-ROUTERS = tuple(module.router for module in (chat, completions, embeddings, tokens, models, health, admin))
+ROUTERS = tuple(module.router for module in (chat, messages, completions, embeddings, tokens, models, health, admin))
 
 
 def create_app(config: ServerConfig, load: Callable[[], AsyncEngine]) -> FastAPI:
@@ -56,7 +58,7 @@ def create_app(config: ServerConfig, load: Callable[[], AsyncEngine]) -> FastAPI
     app.state.server = server
     for router in ROUTERS:
         app.include_router(router)
-    for kind in (APIError, FastinferError, UnavailableError, HTTPException, ClientGoneError):
+    for kind in (ValidationError, APIError, FastinferError, UnavailableError, HTTPException, ClientGoneError):
         app.add_exception_handler(kind, _answer)
     # The last one is the outermost one.
     app.add_middleware(Authentication, api_keys=config.api_keys, admin_keys=config.admin_keys)
@@ -80,6 +82,8 @@ async def _answer(request: Request, error: Exception) -> Response:
     """Return the answer to an error that a route has raised."""
     if isinstance(error, ClientGoneError):
         return Response(status_code=499)  # nginx's number for this; nobody reads it
+    if isinstance(error, ValidationError):  # of a request that was rewritten for another interface
+        error = explain(error, RequestModel)
     if isinstance(error, HTTPException):
         error = APIError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
     answer = as_api_error(error, request.scope.get("fields", ()))

@@ -1,24 +1,18 @@
 """Answers to chats: whole, and as frames of a stream."""
 
-import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import fastinfer
 from fastinfer.outputs import CompletionOutput, RequestOutput
-from fastinfer.sampling_params import SamplingParams
-from fastinfer.server.chat_choice import ChatChoice
+from fastinfer.server.chat_run import ChatRun
 from fastinfer.server.chunks import Chunks
-from fastinfer.server.generation import Stream, TokenCounter, outputs_of
+from fastinfer.server.generation import TokenCounter, outputs_of
 from fastinfer.server.logprobs import chat_logprobs, prompt_logprobs
-from fastinfer.server.output_plan import OutputPlan
-from fastinfer.server.protocol.chat import ChatRequest, NamedToolChoice
 from fastinfer.server.sse import DONE, frame
-from fastinfer.server.state import ServerState
-from fastinfer.tokenizers.tokenizer import Tokenizer
 
 FINGERPRINT = f"fastinfer-{fastinfer.__version__}"
 
@@ -27,41 +21,18 @@ class ChatAnswer:
     """Writes the answer to one request.
 
     Args:
-        server: the server.
-        tokenizer: the model's tokenizer.
-        body: the request.
-        model: the model's name in the answer.
-        params: the sampling parameters.
-        plan: how the output is read.
+        run: the request in the engine.
     """
 
-    def __init__(
-        self,
-        server: ServerState,
-        tokenizer: Tokenizer,
-        body: ChatRequest,
-        model: str,
-        params: SamplingParams,
-        plan: OutputPlan,
-    ) -> None:
-        self._server = server
-        self._tokenizer = tokenizer
-        self._body = body
-        self._params = params
-        is_named = isinstance(body.tool_choice, NamedToolChoice)
-        self._choices = [
-            ChatChoice(
-                plan.make_parser and plan.make_parser(),
-                is_named=is_named,
-                keeps_reasoning=body.include_reasoning is not False,
-            )
-            for _ in range(params.n)
-        ]
+    def __init__(self, run: ChatRun) -> None:
+        self._run = run
+        self._body = body = run.body
+        self._choices = [run.choice() for _ in range(run.params.n)]
         self._head: dict[str, Any] = {
             "id": f"chatcmpl-{body.request_id or secrets.token_hex(12)}",
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
             "created": int(time.time()),
-            "model": model,
+            "model": run.model,
             "system_fingerprint": FINGERPRINT,
         }
 
@@ -74,7 +45,7 @@ class ChatAnswer:
         answer = {**self._head, "choices": choices, "usage": counts, "service_tier": "default"}
         return answer | self._prompt_fields(output)
 
-    async def frames(self, streams: Sequence[Stream]) -> AsyncGenerator[bytes, None]:
+    async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yield the frames of a stream; what one output of the engine brings is one item."""
         options = self._body.stream_options
         with_usage = bool(options and options.include_usage)
@@ -82,7 +53,8 @@ class ChatAnswer:
         chunks = Chunks(self._head, usage_null=with_usage and not continuous)
         has_details = bool(self._body.logprobs or self._body.return_token_ids)
         counter = TokenCounter()
-        outputs = outputs_of(self._server, streams, self._params, self._body.stream_interval or 1)
+        interval = self._body.stream_interval or 1
+        outputs = outputs_of(self._run.server, [self._run.stream], self._run.params, interval)
         async with contextlib.aclosing(outputs):
             async for _, output, num_new in outputs:
                 parts: list[bytes] = []
@@ -154,9 +126,5 @@ class ChatAnswer:
 
     async def _usage(self, counter: TokenCounter) -> dict[str, Any]:
         """Return the counts of the whole answer; the tokens of its reasoning are those of its text."""
-        reasoning = "".join(choice.reasoning for choice in self._choices)
-        num_reasoning = len(await asyncio.to_thread(self._encode, reasoning)) if reasoning else 0
+        num_reasoning = await self._run.num_tokens("".join(choice.reasoning for choice in self._choices))
         return counter.usage(min(num_reasoning, counter.num_tokens))
-
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)

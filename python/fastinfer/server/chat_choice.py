@@ -33,57 +33,54 @@ class ChatChoice:
         """Whether nothing follows."""
         return self.finish_reason is not None
 
-    def deltas(self, completion: CompletionOutput) -> list[dict[str, Any]]:
-        """Return the deltas that an output brings; afterwards ``finish_reason`` says whether the choice has ended."""
+    def events(self, text: str, reason: str | None) -> list[Event]:
+        """Read more text; ``reason`` says why the completion has ended, if it has, and ``finish_reason`` afterwards."""
         if self._parser is None:
-            self.finish_reason = completion.finish_reason
-            return [{"content": completion.delta}] if completion.delta else []
-        events = self._events(self._parser, completion.delta, completion.finish_reason)
-        return [delta for event in events if (delta := self._delta(event)) is not None]
-
-    def message(self, completion: CompletionOutput) -> dict[str, Any]:
-        """Return the whole message of a finished completion."""
-        message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None, "annotations": []}
-        if self._parser is None:
-            self.finish_reason = completion.finish_reason
-            return message
-        text, calls = "", []
-        for event in self._events(self._parser, completion.text, completion.finish_reason):
-            match event:
-                case TextDelta():
-                    text += event.text
-                case ToolCallStart():
-                    calls.append(_call(event))
-                case ToolCallArguments():
-                    calls[event.index]["function"]["arguments"] += event.text
-        message["content"] = text if text or not calls else None
-        if self.reasoning and self._keeps_reasoning:
-            message["reasoning_content"] = self.reasoning
-        if calls:
-            message["tool_calls"] = calls
-        return message
-
-    def _events(self, parser: AnswerParser, text: str, reason: str | None) -> list[Event]:
-        """Parse more text, and note what the end of the answer depends on."""
-        events = parser.push(text)
+            self.finish_reason = reason
+            return [TextDelta(text)] if text else []
+        events = self._parser.push(text)
         if reason is not None:
-            events = events + parser.finish()
+            events = events + self._parser.finish()
         self._has_calls |= any(isinstance(event, ToolCallStart) for event in events)
         self.reasoning += "".join(event.text for event in events if isinstance(event, ReasoningDelta))
         is_call = reason == "stop" and self._has_calls and not self._is_named
         self.finish_reason = "tool_calls" if is_call else reason
-        return events
+        return [event for event in events if self._keeps_reasoning or not isinstance(event, ReasoningDelta)]
 
-    def _delta(self, event: Event) -> dict[str, Any] | None:
-        match event:
-            case TextDelta():
-                return {"content": event.text}
-            case ReasoningDelta():
-                return {"reasoning_content": event.text} if self._keeps_reasoning else None
-            case ToolCallStart():
-                return {"tool_calls": [{"index": event.index, **_call(event)}]}
-            case ToolCallArguments():
-                return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+    def deltas(self, completion: CompletionOutput) -> list[dict[str, Any]]:
+        """Return the deltas of the chat's chunks that an output brings."""
+        return [_delta(event) for event in self.events(completion.delta, completion.finish_reason)]
+
+    def message(self, completion: CompletionOutput) -> dict[str, Any]:
+        """Return the whole message of a finished completion."""
+        text, reasoning, calls = "", "", []
+        for event in self.events(completion.text, completion.finish_reason):
+            match event:
+                case TextDelta():
+                    text += event.text
+                case ReasoningDelta():
+                    reasoning += event.text
+                case ToolCallStart():
+                    calls.append(_call(event))
+                case ToolCallArguments():
+                    calls[event.index]["function"]["arguments"] += event.text
+        content = text if text or not calls else None
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        return message | ({"tool_calls": calls} if calls else {})
+
+
+def _delta(event: Event) -> dict[str, Any]:
+    match event:
+        case TextDelta():
+            return {"content": event.text}
+        case ReasoningDelta():
+            return {"reasoning_content": event.text}
+        case ToolCallStart():
+            return {"tool_calls": [{"index": event.index, **_call(event)}]}
+        case ToolCallArguments():
+            return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
 
 
 def _call(event: ToolCallStart) -> dict[str, Any]:

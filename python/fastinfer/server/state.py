@@ -1,7 +1,7 @@
 """What all routes of one server share."""
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -11,7 +11,7 @@ from fastinfer.server.config import ServerConfig
 from fastinfer.server.engine_host import EngineHost
 from fastinfer.server.errors import APIError
 from fastinfer.server.metrics import Metrics
-from fastinfer.server.sse import EventStream
+from fastinfer.server.sse import EventStream, openai_error
 
 
 @dataclass(eq=False)
@@ -43,10 +43,16 @@ class ServerState:
             return engine, name, name
         raise APIError(404, f"model {name!r} does not exist", param="model", code="model_not_found")
 
-    def stream(self, frames: AsyncGenerator[bytes, None]) -> EventStream:
-        """Return the answer that streams frames with the server's limits."""
-        config = self.config
-        return EventStream(frames, ping_interval_s=config.ping_interval_s, write_timeout_s=config.write_timeout_s)
+    def stream(
+        self, frames: AsyncGenerator[bytes, None], failure: Callable[[APIError], bytes] = openai_error
+    ) -> EventStream:
+        """Return the answer that streams frames with the server's limits; ``failure`` writes an error in the midst."""
+        return EventStream(
+            frames,
+            failure=failure,
+            ping_interval_s=self.config.ping_interval_s,
+            write_timeout_s=self.config.write_timeout_s,
+        )
 
 
 def server_of(request: Request) -> ServerState:

@@ -52,10 +52,10 @@ async def parse(request: Request, model: type[Model], timeout: float) -> Model:
             parsed = model.model_validate_json(body)
         return parsed
     except ValidationError as error:
-        raise _explain(error, model) from None
+        raise explain(error, model) from None
 
 
-def _explain(error: ValidationError, model: type[RequestModel]) -> APIError:
+def explain(error: ValidationError, model: type[RequestModel]) -> APIError:
     """Return the answer to a request that does not fit its model: the first mistake, and how many more there are."""
     mistakes = error.errors(include_url=False, include_context=False, include_input=False)
     first = mistakes[0]
