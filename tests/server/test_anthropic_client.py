@@ -9,12 +9,12 @@ import httpx
 import pytest
 from anthropic.types import Message
 from pydantic import TypeAdapter
+from support.fake_parser import ByPlace
 from support.toy import ToyTokenizer, greedy
 from support.toy_server import toy_server
 
 from fastinfer.server import chat_run
 from fastinfer.server.output_plan import OutputPlan
-from fastinfer.server.parsing.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 PROMPT = ToyTokenizer().encode("hello,")
@@ -145,28 +145,6 @@ def test_errors_are_the_packages_exceptions(client: anthropic.Anthropic, url: st
         anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0) as stranger,
     ):
         stranger.messages.create(model="toy", messages=MESSAGES, max_tokens=1)
-
-
-class ByPlace:
-    """Three letters of reasoning, three of text, then a call."""
-
-    def __init__(self) -> None:
-        self.place = 0
-
-    def push(self, delta_text: str) -> list[Event]:
-        events: list[Event] = []
-        for letter in delta_text:
-            if self.place < 6:
-                events.append(ReasoningDelta(letter) if self.place < 3 else TextDelta(letter))
-            elif self.place == 6:
-                events += [ToolCallStart(0, "toolu_1", "f"), ToolCallArguments(0, '{"x": "')]
-            else:
-                events.append(ToolCallArguments(0, letter if letter.isalpha() else "."))
-            self.place += 1
-        return events
-
-    def finish(self) -> list[Event]:
-        return [ToolCallArguments(0, '"}')]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -18,25 +18,9 @@ import httpx
 import pytest
 from support.paths import ROOT
 from support.toy import ToyModel, ToyTokenizer, greedy
-from support.toy_server import toy_server
+from support.toy_server import GatedModel, toy_server
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 90, "temperature": 0, "ignore_eos": True}
-
-
-class GatedModel(ToyModel):
-    """Computes a step for each permit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.permits = threading.Semaphore(0)
-
-    def forward(self, *args: Any) -> Any:
-        assert self.permits.acquire(timeout=60)
-        return super().forward(*args)
-
-    def allow(self, count: int) -> None:
-        for _ in range(count):
-            self.permits.release()
 
 
 @contextlib.contextmanager

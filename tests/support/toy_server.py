@@ -18,6 +18,22 @@ from support.toy import ToyModel, toy_engine
 NAME = "org/toy"
 
 
+class GatedModel(ToyModel):
+    """Computes a step for each permit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.permits = threading.Semaphore(0)
+
+    def forward(self, *args: Any) -> Any:
+        assert self.permits.acquire(timeout=60)
+        return super().forward(*args)
+
+    def allow(self, count: int) -> None:
+        for _ in range(count):
+            self.permits.release()
+
+
 def toy_app(model: ToyModel | None = None, limits: dict[str, Any] | None = None, **settings: Any) -> FastAPI:
     config = ServerConfig(model_names=(NAME, "toy"), port=0, **settings)
     return create_app(config, lambda: AsyncEngine(toy_engine(model=model, **(limits or {}))))

@@ -22,10 +22,10 @@ from fastinfer.server.http_metrics import HttpMetrics
 from fastinfer.server.limits import Limits
 from fastinfer.server.metrics import Metrics
 from fastinfer.server.protocol.base import RequestModel, explain
-from fastinfer.server.routes import admin, chat, completions, embeddings, health, messages, models, tokens
+from fastinfer.server.routes import admin, chat, completions, embeddings, health, messages, models, responses, tokens
 from fastinfer.server.state import ServerState, server_of
 
-ROUTERS = tuple(module.router for module in (chat, messages, completions, embeddings, tokens, models, health, admin))
+ROUTES = (chat, responses, messages, completions, embeddings, tokens, models, health, admin)
 
 
 def create_app(config: ServerConfig, load: Callable[[], AsyncEngine]) -> FastAPI:
@@ -56,8 +56,8 @@ def create_app(config: ServerConfig, load: Callable[[], AsyncEngine]) -> FastAPI
         redirect_slashes=False,
     )
     app.state.server = server
-    for router in ROUTERS:
-        app.include_router(router)
+    for routes in ROUTES:
+        app.include_router(routes.router)
     for kind in (ValidationError, APIError, FastinferError, UnavailableError, HTTPException, ClientGoneError):
         app.add_exception_handler(kind, _answer)
     # The last one is the outermost one.
