@@ -21,6 +21,7 @@ from fastinfer.server.errors import APIError, as_api_error, error_response
 from fastinfer.server.http_metrics import HttpMetrics
 from fastinfer.server.limits import Limits
 from fastinfer.server.metrics import Metrics
+from fastinfer.server.openapi import add_bodies
 from fastinfer.server.protocol.base import RequestModel, explain
 from fastinfer.server.routes import admin, chat, completions, embeddings, health, messages, models, responses, tokens
 from fastinfer.server.state import ServerState, server_of
@@ -58,6 +59,7 @@ def create_app(config: ServerConfig, load: Callable[[], AsyncEngine]) -> FastAPI
     app.state.server = server
     for routes in ROUTES:
         app.include_router(routes.router)
+    add_bodies(app)
     for kind in (ValidationError, APIError, FastinferError, UnavailableError, HTTPException, ClientGoneError):
         app.add_exception_handler(kind, _answer)
     # The last one is the outermost one.

@@ -101,6 +101,8 @@ class CountTokensRequest(RequestModel):
             messages += _messages(message, f"messages[{index}].content")
         if self.thinking is not None:
             fields["chat_template_kwargs"] = {"enable_thinking": self.thinking.type != "disabled"}
+        if not messages:
+            raise APIError(400, "messages: expected at least one block, got none", param="messages")
         is_begun = messages[-1]["role"] == "assistant"
         chat: ChatRequest = ChatRequest.model_construct(
             model=self.model,
