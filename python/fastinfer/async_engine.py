@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from fastinfer import hub
+from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.stats import EngineStats, StepStats
 from fastinfer.errors import QueueFullError, RequestError, UnavailableError
@@ -23,6 +24,7 @@ from fastinfer.serving.jobs import QueueRequest, beam_search_job, embedding_job,
 from fastinfer.serving.mailbox import Mailbox
 from fastinfer.serving.prompt import PreparedPrompt, Prompt, prepare, prepare_chat
 from fastinfer.serving.scoring import SCORE_PARAMS, Scorable, prepare_score, score_of
+from fastinfer.structured_output import StructuredOutputsParams
 from fastinfer.tokenizers.tokenizer import Tokenizer
 from fastinfer.utils.checks import check_int, show
 from fastinfer.utils.forks import renew_in_children
@@ -131,13 +133,31 @@ class AsyncEngine:
         return self._engine.default_params
 
     @property
+    def is_full(self) -> bool:
+        """Whether the next request is refused because too many requests, or too many of their tokens, are waiting."""
+        config, stats = self._engine.config, self._stats
+        tokens = config.max_num_waiting_tokens
+        is_long = tokens is not None and stats.num_waiting_tokens >= tokens
+        return is_long or stats.num_waiting + self._num_submitted >= config.max_num_waiting
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids that the model knows."""
+        return self._engine.vocab_size
+
+    @property
+    def config(self) -> EngineConfig:
+        """Limits and options of the engine."""
+        return self._engine.config
+
+    @property
     def adapters(self) -> list[str]:
         """Names of the LoRA adapters that requests may name."""
         return self._engine.adapters.names
 
     def generate(
         self,
-        prompt: Prompt | list[int],
+        prompt: Prompt | list[int] | PreparedPrompt,
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
@@ -154,7 +174,8 @@ class AsyncEngine:
         :meth:`OutputStream.accepted` waits for that check alone.
 
         Args:
-            prompt: a prompt as for :meth:`fastinfer.LLM.generate`, or its token ids.
+            prompt: a prompt as for :meth:`fastinfer.LLM.generate`, its token ids, or what :meth:`prepare` or
+                :meth:`prepare_chat` has returned.
             params: sampling parameters; :attr:`default_params` by default.
             request_id: an id that no unfinished request has; random by default.
             priority: number of which smaller values are served first.
@@ -173,7 +194,7 @@ class AsyncEngine:
             RuntimeError: no event loop is running.
         """
         return self._generate(
-            lambda: prepare(self._engine, _as_prompt(prompt), cache_salt=cache_salt),
+            lambda: _prepared(self._engine, prompt, cache_salt),
             params,
             request_id,
             {"priority": priority, "adapter": adapter, "timeout": timeout, "queue_timeout": queue_timeout},
@@ -216,7 +237,7 @@ class AsyncEngine:
 
     async def beam_search(
         self,
-        prompt: Prompt | list[int],
+        prompt: Prompt | list[int] | PreparedPrompt,
         params: BeamSearchParams,
         *,
         priority: int = 0,
@@ -243,7 +264,7 @@ class AsyncEngine:
         }
 
         def check(request_id: str) -> QueueRequest:
-            prepared = prepare(self._engine, _as_prompt(prompt), cache_salt=cache_salt)
+            prepared = _prepared(self._engine, prompt, cache_salt)
             return beam_search_job(self._engine, prepared, params, request_id=request_id, **options)
 
         mailbox: Mailbox[RequestOutput] = Mailbox()
@@ -251,7 +272,7 @@ class AsyncEngine:
 
     async def embed(
         self,
-        prompt: Prompt | list[int],
+        prompt: Prompt | list[int] | PreparedPrompt,
         *,
         pooling: str = "mean",
         normalize: bool = True,
@@ -280,7 +301,7 @@ class AsyncEngine:
         }
 
         def check(request_id: str) -> QueueRequest:
-            prepared = prepare(self._engine, _as_prompt(prompt), cache_salt=cache_salt)
+            prepared = _prepared(self._engine, prompt, cache_salt)
             kind: dict[str, Any] = {"pooling": pooling, "normalize": normalize}
             return embedding_job(self._engine, prepared, request_id=request_id, **kind, **options)
 
@@ -328,8 +349,65 @@ class AsyncEngine:
         Raises:
             RequestError: the prompt is malformed or much too long.
         """
-        prepared = await self._in_pool(prepare, self._engine, _as_prompt(prompt))
-        return prepared.token_ids
+        return (await self.prepare(prompt)).token_ids
+
+    async def prepare(
+        self, prompt: Prompt | list[int], *, cache_salt: str = "", add_special_tokens: bool = True
+    ) -> PreparedPrompt:
+        """Tokenise a prompt for one or several calls, without keeping the event loop waiting.
+
+        Args:
+            prompt: a prompt as for :meth:`generate`.
+            cache_salt: salt of a prompt that names none itself.
+            add_special_tokens: begin with the beginning-of-text token, if the model has one.
+
+        Raises:
+            RequestError: the prompt is malformed or much too long.
+        """
+
+        def run() -> PreparedPrompt:
+            return _prepared(self._engine, prompt, cache_salt, add_special_tokens=add_special_tokens)
+
+        return await self._in_pool(run)
+
+    async def prepare_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        template_variables: dict[str, Any] | None = None,
+        cache_salt: str = "",
+        continue_final_message: bool = False,
+    ) -> PreparedPrompt:
+        """Render and tokenise a conversation for :meth:`generate`.
+
+        Args:
+            messages, template_variables, cache_salt: as for :meth:`chat`.
+            continue_final_message: end the prompt with the content of the last message, which the answer continues.
+
+        Raises:
+            RequestError, UnsupportedModelError: the errors of :meth:`chat`.
+        """
+
+        def run() -> PreparedPrompt:
+            return prepare_chat(
+                self._engine,
+                messages,
+                cache_salt=cache_salt,
+                continue_final_message=continue_final_message,
+                **(template_variables or {}),
+            )
+
+        return await self._in_pool(run)
+
+    async def compile(self, constraint: StructuredOutputsParams) -> None:
+        """Compile a grammar ahead of the request that needs it, which then finds it.
+
+        A request whose grammar cannot be compiled ends with the finish reason ``"error"``; here the error is raised.
+
+        Raises:
+            RequestError: the grammar cannot be enforced.
+        """
+        await asyncio.wrap_future(self._engine.grammars.submit(constraint))
 
     async def detokenize(self, token_ids: list[int]) -> str:
         """Return the text of token ids, special tokens included.
@@ -438,6 +516,10 @@ class AsyncEngine:
             OutOfMemoryError, FastinferError, RuntimeError: the errors of :meth:`fastinfer.LLM.wake_up`.
         """
         await self._call(self._wake_up)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget the cached prefixes in the KV cache between two steps; running requests keep their blocks."""
+        await self._call(self._reset_prefix_cache)
 
     async def pause(self) -> None:
         """Stop computing after the current step, until :meth:`resume`; requests are taken and wait.
@@ -593,6 +675,10 @@ class AsyncEngine:
         self._is_paused = is_paused
         self._submit_step()
 
+    def _reset_prefix_cache(self) -> None:
+        self._engine.block_manager.reset_prefix_cache()
+        self._stats = self._engine.stats()
+
     def _wake_up(self) -> None:
         self._engine.wake_up()
         self._stats = self._engine.stats()
@@ -700,7 +786,7 @@ class OutputStream(AsyncIterator[Output]):
         try:
             await self._mailbox.accepted()
         except Exception:
-            self._abandon()
+            self.abandon()
             raise
 
     async def __anext__(self) -> Output:
@@ -709,20 +795,22 @@ class OutputStream(AsyncIterator[Output]):
         try:
             output = await self._mailbox.get()
         except BaseException:  # cancelled, or the request was refused
-            self._abandon()
+            self.abandon()
             raise
         self._has_ended = output.finished
         return output
 
     async def aclose(self) -> None:
         """Abort the request if it is still running; its cache blocks are free when this returns."""
-        self._abandon()
-        await self._engine._call(self._engine._abort_abandoned)
+        self.abandon()
+        if self._mailbox.is_abandoned:  # the engine's thread may be busy with a step, for which nobody else need wait
+            await self._engine._call(self._engine._abort_abandoned)
 
     def __del__(self) -> None:
-        self._abandon()
+        self.abandon()
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
+        """Have the request aborted before the next step if it is still running, without waiting for that."""
         if not self._has_ended:
             self._has_ended = True
             self._mailbox.is_abandoned = True
@@ -731,3 +819,11 @@ class OutputStream(AsyncIterator[Output]):
 
 def _as_prompt(prompt: Prompt | list[int]) -> Prompt:
     return {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
+
+
+def _prepared(
+    engine: Engine, prompt: Prompt | list[int] | PreparedPrompt, cache_salt: str, *, add_special_tokens: bool = True
+) -> PreparedPrompt:
+    if isinstance(prompt, PreparedPrompt):
+        return prompt
+    return prepare(engine, _as_prompt(prompt), cache_salt=cache_salt, add_special_tokens=add_special_tokens)

@@ -474,7 +474,7 @@ def test_requests_of_a_closed_loop_are_aborted() -> None:
 
 
 def test_embeddings_and_prompt_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ToyTokenizer, "encode", lambda self, text, add_special_tokens: [9] * len(text))
+    monkeypatch.setattr(ToyTokenizer, "encode", lambda self, text, **options: [9] * len(text))
 
     async def main() -> None:
         async with toy_async_engine(block_size=4) as engine:
@@ -514,7 +514,7 @@ class SlowTokenizer(ToyTokenizer):
     def __init__(self) -> None:
         self.has_begun, self.may_end = threading.Event(), threading.Event()
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, **options: Any) -> list[int]:
         if text == "slow":
             self.has_begun.set()
             assert self.may_end.wait(30)

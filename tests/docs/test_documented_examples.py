@@ -32,6 +32,7 @@ MODULES = [module_name(path) for path in sorted(PACKAGE.rglob("*.py")) if ">>> "
 BLOCKS = [
     pytest.param(match["code"], match["reason"], id=f"{path.relative_to(ROOT)}-{index}")
     for path in PAGES
+    if path.name != "serving.md"  # needs a server, with which tests/server/test_serving_page.py runs it
     for index, match in enumerate(BLOCK.finditer(path.read_text()))
 ]
 CONTEXTS = ["batch_invariant"]

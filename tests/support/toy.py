@@ -4,6 +4,7 @@ The model's next token is a hash of all tokens before it, as it reads them back 
 block or position and the text is another one.
 """
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
@@ -149,8 +150,18 @@ class ToyTokenizer:
         *(bytes([c, c]) for c in b"abcdefg"),
     )
 
-    def encode(self, text: str, add_special_tokens: bool = True, continues: bool = False) -> list[int]:
-        return [self.pieces.index(letter.encode()) for letter in text]
+    bos_id = None
+    control_ids = frozenset({EOS_ID})
+    control_pattern = re.compile("</s>")
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, parse_special: bool = True, continues: bool = False
+    ) -> list[int]:
+        texts = text.split("</s>") if parse_special else [text]
+        known = {piece: token_id for token_id, piece in enumerate(self.pieces)}
+        letters = [[bytes([byte]) for byte in part.encode()] for part in texts]
+        ids = [[known[letter] for letter in part if letter in known] for part in letters]
+        return [token_id for part in ids for token_id in [EOS_ID, *part]][1:]
 
     def token_bytes(self, token_id: int, skip_special_tokens: bool = True) -> bytes:
         return b"" if skip_special_tokens and token_id == EOS_ID else self.pieces[token_id]

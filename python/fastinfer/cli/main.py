@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import fastinfer
-from fastinfer.cli import arguments, checks
+from fastinfer.cli import arguments, checks, serve_arguments
 from fastinfer.errors import FastinferError
 
 
@@ -46,6 +46,12 @@ COMMANDS = {
         arguments.add_chat,
         "fastinfer.cli.chat",
         checks.check_session,
+    ),
+    "serve": Command(
+        "serve a model over HTTP, as OpenAI does",
+        serve_arguments.add_serve,
+        "fastinfer.cli.serve",
+        serve_arguments.check_serve,
     ),
     "pull": Command("download a model and print where it is", arguments.add_pull, "fastinfer.cli.pull"),
     "models": Command("list the models known by name", arguments.add_models, "fastinfer.cli.models"),

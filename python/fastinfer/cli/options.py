@@ -40,7 +40,7 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-class _EngineOption(argparse.Action):
+class EngineOption(argparse.Action):
     """Collects arguments of :class:`fastinfer.LLM`, which has the defaults, in the dictionary ``engine_options``."""
 
     def __call__(
@@ -49,8 +49,8 @@ class _EngineOption(argparse.Action):
         namespace.engine_options = namespace.engine_options | {self.dest: values}
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the model and options of :class:`fastinfer.LLM`."""
+def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the model and options of :class:`fastinfer.LLM`, and return the group of the latter."""
     add_model_option(parser)
     options = add_loading_options(
         parser,
@@ -59,20 +59,20 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     options.add_argument(
         "--kv-offloading-size",
-        action=_EngineOption,
+        action=EngineOption,
         type=rate,
         metavar="GIB",
         help="host memory for keys and values that leave the KV cache; default: none",
     )
     options.add_argument(
         "--kv-offloading-dir",
-        action=_EngineOption,
+        action=EngineOption,
         metavar="DIR",
         help="folder that keeps keys and values for later processes; default: none",
     )
     options.add_argument(
         "--kv-offloading-dir-size",
-        action=_EngineOption,
+        action=EngineOption,
         type=rate,
         metavar="GIB",
         help="largest size of that folder; default: 16",
@@ -80,11 +80,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--speculate",
         dest="num_speculative_tokens",
-        action=_EngineOption,
+        action=EngineOption,
         type=count(0, MAX_SPECULATIVE_TOKENS),
         metavar="N",
         help="draft up to N tokens per step from n-grams of the text; default: 0",
     )
+    return options
 
 
 def add_loading_options(
@@ -104,7 +105,7 @@ def add_loading_options(
     options = parser.add_argument_group("engine", argument_default=argparse.SUPPRESS)
 
     def add(name: str, dest: str, **settings: Any) -> None:
-        options.add_argument(name, dest=dest, action=_EngineOption, **settings)
+        options.add_argument(name, dest=dest, action=EngineOption, **settings)
 
     add("--device", "device", type=device, metavar="NAME", help=f"{DEVICE_NAMES}; default: auto, a GPU if there is one")
     add("--dtype", "dtype", choices=DTYPES, help="dtype to compute in; default: auto")

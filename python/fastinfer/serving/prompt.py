@@ -6,7 +6,8 @@ from typing import Any
 
 from fastinfer.engine.engine import Engine
 from fastinfer.errors import RequestError
-from fastinfer.tokenizers.chat_messages import Message
+from fastinfer.serving.literal_tokens import LiteralTokens
+from fastinfer.tokenizers.chat_messages import Message, normalize
 from fastinfer.tokenizers.chat_template import render
 from fastinfer.utils.checks import show
 
@@ -34,7 +35,14 @@ class PreparedPrompt:
     cache_salt: str = ""
 
 
-def prepare(engine: Engine, prompt: Prompt, *, cache_salt: str = "", add_special_tokens: bool = True) -> PreparedPrompt:
+def prepare(
+    engine: Engine,
+    prompt: Prompt,
+    *,
+    cache_salt: str = "",
+    add_special_tokens: bool = True,
+    parse_special: bool = True,
+) -> PreparedPrompt:
     """Tokenise a prompt.
 
     A prompt module and the text after it are tokenised separately and joined, so that the cached blocks of the module
@@ -45,6 +53,7 @@ def prepare(engine: Engine, prompt: Prompt, *, cache_salt: str = "", add_special
         prompt: see :data:`Prompt`.
         cache_salt: salt of a prompt that names none itself.
         add_special_tokens: begin with the beginning-of-text token, if the model has one.
+        parse_special: whether the spelling of a special token becomes that token.
 
     Raises:
         RequestError: the prompt has none of these forms or is much too long, or there is no such prompt module.
@@ -81,19 +90,27 @@ def prepare(engine: Engine, prompt: Prompt, *, cache_salt: str = "", add_special
             f"prompt must have at most {limit} characters, the most that max_model_len={engine.max_model_len} tokens "
             f"can have, got {len(text)}"
         )
-    token_ids = engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    token_ids = engine.tokenizer.encode(text, add_special_tokens=add_special_tokens, parse_special=parse_special)
     return PreparedPrompt(text, before + token_ids, cache_salt)
 
 
 def prepare_chat(
-    engine: Engine, messages: Sequence[Message], *, cache_salt: str = "", **variables: Any
+    engine: Engine,
+    messages: Sequence[Message],
+    *,
+    cache_salt: str = "",
+    continue_final_message: bool = False,
+    **variables: Any,
 ) -> PreparedPrompt:
     """Render a conversation with the model's chat template and tokenise it.
+
+    The spelling of a control token in a message is plain text: what a user writes cannot end his message.
 
     Args:
         engine: engine whose tokenizer has the template.
         messages: messages such as ``[{"role": "user", "content": "Hello"}]``.
         cache_salt: salt of the cached prefixes.
+        continue_final_message: end the prompt with the content of the last message, which the answer continues.
         variables: variables of the template, see :func:`fastinfer.tokenizers.chat_template.render`.
 
     Raises:
@@ -102,6 +119,18 @@ def prepare_chat(
     """
     tokenizer = engine.tokenizer
     spellings = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
-    text = render(tokenizer.chat_template, messages, **(variables | spellings))
+    literals = LiteralTokens(tokenizer.control_pattern)
+    hidden: Any = literals.hide(normalize(messages))
+    if continue_final_message:
+        variables["add_generation_prompt"] = False
+        hidden[-1]["content"] += literals.end_mark
+    text = render(tokenizer.chat_template, hidden, **(variables | spellings))
+    if continue_final_message:
+        if literals.end_mark not in text:
+            raise RequestError("continue_final_message: the model's chat template leaves out the last message")
+        text = text[: text.index(literals.end_mark)]
+    pieces = literals.split(text)
     # The template writes the special tokens itself.
-    return prepare(engine, text, cache_salt=cache_salt, add_special_tokens=False)
+    prepared = [prepare(engine, piece, add_special_tokens=False, parse_special=special) for piece, special in pieces]
+    token_ids = [token_id for piece in prepared for token_id in piece.token_ids]
+    return PreparedPrompt("".join(piece for piece, _ in pieces), token_ids, cache_salt)

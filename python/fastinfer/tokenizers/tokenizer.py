@@ -1,7 +1,9 @@
 """Tokenizer of a model: text to token ids and back."""
 
 import codecs
+import re
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from pathlib import Path
 
 from fastinfer.errors import RequestError
@@ -142,6 +144,14 @@ class Tokenizer:
         known = token.encode() if token_id in vocabulary.literal else vocabulary.to_bytes(token)
         self._known_bytes[token_id] = known
         return known
+
+    @cached_property
+    def control_pattern(self) -> re.Pattern[str] | None:
+        """Expression that matches the spelling of any control token; ``None`` if there are none."""
+        spellings = {self._spelling(token_id) for token_id in self.control_ids} - {""}
+        # The longest one first, as one may begin with another one.
+        ordered = sorted(spellings, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
     def _spelling(self, token_id: int | None) -> str:
         return "" if token_id is None else self._vocabulary.tokens[token_id] or ""

@@ -1,0 +1,52 @@
+"""``fastinfer serve``: the OpenAI-compatible server."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from fastinfer.async_engine import AsyncEngine
+from fastinfer.llm import LLM
+from fastinfer.server.config import ServerConfig
+from fastinfer.server.run import run as run_server
+
+# The engine's own default suits programs that queue a whole data set.
+MAX_NUM_WAITING = 1024
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal comes."""
+    config = ServerConfig(
+        model_names=tuple(args.served_model_name or [_name_of(args.model)]),
+        host=args.host,
+        port=args.port,
+        uds=args.uds,
+        root_path=args.root_path,
+        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile=args.ssl_keyfile,
+        api_keys=tuple(args.api_key),
+        admin_keys=tuple(args.admin_key),
+        max_body_bytes=args.max_body_size << 20,
+        request_timeout_s=args.request_timeout,
+        queue_timeout_s=args.queue_timeout,
+        drain_timeout_s=args.drain_timeout,
+        ping_interval_s=args.ping_interval,
+        stall_s=args.stall_timeout,
+        metrics_prefix=args.metrics_prefix,
+    )
+    return run_server(config, lambda: _load(args))
+
+
+def _load(args: argparse.Namespace) -> AsyncEngine:
+    """Load the model, and register the LoRA adapters."""
+    options: dict[str, Any] = {"max_num_waiting": MAX_NUM_WAITING} | args.engine_options
+    if args.lora:
+        options.setdefault("max_loras", len(args.lora))
+    llm = LLM(args.model, **options)
+    for name, folder in args.lora:
+        llm.load_adapter(name, folder)
+    return AsyncEngine(llm.engine)
+
+
+def _name_of(model: str) -> str:
+    """Return the name of a model for clients, whom the server's paths do not concern."""
+    return Path(model).name if Path(model).exists() else model

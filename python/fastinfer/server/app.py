@@ -1,0 +1,94 @@
+"""The application: routes, middleware, and the life of the engine."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+from fastapi import FastAPI
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+import fastinfer
+from fastinfer.async_engine import AsyncEngine
+from fastinfer.errors import FastinferError, QueueFullError, UnavailableError
+from fastinfer.server.auth import Authentication
+from fastinfer.server.config import ServerConfig
+from fastinfer.server.disconnect import ClientGoneError
+from fastinfer.server.engine_host import EngineHost, HostState
+from fastinfer.server.errors import APIError, as_api_error, error_response
+from fastinfer.server.http_metrics import HttpMetrics
+from fastinfer.server.limits import Limits
+from fastinfer.server.metrics import Metrics
+from fastinfer.server.openapi import add_bodies
+from fastinfer.server.protocol.base import RequestModel, explain
+from fastinfer.server.routes import admin, chat, completions, embeddings, health, messages, models, responses, tokens
+from fastinfer.server.state import ServerState, server_of
+
+ROUTES = (chat, responses, messages, completions, embeddings, tokens, models, health, admin)
+
+
+def create_app(config: ServerConfig, load: Callable[[], AsyncEngine]) -> FastAPI:
+    """Return the application; the engine is loaded while it runs.
+
+    Args:
+        config: the server's settings.
+        load: function that loads the engine; it runs in a thread. The engine is shut down with the application.
+    """
+    host = EngineHost(load, config.stall_s)
+    server = ServerState(config, host, Metrics(config.metrics_prefix, config.model_names[0]))
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        loading = asyncio.create_task(_load(server))
+        yield
+        host.begin_drain()
+        await loading
+        await host.stop()
+
+    # The pages for trying the interface load scripts from other hosts.
+    app = FastAPI(
+        title="fastinfer",
+        version=fastinfer.__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.server = server
+    for routes in ROUTES:
+        app.include_router(routes.router)
+    add_bodies(app)
+    for kind in (ValidationError, APIError, FastinferError, UnavailableError, HTTPException, ClientGoneError):
+        app.add_exception_handler(kind, _answer)
+    # The last one is the outermost one.
+    app.add_middleware(Authentication, api_keys=config.api_keys, admin_keys=config.admin_keys)
+    app.add_middleware(
+        Limits,
+        max_body_bytes=config.max_body_bytes,
+        max_header_bytes=config.max_header_bytes,
+        is_closing=lambda: host.state is HostState.DRAINING,
+    )
+    app.add_middleware(HttpMetrics, metrics=server.metrics)
+    return app
+
+
+async def _load(server: ServerState) -> None:
+    await server.host.start()
+    if server.host.loaded is not None:
+        server.metrics.watch(server.host.loaded)
+
+
+async def _answer(request: Request, error: Exception) -> Response:
+    """Return the answer to an error that a route has raised."""
+    if isinstance(error, ClientGoneError):
+        return Response(status_code=499)  # nginx's number for this; nobody reads it
+    if isinstance(error, ValidationError):  # of a request that was rewritten for another interface
+        error = explain(error, RequestModel)
+    if isinstance(error, HTTPException):
+        error = APIError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    answer = as_api_error(error, request.scope.get("fields", ()))
+    if isinstance(error, QueueFullError) or answer.status == 503:
+        server_of(request).metrics.reject(answer.code or "unavailable")
+    return error_response(answer, request.scope)

@@ -1,0 +1,87 @@
+"""One choice of a chat: its text, reasoning and tool calls as OpenAI writes them."""
+
+from typing import Any
+
+from fastinfer.outputs import CompletionOutput
+from fastinfer.server.output_plan import AnswerParser
+from fastinfer.server.parsing.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+
+
+class ChatChoice:
+    """Reads the outputs of one completion.
+
+    Args:
+        parser: the parser of its text; ``None`` if everything is text.
+        is_named: whether the request names the tool to call; such a choice ends with "stop".
+        keeps_reasoning: whether the answer contains the reasoning.
+
+    Attributes:
+        finish_reason: why it ended; ``None`` while it runs.
+        reasoning: the text of the reasoning so far.
+    """
+
+    def __init__(self, parser: AnswerParser | None, *, is_named: bool, keeps_reasoning: bool) -> None:
+        self.finish_reason: str | None = None
+        self.reasoning = ""
+        self._parser = parser
+        self._is_named = is_named
+        self._keeps_reasoning = keeps_reasoning
+        self._has_calls = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing follows."""
+        return self.finish_reason is not None
+
+    def events(self, text: str, reason: str | None) -> list[Event]:
+        """Read more text; ``reason`` says why the completion has ended, if it has, and ``finish_reason`` afterwards."""
+        if self._parser is None:
+            self.finish_reason = reason
+            return [TextDelta(text)] if text else []
+        events = self._parser.push(text)
+        if reason is not None:
+            events = events + self._parser.finish()
+        self._has_calls |= any(isinstance(event, ToolCallStart) for event in events)
+        self.reasoning += "".join(event.text for event in events if isinstance(event, ReasoningDelta))
+        is_call = reason == "stop" and self._has_calls and not self._is_named
+        self.finish_reason = "tool_calls" if is_call else reason
+        return [event for event in events if self._keeps_reasoning or not isinstance(event, ReasoningDelta)]
+
+    def deltas(self, completion: CompletionOutput) -> list[dict[str, Any]]:
+        """Return the deltas of the chat's chunks that an output brings."""
+        return [_delta(event) for event in self.events(completion.delta, completion.finish_reason)]
+
+    def message(self, completion: CompletionOutput) -> dict[str, Any]:
+        """Return the whole message of a finished completion."""
+        text, reasoning, calls = "", "", []
+        for event in self.events(completion.text, completion.finish_reason):
+            match event:
+                case TextDelta():
+                    text += event.text
+                case ReasoningDelta():
+                    reasoning += event.text
+                case ToolCallStart():
+                    calls.append(_call(event))
+                case ToolCallArguments():
+                    calls[event.index]["function"]["arguments"] += event.text
+        content = text if text or not calls else None
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        return message | ({"tool_calls": calls} if calls else {})
+
+
+def _delta(event: Event) -> dict[str, Any]:
+    match event:
+        case TextDelta():
+            return {"content": event.text}
+        case ReasoningDelta():
+            return {"reasoning_content": event.text}
+        case ToolCallStart():
+            return {"tool_calls": [{"index": event.index, **_call(event)}]}
+        case ToolCallArguments():
+            return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+
+
+def _call(event: ToolCallStart) -> dict[str, Any]:
+    return {"id": event.id, "type": "function", "function": {"name": event.name, "arguments": ""}}

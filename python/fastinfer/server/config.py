@@ -1,0 +1,50 @@
+"""Settings of the server."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Settings of the server; those of the engine are arguments of :class:`fastinfer.LLM`.
+
+    Attributes:
+        model_names: names under which the model is served; answers carry the first one.
+        host, port: address to listen on.
+        uds: path of a Unix socket to listen on instead; ``None`` for none.
+        root_path: prefix of all paths that a proxy in front removes.
+        ssl_certfile, ssl_keyfile: certificate and key for TLS; ``None`` for plain HTTP.
+        api_keys: keys of which a request must have one; empty for a server without authentication.
+        admin_keys: keys for the administrative routes, which are off without one; they open all other routes too.
+        max_body_bytes, max_header_bytes: largest body and head of a request.
+        body_timeout_s: seconds in which the body must have arrived.
+        request_timeout_s, queue_timeout_s: seconds in which a request must end, and must be begun, where it names no
+            limit of its own; ``None`` for no limit.
+        ping_interval_s: seconds without output after which a stream gets a comment, so that proxies keep it open.
+        write_timeout_s: seconds after which a client that takes no more of its stream is cut off.
+        stall_s: seconds of a single step after which the engine counts as hanging.
+        keep_alive_s: seconds for which an idle connection stays open. Balancers commonly reuse one for 60 s, and a
+            server that closes it first makes them answer 502.
+        drain_timeout_s: seconds that running requests get after SIGTERM.
+        metrics_prefix: prefix of the names of the metrics. vLLM's dashboards and gateways expect its own.
+    """
+
+    model_names: tuple[str, ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None
+    root_path: str = ""
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    admin_keys: tuple[str, ...] = field(default=(), repr=False)
+    max_body_bytes: int = 32 << 20
+    max_header_bytes: int = 64 << 10
+    body_timeout_s: float = 60.0
+    request_timeout_s: float | None = None
+    queue_timeout_s: float | None = None
+    ping_interval_s: float = 15.0
+    write_timeout_s: float = 60.0
+    stall_s: float = 120.0
+    keep_alive_s: int = 75
+    drain_timeout_s: float = 45.0
+    metrics_prefix: str = "vllm"

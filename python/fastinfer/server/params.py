@@ -1,0 +1,82 @@
+"""Fields of a request as the engine's parameters."""
+
+import dataclasses
+from typing import Any
+
+from fastinfer.sampling_params import RequestOutputKind, SamplingParams
+from fastinfer.server.errors import APIError
+from fastinfer.server.protocol.sampling import SamplingFields
+from fastinfer.structured_output import StructuredOutputsParams
+
+# Fields that have the same name and meaning in SamplingParams.
+_SAME = (
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("n", "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
+    *("allowed_token_ids", "bad_words", "skip_special_tokens", "truncate_prompt_tokens", "prompt_logprobs"),
+)
+STREAMED = RequestOutputKind.DELTA
+AT_ONCE = RequestOutputKind.FINAL_ONLY
+
+
+def sampling_params(request: SamplingFields, defaults: SamplingParams, **fields: Any) -> SamplingParams:
+    """Return the engine's parameters of a request.
+
+    Args:
+        request: the request; a field that is null or absent takes the default.
+        defaults: the model's own parameters, from its ``generation_config.json``.
+        fields: further parameters, which each interface has under other names: ``max_tokens`` and ``logprobs``.
+
+    Raises:
+        APIError: two fields contradict each other.
+        RequestError: a field is out of range.
+    """
+    given = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
+    if request.logit_bias is not None:
+        given["logit_bias"] = {_token_id(key): value for key, value in request.logit_bias.items()}
+    return dataclasses.replace(
+        defaults,
+        structured_outputs=structured_outputs(request),
+        output_kind=STREAMED if request.stream else AT_ONCE,
+        **given,
+        **fields,
+    )
+
+
+def structured_outputs(request: SamplingFields) -> StructuredOutputsParams | None:
+    """Return the constraint on a request's text, from ``response_format`` or ``structured_outputs``.
+
+    Raises:
+        APIError: both are given, or a schema is missing.
+        RequestError: the constraint is not valid.
+    """
+    ours = request.structured_outputs
+    form = request.response_format
+    if form is not None and form.type == "text":
+        form = None
+    if ours is not None and form is not None:
+        raise APIError(400, "structured_outputs and response_format exclude each other", param="structured_outputs")
+    if ours is not None:
+        return StructuredOutputsParams(**ours.model_dump(by_alias=True))
+    if form is None:
+        return None
+    if form.type == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if form.json_schema is None or form.json_schema.schema_ is None:
+        raise APIError(400, "response_format.json_schema.schema is missing", param="response_format")
+    return StructuredOutputsParams(json=form.json_schema.schema_)
+
+
+def check_streaming(request: SamplingFields) -> None:
+    """Check that options of a stream come with one.
+
+    Raises:
+        APIError: they do not.
+    """
+    if not request.stream and request.stream_options is not None:
+        raise APIError(400, "stream_options needs stream to be true", param="stream_options")
+
+
+def _token_id(key: str) -> int:
+    if not key.isascii() or not key.isdecimal() or len(key) > 10:
+        raise APIError(400, f"logit_bias must have token ids as keys, got {key!r}", param="logit_bias")
+    return int(key)

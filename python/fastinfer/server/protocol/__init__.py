@@ -1,0 +1,1 @@
+"""Requests as pydantic models, one file per interface."""

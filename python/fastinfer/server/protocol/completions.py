@@ -1,0 +1,29 @@
+"""Requests of ``/v1/completions``."""
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from fastinfer.server.protocol.sampling import SamplingFields
+
+MAX_PROMPTS = 1024
+
+
+class CompletionRequest(SamplingFields):
+    """A request to continue texts."""
+
+    prompt: (
+        str
+        | Annotated[list[int], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[Annotated[list[int], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: None = Field(default=None, description="the model only continues texts")
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """Return the prompts as a list."""
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt

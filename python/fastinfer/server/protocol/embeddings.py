@@ -1,0 +1,44 @@
+"""Requests of ``/v1/embeddings`` and ``/v1/score``."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from fastinfer.server.protocol.base import RequestModel
+from fastinfer.server.protocol.sampling import MAX_ID_CHARS, ShortText
+
+MAX_INPUTS = 2048  # OpenAI's
+
+Texts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS)]
+
+
+class EmbeddingRequest(RequestModel):
+    """A request for one vector per text."""
+
+    input: (
+        str
+        | Annotated[list[int], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS)]
+        | Annotated[list[Annotated[list[int], Field(min_length=1)]], Field(min_length=1, max_length=MAX_INPUTS)]
+    )
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: None = Field(default=None, description="the vectors have the size of the model's hidden states")
+    user: ShortText | None = None
+    priority: int | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
+
+    def inputs(self) -> list[str] | list[list[int]]:
+        """Return the texts as a list."""
+        given: Any = self.input
+        return [given] if isinstance(given, str) or isinstance(given[0], int) else given
+
+
+class ScoreRequest(RequestModel):
+    """A request for the similarity of texts: one with each of several, or pairs."""
+
+    text_1: Texts
+    text_2: Texts
+    model: str | None = None
+    priority: int | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None

@@ -1,0 +1,128 @@
+"""Running the server: sockets, TLS, signals, and the drain before the end."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from fastinfer.async_engine import AsyncEngine
+from fastinfer.server.app import create_app
+from fastinfer.server.config import ServerConfig
+from fastinfer.server.engine_host import HostState
+from fastinfer.server.http_protocol import BoundedHttpProtocol
+from fastinfer.server.state import ServerState
+
+LOG = logging.getLogger("fastinfer.server")
+
+POLL_S = 0.05
+# Seconds that streams get for their last frames once their requests have been ended.
+FAREWELL_S = 2
+
+
+def run(config: ServerConfig, load: Callable[[], AsyncEngine]) -> int:
+    """Serve until a signal ends the process; returns the exit code.
+
+    The first SIGTERM or SIGINT begins the drain: the server goes on to listen, ``/ready`` and new requests get 503, and
+    running requests end. After ``drain_timeout_s`` they are aborted, and streams end with an error. A second signal
+    ends everything at once.
+
+    Args:
+        config: the server's settings.
+        load: function that loads the engine, while the server listens already.
+
+    Raises:
+        Exception: the error with which loading failed.
+    """
+    server = DrainingServer(create_app(config, load), config)
+    server.run()
+    failure = server.host.failure
+    if failure is not None:
+        raise failure
+    return 0 if server.started else 1
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn's server, which by itself would stop to listen as soon as a signal comes, and fail the probes.
+
+    Args:
+        app: the application of :func:`fastinfer.server.app.create_app`.
+        config: the server's settings.
+    """
+
+    def __init__(self, app: FastAPI, config: ServerConfig) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=config.host,
+                port=config.port,
+                uds=config.uds,
+                root_path=config.root_path,
+                ssl_certfile=config.ssl_certfile,
+                ssl_keyfile=config.ssl_keyfile,
+                http=BoundedHttpProtocol,
+                timeout_keep_alive=config.keep_alive_s,
+                timeout_graceful_shutdown=FAREWELL_S,
+                server_header=False,
+                proxy_headers=False,
+                access_log=False,
+                log_level="warning",
+                ws="none",
+            )
+        )
+        state: ServerState = app.state.server
+        self.host = state.host
+        self._drain_timeout_s = config.drain_timeout_s
+        self._drain_task: asyncio.Task[None] | None = None
+
+    async def main_loop(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        LOG.warning("listening on %s", self.address)
+        await super().main_loop()
+
+    async def on_tick(self, counter: int) -> bool:
+        if self.host.state is HostState.FAILED:
+            self.should_exit = True
+        return bool(await super().on_tick(counter))
+
+    @property
+    def address(self) -> str:
+        """Where the server listens."""
+        if self.config.uds is not None:
+            return f"unix:{self.config.uds}"
+        scheme = "https" if self.config.is_ssl else "http"
+        port = self.servers[0].sockets[0].getsockname()[1] if self.servers else self.config.port
+        return f"{scheme}://{self.config.host}:{port}"
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin the drain, or end at once if it has begun."""
+        if self.host.state is HostState.DRAINING or self.host.loaded is None:
+            LOG.warning("%s: ending at once", signal.Signals(sig).name)
+            self.should_exit = self.force_exit = True
+            return
+        self.host.begin_drain()
+        LOG.warning("%s: draining for at most %g s", signal.Signals(sig).name, self._drain_timeout_s)
+        self._loop.call_soon_threadsafe(self._begin_drain)
+
+    def _begin_drain(self) -> None:
+        self._drain_task = self._loop.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        """Wait until no request runs, abort those that take too long, and let uvicorn end."""
+        deadline = self._loop.time() + self._drain_timeout_s
+        engine = self.host.loaded
+        assert engine is not None
+        while self._num_open() and self._loop.time() < deadline:
+            await asyncio.sleep(POLL_S)
+        await engine.shutdown()
+        deadline = self._loop.time() + FAREWELL_S
+        while self._num_open() and self._loop.time() < deadline:
+            await asyncio.sleep(POLL_S)
+        self.should_exit = True
+
+    def _num_open(self) -> int:
+        """Return the number of requests whose answers are not finished."""
+        return len(self.server_state.tasks)

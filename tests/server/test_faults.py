@@ -1,0 +1,356 @@
+"""Load and faults on a real socket: gone clients, full queues, deadlines, drains, slow readers."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.paths import ROOT
+from support.toy import ToyModel, ToyTokenizer, greedy
+from support.toy_server import GatedModel, toy_server
+
+LONG = {"prompt": [5, 6, 7], "max_tokens": 90, "temperature": 0, "ignore_eos": True}
+
+
+@contextlib.contextmanager
+def gated_server(**options: Any) -> Iterator[tuple[GatedModel, Any, str]]:
+    """A server whose engine computes only what it may; all may end when the test does."""
+    model = GatedModel()
+    with toy_server(model, **options) as (server, address):
+        try:
+            yield model, server, address
+        finally:
+            model.allow(2000)
+
+
+def until(condition: Callable[[], Any], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.002)
+
+
+def request_bytes(path: str, body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
+def connect(address: str) -> socket.socket:
+    host, port = re.fullmatch(r"http://(.+):(\d+)", address).groups()  # type: ignore[union-attr]
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def is_idle(server: Any) -> bool:
+    stats = server.host.loaded.stats()
+    return (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_gone_client_ends_its_request_within_a_step(path: str, stream: bool) -> None:
+    body = {**LONG, "stream": stream}
+    if "chat" in path:
+        body = {"messages": [{"role": "user", "content": "abc"}], **{k: v for k, v in body.items() if k != "prompt"}}
+    with gated_server() as (model, server, address):
+        connection = connect(address)
+        connection.sendall(request_bytes(path, body))
+        model.allow(3)
+        until(lambda: len(model.batch_sizes) == 3)
+        assert server.host.loaded.stats().num_running == 1
+        connection.close()
+        until(lambda: server.host.loaded._abandoned or is_idle(server))
+        model.allow(1)  # the step that was waiting
+        until(lambda: is_idle(server))
+        assert len(model.batch_sizes) <= 4
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
+    with gated_server(limits={"max_num_seqs": 1, "max_num_waiting": 1}) as (model, server, address):
+        first, second = connect(address), connect(address)
+        first.sendall(request_bytes("/v1/completions", LONG))
+        model.allow(1)
+        until(lambda: server.host.loaded.stats().num_running == 1)
+        second.sendall(request_bytes("/v1/completions", LONG))
+        until(lambda: server.host.loaded._num_submitted == 1)
+        model.allow(1)  # requests are queued between two steps
+        until(lambda: server.host.loaded.stats().num_waiting == 1)
+        refused = httpx.post(f"{address}/v1/completions", json=LONG)
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) > 0
+        assert refused.json()["error"]["code"] == "queue_full"
+        ready = httpx.get(f"{address}/ready")
+        assert (ready.status_code, ready.json()["reason"]) == (503, "the queue is full")
+        assert httpx.get(f"{address}/health").status_code == 200
+        assert 'admission_rejections_total{engine="0",model_name="org/toy",reason="queue_full"} 1.0' in (
+            httpx.get(f"{address}/metrics").text
+        )
+        model.allow(1000)
+        for connection in (first, second):
+            assert b"200 OK" in connection.recv(20)
+            connection.close()
+
+
+def test_tokens_that_wait_are_bounded() -> None:
+    limits = {"max_num_seqs": 1, "max_num_waiting_tokens": 10}
+    with gated_server(limits=limits) as (model, server, address):
+        first, second = connect(address), connect(address)
+        first.sendall(request_bytes("/v1/completions", LONG))
+        model.allow(1)
+        until(lambda: server.host.loaded.stats().num_running == 1)
+        second.sendall(request_bytes("/v1/completions", {**LONG, "prompt": [1] * 8}))
+        until(lambda: server.host.loaded._num_submitted == 1)
+        model.allow(1)
+        until(lambda: server.host.loaded.stats().num_waiting == 1)
+        third = connect(address)
+        third.sendall(request_bytes("/v1/completions", {**LONG, "prompt": [1] * 8}))
+        until(lambda: server.host.loaded._num_submitted == 1)
+        model.allow(1)
+        refused = read_until(third, b"}}")
+        assert refused.startswith(b"HTTP/1.1 503")
+        assert b'"code":"queue_full"' in refused
+        for connection in (first, second, third):
+            connection.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_deadlines(stream: bool) -> None:
+    """A plain answer has the status 504, a stream that has begun gets an error frame before its end."""
+    with gated_server() as (model, server, address), httpx.Client(base_url=address, timeout=30) as client:
+        answers = []
+
+        def ask() -> None:
+            body, headers = {**LONG, "stream": stream}, {"X-Request-Timeout": "0.2"}
+            answers.append(client.post("/v1/completions", json=body, headers=headers))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        model.allow(3)
+        until(lambda: len(model.batch_sizes) == 3)
+        time.sleep(0.25)  # the deadline passes during a step
+        model.allow(1000)
+        thread.join(20)
+        [answer] = answers
+        if stream:
+            blocks = answer.text.split("\n\n")
+            assert blocks[-2:] == ["data: [DONE]", ""]
+            assert json.loads(blocks[-3].removeprefix("data: "))["error"]["code"] == "timeout"
+        else:
+            assert answer.status_code == 504
+            assert answer.json()["error"]["code"] == "timeout"
+            assert answer.headers["x-should-retry"] == "false"
+        until(lambda: is_idle(server))
+        assert client.post("/v1/completions", json=LONG, headers={"X-Request-Timeout": "soon"}).status_code == 400
+
+
+def test_an_error_of_the_engine_ends_with_an_error_and_the_next_request_is_served() -> None:
+    model = ToyModel()
+    with toy_server(model) as (_, address):
+        model.fail = True
+        plain = httpx.post(f"{address}/v1/completions", json=LONG)
+        assert plain.status_code == 500
+        assert "the model broke" not in plain.text
+        stream = httpx.post(f"{address}/v1/completions", json={**LONG, "stream": True})
+        assert stream.status_code == 500, "nothing had been sent, so there is still a status"
+        model.fail = False
+        assert httpx.post(f"{address}/v1/completions", json=LONG).status_code == 200
+
+
+def test_pings_keep_an_idle_stream_open() -> None:
+    with gated_server(ping_interval_s=0.05) as (model, _, address):
+        connection = connect(address)
+        connection.sendall(request_bytes("/v1/completions", {**LONG, "max_tokens": 2, "stream": True}))
+        received = b""
+        while received.count(b": ping\n\n") < 3:
+            received += connection.recv(4096)
+        assert received.startswith(b"HTTP/1.1 200 OK")
+        assert b"data:" not in received
+        model.allow(100)
+        while b"[DONE]" not in received:
+            received += connection.recv(4096)
+        connection.close()
+
+
+def test_a_slow_reader_holds_up_nobody_and_is_cut_off() -> None:
+    """Its socket's buffers are full; the others are served, and in the end its request is not left behind."""
+    with toy_server(ping_interval_s=0.05, write_timeout_s=0.2) as (server, address):
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        host, port = re.fullmatch(r"http://(.+):(\d+)", address).groups()  # type: ignore[union-attr]
+        slow.connect((host, int(port)))
+        # One answer does not fill the kernel's buffers; log-probabilities of many prompts do.
+        body = {**LONG, "prompt": [[5, 6, 7]] * 128, "logprobs": 20, "n": 4, "echo": True, "stream": True}
+        slow.sendall(request_bytes("/v1/completions", {**body, "temperature": 1}))
+        until(lambda: server.host.loaded.stats().num_running > 0)
+        answer = httpx.post(f"{address}/v1/completions", json=LONG, timeout=60)
+        text = ToyTokenizer().decode(greedy([5, 6, 7], 90, stop_at_eos=False))
+        assert answer.json()["choices"][0]["text"] == text
+        until(lambda: is_idle(server) and not server.server_state.tasks, 60)
+        until(lambda: len(server.server_state.connections) <= 1)
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            while part := slow.recv(1 << 16):
+                received += part
+        assert b"data: " in received
+        assert b"[DONE]" not in received
+        slow.close()
+
+
+def test_the_server_listens_while_the_model_loads() -> None:
+    from support.toy import toy_engine
+
+    from fastinfer import AsyncEngine
+    from fastinfer.server.app import create_app
+    from fastinfer.server.config import ServerConfig
+    from fastinfer.server.run import DrainingServer
+
+    may_load = threading.Event()
+
+    def load() -> AsyncEngine:
+        assert may_load.wait(30)
+        return AsyncEngine(toy_engine())
+
+    server = DrainingServer(create_app(ServerConfig(("toy",), port=0), load), ServerConfig(("toy",), port=0))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        until(lambda: server.started)
+        with httpx.Client(base_url=server.address) as client:
+            assert client.get("/health").json() == {"status": "ok", "state": "loading"}
+            assert client.get("/ready").status_code == 503
+            assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["toy"]
+            refused = client.post("/v1/completions", json=LONG)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "loading")
+            assert "retry-after" in refused.headers
+            may_load.set()
+            until(lambda: client.get("/ready").status_code == 200)
+            assert client.post("/v1/completions", json=LONG).status_code == 200
+    finally:
+        may_load.set()
+        server.should_exit = True
+        thread.join(20)
+
+
+def test_a_hanging_step_is_seen() -> None:
+    with gated_server(stall_s=0.05) as (model, _, address):
+        connection = connect(address)
+        connection.sendall(request_bytes("/v1/completions", LONG))
+        until(lambda: httpx.get(f"{address}/health").status_code == 503)
+        assert "a step has been running" in httpx.get(f"{address}/ready").json()["reason"]
+        model.allow(1000)
+        until(lambda: httpx.get(f"{address}/health").status_code == 200)
+        connection.close()
+
+
+PROGRAM = """
+import sys, threading, time
+sys.path[:0] = [{tests!r}]
+from support.toy import ToyModel, toy_engine
+from fastinfer import AsyncEngine
+from fastinfer.server.config import ServerConfig
+from fastinfer.server.run import run
+
+class Slow(ToyModel):
+    def forward(self, *args):
+        time.sleep({step_s})
+        return super().forward(*args)
+
+config = ServerConfig(("toy",), port={port}, drain_timeout_s={drain_s})
+sys.exit(run(config, lambda: AsyncEngine(toy_engine(model=Slow()))))
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_program(step_s: float, drain_s: float, folder: Path) -> tuple[subprocess.Popen[bytes], str]:
+    port = free_port()
+    program = folder / "serve.py"
+    program.write_text(PROGRAM.format(tests=str(ROOT / "tests"), step_s=step_s, drain_s=drain_s, port=port))
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "python")}
+    process = subprocess.Popen([sys.executable, str(program)], env=environment, stderr=subprocess.PIPE)
+    address = f"http://127.0.0.1:{port}"
+
+    def is_ready() -> bool:
+        assert process.poll() is None, process.communicate()
+        try:
+            return httpx.get(f"{address}/ready").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    until(is_ready, 60)
+    return process, address
+
+
+def read_until(connection: socket.socket, mark: bytes) -> bytes:
+    received = b""
+    while mark not in received:
+        part = connection.recv(1 << 16)
+        assert part, received[-300:]
+        received += part
+    return received
+
+
+@pytest.mark.slow
+def test_sigterm_lets_streams_end_and_refuses_new_work(tmp_path: Path) -> None:
+    process, address = start_program(0.03, 30, tmp_path)
+    connection, idle = connect(address), httpx.Client(base_url=address)
+    assert idle.get("/ready").status_code == 200
+    connection.sendall(request_bytes("/v1/completions", {**LONG, "stream": True}))
+    received = read_until(connection, b"data:")
+    process.send_signal(signal.SIGTERM)
+    until(lambda: httpx.get(f"{address}/ready").status_code == 503)
+    assert httpx.get(f"{address}/health").status_code == 200
+    refused = idle.post("/v1/completions", json=LONG)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+    assert refused.headers["connection"] == "close"
+    assert "retry-after" in refused.headers
+    received += read_until(connection, b"[DONE]")
+    blocks = [block for block in received.decode().replace("\r\n", "\n").split("\n") if block.startswith("data: {")]
+    text = "".join(json.loads(block.removeprefix("data: "))["choices"][0]["text"] for block in blocks)
+    assert text == ToyTokenizer().decode(greedy([5, 6, 7], 90, stop_at_eos=False))
+    assert process.wait(20) == 0
+    connection.close()
+    idle.close()
+
+
+@pytest.mark.slow
+def test_after_the_drain_streams_get_an_error_frame(tmp_path: Path) -> None:
+    process, address = start_program(0.2, 0.5, tmp_path)
+    connection = connect(address)
+    connection.sendall(request_bytes("/v1/completions", {**LONG, "stream": True}))
+    received = read_until(connection, b"data:")
+    process.send_signal(signal.SIGTERM)
+    received += read_until(connection, b"[DONE]")
+    assert b'"code":"aborted"' in received
+    assert process.wait(20) == 0
+    connection.close()
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    process, address = start_program(0.2, 600, tmp_path)
+    connection = connect(address)
+    connection.sendall(request_bytes("/v1/completions", {**LONG, "stream": True}))
+    read_until(connection, b"data:")
+    process.send_signal(signal.SIGTERM)
+    until(lambda: httpx.get(f"{address}/ready").status_code == 503)
+    begin = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    process.wait(30)
+    assert time.monotonic() - begin < 10, "90 steps take 18 s"
+    connection.close()
