@@ -1,18 +1,17 @@
 """The type of an argument that a model writes without one, as in ``<parameter=count>3</parameter>``."""
 
 import json
-from typing import Any, NoReturn
+from typing import NoReturn
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
     "number": (int, float),
-    "boolean": (bool,),
     "null": (type(None),),
     "array": (list,),
     "object": (dict,),
 }
-_PYTHON_WORDS = {"True": True, "False": False, "None": None}
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 def is_string(schema: object) -> bool:
@@ -48,28 +47,21 @@ def to_json(raw: str, schema: object) -> str:
         JSON of a type that the schema allows, or else a string.
     """
     types = schema_types(schema)
-    if types != {"string"}:
-        value = _parse(raw.strip())
-        is_boolean = isinstance(value, bool)
-        allowed = [kind for name in types for kind in _TYPES.get(name, ())] if types else [object]
-        if value is not _NOTHING and any(
-            isinstance(value, kind) and (not is_boolean or kind in (bool, object)) for kind in allowed
-        ):
-            return json.dumps(value, ensure_ascii=False)
+    text = _PYTHON_WORDS.get(raw.strip(), raw.strip())
+    if types != {"string"} and _fits(text, types):
+        return text
     return json.dumps(raw, ensure_ascii=False)
 
 
-_NOTHING: Any = object()
-
-
-def _parse(text: str) -> Any:
-    """Return the JSON value, or ``_NOTHING``."""
-    if text in _PYTHON_WORDS:
-        return _PYTHON_WORDS[text]
+def _fits(text: str, types: set[str]) -> bool:
+    """Return whether the text is JSON of one of the types; with no types, of any."""
     try:
-        return json.loads(text, parse_constant=_refuse)
+        value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        return _NOTHING
+        return False
+    if isinstance(value, bool):
+        return not types or "boolean" in types
+    return not types or any(isinstance(value, _TYPES.get(name, ())) for name in types - {"boolean"})
 
 
 def _refuse(name: str) -> NoReturn:
