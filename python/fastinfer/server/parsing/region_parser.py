@@ -96,8 +96,9 @@ class OutputParser:
         return events
 
     def _emit_text(self, text: str) -> None:
-        self._is_fresh = False
-        self._found.append(TextDelta(text))
+        if text:
+            self._is_fresh = False
+            self._found.append(TextDelta(text))
 
     def _emit_reasoning(self, text: str) -> None:
         self._found.append(ReasoningDelta(text))

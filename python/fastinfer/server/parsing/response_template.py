@@ -62,7 +62,8 @@ def read_response_template(template: object) -> ParserSpec:
             continue
         if match := _STARTS_OPEN.fullmatch(opening):
             opening, starts_reasoning = match[1], content is Passage.REASONING
-        regions.append(Region(_with_blanks(opening), closing, content))
+        end_text = _texts(field["close"], place)[0] if "close" in field else ""
+        regions.append(Region(_with_blanks(opening), closing, content, end_text))
     spec = ParserSpec(
         regions=tuple(regions),
         start_anchors=_texts(template["start_anchor"], "response_template.start_anchor"),

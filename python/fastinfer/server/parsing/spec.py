@@ -1,5 +1,6 @@
 """How a model marks its reasoning and its tool calls: plain data, from which the parser works."""
 
+from collections.abc import Container
 from dataclasses import dataclass
 from enum import Enum
 
@@ -72,11 +73,13 @@ class Region:
             ``body``, at the end of the marker, belongs to the region too.
         close: what ends it; ``None`` for the end of the text.
         content: what is in it.
+        end_text: a text that ends it, for grammars that let a model write the region.
     """
 
     open: str
     close: str | None
     content: Passage | Calls
+    end_text: str = ""
 
     @property
     def has_calls(self) -> bool:
@@ -113,8 +116,7 @@ class ParserSpec:
         starts_reasoning: whether an answer begins with reasoning even if nothing marks it.
         dropped: regular expressions of markers that are removed from text, such as the end of a turn.
         markup: how calls are forced; ``None`` if as a list in JSON.
-        markers: the literal texts in the markers. If one is a special token of the model, requests need
-            ``skip_special_tokens=False``.
+        markers: the literal texts in the markers.
         short_ids: whether ids of calls are nine letters and digits, as Mistral's templates require.
     """
 
@@ -130,3 +132,7 @@ class ParserSpec:
     def reasoning(self) -> Region | None:
         """The first region of reasoning, or ``None``."""
         return next((r for r in self.regions if r.content is Passage.REASONING), None)
+
+    def needs_special_tokens(self, special_tokens: Container[str]) -> bool:
+        """Return whether a marker is one of the model's special tokens, which are left out of text by default."""
+        return any(marker in special_tokens for marker in self.markers)

@@ -40,9 +40,9 @@ _NAME = r"(?P<name>[\w.:/-]+)"
 
 # By the marker that a template contains if its model reasons.
 _REASONING = {
-    "<think>": Region(r"\s*<think>", r"\s*</think>", Passage.REASONING),
-    "[THINK]": Region(r"\s*\[THINK\]", r"\s*\[/THINK\]", Passage.REASONING),
-    "<|channel>": Region(r"\s*<\|channel>thought\n?", r"\s*<channel\|>", Passage.REASONING),
+    "<think>": Region(r"\s*<think>", r"\s*</think>", Passage.REASONING, "</think>"),
+    "[THINK]": Region(r"\s*\[THINK\]", r"\s*\[/THINK\]", Passage.REASONING, "[/THINK]"),
+    "<|channel>": Region(r"\s*<\|channel>thought\n?", r"\s*<channel\|>", Passage.REASONING, "<channel|>"),
 }
 
 SPECS: dict[str, ParserSpec] = {
@@ -82,7 +82,7 @@ SPECS: dict[str, ParserSpec] = {
             Region(rf"\s*\[TOOL_CALLS\]\s*{_NAME}(?P<body>\{{)", None, ArgumentsObject()),
         ),
         start_anchors=_ANCHORS,
-        markers=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"),
+        markers=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
         short_ids=True,
     ),
     # Gemma 4 and FunctionGemma.
@@ -98,7 +98,7 @@ SPECS: dict[str, ParserSpec] = {
         start_anchors=_ANCHORS,
         dropped=(r"\s*<turn\|>", r"\s*<\|tool_response>", r"\s*<start_function_response>"),
         markers=(
-            *("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
+            *("<|tool_call>", "<tool_call|>", '<|"|>'),
             *("<start_function_call>", "<end_function_call>", "<escape>"),
         ),
     ),
@@ -181,10 +181,10 @@ def find_spec(chat_template: str | None, tokenizer_config: dict[str, Any]) -> Pa
     if (response_template := tokenizer_config.get("response_template")) is not None:
         return read_response_template(response_template)
     template = chat_template or ""
-    reasoning = tuple(region for marker, region in _REASONING.items() if marker in template)
+    reasoning = {marker: region for marker, region in _REASONING.items() if marker in template}
     name = next((name for text, name in _SIGNATURES if text in template), None)
-    if name is not None:
-        return replace(SPECS[name], regions=(*reasoning, *SPECS[name].regions))
-    if reasoning:
-        return ParserSpec(regions=reasoning, start_anchors=_ANCHORS)
-    return None
+    if name is None and not reasoning:
+        return None
+    spec = ParserSpec(regions=(), start_anchors=_ANCHORS) if name is None else SPECS[name]
+    markers = (*reasoning, *(region.end_text for region in reasoning.values()))
+    return replace(spec, regions=(*reasoning.values(), *spec.regions), markers=(*markers, *spec.markers))

@@ -14,6 +14,7 @@ from fastinfer.utils.checks import show
 _LIST = CallMarkup('{"name": "%s", "arguments": ', "}", before="[", after="]", separator=", ")
 _LIST_REGION = Region(r"^\s*(?P<body>\[)", None, CallObjects())
 
+_BLANK_LINES = r"/\n{0,2}/"
 _ANY_OBJECT = {"type": "object"}
 # Without these a model may write blanks between values until it reaches its limit.
 _JSON_OPTIONS = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
@@ -67,7 +68,7 @@ def constrain_tool_choice(
     calls = f"call ({grammar.text(markup.separator)} call)*" if several and markup.separator is not None else "call"
     start = [grammar.text(markup.before), calls, grammar.text(markup.after)]
     if in_reasoning and spec.reasoning is not None:
-        start.insert(0, grammar.reasoning(spec))
+        start.insert(0, grammar.reasoning(spec.reasoning))
     rules = [f"start: {' '.join(filter(None, start))}", f"call: {' | '.join(call)}", *grammar.rules]
     return ToolConstraint(StructuredOutputsParams(grammar="\n".join(rules)), spec)
 
@@ -129,11 +130,11 @@ class _Grammar:
         self.rules.append(f"arguments_{number}: %json {text}")
         return f"{self.text(markup.begin % function['name'])} arguments_{number} {self.text(markup.end)}"
 
-    def reasoning(self, spec: ParserSpec) -> str:
+    def reasoning(self, region: Region) -> str:
         """Return the terms that match open reasoning with its end."""
-        end = spec.reasoning_end
+        end = region.end_text
         if end in self._special_tokens:
             self.rules.append("reasoning: /(?s:.*)/")
-            return f"reasoning {self.text(end)} blanks"
+            return f"reasoning {self.text(end)} {_BLANK_LINES}"
         self.rules.append(f"reasoning[suffix={json.dumps(end)}]: /(?s:.*)/")
-        return "reasoning blanks"
+        return f"reasoning {_BLANK_LINES}"
