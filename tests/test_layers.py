@@ -24,6 +24,7 @@ PYTHON_LAYERS = """
     llm integrations
     async_engine evaluation
     benchmarks
+    server
     cli
 """
 CPP_LAYERS = """

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 CALLS: list[tuple[str, dict[str, Any]]] = [
-    ("get_weather", {"city": "Zürich \"HB\" <b>&amp;</b>\n\\x", "days": 3}),
+    ("get_weather", {"city": 'Zürich "HB" <b>&amp;</b>\n\\x', "days": 3}),
     ("search", {"query": "{not json}", "tags": ["a", "b's"], "options": {"safe": True, "depth": None, "rate": -1.5}}),
     ("now", {}),
 ]
@@ -70,7 +70,10 @@ FORMATS: dict[str, ToolFormat] = {
     ),
     "qwen3_coder": ToolFormat(
         "qwen3_coder",
-        _HEAD + "{{- '<|im_start|>assistant\\n' + message.content }}" + _TOOL_CALLS + "{{- '\\n<tool_call>\\n<function=' + f.name + '>\\n' }}"
+        _HEAD
+        + "{{- '<|im_start|>assistant\\n' + message.content }}"
+        + _TOOL_CALLS
+        + "{{- '\\n<tool_call>\\n<function=' + f.name + '>\\n' }}"
         "{%- for key, value in f.arguments.items() %}{{- '<parameter=' + key + '>\\n' }}"
         "{{- value if value is string else value | tojson }}{{- '\\n</parameter>\\n' }}{%- endfor %}"
         "{{- '</function>\\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- endfor %}",
@@ -79,8 +82,10 @@ FORMATS: dict[str, ToolFormat] = {
     ),
     "llama3_json": ToolFormat(
         "llama3_json",
-        "{#- Respond in the format {\"name\": function name, \"parameters\": dictionary of argument name and its value}. #}"
-        + _HEAD + "{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}" + _TOOL_CALLS
+        '{#- Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}. #}'
+        + _HEAD
+        + "{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}"
+        + _TOOL_CALLS
         + "{{- {'name': f.name, 'parameters': f.arguments} | tojson }}{{- '; ' if not loop.last }}"
         "{%- endfor %}{{- '<|eot_id|>' }}{%- endfor %}",
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
@@ -88,7 +93,9 @@ FORMATS: dict[str, ToolFormat] = {
     ),
     "mistral": ToolFormat(
         "mistral",
-        _HEAD + "{{- '[/INST]' + message.content + '[TOOL_CALLS][' }}" + _TOOL_CALLS
+        _HEAD
+        + "{{- '[/INST]' + message.content + '[TOOL_CALLS][' }}"
+        + _TOOL_CALLS
         + "{{- {'name': f.name, 'arguments': f.arguments, 'id': 'abcdefghi'} | tojson }}{{- ', ' if not loop.last }}"
         "{%- endfor %}{{- ']</s>' }}{%- endfor %}",
         "[/INST]",
@@ -96,7 +103,9 @@ FORMATS: dict[str, ToolFormat] = {
     ),
     "mistral_v11": ToolFormat(
         "mistral",
-        _HEAD + "{{- '[/INST]' + message.content }}" + _TOOL_CALLS
+        _HEAD
+        + "{{- '[/INST]' + message.content }}"
+        + _TOOL_CALLS
         + "{{- '[TOOL_CALLS]' + f.name + '[ARGS]' }}{{- f.arguments | tojson }}{%- endfor %}{{- '</s>' }}{%- endfor %}",
         "[/INST]",
         "</s>",
@@ -108,7 +117,9 @@ FORMATS: dict[str, ToolFormat] = {
         "{{- ',' if not loop.last }}{%- endfor %}{{- '}' }}"
         "{%- elif value is sequence %}{{- '[' }}{%- for item in value %}{{- write(item) }}{{- ',' if not loop.last }}"
         "{%- endfor %}{{- ']' }}{%- else %}{{- value | tojson }}{%- endif %}{%- endmacro %}"
-        + _HEAD + "{{- '<|turn>model\\n' + message.content }}" + _TOOL_CALLS
+        + _HEAD
+        + "{{- '<|turn>model\\n' + message.content }}"
+        + _TOOL_CALLS
         + "{{- '<|tool_call>call:' + f.name }}{{- write(f.arguments) }}{{- '<tool_call|>' }}{%- endfor %}"
         "{{- '<turn|>\\n' }}{%- endfor %}",
         "<|turn>model\n",
@@ -116,7 +127,9 @@ FORMATS: dict[str, ToolFormat] = {
     ),
     "deepseek_v3": ToolFormat(
         "deepseek",
-        _HEAD + "{{- '<｜Assistant｜>' + message.content + '<｜tool▁calls▁begin｜>' }}" + _TOOL_CALLS
+        _HEAD
+        + "{{- '<｜Assistant｜>' + message.content + '<｜tool▁calls▁begin｜>' }}"
+        + _TOOL_CALLS
         + "{{- '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + f.name + '\\n```json\\n' }}{{- f.arguments | tojson }}"
         "{{- '\\n```<｜tool▁call▁end｜>' }}{{- '\\n' if not loop.last }}{%- endfor %}"
         "{{- '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}{%- endfor %}",
@@ -125,7 +138,9 @@ FORMATS: dict[str, ToolFormat] = {
     ),
     "deepseek_v3_1": ToolFormat(
         "deepseek",
-        _HEAD + "{{- '<｜Assistant｜>' + message.content + '<｜tool▁calls▁begin｜>' }}" + _TOOL_CALLS
+        _HEAD
+        + "{{- '<｜Assistant｜>' + message.content + '<｜tool▁calls▁begin｜>' }}"
+        + _TOOL_CALLS
         + "{{- '<｜tool▁call▁begin｜>' + f.name + '<｜tool▁sep｜>' }}{{- f.arguments | tojson }}"
         "{{- '<｜tool▁call▁end｜>' }}{%- endfor %}{{- '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}{%- endfor %}",
         "<｜Assistant｜>",
@@ -134,12 +149,16 @@ FORMATS: dict[str, ToolFormat] = {
     "pythonic": ToolFormat(
         "pythonic",
         "{#- [func_name1(params_name1=params_value1)] -#}{%- macro write(value) %}"
-        "{%- if value is string %}{{- \"'\" + value.replace('\\\\', '\\\\\\\\').replace(\"'\", \"\\\\'\").replace('\\n', '\\\\n') + \"'\" }}"
-        "{%- elif value is mapping %}{{- '{' }}{%- for key, item in value.items() %}{{- \"'\" + key + \"': \" }}{{- write(item) }}"
+        "{%- if value is string %}{%- set value = value.replace('\\\\', '\\\\\\\\').replace('\\n', '\\\\n') %}"
+        '{{- "\'" + value.replace("\'", "\\\\\'") + "\'" }}'
+        "{%- elif value is mapping %}{{- '{' }}{%- for key, item in value.items() %}"
+        '{{- "\'" + key + "\': " }}{{- write(item) }}'
         "{{- ', ' if not loop.last }}{%- endfor %}{{- '}' }}"
         "{%- elif value is sequence %}{{- '[' }}{%- for item in value %}{{- write(item) }}{{- ', ' if not loop.last }}"
         "{%- endfor %}{{- ']' }}{%- else %}{{- value }}{%- endif %}{%- endmacro %}"
-        + _HEAD + "{{- '<|header_start|>assistant<|header_end|>\\n\\n[' }}" + _TOOL_CALLS
+        + _HEAD
+        + "{{- '<|header_start|>assistant<|header_end|>\\n\\n[' }}"
+        + _TOOL_CALLS
         + "{{- f.name + '(' }}{%- for key, value in f.arguments.items() %}{{- key + '=' }}{{- write(value) }}"
         "{{- ', ' if not loop.last }}{%- endfor %}{{- ')' }}{{- ', ' if not loop.last }}{%- endfor %}"
         "{{- ']<|eot|>' }}{%- endfor %}",
@@ -148,7 +167,10 @@ FORMATS: dict[str, ToolFormat] = {
     ),
     "harmony": ToolFormat(
         "harmony",
-        "{#- <|channel|>analysis #}" + _HEAD + "{{- '<|start|>assistant' }}" + _TOOL_CALLS
+        "{#- <|channel|>analysis #}"
+        + _HEAD
+        + "{{- '<|start|>assistant' }}"
+        + _TOOL_CALLS
         + "{{- '<|channel|>commentary to=functions.' + f.name + ' <|constrain|>json<|message|>' }}"
         "{{- f.arguments | tojson }}{{- '<|call|>' }}{%- endfor %}{%- endfor %}",
         "<|start|>assistant",

@@ -249,7 +249,7 @@ def test_python_is_not_evaluated() -> None:
     ("source", "value"),
     [
         (r"'a\'b\"c\\d\n\x41\u00e9\U0001F600\q'", "a'b\"c\\d\nAé😀\\q"),
-        ("\"it's\"", "it's"),
+        ('"it\'s"', "it's"),
         ("(1, (2,), ())", [1, [2], []]),
         ("{'a': None, \"b\": [True, False, -1.5e-3]}", {"a": None, "b": [True, False, -0.0015]}),
     ],

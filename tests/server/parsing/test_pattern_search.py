@@ -81,7 +81,9 @@ def test_the_beginning_matches_once() -> None:
         assert (searched.match is not None) is found
 
 
-@pytest.mark.parametrize("pattern", ["", "a*", "a|", r"\bx", r"(?i)a", "(?<=a)b", "a**", "a++", ")", "*", r"\1", "a{3,2}"])
+@pytest.mark.parametrize(
+    "pattern", ["", "a*", "a|", r"\bx", r"(?i)a", "(?<=a)b", "a**", "a++", ")", "*", r"\1", "a{3,2}"]
+)
 def test_other_patterns_are_refused(pattern: str) -> None:
     with pytest.raises(PatternError):
         compile_patterns((pattern,))

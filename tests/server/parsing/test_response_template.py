@@ -112,7 +112,12 @@ def test_the_prompt_may_begin_the_answer() -> None:
             [("f", {"a": 1}), ("g", {})],
         ),
         (
-            {"open": ["<calls>", "<calls>\n"], "close": "</calls>", "content": "python-call-list", "transform": FUNCTION},
+            {
+                "open": ["<calls>", "<calls>\n"],
+                "close": "</calls>",
+                "content": "python-call-list",
+                "transform": FUNCTION,
+            },
             "<calls>\n[f(a='x')]</calls>",
             [("f", {"a": "x"})],
         ),

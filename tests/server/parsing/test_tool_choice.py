@@ -16,7 +16,7 @@ QWEN3 = find_spec("<think> <tool_call>", {})
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 VALID = {
     "get_weather": {"city": "Paris", "days": 3},
-    "search": {"query": "a \"b\"", "tags": ["x"], "options": {}},
+    "search": {"query": 'a "b"', "tags": ["x"], "options": {}},
     "now": {},
 }
 
@@ -56,7 +56,9 @@ def generate(constraint: ToolConstraint, seed: int) -> str:
 
 def calls_of(events: list[Event]) -> list[tuple[str, Any]]:
     names = [event.name for event in events if isinstance(event, ToolCallStart)]
-    texts = ["".join(e.text for e in events if isinstance(e, ToolCallArguments) and e.index == i) for i in range(len(names))]
+    texts = [
+        "".join(e.text for e in events if isinstance(e, ToolCallArguments) and e.index == i) for i in range(len(names))
+    ]
     return list(zip(names, map(json.loads, texts), strict=True))
 
 

@@ -28,10 +28,12 @@ def schema_types(schema: object) -> set[str]:
     if isinstance(declared, list):
         types |= {name for name in declared if isinstance(name, str)}
     for union in ("anyOf", "oneOf"):
-        for choice in schema.get(union) if isinstance(schema.get(union), list) else []:
+        choices = schema.get(union)
+        for choice in choices if isinstance(choices, list) else []:
             if isinstance(choice, dict) and isinstance(choice.get("type"), str):
                 types.add(choice["type"])
-    if not types and isinstance(schema.get("enum"), list) and all(isinstance(v, str) for v in schema["enum"]):
+    values = schema.get("enum")
+    if not types and isinstance(values, list) and all(isinstance(value, str) for value in values):
         types.add("string")
     return types
 

@@ -1,7 +1,7 @@
 r"""Regular expressions as programs that a search in linear time can run.
 
 A program has the instructions of a Pike machine (https://swtch.com/~rsc/regexp/regexp2.html). Accepted are characters,
-classes, ``.``, groups, named groups, alternatives, greedy and lazy repetitions, and ``^`` for the beginning of a message.
+classes, ``.``, groups, named groups, alternatives, greedy and lazy repetitions, and ``^`` for the beginning of a text.
 ``$`` and ``\Z`` never match: a region that is still open at the end of a text ends there anyway. ``.`` matches line
 breaks. Look-around, back-references and other assertions are refused.
 """
@@ -16,6 +16,7 @@ MAX_DEPTH = 8  # each level of repetitions doubles the time of compilation
 MAX_GROUPS = 8
 
 _ITEM = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[^\\\[]", re.DOTALL)
+_QUANTIFIERS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 _QUANTIFIER = re.compile(r"([*+?]|\{\d*,?\d*\})(\??)")
 _GROUP = re.compile(r"\((\?:|\?P<(\w+)>)?(?!\?)")
 
@@ -25,7 +26,7 @@ class PatternError(ValueError):
 
 
 class CharacterClass:
-    """The characters that a part of an expression matches, such as ``[^>\\n]``.
+    """The characters that a part of an expression matches, such as ``[^>]``.
 
     Args:
         source: the part, which matches single characters only.
@@ -174,7 +175,12 @@ class _Compiler:
             again()
         if high is None:
             loop = len(self._program)
-            self._optional(lazy, lambda: (again(), self._emit(Instruction("split", targets=[loop]))))
+
+            def again_and_back() -> None:
+                again()
+                self._emit(Instruction("split", targets=[loop]))
+
+            self._optional(lazy, again_and_back)
         else:
             for _ in range(high - low):
                 self._optional(lazy, again)
@@ -239,8 +245,8 @@ class _Compiler:
 
 def _bounds(quantifier: str) -> tuple[int, int | None]:
     """Return the number of repetitions; ``None`` for any number."""
-    if quantifier in "*+?":
-        return {"*": (0, None), "+": (1, None), "?": (0, 1)}[quantifier]  # type: ignore[return-value]
+    if quantifier in _QUANTIFIERS:
+        return _QUANTIFIERS[quantifier]
     low, comma, high = quantifier[1:-1].partition(",")
     if not (low or high) or max(len(low), len(high)) > 4:
         raise PatternError(f"{quantifier} is not supported")

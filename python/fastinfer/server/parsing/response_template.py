@@ -110,21 +110,25 @@ def _delimiters(options: dict[str, Any], place: str) -> tuple[tuple[str, str], .
 
 def _shape(transform: object, place: str) -> tuple[str, str]:
     """Return the placeholders of the tool's name and of the arguments."""
-    function = transform.get("function", transform) if isinstance(transform, dict) else "{content}"
-    if function == "{content}":
+    function = transform.get("function", transform) if isinstance(transform, dict) else transform
+    if function in ("{content}", None):
         return "{content.name}", "{content.arguments}"
     if isinstance(function, dict):
         shape = function.get("name"), function.get("arguments")
         if all(isinstance(text, str) and _PLACEHOLDER.fullmatch(text) for text in shape):
             return shape  # type: ignore[return-value]
-    raise UnsupportedModelError(f"{place}.transform: expected a function with name and arguments, got {show(transform)}")
+    raise UnsupportedModelError(
+        f"{place}.transform: expected a function with name and arguments, got {show(transform)}"
+    )
 
 
 def _tagged(options: dict[str, Any], place: str) -> TaggedArguments:
     """Divide the pattern of a tag at its value."""
     pattern = options.get("tag_pattern")
     if not isinstance(pattern, str) or len(parts := _VALUE_GROUP.split(pattern)) != 2 or "(?P<key>" not in parts[0]:
-        raise UnsupportedModelError(f"{place}.content_args.tag_pattern: expected groups key, value, got {show(pattern)}")
+        raise UnsupportedModelError(
+            f"{place}.content_args.tag_pattern: expected groups key, value, got {show(pattern)}"
+        )
     return TaggedArguments(parts[0], parts[1])
 
 

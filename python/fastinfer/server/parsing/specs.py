@@ -76,9 +76,7 @@ SPECS: dict[str, ParserSpec] = {
     "mistral": ParserSpec(
         regions=(
             Region(r"\s*\[TOOL_CALLS\]\s*(?P<body>\[)", None, CallObjects()),
-            Region(
-                rf"\s*\[TOOL_CALLS\]\s*{_NAME}(?:\[CALL_ID\]\w*)?\[ARGS\]\s*(?P<body>\{{)", None, ArgumentsObject()
-            ),
+            Region(rf"\s*\[TOOL_CALLS\]\s*{_NAME}(?:\[CALL_ID\]\w*)?\[ARGS\]\s*(?P<body>\{{)", None, ArgumentsObject()),
             Region(rf"\s*\[TOOL_CALLS\]\s*{_NAME}(?P<body>\{{)", None, ArgumentsObject()),
         ),
         start_anchors=_ANCHORS,
