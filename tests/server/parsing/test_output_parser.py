@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.tool_formats import CALLS, FORMATS, TOOLS
 
 from fastinfer.server import parsing
 from fastinfer.server.parsing import (
@@ -22,7 +23,6 @@ from fastinfer.server.parsing import (
     find_spec,
 )
 from fastinfer.tokenizers.chat_template import render
-from support.tool_formats import CALLS, FORMATS, TOOLS
 
 QWEN3 = find_spec("<think> <tool_call>", {})
 assert QWEN3 is not None

@@ -3,12 +3,12 @@ import random
 from typing import Any
 
 import pytest
+from support.tool_formats import TOOLS
 
 from fastinfer.errors import RequestError
 from fastinfer.server.parsing import SPECS, OutputParser, find_spec
 from fastinfer.server.parsing.events import Event, ReasoningDelta, ToolCallArguments, ToolCallStart
 from fastinfer.server.parsing.tool_choice import ToolConstraint, constrain_tool_choice
-from support.tool_formats import TOOLS
 
 llguidance = pytest.importorskip("llguidance")
 
