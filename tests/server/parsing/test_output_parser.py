@@ -114,8 +114,10 @@ def test_events_do_not_depend_on_how_the_text_is_divided(name: str, seed: int) -
 @given(
     pieces=st.lists(
         st.sampled_from(
-            ["<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", ', '"arguments": ', '{"a": 1}', "}"]
-            + ["\n", " ", "text", "<", '"', "\\", "[", "<tool", "_call>", "é"]
+            [
+                *("<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", ', '"arguments": ', '{"a": 1}'),
+                *("}", "\n", " ", "text", "<", '"', "\\", "[", "<tool", "_call>", "é"),
+            ]
         ),
         max_size=30,
     )

@@ -75,7 +75,7 @@ def test_the_prompt_may_begin_the_answer() -> None:
                 "content_args": {"tag_pattern": r"<parameter=(?P<key>\w+)>\s*(?P<value>.*?)\s*</parameter>"},
                 "transform": NAME_AND_CONTENT,
             },
-            "<tool_call><function=f>\n<parameter=a>\n x \n</parameter><parameter=b>2</parameter></function></tool_call>",
+            "<tool_call><function=f>\n<parameter=a>\n x \n</parameter><parameter=b>2</parameter></tool_call>",
             [("f", {"a": "x", "b": 2})],
         ),
         (

@@ -18,8 +18,8 @@ class OutputParser:
 
     However the output is divided into pieces, the events are the same, apart from where the texts in them are divided.
     The work is linear in the output, and nothing in it raises an error: what begins like a call but is none comes out
-    as text. If a call turns out to be malformed after its arguments have begun, they stay incomplete, so that they are no
-    JSON, and the rest comes out as text.
+    as text. If a call turns out to be malformed after its arguments have begun, they stay incomplete, so that they are
+    no JSON, and the rest comes out as text.
 
     Args:
         spec: how the model marks the parts.
