@@ -17,7 +17,7 @@ from support.fake_openai import CUT, FakeOpenAI, Step, text_answer, the_end
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMEDRIVER is None, reason="Debian's chromium-driver is missing")]
 
 DONE = "document.querySelector('#stop').hidden && document.querySelector('.message:last-child .stats')"
-LAST = ".message:last-child .markdown:last-of-type"
+LAST = ".message:last-child > .markdown"
 
 
 @pytest.fixture(scope="module")
@@ -310,7 +310,7 @@ MARKDOWN = [
     ("a ** b * c `d", "<p>a ** b * c `d</p>"),
     ("**open *too", "<p>**open *too</p>"),
     (r"\*a\* 2*3*4", "<p>*a* 2<em>3</em>4</p>"),
-    ("# One\n### Two ##", "<h3>One</h3><h5>Two</h5>"),
+    ("# One\n### Two ##\n## Three", "<h3>One</h3><h4>Two</h4><h4>Three</h4>"),
     ("a\nb\n\nc", "<p>a<br>b</p><p>c</p>"),
     ("- a\n- b\n  - c\n- d", "<ul><li>a</li><li>b<ul><li>c</li></ul></li><li>d</li></ul>"),
     ("3. a\n4. b", '<ol start="3"><li>a</li><li>b</li></ol>'),
@@ -436,7 +436,7 @@ def test_no_text_becomes_a_part_of_the_page(page: Browser, server: FakeOpenAI) -
         assert set(page.run(f"return {tags}")) <= allowed
         assert page.run("return document.scripts.length") == 1
         assert page.run(
-            "return [...document.links].every((n) => /^https?:/.test(n.href) && n.rel.includes('noopener'))"
+            "return [...document.querySelectorAll('.markdown a')].every((n) => /^https?:/.test(n.href) && n.rel.includes('noopener'))"
         )
         assert page.run(
             "return [...document.querySelectorAll('body *')].every((n) => [...n.attributes].every((a) => !/^on/.test(a.name)))"
@@ -455,13 +455,11 @@ def test_the_policy_lets_only_the_pages_own_script_run(page: Browser) -> None:
         try { script.textContent = "window.hacked = 1"; } catch { window.refused = 1; }
         document.body.append(script);
         try { document.body.innerHTML = "<b>x</b>"; } catch { window.refused += 1; }
-        const node = document.createElement("div");
-        node.setAttribute("onclick", "window.hacked = 1");
-        document.body.append(node);
-        node.click();
+        try { document.body.setAttribute("onclick", "window.hacked = 1"); } catch { window.refused += 1; }
+        document.body.click();
         return fetch("https://evil.example/").catch(() => { window.refused += 1; });"""
     )
-    assert page.run("return [window.hacked ?? null, window.refused]") == [None, 3]
+    assert page.run("return [window.hacked ?? null, window.refused]") == [None, 4]
 
 
 # ---- Accessibility ----
@@ -515,7 +513,7 @@ def test_nothing_is_wider_than_a_phone(page: Browser, server: FakeOpenAI) -> Non
 
 
 def test_the_keyboard_reaches_everything_in_order(page: Browser) -> None:
-    page.run("document.activeElement.blur()")
+    page.run("document.body.tabIndex = -1; document.body.focus(); document.body.removeAttribute('tabindex')")
     names = []
     for _ in range(12):
         page.press("Tab")
