@@ -287,12 +287,12 @@ def make_page() -> None:
     from support.fake_openai import FakeOpenAI, text_answer
 
     server, browser = FakeOpenAI(), Browser(1280, 860)
+    reasoning = {"delta": {"reasoning_content": PAGE_REASONING}}
+    server.answer = lambda _: [0.3, reasoning, 0.8, *text_answer(PAGE_ANSWER, 12, 0.02, completion_tokens=231)]
     try:
         browser.open(server.url)
         browser.wait("document.querySelector('#model').options.length")
         for question in [*PAGE_QUESTIONS, "Write a Python function that finds anagrams"]:
-            reasoning = {"delta": {"reasoning_content": PAGE_REASONING}}
-            server.answer = lambda _: [reasoning, 0.8, *text_answer(PAGE_ANSWER, 12, 0.02, completion_tokens=231)]
             browser.click("#new")
             browser.type("#input", question)
             browser.press("Enter")

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from fastinfer.server.page import load_page
 from support.browser import CHROMEDRIVER, Browser, BrowserError
 from support.fake_openai import CUT, FakeOpenAI, Step, text_answer, the_end
+
+from fastinfer.server.page import load_page
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMEDRIVER is None, reason="Debian's chromium-driver is missing")]
 
@@ -263,6 +263,33 @@ def test_files_are_attached(page: Browser, server: FakeOpenAI) -> None:
     assert page.text(".message .file") == "notes.txt"
 
 
+def test_a_conversation_is_renamed(page: Browser, server: FakeOpenAI) -> None:
+    ask(page, "apples")
+    page.run("window.prompt = (text, old) => `${old} and pears`; document.querySelector('#list .rename').click()")
+    assert page.text("#list .title") == "apples and pears"
+    open_page(page, server)
+    page.wait("document.querySelector('#list .title')?.innerText === 'apples and pears'")
+
+
+def test_what_was_written_survives_a_closed_tab(page: Browser, server: FakeOpenAI) -> None:
+    server.answer = lambda request: text_answer("word " * 10_000, 5, 0.01)
+    ask(page, "Count", f"document.querySelector('{LAST}')?.innerText.length > 20")
+    open_page(page, server)
+    page.wait("document.querySelector('#list li')")
+    page.click("#list .title")
+    assert page.text(LAST).startswith("word word")
+
+
+def test_a_question_without_an_answer_can_be_answered(page: Browser, server: FakeOpenAI) -> None:
+    message = {"id": "a", "parent": "", "role": "user", "content": "Hi"}
+    conversation = {"title": "Asked", "messages": {"a": message}}
+    page.run("return importFile(new File([arguments[0]], 'x'))", json.dumps({"conversations": [conversation]}))
+    page.click("#list .title")
+    page.run("document.querySelector('[aria-label=\"Answer this\"]').click()")
+    page.wait(DONE)
+    assert page.text(LAST) == "Hello."
+
+
 # ---- A server that goes away ----
 
 
@@ -305,7 +332,8 @@ view.update(true);
 return node.innerHTML;"""
 
 MARKDOWN = [
-    ("a **b** *c* ~~d~~ `e*f*` _g_ h_i_j", "<p>a <strong>b</strong> <em>c</em> <del>d</del> <code>e*f*</code> <em>g</em> h_i_j</p>"),
+    ("a **b** *c* ~~d~~ `e*f*` _g_ h_i_j",
+     "<p>a <strong>b</strong> <em>c</em> <del>d</del> <code>e*f*</code> <em>g</em> h_i_j</p>"),
     ("**a *b* c**", "<p><strong>a <em>b</em> c</strong></p>"),
     ("a ** b * c `d", "<p>a ** b * c `d</p>"),
     ("**open *too", "<p>**open *too</p>"),
@@ -359,9 +387,20 @@ def test_markdown_does_not_depend_on_how_it_is_divided(page: Browser, seed: int)
 
 @pytest.mark.parametrize(
     "text",
-    ["A line of words.\n\n" * 6000, "word " * 20_000, "- an *item*\n" * 8000, "```js\n" + "let x = 1;\n" * 9000]
-    + ["*" * 100_000, "[" * 100_000, "`a" * 50_000, "![](" * 25_000, "| a " * 25_000, "> " * 50_000, "\\" * 100_000],
-    ids=["paragraphs", "words", "items", "code", "stars", "brackets", "ticks", "images", "cells", "quotes", "slashes"],
+    [
+        pytest.param("A line of words.\n\n" * 6000, id="paragraphs"),
+        pytest.param("word " * 20_000, id="words"),
+        pytest.param("- an *item*\n" * 8000, id="items"),
+        pytest.param("| a | b |\n|---|---|\n" + "| *x* | 1 |\n" * 9000, id="rows"),
+        pytest.param("```js\n" + "let x = 1;\n" * 9000, id="code"),
+        pytest.param("*" * 100_000, id="stars"),
+        pytest.param("[" * 100_000, id="brackets"),
+        pytest.param("`a" * 50_000, id="ticks"),
+        pytest.param("![](" * 25_000, id="images"),
+        pytest.param("| a " * 25_000, id="cells"),
+        pytest.param("> " * 50_000, id="quotes"),
+        pytest.param("\\" * 100_000, id="slashes"),
+    ],
 )
 def test_the_work_for_a_long_answer_is_linear(page: Browser, text: str) -> None:
     """Counts the characters that are searched for markup, and the lines of code that are coloured."""
@@ -413,6 +452,30 @@ XSS = [
 ]
 
 
+# The page's own elements, those of Markdown included: no img, iframe, object, base, meta, link or style.
+OWN_TAGS = {
+    *(
+        "a",
+        "article",
+        "blockquote",
+        "br",
+        "button",
+        "code",
+        "del",
+        "details",
+        "dialog",
+        "div",
+        "em",
+        "form",
+        "h1",
+        "h2",
+    ),
+    *("h3", "header", "hr", "input", "kbd", "label", "li", "main", "meter", "nav", "ol", "option", "p", "path", "pre"),
+    *("script", "select", "span", "strong", "summary", "svg", "table", "tbody", "td", "textarea", "th", "thead", "tr"),
+    "ul",
+}
+
+
 def test_no_text_becomes_a_part_of_the_page(page: Browser, server: FakeOpenAI) -> None:
     """In answers, reasoning, questions, titles, names of files, errors, and imported conversations."""
     corpus = "\n\n".join(XSS)
@@ -430,17 +493,13 @@ def test_no_text_becomes_a_part_of_the_page(page: Browser, server: FakeOpenAI) -
     conversation = {"title": XSS[1], "messages": {"x": message}}
     page.run("return importFile(new File([arguments[0]], 'x'))", json.dumps({"conversations": [conversation]}))
     for _ in range(2):
-        allowed = set("a article aside blockquote br button code del details dialog div em form h1 h2 h3 header hr input"
-                      " kbd label li main meter nav ol option p path pre script select span strong summary svg table"
-                      " tbody td textarea th thead tr ul".split())  # fmt: skip
-        assert set(page.run(f"return {tags}")) <= allowed
+        assert set(page.run(f"return {tags}")) <= OWN_TAGS
         assert page.run("return document.scripts.length") == 1
-        assert page.run(
-            "return [...document.querySelectorAll('.markdown a')].every((n) => /^https?:/.test(n.href) && n.rel.includes('noopener'))"
-        )
-        assert page.run(
-            "return [...document.querySelectorAll('body *')].every((n) => [...n.attributes].every((a) => !/^on/.test(a.name)))"
-        )
+        links = page.run("return [...document.querySelectorAll('.markdown a')].map((n) => [n.href, n.rel])")
+        assert links
+        assert all(href.startswith(("http://", "https://")) and "noopener" in rel for href, rel in links)
+        attributes = "[...document.querySelectorAll('body *')].flatMap((n) => n.getAttributeNames())"
+        assert [name for name in page.run(f"return {attributes}") if name.startswith("on") or name == "style"] == []
         page.click("#list li:first-child .title")
     assert page.run("return window.hacked ?? null") is None
     assert page.console() == []
