@@ -274,6 +274,10 @@ def test_a_conversation_is_renamed(page: Browser, server: FakeOpenAI) -> None:
 def test_what_was_written_survives_a_closed_tab(page: Browser, server: FakeOpenAI) -> None:
     server.answer = lambda request: text_answer("word " * 10_000, 5, 0.01)
     ask(page, "Count", f"document.querySelector('{LAST}')?.innerText.length > 20")
+    page.wait(
+        "store((objects) => objects.getAll()).then(([conversation]) => "
+        "Object.values(conversation.messages).some((message) => message.content.startsWith('word word')))"
+    )
     open_page(page, server)
     page.wait("document.querySelector('#list li')")
     page.click("#list .title")
@@ -470,9 +474,9 @@ OWN_TAGS = {
         "h1",
         "h2",
     ),
-    *("h3", "header", "hr", "input", "kbd", "label", "li", "main", "meter", "nav", "ol", "option", "p", "path", "pre"),
+    *("h3", "header", "hr", "input", "kbd", "label", "li", "main", "meter", "nav", "ol", "option", "p", "path"),
     *("script", "select", "span", "strong", "summary", "svg", "table", "tbody", "td", "textarea", "th", "thead", "tr"),
-    "ul",
+    *("pre", "ul"),
 }
 
 
