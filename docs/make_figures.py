@@ -3,6 +3,7 @@
 plots     charts of the measurements in bench/results (matplotlib)
 diagrams  the Mermaid blocks of the pages as SVG, for pages that are read offline (npx and a Chromium)
 demo      the terminal pictures: runs ``fastinfer`` on this machine and records what it prints
+page      pictures of the chat page, with an answer of tests/support/fake_openai.py (Debian's chromium-driver)
 """
 
 import argparse
@@ -24,7 +25,7 @@ from terminal_picture import Recording, draw
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "bench/results"
 FIGURES = DOCS / "figures"
-sys.path.insert(0, str(DOCS.parent / "bench"))
+sys.path[:0] = [str(DOCS.parent / "bench"), str(DOCS.parent / "tests")]
 
 Results = dict[str, Any]
 BLUE, GREY, ORANGE = "#1f77b4", "0.75", "#ff7f0e"
@@ -256,7 +257,62 @@ def make_demo() -> None:
     print(FIGURES / "demo.svg")
 
 
-KINDS = {"plots": make_plots, "diagrams": make_diagrams, "demo": make_demo}
+PAGE_QUESTIONS = ["Plan three days in Lisbon", "Why is the sky blue?", "Proofread my cover letter"]
+PAGE_REASONING = "Sorting the letters of a word gives the same key for all its anagrams. A dictionary collects them."
+PAGE_ANSWER = '''This function groups words by their **sorted letters**:
+
+```python
+from collections import defaultdict
+
+def anagrams(words: list[str]) -> list[list[str]]:
+    """Group words that are made of the same letters."""
+    groups = defaultdict(list)
+    for word in words:  # O(n · k log k)
+        groups["".join(sorted(word.lower()))].append(word)
+    return [group for group in groups.values() if len(group) > 1]
+```
+
+1. `sorted(word)` is the same for all anagrams, so it is a good *key*.
+2. Groups of one word are dropped.
+
+| words | time | memory |
+|---|--:|--:|
+| 1,000 | 1.2 ms | 0.3 MB |
+| 100,000 | 140 ms | 31 MB |
+'''
+
+
+def make_page() -> None:
+    from support.browser import Browser
+    from support.fake_openai import FakeOpenAI, text_answer
+
+    server, browser = FakeOpenAI(), Browser(1280, 860)
+    reasoning = {"delta": {"reasoning_content": PAGE_REASONING}}
+    server.answer = lambda _: [0.3, reasoning, 0.8, *text_answer(PAGE_ANSWER, 12, 0.02, completion_tokens=231)]
+    try:
+        browser.open(server.url)
+        browser.wait("document.querySelector('#model').options.length")
+        for question in [*PAGE_QUESTIONS, "Write a Python function that finds anagrams"]:
+            browser.click("#new")
+            browser.type("#input", question)
+            browser.press("Enter")
+            browser.wait("document.querySelector('.stats')")
+        for name, width, height, scheme in (
+            ("light", 1280, 860, "light"),
+            ("dark", 1280, 860, "dark"),
+            ("phone", 375, 760, "light"),
+        ):
+            browser.resize(width, height, scheme)
+            browser.run("document.querySelector('#scroll').scrollTop = arguments[0]", 0 if name == "phone" else 1e6)
+            browser.wait("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))")
+            browser.screenshot(FIGURES / f"page-{name}.png")
+            print(FIGURES / f"page-{name}.png")
+    finally:
+        browser.close()
+        server.close()
+
+
+KINDS = {"plots": make_plots, "diagrams": make_diagrams, "demo": make_demo, "page": make_page}
 
 
 def main() -> None:

@@ -1,0 +1,337 @@
+"""The streaming parser of a model's output: reasoning, text and tool calls, as a :class:`ParserSpec` marks them."""
+
+import json
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, Protocol
+
+from fastinfer.server.parsing.argument_types import is_string, to_json
+from fastinfer.server.parsing.call_readers import read_calls
+from fastinfer.server.parsing.call_writer import CallWriter
+from fastinfer.server.parsing.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from fastinfer.server.parsing.pattern_search import Match, PatternSearch
+from fastinfer.server.parsing.spec import ParserSpec, Passage, Region, TaggedArguments
+from fastinfer.server.parsing.value_reader import MalformedError, escape
+
+
+class OutputParser:
+    """Divides a model's output into reasoning, text and tool calls while it is generated.
+
+    However the output is divided into pieces, the events are the same, apart from where the texts in them are divided.
+    The work is linear in the output, and nothing in it raises an error: what begins like a call but is none comes out
+    as text. If a call turns out to be malformed after its arguments have begun, they stay incomplete, so that they are
+    no JSON, and the rest comes out as text.
+
+    Args:
+        spec: how the model marks the parts.
+        prompt_end: the rendered prompt, or at least its last message. It may contain the beginning of the answer, such
+            as an opening ``<think>``; that part causes no events.
+        tools: the request's tools, as in OpenAI's API. With none of them, calls are not looked for. ``None``: calls are
+            looked for, but the names and types of the tools are not known.
+    """
+
+    def __init__(
+        self, spec: ParserSpec, prompt_end: str = "", tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        self._spec = spec
+        self._regions = tuple(r for r in spec.regions if not r.has_calls or tools is None or tools)
+        self._patterns = (*(region.open for region in self._regions), *spec.dropped)
+        self._found: list[Event] = []
+        self._calls = CallWriter(self._found.append, tools, spec.short_ids)
+        self._is_fresh = True  # only reasoning has come before
+        reasoning = spec.reasoning if spec.starts_reasoning else None
+        self._reader: _Reader = self._passage(reasoning) if reasoning else self._text(skips_blanks=False)
+        self._feed(_begun_answer(spec, prompt_end))
+        self.finish()
+        self._reader.restart()
+
+    def push(self, delta_text: str) -> list[Event]:
+        """Read more of the output, and return what is found in it."""
+        self._feed(delta_text)
+        return self._take()
+
+    def finish(self) -> list[Event]:
+        """End the output, and return what was held back."""
+        self._reader.finish()
+        while self._reader.successor is not None:
+            self._follow()
+            self._reader.finish()
+        return self._take()
+
+    def _feed(self, text: str) -> None:
+        place = 0
+        while place < len(text):
+            place = self._reader.read(text, place)
+            self._follow()
+
+    def _follow(self) -> None:
+        """Go on to the next reader, once one has ended."""
+        while self._reader.successor is not None:
+            self._reader, unread = self._reader.successor
+            self._feed(unread)
+
+    def _take(self) -> list[Event]:
+        """Return the events since the last call, with neighbours of the same kind joined."""
+        events: list[Event] = []
+        texts: list[str] = []
+
+        def join() -> None:
+            if len(texts) > 1:
+                last = events[-1]
+                assert not isinstance(last, ToolCallStart)
+                events[-1] = (
+                    ToolCallArguments(last.index, "".join(texts))
+                    if isinstance(last, ToolCallArguments)
+                    else type(last)("".join(texts))
+                )
+
+        for event in self._found:
+            if not isinstance(event, ToolCallStart) and events and type(event) is type(events[-1]):
+                texts.append(event.text)
+                continue
+            join()
+            events.append(event)
+            texts = [] if isinstance(event, ToolCallStart) else [event.text]
+        join()
+        self._found.clear()
+        return events
+
+    def _emit_text(self, text: str) -> None:
+        if text:
+            self._is_fresh = False
+            self._found.append(TextDelta(text))
+
+    def _emit_reasoning(self, text: str) -> None:
+        self._found.append(ReasoningDelta(text))
+
+    def _text(self, skips_blanks: bool = True) -> "_PassageReader":
+        """Return a reader of the answer's text, up to the next region."""
+        return _PassageReader(self._patterns, self._emit_text, self._enter, skips_blanks, self._is_fresh)
+
+    def _enter(self, match: Match) -> "_Reader":
+        """Return the reader of what follows an opening marker."""
+        if match.pattern >= len(self._regions):
+            return self._text()  # a dropped marker
+        region = self._regions[match.pattern]
+        name = match.groups.get("name", "").strip()
+        if isinstance(region.content, Passage):
+            return self._passage(region)
+        if isinstance(region.content, TaggedArguments):
+            return self._tagged(region, region.content, name, match.text)
+        self._is_fresh = False
+        calls = read_calls(region.content, self._calls, name, known_only=region.open.startswith("^"))
+        body = match.groups.get("body", "")
+        return _CallReader(
+            calls,
+            self._found,
+            match.text[: len(match.text) - len(body)],
+            body,
+            self._emit_text,
+            end=lambda: self._behind_calls(region),
+            fail=lambda: self._text(skips_blanks=False),
+        )
+
+    def _passage(self, region: Region) -> "_PassageReader":
+        """Return a reader of a region of reasoning or text."""
+        emit = self._emit_reasoning if region.content is Passage.REASONING else self._emit_text
+        return _PassageReader((region.close,) if region.close else (), emit, lambda _: self._text())
+
+    def _behind_calls(self, region: Region) -> "_PassageReader":
+        """Return a reader of what follows a region's calls: the closing marker, or whatever the model adds."""
+        if region.close is None:
+            return self._text()
+        last = len(self._patterns)
+
+        def enter(match: Match) -> _Reader:
+            return self._text() if match.pattern == last else self._enter(match)
+
+        return _PassageReader((*self._patterns, region.close), self._emit_text, enter)
+
+    def _tagged(self, region: Region, content: TaggedArguments, name: str, marker: str) -> "_Reader":
+        """Return a reader of arguments between tags."""
+        self._is_fresh = False
+        try:
+            self._calls.start(name)
+        except MalformedError:
+            self._emit_text(marker)
+            return self._text(skips_blanks=False)
+        self._calls.write("{")
+        return self._next_argument(region, content, name, separator="")
+
+    def _next_argument(self, region: Region, content: TaggedArguments, name: str, separator: str) -> "_Reader":
+        """Return a reader up to the next argument, or up to the end of the call."""
+
+        def enter(match: Match) -> _Reader:
+            if match.pattern == 1:
+                self._calls.write("}")
+                return self._text()
+            key = match.groups.get("key", "")
+            self._calls.write(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+            return self._argument(content, self._calls.schema(name, key), after_argument)
+
+        def after_argument(match: Match) -> _Reader:
+            return self._next_argument(region, content, name, separator=", ")
+
+        patterns = (content.open, region.close) if region.close else (content.open,)
+        return _PassageReader(patterns, self._emit_text, enter)
+
+    def _argument(self, content: TaggedArguments, schema: Any, after: "_Enter") -> "_Reader":
+        """Return a reader of one argument. Strings are passed on as they come, others once they are complete."""
+        if is_string(schema):
+            self._calls.write('"')
+
+            def end_string(match: Match) -> _Reader:
+                self._calls.write('"')
+                return after(match)
+
+            return _PassageReader(
+                (content.close,), lambda text: self._calls.write(escape(text)), end_string, skips_blanks=False
+            )
+        pieces: list[str] = []
+
+        def end_value(match: Match) -> _Reader:
+            self._calls.write(to_json("".join(pieces), schema))
+            return after(match)
+
+        return _PassageReader((content.close,), pieces.append, end_value, skips_blanks=False)
+
+
+def _begun_answer(spec: ParserSpec, prompt_end: str) -> str:
+    """Return the part of the answer that is in the prompt."""
+    ends = [prompt_end.rfind(anchor) + len(anchor) for anchor in spec.start_anchors if anchor in prompt_end]
+    return prompt_end[max(ends) :] if ends else ""
+
+
+class _Reader(Protocol):
+    """Reads a part of the output.
+
+    Attributes:
+        successor: once the part has ended, the reader that follows, and text that it must read first: at most as many
+            characters as a search looks ahead.
+    """
+
+    successor: "tuple[_Reader, str] | None"
+
+    def read(self, text: str, place: int) -> int:
+        """Read ``text`` from ``place`` on, and return where the part ends there, or the length of the text."""
+
+    def finish(self) -> None:
+        """End the output."""
+
+    def restart(self) -> None:
+        """Go on after ``finish``: what was read before belongs to the prompt."""
+
+
+_Enter = Callable[[Match], _Reader]
+
+
+class _PassageReader:
+    """Passes text on, up to a marker.
+
+    Args:
+        patterns: markers.
+        emit: receives the text.
+        enter: makes the reader that follows a marker.
+        skips_blanks: whether white space at the beginning is dropped.
+        at_beginning: whether ``^`` matches.
+    """
+
+    def __init__(
+        self,
+        patterns: tuple[str, ...],
+        emit: Callable[[str], None],
+        enter: _Enter,
+        skips_blanks: bool = True,
+        at_beginning: bool = False,
+    ) -> None:
+        self.successor: tuple[_Reader, str] | None = None
+        self._patterns = patterns
+        self._emit = emit
+        self._enter = enter
+        self._skips_blanks = skips_blanks
+        self._at_beginning = at_beginning
+        self._search = PatternSearch(patterns, at_beginning)
+
+    def read(self, text: str, place: int) -> int:
+        place = self._search.read(text, place)
+        self._pass_on()
+        return place
+
+    def finish(self) -> None:
+        self._search.finish()
+        self._pass_on()
+
+    def restart(self) -> None:
+        self._search = PatternSearch(self._patterns, self._at_beginning)
+
+    def _pass_on(self) -> None:
+        text = self._search.take()
+        if self._skips_blanks:
+            text = text.lstrip()
+        if text:
+            self._skips_blanks = False
+            self._emit(text)
+        if self._search.match is not None and self.successor is None:
+            self.successor = (self._enter(self._search.match), self._search.rest)
+
+
+class _CallReader:
+    """Reads the calls of a region; if they are malformed, what was not passed on comes out as text.
+
+    Args:
+        calls: reads the calls.
+        found: events of the parser, to which the calls are added.
+        marker: the opening marker, without its part that belongs to the calls.
+        body: that part.
+        emit: receives text.
+        end: makes the reader that follows the calls.
+        fail: makes the reader that follows if they are malformed.
+    """
+
+    def __init__(
+        self,
+        calls: Generator[None, str, str],
+        found: list[Event],
+        marker: str,
+        body: str,
+        emit: Callable[[str], None],
+        end: Callable[[], _Reader],
+        fail: Callable[[], _Reader],
+    ) -> None:
+        self.successor: tuple[_Reader, str] | None = None
+        self._calls = calls
+        self._found = found
+        self._kept = [marker]  # what was read since the last event
+        self._has_begun = False
+        self._emit = emit
+        self._end = end
+        self._fail = fail
+        next(calls)
+        self.read(body, 0)
+
+    def read(self, text: str, place: int) -> int:
+        for position in range(place, len(text)):
+            num_found = len(self._found)
+            try:
+                self._calls.send(text[position])
+            except StopIteration as end:
+                self.successor = (self._end(), end.value)
+                return position + 1
+            except MalformedError:
+                self._emit("".join(self._kept))
+                self.successor = (self._fail(), text[position])
+                return position + 1
+            if len(self._found) > num_found:
+                self._has_begun = True
+                self._kept.clear()
+            else:
+                self._kept.append(text[position])
+        return len(text)
+
+    def finish(self) -> None:
+        if not self._has_begun:
+            self._emit("".join(self._kept))
+        self._kept.clear()
+        self._has_begun = True
+
+    def restart(self) -> None:
+        """Go on: a call that a prompt has begun is completed."""

@@ -1,0 +1,138 @@
+"""How a model marks its reasoning and its tool calls: plain data, from which the parser works."""
+
+from collections.abc import Container
+from dataclasses import dataclass
+from enum import Enum
+
+from fastinfer.server.parsing.value_reader import JSON, Syntax
+
+
+class Passage(Enum):
+    """Regions that are passed on as text."""
+
+    REASONING = "reasoning"
+    TEXT = "text"
+
+
+@dataclass(frozen=True)
+class CallObjects:
+    """Calls as JSON: ``{"name": "f", "arguments": {...}}``, or a list of such objects.
+
+    Attributes:
+        name: key of the name.
+        arguments: keys that the arguments may have.
+        ignored: keys that are read and dropped.
+        separator: character between several objects that are not in a list; "" for one object only.
+        syntax: how values are written.
+    """
+
+    name: str = "name"
+    arguments: tuple[str, ...] = ("arguments", "parameters")
+    ignored: tuple[str, ...] = ("id", "type")
+    separator: str = ""
+    syntax: Syntax = JSON
+
+
+@dataclass(frozen=True)
+class ArgumentsObject:
+    """The arguments of one call as an object. The tool's name is the group ``name`` of the opening marker."""
+
+    syntax: Syntax = JSON
+
+
+@dataclass(frozen=True)
+class TaggedArguments:
+    """Arguments between markers, as in ``<parameter=city>Paris</parameter>``.
+
+    The tool's name is the group ``name`` of the region's opening marker. A value becomes what the tool's schema says;
+    without a schema it is read as JSON, and as a string if it is none.
+
+    Attributes:
+        open: regular expression of what begins an argument; its group ``key`` is the name of the argument.
+        close: regular expression of what ends it.
+    """
+
+    open: str
+    close: str
+
+
+@dataclass(frozen=True)
+class PythonCalls:
+    """Calls as a Python list: ``[f(a="x", b=[1, True])]``. Nothing is evaluated."""
+
+
+Calls = CallObjects | ArgumentsObject | TaggedArguments | PythonCalls
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of a text between two markers. Markers are regular expressions (:mod:`.pattern`).
+
+    Attributes:
+        open: what begins the region. ``^`` matches at the beginning of an answer and after its reasoning. The group
+            ``body``, at the end of the marker, belongs to the region too.
+        close: what ends it; ``None`` for the end of the text.
+        content: what is in it.
+        end_text: a text that ends it, for grammars that let a model write the region.
+    """
+
+    open: str
+    close: str | None
+    content: Passage | Calls
+    end_text: str = ""
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the region contains tool calls."""
+        return not isinstance(self.content, Passage)
+
+
+@dataclass(frozen=True)
+class CallMarkup:
+    """How a call is written in the model's own format, for grammars that force one.
+
+    Attributes:
+        before, after: markers around all calls.
+        begin: text before a call's arguments; ``%s`` stands for the tool's name.
+        end: text behind the arguments.
+        separator: text between two calls; ``None`` if there can be only one.
+    """
+
+    begin: str
+    end: str
+    before: str = ""
+    after: str = ""
+    separator: str | None = ""
+
+
+@dataclass(frozen=True)
+class ParserSpec:
+    """How a model marks the parts of its output.
+
+    Attributes:
+        regions: what text is searched for; earlier ones are preferred.
+        start_anchors: texts of which the last one in a prompt is where the model's answer begins. The part of an answer
+            that is in the prompt, such as an opening ``<think>``, is behind it.
+        starts_reasoning: whether an answer begins with reasoning even if nothing marks it.
+        dropped: regular expressions of markers that are removed from text, such as the end of a turn.
+        markup: how calls are forced; ``None`` if as a list in JSON.
+        markers: the literal texts in the markers.
+        short_ids: whether ids of calls are nine letters and digits, as Mistral's templates require.
+    """
+
+    regions: tuple[Region, ...]
+    start_anchors: tuple[str, ...]
+    starts_reasoning: bool = False
+    dropped: tuple[str, ...] = ()
+    markup: CallMarkup | None = None
+    markers: tuple[str, ...] = ()
+    short_ids: bool = False
+
+    @property
+    def reasoning(self) -> Region | None:
+        """The first region of reasoning, or ``None``."""
+        return next((r for r in self.regions if r.content is Passage.REASONING), None)
+
+    def needs_special_tokens(self, special_tokens: Container[str]) -> bool:
+        """Return whether a marker is one of the model's special tokens, which are left out of text by default."""
+        return any(marker in special_tokens for marker in self.markers)

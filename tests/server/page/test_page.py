@@ -1,0 +1,604 @@
+"""The chat page in a real Chromium, against a server whose answers the tests write."""
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.browser import CHROMEDRIVER, Browser, BrowserError
+from support.fake_openai import CUT, FakeOpenAI, Step, text_answer, the_end
+
+from fastinfer.server.page import load_page
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMEDRIVER is None, reason="Debian's chromium-driver is missing")]
+
+DONE = "document.querySelector('#stop').hidden && document.querySelector('.message:last-child .stats')"
+LAST = ".message:last-child > .markdown"
+
+
+@pytest.fixture(scope="module")
+def window() -> Iterator[Browser]:
+    browser = Browser()
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def server() -> Iterator[FakeOpenAI]:
+    fake = FakeOpenAI()
+    yield fake
+    fake.close()
+
+
+@pytest.fixture
+def page(window: Browser, server: FakeOpenAI) -> Browser:
+    """The page, opened for the first time: each server has a port of its own, and with it an empty storage."""
+    window.resize(1280, 800)
+    open_page(window, server)
+    window.console()
+    return window
+
+
+def open_page(page: Browser, server: FakeOpenAI) -> None:
+    page.open(server.url)
+    page.wait("document.querySelector('#model').options.length")
+
+
+def ask(page: Browser, text: str, done: str = DONE) -> None:
+    page.type("#input", text)
+    page.press("Enter")
+    page.wait(done)
+
+
+def visible(page: Browser, selector: str) -> bool:
+    return bool(page.run("return document.querySelector(arguments[0])?.checkVisibility() ?? false", selector))
+
+
+# ---- Use ----
+
+
+def test_an_answer_streams_in(page: Browser, server: FakeOpenAI) -> None:
+    def answer(request: dict[str, Any]) -> Iterator[Step]:
+        yield {"delta": {"role": "assistant", "content": ""}}
+        yield {"delta": {"content": "Hello "}}
+        while not released:
+            yield 0.01
+        yield {"delta": {"content": "**you**."}}
+        yield from the_end(prompt_tokens=12, completion_tokens=34)
+
+    released: list[bool] = []
+    server.answer = answer
+    ask(page, "Hi", f"document.querySelector('{LAST}')?.innerText === 'Hello'")
+    assert visible(page, "#stop")
+    assert not visible(page, "#send")
+    released.append(True)
+    page.wait(DONE)
+    assert page.run(f"return document.querySelector('{LAST}').innerHTML") == "<p>Hello <strong>you</strong>.</p>"
+    assert page.text(".message.user .bubble") == "Hi"
+    assert page.text(".stats").startswith("34 tokens · ")
+    assert "first after" in page.text(".stats")
+    assert page.text("#gauge-text") == "46 / 2,048"
+    assert visible(page, "#send")
+    assert page.text("#status") == "The answer is complete"
+    (request,) = server.requests
+    assert request["messages"] == [{"role": "user", "content": "Hi"}]
+    assert (request["model"], request["stream"]) == ("toy-135m", True)
+    assert page.console() == []
+
+
+def test_stop_aborts_the_request_and_keeps_the_text(page: Browser, server: FakeOpenAI) -> None:
+    server.answer = lambda request: text_answer("word " * 10_000, 5, 0.01)
+    ask(page, "Count", f"document.querySelector('{LAST}')?.innerText.length > 20")
+    page.click("#stop")
+    page.wait(DONE)
+    assert page.text(LAST).startswith("word word")
+    deadline = time.monotonic() + 10
+    while not server.num_disconnects and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert server.num_disconnects == 1
+    assert not visible(page, ".failure")
+    assert page.text("#status") == "Stopped"
+
+
+def test_escape_stops_and_an_empty_box_edits_the_last_message(page: Browser, server: FakeOpenAI) -> None:
+    server.answer = lambda request: text_answer("word " * 10_000, 5, 0.01)
+    ask(page, "First", f"document.querySelector('{LAST}')?.innerText.length > 20")
+    page.press("Escape")
+    page.wait(DONE)
+    page.press("Up")
+    assert page.run("return document.activeElement.value") == "First"
+    page.press("Escape")
+    assert page.text(".bubble") == "First"
+
+
+def test_versions_of_answers_and_of_questions(page: Browser, server: FakeOpenAI) -> None:
+    numbers = iter(range(1, 10))
+    server.answer = lambda request: text_answer(f"Answer {next(numbers)}.")
+    ask(page, "One")
+    page.click('[aria-label="Answer again"]')
+    page.wait(f"{DONE} && document.querySelector('{LAST}').innerText === 'Answer 2.'")
+    assert "2/2" in page.text(".message:last-child .tools")
+    page.click('.message:last-child [aria-label="Previous version"]')
+    assert page.text(LAST) == "Answer 1."
+    ask(page, "Two", f"document.querySelectorAll('.message').length === 4 && {DONE}")
+    assert [m["content"] for m in server.requests[-1]["messages"]] == ["One", "Answer 1.", "Two"]
+    page.run("document.querySelector('.message.user [aria-label=Edit]').click()")
+    page.type(".edit textarea", " more")
+    page.press("Enter")
+    page.wait(f"document.querySelectorAll('.message').length === 2 && {DONE}")
+    assert [m["content"] for m in server.requests[-1]["messages"]] == ["One more"]
+    page.run("document.querySelector('.message.user [aria-label=\"Previous version\"]').click()")
+    page.wait("document.querySelectorAll('.message').length === 4")
+    assert page.text(".bubble") == "One"
+
+
+def test_reasoning_is_folded_once_the_answer_begins(page: Browser, server: FakeOpenAI) -> None:
+    def answer(request: dict[str, Any]) -> Iterator[Step]:
+        yield {"delta": {"reasoning_content": "Let me *think*."}}
+        while not released:
+            yield 0.01
+        yield {"delta": {"content": "Done."}}
+        yield from the_end()
+
+    released: list[bool] = []
+    server.answer = answer
+    ask(page, "Hi", "document.querySelector('details.reasoning[open] em')")
+    released.append(True)
+    page.wait(DONE)
+    assert not page.run("return document.querySelector('details.reasoning').open")
+    assert page.text("summary").startswith("Thought for")
+    assert page.text(LAST) == "Done."
+
+
+def test_settings_are_sent(page: Browser, server: FakeOpenAI) -> None:
+    page.click("#open-settings")
+    page.type("[name=system]", "Be brief.")
+    page.type("[name=temperature]", "0.5")
+    page.type("[name=max_tokens]", "64")
+    page.run("document.querySelector('[name=reasoning_effort]').value = 'low'")
+    page.click("#settings button.main")
+    ask(page, "Hi")
+    (request,) = server.requests
+    assert request["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert (request["temperature"], request["max_tokens"], request["reasoning_effort"]) == (0.5, 64, "low")
+    assert "top_p" not in request
+    page.run("document.querySelector('#model').value = 'my-lora'")
+    ask(page, "Again", f"document.querySelectorAll('.message').length === 4 && {DONE}")
+    assert server.requests[-1]["model"] == "my-lora"
+
+
+def test_a_key_is_asked_for_and_forgotten_with_the_tab(window: Browser, server: FakeOpenAI) -> None:
+    server.api_key = "secret-key"
+    window.open(server.url)
+    window.wait("document.querySelector('#settings').open")
+    window.type("[name=key]", "secret-key")
+    window.click("#settings button.main")
+    window.wait("document.querySelector('#model').options.length")
+    ask(window, "Hi")
+    assert window.text(LAST) == "Hello."
+    assert window.run("return sessionStorage.getItem('key')") == "secret-key"
+    assert "secret-key" not in window.run("return JSON.stringify({...localStorage})")
+
+
+def test_an_error_of_the_server_is_shown(page: Browser, server: FakeOpenAI) -> None:
+    server.answer = lambda request: [{"delta": {"content": "Half"}}, {"error": {"message": "out of <b>memory</b>"}}]
+    ask(page, "Hi", "document.querySelector('.failure')")
+    assert page.text(".failure") == "out of <b>memory</b>"
+    assert page.text(LAST) == "Half"
+
+
+# ---- Conversations ----
+
+
+def test_conversations_are_kept_searched_and_deleted(page: Browser, server: FakeOpenAI) -> None:
+    server.answer = lambda request: text_answer("About " + request["messages"][-1]["content"])
+    ask(page, "apples")
+    page.click("#new")
+    ask(page, "pears")
+    page.type("#input", "a draft")
+    open_page(page, server)
+    page.wait("document.querySelectorAll('#list li').length === 2")
+    page.click("#list li:last-child .title")
+    assert page.text(LAST) == "About apples"
+    page.type("#search", "about pear")
+    assert page.run("return [...document.querySelectorAll('#list .title')].map((n) => n.innerText)") == ["pears"]
+    page.click("#list .title")
+    assert page.run("return document.querySelector('#input').value") == "a draft"
+    page.run("setTimeout(() => document.querySelector('#list .remove').click())")
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            page.dismiss()
+            break
+        except BrowserError:
+            assert time.monotonic() < deadline
+    page.run("document.querySelector('#search').value = ''; showList()")
+    assert page.run("return [...document.querySelectorAll('#list .title')].map((n) => n.innerText)") == ["apples"]
+    open_page(page, server)
+    page.wait("document.querySelectorAll('#list li').length === 1")
+
+
+def test_export_and_import(page: Browser, server: FakeOpenAI) -> None:
+    ask(page, "apples")
+    page.run("URL.createObjectURL = (blob) => { window.exported = blob.text(); return '#'; }")
+    page.click("#export")
+    exported = json.loads(page.run("return window.exported"))
+    assert {m["role"] for m in exported["conversations"][0]["messages"].values()} == {"user", "assistant"}
+    page.run("return importFile(new File([arguments[0]], 'x.json'))", json.dumps(exported))
+    assert page.run("return document.querySelectorAll('#list li').length") == 2
+    page.click("#list li:first-child .title")
+    assert page.text(LAST) == "Hello."
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"conversations": [{"title": 5}]}', '{"conversations": [null]}'])
+def test_a_file_without_conversations_is_not_imported(page: Browser, text: str) -> None:
+    page.run("window.alert = (text) => { window.alerted = text; }")
+    page.run("return importFile(new File([arguments[0]], 'x.json'))", text)
+    assert page.run("return window.alerted") == "This file contains no conversations."
+    assert page.run("return document.querySelectorAll('#list li').length") == 0
+
+
+def test_files_are_attached(page: Browser, server: FakeOpenAI) -> None:
+    page.run(
+        """const data = new DataTransfer();
+        data.items.add(new File(["one two"], "notes.txt"));
+        data.items.add(new File(["a\\0b"], "binary.bin"));
+        data.items.add(new File(["x".repeat((1 << 20) + 1)], "huge.txt"));
+        document.querySelector("#main").dispatchEvent(
+            new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true }));
+        const pasted = new DataTransfer();
+        pasted.setData("text/plain", "y".repeat(5000));
+        document.querySelector("#input").dispatchEvent(
+            new ClipboardEvent("paste", { clipboardData: pasted, bubbles: true, cancelable: true }));"""
+    )
+    names = "[...document.querySelectorAll('#files .file')].map((n) => n.innerText).sort().join()"
+    page.wait(f"{names} === 'Pasted text,notes.txt'")
+    page.click('[aria-label="Remove Pasted text"]')
+    ask(page, "Summarise")
+    assert server.requests[0]["messages"][0]["content"] == "File: notes.txt\n```\none two\n```\n\nSummarise"
+    assert page.text(".message .file") == "notes.txt"
+
+
+def test_a_conversation_is_renamed(page: Browser, server: FakeOpenAI) -> None:
+    ask(page, "apples")
+    page.run("window.prompt = (text, old) => `${old} and pears`; document.querySelector('#list .rename').click()")
+    assert page.text("#list .title") == "apples and pears"
+    open_page(page, server)
+    page.wait("document.querySelector('#list .title')?.innerText === 'apples and pears'")
+
+
+def test_what_was_written_survives_a_closed_tab(page: Browser, server: FakeOpenAI) -> None:
+    server.answer = lambda request: text_answer("word " * 10_000, 5, 0.01)
+    ask(page, "Count", f"document.querySelector('{LAST}')?.innerText.length > 20")
+    page.wait(
+        "store((objects) => objects.getAll()).then(([conversation]) => "
+        "Object.values(conversation.messages).some((message) => message.content.startsWith('word word')))"
+    )
+    open_page(page, server)
+    page.wait("document.querySelector('#list li')")
+    page.click("#list .title")
+    assert page.text(LAST).startswith("word word")
+
+
+def test_a_question_without_an_answer_can_be_answered(page: Browser, server: FakeOpenAI) -> None:
+    message = {"id": "a", "parent": "", "role": "user", "content": "Hi"}
+    conversation = {"title": "Asked", "messages": {"a": message}}
+    page.run("return importFile(new File([arguments[0]], 'x'))", json.dumps({"conversations": [conversation]}))
+    page.click("#list .title")
+    page.run("document.querySelector('[aria-label=\"Answer this\"]').click()")
+    page.wait(DONE)
+    assert page.text(LAST) == "Hello."
+
+
+# ---- A server that goes away ----
+
+
+def test_a_server_that_is_lost_and_comes_back(page: Browser, server: FakeOpenAI) -> None:
+    server.answer = lambda request: [{"delta": {"content": "Half an"}}, 0.1, CUT]
+    ask(page, "Hi", "document.querySelector('.failure')")
+    assert page.text(LAST) == "Half an"
+    page.wait("document.querySelector('#banner').hidden")  # it answered the next question about its health
+    server.close()
+    ask(page, "Are you there?", "!document.querySelector('#banner').hidden")
+    assert "does not answer" in page.text("#banner")
+    again = FakeOpenAI(server.port)
+    try:
+        page.wait("document.querySelector('#banner').hidden")
+        assert page.text("#status") == "The server is back"
+        page.click('.message:last-child [aria-label="Answer again"]')
+        page.wait(f"{DONE} && document.querySelector('{LAST}').innerText === 'Hello.'")
+        assert [m["content"] for m in again.requests[-1]["messages"]] == ["Hi", "Half an", "Are you there?"]
+    finally:
+        again.close()
+
+
+def test_a_cut_answer_can_be_continued(page: Browser, server: FakeOpenAI) -> None:
+    server.answer = lambda request: [{"delta": {"content": "One, two"}}, *the_end("length")]
+    ask(page, "Count")
+    server.answer = lambda request: text_answer(", three.")
+    page.click('[aria-label="Continue this answer"]')
+    page.wait(f"{DONE} && document.querySelector('{LAST}').innerText === 'One, two, three.'")
+    request = server.requests[-1]
+    assert request["messages"][-1] == {"role": "assistant", "content": "One, two"}
+    assert (request["continue_final_message"], request["add_generation_prompt"]) == (True, False)
+
+
+# ---- Markdown ----
+
+HTML_OF = """const node = document.createElement("div");
+const view = new MarkdownView(node);
+for (const piece of arguments[0]) { view.append(piece); view.update(); }
+view.update(true);
+return node.innerHTML;"""
+
+MARKDOWN = [
+    ("a **b** *c* ~~d~~ `e*f*` _g_ h_i_j",
+     "<p>a <strong>b</strong> <em>c</em> <del>d</del> <code>e*f*</code> <em>g</em> h_i_j</p>"),
+    ("**a *b* c**", "<p><strong>a <em>b</em> c</strong></p>"),
+    ("a ** b * c `d", "<p>a ** b * c `d</p>"),
+    ("**open *too", "<p>**open *too</p>"),
+    (r"\*a\* 2*3*4", "<p>*a* 2<em>3</em>4</p>"),
+    ("# One\n### Two ##\n## Three", "<h3>One</h3><h4>Two</h4><h4>Three</h4>"),
+    ("a\nb\n\nc", "<p>a<br>b</p><p>c</p>"),
+    ("- a\n- b\n  - c\n- d", "<ul><li>a</li><li>b<ul><li>c</li></ul></li><li>d</li></ul>"),
+    ("3. a\n4. b", '<ol start="3"><li>a</li><li>b</li></ol>'),
+    ("- [x] a\n- [ ] b", "<ul><li>☑ a</li><li>☐ b</li></ul>"),
+    ("> a\n> - b", "<blockquote><p>a</p><ul><li>b</li></ul></blockquote>"),
+    ("a\n\n---\n\nb", "<p>a</p><hr><p>b</p>"),
+    ("<b>&amp;</b>", "<p>&lt;b&gt;&amp;amp;&lt;/b&gt;</p>"),
+    (
+        "[a](https://b.example/c) https://d.example/e.",
+        '<p><a href="https://b.example/c" target="_blank" rel="noopener noreferrer nofollow">a</a> '
+        '<a href="https://d.example/e" target="_blank" rel="noopener noreferrer nofollow">https://d.example/e</a>.</p>',
+    ),
+    ("![a](https://b.example/c.png)", '<p><a href="https://b.example/c.png" target="_blank" '
+     'rel="noopener noreferrer nofollow">a</a></p>'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "html"), MARKDOWN)
+def test_markdown(page: Browser, text: str, html: str) -> None:
+    assert page.run(HTML_OF, [text]) == html
+
+
+def test_tables_and_code(page: Browser) -> None:
+    html = page.run(HTML_OF, ["| a | b |\n|--:|:-:|\n| 1 | `x\\|y` |\n\n```python\nif x:  # é\n    '<b>'\n```"])
+    assert '<th class="end" scope="col">a</th><th class="middle" scope="col">b</th>' in html
+    assert '<td class="middle"><code>x|y</code></td>' in html
+    assert '<span class="t-k">if</span> x:  <span class="t-c"># é</span>' in html
+    assert "<span class=\"t-s\">'&lt;b&gt;'</span>" in html
+
+
+SAMPLE = "\n\n".join(
+    [*(text for text, _ in MARKDOWN), "```js\nconst a = `b\nc`; /* d\ne */ 1\n```", "| a |\n|--|\n| b |", "end"]
+)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_markdown_does_not_depend_on_how_it_is_divided(page: Browser, seed: int) -> None:
+    rng = random.Random(seed)
+    pieces, place = [], 0
+    while place < len(SAMPLE):
+        size = rng.randint(1, 12)
+        pieces.append(SAMPLE[place : place + size])
+        place += size
+    assert page.run(HTML_OF, pieces) == page.run(HTML_OF, [SAMPLE])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("A line of words.\n\n" * 6000, id="paragraphs"),
+        pytest.param("word " * 20_000, id="words"),
+        pytest.param("- an *item*\n" * 8000, id="items"),
+        pytest.param("| a | b |\n|---|---|\n" + "| *x* | 1 |\n" * 9000, id="rows"),
+        pytest.param("```js\n" + "let x = 1;\n" * 9000, id="code"),
+        pytest.param("*" * 100_000, id="stars"),
+        pytest.param("[" * 100_000, id="brackets"),
+        pytest.param("`a" * 50_000, id="ticks"),
+        pytest.param("![](" * 25_000, id="images"),
+        pytest.param("| a " * 25_000, id="cells"),
+        pytest.param("> " * 50_000, id="quotes"),
+        pytest.param("\\" * 100_000, id="slashes"),
+    ],
+)
+def test_the_work_for_a_long_answer_is_linear(page: Browser, text: str) -> None:
+    """Counts the characters that are searched for markup, and the lines of code that are coloured."""
+    pieces = [text[place : place + 50] for place in range(0, len(text), 50)]
+    work = page.run(
+        """const pieces = arguments[0];
+        let work = 0;
+        const [plain, line] = [window.inline, Highlighter.prototype.line];
+        window.inline = (text, parent) => { work += text.length; return plain(text, parent); };
+        Highlighter.prototype.line = function (text) { work += text.length; return line.call(this, text); };
+        try {
+          const view = new MarkdownView(document.createElement("div"));
+          for (const piece of pieces) { view.append(piece); view.update(); }
+          view.update(true);
+        } finally { window.inline = plain; Highlighter.prototype.line = line; }
+        return work;""",
+        pieces,
+    )
+    assert work <= 10 * len(text) + 50 * 4000
+
+
+# ---- Hostile texts ----
+
+XSS = [
+    "<script>window.hacked = 1</script>",
+    "<img src=x onerror=window.hacked=1>",
+    "<svg onload=window.hacked=1>",
+    "<iframe srcdoc='<script>parent.hacked=1</script>'></iframe>",
+    "[click](javascript:window.hacked=1)",
+    "[click](JaVaScRiPt:window.hacked=1)",
+    "[click](\tjavascript:window.hacked=1)",
+    "[click](java&#10;script:window.hacked=1)",
+    "[click](data:text/html,<script>window.hacked=1</script>)",
+    "[click](vbscript:x) [click](blob:x) [click](file:///etc/passwd)",
+    '[a](https://x.example/"onmouseover="window.hacked=1)',
+    "![x](https://tracker.example/pixel.png)",
+    "https://x.example/\"onmouseover='window.hacked=1'",
+    "```<img src=x onerror=window.hacked=1>\n</code></pre><script>window.hacked=1</script>\n```",
+    "| <img src=x onerror=window.hacked=1> |\n|---|\n| </td><script>window.hacked=1</script> |",
+    "`<script>window.hacked=1</script>`",
+    "**<script>window.hacked=1</script>**",
+    "- <details open ontoggle=window.hacked=1>",
+    "<base href=https://evil.example/><meta http-equiv=refresh content='0;url=https://evil.example'>",
+    "<style>@import url(https://evil.example)</style><link rel=stylesheet href=https://evil.example>",
+    "<form action=https://evil.example><input name=a><button>send</button></form>",
+    "</p></div></article></main><script>window.hacked=1</script>",
+    "\u202e<script>window.hacked=1</script>\u0000",
+    "{{constructor.constructor('window.hacked=1')()}} ${window.hacked=1}",
+]
+
+
+# The page's own elements, those of Markdown included: no img, iframe, object, base, meta, link or style.
+OWN_TAGS = {
+    *(
+        "a",
+        "article",
+        "blockquote",
+        "br",
+        "button",
+        "code",
+        "del",
+        "details",
+        "dialog",
+        "div",
+        "em",
+        "form",
+        "h1",
+        "h2",
+    ),
+    *("h3", "header", "hr", "input", "kbd", "label", "li", "main", "meter", "nav", "ol", "option", "p", "path"),
+    *("script", "select", "span", "strong", "summary", "svg", "table", "tbody", "td", "textarea", "th", "thead", "tr"),
+    *("pre", "ul"),
+}
+
+
+def test_no_text_becomes_a_part_of_the_page(page: Browser, server: FakeOpenAI) -> None:
+    """In answers, reasoning, questions, titles, names of files, errors, and imported conversations."""
+    corpus = "\n\n".join(XSS)
+    tags = "[...new Set([...document.querySelectorAll('body *')].map((n) => n.localName))].sort()"
+    server.answer = lambda request: [
+        {"delta": {"reasoning_content": corpus}},
+        {"delta": {"content": corpus}},
+        {"error": {"message": corpus}},
+    ]
+    page.run("files.push({ name: arguments[0], text: arguments[0] })", XSS[1])
+    page.run("document.querySelector('#input').value = arguments[0]; send()", corpus)
+    page.wait("document.querySelector('.failure')")
+    file = {"name": XSS[1], "text": XSS[0]}
+    message = {"id": XSS[1], "parent": "", "role": "assistant", "content": corpus, "reasoning": corpus, "files": [file]}
+    conversation = {"title": XSS[1], "messages": {"x": message}}
+    page.run("return importFile(new File([arguments[0]], 'x'))", json.dumps({"conversations": [conversation]}))
+    for _ in range(2):
+        assert set(page.run(f"return {tags}")) <= OWN_TAGS
+        assert page.run("return document.scripts.length") == 1
+        links = page.run("return [...document.querySelectorAll('.markdown a')].map((n) => [n.href, n.rel])")
+        assert links
+        assert all(href.startswith(("http://", "https://")) and "noopener" in rel for href, rel in links)
+        attributes = "[...document.querySelectorAll('body *')].flatMap((n) => n.getAttributeNames())"
+        assert [name for name in page.run(f"return {attributes}") if name.startswith("on") or name == "style"] == []
+        page.click("#list li:first-child .title")
+    assert page.run("return window.hacked ?? null") is None
+    assert page.console() == []
+
+
+def test_the_policy_lets_only_the_pages_own_script_run(page: Browser) -> None:
+    policy = load_page().headers["Content-Security-Policy"]
+    assert "unsafe" not in policy
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    page.run(
+        """const script = document.createElement("script");
+        try { script.textContent = "window.hacked = 1"; } catch { window.refused = 1; }
+        document.body.append(script);
+        try { document.body.innerHTML = "<b>x</b>"; } catch { window.refused += 1; }
+        try { document.body.setAttribute("onclick", "window.hacked = 1"); } catch { window.refused += 1; }
+        document.body.click();
+        return fetch("https://evil.example/").catch(() => { window.refused += 1; });"""
+    )
+    assert page.run("return [window.hacked ?? null, window.refused]") == [None, 4]
+
+
+# ---- Accessibility ----
+
+
+def axe_source() -> str:
+    for package in ("axe_playwright_python", "axe_core_python"):
+        spec = find_spec(package)
+        if spec is not None and spec.origin is not None:
+            return (Path(spec.origin).parent / "axe.min.js").read_text()
+    pytest.skip("axe-core-python is missing")
+
+
+def violations(page: Browser) -> list[tuple[str, list[str]]]:
+    if not page.run("return 'axe' in window"):
+        page.command("Page.setBypassCSP", {"enabled": True})
+        page.run(axe_source())
+    found = page.run("return axe.run(document, { resultTypes: ['violations'] })")["violations"]
+    return [(rule["id"], [node["html"][:150] for node in rule["nodes"]]) for rule in found]
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (375, "light"), (375, "dark")])
+def test_axe_finds_nothing(page: Browser, server: FakeOpenAI, width: int, scheme: str) -> None:
+    page.resize(width, 800, scheme)
+    assert violations(page) == []
+    server.answer = lambda request: [{"delta": {"reasoning_content": "Hm."}}, *text_answer(SAMPLE, 1000)]
+    ask(page, "Hi")
+    page.click('[aria-label="Answer again"]')
+    page.wait(f"document.querySelector('.message:last-child .tools').innerText.includes('2/2') && {DONE}")
+    page.run("document.querySelector('details').open = true")
+    assert violations(page) == []
+    page.run("document.querySelector('.message.user [aria-label=Edit]').click()")
+    assert violations(page) == []
+    if width < 500:
+        page.click("#menu")
+        page.wait("document.querySelector('#side').checkVisibility({ visibilityProperty: true })")
+        assert violations(page) == []
+        page.press("Escape")
+    page.run("document.querySelector('#open-settings').click()")
+    assert violations(page) == []
+
+
+def test_nothing_is_wider_than_a_phone(page: Browser, server: FakeOpenAI) -> None:
+    page.resize(375, 700)
+    server.answer = lambda request: text_answer(SAMPLE + "\n\n```\n" + "x" * 500 + "\n```\n\n" + "y" * 500, 1000)
+    ask(page, "z" * 300)
+    widths = "[document.documentElement.scrollWidth, document.querySelector('#scroll').scrollWidth]"
+    assert page.run(f"return {widths}") == [375, 375]
+    page.run("document.querySelector('#open-settings').click()")
+    assert page.run("return document.querySelector('#settings').scrollWidth") <= 375
+
+
+def test_the_keyboard_reaches_everything_in_order(page: Browser) -> None:
+    page.run("document.body.tabIndex = -1; document.body.focus(); document.body.removeAttribute('tabindex')")
+    names = []
+    for _ in range(12):
+        page.press("Tab")
+        names.append(page.run("const n = document.activeElement; return n.ariaLabel ?? n.innerText ?? n.id"))
+    assert names[:6] == [
+        "Skip to the message box",
+        "Colours: system",
+        "Settings",
+        "New conversation",
+        "Search conversations",
+        "Model",
+    ]
+    page.press("Control", "k")
+    assert page.run("return document.activeElement.id") == "search"
+
+
+def test_colours_can_be_chosen(page: Browser, server: FakeOpenAI) -> None:
+    background = "getComputedStyle(document.body).backgroundColor"
+    light = page.run(f"return {background}")
+    page.click("#theme")
+    page.click("#theme")
+    dark = page.run(f"return {background}")
+    assert light != dark
+    open_page(page, server)
+    assert page.run(f"return {background}") == dark

@@ -1,0 +1,370 @@
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.tool_formats import CALLS, FORMATS, TOOLS
+
+from fastinfer.server import parsing
+from fastinfer.server.parsing import (
+    SPECS,
+    OutputParser,
+    ParserSpec,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    find_spec,
+)
+from fastinfer.tokenizers.chat_template import render
+
+QWEN3 = find_spec("<think> <tool_call>", {})
+assert QWEN3 is not None
+
+
+def parse(
+    spec: ParserSpec | str, pieces: str | list[str], prompt: str = "", tools: Any = None
+) -> list[tuple[str, str] | tuple[str, str, str]]:
+    """("reasoning", text), ("text", text) and ("call", name, arguments), in order, with neighbours joined."""
+    parser = OutputParser(SPECS[spec] if isinstance(spec, str) else spec, prompt, tools)
+    events = [event for piece in ([pieces] if isinstance(pieces, str) else pieces) for event in parser.push(piece)]
+    found: list[list[str]] = []
+    num_calls = 0
+    for event in [*events, *parser.finish()]:
+        match event:
+            case ToolCallStart(index, call_id, name):
+                assert index == num_calls
+                assert call_id
+                num_calls += 1
+                found.append(["call", name, ""])
+            case ToolCallArguments(index, text):
+                assert index == num_calls - 1
+                assert text
+                next(part for part in reversed(found) if part[0] == "call")[2] += text
+            case ReasoningDelta(text) | TextDelta(text):
+                kind = "text" if isinstance(event, TextDelta) else "reasoning"
+                assert text
+                if found and found[-1][0] == kind:
+                    found[-1][1] += text
+                else:
+                    found.append([kind, text])
+    return [tuple(part) for part in found]  # type: ignore[misc]
+
+
+def calls_of(parts: list[Any]) -> list[tuple[str, Any]]:
+    return [(part[1], json.loads(part[2])) for part in parts if part[0] == "call"]
+
+
+def written(name: str, content: str = "") -> str:
+    """The calls of ``CALLS`` as the template of a format writes them, without the turn's header and footer."""
+    tool_calls = [{"function": {"name": tool, "arguments": arguments}} for tool, arguments in CALLS]
+    message = {"role": "assistant", "content": content, "tool_calls": tool_calls}
+    form = FORMATS[name]
+    text = render(form.template, [{"role": "user", "content": "?"}, message])
+    assert text.startswith(form.header)
+    assert text.endswith(form.footer)
+    return text[len(form.header) : len(text) - len(form.footer)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_are_read_back_as_the_template_writes_them(name: str) -> None:
+    form = FORMATS[name]
+    spec = find_spec(form.template, {})
+    assert spec is not None
+    assert spec.regions == SPECS[form.name].regions
+    parts = parse(spec, written(name), form.header, TOOLS)
+    assert calls_of(parts) == CALLS
+    assert [part for part in parts if part[0] != "call"] == []
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("llama3_json", "pythonic", "harmony")])
+def test_text_may_come_before_calls(name: str) -> None:
+    parts = parse(FORMATS[name].name, written(name, "Let me see."), "", TOOLS)
+    assert parts[0] == ("text", "Let me see.")
+    assert calls_of(parts) == CALLS
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_events_do_not_depend_on_how_the_text_is_divided(name: str, seed: int) -> None:
+    """Also of texts that are cut, and damaged in places."""
+    rng = random.Random(seed)
+    text = "<think>\nHm.</think>\n\n" + written(name)
+    for _ in range(rng.randrange(3)):
+        place = rng.randrange(len(text))
+        text = text[:place] + rng.choice(['"', "}", "<", " ", "]", "\\", ""]) + text[place + rng.randrange(3) :]
+    text = text[: rng.choice([len(text), rng.randrange(len(text) + 1)])]
+    spec = find_spec("<think>" + FORMATS[name].template, {})
+    assert spec is not None
+    cuts = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randrange(1, 60)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole = parse(spec, text, tools=TOOLS)
+    assert parse(spec, pieces, tools=TOOLS) == whole
+    assert parse(spec, list(text), tools=TOOLS) == whole
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    pieces=st.lists(
+        st.sampled_from(
+            [
+                *("<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", ', '"arguments": ', '{"a": 1}'),
+                *("}", "\n", " ", "text", "<", '"', "\\", "[", "<tool", "_call>", "é"),
+            ]
+        ),
+        max_size=30,
+    )
+)
+def test_nothing_raises_and_no_text_is_lost(pieces: list[str]) -> None:
+    """Everything but white space and markers comes out; the arguments of calls are JSON or a beginning of it."""
+    parts = parse(QWEN3, pieces)
+    assert parse(QWEN3, "".join(pieces)) == parts
+    words = "".join(pieces).count("text"), "".join(pieces).count("é")
+    joined = "".join("".join(part[1:]) for part in parts)
+    assert (joined.count("text"), joined.count("é")) == words
+
+
+def test_plain_text_is_passed_on_as_it_is() -> None:
+    text = "  \n <b>a</b> {x} [1] <tool_cal </think> \n "
+    assert parse(QWEN3, list(text)) == [("text", text)]
+
+
+def test_text_is_not_held_back_without_need() -> None:
+    parser = OutputParser(QWEN3)
+    assert parser.push("Hello") == [TextDelta("Hello")]
+    assert parser.push(" <") == []
+    assert parser.push("b>") == [TextDelta(" <b>")]
+
+
+def test_arguments_are_streamed() -> None:
+    parser = OutputParser(QWEN3)
+    assert parser.push('<tool_call>\n{"name": "f", "arguments": ') == []
+    start, arguments = parser.push('{"city": "Par')
+    assert isinstance(start, ToolCallStart)
+    assert start.name == "f"
+    assert arguments == ToolCallArguments(0, '{"city": "Par')
+    assert parser.push('is"}') == [ToolCallArguments(0, 'is"}')]
+    assert parser.push("}\n</tool_call>") == []
+    assert parser.finish() == []
+
+
+def test_strings_between_tags_are_streamed() -> None:
+    parser = OutputParser(SPECS["qwen3_coder"], tools=TOOLS)
+    parser.push("<tool_call>\n<function=get_weather>\n<parameter=city>\n")
+    assert parser.push('Par"') == [ToolCallArguments(0, 'Par\\"')]
+    assert parser.push("is\n</parameter>\n</function>\n</tool_call>") == [ToolCallArguments(0, 'is"}')]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "expected"),
+    [
+        ("<|im_start|>assistant\n<think>\n", "Hm.\n</think>\n\nHi.", [("reasoning", "Hm."), ("text", "Hi.")]),
+        ("<|im_start|>assistant\n<think>", "\nHm.</think>Hi.", [("reasoning", "Hm."), ("text", "Hi.")]),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "Hi.", [("text", "Hi.")]),
+        ("<|im_start|>assistant\n", "<think>\nHm.\n</think>\n\nHi.", [("reasoning", "Hm."), ("text", "Hi.")]),
+        ("<|im_start|>assistant\n<think>\nHm, ", "so.</think>", [("reasoning", "so.")]),
+        ("<|im_start|>assistant\nSure <thi", "Hi.", [("text", "Hi.")]),
+        # A user's words open nothing.
+        ("<|im_start|>user\nwhat is <think>?<|im_end|>\n<|im_start|>assistant\n", "Hi.", [("text", "Hi.")]),
+        ("<|im_start|>assistant\n<think>\n", "never ends", [("reasoning", "never ends")]),
+    ],
+)
+def test_a_prompt_may_begin_the_answer(prompt: str, text: str, expected: list[Any]) -> None:
+    assert parse(QWEN3, text, prompt) == expected
+    assert parse(QWEN3, list(text), prompt) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>oops</tool_call>",
+        "<tool_call>",
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
+        '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
+        '<tool_call>{"arguments": {"a": 1}}</tool_call>',
+        '<tool_call>{"name": "f", "surprise": {}}</tool_call>',
+        '<tool_call>{"name": "two words", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "' + "f" * 300 + '", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "f"',
+        '<tool_call>{"arguments": {"a": 1}, "name": "f',
+    ],
+)
+def test_a_malformed_call_is_text(text: str) -> None:
+    assert parse(QWEN3, list(text)) == [("text", text)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "passed_on"),
+    [
+        ('{"a": nope}', '{"a": '),
+        ('{"a" 1}', '{"a" '),
+        ('{"a": 1,}', '{"a": 1,'),
+        ('{"a": 01}', '{"a": '),
+        ('{"a": NaN}', '{"a": '),
+        ('{"a": "\\u12x4"}', '{"a": "'),
+        ('{"a": [1}]', '{"a": [1'),
+        ('{"a": ' + "[" * 200, '{"a": ' + "[" * 99),
+    ],
+)
+def test_arguments_that_become_malformed_stay_incomplete(arguments: str, passed_on: str) -> None:
+    parts = parse(QWEN3, list(f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'))
+    assert parts[0] == ("call", "f", passed_on)
+    assert parts[1][0] == "text"
+    assert parts[1][1].endswith("}</tool_call>")
+
+
+@pytest.mark.parametrize("end", ["", "}", "}\n</tool_call>", "}}</tool_call>"])
+def test_a_complete_call_does_not_need_a_complete_end(end: str) -> None:
+    parts = parse(QWEN3, list('<tool_call>{"name": "f", "arguments": {"a": 1}' + end))
+    assert parts[0] == ("call", "f", '{"a": 1}')
+    assert parts[1:] == ([("text", "}")] if end.startswith("}}") else [])
+
+
+@pytest.mark.parametrize("spec", ["llama3_json", "pythonic"])
+@pytest.mark.parametrize(
+    "text", ['{"name": "Bob", "parameters": {}}', '{"city": "Paris"}', "[1, 2]", "[Bob(age=3)]", '[{"a": 1}]', "{}"]
+)
+def test_json_that_calls_no_known_tool_is_text(spec: str, text: str) -> None:
+    assert parse(spec, text, tools=TOOLS) == [("text", text)]
+
+
+def test_without_tools_nothing_is_a_call() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    assert parse(QWEN3, "<think>a</think>" + text, tools=[]) == [("reasoning", "a"), ("text", text)]
+
+
+def test_python_is_not_evaluated() -> None:
+    text = "[now(x=__import__('os').getcwd())]"
+    assert parse("pythonic", text, tools=TOOLS) == [("call", "now", '{"x": '), ("text", "__import__('os').getcwd())]")]
+
+
+@pytest.mark.parametrize(
+    ("source", "value"),
+    [
+        (r"'a\'b\"c\\d\n\x41\u00e9\U0001F600\q'", "a'b\"c\\d\nAé😀\\q"),
+        ('"it\'s"', "it's"),
+        ("(1, (2,), ())", [1, [2], []]),
+        ("{'a': None, \"b\": [True, False, -1.5e-3]}", {"a": None, "b": [True, False, -0.0015]}),
+    ],
+)
+def test_python_values(source: str, value: Any) -> None:
+    assert calls_of(parse("pythonic", list(f"[f(x={source})]"))) == [("f", {"x": value})]
+
+
+@pytest.mark.parametrize(
+    ("raw", "schema", "value"),
+    [
+        ("5", {"type": "string"}, "5"),
+        ("5", {"type": "integer"}, 5),
+        ("5", None, 5),
+        ("five", {"type": "integer"}, "five"),
+        ("true", {"type": "boolean"}, True),
+        ("True", None, True),
+        ("true", {"type": "integer"}, "true"),
+        ("null", {"type": ["string", "null"]}, None),
+        ('{"a": [1]}', {"anyOf": [{"type": "object"}, {"type": "null"}]}, {"a": [1]}),
+        ("NaN", None, "NaN"),
+        ("5", {"enum": ["5", "6"]}, "5"),
+        ("[" * 100_000, None, "[" * 100_000),
+        ("  two\nlines\n", {"type": "string"}, "  two\nlines\n"),
+    ],
+)
+def test_arguments_between_tags_get_the_type_of_the_schema(raw: str, schema: Any, value: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": schema}}}}]
+    text = f"<tool_call>\n<function=f>\n<parameter=x>\n{raw}\n</parameter>\n</function>\n</tool_call>"
+    assert calls_of(parse("qwen3_coder", text, tools=tools)) == [("f", {"x": value})]
+
+
+def test_line_breaks_in_json_strings_are_escaped() -> None:
+    parts = parse(QWEN3, '<tool_call>{"name": "f", "arguments": {"a": "x\ny\t"}}</tool_call>')
+    assert calls_of(parts) == [("f", {"a": "x\ny\t"})]
+
+
+def test_ids_are_unique_and_short_where_templates_require_it() -> None:
+    def ids(spec: str, text: str) -> list[str]:
+        return [event.id for event in OutputParser(SPECS[spec]).push(text) if isinstance(event, ToolCallStart)]
+
+    mistral = ids("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "f", "arguments": {}}]')
+    assert len(set(mistral)) == 2
+    assert all(len(i) == 9 and i.isalnum() for i in mistral)
+    assert ids("hermes", '<tool_call>{"name": "f", "arguments": {}}')[0].startswith("call_")
+
+
+def test_special_tokens_are_needed_if_a_marker_is_one() -> None:
+    assert SPECS["mistral"].needs_special_tokens({"[TOOL_CALLS]", "</s>"})
+    assert not SPECS["hermes"].needs_special_tokens({"<|im_end|>"})
+
+
+def test_a_template_without_markers_has_no_spec() -> None:
+    assert find_spec("{{ messages[0].content }}", {}) is None
+    assert find_spec(None, {}) is None
+
+
+def count_lines(function: Callable[[], object]) -> int:
+    """The number of lines of the parser that a call executes; a loop of Python counts in each round."""
+    folder = str(Path(parsing.__file__).parent)
+    lines = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal lines
+        if not frame.f_code.co_filename.startswith(folder):
+            return None
+        lines += event == "line"
+        return count
+
+    previous = sys.gettrace()
+    sys.settrace(count)
+    try:
+        function()
+    finally:
+        sys.settrace(previous)
+    return lines
+
+
+def hostile_texts() -> Iterator[tuple[str, str, str]]:
+    yield "hermes", "nearly markers", "<tool_cal"
+    yield "hermes", "markers", "<tool_call>"
+    yield "hermes", "blanks", " \n"
+    yield "hermes", "calls without end", '<tool_call>{"name": "f'
+    yield "hermes", "calls", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    yield "hermes", "arguments first", '<tool_call>{"arguments": {"a": "'
+    yield "qwen3_coder", "functions", "<tool_call><function=f>"
+    yield "qwen3_coder", "names", "<function=" + "f" * 50
+    yield "qwen3_coder", "parameters", "<tool_call>\n<function=f>\n<parameter=a>\n"
+    yield "qwen3_coder", "ends", "</function>        "
+    yield "deepseek", "names", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n``"
+    yield "mistral", "lists", "[TOOL_CALLS][["
+    yield "mistral", "names", "[TOOL_CALLS]aaaaaaaa"
+    yield "pythonic", "brackets", "["
+    yield "pythonic", "arguments", "[f(a=("
+    yield "gemma", "strings", '<|tool_call>call:f{a:<|"|><|"'
+    yield "llama3_json", "objects", '{"a":'
+    yield "harmony", "headers", "<|channel|>commentary to=functions.f "
+
+
+@pytest.mark.parametrize(("spec", "kind", "unit"), [pytest.param(*t, id=f"{t[0]}-{t[1]}") for t in hostile_texts()])
+@pytest.mark.parametrize("piece", [3, 10**9])
+def test_the_work_is_linear(spec: str, kind: str, unit: str, piece: int) -> None:
+    def work(length: int) -> int:
+        text = (unit * (length // len(unit) + 1))[:length]
+        pieces = [text[i : i + piece] for i in range(0, length, piece)]
+        return count_lines(lambda: parse(spec, pieces))
+
+    small, large = work(500), work(2000)
+    assert large <= 4.5 * small + 500
+    assert large <= 400 * 2000
+
+
+@pytest.mark.parametrize("unit", ["<tool_call>", " ", '<tool_call>{"name": "', "[", '{"a":'])
+def test_a_megabyte_comes_out_as_it_went_in(unit: str) -> None:
+    text = (unit * (2**20 // len(unit) + 1))[: 2**20]
+    assert parse("hermes", text) == [("text", text)]
