@@ -37,13 +37,13 @@ inline QuantizedWeight quantized_weight(const Checks& check, const Tensor& qweig
   if (bits == 6 || (bits == 4 && scales.scalar_type() == ScalarType::Char)) {
     check_two_level(check, scales, "scales", tiles, blocks, bits);
     if (mins) check_two_level(check, *mins, "mins", tiles, blocks, bits);
-    return {
-        .q = qweight.data_ptr(),
-        .scales = scales.data_ptr(),
-        .mins = mins ? mins->data_ptr() : nullptr,
-        .group_blocks = 1,
-        .two_level = true,
-    };
+    QuantizedWeight weight{};
+    weight.q = qweight.data_ptr();
+    weight.scales = scales.data_ptr();
+    weight.mins = mins ? mins->data_ptr() : nullptr;
+    weight.group_blocks = 1;
+    weight.two_level = true;
+    return weight;
   }
   check.shape(scales, "scales", {tiles, kAny, kTileRows});
   const int64_t groups = scales.size(1);

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from fastinfer.ops._library import check_tensors, into, ops
 
 TILE_ROWS = 16
+TWO_LEVEL_INPUTS = 256  # of a row, that share a factor of two-level scales
 
 
 def int4_pack(q: Tensor, *, out: Tensor | None = None) -> Tensor:

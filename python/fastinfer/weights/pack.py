@@ -7,8 +7,8 @@ from torch import Tensor
 
 from fastinfer import ops
 from fastinfer.formats.gguf_rows import GGUFRows
-from fastinfer.formats.unpacked import Dense, Int4, Int8, Lut, Unpacked
-from fastinfer.ops.pack import TILE_ROWS
+from fastinfer.formats.unpacked import Dense, Grouped, Int4, Int8, Lut, Unpacked
+from fastinfer.ops.pack import TILE_ROWS, TWO_LEVEL_INPUTS
 from fastinfer.utils.huge_pages import HugePages
 from fastinfer.weights.weight import DenseWeight, LutWeight, QuantizedWeight, W8A8Weight, Weight
 
@@ -49,40 +49,48 @@ def make_weight(
     forms = set()
     for part in (unpacked,) if isinstance(unpacked, Unpacked) else unpacked:
         form = part.form if isinstance(part, GGUFRows) else part
-        forms.add((type(form), getattr(form, "mins", None) is None))
+        bits = packed_bits(part, device)
+        forms.add((type(form), bits, getattr(form, "mins", None) is None))
         if len(forms) > 1 or num_rows % TILE_ROWS or num_rows + part.shape[0] > out_features:
             raise ValueError(
                 f"parts must have one form, fill {out_features} rows and, except for the last part, have a multiple of "
                 f"{TILE_ROWS} rows, got {part.kind} of {part.shape[0]} rows after {num_rows}"
             )
-        if isinstance(form, Dense):
+        if bits:
+            tiles.append(part)
+        else:
             dense = part.unpack() if isinstance(part, GGUFRows) else part
             assert isinstance(dense, Dense)
             values.append(_detached(dense.values.to(device, dense_dtype)))
-        else:
-            assert isinstance(form, Int4 | Int8 | Lut)
-            tiles.append(part)
         num_rows += part.shape[0]
     if num_rows != out_features:
         raise ValueError(f"parts must fill {out_features} rows, got {num_rows}")
     if values:
         return DenseWeight(values[0] if len(values) == 1 else torch.cat(values), bias)
-    assert isinstance(form, Int4 | Int8 | Lut)
     if isinstance(form, Lut):
         assert form.table is not None
         return LutWeight(tiles.qweight, tiles.scales, form.table.to(device, copy=True), out_features, bias)
     if isinstance(form, Int8) and form.int8_activations:
         return W8A8Weight(tiles.qweight, tiles.scales, out_features, bias)
     return QuantizedWeight(
-        bits=8 if isinstance(form, Int8) else 4,
+        bits=bits,
         qweight=tiles.qweight,
         scales=tiles.scales,
         mins=tiles.mins,
         out_features=out_features,
         activation_bits=activation_bits,
         bias=bias,
-        permutation=None if form.permutation is None else form.permutation.to(device),
+        permutation=form.permutation.to(device) if isinstance(form, Grouped) and form.permutation is not None else None,
     )
+
+
+def packed_bits(part: Unpacked, device: str) -> int:
+    """Return how many bits a weight's integers have once they are packed for a device: 4, 6 or 8; 0 if it is dense."""
+    if isinstance(part, GGUFRows):
+        if part.two_level_bits and device == "cpu":
+            return part.two_level_bits
+        part = part.form
+    return 0 if isinstance(part, Dense) else 8 if isinstance(part, Int8) else 4
 
 
 def _detached(values: Tensor) -> Tensor:
@@ -119,6 +127,12 @@ class PackedTiles:
         """Pack a quantised part into the next free tiles."""
         if isinstance(part, GGUFRows) and self._device != "cpu":
             part = part.unpack()
+        if isinstance(part, GGUFRows) and part.two_level_bits:
+            if not self._filled:
+                self._allocate_two_level(part)
+            part.pack_two_level(*self._next(part.shape[0]))
+            self._filled -= -part.shape[0] // TILE_ROWS
+            return
         form = part.form if isinstance(part, GGUFRows) else part
         assert isinstance(form, Int4 | Int8 | Lut)
         if not self._filled:
@@ -149,6 +163,13 @@ class PackedTiles:
         self.qweight = self._empty((blocks, 8 if isinstance(form, Int8) else 4, TILE_ROWS, 4), form.q.dtype)
         self.scales = self._empty((groups, TILE_ROWS), form.scales.dtype)
         self.mins = None if form.mins is None else self._empty((groups, TILE_ROWS), form.mins.dtype)
+
+    def _allocate_two_level(self, part: GGUFRows) -> None:
+        bits, columns = part.two_level_bits, part.shape[1]
+        scales = columns // TWO_LEVEL_INPUTS, 2 + TWO_LEVEL_INPUTS // (16 if bits == 6 else 32), TILE_ROWS
+        self.qweight = self._empty((columns // 32, bits, TILE_ROWS, 4), torch.uint8)
+        self.scales = self._empty(scales, torch.int8)
+        self.mins = self._empty(scales, torch.int8) if bits == 4 else None
 
     def _empty(self, tile_shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         shape = self._num_tiles, *tile_shape
