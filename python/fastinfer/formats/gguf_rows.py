@@ -44,7 +44,7 @@ TYPES_WITH_MINS = (GGUFType.Q4_1, GGUFType.Q5_1, GGUFType.Q4_K, GGUFType.Q5_K)
 GROUPS_OF_32 = (GGUFType.Q4_K, GGUFType.Q5_K)
 GROUPS_OF_16 = (GGUFType.Q6_K, GGUFType.Q3_K, GGUFType.Q2_K)
 INT8_TYPES = (GGUFType.Q8_0, GGUFType.Q5_0, GGUFType.Q5_1, GGUFType.Q5_K, *GROUPS_OF_16)
-TWO_LEVEL_BITS = {GGUFType.Q4_K: 4, GGUFType.Q6_K: 6}
+TWO_LEVEL_BITS = {int(GGUFType.Q4_K): 4, int(GGUFType.Q6_K): 6}
 QUANTIZED_TYPES = (*INT4_TYPES, *INT8_TYPES, GGUFType.IQ4_NL)
 
 # Look-up table of IQ4_NL, for normally distributed weights.
@@ -63,14 +63,12 @@ class GGUFRows(Unpacked):
         file: [bytes] uint8, contiguous.
         form: the unpacked weight without its rows, which has the dtypes that it usually has; its scales and minimums
             become fp32 where they do not fit into fp16.
-        two_level_bits: 4 or 6 if a CPU's weight is packed with two-level scales, by :meth:`pack_two_level`; else 0.
     """
 
     offsets: Tensor
     types: Tensor
     file: np.ndarray
     form: Dense | Int4 | Int8 | Lut
-    two_level_bits: int = 0
 
     @classmethod
     def of(cls, data: np.ndarray, type: GGUFType, exact: bool) -> "GGUFRows":
@@ -88,7 +86,7 @@ class GGUFRows(Unpacked):
         offsets = begin + torch.arange(rows) * data.strides[0]
         columns = row_bytes // type.block_bytes * type.block_size
         types = torch.full([rows], int(type), dtype=torch.uint8)
-        return cls(offsets, types, file, _form(type, columns, exact), TWO_LEVEL_BITS.get(type, 0))
+        return cls(offsets, types, file, _form(type, columns, exact))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -98,13 +96,17 @@ class GGUFRows(Unpacked):
     def kind(self) -> str:
         return self.form.kind
 
+    @property
+    def two_level_bits(self) -> int:
+        """Bits of the integers, 4 or 6, if all rows can be packed by :meth:`pack_two_level`; else 0."""
+        types = self.types.unique()
+        return TWO_LEVEL_BITS.get(int(types[0]), 0) if len(types) == 1 else 0
+
     def dequantize(self) -> Tensor:
         return self.unpack().dequantize()
 
     def fits(self, other: Unpacked) -> bool:
-        if not isinstance(other, GGUFRows) or self.file is not other.file:
-            return False
-        return self.form.fits(other.form) and self.two_level_bits == other.two_level_bits
+        return isinstance(other, GGUFRows) and self.file is other.file and self.form.fits(other.form)
 
     def unpack_integers(self) -> Int8:
         """Unpack rows of IQ4_NL as integers of 8 bits, without rounding: the entries of its table are integers."""
@@ -179,7 +181,7 @@ class GGUFRows(Unpacked):
         )
 
     def _shared(self) -> dict[str, object]:
-        return {"file": self.file, "form": self.form, "two_level_bits": self.two_level_bits}
+        return {"file": self.file, "form": self.form}
 
 
 def _form(type: GGUFType, columns: int, exact: bool) -> Dense | Int4 | Int8 | Lut:

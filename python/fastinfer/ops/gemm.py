@@ -166,7 +166,7 @@ def int6_gemm(
 
     Devices: CPU.
 
-    Source: Q6_K, https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h; scales of two levels: Dai et al., 2021,
+    Source: Q6_K, https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h; two-level scales: Dai et al., 2021,
     https://arxiv.org/abs/2102.04503, section 4.
 
     >>> import torch, fastinfer.ops as ops

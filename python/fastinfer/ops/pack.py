@@ -6,8 +6,8 @@ each of 8 or 16 rows.
 - 8 bits: ``[tiles, in_features / 32, 8, 16, 4]`` int8, with the dimensions tile, block, run of four inputs, row, input.
 - 4 bits: ``[tiles, in_features / 32, 4, 16, 4]`` uint8; the low nibbles of step s hold inputs 8s .. 8s+3 of the block,
   the high nibbles 8s+4 .. 8s+7.
-- 6 bits: ``[tiles, in_features / 32, 6, 16, 4]`` uint8 of q + 32; steps 0 to 3 hold the low four bits, in the order of 4
-  bits. Step 4 + r holds the high two bits of inputs 16r .. 16r+15: bits 2s and 2s+1 are those of inputs 16r+4s ..
+- 6 bits: ``[tiles, in_features / 32, 6, 16, 4]`` uint8 of q + 32; steps 0 to 3 hold the low four bits, in the order of
+  4 bits. Step 4 + r holds the high two bits of inputs 16r .. 16r+15: bits 2s and 2s+1 are those of inputs 16r+4s ..
   16r+4s+3.
 
 Rows past ``out_features`` are zero. The GPU layout has the same shapes, but within a block of 16 rows by 32 inputs the

@@ -126,7 +126,8 @@ def make_expert_weights(
     """
     first = experts[0]
     for index, expert in enumerate(experts):
-        if not first.fits(expert) or expert.shape != first.shape:
+        same_bits = packed_bits(expert, device) == packed_bits(first, device)
+        if not first.fits(expert) or not same_bits or expert.shape != first.shape:
             raise UnsupportedModelError(
                 f"the experts of a layer must have weights of one form and shape, got {_describe(first)} for expert 0 "
                 f"and {_describe(expert)} for expert {index}"

@@ -127,30 +127,25 @@ class PackedTiles:
         """Pack a quantised part into the next free tiles."""
         if isinstance(part, GGUFRows) and self._device != "cpu":
             part = part.unpack()
-        if isinstance(part, GGUFRows) and part.two_level_bits:
-            if not self._filled:
-                self._allocate_two_level(part)
-            part.pack_two_level(*self._next(part.shape[0]))
-            self._filled -= -part.shape[0] // TILE_ROWS
-            return
-        form = part.form if isinstance(part, GGUFRows) else part
-        assert isinstance(form, Int4 | Int8 | Lut)
         if not self._filled:
-            self._allocate(form)
+            self._allocate(part)
         if isinstance(part, GGUFRows):
-            if not part.pack(*self._next(part.shape[0])):  # a scale is too large for fp16
+            if part.two_level_bits:
+                part.pack_two_level(*self._next(part.shape[0]))
+            elif not part.pack(*self._next(part.shape[0])):  # a scale is too large for fp16
                 self._widen_scales()
                 part.pack(*self._next(part.shape[0]))
         else:
-            if form.scales.dtype is torch.float32:
+            assert isinstance(part, Int4 | Int8 | Lut)
+            if part.scales.dtype is torch.float32:
                 self._widen_scales()
             qweight, scales, mins = self._next(part.shape[0])
-            pack = ops.int8_pack if isinstance(form, Int8) else ops.int4_pack
-            pack(form.q.to(self._device), out=qweight)
-            ops.pack_scales(form.scales.to(self._device, scales.dtype), out=scales)
+            pack = ops.int8_pack if isinstance(part, Int8) else ops.int4_pack
+            pack(part.q.to(self._device), out=qweight)
+            ops.pack_scales(part.scales.to(self._device, scales.dtype), out=scales)
             if mins is not None:
-                assert form.mins is not None
-                ops.pack_scales(form.mins.to(self._device, mins.dtype), out=mins)
+                assert part.mins is not None
+                ops.pack_scales(part.mins.to(self._device, mins.dtype), out=mins)
         self._filled -= -part.shape[0] // TILE_ROWS
 
     def _widen_scales(self) -> None:
@@ -158,18 +153,19 @@ class PackedTiles:
         self.scales = self.scales.float()
         self.mins = None if self.mins is None else self.mins.float()
 
-    def _allocate(self, form: Int4 | Int8 | Lut) -> None:
-        blocks, groups = form.shape[1] // 32, form.scales.shape[1]
-        self.qweight = self._empty((blocks, 8 if isinstance(form, Int8) else 4, TILE_ROWS, 4), form.q.dtype)
-        self.scales = self._empty((groups, TILE_ROWS), form.scales.dtype)
-        self.mins = None if form.mins is None else self._empty((groups, TILE_ROWS), form.mins.dtype)
-
-    def _allocate_two_level(self, part: GGUFRows) -> None:
-        bits, columns = part.two_level_bits, part.shape[1]
-        scales = columns // TWO_LEVEL_INPUTS, 2 + TWO_LEVEL_INPUTS // (16 if bits == 6 else 32), TILE_ROWS
-        self.qweight = self._empty((columns // 32, bits, TILE_ROWS, 4), torch.uint8)
-        self.scales = self._empty(scales, torch.int8)
-        self.mins = self._empty(scales, torch.int8) if bits == 4 else None
+    def _allocate(self, part: Unpacked) -> None:
+        bits, blocks = packed_bits(part, self._device), part.shape[1] // 32
+        form = part.form if isinstance(part, GGUFRows) else part
+        if isinstance(part, GGUFRows) and part.two_level_bits:
+            scales = part.shape[1] // TWO_LEVEL_INPUTS, 2 + TWO_LEVEL_INPUTS // (16 if bits == 6 else 32), TILE_ROWS
+            dtype, has_mins = torch.int8, bits == 4
+        else:
+            assert isinstance(form, Int4 | Int8 | Lut)
+            scales = form.scales.shape[1], TILE_ROWS
+            dtype, has_mins = form.scales.dtype, form.mins is not None
+        self.qweight = self._empty((blocks, bits, TILE_ROWS, 4), torch.int8 if bits == 8 else torch.uint8)
+        self.scales = self._empty(scales, dtype)
+        self.mins = self._empty(scales, dtype) if has_mins else None
 
     def _empty(self, tile_shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         shape = self._num_tiles, *tile_shape
