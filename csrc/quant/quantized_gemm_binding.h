@@ -1,6 +1,7 @@
 // The bindings that int4_gemm, int6_gemm and int8_gemm share, with one weight and with a stack of experts.
 #pragma once
 
+#include "common/cpu/launch_graph.h"
 #include "gemm/grouped_gemm_binding.h"
 #include "quant/quantized_weight_binding.h"
 
