@@ -242,8 +242,11 @@ def two_level_arguments(**changes: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"offsets": np.array([0, 211], np.int64)}, r"row 1 must lie within the file's 420 bytes, got 210 bytes at 211"),
-        ({"types": np.array([14, 8], np.uint8)}, r"one type with two-level scales, got 14 and 8"),
+        (
+            {"offsets": np.array([0, 211], np.int64)},
+            r"row 1 must lie within the file's 420 bytes, got 210 bytes at 211",
+        ),
+        ({"types": np.array([14, 8], np.uint8), "offsets": np.zeros(2, np.int64)}, r"two-level scales, got 14 and 8"),
         ({"types": np.array([8, 8], np.uint8), "offsets": np.zeros(2, np.int64)}, r"two-level scales, got 8 and 8"),
         ({"q": np.zeros(3071, np.uint8)}, r"q must have 3072 bytes, got 3071"),
         ({"scales": np.zeros(160, np.int8)}, r"scales must have 288 bytes, got 160"),
