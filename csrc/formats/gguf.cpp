@@ -158,7 +158,7 @@ void pack_two_level_rows(const py::buffer& file, const py::buffer& offsets, cons
                          const py::buffer& q, const py::buffer& scales, const std::optional<py::buffer>& mins) {
   const Rows rows(file, offsets, types, columns);
   const uint8_t type = rows.types_bytes.data()[0];
-  const int bits = rows.block->two_level_bits;
+  const int bits = gguf_block(type)->two_level_bits;
   for (int64_t row = 0; row < rows.n; ++row) {
     if (bits == 0 || rows.types_bytes.data()[row] != type) {
       throw std::invalid_argument("types must be one type with two-level scales, got " + std::to_string(type) +

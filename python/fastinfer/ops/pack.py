@@ -164,9 +164,7 @@ def pack_two_level_scales(integers: Tensor, factors: Tensor) -> Tensor:
     Raises:
         ValueError: a shape or dtype does not fit.
 
-    Devices: CPU.
-
-    Source: Dai et al., 2021, https://arxiv.org/abs/2102.04503, section 4.
+    Devices: any.
 
     >>> import torch, fastinfer.ops as ops
     >>> integers, factors = torch.arange(8, dtype=torch.int8).view(1, 8), torch.tensor([[0.5]]).half()
