@@ -87,8 +87,7 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
     def_with_out(m, name,
                  "Tensor qweight, Tensor scales, Tensor? mins, int out_features, Tensor? rows, ScalarType dtype");
   }
-  def_with_out(m, "int6_dequantize",
-               "Tensor qweight, Tensor scales, int out_features, Tensor? rows, ScalarType dtype");
+  def_with_out(m, "int6_dequantize", "Tensor qweight, Tensor scales, int out_features, Tensor? rows, ScalarType dtype");
   m.def(
       "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seeds, "
       "Tensor positions, Tensor? penalties, Tensor? output_counts, Tensor? prompt_mask, Tensor? mask, "

@@ -12,11 +12,11 @@ namespace fastinfer {
 
 // A storage type with quantised blocks.
 struct GGUFBlock {
-  int64_t inputs;     // 32 or 256
-  int64_t bytes;      // in the file
-  int bits;           // of the integers: 4 or 8
-  bool has_mins;      // whether groups have minimums once they are unpacked
-  bool groups_of_16;  // two of which are joined
+  int64_t inputs;      // 32 or 256
+  int64_t bytes;       // in the file
+  int bits;            // of the integers: 4 or 8
+  bool has_mins;       // whether groups have minimums once they are unpacked
+  bool groups_of_16;   // two of which are joined
   int two_level_bits;  // of the integers, if the block can be packed with two-level scales, as it stores them: 4 or 6
 };
 
@@ -39,8 +39,8 @@ struct GGUFTwoLevelParams {
   const int64_t* offsets;  // [n] of each row in the file
   int type;                // of all rows, with two_level_bits
   int64_t n;
-  int64_t k;       // a multiple of 256
-  void* q;         // packed as by int4_pack or int6_pack
+  int64_t k;        // a multiple of 256
+  void* q;          // packed as by int4_pack or int6_pack
   uint8_t* scales;  // packed as by pack_two_level_scales
   uint8_t* mins;    // the same, or null if the type has none
 };

@@ -1,7 +1,7 @@
 // Packing of 4-bit, 6-bit and 8-bit weights into tiles, and the way back. A packed weight has the same shape on every
 // device: tiles of 16 rows, blocks of 32 inputs, 256 (4 bits), 384 (6 bits, CPU only) or 512 (8 bits) bytes a block.
-// quant/quantized_gemm.h describes the CPU's order within a block. On a GPU a block lies as the lanes of a warp hold it:
-// with g = lane / 4 and t = lane % 4,
+// quant/quantized_gemm.h describes the CPU's order within a block. On a GPU a block lies as the lanes of a warp hold
+// it: with g = lane / 4 and t = lane % 4,
 //
 //   8 bits: 16 bytes a lane, the A fragment of mma m16n8k32: four inputs each of (row g, inputs 4t ..), (row g + 8,
 //           inputs 4t ..), (row g, inputs 4t + 16 ..), (row g + 8, inputs 4t + 16 ..).

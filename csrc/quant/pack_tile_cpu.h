@@ -37,8 +37,8 @@ inline uint64_t pack_row6(const uint8_t* q, uint8_t* out) {
 }
 
 // Packs `inputs` columns (a multiple of kBlockInputs) of a tile whose rows lie `stride` bytes apart; rows past `rows`
-// become zeros. Returns the bits that some byte of q has set, which for 4 bits must be the lowest four; for 6 bits, of q
-// + 32, the lowest six.
+// become zeros. Returns the bits that some byte of q has set, which for 4 bits must be the lowest four. For 6 bits it
+// returns those of q + 32, which must be the lowest six.
 template <int kBits>
 uint8_t pack_tile(const uint8_t* q, int64_t stride, int64_t rows, int64_t inputs, uint8_t* out) {
   if constexpr (kBits == 6) {
