@@ -20,6 +20,13 @@ struct Int6Format {
              low_nibbles(second) | ((u8v)high & 0x30), high_nibbles(second) | ((u8v)(high >> 2) & 0x30)}};
   }
 
+  FASTINFER_INLINE static RunBytes load_signed(const uint8_t* block, int run) {
+    RunBytes bytes = load_run(block, run);
+#pragma GCC unroll 4
+    for (u8v& step : bytes.step) step -= 32;
+    return bytes;
+  }
+
 #if defined(FASTINFER_AVX512_VNNI)
   FASTINFER_INLINE static RunBytes load_unsigned(const uint8_t* block, int run) {
     return load_run(block, run);
@@ -32,13 +39,10 @@ struct Int6Format {
     using Run = std::conditional_t<kBits == 8, OffsetPairRun, WideRun<kBits, 2> >;
 
     FASTINFER_INLINE static Run load(const uint8_t* block, int run) {
-      RunBytes bytes = load_run(block, run);
       if constexpr (kBits == 8) {
-        return {bytes};
+        return {load_run(block, run)};
       } else {
-#pragma GCC unroll 4
-        for (u8v& step : bytes.step) step -= 32;
-        return Run::of_signed(bytes);
+        return Run::of_signed(load_signed(block, run));
       }
     }
   };
@@ -46,10 +50,12 @@ struct Int6Format {
 
   template <class Fn>
   FASTINFER_INLINE static void for_each_input(const uint8_t* weight, Fn&& fn) {
-    for (int s = 0; s < 8; ++s) {
-      const i32v low = load_as<i32v>(weight + s / 2 * kTileRows * 4) >> (s % 2 * 4);
-      const i32v high = load_as<i32v>(weight + (4 + s / 4) * kTileRows * 4) >> (s % 4 * 2);
-      for (int i = 0; i < 4; ++i) fn(4 * s + i, ((low >> 8 * i & 0x0f) | (high >> 8 * i & 3) << 4) - 32);
+    for (int run = 0; run < 2; ++run) {
+      const RunBytes bytes = load_signed(weight, run);
+      for (int s = 0; s < kRunSteps; ++s) {
+        const auto packed = (i32v)bytes.step[s];
+        for (int i = 0; i < 4; ++i) fn(run * kRunInputs + 4 * s + i, (packed << (24 - 8 * i)) >> 24);
+      }
     }
   }
 };
