@@ -97,7 +97,7 @@ struct ByteRun<16> {
 };
 
 // Runs with a scale of their own, of weights 0..63 that stand for -32..31. The difference, -32 * (sum of x), is in the
-// start of their sums.
+// start of their sums, or in the bias of their multipliers.
 template <int kBits>
 struct OffsetByteRun;
 
@@ -135,20 +135,21 @@ struct OffsetByteRun<16> {
   static constexpr int kMultipliers = 2;
 
   struct Multipliers {
-    float values[2];
-    int32_t starts[2];
+    float values[2], biases[2];
   };
 
   static Multipliers multipliers(const int32_t* m, const int32_t* sums) {
-    return {{static_cast<float>(m[0]), static_cast<float>(m[1])}, {-32 * sums[0], -32 * sums[1]}};
+    const auto first = static_cast<float>(m[0]), second = static_cast<float>(m[1]);
+    return {{first, second}, {first * static_cast<float>(-32 * sums[0]), second * static_cast<float>(-32 * sums[1])}};
   }
 
-  FASTINFER_INLINE static i32v start(const Multipliers& m, int run, int part, i32v before) {
-    return part == 0 ? i32v{} : (before << 7) + m.starts[run];
+  FASTINFER_INLINE static i32v start(const Multipliers&, int, int part, i32v before) {
+    return part == 0 ? i32v{} : before << 7;
   }
 
+  // The fused instruction adds the bias for nothing.
   FASTINFER_INLINE static f32v add_multiplied(const Multipliers& m, int run, i32v dot, f32v) {
-    return to_f32(dot) * m.values[run];
+    return fused_multiply_add(to_f32(dot), broadcast(m.values[run]), broadcast(m.biases[run]));
   }
 };
 
