@@ -53,6 +53,9 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
                  "Tensor x, Tensor qweight, Tensor scales, Tensor? mins, int out_features, Tensor? bias, "
                  "Tensor? norm_weight, float eps, str? activation, Tensor? residual, int activation_bits");
   }
+  def_with_out(m, "int6_gemm",
+               "Tensor x, Tensor qweight, Tensor scales, int out_features, Tensor? bias, Tensor? norm_weight, "
+               "float eps, str? activation, Tensor? residual, int activation_bits");
   def_with_out(m, "lut_gemm",
                "Tensor x, Tensor qweight, Tensor scales, Tensor table, int out_features, Tensor? bias, "
                "Tensor? norm_weight, float eps, str? activation, Tensor? residual");
@@ -66,6 +69,9 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
                  "Tensor x, Tensor qweight, Tensor scales, Tensor? mins, int out_features, Tensor row_ids, "
                  "Tensor expert_start, str? activation, int activation_bits");
   }
+  def_with_out(m, "grouped_int6_gemm",
+               "Tensor x, Tensor qweight, Tensor scales, int out_features, Tensor row_ids, Tensor expert_start, "
+               "str? activation, int activation_bits");
   def_with_out(m, "grouped_lut_gemm",
                "Tensor x, Tensor qweight, Tensor scales, Tensor table, int out_features, Tensor row_ids, "
                "Tensor expert_start, str? activation");
@@ -75,11 +81,13 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
       "Tensor? ranks, Tensor? norm_weight, float eps) -> ()");
   def_with_out(m, "permute_columns", "Tensor x, Tensor permutation");
   def_with_out(m, "int4_pack", "Tensor q");
+  def_with_out(m, "int6_pack", "Tensor q");
   def_with_out(m, "int8_pack", "Tensor q");
   for (const char* name : {"int4_dequantize", "int8_dequantize"}) {
     def_with_out(m, name,
                  "Tensor qweight, Tensor scales, Tensor? mins, int out_features, Tensor? rows, ScalarType dtype");
   }
+  def_with_out(m, "int6_dequantize", "Tensor qweight, Tensor scales, int out_features, Tensor? rows, ScalarType dtype");
   m.def(
       "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seeds, "
       "Tensor positions, Tensor? penalties, Tensor? output_counts, Tensor? prompt_mask, Tensor? mask, "

@@ -9,6 +9,7 @@
 
 #include "formats/gguf_rows.h"
 #include "gemm/gemm.h"
+#include "quant/quantized_gemm.h"
 
 namespace fastinfer {
 namespace {
@@ -153,6 +154,38 @@ bool unpack_rows(const py::buffer& file, const py::buffer& offsets, const py::bu
                                 .mins = to_mins ? to_mins->data() : nullptr});
 }
 
+void pack_two_level_rows(const py::buffer& file, const py::buffer& offsets, const py::buffer& types, int64_t columns,
+                         const py::buffer& q, const py::buffer& scales, const std::optional<py::buffer>& mins) {
+  const Rows rows(file, offsets, types, columns);
+  const uint8_t type = rows.types_bytes.data()[0];
+  const int bits = gguf_block(type)->two_level_bits;
+  for (int64_t row = 0; row < rows.n; ++row) {
+    if (bits == 0 || rows.types_bytes.data()[row] != type) {
+      throw std::invalid_argument("types must be one type with two-level scales, got " + std::to_string(type) +
+                                  " and " + std::to_string(rows.types_bytes.data()[row]));
+    }
+  }
+  const Bytes to(q, "q", /*writable=*/true), to_scales(scales, "scales", /*writable=*/true);
+  const int64_t tiles = (rows.n + kTileRows - 1) / kTileRows;
+  const int64_t groups = bits == 6 ? TwoLevel<16>::kGroups : TwoLevel<32>::kGroups;
+  check_size(to, "q", tiles * kTileRows * columns * bits / 8);
+  check_size(to_scales, "scales", tiles * (columns / kTwoLevelInputs) * (2 + groups) * kTileRows);
+  if (mins.has_value() != rows.block->has_mins) {
+    throw std::invalid_argument(rows.block->has_mins ? "mins must be a buffer, got None" : "mins must be None");
+  }
+  std::optional<Bytes> to_mins;
+  if (mins) check_size(to_mins.emplace(*mins, "mins", /*writable=*/true), "mins", to_scales.size());
+  const py::gil_scoped_release release;
+  cpu::pack_gguf_two_level({.file = rows.file.data(),
+                            .offsets = rows.offsets,
+                            .type = type,
+                            .n = rows.n,
+                            .k = columns,
+                            .q = to.data(),
+                            .scales = to_scales.data(),
+                            .mins = to_mins ? to_mins->data() : nullptr});
+}
+
 void dequantize_rows(const py::buffer& file, const py::buffer& offsets, const py::buffer& types, int64_t columns,
                      const py::buffer& values) {
   const Rows rows(file, offsets, types, columns);
@@ -187,6 +220,11 @@ void define_gguf(py::module_& m) {
         "Unpack quantised rows of a GGUF file, at byte offsets (int64) and with type ids (uint8) of their own, on all "
         "threads, into contiguous buffers: row by row, or in the CPU's packed layout. Returns false, with results "
         "that are of no use, if a computed scale does not fit into fp16 scales; ValueError for sizes that do not fit.");
+  m.def("pack_two_level_rows", &pack_two_level_rows, py::arg("file"), py::arg("offsets"), py::arg("types"),
+        py::arg("columns"), py::arg("q"), py::arg("scales"), py::arg("mins"),
+        "Pack rows of one type whose blocks have an integer for each group and fp16 factors (Q4_K and Q6_K), on all "
+        "threads, into contiguous buffers in the CPU's packed layout with two-level scales, without any rounding; "
+        "ValueError for sizes that do not fit.");
   m.def("dequantize_rows", &dequantize_rows, py::arg("file"), py::arg("offsets"), py::arg("types"), py::arg("columns"),
         py::arg("values"), "As unpack_rows, for types with groups of 16: fp32 values, without any rounding.");
 }

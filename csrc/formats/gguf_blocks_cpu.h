@@ -112,19 +112,34 @@ struct Q8_0 {
 
 // ---- Blocks of 256 in groups of 32: d * scale, -dmin * minimum, with six bits each ----
 
+inline void six_bits_of_groups_of_32(const uint8_t* block, int8_t* scales, int8_t* mins) {
+  const uint8_t *low = block + 4, *high = block + 8, *shared = block + 12;
+  for (int i = 0; i < 4; ++i) {
+    scales[i] = static_cast<int8_t>(low[i] & 63);
+    scales[4 + i] = static_cast<int8_t>((shared[i] & 15) | (low[i] >> 2 & 48));
+    mins[i] = static_cast<int8_t>(high[i] & 63);
+    mins[4 + i] = static_cast<int8_t>(shared[i] >> 4 | (high[i] >> 2 & 48));
+  }
+}
+
 template <class Scale>
 bool read_groups_of_32(const uint8_t* block, Scale* scales, Scale* mins) {
   const float d = half(block), dmin = half(block + 2);
-  const uint8_t *low = block + 4, *high = block + 8, *shared = block + 12;
+  int8_t six_bit_scales[8], six_bit_mins[8];
+  six_bits_of_groups_of_32(block, six_bit_scales, six_bit_mins);
   bool fits = true;
-  for (int i = 0; i < 4; ++i) {
-    fits &= store(d * static_cast<float>(low[i] & 63), scales + i);
-    fits &= store(d * static_cast<float>((shared[i] & 15) | (low[i] >> 2 & 48)), scales + 4 + i);
-    fits &= store(-dmin * static_cast<float>(high[i] & 63), mins + i);
-    fits &= store(-dmin * static_cast<float>(shared[i] >> 4 | (high[i] >> 2 & 48)), mins + 4 + i);
+  for (int i = 0; i < 8; ++i) {
+    fits &= store(d * static_cast<float>(six_bit_scales[i]), scales + i);
+    fits &= store(-dmin * static_cast<float>(six_bit_mins[i]), mins + i);
   }
   return fits;
 }
+
+// Scales or minimums of a block as they are stored: an integer for each group, times an fp16.
+struct TwoLevelNumbers {
+  Float16 factor;
+  int8_t integers[16];
+};
 
 struct Q4_K {
   static constexpr int kInputs = 256, kBytes = 144, kBits = 4;
@@ -133,6 +148,15 @@ struct Q4_K {
   static bool read(const uint8_t* block, uint8_t* q, Scale* scales, Scale* mins) {
     nibbles<32>(block + 16, 128, q);
     return read_groups_of_32(block, scales, mins);
+  }
+
+  static constexpr int kTwoLevelBits = 4, kTwoLevelGroups = 8;
+  static void read_two_level(const uint8_t* block, uint8_t* q, TwoLevelNumbers* scales, TwoLevelNumbers* mins) {
+    nibbles<32>(block + 16, 128, q);
+    six_bits_of_groups_of_32(block, scales->integers, mins->integers);
+    copy_half(block, &scales->factor);
+    copy_half(block + 2, &mins->factor);
+    mins->factor.bits ^= 0x8000;
   }
 };
 
@@ -160,12 +184,22 @@ struct Q6_K {
   static constexpr float kLargest = 32.0f;  // magnitude of an integer
   static constexpr bool kMins = false;
   static void read_groups(const uint8_t* block, GroupsOf16* to) {
-    auto* q = reinterpret_cast<uint8_t*>(to->q);
+    read_integers(block, reinterpret_cast<uint8_t*>(to->q));
+    const float d = half(block + 208);
+    for (int i = 0; i < 16; ++i) to->scales[i] = d * static_cast<float>(static_cast<int8_t>(block[192 + i]));
+  }
+
+  static void read_integers(const uint8_t* block, uint8_t* q) {
     nibbles<64>(block, 128, q);
     add_fields<2, 32>(block + 128, 64, 4, q);
     for (int i = 0; i < 256; ++i) q[i] = static_cast<uint8_t>(q[i] - 32);
-    const float d = half(block + 208);
-    for (int i = 0; i < 16; ++i) to->scales[i] = d * static_cast<float>(static_cast<int8_t>(block[192 + i]));
+  }
+
+  static constexpr int kTwoLevelBits = 6, kTwoLevelGroups = 16;
+  static void read_two_level(const uint8_t* block, uint8_t* q, TwoLevelNumbers* scales, TwoLevelNumbers*) {
+    read_integers(block, q);
+    std::memcpy(scales->integers, block + 192, 16);
+    copy_half(block + 208, &scales->factor);
   }
 };
 

@@ -12,11 +12,12 @@ namespace fastinfer {
 
 // A storage type with quantised blocks.
 struct GGUFBlock {
-  int64_t inputs;     // 32 or 256
-  int64_t bytes;      // in the file
-  int bits;           // of the integers: 4 or 8
-  bool has_mins;      // whether groups have minimums once they are unpacked
-  bool groups_of_16;  // two of which are joined
+  int64_t inputs;      // 32 or 256
+  int64_t bytes;       // in the file
+  int bits;            // of the integers: 4 or 8
+  bool has_mins;       // whether groups have minimums once they are unpacked
+  bool groups_of_16;   // two of which are joined
+  int two_level_bits;  // of the integers, if the block can be packed with two-level scales, as it stores them: 4 or 6
 };
 
 struct GGUFRowsParams {
@@ -33,6 +34,17 @@ struct GGUFRowsParams {
   void* mins;         // as scales, or null if the types have none
 };
 
+struct GGUFTwoLevelParams {
+  const uint8_t* file;
+  const int64_t* offsets;  // [n] of each row in the file
+  int type;                // of all rows, with two_level_bits
+  int64_t n;
+  int64_t k;        // a multiple of 256
+  void* q;          // packed as by int4_pack or int6_pack
+  uint8_t* scales;  // packed as by pack_two_level_scales
+  uint8_t* mins;    // the same, or null if the type has none
+};
+
 struct GGUFValuesParams {
   const uint8_t* file;
   const int64_t* offsets;  // [n]
@@ -47,6 +59,8 @@ FASTINFER_API const GGUFBlock* gguf_block(int type);  // null if the type is unk
 namespace cpu {
 // Returns false if a scale or minimum that was computed does not fit into fp16; the results are then of no use.
 FASTINFER_API bool unpack_gguf_rows(const GGUFRowsParams& params);
+// Packs rows for the CPU without computing anything.
+FASTINFER_API void pack_gguf_two_level(const GGUFTwoLevelParams& params);
 // Computes scale * q + min in fp32.
 FASTINFER_API void dequantize_gguf_rows(const GGUFValuesParams& params);
 }  // namespace cpu

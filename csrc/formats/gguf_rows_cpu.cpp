@@ -32,6 +32,13 @@ void with_reader(int type, const Fn& fn) {
   }
 }
 
+// The same for a type whose blocks store two-level scales that the CPU's products take.
+template <class Fn>
+void with_two_level(int type, const Fn& fn) {
+  if (type == 12) fn(cpu::Q4_K{});
+  if (type == 14) fn(cpu::Q6_K{});
+}
+
 }  // namespace
 
 const GGUFBlock* gguf_block(int type) {
@@ -39,7 +46,8 @@ const GGUFBlock* gguf_block(int type) {
     std::array<GGUFBlock, 256> all{};
     for (int id = 0; id < 256; ++id) {
       with_reader(id, [&]<class Type>(Type) {
-        all[id] = {Type::kInputs, Type::kBytes, Type::kBits, Type::kHasMins, Type::kGroupsOf16};
+        all[id] = {Type::kInputs, Type::kBytes, Type::kBits, Type::kHasMins, Type::kGroupsOf16, 0};
+        with_two_level(id, [&]<class Stored>(Stored) { all[id].two_level_bits = Stored::kTwoLevelBits; });
       });
     }
     return all;
@@ -100,7 +108,41 @@ bool pack_rows_of_tile(const GGUFRowsParams& p, int64_t tile) {
   return fits;
 }
 
+template <class Type>
+void pack_two_level_tile(const GGUFTwoLevelParams& p, int64_t tile) {
+  constexpr int64_t kBlock = kTwoLevelInputs, kGroups = Type::kTwoLevelGroups, kBytes = (2 + kGroups) * kTileRows;
+  const int64_t first = tile * kTileRows, rows = std::min<int64_t>(p.n - first, kTileRows), blocks = p.k / kBlock;
+  alignas(64) uint8_t q[kTileRows][kBlock];
+  TwoLevelNumbers scales[kTileRows]{}, mins[kTileRows]{};
+  const auto write = [&](const TwoLevelNumbers* numbers, uint8_t* out) {
+    for (int64_t row = 0; row < kTileRows; ++row) {
+      std::memcpy(out + 2 * row, &numbers[row].factor, 2);
+      for (int64_t group = 0; group < kGroups; ++group) {
+        out[(2 + group) * kTileRows + row] = static_cast<uint8_t>(numbers[row].integers[group]);
+      }
+    }
+  };
+  for (int64_t block = 0; block < blocks; ++block) {
+    for (int64_t row = 0; row < rows; ++row) {
+      Type::read_two_level(p.file + p.offsets[first + row] + block * Type::kBytes, q[row], scales + row, mins + row);
+    }
+    const int64_t at = tile * blocks + block;
+    constexpr int kBits = Type::kTwoLevelBits;
+    pack_tile<kBits>(q[0], kBlock, rows, kBlock, static_cast<uint8_t*>(p.q) + at * kBlock * kTileRows * kBits / 8);
+    write(scales, p.scales + at * kBytes);
+    if (p.mins != nullptr) write(mins, p.mins + at * kBytes);
+  }
+}
+
 }  // namespace
+
+void pack_gguf_two_level(const GGUFTwoLevelParams& p) {
+  with_two_level(p.type, [&]<class Type>(Type) {
+    parallel_for((p.n + kTileRows - 1) / kTileRows, [&](int64_t begin, int64_t end) {
+      for (int64_t tile = begin; tile < end; ++tile) pack_two_level_tile<Type>(p, tile);
+    });
+  });
+}
 
 bool unpack_gguf_rows(const GGUFRowsParams& p) {
   std::atomic<bool> fits{true};

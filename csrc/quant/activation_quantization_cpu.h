@@ -128,14 +128,15 @@ float quantize_row(const float* x, int64_t k, float largest, float* work, Activa
   for (int64_t b = 0; b < k / kBlockInputs; ++b) {
     ActivationBlock<Run>& block = blocks[b * stride];
     const int64_t first = b * Run::kMultipliers;
-    i32v sum{};
+    int32_t sums[Run::kMultipliers], sum = 0;
 #pragma GCC unroll 2
     for (int i = 0; i < Run::kMultipliers; ++i) {
       const int64_t span = first + i;
-      sum += quantize_span(x + span * kSpan<Run>, inverses[span], i * kSpan<Run>, block) * multipliers[span];
+      sums[i] = reduce_add(quantize_span(x + span * kSpan<Run>, inverses[span], i * kSpan<Run>, block));
+      sum += sums[i] * multipliers[span];
     }
-    block.multipliers = Run::multipliers(multipliers + first);
-    block.sum = static_cast<float>(reduce_add(sum));
+    block.multipliers = Run::multipliers(multipliers + first, sums);
+    block.sum = static_cast<float>(sum);
   }
   return amax / steps;
 }

@@ -9,6 +9,7 @@ namespace fastinfer::cpu::FASTINFER_ISA {
 
 struct Int4Format {
   static constexpr int kSteps = 4;  // 8 inputs each: low nibbles hold the first four, high ones the others
+  static constexpr int kScales = 1;
   static constexpr int kBlockBytes = kSteps * kTileRows * 4;
   static constexpr float kSymmetricOffset = 8.0f;  // a weight without minimum is scale * (q - 8)
 

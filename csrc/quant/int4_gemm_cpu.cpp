@@ -3,7 +3,9 @@
 namespace fastinfer::cpu::FASTINFER_ISA {
 
 void int4_gemm(const QuantizedGemmParams& p) {
-  run_quantized_gemm<Int4Format>(p);
+  if (p.weight.two_level) return run_quantized_gemm<Int4Format, TwoLevel<32> >(p);
+  p.weight.scale_dtype == DType::kFloat16 ? run_quantized_gemm<Int4Format, Float16>(p)
+                                          : run_quantized_gemm<Int4Format, float>(p);
 }
 
 }  // namespace fastinfer::cpu::FASTINFER_ISA

@@ -5,6 +5,7 @@ namespace {
 
 struct Int8Format {
   static constexpr int kSteps = 8;  // 4 inputs each
+  static constexpr int kScales = 1;
   static constexpr int kBlockBytes = kSteps * kTileRows * 4;
   static constexpr float kSymmetricOffset = 0.0f;
 
@@ -49,7 +50,8 @@ struct Int8Format {
 }  // namespace
 
 void int8_gemm(const QuantizedGemmParams& p) {
-  run_quantized_gemm<Int8Format>(p);
+  p.weight.scale_dtype == DType::kFloat16 ? run_quantized_gemm<Int8Format, Float16>(p)
+                                          : run_quantized_gemm<Int8Format, float>(p);
 }
 
 }  // namespace fastinfer::cpu::FASTINFER_ISA

@@ -8,7 +8,8 @@
 namespace fastinfer::cpu::FASTINFER_ISA {
 
 // y = scale_x * sum over blocks of scale_w * (sum over runs of multiplier_x dot(q_w, q_x)) + min_w *
-// (sum of x), the minimums first.
+// (sum of x), the minimums first; or, if each run has its own scale, scale_x * sum over runs of scale_w * multiplier_x
+// dot(q_w, q_x).
 template <class Format, class Scale, int kBits>
 struct MaddKernel {
   using Products = typename Format::template Products<kBits>;
@@ -43,31 +44,29 @@ struct MaddKernel {
   // Without minimums a weight is scale * (q - the format's offset).
   template <int kRows>
   FASTINFER_INLINE void add_mins(int64_t tile, int vector, int64_t row, f32v (&acc)[kRows][Format::kVectors]) const {
-    const int64_t groups = p.k / kBlockInputs / p.weight.group_blocks;
-    const int64_t first = tile * groups * kTileRows + vector * kLanes;
     if (p.weight.mins == nullptr) {
       if constexpr (Format::kSymmetricOffset != 0.0f) {
-        const Scale* scales = static_cast<const Scale*>(p.weight.scales) + first;
-        add_sums<kRows>(row, acc, [&](int64_t at) { return load(scales + at) * -Format::kSymmetricOffset; });
+        add_sums<kRows>(p.weight.scales, tile, vector, row, acc, -Format::kSymmetricOffset);
       }
-    } else {
-      const Scale* mins = static_cast<const Scale*>(p.weight.mins) + first;
-      add_sums<kRows>(row, acc, [&](int64_t at) {
-        if constexpr (kStreams<kRows>) __builtin_prefetch(mins + at + groups * kTileRows);
-        return load(mins + at);
-      });
+    } else if constexpr (Format::kScales == 1) {
+      add_sums<kRows>(p.weight.mins, tile, vector, row, acc, 1.0f);
     }
   }
 
-  template <int kRows, class Factor>
-  FASTINFER_INLINE void add_sums(int64_t row, f32v (&acc)[kRows][Format::kVectors], Factor&& factor) const {
-    const int64_t blocks = p.k / kBlockInputs;
+  // Adds factor * number * (sum of x), with a number of each group.
+  template <int kRows>
+  FASTINFER_INLINE void add_sums(const void* numbers, int64_t tile, int vector, int64_t row,
+                                 f32v (&acc)[kRows][Format::kVectors], float factor) const {
+    const int64_t groups = p.k / kBlockInputs / p.weight.group_blocks;
     const ActivationBlock<Run>* block = x.at(row, 0);
-    for (int64_t at = 0, b = 0; b < blocks; at += kTileRows) {
+    for (int64_t group = 0; group < groups; ++group) {
       f32v factors[Format::kVectors];
 #pragma GCC unroll 2
-      for (int v = 0; v < Format::kVectors; ++v) factors[v] = factor(at + v * kLanes);
-      for (const int64_t end = b + p.weight.group_blocks; b < end; ++b, block += x.stride) {
+      for (int v = 0; v < Format::kVectors; ++v) {
+        factors[v] = GroupScales<Scale>(numbers, tile, groups, vector + v)[group] * factor;
+      }
+      if constexpr (kStreams<kRows>) GroupScales<Scale>(numbers, tile + 1, groups, vector).prefetch(group);
+      for (int64_t b = 0; b < p.weight.group_blocks; ++b, block += x.stride) {
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
@@ -80,19 +79,21 @@ struct MaddKernel {
   template <int kRows>
   FASTINFER_INLINE void add_products(int64_t tile, int vector, int64_t row,
                                      f32v (&acc)[kRows][Format::kVectors]) const {
-    constexpr int kVectors = Format::kVectors;
-    const int64_t blocks = p.k / kBlockInputs, groups = blocks / p.weight.group_blocks;
-    const Scale* scales = static_cast<const Scale*>(p.weight.scales) + tile * groups * kTileRows + vector * kLanes;
+    constexpr int kVectors = Format::kVectors, kScales = Format::kScales;
+    const int64_t blocks = p.k / kBlockInputs, groups = blocks / p.weight.group_blocks * kScales;
     const uint8_t* weight =
         static_cast<const uint8_t*>(p.weight.q) + tile * blocks * Format::kBlockBytes + vector * kLanes * 4;
     const ActivationBlock<Run>* block = x.at(row, 0);
-    for (int64_t group = 0; group < groups; ++group, scales += kTileRows) {
-      f32v scale[kVectors];
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) scale[v] = load(scales + v * kLanes);
-      if constexpr (kStreams<kRows>) __builtin_prefetch(scales + groups * kTileRows);
+    for (int64_t group = 0; group < groups; group += kScales) {
+      f32v scale[kScales][kVectors];
+#pragma GCC unroll 4
+      for (int i = 0; i < kScales * kVectors; ++i) {
+        const GroupScales<Scale> scales(p.weight.scales, tile, groups, vector + i % kVectors);
+        scale[i / kVectors][i % kVectors] = scales[group + i / kVectors];
+      }
+      if constexpr (kStreams<kRows>) GroupScales<Scale>(p.weight.scales, tile + 1, groups, vector).prefetch(group);
       for (int64_t b = 0; b < p.weight.group_blocks; ++b) {
-        ScaledDot<Run> dots[kRows][kVectors];
+        ScaledDot<Run> dots[kScales][kRows][kVectors];
 #pragma GCC unroll 2
         for (int run = 0; run < 2; ++run) {
           Run weights[kVectors];
@@ -102,7 +103,7 @@ struct MaddKernel {
           for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
             for (int v = 0; v < kVectors; ++v) {
-              dots[r][v].add(weights[v], block[r].q[0] + run * kRunInputs, block[r].multipliers, run);
+              dots[run % kScales][r][v].add(weights[v], block[r].q[0] + run * kRunInputs, block[r].multipliers, run);
             }
           }
         }
@@ -112,7 +113,10 @@ struct MaddKernel {
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
-          for (int v = 0; v < kVectors; ++v) acc[r][v] += dots[r][v].sum(block[r].multipliers) * scale[v];
+          for (int i = 0; i < kScales * kVectors; ++i) {
+            const int s = i / kVectors, v = i % kVectors;
+            acc[r][v] += dots[s][r][v].sum(block[r].multipliers) * scale[s][v];
+          }
         }
         weight += Format::kBlockBytes;
         block += x.stride;

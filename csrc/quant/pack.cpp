@@ -1,4 +1,4 @@
-// Bindings of int4_pack, int8_pack, int4_dequantize and int8_dequantize.
+// Bindings of int4_pack, int6_pack, int8_pack, int4_dequantize, int6_dequantize and int8_dequantize.
 #include "quant/pack.h"
 
 #include "binding/output.h"
@@ -9,16 +9,16 @@ namespace {
 
 template <int kBits>
 Tensor pack(const Output& output, const Tensor& q) {
-  const Checks check(kBits == 4 ? "int4_pack" : "int8_pack", q);
+  const Checks check(kBits == 4 ? "int4_pack" : kBits == 6 ? "int6_pack" : "int8_pack", q);
   check.shape(q, "q", {kAny, kAny});
   check.dtype(q, "q", kBits == 4 ? ScalarType::Byte : ScalarType::Char);
   check.contiguous(q, "q");
   const int64_t n = q.size(0), k = q.size(1);
   check.require(n > 0 && k > 0 && k % kBlockInputs == 0, "q must have rows, and a multiple of ", kBlockInputs,
                 " columns, got ", format_shape(q.sizes()));
-  const int64_t steps = kBlockInputs / (kBits == 4 ? kInputsPerStep4 : kInputsPerStep8);
   const int64_t tiles = (n + kTileRows - 1) / kTileRows;
-  const Tensor out = output.tensor(check, q, {tiles, k / kBlockInputs, steps, kTileRows, 4});
+  const ScalarType dtype = kBits == 8 ? ScalarType::Char : ScalarType::Byte;
+  const Tensor out = output.tensor(check, q, {tiles, k / kBlockInputs, packed_steps(kBits), kTileRows, 4}, dtype);
   const bool aligned = reinterpret_cast<uintptr_t>(out.data_ptr()) % 16 == 0;
   check.require(aligned || gpu_of(q) == nullptr, "out must be aligned to 16 bytes on a GPU");
   const PackParams params{.q = q.data_ptr(), .out = out.data_ptr(), .n = n, .k = k, .bits = kBits};
@@ -29,7 +29,7 @@ Tensor pack(const Output& output, const Tensor& q) {
 template <int kBits>
 Tensor dequantize(const Output& output, const Tensor& qweight, const Tensor& scales, const std::optional<Tensor>& mins,
                   int64_t out_features, const std::optional<Tensor>& rows, ScalarType dtype) {
-  const Checks check(kBits == 4 ? "int4_dequantize" : "int8_dequantize", qweight);
+  const Checks check(kBits == 4 ? "int4_dequantize" : kBits == 6 ? "int6_dequantize" : "int8_dequantize", qweight);
   const QuantizedWeight weight = quantized_weight(check, qweight, scales, mins, out_features, kBits);
   const DType out_dtype = check.float_dtype(dtype, "dtype");
   int64_t count = out_features;
@@ -61,7 +61,17 @@ Tensor dequantize(const Output& output, const Tensor& qweight, const Tensor& sca
   return out;
 }
 
+Tensor int6_dequantize(const Output& output, const Tensor& qweight, const Tensor& scales, int64_t out_features,
+                       const std::optional<Tensor>& rows, ScalarType dtype) {
+  return dequantize<6>(output, qweight, scales, std::nullopt, out_features, rows, dtype);
+}
+
 }  // namespace
+
+FASTINFER_CPU_OPERATORS(m) {
+  impl_with_out<&pack<6>>(m, "int6_pack");
+  impl_with_out<&int6_dequantize>(m, "int6_dequantize");
+}
 
 FASTINFER_OPERATORS(m) {
   impl_with_out<&pack<4>>(m, "int4_pack");

@@ -1,7 +1,7 @@
-// Packing of 4-bit and 8-bit weights into tiles, and the way back. A packed weight has the same shape on every device:
-// tiles of 16 rows, blocks of 32 inputs, 256 (4 bits) or 512 (8 bits) bytes a block. quant/quantized_gemm.h describes
-// the CPU's order within a block. On a GPU a block lies as the lanes of a warp hold it: with g = lane / 4 and t = lane
-// % 4,
+// Packing of 4-bit, 6-bit and 8-bit weights into tiles, and the way back. A packed weight has the same shape on every
+// device: tiles of 16 rows, blocks of 32 inputs, 256 (4 bits), 384 (6 bits, CPU only) or 512 (8 bits) bytes a block.
+// quant/quantized_gemm.h describes the CPU's order within a block. On a GPU a block lies as the lanes of a warp hold
+// it: with g = lane / 4 and t = lane % 4,
 //
 //   8 bits: 16 bytes a lane, the A fragment of mma m16n8k32: four inputs each of (row g, inputs 4t ..), (row g + 8,
 //           inputs 4t ..), (row g, inputs 4t + 16 ..), (row g + 8, inputs 4t + 16 ..).
@@ -19,11 +19,11 @@
 namespace fastinfer {
 
 struct PackParams {
-  const void* q;  // [n, k] uint8 0..15 (4 bits) or int8 (8 bits)
+  const void* q;  // [n, k] uint8 0..15 (4 bits), int8 -32..31 (6 bits) or int8 (8 bits)
   void* out;      // [ceil(n / 16), k / 32, ...]
   int64_t n;
   int64_t k;
-  int bits;  // 4 or 8
+  int bits;  // 4, 6 or 8
 };
 
 struct DequantizeParams {
@@ -33,7 +33,7 @@ struct DequantizeParams {
   int64_t count;
   int64_t n;
   int64_t k;
-  int bits;     // 4 or 8
+  int bits;     // 4, 6 or 8
   DType dtype;  // of out
 };
 

@@ -8,10 +8,48 @@
 
 namespace fastinfer::cpu {
 
+// Returns the bits that some byte has set.
+inline uint8_t bits_of_bytes(uint64_t eight) {
+  eight |= eight >> 32;
+  eight |= eight >> 16;
+  return static_cast<uint8_t>(eight | eight >> 8);
+}
+
+// Packs 32 inputs of a row of 6 bits, -32..31: four words of low bits, and two of high bits. Returns the bits that some
+// byte of q + 32 has set.
+inline uint64_t pack_row6(const uint8_t* q, uint8_t* out) {
+  uint64_t seen = 0;
+  for (int run = 0; run < 2; ++run) {
+    uint32_t high = 0;
+    for (int half = 0; half < 2; ++half) {
+      uint64_t eight;
+      std::memcpy(&eight, q + 16 * run + 8 * half, 8);
+      eight = ((eight & 0x7f7f7f7f7f7f7f7fu) + 0x2020202020202020u) ^ (eight & 0x8080808080808080u);  // + 32 each
+      seen |= eight;
+      const uint64_t low = eight & 0x0f0f0f0f0f0f0f0fu, bits = eight >> 4 & 0x0303030303030303u;
+      const auto word = static_cast<uint32_t>(low | low >> 28);
+      std::memcpy(out + (2 * run + half) * 4 * kTileRows, &word, 4);
+      high |= static_cast<uint32_t>(bits | bits >> 30) << 4 * half;
+    }
+    std::memcpy(out + (4 + run) * 4 * kTileRows, &high, 4);
+  }
+  return seen;
+}
+
 // Packs `inputs` columns (a multiple of kBlockInputs) of a tile whose rows lie `stride` bytes apart; rows past `rows`
-// become zeros. Returns the bits that some byte of q has set, which for 4 bits must be the lowest four.
+// become zeros. Returns the bits that some byte of q has set, which for 4 bits must be the lowest four. For 6 bits it
+// returns those of q + 32, which must be the lowest six.
 template <int kBits>
 uint8_t pack_tile(const uint8_t* q, int64_t stride, int64_t rows, int64_t inputs, uint8_t* out) {
+  if constexpr (kBits == 6) {
+    constexpr int kBytes = kBlockInputs * kTileRows * 6 / 8;
+    uint64_t seen = 0;
+    for (int64_t input = 0; input < inputs; input += kBlockInputs, out += kBytes) {
+      if (rows < kTileRows) std::memset(out, 0, kBytes);
+      for (int64_t row = 0; row < rows; ++row) seen |= pack_row6(q + row * stride + input, out + 4 * row);
+    }
+    return bits_of_bytes(seen);
+  }
   uint64_t seen = 0;
   for (int64_t input = 0; input < inputs; input += kBits == 4 ? 8 : 4, out += 4 * kTileRows) {
     if (rows < kTileRows) std::memset(out, 0, 4 * kTileRows);
@@ -27,9 +65,7 @@ uint8_t pack_tile(const uint8_t* q, int64_t stride, int64_t rows, int64_t inputs
       }
     }
   }
-  seen |= seen >> 32;
-  seen |= seen >> 16;
-  return static_cast<uint8_t>(seen | seen >> 8);
+  return bits_of_bytes(seen);
 }
 
 }  // namespace fastinfer::cpu

@@ -1,4 +1,4 @@
-// Linear layers over packed weights: 8 bits, 4 bits, and 4-bit indices into a look-up table.
+// Linear layers over packed weights: 8 bits, 6 bits, 4 bits, and 4-bit indices into a look-up table.
 #pragma once
 
 #include <cstdint>
@@ -10,14 +10,24 @@
 
 namespace fastinfer {
 
-// w = scale * q + min (8 bits), scale * q + min or scale * (q - 8) (4 bits). The CPU's layout: see quant/pack.h for a
-// GPU's.
+inline constexpr int kTwoLevelInputs = 256;  // that share the fp16 of a two-level scale
+
+// Stands for a scale that is an int8 times an fp16: the int8 belongs to a group of kGroup inputs, the fp16 to 256.
+template <int kGroup>
+struct TwoLevel {
+  static constexpr int kGroups = kTwoLevelInputs / kGroup;
+};
+
+// w = scale * q + min (8 bits), scale * q (6 bits), scale * q + min or scale * (q - 8) (4 bits). The CPU's layout: see
+// quant/pack.h for a GPU's.
 struct QuantizedWeight {
-  const void* q;         // int4: [tiles, k / 32, 4, 16, 4] uint8; int8: [tiles, k / 32, 8, 16, 4] int8
-  const void* scales;    // [tiles, groups, 16]
-  const void* mins;      // [tiles, groups, 16] or null
-  int64_t group_blocks;  // blocks of 32 inputs that share a scale
-  DType scale_dtype;     // of scales and mins: fp16 or fp32
+  const void* q;         // int4: [tiles, k / 32, 4, 16, 4] uint8; int6: [tiles, k / 32, 6, 16, 4] uint8;
+                         // int8: [tiles, k / 32, 8, 16, 4] int8
+  const void* scales;    // [tiles, groups, 16]; two-level: [tiles, k / 256, 2 + 256 / group, 16] int8
+  const void* mins;      // as scales, or null
+  int64_t group_blocks;  // blocks of 32 inputs that share a scale; 1 for int6, whose groups are half a block
+  DType scale_dtype;     // of scales and mins, unless they are two-level: fp16 or fp32
+  bool two_level;        // CPU: always for int6, perhaps for int4
   int groups;
   uint64_t group_reciprocal;  // CUDA: 2^32 / group_blocks, rounded up
 };
@@ -35,6 +45,7 @@ struct LutGemmParams : QuantizedGemmParams {  // w = scale * table[q], 4 bits; a
 }  // namespace fastinfer
 
 FASTINFER_CPU_KERNEL(int8_gemm, QuantizedGemmParams)
+FASTINFER_CPU_KERNEL(int6_gemm, QuantizedGemmParams)
 FASTINFER_CPU_KERNEL(int4_gemm, QuantizedGemmParams)
 FASTINFER_CPU_KERNEL(lut_gemm, LutGemmParams)
 

@@ -1,4 +1,4 @@
-// 4-bit and 8-bit matrix products on the CPU; the two formats differ only in how a block's weights are read.
+// 4-bit, 6-bit and 8-bit matrix products on the CPU; the formats differ only in how a block's weights are read.
 //
 // A format reads a run of a block for integer products, and yields the weight of one input for all lanes for fp32 ones.
 // Lanes are weight rows, so no product ends in a horizontal sum.
@@ -28,10 +28,10 @@ struct FloatKernel {
     for (int half = 0; half < kHalves; ++half) {
       f32v acc[kRows] = {};
       for_each_block<Format, Scale>(p, tile, half, 0, p.k / kBlockInputs,
-                                    [&](int64_t b, const uint8_t* weight, f32v scale, f32v min) {
+                                    [&](int64_t b, const uint8_t* weight, const BlockScales<Format>& scales) {
                                       const float* first = x.data + row * x.stride + b * kBlockInputs;
                                       Format::for_each_input(weight, [&](int input, i32v q) {
-                                        const f32v w = values(q, scale, min);
+                                        const f32v w = value(scales, input, q);
                                         for (int r = 0; r < kRows; ++r) acc[r] += w * first[r * x.stride + input];
                                       });
                                     });
@@ -54,10 +54,12 @@ struct FloatKernel {
       const int64_t end = std::min(blocks, begin + kPanelBlocks);
       for (int half = 0; half < kHalves; ++half) {
         float* out = weights + half * kLanes;
-        for_each_block<Format, Scale>(p, tile, half, begin, end, [&](int64_t, const uint8_t* q, f32v scale, f32v min) {
-          Format::for_each_input(q, [&](int input, i32v q) { store(out + input * kTileRows, values(q, scale, min)); });
-          out += kBlockInputs * kTileRows;
-        });
+        for_each_block<Format, Scale>(
+            p, tile, half, begin, end, [&](int64_t, const uint8_t* weight, const BlockScales<Format>& scales) {
+              Format::for_each_input(
+                  weight, [&](int input, i32v q) { store(out + input * kTileRows, value(scales, input, q)); });
+              out += kBlockInputs * kTileRows;
+            });
       }
       const float* first = x.data + row0 * x.stride + begin * kBlockInputs;
       int row = 0;
@@ -75,6 +77,10 @@ struct FloatKernel {
   }
 
  private:
+  FASTINFER_INLINE f32v value(const BlockScales<Format>& scales, int input, i32v q) const {
+    return values(q, scales.scale[input * Format::kScales / kBlockInputs], scales.min);
+  }
+
   template <int kRows>
   __attribute__((noinline)) void multiply(const float* weights, int64_t inputs, const float* rows, float* sums,
                                           int stride) const {
@@ -119,16 +125,13 @@ void run_integer_gemm(const QuantizedGemmParams& p) {
   run_gemm(p, Kernel{p, quantize_rows<typename Kernel::Run, kBits>(p)});
 }
 
-template <class Format>
+template <class Format, class Scale>
 void run_quantized_gemm(const QuantizedGemmParams& p) {
-  const auto run = [&]<class Scale>(Scale) {
-    switch (p.activation_bits) {
-      case 8: return run_integer_gemm<Format, Scale, 8>(p);
-      case 16: return run_integer_gemm<Format, Scale, 16>(p);
-      default: return run_gemm(p, FloatKernel<Format, Scale, LinearValues>{p, float_rows(p), {}});
-    }
-  };
-  p.weight.scale_dtype == DType::kFloat16 ? run(Float16{}) : run(float{});
+  switch (p.activation_bits) {
+    case 8: return run_integer_gemm<Format, Scale, 8>(p);
+    case 16: return run_integer_gemm<Format, Scale, 16>(p);
+    default: return run_gemm(p, FloatKernel<Format, Scale, LinearValues>{p, float_rows(p), {}});
+  }
 }
 
 }  // namespace fastinfer::cpu::FASTINFER_ISA

@@ -8,18 +8,43 @@
 
 namespace fastinfer {
 
-inline constexpr int kInputsPerStep4 = 8, kInputsPerStep8 = 4;
+// Steps of a packed block, 64 bytes each.
+inline int64_t packed_steps(int bits) {
+  return kBlockInputs * bits / 32;
+}
+
+// Checks scales or minimums that are an int8 times an fp16, of a weight with `blocks` blocks of inputs.
+inline void check_two_level(const Checks& check, const Tensor& scales, const char* name, int64_t tiles, int64_t blocks,
+                            int bits) {
+  const int64_t groups = bits == 6 ? TwoLevel<16>::kGroups : TwoLevel<32>::kGroups;
+  check.require(gpu_of(scales) == nullptr, name, " must be float16 or float32 on a GPU, got int8");
+  check.require(blocks * kBlockInputs % kTwoLevelInputs == 0, "in_features must be a multiple of ", kTwoLevelInputs,
+                " for int8 ", name, ", got ", blocks * kBlockInputs);
+  check.shape(scales, name, {tiles, blocks * kBlockInputs / kTwoLevelInputs, 2 + groups, kTileRows});
+  check.dtype(scales, name, ScalarType::Char);
+  check.contiguous(scales, name);
+}
 
 inline QuantizedWeight quantized_weight(const Checks& check, const Tensor& qweight, const Tensor& scales,
                                         const std::optional<Tensor>& mins, int64_t out_features, int bits) {
-  const int64_t steps = kBlockInputs / (bits == 4 ? kInputsPerStep4 : kInputsPerStep8);
-  check.shape(qweight, "qweight", {kAny, kAny, steps, kTileRows, 4});
+  check.shape(qweight, "qweight", {kAny, kAny, packed_steps(bits), kTileRows, 4});
   const int64_t tiles = qweight.size(0), blocks = qweight.size(1);
   check.require(tiles > 0 && blocks > 0, "qweight must not be empty, got ", format_shape(qweight.sizes()));
   check.require(out_features > (tiles - 1) * kTileRows && out_features <= tiles * kTileRows,
                 "out_features must fit qweight's ", tiles, " tiles of ", kTileRows, " rows, got ", out_features);
-  check.dtype(qweight, "qweight", bits == 4 ? ScalarType::Byte : ScalarType::Char);
+  check.dtype(qweight, "qweight", bits == 8 ? ScalarType::Char : ScalarType::Byte);
   check.contiguous(qweight, "qweight");
+  if (bits == 6 || (bits == 4 && scales.scalar_type() == ScalarType::Char)) {
+    check_two_level(check, scales, "scales", tiles, blocks, bits);
+    if (mins) check_two_level(check, *mins, "mins", tiles, blocks, bits);
+    QuantizedWeight weight{};
+    weight.q = qweight.data_ptr();
+    weight.scales = scales.data_ptr();
+    weight.mins = mins ? mins->data_ptr() : nullptr;
+    weight.group_blocks = 1;
+    weight.two_level = true;
+    return weight;
+  }
   check.shape(scales, "scales", {tiles, kAny, kTileRows});
   const int64_t groups = scales.size(1);
   check.require(groups > 0 && blocks % groups == 0, "scales must have a number of groups that divides the ", blocks,
@@ -39,6 +64,7 @@ inline QuantizedWeight quantized_weight(const Checks& check, const Tensor& qweig
       .mins = mins ? mins->data_ptr() : nullptr,
       .group_blocks = blocks / groups,
       .scale_dtype = dtype == ScalarType::Half ? DType::kFloat16 : DType::kFloat32,
+      .two_level = false,
       .groups = static_cast<int>(groups),
       .group_reciprocal = ((uint64_t{1} << 32) + blocks / groups - 1) / (blocks / groups),
   };
@@ -58,12 +84,16 @@ inline QuantizedWeight stacked_weight(const Checks& check, const Tensor& qweight
                 format_shape(qweight.sizes()));
   const int64_t experts = qweight.size(0);
   check.contiguous(qweight, "qweight");
-  check.shape(scales, "scales", {experts, kAny, kAny, kTileRows});
-  check.contiguous(scales, "scales");
-  if (mins) {
-    check.shape(*mins, "mins", {experts, kAny, kAny, kTileRows});
-    check.contiguous(*mins, "mins");
-  }
+  const auto stacked = [&](const Tensor& t, const char* name) {
+    if (t.scalar_type() == ScalarType::Char) {
+      check.shape(t, name, {experts, kAny, kAny, kAny, kTileRows});
+    } else {
+      check.shape(t, name, {experts, kAny, kAny, kTileRows});
+    }
+    check.contiguous(t, name);
+  };
+  stacked(scales, "scales");
+  if (mins) stacked(*mins, "mins");
   const auto first = [](const Tensor& t) { return torch::stable::select(t, 0, 0); };
   return quantized_weight(check, first(qweight), first(scales), mins ? std::optional(first(*mins)) : std::nullopt,
                           out_features, bits);

@@ -20,10 +20,12 @@
 namespace fastinfer::cpu::FASTINFER_ISA {
 
 // y = scale_x * sum over blocks of (min_w * (sum of x) + scale_w * sum over runs of multiplier_x dot(q_w, q_x)), with
-// the minimum of the unsigned weights that the instruction wants.
+// the minimum of the unsigned weights that the instruction wants; or, if each run has its own scale, scale_x * sum over
+// runs of scale_w * multiplier_x dot(q_w, q_x).
 template <class Format, class Scale, int kBits>
 struct VnniKernel {
-  using Run = ByteRun<kBits>;
+  static constexpr int kScales = Format::kScales;
+  using Run = std::conditional_t<kScales == 1, ByteRun<kBits>, OffsetByteRun<kBits> >;
   using Block = ActivationBlock<Run>;
   static constexpr int kParts = Run::kParts;
   static constexpr int kMaxRows = 8;
@@ -37,11 +39,14 @@ struct VnniKernel {
     const int64_t blocks = p.k / kBlockInputs;
     const Block* block = x.at(row, 0);
     for_each_block<Format, Scale, true>(
-        p, tile, 0, 0, blocks, [&](int64_t, const uint8_t* weight, f32v scale, f32v min) {
-          add_min<kRows, 1>(block, {unsigned_min(scale, min)}, acc);
+        p, tile, 0, 0, blocks, [&](int64_t, const uint8_t* weight, const BlockScales<Format>& scales) {
+          f32v scale[kScales][1];
+#pragma GCC unroll 2
+          for (int s = 0; s < kScales; ++s) scale[s][0] = scales.scale[s];
+          if constexpr (kScales == 1) add_min<kRows, 1>(block, {unsigned_min(scales)}, acc);
           add_block<kRows, 1>(
               block, [&](int run) { return Format::load_unsigned(weight, run); },
-              [](const RunBytes& bytes, int step, int) { return bytes.step[step]; }, {scale}, acc);
+              [](const RunBytes& bytes, int step, int) { return bytes.step[step]; }, scale, acc);
           block += x.stride;
         });
 #pragma GCC unroll 8
@@ -56,7 +61,7 @@ struct VnniKernel {
   template <int kTiles>
   struct PanelBlock {
     alignas(64) uint8_t bytes[2][kRunSteps][kTiles][kTileRows * 4];
-    f32v scales[kTiles], mins[kTiles];
+    f32v scales[kScales][kTiles], mins[kTiles];
   };
 
   template <int kTiles, class Done>
@@ -81,14 +86,14 @@ struct VnniKernel {
   }
 
  private:
-  FASTINFER_INLINE static f32v unsigned_min(f32v scale, f32v min) {
-    return Format::kUnsignedOffset == 0.0f ? min : min - scale * Format::kUnsignedOffset;
+  FASTINFER_INLINE static f32v unsigned_min(const BlockScales<Format>& of) {
+    return Format::kUnsignedOffset == 0.0f ? of.min : of.min - of.scale[0] * Format::kUnsignedOffset;
   }
 
   template <int kTiles>
   void unpack(int64_t tile, int64_t begin, int64_t end, int t, PanelBlock<kTiles>* unpacked) const {
     for_each_block<Format, Scale, true>(p, tile, 0, begin, end,
-                                        [&](int64_t, const uint8_t* weight, f32v scale, f32v min) {
+                                        [&](int64_t, const uint8_t* weight, const BlockScales<Format>& scales) {
 #pragma GCC unroll 2
                                           for (int run = 0; run < 2; ++run) {
                                             const RunBytes bytes = Format::load_unsigned(weight, run);
@@ -96,8 +101,9 @@ struct VnniKernel {
                                             for (int step = 0; step < kRunSteps; ++step)
                                               store_as(unpacked->bytes[run][step][t], bytes.step[step]);
                                           }
-                                          unpacked->scales[t] = scale;
-                                          unpacked->mins[t] = unsigned_min(scale, min);
+#pragma GCC unroll 2
+                                          for (int s = 0; s < kScales; ++s) unpacked->scales[s][t] = scales.scale[s];
+                                          if constexpr (kScales == 1) unpacked->mins[t] = unsigned_min(scales);
                                           ++unpacked;
                                         });
   }
@@ -106,8 +112,8 @@ struct VnniKernel {
   // each of a tile's rows. (Split any further, the compiler orders a single row's loads and prefetches differently, and
   // 8-bit weights from memory take 5 % longer.)
   template <int kRows, int kTiles, class Load, class Step>
-  FASTINFER_INLINE static void add_block(const Block* block, Load&& load, Step&& step, const f32v (&scale)[kTiles],
-                                         f32v (&acc)[kRows][kTiles]) {
+  FASTINFER_INLINE static void add_block(const Block* block, Load&& load, Step&& step,
+                                         const f32v (&scale)[kScales][kTiles], f32v (&acc)[kRows][kTiles]) {
     constexpr int kRuns = 2 / Run::kMultipliers;  // runs that share a multiplier
     f32v products[kRows][kTiles] = {};
 #pragma GCC unroll 2
@@ -128,7 +134,7 @@ struct VnniKernel {
           u8v w[kTiles];
 #pragma GCC unroll 2
           for (int t = 0; t < kTiles; ++t) w[t] = in_register(step(weights[at / kRunSteps], at % kRunSteps, t));
-          multiply_step<kRows, kTiles>(i, kSteps, w, block, part, m * kRunInputs + 4 * at, sums);
+          multiply_step<kRows, kTiles>(i % kSteps == 0, w, block, m, part, m * kRunInputs + 4 * at, sums);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
@@ -137,16 +143,15 @@ struct VnniKernel {
         }
       }
       add_multiplied<kRows, kTiles>(block, m, dots, products);
+      if (kScales == 2 || m + 1 == Run::kMultipliers) add_scaled<kRows, kTiles>(products, scale[m % kScales], acc);
     }
-    add_scaled<kRows, kTiles>(products, scale, acc);
   }
 
-  // Step i of a chain: adds four inputs of every weight row times those of kRows rows of x. All rows take a step before
-  // the next one, because each waits five cycles for its sum. The first step starts the sums; they are shifted where
-  // the second part of the activations begins.
+  // A step of a chain: adds four inputs of every weight row times those of kRows rows of x. All rows take a step before
+  // the next one, because each waits five cycles for its sum. The first step of a part of the activations starts sums.
   template <int kRows, int kTiles>
-  FASTINFER_INLINE static void multiply_step(int i, int part_steps, const u8v (&w)[kTiles], const Block* block,
-                                             int part, int input, i32v (&sums)[kRows][kTiles]) {
+  FASTINFER_INLINE static void multiply_step(bool first, const u8v (&w)[kTiles], const Block* block, int m, int part,
+                                             int input, i32v (&sums)[kRows][kTiles]) {
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const int8_t* four = block[r].q[part] + input;
@@ -154,7 +159,7 @@ struct VnniKernel {
       if constexpr (kTiles > 1) activations = in_register((i8v)broadcast_word(four));
 #pragma GCC unroll 2
       for (int t = 0; t < kTiles; ++t) {
-        const i32v sum = i == 0 ? i32v{} + Run::kStart : i % part_steps == 0 ? sums[r][t] << 7 : sums[r][t];
+        const i32v sum = first ? Run::start(block[r].multipliers, m, part, sums[r][t]) : sums[r][t];
         if constexpr (kTiles > 1) {
           sums[r][t] = dpbusd(sum, w[t], activations);
         } else {
@@ -215,7 +220,7 @@ struct VnniKernel {
     for (const auto* stop = weights + (end - begin); weights < stop; ++weights, block += x.stride) {
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) __builtin_prefetch(block + 2 * x.stride + r);  // too far apart for the hardware
-      add_min<kRows, kTiles>(block, weights->mins, acc);
+      if constexpr (kScales == 1) add_min<kRows, kTiles>(block, weights->mins, acc);
       add_block<kRows, kTiles>(
           block, [&](int run) { return weights->bytes[run]; },
           [](auto* bytes, int step, int t) { return load_as<u8v>(bytes[step][t]); }, weights->scales, acc);

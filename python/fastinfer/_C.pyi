@@ -40,6 +40,15 @@ def unpack_rows(
     scales: NDArray[Any],
     mins: NDArray[Any] | None,
 ) -> bool: ...
+def pack_two_level_rows(
+    file: NDArray[Any],
+    offsets: NDArray[Any],
+    types: NDArray[Any],
+    columns: int,
+    q: NDArray[Any],
+    scales: NDArray[Any],
+    mins: NDArray[Any] | None,
+) -> None: ...
 def dequantize_rows(
     file: NDArray[Any], offsets: NDArray[Any], types: NDArray[Any], columns: int, values: NDArray[Any]
 ) -> None: ...

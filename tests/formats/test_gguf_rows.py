@@ -5,12 +5,13 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from support.gguf_unpack_reference import unpack_reference
+from support import reference
+from support.gguf_unpack_reference import two_level_reference, unpack_reference
 from support.helpers import assert_bitwise, num_threads
 from torch import Tensor
 
 from fastinfer import _C, ops
-from fastinfer.formats.gguf_rows import QUANTIZED_TYPES, GGUFRows
+from fastinfer.formats.gguf_rows import QUANTIZED_TYPES, TWO_LEVEL_BITS, GGUFRows
 from fastinfer.formats.gguf_types import GGUFType
 from fastinfer.formats.unpacked import Dense, Int4, Int8, Lut, Unpacked, concatenate
 from fastinfer.weights.expert_weights import make_expert_weights
@@ -75,6 +76,14 @@ def test_unpacked_and_packed(kind: GGUFType, scale: float, threads: int) -> None
         with num_threads(threads):
             unpacked, packed = weight.unpack(), make_weight(weight, 8)
         assert_same(unpacked, expected)
+        if kind in TWO_LEVEL_BITS:
+            q, numbers = two_level_reference(data, kind)
+            assert_bitwise(packed.qweight, (reference.int4_pack if kind is GGUFType.Q4_K else reference.int6_pack)(q))
+            stored = (packed.scales,) if packed.mins is None else (packed.scales, packed.mins)
+            for got, (integers, factors) in zip(stored, numbers, strict=True):
+                assert_bitwise(got, ops.pack_two_level_scales(integers, factors))
+            assert_bitwise(packed.rows(None, torch.float32), unpack_reference(data, kind, True).dequantize())
+            continue
         if isinstance(expected, Dense):
             assert_bitwise(packed.values, expected.values)
             continue
@@ -119,6 +128,10 @@ def test_scales_too_large_for_fp16(kind: GGUFType) -> None:
     weight, expected = GGUFRows.of(data, kind, False), unpack_reference(data, kind, False)
     assert expected.scales.dtype == torch.float32
     assert_same(weight.unpack(), expected)
+    if kind in TWO_LEVEL_BITS:  # no product is stored
+        exact = unpack_reference(data, kind, True).dequantize()
+        assert_bitwise(make_weight(weight, 8).rows(None, torch.float32), exact)
+        return
     packed, (qweight, scales, _) = make_weight(weight, 8), packed_reference(expected)
     assert_bitwise(packed.qweight, qweight)
     assert_bitwise(packed.scales, scales)
@@ -128,16 +141,16 @@ def test_scales_too_large_for_fp16(kind: GGUFType) -> None:
 @pytest.mark.parametrize("unpacked", [False, True])
 def test_scales_too_large_for_fp16_in_one_part(first: int, unpacked: bool) -> None:
     """Or in one of a mixture's experts: scales become fp32, exactly. Parts behind it are not rounded to fp16 at all."""
-    parts = [random_file(GGUFType.Q4_K, 32, 2, scale) for scale in (1e-2, 6e4)]
+    parts = [random_file(GGUFType.Q5_K, 32, 2, scale) for scale in (1e-2, 6e4)]
     parts = [parts[first], parts[1 - first]]
-    rows: list[Unpacked] = [GGUFRows.of(part, GGUFType.Q4_K, False) for part in parts]
+    rows: list[Unpacked] = [GGUFRows.of(part, GGUFType.Q5_K, False) for part in parts]
     weights = [row.unpack() for row in rows] if unpacked else rows
     if not unpacked:
         file = np.concatenate(parts)
-        weights = [GGUFRows.of(half, GGUFType.Q4_K, False) for half in (file[:32], file[32:])]
+        weights = [GGUFRows.of(half, GGUFType.Q5_K, False) for half in (file[:32], file[32:])]
     packed = make_weight(iter(weights), 8, out_features=64)
     exact = False, not unpacked and first == 1
-    references = [unpack_reference(part, GGUFType.Q4_K, e).dequantize() for part, e in zip(parts, exact, strict=True)]
+    references = [unpack_reference(part, GGUFType.Q5_K, e).dequantize() for part, e in zip(parts, exact, strict=True)]
     expected = torch.cat(references)
     assert packed.scales.dtype == packed.mins.dtype == torch.float32
     assert_bitwise(packed.rows(None, torch.float32), expected)
@@ -163,6 +176,8 @@ def test_rows_of_several_tensors() -> None:
     assert views[0].fits(views[1])
     assert_same(concatenate(views).rows(order).unpack(), expected.rows(order))
     assert_bitwise(concatenate(views).dequantize(), expected.dequantize())
+    assert [view.two_level_bits for view in (*views, concatenate(views))] == [0, 6, 0]
+    assert_bitwise(make_weight(concatenate(views), 8).rows(None, torch.float32), expected.dequantize())
     other_form = GGUFRows.of(random_file(GGUFType.Q4_0, 5, 8, 1e-2), GGUFType.Q4_0, False)
     other_file = GGUFRows.of(parts[0], GGUFType.Q5_0, False)
     assert not views[0].fits(other_form)
@@ -209,6 +224,43 @@ def test_wrong_arguments(changes: dict[str, object], message: str) -> None:
     assert _C.unpack_rows(**arguments())
     with pytest.raises(ValueError, match=message):
         _C.unpack_rows(**arguments(**changes))
+
+
+def two_level_arguments(**changes: object) -> dict[str, object]:
+    sound = {
+        "file": np.zeros(420, np.uint8),
+        "offsets": np.array([0, 210], np.int64),
+        "types": np.array([14, 14], np.uint8),
+        "columns": 256,
+        "q": np.zeros(3072, np.uint8),
+        "scales": np.zeros(288, np.int8),
+        "mins": None,
+    }
+    return sound | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"offsets": np.array([0, 211], np.int64)},
+            r"row 1 must lie within the file's 420 bytes, got 210 bytes at 211",
+        ),
+        ({"types": np.array([14, 8], np.uint8), "offsets": np.zeros(2, np.int64)}, r"two-level scales, got 14 and 8"),
+        ({"types": np.array([8, 8], np.uint8), "offsets": np.zeros(2, np.int64)}, r"two-level scales, got 8 and 8"),
+        ({"q": np.zeros(3071, np.uint8)}, r"q must have 3072 bytes, got 3071"),
+        ({"scales": np.zeros(160, np.int8)}, r"scales must have 288 bytes, got 160"),
+        ({"mins": np.zeros(288, np.int8)}, r"mins must be None"),
+        (
+            {"types": np.array([12, 12], np.uint8), "q": np.zeros(2048, np.uint8), "scales": np.zeros(160, np.int8)},
+            r"mins must be a buffer",
+        ),
+    ],
+)
+def test_wrong_arguments_of_two_levels(changes: dict[str, object], message: str) -> None:
+    _C.pack_two_level_rows(**two_level_arguments())
+    with pytest.raises(ValueError, match=message):
+        _C.pack_two_level_rows(**two_level_arguments(**changes))
 
 
 def test_values_of_groups_of_16_alone() -> None:

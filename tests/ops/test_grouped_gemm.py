@@ -201,3 +201,15 @@ def test_errors_of_packed_weights_name_the_argument(case: str) -> None:
     }
     with pytest.raises(RuntimeError, match=rf"{argument}"):
         ops.grouped_int8_gemm(**(good | ROUTING | change))
+
+
+@pytest.mark.parametrize(("form", "activation_bits"), [("int6", 32), ("int6", 16), ("int6", 8)])
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), SHAPES)
+def test_six_bits(tokens: int, top_k: int, experts: int, form: str, activation_bits: int, device: str) -> None:
+    ids = random_ids(tokens, top_k, experts)
+    stack = ExpertStack(form, experts, 33, 256)
+    x = torch.randn(tokens, 256).bfloat16()
+    out = stack.run(x, ids, activation_bits=activation_bits)
+    assert_bitwise(out, expert_by_expert(stack, x, ids, activation_bits=activation_bits))
+    if activation_bits == 32:
+        assert_rounded(out, reference.grouped_gemm(x, stack.dense, ids), slack=1e-5)

@@ -57,8 +57,9 @@ def contiguous_calls(x: Tensor) -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield "embedding", (torch.randn(5, 64), ids, x)
         yield "combine_experts", (x, torch.rand(len(x), 1), x)
         yield "int8_pack", (x.to(torch.int8),) if len(x) else (torch.zeros(3, 64, dtype=torch.int8),)
-        weight = random_weight(8, 17, 64).packed
-        yield "int8_dequantize", (*weight.values(), ids, torch.bfloat16)
+        for bits in (8, 6):
+            weight = random_weight(bits, 17, 256 if bits == 6 else 64).packed
+            yield f"int{bits}_dequantize", (*weight.values(), ids, torch.bfloat16)
     else:
         lse = torch.randn(x.shape[:2])
         yield "merge_attention_states", (x, lse, x, lse)

@@ -13,7 +13,7 @@ from fastinfer.ops.pack import interleave_gate_up
 
 device = device_fixture("cpu", "cuda", "emulated")
 
-PACK = {4: ops.int4_pack, 8: ops.int8_pack}
+PACK = {4: ops.int4_pack, 6: ops.int6_pack, 8: ops.int8_pack}
 LAYOUT = {
     "cpu": {4: reference.int4_pack, 8: reference.int8_pack},
     "cuda": {4: reference.int4_pack_fragments, 8: reference.int8_pack_fragments},
@@ -48,6 +48,68 @@ def test_layout_spelled_out() -> None:
     packed = ops.int8_pack(q)
     assert packed[1, 1, 3, 1, 1] == -9
     assert packed.count_nonzero() == 1
+    q = torch.full((32, 64), -32, dtype=torch.int8)
+    q[17, 32 + 16 + 13] = -32 + 0b101011
+    packed = ops.int6_pack(q)
+    assert packed[1, 1, 3, 1, 1] == 0b1011 << 4
+    assert packed[1, 1, 5, 1, 1] == 0b10 << 6
+    assert packed.count_nonzero() == 2
+
+
+@pytest.mark.parametrize("in_features", [32, 64, 576])
+@pytest.mark.parametrize("out_features", [1, 15, 16, 17, 100])
+def test_pack6(out_features: int, in_features: int) -> None:
+    q = torch.randint(-32, 32, (out_features, in_features), dtype=torch.int8)
+    assert_bitwise(ops.int6_pack(q), reference.int6_pack(q))
+
+
+@pytest.mark.parametrize("value", [-128, -33, 32, 64, 127])
+def test_what_does_not_fit_into_6_bits(value: int) -> None:
+    q = torch.zeros(17, 64, dtype=torch.int8)
+    q[16, 63] = value
+    with pytest.raises(RuntimeError, match=r"int6_pack: q must be -32\.\.31 throughout"):
+        ops.int6_pack(q)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("bits", "mins"), [(4, False), (4, True), (6, False)])
+@pytest.mark.parametrize("out_features", [1, 17, 48])
+def test_dequantize_two_level_scales(out_features: int, bits: int, mins: bool, dtype: torch.dtype) -> None:
+    weight = random_weight(bits, out_features, 768, mins=mins, two_level=True)
+    dequantize = ops.int4_dequantize if bits == 4 else ops.int6_dequantize
+    rows = torch.tensor([out_features - 1, 0, out_features // 2])
+    for index in (None, rows):
+        expected = weight.dense if index is None else weight.dense[index]
+        assert_bitwise(dequantize(**weight.packed, rows=index, dtype=dtype), expected.to(dtype))
+
+
+def test_pack_two_level_scales() -> None:
+    integers, factors = torch.randint(-128, 128, (17, 32), dtype=torch.int8), torch.randn(17, 2).half()
+    packed = ops.pack_two_level_scales(integers, factors)
+    assert packed.shape == (2, 2, 18, 16)
+    for row in range(32):
+        for block in range(2):
+            numbers = packed[row // 16, block]
+            factor = numbers[:2].flatten().view(torch.float16)[row % 16]
+            assert factor == (factors[row, block] if row < 17 else 0)
+            expected = integers[row, 16 * block :][:16] if row < 17 else torch.zeros(16, dtype=torch.int8)
+            assert_bitwise(numbers[2:, row % 16].contiguous(), expected)
+
+
+@pytest.mark.parametrize(
+    ("integers", "factors", "message"),
+    [
+        (torch.zeros(17, 16), torch.ones(17, 1).half(), r"integers must be .* got \(17, 16\) torch.float32"),
+        (torch.zeros(16).char(), torch.ones(17, 1).half(), r"integers must be .* got \(16,\) torch.int8"),
+        (torch.zeros(17, 16).char(), torch.ones(17, 1), r"factors must be .* got \(17, 1\) torch.float32"),
+        (torch.zeros(17, 16).char(), torch.ones(16, 1).half(), r"factors must be \[17, .* got \(16, 1\)"),
+        (torch.zeros(17, 16).char(), torch.ones(17, 3).half(), r"divide the 16 groups, got \(17, 3\)"),
+        (torch.zeros(17, 16).char(), torch.ones(17, 0).half(), r"divide the 16 groups, got \(17, 0\)"),
+    ],
+)
+def test_two_level_scales_that_do_not_fit(integers: torch.Tensor, factors: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ops.pack_two_level_scales(integers, factors)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -130,7 +192,7 @@ def test_interleave_errors() -> None:
         interleave_gate_up(torch.zeros(17, 2), torch.zeros(17, 2))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize(
     "q",
     [
@@ -143,7 +205,7 @@ def test_interleave_errors() -> None:
     ids=["in_features", "empty", "dtype", "1-d", "strided"],
 )
 def test_pack_errors_name_q(q: torch.Tensor, bits: int) -> None:
-    if bits == 8 and q.dtype == torch.uint8:
+    if bits > 4 and q.dtype == torch.uint8:
         q = q.char()
     with pytest.raises((RuntimeError, ValueError), match=r"\bq\b"):
         PACK[bits](q)

@@ -37,6 +37,7 @@ HEAD_DIMS = [1, 2, 7, 16, 63, 64, 65, 80, 96, 100, 128, 192, 256, 257, 320]
 HEADS_OPS = [op for op, takes in support.TABLE.items() if takes["cpu"].head_dim]
 OTHER_OPS = [op for op in support.TABLE if op not in HEADS_OPS]
 LINEAR_OPS = [op for op in OTHER_OPS if "gemm" in op and op != "w8a8_gemm"]
+ON_CPU_ALONE = [op for op in support.TABLE if not support.TABLE[op]["cuda"].dtype]
 
 # Of each operator the tensors that are its weight; the default holds for the rest.
 WEIGHTS = {
@@ -96,6 +97,8 @@ def accepts(op: str, call: Call, device: str) -> bool:
 
 def disagreements(op: str, column: str, device: str, calls: Iterator[tuple[Call, Call]]) -> list[str]:
     """Questions and calls on which ``supported`` and the operator differ; both answers must occur."""
+    if op in ON_CPU_ALONE and column == "cuda":
+        pytest.skip("no kernel")
     wrong, answers = [], set()
     for question, call in calls:
         answer = ops.supported(op, device=column, **question)
@@ -131,7 +134,8 @@ def test_dtypes(op: str, column: str, device: str) -> None:
 def test_widths_and_activation_bits(op: str, column: str, device: str) -> None:
     def calls() -> Iterator[tuple[Call, Call]]:
         for call in calls_of(op):
-            for dtype, width in itertools.product(DTYPES[:4], [1, 8, 12, 31, 32, 40, 63, 64]):
+            widths = [1, 32, 200, 224, 256] if "int6" in op else [1, 8, 12, 31, 32, 40, 63, 64]
+            for dtype, width in itertools.product(DTYPES[:4], widths):
                 question = {"dtype": dtype, "in_features": width}
                 fitting = retyped(call, ["weight"], dtype)
                 for bits in (4, 8, 16, 32) if "activation_bits" in call else [None]:
@@ -157,12 +161,12 @@ def narrowed(call: Call, width: int) -> Call:
         changed |= {
             name: call[name].narrow(stack + 1, 0, blocks).contiguous()
             for name in ("qweight", "scales", "mins")
-            if call.get(name) is not None
+            if call.get(name) is not None and call[name].shape[stack + 1] >= blocks
         }
     return call | changed
 
 
-@pytest.mark.parametrize("op", ["int4_pack", "int8_pack"])
+@pytest.mark.parametrize("op", ["int4_pack", "int6_pack", "int8_pack"])
 def test_widths_that_can_be_packed(op: str, column: str, device: str) -> None:
     dtype = torch.uint8 if op == "int4_pack" else torch.int8
     widths = [1, 16, 31, 32, 33, 64, 80, 96]
@@ -290,6 +294,14 @@ def test_what_is_left_out_may_be_anything(op: str, device_type: str) -> None:
 def test_questions_without_an_answer(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ops.supported(**arguments)
+
+
+def test_operators_of_the_cpu_alone() -> None:
+    assert ON_CPU_ALONE == ["int6_gemm", "grouped_int6_gemm", "int6_pack", "int6_dequantize"]
+    for op in ON_CPU_ALONE:
+        assert not ops.supported(op, device="cuda")
+        assert support.devices(op) == "CPU"
+        assert support.cell(op, "cuda") == "no"
 
 
 def test_a_device_may_have_an_index() -> None:

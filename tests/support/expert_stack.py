@@ -38,7 +38,7 @@ class ExpertStack:
             self.dense = weight.double()
             self.arguments: dict[str, Any] = {"weight": weight}
             return
-        bits = 8 if form.startswith("int8") else 4
+        bits = {"int8": 8, "int6": 6}.get(form[:4], 4)
         weights = [random_weight(bits, n, k, mins=form.endswith("min"), device=device) for _ in range(experts)]
         packed = [weight.packed for weight in weights]
         self.dense = torch.stack([weight.dense for weight in weights]).double()
@@ -46,10 +46,8 @@ class ExpertStack:
             name: torch.stack([weight[name] for weight in packed]) if isinstance(value, Tensor) else value
             for name, value in packed[0].items()
         }
-        self.operator = {"int8": ops.grouped_int8_gemm, "int4": ops.grouped_int4_gemm}.get(
-            form[:4], ops.grouped_lut_gemm
-        )
-        self.single = {"int8": ops.int8_gemm, "int4": ops.int4_gemm}.get(form[:4], ops.lut_gemm)
+        integers = form[:4] if form.startswith("int") else "lut"
+        self.operator, self.single = getattr(ops, f"grouped_{integers}_gemm"), getattr(ops, f"{integers}_gemm")
         if form == "table":
             table = torch.randn(16, device=device) * 4
             scales = torch.stack([weight.scales.double().repeat_interleave(32, 1) for weight in weights])

@@ -50,6 +50,7 @@ def device_fixture(*names: str) -> Callable[..., Any]:
                     monkeypatch.setattr(module, "ops", getattr(torch.ops, f"fastinfer_{request.param}"))
             if request.param == "emulated":
                 monkeypatch.setattr(GGUFRows, "pack", pack_by_operators)
+                monkeypatch.setattr(GGUFRows, "two_level_bits", 0)
             yield "cpu"
         else:
             yield request.param

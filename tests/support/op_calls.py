@@ -17,7 +17,7 @@ def int32(*values: int) -> Tensor:
 
 
 def gemm_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Dense, int8, int4 and table: plain and fused, without and with quantised activations."""
+    """Dense, int8, int6, int4 and table: plain and fused, without and with quantised activations."""
     x = torch.randn(5, 64).bfloat16()
     names = ["bias", "norm_weight", "eps", "activation", "residual"]
     for fusion in ("plain", "norm+bias+residual", "norm+silu"):
@@ -29,6 +29,11 @@ def gemm_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
             yield f"int{bits}_gemm", (x, *weight, *fused, 32)
             yield f"int{bits}_gemm", (x, *weight, *fused, 16)
             yield f"int{bits}_gemm", (x, *weight, *fused, 8)
+        wide = torch.randn(5, 256).bfloat16()
+        options = {"eps": 1e-6} | gemm_options(fusion, wide, 96, torch.float32)
+        weight = random_weight(6, 96, 256).packed.values()
+        for activation_bits in (32, 16, 8):
+            yield "int6_gemm", (wide, *weight, *(options.get(name) for name in names), activation_bits)
         weight = random_weight(4, 96, 64, mins=False).packed
         yield "lut_gemm", (x, weight["qweight"], weight["scales"], torch.randn(16), 96, *fused)
 
@@ -65,14 +70,17 @@ def expert_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
         stack = [torch.stack([weight[name] for weight in weights]) for name in ("qweight", "scales", "mins")]
         yield f"grouped_int{bits}_gemm", (x, *stack, 96, *routing, None, 32)
         yield f"grouped_int{bits}_gemm", (x, *stack, 96, *routing, "gelu", 8)
+    weights = [random_weight(6, 96, 256).packed for _ in range(6)]
+    wide = [torch.stack([weight[name] for weight in weights]) for name in ("qweight", "scales")]
+    yield "grouped_int6_gemm", (torch.randn(5, 256).bfloat16(), *wide, 96, *routing, "gelu", 8)
     yield "grouped_lut_gemm", (x, *stack[:2], torch.randn(16), 96, *routing, None)
     yield "combine_experts", (torch.randn(10, 64).bfloat16(), torch.rand(5, 2), x.clone())
 
 
 def pack_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "permute_columns", (torch.randn(5, 96).bfloat16()[:, 32:], torch.randperm(64))
-    for bits in (8, 4):
-        weight = random_weight(bits, 17, 64)
+    for bits in (8, 6, 4):
+        weight = random_weight(bits, 17, 256 if bits == 6 else 64)
         yield f"int{bits}_pack", (weight.q,)
         yield f"int{bits}_dequantize", (*weight.packed.values(), None, torch.float32)
         yield f"int{bits}_dequantize", (*weight.packed.values(), torch.tensor([3, 16, 3]), torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The tests that int4_gemm and int8_gemm share; a subclass in each operator's file names the number of bits."""
+"""The tests that int4_gemm, int6_gemm and int8_gemm share; a subclass in each operator's file names the bits."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,12 +22,16 @@ from support.helpers import (
 
 @dataclass
 class QuantizedWeight:
-    """A random weight: unpacked integers, and what the operators take."""
+    """A random weight: unpacked integers, and what the operators take.
+
+    Two-level scales and minimums are their products in fp32, and packed from ``two_level``: integers and factors.
+    """
 
     bits: int
     q: Tensor
     scales: Tensor
     mins: Tensor | None
+    two_level: tuple[tuple[Tensor, Tensor], ...] = ()
 
     @property
     def dense(self) -> Tensor:
@@ -36,13 +40,14 @@ class QuantizedWeight:
 
     @property
     def packed(self) -> dict[str, Any]:
-        pack = ops.int4_pack if self.bits == 4 else ops.int8_pack  # the device's own layout
-        return {
-            "qweight": pack(self.q),
-            "scales": ops.pack_scales(self.scales),
-            "mins": None if self.mins is None else ops.pack_scales(self.mins),
-            "out_features": self.q.shape[0],
-        }
+        scales, mins = ops.pack_scales(self.scales), None if self.mins is None else ops.pack_scales(self.mins)
+        if self.two_level:
+            scales, mins = (*(ops.pack_two_level_scales(*both) for both in self.two_level), None)[:2]
+        qweight = getattr(ops, f"int{self.bits}_pack")(self.q)  # the device's own layout
+        packed = {"qweight": qweight, "scales": scales, "mins": mins, "out_features": self.q.shape[0]}
+        if self.bits == 6:
+            del packed["mins"]
+        return packed
 
 
 def random_weight(
@@ -53,17 +58,30 @@ def random_weight(
     scale_dtype: torch.dtype = torch.float16,
     mins: bool = True,
     device: str = "cpu",
+    two_level: bool = False,
 ) -> QuantizedWeight:
     """Values of the size of 1 / sqrt(in_features); mins that shift them by about half their spread."""
-    low, high = (0, 16) if bits == 4 else (-128, 128)
+    low, high = {4: (0, 16), 6: (-32, 32), 8: (-128, 128)}[bits]
     q = torch.randint(low, high, (out_features, in_features), device=device).to(
         torch.uint8 if bits == 4 else torch.int8
     )
-    shape = (out_features, in_features // group)
     spread = in_features**-0.5
+    if two_level or bits == 6:
+        group = 16 if bits == 6 else 32
+        both = (spread * 4 / 2**bits, spread)[: 1 + (mins and bits == 4)]
+        stored = tuple(random_two_level(out_features, in_features, group, size) for size in both)
+        scales, shifts = (*(i * f.float().repeat_interleave(256 // group, 1) for i, f in stored), None)[:2]
+        return QuantizedWeight(bits, q, scales, shifts, stored)
+    shape = (out_features, in_features // group)
     scales = (torch.rand(shape, device=device) + 0.5) * spread * 4 / 2**bits
     shift = torch.randn(shape, device=device) * spread if mins else None
     return QuantizedWeight(bits, q, scales.to(scale_dtype), None if shift is None else shift.to(scale_dtype))
+
+
+def random_two_level(out_features: int, in_features: int, group: int, size: float) -> tuple[Tensor, Tensor]:
+    """Integers and factors of numbers of both signs, up to some size."""
+    integers = torch.randint(-128, 128, (out_features, in_features // group)).to(torch.int8)
+    return integers, ((torch.rand(out_features, in_features // 256) + 0.5) * size / 128).half()
 
 
 # The weight of the good call is [32, 64] in groups of 32, the input [3, 64].
@@ -101,6 +119,7 @@ class QuantizedGemmTests:
     """Accuracy, quantised activations, invariances and errors of one operator."""
 
     bits: int
+    two_level = False  # whether scales are; there are always 256 inputs then, or a multiple
     vnni: bool  # whether the kernels under test have AVX-512 VNNI, or emulate it
 
     @pytest.fixture(autouse=True)
@@ -108,9 +127,18 @@ class QuantizedGemmTests:
         device = getattr(request.node, "callspec", None) and request.node.callspec.params.get("device")
         self.vnni = device == "avx512" or (device == "cpu" and _C.cpu_info()["isa"].startswith("avx512"))
 
+    def width(self, in_features: int) -> int:
+        return -(-in_features // 256) * 256 if self.two_level else in_features
+
+    def weight(self, out_features: int, in_features: int, *args: Any, **options: Any) -> QuantizedWeight:
+        options["two_level"] = self.two_level
+        return random_weight(self.bits, out_features, self.width(in_features), *args, **options)
+
+    def operator(self, x: Tensor, **arguments: Any) -> Tensor:
+        return getattr(ops, f"int{self.bits}_gemm")(x, **arguments)
+
     def run(self, x: Tensor, weight: QuantizedWeight, **options: Any) -> Tensor:
-        operator = ops.int4_gemm if self.bits == 4 else ops.int8_gemm
-        return operator(x, **weight.packed, **options)
+        return self.operator(x, **weight.packed, **options)
 
     def assert_exact(self, x: Tensor, weight: QuantizedWeight, **options: Any) -> None:
         """Without quantised activations: fp32 arithmetic on the dequantised weight, rounded once."""
@@ -139,10 +167,10 @@ class QuantizedGemmTests:
     def lost_sums(self, x: Tensor, weight: QuantizedWeight, **options: Any) -> Tensor:
         """What sums of 8-bit products may lose with AVX-512 VNNI: 0.75 of a step of the second run of each block, see
         ByteRun in csrc/common/cpu/dot.h. [tokens, out_features]."""
-        scales = weight.scales.double().abs()
+        scales = weight.scales.double().abs()[:, :: 2 if self.bits == 6 else 1]
         scales = scales.repeat_interleave(x.shape[1] // scales.shape[1] // 32, 1)
         lost = 0.75 * reference.activation_steps(x)[1][:, 1::2, 0] @ scales.T
-        if not self.vnni:
+        if not self.vnni or self.bits == 6:
             lost.zero_()
         if "activation" not in options:
             return lost
@@ -156,7 +184,7 @@ class QuantizedGemmTests:
         """With activations in 14 bits: steps of 1/8191 of a run's largest are below what most uses of fp32 notice."""
         out = self.run(x, weight, activation_bits=16, **options)
         assert out.dtype == x.dtype
-        slack = 3e-3 if "activation" in options else 1e-3
+        slack = 5e-3 if "activation" in options else 1e-3
         assert_rounded(out, reference.gemm(x, weight.dense, **options), slack)
 
     @pytest.mark.parametrize("in_features", [32, 64, 576, 1536])
@@ -165,8 +193,8 @@ class QuantizedGemmTests:
     def test_shapes(self, tokens: int, out_features: int, in_features: int, device: str) -> None:
         if tokens * out_features * in_features > 3e7:
             tokens = 19
-        x = torch.randn(tokens, in_features, device=device)
-        weight = random_weight(self.bits, out_features, in_features, device=device)
+        x = torch.randn(tokens, self.width(in_features), device=device)
+        weight = self.weight(out_features, in_features, device=device)
         self.assert_exact(x, weight)
         self.assert_quantized(x, weight)
         if out_features > 1:  # errors are compared with the mean magnitude: one sum alone may be near zero
@@ -174,17 +202,17 @@ class QuantizedGemmTests:
 
     @pytest.mark.parametrize("activation_bits", [32, 16, 8])
     def test_no_tokens(self, activation_bits: int, device: str) -> None:
-        weight = random_weight(self.bits, 17, 64, device=device)
-        out = self.run(torch.randn(0, 64, device=device), weight, activation_bits=activation_bits)
+        weight = self.weight(17, 64, device=device)
+        out = self.run(torch.randn(0, self.width(64), device=device), weight, activation_bits=activation_bits)
         assert out.shape == (0, 17)
 
     @pytest.mark.parametrize("mins", [False, True])
     @pytest.mark.parametrize("scale_dtype", [torch.float16, torch.float32])
     @pytest.mark.parametrize("group", [32, 64, 128, 384])
     def test_groups(self, group: int, scale_dtype: torch.dtype, mins: bool, device: str) -> None:
-        weight = random_weight(self.bits, 49, 384, group, scale_dtype, mins, device)
+        weight = self.weight(49, 384, group, scale_dtype, mins, device)
         for tokens in (1, 2, 33):
-            x = torch.randn(tokens, 384, device=device)
+            x = torch.randn(tokens, self.width(384), device=device)
             self.assert_exact(x, weight)
             self.assert_quantized(x, weight)
             self.assert_nearly_exact(x, weight)
@@ -192,9 +220,9 @@ class QuantizedGemmTests:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("fusion", GEMM_FUSIONS)
     def test_fusions(self, fusion: str, dtype: torch.dtype, device: str) -> None:
-        weight = random_weight(self.bits, 96, 576, device=device)
+        weight = self.weight(96, 576, device=device)
         for tokens, vector_dtype in [(1, torch.float32), (5, dtype), (33, torch.float32)]:
-            x = torch.randn(tokens, 576, device=device).to(dtype)
+            x = torch.randn(tokens, self.width(576), device=device).to(dtype)
             options = gemm_options(fusion, x, 96, vector_dtype)
             self.assert_exact(x, weight, **options)
             self.assert_quantized(x, weight, **options)
@@ -202,38 +230,38 @@ class QuantizedGemmTests:
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_quantized_activations_stay_near_the_exact_product(self, dtype: torch.dtype, device: str) -> None:
-        x = torch.randn(33, 576, device=device).to(dtype)
-        weight = random_weight(self.bits, 1000, 576, device=device)
+        x = torch.randn(33, self.width(576), device=device).to(dtype)
+        weight = self.weight(1000, 576, device=device)
         out, exact = self.run(x, weight, activation_bits=8), reference.gemm(x, weight.dense)
         assert (out.double() - exact).abs().mean() < 1.5e-2 * exact.abs().mean()
 
     @pytest.mark.parametrize(("activation_bits", "largest"), [(8, 127), (16, 8191)])
     def test_representable_activations_lose_nothing(self, activation_bits: int, largest: int, device: str) -> None:
         """Integers with the largest one in every run have scale 1: sums then lose what they always do, and no more."""
-        x = torch.randint(-largest, largest + 1, (33, 576), device=device).float()
+        x = torch.randint(-largest, largest + 1, (33, self.width(576)), device=device).float()
         x[:, ::16] = largest
-        weight = random_weight(self.bits, 49, 576, device=device)
+        weight = self.weight(49, 576, device=device)
         out, expected = self.run(x, weight, activation_bits=activation_bits), reference.gemm(x, weight.dense)
         lost = self.lost_sums(x, weight) if activation_bits == 8 else 0.0
         assert ((out - expected).abs() <= lost + 1e-5 * (expected.abs() + expected.abs().mean())).all()
 
     def test_activations_round_half_to_even(self, device: str) -> None:
-        x = torch.arange(-126.0, 126.0, device=device)[:224].reshape(7, 32) + 0.5
+        x = torch.arange(-126.0, 126.0, device=device)[:224].reshape(7, 32).repeat(1, self.width(32) // 32) + 0.5
         x[:, ::16] = 127
-        weight = random_weight(self.bits, 17, 32, device=device)
+        weight = self.weight(17, 32, device=device)
         out, expected = self.run(x, weight, activation_bits=8), reference.gemm(x.round(), weight.dense)
         lost = self.lost_sums(x, weight)
         assert ((out - expected).abs() <= lost + 1e-5 * (expected.abs() + expected.abs().mean())).all()
 
     def test_zero_and_tiny_blocks(self, device: str) -> None:
         """A block of zeros has no scale to divide by; one below fp16's range keeps its own scale."""
-        x = torch.randn(5, 128, device=device)
+        x = torch.randn(5, self.width(128), device=device)
         x[0] = 0
         x[1, 32:64] = 0
         x[2, 64:96] *= 1e-12
         x[3] *= 1e-30
         x[4, :16] *= 1e-40  # its scale's reciprocal is no finite number
-        weight = random_weight(self.bits, 17, 128, device=device)
+        weight = self.weight(17, 128, device=device)
         out = self.run(x, weight, activation_bits=8)
         assert out[0].eq(0).all()
         expected = reference.gemm(x, weight.dense, activation_bits=8)
@@ -243,8 +271,8 @@ class QuantizedGemmTests:
 
     @pytest.mark.parametrize("activation_bits", [32, 16, 8])
     def test_nan_shows_in_its_row_alone(self, activation_bits: int, device: str) -> None:
-        x = torch.randn(19, 64, device=device)
-        weight = random_weight(self.bits, 33, 64, device=device)
+        x = torch.randn(19, self.width(64), device=device)
+        weight = self.weight(33, 64, device=device)
         clean = self.run(x, weight, activation_bits=activation_bits)
         for row, value in [(3, torch.nan), (7, torch.inf), (11, -torch.inf)]:
             x[row, 40 + row] = value
@@ -259,9 +287,9 @@ class QuantizedGemmTests:
     @pytest.mark.parametrize("tokens", [1, 19])
     def test_integer_sums_do_not_saturate(self, tokens: int, sign: int, device: str) -> None:
         """Extreme weights times extreme activations: 2 * 255 * 127 is past int16, where pairs may be added."""
-        low, high = (0, 15) if self.bits == 4 else (-128, 127)
+        low, high = {4: (0, 15), 6: (-32, 31), 8: (-128, 127)}[self.bits]
         for value in (low, high):
-            weight = random_weight(self.bits, 33, 1536, group=1536, mins=False, device=device)
+            weight = self.weight(33, 1536, group=1536, mins=False, device=device)
             weight.q.fill_(value)
             x = torch.full((tokens, 1536), 2.0 * sign, device=device)
             for activation_bits in (8, 16):
@@ -271,21 +299,23 @@ class QuantizedGemmTests:
     @pytest.mark.parametrize("activation_bits", [32, 16, 8])
     def test_padded_rows_do_not_matter(self, activation_bits: int, device: str) -> None:
         """Whatever stands behind out_features in the last tile, NaN scales too, is never written out."""
-        weight = random_weight(self.bits, 17, 64, device=device)
-        x = torch.randn(5, 64, device=device)
+        weight = self.weight(17, 64, device=device)
+        x = torch.randn(5, self.width(64), device=device)
         expected = self.run(x, weight, activation_bits=activation_bits)
         packed = weight.packed
-        packed["scales"][1, :, 1:] = torch.nan
-        packed["mins"][1, :, 1:] = torch.nan
+        for numbers in (packed["scales"], packed.get("mins")):
+            if numbers is not None and self.two_level:
+                numbers[1].flatten(1)[:, 2:32] = -1  # bytes of NaNs: all factors but the first row's
+            elif numbers is not None:
+                numbers[1, :, 1:] = torch.nan
         packed["qweight"][1, :, :, 1:] = 77
-        operator = ops.int4_gemm if self.bits == 4 else ops.int8_gemm
-        assert_bitwise(operator(x, **packed, activation_bits=activation_bits), expected)
+        assert_bitwise(self.operator(x, **packed, activation_bits=activation_bits), expected)
 
     @pytest.mark.parametrize("activation_bits", [32, 16, 8])
     @pytest.mark.parametrize("tokens", [1, 19])
     def test_strided_rows(self, tokens: int, activation_bits: int, device: str) -> None:
-        x = torch.randn(tokens, 64, device=device)
-        weight = random_weight(self.bits, 33, 64, device=device)
+        x = torch.randn(tokens, self.width(64), device=device)
+        weight = self.weight(33, 64, device=device)
         expected = self.run(x, weight, activation_bits=activation_bits)
         out = self.run(Guarded(x).view, weight, activation_bits=activation_bits)
         assert_bitwise(out, expected)
@@ -296,8 +326,8 @@ class QuantizedGemmTests:
     def test_a_row_does_not_depend_on_its_batch_or_the_threads(
         self, fusion: str, dtype: torch.dtype, activation_bits: int, device: str
     ) -> None:
-        x = torch.randn(33, 576, device=device).to(dtype)
-        weight = random_weight(self.bits, 96, 576, device=device)
+        x = torch.randn(33, self.width(576), device=device).to(dtype)
+        weight = self.weight(96, 576, device=device)
         options = gemm_options(fusion, x, 96, torch.float32) | {"activation_bits": activation_bits}
         one, two = per_thread_count(lambda: self.run(x, weight, **options))
         assert_bitwise(one, two)
@@ -317,8 +347,8 @@ class QuantizedGemmTests:
     ) -> None:
         """More rows (192) and inputs (12 of the 25 blocks, within a group) than a kernel unpacks weights for at once;
         tiles in pairs, and one without another."""
-        x = torch.randn(192 + 25, 800, device=device)
-        weight = random_weight(self.bits, out_features, 800, group, mins=mins, device=device)
+        x = torch.randn(192 + 25, self.width(800), device=device)
+        weight = self.weight(out_features, 800, group, mins=mins, device=device)
         options = {} if activation is None else {"activation": activation}
         self.assert_exact(x, weight, **options)
         self.assert_quantized(x, weight, **options)
@@ -330,7 +360,62 @@ class QuantizedGemmTests:
     @pytest.mark.parametrize("case", BAD)
     def test_errors_name_the_argument(self, case: str) -> None:
         argument, change = BAD[case]
-        operator = ops.int4_gemm if self.bits == 4 else ops.int8_gemm
-        good = random_weight(self.bits, 32, 64, scale_dtype=torch.float32).packed | {"x": torch.zeros(3, 64)}
+        good = self.weight(32, 64, scale_dtype=torch.float32).packed | {"x": torch.zeros(3, 64)}
         with pytest.raises((RuntimeError, ValueError), match=rf"\b({argument})\b"):
-            operator(**(good | change))
+            self.operator(**(good | change))
+
+
+# The weight of the good call is [32, 512], the input [3, 512].
+BAD_TWO_LEVEL: dict[str, tuple[str, dict[str, Any]]] = {
+    "x dtype": ("x", {"x": torch.zeros(3, 512).double()}),
+    "in_features": ("x|qweight", {"x": torch.zeros(3, 256)}),
+    "qweight dtype": ("qweight", {"qweight": torch.zeros(2, 16, 6, 16, 4, dtype=torch.int8)}),
+    "qweight unpacked": ("qweight", {"qweight": torch.zeros(32, 512, dtype=torch.uint8)}),
+    "qweight without whole factors": ("in_features|qweight", {"qweight": torch.zeros(2, 15, 4, 16, 4).byte()}),
+    "scales unpacked": ("scales", {"scales": torch.zeros(32, 32, dtype=torch.int8)}),
+    "scales dtype": ("scales", {"scales": torch.zeros(2, 2, 18, 16)}),
+    "scales of other groups": ("scales", {"scales": torch.zeros(2, 2, 6, 16, dtype=torch.int8)}),
+    "scales tiles": ("scales", {"scales": torch.zeros(1, 2, 18, 16, dtype=torch.int8)}),
+    "scales strided": ("scales", {"scales": torch.zeros(2, 2, 16, 18, dtype=torch.int8).transpose(2, 3)}),
+    "out_features": ("out_features", {"out_features": 33}),
+    "bias length": ("bias", {"bias": torch.zeros(31)}),
+    "activation_bits": ("activation_bits", {"activation_bits": 6}),
+}
+
+
+class TwoLevelGemmTests(QuantizedGemmTests):
+    """The same with two-level scales."""
+
+    two_level = True
+
+    @pytest.mark.parametrize("mins", [False, True])
+    def test_groups(self, mins: bool, device: str) -> None:  # type: ignore[override]
+        weight = self.weight(49, 768, mins=mins, device=device)
+        for tokens in (1, 2, 33):
+            x = torch.randn(tokens, 768, device=device)
+            self.assert_exact(x, weight)
+            self.assert_quantized(x, weight)
+            self.assert_nearly_exact(x, weight)
+
+    @pytest.mark.parametrize("case", BAD_TWO_LEVEL)
+    def test_errors_name_the_argument(self, case: str) -> None:
+        argument, change = BAD_TWO_LEVEL[case]
+        good = self.weight(32, 512).packed | {"x": torch.zeros(3, 512)}
+        with pytest.raises((RuntimeError, ValueError), match=rf"\b({argument})\b"):
+            self.operator(**(good | change))
+
+    @pytest.mark.parametrize("sign", [1, -1])
+    @pytest.mark.parametrize("tokens", [1, 19])
+    def test_integer_sums_do_not_saturate(self, tokens: int, sign: int, device: str) -> None:
+        """The largest weights, scales and multipliers of activations at once."""
+        weight = self.weight(33, 1536, mins=False, device=device)
+        ((integers, factors),) = weight.two_level
+        low, high = (0, 15) if self.bits == 4 else (-32, 31)
+        for q, integer in ((low, -128), (high, -128), (high, 127)):
+            weight.q.fill_(q)
+            integers.fill_(integer)
+            weight.scales = integer * factors.float().repeat_interleave(integers.shape[1] // factors.shape[1], 1)
+            x = torch.full((tokens, 1536), 2.0 * sign, device=device)
+            for activation_bits in (8, 16):
+                out = self.run(x, weight, activation_bits=activation_bits)
+                assert_rounded(out, reference.gemm(x, weight.dense), slack=1e-5)

@@ -268,6 +268,14 @@ def int4_pack(q: Tensor) -> Tensor:
     return runs[:, :, 0::2] | runs[:, :, 1::2] << 4
 
 
+def int6_pack(q: Tensor) -> Tensor:
+    """q + 32: the low four bits as int4_pack, then for each run of 16 inputs the high bits of its runs of four."""
+    words = int8_pack(q + 32).view(torch.uint8)
+    words[:, :, :, q.shape[0] % TILE_ROWS :] *= torch.arange(len(words))[:, None, None, None, None] < q.shape[0] // 16
+    high = (words >> 4).unflatten(2, (2, 4)) << torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None, None]
+    return torch.cat([(words[:, :, 0::2] & 15) | (words[:, :, 1::2] & 15) << 4, high.sum(3, dtype=torch.uint8)], 2)
+
+
 def int8_pack_fragments(q: Tensor) -> Tensor:
     """A GPU's order: lane 4g + t of a block has rows g, g + 8 of inputs 4t .. 4t + 3, then of those 16 further on."""
     rows, columns = q.shape

@@ -39,7 +39,7 @@ struct RunBytes {
 #if defined(FASTINFER_AVX512_VNNI)
 
 // Runs of weights 0..255 with x in kParts rows of bytes: x itself, or x / 128 rounded down and the remainder, 0..127.
-// The sums of products begin with kStart, and are shifted by 7 bits from the first part to the second.
+// start() is what the sum of a part's products begins with: it is shifted by 7 bits from the first part to the second.
 template <int kBits>
 struct ByteRun;
 
@@ -54,14 +54,17 @@ struct ByteRun<8> {
   // which this rounds by 0.75 of a unit of the second's dot at most. (Rounding its activations
   // costs some 10 with 4-bit weights, by arithmetic.)
   static constexpr float kOffset = 12582912.0f;
-  static constexpr int32_t kStart = std::bit_cast<int32_t>(kOffset);
 
   struct Multipliers {
     float values[2], bias;
   };
 
-  static Multipliers multipliers(const int32_t* m) {
+  static Multipliers multipliers(const int32_t* m, const int32_t*) {
     return {{static_cast<float>(m[0]), static_cast<float>(m[1])}, static_cast<float>(m[0] + m[1]) * -kOffset};
+  }
+
+  FASTINFER_INLINE static i32v start(const Multipliers&, int, int, i32v) {
+    return i32v{} + std::bit_cast<int32_t>(kOffset);
   }
 
   FASTINFER_INLINE static f32v add_multiplied(const Multipliers& m, int run, i32v dot, f32v before) {
@@ -74,18 +77,79 @@ struct ByteRun<16> {
   using X = int8_t;
   static constexpr int kParts = 2;
   static constexpr int kMultipliers = 1;
-  static constexpr int32_t kStart = 0;  // |dot| <= 32 * 255 * 8191 < 2^26 is converted
 
   struct Multipliers {
     float value;
   };
 
-  static Multipliers multipliers(const int32_t* m) {
+  static Multipliers multipliers(const int32_t* m, const int32_t*) {
     return {static_cast<float>(m[0])};
   }
 
+  FASTINFER_INLINE static i32v start(const Multipliers&, int, int part, i32v before) {
+    return part == 0 ? i32v{} : before << 7;
+  }
+
+  // |dot| <= 32 * 255 * 8191 < 2^26 is converted.
   FASTINFER_INLINE static f32v add_multiplied(const Multipliers& m, int, i32v dot, f32v) {
     return to_f32(dot) * m.value;
+  }
+};
+
+// Runs with a scale of their own, of weights 0..63 that stand for -32..31. The difference, -32 * (sum of x), is in the
+// start of their sums, or in the bias of their multipliers.
+template <int kBits>
+struct OffsetByteRun;
+
+template <>
+struct OffsetByteRun<8> {
+  using X = int8_t;
+  static constexpr int kParts = 1;
+  static constexpr int kMultipliers = 2;
+  static constexpr float kOffset = ByteRun<8>::kOffset;
+
+  struct Multipliers {
+    float values[2], biases[2];
+    int32_t starts[2];
+  };
+
+  static Multipliers multipliers(const int32_t* m, const int32_t* sums) {
+    const auto first = static_cast<float>(m[0]), second = static_cast<float>(m[1]);
+    const int32_t offset = std::bit_cast<int32_t>(kOffset);
+    return {{first, second}, {first * -kOffset, second * -kOffset}, {offset - 32 * sums[0], offset - 32 * sums[1]}};
+  }
+
+  FASTINFER_INLINE static i32v start(const Multipliers& m, int run, int, i32v) {
+    return i32v{} + m.starts[run];
+  }
+
+  FASTINFER_INLINE static f32v add_multiplied(const Multipliers& m, int run, i32v dot, f32v) {
+    return fused_multiply_add((f32v)dot, broadcast(m.values[run]), broadcast(m.biases[run]));
+  }
+};
+
+template <>
+struct OffsetByteRun<16> {
+  using X = int8_t;
+  static constexpr int kParts = 2;
+  static constexpr int kMultipliers = 2;
+
+  struct Multipliers {
+    float values[2], biases[2];
+  };
+
+  static Multipliers multipliers(const int32_t* m, const int32_t* sums) {
+    const auto first = static_cast<float>(m[0]), second = static_cast<float>(m[1]);
+    return {{first, second}, {first * static_cast<float>(-32 * sums[0]), second * static_cast<float>(-32 * sums[1])}};
+  }
+
+  FASTINFER_INLINE static i32v start(const Multipliers&, int, int part, i32v before) {
+    return part == 0 ? i32v{} : before << 7;
+  }
+
+  // The fused instruction adds the bias for nothing.
+  FASTINFER_INLINE static f32v add_multiplied(const Multipliers& m, int run, i32v dot, f32v) {
+    return fused_multiply_add(to_f32(dot), broadcast(m.values[run]), broadcast(m.biases[run]));
   }
 };
 
@@ -119,7 +183,7 @@ struct PairRun {  // 0..15: four pairs fit 16 bits, 4 * 2 * 15 * 127 = 15,240
     int16_t pairs[2][2];
   };
 
-  static Multipliers multipliers(const int32_t* m) {
+  static Multipliers multipliers(const int32_t* m, const int32_t*) {
     const auto first = static_cast<int16_t>(m[0]), second = static_cast<int16_t>(m[1]);
     return {{{first, first}, {second, second}}};
   }
@@ -132,20 +196,44 @@ struct PairRun {  // 0..15: four pairs fit 16 bits, 4 * 2 * 15 * 127 = 15,240
   }
 };
 
+// 0..63 that stand for -32..31, with a scale of their own: two pairs fit 16 bits, 2 * 2 * 63 * 127 = 32,004. The
+// difference, -32 * multiplier * (sum of x), is in the start of the sums, which stay below 2^30.
+struct OffsetPairRun {
+  using X = int8_t;
+  static constexpr int kParts = 1;
+  static constexpr int kMultipliers = 2;
+  RunBytes w;
+
+  struct Multipliers {
+    int16_t pairs[2][2];
+    int32_t starts[2];
+  };
+
+  static Multipliers multipliers(const int32_t* m, const int32_t* sums) {
+    const auto first = static_cast<int16_t>(m[0]), second = static_cast<int16_t>(m[1]);
+    return {{{first, first}, {second, second}}, {-32 * m[0] * sums[0], -32 * m[1] * sums[1]}};
+  }
+
+  FASTINFER_INLINE i16v pairs(const int8_t* x, int step) const {
+    return maddubs(w.step[step], (i8v)broadcast_word(x + 4 * step)) +
+           maddubs(w.step[step + 1], (i8v)broadcast_word(x + 4 * step + 4));
+  }
+};
+
 // Weights as 16 bits, for activations of kBits. Inputs 0, 2, 1, 3 of x lie in this order, as even and odd bytes are
 // taken apart without shuffles.
-template <int kBits>
+template <int kBits, int kMultipliers_ = kBits == 8 ? 2 : 1>
 struct WideRun {
   using X = int16_t;
   static constexpr int kParts = 1;
-  static constexpr int kMultipliers = kBits == 8 ? 2 : 1;
+  static constexpr int kMultipliers = kMultipliers_;
   i16v even[kRunSteps], odd[kRunSteps];
 
   struct Multipliers {
     float values[kMultipliers];
   };
 
-  static Multipliers multipliers(const int32_t* m) {
+  static Multipliers multipliers(const int32_t* m, const int32_t*) {
     Multipliers result;
     for (int i = 0; i < kMultipliers; ++i) result.values[i] = static_cast<float>(m[i]);
     return result;
@@ -187,15 +275,16 @@ struct WideRun {
 template <class Run>
 class ScaledDot;
 
-template <>
-class ScaledDot<WideRun<8> > {
+template <int kBits>
+class ScaledDot<WideRun<kBits, 2> > {
  public:
-  FASTINFER_INLINE void add(const WideRun<8>& run, const int16_t* x, const WideRun<8>::Multipliers& multipliers,
-                            int index) {
+  using Run = WideRun<kBits, 2>;
+
+  FASTINFER_INLINE void add(const Run& run, const int16_t* x, const typename Run::Multipliers& multipliers, int index) {
     sum_ += to_f32(run.dot(x)) * multipliers.values[index];
   }
 
-  FASTINFER_INLINE f32v sum(const WideRun<8>::Multipliers&) const {
+  FASTINFER_INLINE f32v sum(const typename Run::Multipliers&) const {
     return sum_;
   }
 
@@ -226,6 +315,23 @@ class ScaledDot<PairRun> {
   }
 
   FASTINFER_INLINE f32v sum(const PairRun::Multipliers&) const {
+    return to_f32(sum_);
+  }
+
+ private:
+  i32v sum_{};
+};
+
+template <>
+class ScaledDot<OffsetPairRun> {
+ public:
+  FASTINFER_INLINE void add(const OffsetPairRun& run, const int8_t* x, const OffsetPairRun::Multipliers& multipliers,
+                            int index) {
+    const auto multiplier = (i16v)broadcast_word(multipliers.pairs[index]);
+    sum_ += madd(run.pairs(x, 0), multiplier) + madd(run.pairs(x, 2), multiplier) + multipliers.starts[index];
+  }
+
+  FASTINFER_INLINE f32v sum(const OffsetPairRun::Multipliers&) const {
     return to_f32(sum_);
   }
 

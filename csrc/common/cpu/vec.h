@@ -85,6 +85,17 @@ FASTINFER_INLINE f32v load(const Float16* p) {
 #endif
 }
 
+FASTINFER_INLINE f32v load(const int8_t* p) {
+#if defined(FASTINFER_AVX512_VNNI)
+  return to_f32(widen(load_as<i8x16>(p)));
+#elif defined(FASTINFER_AVX2)
+  return to_f32(widen(load_as<i8x8>(p)));
+#else
+  typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+  return __builtin_convertvector(load_as<Bytes>(p), f32v);
+#endif
+}
+
 FASTINFER_INLINE void store(float* p, f32v v) {
   store_as(p, v);
 }

@@ -8,8 +8,12 @@ minimum, then (5 bits) the 32 fifth bits, then the integers. Nothing is rounded.
 products have up to 17 bits, so they are exact in fp32 and rounded by at most 2^-11 of themselves in fp16. (Small ones
 are not rounded at all: they are multiples of 2^-24, like the subnormal numbers of fp16.)
 
-**Blocks of 256 in groups of 16: Q6_K, Q3_K (scale only) and Q2_K (scale and minimum).** The kernels' smallest group is
-32, so an exact weight is dense fp32. Otherwise two groups are joined into one group of 8-bit integers:
+**Packed for a CPU, Q4_K and Q6_K keep their integers, scales and minimums as they are stored**: 4-bit and 6-bit weights
+with two-level scales (:func:`fastinfer.ops.pack_two_level_scales`). Nothing is rounded, and they take 4.625 and 6.5625
+bits a weight; in the file 4.5 and 6.5625. All that follows concerns Q6_K on a GPU alone.
+
+**Blocks of 256 in groups of 16: Q6_K, Q3_K (scale only) and Q2_K (scale and minimum).** The other forms' smallest group
+is 32, so an exact weight is dense fp32. Otherwise two groups are joined into one group of 8-bit integers:
 
 - Q6_K and Q3_K: the joined scale is the larger of the two divided by 4 or 32. The integers of that group stay exact,
   and those of the other group are rounded to 1/4 or 1/32 of the larger step. (If the signs of the scales differ, the
@@ -40,6 +44,7 @@ TYPES_WITH_MINS = (GGUFType.Q4_1, GGUFType.Q5_1, GGUFType.Q4_K, GGUFType.Q5_K)
 GROUPS_OF_32 = (GGUFType.Q4_K, GGUFType.Q5_K)
 GROUPS_OF_16 = (GGUFType.Q6_K, GGUFType.Q3_K, GGUFType.Q2_K)
 INT8_TYPES = (GGUFType.Q8_0, GGUFType.Q5_0, GGUFType.Q5_1, GGUFType.Q5_K, *GROUPS_OF_16)
+TWO_LEVEL_BITS = {int(GGUFType.Q4_K): 4, int(GGUFType.Q6_K): 6}
 QUANTIZED_TYPES = (*INT4_TYPES, *INT8_TYPES, GGUFType.IQ4_NL)
 
 # Look-up table of IQ4_NL, for normally distributed weights.
@@ -91,6 +96,12 @@ class GGUFRows(Unpacked):
     def kind(self) -> str:
         return self.form.kind
 
+    @property
+    def two_level_bits(self) -> int:
+        """Bits of the integers, 4 or 6, if all rows can be packed by :meth:`pack_two_level`; else 0."""
+        types = self.types.unique()
+        return TWO_LEVEL_BITS.get(int(types[0]), 0) if len(types) == 1 else 0
+
     def dequantize(self) -> Tensor:
         return self.unpack().dequantize()
 
@@ -135,6 +146,27 @@ class GGUFRows(Unpacked):
             ValueError: the form is dense, or a size does not fit.
         """
         return self._write(q, scales, mins, packed=True)
+
+    def pack_two_level(self, q: Tensor, scales: Tensor, mins: Tensor | None) -> None:
+        """Pack all rows for the kernels of the CPU as they are stored, without rounding.
+
+        Args:
+            q: receives the packed integers, as from :func:`fastinfer.ops.int4_pack` or ``int6_pack``.
+            scales, mins: receive the packed scales and minimums, as from :func:`fastinfer.ops.pack_two_level_scales`.
+                ``mins`` is ``None`` for 6 bits.
+
+        Raises:
+            ValueError: ``two_level_bits`` is 0, or a size does not fit.
+        """
+        _C.pack_two_level_rows(
+            self.file,
+            self.offsets.numpy(),
+            self.types.numpy(),
+            self.shape[1],
+            q.numpy(),
+            scales.numpy(),
+            None if mins is None else mins.numpy(),
+        )
 
     def _write(self, q: Tensor, scales: Tensor, mins: Tensor | None, packed: bool) -> bool:
         return _C.unpack_rows(

@@ -23,7 +23,7 @@ from fastinfer.ops import _fakes  # noqa: F401  (registers shape functions)
 from fastinfer.ops.activation import gelu, gelu_and_mul, silu_and_mul, softcap
 from fastinfer.ops.attention import merge_attention_states, paged_attention, paged_attention_plan, store_kv_cache
 from fastinfer.ops.embedding import embedding
-from fastinfer.ops.gemm import gemm, int4_gemm, int8_gemm, lut_gemm
+from fastinfer.ops.gemm import gemm, int4_gemm, int6_gemm, int8_gemm, lut_gemm
 from fastinfer.ops.graph import CPUGraph, GraphCaptureError, GraphMemory
 from fastinfer.ops.invariance import batch_invariant
 from fastinfer.ops.lora import add_lora
@@ -32,6 +32,7 @@ from fastinfer.ops.moe import (
     combine_experts,
     grouped_gemm,
     grouped_int4_gemm,
+    grouped_int6_gemm,
     grouped_int8_gemm,
     grouped_lut_gemm,
     route_experts,
@@ -40,10 +41,13 @@ from fastinfer.ops.norm import add_rms_norm, layer_norm, rms_norm, rms_norm_quan
 from fastinfer.ops.pack import (
     int4_dequantize,
     int4_pack,
+    int6_dequantize,
+    int6_pack,
     int8_dequantize,
     int8_pack,
     interleave_gate_up,
     pack_scales,
+    pack_two_level_scales,
 )
 from fastinfer.ops.permute import permute_columns
 from fastinfer.ops.quantize import quantize_int8
@@ -70,11 +74,15 @@ __all__ = [
     "gemm",
     "grouped_gemm",
     "grouped_int4_gemm",
+    "grouped_int6_gemm",
     "grouped_int8_gemm",
     "grouped_lut_gemm",
     "int4_dequantize",
     "int4_gemm",
     "int4_pack",
+    "int6_dequantize",
+    "int6_gemm",
+    "int6_pack",
     "int8_dequantize",
     "int8_gemm",
     "int8_pack",
@@ -84,6 +92,7 @@ __all__ = [
     "merge_attention_states",
     "norm_rotary_store",
     "pack_scales",
+    "pack_two_level_scales",
     "paged_attention",
     "paged_attention_plan",
     "permute_columns",

@@ -151,6 +151,13 @@ def _(  # type: ignore[no-untyped-def]
     return _gemm_out(x, out_features, activation)
 
 
+@fake("int6_gemm")
+def _(  # type: ignore[no-untyped-def]
+    x, qweight, scales, out_features, bias, norm_weight, eps, activation, residual, activation_bits
+) -> Tensor:
+    return _gemm_out(x, out_features, activation)
+
+
 @fake("lut_gemm")
 def _(  # type: ignore[no-untyped-def]
     x, qweight, scales, table, out_features, bias, norm_weight, eps, activation, residual
@@ -182,6 +189,11 @@ def _(x: Tensor, weight: Tensor, row_ids: Tensor, expert_start: Tensor, activati
 def _(  # type: ignore[no-untyped-def]
     x, qweight, scales, mins, out_features, row_ids, expert_start, activation, activation_bits
 ) -> Tensor:
+    return _grouped_out(x, out_features, row_ids, activation)
+
+
+@fake("grouped_int6_gemm")
+def _(x, qweight, scales, out_features, row_ids, expert_start, activation, activation_bits) -> Tensor:  # type: ignore[no-untyped-def]
     return _grouped_out(x, out_features, row_ids, activation)
 
 
@@ -217,6 +229,11 @@ def _(q: Tensor) -> Tensor:
     return q.new_empty([-(-q.shape[0] // 16), q.shape[1] // 32, 4, 16, 4])
 
 
+@fake("int6_pack")
+def _(q: Tensor) -> Tensor:
+    return q.new_empty([-(-q.shape[0] // 16), q.shape[1] // 32, 6, 16, 4], dtype=torch.uint8)
+
+
 @fake("int8_pack")
 def _(q: Tensor) -> Tensor:
     return q.new_empty([-(-q.shape[0] // 16), q.shape[1] // 32, 8, 16, 4])
@@ -227,6 +244,12 @@ def _(q: Tensor) -> Tensor:
 def _(  # type: ignore[no-untyped-def]
     qweight: Tensor, scales, mins, out_features: int, rows: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
+    count = out_features if rows is None else rows.shape[0]
+    return qweight.new_empty([count, qweight.shape[1] * 32], dtype=dtype)
+
+
+@fake("int6_dequantize")
+def _(qweight: Tensor, scales, out_features: int, rows: Tensor | None, dtype: torch.dtype) -> Tensor:  # type: ignore[no-untyped-def]
     count = out_features if rows is None else rows.shape[0]
     return qweight.new_empty([count, qweight.shape[1] * 32], dtype=dtype)
 

@@ -135,6 +135,55 @@ def int8_gemm(
     return ops.int8_gemm.default(*args)
 
 
+def int6_gemm(
+    x: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    out_features: int,
+    *,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    activation_bits: int = 32,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Compute a linear layer with a 6-bit weight ``w = scale * q``, q in -32..31, as GGUF's Q6_K has it.
+
+    Args:
+        qweight: packed weight from :func:`int6_pack`.
+        scales: packed scales from :func:`pack_two_level_scales`: an int8 per row and group of 16 inputs, times an fp16
+            per row and 256 inputs.
+        x, out_features, bias, norm_weight, eps, activation, residual, out: as in :func:`int8_gemm`.
+        activation_bits: as in :func:`int8_gemm`; with 16, too, each run of 16 inputs has its own scale.
+
+    Returns:
+        The same as :func:`int8_gemm`.
+
+    Raises:
+        RuntimeError: the same as :func:`int8_gemm`.
+
+    Devices: CPU.
+
+    Source: Q6_K, https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h; two-level scales: Dai et al., 2021,
+    https://arxiv.org/abs/2102.04503, section 4.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> q = torch.randint(-32, 32, (32, 256), dtype=torch.int8)
+    >>> integers, factors = torch.randint(-128, 128, (32, 16), dtype=torch.int8), torch.rand(32, 1).half() / 1024
+    >>> x, weight = torch.randn(3, 256), q * (integers * factors.float()).repeat_interleave(16, dim=1)
+    >>> out = ops.int6_gemm(x, ops.int6_pack(q), ops.pack_two_level_scales(integers, factors), out_features=32)
+    >>> torch.allclose(out, x @ weight.T, rtol=1e-4, atol=1e-3)
+    True
+    """
+    inference_only("int6_gemm", "x residual", x, residual)
+    args = (x, qweight, scales, out_features, bias, norm_weight, eps, activation, residual, activation_bits)
+    if out is not None:
+        return into(out, ops.int6_gemm, *args)
+    return ops.int6_gemm.default(*args)
+
+
 def int4_gemm(
     x: Tensor,
     qweight: Tensor,
@@ -154,8 +203,9 @@ def int4_gemm(
 
     Args:
         qweight: packed weight from :func:`int4_pack`, packed on the device of ``x``.
+        scales: packed scales from :func:`pack_scales`, or on a CPU from :func:`pack_two_level_scales` in groups of 32.
         mins: packed minimums, like ``scales``; ``None`` for the symmetric ``w = scale * (q - 8)``.
-        x, scales, out_features, bias, norm_weight, eps, activation, residual, activation_bits, out: as in
+        x, out_features, bias, norm_weight, eps, activation, residual, activation_bits, out: as in
             :func:`int8_gemm`.
 
     Returns:

@@ -179,6 +179,53 @@ def grouped_int8_gemm(
     return ops.grouped_int8_gemm.default(*args)
 
 
+def grouped_int6_gemm(
+    x: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    out_features: int,
+    row_ids: Tensor,
+    expert_start: Tensor,
+    *,
+    activation: str | None = None,
+    activation_bits: int = 32,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Multiply each row by the 6-bit weight of its expert, as :func:`grouped_gemm` does for dense weights.
+
+    Args:
+        qweight: [experts, tiles, in_features / 32, 6, 16, 4]; each expert packed by :func:`int6_pack`.
+        scales: [experts, tiles, in_features / 256, 18, 16]; each expert packed by :func:`pack_two_level_scales`.
+        out_features, activation_bits: as in :func:`fastinfer.ops.int6_gemm`.
+        x, row_ids, expert_start, activation, out: as in :func:`grouped_gemm`.
+
+    Returns:
+        The same as :func:`grouped_gemm`.
+
+    Raises:
+        RuntimeError: the same as :func:`grouped_gemm`.
+
+    Devices: CPU.
+
+    Source: one product over rows sorted by expert: MegaBlocks, Gale et al., 2022, https://arxiv.org/abs/2211.15841.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> routing = ops.route_experts(torch.randn(3, 4), top_k=2, renormalize=True)
+    >>> rows = routing.row_ids, routing.expert_start
+    >>> x, q = torch.randn(3, 256), torch.randint(-32, 32, (4, 32, 256), dtype=torch.int8)
+    >>> qweight = torch.stack([ops.int6_pack(expert) for expert in q])
+    >>> one = ops.pack_two_level_scales(torch.ones(32, 16, dtype=torch.int8), torch.ones(32, 1).half())
+    >>> out = ops.grouped_int6_gemm(x, qweight, torch.stack([one] * 4), 32, *rows)
+    >>> torch.allclose(out, ops.grouped_gemm(x, q.float(), *rows), rtol=1e-3, atol=1e-2)
+    True
+    """
+    inference_only("grouped_int6_gemm", "x", x)
+    args = (x, qweight, scales, out_features, row_ids, expert_start, activation, activation_bits)
+    if out is not None:
+        return into(out, ops.grouped_int6_gemm, *args)
+    return ops.grouped_int6_gemm.default(*args)
+
+
 def grouped_int4_gemm(
     x: Tensor,
     qweight: Tensor,

@@ -6,6 +6,9 @@ each of 8 or 16 rows.
 - 8 bits: ``[tiles, in_features / 32, 8, 16, 4]`` int8, with the dimensions tile, block, run of four inputs, row, input.
 - 4 bits: ``[tiles, in_features / 32, 4, 16, 4]`` uint8; the low nibbles of step s hold inputs 8s .. 8s+3 of the block,
   the high nibbles 8s+4 .. 8s+7.
+- 6 bits: ``[tiles, in_features / 32, 6, 16, 4]`` uint8 of q + 32; steps 0 to 3 hold the low four bits, in the order of
+  4 bits. Step 4 + r holds the high two bits of inputs 16r .. 16r+15: bits 2s and 2s+1 are those of inputs 16r+4s ..
+  16r+4s+3.
 
 Rows past ``out_features`` are zero. The GPU layout has the same shapes, but within a block of 16 rows by 32 inputs the
 bytes have the order in which the lanes of a warp read them (csrc/quant/pack.h). Pack a weight on the device that will
@@ -19,6 +22,7 @@ from torch.nn import functional as F
 from fastinfer.ops._library import check_tensors, into, ops
 
 TILE_ROWS = 16
+TWO_LEVEL_INPUTS = 256  # of a row, that share a factor of two-level scales
 
 
 def int4_pack(q: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -51,6 +55,32 @@ def int4_pack(q: Tensor, *, out: Tensor | None = None) -> Tensor:
     if out is not None:
         return into(out, ops.int4_pack, q)
     return ops.int4_pack.default(q)
+
+
+def int6_pack(q: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Pack a 6-bit weight for the kernels of the CPU.
+
+    Args:
+        q: [out_features, in_features] int8, -32..31; contiguous; ``in_features`` a multiple of 32.
+        out: receives the result; see :mod:`fastinfer.ops`.
+
+    Returns:
+        [ceil(out_features / 16), in_features / 32, 6, 16, 4] uint8.
+
+    Raises:
+        RuntimeError: a shape, dtype or stride does not fit, or a value is outside of -32..31.
+
+    Devices: CPU.
+
+    Source: the project's own layout, csrc/quant/pack.h.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> ops.int6_pack(torch.zeros(17, 256, dtype=torch.int8)).shape
+    torch.Size([2, 8, 6, 16, 4])
+    """
+    if out is not None:
+        return into(out, ops.int6_pack, q)
+    return ops.int6_pack.default(q)
 
 
 def int8_pack(q: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -117,6 +147,43 @@ def pack_scales(scales: Tensor, *, out: Tensor | None = None) -> Tensor:
             f"got {tuple(out.shape)} {out.dtype} on {out.device}"
         )
     return out.copy_(packed.detach())
+
+
+def pack_two_level_scales(integers: Tensor, factors: Tensor) -> Tensor:
+    """Pack scales or minimums that are ``integer * factor``, in plain torch.
+
+    Args:
+        integers: [out_features, groups] int8.
+        factors: [out_features, in_features / 256] fp16, each for the groups of 256 inputs.
+
+    Returns:
+        [ceil(out_features / 16), in_features / 256, 2 + g, 16] int8, where g is the number of groups in 256 inputs: for
+        each row of a tile the two bytes of its factor, then g times an integer of each row; zeros past
+        ``out_features``.
+
+    Raises:
+        ValueError: a shape or dtype does not fit.
+
+    Devices: any.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> integers, factors = torch.arange(8, dtype=torch.int8).view(1, 8), torch.tensor([[0.5]]).half()
+    >>> ops.pack_two_level_scales(integers, factors)[0, 0, 2:, 0]
+    tensor([0, 1, 2, 3, 4, 5, 6, 7], dtype=torch.int8)
+    """
+    check_tensors("pack_two_level_scales", integers=integers, factors=factors)
+    if integers.dim() != 2 or integers.dtype != torch.int8:
+        raise ValueError(f"integers must be [out_features, groups] int8, got {tuple(integers.shape)} {integers.dtype}")
+    rows, groups = integers.shape
+    fits = factors.dim() == 2 and factors.shape[0] == rows and factors.shape[1] and groups % factors.shape[1] == 0
+    if not fits or factors.dtype != torch.float16:
+        raise ValueError(
+            f"factors must be [{rows}, in_features / 256] float16 and divide the {groups} groups, "
+            f"got {tuple(factors.shape)} {factors.dtype}"
+        )
+    blocks = factors.shape[1]
+    both = [pack_scales(factors).view(torch.int8).unflatten(2, (2, TILE_ROWS)), pack_scales(integers)]
+    return torch.cat([both[0], both[1].unflatten(1, (blocks, groups // blocks))], dim=2)
 
 
 def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:
@@ -228,3 +295,39 @@ def int8_dequantize(
     if out is not None:
         return into(out, ops.int8_dequantize, qweight, scales, mins, out_features, rows, dtype)
     return ops.int8_dequantize.default(qweight, scales, mins, out_features, rows, dtype)
+
+
+def int6_dequantize(
+    qweight: Tensor,
+    scales: Tensor,
+    out_features: int,
+    rows: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Dequantise rows of a packed 6-bit weight: ``scale * q`` in fp32, then rounded to ``dtype``.
+
+    Args:
+        qweight, scales, out_features: as in :func:`fastinfer.ops.int6_gemm`.
+        rows, dtype, out: as in :func:`int4_dequantize`.
+
+    Returns:
+        [n or out_features, in_features].
+
+    Raises:
+        RuntimeError: the same as :func:`int4_dequantize`.
+
+    Devices: CPU.
+
+    Source: inverse of :func:`int6_pack`.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> q = torch.randint(-32, 32, (20, 256), dtype=torch.int8)
+    >>> scales = ops.pack_two_level_scales(torch.ones(20, 16, dtype=torch.int8), torch.ones(20, 1).half())
+    >>> torch.equal(ops.int6_dequantize(ops.int6_pack(q), scales, out_features=20), q.float())
+    True
+    """
+    if out is not None:
+        return into(out, ops.int6_dequantize, qweight, scales, out_features, rows, dtype)
+    return ops.int6_dequantize.default(qweight, scales, out_features, rows, dtype)

@@ -11,7 +11,7 @@ SAME = "the same"  # must be the dtype of the operator's first tensor
 
 SHORT_NAMES: dict[torch.dtype | str, str] = {FP32: "fp32", BF16: "bf16", FP16: "fp16", FP8: "fp8"}
 MOST = 2**31  # end of a range without an upper limit
-ANY, BLOCKS_OF_32 = range(1, MOST), range(32, MOST, 32)
+ANY, BLOCKS_OF_32, BLOCKS_OF_256 = range(1, MOST), range(32, MOST, 32), range(256, MOST, 256)
 CUDA_HEAD_DIMS = (64, 80, 96, 128, 256)
 
 DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
@@ -23,7 +23,7 @@ class Support:
     """Supported values of an operator on one device; ``None`` for a property that the operator does not have.
 
     Attributes:
-        dtype: dtypes of the first tensor, nearly always the activations.
+        dtype: dtypes of the first tensor, nearly always the activations; none if the device does not have the operator.
         weight_dtype: dtypes of the weight, norm weight or adapter; for a quantised weight, of its packed integers.
         cache_dtype: dtypes of the KV cache; uint8 stands for int4.
         head_dim: head sizes; with a uint8 cache only the even ones.
@@ -48,10 +48,12 @@ CUDA_ATTENTION = Support(HALVES, cache_dtype=(SAME, *QUANTIZED_CACHES), head_dim
 DENSE = Support(weight_dtype=FLOATS, in_features=ANY)
 CUDA_DENSE = Support(HALVES, weight_dtype=(SAME,), in_features=range(8, MOST, 8))
 INT8_WEIGHT = Support(weight_dtype=(INT8,), in_features=BLOCKS_OF_32, activation_bits=(8, 16, 32))
+INT6_WEIGHT = replace(INT8_WEIGHT, weight_dtype=(UINT8,), in_features=BLOCKS_OF_256)
 INT4_WEIGHT = replace(INT8_WEIGHT, weight_dtype=(UINT8,))
 LUT_WEIGHT = replace(INT4_WEIGHT, activation_bits=None)
 W8A8 = Support((INT8,), weight_dtype=(INT8,), in_features=range(32, 131_041, 32))
 PACK8 = Support((INT8,), in_features=BLOCKS_OF_32)
+UNPACK6 = Support((UINT8,), in_features=BLOCKS_OF_256)
 PACK4 = Support((UINT8,), in_features=BLOCKS_OF_32)
 
 # Operators that support the same on CPU and CUDA.
@@ -82,6 +84,14 @@ ON_BOTH = {
     "sample": Support((FP32,)),
 }
 
+# Operators without a CUDA kernel.
+ON_CPU = {
+    "int6_gemm": INT6_WEIGHT,
+    "grouped_int6_gemm": INT6_WEIGHT,
+    "int6_pack": PACK8,
+    "int6_dequantize": UNPACK6,
+}
+
 
 def _on_cuda(support: Support) -> Support:
     """Restrict a product with a quantised weight to what CUDA supports: 16-bit activations, not quantised."""
@@ -90,6 +100,7 @@ def _on_cuda(support: Support) -> Support:
 
 TABLE: dict[str, dict[str, Support]] = {
     **{op: {"cpu": support, "cuda": support} for op, support in ON_BOTH.items()},
+    **{op: {"cpu": support, "cuda": replace(support, dtype=())} for op, support in ON_CPU.items()},
     "paged_attention": {"cpu": ATTENTION, "cuda": CUDA_ATTENTION},
     "paged_attention_plan": {
         "cpu": Support((torch.int32,), head_dim=ANY),
@@ -181,13 +192,16 @@ def _values(support: Support, name: str, first: torch.dtype) -> range | tuple[ob
 
 def devices(op: str) -> str:
     """Return the devices of an operator, as in its docstring: ``"CPU, CUDA (not yet run on a GPU)"``."""
-    notes = {device: f" ({NOT_YET_RUN[device]})" if device in NOT_YET_RUN else "" for device in TABLE[op]}
+    on = [device for device, support in TABLE[op].items() if support.dtype]
+    notes = {device: f" ({NOT_YET_RUN[device]})" if device in NOT_YET_RUN else "" for device in on}
     return ", ".join(DEVICES[device] + note for device, note in notes.items())
 
 
 def cell(op: str, device: str) -> str:
     """Summarise what an operator supports on a device, for a cell of the README's table."""
     support = _support(op, device)
+    if not support.dtype:
+        return "no"
     parts = [_dtypes(support.dtype)]
     if support.cache_dtype:
         parts.append(f"{_dtypes(QUANTIZED_CACHES, 'int4')} caches")
@@ -203,7 +217,7 @@ def markdown() -> str:
         ["---"] * 8,
     ]
     for op, by_device in sorted(TABLE.items()):
-        for support in dict.fromkeys(by_device.values()):
+        for support in dict.fromkeys(support for support in by_device.values() if support.dtype):
             names = [DEVICES[device] for device, same in by_device.items() if same == support]
             columns = [
                 _dtypes(support.dtype),

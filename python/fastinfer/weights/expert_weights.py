@@ -10,9 +10,9 @@ from torch import Tensor
 from fastinfer import ops
 from fastinfer.errors import UnsupportedModelError
 from fastinfer.formats.gguf_rows import GGUFRows
-from fastinfer.formats.unpacked import Dense, Int4, Int8, Lut, Unpacked
+from fastinfer.formats.unpacked import Dense, Grouped, Lut, Unpacked
 from fastinfer.ops.pack import TILE_ROWS
-from fastinfer.weights.pack import PackedTiles
+from fastinfer.weights.pack import PackedTiles, packed_bits
 
 
 class ExpertWeights(ABC):
@@ -35,10 +35,10 @@ class DenseExperts(ExpertWeights):
 
 @dataclass(frozen=True, eq=False)
 class QuantizedExperts(ExpertWeights):
-    """Experts with 4-bit or 8-bit integers, and a scale and an optional minimum per group of inputs.
+    """Experts with 4-bit, 6-bit or 8-bit integers, and a scale and an optional minimum per group of inputs.
 
     Attributes:
-        bits: 4 or 8.
+        bits: 4, 6 or 8.
         qweight, scales, mins: packed tensors, see :func:`fastinfer.ops.grouped_int8_gemm`.
         out_features: number of rows of an expert before padding.
         activation_bits: precision of the input in products, see :func:`fastinfer.ops.int8_gemm`.
@@ -52,6 +52,17 @@ class QuantizedExperts(ExpertWeights):
     activation_bits: int
 
     def linear(self, x: Tensor, routing: ops.Routing, *, activation: str | None = None) -> Tensor:
+        if self.bits == 6:
+            return ops.grouped_int6_gemm(
+                x,
+                self.qweight,
+                self.scales,
+                self.out_features,
+                routing.row_ids,
+                routing.expert_start,
+                activation=activation,
+                activation_bits=self.activation_bits,
+            )
         gemm = ops.grouped_int4_gemm if self.bits == 4 else ops.grouped_int8_gemm
         return gemm(
             x,
@@ -115,16 +126,17 @@ def make_expert_weights(
     """
     first = experts[0]
     for index, expert in enumerate(experts):
-        if not first.fits(expert) or expert.shape != first.shape:
+        same_bits = packed_bits(expert, device) == packed_bits(first, device)
+        if not first.fits(expert) or not same_bits or expert.shape != first.shape:
             raise UnsupportedModelError(
                 f"the experts of a layer must have weights of one form and shape, got {_describe(first)} for expert 0 "
                 f"and {_describe(expert)} for expert {index}"
             )
     form = first.form if isinstance(first, GGUFRows) else first
-    if isinstance(form, Dense):
+    bits = packed_bits(first, device)
+    if not bits:
         return DenseExperts(_stack_dense(experts, device, dense_dtype))
-    assert isinstance(form, Int4 | Int8 | Lut)
-    if form.permutation is not None:
+    if isinstance(form, Grouped) and form.permutation is not None:
         raise UnsupportedModelError(
             "the experts of a layer must have their inputs in order, got permuted ones (desc_act)"
         )
@@ -141,7 +153,7 @@ def make_expert_weights(
     if isinstance(form, Lut):
         assert form.table is not None
         return LutExperts(qweight, scales, form.table.to(device, copy=True), out_features)
-    return QuantizedExperts(8 if isinstance(form, Int8) else 4, qweight, scales, mins, out_features, activation_bits)
+    return QuantizedExperts(bits, qweight, scales, mins, out_features, activation_bits)
 
 
 def _stack_dense(experts: Sequence[Unpacked], device: str, dtype: torch.dtype | None) -> Tensor:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from fastinfer import ops
 from fastinfer.formats.gguf_rows import GGUFRows
-from fastinfer.formats.unpacked import Dense, Int4, Int8, Lut, Unpacked
-from fastinfer.ops.pack import TILE_ROWS
+from fastinfer.formats.unpacked import Dense, Grouped, Int4, Int8, Lut, Unpacked
+from fastinfer.ops.pack import TILE_ROWS, TWO_LEVEL_INPUTS
 from fastinfer.utils.huge_pages import HugePages
 from fastinfer.weights.weight import DenseWeight, LutWeight, QuantizedWeight, W8A8Weight, Weight
 
@@ -49,40 +49,48 @@ def make_weight(
     forms = set()
     for part in (unpacked,) if isinstance(unpacked, Unpacked) else unpacked:
         form = part.form if isinstance(part, GGUFRows) else part
-        forms.add((type(form), getattr(form, "mins", None) is None))
+        bits = packed_bits(part, device)
+        forms.add((type(form), bits, getattr(form, "mins", None) is None))
         if len(forms) > 1 or num_rows % TILE_ROWS or num_rows + part.shape[0] > out_features:
             raise ValueError(
                 f"parts must have one form, fill {out_features} rows and, except for the last part, have a multiple of "
                 f"{TILE_ROWS} rows, got {part.kind} of {part.shape[0]} rows after {num_rows}"
             )
-        if isinstance(form, Dense):
+        if bits:
+            tiles.append(part)
+        else:
             dense = part.unpack() if isinstance(part, GGUFRows) else part
             assert isinstance(dense, Dense)
             values.append(_detached(dense.values.to(device, dense_dtype)))
-        else:
-            assert isinstance(form, Int4 | Int8 | Lut)
-            tiles.append(part)
         num_rows += part.shape[0]
     if num_rows != out_features:
         raise ValueError(f"parts must fill {out_features} rows, got {num_rows}")
     if values:
         return DenseWeight(values[0] if len(values) == 1 else torch.cat(values), bias)
-    assert isinstance(form, Int4 | Int8 | Lut)
     if isinstance(form, Lut):
         assert form.table is not None
         return LutWeight(tiles.qweight, tiles.scales, form.table.to(device, copy=True), out_features, bias)
     if isinstance(form, Int8) and form.int8_activations:
         return W8A8Weight(tiles.qweight, tiles.scales, out_features, bias)
     return QuantizedWeight(
-        bits=8 if isinstance(form, Int8) else 4,
+        bits=bits,
         qweight=tiles.qweight,
         scales=tiles.scales,
         mins=tiles.mins,
         out_features=out_features,
         activation_bits=activation_bits,
         bias=bias,
-        permutation=None if form.permutation is None else form.permutation.to(device),
+        permutation=form.permutation.to(device) if isinstance(form, Grouped) and form.permutation is not None else None,
     )
+
+
+def packed_bits(part: Unpacked, device: str) -> int:
+    """Return how many bits a weight's integers have once they are packed for a device: 4, 6 or 8; 0 if it is dense."""
+    if isinstance(part, GGUFRows):
+        if part.two_level_bits and device == "cpu":
+            return part.two_level_bits
+        part = part.form
+    return 0 if isinstance(part, Dense) else 8 if isinstance(part, Int8) else 4
 
 
 def _detached(values: Tensor) -> Tensor:
@@ -119,24 +127,25 @@ class PackedTiles:
         """Pack a quantised part into the next free tiles."""
         if isinstance(part, GGUFRows) and self._device != "cpu":
             part = part.unpack()
-        form = part.form if isinstance(part, GGUFRows) else part
-        assert isinstance(form, Int4 | Int8 | Lut)
         if not self._filled:
-            self._allocate(form)
+            self._allocate(part)
         if isinstance(part, GGUFRows):
-            if not part.pack(*self._next(part.shape[0])):  # a scale is too large for fp16
+            if part.two_level_bits:
+                part.pack_two_level(*self._next(part.shape[0]))
+            elif not part.pack(*self._next(part.shape[0])):  # a scale is too large for fp16
                 self._widen_scales()
                 part.pack(*self._next(part.shape[0]))
         else:
-            if form.scales.dtype is torch.float32:
+            assert isinstance(part, Int4 | Int8 | Lut)
+            if part.scales.dtype is torch.float32:
                 self._widen_scales()
             qweight, scales, mins = self._next(part.shape[0])
-            pack = ops.int8_pack if isinstance(form, Int8) else ops.int4_pack
-            pack(form.q.to(self._device), out=qweight)
-            ops.pack_scales(form.scales.to(self._device, scales.dtype), out=scales)
+            pack = ops.int8_pack if isinstance(part, Int8) else ops.int4_pack
+            pack(part.q.to(self._device), out=qweight)
+            ops.pack_scales(part.scales.to(self._device, scales.dtype), out=scales)
             if mins is not None:
-                assert form.mins is not None
-                ops.pack_scales(form.mins.to(self._device, mins.dtype), out=mins)
+                assert part.mins is not None
+                ops.pack_scales(part.mins.to(self._device, mins.dtype), out=mins)
         self._filled -= -part.shape[0] // TILE_ROWS
 
     def _widen_scales(self) -> None:
@@ -144,11 +153,19 @@ class PackedTiles:
         self.scales = self.scales.float()
         self.mins = None if self.mins is None else self.mins.float()
 
-    def _allocate(self, form: Int4 | Int8 | Lut) -> None:
-        blocks, groups = form.shape[1] // 32, form.scales.shape[1]
-        self.qweight = self._empty((blocks, 8 if isinstance(form, Int8) else 4, TILE_ROWS, 4), form.q.dtype)
-        self.scales = self._empty((groups, TILE_ROWS), form.scales.dtype)
-        self.mins = None if form.mins is None else self._empty((groups, TILE_ROWS), form.mins.dtype)
+    def _allocate(self, part: Unpacked) -> None:
+        bits, blocks = packed_bits(part, self._device), part.shape[1] // 32
+        form = part.form if isinstance(part, GGUFRows) else part
+        if isinstance(part, GGUFRows) and part.two_level_bits:
+            scales = part.shape[1] // TWO_LEVEL_INPUTS, 2 + TWO_LEVEL_INPUTS // (16 if bits == 6 else 32), TILE_ROWS
+            dtype, has_mins = torch.int8, bits == 4
+        else:
+            assert isinstance(form, Int4 | Int8 | Lut)
+            scales = form.scales.shape[1], TILE_ROWS
+            dtype, has_mins = form.scales.dtype, form.mins is not None
+        self.qweight = self._empty((blocks, bits, TILE_ROWS, 4), torch.int8 if bits == 8 else torch.uint8)
+        self.scales = self._empty(scales, dtype)
+        self.mins = self._empty(scales, dtype) if has_mins else None
 
     def _empty(self, tile_shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         shape = self._num_tiles, *tile_shape

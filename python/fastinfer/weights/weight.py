@@ -67,11 +67,11 @@ class DenseWeight(Weight):
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight(Weight):
-    """Weight of 4-bit or 8-bit integers, with a scale and an optional minimum per group of inputs.
+    """Weight of 4-bit, 6-bit or 8-bit integers, with a scale and an optional minimum per group of inputs.
 
     Attributes:
-        bits: 4 or 8.
-        qweight, scales, mins: packed tensors, see :mod:`fastinfer.ops.pack`.
+        bits: 4, 6 or 8.
+        qweight, scales, mins: packed tensors, see :mod:`fastinfer.ops.pack`. With 6 bits there are no minimums.
         out_features: number of rows before padding.
         activation_bits: precision of the input in products, see :func:`fastinfer.ops.int8_gemm`.
         bias: [out_features], or ``None``.
@@ -91,6 +91,16 @@ class QuantizedWeight(Weight):
     def linear(self, x: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
         if self.permutation is not None:
             x = ops.permute_columns(apply_norm(x, options), self.permutation)
+        if self.bits == 6:
+            return ops.int6_gemm(
+                x,
+                self.qweight,
+                self.scales,
+                self.out_features,
+                bias=self.bias,
+                activation_bits=self.activation_bits,
+                **options,
+            )
         gemm = ops.int4_gemm if self.bits == 4 else ops.int8_gemm
         return gemm(
             x,
@@ -104,6 +114,8 @@ class QuantizedWeight(Weight):
         )
 
     def rows(self, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if self.bits == 6:
+            return ops.int6_dequantize(self.qweight, self.scales, self.out_features, ids, dtype)
         dequantize = ops.int4_dequantize if self.bits == 4 else ops.int8_dequantize
         values = dequantize(self.qweight, self.scales, self.mins, self.out_features, ids, dtype)
         return values if self.permutation is None else values[:, self.permutation.argsort()]
