@@ -23,10 +23,21 @@ from fastinfer.server.limits import Limits
 from fastinfer.server.metrics import Metrics
 from fastinfer.server.openapi import add_bodies
 from fastinfer.server.protocol.base import RequestModel, explain
-from fastinfer.server.routes import admin, chat, completions, embeddings, health, messages, models, responses, tokens
+from fastinfer.server.routes import (
+    admin,
+    chat,
+    completions,
+    embeddings,
+    health,
+    messages,
+    models,
+    page,
+    responses,
+    tokens,
+)
 from fastinfer.server.state import ServerState, server_of
 
-ROUTES = (chat, responses, messages, completions, embeddings, tokens, models, health, admin)
+ROUTES = (chat, responses, messages, completions, embeddings, tokens, models, health, admin, page)
 
 
 def create_app(config: ServerConfig, load: Callable[[], AsyncEngine]) -> FastAPI:

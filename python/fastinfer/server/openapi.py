@@ -1,4 +1,4 @@
-"""The description of the interface at ``/openapi.json``. Routes read their bodies themselves, so bodies are added here."""
+"""The description of the interface at ``/openapi.json``, with the bodies, which the routes read themselves."""
 
 from typing import Any
 

@@ -157,7 +157,11 @@ class PackedTiles:
         bits, blocks = packed_bits(part, self._device), part.shape[1] // 32
         form = part.form if isinstance(part, GGUFRows) else part
         if isinstance(part, GGUFRows) and part.two_level_bits:
-            scales = part.shape[1] // TWO_LEVEL_INPUTS, 2 + TWO_LEVEL_INPUTS // (16 if bits == 6 else 32), TILE_ROWS
+            scales: tuple[int, ...] = (
+                part.shape[1] // TWO_LEVEL_INPUTS,
+                2 + TWO_LEVEL_INPUTS // (16 if bits == 6 else 32),
+                TILE_ROWS,
+            )
             dtype, has_mins = torch.int8, bits == 4
         else:
             assert isinstance(form, Int4 | Int8 | Lut)
