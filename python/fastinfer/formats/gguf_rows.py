@@ -94,7 +94,7 @@ class GGUFRows(Unpacked):
 
     @property
     def kind(self) -> str:
-        return self.form.kind
+        return "Int6" if self.two_level_bits == 6 else self.form.kind
 
     @property
     def two_level_bits(self) -> int:

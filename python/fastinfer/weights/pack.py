@@ -156,6 +156,7 @@ class PackedTiles:
     def _allocate(self, part: Unpacked) -> None:
         bits, blocks = packed_bits(part, self._device), part.shape[1] // 32
         form = part.form if isinstance(part, GGUFRows) else part
+        scales: tuple[int, ...]
         if isinstance(part, GGUFRows) and part.two_level_bits:
             scales = part.shape[1] // TWO_LEVEL_INPUTS, 2 + TWO_LEVEL_INPUTS // (16 if bits == 6 else 32), TILE_ROWS
             dtype, has_mins = torch.int8, bits == 4
