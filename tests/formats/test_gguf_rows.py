@@ -11,10 +11,11 @@ from support.helpers import assert_bitwise, num_threads
 from torch import Tensor
 
 from fastinfer import _C, ops
+from fastinfer.errors import UnsupportedModelError
 from fastinfer.formats.gguf_rows import QUANTIZED_TYPES, TWO_LEVEL_BITS, GGUFRows
 from fastinfer.formats.gguf_types import GGUFType
 from fastinfer.formats.unpacked import Dense, Int4, Int8, Lut, Unpacked, concatenate
-from fastinfer.weights.expert_weights import make_expert_weights
+from fastinfer.weights.expert_weights import QuantizedExperts, make_expert_weights
 from fastinfer.weights.pack import make_weight
 
 # Where blocks have fp16 numbers.
@@ -183,6 +184,25 @@ def test_rows_of_several_tensors() -> None:
     assert not views[0].fits(other_form)
     assert not views[0].fits(other_file)
     assert not views[0].fits(expected)
+
+
+def test_experts_of_six_bits() -> None:
+    """All of one type; a stack with another type whose unpacked form is the same is refused."""
+    parts = [random_file(kind, 20, 512 // kind.block_size, 1e-2) for kind in (GGUFType.Q6_K, GGUFType.Q8_0)]
+    file = np.concatenate([part.reshape(-1) for part in parts])
+    sizes = parts[0].size, file.size
+    six, eight = (
+        GGUFRows.of(file[end - part.size : end].reshape(part.shape), kind, False)
+        for part, end, kind in zip(parts, sizes, (GGUFType.Q6_K, GGUFType.Q8_0), strict=True)
+    )
+    experts, single = make_expert_weights([six, six.rows(torch.arange(19, -1, -1))], 8), make_weight(six, 8)
+    assert isinstance(experts, QuantizedExperts)
+    assert (experts.bits, experts.mins) == (6, None)
+    assert_bitwise(experts.qweight[0], single.qweight)
+    x, routing = torch.randn(3, 512), ops.route_experts(torch.tensor([[1.0, 0.0]] * 3), 1, False)
+    assert_bitwise(experts.linear(x, routing), single.linear(x))
+    with pytest.raises(UnsupportedModelError, match=r"got Int6 \[20, 512\] for expert 0 and Int8 \[20, 512\]"):
+        make_expert_weights([six, eight], 8)
 
 
 def arguments(**changes: object) -> dict[str, object]:

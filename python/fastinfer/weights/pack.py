@@ -156,6 +156,7 @@ class PackedTiles:
     def _allocate(self, part: Unpacked) -> None:
         bits, blocks = packed_bits(part, self._device), part.shape[1] // 32
         form = part.form if isinstance(part, GGUFRows) else part
+        scales: tuple[int, ...]
         if isinstance(part, GGUFRows) and part.two_level_bits:
             scales: tuple[int, ...] = (
                 part.shape[1] // TWO_LEVEL_INPUTS,
