@@ -63,7 +63,7 @@ void dequantize_row(const DequantizeParams& p, int64_t row, Out* out) {
 template <class Fn>
 void dispatch_weight(const DequantizeParams& p, const Fn& fn) {
   if (p.bits == 6) return fn.template operator()<6, TwoLevel<16> >();
-  if (p.weight.two_level) return fn.template operator()<4, TwoLevel<32> >();
+  if (p.weight.has_two_levels()) return fn.template operator()<4, TwoLevel<32> >();
   dispatch(p.weight.scale_dtype, [&]<class Scale>(Scale) {
     p.bits == 4 ? fn.template operator()<4, Scale>() : fn.template operator()<8, Scale>();
   });

@@ -21,15 +21,18 @@ struct TwoLevel {
 // w = scale * q + min (8 bits), scale * q (6 bits), scale * q + min or scale * (q - 8) (4 bits). The CPU's layout: see
 // quant/pack.h for a GPU's.
 struct QuantizedWeight {
-  const void* q;         // int4: [tiles, k / 32, 4, 16, 4] uint8; int6: [tiles, k / 32, 6, 16, 4] uint8;
-                         // int8: [tiles, k / 32, 8, 16, 4] int8
-  const void* scales;    // [tiles, groups, 16]; two-level: [tiles, k / 256, 2 + 256 / group, 16] int8
-  const void* mins;      // as scales, or null
-  int64_t group_blocks;  // blocks of 32 inputs that share a scale; 1 for int6, whose groups are half a block
-  DType scale_dtype;     // of scales and mins, unless they are two-level: fp16 or fp32
-  bool two_level;        // CPU: always for int6, perhaps for int4
-  int groups;
+  const void* q;              // int4: [tiles, k / 32, 4, 16, 4] uint8; int6: [tiles, k / 32, 6, 16, 4] uint8;
+                              // int8: [tiles, k / 32, 8, 16, 4] int8
+  const void* scales;         // [tiles, groups, 16]; two-level: [tiles, k / 256, 2 + 256 / group, 16] int8
+  const void* mins;           // as scales, or null
+  int64_t group_blocks;       // blocks of 32 inputs that share a scale; 1 for int6, whose groups are half a block
+  DType scale_dtype;          // of scales and mins, unless they are two-level: fp16 or fp32
+  int groups;                 // of a row; 0 if the scales are two-level: on a CPU always for int6, perhaps for int4
   uint64_t group_reciprocal;  // CUDA: 2^32 / group_blocks, rounded up
+
+  bool has_two_levels() const {
+    return groups == 0;
+  }
 };
 
 struct QuantizedGemmParams : GemmParams {

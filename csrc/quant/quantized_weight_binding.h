@@ -42,7 +42,7 @@ inline QuantizedWeight quantized_weight(const Checks& check, const Tensor& qweig
     weight.scales = scales.data_ptr();
     weight.mins = mins ? mins->data_ptr() : nullptr;
     weight.group_blocks = 1;
-    weight.two_level = true;
+    weight.groups = 0;  // two levels
     return weight;
   }
   check.shape(scales, "scales", {tiles, kAny, kTileRows});
@@ -64,7 +64,6 @@ inline QuantizedWeight quantized_weight(const Checks& check, const Tensor& qweig
       .mins = mins ? mins->data_ptr() : nullptr,
       .group_blocks = blocks / groups,
       .scale_dtype = dtype == ScalarType::Half ? DType::kFloat16 : DType::kFloat32,
-      .two_level = false,
       .groups = static_cast<int>(groups),
       .group_reciprocal = ((uint64_t{1} << 32) + blocks / groups - 1) / (blocks / groups),
   };

@@ -158,7 +158,7 @@ class PackedTiles:
         form = part.form if isinstance(part, GGUFRows) else part
         scales: tuple[int, ...]
         if isinstance(part, GGUFRows) and part.two_level_bits:
-            scales: tuple[int, ...] = (
+            scales = (
                 part.shape[1] // TWO_LEVEL_INPUTS,
                 2 + TWO_LEVEL_INPUTS // (16 if bits == 6 else 32),
                 TILE_ROWS,
