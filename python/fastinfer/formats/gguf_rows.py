@@ -13,8 +13,8 @@ with two-level scales (:func:`fastinfer.ops.pack_two_level_scales`). Nothing is 
 bits a weight; in the file 4.5 and 6.5625.
 
 **Blocks of 256 in groups of 16: Q3_K (scale only), Q2_K (scale and minimum) and, for a GPU, Q6_K (scale only).** The
-smallest group of the other forms is 32, so an exact weight is dense fp32. Otherwise two groups are joined into one group
-of 8-bit integers:
+smallest group of the other forms is 32, so an exact weight is dense fp32. Otherwise two groups are joined into one
+group of 8-bit integers:
 
 - Q6_K and Q3_K: the joined scale is the larger of the two divided by 4 or 32. The integers of that group stay exact,
   and those of the other group are rounded to 1/4 or 1/32 of the larger step. (If the signs of the scales differ, the
