@@ -10,10 +10,11 @@ are not rounded at all: they are multiples of 2^-24, like the subnormal numbers 
 
 **Packed for a CPU, Q4_K and Q6_K keep their integers, scales and minimums as they are stored**: 4-bit and 6-bit weights
 with two-level scales (:func:`fastinfer.ops.pack_two_level_scales`). Nothing is rounded, and they take 4.625 and 6.5625
-bits a weight; in the file 4.5 and 6.5625. All that follows concerns Q6_K on a GPU alone.
+bits a weight; in the file 4.5 and 6.5625.
 
-**Blocks of 256 in groups of 16: Q6_K, Q3_K (scale only) and Q2_K (scale and minimum).** The other forms' smallest group
-is 32, so an exact weight is dense fp32. Otherwise two groups are joined into one group of 8-bit integers:
+**Blocks of 256 in groups of 16: Q3_K (scale only), Q2_K (scale and minimum) and, for a GPU, Q6_K (scale only).** The
+other forms' smallest group is 32, so an exact weight is dense fp32. Otherwise two groups are joined into one group of
+8-bit integers:
 
 - Q6_K and Q3_K: the joined scale is the larger of the two divided by 4 or 32. The integers of that group stay exact,
   and those of the other group are rounded to 1/4 or 1/32 of the larger step. (If the signs of the scales differ, the
