@@ -63,7 +63,7 @@ def overload(op: str) -> Any:
 
 def calls_of(op: str) -> Iterator[Call]:
     """Operator calls by argument names."""
-    for name, args in op_calls():
+    for name, args in op_calls(cpu_alone=op in ON_CPU_ALONE):
         if name == op:
             names = [argument.name for argument in overload(op)._schema.arguments]
             yield dict(zip(names, args, strict=False))

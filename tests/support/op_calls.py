@@ -16,7 +16,7 @@ def int32(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def gemm_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+def gemm_calls(cpu_alone: bool) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Dense, int8, int6, int4 and table: plain and fused, without and with quantised activations."""
     x = torch.randn(5, 64).bfloat16()
     names = ["bias", "norm_weight", "eps", "activation", "residual"]
@@ -29,11 +29,12 @@ def gemm_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
             yield f"int{bits}_gemm", (x, *weight, *fused, 32)
             yield f"int{bits}_gemm", (x, *weight, *fused, 16)
             yield f"int{bits}_gemm", (x, *weight, *fused, 8)
-        wide = torch.randn(5, 256).bfloat16()
-        options = {"eps": 1e-6} | gemm_options(fusion, wide, 96, torch.float32)
-        weight = random_weight(6, 96, 256).packed.values()
-        for activation_bits in (32, 16, 8):
-            yield "int6_gemm", (wide, *weight, *(options.get(name) for name in names), activation_bits)
+        if cpu_alone:
+            wide = torch.randn(5, 256).bfloat16()
+            options = {"eps": 1e-6} | gemm_options(fusion, wide, 96, torch.float32)
+            weight = random_weight(6, 96, 256).packed.values()
+            for activation_bits in (32, 16, 8):
+                yield "int6_gemm", (wide, *weight, *(options.get(name) for name in names), activation_bits)
         weight = random_weight(4, 96, 64, mins=False).packed
         yield "lut_gemm", (x, weight["qweight"], weight["scales"], torch.randn(16), 96, *fused)
 
@@ -59,7 +60,7 @@ def lora_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "add_lora", (torch.randn(10, 96), x, *experts, int32(3, 8, 0, 1, 2, 5).view(2, 3), None, 0.0)
 
 
-def expert_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+def expert_calls(cpu_alone: bool) -> Iterator[tuple[str, tuple[Any, ...]]]:
     x, ids = torch.randn(5, 64).bfloat16(), torch.rand(5, 6).argsort(-1)[:, :2]
     yield "route_experts", (torch.randn(5, 6).half(), 2, True)
     routing = ids.flatten().argsort(stable=True).int(), ids.flatten().bincount(minlength=6).cumsum(0).int()
@@ -70,16 +71,17 @@ def expert_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
         stack = [torch.stack([weight[name] for weight in weights]) for name in ("qweight", "scales", "mins")]
         yield f"grouped_int{bits}_gemm", (x, *stack, 96, *routing, None, 32)
         yield f"grouped_int{bits}_gemm", (x, *stack, 96, *routing, "gelu", 8)
-    weights = [random_weight(6, 96, 256).packed for _ in range(6)]
-    wide = [torch.stack([weight[name] for weight in weights]) for name in ("qweight", "scales")]
-    yield "grouped_int6_gemm", (torch.randn(5, 256).bfloat16(), *wide, 96, *routing, "gelu", 8)
+    if cpu_alone:
+        weights = [random_weight(6, 96, 256).packed for _ in range(6)]
+        wide = [torch.stack([weight[name] for weight in weights]) for name in ("qweight", "scales")]
+        yield "grouped_int6_gemm", (torch.randn(5, 256).bfloat16(), *wide, 96, *routing, "gelu", 8)
     yield "grouped_lut_gemm", (x, *stack[:2], torch.randn(16), 96, *routing, None)
     yield "combine_experts", (torch.randn(10, 64).bfloat16(), torch.rand(5, 2), x.clone())
 
 
-def pack_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+def pack_calls(cpu_alone: bool) -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "permute_columns", (torch.randn(5, 96).bfloat16()[:, 32:], torch.randperm(64))
-    for bits in (8, 6, 4):
+    for bits in (8, 6, 4) if cpu_alone else (8, 4):
         weight = random_weight(bits, 17, 256 if bits == 6 else 64)
         yield f"int{bits}_pack", (weight.q,)
         yield f"int{bits}_dequantize", (*weight.packed.values(), None, torch.float32)
@@ -113,8 +115,12 @@ def attention_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "merge_attention_states", (q.contiguous(), torch.randn(4, 4), torch.randn_like(q), torch.randn(4, 4))
 
 
-def op_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Names and complete positional arguments; every call has fresh tensors of its own."""
+def op_calls(cpu_alone: bool = True) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Names and complete positional arguments; every call has fresh tensors of its own.
+
+    Args:
+        cpu_alone: whether operators are among them that only a CPU has.
+    """
     x = torch.randn(5, 64)
     yield "rms_norm", (x.bfloat16(), torch.ones(64), 1e-6)
     yield "rms_norm", (x.clone(), torch.ones(64), 1e-6, x.clone())
@@ -131,11 +137,11 @@ def op_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "gelu", (x.half(), "tanh")
     yield "softcap", (x.bfloat16(), 30.0)
     yield from attention_calls()
-    yield from gemm_calls()
+    yield from gemm_calls(cpu_alone)
     yield from w8a8_calls()
     yield from lora_calls()
-    yield from pack_calls()
-    yield from expert_calls()
+    yield from pack_calls(cpu_alone)
+    yield from expert_calls(cpu_alone)
     parameters = torch.tensor([0.0, 0.5, 1.0, 1.0, 2.0]), int32(0, 3, 0, 5, 0), torch.full((5,), 0.9), torch.zeros(5)
     plain, words = (x.clone(), *parameters, torch.arange(5), torch.arange(5)), torch.full((5, 2), 0x12345678).int()
     yield "sample", (*plain, *[None] * 7, 0)
