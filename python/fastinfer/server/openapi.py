@@ -1,4 +1,4 @@
-"""The description of the interface at ``/openapi.json``. Routes read their bodies themselves, so bodies are added here."""
+"""The interface at ``/openapi.json``. Routes read their bodies themselves, so that bodies are described here."""
 
 from typing import Any
 
