@@ -150,7 +150,7 @@ class ToyTokenizer:
         *(bytes([c, c]) for c in b"abcdefg"),
     )
 
-    bos_id = None
+    bos_id = response_template = None
     control_ids = frozenset({EOS_ID})
     control_pattern = re.compile("</s>")
 

@@ -1,4 +1,4 @@
-"""The description of the interface at ``/openapi.json``, with the bodies, which the routes read themselves."""
+"""The interface at ``/openapi.json``. Routes read their bodies themselves, so that bodies are described here."""
 
 from typing import Any
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastinfer.errors import RequestError
+from fastinfer.utils.checks import show
 from fastinfer.utils.text import one_line
 
 Message = Mapping[str, Any]
@@ -27,7 +28,7 @@ def normalize(messages: object) -> list[dict[str, Any]]:
         RequestError: the messages are malformed, or have content other than text.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise RequestError(f"messages: expected a list of at least one message, got {one_line(repr(messages))}")
+        raise RequestError(f"messages: expected a list of at least one message, got {one_line(show(messages))}")
     return [_normalize(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
@@ -38,7 +39,7 @@ def check_tools(tools: object) -> None:
         RequestError: ``tools`` is neither ``None`` nor a list of dicts.
     """
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
-        raise RequestError(f"tools: expected a list of dicts, got {one_line(repr(tools))}")
+        raise RequestError(f"tools: expected a list of dicts, got {one_line(show(tools))}")
 
 
 def _normalize(message: object, place: str) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def _text(content: object, place: str, may_be_none: bool) -> str:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise RequestError(
-                f"{place}[{index}]: expected a part of type 'text' with a text, got {one_line(repr(kind))}"
+                f"{place}[{index}]: expected a part of type 'text' with a text, got {one_line(show(kind))}"
             )
         texts.append(part["text"])
     return "\n".join(texts)
@@ -85,7 +86,7 @@ def _tool_calls(calls: object, place: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RequestError(
-                f"{place}[{index}]: expected a dict with a function that has a name, got {one_line(repr(call))}"
+                f"{place}[{index}]: expected a dict with a function that has a name, got {one_line(show(call))}"
             )
         arguments = _arguments(function.get("arguments", {}), f"{place}[{index}]['function']['arguments']")
         normalized.append({**call, "function": {**function, "arguments": arguments}})

@@ -84,6 +84,7 @@ def read_tokenizer(folder: Path) -> tuple[Vocabulary, Callable[[str, bool], list
         suffix=suffix,
         adds_space=adds_space,
         chat_template=settings.chat_template,
+        response_template=settings.response_template,
     )
     lock = RenewedLock()
 
@@ -104,6 +105,7 @@ class _TokenizerSettings:
         add_bos: whether to begin a text with bos; ``None`` to do what tokenizer.json does.
         vocab_size: number of token ids of the model, 0 if config.json does not have it.
         chat_template: Jinja source, or ``None``.
+        response_template: how answers are divided, or ``None``.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -123,6 +125,7 @@ class _TokenizerSettings:
         self.add_bos = tokenizer_config.get("add_bos_token", bool, None)
         self.vocab_size = text_config.get("vocab_size", int, 0, minimum=0, maximum=MAX_VOCAB_SIZE)
         self.chat_template = self._template(tokenizer_config)
+        self.response_template = tokenizer_config.values.get("response_template")
 
     def _read(self, name: str) -> JsonFields:
         path = self._folder / name

@@ -30,6 +30,7 @@ class Tokenizer:
         control_ids: ids of the tokens that are not text, such as ``<|im_end|>``.
         eos_token: spelling of the end token that the file names, or "".
         chat_template: Jinja template of the file, or None.
+        response_template: how the checkpoint says that its answers are divided, or None.
     """
 
     def __init__(self, vocabulary: Vocabulary, encode: Callable[[str, bool], list[int]]) -> None:
@@ -44,6 +45,7 @@ class Tokenizer:
         self.eos_ids = vocabulary.eos_ids
         self.eos_token = self._spelling(vocabulary.eos_id)
         self.chat_template = vocabulary.chat_template
+        self.response_template = vocabulary.response_template
 
     @classmethod
     def from_gguf(cls, file: GGUFFile) -> "Tokenizer":

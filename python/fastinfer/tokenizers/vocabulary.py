@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 # Spelling of a space in SentencePiece.
 SPACE = "▁"
@@ -73,6 +74,8 @@ class Vocabulary:
         prefix, suffix: ids added before and after a text with special tokens.
         adds_space: whether encoding adds a space in front of a text.
         chat_template: Jinja source, or ``None``.
+        response_template: description of the model's answers in ``tokenizer_config.json``, or ``None``; see
+            https://huggingface.co/docs/transformers/chat_response_parsing.
     """
 
     tokens: Sequence[str | None]
@@ -86,3 +89,4 @@ class Vocabulary:
     suffix: tuple[int, ...] = ()
     adds_space: bool = False
     chat_template: str | None = None
+    response_template: Any = None
