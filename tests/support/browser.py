@@ -95,8 +95,11 @@ class Browser:
         self._call("POST", "/actions", {"actions": [{"type": "key", "id": "keys", "actions": downs + ups}]})
 
     def text(self, selector: str) -> str:
-        """Return the visible text of the first element that matches, or ""."""
-        return str(self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector))
+        """Return the text of the first element that matches, or "".
+
+        Not ``innerText``: it has nothing of what was not drawn yet.
+        """
+        return str(self.run("return document.querySelector(arguments[0])?.textContent ?? ''", selector))
 
     def wait(self, condition: str, *arguments: Any, seconds: float = 20) -> Any:
         """Wait until a JavaScript expression is truthy, and return its value."""

@@ -72,7 +72,7 @@ def test_an_answer_streams_in(page: Browser, server: FakeOpenAI) -> None:
 
     released: list[bool] = []
     server.answer = answer
-    ask(page, "Hi", f"document.querySelector('{LAST}')?.innerText === 'Hello'")
+    ask(page, "Hi", f"document.querySelector('{LAST}')?.textContent === 'Hello'")
     assert visible(page, "#stop")
     assert not visible(page, "#send")
     released.append(True)
@@ -92,7 +92,7 @@ def test_an_answer_streams_in(page: Browser, server: FakeOpenAI) -> None:
 
 def test_stop_aborts_the_request_and_keeps_the_text(page: Browser, server: FakeOpenAI) -> None:
     server.answer = lambda request: text_answer("word " * 10_000, 5, 0.01)
-    ask(page, "Count", f"document.querySelector('{LAST}')?.innerText.length > 20")
+    ask(page, "Count", f"document.querySelector('{LAST}')?.textContent.length > 20")
     page.click("#stop")
     page.wait(DONE)
     assert page.text(LAST).startswith("word word")
@@ -106,7 +106,7 @@ def test_stop_aborts_the_request_and_keeps_the_text(page: Browser, server: FakeO
 
 def test_escape_stops_and_an_empty_box_edits_the_last_message(page: Browser, server: FakeOpenAI) -> None:
     server.answer = lambda request: text_answer("word " * 10_000, 5, 0.01)
-    ask(page, "First", f"document.querySelector('{LAST}')?.innerText.length > 20")
+    ask(page, "First", f"document.querySelector('{LAST}')?.textContent.length > 20")
     page.press("Escape")
     page.wait(DONE)
     page.press("Up")
@@ -120,7 +120,7 @@ def test_versions_of_answers_and_of_questions(page: Browser, server: FakeOpenAI)
     server.answer = lambda request: text_answer(f"Answer {next(numbers)}.")
     ask(page, "One")
     page.click('[aria-label="Answer again"]')
-    page.wait(f"{DONE} && document.querySelector('{LAST}').innerText === 'Answer 2.'")
+    page.wait(f"{DONE} && document.querySelector('{LAST}').textContent === 'Answer 2.'")
     assert "2/2" in page.text(".message:last-child .tools")
     page.click('.message:last-child [aria-label="Previous version"]')
     assert page.text(LAST) == "Answer 1."
@@ -205,7 +205,7 @@ def test_conversations_are_kept_searched_and_deleted(page: Browser, server: Fake
     page.click("#list li:last-child .title")
     assert page.text(LAST) == "About apples"
     page.type("#search", "about pear")
-    assert page.run("return [...document.querySelectorAll('#list .title')].map((n) => n.innerText)") == ["pears"]
+    assert page.run("return [...document.querySelectorAll('#list .title')].map((n) => n.textContent)") == ["pears"]
     page.click("#list .title")
     assert page.run("return document.querySelector('#input').value") == "a draft"
     page.run("setTimeout(() => document.querySelector('#list .remove').click())")
@@ -217,7 +217,7 @@ def test_conversations_are_kept_searched_and_deleted(page: Browser, server: Fake
         except BrowserError:
             assert time.monotonic() < deadline
     page.run("document.querySelector('#search').value = ''; showList()")
-    assert page.run("return [...document.querySelectorAll('#list .title')].map((n) => n.innerText)") == ["apples"]
+    assert page.run("return [...document.querySelectorAll('#list .title')].map((n) => n.textContent)") == ["apples"]
     open_page(page, server)
     page.wait("document.querySelectorAll('#list li').length === 1")
 
@@ -255,7 +255,7 @@ def test_files_are_attached(page: Browser, server: FakeOpenAI) -> None:
         document.querySelector("#input").dispatchEvent(
             new ClipboardEvent("paste", { clipboardData: pasted, bubbles: true, cancelable: true }));"""
     )
-    names = "[...document.querySelectorAll('#files .file')].map((n) => n.innerText).sort().join()"
+    names = "[...document.querySelectorAll('#files .file')].map((n) => n.textContent).sort().join()"
     page.wait(f"{names} === 'Pasted text,notes.txt'")
     page.click('[aria-label="Remove Pasted text"]')
     ask(page, "Summarise")
@@ -268,12 +268,12 @@ def test_a_conversation_is_renamed(page: Browser, server: FakeOpenAI) -> None:
     page.run("window.prompt = (text, old) => `${old} and pears`; document.querySelector('#list .rename').click()")
     assert page.text("#list .title") == "apples and pears"
     open_page(page, server)
-    page.wait("document.querySelector('#list .title')?.innerText === 'apples and pears'")
+    page.wait("document.querySelector('#list .title')?.textContent === 'apples and pears'")
 
 
 def test_what_was_written_survives_a_closed_tab(page: Browser, server: FakeOpenAI) -> None:
     server.answer = lambda request: text_answer("word " * 10_000, 5, 0.01)
-    ask(page, "Count", f"document.querySelector('{LAST}')?.innerText.length > 20")
+    ask(page, "Count", f"document.querySelector('{LAST}')?.textContent.length > 20")
     page.wait(
         "store((objects) => objects.getAll()).then(([conversation]) => "
         "Object.values(conversation.messages).some((message) => message.content.startsWith('word word')))"
@@ -310,7 +310,7 @@ def test_a_server_that_is_lost_and_comes_back(page: Browser, server: FakeOpenAI)
         page.wait("document.querySelector('#banner').hidden")
         assert page.text("#status") == "The server is back"
         page.click('.message:last-child [aria-label="Answer again"]')
-        page.wait(f"{DONE} && document.querySelector('{LAST}').innerText === 'Hello.'")
+        page.wait(f"{DONE} && document.querySelector('{LAST}').textContent === 'Hello.'")
         assert [m["content"] for m in again.requests[-1]["messages"]] == ["Hi", "Half an", "Are you there?"]
     finally:
         again.close()
@@ -321,7 +321,7 @@ def test_a_cut_answer_can_be_continued(page: Browser, server: FakeOpenAI) -> Non
     ask(page, "Count")
     server.answer = lambda request: text_answer(", three.")
     page.click('[aria-label="Continue this answer"]')
-    page.wait(f"{DONE} && document.querySelector('{LAST}').innerText === 'One, two, three.'")
+    page.wait(f"{DONE} && document.querySelector('{LAST}').textContent === 'One, two, three.'")
     request = server.requests[-1]
     assert request["messages"][-1] == {"role": "assistant", "content": "One, two"}
     assert (request["continue_final_message"], request["add_generation_prompt"]) == (True, False)
@@ -551,7 +551,7 @@ def test_axe_finds_nothing(page: Browser, server: FakeOpenAI, width: int, scheme
     server.answer = lambda request: [{"delta": {"reasoning_content": "Hm."}}, *text_answer(SAMPLE, 1000)]
     ask(page, "Hi")
     page.click('[aria-label="Answer again"]')
-    page.wait(f"document.querySelector('.message:last-child .tools').innerText.includes('2/2') && {DONE}")
+    page.wait(f"document.querySelector('.message:last-child .tools').textContent.includes('2/2') && {DONE}")
     page.run("document.querySelector('details').open = true")
     assert violations(page) == []
     page.run("document.querySelector('.message.user [aria-label=Edit]').click()")
@@ -580,7 +580,7 @@ def test_the_keyboard_reaches_everything_in_order(page: Browser) -> None:
     names = []
     for _ in range(12):
         page.press("Tab")
-        names.append(page.run("const n = document.activeElement; return n.ariaLabel ?? n.innerText ?? n.id"))
+        names.append(page.run("const n = document.activeElement; return n.ariaLabel ?? n.textContent"))
     assert names[:6] == [
         "Skip to the message box",
         "Colours: system",

@@ -90,17 +90,21 @@ def test_text_may_come_before_calls(name: str) -> None:
     assert calls_of(parts) == CALLS
 
 
+def damaged(text: str, rng: random.Random) -> str:
+    """The text with a few changes, perhaps cut."""
+    for _ in range(rng.randrange(3)):
+        place = rng.randrange(len(text))
+        text = text[:place] + rng.choice(['"', "}", "<", " ", "]", "\\", ""]) + text[place + rng.randrange(3) :]
+    return text[: rng.choice([len(text), rng.randrange(len(text) + 1)])]
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_events_do_not_depend_on_how_the_text_is_divided(name: str, seed: int) -> None:
     """Also of texts that are cut, and damaged in places."""
     rng = random.Random(seed)
-    text = "<think>\nHm.</think>\n\n" + written(name)
-    for _ in range(rng.randrange(3)):
-        place = rng.randrange(len(text))
-        text = text[:place] + rng.choice(['"', "}", "<", " ", "]", "\\", ""]) + text[place + rng.randrange(3) :]
-    text = text[: rng.choice([len(text), rng.randrange(len(text) + 1)])]
+    text = damaged("<think>\nHm.</think>\n\n" + written(name), rng)
     spec = find_spec("<think>" + FORMATS[name].template, {})
     assert spec is not None
     cuts = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randrange(1, 60)))
@@ -108,6 +112,25 @@ def test_events_do_not_depend_on_how_the_text_is_divided(name: str, seed: int) -
     whole = parse(spec, text, tools=TOOLS)
     assert parse(spec, pieces, tools=TOOLS) == whole
     assert parse(spec, list(text), tools=TOOLS) == whole
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_arguments_are_json_or_the_beginning_of_it(name: str) -> None:
+    """Whatever the model writes. llguidance follows the grammar of JSON."""
+    llguidance = pytest.importorskip("llguidance")
+    blanks = {"whitespace_flexible": True, "whitespace_pattern": r"[ \t\n\r]*"}
+    grammar = llguidance.LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=blanks)
+    tokenizer = llguidance.LLTokenizer("byte")
+    rng = random.Random(name)
+    calls, num_cut = [], 0
+    for _ in range(60):
+        calls += [part for part in parse(FORMATS[name].name, damaged(written(name), rng)) if part[0] == "call"]
+    for _, _, arguments in calls:
+        matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+        assert all(matcher.consume_token(byte) for byte in arguments.encode()), arguments
+        num_cut += not matcher.is_accepting()
+    assert len(calls) > 60
+    assert 5 < num_cut < len(calls)
 
 
 @settings(max_examples=200, deadline=None)

@@ -74,13 +74,19 @@ class Program:
 
     Attributes:
         instructions: the program; it starts at instruction 0.
+        start: the "char" instructions that are reached from there, in order, if no group begins before them and where
+            ``^`` does not match; otherwise ``None``.
         names: the named groups.
         first: matches the characters with which a match can begin.
+        first_visible: the same without white space, if that is read at the beginning of a match and changes nothing; it
+            then matters only right before one of these characters. Otherwise ``None``.
     """
 
     instructions: list[Instruction]
+    start: list[int] | None
     names: list[str]
     first: re.Pattern[str]
+    first_visible: re.Pattern[str] | None
 
 
 @lru_cache(maxsize=256)
@@ -97,17 +103,48 @@ def compile_patterns(patterns: tuple[str, ...]) -> Program:
         program[0].targets.append(len(program))
         _Compiler(pattern, program, names).compile()
         program.append(Instruction("match", pattern=number))
-    beginning = [program[place] for place in _reachable(program)]
-    if any(instruction.kind == "match" for instruction in beginning):
+    beginning = _reachable(program, 0)
+    if any(program[place].kind == "match" for place in beginning):
         raise PatternError(f"one of {patterns!r:.80} matches without any character")
-    sources = sorted({instruction.source for instruction in beginning if instruction.kind == "char"})
-    return Program(program, names, re.compile("|".join(sources) if sources else r"(?!)", re.DOTALL))
+    characters = [place for place in beginning if program[place].kind == "char"]
+    sources = {program[place].source for place in characters}
+    blank = [place for place in characters if " " in program[place].characters]
+    is_changed = any(
+        program[place].source != r"\s" or not _reachable(program, place + 1) <= beginning | {place + 1}
+        for place in blank
+    )
+    first_visible = None if is_changed else _any_of(sources - {r"\s"})
+    return Program(program, _start(program), names, _any_of(sources), first_visible)
 
 
-def _reachable(program: list[Instruction]) -> set[int]:
-    """Return the instructions that are reached from the start without a character."""
-    reached: set[int] = set()
+def _start(program: list[Instruction]) -> list[int] | None:
+    """Return the first "char" instructions in order of preference; ``None`` if a group begins before one of them."""
+    places = []
+    seen: set[int] = set()
     waiting = [0]
+    while waiting:
+        place = waiting.pop()
+        if place in seen:
+            continue
+        seen.add(place)
+        match program[place].kind:
+            case "char":
+                places.append(place)
+            case "split":
+                waiting += reversed(program[place].targets)
+            case "save":
+                return None
+    return places
+
+
+def _any_of(sources: set[str]) -> re.Pattern[str]:
+    return re.compile("|".join(sorted(sources)) or r"(?!)", re.DOTALL)
+
+
+def _reachable(program: list[Instruction], start: int) -> set[int]:
+    """Return the instructions that are reached from one without a character."""
+    reached: set[int] = set()
+    waiting = [start]
     while waiting:
         place = waiting.pop()
         if place not in reached:

@@ -53,8 +53,11 @@ class PatternSearch:
         self.match: Match | None = None
         self.rest = ""
         self._program = program.instructions
+        self._start = program.start
+        self._no_slots = (-1,) * (2 * len(program.names))
         self._names = program.names
         self._first = program.first
+        self._first_visible = program.first_visible
         self._at_beginning = at_beginning
         self._threads: list[_Thread] = []
         self._found: tuple[int, int, int, _Slots] | None = None  # pattern, start, end and groups of the best match
@@ -65,14 +68,11 @@ class PatternSearch:
     def read(self, text: str, place: int) -> int:
         """Read ``text`` from ``place`` on, up to its end or up to where a match is certain, and return that place."""
         while place < len(text) and self.match is None:
-            if not self._held:
-                candidate = self._first.search(text, place)
-                end = len(text) if candidate is None else candidate.start()
-                if end > place:
-                    self._released.append(text[place:end])
-                    self._position += end - place
-                    place = end
-                    continue
+            if not self._held and (end := self._next_beginning(text, place)) > place:
+                self._released.append(text[place:end])
+                self._position += end - place
+                place = end
+                continue
             self._step(text[place])
             place += 1
         return place
@@ -90,11 +90,19 @@ class PatternSearch:
         self._released.clear()
         return text
 
+    def _next_beginning(self, text: str, place: int) -> int:
+        """Return where a match may begin, or the length of the text."""
+        candidate = (self._first_visible or self._first).search(text, place)
+        end = len(text) if candidate is None else candidate.start()
+        if self._first_visible is None:
+            return end
+        return place + len(text[place:end].rstrip())
+
     def _step(self, character: str) -> None:
         """Let all threads read one character."""
         threads = self._threads
         if self._found is None and self._first.match(character):
-            self._follow(0, self._position, (-1,) * (2 * len(self._names)), threads, {t[0] for t in threads})
+            self._add_start(threads)
         self._held.append(character)
         self._position += 1
         self._threads = []
@@ -109,6 +117,14 @@ class PatternSearch:
                 self._resolve()
         else:
             self._release(self._threads[0][1] if self._threads else self._position)
+
+    def _add_start(self, threads: list[_Thread]) -> None:
+        """Add the threads of a match that begins here."""
+        known = {thread[0] for thread in threads}
+        if self._start is None or (self._at_beginning and self._position == 0):
+            self._follow(0, self._position, self._no_slots, threads, known)
+        else:
+            threads += [(place, self._position, self._no_slots) for place in self._start if place not in known]
 
     def _follow(self, place: int, start: int, slots: _Slots, threads: list[_Thread], seen: set[int]) -> bool:
         """Add the threads that continue at an instruction, and return whether one of them is a match."""

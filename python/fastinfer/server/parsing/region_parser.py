@@ -71,6 +71,9 @@ class OutputParser:
 
     def _take(self) -> list[Event]:
         """Return the events since the last call, with neighbours of the same kind joined."""
+        if len(self._found) < 2:
+            only, self._found[:] = self._found[:], []
+            return only
         events: list[Event] = []
         texts: list[str] = []
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from fastinfer.errors import RequestError
 from fastinfer.server.parsing.spec import CallMarkup, CallObjects, ParserSpec, Region
+from fastinfer.server.parsing.value_reader import escape
 from fastinfer.structured_output import StructuredOutputsParams
 from fastinfer.utils.checks import show
 
@@ -128,7 +129,8 @@ class _Grammar:
             raise RequestError(f"tools: expected parameters as a JSON schema, got {show(schema)}")
         text = json.dumps({**schema, "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
         self.rules.append(f"arguments_{number}: %json {text}")
-        return f"{self.text(markup.begin % function['name'])} arguments_{number} {self.text(markup.end)}"
+        begin = markup.begin % escape(function["name"])
+        return f"{self.text(begin)} arguments_{number} {self.text(markup.end)}"
 
     def reasoning(self, region: Region) -> str:
         """Return the terms that match open reasoning with its end."""
