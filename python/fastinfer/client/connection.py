@@ -26,6 +26,7 @@ class Connection(asyncio.Protocol):
         self._parts: list[bytes] = []
         self._on_data: Callable[[bytes], None] | None = None
         self._status: asyncio.Future[int] | None = None
+        self._failure = ""  # why the connection is closed
 
     @classmethod
     async def open(cls, endpoint: Endpoint) -> "Connection":
@@ -51,6 +52,11 @@ class Connection(asyncio.Protocol):
         """Whether another request can be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
+    @property
+    def status(self) -> int:
+        """Status of the answer whose body the callback gets."""
+        return int(self._parser.get_status_code())
+
     async def request(self, method: str, path: str, body: bytes, on_data: Callable[[bytes], None]) -> int:
         """Send a request, and return the status once the answer is complete.
 
@@ -63,7 +69,7 @@ class Connection(asyncio.Protocol):
             ServerError: the connection ends before the answer does, or the answer is not HTTP.
         """
         if self._transport is None or not self.is_open:
-            raise ServerError(f"{self._endpoint.authority}: the connection is closed")
+            raise ServerError(self._failure or f"{self._endpoint.authority}: the connection is closed")
         self._on_data = on_data
         self._status = asyncio.get_running_loop().create_future()
         self._transport.write(self._endpoint.request_head(method, path, len(body)) + body)
@@ -95,8 +101,9 @@ class Connection(asyncio.Protocol):
         self._fail("the connection ended before the answer did")
 
     def _fail(self, message: str) -> None:
+        self._failure = self._failure or f"{self._endpoint.authority}: {message}"
         if self._status is not None and not self._status.done():
-            self._status.set_exception(ServerError(f"{self._endpoint.authority}: {message}"))
+            self._status.set_exception(ServerError(self._failure))
 
     # Called by the parser.
 
@@ -104,11 +111,10 @@ class Connection(asyncio.Protocol):
         self._parts.append(data)
 
     def on_message_complete(self) -> None:
-        code, keeps_alive = self._parser.get_status_code(), self._parser.should_keep_alive()
-        if code < 200:  # an interim answer; another follows
+        if self.status < 200:  # an interim answer; another follows
             return
         with contextlib.suppress(asyncio.InvalidStateError):  # the request was cancelled
             if self._status is not None:
-                self._status.set_result(code)
-        if not keeps_alive:
+                self._status.set_result(self.status)
+        if not self._parser.should_keep_alive():
             self.close()
