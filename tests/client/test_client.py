@@ -38,20 +38,22 @@ def test_url(url: str, authority: str, path: str) -> None:
     assert (endpoint.authority, endpoint.base_path) == (authority, path)
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "localhost:8000",
-        "ftp://x",
-        "http://",
-        "http://x:port",
-        "http://x:70000",
-        "http://x?a=1",
-        "http://x/ü",
-        "http://[",
-    ]
-    + ["http://user:secret@x", "http://x/a b", "http://x/\r\nEvil: 1"],
+WRONG_URLS = (
+    "localhost:8000",
+    "ftp://x",
+    "http://",
+    "http://[",
+    "http://x:port",
+    "http://x:70000",
+    "http://x?a=1",
+    "http://x/ü",
+    "http://x/a b",
+    "http://x/\r\nEvil: 1",
+    "http://user:secret@x",
 )
+
+
+@pytest.mark.parametrize("url", WRONG_URLS)
 def test_wrong_url(url: str) -> None:
     with pytest.raises(RequestError, match="url: expected") as error:
         Endpoint.parse(url)
@@ -139,7 +141,7 @@ def test_answer_that_is_not_http(answer: bytes) -> None:
         async with await asyncio.start_server(speak, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             connection = await Connection.open(Endpoint.parse(f"http://127.0.0.1:{port}"))
-            with pytest.raises(ServerError, match="expected an answer in HTTP|ended before the answer"):
+            with pytest.raises(ServerError, match="expected an answer in HTTP, got something else"):
                 await connection.request("GET", "/models", b"", lambda data: None)
             connection.close()
 

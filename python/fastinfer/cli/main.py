@@ -45,7 +45,7 @@ COMMANDS = {
         "talk with a model; Ctrl-C stops an answer, Ctrl-D ends",
         arguments.add_chat,
         "fastinfer.cli.chat",
-        checks.check_session,
+        checks.check_chat,
     ),
     "pull": Command("download a model and print where it is", arguments.add_pull, "fastinfer.cli.pull"),
     "models": Command("list the models known by name", arguments.add_models, "fastinfer.cli.models"),

@@ -1,0 +1,102 @@
+"""A streamed answer of a server: what arrived when."""
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastinfer.client.answers import DONE, check_status, parse_chunk
+from fastinfer.client.events import EventParser
+from fastinfer.errors import ServerError
+
+TEXT_FIELDS = ("content", "reasoning_content", "reasoning")
+
+
+@dataclass
+class Recording:
+    """A request as the load generator sees it; it is parsed after the run, so that parsing delays no other stream.
+
+    Attributes:
+        sent_s: time when the request was sent.
+        reads: time and bytes of each read of the answer's body.
+        status: status of the answer.
+        end_s: time when the answer was complete.
+    """
+
+    sent_s: float
+    reads: list[tuple[float, bytes]] = field(default_factory=list)
+    status: int = 0
+    end_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class ServedAnswer:
+    """A complete answer.
+
+    Attributes:
+        sent_s: time when the request was sent.
+        moments: time of each output, a read of the socket with at least one new token.
+        prompt_tokens, new_tokens: the server's own counts.
+        first_tokens: number of tokens in the first output, 1 if the server counts at the end alone.
+    """
+
+    sent_s: float
+    moments: list[float]
+    prompt_tokens: int
+    new_tokens: int
+    first_tokens: int
+
+    @classmethod
+    def parse(cls, recording: Recording) -> "ServedAnswer":
+        """Parse a recording.
+
+        Raises:
+            RequestError: the server refused the request.
+            ServerError: the answer is an error, not complete, without tokens, or does not say how many it has.
+        """
+        check_status(recording.status, b"".join(data for _, data in recording.reads))
+        events, moments, is_done, first_tokens = EventParser(), [], False, 1
+        usage: dict[str, Any] = {}
+        for moment, data in recording.reads:
+            num_before, has_text = usage.get("completion_tokens", 0), False
+            for event in events.push(data):
+                if event == DONE:
+                    is_done = True
+                    continue
+                chunk = parse_chunk(event)
+                has_text = has_text or _has_text(chunk)
+                usage = chunk.get("usage") or usage
+            # A token may have no text of its own, such as half of a character; counts that come with it show it.
+            is_counted = usage.get("completion_tokens", 0) > num_before and not (is_done and moments)
+            if has_text or is_counted:
+                if not moments and usage:
+                    first_tokens = usage["completion_tokens"]
+                moments.append(moment)
+        if not is_done:
+            raise ServerError("the server's stream ended without [DONE]")
+        if not usage:
+            raise ServerError("expected the token counts that stream_options.include_usage asks for, got none")
+        if not moments:
+            raise ServerError("expected at least one token, got an empty answer")
+        counts = usage["prompt_tokens"], usage["completion_tokens"]
+        return cls(recording.sent_s, moments, *counts, first_tokens)
+
+    @property
+    def first_token_s(self) -> float:
+        """Seconds from sending the request to the first token."""
+        return self.moments[0] - self.sent_s
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Seconds between successive outputs, for which a reader of the stream waits."""
+        return [after - before for before, after in itertools.pairwise(self.moments)]
+
+    @property
+    def per_token_s(self) -> float | None:
+        """Mean seconds per token after the first output; ``None`` if nothing follows it."""
+        num_tokens = self.new_tokens - self.first_tokens
+        return (self.moments[-1] - self.moments[0]) / num_tokens if num_tokens > 0 else None
+
+
+def _has_text(chunk: dict[str, Any]) -> bool:
+    deltas = [choice.get("delta") or {} for choice in chunk.get("choices") or []]
+    return any(delta.get(name) for delta in deltas for name in TEXT_FIELDS)
