@@ -1,32 +1,27 @@
 """Load generator: a number of streams at once on an OpenAI-compatible server.
 
-During a run it only notes when which bytes arrived; everything is parsed afterwards. What it takes of a core is measured
-with every run, because a generator that is short of time measures itself.
+During a run it only notes when which bytes arrived; everything is parsed afterwards. The CPU time that it takes is
+measured with every run, because a generator that is short of time measures itself.
 """
 
 import asyncio
 import json
 import os
 import random
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from fastinfer.benchmarks.prompts import COPY_HEAVY, OTHERS, SYSTEM
 from fastinfer.benchmarks.served_answer import Recording, ServedAnswer
 from fastinfer.client.answers import REQUEST_STATUS
 from fastinfer.client.connection import Connection
 from fastinfer.client.endpoint import Endpoint
 
-# One token each in most vocabularies.
-WORDS = (
-    "time year people way day man thing woman life child world school state family student group country problem hand "
-    "part place case week company system program question work government number night point home water room mother "
-    "area money story fact month lot right study book eye job word business issue side kind head house service friend "
-    "father power hour game line end member law car city community name president team minute idea kid body back parent "
-    "face others level office door health person art war history party result change morning reason research girl guy "
-    "moment air teacher force education"
-).split()
+# Common ones, most of them one token each.
+WORDS = sorted({word for text in (*COPY_HEAVY, *OTHERS, SYSTEM) for word in re.findall(r"\b[a-z]+\b", text)})
 
 # What not every server takes, in the order in which it is tried: fields of the request, and of its stream options.
 VARIANTS = (

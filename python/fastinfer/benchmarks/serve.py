@@ -1,8 +1,8 @@
 """``fastinfer bench serve``: latency and throughput of an OpenAI-compatible server.
 
 Method: prompts of random words are answered greedily with a fixed number of tokens, where the server can be told to
-ignore the end of sequence. A level is a number of streams at once; each stream sends a request as soon as its last one is
-answered. Each level has a warm-up; then the levels take turns. Tokens are counted by the server.
+ignore the end of sequence. A level is a number of streams at once; each stream sends a request as soon as its
+last one is answered. Each level has a warm-up; then the levels take turns. Tokens are counted by the server.
 """
 
 import argparse

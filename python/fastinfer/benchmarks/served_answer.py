@@ -54,22 +54,25 @@ class ServedAnswer:
             ServerError: the answer is an error, not complete, without tokens, or does not say how many it has.
         """
         check_status(recording.status, b"".join(data for _, data in recording.reads))
-        events, moments, is_done, first_tokens = EventParser(), [], False, 1
+        events, is_done = EventParser(), False
         usage: dict[str, Any] = {}
+        moments: list[float] = []
+        first_tokens = 1
         for moment, data in recording.reads:
-            num_before, has_text = usage.get("completion_tokens", 0), False
+            has_token = False
             for event in events.push(data):
                 if event == DONE:
                     is_done = True
                     continue
                 chunk = parse_chunk(event)
-                has_text = has_text or _has_text(chunk)
-                usage = chunk.get("usage") or usage
-            # A token may have no text of its own, such as half of a character; counts that come with it show it.
-            is_counted = usage.get("completion_tokens", 0) > num_before and not (is_done and moments)
-            if has_text or is_counted:
-                if not moments and usage:
-                    first_tokens = usage["completion_tokens"]
+                # A token may have no text of its own, such as half of a character; counts that come with it show it.
+                counts = chunk.get("usage") or {}
+                is_counted = counts.get("completion_tokens", 0) > usage.get("completion_tokens", 0)
+                has_token = has_token or _has_text(chunk) or bool(is_counted and chunk.get("choices"))
+                usage = counts or usage
+            if has_token:
+                if not moments:
+                    first_tokens = usage.get("completion_tokens", 1)
                 moments.append(moment)
         if not is_done:
             raise ServerError("the server's stream ended without [DONE]")
@@ -77,8 +80,7 @@ class ServedAnswer:
             raise ServerError("expected the token counts that stream_options.include_usage asks for, got none")
         if not moments:
             raise ServerError("expected at least one token, got an empty answer")
-        counts = usage["prompt_tokens"], usage["completion_tokens"]
-        return cls(recording.sent_s, moments, *counts, first_tokens)
+        return cls(recording.sent_s, moments, usage["prompt_tokens"], usage["completion_tokens"], first_tokens)
 
     @property
     def first_token_s(self) -> float:

@@ -9,7 +9,7 @@ from fastinfer.hub import DEFAULT_MODEL
 from fastinfer.utils.device_name import DEVICE_NAMES, is_device_name
 from fastinfer.utils.dtypes import DTYPES, KV_CACHE_DTYPES
 
-# A key on a command line can be seen by every user of the machine. Of several, separated by commas, clients send the first.
+# A key on a command line can be seen by every user of the machine. The variable may have several, separated by commas.
 API_KEY_VARIABLE = "FASTINFER_API_KEY"
 MAX_SPECULATIVE_TOKENS = 15  # the engine's limit, whose module imports torch; a test compares them
 
