@@ -13,17 +13,18 @@ class FakeOpenAIServer:
     """Serves on 127.0.0.1 in a thread of its own, as a context manager.
 
     Attributes:
-        pieces: texts of the answer's deltas; the tokens of a piece are its characters.
-        repeats_pieces: whether the answer has ``max_tokens`` tokens, if the request has ``ignore_eos``.
-        refused_fields: fields that get status 400.
+        pieces: texts of the answer's deltas; each is one token.
+        refused_fields: fields of the request or of its stream options that get status 400.
         api_key: key that requests must have.
         gives_usage: whether ``stream_options`` is obeyed.
-        before_piece: seconds to wait before each piece.
+        before_piece_s: seconds to wait before each piece.
         status: status of every chat.
         cut_after: number of pieces after which the connection is closed; ``None`` for a whole answer.
         error_after: number of pieces after which a frame reports an error.
-        reasoning: text that is streamed as reasoning first.
+        reasoning: text that is streamed as reasoning first, one token.
+        models: names under /models.
         requests: bodies of the chats so far.
+        paths: paths of all requests so far.
         num_abandoned: chats whose client closed the connection early.
     """
 
@@ -120,11 +121,12 @@ class FakeOpenAIServer:
         def usage(num_tokens: int) -> dict[str, int]:
             return {"prompt_tokens": 7, "completion_tokens": num_tokens, "total_tokens": 7 + num_tokens}
 
-        yield chunk({"role": "assistant", "content": ""}, 0)
+        num_tokens = 0
+        yield chunk({"role": "assistant", "content": ""}, num_tokens)
         yield b": ping\n\n"
         if self.reasoning:
-            yield chunk({"reasoning_content": self.reasoning}, 0)
-        num_tokens = 0
+            num_tokens += 1
+            yield chunk({"reasoning_content": self.reasoning}, num_tokens)
         for index, piece in enumerate(self.pieces):
             if index == self.cut_after:
                 raise ConnectionError
@@ -133,7 +135,7 @@ class FakeOpenAIServer:
                 yield b"data: [DONE]\n\n"
                 return
             await asyncio.sleep(self.before_piece_s)
-            num_tokens += len(piece)
+            num_tokens += 1
             yield chunk({"content": piece}, num_tokens)
         yield chunk({}, num_tokens, "stop")
         if self.gives_usage and options.get("include_usage"):

@@ -3,7 +3,7 @@
 import argparse
 import asyncio
 import json
-from collections.abc import Generator
+from collections.abc import AsyncGenerator, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +41,32 @@ class RemoteSession:
 
     def chat(self, messages: list[dict[str, str]]) -> Generator[Piece, None, None]:
         """Answer a conversation in pieces of text, see :func:`stream_deltas`."""
+        loop = asyncio.new_event_loop()
         deltas = stream_deltas(self.endpoint, {**self.fields, "messages": messages})
-        with asyncio.Runner() as runner:
-            ...
+        try:
+            while True:
+                coming = loop.create_task(_next(deltas))
+                while not loop.run_until_complete(asyncio.wait([coming], timeout=POLL_S))[0]:
+                    yield Piece("")
+                if (delta := coming.result()) is None:
+                    return
+                yield from _pieces(delta)
+        finally:
+            coming.cancel()
+            loop.run_until_complete(asyncio.wait([coming]))
+            loop.run_until_complete(deltas.aclose())
+            loop.close()
+
+
+async def _next(deltas: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any] | None:
+    return await anext(deltas, None)
+
+
+def _pieces(delta: dict[str, Any]) -> Generator[Piece, None, None]:
+    if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
+        yield Piece(reasoning, is_reasoning=True)
+    if text := delta.get("content") or delta.get("refusal"):
+        yield Piece(text)
 
 
 def _request_fields(args: argparse.Namespace) -> dict[str, Any]:
@@ -53,8 +76,7 @@ def _request_fields(args: argparse.Namespace) -> dict[str, Any]:
     if structured is None:
         return fields
     if structured.json is not None:
-        schema = json.loads(structured.json) if isinstance(structured.json, str) else structured.json
-        json_schema = {"name": "answer", "schema": schema, "strict": True}
+        json_schema = {"name": "answer", "schema": json.loads(structured.json), "strict": True}
         return fields | {"response_format": {"type": "json_schema", "json_schema": json_schema}}
     constraint = {"regex": structured.regex, "choice": structured.choice}
     return fields | {"structured_outputs": {name: value for name, value in constraint.items() if value is not None}}
