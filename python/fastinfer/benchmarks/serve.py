@@ -7,10 +7,12 @@ last one is answered. Each level has a warm-up; then the levels take turns. Toke
 
 import argparse
 import asyncio
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from fastinfer.benchmarks.load import RequestBodies, Run, find_variant, run_streams
 from fastinfer.benchmarks.progress import Progress, show_progress, silent
@@ -140,21 +142,26 @@ def _rows(levels: list[Level]) -> list[list[str]]:
 def _plot(path: Path, title: str, levels: list[Level]) -> Path:
     from matplotlib.figure import Figure
 
-    labels = [str(level.streams) for level in levels]
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     figure.suptitle(title)
     throughput, first, between = figure.subplots(1, 3)
+    labels = [str(level.streams) for level in levels]
     throughput.plot(labels, [statistics.median(level.tokens_per_s) for level in levels], "o-")
     throughput.set_title("Generated tokens/s")
     for p in PERCENTILES:
-        first.plot(labels, [level.first_token_s.get(p, float("nan")) * 1e3 for level in levels], "o-", label=f"p{p}")
-        between.plot(labels, [level.inter_token_s.get(p, float("nan")) * 1e3 for level in levels], "o-", label=f"p{p}")
+        _plot_ms(first, labels, [level.first_token_s.get(p) for level in levels], f"p{p}")
+        _plot_ms(between, labels, [level.inter_token_s.get(p) for level in levels], f"p{p}")
     first.set_title("First token, ms")
     between.set_title("Between tokens, ms")
-    for axes in (throughput, first, between):
-        axes.set_xlabel("streams at once")
-        axes.set_ylim(0, 1.1 * axes.dataLim.ymax)
     first.legend()
     between.legend()
+    for axes in (throughput, first, between):
+        axes.set_xlabel("streams at once")
+        axes.set_ylim(bottom=0)
     figure.savefig(path, dpi=120)
     return path
+
+
+def _plot_ms(axes: Any, labels: list[str], seconds: list[float | None], label: str) -> None:
+    """Plot times; a level whose answers came at once has none."""
+    axes.plot(labels, [math.nan if s is None else s * 1e3 for s in seconds], "o-", label=label)
