@@ -100,8 +100,8 @@ def test_fields_that_a_server_does_not_know_are_left_out(refused: tuple[str, ...
         ({"refused_fields": ("max_tokens",)}, RequestError),
         ({"status": 503}, ServerError),
         ({"cut_after": 1}, ServerError),
-    ]
-    + [({"gives_usage": False}, ServerError)],
+        ({"gives_usage": False}, ServerError),
+    ],
 )
 def test_server_that_cannot_be_measured(settings: dict[str, Any], error: type[Exception]) -> None:
     with FakeOpenAIServer(**settings) as server, pytest.raises(error):

@@ -23,7 +23,8 @@ from fastinfer.client.endpoint import Endpoint
 WORDS = sorted({word for text in (*COPY_HEAVY, *OTHERS, SYSTEM) for word in re.findall(r"\b[a-z]+\b", text)})
 
 # What not every server takes, in the order in which it is tried: fields of the request, and of its stream options.
-VARIANTS = (
+Variant = tuple[dict[str, Any], dict[str, Any]]
+VARIANTS: tuple[Variant, ...] = (
     ({"ignore_eos": True}, {"continuous_usage_stats": True}),
     ({"ignore_eos": True}, {}),
     ({}, {"continuous_usage_stats": True}),
@@ -41,9 +42,7 @@ class RequestBodies:
         variant: one of ``VARIANTS``.
     """
 
-    def __init__(
-        self, model: str, prompt_words: int, new_tokens: int, variant: tuple[dict[str, Any], dict[str, Any]]
-    ) -> None:
+    def __init__(self, model: str, prompt_words: int, new_tokens: int, variant: Variant) -> None:
         self._rng = random.Random(0)
         self._prompt_words = prompt_words
         fields, stream_options = variant
@@ -87,7 +86,7 @@ class Run:
         return self.generator_s / self.seconds
 
 
-def find_variant(endpoint: Endpoint, model: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def find_variant(endpoint: Endpoint, model: str) -> Variant:
     """Return the first of ``VARIANTS`` that the server takes.
 
     Raises:

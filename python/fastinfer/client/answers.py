@@ -57,8 +57,9 @@ def model_names(body: bytes) -> list[str]:
         ServerError: there are none.
     """
     models = parse_object(body).get("data")
-    names = [model.get("id") for model in models if isinstance(model, dict)] if isinstance(models, list) else []
-    if not names or not all(isinstance(name, str) for name in names):
+    found = [model.get("id") for model in models if isinstance(model, dict)] if isinstance(models, list) else []
+    names = [name for name in found if isinstance(name, str)]
+    if not names:
         raise ServerError("expected the server to list a model under /models, got none")
     return names
 
