@@ -51,7 +51,7 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
         parser,
         is_required=False,
         url_help="talk with an OpenAI-compatible server instead, such as http://127.0.0.1:8000; --model is then a name "
-        "that it serves, by default the first that it lists, and what it is not told is up to it",
+        "that it serves, by default the first that it lists; parameters that are not given are left to it",
     )
     add_adapter_option(parser)
     add_engine_options(parser)

@@ -7,6 +7,7 @@ machine with the server that it measures, so all that happens here per read is o
 import asyncio
 import contextlib
 from collections.abc import Callable
+from typing import cast
 
 import httptools
 
@@ -83,8 +84,7 @@ class Connection(asyncio.Protocol):
     # Called by asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         try:
