@@ -2,6 +2,7 @@
 
 import ssl
 from dataclasses import dataclass
+from functools import cached_property
 from urllib.parse import urlsplit
 
 from fastinfer.errors import RequestError
@@ -55,7 +56,7 @@ class Endpoint:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == (443 if self.is_tls else 80) else f"{host}:{self.port}"
 
-    @property
+    @cached_property  # making one reads all certificate authorities, which may take 0.2 s
     def ssl_context(self) -> ssl.SSLContext | None:
         """Context that verifies the server's certificate; ``None`` without TLS."""
         return ssl.create_default_context() if self.is_tls else None
