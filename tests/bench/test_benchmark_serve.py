@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.fake_openai_server import FakeOpenAIServer
 
-from fastinfer.benchmarks.load import RequestBodies, find_variant, run_streams
+from fastinfer.benchmarks.load import Requests, find_variant, run_streams
 from fastinfer.benchmarks.serve import Level
 from fastinfer.benchmarks.served_answer import Recording, ServedAnswer
 from fastinfer.cli.main import main
@@ -74,8 +74,8 @@ def test_answers_that_cannot_be_measured(answer: Recording, error: type[Exceptio
 
 
 def test_bodies_differ_from_the_first_words_on() -> None:
-    bodies = iter(RequestBodies("m", 50, 8, ({"ignore_eos": True}, {})))
-    parsed = [json.loads(next(bodies)) for _ in range(20)]
+    requests = Requests("m", 50, 8, ({"ignore_eos": True}, {}))
+    parsed = [json.loads(requests.next_body()) for _ in range(20)]
     texts = [body["messages"][0]["content"] for body in parsed]
     assert {len(text.split()) for text in texts} == {50}
     assert len({" ".join(text.split()[:3]) for text in texts}) == 20
@@ -111,14 +111,14 @@ def test_server_that_cannot_be_measured(settings: dict[str, Any], error: type[Ex
 def test_streams_run_at_once_and_requests_of_a_stream_one_after_the_other() -> None:
     with FakeOpenAIServer(before_piece_s=0.01) as server:
         endpoint = Endpoint.parse(server.url)
-        run = run_streams(endpoint, iter(RequestBodies("m", 5, 4, ({}, {}))), streams=3, requests=2)
+        run = run_streams(endpoint, Requests("m", 5, 4, ({}, {})), num_streams=3, num_requests=2)
     assert len(server.requests) == len(run.answers) == 6
     assert len({request["messages"][0]["content"] for request in server.requests}) == 6
     starts, ends = [a.sent_s for a in run.answers], [a.moments[-1] for a in run.answers]
     firsts, seconds = range(0, 6, 2), range(1, 6, 2)
     assert max(starts[i] for i in firsts) < min(ends[i] for i in firsts)
     assert all(starts[second] > ends[first] for first, second in zip(firsts, seconds, strict=True))
-    assert run.tokens_per_s == 24 / run.seconds
+    assert (run.tokens_per_s, run.requests_per_s) == (24 / run.seconds, 6 / run.seconds)
     assert run.generator_cores > 0
     level = Level.of(3, 5, [run])
     assert (level.answers, level.short_answers, level.tokens_per_output) == (6, 6, 1.0)
@@ -144,3 +144,12 @@ def test_answers_that_end_early_are_reported(capsys: pytest.CaptureFixture[str])
     with FakeOpenAIServer() as server:
         assert main(["bench", "serve", "--url", server.url, *options]) == 0
     assert "2 of 2 answers ended before 9 tokens" in capsys.readouterr().out
+
+
+def test_completions_for_models_without_a_template(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--completions", "--streams", "1", "--requests", "1", "--repeats", "1", "--new-tokens", "4"]
+    with FakeOpenAIServer() as server:
+        assert main(["bench", "serve", "--url", server.url, *options]) == 0
+    assert set(server.paths) == {"/v1/models", "/v1/completions"}
+    assert all("prompt" in request and "messages" not in request for request in server.requests)
+    assert "7 prompt tokens, 4 new tokens" in capsys.readouterr().out

@@ -18,14 +18,14 @@ class FakeOpenAIServer:
         api_key: key that requests must have.
         gives_usage: whether ``stream_options`` is obeyed.
         before_piece_s: seconds to wait before each piece.
-        status: status of every chat.
+        status: status of every answer.
         cut_after: number of pieces after which the connection is closed; ``None`` for a whole answer.
         error_after: number of pieces after which a frame reports an error.
         reasoning: text that is streamed as reasoning first, one token.
         models: names under /models.
-        requests: bodies of the chats so far.
+        requests: bodies of the chats and completions so far.
         paths: paths of all requests so far.
-        num_abandoned: chats whose client closed the connection early.
+        num_abandoned: requests whose client closed the connection early.
     """
 
     pieces: tuple[str, ...] = ("The ", "sky ", "is ", "blue.")
@@ -88,12 +88,14 @@ class FakeOpenAIServer:
             _write_json(writer, 401, {"error": {"message": "wrong key"}})
         elif method == "GET" and path.endswith("/models"):
             _write_json(writer, 200, {"object": "list", "data": [{"id": name} for name in self.models]})
-        elif method == "POST" and path.endswith("/chat/completions"):
-            await self._chat(json.loads(body), reader, writer)
+        elif method == "POST" and path.endswith("/completions"):
+            await self._stream(json.loads(body), reader, writer)
         else:
             _write_json(writer, 404, {"error": {"message": f"no such path: {path}"}})
 
-    async def _chat(self, request: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _stream(
+        self, request: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self.requests.append(request)
         options = request.get("stream_options") or {}
         refused = [name for name in self.refused_fields if name in request or name in options]
@@ -113,7 +115,8 @@ class FakeOpenAIServer:
 
     async def _chunks(self, request: dict[str, Any], options: dict[str, Any]) -> AsyncIterator[dict[str, Any] | bytes]:
         def chunk(delta: dict[str, Any], num_tokens: int, finish_reason: str | None = None) -> dict[str, Any]:
-            fields: dict[str, Any] = {"choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}]}
+            part = {"delta": delta} if "messages" in request else {"text": delta.get("content", "")}
+            fields: dict[str, Any] = {"choices": [{"index": 0, **part, "finish_reason": finish_reason}]}
             if self.gives_usage and options.get("continuous_usage_stats"):
                 fields["usage"] = usage(num_tokens)
             return fields

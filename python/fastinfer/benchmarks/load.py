@@ -9,7 +9,6 @@ import json
 import random
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,17 +31,25 @@ VARIANTS: tuple[Variant, ...] = (
 )
 
 
-class RequestBodies:
-    """Chats of equal length, no two of which share a prefix that a cache could find.
+class Requests:
+    """Requests of equal length, no two of which share a prefix that a cache could find.
 
     Args:
         model: name of the model.
-        prompt_words: number of random words in the user's message.
+        prompt_words: number of random words in the user's message or prompt.
         new_tokens: number of tokens to generate.
         variant: one of ``VARIANTS``.
+        is_chat: whether the requests are chats; completions otherwise.
+
+    Attributes:
+        path: where they are sent.
     """
 
-    def __init__(self, model: str, prompt_words: int, new_tokens: int, variant: Variant) -> None:
+    def __init__(
+        self, model: str, prompt_words: int, new_tokens: int, variant: Variant, *, is_chat: bool = True
+    ) -> None:
+        self.path = "/chat/completions" if is_chat else "/completions"
+        self._is_chat = is_chat
         self._rng = random.Random(0)
         self._prompt_words = prompt_words
         fields, stream_options = variant
@@ -55,11 +62,11 @@ class RequestBodies:
             **fields,
         }
 
-    def __iter__(self) -> Iterator[bytes]:
-        """Return an endless iterator over bodies."""
-        while True:
-            text = " ".join(self._rng.choices(WORDS, k=self._prompt_words))
-            yield json.dumps({**self._fields, "messages": [{"role": "user", "content": text}]}).encode()
+    def next_body(self) -> bytes:
+        """Return the body of another request."""
+        text = " ".join(self._rng.choices(WORDS, k=self._prompt_words))
+        prompt = {"messages": [{"role": "user", "content": text}]} if self._is_chat else {"prompt": text}
+        return json.dumps({**self._fields, **prompt}).encode()
 
 
 @dataclass(frozen=True)
@@ -81,47 +88,52 @@ class Run:
         return sum(answer.new_tokens for answer in self.answers) / self.seconds
 
     @property
+    def requests_per_s(self) -> float:
+        return len(self.answers) / self.seconds
+
+    @property
     def generator_cores(self) -> float:
         """How much of a core this process took."""
         return self.generator_s / self.seconds
 
 
-def find_variant(endpoint: Endpoint, model: str) -> Variant:
+def find_variant(endpoint: Endpoint, model: str, *, is_chat: bool = True) -> Variant:
     """Return the first of ``VARIANTS`` that the server takes.
 
     Raises:
         FastinferError: it takes none, or fails.
     """
     for variant in VARIANTS:
-        body = next(iter(RequestBodies(model, 1, 2, variant)))
-        [recording] = asyncio.run(_drive(endpoint, [[body]]))
+        requests = Requests(model, 1, 2, variant, is_chat=is_chat)
+        [recording] = asyncio.run(_drive(endpoint, requests.path, [[requests.next_body()]]))
         if recording.status not in REQUEST_STATUS:
             break
     ServedAnswer.parse(recording)
     return variant
 
 
-def run_streams(endpoint: Endpoint, bodies: Iterator[bytes], streams: int, requests: int) -> Run:
-    """Run streams at once, each of which sends its requests one after the other.
+def run_streams(endpoint: Endpoint, requests: Requests, num_streams: int, num_requests: int) -> Run:
+    """Run streams at once, each of which sends ``num_requests`` requests one after the other.
 
     Raises:
         FastinferError: a request failed.
     """
-    queues = [[next(bodies) for _ in range(requests)] for _ in range(streams)]
+    queues = [[requests.next_body() for _ in range(num_requests)] for _ in range(num_streams)]
     cpu_before = time.process_time()
-    recordings = asyncio.run(_drive(endpoint, queues))
+    recordings = asyncio.run(_drive(endpoint, requests.path, queues))
     generator_s = time.process_time() - cpu_before
     seconds = max(recording.end_s for recording in recordings) - min(recording.sent_s for recording in recordings)
     return Run(seconds, generator_s, [ServedAnswer.parse(recording) for recording in recordings])
 
 
-async def _drive(endpoint: Endpoint, queues: list[list[bytes]]) -> list[Recording]:
+async def _drive(endpoint: Endpoint, path: str, queues: list[list[bytes]]) -> list[Recording]:
+    """Connect all streams first, so that no time to a first token contains a handshake; then run them."""
     connections = await asyncio.gather(*(Connection.open(endpoint) for _ in queues))
-    streams = [_stream(endpoint, *pair) for pair in zip(connections, queues, strict=True)]
+    streams = [_stream(endpoint, path, *pair) for pair in zip(connections, queues, strict=True)]
     return [recording for recordings in await asyncio.gather(*streams) for recording in recordings]
 
 
-async def _stream(endpoint: Endpoint, connection: Connection, bodies: list[bytes]) -> list[Recording]:
+async def _stream(endpoint: Endpoint, path: str, connection: Connection, bodies: list[bytes]) -> list[Recording]:
     recordings = []
     try:
         for body in bodies:
@@ -129,11 +141,12 @@ async def _stream(endpoint: Endpoint, connection: Connection, bodies: list[bytes
                 connection = await Connection.open(endpoint)
             recording = Recording(time.perf_counter())
             recordings.append(recording)
+            reads = recording.reads
 
-            def record(data: bytes, recording: Recording = recording) -> None:
-                recording.reads.append((time.perf_counter(), data))
+            def record(data: bytes, reads: list[tuple[float, bytes]] = reads) -> None:
+                reads.append((time.perf_counter(), data))
 
-            recording.status = await connection.request("POST", "/chat/completions", body, record)
+            recording.status = await connection.request("POST", path, body, record)
             recording.end_s = time.perf_counter()
             if recording.status != 200:
                 break

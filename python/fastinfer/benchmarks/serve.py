@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fastinfer.benchmarks.load import RequestBodies, Run, find_variant, run_streams
+from fastinfer.benchmarks.load import Requests, Run, find_variant, run_streams
 from fastinfer.benchmarks.progress import Progress, show_progress, silent
 from fastinfer.benchmarks.report import PERCENTILES, percentile, print_plot, write_json
 from fastinfer.client.answer_stream import list_models
@@ -32,6 +32,7 @@ class Level:
         short_answers: those with fewer tokens than requested.
         prompt_tokens: mean length of the prompts, with the chat template.
         tokens_per_s: generated tokens divided by the whole time, including the prompts.
+        requests_per_s: answers divided by the same time.
         first_token_s: percentile to seconds until the first token.
         inter_token_s: percentile to seconds between outputs, for which a reader waits.
         per_token_s: percentile to the mean seconds per token of an answer, after its first output.
@@ -44,6 +45,7 @@ class Level:
     short_answers: int
     prompt_tokens: float
     tokens_per_s: list[float]
+    requests_per_s: list[float]
     first_token_s: dict[int, float]
     inter_token_s: dict[int, float]
     per_token_s: dict[int, float]
@@ -62,6 +64,7 @@ class Level:
             short_answers=sum(answer.new_tokens < new_tokens for answer in answers),
             prompt_tokens=statistics.mean(answer.prompt_tokens for answer in answers),
             tokens_per_s=[run.tokens_per_s for run in runs],
+            requests_per_s=[run.requests_per_s for run in runs],
             first_token_s=_percentiles([answer.first_token_s for answer in answers]),
             inter_token_s=_percentiles(gaps),
             per_token_s=_percentiles(per_token),
@@ -74,17 +77,18 @@ def run(args: argparse.Namespace) -> int:
     """Measure the server, print the table, and write the files if ``--out`` is given."""
     endpoint = Endpoint.parse(args.url, args.api_key)
     model = args.model or asyncio.run(list_models(endpoint))[0]
-    fields, stream_options = variant = find_variant(endpoint, model)
-    bodies = RequestBodies(model, args.prompt_words, args.new_tokens, variant)
+    is_chat = not args.completions
+    fields, stream_options = variant = find_variant(endpoint, model, is_chat=is_chat)
+    requests = Requests(model, args.prompt_words, args.new_tokens, variant, is_chat=is_chat)
     with show_progress("serve") as progress:
-        levels = measure(endpoint, bodies, args.streams, args.new_tokens, args.requests, args.repeats, progress)
+        levels = measure(endpoint, requests, args.streams, args.new_tokens, args.requests, args.repeats, progress)
     print(f"{model} at {args.url}: {levels[0].prompt_tokens:.0f} prompt tokens, {args.new_tokens} new tokens")
     print(format_table(_rows(levels)))
     num_short, num_answers = sum(level.short_answers for level in levels), sum(level.answers for level in levels)
     if num_short:
         print(f"{num_short} of {num_answers} answers ended before {args.new_tokens} tokens")
     if args.out is not None:
-        names = ("url", "streams", "prompt_words", "new_tokens", "requests", "repeats")
+        names = ("url", "completions", "streams", "prompt_words", "new_tokens", "requests", "repeats")
         settings = {"model": model, **{name: getattr(args, name) for name in names}}
         settings |= {"ignore_eos": bool(fields), "continuous_usage_stats": bool(stream_options)}
         out = Path(args.out)
@@ -95,10 +99,10 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(
     endpoint: Endpoint,
-    bodies: RequestBodies,
+    requests: Requests,
     streams: Sequence[int],
     new_tokens: int,
-    requests: int,
+    requests_per_stream: int,
     repeats: int,
     progress: Progress = silent,
 ) -> list[Level]:
@@ -107,12 +111,11 @@ def measure(
     Raises:
         FastinferError: a request failed.
     """
-    endless = iter(bodies)
     runs: dict[int, list[Run]] = {count: [] for count in streams}
     for repeat in range(1 + repeats):
         for count in runs:
             progress(f"{count} streams{'' if repeat else ': warm-up'}")
-            result = run_streams(endpoint, endless, count, requests if repeat else 1)
+            result = run_streams(endpoint, requests, count, requests_per_stream if repeat else 1)
             if repeat:
                 runs[count].append(result)
     return [Level.of(count, new_tokens, results) for count, results in runs.items()]

@@ -100,5 +100,7 @@ class ServedAnswer:
 
 
 def _has_text(chunk: dict[str, Any]) -> bool:
-    deltas = [choice.get("delta") or {} for choice in chunk.get("choices") or []]
-    return any(delta.get(name) for delta in deltas for name in TEXT_FIELDS)
+    """Return whether a chunk of a chat or of a completion has text."""
+    choices = chunk.get("choices") or []
+    parts = [choice.get("delta") or {"content": choice.get("text")} for choice in choices]
+    return any(part.get(name) for part in parts for name in TEXT_FIELDS)

@@ -230,6 +230,9 @@ def _add_serve(benchmark: argparse.ArgumentParser) -> None:
     add_server_options(benchmark, is_required=True, url_help="the server, such as http://127.0.0.1:8000")
     benchmark.add_argument("--model", metavar="NAME", help="a name that it serves; default: the first that it lists")
     benchmark.add_argument(
+        "--completions", action="store_true", help="send plain prompts, for a model without a chat template"
+    )
+    benchmark.add_argument(
         "--streams", type=counts, default=[1, 8, 32, 64], metavar="N,N", help="at once; default: 1,8,32,64"
     )
     benchmark.add_argument(
