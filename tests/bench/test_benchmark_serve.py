@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.fake_openai_server import FakeOpenAIServer
 
-from fastinfer.benchmarks.load import Requests, find_variant, run_streams
+from fastinfer.benchmarks.load import Requests, knows_ignore_eos, run_streams
 from fastinfer.benchmarks.serve import Level
 from fastinfer.benchmarks.served_answer import Recording, ServedAnswer
 from fastinfer.cli.main import main
@@ -37,12 +37,11 @@ def test_counts_at_the_end() -> None:
     assert (answer.first_token_s, answer.gaps_s, answer.per_token_s) == (2.0, [1.0, 1.0], 1.0)
 
 
-def test_counts_with_every_chunk() -> None:
-    """The first output has two tokens, the second a token without text; two chunks come in one read."""
+def test_outputs_are_reads_with_text() -> None:
+    """One read brings two chunks, another none with text; the counts come with every chunk."""
     reads = [chunk("", 0), chunk("ab", 2), chunk("", 3), chunk("c", 4) + chunk("d", 5), chunk(None, 5) + DONE]
     answer = ServedAnswer.parse(recording(*reads))
-    assert (answer.new_tokens, answer.first_tokens, answer.moments) == (5, 2, [12.0, 13.0, 14.0])
-    assert answer.per_token_s == pytest.approx(2.0 / 3)
+    assert (answer.new_tokens, answer.moments, answer.per_token_s) == (5, [12.0, 14.0], 0.5)
 
 
 def test_chunks_may_be_cut_anywhere() -> None:
@@ -64,7 +63,7 @@ def test_one_token_has_no_pace() -> None:
         (recording(b"busy", status=503), ServerError, "503: busy"),
         (recording(chunk("a"), chunk(None, 1)), ServerError, r"without \[DONE\]"),
         (recording(chunk("a"), DONE), ServerError, "expected the token counts"),
-        (recording(chunk(""), chunk(None, 0), DONE), ServerError, "at least one token"),
+        (recording(chunk(""), chunk(None, 0), DONE), ServerError, "expected text"),
         (recording(b'data: {"error": {"message": "it broke"}}\n\n', DONE), ServerError, "it broke"),
     ],
 )
@@ -74,7 +73,7 @@ def test_answers_that_cannot_be_measured(answer: Recording, error: type[Exceptio
 
 
 def test_bodies_differ_from_the_first_words_on() -> None:
-    requests = Requests("m", 50, 8, ({"ignore_eos": True}, {}))
+    requests = Requests("m", 50, 8, ignore_eos=True)
     parsed = [json.loads(requests.next_body()) for _ in range(20)]
     texts = [body["messages"][0]["content"] for body in parsed]
     assert {len(text.split()) for text in texts} == {50}
@@ -82,16 +81,11 @@ def test_bodies_differ_from_the_first_words_on() -> None:
     assert {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "stream": True}.items() <= parsed[0].items()
 
 
-@pytest.mark.parametrize(
-    ("refused", "num_tries"),
-    [((), 1), (("continuous_usage_stats",), 2), (("ignore_eos",), 3), (("ignore_eos", "continuous_usage_stats"), 4)],
-)
-def test_fields_that_a_server_does_not_know_are_left_out(refused: tuple[str, ...], num_tries: int) -> None:
-    with FakeOpenAIServer(refused_fields=refused) as server:
-        fields, stream_options = find_variant(Endpoint.parse(server.url), "m")
-    known = {"ignore_eos", "continuous_usage_stats"} - set(refused)
-    assert fields.keys() | stream_options.keys() == known
-    assert len(server.requests) == num_tries
+@pytest.mark.parametrize("knows", [True, False])
+def test_ignore_eos_is_left_out_where_the_server_does_not_know_it(knows: bool) -> None:
+    with FakeOpenAIServer(refused_fields=() if knows else ("ignore_eos",)) as server:
+        assert knows_ignore_eos(Endpoint.parse(server.url), "m", is_chat=True) == knows
+    assert ["ignore_eos" in request for request in server.requests] == ([True] if knows else [True, False])
 
 
 @pytest.mark.parametrize(
@@ -105,13 +99,13 @@ def test_fields_that_a_server_does_not_know_are_left_out(refused: tuple[str, ...
 )
 def test_server_that_cannot_be_measured(settings: dict[str, Any], error: type[Exception]) -> None:
     with FakeOpenAIServer(**settings) as server, pytest.raises(error):
-        find_variant(Endpoint.parse(server.url), "m")
+        knows_ignore_eos(Endpoint.parse(server.url), "m", is_chat=True)
 
 
 def test_streams_run_at_once_and_requests_of_a_stream_one_after_the_other() -> None:
     with FakeOpenAIServer(before_piece_s=0.01) as server:
         endpoint = Endpoint.parse(server.url)
-        run = run_streams(endpoint, Requests("m", 5, 4, ({}, {})), num_streams=3, num_requests=2)
+        run = run_streams(endpoint, Requests("m", 5, 4, ignore_eos=False), num_streams=3, num_requests=2)
     assert len(server.requests) == len(run.answers) == 6
     assert len({request["messages"][0]["content"] for request in server.requests}) == 6
     starts, ends = [a.sent_s for a in run.answers], [a.moments[-1] for a in run.answers]
@@ -126,7 +120,7 @@ def test_streams_run_at_once_and_requests_of_a_stream_one_after_the_other() -> N
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--streams", "1,3", "--requests", "1", "--repeats", "2", "--new-tokens", "4", "--out", str(tmp_path)]
-    with FakeOpenAIServer(refused_fields=("continuous_usage_stats",)) as server:
+    with FakeOpenAIServer(refused_fields=("ignore_eos",)) as server:
         assert main(["bench", "serve", "--url", server.url, *options]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"fake-model at {server.url}: 7 prompt tokens, 4 new tokens\nstreams  tokens/s")
@@ -135,7 +129,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [level["streams"] for level in result["levels"]] == [1, 3]
     assert [level["answers"] for level in result["levels"]] == [2, 6]
     assert all(len(level["tokens_per_s"]) == 2 for level in result["levels"])
-    assert (result["settings"]["ignore_eos"], result["settings"]["continuous_usage_stats"]) == (True, False)
+    assert result["settings"]["ignore_eos"] is False
     assert (tmp_path / "serve.png").stat().st_size > 1000
 
 

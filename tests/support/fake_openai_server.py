@@ -14,7 +14,7 @@ class FakeOpenAIServer:
 
     Attributes:
         pieces: texts of the answer's deltas; each is one token.
-        refused_fields: fields of the request or of its stream options that get status 400.
+        refused_fields: fields that get status 400.
         api_key: key that requests must have.
         gives_usage: whether ``stream_options`` is obeyed.
         before_piece_s: seconds to wait before each piece.
@@ -97,14 +97,13 @@ class FakeOpenAIServer:
         self, request: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         self.requests.append(request)
-        options = request.get("stream_options") or {}
-        refused = [name for name in self.refused_fields if name in request or name in options]
+        refused = [name for name in self.refused_fields if name in request]
         if refused or self.status != 200:
             message = f"unknown field: {refused[0]}" if refused else "no"
             _write_json(writer, 400 if refused else self.status, {"error": {"message": message}})
             return
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
-        async for chunk in self._chunks(request, options):
+        async for chunk in self._chunks(request):
             data = chunk if isinstance(chunk, bytes) else b"data: %b\n\n" % json.dumps(chunk).encode()
             writer.write(b"%x\r\n%b\r\n" % (len(data), data))
             await writer.drain()
@@ -113,23 +112,15 @@ class FakeOpenAIServer:
                 raise ConnectionError
         writer.write(b"0\r\n\r\n")
 
-    async def _chunks(self, request: dict[str, Any], options: dict[str, Any]) -> AsyncIterator[dict[str, Any] | bytes]:
-        def chunk(delta: dict[str, Any], num_tokens: int, finish_reason: str | None = None) -> dict[str, Any]:
+    async def _chunks(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any] | bytes]:
+        def chunk(delta: dict[str, str], finish_reason: str | None = None) -> dict[str, Any]:
             part = {"delta": delta} if "messages" in request else {"text": delta.get("content", "")}
-            fields: dict[str, Any] = {"choices": [{"index": 0, **part, "finish_reason": finish_reason}]}
-            if self.gives_usage and options.get("continuous_usage_stats"):
-                fields["usage"] = usage(num_tokens)
-            return fields
+            return {"choices": [{"index": 0, **part, "finish_reason": finish_reason}]}
 
-        def usage(num_tokens: int) -> dict[str, int]:
-            return {"prompt_tokens": 7, "completion_tokens": num_tokens, "total_tokens": 7 + num_tokens}
-
-        num_tokens = 0
-        yield chunk({"role": "assistant", "content": ""}, num_tokens)
+        yield chunk({"role": "assistant", "content": ""})
         yield b": ping\n\n"
         if self.reasoning:
-            num_tokens += 1
-            yield chunk({"reasoning_content": self.reasoning}, num_tokens)
+            yield chunk({"reasoning_content": self.reasoning})
         for index, piece in enumerate(self.pieces):
             if index == self.cut_after:
                 raise ConnectionError
@@ -138,11 +129,11 @@ class FakeOpenAIServer:
                 yield b"data: [DONE]\n\n"
                 return
             await asyncio.sleep(self.before_piece_s)
-            num_tokens += 1
-            yield chunk({"content": piece}, num_tokens)
-        yield chunk({}, num_tokens, "stop")
-        if self.gives_usage and options.get("include_usage"):
-            yield {"choices": [], "usage": usage(num_tokens)}
+            yield chunk({"content": piece})
+        yield chunk({}, "stop")
+        if self.gives_usage and request.get("stream_options", {}).get("include_usage"):
+            num_tokens = len(self.pieces) + bool(self.reasoning)
+            yield {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": num_tokens}}
         yield b"data: [DONE]\n\n"
 
 

@@ -21,15 +21,6 @@ from fastinfer.client.endpoint import Endpoint
 # Common ones, most of them one token each.
 WORDS = sorted({word for text in (*COPY_HEAVY, *OTHERS, SYSTEM) for word in re.findall(r"\b[a-z]+\b", text)})
 
-# What not every server takes, in the order in which it is tried: fields of the request, and of its stream options.
-Variant = tuple[dict[str, Any], dict[str, Any]]
-VARIANTS: tuple[Variant, ...] = (
-    ({"ignore_eos": True}, {"continuous_usage_stats": True}),
-    ({"ignore_eos": True}, {}),
-    ({}, {"continuous_usage_stats": True}),
-    ({}, {}),
-)
-
 
 class Requests:
     """Requests of equal length, no two of which share a prefix that a cache could find.
@@ -38,7 +29,7 @@ class Requests:
         model: name of the model.
         prompt_words: number of random words in the user's message or prompt.
         new_tokens: number of tokens to generate.
-        variant: one of ``VARIANTS``.
+        ignore_eos: whether they ask for all of these tokens, whatever the model says.
         is_chat: whether the requests are chats; completions otherwise.
 
     Attributes:
@@ -46,21 +37,22 @@ class Requests:
     """
 
     def __init__(
-        self, model: str, prompt_words: int, new_tokens: int, variant: Variant, *, is_chat: bool = True
+        self, model: str, prompt_words: int, new_tokens: int, *, ignore_eos: bool, is_chat: bool = True
     ) -> None:
         self.path = "/chat/completions" if is_chat else "/completions"
         self._is_chat = is_chat
         self._rng = random.Random(0)
         self._prompt_words = prompt_words
-        fields, stream_options = variant
-        self._fields = {
+        self._fields: dict[str, Any] = {
             "model": model,
             "max_tokens": new_tokens,
             "temperature": 0,
             "stream": True,
-            "stream_options": {"include_usage": True, **stream_options},
-            **fields,
+            # Not continuous_usage_stats: few clients ask for that, and with it a server takes longer for each token.
+            "stream_options": {"include_usage": True},
         }
+        if ignore_eos:
+            self._fields["ignore_eos"] = True
 
     def next_body(self) -> bytes:
         """Return the body of another request."""
@@ -97,19 +89,19 @@ class Run:
         return self.generator_s / self.seconds
 
 
-def find_variant(endpoint: Endpoint, model: str, *, is_chat: bool = True) -> Variant:
-    """Return the first of ``VARIANTS`` that the server takes.
+def knows_ignore_eos(endpoint: Endpoint, model: str, *, is_chat: bool) -> bool:
+    """Return whether a server takes requests with ``ignore_eos``, which OpenAI's API does not have.
 
     Raises:
-        FastinferError: it takes none, or fails.
+        FastinferError: it takes no requests without it either, or fails.
     """
-    for variant in VARIANTS:
-        requests = Requests(model, 1, 2, variant, is_chat=is_chat)
+    for ignore_eos in (True, False):
+        requests = Requests(model, 1, 2, ignore_eos=ignore_eos, is_chat=is_chat)
         [recording] = asyncio.run(_drive(endpoint, requests.path, [[requests.next_body()]]))
         if recording.status not in REQUEST_STATUS:
             break
     ServedAnswer.parse(recording)
-    return variant
+    return ignore_eos
 
 
 def run_streams(endpoint: Endpoint, requests: Requests, num_streams: int, num_requests: int) -> Run:

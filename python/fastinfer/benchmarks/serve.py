@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fastinfer.benchmarks.load import Requests, Run, find_variant, run_streams
+from fastinfer.benchmarks.load import Requests, Run, knows_ignore_eos, run_streams
 from fastinfer.benchmarks.progress import Progress, show_progress, silent
 from fastinfer.benchmarks.report import PERCENTILES, percentile, print_plot, write_json
 from fastinfer.client.answer_stream import list_models
@@ -33,9 +33,9 @@ class Level:
         prompt_tokens: mean length of the prompts, with the chat template.
         tokens_per_s: generated tokens divided by the whole time, including the prompts.
         requests_per_s: answers divided by the same time.
-        first_token_s: percentile to seconds until the first token.
+        first_token_s: percentile to seconds until the first text.
         inter_token_s: percentile to seconds between outputs, for which a reader waits.
-        per_token_s: percentile to the mean seconds per token of an answer, after its first output.
+        per_token_s: percentile to the mean seconds per token of an answer, after its first token.
         tokens_per_output: mean number of tokens that arrive together.
         generator_cores: how much of a core the load generator took.
     """
@@ -78,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
     endpoint = Endpoint.parse(args.url, args.api_key)
     model = args.model or asyncio.run(list_models(endpoint))[0]
     is_chat = not args.completions
-    fields, stream_options = variant = find_variant(endpoint, model, is_chat=is_chat)
-    requests = Requests(model, args.prompt_words, args.new_tokens, variant, is_chat=is_chat)
+    ignore_eos = knows_ignore_eos(endpoint, model, is_chat=is_chat)
+    requests = Requests(model, args.prompt_words, args.new_tokens, ignore_eos=ignore_eos, is_chat=is_chat)
     with show_progress("serve") as progress:
         levels = measure(endpoint, requests, args.streams, args.new_tokens, args.requests, args.repeats, progress)
     print(f"{model} at {args.url}: {levels[0].prompt_tokens:.0f} prompt tokens, {args.new_tokens} new tokens")
@@ -89,8 +89,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{num_short} of {num_answers} answers ended before {args.new_tokens} tokens")
     if args.out is not None:
         names = ("url", "completions", "streams", "prompt_words", "new_tokens", "requests", "repeats")
-        settings = {"model": model, **{name: getattr(args, name) for name in names}}
-        settings |= {"ignore_eos": bool(fields), "continuous_usage_stats": bool(stream_options)}
+        settings = {"model": model, "ignore_eos": ignore_eos, **{name: getattr(args, name) for name in names}}
         out = Path(args.out)
         print(write_json(out / "serve.json", {"settings": settings, "levels": [asdict(level) for level in levels]}))
         print_plot(lambda: _plot(out / "serve.png", f"{model}, {args.new_tokens} new tokens", levels))

@@ -34,16 +34,14 @@ class ServedAnswer:
 
     Attributes:
         sent_s: time when the request was sent.
-        moments: time of each output, a read of the socket with at least one new token.
+        moments: time of each output, a read of the socket that brings text.
         prompt_tokens, new_tokens: the server's own counts.
-        first_tokens: number of tokens in the first output, 1 if the server counts at the end alone.
     """
 
     sent_s: float
     moments: list[float]
     prompt_tokens: int
     new_tokens: int
-    first_tokens: int
 
     @classmethod
     def parse(cls, recording: Recording) -> "ServedAnswer":
@@ -51,40 +49,34 @@ class ServedAnswer:
 
         Raises:
             RequestError: the server refused the request.
-            ServerError: the answer is an error, not complete, without tokens, or does not say how many it has.
+            ServerError: the answer is an error, is not complete, has no text, or does not say how many tokens it has.
         """
         check_status(recording.status, b"".join(data for _, data in recording.reads))
         events, is_done = EventParser(), False
         usage: dict[str, Any] = {}
         moments: list[float] = []
-        first_tokens = 1
         for moment, data in recording.reads:
-            has_token = False
+            has_text = False
             for event in events.push(data):
                 if event == DONE:
                     is_done = True
                     continue
                 chunk = parse_chunk(event)
-                # A token may have no text of its own, such as half of a character; counts that come with it show it.
-                counts = chunk.get("usage") or {}
-                is_counted = counts.get("completion_tokens", 0) > usage.get("completion_tokens", 0)
-                has_token = has_token or _has_text(chunk) or bool(is_counted and chunk.get("choices"))
-                usage = counts or usage
-            if has_token:
-                if not moments:
-                    first_tokens = usage.get("completion_tokens", 1)
+                has_text = has_text or _has_text(chunk)
+                usage = chunk.get("usage") or usage
+            if has_text:
                 moments.append(moment)
         if not is_done:
             raise ServerError("the server's stream ended without [DONE]")
         if not usage:
             raise ServerError("expected the token counts that stream_options.include_usage asks for, got none")
         if not moments:
-            raise ServerError("expected at least one token, got an empty answer")
-        return cls(recording.sent_s, moments, usage["prompt_tokens"], usage["completion_tokens"], first_tokens)
+            raise ServerError("expected text, got an empty answer")
+        return cls(recording.sent_s, moments, usage["prompt_tokens"], usage["completion_tokens"])
 
     @property
     def first_token_s(self) -> float:
-        """Seconds from sending the request to the first token."""
+        """Seconds from sending the request to the first text."""
         return self.moments[0] - self.sent_s
 
     @property
@@ -94,9 +86,8 @@ class ServedAnswer:
 
     @property
     def per_token_s(self) -> float | None:
-        """Mean seconds per token after the first output; ``None`` if nothing follows it."""
-        num_tokens = self.new_tokens - self.first_tokens
-        return (self.moments[-1] - self.moments[0]) / num_tokens if num_tokens > 0 else None
+        """Mean seconds per token after the first; ``None`` if the whole answer came at once."""
+        return (self.moments[-1] - self.moments[0]) / (self.new_tokens - 1) if len(self.moments) > 1 else None
 
 
 def _has_text(chunk: dict[str, Any]) -> bool:
