@@ -41,7 +41,7 @@ class Requests:
     ) -> None:
         self.path = "/chat/completions" if is_chat else "/completions"
         self._is_chat = is_chat
-        self._rng = random.Random(0)
+        self._rng = random.Random()  # without a seed: the server may remember an earlier benchmark's prompts
         self._prompt_words = prompt_words
         self._fields: dict[str, Any] = {
             "model": model,
