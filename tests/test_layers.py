@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PYTHON_LAYERS = """
     errors _C cpp
     utils
-    ops hub outputs structured_output
+    ops hub outputs structured_output client
     formats sampling_params
     tokenizers weights
     models

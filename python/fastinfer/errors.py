@@ -57,6 +57,10 @@ class RequestError(FastinferError):
     """A prompt, a parameter or an option is not valid, or cannot be served with this model."""
 
 
+class ServerError(FastinferError):
+    """A server cannot be reached, reports an error, or answers what the API does not allow."""
+
+
 class UnavailableError(RuntimeError):
     """The engine takes no more requests: it is draining, shut down, or dead."""
 

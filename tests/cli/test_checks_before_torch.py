@@ -48,6 +48,8 @@ CASES = {
     "generate x --adapter model": "--adapter: expected a folder with adapter_config.json, got model",
     "chat --temperature -1": "temperature must be",
     "chat --model empty": "model 'empty'",
+    "chat --url localhost:8000": "url: expected http://HOST:PORT",
+    "bench serve --url localhost:8000": "url: expected http://HOST:PORT",
     "info --memory nowhere": "model 'nowhere'",
     "bench --model nowhere": "model 'nowhere'",
     "bench throughput --model nowhere": "model 'nowhere'",

@@ -8,6 +8,7 @@ from fastinfer.cli.options import (
     add_loading_options,
     add_model_option,
     add_sampling_options,
+    add_server_options,
     add_text_options,
     add_threads_option,
     count,
@@ -46,8 +47,15 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 def add_chat(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``fastinfer chat``."""
     parser.add_argument("--system", metavar="TEXT", help="the system message")
+    add_server_options(
+        parser,
+        is_required=False,
+        url_help="talk with an OpenAI-compatible server instead, such as http://127.0.0.1:8000; --model is then a name "
+        "that it serves, by default the first that it lists; parameters that are not given are left to it",
+    )
     add_adapter_option(parser)
     add_engine_options(parser)
+    parser.set_defaults(model=None)  # a server has another default
     add_sampling_options(parser)
 
 
@@ -151,6 +159,7 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     _add_end_to_end(add(DEFAULT_BENCHMARK, "prompt processing, decoding, and requests at once"))
     _add_throughput(add("throughput", "gains and costs of batching, prefix reuse, speculation and JSON schemas"))
     _add_ablation(add("ablation", "one optimisation after another switched on, each in a process of its own"))
+    _add_serve(add("serve", "latency and throughput of an OpenAI-compatible server"))
 
 
 def _add_end_to_end(benchmark: argparse.ArgumentParser) -> None:
@@ -215,6 +224,24 @@ def _add_ablation(benchmark: argparse.ArgumentParser) -> None:
     )
     _add_speculative_tokens(benchmark)
     _add_run_options(benchmark, 128, 3, "ablation.json and ablation.png")
+
+
+def _add_serve(benchmark: argparse.ArgumentParser) -> None:
+    add_server_options(benchmark, is_required=True, url_help="the server, such as http://127.0.0.1:8000")
+    benchmark.add_argument("--model", metavar="NAME", help="a name that it serves; default: the first that it lists")
+    benchmark.add_argument(
+        "--completions", action="store_true", help="send plain prompts, for a model without a chat template"
+    )
+    benchmark.add_argument(
+        "--streams", type=counts, default=[1, 8, 32, 64], metavar="N,N", help="at once; default: 1,8,32,64"
+    )
+    benchmark.add_argument(
+        "--prompt-words", type=count(1), default=128, metavar="N", help="of each prompt; default: %(default)s"
+    )
+    benchmark.add_argument(
+        "--requests", type=count(1), default=2, metavar="N", help="of each stream; default: %(default)s"
+    )
+    _add_run_options(benchmark, 64, 3, "serve.json and serve.png")
 
 
 def _add_run_options(benchmark: argparse.ArgumentParser, new_tokens: int, repeats: int, files: str) -> None:

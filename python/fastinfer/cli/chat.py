@@ -1,4 +1,4 @@
-"""``fastinfer chat``: a conversation with streamed answers."""
+"""``fastinfer chat``: a conversation with streamed answers, from a model in this process or from a server."""
 
 import argparse
 import contextlib
@@ -6,14 +6,13 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from threading import Event
 from types import FrameType
 
-from fastinfer.cli.conversation import Conversation
-from fastinfer.cli.session import Session
-from fastinfer.errors import RequestError
+from fastinfer.cli.conversation import Conversation, Piece
+from fastinfer.errors import FastinferError, RequestError
 
 HELP = """\
 /help         show this list
@@ -27,14 +26,15 @@ HINT = "Ctrl-C stops an answer, Ctrl-D ends, /help lists the commands"
 # A word alone; a message may begin with the path of a file.
 COMMAND = re.compile(r"/(\w+)(?:\s+(.*))?", re.DOTALL)
 
+# Function from the messages of a conversation to the answer in pieces. Closing the generator stops the answer.
+Answer = Callable[[list[dict[str, str]]], Generator[Piece, None, None]]
+
 
 def run(args: argparse.Namespace) -> int:
     """Read messages from standard input and print the answers, until the input ends."""
     if sys.stdin is None:
         raise RequestError("chat reads standard input, which is closed")
-    session = Session.load(args)
-    if session.llm.tokenizer.chat_template is None:
-        raise RequestError(f"chat needs a model with a chat template, and {args.model} has none: try generate")
+    answer = _local(args) if args.url is None else _remote(args)
     with contextlib.suppress(ImportError):  # gives input() history and editing, where Python supports it
         import readline  # noqa: F401
     prompt = ""
@@ -61,11 +61,31 @@ def run(args: argparse.Namespace) -> int:
         elif text:
             question = {"role": "user", "content": text}
             try:
-                answer = _answer(session, [*conversation.messages, question])
-            except RequestError as error:  # most often a conversation longer than the context
-                print(f"fastinfer: error: {error}; /reset starts over", file=sys.stderr)
+                text = _stream(answer([*conversation.messages, question]))
+            except FastinferError as error:
+                # What is wrong with a request is most often a conversation longer than the context.
+                hint = "; /reset starts over" if isinstance(error, RequestError) else ""
+                print(f"fastinfer: error: {error}{hint}", file=sys.stderr)
             else:
-                conversation.messages += [question, {"role": "assistant", "content": answer}]
+                conversation.messages += [question, {"role": "assistant", "content": text}]
+
+
+# Imported when needed: one needs torch, the other httptools.
+
+
+def _local(args: argparse.Namespace) -> Answer:
+    from fastinfer.cli.session import Session
+
+    session = Session.load(args)
+    if session.llm.tokenizer.chat_template is None:
+        raise RequestError(f"chat needs a model with a chat template, and {args.model} has none: try generate")
+    return session.chat
+
+
+def _remote(args: argparse.Namespace) -> Answer:
+    from fastinfer.cli.chat_url import RemoteSession
+
+    return RemoteSession.connect(args).chat
 
 
 def _execute(command: str, argument: str, conversation: Conversation) -> None:
@@ -97,16 +117,17 @@ def _path(text: str) -> Path:
     return Path(os.path.expanduser(text))  # that of pathlib raises for unknown users
 
 
-def _answer(session: Session, messages: list[dict[str, str]]) -> str:
+def _stream(pieces: Generator[Piece, None, None]) -> str:
     """Stream one answer to stdout and return its text, which is partial if the answer was stopped."""
-    text = ""
-    with _stop_on_interrupt() as stopped, contextlib.closing(session.answer(messages)) as outputs:
-        for output in outputs:
-            completion = output.outputs[0]
-            text += completion.delta
-            print(completion.delta, end="", flush=True)
-            if completion.finish_reason == "error":
-                raise RequestError(f"the request failed: {completion.stop_reason}")
+    text, was_reasoning = "", False
+    with _stop_on_interrupt() as stopped, contextlib.closing(pieces):
+        for piece in pieces:
+            if was_reasoning and piece.text and not piece.is_reasoning:
+                print("\n")
+            was_reasoning = piece.is_reasoning
+            print(piece.text, end="", flush=True)
+            if not piece.is_reasoning:
+                text += piece.text
             if stopped.is_set():
                 break
     print(" [stopped]" if stopped.is_set() else "")

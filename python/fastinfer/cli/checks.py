@@ -5,11 +5,15 @@ Names of models are looked up last, because that may download one.
 
 import argparse
 import dataclasses
+import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import Any, TextIO
 
 from fastinfer import hub
+from fastinfer.cli.options import API_KEY_VARIABLE
+from fastinfer.client.endpoint import Endpoint
 from fastinfer.errors import AdapterError, RequestError
 from fastinfer.evaluation.text_file import read_text
 from fastinfer.quantize.methods import METHODS, SYMMETRIC, Method
@@ -40,9 +44,37 @@ def check_session(args: argparse.Namespace) -> None:
     hub.resolve(args.model)
 
 
+def check_chat(args: argparse.Namespace) -> None:
+    """Check the arguments of ``chat``, and fill in the default model unless a server decides."""
+    if args.url is None:
+        if args.api_key is not None:
+            raise RequestError("--api-key: expected --url with it, got none")
+        args.model = hub.DEFAULT_MODEL if args.model is None else args.model
+        check_session(args)
+        return
+    loading = [name for name in ("adapter", "threads") if getattr(args, name, None) is not None]
+    loading += args.engine_options
+    if loading:
+        raise RequestError(f"--url: a server has loaded its model already, so {loading[0]} has no effect")
+    check_server(args)
+    SamplingParams(**sampling_fields(args))
+
+
 def check_bench(args: argparse.Namespace) -> None:
     """Check the arguments of a benchmark."""
-    hub.resolve(args.model)
+    if "url" in args:
+        check_server(args)
+    else:
+        hub.resolve(args.model)
+
+
+def check_server(args: argparse.Namespace) -> None:
+    """Check the address of a server, and take the key from the environment if none is given."""
+    if importlib.util.find_spec("httptools") is None:
+        raise RequestError("--url needs a further package: pip install 'fastinfer[client]'")
+    if args.api_key is None:
+        args.api_key = os.environ.get(API_KEY_VARIABLE, "").split(",")[0] or None
+    Endpoint.parse(args.url, args.api_key)
 
 
 def check_info(args: argparse.Namespace) -> None:

@@ -1,12 +1,21 @@
 """The messages of a chat, and how they are saved and loaded."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fastinfer.errors import RequestError
 
 ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of an answer, which may be empty; reasoning is shown but is no part of the conversation."""
+
+    text: str
+    is_reasoning: bool = False
 
 
 class Conversation:

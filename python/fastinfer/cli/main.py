@@ -45,7 +45,7 @@ COMMANDS = {
         "talk with a model; Ctrl-C stops an answer, Ctrl-D ends",
         arguments.add_chat,
         "fastinfer.cli.chat",
-        checks.check_session,
+        checks.check_chat,
     ),
     "serve": Command(
         "serve a model over HTTP, as OpenAI does",

@@ -9,6 +9,8 @@ from fastinfer.hub import DEFAULT_MODEL
 from fastinfer.utils.device_name import DEVICE_NAMES, is_device_name
 from fastinfer.utils.dtypes import DTYPES, KV_CACHE_DTYPES
 
+# A key on a command line can be seen by every user of the machine. The variable may have several, separated by commas.
+API_KEY_VARIABLE = "FASTINFER_API_KEY"
 MAX_SPECULATIVE_TOKENS = 15  # the engine's limit, whose module imports torch; a test compares them
 
 
@@ -18,7 +20,7 @@ def add_model_option(parser: argparse.ArgumentParser) -> None:
         "--model",
         default=DEFAULT_MODEL,
         help="a .gguf file or a folder, a name from 'fastinfer models', org/repo or org/repo/file.gguf; "
-        "default: %(default)s",
+        f"default: {DEFAULT_MODEL}",
     )
 
 
@@ -37,6 +39,15 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
         default=16384,
         metavar="N",
         help="largest number of tokens of the text to use; default: %(default)s",
+    )
+
+
+def add_server_options(parser: argparse.ArgumentParser, *, is_required: bool, url_help: str) -> None:
+    """Add the address of an OpenAI-compatible server, and the key for it."""
+    group = parser.add_argument_group("server")
+    group.add_argument("--url", required=is_required, metavar="URL", help=url_help)
+    group.add_argument(
+        "--api-key", metavar="KEY", help=f"sent to the server; ${API_KEY_VARIABLE} keeps it from other users"
     )
 
 

@@ -1,6 +1,7 @@
 """Model, sampling parameters and adapter from the arguments of ``generate`` and ``chat``."""
 
 import argparse
+import contextlib
 import dataclasses
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fastinfer.cli.checks import sampling_fields
+from fastinfer.cli.conversation import Piece
+from fastinfer.errors import RequestError
 from fastinfer.formats.peft import read_adapter
 from fastinfer.llm import LLM
 from fastinfer.outputs import RequestOutput
@@ -53,3 +56,16 @@ class Session:
     def answer(self, messages: list[dict[str, str]]) -> Generator[RequestOutput, None, None]:
         """Answer a conversation, see :meth:`LLM.stream_chat`."""
         return self.llm.stream_chat(messages, self.params, adapter=self.adapter)
+
+    def chat(self, messages: list[dict[str, str]]) -> Generator[Piece, None, None]:
+        """Answer a conversation in pieces of text.
+
+        Raises:
+            RequestError: the request is not valid, or failed.
+        """
+        with contextlib.closing(self.answer(messages)) as outputs:
+            for output in outputs:
+                completion = output.outputs[0]
+                yield Piece(completion.delta)
+                if completion.finish_reason == "error":
+                    raise RequestError(f"the request failed: {completion.stop_reason}")

@@ -231,7 +231,7 @@ def test_export_and_import(page: Browser, server: FakeOpenAI) -> None:
     page.run("return importFile(new File([arguments[0]], 'x.json'))", json.dumps(exported))
     assert page.run("return document.querySelectorAll('#list li').length") == 2
     page.click("#list li:first-child .title")
-    assert page.text(LAST) == "Hello."
+    page.wait(f"document.querySelector({LAST!r})?.textContent === 'Hello.'")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"conversations": [{"title": 5}]}', '{"conversations": [null]}'])

@@ -1,0 +1,1 @@
+"""Client of OpenAI-compatible servers, for ``fastinfer chat --url`` and ``fastinfer bench serve``."""
