@@ -7,11 +7,10 @@ from pathlib import Path
 
 from fastinfer import hub
 from fastinfer.cli.checks import ADAPTER_CONFIG
-from fastinfer.cli.options import EngineOption, add_engine_options, count, rate
+from fastinfer.cli.options import API_KEY_VARIABLE, EngineOption, add_engine_options, count, rate
 from fastinfer.errors import AdapterError, RequestError
 
 # Keys on a command line can be seen by every user of the machine; here they are separated by commas.
-API_KEY_VARIABLE = "FASTINFER_API_KEY"
 ADMIN_KEY_VARIABLE = "FASTINFER_ADMIN_KEY"
 
 
