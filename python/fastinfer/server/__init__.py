@@ -1,0 +1,1 @@
+"""An HTTP server with the interfaces of OpenAI: ``fastinfer serve``, extra ``server``."""
