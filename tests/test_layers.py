@@ -23,6 +23,7 @@ PYTHON_LAYERS = """
     serving nn
     llm integrations
     async_engine evaluation
+    server
     benchmarks
     cli
 """

@@ -20,11 +20,14 @@ LOG = logging.getLogger("fastinfer.server")
 TIMEOUT_S = 0.05
 MAX_FAILURES = 3
 PAUSE_S = 5.0
-# Keys per SCAN and UNLINK while flushing, and the time for each of these.
-FLUSH_BATCH = 500
-FLUSH_TIMEOUT_S = 2.0
+# Flushing walks through all keys of Redis, this many per call.
+SCAN_COUNT = 1000
+FLUSH_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 1.0
 # Connections; a further call waits for one, and misses after the time-out.
 MAX_CONNECTIONS = 64
+
+FAILURES = (RedisError, OSError, asyncio.TimeoutError)
 
 Result = TypeVar("Result")
 
@@ -32,8 +35,8 @@ Result = TypeVar("Result")
 class RedisStore:
     """Keeps values in Redis. If Redis is down, slow or full, lookups miss and values are not kept.
 
-    Redis itself bounds the total size: set ``maxmemory`` and ``maxmemory-policy allkeys-lru``. Values are stored as they
-    are; who can write to this Redis can change answers, so it belongs into the servers' own network.
+    Redis itself bounds the total size: set ``maxmemory`` and ``maxmemory-policy allkeys-lru``. Values are stored as
+    they are: whoever can write to this Redis can change answers, so keep it in the servers' own network.
 
     Args:
         url: ``redis://``, ``rediss://`` (TLS) or ``unix://``.
@@ -77,21 +80,20 @@ class RedisStore:
             await self._call(lambda: self._redis.set(key, value, px=self._ttl_ms), None, self._timeout_s)
 
     async def flush(self, prefix: str) -> int:
-        cursor, count = 0, 0
-        while True:
-            # Redis also finds keys that begin differently if the prefix has wildcards; ours are hexadecimal.
-            found = await self._call(lambda: self._redis.scan(cursor, f"{prefix}*", FLUSH_BATCH), None, FLUSH_TIMEOUT_S)
-            if found is None:
-                return count
-            cursor, keys = found
-            if keys:
-                count += await self._call(lambda: self._redis.unlink(*keys), 0, FLUSH_TIMEOUT_S)
-            if cursor == 0:
-                return count
+        try:
+            return await asyncio.wait_for(self._unlink_all(f"{prefix}*"), FLUSH_TIMEOUT_S)
+        except FAILURES as error:
+            raise ConnectionError(f"the response cache in Redis was not flushed: {error or 'no answer'}") from error
 
     async def close(self) -> None:
-        with contextlib.suppress(RedisError, OSError, asyncio.TimeoutError):
-            await asyncio.wait_for(self._redis.aclose(), FLUSH_TIMEOUT_S)
+        with contextlib.suppress(*FAILURES):
+            await asyncio.wait_for(self._redis.aclose(), CLOSE_TIMEOUT_S)
+
+    async def _unlink_all(self, pattern: str) -> int:
+        count = 0
+        async for key in self._redis.scan_iter(pattern, SCAN_COUNT):
+            count += await self._redis.unlink(key)
+        return count
 
     async def _call(self, call: Callable[[], Awaitable[Result]], failed: Result, timeout_s: float) -> Result:
         """Return a call's result, or ``failed`` if Redis does not answer in time, or is not even asked."""
@@ -99,10 +101,9 @@ class RedisStore:
             return failed
         try:
             result = await asyncio.wait_for(call(), timeout_s)
-        except (RedisError, OSError, asyncio.TimeoutError) as error:
+        except FAILURES as error:
             self.stats.errors += 1
             self.breaker.failed()
-            # The message of a connection error may contain the address; the URL's password is never in it.
             LOG.warning("response cache: Redis does not answer: %s: %s", type(error).__name__, error)
             return failed
         self.breaker.succeeded()

@@ -1,7 +1,7 @@
 """Semantic cache, off by default: answers to questions that mean almost the same.
 
-Similarity of embeddings is no proof of equal meaning: "is it safe" and "is it not safe" are close to each other. Measure
-the precision on your own questions before you switch it on.
+Similarity of embeddings is no proof of equal meaning: "is it safe" and "is it not safe" are close to each other.
+Measure the precision on your own questions before you switch it on.
 """
 
 import itertools
@@ -36,8 +36,8 @@ class SemanticEntry:
 class SemanticCache:
     """Finds the answer to the most similar question of the same scope.
 
-    A scope is the :func:`fastinfer.server.cache.key.cache_key` of the request without its last user text: tenant, model,
-    earlier messages and all parameters must be equal. It is looked up after the exact cache has missed.
+    A scope is the :func:`fastinfer.server.cache.key.cache_key` of the request without its last user text: tenant,
+    model, earlier messages and all parameters must be equal. It is looked up after the exact cache has missed.
 
     Args:
         embed: function that returns the embedding of a text, always of the same length.

@@ -21,7 +21,7 @@ class StoreStats:
 
 
 class Store(Protocol):
-    """Keeps values for a limited time. No method raises an error because the store is full, slow or unreachable.
+    """Keeps values for a limited time. A store that is full, slow or unreachable misses; it raises no error.
 
     Attributes:
         stats: what the store has done.
@@ -36,7 +36,11 @@ class Store(Protocol):
         """Keep a value, in place of an older one."""
 
     async def flush(self, prefix: str) -> int:
-        """Drop all entries whose keys begin with a prefix; returns their number."""
+        """Drop all entries whose keys begin with a prefix; returns their number.
+
+        Raises:
+            ConnectionError: the store did not answer; some of the entries may be left.
+        """
 
     async def close(self) -> None:
         """Release connections; the store is not used afterwards."""
