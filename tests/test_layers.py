@@ -23,8 +23,8 @@ PYTHON_LAYERS = """
     serving nn
     llm integrations
     async_engine evaluation
-    server
     benchmarks
+    server
     cli
 """
 CPP_LAYERS = """

@@ -1,12 +1,12 @@
 """The circuit breaker: when it opens, when it tries again."""
 
-from support.fake_clock import FakeClock
+from support.manual_clock import ManualClock
 
 from fastinfer.server.cache.breaker import CircuitBreaker
 
 
 def test_a_service_that_fails_is_left_alone_and_tried_again() -> None:
-    clock = FakeClock()
+    clock = ManualClock()
     breaker = CircuitBreaker(3, 5.0, clock)
     for _ in range(2):
         assert breaker.allows_call()
@@ -34,7 +34,7 @@ def test_a_service_that_fails_is_left_alone_and_tried_again() -> None:
 
 def test_a_trial_that_nobody_reports_is_repeated() -> None:
     """The request that tried may have been cancelled."""
-    clock = FakeClock()
+    clock = ManualClock()
     breaker = CircuitBreaker(1, 5.0, clock)
     breaker.failed()
     clock.now += 5.0

@@ -3,16 +3,9 @@
 import asyncio
 
 import pytest
+from support.manual_clock import ManualClock
 
 from fastinfer.server.cache.memory import MemoryStore, entry_size
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_values_come_back() -> None:
@@ -69,7 +62,7 @@ def test_the_size_is_never_exceeded() -> None:
 @pytest.mark.parametrize(("age", "found"), [(59.9, True), (60.0, False), (1e9, False)])
 def test_old_values_are_not_found(age: float, found: bool) -> None:
     async def main() -> None:
-        clock = Clock()
+        clock = ManualClock()
         store = MemoryStore(10_000, 60, clock)
         await store.put("a", b"x")
         clock.now += age

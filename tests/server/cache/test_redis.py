@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.fake_clock import FakeClock
+from support.manual_clock import ManualClock
 from support.redis_server import RedisServer, is_installed, redis_server
 
 if importlib.util.find_spec("redis") is None:
@@ -91,7 +91,7 @@ def test_killed_half_way(server: RedisServer) -> None:
         cache = open_cache(server.url, max_bytes=0, ttl_s=60)
         store = cache.store
         assert isinstance(store, RedisStore)
-        clock = FakeClock()
+        clock = ManualClock()
         store.breaker = CircuitBreaker(MAX_FAILURES, 5.0, clock)
         wrong, done = [], 0
 
@@ -126,7 +126,7 @@ def test_killed_half_way(server: RedisServer) -> None:
     asyncio.run(main())
 
 
-async def _until_found(cache: ResponseCache, clock: FakeClock) -> None:
+async def _until_found(cache: ResponseCache, clock: ManualClock) -> None:
     """Put and get until it works: on a busy machine a call may take longer than the time-out."""
     for _ in range(200):
         await cache.put("a", b"x")
@@ -145,7 +145,7 @@ def test_a_late_answer_is_not_taken_for_the_next_one(server: RedisServer) -> Non
             await writer.put(key, key.encode())
         store = RedisStore(server.url, 60)
         store.breaker = CircuitBreaker(10**6, 0.0)
-        await _until_found(ResponseCache(store), FakeClock())
+        await _until_found(ResponseCache(store), ManualClock())
         server.pause()
         assert await store.get("b") is None
         given_up = asyncio.create_task(store.get("b"))

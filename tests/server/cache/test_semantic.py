@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 
 import pytest
+from support.manual_clock import ManualClock
 
 from fastinfer.server.cache.semantic import SemanticCache
 
@@ -56,16 +57,16 @@ def test_scopes_share_nothing() -> None:
 
 def test_limits_of_number_and_age() -> None:
     async def main() -> None:
-        now = 0.0
-        cache = SemanticCache(angle, max_entries=2, ttl_s=10, clock=lambda: now)
+        clock = ManualClock(0.0)
+        cache = SemanticCache(angle, max_entries=2, ttl_s=10, clock=clock)
         await cache.put("s", "0", b"a")
         await cache.put("t", "90", b"b")
         assert await cache.get("s", "0") == b"a"
-        now = 5.0
+        clock.now = 5.0
         await cache.put("s", "180", b"c")
         assert await cache.get("t", "90") is None, "it was used least recently"
         assert (len(cache), cache.stats.evictions) == (2, 1)
-        now = 10.0
+        clock.now = 10.0
         assert await cache.get("s", "0") is None
         assert await cache.get("s", "180") == b"c"
 
