@@ -192,6 +192,8 @@ def test_what_is_not_a_redis() -> None:
 
     async def main() -> None:
         cache = open_cache("redis://127.0.0.1:1", max_bytes=0, ttl_s=1)
+        assert isinstance(cache.store, RedisStore)
+        cache.store.breaker = CircuitBreaker(MAX_FAILURES, 5.0, ManualClock())
         for _ in range(10):
             await cache.put("a", b"x")
             assert await cache.get("a") is None

@@ -140,7 +140,8 @@ class SemanticCache:
             self.stats.errors += 1
             LOG.warning("semantic cache: the length of an embedding is %g", length)
             return None
-        return vector / np.float32(length)
+        unit: Vector = vector / np.float32(length)
+        return unit
 
     def _drop_expired(self, scope: str) -> None:
         now = self._clock()
