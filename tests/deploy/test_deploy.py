@@ -7,10 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.paths import ROOT
+
+from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.stats import EngineStats
 
 yaml = pytest.importorskip("yaml", reason="needs pyyaml")
 
@@ -19,6 +23,7 @@ KUBERNETES = DEPLOY / "kubernetes"
 # Of folders with resources of Kubernetes itself; kubernetes-validate does not know those of KEDA and of Prometheus.
 OVERLAYS = ["base", "gpu", "spot", "autoscaling-hpa"]
 WORKLOADS = ["base", "gpu", "spot"]
+POD_KINDS = ("Deployment", "Job")
 
 
 def check(tool: str, *args: str | Path, source: str) -> str:
@@ -77,30 +82,19 @@ def test_every_alert_is_tested() -> None:
 
 def test_metrics_exist() -> None:
     """Dashboard, alerts and autoscalers use metrics that the server has."""
-    pytest.importorskip("fastinfer.server.metrics", reason="needs the extra server")
+    metrics = pytest.importorskip("fastinfer.server.metrics", reason="needs the extra server")
+    suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "info": ["_info"]}
+    stats = EngineStats(**dict.fromkeys(EngineStats.__dataclass_fields__, 0))
+    engine = SimpleNamespace(stats=lambda: stats, config=EngineConfig())
+    collectors = [metrics.Metrics("vllm", "m").registry, metrics.EngineCollector(engine, "vllm", ("m", "0"))]
+    families = [family for collector in collectors for family in collector.collect()]
+    known = {family.name + suffix for family in families for suffix in suffixes.get(family.type, [""])}
+
     texts = [*dashboard_queries(), (DEPLOY / "prometheus/alerts.yml").read_text()]
     texts += [path.read_text() for path in KUBERNETES.rglob("autoscaling-*/*.yaml")]
     used = {name for text in texts for name in re.findall(r"\b(?:vllm:|http_re)\w+", text)}
     assert len(used) > 20
-    assert used <= server_metrics()
-
-
-def server_metrics() -> set[str]:
-    """Return the names of all time series that the server can have."""
-    from types import SimpleNamespace
-
-    from fastinfer.engine.config import EngineConfig
-    from fastinfer.engine.stats import EngineStats
-    from fastinfer.server.metrics import EngineCollector, Metrics
-
-    suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "info": ["_info"]}
-    stats = EngineStats(**dict.fromkeys(EngineStats.__dataclass_fields__, 0))
-    engine: Any = SimpleNamespace(stats=lambda: stats, config=EngineConfig())
-    families = [
-        *Metrics("vllm", "model").registry.collect(),
-        *EngineCollector(engine, "vllm", ("model", "0")).collect(),
-    ]
-    return {family.name + suffix for family in families for suffix in suffixes.get(family.type, [""])}
+    assert used <= known
 
 
 @pytest.mark.parametrize("folder", WORKLOADS)
@@ -122,7 +116,7 @@ def test_compose_gives_the_time_that_the_drain_needs() -> None:
 @pytest.mark.parametrize("folder", WORKLOADS)
 def test_pods_have_no_rights(folder: str) -> None:
     documents = list(yaml.safe_load_all(render(folder)))
-    pods = [document["spec"]["template"]["spec"] for document in documents if document["kind"] in ("Deployment", "Job")]
+    pods = [document["spec"]["template"]["spec"] for document in documents if document["kind"] in POD_KINDS]
     assert len(pods) == 2
     for pod in pods:
         assert pod["securityContext"]["runAsNonRoot"] is True
@@ -138,7 +132,7 @@ def test_pods_have_no_rights(folder: str) -> None:
 @pytest.mark.parametrize("folder", WORKLOADS)
 def test_selectors_find_the_servers_alone(folder: str) -> None:
     documents = list(yaml.safe_load_all(render(folder)))
-    labels = {d["kind"]: d["spec"]["template"]["metadata"]["labels"] for d in documents if "template" in d["spec"]}
+    labels = {d["kind"]: d["spec"]["template"]["metadata"]["labels"] for d in documents if d["kind"] in POD_KINDS}
     selectors = [d["spec"]["selector"] for d in documents if d["kind"] == "Service"]
     selectors += [d["spec"]["selector"]["matchLabels"] for d in documents if d["kind"] == "PodDisruptionBudget"]
     assert len(selectors) == 2
