@@ -1,5 +1,6 @@
 """The files of deploy/: the tools that read them accept them, and they agree with the server and with each other."""
 
+import functools
 import json
 import re
 import shutil
@@ -149,6 +150,7 @@ def test_both_images_have_the_same_context() -> None:
             assert (ROOT / line[1:]).exists(), line
 
 
+@functools.cache
 def render(folder: str) -> str:
     """Return the resources of an overlay, as kubectl would send them."""
     return check("kubectl", "kustomize", KUBERNETES / folder, source="kubectl's own packages")
