@@ -1,0 +1,1 @@
+"""Response cache: finished answers of deterministic requests, in memory or in Redis."""

@@ -1,0 +1,48 @@
+"""Which requests may be answered from the cache, and which answers may be stored."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fastinfer.sampling_params import SamplingParams
+
+# An answer that ended in another way ("abort", "error") is not what the model would say.
+COMPLETE = frozenset({"stop", "length"})
+
+
+@dataclass(frozen=True)
+class CacheUse:
+    """What one request may do with the cache.
+
+    Attributes:
+        read: it may be answered from the cache.
+        write: its answer may be stored.
+    """
+
+    read: bool
+    write: bool
+
+
+def cache_use(params: SamplingParams, cache_control: str, cache_sampled: bool = False) -> CacheUse:
+    """Return what a request may do with the cache.
+
+    Args:
+        params: sampling parameters of the request.
+        cache_control: value of the request's ``Cache-Control`` header, "" for none. ``no-cache`` asks for a new
+            answer, which replaces the stored one; ``no-store`` keeps the answer out of the cache.
+        cache_sampled: the client has asked to cache this request although a repetition would give another answer.
+    """
+    directives = {directive.strip().lower() for directive in cache_control.split(",")}
+    if not (is_deterministic(params) or cache_sampled):
+        return CacheUse(read=False, write=False)
+    return CacheUse(read="no-cache" not in directives, write="no-store" not in directives)
+
+
+def is_deterministic(params: SamplingParams) -> bool:
+    """Say whether a repetition of the request gives the same answer: it is greedy or has a seed."""
+    return params.temperature == 0 or params.seed is not None
+
+
+def is_complete(finish_reasons: Iterable[str | None]) -> bool:
+    """Say whether all completions of an answer have ended by themselves, so that it may be stored."""
+    reasons = set(finish_reasons)
+    return bool(reasons) and reasons <= COMPLETE

