@@ -7,10 +7,12 @@
 #   make lint     formatting, linting, types
 #   make docs     the documentation's pages, into build/docs
 #   make figures  the figures of the documentation: charts, diagrams, terminal pictures
-#   make cuda     compile the CUDA kernels (needs nvcc, no GPU), check registers, spills and instructions
+#   make cuda     compile the CUDA kernels (needs nvcc, no GPU), check registers, spills, instructions and bounds
 #   make emulation  run the CUDA kernels on the CPU under the address and thread sanitizers
 #   make sanitize   run the CPU kernels under the address, undefined-behaviour and thread sanitizers
-#   make fuzz       read mutated files and requests for FUZZ_SECONDS (60)
+#   make fuzz       read mutated files and requests, each kind for FUZZ_SECONDS (60)
+#   make traces   random traces of the engine, TRACES (10000) of them
+#   make clients    other people's clients against the server; needs the package registries, Node if it is there
 #   make gpu-check  build, test and measure on a GPU; results in bench/out
 #   make bench    end-to-end speed of this machine
 
@@ -20,6 +22,7 @@ TORCH ?= torch==2.13.0
 CUDA_ARCHS ?= 80;90a
 FUZZ_SECONDS ?= 60
 FUZZ_SEED ?= 0
+TRACES ?= 10000
 WORKERS := -n auto --dist worksteal
 
 VENV := .venv
@@ -28,7 +31,7 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 SOURCES := setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 
-.PHONY: demo test test-fast test-isas lint format docs figures cuda emulation sanitize fuzz gpu-check bench clean
+.PHONY: demo test test-fast test-isas lint format docs figures cuda emulation sanitize fuzz traces clients gpu-check bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fastinfer pull smollm2-135m-instruct
@@ -79,9 +82,29 @@ emulation: $(VENV)/.installed-test
 sanitize: $(VENV)/.installed-test
 	$(BIN)/python tests/sanitizers/run.py $(PYTEST_ARGS)
 
-# All targets share FUZZ_SECONDS; another FUZZ_SEED gives other cases.
+# Each target has FUZZ_SECONDS, and as many run at a time as there are cores; another FUZZ_SEED gives other cases.
 fuzz: $(VENV)/.installed-test
 	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
+
+# The clients' environment lies on top of .venv, so that torch is not installed again, and clients may need other versions
+# of what both have.
+CLIENTS := build/clients
+clients: $(CLIENTS)/.installed
+	FASTINFER_NODE_PACKAGES=$(abspath $(CLIENTS)) $(CLIENTS)/venv/bin/python -m pytest -n 0 -W ignore tests/server/clients $(PYTEST_ARGS)
+
+$(CLIENTS)/.installed: $(VENV)/.installed-test tests/server/clients/requirements.txt tests/server/clients/node/package.json
+	mkdir -p $(CLIENTS)
+	test -x $(CLIENTS)/venv/bin/python || $(BIN)/python -m venv $(CLIENTS)/venv
+	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+	  > "$$($(CLIENTS)/venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/below.pth"
+	$(CLIENTS)/venv/bin/pip install --quiet -r tests/server/clients/requirements.txt
+	cp tests/server/clients/node/package.json $(CLIENTS)
+	if command -v npm > /dev/null; then npm install --silent --no-audit --no-fund --prefix $(CLIENTS); fi
+	touch $@
+
+# Each request must get the text that it gets alone; 10,000 traces are about 100,000 steps.
+traces: $(VENV)/.installed-test
+	FASTINFER_TRACES=$(TRACES) $(BIN)/python -m pytest $(WORKERS) tests/engine/test_engine_traces.py $(PYTEST_ARGS)
 
 # Uses the python, torch and toolkit that are there, offline; see bench/gpu_check.py for its stages.
 gpu-check:

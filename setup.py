@@ -68,6 +68,33 @@ def nvcc_version(nvcc: str) -> tuple[int, int]:
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
+def driver_cuda_version() -> tuple[int, int] | None:
+    """The newest CUDA that this machine's driver runs, None where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    match = re.search(
+        r"CUDA Version: *(\d+)\.(\d+)", subprocess.run("nvidia-smi", capture_output=True, text=True).stdout
+    )
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def torch_cuda_version(torch_dir: Path) -> str | None:
+    """The CUDA that torch was built with, None for a CPU build."""
+    match = re.search(r"^cuda[^=]*= ['\"]([\d.]+)", (torch_dir / "version.py").read_text(), re.MULTILINE)
+    return match[1] if match else None
+
+
+def remarks_on_torch(torch_dir: Path) -> str:
+    """Return remarks on a CUDA build for this torch, with neither of whose CUDA libraries it is linked."""
+    cuda = torch_cuda_version(torch_dir)
+    if cuda is None:
+        return "; its tensors cannot be on a GPU, as it is built without CUDA"
+    major = nvcc_version(os.environ["CUDACXX"])[0]
+    if major > int(cuda.split(".")[0]):
+        return f"; the kernels need a driver for CUDA {major}, torch one for CUDA {cuda}"
+    return f" with CUDA {cuda}"
+
+
 def cuda_archs() -> str:
     """Architectures to build for, empty for a CPU build; prints the decision in one line."""
     mode = os.environ.get("FASTINFER_BUILD", "auto")
@@ -92,6 +119,17 @@ def cuda_archs() -> str:
             raise SystemExit(f"fastinfer: CUDA was asked for, but {found}")
         print(f"fastinfer: CPU build ({found} for CUDA)")
         return ""
+    driver = driver_cuda_version()
+    if (
+        driver is not None and version[0] > driver[0]
+    ):  # a runtime runs on drivers of its major version, and on newer ones
+        found = f"{nvcc} is {version[0]}.{version[1]}, and this machine's driver runs CUDA {driver[0]}.{driver[1]}"
+        if not archs and mode == "cuda":
+            raise SystemExit(f"fastinfer: CUDA was asked for, but {found} at most")
+        if not archs:
+            print(f"fastinfer: CPU build ({found} at most)")
+            return ""
+        print(f"fastinfer: what is built does not run on this machine: {found} at most")
     archs = archs or visible_gpu_archs() or (DEFAULT_CUDA_ARCHS if mode == "cuda" else "")
     if not archs:
         print(
@@ -139,7 +177,7 @@ class CMakeBuild(build_ext):
             f"-DFASTINFER_CUDA_ARCHS={archs}",
             f"-DFASTINFER_CPU_OBJECTS={cpu_build if reuse else ''}",
         ]  # fmt: skip
-        print(f"fastinfer: building against {torch_dir}", flush=True)
+        print(f"fastinfer: building against {torch_dir}{remarks_on_torch(torch_dir) if archs else ''}", flush=True)
         compile_all = ["cmake", "--build", str(build), "--parallel", str(compile_jobs())]
         compile_kernels = ["cmake", "--build", str(cpu_build), "--target", "cpu_kernels", *compile_all[-2:]]
         for command in (*([compile_kernels] if reuse else []), configure, compile_all):

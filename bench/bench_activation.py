@@ -18,7 +18,7 @@ def run(setting: Setting) -> Cases:
         gate, up = x.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh") * up
 
-    cases = {}
+    cases = setting.cases
     for tokens, width in SHAPES:
         shape = setting.size(tokens, 2), 2 * width
         inputs = cold_inputs(lambda shape=shape: (torch.randn(shape, device=setting.device).bfloat16(),))

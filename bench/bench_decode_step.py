@@ -137,7 +137,7 @@ class Model:
 
 
 def run(setting: Setting) -> Cases:
-    cases: Cases = {}
+    cases = setting.cases
     for bits in (16, 4):
         for seqs, context in BATCHES:
             shape = SMALL if setting.rehearsal else Shape()

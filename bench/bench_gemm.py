@@ -15,7 +15,7 @@ TOKENS = [1, 16, 64, 1024, 8192]
 
 
 def run(setting: Setting) -> Cases:
-    cases = {}
+    cases = setting.cases
     for out_features, in_features in WEIGHTS:
         n, k = setting.size(out_features, 64), setting.size(in_features, 64)
         for tokens in TOKENS:

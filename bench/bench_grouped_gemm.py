@@ -64,7 +64,7 @@ def make_layer(setting: Setting, hidden: int, intermediate: int, experts: int, t
 
 
 def run(setting: Setting) -> Cases:
-    cases = {}
+    cases = setting.cases
     bits = 8 if setting.device == "cpu" and not setting.rehearsal else 32
     for hidden, intermediate, experts, top_k in SHAPES:
         sizes = (hidden, intermediate) if not setting.rehearsal else (128, 128)

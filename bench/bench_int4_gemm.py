@@ -1,10 +1,16 @@
 """4-bit linear layers. Several copies of the weights take turns, so that they are read from memory.
 
-They are compared with torch's fp32 and bf16 layers on the CPU, and with torch's int4 kernel and cuBLAS on a GPU.
+They are compared with torch's fp32 and bf16 layers on the CPU, and on a GPU with torch's int4 kernel, cuBLAS, and the
+kernels of other projects that are installed (``pip install gemlite humming-kernels[cu13]``).
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
-from harness import Cases, Setting, cold_inputs, compare, main
+from harness import Cases, Setting, Timing, cold_inputs, compare, main
+from peers.gpu_gemm import Make, int4_peers
 from torch.nn import functional as F
 
 from fastinfer import ops
@@ -21,7 +27,7 @@ CUDA_GROUP = 128
 
 
 def run_cpu(setting: Setting) -> Cases:
-    cases = {}
+    cases = setting.cases
     for out_features, in_features in CPU_WEIGHTS:
         for tokens in CPU_TOKENS:
             x = torch.randn(tokens, in_features)
@@ -54,18 +60,23 @@ def run_cpu(setting: Setting) -> Cases:
 
 
 def run_cuda(setting: Setting) -> Cases:
-    cases = {}
+    cases = setting.cases
     for out_features, in_features in CUDA_WEIGHTS:
         n, k = setting.size(out_features, 64), setting.size(in_features, 256)
-        weights = {name: cold_inputs(lambda make=make, n=n, k=k: make(n, k, setting)) for name, make in FORMS.items()}
+        peers = {name: partial(_peer, make) for name, make in int4_peers().items()}
+        weights = {name: _try_cold_inputs(partial(make, n, k, setting)) for name, make in {**FORMS, **peers}.items()}
         for tokens in CUDA_TOKENS:
             m = setting.size(tokens, 2)
             x = torch.randn(m, k, device=setting.device).bfloat16()
-            timings = []
+            timings: list[Timing] = []
             for name, form in weights.items():
+                if isinstance(form, str):
+                    timings.append(Timing(name, [], None, None, error=form))
+                    continue
                 # Each form has its own weights, so the forms are timed one after the other.
-                run = {name: lambda *weight, x=x, n=n, product=PRODUCTS[name]: product(x, n, *weight)}
-                moved = sum(tensor.nbytes for tensor in form[0]) + 2 * m * (n + k)
+                product = PRODUCTS.get(name, _peer_product)
+                run = {name: lambda *weight, x=x, n=n, product=product: product(x, n, *weight)}
+                moved = sum(part.nbytes for part in form[0] if isinstance(part, torch.Tensor)) + 2 * m * (n + k)
                 timings += compare(run, form, repeats=setting.repeats, bytes_moved=moved, flops=2 * m * n * k)
             cases[f"M={tokens} N={out_features} K={in_features} g{CUDA_GROUP}"] = timings
     return cases
@@ -81,6 +92,25 @@ def _torch_int4(n: int, k: int, setting: Setting) -> tuple[torch.Tensor, ...]:
     shape = (n // 8, k // 128, 32, 4)
     packed = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device=setting.device)
     return packed, torch.rand(k // CUDA_GROUP, n, 2, device=setting.device).bfloat16()
+
+
+def _peer(make: Make, n: int, k: int, setting: Setting) -> tuple[Any, ...]:
+    """Create a random weight as another project's layer, after the tensors of the layer."""
+    q = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=setting.device)
+    layer = make(q, torch.rand(n, k // CUDA_GROUP, device=setting.device))
+    return *layer.state_dict().values(), layer
+
+
+def _peer_product(x: torch.Tensor, n: int, *weight: Any) -> torch.Tensor:
+    return weight[-1](x)  # type: ignore[no-any-return]
+
+
+def _try_cold_inputs(make: Callable[[], tuple[Any, ...]]) -> list[tuple[Any, ...]] | str:
+    """Return the error's text if a form cannot be made: the other ones are still compared."""
+    try:
+        return cold_inputs(make)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
 def _dense(n: int, k: int, setting: Setting) -> tuple[torch.Tensor, ...]:

@@ -14,7 +14,7 @@ TOKENS = [1, 4, 16, 512]
 
 
 def run(setting: Setting) -> Cases:
-    cases = {}
+    cases = setting.cases
     for n, k in WEIGHTS:
         weights = cold_inputs(lambda n=n, k=k: (*_int8(n, k), *_int6(n, k), *_int4(n, k), *_int4_two_level(n, k)))
         for tokens in TOKENS:

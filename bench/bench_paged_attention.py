@@ -1,7 +1,8 @@
 """Attention over a paged bf16 cache, compared with torch's SDPA on contiguous keys and values of the same dtype.
 
 The cases on a GPU are decode of one and of many sequences, equal and mixed lengths, quantised caches, and prefill. They
-are compared with SDPA's flash and cuDNN kernels where those can do the same work (without pages and ragged batches).
+are compared with the flash and cuDNN kernels of SDPA, which know no pages and no ragged batches, and decode also with
+FlashAttention 3 and FlashInfer if they are installed.
 """
 
 from collections.abc import Callable
@@ -10,11 +11,13 @@ from typing import Any
 
 import torch
 from harness import Cases, Setting, Timing, compare, main
+from peers.gpu_attention import decode_peers
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastinfer import ops
-from fastinfer.models.kv_cache import KVCache
+from fastinfer.models.config import KVShape
+from fastinfer.models.kv_cache import LayerCache
 
 # ---- CPU: SmolLM2-135M ----
 
@@ -27,7 +30,7 @@ CPU_BATCHES = [(1, 1024), (16, 256)]
 
 
 def run_cpu(setting: Setting) -> Cases:
-    cases = {}
+    cases = setting.cases
     for queries, context in CPU_CASES:
         batch = make_batch([queries], [context], CPU_HEADS, 32, setting)
         k, v = batch.dense()
@@ -64,7 +67,7 @@ COLD_BYTES = 256 << 20
 
 
 def run_cuda(setting: Setting) -> Cases:
-    cases = {}
+    cases = setting.cases
     for seqs, context in DECODE:
         lengths = [setting.size(context, 100)] * setting.size(seqs, 2)
         cases[f"decode, {seqs} x {context}"] = decode(setting, lengths, dense=True)
@@ -95,6 +98,8 @@ def decode(
     if dense:
         for name, backend in BACKENDS.items():
             candidates[name] = lambda batch, k, v, backend=backend: sdpa(batch.dense_queries(), k, v, backend, False)
+    if cache_dtype == torch.bfloat16 and setting.device == "cuda":
+        candidates |= decode_peers(batches)
     return compare_batches(candidates, inputs, setting, bytes_moved=size)
 
 
@@ -173,7 +178,7 @@ def make_batch(
     if cache_dtype == torch.bfloat16:
         caches = [torch.randn(shape, device=setting.device, dtype=cache_dtype) for _ in "kv"]
     elif cache_dtype == torch.uint8:
-        cache = KVCache.empty([0], [shape[0]], *shape[1:], cache_dtype, setting.device).layers[0]
+        cache = LayerCache.empty(KVShape(kv_heads, head_dim), *shape[:2], cache_dtype, setting.device)
         caches = [cache.k.random_(), cache.v.random_()]
         scale = torch.tensor([1 / 7.5, -1.0])
         options = {"k_scale": cache.k_scale.copy_(scale), "v_scale": cache.v_scale.copy_(scale)}

@@ -23,7 +23,7 @@ def torch_layer_norm(x: torch.Tensor, weight: torch.Tensor, *_: torch.Tensor) ->
 
 
 def run_cpu(setting: Setting) -> Cases:
-    cases = {}
+    cases = setting.cases
     for dtype in (torch.float32, torch.bfloat16):
         for tokens, hidden in CPU_SHAPES:
 
@@ -52,7 +52,7 @@ def run_cuda(setting: Setting) -> Cases:
     def torch_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return torch_norm(residual.add_(x), weight)
 
-    cases = {}
+    cases = setting.cases
     for tokens, hidden in CUDA_SHAPES:
         rows = setting.size(tokens, 2)
 

@@ -126,6 +126,8 @@ def make_ceilings(threads: int, memory_bytes: int) -> dict[str, Ceiling]:
         ceilings["byte products" + suffix] = Ceiling("byte_dot", count)
         ceilings["fp32 FMA" + suffix] = Ceiling("fp32_fma", count)
         ceilings["bf16 products" + suffix] = Ceiling("bf16_dot", count)
+        ceilings["bf16 products in tiles" + suffix] = Ceiling("bf16_tiles", count)
+        ceilings["int8 products in tiles" + suffix] = Ceiling("int8_tiles", count)
     return {name: ceiling for name, ceiling in ceilings.items() if ceiling.exists}
 
 

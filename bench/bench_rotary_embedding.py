@@ -11,7 +11,7 @@ TOKENS = [1, 64, 8192]
 
 def run(setting: Setting) -> Cases:
     table = ops.cos_sin_cache(HEAD_DIM, 16384).to(setting.device)
-    cases = {}
+    cases = setting.cases
     for count in TOKENS:
         tokens = setting.size(count, 2)
         slots = torch.randperm(2 * tokens, device=setting.device)[:tokens]

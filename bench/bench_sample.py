@@ -18,9 +18,9 @@ FILTERS = {
 
 
 def run(setting: Setting) -> Cases:
-    cases = {}
+    cases = setting.cases
     vocab = setting.size(VOCAB, 1000)
-    for rows in ROWS if setting.device == "cuda" else ROWS[:2]:
+    for rows in ROWS if setting.device == "cuda" and not setting.rehearsal else ROWS[:2]:
         # Peaked like a model's logits; with flatter ones top-p 0.9 keeps a third of the vocabulary.
         inputs = cold_inputs(lambda rows=rows: (3 * torch.randn(rows, vocab, device=setting.device),))
         for label, (temperature, top_k, top_p) in FILTERS.items():

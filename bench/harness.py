@@ -6,13 +6,16 @@ table shows medians, ratios to the first candidate and, on a GPU, ratios to the 
 
 import argparse
 import itertools
+import signal
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import cuda_timing
 import torch
 from cuda_timing import Ceilings, CudaGraphSampler
 
@@ -52,7 +55,15 @@ class Timing:
         return None if self.flops is None else self.flops / self.median_s / 1e9
 
 
-Cases = dict[str, list[Timing]]
+class Cases(dict[str, list[Timing]]):
+    """Comparisons by label; ``save`` is called after each, so that a benchmark that is stopped does not lose them."""
+
+    def __init__(self, save: Callable[["Cases"], object] = lambda _: None) -> None:
+        self._save = save
+
+    def __setitem__(self, label: str, timings: list[Timing]) -> None:
+        super().__setitem__(label, timings)
+        self._save(self)
 
 
 @dataclass(frozen=True)
@@ -62,12 +73,14 @@ class Setting:
     Attributes:
         device: "cpu" or "cuda".
         repeats: number of samples per candidate.
-        rehearsal: whether to run GPU cases on the CPU with small sizes, which tests the code and measures nothing.
+        rehearsal: whether to use small sizes, and the CPU for GPU cases, which tests the code and measures nothing.
+        cases: what has been measured.
     """
 
     device: str
     repeats: int
     rehearsal: bool = False
+    cases: Cases = field(default_factory=Cases)
 
     def size(self, real: int, small: int) -> int:
         return small if self.rehearsal else real
@@ -179,21 +192,37 @@ def main(
     parser.add_argument("--device", choices=devices, default=default, help="default: %(default)s")
     parser.add_argument("--repeats", type=int, default=20, help="samples per candidate; default: %(default)s")
     parser.add_argument("--out", type=Path, help="folder of the JSON file")
-    parser.add_argument(
-        "--rehearse", action="store_true", help="GPU cases on the CPU with small sizes: measures nothing"
-    )
+    parser.add_argument("--rehearse", action="store_true", help="small sizes, GPU cases: measures nothing")
     args = parser.parse_args()
     torch.manual_seed(0)
+    if args.rehearse:
+        global MAX_COPIES
+        MAX_COPIES, cuda_timing.MIN_SAMPLE_S = 1, 0.0
+    device = "cpu" if args.rehearse and not torch.cuda.is_available() else args.device
     run = cuda if args.rehearse or args.device == "cuda" else cpu
     assert run is not None
-    ceilings = Ceilings.measure() if args.device == "cuda" and not args.rehearse else None
-    with torch.inference_mode():
-        cases = run(Setting("cpu" if args.rehearse else args.device, args.repeats, args.rehearse))
+    ceilings = Ceilings.measure(*((4096, 64) if args.rehearse else ())) if device == "cuda" else None
+    written = None if args.out is None else args.out / f"{operator}.json"
+
+    def save(cases: Cases) -> None:
+        if written is not None:
+            measured: dict[str, Any] = {"operator": operator, "ceilings": ceilings and asdict(ceilings)}
+            measured["cases"] = {label: [asdict(timing) for timing in timings] for label, timings in cases.items()}
+            write_json(written, measured)
+
+    setting = Setting(device, args.repeats, args.rehearse, Cases(save))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # by bench/gpu_check.py, after its time
+    try:
+        with torch.inference_mode():
+            run(setting)
+    finally:
+        _print_cases(setting.cases, ceilings)
+        if written is not None:
+            print(written)
+
+
+def _print_cases(cases: Cases, ceilings: Ceilings | None) -> None:
     print(format_table([HEAD, *(row for label, timings in cases.items() for row in rows(label, timings, ceilings))]))
     failed = {f"{timing.name}: {timing.error}" for timings in cases.values() for timing in timings if timing.error}
     for line in sorted(failed):
         print(f"failed: {line}")
-    if args.out is not None:
-        measured: dict[str, Any] = {"operator": operator, "ceilings": ceilings and asdict(ceilings)}
-        measured["cases"] = {label: [asdict(timing) for timing in timings] for label, timings in cases.items()}
-        print(write_json(args.out / f"{operator}.json", measured))

@@ -4,29 +4,42 @@ Prints a table of every kernel and architecture, and fails where the compiler wa
 product does without tensor cores, or a kernel that moves data never moves 16 bytes at once. Registers and spills come
 from ptxas's own statistics (cmake/compile_log.py keeps them), instructions from the machine code, which needs cuobjdump
 and nvdisasm (the extra "cuda", or a toolkit).
+
+A second table has the upper bound of each main loop's speed (cmake/machine_code). It fails where a bound is more than
+2 % below the committed one, or has none; ``--update`` commits what it finds, and docs/update_bounds.py then updates
+docs/performance.md.
 """
 
-import importlib.util
+import argparse
 import os
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
+
+from machine_code import record
+from machine_code.disassembly import find_disassembler, short_names
+from machine_code.examine import Compiled, Examined, examine_object
+from machine_code.report import EXPLANATION, table_rows
+from machine_code.tiles import compile_tiles
 
 from fastinfer.utils.table import format_table
 
 ROOT = Path(__file__).parent.parent
 
-# Kernels that may spill, by the start of their short name, with the reason.
-SPILLS_ALLOWED: dict[str, str] = {}
+# Kernels that may spill, by the start of their short name: the most bytes of stores and loads, and the reason.
+SPILLS_ALLOWED: dict[str, tuple[int, str]] = {
+    "paged_attention_kernel": (176, "32 rows of sums and logits fill the registers"),
+    "gemm_kernel<GemmKernel<": (36, "two blocks share a multiprocessor's registers"),
+}
 
 # Kernels that must use tensor cores: the start of their name to the machine instruction.
 TENSOR_CORES = {
     "paged_attention_kernel": "HMMA",
+    "paged_latent_attention_kernel": "HMMA",
     "gemm_kernel": "HMMA",
     "w8a8_gemm_kernel": "IMMA",
 }
@@ -35,16 +48,14 @@ TENSOR_CORES = {
 # the other variants are for rows that are not aligned.
 NARROW_LOADS: dict[str, str] = {
     "dequantize_kernel": "gathers a few rows a step: bound by latency",
-    "expert_tiles_kernel": "a warp that reads a number per expert",
     "expand_kernel": "a thread per column, so that a few rows of B spread over all multiprocessors",
+    "gated_norm_kernel": "a head is a few elements per lane, in any row stride",
+    "scan_norm_kernel": "its input is in the L2, and a group of heads is a few elements per thread",
+    "head_rows_kernel": "reads nothing",
     "pack_kernel": "runs once, when a model is loaded",
     "paged_attention_plan_kernel": "reads a few integers of each sequence",
     "route_experts_kernel": "reads a few logits of each token, in any row stride",
-    "sort_rows_kernel": "reads a number per token and expert",
-    "zero_counters_kernel": "reads nothing",
 }
-
-WIDE_LOAD = re.compile(r"\bLDG(STS)?\.[A-Z0-9._]*128\b")
 
 
 @dataclass
@@ -60,6 +71,7 @@ class Kernel:
     opcodes: dict[str, int] = field(default_factory=dict)
     wide_loads: int = 0
     name: str = ""
+    examined: Examined | None = None
 
     @property
     def base_name(self) -> str:
@@ -71,14 +83,6 @@ def build_folder() -> Path:
     if not folders:
         sys.exit("no CUDA build found under build/: run make cuda")
     return folders[-1].parent.parent
-
-
-def find_tool(name: str) -> str | None:
-    """cuobjdump or nvdisasm: on the PATH, in the toolkit or in a pip package."""
-    package = importlib.util.find_spec("nvidia")
-    folders = [Path(folder) / "cu13" / "bin" for folder in package.submodule_search_locations or []] if package else []
-    places = [os.environ.get("PATH", ""), "/usr/local/cuda/bin", *map(str, folders)]
-    return shutil.which(name, path=os.pathsep.join(places))
 
 
 def parse_log(text: str) -> Iterator[Kernel]:
@@ -100,52 +104,12 @@ def parse_log(text: str) -> Iterator[Kernel]:
         )
 
 
-def count_instructions(kernels: dict[tuple[str, str], Kernel], sass: str) -> None:
-    arch, kernel = "", None
-    for line in sass.splitlines():
-        if found := re.match(r"\s*arch = sm_(\w+)", line):
-            arch = found[1]
-        elif found := re.match(r"\s*Function : (\S+)", line):
-            kernel = kernels.get((found[1], arch))
-        elif kernel is not None and (found := re.match(r"\s*/\*\w+\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", line)):
-            kernel.opcodes[found[1]] = kernel.opcodes.get(found[1], 0) + 1
-            kernel.wide_loads += WIDE_LOAD.search(line) is not None
-
-
-def disassemble(obj: Path, cuobjdump: str, nvdisasm: str) -> str:
-    path = os.pathsep.join([str(Path(nvdisasm).parent), os.environ["PATH"]])  # cuobjdump calls nvdisasm
-    run = subprocess.run(
-        [cuobjdump, "-sass", str(obj)], capture_output=True, text=True, env=os.environ | {"PATH": path}
-    )
-    if run.returncode:
-        sys.exit(f"cuobjdump {obj}: {run.stderr.strip()}")
-    return run.stdout
-
-
-# Patterns to drop or abbreviate in a demangled name, in this order.
-ABBREVIATIONS = [
-    (r"\(anonymous namespace\)::|fastinfer::|cuda::|^void ", ""),
-    (r"\(\w[\w ]*\)(?=-?\d)", ""),  # the type of a template argument: (int)8
-    (r"\((?:[^()]|\([^()]*\))*\)$", ""),  # parameters
-    ("__nv_bfloat16", "bf16"),
-    ("__half", "fp16"),
-    ("> >", ">>"),
-]
-
-
-def short_names(symbols: list[str]) -> list[str]:
-    """Names without namespaces and parameters, as ``rms_norm_kernel<float, fp16, 8>``."""
-    names = subprocess.run(["c++filt"], input="\n".join(symbols), capture_output=True, text=True, check=True).stdout
-    for pattern, short in ABBREVIATIONS:
-        names = re.sub(pattern, short, names, flags=re.MULTILINE)
-    return names.splitlines()
-
-
 def kernel_problems(kernels: list[Kernel]) -> Iterator[str]:
     groups: dict[tuple[str, str], list[Kernel]] = {}
     for kernel in kernels:
         groups.setdefault((kernel.base_name, kernel.arch), []).append(kernel)
-        if kernel.spills and not kernel.name.startswith(tuple(SPILLS_ALLOWED)):
+        most = max((most for start, (most, _) in SPILLS_ALLOWED.items() if kernel.name.startswith(start)), default=0)
+        if kernel.spills > most:
             yield f"{kernel.name} (sm_{kernel.arch}) spills registers: {kernel.spills} bytes of stores and loads"
     for (name, arch), variants in groups.items():
         instruction = next((op for start, op in TENSOR_CORES.items() if name.startswith(start)), None)
@@ -159,11 +123,29 @@ def kernel_problems(kernels: list[Kernel]) -> Iterator[str]:
             yield f"{name} (sm_{arch}) loads no 16 bytes at once in any of its {len(variants)} variants"
 
 
-def main(build: Path) -> int:
+def examine(kernels: dict[tuple[str, str], Kernel], objects: list[Path]) -> Iterator[Examined]:
+    """Read the machine code of the objects, the largest first, on all cores."""
+    disassembler, tiles = find_disassembler(), compile_tiles()
+    known = {key: Compiled(kernel.name, kernel.registers, kernel.static_shared) for key, kernel in kernels.items()}
+    objects = sorted(objects, key=lambda obj: obj.stat().st_size, reverse=True)
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for results in pool.map(examine_object, objects, repeat(disassembler), repeat(known), repeat(tiles)):
+            yield from results
+
+
+def compare_bounds(bounds: record.Bounds, update: bool) -> record.Changes:
+    """Compare with the committed bounds, or commit these; those of architectures that were not built stay."""
+    archs = {arch for _, arch, _ in bounds}
+    committed = record.read_bounds(record.PATH) if record.PATH.exists() else {}
+    if update:
+        others = {key: value for key, value in committed.items() if key[1] not in archs}
+        record.write_bounds(others | bounds, record.PATH)
+        return record.Changes([], [f"{len(bounds)} bounds are in {record.PATH.relative_to(ROOT)}"])
+    return record.compare(bounds, committed, archs)
+
+
+def main(build: Path, update: bool = False) -> int:
     folder = build / "CMakeFiles" / "cuda_kernels.dir"
-    tools = find_tool("cuobjdump"), find_tool("nvdisasm")
-    if None in tools:
-        sys.exit("cuobjdump and nvdisasm are needed: pip install 'fastinfer[cuda]'")
     kernels: dict[tuple[str, str], Kernel] = {}
     problems, objects = [], []
     for log in sorted(folder.rglob("*.cu.o.log")):
@@ -179,12 +161,13 @@ def main(build: Path) -> int:
     problems += [f"{source} is not in CMakeLists.txt, or was not compiled" for source in sorted(sources - built)]
     if not kernels:
         sys.exit(f"no compiler logs in {folder}: run make cuda")
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for sass in pool.map(lambda obj: disassemble(obj, *tools), objects):  # type: ignore[arg-type]
-            count_instructions(kernels, sass)
     ordered = list(kernels.values())
     for kernel, name in zip(ordered, short_names([kernel.symbol for kernel in ordered]), strict=True):
         kernel.name = name
+    for found in examine(kernels, objects):
+        kernel = kernels[found.symbol, found.arch]
+        kernel.opcodes, kernel.wide_loads, kernel.examined = found.opcodes, found.wide_loads, found
+        problems += found.problems
     ordered.sort(key=lambda kernel: (kernel.base_name, kernel.name, kernel.arch))
 
     rows = [
@@ -210,11 +193,25 @@ def main(build: Path) -> int:
     for start in TENSOR_CORES:
         if not any(kernel.name.startswith(start) for kernel in ordered):
             problems.append(f"no kernel is named {start}..., which must use tensor cores")
+    print(f"\n{EXPLANATION}\n")
+    examined = [(kernel.name, kernel.examined) for kernel in ordered if kernel.examined is not None]
+    print(format_table(list(table_rows(examined))))
+    bounds = {(name, found.arch, loop.mode): loop.bounds for name, found in examined for loop in found.loops}
+    changes = compare_bounds(bounds, update)
+    for note in changes.notes:
+        print(f"note: {note}")
+    if changes.problems or (changes.notes and not update):
+        print("To commit these bounds: python cmake/check_cuda_build.py --update; python docs/update_bounds.py")
+    problems += changes.problems
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
-    print(f"{len(ordered)} kernels, {len(problems)} problems")
+    print(f"{len(ordered)} kernels, {len(bounds)} main loops, {len(problems)} problems")
     return 1 if problems else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else build_folder()))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("build", nargs="?", type=Path, help="build folder, by default the newest with CUDA kernels")
+    parser.add_argument("--update", action="store_true", help="commit the bounds that are found")
+    arguments = parser.parse_args()
+    sys.exit(main(arguments.build or build_folder(), arguments.update))

@@ -5,3 +5,6 @@ set(isa_flags_avx512_vnni ${isa_flags_avx2} -mavx512f -mavx512bw -mavx512vl -mav
   -mprefer-vector-width=512
   -Wno-maybe-uninitialized -Wno-uninitialized)  # GCC 12 warns of its own AVX-512 headers
 set(isa_flags_avx512_bf16 ${isa_flags_avx512_vnni} -mavx512bf16)
+# The tile instructions are inline assembly and need no flag.
+set(isa_flags_amx ${isa_flags_avx512_bf16} -DFASTINFER_TILES)
+set(isa_flags_amx_emulated ${isa_flags_avx2} -DFASTINFER_TILES -DFASTINFER_EMULATED_TILES)

@@ -5,6 +5,8 @@
 #include "attention/paged_attention_plan.h"
 #include "attention/store_kv_cache_plan.h"
 #include "gemm/gemm_plan.h"
+#include "linear_attention/gated_delta_rule_plan.h"
+#include "linear_attention/mamba2_scan_plan.h"
 #include "lora/add_lora_plan.h"
 #include "norm/rms_norm_plan.h"
 #include "quant/w8a8_gemm_plan.h"
@@ -33,7 +35,7 @@ LaunchPlan plan_gemm(const Sizes& sizes, const Device& device) {
       .facts = {{"tile_tokens", p.tile.tokens},
                 {"tile_rows", cuda::kGemmRows},
                 {"chunk_inputs", p.tile.chunk},
-                {"stages", p.tile.stages},
+                {"stages", p.stages},
                 {"token_tiles", p.token_tiles},
                 {"units", p.units},
                 {"chunks_per_unit", p.chunks},
@@ -89,6 +91,27 @@ LaunchPlan plan_add_lora(const Sizes& sizes, const Device&) {
   };
 }
 
+LaunchPlan plan_gated_delta_rule(const Sizes& sizes, const Device&) {
+  const int64_t tokens = sizes.at("tokens"), heads = sizes.at("value_heads"), value_dim = sizes.at("value_dim");
+  const auto p = cuda::plan_gated_delta_rule(sizes.at("seqs"), tokens, heads, sizes.at("key_dim"), value_dim);
+  return {
+      .facts = {{"columns_per_block", cuda::kDeltaColumns}, {"rows_per_warp", cuda::kDeltaRows}},
+      .workspace_bytes = tokens * heads * value_dim * static_cast<int64_t>(sizeof(float)),
+      .launches = {{"gated_delta_rule", p.rule}, {"gated_norm", p.norm}},
+  };
+}
+
+LaunchPlan plan_mamba2_scan(const Sizes& sizes, const Device&) {
+  const int64_t tokens = sizes.at("tokens"), heads = sizes.at("heads"), head_dim = sizes.at("head_dim");
+  const auto p =
+      cuda::plan_mamba2_scan(sizes.at("seqs"), tokens, heads, sizes.at("groups"), sizes.at("state_dim"), head_dim);
+  return {
+      .facts = {{"columns_per_block", cuda::kScanColumns}, {"rows_per_warp", cuda::kScanRows}},
+      .workspace_bytes = tokens * heads * head_dim * static_cast<int64_t>(sizeof(float)),
+      .launches = {{"mamba2_scan", p.scan}, {"scan_norm", p.norm}},
+  };
+}
+
 LaunchPlan plan_store_kv_cache(const Sizes& sizes, const Device&) {
   const int heads = 2 * static_cast<int>(sizes.at("kv_heads")), head_dim = static_cast<int>(sizes.at("head_dim"));
   const auto p = cuda::plan_heads(sizes.at("tokens"), heads, head_dim, kVector, 0);
@@ -106,8 +129,8 @@ LaunchPlan plan_norm_rotary_store(const Sizes& sizes, const Device&) {
 LaunchPlan plan_sample(const Sizes& sizes, const Device&) {
   const auto p = cuda::plan_sample(sizes.at("rows"), sizes.at("vocab"), sizes.at("modified") != 0);
   return {
-      .facts = {{"candidates", p.candidates}, {"pitch", p.pitch}},
-      .workspace_bytes = p.scratch_bytes,
+      .facts = {{"parts", p.parts}, {"candidates", p.candidates}, {"pitch", p.pitch}},
+      .workspace_bytes = p.scratch_bytes + p.parts_bytes,
       .launches = {{"sample", p.launch}},
   };
 }
@@ -124,6 +147,12 @@ const std::vector<Policy>& policies() {
       {"paged_attention", {{"seqs", 0}, {"head_dim", 1}}, plan_paged_attention},
       {"rms_norm", {{"rows", 0}, {"hidden", 1}}, plan_rms_norm},
       {"add_lora", {{"tokens", 0}, {"out", 1}, {"max_rank", 1}}, plan_add_lora},
+      {"gated_delta_rule",
+       {{"seqs", 0}, {"tokens", 0}, {"value_heads", 1}, {"key_dim", 1}, {"value_dim", 1}},
+       plan_gated_delta_rule},
+      {"mamba2_scan",
+       {{"seqs", 0}, {"tokens", 0}, {"heads", 1}, {"groups", 1}, {"state_dim", 1}, {"head_dim", 1}},
+       plan_mamba2_scan},
       {"store_kv_cache", {{"tokens", 0}, {"kv_heads", 1}, {"head_dim", 1}}, plan_store_kv_cache},
       {"norm_rotary_store", {{"tokens", 0}, {"q_heads", 1}, {"kv_heads", 1}, {"head_dim", 1}}, plan_norm_rotary_store},
       {"sample", {{"rows", 0}, {"vocab", 1}, {"modified", 0, 0}}, plan_sample},

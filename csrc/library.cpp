@@ -18,7 +18,7 @@ void def_with_out(torch::stable::detail::StableLibrary& m, const std::string& na
 }  // namespace
 
 FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
-  def_with_out(m, "rms_norm", "Tensor x, Tensor weight, float eps, Tensor? residual=None");
+  def_with_out(m, "rms_norm", "Tensor x, Tensor weight, float eps, Tensor? residual=None, float factor=1.0");
   def_with_out(m, "add_rms_norm", "Tensor x, Tensor(a!) residual, Tensor weight, float eps");
   m.def("rms_norm_quantize(Tensor x, Tensor(a!)? residual, Tensor weight, float eps) -> (Tensor, Tensor)");
   def_with_out(m, "layer_norm", "Tensor x, Tensor weight, Tensor bias, float eps");
@@ -26,13 +26,20 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
   def_with_out(m, "embedding", "Tensor weight, Tensor ids, Tensor? residual=None, ScalarType? dtype=None");
   def_with_out(m, "silu_and_mul", "Tensor x");
   def_with_out(m, "gelu_and_mul", "Tensor x, str approximate");
-  def_with_out(m, "gelu", "Tensor x, str approximate");
+  def_with_out(m, "gelu", "Tensor x, str approximate, Tensor? factor=None");
+  def_with_out(m, "relu2", "Tensor x");
+  def_with_out(m, "clamped_swiglu", "Tensor x");
+  def_with_out(m, "sigmoid_gate", "Tensor x, Tensor gate");
   m.def("softcap(Tensor(a!) x, float cap) -> ()");
   m.def("rotary_embedding(Tensor(a!) q, Tensor(b!) k, Tensor positions, Tensor cos_sin_cache, bool interleaved) -> ()");
   m.def(
       "norm_rotary_store(Tensor(a!) q, Tensor k, Tensor v, Tensor? q_norm_weight, Tensor? k_norm_weight, float eps, "
       "Tensor positions, Tensor cos_sin_cache, bool interleaved, Tensor(b!) k_cache, Tensor(c!) v_cache, "
-      "Tensor(d!)? k_scale, Tensor(e!)? v_scale, Tensor slot_mapping) -> ()");
+      "Tensor(d!)? k_scale, Tensor(e!)? v_scale, Tensor slot_mapping, bool norm_v=False) -> ()");
+  m.def(
+      "latent_rotary_store(Tensor q_latent, Tensor q_rope, Tensor kv, Tensor norm_weight, float eps, Tensor positions, "
+      "Tensor cos_sin_cache, bool interleaved, Tensor? query_scales, Tensor(a!) cache, Tensor(b!)? scale, "
+      "Tensor slot_mapping) -> Tensor");
   m.def(
       "store_kv_cache(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
       "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> ()");
@@ -43,7 +50,19 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
   m.def(
       "paged_attention_plan(Tensor seq_lens, Tensor query_start, int q_heads, int kv_heads, int head_dim, int window) "
       "-> Tensor");
+  def_with_out(m, "causal_conv1d",
+               "Tensor x, Tensor weight, Tensor? bias, Tensor(a!) conv_state, Tensor query_start, Tensor state_reads, "
+               "Tensor state_writes, Tensor? gates=None");
+  def_with_out(m, "gated_delta_rule",
+               "Tensor qkv, Tensor z, Tensor a, Tensor b, Tensor a_log, Tensor dt_bias, Tensor norm_weight, float eps, "
+               "Tensor(a!) recurrent_state, Tensor query_start, Tensor state_reads, Tensor state_writes");
+  def_with_out(m, "mamba2_scan",
+               "Tensor xbc, Tensor z, Tensor dt, Tensor a_log, Tensor dt_bias, Tensor d, Tensor? norm_weight, "
+               "float eps, float dt_min, float dt_max, Tensor(a!) ssm_state, Tensor query_start, Tensor state_reads, "
+               "Tensor state_writes");
   m.def("set_batch_invariant(bool value) -> bool");
+  m.def("set_constant_weights(bool value) -> bool");
+  m.def("set_first_prompt_row(int value) -> int");
   m.def("merge_attention_states(Tensor a, Tensor a_lse, Tensor b, Tensor b_lse) -> (Tensor, Tensor)");
   def_with_out(
       m, "gemm",
@@ -62,19 +81,24 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
   def_with_out(m, "w8a8_gemm",
                "Tensor x, Tensor x_scales, Tensor qweight, Tensor scales, int out_features, Tensor? bias, "
                "str? activation, Tensor? residual, ScalarType dtype");
-  m.def("route_experts(Tensor logits, int top_k, bool renormalize) -> (Tensor, Tensor, Tensor, Tensor)");
-  def_with_out(m, "grouped_gemm", "Tensor x, Tensor weight, Tensor row_ids, Tensor expert_start, str? activation");
+  m.def(
+      "route_experts(Tensor logits, int top_k, bool renormalize, *, str scoring=\"softmax\", Tensor? bias=None, "
+      "int num_groups=1, int top_groups=1, float scale=1.0, Tensor? expert_scale=None) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("head_rows(Tensor positions, int heads) -> (Tensor, Tensor)");
+  def_with_out(m, "grouped_gemm",
+               "Tensor x, Tensor weight, Tensor row_ids, Tensor expert_start, Tensor? bias, str? activation");
   for (const char* name : {"grouped_int8_gemm", "grouped_int4_gemm"}) {
     def_with_out(m, name,
                  "Tensor x, Tensor qweight, Tensor scales, Tensor? mins, int out_features, Tensor row_ids, "
-                 "Tensor expert_start, str? activation, int activation_bits");
+                 "Tensor expert_start, Tensor? bias, str? activation, int activation_bits");
   }
   def_with_out(m, "grouped_int6_gemm",
                "Tensor x, Tensor qweight, Tensor scales, int out_features, Tensor row_ids, Tensor expert_start, "
-               "str? activation, int activation_bits");
+               "Tensor? bias, str? activation, int activation_bits");
   def_with_out(m, "grouped_lut_gemm",
                "Tensor x, Tensor qweight, Tensor scales, Tensor table, int out_features, Tensor row_ids, "
-               "Tensor expert_start, str? activation");
+               "Tensor expert_start, Tensor? bias, str? activation");
   def_with_out(m, "combine_experts", "Tensor x, Tensor expert_weights, Tensor? residual");
   m.def(
       "add_lora(Tensor(a!) y, Tensor x, Tensor a, Tensor b, Tensor adapter_ids, Tensor? expert_ids, "

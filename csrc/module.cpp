@@ -60,10 +60,13 @@ std::pair<double, double> roofline(const std::string& ceiling, const py::buffer&
   static const std::map<std::string, cpu::Ceiling> ceilings{{"read", cpu::Ceiling::kRead},
                                                             {"byte_dot", cpu::Ceiling::kByteDot},
                                                             {"fp32_fma", cpu::Ceiling::kFp32Fma},
-                                                            {"bf16_dot", cpu::Ceiling::kBf16Dot}};
+                                                            {"bf16_dot", cpu::Ceiling::kBf16Dot},
+                                                            {"bf16_tiles", cpu::Ceiling::kBf16Tiles},
+                                                            {"int8_tiles", cpu::Ceiling::kInt8Tiles}};
   const auto found = ceilings.find(ceiling);
   if (found == ceilings.end())
-    throw std::invalid_argument("ceiling must be read, byte_dot, fp32_fma or bf16_dot, got '" + ceiling + "'");
+    throw std::invalid_argument("ceiling must be read, byte_dot, fp32_fma, bf16_dot, bf16_tiles or int8_tiles, got '" +
+                                ceiling + "'");
   if (passes < 1) throw std::invalid_argument("passes must be at least 1, got " + std::to_string(passes));
   const py::buffer_info info = memory.request();
   if (!PyBuffer_IsContiguous(info.view(), 'C')) throw std::invalid_argument("memory must be contiguous, got strides");
@@ -136,9 +139,9 @@ PYBIND11_MODULE(_C, m) {
         "Set the threads that the CPU kernels use; ValueError unless 1 <= count <= 1024.");
   m.def("roofline", &fastinfer::roofline, pybind11::arg("ceiling"), pybind11::arg("memory"), pybind11::arg("passes"),
         "Keep one resource of the CPU busy on all threads: 'read' passes over the memory, a contiguous buffer that the "
-        "threads share out in multiples of 512 bytes; 'byte_dot', 'fp32_fma' and 'bf16_dot' passes of 1,024 steps in "
-        "registers. Returns the bytes or operations done, 0 where the CPU cannot, and the seconds; ValueError for "
-        "another ceiling or passes < 1.");
+        "threads share out in multiples of 512 bytes; 'byte_dot', 'fp32_fma', 'bf16_dot', 'bf16_tiles' and "
+        "'int8_tiles' passes of 1,024 steps in registers. Returns the bytes or operations done, 0 where the CPU "
+        "cannot, and the seconds; ValueError for another ceiling or passes < 1.");
   m.def("launch_plan_sizes", &fastinfer::plan_sizes,
         "Operators with a launch policy, and the sizes that it asks for: name to usual value, None if there is none.");
   m.def("launch_plan", &fastinfer::plan, pybind11::arg("op"), pybind11::arg("sizes"), pybind11::arg("arch"),

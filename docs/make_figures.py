@@ -296,7 +296,7 @@ def make_page() -> None:
             browser.click("#new")
             browser.type("#input", question)
             browser.press("Enter")
-            browser.wait("document.querySelector('.stats')")
+            browser.wait("document.querySelector('#stop').hidden && document.querySelector('.stats')")
         for name, width, height, scheme in (
             ("light", 1280, 860, "light"),
             ("dark", 1280, 860, "dark"),

@@ -21,6 +21,7 @@ LIMITS = {
     "avx2": ("avx2", "AVX2", "AVX2"),
     "avx512_vnni": ("avx512", "AVX512_CORE_VNNI", "AVX512"),
     "avx512_bf16": ("avx512", "AVX512_CORE_BF16", "AVX512"),
+    "amx": ("avx512", "AVX512_CORE_AMX", "AVX512"),
 }
 VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 

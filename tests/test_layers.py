@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PYTHON_LAYERS = """
-    errors _C cpp
+    errors _C cpp version
     utils
     ops hub outputs structured_output client
     formats sampling_params
@@ -33,7 +33,7 @@ CPP_LAYERS = """
     elementwise norm roofline sampling
     gemm
     quant
-    formats lora moe
+    formats linear_attention lora moe
     attention
     rotary
     launch_plan

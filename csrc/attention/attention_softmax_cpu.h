@@ -83,6 +83,11 @@ struct Logits {
   float cap;                  // 0: none; times log2(e), as are the products without a cap and with it
 };
 
+// cap * tanh(x / 2), and tanh(x) = 1 - 2 / (exp(2 x) + 1).
+FASTINFER_INLINE f32v cap_logits(f32v s, float cap) {
+  return cap * (1.0f - 2.0f / (exp2(select(s > 100.0f, broadcast(100.0f), s)) + 1.0f));
+}
+
 // Scores of a row become probabilities relative to their maximum. Outside `seen` nothing counts, and what is written
 // there means nothing.
 [[gnu::noinline]] inline OnlineSoftmax<float> softmax_row(float* scores, Range seen, const Logits& logits) {
@@ -97,9 +102,7 @@ struct Logits {
     for (int j = first; j < seen.end; j += kLanes) {
       f32v s = load(scores + j);
       if (logits.key_scales != nullptr) s *= load(logits.key_scales + j);
-      if (logits.cap > 0.0f) {  // tanh(x) = 1 - 2 / (exp(2 x) + 1)
-        s = logits.cap * (1.0f - 2.0f / (exp2(select(s > 100.0f, broadcast(100.0f), s)) + 1.0f));
-      }
+      if (logits.cap > 0.0f) s = cap_logits(s, logits.cap);
       s = select((lane + j >= seen.first) & (lane + j < seen.end), s, broadcast(kNegInf));
       store(scores + j, s);
       largest = max(s, largest);

@@ -34,6 +34,18 @@ inline int blind_queries(const PagedAttentionParams& p, int seq) {
   return std::max(0, p.query_start[seq + 1] - p.query_start[seq] - p.seq_lens[seq]);
 }
 
+// The queries of a sequence that this kernel computes, of prompts in tiles or up to the first of a prompt.
+inline Range queries_of(const PagedAttentionParams& p, int seq) {
+  const int64_t start = p.query_start[seq], end = std::min<int64_t>(p.query_start[seq + 1], p.m);
+#if defined(FASTINFER_TILES)
+  const int64_t first = std::max(start, p.first_prompt_row);
+#else
+  const int64_t first = start;
+#endif
+  if (first >= end) return {0, 0};
+  return {static_cast<int>(first - start), static_cast<int>(end - start)};
+}
+
 inline int ceil_div(int64_t a, int64_t b) {
   return static_cast<int>((a + b - 1) / b);
 }
@@ -41,11 +53,13 @@ inline int ceil_div(int64_t a, int64_t b) {
 class AttentionTasks {
  public:
   explicit AttentionTasks(const PagedAttentionParams& p) : p_(p), group_(p.q_heads / p.kv_heads) {
-    int64_t tiles = 0, work = 0;
+    int64_t tiles = 0, tokens = 0, work = 0;
     for (int seq = 0; seq < p.seqs; ++seq) {
       const int64_t own = int64_t{p.kv_heads} * ceil_div(p.seq_lens[seq], kTile);
-      if (queries(seq) > 0) tiles += own;
-      work += own * queries(seq);
+      const Range queries = queries_of(p, seq);
+      if (queries.first < queries.end) tiles += own;
+      tokens += queries.end - queries.first;
+      work += own * (queries.end - queries.first);
     }
     threads_ = static_cast<int>(std::clamp<int64_t>(work / kTilesToWake, 1, num_threads()));
     if (threads_ < num_threads()) {
@@ -53,9 +67,8 @@ class AttentionTasks {
           std::clamp<int64_t>(work / kTilesPerThread, threads_, std::max(threads_, num_awake_threads())));
     }
     const int parts = threads_ == 1 ? 1 : threads_ * kPiecesPerThread;
-    const int target_rows = tiles >= parts ? kTargetRows
-                                           : std::clamp(ceil_div(int64_t{p.query_start[p.seqs]} * p.q_heads, parts),
-                                                        kFewestRows, kTargetRows);
+    const int target_rows =
+        tiles >= parts ? kTargetRows : std::clamp(ceil_div(tokens * p.q_heads, parts), kFewestRows, kTargetRows);
     task_tokens_ = std::max(1, target_rows / group_);
 
     int64_t tasks = 0, cost = 0;
@@ -93,14 +106,11 @@ class AttentionTasks {
   }
 
  private:
-  int queries(int seq) const {
-    return p_.query_start[seq + 1] - p_.query_start[seq];
-  }
   int rows_of(const AttentionTask& task) const {
     return (task.rows.token_end - task.rows.token_begin) * group_;
   }
   int64_t state_size(const AttentionTask& task) const {
-    return AttentionState::size(rows_of(task), columns_of(p_));
+    return AttentionState::size(rows_of(task), value_columns_of(p_));
   }
   int64_t cost_of(const AttentionTask& task) const {
     return int64_t{rows_of(task)} * (task.tile_end - task.tile_begin);
@@ -110,9 +120,11 @@ class AttentionTasks {
   template <class Fn>
   void for_each_task(const Fn& fn) const {
     for (int seq = 0; seq < p_.seqs; ++seq) {
-      const int before = p_.seq_lens[seq] - queries(seq), blind = blind_queries(p_, seq);
-      for (int end = queries(seq); end > blind; end -= task_tokens_) {
-        const int begin = std::max(blind, end - task_tokens_);
+      const int before = p_.seq_lens[seq] - (p_.query_start[seq + 1] - p_.query_start[seq]);
+      const Range queries = queries_of(p_, seq);
+      const int first_query = std::max(queries.first, blind_queries(p_, seq));
+      for (int end = queries.end; end > first_query; end -= task_tokens_) {
+        const int begin = std::max(first_query, end - task_tokens_);
         const int first = p_.window > 0 ? std::max(0, before + begin - p_.window + 1) : 0;
         for (int head = 0; head < p_.kv_heads; ++head) {
           fn(AttentionTask{{seq, head, begin, end}, first / kTile, ceil_div(before + end, kTile), 0, 1, 0});

@@ -5,10 +5,8 @@
 
 #include <cfloat>
 #include <cstring>
-#include <type_traits>
 
 #include "attention/kv_int4.h"
-#include "common/cuda/dtype.h"
 #include "common/cuda/ptx.h"
 
 namespace fastinfer::cuda {
@@ -38,21 +36,13 @@ struct Int4Rounding {
   }
 };
 
-// Eight codes to four words of T: times the scale and plus the minimum in one rounding to fp16, and to T from there.
-// 0x6400 | q is 1024 + q in fp16.
-template <class T>
-__device__ void widen_int4(uint32_t codes, uint32_t scale, uint32_t (&out)[4]) {
+// Eight codes to four words of fp16: times the scale and plus the minimum in one rounding. 0x6400 | q is 1024 + q.
+__device__ inline void widen_int4(uint32_t codes, uint32_t scale, uint32_t (&out)[4]) {
   const uint32_t factor = prmt(scale, 0, 0x1010), minimum = prmt(scale, 0, 0x3232);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint32_t pair = prmt(codes, codes >> 4, i | (4 + i) << 8);  // byte i, and its upper half
     out[i] = fma2<__half>(sub2<__half>((pair & 0x000f000fu) | 0x64006400u, 0x64006400u), factor, minimum);
-    if constexpr (!std::is_same_v<T, __half>) {
-      __half2 halves;
-      memcpy(&halves, &out[i], sizeof halves);
-      const __nv_bfloat162 rounded = __floats2bfloat162_rn(__low2float(halves), __high2float(halves));
-      memcpy(&out[i], &rounded, sizeof rounded);
-    }
   }
 }
 

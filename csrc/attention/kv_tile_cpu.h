@@ -88,7 +88,8 @@ class KvPages {
     }
   }
 
-  // Keys and values to fp32 [kTile, columns]; columns beyond head_dim become zeros. `next` is the tile after this one.
+  // Keys and values to fp32 [kTile, columns]; columns beyond head_dim become zeros. Values in the keys have no copy of
+  // their own. `next` is the tile after this one.
   void widen(const KvTile<C>& tile, [[maybe_unused]] const KvTile<C>& next, int first, int end, int columns,
              float* keys, float* values) const {
     for (int j = first; j < end; ++j) {
@@ -100,7 +101,7 @@ class KvPages {
       } else {
         for_each_vector(p_.head_dim, [&](int64_t i, int64_t lanes) {
           store(keys + j * columns + i, load_lanes(tile.keys[j] + i, lanes));
-          store(values + j * columns + i, load_lanes(tile.values[j] + i, lanes));
+          if (!p_.values_in_keys()) store(values + j * columns + i, load_lanes(tile.values[j] + i, lanes));
         });
       }
     }

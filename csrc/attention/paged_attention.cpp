@@ -4,6 +4,7 @@
 #include "attention/paged_attention_plan.h"
 #include "binding/batch_invariant.h"
 #include "binding/output.h"
+#include "binding/prompt_rows.h"
 
 namespace fastinfer {
 namespace {
@@ -17,12 +18,29 @@ const float* optional_floats(const Checks& check, const std::optional<Tensor>& t
   return static_cast<const float*>(t->data_ptr());
 }
 
+// Values within the keys are a view of the first elements of each.
+void check_values(const Checks& check, const Tensor& k_cache, const Tensor& v_cache,
+                  const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+                  const PagedAttentionParams& p) {
+  check.contiguous(k_cache, "k_cache");
+  check.dtype(v_cache, "v_cache", k_cache.scalar_type());
+  if (!p.values_in_keys()) return check.contiguous(v_cache, "v_cache");
+  bool view = v_cache.data_ptr() == k_cache.data_ptr();
+  for (int64_t i = 0; i < 4; ++i) {
+    view = view && (v_cache.stride(i) == k_cache.stride(i) || v_cache.size(i) == 1 || v_cache.numel() == 0);
+  }
+  check.require(view, "v_cache must have the shape of k_cache, ", format_shape(k_cache.sizes()),
+                ", or be a view of its first columns, got ", format_shape(v_cache.sizes()), " elsewhere");
+  check.require(cache_quantization(k_cache) != CacheQuantization::kInt4,
+                "v_cache must be apart from k_cache for a cache of uint8 (int4), got its first columns");
+  check.require(!k_scale || !v_scale || k_scale->data_ptr() == v_scale->data_ptr(),
+                "v_scale must be k_scale where v_cache is part of k_cache, got another tensor");
+}
+
 // Sets cache_dtype or quantization, and the scales.
 void check_cache(const Checks& check, const Tensor& k_cache, const Tensor& v_cache,
                  const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale, PagedAttentionParams& p) {
-  check.dtype(v_cache, "v_cache", k_cache.scalar_type());
-  check.contiguous(k_cache, "k_cache");
-  check.contiguous(v_cache, "v_cache");
+  check_values(check, k_cache, v_cache, k_scale, v_scale, p);
   p.quantization = cache_quantization(k_cache);
   p.k_scale = cache_scales(check, k_scale, "k_scale", k_cache, p.head_dim, kInt4KeyGroup);
   p.v_scale = cache_scales(check, v_scale, "v_scale", v_cache, p.head_dim, kInt4ValueGroup);
@@ -42,6 +60,13 @@ void check_cuda(const Checks& check, const Tensor& q, const PagedAttentionParams
     check.require(reinterpret_cast<uintptr_t>(scales) % 16 == 0, "k_scale and v_scale must be aligned to 16 bytes");
   }
   check.require(reinterpret_cast<uintptr_t>(p.out) % 16 == 0, "out must be aligned to 16 bytes");
+  const bool latents = cuda::has_latents(p.head_dim);
+  check.require(
+      p.values_in_keys() == latents && p.value_dim == cuda::value_columns(p.head_dim),
+      "v_cache must be the first 256 of 320 or 512 of 576 columns of k_cache on CUDA, or have its shape, got ",
+      p.value_dim, " of ", p.head_dim);
+  check.require(!latents || p.quantization == CacheQuantization::kNone,
+                "k_cache must have the dtype of q where v_cache is part of it on CUDA");
 }
 
 // The CPU can look into the ragged description, and says what is wrong with it.
@@ -95,7 +120,10 @@ Tensor paged_attention(const Output& output, const Tensor& q, const Tensor& k_ca
   const int64_t columns = cache_columns(check, k_cache, "q", head_dim);
   check.shape(k_cache, "k_cache", {kAny, kAny, kAny, columns});
   const int64_t num_blocks = k_cache.size(0), block_size = k_cache.size(1), kv_heads = k_cache.size(2);
-  check.shape(v_cache, "v_cache", {num_blocks, block_size, kv_heads, columns});
+  check.shape(v_cache, "v_cache", {num_blocks, block_size, kv_heads, kAny});
+  const int64_t value_dim = v_cache.size(3) == columns ? head_dim : v_cache.size(3);
+  check.require(value_dim > 0 && value_dim <= head_dim, "v_cache must have 1 to ", columns, " columns, got ",
+                v_cache.size(3));
   check.shape(block_table, "block_table", {kAny, kAny});
   const int64_t seqs = block_table.size(0);
   check.shape(seq_lens, "seq_lens", {seqs});
@@ -112,7 +140,7 @@ Tensor paged_attention(const Output& output, const Tensor& q, const Tensor& k_ca
     check.contiguous(*t, name);
   }
   check.rows_contiguous(q, "q");
-  const Tensor out = output.tensor(check, q, {tokens, q_heads, head_dim});
+  const Tensor out = output.tensor(check, q, {tokens, q_heads, value_dim});
   PagedAttentionParams params{
       .q = q.data_ptr(),
       .k_cache = k_cache.data_ptr(),
@@ -131,10 +159,13 @@ Tensor paged_attention(const Output& output, const Tensor& q, const Tensor& k_ca
       .q_heads = static_cast<int>(q_heads),
       .kv_heads = static_cast<int>(kv_heads),
       .head_dim = static_cast<int>(head_dim),
+      .value_dim = static_cast<int>(value_dim),
       .window = clamp_window(window),
       .scale = static_cast<float>(scale),
       .softcap = static_cast<float>(softcap),
       .dtype = check.float_dtype(q, "q"),
+      .m = tokens,
+      .first_prompt_row = first_prompt_row(),
   };
   check_cache(check, k_cache, v_cache, k_scale, v_scale, params);
   const cuda::Device* const gpu = gpu_of(q);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "common/api.h"
 #include "common/cpu/isa.h"
@@ -14,9 +15,9 @@ namespace fastinfer {
 enum class CacheQuantization { kNone, kInt8, kFp8, kInt4 };
 
 struct PagedAttentionParams {
-  const void* q;        // [tokens, q_heads, head_dim], tokens q_stride elements apart
-  const void* k_cache;  // [num_blocks, block_size, kv_heads, head_dim]; of int4 two elements a byte
-  const void* v_cache;
+  const void* q;                  // [tokens, q_heads, head_dim], tokens q_stride elements apart
+  const void* k_cache;            // [num_blocks, block_size, kv_heads, head_dim]; of int4 two elements a byte
+  const void* v_cache;            // likewise; or k_cache, if the values are the first value_dim elements of the keys
   const void* k_scale = nullptr;  // float [num_blocks, block_size, kv_heads] for int8 and fp8; Int4Scale
   const void* v_scale = nullptr;  // [num_blocks, block_size, kv_heads, groups] for int4; else null
   const int32_t* block_table;     // [seqs, max_blocks]
@@ -24,7 +25,7 @@ struct PagedAttentionParams {
   const int32_t* query_start;     // [seqs + 1]
   const float* sinks;             // [q_heads] or null
   float* lse;                     // [tokens, q_heads] or null
-  void* out;                      // [tokens, q_heads, head_dim]
+  void* out;                      // [tokens, q_heads, value_dim]
   int64_t seqs;
   int64_t q_stride;
   int64_t max_blocks;
@@ -33,7 +34,8 @@ struct PagedAttentionParams {
   int q_heads;
   int kv_heads;
   int head_dim;
-  int window;  // 0: none
+  int value_dim;  // head_dim, or less with values in the keys
+  int window;     // 0: none
   float scale;
   float softcap;                        // 0: none
   DType dtype;                          // of q and out
@@ -43,11 +45,20 @@ struct PagedAttentionParams {
   int32_t* plan = nullptr;
   float* workspace = nullptr;
   int blocks = 0;
+  // CPU only: tokens from m on are left out, if there are any.
+  int64_t m = std::numeric_limits<int64_t>::max();
+  // Tokens from this one on are a prompt's: in tiles where the CPU has them (binding/prompt_rows.h).
+  int64_t first_prompt_row = std::numeric_limits<int64_t>::max();
+
+  // Each row of the cache is a key, and its first elements are the value.
+  FASTINFER_HOST_DEVICE bool values_in_keys() const {
+    return value_dim < head_dim;
+  }
 };
 
 }  // namespace fastinfer
 
-FASTINFER_CPU_KERNEL(paged_attention, PagedAttentionParams)
+FASTINFER_CPU_KERNEL_TILES(paged_attention, PagedAttentionParams)
 
 namespace fastinfer::cuda {
 FASTINFER_API void paged_attention(const PagedAttentionParams& params, void* stream);

@@ -3,7 +3,7 @@
 //
 //   S = Q K^T, softcap, mask           [rows, 64]
 //   P = exp(S - maximum), and its sum
-//   O = P V                            [rows, head_dim]
+//   O = P V                            [rows, value_dim]
 //
 // Tiles' states are merged in order into that of their split, eight tiles at an absolute position, and the splits' into
 // the rows'. Whoever finishes the last piece of some rows merges what the pieces have left.
@@ -42,7 +42,7 @@ void run_piece(const PagedAttentionParams& p, const AttentionTasks& tasks, const
                QueryTileAttention<C>& rows) {
   AttentionTask& task = tasks.task(piece);
   rows.begin(task.rows);
-  Fold split(rows.rows(), columns_of(p)), all = split;
+  Fold split(rows.rows(), value_columns_of(p)), all = split;
   if (task.unit == 0) {
     bool first_split = true, first_tile = true;
     rows.run_tiles(
@@ -79,9 +79,12 @@ void run_piece(const PagedAttentionParams& p, const AttentionTasks& tasks, const
 }
 
 void store_blind_queries(const PagedAttentionParams& p) {
-  const int64_t row_bytes = p.head_dim * (p.dtype == DType::kFloat32 ? 4 : 2);
+  const int64_t row_bytes = p.value_dim * (p.dtype == DType::kFloat32 ? 4 : 2);
   for (int seq = 0; seq < p.seqs; ++seq) {
-    const int64_t row = int64_t{p.query_start[seq]} * p.q_heads, rows = int64_t{blind_queries(p, seq)} * p.q_heads;
+    const Range queries = queries_of(p, seq);
+    const int64_t row = int64_t{p.query_start[seq] + queries.first} * p.q_heads;
+    const int64_t rows = int64_t{std::min(queries.end, blind_queries(p, seq)) - queries.first} * p.q_heads;
+    if (rows <= 0) continue;
     std::fill_n(static_cast<char*>(p.out) + row * row_bytes, rows * row_bytes, char{0});
     for (int64_t r = 0; p.lse != nullptr && r < rows; ++r) {
       p.lse[row + r] = p.sinks != nullptr ? p.sinks[r % p.q_heads] : kNegInf;

@@ -25,9 +25,11 @@ __device__ int64_t inclusive_sum(int64_t value, int64_t* warp_sums) {
   return value;
 }
 
-__device__ int64_t units_per_head(const QueryRows& queries, int window, int tile) {
+__device__ int64_t units_per_head(const QueryRows& queries, int window, int head_dim) {
   int64_t units = 0;
-  for (int i = 0; i < queries.row_tiles(); ++i) units += RowTile(queries, i, window, tile).kv_tiles;
+  for (int i = 0; i < queries.row_tiles(row_tile(head_dim)); ++i) {
+    units += RowTile(queries, i, window, head_dim).kv_tiles;
+  }
   return units;
 }
 
@@ -35,7 +37,7 @@ __global__ void paged_attention_plan_kernel(const __grid_constant__ PagedAttenti
   grid_dependency_wait();
   grid_dependency_launch();
   const PlanView plan(p.plan, p.blocks, p.seqs);
-  const int group = p.q_heads / p.kv_heads, tile = kv_tile(p.head_dim);
+  const int group = p.q_heads / p.kv_heads;
   auto* const warp_sums = reinterpret_cast<int64_t*>(dynamic_shared());
   const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
 
@@ -44,7 +46,7 @@ __global__ void paged_attention_plan_kernel(const __grid_constant__ PagedAttenti
     const int seq = static_cast<int>(first) + thread;
     int64_t own = 0;
     if (seq < p.seqs) {
-      own = p.kv_heads * units_per_head(QueryRows(p.query_start, p.seq_lens, seq, group), p.window, tile);
+      own = p.kv_heads * units_per_head(QueryRows(p.query_start, p.seq_lens, seq, group), p.window, p.head_dim);
     }
     const int64_t end = units + inclusive_sum(own, warp_sums);
     if (seq < p.seqs) plan.ends[seq] = end;
@@ -66,7 +68,7 @@ __global__ void paged_attention_plan_kernel(const __grid_constant__ PagedAttenti
     const int64_t per_head = (plan.ends[low] - before) / p.kv_heads;
     int64_t rest = (unit - before) % per_head;
     int row_tile = 0;
-    for (; rest >= (tiles = RowTile(queries, row_tile, p.window, tile).kv_tiles); ++row_tile) rest -= tiles;
+    for (; rest >= (tiles = RowTile(queries, row_tile, p.window, p.head_dim).kv_tiles); ++row_tile) rest -= tiles;
     return WorkPosition{static_cast<int32_t>(low), static_cast<int32_t>((unit - before) / per_head), row_tile,
                         static_cast<int32_t>(rest)};
   };

@@ -40,38 +40,57 @@ FASTINFER_API void paged_attention_plan(const PagedAttentionPlanParams& params, 
 
 inline constexpr int kAttentionThreads = 128;
 inline constexpr int kAttentionWarps = kAttentionThreads / 32;
-inline constexpr int kRowTile = 64;  // query rows of a tile, 16 a warp
-inline constexpr int kDecodeRows =
-    16;  // up to so many rows, and with a plan that cuts, the warps split the positions instead
+// Up to so many rows, and with a plan that cuts, the warps split the positions instead of the rows.
+inline constexpr int kDecodeRows = 16;
 
-inline constexpr int kHeadDims[] = {64, 80, 96, 128, 256};
+inline constexpr int kHeadDims[] = {64, 80, 96, 128, 256, 512};
 
-// Positions of a KV tile: at 256 two stages of K and V must leave room for Q in the 99 KB of sm_86 and sm_89.
+// Of keys whose first elements are the values (multi-head latent attention).
+FASTINFER_HOST_DEVICE constexpr bool has_latents(int head_dim) {
+  return head_dim == 320 || head_dim == 576;
+}
+
+// Elements of a value.
+FASTINFER_HOST_DEVICE constexpr int value_columns(int head_dim) {
+  return has_latents(head_dim) ? head_dim - 64 : head_dim;
+}
+
+// Query rows of a tile, 32 a warp: what ldmatrix reads of K and V serves two products each. At 256 the sums of 16 rows
+// already fill the registers, and at 512 two warps have the same rows, and half of V's columns each. With latents all
+// warps have the same rows, and a quarter of the values' columns each.
+FASTINFER_HOST_DEVICE constexpr int row_tile(int head_dim) {
+  return head_dim > 256 ? 32 : head_dim > 128 ? 64 : 128;
+}
+
+// Positions of a KV tile: from 256 on two stages of K and V must leave room for Q in the 99 KB of sm_86 and sm_89.
 FASTINFER_HOST_DEVICE constexpr int kv_tile(int head_dim) {
-  return head_dim > 128 ? 32 : 64;
+  return head_dim > 256 ? 16 : head_dim > 128 ? 32 : 64;
 }
 
-// 16-byte chunks from row to row in shared memory, where 16-bit rows lie: see chunk_offset.
-FASTINFER_HOST_DEVICE constexpr int row_stride(int head_dim) {
-  const int chunks = head_dim / 8;
-  return chunks % 8 == 0 ? chunks : chunks | 1;
-}
+// With latents: tiles of K in shared memory, and the logits of one, whose rows are apart so that 8-byte accesses by
+// eight lanes in a row and a quarter of it meet different banks.
+inline constexpr int kLatentStages = 3, kLatentScoreStride = 24;
+inline constexpr int kLatentScoreBytes = 32 * kLatentScoreStride * 4;
 
+// Rows of Q, and a tile of K and V in 16 bits; behind them one in 8 bits, and two stages of its scales. Decode has
+// fewer rows and more stages instead, with its statistics behind them at 512. With two blocks a multiprocessor it is
+// all that an A100 has.
 constexpr size_t attention_shared_bytes(int head_dim) {
-  const int rows = kRowTile + 2 * 2 * kv_tile(head_dim);                           // Q; two stages of K and V
-  const int scales = 2 * 2 * kv_tile(head_dim) * static_cast<int>(sizeof(float));  // scales of their positions
-  return static_cast<size_t>(rows * row_stride(head_dim) * 16 + scales);
+  const int tile = kv_tile(head_dim);
+  if (has_latents(head_dim)) return (row_tile(head_dim) + kLatentStages * tile) * head_dim * 2 + kLatentScoreBytes;
+  return static_cast<size_t>((row_tile(head_dim) + 2 * tile) * head_dim * 2 + 2 * tile * head_dim +
+                             (2 * 2 * tile + (head_dim > 256 ? 2 * tile : 0)) * static_cast<int>(sizeof(float)));
 }
 
-// Floats from row to row of results, of which split_place tells the columns.
+// Floats from row to row of results in the workspace, of which split_place tells the columns.
 FASTINFER_HOST_DEVICE constexpr int result_stride(int head_dim) {
-  return 2 * split_half(head_dim);
+  return 2 * split_half(value_columns(head_dim));
 }
 
 // A block's part of a row tile that it shares with other blocks: the rows' results, then maxima and sums of
 // exponentials. A block has one at its begin and one at its end.
 FASTINFER_HOST_DEVICE constexpr int64_t partial_floats(int head_dim) {
-  return int64_t{kRowTile} * (result_stride(head_dim) + 2);
+  return int64_t{row_tile(head_dim)} * (result_stride(head_dim) + 2);
 }
 
 inline constexpr LaunchConfig kPlanLaunch{.grid = 1, .block = 256, .shared_bytes = 64, .dependent = true};
@@ -90,9 +109,12 @@ struct PagedAttentionPlan {
 };
 
 inline PagedAttentionPlan plan_paged_attention(int64_t seqs, int64_t head_dim, const Device& device) {
-  if (std::find(std::begin(kHeadDims), std::end(kHeadDims), head_dim) == std::end(kHeadDims)) {
-    throw std::runtime_error("paged_attention: on CUDA q must have a head_dim of 64, 80, 96, 128 or 256, got " +
-                             std::to_string(head_dim));
+  const bool known = std::find(std::begin(kHeadDims), std::end(kHeadDims), head_dim) != std::end(kHeadDims);
+  if (!known && !has_latents(static_cast<int>(head_dim))) {
+    throw std::runtime_error(
+        "paged_attention: on CUDA q must have a head_dim of 64, 80, 96, 128, 256 or 512, or with "
+        "values in the keys of 320 or 576, got " +
+        std::to_string(head_dim));
   }
   const int columns = static_cast<int>(head_dim);
   const size_t shared = attention_shared_bytes(columns);

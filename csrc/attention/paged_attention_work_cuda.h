@@ -4,12 +4,13 @@
 // positions in KV tiles, aligned at absolute positions. One row tile and one KV tile are a unit of work. All units lie
 // in one line, ordered by sequence, KV head, row tile and KV tile, and every block does an equal stretch of it
 // ("stream-K"). A batch-invariant plan cuts no row tile: a stretch ends where its last one does. All row tiles are then
-// done in one way, a warp to 16 rows, so that a row's sums depend on its own positions alone; but one sequence that
-// decodes keeps no more blocks busy than it has KV heads.
+// done in one way, with rows of its own for each warp, so that a row's sums depend on its own positions alone; but one
+// sequence that decodes keeps no more blocks busy than it has KV heads.
 #pragma once
 
 #include <cstdint>
 
+#include "attention/paged_attention.h"
 #include "attention/paged_attention_plan.h"
 #include "common/dtype.h"
 
@@ -51,8 +52,8 @@ struct QueryRows {
         rows((query_start[seq + 1] - first_query) * group),
         first_position(seq_lens[seq] - (query_start[seq + 1] - first_query)) {}
 
-  FASTINFER_HOST_DEVICE int row_tiles() const {
-    return (rows + kRowTile - 1) / kRowTile;
+  FASTINFER_HOST_DEVICE int row_tiles(int row_tile) const {
+    return (rows + row_tile - 1) / row_tile;
   }
 
   int group;
@@ -63,8 +64,9 @@ struct QueryRows {
 
 // A row tile, and the positions that at least one of its rows sees.
 struct RowTile {
-  FASTINFER_HOST_DEVICE RowTile(const QueryRows& queries, int index, int window, int tile)
-      : row_begin(index * kRowTile), row_end(min(row_begin + kRowTile, queries.rows)) {
+  FASTINFER_HOST_DEVICE RowTile(const QueryRows& queries, int index, int window, int head_dim)
+      : row_begin(index * row_tile(head_dim)), row_end(min(row_begin + row_tile(head_dim), queries.rows)) {
+    const int tile = kv_tile(head_dim);
     const int first = queries.first_position + row_begin / queries.group;
     const int last = queries.first_position + (row_end - 1) / queries.group;
     kv_begin = window > 0 ? max(first - window + 1, 0) : 0;
@@ -76,6 +78,58 @@ struct RowTile {
   int row_begin, row_end;
   int kv_begin, kv_end;
   int first_kv_tile, kv_tiles;
+};
+
+// What a block does at once: a row tile, or the part of it that lies in the block's stretch.
+struct WorkItem {
+  __device__ WorkItem(const PagedAttentionParams& p, const WorkPosition& at_, int units)
+      : at(at_),
+        queries(p.query_start, p.seq_lens, at.seq, p.q_heads / p.kv_heads),
+        rows(queries, at.row_tile, p.window, p.head_dim),
+        tiles(min(rows.kv_tiles - at.kv_tile, units)) {}
+
+  __device__ int row_count() const {
+    return rows.row_end - rows.row_begin;
+  }
+  // With a plan that cuts: do the warps share the rows?
+  __device__ bool decodes() const {
+    return row_count() <= kDecodeRows;
+  }
+  __device__ int first_position(int head_dim) const {
+    return (rows.first_kv_tile + at.kv_tile) * kv_tile(head_dim);
+  }
+
+  WorkPosition at;
+  QueryRows queries;
+  RowTile rows;
+  int tiles;  // KV tiles from at.kv_tile on
+};
+
+// A place in the block's stretch.
+struct WorkCursor {
+  WorkPosition at;
+  int units;  // of the stretch, from here on
+
+  __device__ bool ended() const {
+    return units <= 0;
+  }
+  // Onwards to the next row tile that exists.
+  __device__ void settle(const PagedAttentionParams& p) {
+    while (!ended() && at.seq < p.seqs) {
+      const QueryRows queries(p.query_start, p.seq_lens, at.seq, p.q_heads / p.kv_heads);
+      if (at.row_tile < queries.row_tiles(row_tile(p.head_dim))) return;
+      at.row_tile = 0;
+      at.head = queries.rows > 0 ? at.head + 1 : p.kv_heads;
+      if (at.head == p.kv_heads) at.head = 0, ++at.seq;
+    }
+    units = 0;
+  }
+  __device__ void advance(const PagedAttentionParams& p, int tiles) {
+    units -= tiles;
+    at.kv_tile = 0;
+    ++at.row_tile;
+    settle(p);
+  }
 };
 
 }  // namespace fastinfer::cuda

@@ -9,6 +9,9 @@
 #include "attention/kv_tile_cpu.h"
 #include "attention/transposed_keys_cpu.h"
 #include "common/cpu/parallel.h"
+#if defined(FASTINFER_TILES)
+#include "attention/attention_tiles_cpu.h"
+#endif
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 
@@ -24,27 +27,52 @@ struct QueryTile {
   int token_end;
 };
 
+// A head of a row in memory, padded.
+inline int padded_columns(int columns) {
+#if defined(FASTINFER_TILES)
+  constexpr int kStep = kTileInputs;
+#else
+  constexpr int kStep = kLanes;
+#endif
+  return (columns + kStep - 1) / kStep * kStep;
+}
 inline int columns_of(const PagedAttentionParams& p) {
-  return (p.head_dim + kLanes - 1) / kLanes * kLanes;
+  return padded_columns(p.head_dim);
+}
+inline int value_columns_of(const PagedAttentionParams& p) {
+  return padded_columns(p.value_dim);
 }
 
 template <class C>
 class QueryTileAttention {
  public:
   QueryTileAttention(const PagedAttentionParams& p, int max_rows)
-      : p_(p), group_(p.q_heads / p.kv_heads), columns_(columns_of(p)) {
-    const int64_t rows = max_rows, columns = columns_, state = AttentionState::size(max_rows, columns_);
+      : p_(p),
+        group_(p.q_heads / p.kv_heads),
+        columns_(columns_of(p)),
+        value_columns_(value_columns_of(p)),
+        factor_(p.softcap > 0.0f ? p.scale * 2.0f * kLog2e / p.softcap : p.scale * kLog2e)
+#if defined(FASTINFER_TILES)
+        ,
+        tiles_(max_rows, columns_, value_columns_)
+#endif
+  {
+    const int64_t rows = max_rows, columns = columns_, state = AttentionState::size(max_rows, value_columns_);
     float* memory = scratch_array<float>(1, rows * (columns + kTile + 3) + 3 * state + 3 * kTile * columns);
     const auto take = [&](int64_t count) { return std::exchange(memory, memory + count); };
     for (float*& at : states_) at = take(state);
     q_ = take(rows * columns);
     scores_ = take(rows * kTile);
     keys_ = take(kTile * columns);
-    values_ = take(kTile * columns);
+    values_ = p.values_in_keys() ? keys_ : take(kTile * columns);
     transposed_keys_ = take(kTile * columns);
     for (int j = 0; j < kTile; ++j) wide_keys_[j] = keys_ + j * columns, wide_values_[j] = values_ + j * columns;
     position_ = reinterpret_cast<int*>(take(rows));
     seen_ = reinterpret_cast<Range*>(take(2 * rows));
+#if defined(FASTINFER_TILES)
+    std::fill_n(q_, columns, 0.0f);  // what is beyond head_dim stays zero
+    for (float* pages : {keys_, values_}) std::fill_n(pages, kTile * columns, 0.0f);
+#endif
   }
 
   void begin(const QueryTile& rows) {
@@ -55,7 +83,9 @@ class QueryTileAttention {
     for (int r = 0; r < count_; ++r) position_[r] = first_position + r / group_;
     kv_begin_ = p_.window > 0 ? std::max(0, first_position - p_.window + 1) : 0;
     kv_end_ = first_position + (rows.token_end - rows.token_begin);
+#if !defined(FASTINFER_TILES)
     direct_ = count_ <= kFewRows && p_.head_dim % kLanes == 0;
+#endif
     dispatch(p_.dtype, [&]<class T>(T) { load_queries<T>(); });
   }
 
@@ -96,18 +126,27 @@ class QueryTileAttention {
 
   template <class T>
   void load_queries() {
-    const float factor = p_.softcap > 0.0f ? p_.scale * 2.0f * kLog2e / p_.softcap : p_.scale * kLog2e;
     for (int r = 0; r < count_; ++r) {
       const int64_t offset = query_token(r) * p_.q_stride + static_cast<int64_t>(query_head(r)) * p_.head_dim;
       const T* row = static_cast<const T*>(p_.q) + offset;
+#if defined(FASTINFER_TILES)  // the factor comes after the product: bf16 queries stay exact
+      for_each_vector(p_.head_dim, [&](int64_t i, int64_t lanes) { store(q_ + i, load_lanes(row + i, lanes)); });
+      tiles_.set_query(r, q_);
+#else
       for_each_vector(p_.head_dim, [&](int64_t i, int64_t lanes) {
-        store(q_ + r * columns_ + i, load_lanes(row + i, lanes) * factor);
+        store(q_ + r * columns_ + i, load_lanes(row + i, lanes) * factor_);
       });
+#endif
     }
   }
 
   Range seen_of_tile(int tile) const {
     return {std::max(tile * kTile, kv_begin_), std::min((tile + 1) * kTile, kv_end_)};
+  }
+
+  Range seen_in_tile(int tile) const {
+    const Range seen = seen_of_tile(tile);
+    return {seen.first - tile * kTile, seen.end - tile * kTile};
   }
 
   void find(const KvPages<C>& pages, int tile, KvTile<C>& found) const {
@@ -121,19 +160,33 @@ class QueryTileAttention {
       const int end = position_[r] + 1 - tile * kTile, first = p_.window > 0 ? end - p_.window : 0;
       seen_[r] = {std::clamp(first, 0, kTile), std::clamp(end, 0, kTile)};
     }
+#if defined(FASTINFER_TILES)
+    const Range seen = seen_in_tile(tile);
+    pages.widen(found, next, seen.first, seen.end, columns_, keys_, values_);
+    std::fill_n(values_, seen.first * columns_, 0.0f);
+    std::fill(values_ + seen.end * columns_, values_ + kTile * columns_, 0.0f);
+    tiles_.run(keys_, values_, factor_, seen_, count_, logits_of(found), state);
+#else
     if constexpr (!kGroupScales<C>) {
       if (direct_) return multiply<true>(found, found.keys, next.keys, found.values, next.values, state);
     }
-    const Range seen = seen_of_tile(tile);
-    pages.widen(found, next, seen.first - tile * kTile, seen.end - tile * kTile, columns_, keys_, values_);
+    const Range seen = seen_in_tile(tile);
+    pages.widen(found, next, seen.first, seen.end, columns_, keys_, values_);
     multiply<false>(found, wide_keys_, wide_keys_, wide_values_, wide_values_, state);
+#endif
   }
 
+  Logits logits_of(const KvTile<C>& found) const {
+    Logits logits{nullptr, nullptr, p_.softcap * kLog2e};
+    if constexpr (kRowScales<C>) logits.key_scales = found.key_scales, logits.value_scales = found.value_scales;
+    return logits;
+  }
+
+#if !defined(FASTINFER_TILES)
   template <bool kAhead, class K>
   void multiply(const KvTile<C>& found, const K* const* keys, const K* const* next_keys, const K* const* values,
                 const K* const* next_values, const AttentionState& state) {
-    Logits logits{nullptr, nullptr, p_.softcap * kLog2e};
-    if constexpr (kRowScales<C>) logits.key_scales = found.key_scales, logits.value_scales = found.value_scales;
+    const Logits logits = logits_of(found);
     multiply_keys_of_tile<kAhead>(keys, next_keys);
     const bool plain = logits.key_scales == nullptr && logits.value_scales == nullptr && logits.cap == 0.0f;
     for (int r = 0; r < count_;) {
@@ -146,7 +199,7 @@ class QueryTileAttention {
         ++r;
       }
     }
-    multiply_values<kAhead>(scores_, seen_, count_, values, next_values, state.o, columns_);
+    multiply_values<kAhead>(scores_, seen_, count_, values, next_values, state.o, value_columns_);
   }
 
   template <bool kAhead, class K>
@@ -165,6 +218,7 @@ class QueryTileAttention {
   static bool sees_all(const Range& seen) {
     return seen.first == 0 && seen.end == kTile;
   }
+#endif
 
   template <class T>
   void store_output(const AttentionState& state) {
@@ -179,9 +233,9 @@ class QueryTileAttention {
       // The sum is 0 where no position is visible. NaN must show.
       const float inverse = softmax.sum == 0.0f ? 0.0f : factor / softmax.sum;
       const int64_t row = query_token(r) * p_.q_heads + query_head(r);
-      T* out = static_cast<T*>(p_.out) + row * p_.head_dim;
-      const float* o = state.o + static_cast<int64_t>(r) * columns_;
-      for_each_vector(p_.head_dim,
+      T* out = static_cast<T*>(p_.out) + row * p_.value_dim;
+      const float* o = state.o + static_cast<int64_t>(r) * value_columns_;
+      for_each_vector(p_.value_dim,
                       [&](int64_t i, int64_t lanes) { store_lanes(out + i, load(o + i) * inverse, lanes); });
       if (p_.lse != nullptr) {
         p_.lse[row] = softmax.sum == 0.0f ? kNegInf : softmax.maximum * kLn2 + std::log(softmax.sum);
@@ -190,7 +244,11 @@ class QueryTileAttention {
   }
 
   const PagedAttentionParams& p_;
-  const int group_, columns_;
+  const int group_, columns_, value_columns_;
+  const float factor_;
+#if defined(FASTINFER_TILES)
+  AttentionTiles tiles_;
+#endif
   QueryTile rows_{};
   int count_ = 0, kv_begin_ = 0, kv_end_ = 0;
   bool direct_ = false;

@@ -19,6 +19,7 @@
 #if defined(FASTINFER_CUDA)
 
 #include "binding/stream.h"
+#include "common/cuda/arrival_counters.h"
 #include "common/cuda/device.h"
 
 #define FASTINFER_OPERATORS(m)                                             \
@@ -62,6 +63,17 @@ inline const cuda::Device* gpu_of([[maybe_unused]] const torch::stable::Tensor& 
   if (x.is_cuda()) return &cuda::device(x.get_device_index());
 #endif
   return nullptr;
+}
+
+// Counters for one kernel on the current stream of the GPU that `like` is on (common/cuda/arrival_counters.h).
+inline uint32_t* arrival_counters([[maybe_unused]] const torch::stable::Tensor& like, [[maybe_unused]] int64_t count) {
+#if defined(FASTINFER_CUDA)
+  const auto index = like.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(index);
+  return cuda::arrival_counters(cuda::current_stream(index), count);
+#else
+  return nullptr;
+#endif
 }
 
 }  // namespace fastinfer

@@ -6,20 +6,22 @@
 
 namespace fastinfer::cuda {
 
-// Bytes from row to row of 16-bit values, 32 or a multiple of 64 of them, that are read 8 bytes at a time by four lanes
-// from each of four rows: 32 or 96 modulo 128.
+// Bytes from row to row of 16-bit values, a multiple of 64 of them, that are read 8 bytes at a time by four lanes from
+// each of four rows: 32 modulo 128.
 FASTINFER_HOST_DEVICE constexpr int shared_row_bytes(int inputs) {
   return inputs * 2 + 32;
-}
-// The order in which they are written, 16 bytes a lane: rows of 32 values two at a time, which must be two apart.
-FASTINFER_HOST_DEVICE constexpr int written_row(int inputs, int i) {
-  return inputs == 32 ? (i & ~3) + (i & 1) * 2 + (i >> 1 & 1) : i;
 }
 
 // Rows of 64 bytes or a multiple of 128, of which ldmatrix reads 16 bytes each of eight: the place of
 // 16 bytes within a row depends on the row. A byte's place is its offset, exclusive or this.
 FASTINFER_HOST_DEVICE constexpr int matrix_swizzle(int row_bytes, int row) {
   return row_bytes == 64 ? (row & 6) << 3 : (row & 7) << 4;
+}
+
+// Rows of 128 bytes, of which ldmatrix reads 16 bytes each of eight, or four lanes 8 bytes each of four: the same for
+// both.
+FASTINFER_HOST_DEVICE constexpr int pair_swizzle(int row) {
+  return (row & 3) << 5 | (row & 4) << 2;
 }
 
 // Rows of `count` sums of four bytes, written as mma leaves them and read eight at a time: first the fours that begin

@@ -8,6 +8,7 @@
 #include "common/cuda/launch.h"
 #include "common/cuda/ptx.h"
 #include "common/cuda/vector_io.h"
+#include "elementwise/gated_inputs_cuda.h"
 
 namespace fastinfer::cuda {
 namespace {
@@ -30,14 +31,21 @@ __global__ void activation_and_mul_kernel(ActivationAndMulParams p) {
   grid_dependency_launch();
   const int64_t i = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * kCount, row = blockIdx.x;
   if (i >= p.d) return;
-  const T* x = static_cast<const T*>(p.x) + row * (p.gated ? 2 * p.d : p.d) + i;
-  const auto gate = load_vector<kCount>(x);
+  const auto gate = load_vector<kCount>(static_cast<const T*>(p.x) + row * p.x_stride + i);
   Vector<T, kCount> up{}, out;
-  if (p.gated) up = load_vector<kCount>(x + p.d);
+  if (p.up != nullptr) up = load_vector<kCount>(static_cast<const T*>(p.up) + row * p.up_stride + i);
+  if (p.activation == Activation::kClampedSwiglu) {  // apart, so that the others' instructions stay as few
 #pragma unroll
-  for (int j = 0; j < kCount; ++j) {
-    const float activated = apply(p.activation, to_float(gate.values[j]));
-    out.values[j] = from_float<T>(p.gated ? activated * to_float(up.values[j]) : activated);
+    for (int j = 0; j < kCount; ++j) {
+      const GatedInputs inputs(p.activation, to_float(gate.values[j]), to_float(up.values[j]));
+      out.values[j] = from_float<T>(inputs.gate / (1.0f + expf(-inputs.gain * inputs.gate)) * inputs.up);
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const float activated = apply(p.activation, to_float(gate.values[j]));
+      out.values[j] = from_float<T>(p.up != nullptr ? activated * to_float(up.values[j]) : activated);
+    }
   }
   store_vector(static_cast<T*>(p.out) + row * p.d + i, out);
 }
@@ -59,7 +67,7 @@ void activation_and_mul(const ActivationAndMulParams& p, void* stream) {
   if (p.d == 0) return;
   dispatch_cuda(p.dtype, [&]<class T>(T) {
     constexpr int kVector = kVectorElements<T>;
-    const bool vectorised = p.d % kVector == 0 && vector_aligned(p.x, p.out);
+    const bool vectorised = p.d % kVector == 0 && p.up_stride % kVector == 0 && vector_aligned(p.x, p.up, p.out);
     vectorised ? launch_rows<T, kVector>(p, stream) : launch_rows<T, 1>(p, stream);
   });
 }

@@ -1,4 +1,4 @@
-// Gated activations: out = act(x[..., :d]) * x[..., d:], and activations without a gate: out = act(x).
+// Gated activations: out = act(x[..., :d]) * x[..., d:], and others: out = act(x), or act(x) times a factor.
 #pragma once
 
 #include <cstdint>
@@ -9,15 +9,20 @@
 
 namespace fastinfer {
 
-enum class Activation { kNone, kSilu, kGeluTanh, kGelu };
+// kClampedSwiglu has a gate always: g sigmoid(1.702 g) (u + 1), with g at most 7 and u in -7 .. 7.
+enum class Activation { kNone, kSilu, kGeluTanh, kGelu, kClampedSwiglu };
+
+inline constexpr float kSwigluLimit = 7.0f, kSwigluGain = 1.702f;
 
 struct ActivationAndMulParams {
-  const void* x;  // [rows, 2 * d], gate first; [rows, d] if not gated
-  void* out;      // [rows, d]
+  const void* x;   // [rows, d], rows x_stride elements apart
+  const void* up;  // [rows, d], rows up_stride elements apart; or null for act(x) alone
+  void* out;       // [rows, d]
   int64_t rows;
   int64_t d;
+  int64_t x_stride;
+  int64_t up_stride;
   Activation activation;
-  bool gated;
   DType dtype;
 };
 

@@ -8,12 +8,15 @@ void activation_and_mul(const ActivationAndMulParams& p) {
   dispatch(p.dtype, [&]<class T>(T) {
     parallel_for(p.rows, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
-        const T* x = static_cast<const T*>(p.x) + row * (p.gated ? 2 * p.d : p.d);
+        const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
+        const T* up = p.up != nullptr ? static_cast<const T*>(p.up) + row * p.up_stride : nullptr;
         T* out = static_cast<T*>(p.out) + row * p.d;
         for_each_vector(p.d, [&](int64_t i, int64_t lanes) {
-          f32v v = activate(p.activation, load_lanes(x + i, lanes));
-          if (p.gated) v *= load_lanes(x + p.d + i, lanes);
-          store_lanes(out + i, v, lanes);
+          const f32v v = load_lanes(x + i, lanes);
+          store_lanes(
+              out + i,
+              up != nullptr ? activate_and_mul(p.activation, v, load_lanes(up + i, lanes)) : activate(p.activation, v),
+              lanes);
         });
       }
     });

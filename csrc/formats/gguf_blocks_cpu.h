@@ -49,6 +49,12 @@ void add_fields(const uint8_t* bytes, int count, int shift, uint8_t* q) {
   }
 }
 
+// Bit i of a byte becomes the highest bit of byte i.
+inline uint64_t spread_bits(uint8_t bits) {
+  const uint64_t picked = bits * 0x0101010101010101u & 0x8040201008040201u;
+  return (picked + 0x7f7f7f7f7f7f7f7fu) & 0x8080808080808080u;
+}
+
 template <int kRun>
 void nibbles(const uint8_t* bytes, int count, uint8_t* q) {
   for (int begin = 0; begin < count; begin += kRun, q += 2 * kRun) {
@@ -86,16 +92,104 @@ struct FiveBits {
     copy_half(block, scale);
     if constexpr (kMins) copy_half(block + 2, min);
     for (int byte = 0; byte < 4; ++byte) {
-      // Bit i of the byte goes to bit 4 of value i: to the highest bit of byte i, and from there down.
-      const uint64_t picked = block[kBytes - 20 + byte] * 0x0101010101010101u & 0x8040201008040201u;
-      const uint64_t fifth = ((picked + 0x7f7f7f7f7f7f7f7fu) & 0x8080808080808080u) >> 3;
       uint64_t values;
       std::memcpy(&values, q + 8 * byte, 8);
-      values |= fifth;
+      values |= spread_bits(block[kBytes - 20 + byte]) >> 3;
       std::memcpy(q + 8 * byte, &values, 8);
     }
     for (int i = 0; i < 32 && !kMins; ++i) q[i] = static_cast<uint8_t>(q[i] - 16);
     return true;
+  }
+};
+
+// Indices into a look-up table of the numbers of e2m1 times two, and an exponent e; the scale is 2^(e - 128).
+struct MXFP4 {
+  static constexpr int kInputs = 32, kBytes = 17, kBits = 4;
+  static constexpr bool kHasMins = false, kGroupsOf16 = false;
+  template <class Scale>
+  static bool read(const uint8_t* block, uint8_t* q, Scale* scale, Scale*) {
+    const float number = std::ldexp(1.0f, block[0] - 128);
+    nibbles<16>(block + 1, 16, q);
+    return store(number, scale) && to_float(*scale) == number;  // fp16 makes 0 of the smallest powers of two
+  }
+};
+
+// ---- Blocks of one scale: as if each group of 32 had it ----
+
+template <class Scale>
+void repeat_half(const uint8_t* bytes, int groups, Scale* scales) {
+  for (int group = 0; group < groups; ++group) copy_half(bytes, scales + group);
+}
+
+// -1 or 1; a weight without minimums has an offset of 8.
+struct Q1_0 {
+  static constexpr int kInputs = 128, kBytes = 18, kBits = 4;
+  static constexpr bool kHasMins = false, kGroupsOf16 = false;
+  template <class Scale>
+  static bool read(const uint8_t* block, uint8_t* q, Scale* scales, Scale*) {
+    repeat_half(block, 4, scales);
+    for (int byte = 0; byte < 16; ++byte) {
+      const uint64_t values = (spread_bits(block[2 + byte]) >> 6) + 0x0707070707070707u;
+      std::memcpy(q + 8 * byte, &values, 8);
+    }
+    return true;
+  }
+};
+
+// -1, 0 and 1. A byte has five digits to the base of 3, the highest first, as a fraction of 256 that is rounded up.
+struct TQ1_0 {
+  static constexpr int kInputs = 256, kBytes = 54, kBits = 4;
+  static constexpr bool kHasMins = false, kGroupsOf16 = false;
+  template <class Scale>
+  static bool read(const uint8_t* block, uint8_t* q, Scale* scales, Scale*) {
+    repeat_half(block + 52, 8, scales);
+    q = digits(block, 32, 5, q);
+    q = digits(block + 32, 16, 5, q);
+    digits(block + 48, 4, 4, q);
+    return true;
+  }
+
+  static uint8_t* digits(const uint8_t* bytes, int run, int count, uint8_t* q) {
+    for (int digit = 0, power = 1; digit < count; ++digit, power *= 3, q += run) {
+      for (int i = 0; i < run; ++i) q[i] = static_cast<uint8_t>(7 + ((bytes[i] * power & 255) * 3 >> 8));
+    }
+    return q;
+  }
+};
+
+// -1, 0, 1 and 2, in two bits each: TQ2_0, whose scale is last, and Q2_0, where neighbours are in one byte.
+template <int kInputsOfBlock, int kRun, bool kScaleLast>
+struct TwoBits {
+  static constexpr int kInputs = kInputsOfBlock, kBytes = 2 + kInputs / 4, kBits = 4;
+  static constexpr bool kHasMins = false, kGroupsOf16 = false;
+  template <class Scale>
+  static bool read(const uint8_t* block, uint8_t* q, Scale* scales, Scale*) {
+    repeat_half(block + (kScaleLast ? kBytes - 2 : 0), kInputs / 32, scales);
+    std::memset(q, 0, kInputs);
+    add_fields<2, kRun>(block + (kScaleLast ? 0 : 2), kInputs / 4, 0, q);
+    for (int i = 0; i < kInputs; ++i) q[i] = static_cast<uint8_t>(q[i] + 7);
+    return true;
+  }
+};
+using TQ2_0 = TwoBits<256, 32, true>;
+using Q2_0 = TwoBits<64, 1, false>;
+
+// Indices into a look-up table in groups of 32, each with the scale d * (s - 32); the six bits of s lie in two places.
+struct IQ4_XS {
+  static constexpr int kInputs = 256, kBytes = 136, kBits = 4;
+  static constexpr bool kHasMins = false, kGroupsOf16 = false;
+  template <class Scale>
+  static bool read(const uint8_t* block, uint8_t* q, Scale* scales, Scale*) {
+    const float d = half(block);
+    uint16_t high;
+    std::memcpy(&high, block + 2, 2);
+    bool fits = true;
+    for (int group = 0; group < 8; ++group) {
+      const int low = block[4 + group / 2] >> group % 2 * 4 & 15, s = low | (high >> 2 * group & 3) << 4;
+      fits &= store(d * static_cast<float>(s - 32), scales + group);
+      nibbles<16>(block + 8 + 16 * group, 16, q + 32 * group);
+    }
+    return fits;
   }
 };
 
@@ -179,10 +273,11 @@ struct GroupsOf16 {
   float mins[16];
 };
 
+// kSymmetric: whether the negative of every integer is one, too.
 struct Q6_K {
   static constexpr int kBytes = 210;
   static constexpr float kLargest = 32.0f;  // magnitude of an integer
-  static constexpr bool kMins = false;
+  static constexpr bool kMins = false, kSymmetric = false;
   static void read_groups(const uint8_t* block, GroupsOf16* to) {
     read_integers(block, reinterpret_cast<uint8_t*>(to->q));
     const float d = half(block + 208);
@@ -206,7 +301,7 @@ struct Q6_K {
 struct Q3_K {
   static constexpr int kBytes = 110;
   static constexpr float kLargest = 4.0f;
-  static constexpr bool kMins = false;
+  static constexpr bool kMins = false, kSymmetric = false;
   static void read_groups(const uint8_t* block, GroupsOf16* to) {
     auto* q = reinterpret_cast<uint8_t*>(to->q);
     std::memset(q, 0, 256);
@@ -224,7 +319,7 @@ struct Q3_K {
 struct Q2_K {
   static constexpr int kBytes = 84;
   static constexpr float kLargest = 3.0f;
-  static constexpr bool kMins = true;
+  static constexpr bool kMins = true, kSymmetric = false;
   static void read_groups(const uint8_t* block, GroupsOf16* to) {
     auto* q = reinterpret_cast<uint8_t*>(to->q);
     std::memset(q, 0, 256);
@@ -253,8 +348,13 @@ float joined_scale(const GroupsOf16& groups, int pair) {
     }
     return larger(largest[0], largest[1]);
   }
-  // With scales of different signs -128 would become 128, which is too large.
-  const float limit = (scales[0] < 0) == (scales[1] < 0) ? 128.0f : 127.0f;
+  float limit;
+  if constexpr (Type::kSymmetric) {
+    limit = std::floor(127.0f / Type::kLargest) * Type::kLargest;
+  } else {
+    // With scales of different signs -128 would become 128, which is too large.
+    limit = (scales[0] < 0) == (scales[1] < 0) ? 128.0f : 127.0f;
+  }
   return (std::abs(scales[0]) >= std::abs(scales[1]) ? scales[0] : scales[1]) * (Type::kLargest / limit);
 }
 

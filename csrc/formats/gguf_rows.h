@@ -12,7 +12,7 @@ namespace fastinfer {
 
 // A storage type with quantised blocks.
 struct GGUFBlock {
-  int64_t inputs;      // 32 or 256
+  int64_t inputs;      // 32, 64, 128 or 256
   int64_t bytes;       // in the file
   int bits;            // of the integers: 4 or 8
   bool has_mins;       // whether groups have minimums once they are unpacked

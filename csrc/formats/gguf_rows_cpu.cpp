@@ -7,6 +7,7 @@
 
 #include "common/cpu/parallel.h"
 #include "formats/gguf_blocks_cpu.h"
+#include "formats/gguf_grid_blocks_cpu.h"
 #include "quant/pack_tile_cpu.h"
 
 namespace fastinfer {
@@ -27,7 +28,20 @@ void with_reader(int type, const Fn& fn) {
     case 12: return fn(Q4_K{});
     case 13: return fn(Q5_K{});
     case 14: return fn(Joined<Q6_K>{});
+    case 16: return fn(IQ2_XXS{});
+    case 17: return fn(Joined<IQ2_XS>{});
+    case 18: return fn(IQ3_XXS{});
+    case 19: return fn(IQ1_S{});
     case 20: return fn(FourBits<false>{});  // IQ4_NL
+    case 21: return fn(IQ3_S{});
+    case 22: return fn(Joined<IQ2_S>{});
+    case 23: return fn(IQ4_XS{});
+    case 29: return fn(Joined<IQ1_M>{});
+    case 34: return fn(TQ1_0{});
+    case 35: return fn(TQ2_0{});
+    case 39: return fn(MXFP4{});
+    case 41: return fn(Q1_0{});
+    case 42: return fn(Q2_0{});
     default: return;
   }
 }

@@ -12,6 +12,7 @@
 #include "common/cuda/dtype.h"
 #include "common/cuda/ptx.h"
 #include "common/cuda/reduce.h"
+#include "common/cuda/vector_io.h"
 #include "gemm/gemm.h"
 #include "gemm/gemm_plan.h"
 
@@ -23,6 +24,15 @@ struct Fragments {
   uint32_t a[2][4];  // inputs 0 .. 15, then 16 .. 31
 };
 
+// Two 16-bit floats in a register.
+template <class T>
+__device__ uint32_t pack2(float lower, float upper) {
+  const Vector<T, 2> pair{{from_float<T>(lower), from_float<T>(upper)}};
+  uint32_t word;
+  memcpy(&word, &pair, sizeof word);
+  return word;
+}
+
 // [n, k], row by row.
 template <class T>
 struct DenseWeight {
@@ -31,28 +41,61 @@ struct DenseWeight {
 
   __device__ explicit DenseWeight(const Params& /*p*/) {}
 
-  // 128 rows of a chunk of an expert's slice, by all threads; zeros past its end.
-  template <int kChunk, int kThreads>
-  __device__ static void load(unsigned char* stage, const Params& p, int expert, int row_unit, int chunk) {
-    constexpr int kPieces = kChunk / 8, kRowBytes = shared_row_bytes(kChunk), kRows = kThreads / kPieces;
+  // A thread's copies of a unit's chunks, one after another; zeros past the weight's last input.
+  template <int kChunk, int kThreads, bool /*kClamped*/>
+  class Copy {
+    static constexpr int kPieces = kChunk / 8, kRowBytes = shared_row_bytes(kChunk), kRows = kThreads / kPieces;
     static_assert(kRows % 4 == 0);
-    const int thread = opaque(threadIdx.x), row = written_row(kChunk, thread / kPieces), piece = thread % kPieces;
-    const int first_row = row_unit * kGemmRows + row, input = chunk * kChunk + piece * 8;
-    const int n = static_cast<int>(p.n), k = static_cast<int>(p.k);
-    const T* from = static_cast<const T*>(p.weight);
-    const T* at = from + (static_cast<int64_t>(expert) * n + first_row) * k + input;
-    unsigned char* to = stage + row * kRowBytes + piece * 16;
-    for (int i = 0; i < kGemmRows; i += kRows, at += kRows * p.k, to += kRows * kRowBytes) {
-      const bool valid = first_row + i < n && input < k;
-      cp_async_streaming(to, valid ? at : from, valid);
+
+   public:
+    __device__ void start(const Params& p, int expert, int row_unit, int chunk) {
+      const int row = static_cast<int>(threadIdx.x) / kPieces, first = row_unit * kGemmRows + row;
+      const int input = chunk * kChunk + static_cast<int>(threadIdx.x) % kPieces * 8;
+      from = static_cast<const T*>(p.weight) + (int64_t{expert} * p.n + first) * p.k + input;
+      step = kRows * p.k;
+      rows = static_cast<int>(p.n) - first;
+      inputs = static_cast<int>(p.k) - input;
+      place = row * kRowBytes + static_cast<int>(threadIdx.x) % kPieces * 16;
     }
+
+    __device__ void advance() {
+      from += kChunk;
+      inputs -= kChunk;
+    }
+
+    __device__ void copy(unsigned char* stage, uint64_t policy) const {
+      const T* at = from;
+#pragma unroll
+      for (int i = 0; i < kGemmRows; i += kRows, at += step) {
+        if (i < rows)
+          cp_async_under(stage + place + i * kRowBytes, inputs > 0 ? at : from + inputs - 8, policy, inputs > 0);
+      }
+    }
+
+   private:
+    const T* from;
+    int64_t step;
+    int rows, inputs, place;
+  };
+
+  // The place of a block in a stage.
+  template <int kChunk>
+  __device__ static constexpr int place(int row_tile, int block) {
+    return row_tile * kTileRows * shared_row_bytes(kChunk) + block * kBlockInputs * 2;
   }
 
+  // The place of this lane's bytes in a block.
   template <int kChunk>
-  __device__ Fragments fragments(const unsigned char* stage, int row_tile, int block) const {
-    const int lane = threadIdx.x % kWarpSize, g = lane / 4, t = lane % 4;
+  __device__ static int lane_place() {
+    const int lane = threadIdx.x % kWarpSize;
+    return lane / 4 * shared_row_bytes(kChunk) + lane % 4 * 8;
+  }
+
+  // `lane_bytes`: the stage from this lane's place on.
+  template <int kChunk>
+  __device__ Fragments fragments(const unsigned char* lane_bytes, int row_tile, int block) const {
     constexpr int kRowBytes = shared_row_bytes(kChunk);
-    const unsigned char* row = stage + (row_tile * kTileRows + g) * kRowBytes + (block * kBlockInputs + 4 * t) * 2;
+    const unsigned char* row = lane_bytes + place<kChunk>(row_tile, block);
     Fragments f;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {

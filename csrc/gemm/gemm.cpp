@@ -1,6 +1,8 @@
 #include "gemm/gemm.h"
 
 #include "binding/batch_invariant.h"
+#include "binding/constant_weights.h"
+#include "binding/prompt_rows.h"
 #include "gemm/gemm_binding.h"
 #include "norm/rms_norm.h"
 
@@ -9,14 +11,6 @@ namespace {
 
 bool aligned(const void* p) {
   return reinterpret_cast<uintptr_t>(p) % 16 == 0;
-}
-
-VectorArg vector_arg(const Checks& check, const std::optional<Tensor>& t, const char* name, int64_t size,
-                     DType activations) {
-  if (!t) return {};
-  check.shape(*t, name, {size});
-  check.contiguous(*t, name);
-  return {t->data_ptr(), check.fp32_or(activations, *t, name)};
 }
 
 Tensor gemm(const Output& output, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
@@ -41,12 +35,21 @@ Tensor gemm(const Output& output, const Tensor& x, const Tensor& weight, const s
 
 }  // namespace
 
+VectorArg vector_arg(const Checks& check, const std::optional<Tensor>& t, const char* name,
+                     std::initializer_list<int64_t> sizes, DType activations) {
+  if (!t) return {};
+  check.shape(*t, name, sizes);
+  check.contiguous(*t, name);
+  return {t->data_ptr(), check.fp32_or(activations, *t, name)};
+}
+
 Activation parse_activation(const Checks& check, const std::optional<std::string>& name) {
   if (!name) return Activation::kNone;
   if (*name == "silu") return Activation::kSilu;
   if (*name == "gelu_tanh") return Activation::kGeluTanh;
   if (*name == "gelu") return Activation::kGelu;
-  check.require(false, "activation must be None, 'silu', 'gelu_tanh' or 'gelu', got '", *name, "'");
+  if (*name == "clamped_swiglu") return Activation::kClampedSwiglu;
+  check.require(false, "activation must be None, 'silu', 'gelu_tanh', 'gelu' or 'clamped_swiglu', got '", *name, "'");
   return Activation::kNone;
 }
 
@@ -82,8 +85,8 @@ GemmParams gemm_params(const Checks& check, const GemmArgs& args, int64_t n, int
       .x = args.x.data_ptr(),
       .residual = args.residual ? args.residual->data_ptr() : nullptr,
       .out = out.data_ptr(),
-      .norm_weight = vector_arg(check, args.norm_weight, "norm_weight", k, dtype),
-      .bias = vector_arg(check, args.bias, "bias", n, dtype),
+      .norm_weight = vector_arg(check, args.norm_weight, "norm_weight", {k}, dtype),
+      .bias = vector_arg(check, args.bias, "bias", {n}, dtype),
       .m = m,
       .n = n,
       .k = k,
@@ -91,6 +94,7 @@ GemmParams gemm_params(const Checks& check, const GemmArgs& args, int64_t n, int
       .eps = static_cast<float>(args.eps),
       .activation = activation,
       .dtype = dtype,
+      .first_prompt_row = first_prompt_row(),
   };
 }
 
@@ -130,6 +134,7 @@ void prepare_gpu(const Checks& check, const GemmArgs& args, cuda::WeightFormat f
         .eps = params.eps,
         .dtype = params.dtype,
         .weight_dtype = params.norm_weight.dtype,
+        .constant_weights = constant_weights(),
     };
     FASTINFER_LAUNCH(x, rms_norm, norm);
     scratch.x = normed;
@@ -142,6 +147,8 @@ void prepare_gpu(const Checks& check, const GemmArgs& args, cuda::WeightFormat f
     scratch.workspace = new_tensor(x, {bytes}, ScalarType::Byte);
     params.workspace = scratch.workspace->data_ptr();
   }
+  if (params.plan.worker_chunks > 0) params.counters = arrival_counters(x, params.plan.units);
+  params.constant_weights = constant_weights();
 }
 
 FASTINFER_OPERATORS(m) {

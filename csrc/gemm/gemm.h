@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "common/api.h"
 #include "common/cpu/isa.h"
@@ -36,12 +37,16 @@ struct ExpertRows {
   }
 };
 
+// Of two equal sets of rows, leaves in `before` those that read rows of x before `first`, and in `rest` the others. In
+// memory of the calling thread, until its next call.
+FASTINFER_API void part_expert_rows(int64_t first, ExpertRows& before, ExpertRows& rest);
+
 struct GemmParams {
   const void* x;          // [m, k], rows x_stride elements apart; [m / fan_out, k] with experts
   const void* residual;   // [m, n] or null
   void* out;              // [m, n], or [m, n / 2] with an activation
   VectorArg norm_weight;  // [k]: x is RMS-normalised first
-  VectorArg bias;         // [n]
+  VectorArg bias;         // [n]; [experts, n] with experts
   int64_t m;
   int64_t n;
   int64_t k;
@@ -51,8 +56,12 @@ struct GemmParams {
   DType dtype;            // of x, residual and out
   cuda::GemmPlan plan{};  // on a GPU, with its scratch memory
   void* workspace = nullptr;
+  uint32_t* counters = nullptr;   // [units] where units are cut, zeros before and after the launch
+  bool constant_weights = false;  // weight, scales and norm weight were not written by the kernel before
   ExpertRows expert_rows{};
   cpu::Memory weight_memory{};  // the weight, if it is read as a whole
+  // Rows of x from this one on are tokens of a prompt: in tiles where the CPU has them (binding/prompt_rows.h).
+  int64_t first_prompt_row = std::numeric_limits<int64_t>::max();
 };
 
 struct DenseGemmParams : GemmParams {
@@ -65,7 +74,7 @@ inline constexpr int kBlockInputs = 32;  // inputs of one block of a packed weig
 
 }  // namespace fastinfer
 
-FASTINFER_CPU_KERNEL_BF16(gemm, DenseGemmParams)
+FASTINFER_CPU_KERNEL_BF16_TILES(gemm, DenseGemmParams)
 
 namespace fastinfer::cuda {
 FASTINFER_API void gemm(const DenseGemmParams& params, void* stream);

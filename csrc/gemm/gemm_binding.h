@@ -1,6 +1,8 @@
 // The part of a matrix product's binding that does not depend on the weight's format.
 #pragma once
 
+#include <initializer_list>
+
 #include "binding/output.h"
 #include "gemm/gemm.h"
 
@@ -16,7 +18,11 @@ struct GemmArgs {
   const std::optional<Tensor>& residual;
 };
 
-// Parses None, 'silu', 'gelu_tanh' or 'gelu'; throws for anything else.
+// A vector that may be fp32 or have the activations' dtype; of a stack of experts a row for each.
+VectorArg vector_arg(const Checks& check, const std::optional<Tensor>& t, const char* name,
+                     std::initializer_list<int64_t> sizes, DType activations);
+
+// Parses None or an activation's name in ops/gemm.py; throws for anything else.
 Activation parse_activation(const Checks& check, const std::optional<std::string>& name);
 
 // Checks that a gated activation gets whole runs of gate and up.

@@ -6,6 +6,9 @@
 #include "gemm/gemm_cpu.h"
 
 #include "common/cpu/reduce.h"
+#if defined(FASTINFER_TILES)
+#include "gemm/tile_gemm_cpu.h"
+#endif
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 namespace {
@@ -115,7 +118,7 @@ class DenseGemm {
             multiply_chunk(weight, unit * width + column, i, row0, rows, sums + column, width);
           }
         }
-        dispatch(p_.dtype, [&]<class T>(T) { epilogue<T>(p_, unit, row0, rows, sums, width); });
+        dispatch(p_.dtype, [&]<class T>(T) { epilogue<T>(p_, expert, unit, row0, rows, sums, width); });
       }
     });
   }
@@ -159,7 +162,21 @@ class DenseGemm {
   Rows<Element> x_;
 };
 
-#if defined(FASTINFER_AVX512_BF16)
+#if defined(FASTINFER_TILES)
+// A dense weight as bf16 tiles.
+template <class W>
+struct DenseTiles {
+  const DenseGemmParams& p;
+
+  void unpack(int64_t expert, int64_t tile, int64_t begin, int64_t end, uint8_t* out) const {
+    const int64_t row = tile * kTileRows, input = begin * kBlockInputs;
+    const W* first = static_cast<const W*>(p.weight) + (expert * p.n + row) * p.k + input;
+    pack_columns(first, p.k, std::min<int64_t>(kTileRows, p.n - row), p.k - input, end - begin, out);
+  }
+};
+#endif
+
+#if defined(FASTINFER_AVX512_BF16) && !defined(FASTINFER_TILES)
 Rows<BFloat16> bfloat16_rows(const GemmParams& p) {
   constexpr int kStep = BFloat16Products::kStep;
   const int64_t stride = (p.k + kStep - 1) / kStep * kStep + 32;  // the stride of float_rows
@@ -177,6 +194,9 @@ Rows<BFloat16> bfloat16_rows(const GemmParams& p) {
 }  // namespace
 
 void gemm(const DenseGemmParams& p) {
+#if defined(FASTINFER_TILES)
+  dispatch(p.weight_dtype, [&]<class W>(W) { run_tile_gemm(p, DenseTiles<W>{p}); });
+#else
 #if defined(FASTINFER_AVX512_BF16)
   // Only where x is bf16 as it stands: a normalised row is fp32, and nothing rounds it silently.
   if (p.dtype == DType::kBFloat16 && p.weight_dtype == DType::kBFloat16 && p.norm_weight.data == nullptr) {
@@ -185,6 +205,7 @@ void gemm(const DenseGemmParams& p) {
 #endif
   const FloatRows x = float_rows(p);
   dispatch(p.weight_dtype, [&]<class W>(W) { DenseGemm<FloatProducts, W>(p, {x.data, x.stride}).run(); });
+#endif
 }
 
 }  // namespace fastinfer::cpu::FASTINFER_ISA

@@ -24,7 +24,7 @@ inline constexpr int kRowBlock = 64;                // rows of x whose sums are 
 inline constexpr int64_t kUnitsPerThread = 8;  // so many that one more or less does not show
 
 // Slots of scratch memory.
-enum ScratchSlot { kActivations, kQuantized, kScales, kRowBuffer, kActiveExperts };
+enum ScratchSlot { kActivations, kQuantized, kScales, kRowBuffer, kActiveExperts, kRowTiles };
 
 // Rows of x after the prologue, fp32, padded with zeros to a multiple of kLanes and then by a cache line, so that rows
 // of a power of two do not share a set of the cache.
@@ -61,9 +61,11 @@ FASTINFER_INLINE f32v load_vector_arg(const VectorArg& arg, int64_t i, int64_t l
   return dispatch(arg.dtype, [&]<class T>(T) { return load_lanes(static_cast<const T*>(arg.data) + i, lanes); });
 }
 
-// sums: [rows, sums_stride], of a unit's tiles. Adds the bias, activates or adds the residual, and stores.
+// sums: [rows, sums_stride], of a unit's tiles; expert 0 is also the only weight. Adds the bias, activates or adds the
+// residual, and stores.
 template <class T>
-void epilogue(const GemmParams& p, int64_t unit, int64_t row0, int rows, const float* sums, int sums_stride) {
+void epilogue(const GemmParams& p, int64_t expert, int64_t unit, int64_t row0, int rows, const float* sums,
+              int sums_stride) {
   const bool gated = p.activation != Activation::kNone;
   const int64_t width = gated ? p.n / 2 : p.n;
   const int64_t unit_columns = gated ? kTileRows : sums_stride;
@@ -72,24 +74,26 @@ void epilogue(const GemmParams& p, int64_t unit, int64_t row0, int rows, const f
   for_each_vector(columns, [&](int64_t i, int64_t lanes) {
     f32v bias{}, up_bias{};
     if (p.bias.data != nullptr) {
-      bias = load_vector_arg(p.bias, unit * sums_stride + i, lanes);
-      if (gated) up_bias = load_vector_arg(p.bias, unit * sums_stride + kTileRows + i, lanes);
+      const int64_t first = expert * p.n + unit * sums_stride + i;
+      bias = load_vector_arg(p.bias, first, lanes);
+      if (gated) up_bias = load_vector_arg(p.bias, first + kTileRows, lanes);
     }
     for (int row = 0; row < rows; ++row) {
       const float* sum = sums + row * sums_stride + i;
       const int64_t offset = p.expert_rows.out_row(row0 + row) * width + column0 + i;
       f32v value = load(sum) + bias;
-      if (gated) value = activate(p.activation, value) * (load(sum + kTileRows) + up_bias);
+      if (gated) value = activate_and_mul(p.activation, value, load(sum + kTileRows) + up_bias);
       if (p.residual != nullptr) value += load_lanes(static_cast<const T*>(p.residual) + offset, lanes);
       store_lanes(static_cast<T*>(p.out) + offset, value, lanes);
     }
   });
 }
 
-// Calls fn(expert, unit, begin, end) for all units of all experts, with their rows begin .. end - 1: for the experts
-// that have any, so that threads share out evenly what there is to do. There is one call of fn, to be inlined.
+// Calls fn(expert, first, last, begin, end) for runs of units, first .. last - 1, that together are all units of all
+// experts, with the expert's rows begin .. end - 1: for the experts that have any, so that threads share out evenly
+// what there is to do.
 template <class Fn>
-void for_each_unit(const GemmParams& p, int64_t units, const Fn& fn) {
+void for_each_run(const GemmParams& p, int64_t units, const Fn& fn) {
   const ExpertRows& rows = p.expert_rows;
   int32_t* active = nullptr;
   int64_t count = 1;
@@ -108,8 +112,17 @@ void for_each_unit(const GemmParams& p, int64_t units, const Fn& fn) {
       const int64_t begin = active == nullptr ? 0 : rows.start[expert];
       const int64_t end = active == nullptr ? p.m : rows.start[expert + 1];
       const int64_t stop = std::min(last, (place + 1) * units);
-      for (; first < stop; ++first) fn(expert, first - place * units, begin, end);
+      fn(expert, first - place * units, stop - place * units, begin, end);
+      first = stop;
     }
+  });
+}
+
+// The same unit by unit: fn(expert, unit, begin, end). There is one call of fn, to be inlined.
+template <class Fn>
+void for_each_unit(const GemmParams& p, int64_t units, const Fn& fn) {
+  for_each_run(p, units, [&](int64_t expert, int64_t first, int64_t last, int64_t begin, int64_t end) {
+    for (; first < last; ++first) fn(expert, first, begin, end);
   });
 }
 
@@ -146,7 +159,8 @@ void run_gemm(const GemmParams& p, const Kernel& kernel) {
     for (int64_t row0 = begin; row0 < end; row0 += kRows) {
       const int rows = static_cast<int>(std::min<int64_t>(kRows, end - row0));
       const auto finish = [&](int row, int count) {
-        dispatch(p.dtype, [&]<class T>(T) { epilogue<T>(p, unit, row0 + row, count, sums + row * stride, stride); });
+        dispatch(p.dtype,
+                 [&]<class T>(T) { epilogue<T>(p, expert, unit, row0 + row, count, sums + row * stride, stride); });
       };
       if constexpr (kHasPanel) {
         if (rows > Kernel::kPanelFrom) {

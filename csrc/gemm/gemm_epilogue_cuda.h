@@ -5,38 +5,18 @@
 
 #include <type_traits>
 
+#include "common/cuda/arrival.h"
 #include "common/cuda/dtype.h"
 #include "common/cuda/ptx.h"
 #include "common/cuda/reduce.h"
 #include "common/cuda/vector_io.h"
-#include "gemm/expert_tiles_cuda.h"
+#include "elementwise/gated_inputs_cuda.h"
 #include "gemm/gemm.h"
+#include "gemm/gemm_norm_cuda.h"
 #include "gemm/gemm_plan.h"
+#include "gemm/gemm_position_cuda.h"
 
 namespace fastinfer::cuda {
-
-// Two 16-bit floats in a register.
-template <class T>
-__device__ float2 unpack2(uint32_t word) {
-  Vector<T, 2> pair;
-  memcpy(&pair, &word, sizeof pair);
-  return {to_float(pair.values[0]), to_float(pair.values[1])};
-}
-
-template <class T>
-__device__ uint32_t pack2(float lower, float upper) {
-  const Vector<T, 2> pair{{from_float<T>(lower), from_float<T>(upper)}};
-  uint32_t word;
-  memcpy(&word, &pair, sizeof word);
-  return word;
-}
-
-template <class T>
-inline constexpr uint32_t kOnes = std::is_same_v<T, __half> ? 0x3c003c00u : 0x3f803f80u;
-
-// The factor of the norm weights when x is multiplied by them: without it, fp16 would overflow at x * weight > 65504.
-template <class T>
-inline constexpr float kNormScale = std::is_same_v<T, __half> ? 0x1p-4f : 1.0f;
 
 template <class T>
 __device__ float vector_arg(const VectorArg& arg, int64_t i) {
@@ -44,18 +24,18 @@ __device__ float vector_arg(const VectorArg& arg, int64_t i) {
                                       : to_float(static_cast<const T*>(arg.data)[i]);
 }
 
-__device__ inline float activate(Activation activation, float x) {
+__device__ inline float activate(Activation activation, float x, float gain) {
   switch (activation) {
-    case Activation::kSilu: return x / (1.0f + __expf(-x));
+    case Activation::kSilu:
+    case Activation::kClampedSwiglu: return x / (1.0f + __expf(-gain * x));
     case Activation::kGeluTanh: return 0.5f * x * (1.0f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x)));
     default: return 0.5f * x * (1.0f + erff(0.7071067812f * x));
   }
 }
 
-// The workspace: two slots of partial sums for every worker, [tokens, kSumsStride] and the tokens' sums of squares;
-// counters.
-__host__ __device__ inline int* gemm_counters(const GemmParams& p) {
-  return reinterpret_cast<int*>(static_cast<float*>(p.workspace) + int64_t{2} * p.plan.workers * p.plan.slot_floats);
+__device__ inline float activate_and_mul(Activation activation, float gate, float up) {
+  const GatedInputs inputs(activation, gate, up);
+  return activate(activation, inputs.gate, inputs.gain) * inputs.up;
 }
 
 template <class T, int kTokens, int kWarpsRows, int kWarpsTokens, int kWarpsInputs, bool kGrouped>
@@ -65,44 +45,36 @@ struct GemmEpilogue {
   static constexpr bool kNorm = kTokens <= kMostNormTokens && !kGrouped;
   static constexpr int kWidth = 8;  // sums that a thread takes at a time
 
-  // The sums of a lane: mma's d for each row tile and eight tokens, and its inputs' part of the squares of token g.
+  // The sums of a lane: mma's d for each row tile and eight tokens.
   struct Sums {
     float value[kRowTiles][kTokenTiles][4] = {};
-    float squares[kNorm ? kTokenTiles : 1] = {};
   };
 
   const GemmParams& p;
-  const int unit;
+  const GemmPosition<kGrouped> at;
   float* const shared_sums;     // [warps_inputs, 8 warps_tokens, kSumsStride]
-  float* const shared_squares;  // [warps_inputs, tokens]
+  float* const shared_squares;  // [tokens], the sums of x's squares, if there is a norm
   const int thread, lane, warp_rows, warp_tokens, warp_inputs;
   int first_chunk = 0;  // the unit's first, in the line of all chunks
   int first_worker = 0, pieces = 1;
-  int token_tiles = 0;  // this and expert_tile are only for a stack of experts
-  ExpertTile expert_tile{};
 
-  __device__ GemmEpilogue(const GemmParams& params, int unit, float* shared)
+  __device__ GemmEpilogue(const GemmParams& params, const TokenTiles<kGrouped>& tiles, int unit, float* shared)
       : p(params),
-        unit(unit),
+        at(params, tiles, unit),
         shared_sums(shared),
         shared_squares(shared + kWarpsInputs * kWarpsTokens * 8 * kSumsStride),
         thread(opaque(threadIdx.x)),
         lane(thread % kWarpSize),
         warp_rows(thread / kWarpSize % kWarpsRows),
-        warp_tokens(thread / kWarpSize / kWarpsRows % kWarpsTokens),
-        warp_inputs(thread / kWarpSize / kWarpsRows / kWarpsTokens) {
-    if constexpr (kGrouped) {
-      token_tiles = expert_tiles(p)->expert;
-      expert_tile = expert_tiles(p)[1 + unit % token_tiles];
-    }
+        warp_tokens(thread / kWarpSize / kWarpsRows / kWarpsInputs),
+        warp_inputs(thread / kWarpSize / kWarpsRows % kWarpsInputs) {
     if (kGrouped || p.plan.worker_chunks == 0) return;
-    first_chunk = unit * p.plan.chunks;
+    first_chunk = at.unit * p.plan.chunks;
     first_worker = first_chunk / p.plan.worker_chunks;
     pieces = (first_chunk + p.plan.chunks - 1) / p.plan.worker_chunks - first_worker + 1;
   }
 
   __device__ void store(const Sums& sums) {
-    share_squares(sums);
     // Once from shared memory to the output or this worker's slot; the last to arrive goes from the slots to the
     // output.
     for (bool gather = false;; gather = true) {
@@ -124,7 +96,8 @@ struct GemmEpilogue {
         }
         __syncthreads();
       }
-      if (!keep || !last_to_arrive()) return;
+      int* const flag = reinterpret_cast<int*>(shared_squares + kTokens);
+      if (!keep || !last_to_arrive(p.counters + at.unit, pieces, flag)) return;
     }
   }
 
@@ -149,13 +122,13 @@ struct GemmEpilogue {
   };
 
   __device__ int64_t first_row() const {
-    return static_cast<int64_t>(unit / (kGrouped ? token_tiles : p.plan.token_tiles)) * kGemmRows;
+    return static_cast<int64_t>(at.row_unit) * kGemmRows;
   }
   __device__ int64_t first_token() const {
-    return kGrouped ? expert_tile.begin : static_cast<int64_t>(unit % p.plan.token_tiles) * kTokens;
+    return at.first_token(p);
   }
   __device__ int64_t end_token() const {
-    return kGrouped ? expert_tile.end : p.m;
+    return at.end_token(p);
   }
   __device__ int64_t out_row(int token) const {
     return kGrouped ? p.expert_rows.out_row(first_token() + token) : first_token() + token;
@@ -165,17 +138,6 @@ struct GemmEpilogue {
   }
   __device__ bool has_norm() const {
     return kNorm && p.norm_weight.data != nullptr;
-  }
-
-  __device__ void share_squares(const Sums& sums) const {
-    if (!has_norm() || warp_rows != 0) return;
-#pragma unroll
-    for (int n = 0; n < kTokenTiles; ++n) {
-      float value = sums.squares[n];
-      value += __shfl_xor_sync(kFullMask, value, 1);
-      value += __shfl_xor_sync(kFullMask, value, 2);
-      if (lane % 4 == 0) shared_squares[warp_inputs * kTokens + n * 8 + lane / 4] = value;
-    }
   }
 
   __device__ void share_sums(const Sums& sums, int slice) const {
@@ -195,7 +157,8 @@ struct GemmEpilogue {
     }
   }
 
-  // A worker has two slots; the second is for a unit that it begins.
+  // A worker has two slots in the workspace, each of sums [tokens, kSumsStride] and the tokens' sums of squares. The
+  // second is for a unit that it begins.
   __device__ float* slot(int worker) const {
     const int begins = worker * p.plan.worker_chunks <= first_chunk ? 1 : 0;
     return static_cast<float*>(p.workspace) + static_cast<int64_t>(2 * worker + begins) * p.plan.slot_floats;
@@ -226,13 +189,7 @@ struct GemmEpilogue {
       const float4 part{v.values[i], v.values[i + 1], v.values[i + 2], v.values[i + 3]};
       *reinterpret_cast<float4*>(to + token * kSumsStride + split_four(kGemmRows, row, i / 4)) = part;
     }
-    if (has_norm() && vector == 0) to[kTokens * kSumsStride + token] = shared_square_sum(token);
-  }
-
-  __device__ float shared_square_sum(int token) const {
-    float sum = 0.0f;
-    for (int w = 0; w < kWarpsInputs; ++w) sum += shared_squares[w * kTokens + token];
-    return sum;
+    if (has_norm() && vector == 0) to[kTokens * kSumsStride + token] = shared_squares[token];
   }
 
   // 1 / root mean square of x, divided by the norm weights' factor.
@@ -242,7 +199,7 @@ struct GemmEpilogue {
     if (gather) {
       for (int i = 0; i < pieces; ++i) sum += __ldcg(slot(first_worker + i) + kTokens * kSumsStride + token);
     } else {
-      sum = shared_square_sum(token);
+      sum = shared_squares[token];
     }
     return rsqrtf(sum / static_cast<float>(p.k) + p.eps) / kNormScale<T>;
   }
@@ -250,11 +207,11 @@ struct GemmEpilogue {
   // Sums of eight rows from `row` of the unit on, normalised and with their bias.
   __device__ Vector8 biased(bool gather, int slice_token, int token, int row, float factor) const {
     Vector8 v = gather ? load_slots(token, row) : load_shared(slice_token, row);
-    const int64_t first = first_row() + row;
+    const int64_t first = first_row() + row, bias = kGrouped ? at.expert_tile.expert * p.n + first : first;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       v.values[i] *= factor;
-      if (p.bias.data != nullptr && first + i < p.n) v.values[i] += vector_arg<T>(p.bias, first + i);
+      if (p.bias.data != nullptr && first + i < p.n) v.values[i] += vector_arg<T>(p.bias, bias + i);
     }
     return v;
   }
@@ -267,7 +224,7 @@ struct GemmEpilogue {
     if (gated()) {
       const Vector8 up = biased(gather, slice_token, token, row + kTileRows, factor);
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) v.values[i] = activate(p.activation, v.values[i]) * up.values[i];
+      for (int i = 0; i < kWidth; ++i) v.values[i] = activate_and_mul(p.activation, v.values[i], up.values[i]);
     }
     const int64_t width = gated() ? p.n / 2 : p.n;
     const int64_t column = first_row() / (gated() ? 2 : 1) + vector * kWidth;
@@ -289,20 +246,6 @@ struct GemmEpilogue {
         out[i] = from_float<T>(v.values[i] + (residual != nullptr ? to_float(residual[i]) : 0.0f));
       }
     }
-  }
-
-  // Returns true if all other pieces of the unit are in their slots, and may be read.
-  __device__ bool last_to_arrive() const {
-    __threadfence();
-    __syncthreads();
-    int* flag = reinterpret_cast<int*>(shared_squares + kWarpsInputs * kTokens);
-    if (threadIdx.x == 0) {
-      *flag = atomicAdd(gemm_counters(p) + unit, 1) == pieces - 1;
-      __threadfence();
-    }
-    __syncthreads();
-    __threadfence();
-    return *flag != 0;
   }
 };
 

@@ -12,11 +12,21 @@
 // Here all three units are cut. The worker that finishes a unit last adds up its pieces, in the order of the workers.
 // The division does not depend on how many tokens of a tile there are, and a batch-invariant one does not depend on the
 // number of tokens at all.
+//
+// Units are numbered in bands of kBandTiles token tiles, and within a band row by row. So the blocks that run at the
+// same time share their weight rows and their tokens in the L2 (4 row units, 10 token tiles, bands of 8):
+//
+//   token tile      0  1  2  3  4  5  6  7 |  8  9
+//   row unit 0      0  1  2  3  4  5  6  7 | 32 33
+//            1      8  9 10 11 12 13 14 15 | 34 35
+//            2     16 ..                   | 36 37
+//            3     24 ..                31 | 38 39
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
+#include "common/cache_policy.h"
 #include "common/dtype.h"
 #include "common/launch_config.h"
 #include "common/shared_layout.h"
@@ -28,6 +38,7 @@ enum class WeightFormat { kDense, kInt8, kInt4, kLut };
 inline constexpr int kGemmRows = 128;        // weight rows of a unit
 inline constexpr int kGemmBlockInputs = 32;  // inputs that a warp takes at a time; groups are multiples of it
 inline constexpr int kMostExactTokens = 64;  // tiles up to here scale the fp32 sums, wider ones the 16-bit weights
+inline constexpr int kBandTiles = 8;
 inline constexpr int kMostNormTokens = 16;   // tiles up to here normalise on the fly, wider ones in a kernel before
 inline constexpr int kInvariantTokens = 32;  // the tile for any number of tokens where results must not depend on it
 
@@ -43,7 +54,6 @@ struct GemmTile {
   int warps_rows;
   int warps_tokens;
   int warps_inputs;
-  int stages;
 
   constexpr int warps() const {
     return warps_rows * warps_tokens * warps_inputs;
@@ -58,13 +68,13 @@ struct GemmTile {
 
 // A stage of the pipeline is a chunk of inputs in shared memory. GemmStage has the offsets of its parts, in bytes:
 //
-//   0                x              norm             scales
-//   +----------------+--------------+----------------+-----------------------+-----------------------+
-//   | weight         | x            | norm weights   | scales                | mins                  |
-//   | [128, chunk]   | [tokens,     | [chunk] fp32   | [8 row tiles, groups, | as the scales         |
-//   | or its packed  |  chunk]      | (few tokens)   |  16 rows]             |                       |
-//   | blocks         |              |                |                       |                       |
-//   +----------------+--------------+----------------+-----------------------+-----------------------+
+//   0                x                scales
+//   +----------------+----------------+-----------------------+-----------------------+
+//   | weight         | x              | scales                | mins                  |
+//   | [128, chunk]   | [tokens,       | [8 row tiles, groups, | as the scales         |
+//   | or its packed  |  chunk]        |  16 rows]             |                       |
+//   | blocks         |                |                       |                       |
+//   +----------------+----------------+-----------------------+-----------------------+
 //
 // Rows of 16-bit values (x and dense weights) are 32 bytes longer than the chunk (shared_row_bytes). A half warp reads
 // 8 bytes by each of four lanes from each of four rows, which then lie in different banks:
@@ -76,10 +86,9 @@ struct GemmTile {
 //   row 3              |        |         |         |t0 .. t3 |
 //
 // A packed block needs no such gap, because its bytes are stored in the order of the lanes that read them. Scales and
-// mins have no fixed size, so they come last.
+// mins have no fixed size, so they come last. Wide tiles have rows of 128 bytes without a gap, swizzled (pair_swizzle).
 struct GemmStage {
   int x;
-  int norm;    // norm weights, fp32 at most
   int scales;  // then mins; of each chunk_groups * kScaleBytes, fp32 at most
 };
 
@@ -87,50 +96,69 @@ inline constexpr int kScaleBytes = kGemmRows * 4;
 
 constexpr GemmStage gemm_stage(WeightFormat format, int tokens, int chunk) {
   const bool dense = format == WeightFormat::kDense;
-  const int x = kGemmRows * (dense ? shared_row_bytes(chunk) : chunk * packed_bits(format) / 8);
-  const int norm = x + tokens * shared_row_bytes(chunk);
-  return {.x = x, .norm = norm, .scales = norm + (tokens <= kMostNormTokens ? chunk * 4 : 0)};
+  const int row_bytes = tokens > kMostExactTokens ? chunk * 2 : shared_row_bytes(chunk);
+  const int x = kGemmRows * (dense ? row_bytes : chunk * packed_bits(format) / 8);
+  return {.x = x, .scales = x + tokens * row_bytes};
 }
 
-// Shared memory beside the pipeline: the sums of 8 tokens of every warp on their way out, sums of squares, a flag.
+// Shared memory after the pipeline: the sums of 8 tokens of every warp on their way out, sums of squares, a flag.
 inline constexpr int kSumsStride =
     2 * split_half(kGemmRows) - 4;  // the stride of a token's sums, placed by split_place
 constexpr int gemm_sums_bytes(const GemmTile& tile) {
   const int sums = tile.warps_inputs * tile.warps_tokens * 8 * kSumsStride;
-  return (sums + tile.warps_inputs * tile.tokens + 4) * 4;
+  return (sums + tile.tokens + 4) * 4;
 }
 
-// Blocks that a multiprocessor's registers hold. 128 tokens have 64 sums in every thread, which takes some 160; and
-// packed formats, which hold scales besides, need up to 166 from 32 tokens on (within 128, ptxas spills them for
-// sm_90a).
+// Blocks that a multiprocessor's registers hold. Wide tiles have 128 sums in every thread; and packed formats, which
+// hold scales besides, need up to 166 registers from 32 tokens on (within 128, ptxas spills them for sm_90a).
 constexpr int gemm_resident(WeightFormat format, int tokens) {
   return tokens > (format == WeightFormat::kDense ? kMostExactTokens : 16) ? 1 : 2;
 }
 
-// Few tokens: bound by memory, so long chunks, and warps that share out the inputs. As many stages, up to four, as fit
-// the 99 KB that a block may have on every GPU from sm_80 on.
+// Few tokens: bound by memory, so long chunks, and warps that share out the inputs. A packed weight is dequantised
+// once: its warps do not divide the tokens.
 constexpr GemmTile gemm_tile(WeightFormat format, int tokens) {
-  const bool dense = format == WeightFormat::kDense, wide = tokens > kMostExactTokens;
-  const int chunk = dense ? (wide ? 32 : 64) : (tokens <= 16 ? 128 : 64);
-  GemmTile tile{tokens, chunk, 4, 1, 2, 0};
-  if (tokens > 32) tile = {tokens, chunk, 4, 2, 1, 0};  // sums for half the tokens are what registers hold
-  const int most_scales = dense ? 0 : 2 * tile.blocks() * kScaleBytes;
-  const int stage_bytes = gemm_stage(format, tokens, chunk).scales + most_scales;
-  tile.stages = std::min(4, (99 * 1024 - gemm_sums_bytes(tile)) / stage_bytes);
-  return tile;
+  if (format == WeightFormat::kDense) return {tokens, 64, 4, tokens > 32 ? 2 : 1, tokens > 32 ? 1 : 2};
+  int chunk = tokens <= 32 ? 256 : 128;
+  if (format == WeightFormat::kInt8) chunk = 128;
+  if (format == WeightFormat::kLut && tokens == 32) chunk = 128;  // the table takes shared memory
+  return {tokens, chunk, 4, 1, 2};
 }
 
-// Rows of an expert that make a tile of tokens. Of a list the first one's `expert` is the number of those that follow.
-struct alignas(16) ExpertTile {
-  int expert, begin, end;
-};
+// Many tokens (gemm_wide_kernel_cuda.h): bound by the tensor cores if every warp has 64 rows by 64 tokens, which reads
+// shared memory least often. Warps that 128 tokens leave over share out the inputs.
+constexpr GemmTile wide_tile(int tokens) {
+  return {tokens, 64, 2, tokens / 64, 256 / tokens};
+}
+
+// Shared memory before the pipeline: all pairs of a look-up table's entries, 32 times (quant/lut_dequantize_cuda.h).
+constexpr int gemm_table_bytes(WeightFormat format) {
+  return format == WeightFormat::kLut ? 256 * 4 * 32 : 0;
+}
+
+// Shared memory of a block beside the pipeline. Wide sums leave through a stage.
+constexpr int gemm_fixed_bytes(WeightFormat format, int tokens) {
+  return gemm_table_bytes(format) + (tokens > kMostExactTokens ? 0 : gemm_sums_bytes(gemm_tile(format, tokens)));
+}
+
+inline constexpr int kMostStages = 6, kMostWideStages = 4;
+
+// Stages of each of `resident` blocks on a multiprocessor. The system takes 1 KB of shared memory for each block.
+constexpr int gemm_stages(WeightFormat format, int tokens, int stage_bytes, size_t shared_bytes, int resident) {
+  const int block_bytes = (static_cast<int>(shared_bytes) + 1024) / resident - 1024;
+  const int most = tokens > kMostExactTokens ? kMostWideStages : kMostStages;
+  return std::min(most, (block_bytes - gemm_fixed_bytes(format, tokens)) / stage_bytes);
+}
 
 struct GemmPlan {
   GemmTile tile{};
+  int stages = 0;
   int chunk_groups = 0;  // groups of scales that a stage holds
   int stage_bytes = 0;
-  int token_tiles = 0;  // units are numbered row tile by row tile
-  int units = 0;
+  int row_units = 0;
+  int token_tiles = 0;
+  uint64_t weight_policy = kEvictNormal;
+  int units = 0;          // row_units * token_tiles
   int chunks = 0;         // per unit
   int worker_chunks = 0;  // per worker if units are cut; 0: whole units, the next one `workers` further on
   int workers = 0;
@@ -139,15 +167,23 @@ struct GemmPlan {
   LaunchConfig launch{};
 };
 
-constexpr int gemm_tokens(int64_t m) {
-  return m <= 8 ? 8 : m <= 16 ? 16 : m <= 32 ? 32 : m <= 64 ? 64 : 128;
+// 256 tokens read less from the L2 for each product, but need three stages (of dense weights, 144 KB).
+constexpr bool has_widest_tile(const Device& device) {
+  return device.shared_bytes >= 3 * gemm_stage(WeightFormat::kDense, 256, 64).scales;
 }
 
-// How many rows an expert gets is known on the GPU alone: the tile is chosen for an even share, and a kernel makes the
-// list of the tiles that there are, in the workspace. One kernel for few, one for some, one for many.
-constexpr int grouped_tokens(int64_t m, int64_t experts) {
+// The widest tile is for units enough to occupy nine of ten multiprocessors.
+constexpr int gemm_tokens(int64_t m, int64_t row_units, const Device& device) {
+  if (m <= 64) return m <= 8 ? 8 : m <= 16 ? 16 : m <= 32 ? 32 : 64;
+  const bool enough = row_units * ((m + 255) / 256) * 10 >= int64_t{device.multiprocessors} * 9;
+  return m > 128 && enough && has_widest_tile(device) ? 256 : 128;
+}
+
+// How many rows an expert gets is known on the GPU alone: the tile is chosen for an even share, and the kernel counts
+// the tiles that there are (gemm/expert_tiles_cuda.h). One kernel for few, one for some, two for many.
+constexpr int grouped_tokens(int64_t m, int64_t experts, const Device& device) {
   const int64_t share = (m + experts - 1) / experts;
-  return share <= 8 ? 8 : share <= 32 ? 32 : 128;
+  return share <= 8 ? 8 : share <= 32 ? 32 : share > 256 && has_widest_tile(device) ? 256 : 128;
 }
 
 // At most: every expert that has rows may have one tile that is not full.
@@ -160,42 +196,58 @@ constexpr int64_t most_expert_tiles(int64_t m, int64_t experts, int tokens) {
 // number of tokens, which sums each element in one order, exactly scaled, and cuts no unit.
 inline GemmPlan gemm_plan(WeightFormat format, int64_t m, int64_t n, int64_t k, int64_t group, const Device& device,
                           int64_t experts = 0, bool batch_invariant = false) {
-  const int tokens = batch_invariant ? kInvariantTokens : experts > 0 ? grouped_tokens(m, experts) : gemm_tokens(m);
+  const auto up = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int tokens = batch_invariant ? kInvariantTokens
+                     : experts > 0   ? grouped_tokens(m, experts, device)
+                                     : gemm_tokens(m, up(n, kGemmRows), device);
+  const bool wide = tokens > kMostExactTokens;
   GemmPlan plan;
-  const GemmTile tile = plan.tile = gemm_tile(format, tokens);
+  plan.tile = wide ? wide_tile(tokens) : gemm_tile(format, tokens);
+  const GemmTile& tile = plan.tile;
   if (format != WeightFormat::kDense) {  // a chunk that starts within a group touches one more
     const int64_t group_blocks = group / kGemmBlockInputs, others = tile.blocks() - 1;
     const bool aligned = tile.blocks() % group_blocks == 0 || group_blocks % tile.blocks() == 0;
     const int64_t touched = aligned ? others / group_blocks + 1 : (others + group_blocks - 1) / group_blocks + 1;
     plan.chunk_groups = static_cast<int>(touched);
   }
-  plan.stage_bytes = gemm_stage(format, tokens, tile.chunk).scales + 2 * plan.chunk_groups * kScaleBytes;
-  const auto shared = static_cast<size_t>(tile.stages * plan.stage_bytes + gemm_sums_bytes(tile));
-
-  const auto up = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int scales = format == WeightFormat::kLut ? 1 : 2;  // a look-up table has no mins
+  plan.stage_bytes = gemm_stage(format, tokens, tile.chunk).scales + scales * plan.chunk_groups * kScaleBytes;
   plan.token_tiles = static_cast<int>(experts > 0 ? most_expert_tiles(m, experts, tokens) : up(m, tokens));
-  plan.units = static_cast<int>(up(n, kGemmRows)) * plan.token_tiles;
+  plan.weight_policy = weight_policy(m <= tokens);  // with experts as well: all rows may be of one
+  plan.row_units = static_cast<int>(up(n, kGemmRows));
+  plan.units = plan.row_units * plan.token_tiles;
   plan.chunks = static_cast<int>(up(k, tile.chunk));
+  const int64_t units = plan.units, total = units * plan.chunks;
+  const bool uncut = batch_invariant || experts > 0;
+
+  // Two blocks share a multiprocessor where both have three stages, unless it then has to do more of the work.
+  const auto stages = [&](int resident) {
+    return gemm_stages(format, tokens, plan.stage_bytes, device.shared_bytes, resident);
+  };
+  const auto rounds = [&](int resident) {
+    return up(uncut ? units : total, int64_t{device.multiprocessors} * resident) * resident;
+  };
+  const bool two = gemm_resident(format, tokens) == 2 && stages(2) >= 3 && rounds(2) <= rounds(1);
+  const int resident = two ? 2 : 1;
+  plan.stages = stages(resident);
+  const auto shared = static_cast<size_t>(plan.stages * plan.stage_bytes + gemm_fixed_bytes(format, tokens));
   plan.launch = {.grid = 0, .block = tile.threads(), .shared_bytes = shared, .dependent = true};
   if (plan.units == 0 || plan.chunks == 0) return plan;
 
-  // The system takes 1 KB of a multiprocessor's shared memory for each block.
-  const int64_t resident = device.shared_bytes + 1024 >= 2 * (shared + 1024) ? gemm_resident(format, tokens) : 1;
-  const int64_t slots = device.multiprocessors * resident, units = plan.units;
-  const bool whole = batch_invariant || experts > 0 || units * 10 >= up(units, slots) * slots * 9;
+  const int64_t slots = int64_t{device.multiprocessors} * resident;
+  const bool whole = uncut || units * 10 >= up(units, slots) * slots * 9;
   if (whole) {
     plan.workers = static_cast<int>(std::min(units, slots));
   } else {
     // Cutting a unit costs a round of its sums through the L2, which grows with the tile and the number of pieces.
-    const int64_t most_pieces = tokens <= 16 ? 16 : tokens <= 64 ? 8 : 4, least_chunks = 2;
-    const int64_t total = units * plan.chunks;
+    const int64_t most_pieces = tokens <= 16 ? 16 : tokens <= 64 ? 8 : 4;
+    const int64_t least_chunks = tile.chunk >= 256 ? 1 : 2;
     const int64_t worker_chunks = std::max({up(total, slots), up(plan.chunks, most_pieces), least_chunks});
     plan.worker_chunks = static_cast<int>(worker_chunks);
     plan.workers = static_cast<int>(up(total, worker_chunks));
     plan.slot_floats = tokens * (kSumsStride + 1);
-    plan.workspace_bytes = static_cast<size_t>(int64_t{2} * plan.workers * plan.slot_floats + units) * 4;
+    plan.workspace_bytes = static_cast<size_t>(int64_t{2} * plan.workers * plan.slot_floats) * 4;
   }
-  if (experts > 0) plan.workspace_bytes = (1 + plan.token_tiles) * sizeof(ExpertTile);
   plan.launch.grid = plan.workers;
   return plan;
 }

@@ -1,5 +1,7 @@
 #include "gemm/grouped_gemm_binding.h"
 
+#include "binding/prompt_rows.h"
+
 namespace fastinfer {
 namespace {
 
@@ -25,11 +27,12 @@ void check_rows(const Checks& check, const ExpertRows& rows, int64_t count) {
 }
 
 Tensor grouped_gemm(const Output& output, const Tensor& x, const Tensor& weight, const Tensor& row_ids,
-                    const Tensor& expert_start, const std::optional<std::string>& activation) {
+                    const Tensor& expert_start, const std::optional<Tensor>& bias,
+                    const std::optional<std::string>& activation) {
   const Checks check("grouped_gemm", x);
   check.shape(weight, "weight", {kAny, kAny, kAny});
   check.contiguous(weight, "weight");
-  const GroupedArgs args{x, row_ids, expert_start, activation};
+  const GroupedArgs args{x, row_ids, expert_start, bias, activation};
   Tensor out;
   const GemmParams common = grouped_params(check, args, weight.size(0), weight.size(1), weight.size(2), output, out);
   DenseGemmParams params{common, weight.data_ptr(), check.float_dtype(weight, "weight")};
@@ -70,7 +73,7 @@ GemmParams grouped_params(const Checks& check, const GroupedArgs& args, int64_t 
       .residual = nullptr,
       .out = out.data_ptr(),
       .norm_weight = {},
-      .bias = {},
+      .bias = vector_arg(check, args.bias, "bias", {experts, n}, dtype),
       .m = m,
       .n = n,
       .k = k,
@@ -79,6 +82,7 @@ GemmParams grouped_params(const Checks& check, const GroupedArgs& args, int64_t 
       .activation = activation,
       .dtype = dtype,
       .expert_rows = rows,
+      .first_prompt_row = first_prompt_row(),
   };
 }
 

@@ -10,6 +10,7 @@ struct GroupedArgs {
   const Tensor& x;
   const Tensor& row_ids;
   const Tensor& expert_start;
+  const std::optional<Tensor>& bias;
   const std::optional<std::string>& activation;
 };
 

@@ -1,7 +1,10 @@
 #include "lora/add_lora.h"
 
+#include <algorithm>
+
 #include "binding/checks.h"
 #include "binding/launch.h"
+#include "binding/prompt_rows.h"
 
 namespace fastinfer {
 namespace {
@@ -91,7 +94,7 @@ void add_lora(const Tensor& y, const Tensor& x, const Tensor& a, const Tensor& b
       .ranks = nullptr,
       .norm_weight = norm,
       .hidden = nullptr,
-      .rows = num_rows,
+      .m = num_rows,
       .rows_per_token = rows_per_token,
       .rows_per_input = inputs == num_rows ? 1 : rows_per_token,
       .in = in,
@@ -106,6 +109,7 @@ void add_lora(const Tensor& y, const Tensor& x, const Tensor& a, const Tensor& b
       .eps = static_cast<float>(eps),
       .dtype = dtype,
       .weight_dtype = weight_dtype,
+      .first_prompt_row = std::min(first_prompt_row(), tokens) * rows_per_token,
   };
   if (ranks && expert_ids) {
     params.ranks = indices(check, *ranks, "ranks", {slots, experts});

@@ -18,7 +18,7 @@ constexpr int kQuad = 4;  // elements that a lane takes at a time, where rows al
 
 // The index of a row's matrices in a and b, -1 where it has none; what is out of range is none.
 __device__ int64_t matrix_of(const AddLoraParams& p, int64_t row) {
-  const int32_t slot = row < p.rows ? p.adapter_ids[row / p.rows_per_token] : -1;
+  const int32_t slot = row < p.m ? p.adapter_ids[row / p.rows_per_token] : -1;
   if (slot < 0 || slot >= p.slots) return -1;
   if (p.expert_ids == nullptr) return slot;
   const int32_t expert = p.expert_ids[row];
@@ -113,8 +113,8 @@ __global__ void expand_kernel(AddLoraParams p) {
 
 template <class T, class W>
 void launch_both(const AddLoraParams& p, void* stream) {
-  const AddLoraPlan plan = plan_add_lora(p.rows, p.out, p.max_rank);
-  const bool vectorised = p.in % kQuad == 0 && (p.x_stride % kQuad == 0 || p.rows <= p.rows_per_input) &&
+  const AddLoraPlan plan = plan_add_lora(p.m, p.out, p.max_rank);
+  const bool vectorised = p.in % kQuad == 0 && (p.x_stride % kQuad == 0 || p.m <= p.rows_per_input) &&
                           vector_aligned(p.x, p.a, p.norm_weight.data);
   launch("add_lora", vectorised ? shrink_kernel<T, W, kQuad> : shrink_kernel<T, W, 1>, plan.shrink, stream, p);
   launch("add_lora", expand_kernel<T, W>, plan.expand, stream, p);

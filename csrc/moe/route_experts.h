@@ -11,20 +11,36 @@ namespace fastinfer {
 
 inline constexpr int64_t kMostExperts = 1024;
 inline constexpr int64_t kMostTopK = 32;
+inline constexpr int64_t kMostGroups = 32;
 
 struct RouteExpertsParams {
-  const void* logits;     // [tokens, experts], rows logits_stride elements apart
-  float* expert_weights;  // [tokens, top_k]
-  int32_t* expert_ids;    // [tokens, top_k]
-  int32_t* row_ids;       // [tokens top_k]: row token * top_k + i stands behind the rows of smaller experts
-  int32_t* expert_start;  // [experts + 1]: where an expert's rows begin in row_ids
+  const void* logits;         // [tokens, experts], rows logits_stride elements apart
+  const float* bias;          // [experts], added to the scores for the choice only; or null
+  const float* expert_scale;  // [experts], factors of the experts' weights; or null
+  float* expert_weights;      // [tokens, top_k]
+  int32_t* expert_ids;        // [tokens, top_k]
+  int32_t* row_ids;           // [tokens top_k]: row token * top_k + i stands behind the rows of smaller experts
+  int32_t* expert_start;      // [experts + 1]: where an expert's rows begin in row_ids
   int64_t tokens;
   int64_t logits_stride;
   int experts;
   int top_k;
+  int num_groups;  // of neighbouring experts; the chosen ones are of the top_groups best groups
+  int top_groups;
+  bool sigmoid;  // scores are sigmoids of the logits, not their softmax
   bool renormalize;
-  DType dtype;  // of logits
+  float scale;                  // of the weights
+  DType dtype;                  // of logits
+  uint32_t* arrived = nullptr;  // CUDA: a counter, zero before and after the launch
 };
+
+// Whether experts are ordered by score + bias. The logits have the same order as the scores, and fewer ties.
+FASTINFER_HOST_DEVICE inline bool ordered_by_score(const RouteExpertsParams& p) {
+  return p.bias != nullptr || p.num_groups > 1;
+}
+
+// A divisor that is 0 if the chosen sigmoids all are, whose weights are then 0, as in DeepSeek-V3.
+inline constexpr float kLeastScore = 1e-20f;
 
 // An integer that is larger for a larger logit and, among equal ones, for a smaller index: its maximum is the next
 // expert. 0 is smaller than all. A NaN has its place too, so that an expert is always one of those that exist.

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "binding/checks.h"
+#include "binding/constant_weights.h"
 #include "binding/launch.h"
 #include "binding/output.h"
 
@@ -14,7 +15,7 @@ enum class Add { kBefore, kAfter };  // the residual: before it is also stored
 
 // Into `output`, or as int8 with `scales`.
 Tensor run(const Checks& check, const Tensor& x, const Tensor* residual, Add add, const Tensor& weight, double eps,
-           const Output& output, Tensor* scales = nullptr) {
+           const Output& output, Tensor* scales = nullptr, double factor = 1.0) {
   check.require(x.dim() >= 1, "x must have at least one dimension, got a scalar");
   const int64_t hidden = x.size(x.dim() - 1);
   const DType dtype = check.float_dtype(x, "x");
@@ -47,14 +48,17 @@ Tensor run(const Checks& check, const Tensor& x, const Tensor* residual, Add add
       .eps = static_cast<float>(eps),
       .dtype = dtype,
       .weight_dtype = check.fp32_or(dtype, weight, "weight"),
+      .factor = static_cast<float>(factor),
+      .constant_weights = constant_weights(),
   };
   FASTINFER_LAUNCH(x, rms_norm, params);
   return out;
 }
 
 Tensor rms_norm(const Output& output, const Tensor& x, const Tensor& weight, double eps,
-                const std::optional<Tensor>& residual) {
-  return run(Checks("rms_norm", x), x, residual ? &*residual : nullptr, Add::kAfter, weight, eps, output);
+                const std::optional<Tensor>& residual, double factor) {
+  return run(Checks("rms_norm", x), x, residual ? &*residual : nullptr, Add::kAfter, weight, eps, output, nullptr,
+             factor);
 }
 
 Tensor add_rms_norm(const Output& output, const Tensor& x, const Tensor& residual, const Tensor& weight, double eps) {

@@ -30,9 +30,10 @@ __global__ void __launch_bounds__(kHeld == 0 ? 1024 : 512) rms_norm_kernel(RmsNo
     }
   };
 
+  if (!p.constant_weights) grid_dependency_wait();
+  if constexpr (kHeld > 0) each_vector(load_weight);
   grid_dependency_wait();
   grid_dependency_launch();
-  if constexpr (kHeld > 0) each_vector(load_weight);
   float squares = 0.0f;
   each_vector([&](int v, int64_t i) {
     load_floats(x + i, values[v]);
@@ -76,6 +77,7 @@ __global__ void __launch_bounds__(kHeld == 0 ? 1024 : 512) rms_norm_kernel(RmsNo
         const auto addend = load_vector<kCount>(static_cast<const T*>(p.addend) + offset + i);
         for (int j = 0; j < kCount; ++j) values[v][j] += to_float(addend.values[j]);
       }
+      for (int j = 0; j < kCount; ++j) values[v][j] *= p.factor;
       store_values(static_cast<T*>(p.out) + offset + i, values[v]);
     });
   }

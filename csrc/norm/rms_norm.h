@@ -21,6 +21,8 @@ struct RmsNormParams {
   float eps;
   DType dtype;  // of x, residual, addend and out that is not int8
   DType weight_dtype;
+  float factor = 1.0f;            // of the result; not with scales
+  bool constant_weights = false;  // CUDA: the kernel before has not written the weight
 };
 
 }  // namespace fastinfer

@@ -24,7 +24,7 @@ void rms_norm(const RmsNormParams& p) {
           }
           if (p.scales == nullptr) {
             const T* addend = p.addend != nullptr ? static_cast<const T*>(p.addend) + offset : nullptr;
-            rms_norm_row(x, weight, p.hidden, p.eps, static_cast<T*>(p.out) + offset, addend);
+            rms_norm_row(x, weight, p.hidden, p.eps, static_cast<T*>(p.out) + offset, addend, p.factor);
           } else {
             rms_norm_row(x, weight, p.hidden, p.eps, normed);
             p.scales[row] = quantize_row(normed, p.hidden, static_cast<Int8*>(p.out) + offset);

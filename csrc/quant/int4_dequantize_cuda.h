@@ -17,16 +17,16 @@ struct Int4Weight : PackedWeight<WeightFormat::kInt4, QuantizedGemmParams> {
   __device__ explicit Int4Weight(const Params& p) {
     const bool symmetric = p.weight.mins == nullptr;
     if constexpr (std::is_same_v<T, __half>) {
-      low_zero = symmetric ? 0x64086408u : 0x64006400u;   // 1024 + 8, 1024
-      high_zero = symmetric ? 0xd480d480u : 0xd400d400u;  // -(64 + 8), -64
+      low_zero = opaque(symmetric ? 0x64086408u : 0x64006400u);   // 1024 + 8, 1024
+      high_zero = opaque(symmetric ? 0xd480d480u : 0xd400d400u);  // -(64 + 8), -64
     } else {
-      low_zero = high_zero = symmetric ? 0xc308c308u : 0xc300c300u;  // -(128 + 8), -128
+      low_zero = high_zero = opaque(symmetric ? 0xc308c308u : 0xc300c300u);  // -(128 + 8), -128
     }
   }
 
   template <int kChunk>
-  __device__ Fragments fragments(const unsigned char* stage, int row_tile, int block) const {
-    const uint2 q = *reinterpret_cast<const uint2*>(this->template at<kChunk>(stage, row_tile, block));
+  __device__ Fragments fragments(const unsigned char* lane_bytes, int row_tile, int block) const {
+    const uint2 q = *reinterpret_cast<const uint2*>(lane_bytes + this->template place<kChunk>(row_tile, block));
     Fragments f;
     unpack(q.x, f.a[0]);
     unpack(q.y, f.a[1]);

@@ -13,8 +13,9 @@ Tensor int6_gemm(const Output& output, const Tensor& x, const Tensor& qweight, c
 
 Tensor grouped_int6_gemm(const Output& output, const Tensor& x, const Tensor& qweight, const Tensor& scales,
                          int64_t out_features, const Tensor& row_ids, const Tensor& expert_start,
-                         const std::optional<std::string>& activation, int64_t activation_bits) {
-  return grouped_quantized_gemm<6>(output, x, qweight, scales, std::nullopt, out_features, row_ids, expert_start,
+                         const std::optional<Tensor>& bias, const std::optional<std::string>& activation,
+                         int64_t activation_bits) {
+  return grouped_quantized_gemm<6>(output, x, qweight, scales, std::nullopt, out_features, row_ids, expert_start, bias,
                                    activation, activation_bits);
 }
 

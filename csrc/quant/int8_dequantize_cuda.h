@@ -15,8 +15,8 @@ struct Int8Weight : PackedWeight<WeightFormat::kInt8, QuantizedGemmParams> {
   __device__ explicit Int8Weight(const Params& /*p*/) {}
 
   template <int kChunk>
-  __device__ Fragments fragments(const unsigned char* stage, int row_tile, int block) const {
-    const uint4 q = *reinterpret_cast<const uint4*>(this->template at<kChunk>(stage, row_tile, block));
+  __device__ Fragments fragments(const unsigned char* lane_bytes, int row_tile, int block) const {
+    const uint4 q = *reinterpret_cast<const uint4*>(lane_bytes + this->template place<kChunk>(row_tile, block));
     const uint32_t words[4] = {q.x, q.y, q.z, q.w};
     Fragments f;
 #pragma unroll

@@ -1,32 +1,35 @@
 // Dequantises tiles of 4-bit look-up table weights on a GPU: from indices to the A fragments of a 16-bit mma.
 #pragma once
 
-#include "common/cuda/dtype.h"
 #include "common/cuda/ptx.h"
 #include "quant/packed_weight_cuda.h"
 
 namespace fastinfer::cuda {
 
-// q is an index into 16 numbers, rounded to 16 bits. They stay in eight registers, lower and upper bytes apart: a byte
-// permutation looks up four of eight entries at once.
+// q is an index into 16 numbers, rounded to 16 bits. A table of all pairs of them, which a byte of q picks from, lies
+// at the beginning of the block's shared memory, once for every lane, so that no two lanes meet in a bank:
+//
+//   byte modulo 128    0         4               124
+//   pair 0             | lane 0  | lane 1  | ... | lane 31 |
+//   pair 1             | lane 0  | lane 1  | ... | lane 31 |
+//
+// A pair is the entry of the lower nibble, then that of the upper one. The threads write the table when the weight is
+// constructed; a barrier must follow before it is read.
 template <class T>
 struct LutWeight : PackedWeight<WeightFormat::kLut, LutGemmParams> {
-  uint32_t lower[4] = {}, upper[4] = {};
-
   __device__ explicit LutWeight(const Params& p) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const T value = from_float<T>(p.table[i]);
-      unsigned short bits;
-      memcpy(&bits, &value, sizeof bits);
-      lower[i / 4] |= (bits & 0xffu) << (i % 4 * 8);
-      upper[i / 4] |= (bits >> 8u) << (i % 4 * 8);
+    auto* const table = reinterpret_cast<uint4*>(dynamic_shared());
+    for (int i = threadIdx.x; i < 256; i += blockDim.x) {
+      const uint32_t pair = pack2<T>(p.table[i % 16], p.table[i / 16]);
+      for (int j = 0; j < 8; ++j) {  // neighbours write to different banks
+        table[i * 8 + (i + j) % 8] = make_uint4(pair, pair, pair, pair);
+      }
     }
   }
 
   template <int kChunk>
-  __device__ Fragments fragments(const unsigned char* stage, int row_tile, int block) const {
-    const uint2 q = *reinterpret_cast<const uint2*>(this->template at<kChunk>(stage, row_tile, block));
+  __device__ Fragments fragments(const unsigned char* lane_bytes, int row_tile, int block) const {
+    const uint2 q = *reinterpret_cast<const uint2*>(lane_bytes + this->template place<kChunk>(row_tile, block));
     Fragments f;
     look_up(q.x, f.a[0]);
     look_up(q.y, f.a[1]);
@@ -35,20 +38,17 @@ struct LutWeight : PackedWeight<WeightFormat::kLut, LutGemmParams> {
 
  private:
   __device__ void look_up(uint32_t q, uint32_t (&a)[4]) const {
-    uint32_t pairs[2][2];  // nibbles 0, 1 and 2, 3; 4, 5 and 6, 7
+    const uint32_t shifted[4] = {q << 7, q >> 1, q >> 9, q >> 17};
+    uint32_t pairs[4];  // nibbles 0 and 1, 2 and 3, ...
 #pragma unroll
-    for (int half = 0; half < 2; ++half, q >>= 16) {
-      const uint32_t index = q & 0x7777u;
-      const uint32_t above = prmt(0xff00u, 0, q >> 3 & 0x1111u);  // bytes of ones where the index is 8 or more
-      const uint32_t low = lop3<0xca>(above, prmt(lower[2], lower[3], index), prmt(lower[0], lower[1], index));
-      const uint32_t high = lop3<0xca>(above, prmt(upper[2], upper[3], index), prmt(upper[0], upper[1], index));
-      pairs[half][0] = prmt(low, high, 0x5140);
-      pairs[half][1] = prmt(low, high, 0x7362);
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t place = lop3<0xea>(shifted[i], 0x7f80u, threadIdx.x % kWarpSize * 4);
+      pairs[i] = *reinterpret_cast<const uint32_t*>(dynamic_shared() + place);
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      a[2 * i] = prmt(pairs[0][i], pairs[1][i], 0x5410);
-      a[2 * i + 1] = prmt(pairs[0][i], pairs[1][i], 0x7632);
+    for (int i = 0; i < 2; ++i) {  // nibbles i and i + 4 belong together
+      a[2 * i] = prmt(pairs[i], pairs[i + 2], 0x5410);
+      a[2 * i + 1] = prmt(pairs[i], pairs[i + 2], 0x7632);
     }
   }
 };

@@ -26,11 +26,11 @@ Tensor lut_gemm(const Output& output, const Tensor& x, const Tensor& qweight, co
 
 Tensor grouped_lut_gemm(const Output& output, const Tensor& x, const Tensor& qweight, const Tensor& scales,
                         const Tensor& table, int64_t out_features, const Tensor& row_ids, const Tensor& expert_start,
-                        const std::optional<std::string>& activation) {
+                        const std::optional<Tensor>& bias, const std::optional<std::string>& activation) {
   const Checks check("grouped_lut_gemm", x);
   const QuantizedWeight weight = stacked_weight(check, qweight, scales, std::nullopt, out_features, 4);
   const float* entries = table_entries(check, table);
-  const GroupedArgs args{x, row_ids, expert_start, activation};
+  const GroupedArgs args{x, row_ids, expert_start, bias, activation};
   Tensor out;
   const GemmParams common =
       grouped_params(check, args, qweight.size(0), out_features, qweight.size(2) * kBlockInputs, output, out);

@@ -23,10 +23,16 @@ struct TableValues {
 }  // namespace
 
 void lut_gemm(const LutGemmParams& p) {
+#if defined(FASTINFER_TILES)
+  const auto run = [&]<class Scale>(Scale) {
+    run_tile_gemm(p, PackedTiles<Int4Format, Scale, TableValues>{p, {p.table}});
+  };
+#else
   const FloatRows x = float_rows(p);
   const auto run = [&]<class Scale>(Scale) {
     run_gemm(p, FloatKernel<Int4Format, Scale, TableValues>{p, x, {p.table}});
   };
+#endif
   p.weight.scale_dtype == DType::kFloat16 ? run(Float16{}) : run(float{});
 }
 

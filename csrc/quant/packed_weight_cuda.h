@@ -16,31 +16,63 @@ struct PackedWeight {
   static constexpr WeightFormat kFormat = kFormat_;
   static constexpr int kBlockBytes = kTileRows * kBlockInputs * packed_bits(kFormat) / 8;
 
-  // The blocks of a chunk lie together, row tile by row tile.
-  template <int kChunk, int kThreads>
-  __device__ static void load(unsigned char* stage, const Params& p, int expert, int row_unit, int chunk) {
-    constexpr int kBlocks = kChunk / kBlockInputs, kPieces = kBlocks * kBlockBytes / 16, kTiles = kThreads / kPieces;
-    const int thread = opaque(threadIdx.x), tile = thread / kPieces, byte = thread % kPieces * 16;
-    const int tiles = (static_cast<int>(p.n) + kTileRows - 1) / kTileRows,
-              blocks = static_cast<int>(p.k) / kBlockInputs;
-    const int first_tile = row_unit * kGemmRowTiles + tile, first_block = chunk * kBlocks;
-    const auto* from = static_cast<const unsigned char*>(p.weight.q);
-    const unsigned char* at =
-        from + ((static_cast<int64_t>(expert) * tiles + first_tile) * blocks + first_block) * kBlockBytes + byte;
-    const bool inside = first_block + byte / kBlockBytes < blocks;
-    const int64_t step = static_cast<int64_t>(blocks) * (kTiles * kBlockBytes);
-    unsigned char* to = stage + thread * 16;
-    for (int i = 0; i < kGemmRowTiles; i += kTiles, at += step, to += kThreads * 16) {
-      const bool valid = first_tile + i < tiles && inside;
-      cp_async_streaming(to, valid ? at : from, valid);
+  // A thread's copies of a unit's chunks, one after another. The blocks of a row tile's chunk lie together. With
+  // kClamped all chunks are whole, and row tiles past the last are copies of others.
+  template <int kChunk, int kThreads, bool kClamped>
+  class Copy {
+    static constexpr int kBlocks = kChunk / kBlockInputs, kPieces = kBlocks * kBlockBytes / 16;
+    static constexpr int kTiles = kThreads / kPieces;  // that the block copies at a time
+    static_assert(kThreads % kPieces == 0 && kGemmRowTiles % kTiles == 0);
+
+   public:
+    __device__ void start(const Params& p, int expert, int row_unit, int chunk) {
+      const int thread = opaque(threadIdx.x), tile = thread / kPieces, byte = thread % kPieces * 16;
+      const int tiles = (static_cast<int>(p.n) + kTileRows - 1) / kTileRows;
+      const int first_tile = row_unit * kGemmRowTiles + tile, first_block = chunk * kBlocks;
+      const int row_blocks = static_cast<int>(p.k) / kBlockInputs;
+      from = static_cast<const unsigned char*>(p.weight.q) + byte +
+             ((int64_t{expert} * tiles + first_tile) * row_blocks + first_block) * kBlockBytes;
+      step = int64_t{row_blocks} * (kTiles * kBlockBytes);
+      tiles_left = tiles - first_tile;
+      if constexpr (kClamped) {
+        static_assert(kGemmRowTiles <= 2 * kTiles);
+        if (tiles_left <= 0) from += (tiles_left - 1) * int64_t{row_blocks} * kBlockBytes;
+        if (tiles_left <= kTiles) step = 0;
+      }
+      blocks_left = row_blocks - first_block - byte / kBlockBytes;
     }
+
+    __device__ void advance() {
+      from += kBlocks * kBlockBytes;
+      if (!kClamped) blocks_left -= kBlocks;
+    }
+
+    // `to`: the place of this thread's first piece.
+    __device__ void copy(unsigned char* to, uint64_t policy) const {
+      const int there = blocks_left > 0 ? tiles_left : 0;
+      const unsigned char* at = from;
+#pragma unroll
+      for (int i = 0; i < kGemmRowTiles; i += kTiles, at += step) {
+        if (kClamped || i < there) cp_async_under(to + i / kTiles * kThreads * 16, at, policy);
+      }
+    }
+
+   private:
+    const unsigned char* from;
+    int64_t step;
+    int tiles_left, blocks_left;  // from this thread's first piece on
+  };
+
+  // The place of a block in a stage.
+  template <int kChunk>
+  __device__ static constexpr int place(int row_tile, int block) {
+    return (row_tile * (kChunk / kBlockInputs) + block) * kBlockBytes;
   }
 
-  // The bytes of this lane.
+  // The place of this lane's bytes in a block.
   template <int kChunk>
-  __device__ static const unsigned char* at(const unsigned char* stage, int row_tile, int block) {
-    return stage + (row_tile * (kChunk / kBlockInputs) + block) * kBlockBytes +
-           threadIdx.x % kWarpSize * (kBlockBytes / 32);
+  __device__ static int lane_place() {
+    return threadIdx.x % kWarpSize * (kBlockBytes / 32);
   }
 };
 

@@ -30,6 +30,12 @@ struct QuantizedWeight {
   int groups;                 // of a row; 0 if the scales are two-level: on a CPU always for int6, perhaps for int4
   uint64_t group_reciprocal;  // CUDA: 2^32 / group_blocks, rounded up
 
+  // On a GPU: the group of a block of 32 inputs. A division by multiplication, exact as long as block * group_blocks <
+  // 2^32.
+  FASTINFER_HOST_DEVICE int group_of(int block) const {
+    return static_cast<int>(static_cast<uint32_t>(block) * group_reciprocal >> 32);
+  }
+
   bool has_two_levels() const {
     return groups == 0;
   }
@@ -47,10 +53,10 @@ struct LutGemmParams : QuantizedGemmParams {  // w = scale * table[q], 4 bits; a
 
 }  // namespace fastinfer
 
-FASTINFER_CPU_KERNEL(int8_gemm, QuantizedGemmParams)
-FASTINFER_CPU_KERNEL(int6_gemm, QuantizedGemmParams)
-FASTINFER_CPU_KERNEL(int4_gemm, QuantizedGemmParams)
-FASTINFER_CPU_KERNEL(lut_gemm, LutGemmParams)
+FASTINFER_CPU_KERNEL_TILES(int8_gemm, QuantizedGemmParams)
+FASTINFER_CPU_KERNEL_TILES(int6_gemm, QuantizedGemmParams)
+FASTINFER_CPU_KERNEL_TILES(int4_gemm, QuantizedGemmParams)
+FASTINFER_CPU_KERNEL_TILES(lut_gemm, LutGemmParams)
 
 namespace fastinfer::cuda {
 FASTINFER_API void int8_gemm(const QuantizedGemmParams& params, void* stream);

@@ -54,14 +54,14 @@ Tensor quantized_gemm(const Output& output, const Tensor& x, const Tensor& qweig
 template <int kBits>
 Tensor grouped_quantized_gemm(const Output& output, const Tensor& x, const Tensor& qweight, const Tensor& scales,
                               const std::optional<Tensor>& mins, int64_t out_features, const Tensor& row_ids,
-                              const Tensor& expert_start, const std::optional<std::string>& activation,
-                              int64_t activation_bits) {
+                              const Tensor& expert_start, const std::optional<Tensor>& bias,
+                              const std::optional<std::string>& activation, int64_t activation_bits) {
   constexpr const char* kName = kBits == 4   ? "grouped_int4_gemm"
                                 : kBits == 6 ? "grouped_int6_gemm"
                                              : "grouped_int8_gemm";
   const Checks check(kName, x);
   const QuantizedWeight weight = stacked_weight(check, qweight, scales, mins, out_features, kBits);
-  const GroupedArgs args{x, row_ids, expert_start, activation};
+  const GroupedArgs args{x, row_ids, expert_start, bias, activation};
   Tensor out;
   const GemmParams common =
       grouped_params(check, args, qweight.size(0), out_features, qweight.size(2) * kBlockInputs, output, out);

@@ -5,6 +5,9 @@
 #pragma once
 
 #include "quant/quantized_blocks_cpu.h"
+#if defined(FASTINFER_TILES)
+#include "gemm/tile_gemm_cpu.h"
+#endif
 #if defined(FASTINFER_AVX512_VNNI)
 #include "quant/vnni_kernel_cpu.h"
 #else
@@ -109,6 +112,36 @@ struct FloatKernel {
   }
 };
 
+#if defined(FASTINFER_TILES)
+// Packed weights as bf16 tiles: what FloatKernel computes with, rounded.
+template <class Format, class Scale, class Values>
+struct PackedTiles {
+  const QuantizedGemmParams& p;
+  Values values;
+
+  void unpack(int64_t expert, int64_t tile, int64_t begin, int64_t end, uint8_t* out) const {
+    tile += expert * ((p.n + kTileRows - 1) / kTileRows);
+    for (int half = 0; half < kHalves; ++half) {
+      uint8_t* pairs = out + half * kLanes * 4;
+      for_each_block<Format, Scale>(p, tile, half, begin, end,
+                                    [&](int64_t, const uint8_t* weight, const BlockScales<Format>& scales) {
+                                      f32v even{};
+                                      Format::for_each_input(weight, [&](int input, i32v q) {
+                                        const f32v scale = scales.scale[input * Format::kScales / kBlockInputs];
+                                        const f32v value = values(q, scale, scales.min);
+                                        if (input % 2 == 0) {
+                                          even = value;
+                                        } else {
+                                          store_as(pairs + input / 2 * 64, bfloat16_pairs(even, value));
+                                        }
+                                      });
+                                      pairs += kTileBytes;
+                                    });
+    }
+  }
+};
+#endif
+
 struct LinearValues {
   FASTINFER_INLINE f32v operator()(i32v q, f32v scale, f32v min) const {
     return to_f32(q) * scale + min;
@@ -127,11 +160,15 @@ void run_integer_gemm(const QuantizedGemmParams& p) {
 
 template <class Format, class Scale>
 void run_quantized_gemm(const QuantizedGemmParams& p) {
+#if defined(FASTINFER_TILES)
+  run_tile_gemm(p, PackedTiles<Format, Scale, LinearValues>{p, {}});
+#else
   switch (p.activation_bits) {
     case 8: return run_integer_gemm<Format, Scale, 8>(p);
     case 16: return run_integer_gemm<Format, Scale, 16>(p);
     default: return run_gemm(p, FloatKernel<Format, Scale, LinearValues>{p, float_rows(p), {}});
   }
+#endif
 }
 
 }  // namespace fastinfer::cpu::FASTINFER_ISA

@@ -1,6 +1,8 @@
 #include "quant/w8a8_gemm.h"
 
 #include "binding/batch_invariant.h"
+#include "binding/constant_weights.h"
+#include "binding/prompt_rows.h"
 #include "gemm/gemm_binding.h"
 #include "quant/quantized_weight_binding.h"
 
@@ -42,7 +44,7 @@ Tensor w8a8_gemm(const Output& output, const Tensor& x, const Tensor& x_scales, 
     params.bias = {bias->data_ptr(), check.fp32_or(params.dtype, *bias, "bias")};
   }
   const Tensor out = output.tensor(check, x, {m, gated ? n / 2 : n}, dtype, {residual ? &*residual : nullptr});
-  Tensor sums, counters;
+  Tensor sums;
   params.x = x.data_ptr();
   params.out = out.data_ptr();
   params.m = m;
@@ -50,17 +52,18 @@ Tensor w8a8_gemm(const Output& output, const Tensor& x, const Tensor& x_scales, 
   params.k = params.x_stride = k;
   params.weight = weight;
   params.weight_memory = memory_of(qweight);
+  params.first_prompt_row = first_prompt_row();
   params.x_scales = static_cast<const float*>(x_scales.data_ptr());
   if (m == 0) return out;
   if (const cuda::Device* const gpu = gpu_of(x)) {
     check_aligned(check, x, "x");
     check_quantized_aligned(check, qweight, scales, std::nullopt);
+    params.constant_weights = constant_weights();
     params.w8a8_plan = cuda::plan_w8a8_gemm(m, n, k, *gpu, batch_invariant());
     if (params.w8a8_plan.splits > 1) {
       sums = new_tensor(x, {static_cast<int64_t>(params.w8a8_plan.workspace_ints)}, ScalarType::Int);
-      counters = torch::stable::new_zeros(x, {params.w8a8_plan.units}, ScalarType::Int);
       params.sums = static_cast<int32_t*>(sums.data_ptr());
-      params.counters = static_cast<int32_t*>(counters.data_ptr());
+      params.counters = arrival_counters(x, params.w8a8_plan.units);
     }
   }
   FASTINFER_LAUNCH(x, w8a8_gemm, params);

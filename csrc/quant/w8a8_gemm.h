@@ -13,14 +13,13 @@ inline constexpr int64_t kMostW8a8Inputs = 131'040;  // a sum of so many product
 struct W8a8GemmParams : GemmParams {  // x: int8, contiguous; dtype: of residual and out
   QuantizedWeight weight;             // 8 bits, one group
   const float* x_scales;              // [m]
-  cuda::W8a8GemmPlan w8a8_plan{};     // on a GPU, with its scratch memory
+  cuda::W8a8GemmPlan w8a8_plan{};     // on a GPU; its scratch memory is `sums` and `counters`
   int32_t* sums = nullptr;            // [workspace_ints]
-  int32_t* counters = nullptr;        // [units], zeros
 };
 
 }  // namespace fastinfer
 
-FASTINFER_CPU_KERNEL(w8a8_gemm, W8a8GemmParams)
+FASTINFER_CPU_KERNEL_TILES(w8a8_gemm, W8a8GemmParams)
 
 namespace fastinfer::cuda {
 FASTINFER_API void w8a8_gemm(const W8a8GemmParams& params, void* stream);

@@ -4,9 +4,97 @@
 
 #include "common/cpu/dot.h"
 #include "gemm/gemm_cpu.h"
+#if defined(FASTINFER_TILES)
+#include "gemm/tile_gemm_cpu.h"
+#endif
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 namespace {
+
+FASTINFER_INLINE f32v weight_scales(const W8a8GemmParams& p, int64_t row) {
+  if (p.weight.scale_dtype == DType::kFloat16) return load(static_cast<const Float16*>(p.weight.scales) + row);
+  return load(static_cast<const float*>(p.weight.scales) + row);
+}
+
+void throw_out_of_range() {
+  throw std::runtime_error("w8a8_gemm: x must be -127..127 throughout");
+}
+
+#if defined(FASTINFER_TILES)
+constexpr int kTileBytesInputs = 64;  // bytes in a row of a tile
+constexpr int64_t kBlockBytes = kBlockInputs * kTileRows;
+
+// x as whole tiles of 16 rows by 64 inputs; what is missing in the last ones is zero.
+PackedRows pack_bytes(const W8a8GemmParams& p) {
+  const int64_t rows = p.m - p.first_prompt_row, steps = (p.k + kTileBytesInputs - 1) / kTileBytesInputs;
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  auto* data = scratch_array<uint8_t>(kActivations, tiles * steps * kTileBytes);
+  int64_t* first = scratch_array<int64_t>(kRowTiles, 1);
+  *first = 0;
+  parallel_for(tiles * kTileRows, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      uint8_t* out = data + row / kTileRows * steps * kTileBytes + row % kTileRows * kTileRowBytes;
+      const auto* x = static_cast<const int8_t*>(p.x) + (p.first_prompt_row + row) * p.k;
+      if (row < rows && std::find(x, x + p.k, int8_t{-128}) != x + p.k) throw_out_of_range();
+      for (int64_t input = 0; input < p.k; input += kTileBytesInputs, out += kTileBytes) {
+        std::fill_n(out, kTileBytesInputs, uint8_t{0});
+        if (row < rows) std::memcpy(out, x + input, std::min<int64_t>(kTileBytesInputs, p.k - input));
+      }
+    }
+  });
+  return {data, first, steps};
+}
+
+// Two blocks of a packed weight are a tile as it is. The sums, and so the results, are those of the vectors.
+void run_tiles(const W8a8GemmParams& p) {
+  const PackedRows x = pack_bytes(p);
+  const int64_t rows = p.m - p.first_prompt_row, tiles = (p.n + kTileRows - 1) / kTileRows;
+  const int64_t blocks = p.k / kBlockInputs, whole = blocks / 2;  // steps
+  const int64_t parts = std::max<int64_t>(1, (whole + kPanelSteps - 1) / kPanelSteps);
+  const int64_t sweep = std::clamp(kSweepBytes / std::max<int64_t>(p.k, 1) / kUnitRows * kUnitRows,
+                                   int64_t{2 * kUnitRows}, kMostSweepRows);
+  for_each_run(p, (tiles + 1) / 2, [&](int64_t, int64_t first, int64_t last, int64_t, int64_t) {
+    alignas(64) uint8_t half[2 * kTileBytes] = {};
+    alignas(64) int32_t sums[kMostSweepRows * kUnitRows];
+    Tiles registers;
+    for (int64_t row0 = 0; row0 < rows; row0 += sweep) {
+      const int64_t count = std::min(sweep, rows - row0);
+      const auto multiply = [&](TileRows weight, int64_t begin, int64_t steps) {
+        for (int64_t row = 0; row < count; row += kUnitRows) {
+          const auto product = row + kTileRows < count ? multiply_tiles<2, int32_t> : multiply_tiles<1, int32_t>;
+          product(registers, {x.at(0, row0 + row, begin), x.blocks * kTileBytes}, weight, steps, begin == 0,
+                  sums + row * kUnitRows, kUnitRows);
+        }
+      };
+      for (int64_t unit = first; unit < last; ++unit) {
+        const auto* weight = static_cast<const uint8_t*>(p.weight.q) + 2 * unit * blocks * kBlockBytes;
+        const int64_t next = 2 * unit + 1 < tiles ? blocks * kBlockBytes : 0;  // or the same tile twice
+        for (int64_t part = 0; part < parts; ++part) {
+          const int64_t begin = whole * part / parts, end = whole * (part + 1) / parts;
+          if (begin < end || blocks == 0) multiply({weight + 2 * begin * kBlockBytes, next}, begin, end - begin);
+        }
+        if (blocks % 2 != 0) {
+          for (int i = 0; i < 2; ++i) {
+            std::memcpy(half + i * kTileBytes, weight + 2 * whole * kBlockBytes + i * next, kBlockBytes);
+          }
+          multiply({half, kTileBytes}, whole, 1);
+        }
+        for (int column = 0; column < (next == 0 ? kTileRows : kUnitRows); column += kLanes) {
+          const f32v scale = weight_scales(p, unit * kUnitRows + column);
+          for (int64_t row = 0; row < count; ++row) {
+            int32_t* const sum = sums + row * kUnitRows + column;  // becomes the product
+            store_as(sum, to_f32(load_as<i32v>(sum)) * scale * p.x_scales[p.first_prompt_row + row0 + row]);
+          }
+        }
+        dispatch(p.dtype, [&]<class T>(T) {
+          epilogue<T>(p, 0, unit, p.first_prompt_row + row0, static_cast<int>(count),
+                      reinterpret_cast<const float*>(sums), kUnitRows);
+        });
+      }
+    }
+  });
+}
+#else
 
 // sum + w x + kSumOffset x, over four neighbours; w in -128..127, x in -127..127.
 #if defined(FASTINFER_AVX512_VNNI)
@@ -47,23 +135,16 @@ struct W8a8Kernel {
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) sums[r] = multiply_add(sums[r], w, (i8v)broadcast_word(x + r * p.k + 4 * s));
       }
-      const f32v scale = scales(tile * kTileRows + half * kLanes);
+      const f32v scale = weight_scales(p, tile * kTileRows + half * kLanes);
       for (int r = 0; r < kRows; ++r) {
         const i32v sum = sums[r] - kSumOffset * totals[row + r];
         store(out + r * stride + half * kLanes, to_f32(sum) * scale * p.x_scales[row + r]);
       }
     }
   }
-
-  FASTINFER_INLINE f32v scales(int64_t row) const {
-    if (p.weight.scale_dtype == DType::kFloat16) return load(static_cast<const Float16*>(p.weight.scales) + row);
-    return load(static_cast<const float*>(p.weight.scales) + row);
-  }
 };
 
-}  // namespace
-
-void w8a8_gemm(const W8a8GemmParams& p) {
+void run_vectors(const W8a8GemmParams& p) {
   int32_t* totals = scratch_array<int32_t>(kScales, p.m);
   parallel_for(p.m, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
@@ -75,11 +156,22 @@ void w8a8_gemm(const W8a8GemmParams& p) {
         fits = fits && x[i] != -128;
       }
       // The byte products of some instruction sets know no -(-128).
-      if (!fits) throw std::runtime_error("w8a8_gemm: x must be -127..127 throughout");
+      if (!fits) throw_out_of_range();
       totals[row] = total;
     }
   });
   run_gemm(p, W8a8Kernel{p, totals});
+}
+#endif
+
+}  // namespace
+
+void w8a8_gemm(const W8a8GemmParams& p) {
+#if defined(FASTINFER_TILES)
+  run_tiles(p);
+#else
+  run_vectors(p);
+#endif
 }
 
 }  // namespace fastinfer::cpu::FASTINFER_ISA

@@ -2,9 +2,11 @@
 // of the output. Of a split unit every block leaves its sums in the workspace, and the last to arrive adds them up.
 #pragma once
 
+#include "common/cuda/arrival.h"
 #include "common/cuda/dtype.h"
 #include "common/cuda/row.h"
 #include "common/cuda/vector_io.h"
+#include "elementwise/gated_inputs_cuda.h"
 #include "quant/w8a8_gemm.h"
 
 namespace fastinfer::cuda {
@@ -50,16 +52,8 @@ struct W8a8Epilogue {
     int32_t* const slots = p.sums + static_cast<int64_t>(blockIdx.x) * splits * slot_ints;
     int32_t* const own = slots + static_cast<int64_t>(blockIdx.y) * slot_ints;
     each_four([&](int4* shared, int i) { *reinterpret_cast<int4*>(own + i) = *shared; });
-    __threadfence();
-    __syncthreads();
-    int* const last = sums + p.w8a8_plan.tile.tokens * kW8a8SumsStride;
-    if (threadIdx.x == 0) {
-      *last = atomicAdd(p.counters + blockIdx.x, 1) == splits - 1;
-      __threadfence();
-    }
-    __syncthreads();
-    __threadfence();
-    if (*last == 0) return false;
+    if (!last_to_arrive(p.counters + blockIdx.x, splits, sums + p.w8a8_plan.tile.tokens * kW8a8SumsStride))
+      return false;
     each_four([&](int4* shared, int i) {
       int4 sum{};
       for (int s = 0; s < splits; ++s) {
@@ -101,12 +95,18 @@ struct W8a8Epilogue {
     }
   }
 
-  __device__ static float activate(Activation activation, float x) {
+  __device__ static float activate(Activation activation, float x, float gain) {
     switch (activation) {
-      case Activation::kSilu: return x / (1.0f + __expf(-x));
+      case Activation::kSilu:
+      case Activation::kClampedSwiglu: return x / (1.0f + __expf(-gain * x));
       case Activation::kGeluTanh: return x / (1.0f + __expf(-x * (1.5957691216f + 0.0713548162f * x * x)));
       default: return 0.5f * x * (1.0f + erff(x * 0.70710678f));
     }
+  }
+
+  __device__ static float activate_and_mul(Activation activation, float gate, float up) {
+    const GatedInputs inputs(activation, gate, up);
+    return activate(activation, inputs.gate, inputs.gain) * inputs.up;
   }
 
   template <class T>
@@ -129,7 +129,7 @@ struct W8a8Epilogue {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
         if (j >= count) break;
-        if (gated) values[j] = activate(p.activation, values[j]) * up[j];
+        if (gated) values[j] = activate_and_mul(p.activation, values[j], up[j]);
         if (residual != nullptr) values[j] += to_float(residual[j]);
       }
       T* const out = static_cast<T*>(p.out) + offset;

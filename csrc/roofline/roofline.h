@@ -8,10 +8,12 @@
 namespace fastinfer::cpu {
 
 enum class Ceiling {
-  kRead,     // bytes read; each thread reads its own stretch of the memory from front to back
-  kByteDot,  // operations (a product and its addition are two) of the int4 kernels' byte products
-  kFp32Fma,  // operations of fp32 multiply-adds
-  kBf16Dot,  // operations of bf16 dot products, where the machine has them
+  kRead,       // bytes read; each thread reads its own stretch of the memory from front to back
+  kByteDot,    // operations (a product and its addition are two) of the int4 kernels' byte products
+  kFp32Fma,    // operations of fp32 multiply-adds
+  kBf16Dot,    // operations of bf16 dot products, where the machine has them
+  kBf16Tiles,  // operations of bf16 products in tiles, with AMX
+  kInt8Tiles,  // operations of int8 products in tiles, with AMX
 };
 
 struct RooflineParams {
@@ -24,4 +26,4 @@ struct RooflineParams {
 
 }  // namespace fastinfer::cpu
 
-FASTINFER_CPU_KERNEL_BF16(roofline, fastinfer::cpu::RooflineParams)
+FASTINFER_CPU_KERNEL_AMX(roofline, fastinfer::cpu::RooflineParams)

@@ -3,6 +3,9 @@
 #include "roofline/roofline.h"
 
 #include "common/cpu/parallel.h"
+#if defined(FASTINFER_TILES)
+#include "common/cpu/tiles.h"
+#endif
 #include "common/cpu/vec.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {
@@ -119,6 +122,36 @@ double bf16_dot(int64_t steps) {
 }
 #endif
 
+#if defined(FASTINFER_TILES)
+// 2 x 2 tiles, as in products. Sixteen rows of 64 bytes on either side: 16 x 16 sums of 32 bf16 or 64 bytes each.
+template <bool kBytesInTiles>
+double tile_products(int64_t steps) {
+  Tiles tiles;
+  tiles.zero<0>();
+  tiles.zero<1>();
+  tiles.zero<2>();
+  tiles.zero<3>();
+  tiles.zero<4>();
+  tiles.zero<5>();
+  tiles.zero<6>();
+  tiles.zero<7>();
+  for (int64_t step = 0; step < steps; ++step) {
+    if constexpr (kBytesInTiles) {
+      tiles.multiply_bytes<0, 4, 6>();
+      tiles.multiply_bytes<1, 4, 7>();
+      tiles.multiply_bytes<2, 5, 6>();
+      tiles.multiply_bytes<3, 5, 7>();
+    } else {
+      tiles.multiply<0, 4, 6>();
+      tiles.multiply<1, 4, 7>();
+      tiles.multiply<2, 5, 6>();
+      tiles.multiply<3, 5, 7>();
+    }
+  }
+  return 2.0 * 4 * 16 * 16 * (kBytesInTiles ? 64 : 32);
+}
+#endif
+
 double run(const RooflineParams& p, int64_t thread) {
   switch (p.ceiling) {
     case Ceiling::kRead:
@@ -131,6 +164,13 @@ double run(const RooflineParams& p, int64_t thread) {
       return bf16_dot(kSteps * p.passes) * kSteps * p.passes;
 #endif
       return 0;
+#if defined(FASTINFER_TILES)
+    case Ceiling::kBf16Tiles: return tile_products<false>(kSteps * p.passes) * kSteps * p.passes;
+    case Ceiling::kInt8Tiles: return tile_products<true>(kSteps * p.passes) * kSteps * p.passes;
+#else
+    case Ceiling::kBf16Tiles:
+    case Ceiling::kInt8Tiles: return 0;
+#endif
   }
   return 0;
 }

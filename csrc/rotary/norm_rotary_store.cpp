@@ -18,7 +18,8 @@ const void* head_norm_weight(const Checks& check, const std::optional<Tensor>& w
 void norm_rotary_store(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<Tensor> q_norm_weight,
                        std::optional<Tensor> k_norm_weight, double eps, const Tensor& positions,
                        const Tensor& cos_sin_cache, bool interleaved, const Tensor& k_cache, const Tensor& v_cache,
-                       std::optional<Tensor> k_scale, std::optional<Tensor> v_scale, const Tensor& slot_mapping) {
+                       std::optional<Tensor> k_scale, std::optional<Tensor> v_scale, const Tensor& slot_mapping,
+                       bool norm_v) {
   const Checks check("norm_rotary_store", q);
   check.shape(q, "q", {kAny, kAny, kAny});
   const int64_t tokens = q.size(0), head_dim = q.size(2);
@@ -56,6 +57,7 @@ void norm_rotary_store(const Tensor& q, const Tensor& k, const Tensor& v, std::o
       .q_heads = static_cast<int>(q.size(1)),
       .rotary_dim = static_cast<int>(cos_sin_cache.size(1)),
       .eps = static_cast<float>(eps),
+      .norm_v = norm_v,
       .interleaved = interleaved,
       .dtype = dtype,
       .weight_dtype = weight_dtype,

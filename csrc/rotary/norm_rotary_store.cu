@@ -14,7 +14,7 @@ namespace {
 // reads nothing.
 template <class T, int kCount>
 __device__ void prepare_head(const LaneGroup& group, const NormRotaryStoreParams& p, const T* x, int head_dim,
-                             const void* weight, int64_t position, float* out) {
+                             const void* weight, bool unweighted, int64_t position, float* out) {
   float squares = 0.0f;
   for (int i = group.rank * kCount; i < head_dim; i += group.lanes * kCount) {
     float values[kCount];
@@ -23,12 +23,14 @@ __device__ void prepare_head(const LaneGroup& group, const NormRotaryStoreParams
     store_values(out + i, values);
   }
   squares = group.sum(squares);
-  if (weight != nullptr) {
+  if (weight != nullptr || unweighted) {
     const float scale = rsqrtf(squares / static_cast<float>(head_dim) + p.eps);
     for (int i = group.rank * kCount; i < head_dim; i += group.lanes * kCount) {
       float values[kCount], weights[kCount];
       load_floats(out + i, values);
-      if (p.weight_dtype == DType::kFloat32) {
+      if (unweighted) {
+        for (int j = 0; j < kCount; ++j) weights[j] = 1.0f;
+      } else if (p.weight_dtype == DType::kFloat32) {
         load_floats(static_cast<const float*>(weight) + i, weights);
       } else {
         load_floats(static_cast<const T*>(weight) + i, weights);
@@ -78,7 +80,8 @@ __global__ void norm_rotary_store_kernel(NormRotaryStoreParams p, int lanes) {
                           is_query ? q
                           : is_key ? k
                                    : v,
-                          valid ? cache.head_dim : 0, weight, is_value ? -1 : p.positions[token], prepared);
+                          valid ? cache.head_dim : 0, weight, is_value && p.norm_v, is_value ? -1 : p.positions[token],
+                          prepared);
   if (valid && is_query) convert_head<kCount>(group, prepared, cache.head_dim, q);
   store_head<kCount>(group, cache, prepared, is_key ? cache.k : cache.v, is_key ? cache.k_scale : cache.v_scale,
                      valid && !is_query ? slot_of(cache, token) : -1, kv_head,

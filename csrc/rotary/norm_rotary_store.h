@@ -1,5 +1,5 @@
-// The prologue of attention in one pass: RMSNorm of each head of q and k, rotary embedding of both, and the store of k
-// and v into the paged cache.
+// The prologue of attention in one pass: RMSNorm of each head of q and k, and perhaps of v, rotary embedding of q and
+// k, and the store of k and v into the paged cache.
 #pragma once
 
 #include "attention/kv_cache_slots.h"
@@ -23,6 +23,7 @@ struct NormRotaryStoreParams {
   int q_heads;
   int rotary_dim;
   float eps;
+  bool norm_v;         // whether the heads of v are normalised, without a weight
   bool interleaved;    // pairs (2i, 2i + 1) instead of (i, i + rotary_dim / 2)
   DType dtype;         // of q, k and v
   DType weight_dtype;  // of the norms' weights

@@ -41,7 +41,12 @@ void norm_rotary_store(const NormRotaryStoreParams& p) {
         for (int head = 0; head < cache.heads; ++head, k += cache.head_dim, v += cache.head_dim) {
           prepare_head(p, k, p.k_norm_weight, token, prepared);
           store_head<kInt4KeyGroup>(cache, prepared, cache.k, cache.k_scale, slot, head);
-          store_head<kInt4ValueGroup>(cache, v, cache.v, cache.v_scale, slot, head);
+          if (p.norm_v) {
+            rms_norm_row(v, static_cast<const float*>(nullptr), cache.head_dim, p.eps, prepared);
+            store_head<kInt4ValueGroup>(cache, prepared, cache.v, cache.v_scale, slot, head);
+          } else {
+            store_head<kInt4ValueGroup>(cache, v, cache.v, cache.v_scale, slot, head);
+          }
         }
       }
     });

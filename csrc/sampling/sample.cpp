@@ -108,20 +108,30 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample(
       .top_logprobs = static_cast<float*>(top_logprobs.data_ptr()),
       .top_tokens = static_cast<int64_t*>(top_tokens.data_ptr()),
       .scratch = nullptr,
+      .parts = nullptr,
+      .arrived = nullptr,
       .rows = rows,
       .vocab = vocab,
       .mask_words = mask_words,
       .num_biases = num_biases,
       .num_logprobs = count,
   };
-  Tensor scratch;
+  Tensor scratch, parts;
   if (gpu_of(logits) == nullptr) {
     check_values(check, params);
     if (bias_start.has_value()) check_biases(check, params);
-  } else if (penalties.has_value() || bias_start.has_value() || mask.has_value()) {
-    const int64_t bytes = cuda::plan_sample(rows, vocab, true).scratch_bytes;
-    scratch = new_tensor(logits, {bytes / static_cast<int64_t>(sizeof(float))});
-    params.scratch = static_cast<float*>(scratch.data_ptr());
+  } else {
+    const bool modified = penalties.has_value() || bias_start.has_value() || mask.has_value();
+    const cuda::SamplePlan plan = cuda::plan_sample(rows, vocab, modified);
+    if (modified) {
+      scratch = new_tensor(logits, {plan.scratch_bytes / static_cast<int64_t>(sizeof(float))});
+      params.scratch = static_cast<float*>(scratch.data_ptr());
+    }
+    if (plan.parts_bytes > 0) {
+      parts = new_tensor(logits, {plan.parts_bytes}, ScalarType::Byte);
+      params.parts = parts.data_ptr();
+      params.arrived = arrival_counters(logits, rows);
+    }
   }
   FASTINFER_LAUNCH(logits, sample, params);
   return {tokens, logprobs, top_logprobs, top_tokens};

@@ -29,6 +29,8 @@ struct SampleParams {
   float* top_logprobs;           // [rows, num_logprobs], likewise
   int64_t* top_tokens;           // [rows, num_logprobs]
   float* scratch;                // CUDA: memory of the plan's size, or null
+  void* parts;                   // CUDA: memory of the plan's size for what the parts of rows give, or null
+  uint32_t* arrived;             // CUDA: [rows], zeros before and after the launch
   int64_t rows;
   int64_t vocab;
   int64_t mask_words;  // ceil(vocab / 32)

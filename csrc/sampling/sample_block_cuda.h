@@ -1,4 +1,4 @@
-// The block that samples a row: its shared memory, its way through a row of numbers, the search for the place where
+// A block that samples: its shared memory, its way through a row of numbers, the search for the place where
 // their running total crosses a target, and the winner of a race. Every result is the same in all threads.
 #pragma once
 
@@ -31,6 +31,9 @@ struct SampleBlock {
   }
   __device__ int* counter() const {
     return reinterpret_cast<int*>(candidates() + max_candidates);
+  }
+  __device__ int* flag() const {
+    return counter() + 1;
   }
 
   // Memory to write before one barrier and read after it. It comes again after the next: two barriers later.
@@ -88,7 +91,7 @@ struct SampleBlock {
   // is not 0. weights(i), i a multiple of 4, gives four of them, 0 past the end.
   template <class Weights, class Target>
   __device__ int crossing(int size, Weights&& weights, Target&& target) {
-    double sum = chunk_sums(0, size, weights);  // a chunk is 1/32 of the range, so three levels reach any index
+    double sum = chunk_sums(0, size, weights);  // each level is left with a chunk of the last one, half of it or less
     double total = sum;
     for (int offset = kWarpSize / 2; offset > 0; offset /= 2) total += __shfl_xor_sync(kFullMask, total, offset);
     double left = target(total);
@@ -120,8 +123,8 @@ struct SampleBlock {
     return begin + kQuad * place.lane + found;
   }
 
-  // The winner of all threads' races, in every thread.
-  __device__ int winner(Race race) {
+  // The race of all threads, with the winner, in every thread.
+  __device__ Race winner(Race race) {
     merge_races(race);
     double* times = exchange();
     auto* tokens = reinterpret_cast<int32_t*>(times + kWarpSize);
@@ -129,7 +132,7 @@ struct SampleBlock {
     __syncthreads();
     if (lane < warps) race.add(times[lane], tokens[lane]);
     merge_races(race);
-    return race.token;
+    return race;
   }
 
   // Gives the whole warp the race that is ahead.

@@ -10,22 +10,22 @@
 
 namespace fastinfer::cuda {
 
-// A row of logits, modified or not, as its block reads them.
+// The tokens begin .. end - 1 of a row of logits, modified or not, as a block reads them.
 struct SampleRow {
   const float* z;
-  int vocab;
+  int begin, end;
   bool aligned;  // to 16 bytes
   float scale;   // log2(e) / temperature
   float maximum;
   int likeliest;  // the first token that has the maximum
 
   __device__ Quad operator()(int token) const {
-    if (aligned && token + kQuad <= vocab) {
+    if (aligned && token + kQuad <= end) {
       const float4 v = __ldcg(reinterpret_cast<const float4*>(z + token));  // the L1 is too small for a row
       return {v.x, v.y, v.z, v.w};
     }
     Quad quad;
-    for (int j = 0; j < kQuad; ++j) quad.values[j] = token + j < vocab ? __ldcg(z + token + j) : -INFINITY;
+    for (int j = 0; j < kQuad; ++j) quad.values[j] = token + j < end ? __ldcg(z + token + j) : -INFINITY;
     return quad;
   }
 
@@ -54,17 +54,27 @@ class SampleSelection {
  public:
   // Everything down to `lowest` is kept, until a cut.
   __device__ SampleSelection(SampleBlock& block, const SampleRow& row, float lowest)
-      : block_(block), row_(row), last_{lowest, row.vocab} {}
+      : block_(block), row_(row), last_{lowest, row.end} {}
+
+  // Sorts `size` candidates that others have put into shared memory: all tokens of the row from `floor` on, as far as
+  // they are kept.
+  __device__ void take(int size, float floor) {
+    sort(size);
+    size_ = size;
+    listed_ = floor <= last_.z;
+    begins_listed_ = true;
+  }
 
   __device__ void keep_top_k(int k) {
+    if (begins_listed_ && size_ >= k) listed_ = true;  // the others are not among the first k
+    begins_listed_ = false;
     cut(true, k);
     // Known but not listed: what is kept may still be few enough.
     if (!listed_ && k <= block_.max_candidates) list(last_.z, INFINITY);
   }
 
-  __device__ void keep_top_p(float p) {
-    cut(false, p);
-  }
+  // `total`: the mass of all that is kept so far, 0 if it is not known.
+  __device__ void keep_top_p(float p, float total);
 
   // Returns true if the kept tokens, and no others, are sorted in shared memory.
   __device__ bool listed() const {
@@ -77,8 +87,8 @@ class SampleSelection {
     return static_cast<int>(block_.candidates()[rank] & 0xffffffffu);
   }
 
-  // The winner of the race between the tokens that are kept.
-  __device__ int draw(const SampleParams& p);
+  // The race between the tokens that are kept, with its winner.
+  __device__ Race draw(const SampleParams& p);
 
  private:
   static constexpr int kPivots = 4;
@@ -118,10 +128,29 @@ class SampleSelection {
   const SampleRow& row_;
   LastKept last_;
   bool listed_ = false;
+  bool begins_listed_ = false;  // the first size_ of what is kept are sorted in shared memory
   int size_ = 0;
 };
 
-__device__ inline int SampleSelection::draw(const SampleParams& p) {
+__device__ inline void SampleSelection::keep_top_p(float p, float total) {
+  if (begins_listed_ && !listed_ && size_ > 0 && total > 0.0f) {
+    const double target = double{p} * double{total};
+    double listed = 0.0;
+    const int rank = block_.crossing(size_, listed_weights(), [&](double mass) {
+      listed = mass;
+      return target;
+    });
+    if (listed >= target) {
+      last_ = {z(rank), token(rank)};
+      size_ = rank + 1;
+      listed_ = true;
+      return;
+    }
+  }
+  cut(false, p);
+}
+
+__device__ inline Race SampleSelection::draw(const SampleParams& p) {
   Race race;
   // The likeliest comes first, as few can then still beat it.
   enter(p, race, row_.likeliest, block_word(p, row_.likeliest), row_.maximum);
@@ -142,8 +171,8 @@ __device__ inline void SampleSelection::race_listed(const SampleParams& p, Race&
 // Whole warps go through their chunks, so that what one lane found spares the others' work. Noise of single tokens is
 // made where a quad's largest logit could win with its block's least noise.
 __device__ inline void SampleSelection::race_row(const SampleParams& p, Race& race) const {
-  const int chunk = block_.chunk_of(row_.vocab), chunk_begin = block_.warp * chunk;
-  const int chunk_end = min(chunk_begin + chunk, row_.vocab);
+  const int chunk = block_.chunk_of(row_.end - row_.begin), chunk_begin = row_.begin + block_.warp * chunk;
+  const int chunk_end = min(chunk_begin + chunk, row_.end);
   BlockWord words = 0;  // lane i has the word of the i-th block from `words_begin` on
   int words_begin = -kWarpSize * kNoiseBlock;
   for (int begin = chunk_begin; begin < chunk_end; begin += kWarpQuads) {
@@ -167,7 +196,7 @@ __device__ inline void SampleSelection::race_row(const SampleParams& p, Race& ra
 
 // One copy for its three callers: inlined, they spilled 7 of a thread's 64 registers.
 __device__ __attribute__((noinline)) inline void SampleSelection::cut(bool by_count, double amount) {
-  Bracket bracket{last_.z, nextafterf(row_.maximum, INFINITY), static_cast<double>(row_.vocab), 0.0, 0.0};
+  Bracket bracket{last_.z, nextafterf(row_.maximum, INFINITY), static_cast<double>(row_.end), 0.0, 0.0};
   double target = 0.0;
   bool known = false;  // the target, which is a share of all that is kept
   if (!listed_) {
@@ -200,7 +229,7 @@ __device__ __attribute__((noinline)) inline void SampleSelection::cut(bool by_co
         }
         return w;
       };
-      last_ = {bracket.lo, block_.crossing(row_.vocab, equal, [&](double) { return wanted; })};
+      last_ = {bracket.lo, block_.crossing(row_.end, equal, [&](double) { return wanted; })};
       return;
     }
     list(bracket.lo, bracket.hi);
@@ -240,7 +269,7 @@ __device__ inline void SampleSelection::weigh(const float (&pivot)[kPivots], dou
   float masses[kPivots] = {};
   int counts[kPivots] = {};
   const float lowest = fminf(fminf(pivot[0], pivot[1]), fminf(pivot[2], pivot[3]));
-  block_.for_each_quad(0, row_.vocab, row_, [&](int token, Quad quad) {
+  block_.for_each_quad(row_.begin, row_.end, row_, [&](int token, Quad quad) {
     for (int i = 0; i < kQuad; ++i) {
       const float value = quad.values[i];
       if (value < lowest || !last_.keeps(value, token + i)) continue;
@@ -276,7 +305,7 @@ __device__ inline void SampleSelection::weigh(const float (&pivot)[kPivots], dou
 __device__ inline void SampleSelection::list(float lo, float hi) {
   if (threadIdx.x == 0) *block_.counter() = 0;
   __syncthreads();
-  block_.for_each_quad(0, row_.vocab, row_, [&](int token, Quad quad) {
+  block_.for_each_quad(row_.begin, row_.end, row_, [&](int token, Quad quad) {
     for (int j = 0; j < kQuad; ++j) {
       const float value = quad.values[j];
       if (!(value >= lo && value < hi) || !last_.keeps(value, token + j)) continue;

@@ -10,7 +10,6 @@ The operators alone are in :mod:`fastinfer.ops`; C++ projects find the kernels w
 """
 
 import importlib
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     )
     from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
     from fastinfer.structured_output import StructuredOutputsParams
+    from fastinfer.version import __version__
 
 __all__ = [
     "LLM",
@@ -66,11 +66,6 @@ __all__ = [
     "get_library",
 ]
 
-try:
-    __version__ = metadata.version("fastinfer")
-except metadata.PackageNotFoundError:  # run from a source tree
-    __version__ = "0+unknown"
-
 # Resolved on first use: `fastinfer --help` and `fastinfer pull` need neither torch (1.5 s) nor the compiled library.
 _HOMES = {
     "async_engine": ["AsyncEngine", "Health", "OutputStream"],
@@ -88,6 +83,7 @@ _HOMES = {
     "outputs": ["CompletionOutput", "Logprob", "PrefillOutput", "RequestMetrics", "RequestOutput", "ScoreOutput"],
     "sampling_params": ["BeamSearchParams", "RequestOutputKind", "SamplingParams"],
     "structured_output": ["StructuredOutputsParams"],
+    "version": ["__version__"],
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 

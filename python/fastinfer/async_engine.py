@@ -23,13 +23,13 @@ from fastinfer.sampling_params import BeamSearchParams, SamplingParams
 from fastinfer.serving.jobs import QueueRequest, beam_search_job, embedding_job, generation_job, prompt_module_job
 from fastinfer.serving.mailbox import Mailbox
 from fastinfer.serving.prompt import PreparedPrompt, Prompt, prepare, prepare_chat
+from fastinfer.serving.prompt_threads import PromptThreads
 from fastinfer.serving.scoring import SCORE_PARAMS, Scorable, prepare_score, score_of
 from fastinfer.structured_output import StructuredOutputsParams
 from fastinfer.tokenizers.tokenizer import Tokenizer
 from fastinfer.utils.checks import check_int, show
 from fastinfer.utils.forks import renew_in_children
 
-NUM_PROMPT_THREADS = 4
 POLL_S = 0.01
 
 Result = TypeVar("Result")
@@ -92,8 +92,7 @@ class AsyncEngine:
         # One thread runs everything that touches the engine, in the order of submission. Each step submits the next
         # step, so that work submitted meanwhile runs between the two.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fastinfer-engine")
-        # Prompts are tokenised here, and long ones must not hold up others.
-        self._pool = ThreadPoolExecutor(max_workers=NUM_PROMPT_THREADS, thread_name_prefix="fastinfer-engine-prompts")
+        self._prompt_threads = PromptThreads()
         self._is_step_submitted = False
         self._is_falling_asleep = False
         self._step_began: float | None = None
@@ -151,9 +150,22 @@ class AsyncEngine:
         return self._engine.config
 
     @property
+    def fingerprint(self) -> str:
+        """Hash of what decides answers apart from the request and the adapter; empty if that is not known."""
+        return self._engine.fingerprint
+
+    @property
     def adapters(self) -> list[str]:
         """Names of the LoRA adapters that requests may name."""
         return self._engine.adapters.names
+
+    def adapters_in_use(self) -> tuple[list[str], list[str]]:
+        """Return the names of the LoRA adapters of running requests and of waiting ones, sorted."""
+        return self._engine.adapters_in_use()
+
+    def adapter_digest(self, name: str) -> str:
+        """Return the hash of an adapter's updates; empty if there is no such adapter, or it has not been read yet."""
+        return self._engine.adapters.digest_of(name)
 
     def generate(
         self,
@@ -194,6 +206,7 @@ class AsyncEngine:
             RuntimeError: no event loop is running.
         """
         return self._generate(
+            prompt,
             lambda: _prepared(self._engine, prompt, cache_salt),
             params,
             request_id,
@@ -229,7 +242,8 @@ class AsyncEngine:
             QueueFullError, RequestError, UnavailableError: the errors of :meth:`generate`.
         """
         return self._generate(
-            lambda: prepare_chat(self._engine, messages, cache_salt=cache_salt, **(template_variables or {})),
+            (messages, template_variables),
+            lambda: prepare_chat(self._engine, messages, template_variables, cache_salt=cache_salt),
             params,
             request_id,
             {"priority": priority, "adapter": adapter, "timeout": timeout, "queue_timeout": queue_timeout},
@@ -268,7 +282,7 @@ class AsyncEngine:
             return beam_search_job(self._engine, prepared, params, request_id=request_id, **options)
 
         mailbox: Mailbox[RequestOutput] = Mailbox()
-        return await anext(self._submit(mailbox, check))
+        return await anext(self._submit(mailbox, prompt, check))
 
     async def embed(
         self,
@@ -306,7 +320,7 @@ class AsyncEngine:
             return embedding_job(self._engine, prepared, request_id=request_id, **kind, **options)
 
         mailbox: Mailbox[PrefillOutput] = Mailbox()
-        return await anext(self._submit(mailbox, check))
+        return await anext(self._submit(mailbox, prompt, check))
 
     async def score(
         self,
@@ -340,7 +354,7 @@ class AsyncEngine:
             "timeout": timeout,
             "queue_timeout": queue_timeout,
         }
-        output = await anext(self._generate(prepared, SCORE_PARAMS, None, options))
+        output = await anext(self._generate(prompt, prepared, SCORE_PARAMS, None, options))
         return score_of(output, start)
 
     async def tokenize(self, prompt: Prompt | list[int]) -> list[int]:
@@ -368,7 +382,7 @@ class AsyncEngine:
         def run() -> PreparedPrompt:
             return _prepared(self._engine, prompt, cache_salt, add_special_tokens=add_special_tokens)
 
-        return await self._in_pool(run)
+        return await self._in_pool(prompt, run)
 
     async def prepare_chat(
         self,
@@ -392,12 +406,12 @@ class AsyncEngine:
             return prepare_chat(
                 self._engine,
                 messages,
+                template_variables,
                 cache_salt=cache_salt,
                 continue_final_message=continue_final_message,
-                **(template_variables or {}),
             )
 
-        return await self._in_pool(run)
+        return await self._in_pool((messages, template_variables), run)
 
     async def compile(self, constraint: StructuredOutputsParams) -> None:
         """Compile a grammar ahead of the request that needs it, which then finds it.
@@ -423,7 +437,7 @@ class AsyncEngine:
                 check_int("token_ids", token_id, 0, self._engine.vocab_size - 1)
             return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
-        return await self._in_pool(decode)
+        return await self._in_pool(token_ids, decode)
 
     async def add_prompt_module(self, name: str, prompt: Prompt | list[int], *, adapter: str | None = None) -> None:
         """Compute a text and keep it in the cache, see :meth:`fastinfer.LLM.add_prompt_module`.
@@ -437,7 +451,7 @@ class AsyncEngine:
             return prompt_module_job(self._engine, name, prepare(self._engine, _as_prompt(prompt)), adapter)
 
         mailbox: Mailbox[PrefillOutput] = Mailbox()
-        output = await anext(self._submit(mailbox, check))
+        output = await anext(self._submit(mailbox, prompt, check))
         if output.finish_reason != "stop":
             raise RuntimeError(f"prompt module {name!r} was not computed: {output.stop_reason or output.finish_reason}")
 
@@ -571,6 +585,7 @@ class AsyncEngine:
 
     def _generate(
         self,
+        content: object,
         prepared: Callable[[], PreparedPrompt],
         params: SamplingParams | None,
         request_id: str | None,
@@ -581,12 +596,14 @@ class AsyncEngine:
         def check(request_id: str) -> QueueRequest:
             return generation_job(self._engine, prepared(), params, request_id=request_id, **options)
 
-        return self._submit(Mailbox(request_id), check)
+        return self._submit(Mailbox(request_id), content, check)
 
-    def _submit(self, mailbox: Mailbox[Output], check: Callable[[str], QueueRequest]) -> "OutputStream[Output]":
-        """Check a request in the pool, and have the engine's thread queue it; its outputs go to the mailbox.
+    def _submit(
+        self, mailbox: Mailbox[Output], content: object, check: Callable[[str], QueueRequest]
+    ) -> "OutputStream[Output]":
+        """Check a request in another thread, and have the engine's thread queue it; its outputs go to the mailbox.
 
-        ``check`` gets the request's id.
+        ``check`` gets the request's id. ``content`` is what it tokenises, see :meth:`PromptThreads.submit`.
         """
         if not isinstance(mailbox.request_id, str):
             raise RequestError(f"request_id must be a string, got {show(mailbox.request_id)}")
@@ -598,13 +615,13 @@ class AsyncEngine:
             limit = self._engine.config.max_num_waiting
             if self._stats.num_waiting + self._num_submitted >= limit:
                 raise QueueFullError(f"the queue is full: max_num_waiting={limit} requests wait")
-            mailbox.preparation = self._pool.submit(self._prepare, mailbox, check)
+            mailbox.preparation = self._prompt_threads.submit(content, self._prepare, mailbox, check)
             self._mailboxes[mailbox.request_id] = mailbox
             self._num_submitted += 1
         return OutputStream(self, mailbox)
 
-    async def _in_pool(self, function: Callable[..., Result], *args: Any) -> Result:
-        """Run a function beside the event loop.
+    async def _in_pool(self, content: object, function: Callable[[], Result]) -> Result:
+        """Run a function beside the event loop; ``content`` is what it works on, see :meth:`PromptThreads.submit`.
 
         Raises:
             UnavailableError: the engine is shut down.
@@ -612,7 +629,7 @@ class AsyncEngine:
         with self._lock:
             if self._is_shut_down:
                 raise UnavailableError("the engine is shut down")
-            future = self._pool.submit(function, *args)
+            future = self._prompt_threads.submit(content, function)
         return await asyncio.wrap_future(future)
 
     async def _wait_until_idle(self) -> None:
@@ -630,7 +647,7 @@ class AsyncEngine:
         await asyncio.wrap_future(future)
 
     def _close(self) -> None:
-        self._pool.shutdown()  # all requests that are being prepared reach the engine's thread
+        self._prompt_threads.shutdown()  # all requests that are being prepared reach the engine's thread
         with self._lock:
             if not self._is_closing:
                 self._is_closing = True
@@ -638,7 +655,7 @@ class AsyncEngine:
         self._thread.shutdown()
 
     def _prepare(self, mailbox: Mailbox[Any], check: Callable[[str], QueueRequest]) -> None:
-        """Check a request and pass it on to the engine's thread; runs in the pool."""
+        """Check a request and pass it on to the engine's thread; runs in one of the threads for prompts."""
         outcome: QueueRequest | BaseException | None = None
         try:
             if not mailbox.is_abandoned:

@@ -57,6 +57,19 @@ class RequestError(FastinferError):
     """A prompt, a parameter or an option is not valid, or cannot be served with this model."""
 
 
+class PromptTooLongError(RequestError):
+    """A prompt does not fit into the model's context.
+
+    Args:
+        message: what was expected and what came.
+        max_model_len: longest sequence in tokens.
+    """
+
+    def __init__(self, message: str, max_model_len: int) -> None:
+        super().__init__(message)
+        self.max_model_len = max_model_len
+
+
 class ServerError(FastinferError):
     """A server cannot be reached, reports an error, or answers what the API does not allow."""
 

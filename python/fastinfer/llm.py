@@ -23,6 +23,7 @@ from fastinfer.models import Model, load_model, load_weights, open_checkpoint
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
 from fastinfer.models.fingerprint import fingerprint
+from fastinfer.models.image_encoder import image_encoder_of
 from fastinfer.outputs import PrefillOutput, RequestOutput, ScoreOutput
 from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from fastinfer.serving.jobs import QueueRequest, beam_search_job, embedding_job, generation_job, prompt_module_job
@@ -167,8 +168,9 @@ class LLM:
                     for path in paths
                 ]
 
-            identity = "" if kv_offloading_dir is None else fingerprint(checkpoints, precision, size.max_model_len)
-            self.engine = Engine(loaded, self.tokenizer, config, draft, defaults, size, load_models, identity)
+            identity = fingerprint(checkpoints, precision, size.max_model_len)
+            encoder = image_encoder_of(checkpoints[0], precision, device)
+            self.engine = Engine(loaded, self.tokenizer, config, draft, defaults, size, load_models, identity, encoder)
         self._shared = SharedEngine(self.engine)
         self._numbers = itertools.count()
 
@@ -275,7 +277,8 @@ class LLM:
         """Answer a conversation, such as ``[{"role": "user", "content": "Hello"}]``.
 
         Args:
-            messages: messages, see :func:`fastinfer.tokenizers.chat_template.render`.
+            messages: messages, see :func:`fastinfer.tokenizers.chat_template.render`; for images see
+                :func:`fastinfer.serving.images.take_images`.
             params: sampling parameters; :attr:`default_params` by default.
             template_variables: variables of the model's chat template, such as ``tools`` and ``enable_thinking``.
             adapter: name of a LoRA adapter, as for :meth:`generate`.
@@ -284,7 +287,7 @@ class LLM:
             RequestError: the conversation cannot be served.
             UnsupportedModelError: the model has no chat template.
         """
-        prompt = prepare_chat(self.engine, messages, **(template_variables or {}))
+        prompt = prepare_chat(self.engine, messages, template_variables)
         jobs = self._jobs([prompt], params, adapter=adapter, output_kind=FINAL_ONLY)
         return self._shared.complete(jobs)[0]
 
@@ -297,7 +300,7 @@ class LLM:
         adapter: str | None = None,
     ) -> Outputs:
         """Answer a conversation as :meth:`chat` does and yield the outputs as :meth:`stream_outputs` does."""
-        prompt = prepare_chat(self.engine, messages, **(template_variables or {}))
+        prompt = prepare_chat(self.engine, messages, template_variables)
         return self._shared.run(self._jobs([prompt], params, adapter=adapter))
 
     def embed(
@@ -530,7 +533,7 @@ def _choose_kv_cache_size(config: EngineConfig, checkpoints: list[Checkpoint]) -
         RequestError: weights and KV cache do not fit into memory.
     """
     limit = checkpoints[0].config.max_position
-    weight_bytes = sum(checkpoint.weight_bytes for checkpoint in checkpoints)
+    weight_bytes = sum(checkpoint.weight_bytes(config.device) for checkpoint in checkpoints)
     size = kv_cache_size(config, [checkpoint.config for checkpoint in checkpoints], weight_bytes)
     if config.max_model_len is None and size.max_model_len < limit:
         LOG.warning(
@@ -542,7 +545,7 @@ def _choose_kv_cache_size(config: EngineConfig, checkpoints: list[Checkpoint]) -
 
 def _memory_needs(config: EngineConfig, size: KVCacheSize, checkpoints: list[Checkpoint]) -> str:
     """Describe the memory that a model and its KV cache need, for an error message."""
-    weight_bytes = sum(checkpoint.weight_bytes for checkpoint in checkpoints)
+    weight_bytes = sum(checkpoint.weight_bytes(config.device) for checkpoint in checkpoints)
     return (
         f"{checkpoints[0].path.name} needs {weight_bytes} bytes for its weights, {size.num_bytes} bytes for the KV "
         f"cache, and more for steps of max_num_seqs={config.max_num_seqs} and "

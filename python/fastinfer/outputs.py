@@ -1,7 +1,8 @@
 """Outputs of requests."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +22,9 @@ class Logprob:
     token_bytes: bytes
 
 
-class Position(NamedTuple):
-    """A place in a :class:`Transcript`: the number of bytes of text and of tokens before it."""
-
-    num_bytes: int
-    num_tokens: int
+# A place in a transcript: the number of bytes of text and of tokens before it. Positions and excerpts are plain tuples,
+# because a step makes many.
+Position = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,45 +48,43 @@ class Transcript:
     @property
     def end(self) -> Position:
         """The present end."""
-        return Position(len(self.utf8), len(self.token_ids) - self.num_prompt_tokens)
+        return len(self.utf8), len(self.token_ids) - self.num_prompt_tokens
 
 
-class Excerpt(NamedTuple):
-    """The part of a transcript that an output shows.
+# The part of a transcript that an output shows: the transcript, the beginning of the output's text and tokens, the end
+# of the request's previous output, and the end of this one.
+Excerpt = tuple[Transcript, Position, Position, Position]
 
-    Attributes:
-        transcript: the completion's transcript.
-        start: beginning of the output's text and tokens.
-        since: end of the request's previous output.
-        end: end of the output.
-    """
 
-    transcript: Transcript
-    start: Position
-    since: Position
-    end: Position
+def _text(transcript: Transcript, start: Position, since: Position, end: Position) -> str:
+    return transcript.utf8[start[0] : end[0]].decode()
 
-    def text(self) -> str:
-        return self.transcript.utf8[self.start.num_bytes : self.end.num_bytes].decode()
 
-    def delta(self) -> str:
-        return self.transcript.utf8[self.since.num_bytes : self.end.num_bytes].decode()
+def _delta(transcript: Transcript, start: Position, since: Position, end: Position) -> str:
+    return transcript.utf8[since[0] : end[0]].decode()
 
-    def token_ids(self) -> list[int]:
-        first = self.transcript.num_prompt_tokens
-        return self.transcript.token_ids[first + self.start.num_tokens : first + self.end.num_tokens]
 
-    def logprobs(self) -> list[dict[int, Logprob]] | None:
-        logprobs = self.transcript.logprobs
-        return None if logprobs is None else logprobs[self.start.num_tokens : self.end.num_tokens]
+def _token_ids(transcript: Transcript, start: Position, since: Position, end: Position) -> list[int]:
+    first = transcript.num_prompt_tokens
+    return transcript.token_ids[first + start[1] : first + end[1]]
 
-    def merge(self, missed: "Excerpt") -> "Excerpt":
-        """Return the excerpt of an output that also takes the place of the ``missed`` one before it."""
-        return self._replace(start=min(self.start, missed.start), since=missed.since)
+
+def _logprobs(
+    transcript: Transcript, start: Position, since: Position, end: Position
+) -> list[dict[int, Logprob]] | None:
+    return None if transcript.logprobs is None else transcript.logprobs[start[1] : end[1]]
+
+
+_READERS: dict[str, Callable[[Transcript, Position, Position, Position], Any]] = {
+    "text": _text,
+    "delta": _delta,
+    "token_ids": _token_ids,
+    "logprobs": _logprobs,
+}
 
 
 class _Excerpted:
-    """Base of outputs whose text, tokens and log-probabilities are read from an :class:`Excerpt` when first used."""
+    """Base of outputs whose text, tokens and log-probabilities are read from an excerpt when first used."""
 
     __slots__ = ("_excerpt",)
     _excerpt: Excerpt
@@ -96,9 +93,9 @@ class _Excerpted:
 
         def __getattr__(self, name: str) -> Any:
             """Read an attribute that is not set yet from the excerpt, and keep it."""
-            if name not in ("text", "delta", "token_ids", "logprobs"):
+            if (read := _READERS.get(name)) is None:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            value = getattr(self._excerpt, name)()
+            value = read(*self._excerpt)
             setattr(self, name, value)
             return value
 
@@ -154,9 +151,17 @@ class CompletionOutput(_Excerpted):
         output.cumulative_logprob = cumulative_logprob
         return output
 
+    def complete(self) -> "CompletionOutput":
+        """Return this output of an engine with everything since the request began."""
+        transcript, _, _, end = self._excerpt
+        excerpt = transcript, (0, 0), (0, 0), end
+        return self.of(excerpt, self.index, self.finish_reason, self.stop_reason, self.cumulative_logprob)
+
     def merge(self, missed: "CompletionOutput") -> "CompletionOutput":
         """Return this output of an engine with what an earlier one, which nobody has read, contained."""
-        excerpt = self._excerpt.merge(missed._excerpt)
+        transcript, start, _, end = self._excerpt
+        _, missed_start, missed_since, _ = missed._excerpt
+        excerpt = transcript, min(start, missed_start), missed_since, end
         return self.of(excerpt, self.index, self.finish_reason, self.stop_reason, self.cumulative_logprob)
 
 

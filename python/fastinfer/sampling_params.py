@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, TypeAlias
@@ -20,6 +20,8 @@ LogitsProcessor: TypeAlias = "Callable[[Sequence[int], Tensor], Tensor | None]"
 
 MAX_LOGPROBS = 20
 MAX_COMPLETIONS = 128
+# Enough for most of a large vocabulary. Each id is checked, perhaps in a server's event loop.
+MAX_ALLOWED_TOKEN_IDS = 2**17
 
 
 class RequestOutputKind(Enum):
@@ -52,8 +54,8 @@ class SamplingParams:
         frequency_penalty: subtracted from a token's logit once for every occurrence in the output, -2..2.
         logit_bias: token id to a number that is added to its logit, -100..100. The engine limits their number, and that
             of ``stop``, ``stop_token_ids`` and ``bad_words``, see :class:`fastinfer.engine.config.EngineConfig`.
-        allowed_token_ids: the only tokens that may be drawn; ``None`` for all. Without the end of sequence among them
-            the text goes on until ``max_tokens``.
+        allowed_token_ids: the only tokens that may be drawn, at most 131,072; ``None`` for all. Without the end of
+            sequence among them the text goes on until ``max_tokens``.
         bad_words: words that the text must not contain, neither at its beginning nor after a space. Each is forbidden
             as the tokens that the tokenizer splits it into; the model may spell it in another way.
         logits_processors: functions that change the logits of the next token, called one after another with the tokens
@@ -77,6 +79,7 @@ class SamplingParams:
             context beside one generated token, ``None`` for all.
         structured_outputs: grammar that the text obeys, see :class:`fastinfer.StructuredOutputsParams`.
         skip_special_tokens: leave control tokens such as ``<|im_end|>`` out of the text.
+        kept_special_tokens: ids of control tokens that stay in the text nevertheless, such as the marks of tool calls.
         output_kind: what each output contains, see :class:`RequestOutputKind`. Methods that return only finished
             outputs always return everything.
 
@@ -108,6 +111,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
     skip_special_tokens: bool = True
+    kept_special_tokens: Sequence[int] | None = ()
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
@@ -142,9 +146,14 @@ class SamplingParams:
         object.__setattr__(self, "stop", self._strings("stop"))
         object.__setattr__(self, "bad_words", self._strings("bad_words"))
         object.__setattr__(self, "stop_token_ids", self._token_ids("stop_token_ids"))
+        object.__setattr__(self, "kept_special_tokens", self._token_ids("kept_special_tokens"))
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 raise RequestError(f"allowed_token_ids must be at least one, got {show(self.allowed_token_ids)}")
+            if isinstance(self.allowed_token_ids, Sized) and len(self.allowed_token_ids) > MAX_ALLOWED_TOKEN_IDS:
+                raise RequestError(
+                    f"allowed_token_ids must be at most {MAX_ALLOWED_TOKEN_IDS}, got {len(self.allowed_token_ids)}"
+                )
             object.__setattr__(self, "allowed_token_ids", self._token_ids("allowed_token_ids"))
         object.__setattr__(self, "logit_bias", self._bias())
         object.__setattr__(self, "logits_processors", self._processors())

@@ -64,7 +64,7 @@ class StructuredOutputsParams:
         if len(given) != 1:
             every = ", ".join(field.name for field in fields(self))
             raise RequestError(
-                f"structured outputs must have exactly one of {every}, got {' and '.join(given) or 'none'}"
+                f"structured_outputs must have exactly one of {every}, got {' and '.join(given) or 'none'}"
             )
         if self.json is not None:
             object.__setattr__(self, "json", _canonical_schema(self.json))
@@ -83,6 +83,12 @@ class StructuredOutputsParams:
     def field(self) -> str:
         """Name of the field that is given."""
         return next(field.name for field in fields(self) if getattr(self, field.name) is not None)
+
+    @property
+    def num_chars(self) -> int:
+        """Length of the constraint in characters; 0 for ``json_object``."""
+        value = getattr(self, self.field)
+        return sum(map(len, value)) if isinstance(value, tuple) else len(value) if isinstance(value, str) else 0
 
 
 def _canonical_schema(schema: object) -> str:

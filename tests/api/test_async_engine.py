@@ -30,6 +30,7 @@ from fastinfer import (
     UnavailableError,
 )
 from fastinfer.engine import deadlines
+from fastinfer.serving import prompt_threads
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 LONG = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)  # 90 tokens
@@ -521,6 +522,21 @@ class SlowTokenizer(ToyTokenizer):
         return super().encode(text)
 
 
+class LateTokenizer(ToyTokenizer):
+    """Tokenises what ends with a long word only when it may."""
+
+    late = "x" * 60
+
+    def __init__(self) -> None:
+        self.num_begun, self.may_end = 0, threading.Event()
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        if text.endswith(self.late):
+            self.num_begun += 1
+            assert self.may_end.wait(30)
+        return super().encode(text)
+
+
 def test_other_requests_run_while_a_prompt_is_tokenised() -> None:
     async def main() -> None:
         async with toy_async_engine() as engine:
@@ -535,6 +551,34 @@ def test_other_requests_run_while_a_prompt_is_tokenised() -> None:
             tokenizer.may_end.set()
             await slow.accepted()
             assert (await read(slow))[-1].outputs[0].token_ids == greedy(tokenizer.encode("slow"), 12)
+
+    run(main())
+
+
+def test_short_requests_run_while_several_long_ones_are_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_threads, "SHORT_SIZE", 40)
+    messages = [{"role": "user", "content": "hello"}]
+
+    async def main() -> None:
+        async with toy_async_engine() as engine:
+            tokenizer = engine._engine.tokenizer = LateTokenizer()  # type: ignore[assignment]
+            slow = [engine.generate(LateTokenizer.late, GREEDY) for _ in range(9)]
+            pair = "a", LateTokenizer.late
+            slow_calls = [engine.prepare(LateTokenizer.late), engine.score(pair), engine.embed(LateTokenizer.late)]
+            tasks = [asyncio.ensure_future(call) for call in slow_calls]
+            await until(lambda: tokenizer.num_begun >= 4)
+            assert (await read(engine.generate("a", GREEDY)))[-1].finished
+            assert (await read(engine.chat(messages, GREEDY)))[-1].finished
+            assert (await engine.prepare_chat(messages)).token_ids
+            assert (await engine.embed("a")).embedding
+            assert await engine.tokenize("ab")
+            assert await engine.detokenize([1, 2])
+            assert (await engine.score(("a", "b"))).num_tokens
+            assert not any(task.done() for task in tasks)
+            tokenizer.may_end.set()
+            for stream in slow:
+                assert (await read(stream))[-1].finished
+            await asyncio.gather(*tasks)
 
     run(main())
 
@@ -585,6 +629,10 @@ def test_what_else_it_does_equals_the_engine() -> None:
             [*_, last] = await read(chat)
             assert last.prompt == "nox,yesx,"
             assert last.outputs[0].token_ids == greedy(engine.tokenizer.encode("nox,yesx,"), 12)
+            for make in (engine.chat, engine.prepare_chat):
+                refused: Any = make(messages, template_variables={"engine": 1})
+                with pytest.raises(RequestError, match="template_variables must not have engine"):
+                    await (read(refused) if make == engine.chat else refused)
 
             params = BeamSearchParams(beam_width=3, max_tokens=6)
             plain.add_beam_request([4, 5], params)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny_folder import write_tiny_folder
 
 import fastinfer
 from fastinfer import LLM, RequestError, RequestOutput, SamplingParams, models
@@ -284,6 +285,7 @@ def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
         ({"max_stop_token_ids": -1}, "max_stop_token_ids must be an integer in 0.."),
         ({"max_logit_bias": -1}, "max_logit_bias must be an integer in 0.."),
         ({"kv_offloading_size": 1e-9}, "kv_offloading_size must hold at least one block of 737280 bytes, got 1e-09"),
+        ({"kv_offloading_size": 1e9}, "kv_offloading_size must be at most the host's"),
         ({"kv_offloading_dir": "/proc/x"}, "kv_offloading_dir must be a folder that can be written to, got /proc/x"),
     ],
 )
@@ -350,7 +352,9 @@ def test_the_longest_context_that_fits_is_announced_before_the_weights_are_read(
         LLM(str(model_path), max_model_len=8192)
 
 
-def test_a_gpu_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_gpu_that_cannot_be_used_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     monkeypatch.setattr(device, "NVIDIA_DRIVER", Path("/no/such/file"))
@@ -362,6 +366,12 @@ def test_a_gpu_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch, cap
     assert line.startswith("this machine has a GPU, but the model runs on the CPU: the GPU needs a ")
     caplog.clear()
     assert device.resolve_device("cpu") == "cpu"
+    assert caplog.messages == []
+    folder = str(write_tiny_folder(tmp_path / "model"))
+    LLM(folder, max_model_len=32, device="auto")
+    assert caplog.messages == [line]
+    caplog.clear()
+    LLM(folder, max_model_len=32, device="cpu")
     assert caplog.messages == []
 
 

@@ -124,6 +124,7 @@ def test_a_mailbox_that_fails_ends_its_stream_alone(monkeypatch: pytest.MonkeyPa
     async def main() -> None:
         async with AsyncEngine(toy_engine()) as engine:
             params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+            await engine.pause()  # so that nothing comes before the mailbox is broken
             bad, good = (engine.generate(prompt, params) for prompt in ([7, 8], [9]))
 
             def broken(content: object) -> bool:
@@ -133,6 +134,7 @@ def test_a_mailbox_that_fails_ends_its_stream_alone(monkeypatch: pytest.MonkeyPa
 
             put = bad._mailbox.put
             monkeypatch.setattr(bad._mailbox, "put", broken)
+            await engine.resume()
             with pytest.raises(ValueError, match="the mailbox broke"):
                 await anext(bad)
             outputs = [output async for output in good]

@@ -19,7 +19,7 @@ TAG = {"begin": "abc", "schema": {}, "end": ""}
     ],
 )
 def test_exactly_one_is_given(fields: dict[str, Any], got: str) -> None:
-    with pytest.raises(RequestError, match=f"^structured outputs must have exactly one of .*, got {got}$"):
+    with pytest.raises(RequestError, match=f"^structured_outputs must have exactly one of .*, got {got}$"):
         StructuredOutputsParams(**fields)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +112,24 @@ def test_prompts(llm: LLM) -> None:
     ]
     for call in calls:
         check(call)
+    keys = [value for value in (*NO_TEXT, (BIG,)) if isinstance(value, Hashable)]
+    match = r"messages\[0\]: expected keys that are strings, got"
+    refused(lambda key: llm.chat([{"role": "user", "content": "x", key: 1}]), match, keys)
     assert not llm.engine.has_unfinished
     assert llm.engine.block_manager.num_used == 0
+
+
+def test_variables_of_a_template(llm: LLM) -> None:
+    no_dicts = [value for value in WRONG if value is not None and not isinstance(value, dict)]
+    for chat in (llm.chat, llm.stream_chat):
+
+        def ask(value: Any, chat: Callable[..., object] = chat) -> None:
+            chat([{"role": "user", "content": "x"}], ONE, template_variables=value)
+
+        refused(ask, "template_variables must be a dict, got", no_dicts)
+        refused(ask, "template_variables must have names that are strings, got", [{1: 1}, {BIG: 1}, {None: 1}])
+        for name in ("messages", "engine", "template", "eos_token"):
+            refused(ask, f"template_variables must not have {name}", [{name: []}])
 
 
 def test_requests_of_the_engine(llm: LLM) -> None:
@@ -136,6 +152,10 @@ def test_adapters_and_modules(llm: LLM, tmp_path: Path) -> None:
     refused(lambda value: llm.load_adapter("name", value), "path must be a string or a path, got", NO_TEXT)
     refused(lambda value: llm.engine.load_adapter("name", value), "adapter must be a string or a path", NO_TEXT)
     refused(lambda value: llm.unload_adapter(value), "adapter must be", WRONG)
+    for load in (LLM, lambda value: llm.load_adapter("name", value)):
+        with pytest.raises(FastinferError, match=r"expected a .*folder") as caught:
+            load("a" * 100_000)
+        assert len(str(caught.value)) < 400
     names = [value for value in NO_TEXT if value is not None and not isinstance(value, list)]
     refused(lambda value: llm.generate("a", ONE, adapter=value), "adapter must be a string, got", names)
     refused(lambda value: llm.add_prompt_module(value, "a"), "name must be a string, got", NO_TEXT)
@@ -194,7 +214,7 @@ def test_no_memory_for_cache_or_steps(options: str, folder: Path) -> None:
 
 
 def test_no_memory_for_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastinfer.models.loader.make_weight", lambda *args: torch.empty(1 << 50))
+    monkeypatch.setattr("fastinfer.models.layer_reader.make_weight", lambda *args: torch.empty(1 << 50))
     pattern = r"memory is exhausted: tiny needs \d+ bytes for its weights, .*; change .* \(.*4503599627370496 bytes"
     with pytest.raises(RequestError, match=pattern):
         LLM(str(folder), max_model_len=64, device="cpu")

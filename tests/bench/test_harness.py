@@ -1,10 +1,16 @@
 """How benchmarks of single operators call their candidates."""
 
+import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import harness
 import pytest
 import torch
+from support.paths import ROOT
 
 
 def test_compare_calls_candidates_in_turns() -> None:
@@ -30,3 +36,29 @@ def test_cold_inputs_exceed_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     harness.compare(candidates, inputs, repeats=20)
     addresses = [x.data_ptr() for x, _ in inputs]
     assert seen == [addresses[call % len(addresses)] for call in range(len(seen))]
+
+
+STOPPED = """
+import harness, time
+
+def run(setting):
+    setting.cases["a case"] = harness.compare({"candidate": lambda x: x}, [(0,)], repeats=1)
+    print("ready", flush=True)
+    time.sleep(60)
+
+harness.main("toy", cpu=run)
+"""
+
+
+@pytest.mark.slow
+def test_a_benchmark_that_is_stopped_keeps_its_cases(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "bench"), *sys.path])}
+    command = [sys.executable, "-c", STOPPED, "--device", "cpu", "--out", str(tmp_path)]
+    run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    assert run.stdout.readline() == "ready\n"
+    run.terminate()
+    output, _ = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert "a case" in output
+    assert list(json.loads((tmp_path / "toy.json").read_text())["cases"]) == ["a case"]

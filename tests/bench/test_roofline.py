@@ -34,10 +34,18 @@ def test_operations_are_proportional_to_passes_and_threads(ceiling: str) -> None
 
     one = work(1, 1)
     assert work(2, 3) == 6 * one
-    if ceiling == "bf16_dot" and _C.cpu_info()["isa"] != "avx512_bf16":
+    if ceiling == "bf16_dot" and _C.cpu_info()["isa"] not in ("avx512_bf16", "amx"):
         assert one == 0
     else:
         assert one > 0
+
+
+@pytest.mark.parametrize(("ceiling", "inputs"), [("bf16_tiles", 32), ("int8_tiles", 64)])
+def test_tiles_are_measured_with_amx_alone(ceiling: str, inputs: int) -> None:
+    with num_threads(2):
+        work, _ = _C.roofline(ceiling, MEMORY, 3)
+    operations = 2 * 1024 * 3 * 4 * 2 * 16 * 16 * inputs
+    assert work == (operations if _C.cpu_info()["isa"] == "amx" else 0)
 
 
 @pytest.mark.parametrize("isa", _C.cpu_info()["isas_usable"])
@@ -53,13 +61,16 @@ def test_every_instruction_set_has_its_own(isa: str) -> None:
     assert done.returncode == 0, done.stderr
     register = {"portable": 16, "avx2": 32}.get(isa, 64)
     byte_lanes = register // 2 if isa == "portable" else register  # the portable product is one of 16-bit numbers
-    bf16_lanes = register // 2 if isa == "avx512_bf16" else 0
+    bf16_lanes = register // 2 if isa in ("avx512_bf16", "amx") else 0
     assert [float(word) for word in done.stdout.split()] == [2 * byte_lanes, 2 * register // 4, 2 * bf16_lanes]
 
 
 @pytest.mark.parametrize(
     ("ceiling", "passes", "message"),
-    [("int8", 1, "ceiling must be read, byte_dot, fp32_fma or bf16_dot, got 'int8'"), ("read", 0, "passes must be")],
+    [
+        ("int8", 1, "ceiling must be read, byte_dot, fp32_fma, bf16_dot, bf16_tiles or int8_tiles, got 'int8'"),
+        ("read", 0, "passes must be"),
+    ],
 )
 def test_errors(ceiling: str, passes: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from fastinfer.cli import serve_arguments
 from fastinfer.cli.options import MAX_SPECULATIVE_TOKENS
 from fastinfer.engine import config
+from fastinfer.server.cache import semantic
 
 # Runs command lines where torch cannot be imported; prints the exit code and the message of each.
 PROGRAM = """
@@ -45,11 +47,20 @@ CASES = {
     "generate x --json-schema list.json": "list.json: json must be a JSON schema",
     "generate x --json-schema nowhere.json": "nowhere.json",
     "generate x --model /no/such.gguf": "model '/no/such.gguf'",
-    "generate x --adapter model": "--adapter: expected a folder with adapter_config.json, got model",
+    "generate x --adapter model": "--adapter: expected a folder with adapter_config.json, got 'model'",
     "chat --temperature -1": "temperature must be",
     "chat --model empty": "model 'empty'",
     "chat --url localhost:8000": "url: expected http://HOST:PORT",
+    "serve --tool-call-parser hermes3": "--tool-call-parser: expected one of auto, none, hermes, qwen3_coder,",
+    "serve --reasoning-parser x": "--reasoning-parser: expected one of auto, none, qwen3, deepseek_r1,",
     "bench serve --url localhost:8000": "url: expected http://HOST:PORT",
+    "serve --response-cache nowhere": "--response-cache: expected 'off', 'memory' or the URL of a Redis",
+    "serve --response-cache http://h:1": "--response-cache: Redis URL must specify one of the following schemes",
+    "serve --response-cache redis://h:port": "--response-cache: Port could not be cast",
+    "serve --semantic-cache 0.5": "--semantic-cache: expected 0.8 to 1, got 0.5",
+    "serve --response-cache off --semantic-cache 0.9": "--semantic-cache: expected a --response-cache",
+    "serve --otlp-traces-endpoint collector:4318": "--otlp-traces-endpoint: expected http://HOST:PORT, got collector",
+    "serve --otlp-traces-endpoint http://h:port": "--otlp-traces-endpoint: expected http://HOST:PORT, got http://h:port",
     "info --memory nowhere": "model 'nowhere'",
     "bench --model nowhere": "model 'nowhere'",
     "bench throughput --model nowhere": "model 'nowhere'",
@@ -78,5 +89,24 @@ def test_mistakes_are_found_without_torch(folder: Path) -> None:
     assert wrong == {}
 
 
+def test_a_missing_package_is_found_without_torch() -> None:
+    program = f"""
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name in ("redis", "opentelemetry.sdk") else find(name, *rest)
+{PROGRAM}"""
+    lines = {
+        "serve --response-cache redis://h": "pip install 'fastinfer[redis]'",
+        "serve --otlp-traces-endpoint http://h": "pip install 'fastinfer[otel]'",
+    }
+    arguments = json.dumps([line.split() for line in lines])
+    command = [sys.executable, "-c", program, arguments]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    for expected, (code, message) in zip(lines.values(), found, strict=True):
+        assert code == 2
+        assert expected in message
+
+
 def test_limits_are_those_of_the_engine() -> None:
     assert MAX_SPECULATIVE_TOKENS == config.MAX_SPECULATIVE_TOKENS
+    assert serve_arguments.MIN_THRESHOLD == semantic.MIN_THRESHOLD

@@ -116,6 +116,26 @@ def test_generate_uses_the_chat_template_unless_raw(
     assert llms[0].asked[0][:2] == (method, prompt)
 
 
+def test_generate_with_images(llms: list[FakeLLM], tmp_path: Path, capsys: Captured) -> None:
+    """In their order, before the text; files that cannot be read are named before the model is loaded."""
+    files = [tmp_path / name for name in ("a.png", "b.jpg")]
+    for file in files:
+        file.write_bytes(file.name.encode())
+    assert main(["generate", "Why?", "--image", str(files[0]), "--image", str(files[1])]) == 0
+    images = [{"type": "image", "image": file.name.encode()} for file in files]
+    [message] = llms[0].asked[0][1]
+    assert message == {"role": "user", "content": [*images, {"type": "text", "text": "Why?"}]}
+    capsys.readouterr()
+    for arguments, error in (
+        (["--image", str(tmp_path / "none.png")], f"--image: {tmp_path / 'none.png'}: No such file or directory"),
+        (["--image", str(tmp_path)], f"--image: {tmp_path}: expected a file, got a folder"),
+        (["--image", str(files[0]), "--raw"], "--image needs the model's chat template, which --raw leaves out"),
+    ):
+        assert main(["generate", "Why?", *arguments]) == 2
+        assert error in error_line(capsys)
+    assert len(llms) == 1
+
+
 def test_generate_json(llms: list[FakeLLM], capsys: Captured) -> None:
     assert main(["generate", "Why?", "--json", "--model", "some.gguf"]) == 0
     captured = capsys.readouterr()
@@ -262,10 +282,37 @@ def test_an_empty_prompt(
     assert llms == []
 
 
-def test_standard_input_that_is_no_text(llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
-    assert main(["generate", "-"]) == 2
-    assert "UTF-8" in error_line(capsys)
+@pytest.mark.parametrize("locale", ["C.UTF-8", "POSIX"])
+def test_standard_input_that_is_no_text(locale: str) -> None:
+    """It is read before the model is looked up, in locales whose standard input takes any bytes."""
+    command = [sys.executable, "-m", "fastinfer", "generate", "--model", "/no/such.gguf"]
+    done = subprocess.run(
+        command, input=b"Why?\xff\xfe", env=os.environ | {"LC_ALL": locale}, capture_output=True, timeout=120
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"fastinfer: error: PROMPT: expected UTF-8 on standard input, got "), done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--threads",
+        "--max-tokens",
+        "--temperature",
+        "--speculate",
+        "--device",
+        "--kv-offloading-size",
+        "--adapter",
+        "--model",
+    ],
+)
+@pytest.mark.parametrize("character", ["9", "x"])
+def test_long_values_are_not_repeated(option: str, character: str, capsys: Captured) -> None:
+    assert main(["generate", "x", option, character * 5000]) == 2
+    line = error_line(capsys)
+    assert len(line) < 400
+    assert "expected" in line or "must be" in line
 
 
 @pytest.mark.parametrize(
@@ -402,6 +449,25 @@ def test_chat_is_saved_and_loaded(
         [system, {"role": "user", "content": "Why?"}],
     ]
     assert capsys.readouterr().err == ""
+
+
+def test_a_chat_is_not_read_from_a_fifo(tmp_path: Path) -> None:
+    """The program would wait for a writer, so another process tries it."""
+    os.mkfifo(tmp_path / "fifo")
+    code = """
+import sys
+from pathlib import Path
+from fastinfer.cli.conversation import Conversation
+from fastinfer.errors import RequestError
+for method in (Conversation().load, Conversation().save):
+    try:
+        method(Path(sys.argv[1]))
+    except RequestError as error:
+        print(error)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "fifo")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == [f"{tmp_path / 'fifo'}: expected a file, got a FIFO"] * 2, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -556,6 +622,25 @@ def test_help_and_light_commands_do_not_import_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+@pytest.mark.parametrize("module", ["argparse", "fastinfer.cli.commands", "fastinfer.hub", "fastinfer.version"])
+def test_interrupted_while_it_starts(module: str) -> None:
+    code = """
+import signal, sys
+from fastinfer.cli.main import main
+
+class Interrupting:
+    @staticmethod
+    def find_spec(name, *rest):
+        if name == sys.argv[1]:
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting)
+sys.exit(main(["models"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code, module], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 @pytest.mark.parametrize("arguments", [["models"], ["--help"], ["generate", "--help"], ["info"]])

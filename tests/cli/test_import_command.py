@@ -7,16 +7,16 @@ import pytest
 
 SCRIPT = """
 import gc
-from fastinfer.cli import main
+from fastinfer.cli import commands
 if {disabled}:
     gc.disable()
 runs = [generation["collections"] for generation in gc.get_stats()]
-main._import_command("fastinfer.cli.generate")
+commands._import_command("fastinfer.cli.generate")
 assert [generation["collections"] for generation in gc.get_stats()] == runs
 assert gc.isenabled() != {disabled}
 frozen = gc.get_freeze_count()
 assert frozen > 10_000, frozen
-main._import_command("fastinfer.cli.chat")
+commands._import_command("fastinfer.cli.chat")
 assert gc.get_freeze_count() <= frozen  # what the program makes later is collected as usual
 """
 

@@ -25,7 +25,7 @@ def cases() -> Iterator[tuple[str, dict[str, int]]]:
         yield "w8a8_gemm", {"m": m, "n": n, "k": k}
         for op in ("int4_gemm", "int8_gemm", "lut_gemm"):
             yield from ((op, {"m": m, "n": n, "k": k, "group": group}) for group in (32, 128, k) if k % group == 0)
-    for seqs, head_dim in itertools.product((1, 7, 256), (64, 80, 96, 128, 256)):
+    for seqs, head_dim in itertools.product((1, 7, 256), (64, 80, 96, 128, 256, 320, 512, 576)):
         yield "paged_attention", {"seqs": seqs, "head_dim": head_dim}
     for tokens, heads, head_dim in itertools.product((1, 77, 8192), (1, 8, 64), (64, 80, 128, 256)):
         cache = {"tokens": tokens, "kv_heads": heads, "head_dim": head_dim}
@@ -35,6 +35,12 @@ def cases() -> Iterator[tuple[str, dict[str, int]]]:
         yield "rms_norm", {"rows": rows, "hidden": hidden}
     for tokens, out, max_rank in itertools.product((1, 77, 8192), (1, 576, 28672), (1, 16, 64)):
         yield "add_lora", {"tokens": tokens, "out": out, "max_rank": max_rank}
+    for seqs, heads, key_dim, value_dim in itertools.product((1, 7, 256), (1, 32), (16, 128, 256), (48, 128, 256)):
+        rule = {"seqs": seqs, "value_heads": heads, "key_dim": key_dim, "value_dim": value_dim}
+        yield from (("gated_delta_rule", rule | {"tokens": tokens}) for tokens in (seqs, 8192))
+    for seqs, heads, state_dim, head_dim in itertools.product((1, 7, 256), (1, 128), (16, 128, 256), (48, 64, 256)):
+        scan = {"seqs": seqs, "heads": heads, "groups": 1, "state_dim": state_dim, "head_dim": head_dim}
+        yield from (("mamba2_scan", scan | {"tokens": tokens}) for tokens in (seqs, 8192))
     for rows, vocab, modified in itertools.product((1, 3, 512), (1, 33, 1000, 50257, 128256, 262144), (0, 1)):
         yield "sample", {"rows": rows, "vocab": vocab, "modified": modified}
 

@@ -1,10 +1,12 @@
 """Every command that loads a model has the options of loading one."""
 
+import argparse
 import subprocess
 import sys
 
 import pytest
 
+from fastinfer.cli.commands import COMMANDS
 from fastinfer.cli.main import main
 
 OPTIONS = {"--device", "--dtype", "--context", "--kv-cache-dtype", "--max-num-seqs", "--threads"}
@@ -26,6 +28,16 @@ def test_options_of_loading(command: str, capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         main([*command.split(), "--help"])
     assert {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  --")} >= OPTIONS
+
+
+@pytest.mark.parametrize("command", [["generate", "Why?"], ["chat"], ["serve"]])
+def test_options_of_the_engine_are_collected(command: list[str]) -> None:
+    name, *rest = command
+    parser = argparse.ArgumentParser()
+    COMMANDS[name].add_arguments(parser)
+    assert parser.parse_args(rest).engine_options == {}
+    options = parser.parse_args([*rest, "--deterministic", "--speculate", "3"]).engine_options
+    assert options == {"deterministic": True, "num_speculative_tokens": 3}
 
 
 @pytest.mark.parametrize("name", ["cuda:", "cuda:x", "tpu"])

@@ -35,9 +35,11 @@ from fastinfer.models.config import Precision
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
 from fastinfer.models.gguf_config import read_gguf_config
 from fastinfer.models.kv_cache import KVCache, num_blocks_for
+from fastinfer.models.layer_reader import LayerReader
 from fastinfer.models.loader import DecoderLoader, load_decoder
 
-MIXTURES = {"mixtral": (2, 4), "qwen3-moe": (3, 8)}  # experts of a token, and all
+# Experts of a token, and all; with a shared expert and its gate, and with a bias of the choice.
+MIXTURES = {"mixtral": (2, 4), "qwen3-moe": (3, 8), "qwen2-moe-plain": (3, 8), "minimax-m2": (2, 9)}
 RATES = Rates(read_bytes=1e10, byte_operations=1e12, float_operations=1e11)
 
 
@@ -73,14 +75,12 @@ def test_an_embedding_that_is_not_tied_is_stored_and_not_read(model_path: Path) 
     file.tensors["output.weight"] = file.tensors["token_embd.weight"]
     checkpoint = GGUFCheckpoint(file)
     untied = Weights.of(checkpoint)
-    embedding = DecoderLoader(checkpoint, Precision.of("auto"), None, "cpu").embedding()
+    embedding = DecoderLoader(LayerReader(checkpoint, Precision.of("auto"), "cpu"), None).embedding()
     size = sum(tensor.nbytes for tensor in tensors_of(embedding).values())
     assert untied == replace(tied, memory_bytes=tied.memory_bytes + size)
 
 
-@pytest.mark.parametrize(
-    "family", ["llama2", "llama3", "llama-biases", "gemma3", "gpt2", "phi3", "mixtral", "qwen3-moe"]
-)
+@pytest.mark.parametrize("family", ["llama2", "llama3", "llama-biases", "gemma3", "gpt2", "phi3", "granite", *MIXTURES])
 def test_weights_of_a_folder(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of layers with the same tensors and window one is read."""
     save_model(tmp_path, family)
@@ -162,7 +162,7 @@ def test_attended_positions(tokens: int, tmp_path: Path) -> None:
     expected = sum(
         min(position, config.window(index) or position) for index in range(7) for position in range(1, tokens + 1)
     )
-    assert attended_positions(config, tokens) == expected
+    assert attended_positions(config, tokens).total() == expected
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)
@@ -173,8 +173,7 @@ def test_kv_cache_bytes_are_those_of_a_real_cache(
     config = replace(read_gguf_config(GGUFFile(model_path)), num_layers=2)
     block_size = EngineConfig().block_size
     num_blocks = batch * num_blocks_for(context, block_size)
-    shape = (block_size, config.num_kv_heads, config.head_dim)
-    tensors = KVCache.empty([0] * config.num_layers, [num_blocks], *shape, dtype, "cpu")
+    tensors = KVCache.of_model(config, [num_blocks], block_size, dtype, "cpu")
     real = sum(tensor.nbytes for cache in tensors for tensor in cache.tensors)
     assert kv_cache_bytes(config, config.num_kv_heads, dtype, context, batch) == real
 
@@ -229,9 +228,24 @@ def test_prefill_is_the_sum_over_its_tokens() -> None:
     assert found["prefill_s"] == pytest.approx(batch * (seconds + 2 * 49152 * 576 / 1e12))
 
 
+def test_prefill_in_tiles() -> None:
+    """But not its logits. A decode step, and what is slower in tiles, take the other rates."""
+    context, batch = 300, 2
+    layers = 2 * 30 * (576 * 960 + 576 * 576 + 3 * 576 * 1536) * context
+    attention = 30 * 9 * 64 * 4 * sum(range(1, context + 1))
+    for tiles, seconds in (
+        ((4e12, 2e12), layers / 4e12 + attention / 2e12),
+        ((1, 1), layers / 1e12 + attention / 1e11),
+    ):
+        rates = Rates(RATES.read_bytes, RATES.byte_operations, RATES.float_operations, *tiles)
+        found = describe(DEFAULT_MODEL, context, batch, rates)
+        assert found["prefill_s"] == pytest.approx(batch * (seconds + 2 * 49152 * 576 / 1e12))
+        assert found["decode_step_s"] == describe(DEFAULT_MODEL, context, batch, RATES)["decode_step_s"]
+
+
 def test_rates_are_the_best_of_their_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of less than 30 ms do not count, and an instruction that the CPU does not have is no ceiling."""
-    work = {"read": 5.0, "byte_dot": 3.0, "fp32_fma": 2.0, "bf16_dot": 0.0}
+    work = {"read": 5.0, "byte_dot": 3.0, "fp32_fma": 2.0, "bf16_dot": 0.0, "int8_tiles": 7.0, "bf16_tiles": 0.0}
     loads = itertools.cycle([4.0, 1.0, 2.0])  # of the machine, by other programs
 
     def roofline(name: str, memory: object, passes: int) -> tuple[float, float]:
@@ -240,7 +254,7 @@ def test_rates_are_the_best_of_their_samples(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(_C, "roofline", roofline)
     monkeypatch.setattr(memory_bounds, "READ_BYTES", 64)
     rates = Rates.measure()
-    assert [rates.read_bytes, rates.byte_operations, rates.float_operations] == pytest.approx([500, 300, 200])
+    assert list(vars(rates).values()) == pytest.approx([500, 300, 200, 700, 0])
 
 
 @pytest.fixture

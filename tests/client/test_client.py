@@ -2,6 +2,9 @@
 
 import asyncio
 import re
+import socket
+import struct
+import time
 from typing import Any
 
 import pytest
@@ -128,6 +131,18 @@ def test_closing_the_stream_closes_the_connection() -> None:
 
     with FakeOpenAIServer(pieces=("x",) * 1000, before_piece_s=0.01) as server:
         asyncio.run(asyncio.wait_for(take_one(Endpoint.parse(server.url)), 10))
+
+
+def test_the_fake_server_counts_a_client_that_resets_the_connection() -> None:
+    with FakeOpenAIServer(pieces=("x",) * 1000, before_piece_s=0.01) as server:
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 15\r\n\r\n" + b'{"messages":[]} ')
+            client.recv(1)
+        deadline = time.monotonic() + 10
+        while not server.num_abandoned and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert server.num_abandoned == 1
 
 
 @pytest.mark.parametrize("answer", [b"220 mail.example.com ESMTP\r\n", b"\x16\x03\x01\x02", b"HTTP/9 nonsense\r\n\r\n"])

@@ -103,13 +103,14 @@ def test_library_exports_its_launchers_and_nothing_else() -> None:
     assert [name for name in names if not name.startswith("fastinfer::")] == []
     functions = {name.partition("(")[0] for name in names}
     text = "".join(header.read_text() for header in HEADERS)
-    kernels = re.findall(r"^FASTINFER_CPU_KERNEL(_BF16)?\((\w+),", text, re.MULTILINE)
+    kernels = re.findall(r"^FASTINFER_CPU_KERNEL(_BF16|_AMX)?(_TILES)?\((\w+),", text, re.MULTILINE)
     assert len(kernels) >= 20
-    for bf16, kernel in kernels:
-        isas = [isa for isa in _C.cpu_info()["isas_built"] if bf16 or isa != "avx512_bf16"]
+    for bf16, tiles, kernel in kernels:
+        some = {"avx512_bf16": bf16, "amx": tiles or bf16 == "_AMX"}
+        isas = [isa for isa in _C.cpu_info()["isas_built"] if some.get(isa, True)]
         assert {f"fastinfer::cpu::{isa}::{kernel}" for isa in isas} <= functions
     assert {
-        f"fastinfer::cpu::{name}" for name in ("pack", "dequantize", "permute_columns", "route_experts")
+        f"fastinfer::cpu::{name}" for name in ("pack", "dequantize", "permute_columns", "route_experts", "head_rows")
     } <= functions
     if _C.build_info()["cuda_archs"]:
         on_gpu = re.findall(r"^FASTINFER_API void (\w+)\(.*, void\* stream\);", text, re.MULTILINE)

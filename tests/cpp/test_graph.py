@@ -36,10 +36,8 @@ CALLS = [name for name, _ in op_calls()]
 
 @pytest.mark.parametrize("index", range(len(CALLS)), ids=lambda index: f"{index}-{CALLS[index]}")
 def test_every_operator_replays_on_new_contents(index: int) -> None:
-    torch.manual_seed(1)
-    name, args = list(op_calls())[index]
-    torch.manual_seed(2)
-    _, others = list(op_calls())[index]
+    name, args = list(op_calls(seed=1))[index]
+    _, others = list(op_calls(seed=2))[index]
     operator = getattr(torch.ops.fastinfer, name).default
     graph = ops.CPUGraph()
     expected, eager_args = operator(*(eager_args := cloned(args))), eager_args

@@ -1,25 +1,11 @@
 """docs/command-line.md shows what ``fastinfer ... --help`` prints; ``python docs/update_help.py`` updates it."""
 
-import importlib.util
 import re
-from pathlib import Path
-from types import ModuleType
 
 import pytest
+from support.scripts import load_script
 
-ROOT = Path(__file__).parents[2]
-
-
-def load_update_help() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("update_help", ROOT / "docs/update_help.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-UPDATE_HELP = load_update_help()
+UPDATE_HELP = load_script("docs/update_help.py")
 BLOCKS = [(match["command"], match["text"]) for match in UPDATE_HELP.BLOCK.finditer(UPDATE_HELP.PAGE.read_text())]
 
 

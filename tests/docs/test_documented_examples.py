@@ -35,7 +35,7 @@ BLOCKS = [
     if path.name != "serving.md"  # needs a server, with which tests/server/test_serving_page.py runs it
     for index, match in enumerate(BLOCK.finditer(path.read_text()))
 ]
-CONTEXTS = ["batch_invariant"]
+CONTEXTS = ["batch_invariant", "constant_weights", "prompt_rows", "prompt_rows_of_experts"]
 OPERATORS = [name for name in ops.__all__ if inspect.isfunction(getattr(ops, name)) and name not in CONTEXTS]
 CLASSES = [name for name in ops.__all__ if inspect.isclass(getattr(ops, name))]
 

@@ -1,6 +1,5 @@
 """The sample applications run, and do what their texts say."""
 
-import importlib.util
 import re
 import runpy
 import sys
@@ -13,6 +12,7 @@ import torch
 from support.families import make_model
 from support.hf_tokenizers import byte_level, save
 from support.paths import DATA, ROOT
+from support.scripts import load_script
 
 from fastinfer import LLM
 
@@ -20,12 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 def example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(f"examples/{name}.py")
 
 
 def test_chat(model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

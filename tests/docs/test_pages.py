@@ -1,24 +1,19 @@
 """The hook that makes pages of docstrings; ``make docs`` builds them."""
 
 import doctest
-import importlib.util
 import re
 from typing import Any
 
 import pytest
 from support.paths import ROOT
+from support.scripts import load_script
 
 griffe = pytest.importorskip("griffe")  # of the extra "docs"
 
 
 @pytest.fixture(scope="module")
 def hooks() -> Any:
-    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs/hooks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("docs/hooks.py")
 
 
 def docstrings(hooks: Any, *extensions: Any) -> dict[str, str]:

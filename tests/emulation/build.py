@@ -2,6 +2,7 @@
 
 import fcntl
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).parent
+CSRC = HERE.parent.parent / "csrc"
 SANITIZERS = ("plain", "address", "thread")
 BUILDS = (*SANITIZERS, "traffic")
 
@@ -41,6 +43,17 @@ def build(sanitizer: str, target: str = "all") -> Path:
     return cmake(HERE, folder_of(sanitizer), options, target)
 
 
+def build_layouts_by_nvcc(library: Path, arch: str) -> None:
+    """Build layouts.cu for a GPU, "native" or such as "sm_90a", with what launches kernels in libfastinfer.so."""
+    sources = [HERE / "layouts.cu", CSRC / "common/cuda/device.cpp"]
+    # A missing symbol is an error here, and not where the library is loaded.
+    options = [f"-arch={arch}", "-std=c++20", f"-I{CSRC}", "-shared", "-Xcompiler=-fPIC", "-Xlinker=--no-undefined"]
+    command = ["nvcc", *options, "-o", str(library), *map(str, sources)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    if run.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{run.stdout}{run.stderr}")
+
+
 def build_avx512(target: str = "all") -> Path:
     """Build what changed of all, or of fastinfer_avx512 or the libraries instructions_*; returns their folder."""
     return cmake(HERE / "avx512", folder_of("avx512"), [], target)
@@ -50,10 +63,12 @@ def cmake(source: Path, folder: Path, options: list[str], target: str) -> Path:
     torch_dir = f"-DFASTINFER_TORCH_DIR={Path(torch.__file__).parent}"
     configure = ["cmake", "-G", "Ninja", "-S", str(source), "-B", str(folder), torch_dir, *options]
     folder.mkdir(parents=True, exist_ok=True)
+    # Under a preloaded ThreadSanitizer cmake may wait for ever for a process that has ended.
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one worker of the tests builds, the others wait
         for command in (configure, ["cmake", "--build", str(folder), "--target", target]):
-            run = subprocess.run(command, capture_output=True, text=True)
+            run = subprocess.run(command, capture_output=True, text=True, env=environment)
             if run.returncode:
                 raise RuntimeError(f"{' '.join(command)} failed:\n{run.stdout}{run.stderr}")
     return folder

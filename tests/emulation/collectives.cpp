@@ -2,6 +2,7 @@
 // the others' variables.
 #include <bit>
 #include <cstring>
+#include <limits>
 
 #include "emulator.h"
 
@@ -73,6 +74,10 @@ float half(uint32_t word, int i) {
 float bfloat16(uint32_t word, int i) {
   return std::bit_cast<float>(word >> (16 * i) << 16);
 }
+float tf32(uint32_t word, int /*i*/) {
+  if (word & 0x1fff) return std::numeric_limits<float>::quiet_NaN();  // a GPU may do anything with these bits
+  return std::bit_cast<float>(word);
+}
 int32_t int8(uint32_t word, int i) {
   return static_cast<int8_t>(word >> (8 * i));
 }
@@ -127,6 +132,7 @@ void mma(Element element, void* d, const uint32_t* a, const uint32_t* b, Site si
   switch (element) {
     case Element::kHalf: return collective(kAll, &op, complete_mma<float, 16, 2, half>, site);
     case Element::kBFloat16: return collective(kAll, &op, complete_mma<float, 16, 2, bfloat16>, site);
+    case Element::kTf32: return collective(kAll, &op, complete_mma<float, 8, 1, tf32>, site);
     case Element::kInt8: return collective(kAll, &op, complete_mma<int32_t, 32, 4, int8>, site);
   }
 }

@@ -93,28 +93,22 @@ inline void __syncthreads(emulation::Site site = emulation::Site::current()) {
 inline void __syncwarp(uint32_t mask = 0xffffffffu, emulation::Site site = emulation::Site::current()) {
   emulation::warp_barrier(mask, site);
 }
-// A barrier with a vote.
+// Barriers with a vote.
+inline int __syncthreads_count(int value, emulation::Site site = emulation::Site::current()) {
+  return emulation::block_vote(value != 0, site);
+}
 inline int __syncthreads_or(int value, emulation::Site site = emulation::Site::current()) {
-  static int any;
-  __syncthreads(site);
-  __atomic_store_n(&any, 0, __ATOMIC_SEQ_CST);
-  __syncthreads(site);
-  if (value != 0) __atomic_store_n(&any, 1, __ATOMIC_SEQ_CST);
-  __syncthreads(site);
-  const int result = __atomic_load_n(&any, __ATOMIC_SEQ_CST);
-  __syncthreads(site);
-  return result;
+  return emulation::block_vote(value != 0, site) != 0;
+}
+inline int __syncthreads_and(int value, emulation::Site site = emulation::Site::current()) {
+  return emulation::block_vote(value != 0, site) == static_cast<int>(blockDim.x);
 }
 
 // ---- memory ----
 
-// An atomic of CUDA is relaxed, and a fence before or after it orders the rest. Here every atomic is ordered: only the
-// pairing with a fence goes unchecked.
+// Atomic operations are relaxed, as on a GPU: fences order the rest.
 inline void __threadfence() {
-  __atomic_thread_fence(__ATOMIC_SEQ_CST);
-}
-inline void __threadfence_block() {
-  __threadfence();
+  emulation::fence();
 }
 template <class T>
 T __ldg(const T* p) {
@@ -126,49 +120,58 @@ T __ldcg(const T* p) {
 }
 template <class T, class U>
 T atomicAdd(T* p, U value) {
+  emulation::atomic_operation(p);
   if constexpr (std::is_floating_point_v<T>) {
     T old, sum;
-    __atomic_load(p, &old, __ATOMIC_SEQ_CST);
+    __atomic_load(p, &old, __ATOMIC_RELAXED);
     do {
       sum = old + value;
-    } while (!__atomic_compare_exchange(p, &old, &sum, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
+    } while (!__atomic_compare_exchange(p, &old, &sum, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
     return old;
   } else {
-    return __atomic_fetch_add(p, static_cast<T>(value), __ATOMIC_SEQ_CST);
+    return __atomic_fetch_add(p, static_cast<T>(value), __ATOMIC_RELAXED);
   }
 }
 template <class T, class U>
 T atomicExch(T* p, U value) {
-  return __atomic_exchange_n(p, static_cast<T>(value), __ATOMIC_SEQ_CST);
+  emulation::atomic_operation(p);
+  return __atomic_exchange_n(p, static_cast<T>(value), __ATOMIC_RELAXED);
 }
 template <class T>
 T atomicCAS(T* p, T expected, T desired) {
-  __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+  emulation::atomic_operation(p);
+  __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return expected;
 }
 template <class T, class U>
 T atomicMax(T* p, U value) {
-  T old = __atomic_load_n(p, __ATOMIC_SEQ_CST);
+  emulation::atomic_operation(p);
+  T old = __atomic_load_n(p, __ATOMIC_RELAXED);
   while (old < static_cast<T>(value) && atomicCAS(p, old, static_cast<T>(value)) != old) {
-    old = __atomic_load_n(p, __ATOMIC_SEQ_CST);
+    old = __atomic_load_n(p, __ATOMIC_RELAXED);
   }
   return old;
 }
 template <class T, class U>
 T atomicMin(T* p, U value) {
-  T old = __atomic_load_n(p, __ATOMIC_SEQ_CST);
+  emulation::atomic_operation(p);
+  T old = __atomic_load_n(p, __ATOMIC_RELAXED);
   while (static_cast<T>(value) < old && atomicCAS(p, old, static_cast<T>(value)) != old) {
-    old = __atomic_load_n(p, __ATOMIC_SEQ_CST);
+    old = __atomic_load_n(p, __ATOMIC_RELAXED);
   }
   return old;
 }
 template <class T, class U>
 T atomicOr(T* p, U value) {
-  return __atomic_fetch_or(p, static_cast<T>(value), __ATOMIC_SEQ_CST);
+  emulation::atomic_operation(p);
+  return __atomic_fetch_or(p, static_cast<T>(value), __ATOMIC_RELAXED);
 }
 
 // ---- arithmetic ----
 
+inline unsigned __umulhi(unsigned a, unsigned b) {
+  return static_cast<unsigned>(static_cast<unsigned long long>(a) * b >> 32);
+}
 inline float rsqrtf(float x) {
   return 1.0f / std::sqrt(x);
 }

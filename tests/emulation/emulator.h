@@ -1,6 +1,7 @@
-// A CUDA block on one host thread: its threads are fibers, blocks run one after another. Built to find mistakes, not to
-// be fast: a wrong barrier is an error, shared memory starts as NaN, asynchronous copies arrive as late as they may,
-// and under ThreadSanitizer only barriers order memory accesses.
+// CUDA blocks on one host thread: their threads are fibers, and two blocks of a launch run at a time, by turns. Built
+// to find mistakes, not to be fast: a wrong barrier is an error, shared memory starts as NaN, asynchronous copies
+// arrive as late as they may, blocks come in any order, and under ThreadSanitizer only barriers and fences order memory
+// accesses.
 #pragma once
 
 #include <cstddef>
@@ -23,6 +24,9 @@ struct Launch {
   const char* name;
   unsigned grid_x, grid_y, threads;
   size_t shared_bytes;
+  bool dependent;  // may start before the kernel before it has ended
+  const void* arguments;
+  size_t argument_bytes;
   void (*body)(const void* closure);
   const void* closure;
 };
@@ -34,8 +38,17 @@ void run(const Launch& launch);
 
 void* dynamic_shared();
 void block_barrier(int id, int threads, Site site);  // id 0: all of the block; 1 .. 15: `threads` of it
+int block_vote(bool value, Site site);               // a barrier of the block; returns how many threads said yes
 void warp_barrier(uint32_t mask, Site site);
 [[noreturn]] void trap(const char* what, Site site);
+
+// In a dependent launch memory that the kernel's arguments point to is closed until then (memory_guard.h).
+void grid_dependency_wait(Site site);
+
+// Memory is ordered between blocks by a fence, an atomic operation after it, another block's atomic operation, and that
+// block's fence after it.
+void fence();
+void atomic_operation(const void* p);  // comes before one
 
 // Operations that a warp's lanes do together. They wait for every lane of `mask` (mma and load_matrix: all 32) at the
 // same place, and order no memory.
@@ -43,8 +56,8 @@ uint64_t shuffle(uint32_t mask, uint64_t value, int source, Site site);  // retu
 uint32_t vote(uint32_t mask, bool value, Site site);
 void load_matrix(uint32_t* r, const uint16_t (&row)[8], int matrices, bool transposed, Site site);
 
-enum class Element { kHalf, kBFloat16, kInt8 };
-// m16n8k16, for int8 m16n8k32: d[4] (float, for int8 int32_t) += a[4] b[2].
+enum class Element { kHalf, kBFloat16, kTf32, kInt8 };
+// m16n8k16, for tf32 m16n8k8, for int8 m16n8k32: d[4] (float, for int8 int32_t) += a[4] b[2].
 void mma(Element element, void* d, const uint32_t* a, const uint32_t* b, Site site);
 
 // The base of all collectives: the last lane to arrive calls complete(ops, mask), where ops[lane] is what that lane
@@ -59,6 +72,7 @@ struct Copy {
 };
 void enqueue(const Copy& copy);
 void commit_copies();
-std::vector<Copy> arrived_copies(size_t pending);  // removes and returns those of all groups but the last `pending`
+void note_policy(bool evict_first, const void* from);  // of a copy that says what the L2 does with its data
+std::vector<Copy> arrived_copies(size_t pending);      // removes and returns those of all groups but the last `pending`
 
 }  // namespace emulation

@@ -21,6 +21,15 @@ __global__ void mma_kernel(const uint32_t* in, uint32_t* out) {
   for (int i = 0; i < 4; ++i) out[threadIdx.x * 4 + i] = __float_as_uint(d[i]);
 }
 
+__global__ void mma_tf32_kernel(const uint32_t* in, uint32_t* out) {
+  const uint32_t* mine = in + threadIdx.x * 10;
+  const uint32_t a[4] = {mine[0], mine[1], mine[2], mine[3]}, b[2] = {mine[4], mine[5]};
+  float d[4];
+  for (int i = 0; i < 4; ++i) d[i] = __uint_as_float(mine[6 + i]);
+  mma_tf32(d, a, b);
+  for (int i = 0; i < 4; ++i) out[threadIdx.x * 4 + i] = __float_as_uint(d[i]);
+}
+
 __global__ void mma_int8_kernel(const uint32_t* in, uint32_t* out) {
   const uint32_t* mine = in + threadIdx.x * 10;
   const uint32_t a[4] = {mine[0], mine[1], mine[2], mine[3]}, b[2] = {mine[4], mine[5]};
@@ -99,14 +108,27 @@ __global__ void cp_async_kernel(const uint32_t* in, uint32_t* out) {
 
 using Kernel = void (*)(const uint32_t*, uint32_t*);
 
+// Votes of several warps on the lowest bits of a word: any, all and how many of the block's threads have them.
+__global__ void vote_kernel(const uint32_t* in, uint32_t* out) {
+  const auto word = static_cast<int>(in[threadIdx.x]);
+  out += 9 * threadIdx.x;
+  for (int bit = 1; bit < 8; bit *= 2, out += 3) {
+    out[0] = __syncthreads_or(word & bit) != 0;
+    out[1] = __syncthreads_and(word & bit) != 0;
+    out[2] = __syncthreads_count(word & bit);
+  }
+}
+
 struct Named {
   std::string_view name;
   Kernel kernel;
+  unsigned threads = 32;
 };
 
 constexpr Named kKernels[] = {
     {"mma float16", mma_kernel<__half>},
     {"mma bfloat16", mma_kernel<__nv_bfloat16>},
+    {"mma float32", mma_tf32_kernel},
     {"mma int8", mma_int8_kernel},
     {"ldmatrix 4", ldmatrix_kernel<4, false>},
     {"ldmatrix 2", ldmatrix_kernel<2, false>},
@@ -123,17 +145,18 @@ constexpr Named kKernels[] = {
     {"mul2 bfloat16", mul2_kernel<__nv_bfloat16>},
     {"shuffle", shuffle_kernel},
     {"cp_async", cp_async_kernel},
+    {"vote", vote_kernel, 96},
 };
 
 }  // namespace
 }  // namespace fastinfer::cuda
 
-// Runs the kernel of this name with one warp; 0, or 1 if there is none.
+// Runs the kernel of this name with one block; 0, or 1 if there is none.
 extern "C" __attribute__((visibility("default"))) int run_layout(const char* name, const uint32_t* in, uint32_t* out) {
   using namespace fastinfer::cuda;
-  for (const auto& [known, kernel] : kKernels) {
+  for (const auto& [known, kernel, threads] : kKernels) {
     if (known != name) continue;
-    launch(name, kernel, {.grid = 1, .block = 32, .shared_bytes = 512}, nullptr, in, out);
+    launch(name, kernel, {.grid = 1, .block = threads, .shared_bytes = 512}, nullptr, in, out);
     return 0;
   }
   return 1;

@@ -22,12 +22,23 @@ from support.sanitizers import OPTIONS, without_randomisation
 from emulation import build
 
 SHARED, GLOBAL = ("shared_bounds", "use-after-poison"), ("global_bounds", "heap-buffer-overflow")
-RACES = [(name, "data race") for name in ("missing_barrier", "missing_warp_barrier")]
-STUCK = [("divergent_barrier", "divergent barrier"), ("barrier_after_exit", "deadlock"), ("early_read", "trap")]
+RACES = [
+    (name, "data race")
+    for name in ("missing_barrier", "missing_warp_barrier", "missing_release_fence", "missing_acquire_fence")
+]
+STUCK = [
+    ("divergent_barrier", "divergent barrier"),
+    ("divergent_vote", "divergent barrier"),
+    ("barrier_after_exit", "deadlock"),
+    ("early_read", "trap"),
+    ("missing_wait", "ends without grid_dependency_wait"),
+]
+BLOCKS = [("order_of_blocks", "trap"), ("shared_scratch", "trap")]
+EARLY = [(name, "use-after-poison") for name in ("read_before_wait", "write_before_wait", "constant_before_wait")]
 FAULTS = [
-    *(("plain", *fault) for fault in STUCK),
-    *(("address", *fault) for fault in [GLOBAL, SHARED, *STUCK]),
-    *(("thread", *fault) for fault in [*RACES, *STUCK]),
+    *(("plain", *fault) for fault in [*STUCK, *BLOCKS]),
+    *(("address", *fault) for fault in [GLOBAL, SHARED, *STUCK, *EARLY]),
+    *(("thread", *fault) for fault in [*RACES, *STUCK, ("shared_scratch", "data race")]),
 ]
 
 Words = NDArray[np.uint32]
@@ -59,12 +70,28 @@ def run_fault(sanitizer: str, *arguments: str) -> subprocess.CompletedProcess[st
 
 @pytest.mark.parametrize(("sanitizer", "fault", "message"), FAULTS)
 def test_fault_is_caught_and_its_sound_twin_is_not(sanitizer: str, fault: str, message: str) -> None:
-    caught = run_fault(sanitizer, fault)
+    caught = run_fault(sanitizer, fault, "faulty", "descending")
     assert caught.returncode in (1, 66)
     assert message in caught.stderr
-    assert "faults.cu" in caught.stderr or sanitizer == "plain"  # the line where it happened
-    sound = run_fault(sanitizer, fault, "sound")
+    # The line where it happened.
+    assert "faults.cu" in caught.stderr or sanitizer == "plain" or fault == "missing_wait"
+    sound = run_fault(sanitizer, fault, "sound", "descending")
     assert (sound.returncode, sound.stderr) == (0, "")
+
+
+def test_order_of_blocks() -> None:
+    """Blocks that run in the order of their numbers do not show this fault."""
+    orders = ["ascending", "descending", *(f"random:{seed}" for seed in range(8))]
+    for order in orders:
+        assert run_fault("plain", "order_of_blocks", "sound", order).returncode == 0
+    caught = [run_fault("plain", "order_of_blocks", "faulty", order).returncode for order in orders]
+    assert caught[:2] == [0, 1]
+    assert set(caught[2:]) == {0, 1}
+
+
+def test_unknown_order_of_blocks_is_refused() -> None:
+    for order in ("backwards", "random:", "random:-1"):
+        assert "unknown order" in run_fault("plain", "early_read", "sound", order).stderr
 
 
 # ---- one set of instructions ----
@@ -74,7 +101,7 @@ def declarations(path: Path) -> dict[str, set[str]]:
     """Function names of a ptx.h with the types of their parameters, without the emulator's ``Site``."""
     text = re.sub(r"namespace detail \{.*?\n\}  // namespace detail", "", path.read_text(), flags=re.DOTALL)
     text = re.sub(r"//[^\n]*", "", text)
-    text = re.sub(r",? ?Site site(?: = Site::current\(\))?", "", text)
+    text = re.sub(r",?\s*Site site(?: = Site::current\(\))?", "", text)
     found: dict[str, set[str]] = {}
     pattern = (
         r"^(?:__device__ )?(?:inline )?(?:unsigned char\*|[\w:]+) (\w+)(?:<\w+>)?\(((?:[^()]|\([^()]*\))*)\) ?[{;]"
@@ -105,9 +132,7 @@ def run_layout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         if not torch.cuda.is_available() or shutil.which("nvcc") is None:
             pytest.skip("no CUDA device or no nvcc")
         library = tmp_path_factory.mktemp("layouts") / "liblayouts.so"
-        source = ROOT / "tests/emulation/layouts.cu"
-        flags = ["-arch=native", "-std=c++20", f"-I{ROOT / 'csrc'}", "-shared", "-Xcompiler=-fPIC"]
-        subprocess.run(["nvcc", *flags, "-o", str(library), str(source)], check=True)
+        build.build_layouts_by_nvcc(library, "native")
     run_kernel = ctypes.CDLL(str(library)).run_layout
     device = "cuda" if request.param == "cuda" else "cpu"
 
@@ -125,6 +150,13 @@ def run_layout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return run
 
 
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+def test_what_a_gpu_runs_can_be_loaded_without_one(tmp_path: Path) -> None:
+    library = tmp_path / "liblayouts.so"
+    build.build_layouts_by_nvcc(library, "sm_80")
+    assert ctypes.CDLL(str(library), mode=os.RTLD_NOW).run_layout
+
+
 def words_of(values: torch.Tensor) -> Words:
     return values.contiguous().numpy().view(np.uint32) if values.element_size() == 4 else _words_of_small(values)
 
@@ -135,8 +167,8 @@ def _words_of_small(values: torch.Tensor) -> Words:
 
 
 def fragments(bits: int) -> tuple[Lane, Lane, Lane]:
-    """(row, column) of each lane's elements of A, B and D, in the words of the PTX ISA's chapters on mma.m16n8k16 with
-    16-bit elements and mma.m16n8k32 with 8-bit ones."""
+    """(row, column) of each lane's elements of A, B and D, in the words of the PTX ISA's chapters on mma.m16n8k8 with
+    tf32, mma.m16n8k16 with 16-bit elements and mma.m16n8k32 with 8-bit ones."""
     run = 32 // bits  # consecutive elements in a register
     group_id, thread_in_group = np.divmod(np.arange(32)[:, None], 4)
     i = np.arange(4 * run)
@@ -151,7 +183,7 @@ def fragments(bits: int) -> tuple[Lane, Lane, Lane]:
     return a, b, d
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int8])
 def test_mma(dtype: torch.dtype, run_layout: Callable[..., Words]) -> None:
     torch.manual_seed(0)
     a_at, b_at, d_at = fragments(8 * dtype.itemsize)
@@ -234,6 +266,13 @@ def test_shuffles(run_layout: Callable[..., Words]) -> None:
     assert np.array_equal(out[:, :4].T, given[np.stack(sources)])
     ballot = sum(1 << index for index in range(32) if given[index] & 1)
     assert (out[:, 4] == ballot).all()
+
+
+def test_votes_of_a_block(run_layout: Callable[..., Words]) -> None:
+    thread = np.arange(96, dtype=np.uint32)
+    given = np.uint32(2) | np.where(thread == 70, 4, 0).astype(np.uint32)  # nobody, everybody, one in the third warp
+    out = run_layout("vote", given, (96, 9))
+    assert np.array_equal(out, np.tile([0, 0, 0, 1, 1, 96, 1, 0, 1], (96, 1)))
 
 
 def test_cp_async_writes_zeros_for_what_it_does_not_read(run_layout: Callable[..., Words]) -> None:

@@ -96,12 +96,13 @@ def test_dpbusd_of_a_broadcast_word(run_instruction: Callable[..., Array]) -> No
     np.testing.assert_array_equal(out, exact.astype(np.int32))
 
 
-def test_fused_multiply_add_rounds_once(run_instruction: Callable[..., Array]) -> None:
+@pytest.mark.parametrize("bits", [256, 512])
+def test_fused_multiply_add_rounds_once(run_instruction: Callable[..., Array], bits: int) -> None:
     a, b = integers(np.int32, 0) >> 8, integers(np.int32, 1) >> 20  # 24 bits by 12: the product needs 36
     a, b = a.astype(np.float32), b.astype(np.float32)
     total = np.float32(-3 * 2.0**22) * b
     exact = a.astype(np.float64) * b + total
-    out = run_instruction("fused_multiply_add 512", np.float32, VECTORS, a, b, total)
+    out = run_instruction(f"fused_multiply_add {bits}", np.float32, BYTES * 8 // bits, a, b, total)
     np.testing.assert_array_equal(out, exact.astype(np.float32))
     assert (out != a * b + total).any(), "rounding twice gives something else"
 
@@ -190,6 +191,19 @@ def test_dpbf16_rounds_twice_and_flushes_denormals(bits: int, run_instruction: C
             (a0, a1), (b0, b1) = map(flush, wide_a[i]), map(flush, wide_b[i])
             expected = multiply_add(a0, b0, multiply_add(a1, b1, flush(total[i])))
             assert out[i] == expected or (np.isnan(out[i]) and np.isnan(expected)), (i, a0, b0, a1, b1, total[i])
+
+
+def test_float_to_bf16(run_instruction: Callable[..., Array]) -> None:
+    """To nearest, ties to even; denormals become zero, NaNs quiet."""
+    low, high = (integers(np.uint32, seed) for seed in (0, 1))
+    low[:6] = 0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x807FFFFF, 0x7F800001, 0xFF800000
+    out = run_instruction("float_to_bf16 512", np.uint16, VECTORS, low, high).reshape(VECTORS, 2, 16)
+    assert out[0, 0, :6].tolist() == [0x3F80, 0x3F82, 0x7F80, 0x8000, 0x7FC0, 0xFF80]
+    bits = np.stack([low.reshape(VECTORS, 16), high.reshape(VECTORS, 16)], axis=1).astype(np.uint64)
+    bits = np.where((bits & 0x7F800000) == 0, bits & 0x80000000, bits)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    np.testing.assert_array_equal(out, np.where(is_nan, bits >> 16 | 0x40, rounded).astype(np.uint16))
 
 
 def declarations(path: Path) -> set[tuple[str, str]]:

@@ -21,41 +21,53 @@ KNOWN_COSTS = {
     "shared gemm/gemm_epilogue_cuda.h load_shared": 2.0,
     "global gemm/gemm_epilogue_cuda.h load_slots": 1.5,
     "shared quant/w8a8_gemm_epilogue_cuda.h load_values": 2.0,
+    # Every fourth chunk: 8 of 16 bytes, which four lanes read in each of four slots.
+    "shared gemm/gemm_mins_cuda.h add": 4.0,
     # Eight fp32 to a lane, 32 bytes apart: what the first 16 bytes leave the second ones find in the L1.
     "global quant/w8a8_gemm_epilogue_cuda.h load_values": 2.0,
+    "global gemm/gemm_norm_cuda.h load": 2.0,
     "global norm/layer_norm.cu layer_norm_kernel": 2.0,
     "global norm/rms_norm.cu rms_norm_kernel": 2.0,
+    "global rotary/latent_rotary_store.cu store_row": 2.0,
     "global rotary/norm_rotary_store.cu prepare_head": 2.0,
     "global rotary/rotary_embedding.cu rotary_embedding_kernel": 2.0,
     # The same in shared memory: small heads.
     "shared attention/store_kv_cache_cuda.h convert_head": 2.0,
+    "shared rotary/latent_rotary_store.cu store_row": 2.0,
     "shared rotary/norm_rotary_store.cu prepare_head": 2.0,
     # Scales of one KV head: two heads lie side by side.
     "global attention/paged_attention_tile_cuda.h copy_chunk": 2.3,
     "global attention/paged_attention_tile_cuda.h copy_scales": 2.0,
     "global attention/store_kv_cache_cuda.h quantize_head": 2.0,
     # Rows of 80 elements are ten pieces: eight lanes take two rows.
-    "shared attention/paged_attention.cu load_rows": 1.6,
-    "shared attention/paged_attention.cu merge": 1.6,
-    "shared attention/paged_attention_tile_cuda.h copy_chunk": 1.6,
-    "shared attention/paged_attention_tile_cuda.h widen": 1.6,
-    "shared attention/paged_attention_tile_cuda.h widen_int4_tiles": 1.6,
-    "global attention/paged_attention.cu attend": 1.15,
-    "global attention/paged_attention.cu merge": 1.15,
+    "shared attention/paged_attention_results_cuda.h merge": 1.5,
+    "shared attention/paged_attention_decode_cuda.h store_values": 1.5,
+    # Of four bits, which are two and a half chunks, and take the place of three.
+    "shared attention/paged_attention_tile_cuda.h copy_chunk": 2.0,
+    "shared attention/paged_attention_decode_cuda.h load_chunks": 1.4,
+    "shared attention/paged_attention_prefill_cuda.h widen_piece": 2.0,
+    # Columns of Q in another order, once a row tile; and scales, eight bytes that eight lanes share.
+    "shared attention/paged_attention_queries_cuda.h store_chunk": 4.0,
+    "shared attention/paged_attention_softmax_cuda.h scale_positions": 2.0,
+    "global attention/paged_attention_results_cuda.h merge": 1.15,
+    "global attention/paged_attention_results_cuda.h write_results": 1.15,
     # One warp that writes a struct every so many bytes, and broadcasts of eight bytes.
     "global attention/paged_attention_plan.cu paged_attention_plan_kernel": 2.0,
     "shared attention/paged_attention_plan.cu inclusive_sum": 2.0,
-    "global gemm/grouped_gemm.cu expert_tiles_kernel": 3.0,
+    # A lane's weights of eight channels, 64 bytes of bf16: what the first 16 bytes leave the others find in the L1.
+    "global linear_attention/causal_conv1d.cu load_filter": 2.0,
+    # Keys, queries, values and sums that lanes share: a quarter of a warp gets 16 bytes in a pass.
+    "shared linear_attention/gated_delta_rule.cu gated_delta_rule_kernel": 4.0,
+    "shared linear_attention/mamba2_scan.cu mamba2_scan_kernel": 4.0,
     # Rows of experts, in the order of the routing.
-    "global gemm/gemm.h x_row": 1.4,
-    "global moe/route_experts.cu sort_rows_kernel": 1.3,
+    "global moe/route_experts.cu sort": 1.8,
     # Tables and lists whose places depend on the values.
-    "shared sampling/sample.cu survey": 2.0,
-    "shared sampling/sample_select_cuda.h list": 4.0,
-    "shared sampling/sample_select_cuda.h sort": 2.1,
-    "shared sampling/sample_select_cuda.h token": 2.0,
-    "shared sampling/sample_select_cuda.h weigh": 2.0,
-    "shared sampling/sample_select_cuda.h z": 3.1,
+    "shared sampling/sample_select_cuda.h sort": 2.2,
+    "global sampling/sample_part_cuda.h each_part": 2.0,
+    "global sampling/sample_part_cuda.h list": 1.3,
+    # One counter, to which the compiler adds once a warp.
+    "shared sampling/sample_part_cuda.h give": 21.0,
+    "shared sampling/sample_part_cuda.h list": 5.6,
 }
 
 # Kernels that no call reaches: not of the usual step of a model.

@@ -28,6 +28,7 @@ from fastinfer import ops
 WRAPPERS = (
     "tests/emulation/common/",
     "tests/emulation/cuda_runtime.h",
+    "tests/emulation/block",
     "tests/emulation/emulator",
     "csrc/common/cuda/",
     "csrc/common/cuda/row.h",
@@ -114,7 +115,7 @@ class Counter:
             return None
         for name, (_, place) in zip(names, frames, strict=True):
             path, _, line = place.partition(" ")[0].rpartition(":")
-            file = os.path.relpath(path, ROOT)
+            file = os.path.relpath(path or "??", ROOT)  # unknown for the emulator's own
             if file.startswith(("csrc/", "tests/")) and not file.startswith(WRAPPERS):
                 return file.removeprefix("csrc/"), line, name, "" if name == names[0] else names[0]
         return None
@@ -144,12 +145,15 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     hidden, rows = 256, 256
     weight = torch.randn(rows, hidden).bfloat16()
     packed = {bits: random_weight(bits, rows, hidden).packed for bits in (4, 8)}
+    # Groups of 128, which have kernels of their own.
+    common = packed[4] | {name: packed[4][name][:, ::4].contiguous() for name in ("scales", "mins")}
     norm, table = torch.ones(hidden), torch.randn(16)
     for tokens in (1, 64, 128):
         x = torch.randn(tokens, hidden).bfloat16()
         for fused in ((None, None, 1e-6, None, torch.randn(tokens, rows).bfloat16()), (None, norm, 1e-6, "silu", None)):
             yield "gemm", (x, weight, *fused)
             yield "int4_gemm", (x, *packed[4].values(), *fused, 32)
+            yield "int4_gemm", (x, *common.values(), *fused, 32)
             yield "int8_gemm", (x, *packed[8].values(), *fused, 32)
             yield "lut_gemm", (x, packed[4]["qweight"], packed[4]["scales"], table, rows, *fused)
         q = torch.randint(-127, 128, (tokens, hidden)).to(torch.int8), torch.rand(tokens)
@@ -170,8 +174,15 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     matrices, ids = torch.randn(2, 2, 16, 4096).bfloat16().unbind(), torch.arange(16, dtype=torch.int32) // 8
     yield "add_lora", (x.clone(), x, *matrices, ids, None, None, None, 0.0)
     yield "embedding", (x, torch.arange(8))
+    yield "sigmoid_gate", (x, x)
     yield "softcap", (x, 30.0)
     yield "sample", (torch.randn(2, 32_000), *sampling(2), *[None] * 7, 0)
+    # Tiles of 256 tokens.
+    x = torch.randn(256, 128).bfloat16()
+    yield "gemm", (x, torch.randn(768, 128).bfloat16(), None, None, 1e-6, None, None)
+    yield "int4_gemm", (x, *random_weight(4, 768, 128).packed.values(), None, None, 1e-6, None, None, 32)
+    yield from linear_attention_calls()
+    yield from latent_attention_calls()
 
 
 def expert_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -182,8 +193,25 @@ def expert_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     rows = ids.argsort(stable=True).int(), torch.nn.functional.pad(ids.bincount(minlength=4).cumsum(0), (1, 0)).int()
     stack = [random_weight(4, 256, 256).packed for _ in range(4)]
     weights = [torch.stack([weight[name] for weight in stack]) for name in ("qweight", "scales", "mins")]
-    yield "grouped_int4_gemm", (x, *weights, 256, *rows, "silu", 32)
+    yield "grouped_int4_gemm", (x, *weights, 256, *rows, None, "silu", 32)
     yield "combine_experts", (torch.randn(64, 256).bfloat16(), torch.rand(32, 2), x)
+
+
+def linear_attention_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """A decode of two sequences, and a prompt, of four heads of 128."""
+    heads, dim, states = 4, 128, torch.randn(2, 4, 128, 128)
+    for slots in (((0, 1, 2), (0, 1), (0, 1)), ((0, 16), (-1,), (*(-1,) * 15, 1))):
+        step = [torch.tensor(values, dtype=torch.int32) for values in slots]
+        tokens = len(slots[2])
+        qkv, z = torch.randn(tokens, 2 * heads * dim).bfloat16(), torch.randn(tokens, heads * dim).bfloat16()
+        weight = torch.randn(qkv.shape[1], 4).bfloat16()
+        yield "causal_conv1d", (qkv, weight, None, torch.randn(2, 3, qkv.shape[1]).bfloat16(), *step)
+        gates = torch.randn(2, tokens, heads).unbind()
+        yield "gated_delta_rule", (qkv, z, *gates, *torch.randn(2, heads), torch.ones(dim), 1e-6, states, *step)
+        conv = torch.randn(dim, 4).bfloat16(), None, torch.randn(2, 3, dim).bfloat16(), *step
+        yield "causal_conv1d", (z[:, :dim].contiguous(), *conv, z[:, dim : 3 * dim].contiguous())
+        scan = *torch.randn(3, heads), torch.ones(heads * dim), 1e-6, 0.0, 9.0, states, *step
+        yield "mamba2_scan", (qkv[:, : (heads + 2) * dim].contiguous(), z, gates[0], *scan)
 
 
 def attention_calls(head_dim: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -208,6 +236,22 @@ def attention_calls(head_dim: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield "norm_rotary_store", (q, k, v, *norms, 1e-6, positions, rotary, False, *floats, None, None, positions)
         for cache in (floats, (*integers, *scales), (*codes, *groups)):
             yield "store_kv_cache", (k, v, *cache[:2], positions, *cache[2:])
+
+
+def latent_attention_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """A decode and a prefill of 20 heads over a cache of rows that are keys and values."""
+    heads, rank, rotary_dim, length, block = 20, 256, 64, 128, 16
+    rows = torch.randn(length // block, block, 1, rank + rotary_dim).bfloat16()
+    tables = torch.randperm(length // block, dtype=torch.int32)[None], torch.tensor([length], dtype=torch.int32)
+    rotary = ops.cos_sin_cache(rotary_dim, length)
+    for tokens in (1, 16):
+        positions = torch.arange(tokens)
+        yield "head_rows", (positions, heads)
+        parts = torch.randn(tokens, heads, rank), torch.randn(tokens, heads, 128 + rotary_dim)[..., 128:]
+        x = *(part.bfloat16() for part in parts), torch.randn(tokens, rank + rotary_dim).bfloat16()
+        yield "latent_rotary_store", (*x, torch.ones(rank), 1e-6, positions, rotary, True, None, rows, None, positions)
+        q, ragged = torch.randn(tokens, heads, rank + rotary_dim).bfloat16(), torch.tensor([0, tokens]).int()
+        yield "paged_attention", (q, rows, rows[..., :rank], *tables, ragged, 0.1, 0, 0.0, *[None] * 5)
 
 
 def sampling(count: int) -> tuple[torch.Tensor, ...]:

@@ -52,6 +52,7 @@ def test_the_next_step_is_launched_before_the_last_one_is_collected() -> None:
         expected += [f"launch {number}", f"collect {number - 1}"]
     # Nothing is launched for a sequence whose last token has been launched: it cannot get another.
     assert device.events == [*expected, "collect 7"]
+    assert engine.stats().num_waited_steps == 0
 
 
 def test_a_text_that_ends_early_costs_one_token_in_vain() -> None:
@@ -78,13 +79,12 @@ def test_synchronous_steps_are_collected_at_once() -> None:
     engine.add_request(PROMPT, LONG)
     drain(engine)
     assert device.events == [f"{event} {number}" for number in range(8) for event in ("launch", "collect")]
+    assert engine.stats().num_waited_steps == 0
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"logprobs": 1},
-        {"prompt_logprobs": 1},
         {"presence_penalty": 0.5},
         {"bad_words": ["ab"]},
         {"allowed_token_ids": [1, 2, 3]},
@@ -97,7 +97,39 @@ def test_what_needs_the_results_waits_for_them(options: dict[str, Any]) -> None:
     device = Device(engine)
     output = drain_one(engine, params)
     assert device.events == [f"{event} {number}" for number in range(6) for event in ("launch", "collect")]
+    assert engine.stats().num_waited_steps == engine.stats().num_steps == 6
     assert output == drain_one(toy_engine(), params)
+
+
+def test_logprobs_of_the_prompt_wait_for_its_steps_alone() -> None:
+    engine = toy_engine(async_scheduling=True)
+    device = Device(engine)
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=4, ignore_eos=True, prompt_logprobs=1)
+    engine.add_request(PROMPT, params)
+    output = drain(engine)["request-0"]
+    ahead = ["launch 1", "launch 2", "collect 1", "launch 3", "collect 2", "collect 3"]
+    assert device.events == ["launch 0", "collect 0", *ahead]
+    engine = toy_engine()
+    engine.add_request(PROMPT, params)
+    assert output.prompt_logprobs == drain(engine)["request-0"].prompt_logprobs
+
+
+def test_logprobs_do_not_wait_and_are_those_of_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step's graph overwrites the logits before they are collected; rank and log-probability stay."""
+    use_fakes(monkeypatch)
+    outputs = []
+    for is_async in (False, True):
+        engine = use_graphs(toy_engine(model=PaddedToy(), async_scheduling=is_async))
+        device = Device(engine) if is_async else None
+        for seed, logprobs in enumerate((0, 2, None)):
+            params = SamplingParams(temperature=1.5, seed=seed, max_tokens=8, ignore_eos=True, logprobs=logprobs)
+            engine.add_request(PROMPT, params)
+        outputs.append(results(drain(engine)))
+        if device is not None:
+            assert device.events[:4] == ["launch 0", "launch 1", "collect 0", "launch 2"]
+    assert outputs[0] == outputs[1]
+    ranks = {entry.rank for position in outputs[0]["request-0"][0][-1] for entry in position.values()}
+    assert len(ranks) > 2
 
 
 def mixed(engine: Engine) -> dict[str, Any]:
@@ -150,6 +182,7 @@ def results(outputs: dict[str, Any]) -> dict[str, Any]:
 def test_no_text_changes(limits: dict[str, Any]) -> None:
     engine = toy_engine(async_scheduling=True, **limits)
     assert results(mixed(engine)) == results(mixed(toy_engine(**limits)))
+    assert 0 < engine.stats().num_waited_steps < engine.stats().num_steps
     if "num_kv_blocks" in limits:
         assert engine.stats().num_preemptions > 0
 
@@ -193,11 +226,37 @@ def test_a_step_ahead_is_a_copy_a_replay_and_a_copy_back(monkeypatch: pytest.Mon
         ]
 
 
-def test_no_text_changes_with_speculation() -> None:
-    def engine(**options: Any) -> Engine:
-        return toy_engine(draft_model=ToyModel(), num_speculative_tokens=3, **options)
+def test_a_step_that_begins_a_block_copies_its_entries_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fakes(monkeypatch)
+    engine = use_graphs(toy_engine(model=PaddedToy(), async_scheduling=True, block_size=4))
+    for seed in range(3):
+        engine.add_request([1, 2], SamplingParams(temperature=0.8, seed=seed, max_tokens=20))
+    for _ in range(3):
+        engine.step()
+    calls = Calls(monkeypatch)
+    steps = []
+    for _ in range(8):
+        calls.names.clear()
+        with calls:
+            engine.step()
+        steps.append(list(calls.names))
+    inputs, rest = ["Tensor.pin_memory", "aten.copy_.default"], ["FakeGraph.replay", "FakeHostCopy.__init__"]
+    entries = ["Tensor.pin_memory", "aten.index_put_.default"]
+    assert [step == [*inputs, *rest] for step in steps] == [True, True, True, False] * 2, (
+        "all sequences are equally long"
+    )
+    assert steps[3] == steps[7] == [*inputs, *entries, *rest]
 
-    assert results(mixed(always_speculate(engine(async_scheduling=True)))) == results(mixed(toy_engine()))
+
+def test_no_step_runs_ahead_with_a_speculator() -> None:
+    """Drafts continue the last tokens, so those must be known."""
+    engine = always_speculate(toy_engine(draft_model=ToyModel(), num_speculative_tokens=3, async_scheduling=True))
+    device = Device(engine)
+    assert results(mixed(engine)) == results(mixed(toy_engine()))
+    assert engine.stats().num_drafted_tokens > 0
+    in_turn = [f"{event} {number}" for number in range(device.num_launched) for event in ("launch", "collect")]
+    assert device.events == in_turn
+    assert engine.stats().num_waited_steps == engine.stats().num_steps
 
 
 def abort(engine: Engine, request_id: str) -> None:

@@ -57,8 +57,9 @@ class Forced(Engine):
     """Notes the logits of every draw by the sequence's seed and length, and follows another engine's tokens."""
 
     def __init__(self, device: str, tokens: dict[tuple[int, ...], int] | None = None, **limits: Any) -> None:
-        config = EngineConfig(**{**LIMITS, "device": device, "enforce_eager": True, **limits})
-        super().__init__(mixed_decoder(device), ToyTokenizer(), config)  # type: ignore[arg-type]
+        # A step that is launched ahead would go on with the tokens that the GPU has drawn.
+        options = {**LIMITS, "device": device, "enforce_eager": True, "async_scheduling": False, **limits}
+        super().__init__(mixed_decoder(device), ToyTokenizer(), EngineConfig(**options))  # type: ignore[arg-type]
         self.logits: dict[tuple[int, ...], Tensor] = {}
         self.tokens: dict[tuple[int, ...], int] = {}
         for tensor in (tensor for cache in self.worker.kv_cache for tensor in cache.tensors):
@@ -71,7 +72,7 @@ class Forced(Engine):
                 key = (row.sequence.seed, *row.sequence.token_ids, *row.drafts)
                 self.logits[key] = result.logits[index].cpu().clone()
                 self.tokens[key] = (tokens or {}).get(key, token.token_id)
-                drawn[index] = replace(token, token_id=self.tokens[key])
+                drawn[index] = token._replace(token_id=self.tokens[key])
             return Draw(lambda: drawn)
 
         self.sampler.launch = forced  # type: ignore[method-assign]
@@ -249,8 +250,8 @@ def test_embeddings_and_scores(expected_embeddings: list[Any], device: str) -> N
 
 def logits_of_text(model: Decoder, dtype: torch.dtype, device: str) -> Tensor:
     """After each of a few tokens."""
-    config, ids = model.config, torch.tensor([504, 3575, 282, 4649, 314])  # The capital of France is
-    cache = KVCache.empty([0] * config.num_layers, [2], 8, config.num_kv_heads, config.head_dim, dtype, device)
+    ids = torch.tensor([504, 3575, 282, 4649, 314])  # The capital of France is
+    cache = KVCache.of_model(model.config, [2], 8, dtype, device)
 
     def int32(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)

@@ -16,6 +16,7 @@ from fastinfer.cli.launch_plans import GPUS, launch_plan
 from fastinfer.engine import cuda_graphs
 from fastinfer.engine.batch_inputs import BatchInputs, BatchSize
 from fastinfer.engine.block_table import BlockTable
+from fastinfer.engine.chunk import Chunk
 from fastinfer.engine.cuda_graphs import (
     MAX_CAPTURED_TOKENS,
     MAX_DECODED_TOKENS,
@@ -24,7 +25,6 @@ from fastinfer.engine.cuda_graphs import (
     expert_tile_limits,
     prefill_buckets,
 )
-from fastinfer.engine.scheduler import Chunk
 from fastinfer.engine.sequence import Sequence
 from fastinfer.sampling_params import SamplingParams
 
@@ -93,7 +93,7 @@ def test_the_experts_of_a_step_have_the_tiles_of_its_bucket(experts: int, chosen
 
     def tile(tokens: int) -> int:
         share = -(-tokens * chosen // experts)
-        return 8 if share <= 8 else 32 if share <= 32 else 128
+        return 8 if share <= 8 else 32 if share <= 32 else 128 if share <= 256 else 256
 
     limits = expert_tile_limits(replace(CONFIG, num_experts=experts, experts_per_token=chosen))
     for buckets in (decode_buckets(256, limits), prefill_buckets(2048, limits)):

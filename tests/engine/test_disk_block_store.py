@@ -60,6 +60,19 @@ def test_blocks_are_found_by_a_later_store(tmp_path: Path) -> None:
     assert not store.touch(content(5))
 
 
+def test_a_process_that_goes_to_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path means the folder in which the process was when the store was made."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "first")
+    store = make(Path("kv"))
+    monkeypatch.chdir(tmp_path / "second")
+    fill(store, 1)
+    assert check(store, 0)
+    assert check(make(tmp_path / "first" / "kv"), 0)
+    assert not list((tmp_path / "second").iterdir())
+
+
 def test_only_the_owner_may_read(tmp_path: Path) -> None:
     fill(make(tmp_path), 1)
     assert [oct(file.stat().st_mode & 0o777) for file in kv_files(tmp_path)] == ["0o600"]

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from fastinfer import ops
 from fastinfer.engine.batch_inputs import BatchInputs, StepResult
+from fastinfer.engine.chunk import Chunk
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.logits_row import LogitsRow, drop_impossible_drafts, logits_rows
 from fastinfer.engine.sampler import Sampler
-from fastinfer.engine.scheduler import Chunk
 from fastinfer.engine.sequence import Sequence, SequenceState
 from fastinfer.errors import QueueFullError, RequestError
 from fastinfer.sampling_params import SamplingParams
@@ -319,9 +319,11 @@ def test_a_grammar_that_fails_ends_its_request_only() -> None:
 def with_unsound_grammar(engine: Engine) -> str:
     """Queue a request whose grammar cannot be compiled."""
     request_id = engine.add_request(PROMPT, SAMPLED)
-    engine.scheduler.finish(engine.requests.active[request_id].sequences[0])
-    engine.requests.compiling[request_id] = Future()
-    engine.requests.compiling[request_id].set_exception(RequestError("no such grammar"))
+    request, compiled = engine.requests.active[request_id], Future[Any]()
+    engine.scheduler.finish(request.sequences[0])
+    request.sequences[0].state = SequenceState.PENDING
+    engine.requests.awaiting_grammar.add(request, compiled)
+    compiled.set_exception(RequestError("no such grammar"))
     return request_id
 
 
@@ -351,7 +353,7 @@ def test_grammars_that_are_compiled_in_the_background() -> None:
         for sequence in engine.requests.active[ids[-1]].sequences:
             sequence.state = SequenceState.PENDING
         compiled.append(Future())
-        engine.requests.compiling[ids[-1]] = compiled[-1]
+        engine.requests.awaiting_grammar.add(engine.requests.active[ids[-1]], compiled[-1])
     assert engine.step() == []
     with pytest.raises(QueueFullError):
         engine.add_request(PROMPT)

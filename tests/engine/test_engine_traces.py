@@ -1,29 +1,56 @@
 """Random traces: requests of all kinds come, are aborted, refused, preempted and finish, in a cache that is mostly too
-small. Every text must be what the request alone would give, and every block accounted for in every step."""
+small. Every text must be what the request alone would give, and every block accounted for in every step. In half of the
+traces the kernels compute prompts differently than generated tokens, and the engine is deterministic; in another half
+the model has states."""
 
 import contextlib
 import os
 import tempfile
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.faults import Fault, Interrupt, Tracer
 from support.kv_files import GIB
-from support.toy import NUM_LAYERS, VOCAB_SIZE, Forgetful, ToyModel, always_speculate, check_blocks, drain, toy_engine
+from support.state_toy import StateRoleToy, StateToy
+from support.toy import (
+    NUM_LAYERS,
+    VOCAB_SIZE,
+    Forgetful,
+    ForgetfulRoleToy,
+    RoleToy,
+    ToyModel,
+    always_speculate,
+    check_blocks,
+    drain,
+    toy_engine,
+)
 from support.toy_grammar import Letters, constrained
+from torch import Tensor
 
-from fastinfer.engine import deadlines
+from fastinfer.engine import deadlines, kv_cache_size
+from fastinfer.engine import engine as engine_module
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.sequence import Sequence, SequenceState
 from fastinfer.errors import QueueFullError, RequestError
 from fastinfer.outputs import PrefillOutput
-from fastinfer.sampling_params import RequestOutputKind, SamplingParams
+from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 ACTIONS = ["add", "add", "add", "embed", "module", "unpin", "step", "step", "step", "step", "step", "abort", "clock"]
-ACTIONS += ["fault"]
+ACTIONS += ["turn", "fault", "fault at a line", "sleep"]
+CUT_SHORT = {"abort", "timeout", "error"}
+# Lines of the engine that a step runs through, by order of magnitude.
+MAX_LINES = 600
+
+
+def shift(tokens: Any, logits: Tensor) -> None:
+    """A logits processor whose result depends on all generated tokens."""
+    logits[sum(tokens) % VOCAB_SIZE] += 3.0
 
 
 class Request:
@@ -31,7 +58,9 @@ class Request:
 
     def __init__(self, draw: Any, prompt: list[int], max_completions: int) -> None:
         self.prompt = prompt
-        kind = draw(st.sampled_from(["greedy", "greedy", "sampled", "rules", "grammar", "logprobs"]))
+        kind = draw(
+            st.sampled_from(["greedy", "greedy", "sampled", "rules", "grammar", "logprobs", "processor", "beams"])
+        )
         fields: dict[str, Any] = {"temperature": 0.0, "max_tokens": draw(st.integers(1, 20))}
         if kind != "greedy":
             fields |= {"seed": draw(st.integers(0, 9)), "temperature": 1.0}
@@ -41,18 +70,27 @@ class Request:
             fields |= {"allowed_token_ids": [0, *range(1, 60)], "bad_words": ["a", "bc", "def"], "min_tokens": 1}
         if kind == "logprobs":
             fields |= {"logprobs": 1, "prompt_logprobs": 0, "stop": ["ab"], "include_stop_str_in_output": True}
+        if kind == "processor":
+            fields |= {"logits_processors": [shift]}
         fields["n"] = draw(st.integers(1, max_completions))
+        if kind == "beams":
+            fields["logprobs"] = None
         fields["output_kind"] = draw(st.sampled_from(list(RequestOutputKind)))
         self.params = SamplingParams(**fields)
         self.grammar = Letters("abc", draw(st.integers(1, 9))) if kind == "grammar" else None
+        self.beams = None
+        if kind == "beams":
+            self.beams = BeamSearchParams(beam_width=self.params.n, max_tokens=self.params.max_tokens or 1)
 
     def add(self, engine: Engine, **options: Any) -> str:
+        if self.beams is not None:
+            return engine.add_beam_request(self.prompt, self.beams, **options)
         if self.grammar is not None:
             return constrained(engine, self.prompt, self.params, self.grammar, **options)
         return engine.add_request(self.prompt, self.params, **options)
 
     def alone(self, engine: Engine) -> "Texts":
-        texts = Texts(self.params)
+        texts = Texts(self)
         self.add(engine)
         while engine.has_unfinished:
             for output in engine.step():
@@ -63,8 +101,10 @@ class Request:
 class Texts:
     """The texts and tokens of a request's completions, from outputs of any kind."""
 
-    def __init__(self, params: SamplingParams) -> None:
-        self.is_delta = params.output_kind is RequestOutputKind.DELTA
+    def __init__(self, request: Request) -> None:
+        params = request.params
+        self.is_search = request.beams is not None  # which has one output
+        self.is_delta = params.output_kind is RequestOutputKind.DELTA and not self.is_search
         self.texts = [""] * params.n
         self.token_ids: list[list[int]] = [[] for _ in range(params.n)]
         self.logprobs: list[list[Any]] = [[] for _ in range(params.n)]
@@ -86,14 +126,16 @@ class Texts:
             assert self.is_delta or completion.text == self.texts[index]
 
     def check(self, expected: "Texts") -> None:
-        """Equal, or a beginning for those that were cut short."""
+        """Equal, or a beginning for those that were cut short; a search that was has the best texts so far."""
+        if self.is_search and {None, *CUT_SHORT} & set(self.reasons):
+            return
         for index, reason in enumerate(self.reasons):
             pairs = [
                 (self.texts[index], expected.texts[index]),
                 (self.token_ids[index], expected.token_ids[index]),
                 (self.logprobs[index], expected.logprobs[index]),
             ]
-            if reason in ("abort", "timeout"):
+            if reason in CUT_SHORT:
                 pairs = [(got, whole[: len(got)]) for got, whole in pairs]  # type: ignore[index]
             else:
                 assert reason == expected.reasons[index]
@@ -101,7 +143,7 @@ class Texts:
                 assert got == wanted
 
 
-def draw_engine(draw: Any, folder: str) -> Callable[[], Engine]:
+def draw_engine(draw: Any, folder: str, kind: type[ToyModel]) -> Callable[[], Engine]:
     """A function that makes engines of the same kind, which may keep their cache in the folder."""
     block_size = draw(st.integers(1, 5))
     max_model_len = draw(st.integers(4, 40))
@@ -109,7 +151,8 @@ def draw_engine(draw: Any, folder: str) -> Callable[[], Engine]:
     speculation = draw(st.sampled_from(["none", "ngram", "draft model"]))
     windows = draw(st.tuples(*[st.sampled_from([0, 0, 1, 3, 8])] * NUM_LAYERS))
     has_prefix_cache = draw(st.booleans())
-    stores = draw(st.sampled_from(["none", "host", "disk", "both"])) if has_prefix_cache else "none"
+    can_store = has_prefix_cache and not issubclass(kind, StateToy)
+    stores = draw(st.sampled_from(["none", "host", "disk", "both"])) if can_store else "none"
     block_bytes = block_size * NUM_LAYERS * 2 * 4 * (1 + (speculation == "draft model"))
     limits: dict[str, Any] = {}
     if stores in ("host", "both"):
@@ -127,11 +170,14 @@ def draw_engine(draw: Any, folder: str) -> Callable[[], Engine]:
         "max_num_waiting": draw(st.integers(1, 8)),
         "enable_prefix_caching": has_prefix_cache,
         "async_scheduling": draw(st.booleans()),
+        "deterministic": issubclass(kind, RoleToy),
     }
+
+    draft_kind = ForgetfulRoleToy if issubclass(kind, RoleToy) else Forgetful
 
     def make() -> Engine:
         engine = toy_engine(
-            model=ToyModel(windows), draft_model=Forgetful() if speculation == "draft model" else None, **limits
+            model=kind(windows), draft_model=draft_kind() if speculation == "draft model" else None, **limits
         )
         return engine if speculation == "none" else always_speculate(engine)
 
@@ -146,7 +192,11 @@ def test_random_traces(data: st.DataObject) -> None:
     clock = SimpleNamespace(now=0.0)
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setattr(deadlines, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-        run_trace(draw, draw_engine(draw, folder), clock)
+        kind = draw(st.sampled_from([ToyModel, RoleToy, StateToy, StateRoleToy]))
+        patch.setattr(engine_module, "roles_differ", lambda device: issubclass(kind, RoleToy))
+        num_states = draw(st.integers(1, 12))
+        patch.setattr(kv_cache_size, "_num_states", lambda config, state_bytes, memory: num_states * (state_bytes > 0))
+        run_trace(draw, draw_engine(draw, folder, kind), clock)
 
 
 def run_trace(draw: Any, make_engine: Callable[[], Engine], clock: SimpleNamespace) -> None:
@@ -158,7 +208,16 @@ def run_trace(draw: Any, make_engine: Callable[[], Engine], clock: SimpleNamespa
 
     def prompt() -> list[int]:
         """Often one that begins as others do."""
-        start = stem[: draw(st.integers(0, len(stem)))]
+        return continued(stem[: draw(st.integers(0, len(stem)))])
+
+    def next_turn() -> list[int]:
+        """The next turn of a chat, whose last answer is a part of the prompt now."""
+        earlier = draw(st.sampled_from(sorted(requests)))
+        while not texts[earlier].finished:
+            step(engine, take)
+        return continued((requests[earlier].prompt + texts[earlier].token_ids[0])[: max_model_len - 2])
+
+    def continued(start: list[int]) -> list[int]:
         return start + draw(
             st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=max_model_len - 1 - len(start))
         )
@@ -169,11 +228,11 @@ def run_trace(draw: Any, make_engine: Callable[[], Engine], clock: SimpleNamespa
 
     for action in draw(st.lists(st.sampled_from(ACTIONS), max_size=60)):
         is_full = engine.stats().num_waiting >= engine.config.max_num_waiting  # more after a preemption
-        if action in ("add", "embed", "module") and is_full:
+        if action in ("add", "turn", "embed", "module") and is_full:
             with pytest.raises(QueueFullError):
                 engine.add_request([1])
-        elif action == "add":
-            request = Request(draw, prompt(), min(3, max_num_seqs))
+        elif action == "add" or (action == "turn" and requests):
+            request = Request(draw, next_turn() if action == "turn" else prompt(), min(3, max_num_seqs))
             options: dict[str, Any] = {
                 "cache_salt": draw(st.sampled_from(["", "", "salt"])),
                 "priority": draw(st.sampled_from([0, 0, 0, 1, -1])),
@@ -181,7 +240,7 @@ def run_trace(draw: Any, make_engine: Callable[[], Engine], clock: SimpleNamespa
                 "queue_timeout": draw(st.sampled_from([None, None, 2.0])),
             }
             request_id = request.add(engine, **options)
-            requests[request_id], texts[request_id] = request, Texts(request.params)
+            requests[request_id], texts[request_id] = request, Texts(request)
         elif action == "embed":
             engine.add_embedding_request(prompt(), pooling=draw(st.sampled_from(["mean", "last"])))
         elif action == "module":
@@ -205,6 +264,22 @@ def run_trace(draw: Any, make_engine: Callable[[], Engine], clock: SimpleNamespa
                 step(engine, take)
             engine.model.fail = False  # type: ignore[attr-defined]
             check_blocks(engine)
+        elif action == "fault at a line":
+            error = draw(st.sampled_from([Fault, Interrupt]))
+            with contextlib.suppress(Fault, Interrupt):
+                outputs: deque[Any] = deque()
+                try:
+                    Tracer(None, draw(st.integers(1, MAX_LINES)), error)(partial(engine.step_into, outputs))
+                finally:
+                    for output in outputs:
+                        take(output)
+            check_blocks(engine)
+        elif action == "sleep":
+            while engine.has_unfinished:
+                step(engine, take)
+            engine.sleep(1)
+            engine.wake_up()
+            check_blocks(engine)
         elif action == "step":
             step(engine, take)
     while engine.has_unfinished:
@@ -214,8 +289,8 @@ def run_trace(draw: Any, make_engine: Callable[[], Engine], clock: SimpleNamespa
     restarted = make_engine() if engine.config.kv_offloading_dir is not None else None
     for request_id, request in requests.items():
         assert texts[request_id].finished
-        windows = engine.model.windows  # type: ignore[attr-defined]
-        model = ToyModel() if 0 in windows else ToyModel(windows)
+        windows, kind = engine.model.windows, type(engine.model)  # type: ignore[attr-defined]
+        model = kind() if 0 in windows or issubclass(kind, StateToy) else kind(windows)
         expected = request.alone(toy_engine(model=model, max_model_len=max_model_len))
         texts[request_id].check(expected)
         if restarted is not None:
@@ -231,14 +306,16 @@ def run_trace(draw: Any, make_engine: Callable[[], Engine], clock: SimpleNamespa
 
 def step(engine: Engine, take: Callable[[Any], None]) -> None:
     """One step, after which the books balance; somebody gets further, unless a batch waits for company."""
-    before = reached(engine)
+    before, lengths = reached(engine), longest(engine)
     outputs = engine.step()
     for output in outputs:
         take(output)
     check_blocks(engine)
     flush(engine)  # so that the trace does not depend on the writer's speed
     assert len({output.request_id for output in outputs}) == len(outputs)
-    progress = [s for s, place in reached(engine).items() if place > before.get(s, (0, 0))]
+    progress: list[Any] = [s for s, place in reached(engine).items() if place > before.get(s, (0, 0))]
+    # The beams of a search that goes on may all have to wait, longer by a token than those of the last round.
+    progress += [name for name, length in longest(engine).items() if length > lengths.get(name, length)]
     ended = [s for s in before if s.state is SequenceState.FINISHED]  # perhaps without an output of its own
     assert outputs or progress or ended or not before, "nobody got further"
 
@@ -255,6 +332,12 @@ def reached(engine: Engine) -> dict[Sequence, tuple[int, int]]:
     chunks = [] if launched is None else launched.chunks
     unsure = {chunk.sequence: chunk.num_tokens for chunk in chunks if chunk.num_restarts == chunk.sequence.num_restarts}
     return {s: (len(s), s.num_computed_tokens - unsure.get(s, 0)) for s in engine.scheduler.running}
+
+
+def longest(engine: Engine) -> dict[str, int]:
+    """Length of the longest sequence of each request."""
+    unfinished = {name: request.unfinished for name, request in engine.requests.active.items()}
+    return {name: max(map(len, sequences)) for name, sequences in unfinished.items() if sequences}
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])

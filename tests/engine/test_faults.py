@@ -5,6 +5,7 @@ Each one ends one request at most, the others give what they give alone, and all
 
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 from support.fake_cuda_graph import PaddedToy, use_fakes, use_graphs
 from support.faults import ENGINE, Fault, Interrupt, Line, Tracer
 from support.kv_files import GIB
-from support.toy import VOCAB_SIZE, Forgetful, always_speculate, check_blocks, toy_engine
+from support.state_toy import StateToy
+from support.toy import VOCAB_SIZE, Forgetful, ToyModel, always_speculate, check_blocks, toy_engine
 from support.toy_grammar import Letters, constrained
 
 from fastinfer.engine.beam_request import BeamRequest
@@ -20,9 +22,10 @@ from fastinfer.engine.engine import Engine
 from fastinfer.engine.generation_request import GenerationRequest
 from fastinfer.outputs import PrefillOutput
 from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from fastinfer.structured_output import StructuredOutputsParams
 
 # Also ways to schedule, to compute and to store.
-MODES = ["none", "ngram", "draft model", "runs ahead", "graphs", "offloading"]
+MODES = ["none", "ngram", "draft model", "runs ahead", "graphs", "offloading", "states"]
 AHEAD_MODES = ("runs ahead", "graphs")
 
 
@@ -64,8 +67,8 @@ def make_engine(mode: str) -> Engine:
     """With few blocks, so that sequences are preempted and share and copy blocks."""
     engine = toy_engine(
         draft_model=Forgetful() if mode == "draft model" else None,
-        model=PaddedToy() if mode == "graphs" else None,
-        num_speculative_tokens=3 if mode in ("ngram", "draft model") else 0,
+        model={"graphs": PaddedToy, "states": StateToy}.get(mode, ToyModel)(),
+        num_speculative_tokens=3 if mode in ("ngram", "draft model", "states") else 0,
         async_scheduling=mode in AHEAD_MODES,
         kv_offloading_size=2**20 / GIB if mode == "offloading" else None,
         block_size=4,
@@ -173,7 +176,7 @@ def check_fault(tracer: Tracer, mode: str, alone: dict[str, Any]) -> None:
     results = start(mode)
     results.run(lambda: tracer(results.engine.step))
     failed = [name for name in results.names.values() if results.failed(name)]
-    assert len(failed) <= 1
+    assert len(failed) <= 1, (failed, tracer.line)
     for name in results.names.values():
         if name not in failed:
             assert results.state(name) == alone[name], (name, tracer.line, tracer.occurrence)
@@ -279,12 +282,58 @@ def test_a_fault_while_a_request_is_aborted(error: type[BaseException], alone: d
         reasons = {completion.finish_reason for completion in results.last[victim].outputs}
         assert reasons & {"abort", "error"}
 
-    for mode, victim in (("ngram", "sampled"), ("ngram", "beams"), ("ngram", "delta"), ("runs ahead", "plain")):
+    for mode, victim in (
+        ("ngram", "sampled"),
+        ("ngram", "beams"),
+        ("ngram", "delta"),
+        ("runs ahead", "plain"),
+        ("states", "sampled"),
+    ):
         tracer = Tracer()
         run(tracer, mode, victim)
         assert len(tracer.seen) > 30
         for line in sorted(tracer.seen):
             run(Tracer(line, 1, error), mode, victim)
+
+
+@pytest.mark.parametrize("error", [Fault, Interrupt])
+def test_a_fault_while_grammars_arrive(error: type[BaseException], alone: dict[str, Any]) -> None:
+    """One has been compiled before the step, one is of an aborted request, one comes later."""
+    params = SamplingParams(seed=6, max_tokens=20, structured_outputs=StructuredOutputsParams(regex="a"))
+
+    def run(tracer: Tracer) -> None:
+        engine = make_engine("none")
+        grammars: list[Future[Any]] = [Future() for _ in range(3)]
+        unused = iter(grammars)
+        engine.grammars.submit = lambda constraint: next(unused)  # type: ignore[method-assign]
+        names = {REQUESTS["greedy"](engine): "greedy"}
+        first, aborted, last = (engine.add_request(prompt(4, 5), params) for _ in grammars)
+        engine.abort(aborted)
+        for grammar in grammars[:2]:
+            grammar.set_result(Letters("abc", 9))
+
+        def step() -> list[Any]:
+            has_first_ended = first not in engine.requests.active  # with its text or with the fault
+            if has_first_ended and not grammars[2].done():
+                grammars[2].set_result(Letters("abc", 9))
+            return tracer(engine.step)
+
+        names |= {first: "grammar", last: "another grammar"}
+        results = Results(engine, names).run(step)
+        failed = [name for name in names.values() if results.failed(name)]
+        assert len(failed) <= 1
+        for name in set(names.values()) - set(failed):
+            assert results.state(name) == alone["greedy" if name == "greedy" else "grammar"], (name, tracer.line)
+        assert (engine.requests.num_waiting, engine.requests.num_waiting_tokens) == (0, 0)
+
+    tracer = Tracer()
+    run(tracer)
+    files = {str(Path(ENGINE, name)) for name in ("grammar_queue.py", "waiting_requests.py", "request_table.py")}
+    lines = sorted(line for line in tracer.seen if line[0] in files)
+    assert len(lines) > 30
+    for line in lines:
+        for occurrence in {1, tracer.seen[line]}:
+            run(Tracer(line, occurrence, error))
 
 
 @pytest.mark.parametrize("error", [Fault, Interrupt])

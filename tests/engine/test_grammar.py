@@ -16,7 +16,7 @@ import pytest
 from support.json_schemas import SCHEMAS
 
 from fastinfer.engine import grammar as grammar_module
-from fastinfer.engine.grammar import MAX_COMPILED, Grammar, GrammarCompiler
+from fastinfer.engine.grammar import MAX_COMPILED, SHORT_CHARS, Grammar, GrammarCompiler
 from fastinfer.errors import RequestError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.structured_output import StructuredOutputsParams
@@ -459,7 +459,6 @@ def test_the_mask_s_shape(compiler: GrammarCompiler, tokenizer: Tokenizer) -> No
             },
             "triggers must be special tokens of the model all or none",
         ),
-        ({"regex": "a{9000000}"}, r"a token takes \d\.\d s"),
     ],
 )
 def test_what_cannot_be_enforced(fields: dict[str, Any], reason: str, compiler: GrammarCompiler, capfd: Any) -> None:
@@ -572,7 +571,10 @@ def test_a_grammar_too_complex_to_follow(compiler: GrammarCompiler, monkeypatch:
         patch.setattr(grammar_module, "MASK_SECONDS", -1.0)
         with pytest.raises(RequestError, match=r"^structured output: a token takes"):
             mask(grammar, compiler)
+        with pytest.raises(RequestError, match=r"^regex cannot be enforced: a token takes \d\.\d s, .*, got 'cd\*'$"):
+            compiled(compiler, regex="cd*")
     assert mask(grammar, compiler)
+    assert compiled(compiler, regex="cd*")
 
 
 def test_without_llguidance(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -592,3 +594,39 @@ def test_a_model_without_end_of_sequence(tokenizer: Tokenizer, monkeypatch: pyte
 def test_logits_narrower_than_the_vocabulary(tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match=r"^vocab_size: expected at least 49152, got 49151$"):
         GrammarCompiler(tokenizer, tokenizer.vocab_size - 1)
+
+
+LONG = "a" * (SHORT_CHARS + 1)
+
+
+@pytest.mark.parametrize(
+    ("slow", "fast"),
+    [
+        ([{"regex": f"{LONG}{i}"} for i in range(9)], {"regex": "ab"}),
+        (
+            [{"choice": [LONG[:4000], LONG[:4000], f"{LONG[:4000]}{i}"]} for i in range(9)],
+            {"json": SCHEMAS["recursion"]},
+        ),
+        ([{"regex": f"b{i}"} for i in range(9)], {"regex": LONG}),
+        ([{"json_object": True}, *({"regex": f"b{i}"} for i in range(9))], {"regex": LONG}),
+    ],
+    ids=["a short one behind long ones", "choices", "a long one behind short ones", "any object"],
+)
+def test_short_and_long_constraints_do_not_wait_for_each_other(
+    slow: list[dict[str, Any]], fast: dict[str, Any], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, time_limit=60)
+    may_compile, unhindered = threading.Event(), StructuredOutputsParams(**fast)
+
+    def compile_when_allowed(params: StructuredOutputsParams, *_: object) -> FakeGrammar:
+        assert params == unhindered or may_compile.wait(60)
+        return FakeGrammar()
+
+    monkeypatch.setattr(grammar_module, "_compile", compile_when_allowed)
+    try:
+        others = [compiler.submit(StructuredOutputsParams(**fields)) for fields in slow]
+        compiler.submit(unhindered).result(10)
+        assert not any(other.done() for other in others)
+    finally:
+        may_compile.set()
+        compiler.close()

@@ -15,9 +15,10 @@ from torch import Tensor
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.engine import Engine
 from fastinfer.formats.unpacked import Dense, Int8, Unpacked
-from fastinfer.models.config import ModelConfig, Precision
+from fastinfer.models.config import KVShape, LatentAttentionConfig, ModelConfig, Precision
 from fastinfer.models.decoder import Decoder
 from fastinfer.models.loader import load_decoder
+from fastinfer.models.state_config import LinearAttentionConfig, Mamba2Config, ShortConvConfig
 from fastinfer.sampling_params import BeamSearchParams, SamplingParams
 
 PROMPTS = [[(5 * i + 3 * j) % VOCAB_SIZE for j in range(length)] for i, length in enumerate((1, 6, 70, 13, 36, 17))]
@@ -29,11 +30,114 @@ GEMMA = {
     "attention_softcap": 5.0,
     "logits_softcap": 3.0,
     "post_norms": True,
-    "qk_norm": True,
+    "qk_norm": "head",
     "embedding_scale": 3.0,
     "activation": "gelu_tanh",
 }
+OLMO = {"qk_norm": "all", "pre_norms": False, "post_norms": True, "windows": (8, 0, 8), "unrotated_layers": {1}}
+COHERE = {
+    "norm": "layer_norm",
+    "norm_bias": False,
+    "parallel": True,
+    "interleaved_rope": True,
+    "logits_scale": 0.25,
+    "unrotated_layers": {2},
+}
+LINEAR = {
+    "state_layers": (True, False, True),
+    "states": LinearAttentionConfig(2, 4, 16, 32, 4),
+    "output_gate": True,
+    "qk_norm": "head",
+    "rotary_dim": 16,
+}
+LATENT = {
+    "num_kv_heads": 1,
+    "head_dim": 80,
+    "rotary_dim": 16,
+    "attention_scale": 0.15,
+    "latent_attention": LatentAttentionConfig(96, 64, 32, 16, 48, query_growth=0.5, query_length=20),
+    "interleaved_rope": True,
+}
+# Layers of different heads, the last two with the keys and values of the first two.
+SHAPES = {
+    "num_layers": 4,
+    "windows": (8, 0, 8, 0),
+    "kv_shapes": (KVShape(2, 64), KVShape(1, 128), KVShape(2, 64), KVShape(1, 128)),
+    "kv_layers": (0, 1, 0, 1),
+    "qk_norm": "head",
+}
+SHORT_CONV = {
+    "state_layers": (True, False, True),
+    "states": ShortConvConfig(mixed_decoder.CONFIG.hidden_size, 3, has_bias=True),
+    "qk_norm": "head",
+}
+GEMMA4 = SHAPES | {
+    "post_norms": True,
+    "v_norm": True,
+    "layer_scales": True,
+    "per_layer_size": 32,
+    "attention_scale": 0.2,
+    "embedding_scale": 3.0,
+    "activation": "gelu_tanh",
+    "rotary_dim": 128,
+    "local_rotary_dim": 64,
+    "local_rope_theta": 1e3,
+    "dense_layers": {2, 3},
+    "dense_intermediate_size": 192,
+}
+GEMMA4_MIXTURE = GEMMA4 | {
+    "kv_layers": (),
+    "tied_kv_layers": {1, 3},
+    "per_layer_size": 0,
+    "dense_layers": frozenset[int](),
+    "mlp_beside_experts": True,
+    "num_experts": 8,
+    "experts_per_token": 3,
+}
+MAMBA2 = {
+    "state_layers": (True, False, True),
+    "states": Mamba2Config(4, 32, 48, 2, 4, projection_bias=True),
+    "unrotated_layers": {1},
+}
+# A layer without an MLP, an MLP without a gate, and experts without gates.
+NEMOTRON = MAMBA2 | {
+    "stored_layers": ((0, 1), (2, None), (3, 4)),
+    "gated": False,
+    "activation": "relu2",
+    "num_experts": 8,
+    "experts_per_token": 3,
+    "shared_intermediate_size": 64,
+    "dense_layers": frozenset({0, 1}),
+    "dense_intermediate_size": 96,
+}
 MIXTURE = {"num_experts": 8, "experts_per_token": 3}
+GRANITE = {
+    **MIXTURE,
+    "shared_intermediate_size": 64,
+    "embedding_scale": 12.0,
+    "residual_scale": 0.22,
+    "attention_scale": 0.1,
+    "logits_scale": 0.125,
+}
+MUSE = {
+    "windows": (8, 0, 8),
+    "unrotated_layers": {1},
+    "post_norms": True,
+    "post_norm_eps": 1e-8,
+    "qk_norm": "unit",
+    "query_scale": 3.87,
+    "output_gate": True,
+    "separate_gate": True,
+    "normed_embedding": True,
+    "logits_softcap": 3.0,
+}
+LINEAR_MIXTURE = {
+    **LINEAR,
+    **MIXTURE,
+    "states": LinearAttentionConfig(2, 4, 16, 32, 4, tiled_output=True),
+    "shared_intermediate_size": 64,
+    "shared_expert_gate": True,
+}
 
 
 def w8a8(name: str, values: Tensor) -> Unpacked:
@@ -51,8 +155,32 @@ MODELS: dict[str, tuple[dict[str, Any], Form, str]] = {
     "w8a8": ({}, w8a8, "auto"),
     "gemma, bf16 weights": (GEMMA, lambda _, values: Dense(values.bfloat16()), "auto"),
     "gemma, int8": (GEMMA, lambda _, values: int8(values), "auto"),
+    "olmo, int8": (OLMO, lambda _, values: int8(values), "auto"),
+    "cohere, int4": (COHERE, lambda _, values: int4(values), "auto"),
+    "shapes, int4": (SHAPES, lambda _, values: int4(values), "auto"),
+    "shapes, bf16": (SHAPES, lambda _, values: Dense(values.bfloat16()), "bfloat16"),
+    "gemma 4, int8": (GEMMA4, lambda _, values: int8(values), "auto"),
+    "gemma 4, bf16": (GEMMA4, lambda _, values: Dense(values.bfloat16()), "bfloat16"),
+    "gemma 4's mixture, int4": (
+        GEMMA4_MIXTURE,
+        lambda name, v: Dense(v) if name.endswith("router") else int4(v),
+        "auto",
+    ),
+    "linear, int4": (LINEAR, lambda _, values: int4(values), "auto"),
+    "linear, bf16": (LINEAR, lambda _, values: Dense(values.bfloat16()), "bfloat16"),
+    "short convolutions, int4": (SHORT_CONV, lambda _, values: int4(values), "auto"),
+    "short convolutions, bf16": (SHORT_CONV, lambda _, values: Dense(values.bfloat16()), "bfloat16"),
+    "mamba 2, int4": (MAMBA2, lambda _, values: int4(values), "auto"),
+    "nemotron, int4": (NEMOTRON, lambda name, v: Dense(v) if name.endswith("router") else int4(v), "auto"),
+    "mamba 2, bf16": (MAMBA2, lambda _, values: Dense(values.bfloat16()), "bfloat16"),
+    "latent, int4": (LATENT, lambda _, values: int4(values), "auto"),
+    "latent, bf16": (LATENT, lambda _, values: Dense(values.bfloat16()), "bfloat16"),
+    "latent, w8a8": (LATENT, w8a8, "auto"),
     "mixture, fp32": (MIXTURE, lambda _, values: Dense(values), "auto"),
     "mixture, int4": (MIXTURE, lambda name, v: Dense(v) if name.endswith("router") else int4(v), "auto"),
+    "linear mixture, int4": (LINEAR_MIXTURE, lambda n, v: int4(v) if n.endswith("proj") else Dense(v), "auto"),
+    "granite, int4": (GRANITE, lambda n, v: int4(v) if n.endswith("proj") else Dense(v), "auto"),
+    "muse, bf16": (MUSE, lambda _, values: Dense(values.bfloat16()), "bfloat16"),
     "gpt2": ({"rotary_dim": 0, "gated": False, "norm": "layer_norm", "mlp_bias": True}, lambda _, v: Dense(v), "auto"),
 }
 
@@ -66,11 +194,18 @@ def decoder(request: pytest.FixtureRequest) -> Decoder:
 
 def engine_of(decoder: Decoder, **limits: Any) -> Engine:
     config = EngineConfig(**{**LIMITS, "deterministic": True, **limits})
-    draft = {"draft_model": decoder} if limits.get("num_speculative_tokens") == 3 else {}
+    draft = {"draft_model": _draft_for(decoder)} if limits.get("num_speculative_tokens") == 3 else {}
     engine = Engine(decoder, ToyTokenizer(), config, **draft)  # type: ignore[arg-type]
     for tensor in (tensor for cache in engine.worker.kv_cache for tensor in cache.tensors):
         tensor.view(torch.uint8).fill_(0xFF)  # NaN
     return engine
+
+
+def _draft_for(decoder: Decoder) -> Decoder:
+    """The model itself, or another one if it cannot draft."""
+    if decoder.config.states is None:
+        return decoder
+    return load_decoder(RandomCheckpoint(mixed_decoder.CONFIG), Precision.of("auto"), None)
 
 
 def answers(engine: Engine, params: SamplingParams = PARAMS) -> list[Any]:

@@ -1,16 +1,21 @@
 """Size of the KV cache and longest sequence, on machines of many sizes."""
 
-import io
-import os
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from support import mixed_decoder
 
+from fastinfer.cli.memory_bounds import attended_positions, kv_cache_bytes
 from fastinfer.engine import kv_cache_size
 from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.construction import kv_cache_size as choose_size
 from fastinfer.engine.kv_cache_size import KVCacheSize, available_memory, choose_kv_cache_size
 from fastinfer.errors import RequestError
+from fastinfer.models.config import KVShape
+from fastinfer.models.kv_cache import KVCache
+from fastinfer.utils.host_memory import HostMemory
 
 GIB = 2**30
 # Longest sequence, and bytes of a token's keys and values in fp16: layers * KV heads * head_dim * 2 * 2.
@@ -35,24 +40,9 @@ def cache_of(num_blocks: int, max_model_len: int) -> KVCacheSize:
     return KVCacheSize((0,), (num_blocks,), max_model_len, num_blocks * 32 * 30)
 
 
-def test_available_memory_is_what_linux_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {"/proc/meminfo": "MemTotal:       24000000 kB\nMemFree:  10 kB\nMemAvailable:   16000007 kB\n"}
-
-    def opened(path: str) -> io.StringIO:
-        if path not in files:
-            raise FileNotFoundError(path)
-        return io.StringIO(files[path])
-
-    monkeypatch.setattr("builtins.open", opened)
-    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 1001, "SC_PAGE_SIZE": 16384}.__getitem__)
-    reported = available_memory("cpu")
-    files["/proc/meminfo"] = "MemTotal:       24000000 kB\n"  # as before Linux 3.14
-    total_without_field = available_memory("cpu")
-    files.clear()
-    total_without_file = available_memory("cpu")
-    monkeypatch.undo()
-    assert reported == 16000007 * 1024
-    assert total_without_field == total_without_file == 1001 * 16384
+def test_available_memory_of_a_cpu_is_the_host_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache_size, "host_memory", lambda: HostMemory(9000, 5000))
+    assert available_memory("cpu") == 5000
 
 
 @pytest.mark.parametrize("memory", [16, 32, 64, 512])
@@ -159,6 +149,22 @@ def test_all_groups_together_fill_the_memory(window: int, memory: int, monkeypat
     assert size.max_model_len == 32 * full
     short = choose_kv_cache_size(replace(config, kv_cache_memory=10**9), 4096, {0: 100, 64: 300})
     assert short.num_blocks[1] == 64 * 3 + 2
+
+
+def test_layers_of_different_shapes_are_counted_exactly() -> None:
+    """Layers 2 and 3 have no keys and values of their own. In int8 there is a scale of 4 bytes per head."""
+    shapes = (KVShape(2, 64), KVShape(1, 128)) * 2
+    layers = {"num_layers": 4, "windows": (8, 0) * 2, "kv_shapes": shapes, "kv_layers": (0, 1, 0, 1)}
+    model = replace(mixed_decoder.CONFIG, **layers)
+    config = EngineConfig(max_num_seqs=2, num_kv_blocks=5, kv_cache_dtype=torch.int8)
+    size = choose_size(config, [model])
+    assert size.windows == (0, 8)
+    cache = KVCache.of_model(model, size.num_blocks, 32, torch.int8, "cpu", group=size.group)
+    assert size.num_bytes == sum(row.nbytes for row in cache.rows)
+    assert size.num_bytes == 32 * 2 * (5 * (128 + 4) + size.num_blocks[1] * 2 * (64 + 4))
+    whole = kv_cache_bytes(model, model.num_kv_heads, torch.int8, 96, 3)
+    assert whole == 3 * 32 * 2 * (3 * (128 + 4) + 2 * 2 * (64 + 4))
+    assert attended_positions(model, 10) == {KVShape(2, 64): 2 * (36 + 2 * 8), KVShape(1, 128): 2 * 55}
 
 
 def test_without_layers_of_full_attention_any_context_fits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -347,6 +347,7 @@ def test_an_adapter_is_known_by_its_matrices(tmp_path: Path) -> None:
     [
         ({"kv_offloading_size": 0}, r"kv_offloading_size must be a number in \(0.0, .*\], got 0"),
         ({"kv_offloading_size": 1e-9}, "kv_offloading_size must hold at least one block of 64 bytes, got 1e-09 GiB"),
+        ({"kv_offloading_size": 1e9}, r"kv_offloading_size must be at most the host's \d+\.\d GiB of memory, got 1000"),
         ({"kv_offloading_dir": 3}, "kv_offloading_dir must be a string or a path, got 3"),
         ({"kv_offloading_dir": "x", "kv_offloading_dir_size": -1}, "kv_offloading_dir_size must be a number in"),
         ({"kv_offloading_dir": "x", "kv_offloading_dir_size": 1e-9}, "kv_offloading_dir_size must hold at least one"),

@@ -9,11 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 from support.random_checkpoint import RandomCheckpoint, int4, int8
-from support.toy import VOCAB_SIZE, ToyModel, ToyTokenizer, always_speculate, greedy
+from support.toy import VOCAB_SIZE, ToyModel, ToyTokenizer, always_speculate, first_prompt_row, greedy
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastinfer import ops
 from fastinfer.engine import cpu_graphs
+from fastinfer.engine import engine as engine_module
 from fastinfer.engine.batch_inputs import StepResult
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.cpu_graphs import MAX_DECODED_TOKENS, OCCURRENCES
@@ -27,6 +29,7 @@ from fastinfer.models.config import ModelConfig, Precision
 from fastinfer.models.decoder import Decoder
 from fastinfer.models.kv_cache import KVCache
 from fastinfer.models.loader import load_decoder
+from fastinfer.ops.prompt import NO_ROW
 from fastinfer.sampling_params import SamplingParams
 
 CONFIG = ModelConfig(
@@ -267,6 +270,31 @@ def test_prompts_that_come_often_are_recorded() -> None:
     assert any(size.num_tokens == 16 > size.num_seqs and size.num_logits < size.num_seqs for size in recorded)
     assert any(size.num_tokens > size.num_seqs == size.num_logits for size in recorded)
     assert any(size.num_tokens == 16 and size.num_logits == 0 for size in recorded)
+
+
+def test_a_graph_is_replayed_for_the_same_rows_of_prompts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of the same size: two prompts, and a prompt beside a sequence that decodes."""
+    forward = Decoder.forward
+
+    def with_roles(model: Decoder, batch: Batch, kv_cache: KVCache) -> Tensor:
+        hidden, first = forward(model, batch, kv_cache), first_prompt_row()
+        if first < len(hidden):
+            ops.softcap(hidden[first:], 0.01)  # on the rows of prompts alone
+        return hidden
+
+    monkeypatch.setattr(Decoder, "forward", with_roles)
+    monkeypatch.setattr(engine_module, "roles_differ", lambda device: True)
+    engines = list(both(block_size=4, enable_prefix_caching=False))
+    for engine in engines:
+        for number in range(OCCURRENCES + 2):
+            engine.add_request([1 + number] * 4, replace(PARAMS, max_tokens=4))
+            engine.add_request([2 + number] * 5, replace(PARAMS, max_tokens=1))
+            engine.step()
+            engine.add_request([3 + number] * 8, replace(PARAMS, max_tokens=2))
+            drain(engine)
+    assert_same_steps(*engines)
+    sizes = [size for size in engines[1].worker.runner.graphs.recorded if size.num_seqs == 2]  # type: ignore[union-attr]
+    assert {(size.num_tokens, size.first_prompt_row) for size in sizes} == {(9, 0), (9, 1), (2, NO_ROW)}
 
 
 def test_sizes_that_were_counted_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

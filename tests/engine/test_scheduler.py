@@ -1,7 +1,10 @@
 import pytest
 from support.blocks import block_manager, blocks_of
 
-from fastinfer.engine.scheduler import Chunk, Scheduler
+from fastinfer.engine.block_manager import BlockManager
+from fastinfer.engine.block_pool import BlockPool
+from fastinfer.engine.chunk import Chunk
+from fastinfer.engine.scheduler import Scheduler
 from fastinfer.engine.sequence import Sequence, SequenceState
 from fastinfer.sampling_params import SamplingParams
 
@@ -11,8 +14,10 @@ def scheduler(
     block_size: int = 4,
     max_num_seqs: int = 8,
     budget: int = 16,
+    separates_roles: bool = False,
 ) -> Scheduler:
-    return Scheduler(block_manager(num_blocks, block_size), max_num_seqs, budget)
+    manager = block_manager(num_blocks, block_size)
+    return Scheduler(manager, max_num_seqs, budget, separates_roles=separates_roles)
 
 
 def sequence(name: str, num_tokens: int, priority: int = 0) -> Sequence:
@@ -111,6 +116,26 @@ def test_one_that_was_preempted_takes_its_room_before_its_turn() -> None:
     assert s.waiting == [short]
 
 
+@pytest.mark.parametrize("separates_roles", [False, True])
+def test_a_step_computes_a_preempted_prompt_or_what_was_generated_after_it(separates_roles: bool) -> None:
+    """Chunks with generated tokens come before prompts, whatever the order of service."""
+    s = scheduler(separates_roles=separates_roles)
+    preempted = sequence("preempted", 5)
+    preempted.token_ids += [1] * 4
+    s.add(preempted)
+    first = run(s.schedule())
+    s.add(sequence("urgent", 2, priority=-1))
+    s.add(sequence("late", 3))
+    second = list(run(s.schedule()).items())
+    if separates_roles:
+        assert first == {"preempted": 5}
+        assert second == [("preempted", 4), ("urgent", 2), ("late", 3)]
+    else:
+        assert first == {"preempted": 9}
+        assert second == [("preempted", 1), ("urgent", 2), ("late", 3)]
+    assert list(run(s.schedule()).values()) == [1, 1, 1]
+
+
 def test_nobody_takes_the_place_of_one_that_was_preempted() -> None:
     s = scheduler(num_blocks=8, max_num_seqs=2)
     a, b, short = sequence("a", 8), sequence("b", 12), sequence("short", 1)
@@ -150,6 +175,27 @@ def test_the_newest_gives_way_itself_when_it_is_the_one_without_a_block() -> Non
     assert s.running == [a]
     assert list(s.waiting) == [b]
     assert (s.block_manager.num_used, len(blocks_of(a))) == (3, 3)
+
+
+@pytest.mark.parametrize("steps", range(4))
+def test_a_prompt_goes_on_in_the_room_of_one_that_gave_way(steps: int) -> None:
+    """Also in the step whose only token is reserved for prompts, which have no room before the other gives way."""
+    pools = [BlockPool(20), BlockPool(20, window=8)]
+    s = Scheduler(BlockManager(pools, 1, enable_prefix_caching=False), max_num_seqs=4, max_num_batched_tokens=1)
+    later, prompt = sequence("later", 3, priority=1), sequence("prompt", 9)
+    s.add(later)
+    while not later.is_decoding:
+        run(s.schedule())
+    s.add(prompt)
+    while not prompt.num_computed_tokens:
+        run(s.schedule())
+    for _ in range(steps):
+        run(s.schedule())
+    for pool in pools:
+        while pool.num_available:
+            pool.take()
+    assert run(s.schedule()) == {"prompt": 1}
+    assert (s.running, s.waiting, s.num_preemptions) == ([prompt], [later], 1)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])

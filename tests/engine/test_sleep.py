@@ -41,6 +41,7 @@ def decoder_engine(with_draft_model: bool = False, **limits: Any) -> Engine:
         config,
         draft if with_draft_model else None,
         load_models=lambda: load_models()[: 1 + with_draft_model],
+        fingerprint="weights",
     )
 
 
@@ -254,6 +255,18 @@ def test_the_files_hold_another_model() -> None:
     with pytest.raises(RequestError, match="the files must hold the model that was loaded first"):
         engine.wake_up()
     assert engine.stats().is_sleeping
+
+
+def test_weights_that_are_loaded_again_count_as_others() -> None:
+    """The files may have changed meanwhile; answers that were stored for the old weights must not be found."""
+    engine = decoder_engine()
+    found = [engine.fingerprint]
+    for level in (1, 2, 2):
+        engine.sleep(level)
+        engine.wake_up()
+        found.append(engine.fingerprint)
+    assert found[0] == found[1] == decoder_engine().fingerprint != ""
+    assert len(set(found)) == 3
 
 
 def test_weights_move_to_host_memory_and_back() -> None:

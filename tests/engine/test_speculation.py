@@ -21,10 +21,10 @@ from support.toy import (
 from torch import Tensor
 
 from fastinfer.engine.acceptance import Acceptance, StepCosts
+from fastinfer.engine.chunk import Chunk
 from fastinfer.engine.draft_model import MISSING, RETRY_STEPS, spread
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.ngram_index import NgramIndex
-from fastinfer.engine.scheduler import Chunk
 from fastinfer.engine.sequence import Sequence
 from fastinfer.engine.speculation import NgramSpeculator
 from fastinfer.errors import RequestError

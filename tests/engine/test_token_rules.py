@@ -1,5 +1,6 @@
 """Allowed tokens, bad words, stop strings in the text and truncated prompts, against what the toy must give."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -9,6 +10,7 @@ from support.toy import VOCAB_SIZE, ToyTokenizer, always_speculate, drain, greed
 from support.toy_grammar import Letters, constrained
 
 from fastinfer import RequestError, SamplingParams
+from fastinfer.sampling_params import MAX_ALLOWED_TOKEN_IDS
 
 PROMPT = [3, 1, 4]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
@@ -114,6 +116,16 @@ def test_nothing_is_allowed() -> None:
 def test_malformed_parameters(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         SamplingParams(**fields)
+
+
+def test_a_list_that_is_too_long_is_refused_unread() -> None:
+    class Unread(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            raise AssertionError("read")
+
+    with pytest.raises(RequestError, match=r"^allowed_token_ids must be at most 131072, got 131073$"):
+        SamplingParams(allowed_token_ids=Unread([1] * (MAX_ALLOWED_TOKEN_IDS + 1)))
+    SamplingParams(allowed_token_ids=[1] * MAX_ALLOWED_TOKEN_IDS)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support import reference
-from support.gguf_unpack_reference import two_level_reference, unpack_reference
+from support.gguf_unpack_reference import FACTORS, two_level_reference, unpack_reference, write_factors
 from support.helpers import assert_bitwise, num_threads
 from torch import Tensor
 
@@ -18,12 +18,6 @@ from fastinfer.formats.unpacked import Dense, Int4, Int8, Lut, Unpacked, concate
 from fastinfer.weights.expert_weights import QuantizedExperts, make_expert_weights
 from fastinfer.weights.pack import make_weight
 
-# Where blocks have fp16 numbers.
-HALVES = {
-    GGUFType.Q2_K: (80, 82),
-    GGUFType.Q3_K: (108,),
-    GGUFType.Q6_K: (208,),
-}
 SHAPES = [(1, 1), (15, 3), (17, 2), (33, 9), (64, 1)]  # rows and blocks
 
 
@@ -33,11 +27,15 @@ def random_file(kind: GGUFType, rows: int, blocks: int, scale: float, before: in
     file = rng.integers(0, 256, before + rows * blocks * kind.block_bytes + 5, dtype=np.uint8)
     data = file[before:-5].reshape(rows, -1)
     view = data.reshape(rows, blocks, kind.block_bytes)
-    offsets = HALVES.get(kind, (0, 2))
-    for offset in offsets:
+    if kind is GGUFType.MXFP4:  # exponents that fp16 has, or all
+        view[..., 0] = rng.integers(*((104, 144) if scale > 1e-3 else (0, 256)), view.shape[:2])
+        return data
+    factors = []
+    for _ in FACTORS.get(kind, (0,)):
         numbers = (rng.uniform(-scale, scale, view.shape[:2])).astype(np.float16)
         numbers[rng.random(numbers.shape) < 0.1] = 0
-        view[..., offset : offset + 2] = numbers[..., None].view(np.uint8)
+        factors.append(numbers)
+    write_factors(view, kind, *factors)
     return data
 
 
@@ -102,9 +100,11 @@ def test_unpacked_and_packed(kind: GGUFType, scale: float, threads: int) -> None
 def test_every_number_of_fp16(kind: GGUFType, exact: bool) -> None:
     """Infinities and NaNs among them: a damaged block is no better with us, and no worse."""
     data = random_file(kind, 256, 256, 1.0)
-    numbers = np.arange(65536, dtype=np.uint16).reshape(256, 256, 1)
-    offset, *_ = HALVES.get(kind, (0,))
-    data.reshape(256, 256, -1)[..., offset : offset + 2] = numbers.view(np.uint8)
+    blocks, numbers = data.reshape(256, 256, -1), np.arange(65536, dtype=np.uint16).reshape(256, 256)
+    if kind is GGUFType.MXFP4:
+        blocks[..., :2] = numbers[..., None].view(np.uint8)
+    else:
+        write_factors(blocks, kind, numbers.view(np.float16), np.ones_like(numbers, np.float16))
     weight, expected = GGUFRows.of(data, kind, exact).unpack(), unpack_reference(data, kind, exact)
     if isinstance(expected, Dense):
         assert torch.equal(weight.values.nan_to_num(12.5), expected.values.nan_to_num(12.5))
@@ -123,9 +123,7 @@ def test_every_number_of_fp16(kind: GGUFType, exact: bool) -> None:
 def test_scales_too_large_for_fp16(kind: GGUFType) -> None:
     """One of them makes all scales fp32."""
     data = random_file(kind, 20, 3, 1e-2)
-    block = data[17, -kind.block_bytes :]
-    for offset in HALVES.get(kind, (0, 2)):
-        block[offset : offset + 2] = np.array([6e4], np.float16).view(np.uint8)
+    write_factors(data.reshape(20, 3, -1)[17:18, 2:], kind, np.array([[6e4]]))
     weight, expected = GGUFRows.of(data, kind, False), unpack_reference(data, kind, False)
     assert expected.scales.dtype == torch.float32
     assert_same(weight.unpack(), expected)

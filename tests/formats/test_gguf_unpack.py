@@ -6,12 +6,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from support.gguf_unpack_reference import GRID_SCALES, dequantize, write_factors
 from support.helpers import assert_bitwise
 
 from fastinfer.errors import UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile, GGUFTensor, GGUFType
-from fastinfer.formats.gguf_rows import GROUPS_OF_16
-from fastinfer.formats.gguf_unpack import DENSE_DTYPES, SUPPORTED_TYPES, unpack, unpack_rows
+from fastinfer.formats.gguf_rows import GROUPS_OF_16, GROUPS_OF_32
+from fastinfer.formats.gguf_unpack import DENSE_DTYPES, SUPPORTED_TYPES, read_rows, unpack, unpack_rows
 from fastinfer.formats.unpacked import Dense, Int4, Int8, Lut, Unpacked
 from fastinfer.models import gguf_checkpoint
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
@@ -26,17 +27,21 @@ FORMS = {
     GGUFType.Q5_1: (Int8, 0, 31),
     GGUFType.Q8_0: (Int8, -128, 127),
     GGUFType.IQ4_NL: (Lut, 0, 15),
+    GGUFType.IQ4_XS: (Lut, 0, 15),
+    GGUFType.MXFP4: (Lut, 0, 15),
     GGUFType.Q4_K: (Int4, 0, 15),
     GGUFType.Q5_K: (Int8, 0, 31),
+    GGUFType.IQ1_S: (Lut, 0, 10),
+    GGUFType.IQ2_XXS: (Lut, 0, 10),
+    GGUFType.IQ3_XXS: (Lut, 0, 15),
+    GGUFType.IQ3_S: (Int4, 0, 15),
+    GGUFType.TQ1_0: (Int4, 7, 9),
+    GGUFType.TQ2_0: (Int4, 7, 10),
+    GGUFType.Q1_0: (Int4, 7, 9),
+    GGUFType.Q2_0: (Int4, 7, 10),
 }
-# Where each block of the K types has its fp16 numbers.
-HALVES = {
-    GGUFType.Q2_K: (80, 82),
-    GGUFType.Q3_K: (108,),
-    GGUFType.Q4_K: (0, 2),
-    GGUFType.Q5_K: (0, 2),
-    GGUFType.Q6_K: (208,),
-}
+# Types whose scales are computed.
+SCALED = (*GROUPS_OF_16, *GROUPS_OF_32)
 
 
 def random_tensor(kind: GGUFType, rows: int = 5, columns: int | None = None) -> GGUFTensor:
@@ -48,18 +53,12 @@ def random_tensor(kind: GGUFType, rows: int = 5, columns: int | None = None) -> 
 
 
 def sensible_tensor(kind: GGUFType, rows: int = 64, columns: int = 1024, scale: float = 1e-3) -> GGUFTensor:
-    """Random blocks of a K type whose fp16 numbers are those of weights."""
+    """Random blocks whose fp16 factors are those of weights."""
     tensor = random_tensor(kind, rows, columns)
     blocks = tensor.data.reshape(rows, -1, kind.block_bytes)
     random = np.random.default_rng(0)
-    for offset in HALVES[kind]:
-        half = random.uniform(0.5 * scale, scale, blocks.shape[:2]).astype(np.float16)
-        blocks[..., offset : offset + 2] = half[..., None].view(np.uint8)
+    write_factors(blocks, kind, *(random.uniform(0.5 * scale, scale, blocks.shape[:2]) for _ in range(2)))
     return tensor
-
-
-def dequantize(tensor: GGUFTensor) -> np.ndarray:
-    return gguf.quants.dequantize(tensor.data, gguf.GGMLQuantizationType(tensor.type))
 
 
 def assert_bitwise_equal(ours: np.ndarray, expected: np.ndarray) -> None:
@@ -73,7 +72,7 @@ def assert_bitwise_equal(ours: np.ndarray, expected: np.ndarray) -> None:
 @pytest.mark.parametrize("kind", SUPPORTED_TYPES, ids=lambda kind: kind.name)
 def test_random_blocks(kind: GGUFType) -> None:
     tensor = random_tensor(kind, rows=257)
-    expected = dequantize(tensor)
+    expected = dequantize(tensor.data, tensor.type)
     weight = unpack(tensor)
     assert weight.shape == tensor.shape
     assert_bitwise_equal(weight.dequantize().numpy(), expected)
@@ -94,7 +93,9 @@ def test_real_model(model_path: Path) -> None:
     ]
     for name in names:
         tensor = file.tensors[name]
-        assert_bitwise_equal(unpack(tensor).dequantize().numpy(), dequantize(tensor).reshape(tensor.shape))
+        assert_bitwise_equal(
+            unpack(tensor).dequantize().numpy(), dequantize(tensor.data, tensor.type).reshape(tensor.shape)
+        )
     rows = file.tensors["token_embd.weight"].data[::97]
     expected = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType.Q8_0)
     assert_bitwise_equal(unpack_rows(rows, GGUFType.Q8_0).dequantize().numpy(), expected)
@@ -103,7 +104,7 @@ def test_real_model(model_path: Path) -> None:
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("kind", SUPPORTED_TYPES, ids=lambda kind: kind.name)
 def test_rows_can_be_reordered_while_packed(kind: GGUFType, exact: bool) -> None:
-    tensor = sensible_tensor(kind, rows=7) if kind in HALVES else random_tensor(kind, rows=7)
+    tensor = sensible_tensor(kind, rows=7) if kind in SCALED else random_tensor(kind, rows=7)
     order = np.array([6, 0, 0, 3])
     picked, whole = unpack_rows(tensor.data[order], kind, exact=exact), unpack(tensor, exact=exact)
     assert picked.fits(whole)
@@ -144,7 +145,9 @@ def test_scales_that_fp16_cannot_hold_stay_fp32(kind: GGUFType) -> None:
     weight = unpack(tensor, exact=False)
     assert weight.scales.dtype == torch.float32
     assert weight.mins is None or weight.mins.dtype == torch.float32
-    torch.testing.assert_close(weight.dequantize(), torch.from_numpy(dequantize(tensor)), rtol=0, atol=5e5)
+    torch.testing.assert_close(
+        weight.dequantize(), torch.from_numpy(dequantize(tensor.data, tensor.type)), rtol=0, atol=5e5
+    )
 
 
 @pytest.mark.parametrize("scale", [1e-2, 1e-6])
@@ -156,7 +159,7 @@ def test_joined_groups_are_rounded_to_eight_bits(kind: GGUFType, scale: float) -
     assert isinstance(weight, Int8)
     assert weight.mins is None
     assert weight.scales.dtype == torch.float16
-    expected = torch.from_numpy(dequantize(tensor)).unflatten(1, (-1, 32))
+    expected = torch.from_numpy(dequantize(tensor.data, tensor.type)).unflatten(1, (-1, 32))
     error = (weight.dequantize().view_as(expected) - expected).abs()
     step = weight.scales.float().abs()[..., None]
     assert (error <= 0.5001 * step).all()
@@ -165,16 +168,33 @@ def test_joined_groups_are_rounded_to_eight_bits(kind: GGUFType, scale: float) -
     assert (step * 127 <= largest * 1.5 + 127 * 2**-24).float().mean() > 0.9
 
 
-@pytest.mark.parametrize("kind", [GGUFType.Q6_K, GGUFType.Q3_K], ids=lambda kind: kind.name)
+def test_joined_groups_of_nvfp4() -> None:
+    """The larger of two groups keeps its numbers; those of the other are off by half a step at most."""
+    tensor = random_tensor(GGUFType.NVFP4, rows=33)
+    tensor.data.reshape(33, -1, 36)[..., :4] = np.random.default_rng(1).integers(0, 120, (33, 3, 4))
+    factor = torch.tensor(2.0**-7)
+    expected = torch.from_numpy(dequantize(tensor.data, tensor.type)).view(-1, 2, 16) * factor
+    weight = read_rows(tensor.data, tensor.type, exact=False, factor=factor)
+    assert isinstance(weight, Int8)
+    error = (weight.dequantize().view_as(expected) - expected).abs()
+    assert (error <= 0.501 * weight.scales.float().abs().view(-1, 1, 1)).all()
+    kept = (error <= 2**-10 * expected.abs() + 2**-17).all(-1)
+    assert kept.any(-1).all()
+    assert not kept.all()
+    exact = read_rows(tensor.data, tensor.type, exact=True, factor=factor)
+    assert torch.equal(exact.dequantize().view_as(expected), expected)
+
+
+@pytest.mark.parametrize("kind", [GGUFType.Q6_K, GGUFType.Q3_K, *sorted(set(GRID_SCALES) & set(GROUPS_OF_16))])
 def test_larger_of_two_joined_groups_keeps_its_integers(kind: GGUFType) -> None:
     """Where their scales have one sign; so that its values are off by the rounding of the scale to fp16 alone."""
     tensor = sensible_tensor(kind, scale=1e-2)
     blocks = tensor.data.reshape(-1, kind.block_bytes)
     if kind is GGUFType.Q6_K:
         blocks[:, 192:208] &= 0x7F
-    else:
+    elif kind is GGUFType.Q3_K:
         blocks[:, 104:108] |= 0xAA  # the highest of six bits, whose offset is 32
-    expected = torch.from_numpy(dequantize(tensor)).view(-1, 2, 16)
+    expected = torch.from_numpy(dequantize(tensor.data, tensor.type)).view(-1, 2, 16)
     error = (unpack(tensor, exact=False).dequantize().view_as(expected) - expected).abs()
     kept = (error <= 2**-10 * expected.abs() + 2**-17).all(-1)
     assert kept.any(-1).all()
@@ -189,11 +209,11 @@ def test_joining_groups_of_extreme_scales() -> None:
     block[192:208] = np.array([-128, 127, 127, -128, 127, -127, -127, 127, 0, 0, 0, -128, 5, -5, -1, 1], np.int8).view(
         np.uint8
     )
-    expected = torch.from_numpy(dequantize(tensor))
+    expected = torch.from_numpy(dequantize(tensor.data, tensor.type))
     torch.testing.assert_close(unpack(tensor, exact=False).dequantize(), expected, rtol=0.005, atol=0)
 
 
-@pytest.mark.parametrize("kind", sorted(HALVES), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", sorted(SCALED), ids=lambda kind: kind.name)
 def test_zero_blocks(kind: GGUFType) -> None:
     tensor = sensible_tensor(kind, scale=0.0)
     for exact in (True, False):
@@ -224,14 +244,15 @@ def test_a_large_matrix_in_parts(
 ) -> None:
     """Packed part by part it is what it is as a whole; 100 rows of 3 blocks, parts of 16 and of 48 rows."""
     columns = 3 * max(32, kind.block_size)
-    tensor = (sensible_tensor if kind in HALVES else random_tensor)(kind, 100, columns)
+    tensor = (sensible_tensor if kind in SCALED else random_tensor)(kind, 100, columns)
     checkpoint = GGUFCheckpoint(GGUFFile(model_path), exact=exact)
     monkeypatch.setitem(checkpoint.file.tensors, "blk.0.ffn_down.weight", tensor)
     whole = make_weight(checkpoint.linear("layers.0.down_proj", 100, columns), 8)
     for part_rows, count in ((1, 7), (33, 3)):
         monkeypatch.setattr(gguf_checkpoint, "PART_ELEMENTS", part_rows * columns)
         parts = list(checkpoint.parts("layers.0.down_proj", 100, columns))
-        assert len(parts) == (1 if kind in DENSE_DTYPES else count)
+        at_once = kind in DENSE_DTYPES or (exact and kind is GGUFType.NVFP4)
+        assert len(parts) == (1 if at_once else count)
         for memory in (None, HugePages()):
             weight = make_weight(iter(parts), 8, memory=memory, out_features=100)
             assert type(weight) is type(whole)

@@ -83,6 +83,37 @@ def test_int_quantized(strategy: str) -> None:
     check_compressed("int-quantized", stored, QuantizationArgs(num_bits=8, strategy=strategy), inputs)
 
 
+@pytest.mark.parametrize("strategy", ["channel", "tensor", "block"])
+def test_float_quantized(strategy: str) -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.quantization import QuantizationArgs
+
+    weight = torch.randn(40, 256)
+    largest = weight.abs().amax(1, keepdim=True) if strategy == "channel" else weight.abs().max()[None]
+    block = None
+    if strategy == "block":
+        block = [16, 96]
+        padded = torch.nn.functional.pad(weight.abs(), (0, 32, 0, 8))
+        largest = padded.unflatten(1, (3, 96)).unflatten(0, (3, 16)).amax((1, 3))
+    args = QuantizationArgs(num_bits=8, type="float", strategy=strategy, block_structure=block)
+    inputs = QuantizationArgs(num_bits=8, type="float", strategy="token", dynamic=True)
+    check_compressed("float-quantized", {"weight": weight, "weight_scale": largest / 448}, args, inputs)
+
+
+def test_nvfp4() -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.quantization import QuantizationArgs
+
+    weight = torch.randn(40, 256)
+    factor = 448 * 6 / weight.abs().max()[None]
+    scales = (weight.unflatten(1, (-1, 16)).abs().amax(-1) / 6 * factor).to(torch.float8_e4m3fn)
+    args = QuantizationArgs(
+        num_bits=4, type="float", strategy="tensor_group", group_size=16, scale_dtype=torch.float8_e4m3fn
+    )
+    stored = {"weight": weight, "weight_scale": scales.float(), "weight_global_scale": factor}
+    check_compressed("nvfp4-pack-quantized", stored, args, None)
+
+
 def check_compressed(format: str, stored: dict[str, torch.Tensor], weights: Any, inputs: Any) -> None:
     """The library packs the layer and gives it back; its settings go through their JSON form."""
     from compressed_tensors.compressors.base import BaseCompressor
@@ -96,4 +127,5 @@ def check_compressed(format: str, stored: dict[str, torch.Tensor], weights: Any,
     weight = read_linear(tensors, NAME, compressed_config(format, *settings))
     # w = s * q + min has one more rounding than s * (q - zero).
     expected = compressor.decompress(packed, scheme)["weight"]
-    torch.testing.assert_close(weight.dequantize(), expected, rtol=1e-6, atol=1e-6)
+    rounding = 2**-7 if expected.dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(weight.dequantize(), expected.float(), rtol=rounding, atol=1e-6)

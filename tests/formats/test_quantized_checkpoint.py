@@ -11,9 +11,15 @@ from support.packed_layers import (
     Layer,
     awq_layer,
     bitsandbytes_layer,
+    float_quantized_layer,
+    fp8_layer,
     gptq_layer,
     int8_layer,
     int_quantized_layer,
+    mlx_layer,
+    modelopt_fp8_layer,
+    mxfp4_layer,
+    nvfp4_layer,
     pack_quantized_layer,
 )
 
@@ -36,7 +42,18 @@ LAYERS: dict[str, Callable[[], Layer]] = {
     "w4a16 asymmetric": lambda: pack_quantized_layer(symmetric=False, act_order=True),
     "w8a16": lambda: pack_quantized_layer(8),
     "w8a8": int_quantized_layer,
+    "fp8": fp8_layer,
+    "fp8 tensor": lambda: fp8_layer(block=None),
+    "float-quantized": float_quantized_layer,
+    "float-quantized block": lambda: float_quantized_layer("block"),
+    "nvfp4": nvfp4_layer,
+    "mxfp4": mxfp4_layer,
+    "mlx": mlx_layer,
+    "mlx 5 bits": lambda: mlx_layer(5),
+    "modelopt fp8": modelopt_fp8_layer,
+    "modelopt nvfp4": lambda: nvfp4_layer(modelopt=True),
 }
+ONE_SCALE = ("fp8 tensor", "float-quantized", "modelopt fp8")
 # Tensors without which a layer is still whole.
 OPTIONAL = ("g_idx", "weight_g_idx", "weight_format")
 
@@ -66,10 +83,15 @@ def change(config: dict[str, Any], path: str, value: Any) -> None:
 UNSUPPORTED = [
     ("gptq", "bits", 5, "bits 5 is not implemented; supported: 2, 3, 4, 8"),
     ("gptq", "checkpoint_format", "marlin", "checkpoint_format 'marlin' is not implemented; supported: gptq, gptq_v2"),
-    ("gptq", "dynamic", {"-:.*q_proj": {}}, "'dynamic' is not implemented"),
+    ("gptq", "dynamic", {"-:.*q_proj": {}, "+:.*k_proj": {"bits": 8}}, "'dynamic' is not implemented"),
     ("gptq", "is_marlin_format", True, "'is_marlin_format' is not implemented"),
     ("gptq", "pack_dtype", "int16", "pack_dtype 'int16' is not implemented"),
-    ("gptq", "quant_method", "hqq", "quant_method 'hqq' is not implemented; supported: gptq, awq, bitsandbytes"),
+    (
+        "gptq",
+        "quant_method",
+        "hqq",
+        "quant_method 'hqq' is not implemented; supported: gptq, awq, auto-round",
+    ),
     ("awq", "bits", 8, "bits 8 is not implemented"),
     ("awq", "version", "gemv", "version 'gemv' is not implemented; supported: gemm"),
     ("awq", "zero_point", False, "zero_point False is not implemented"),
@@ -82,12 +104,25 @@ UNSUPPORTED = [
     ("w4a16", "config_groups/group_0/weights/strategy", "block", "strategy 'block' is not implemented"),
     ("w4a16", "config_groups/group_0/output_activations", {"num_bits": 8}, "'output_activations' is not implemented"),
     ("w4a16", "config_groups/group_0/input_activations", {"dynamic": True}, "need int-quantized weights of 8 bits"),
-    ("w8a8", "format", "float-quantized", "format 'float-quantized' is not implemented"),
+    ("w8a8", "format", "float-quantized", "type 'int' is not implemented; supported: float"),
+    ("w8a8", "format", "mxfp8-quantized", "format 'mxfp8-quantized' is not implemented"),
     ("w8a8", "config_groups/group_0/weights/symmetric", False, "asymmetric weights are not implemented"),
     ("w8a8", "config_groups/group_0/input_activations/dynamic", False, "only dynamic scales by token"),
     ("w8a8", "config_groups/group_0/input_activations/strategy", "tensor", "only dynamic scales by token"),
     ("w8a8", "config_groups/group_0/input_activations/symmetric", False, "asymmetric activations are not implemented"),
     ("w8a8", "config_groups/group_0/input_activations/type", "float", "only int8 is implemented"),
+    ("float-quantized", "config_groups/group_0/weights/num_bits", 4, "num_bits 4 is not implemented; supported: 8"),
+    ("float-quantized", "config_groups/group_0/weights/strategy", "group", "strategy 'group' is not implemented"),
+    ("float-quantized", "config_groups/group_0/weights/symmetric", False, "asymmetric weights are not implemented"),
+    ("nvfp4", "config_groups/group_0/weights/group_size", 32, "group_size 32 is not implemented; supported: 16"),
+    ("fp8", "fmt", "e5m2", "fmt 'e5m2' is not implemented; supported: e4m3"),
+    ("fp8", "scale_fmt", "ue4m3", "scale_fmt 'ue4m3' is not implemented; supported: float, ue8m0"),
+    (
+        "modelopt fp8",
+        "quant_algo",
+        "W4A8_AWQ",
+        "quant_algo 'w4a8_awq' is not implemented; supported: fp8, nvfp4, mixed_precision",
+    ),
 ]
 
 
@@ -115,6 +150,10 @@ def test_unsupported_settings(name: str, path: str, value: Any, message: str) ->
         ("w8a8", "config_groups/group_0/weights", None),
         ("w8a8", "config_groups/group_0/targets", "Linear"),
         ("w8a8", "ignore", {}),
+        ("float-quantized block", "config_groups/group_0/weights/block_structure", [128]),
+        ("fp8", "weight_block_size", [128, 0]),
+        ("fp8", "weight_block_size", 128),
+        ("modelopt fp8", "quant_algo", 8),
     ],
 )
 def test_settings_of_the_wrong_type(name: str, path: str, value: Any) -> None:
@@ -183,8 +222,13 @@ def test_damaged_tensors_give_one_clear_error(name: str) -> None:
         for damage, act in damages.items():
             tensors = dict(whole.tensors)
             damaged = act(tensor)
-            if key.endswith(OPTIONAL) or (damage == "flat" and key.endswith("weight") and tensor.dtype == torch.uint8):
+            is_bytes = name in ("nf4", "fp4") and key.endswith("weight")
+            if key.endswith(OPTIONAL) or (damage == "flat" and is_bytes):
                 continue  # of bitsandbytes' weight the bytes count, not the shape
+            if name in ONE_SCALE and key.endswith("weight") and damage in ("cut", "narrow"):
+                continue  # its scales go with any number of rows or inputs
+            if tensor.numel() == 1 and damage in ("flat", "scalar"):
+                continue  # one number may have any number of dimensions
             if damaged is None:
                 del tensors[key]
             else:

@@ -1,5 +1,7 @@
 """Layers of every quantised format of Hugging Face checkpoints, against plain loops over the documented layouts."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from support.packed_layers import (
@@ -7,9 +9,15 @@ from support.packed_layers import (
     Layer,
     awq_layer,
     bitsandbytes_layer,
+    float_quantized_layer,
+    fp8_layer,
     gptq_layer,
     int8_layer,
     int_quantized_layer,
+    mlx_layer,
+    modelopt_fp8_layer,
+    mxfp4_layer,
+    nvfp4_layer,
     pack_quantized_layer,
 )
 
@@ -241,3 +249,172 @@ class TestCompressedTensors:
         format = parse_quantization_config(config)
         assert format.scheme(NAME).bits == 4  # type: ignore[union-attr]
         assert format.scheme("model.layers.0.mlp.up_proj").bits == 8  # type: ignore[union-attr]
+
+
+def fast(layer: Layer) -> Int8:
+    weight = read_linear(layer.tensors, NAME, layer.config, exact=False)
+    assert isinstance(weight, Int8)
+    assert not weight.int8_activations
+    return weight
+
+
+class TestFP8:
+    """All finite numbers of e4m3 occur, negative zeros and the smallest ones included."""
+
+    LAYERS = pytest.mark.parametrize(
+        "make",
+        [
+            fp8_layer,
+            lambda: fp8_layer(block=(128, 128)),
+            lambda: fp8_layer(block=None),
+            lambda: fp8_layer(block=None, scale_shape=(1,)),
+            lambda: float_quantized_layer("channel"),
+            lambda: float_quantized_layer("block"),
+            lambda: float_quantized_layer("tensor"),
+            modelopt_fp8_layer,
+        ],
+    )
+
+    @LAYERS
+    def test_exact(self, make: Callable[[], Layer]) -> None:
+        layer = make()
+        weight = read_linear(layer.tensors, NAME, layer.config)
+        assert isinstance(weight, Dense)
+        torch.testing.assert_close(weight.values.double(), layer.weight, rtol=2**-23, atol=0)
+
+    @LAYERS
+    def test_int8(self, make: Callable[[], Layer]) -> None:
+        """A group's error is at most half a step, plus what fp16 rounds off its scale where the largest is cut."""
+        layer = make()
+        weight = fast(layer)
+        error = (weight.dequantize().double() - layer.weight).unflatten(1, (-1, 32)).abs().amax(-1)
+        step = layer.weight.unflatten(1, (-1, 32)).abs().amax(-1) / 127
+        assert (error <= 0.57 * step).all()
+        assert error.any()
+
+    def test_naive_format(self) -> None:
+        """The type of the numbers tells what ``naive-quantized`` stands for."""
+        layer = float_quantized_layer()
+        layer.config["format"] = "naive-quantized"
+        torch.testing.assert_close(read_linear(layer.tensors, NAME, layer.config).dequantize().double(), layer.weight)
+        layer = int_quantized_layer()
+        layer.config["format"] = "naive-quantized"
+        assert read(layer).shape == (40, 96)
+
+    def test_zeros(self) -> None:
+        layer = fp8_layer(columns=96, block=None)
+        layer.tensors[f"{NAME}.weight"][:, 32:64] = -0.0
+        assert not fast(layer).dequantize()[:, 32:64].any()
+
+    def test_large_matrix_is_converted_in_parts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        layer = fp8_layer()
+        whole = fast(layer)
+        monkeypatch.setattr("fastinfer.formats.fp8.PART", 128)
+        parts = fast(layer)
+        assert torch.equal(parts.q, whole.q)
+        assert torch.equal(parts.scales, whole.scales)
+
+    @pytest.mark.parametrize("exact", [False, True])
+    @pytest.mark.parametrize("part", ["weight", "weight_scale_inv"])
+    def test_nan(self, part: str, exact: bool) -> None:
+        layer = fp8_layer()
+        layer.tensors[f"{NAME}.{part}"][-1, -1] = torch.nan
+        with pytest.raises(CheckpointFormatError, match=f"{NAME}.{part}': expected finite numbers"):
+            read_linear(layer.tensors, NAME, layer.config, exact=exact)
+
+    def test_inputs_that_fill_no_group(self) -> None:
+        layer = fp8_layer(columns=63)
+        assert read_linear(layer.tensors, NAME, layer.config).shape == (33, 63)
+        with pytest.raises(UnsupportedModelError, match="groups of 32 in 63 inputs"):
+            fast(layer)
+
+
+class TestNVFP4:
+    LAYERS = pytest.mark.parametrize("modelopt", [False, True])
+
+    @LAYERS
+    def test_exact(self, modelopt: bool) -> None:
+        layer = nvfp4_layer(modelopt=modelopt)
+        weight = read_linear(layer.tensors, NAME, layer.config)
+        assert isinstance(weight, Dense)
+        torch.testing.assert_close(weight.values.double(), layer.weight, rtol=2**-22, atol=0)
+
+    @LAYERS
+    def test_the_group_with_the_larger_scale_stays_exact(self, modelopt: bool) -> None:
+        layer = nvfp4_layer(rows=40, modelopt=modelopt)
+        weight = fast(layer)
+        scales = layer.tensors[f"{NAME}.weight_scale"].float().unflatten(1, (-1, 2))
+        largest = scales.amax(-1, keepdim=True)
+        got, expected = (x.double().unflatten(1, (-1, 2, 16)) for x in (weight.dequantize(), layer.weight))
+        is_larger = scales == largest
+        torch.testing.assert_close(got[is_larger], expected[is_larger], rtol=2**-11, atol=0)
+        step = largest.double() * 0.0117 / 20
+        error = (got - expected).abs().amax(-1)
+        assert (error <= step / 2 + 2**-11 * expected.abs().amax(-1)).all()
+        assert error[~is_larger].any()
+
+    def test_groups_of_zeros(self) -> None:
+        layer = nvfp4_layer()
+        layer.tensors[f"{NAME}.weight_scale"][0] = 0
+        assert not fast(layer).dequantize()[0].any()
+
+    def test_scale_that_is_not_finite(self) -> None:
+        layer = nvfp4_layer()
+        layer.tensors[f"{NAME}.weight_global_scale"].zero_()
+        with pytest.raises(CheckpointFormatError, match="weight_scale': expected finite numbers"):
+            fast(layer)
+
+
+class TestMLX:
+    @pytest.mark.parametrize("group_size", [32, 64, 128])
+    @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+    def test_bits(self, bits: int, group_size: int) -> None:
+        layer = mlx_layer(bits, group_size=group_size)
+        weight = read(layer)
+        assert type(weight) is (Int8 if bits > 4 else Int4)
+        torch.testing.assert_close(weight.dequantize().double(), layer.weight, rtol=1e-6, atol=1e-6)
+        assert (read(layer, exact=False).dequantize() - layer.weight).abs().max() < 2e-3
+
+
+class TestMXFP4:
+    def test_numbers(self) -> None:
+        assert isinstance(assert_exact(mxfp4_layer()), Lut)
+
+
+class TestAutoRound:
+    @pytest.mark.parametrize(
+        ("packing", "make"),
+        [
+            ("auto_round:auto_gptq", gptq_layer),
+            ("auto_round", lambda: gptq_layer(version=2)),
+            ("auto_round:auto_awq", awq_layer),
+        ],
+    )
+    def test_packing(self, packing: str, make: Callable[[], Layer]) -> None:
+        layer = make()
+        layer.config = {
+            "quant_method": "auto-round",
+            "packing_format": packing,
+            "bits": 4,
+            "group_size": 64,
+            "sym": False,
+            "data_type": "int",
+            "extra_config": {"lm_head": {"bits": 16}},
+        }
+        assert_exact(layer)
+
+    @pytest.mark.parametrize(
+        ("key", "value", "message"),
+        [
+            ("packing_format", "auto_round:llm_compressor", "packing_format 'auto_round:llm_compressor' is not"),
+            ("data_type", "mx_fp", "data_type 'mx_fp' is not implemented; supported: int"),
+            ("act_bits", 8, "act_bits 8 is not implemented; supported: 16"),
+            ("extra_config", {"layers.0": {"bits": 5}}, "bits 5 is not implemented"),
+            ("extra_config", {"layers.0": {"act_bits": 8}}, "act_bits 8 is not implemented"),
+            ("extra_config", {"(.*)*": {"bits": 8}}, "expected regular expressions with at most 4 repetitions"),
+        ],
+    )
+    def test_refused(self, key: str, value: object, message: str) -> None:
+        config = {"quant_method": "auto-round", "packing_format": "auto_round", "bits": 4, "group_size": 64, key: value}
+        with pytest.raises(UnsupportedModelError, match=message):
+            parse_quantization_config(config)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fastinfer.formats.unpacked import Dense, Int4, Int8, Lut, Unpacked, concatenate
+from fastinfer.formats.unpacked import Dense, Int4, Int8, Lut, Unpacked, concatenate, in_one_form
 
 ROWS, COLUMNS, GROUPS = 6, 64, 2
 
@@ -62,3 +62,18 @@ def test_only_equal_forms_fit() -> None:
         assert not forms[name].fits(replace(forms[name], **changes))
     with pytest.raises(ValueError, match=r"parts must have one form, got \['Int4', 'Int8'\]"):
         concatenate([forms["int4"], forms["int8"]])
+
+
+def test_forms_that_become_one() -> None:
+    """8-bit integers in the smaller groups, with minimums if one has them; no number is rounded."""
+    forms = weights() | {"integers": Lut(weights()["int4"].q, torch.rand(ROWS, 1), table=torch.arange(-8.0, 8) * 5)}
+    for names in (("int4", "int8"), ("integers", "int4 mins"), ("int8 mins", "int8", "integers")):
+        parts = [forms[name] for name in names]
+        found = in_one_form(parts)
+        assert found is not None
+        assert all(found[0].fits(part) for part in found)
+        assert (found[0].mins is not None) == any(name.endswith("mins") for name in names)
+        for part, weight in zip(parts, found, strict=True):
+            assert torch.equal(weight.dequantize(), part.dequantize())
+    for name in ("dense", "int4 permuted", "w8a8", "table"):
+        assert in_one_form([forms["int4"], forms[name]]) is None

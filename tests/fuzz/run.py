@@ -8,10 +8,12 @@ number of cases give the same cases.
 
 import argparse
 import hashlib
+import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from random import Random
 
@@ -115,9 +117,18 @@ def replay(target: str, folder: Path) -> bool:
     return bool(end.failure)
 
 
+def search(name: str, seconds: float, seed: int) -> tuple[str, bool]:
+    """Search for failures of one target; return a line of figures, and whether there were any."""
+    with Worker(name, next(gguf_seeds())) as worker:
+        target = Target(name, worker)
+        target.read_stored()
+        target.search(seconds, seed)
+    return target.summary, bool(target.failures)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60, help="time of all targets together, but for their starts")
+    parser.add_argument("--seconds", type=float, default=60, help="time per target, but for its start")
     parser.add_argument("--seed", type=int, default=0, help="another seed gives other cases")
     parser.add_argument("--target", choices=SEEDS, help="one target alone")
     parser.add_argument("--replay", type=Path, metavar="FOLDER", help="read one stored case of the target")
@@ -128,13 +139,11 @@ def main() -> int:
         return int(replay(args.target, args.replay))
     names = [args.target] if args.target else list(SEEDS)
     failed = False
-    for name in names:
-        with Worker(name, next(gguf_seeds())) as worker:
-            target = Target(name, worker)
-            target.read_stored()
-            target.search(args.seconds / len(names), args.seed)
-        print(target.summary, flush=True)
-        failed |= bool(target.failures)
+    with ProcessPoolExecutor(os.cpu_count()) as pool:  # a target has one process that works at a time
+        for future in as_completed([pool.submit(search, name, args.seconds, args.seed) for name in names]):
+            summary, has_failures = future.result()
+            print(summary, flush=True)
+            failed |= has_failures
     return int(failed)
 
 

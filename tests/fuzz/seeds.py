@@ -82,6 +82,8 @@ CONFIGS: list[dict[str, Any]] = [
     family("Mixtral", num_local_experts=4, num_experts_per_tok=2),
     family("Qwen3Moe", model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
     | {"head_dim": 32, "norm_topk_prob": True},
+    family("GptOss", model_type="gpt_oss", num_local_experts=4, num_experts_per_tok=2, sliding_window=16, head_dim=32)
+    | {"rope_scaling": YARN | {"truncate": False}, "swiglu_limit": 7.0},
     {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2}
     | {"n_positions": 64, "vocab_size": VOCAB, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"},
 ]
@@ -197,6 +199,8 @@ QUANTIZED: list[Callable[[int, int], packed_layers.Layer]] = [
     lambda rows, columns: packed_layers.pack_quantized_layer(4, rows, columns, 32, symmetric=False),
     packed_layers.int8_layer,
     packed_layers.int_quantized_layer,
+    lambda rows, columns: packed_layers.mlx_layer(3, rows, columns, 32),
+    packed_layers.mxfp4_layer,
 ]
 
 

@@ -419,6 +419,32 @@ def test_a_mistyped_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: 
     assert re.findall("did you mean '(.*?)'", str(caught.value)) == ([] if meant is None else [meant])
 
 
+def test_a_folder_with_a_model_in_several_files(tmp_path: Path) -> None:
+    for number in (2, 1, 3):
+        (tmp_path / f"big-0000{number}-of-00003.gguf").write_bytes(b"GGUF")
+    assert hub.resolve(tmp_path) == tmp_path / "big-00001-of-00003.gguf"
+    (tmp_path / "big-00003-of-00003.gguf").unlink()
+    with pytest.raises(ModelNotFoundError, match="got 2"):
+        hub.resolve(tmp_path)
+
+
+def test_all_files_of_a_model_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def snapshot_download(repository: str, **options: list[str]) -> str:
+        calls.append(options["allow_patterns"])
+        (tmp_path / "Q4").mkdir()
+        (tmp_path / "Q4/big-00001-of-00002.gguf").touch()
+        return str(tmp_path)
+
+    fake = failing_hub(OSError())
+    fake.snapshot_download = snapshot_download  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
+    path = hub.resolve("org/split/Q4/big-00001-of-00002.gguf")
+    assert path == tmp_path / "Q4/big-00001-of-00002.gguf"
+    assert calls == [["Q4/big-00001-of-00002.gguf", "Q4/big-00002-of-00002.gguf"]]
+
+
 def failing_hub(error: Exception, cache: Path = Path("/no/such")) -> types.ModuleType:
     """A huggingface_hub whose downloads fail."""
 

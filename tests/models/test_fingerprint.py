@@ -11,14 +11,19 @@ from support.tiny_decoder import CONFIG
 
 from fastinfer.models.config import ModelConfig, Precision
 from fastinfer.models.fingerprint import NUM_SAMPLES, SAMPLE_BYTES, fingerprint, sample_offsets
+from fastinfer.models.hf_checkpoint import checkpoint_files
 from fastinfer.ops import RopeScaling
 
 PRECISION = Precision.of("auto")
 
 
 def of(*paths: Path, config: ModelConfig = CONFIG, precision: Precision = PRECISION, length: int | None = None) -> str:
-    checkpoints: list[Any] = [SimpleNamespace(path=path, config=config) for path in paths]
+    checkpoints: list[Any] = [SimpleNamespace(files=files_of(path), config=config) for path in paths]
     return fingerprint(checkpoints, precision, length)
+
+
+def files_of(path: Path) -> list[Path]:
+    return checkpoint_files(path) if path.is_dir() else [path]
 
 
 def write(path: Path, content: bytes, time: int = 10**9) -> Path:

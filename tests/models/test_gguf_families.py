@@ -2,12 +2,17 @@
 
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
+import torch
 from support.families import expected, make_model, some_tokens
 from support.gguf_model_file import write_gguf
+from support.gguf_unpack_reference import dequantize, random_blocks
 from support.teacher_forcing import log_probabilities
 
-from fastinfer.formats.gguf import GGUFFile
+from fastinfer.cli.memory_bounds import Weights
+from fastinfer.formats.gguf import GGUFFile, GGUFTensor, GGUFType
 from fastinfer.models.config import Precision
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
 from fastinfer.models.loader import load_decoder
@@ -18,10 +23,39 @@ FAMILIES = (
     "qwen3",
     "gemma2-plain",
     "gemma3-plain",
+    "gemma4",
+    "gemma4-inputs",
+    "gemma4-moe",
+    "smollm3",
+    "olmo2",
+    "olmo3",
+    "exaone4",
+    "exaone4-full",
+    "cohere",
+    "cohere2",
     "phi3",
     "gpt2",
     "mixtral",
     "qwen3-moe-renormalized",
+    "gpt-oss",
+    "qwen2-moe-plain",
+    "glm4-moe",
+    "glm4-moe-plain",
+    "minimax-m2",
+    "deepseek-v2",
+    "deepseek-v3-mscale",
+    "glm4-moe-lite",
+    "qwen3.5",
+    "qwen3.5-moe",
+    "qwen3-next-plain",
+    "granite-plain",
+    "granite-moe",
+    "granite-moe-shared",
+    "granite-hybrid",
+    "granite-hybrid-dense",
+    "granite-hybrid-attention",
+    "lfm2",
+    "lfm2-moe",
 )
 
 
@@ -34,3 +68,51 @@ def test_log_probabilities(family: str, tmp_path: Path) -> None:
     got = log_probabilities(load_decoder(checkpoint, Precision.of("float32"), None), some_tokens(), "float32")
     assert (got - reference).abs().max() < 1e-3 * max(1.0, float(reference.std()))
     assert (got.argmax(-1) == reference.argmax(-1)).float().mean() >= 0.99
+
+
+# Types of matrices by the last part of their names. Gate and up of one form, of two that become one, and of two tables.
+TYPES = [
+    {"attn_q": "IQ3_S", "attn_k": "IQ3_S", "attn_v": "IQ2_S", "ffn_gate": "IQ2_XXS", "ffn_up": "IQ2_XXS"},
+    {"attn_q": "IQ1_S", "attn_k": "IQ1_M", "attn_v": "IQ2_XS", "ffn_gate": "IQ2_XXS", "ffn_up": "IQ3_XXS"},
+    {"attn_output": "TQ1_0", "ffn_down": "TQ2_0", "ffn_gate": "Q4_K", "ffn_up": "IQ3_S", "output": "IQ3_XXS"},
+    {"attn_output": "IQ1_S", "ffn_down": "IQ1_M", "ffn_gate": "IQ2_S", "ffn_up": "IQ2_S", "token_embd": "IQ2_XS"},
+    {"attn_output": "Q1_0", "ffn_down": "Q2_0", "ffn_gate": "NVFP4", "ffn_up": "NVFP4", "token_embd": "NVFP4"},
+]
+
+
+@pytest.mark.parametrize("types", TYPES, ids=lambda types: " ".join(types.values()))
+def test_types_that_no_program_here_writes(types: dict[str, str], tmp_path: Path) -> None:
+    """Their blocks are random; transformers has the numbers for which they stand."""
+    model = make_model("qwen3", hidden_size=256, intermediate_size=512, head_dim=64)
+    write_gguf(tmp_path / "model.gguf", model)
+    file = GGUFFile(tmp_path / "model.gguf")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, model.config.num_hidden_layers)
+    blocks: list[tuple[str, tuple[int, ...], GGUFType, np.ndarray]] = []
+    for name, parameter in model.named_parameters():
+        stored = names.get_name(name.removesuffix(".weight"))
+        kind = types.get(stored.rpartition(".")[2])
+        if kind is None:
+            continue
+        data = random_blocks(GGUFType[kind], *parameter.shape, 0.003)
+        numbers = torch.from_numpy(dequantize(data, GGUFType[kind]))
+        factor = 2.0 ** round(np.log2(0.1 / float(numbers.std()))) if kind == "NVFP4" else 1.0
+        if factor != 1.0:
+            values = np.array([factor], np.float32).view(np.uint8)
+            file.tensors[f"{stored}.scale"] = GGUFTensor(f"{stored}.scale", (1,), GGUFType.F32, values[None])
+        parameter.data.copy_(numbers * factor)
+        blocks.append((f"{stored}.weight", tuple(parameter.shape), GGUFType[kind], data))
+    whole, begin = np.concatenate([data.reshape(-1) for *_, data in blocks]), 0
+    for stored, shape, kind, data in blocks:
+        view = whole[begin : begin + data.size].reshape(data.shape)
+        file.tensors[stored] = GGUFTensor(stored, shape, kind, view)
+        begin += data.size
+    reference = expected(model, some_tokens())
+    checkpoint = GGUFCheckpoint(file, exact=True)
+    got = log_probabilities(load_decoder(checkpoint, Precision.of("float32"), None), some_tokens(), "float32")
+    assert (got - reference).abs().max() < 1e-4 * max(1.0, float(reference.std()))
+    fast = GGUFCheckpoint(file)
+    tables = fast.config.max_position * fast.config.rotary_dim * 4
+    same = types.get("ffn_gate") == types.get("ffn_up")  # if not, they take more than the estimate
+    assert fast.weight_bytes("cpu") == pytest.approx(Weights.of(fast).memory_bytes - tables, rel=0.01 if same else 0.15)
+    rounded = log_probabilities(load_decoder(fast, Precision.of("auto"), None), some_tokens(), "auto")
+    assert (reference.exp() * (reference - rounded)).sum(-1).mean() < 0.05  # inputs of products are int8, too

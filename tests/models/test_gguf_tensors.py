@@ -7,11 +7,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from support.gguf_unpack_reference import dequantize, random_blocks
 from support.random_checkpoint import RandomCheckpoint
 from support.tiny_decoder import CONFIG
+from torch import Tensor
 
 from fastinfer.errors import CheckpointFormatError, GGUFFormatError, UnsupportedModelError
-from fastinfer.formats.gguf import GGUFFile
+from fastinfer.formats.gguf import GGUFFile, GGUFTensor, GGUFType
+from fastinfer.formats.gguf_rows import GROUPS_OF_32, LUT_TYPES, ONE_SCALE_TYPES
 from fastinfer.models import load_model
 from fastinfer.models.config import ModelConfig, Precision
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
@@ -39,28 +42,62 @@ def write(path: Path, tensors: dict[str, tuple[np.ndarray, Any]], **numbers: int
     return GGUFFile(path)
 
 
-def iq4_nl(rows: int, columns: int) -> np.ndarray:
-    """Random blocks: a scale of 16 bits, and 32 indices of 4 bits."""
-    random = np.random.default_rng(0)
-    blocks = random.integers(0, 256, (rows, columns // 32, 18), np.uint8)
-    blocks[..., :2] = random.normal(0, 0.01, (rows, columns // 32, 1)).astype(np.float16).view(np.uint8)
-    return blocks.reshape(rows, -1)
-
-
-@pytest.mark.parametrize("exact", [True, False])
-def test_rows_of_an_embedding_of_iq4_nl(tmp_path: Path, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "kind", [*LUT_TYPES, *ONE_SCALE_TYPES, GGUFType.IQ3_S, GGUFType.IQ1_M, GGUFType.IQ2_S, GGUFType.NVFP4]
+)
+def test_rows_of_an_embedding(tmp_path: Path, kind: GGUFType, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is looked up, and multiplied if it is the last product, too; in parts that end inside a tile."""
-    kind = gguf.GGMLQuantizationType.IQ4_NL
-    data = iq4_nl(ROWS, HIDDEN)
-    expected = torch.from_numpy(gguf.quants.dequantize(data, kind))
-    checkpoint = GGUFCheckpoint(write(tmp_path / "model.gguf", {"token_embd.weight": (data, kind)}), exact)
-    monkeypatch.setattr("fastinfer.models.gguf_checkpoint.PART_ELEMENTS", 16 * HIDDEN)
-    parts = checkpoint.parts("embedding", ROWS, HIDDEN)
-    weight = make_weight(parts, 32, "cpu", out_features=ROWS)
-    ids = torch.tensor([36, 0, 15, 16, 0])
-    assert torch.equal(weight.rows(ids, torch.float32), expected[ids])
-    x = torch.randn(5, HIDDEN)
-    torch.testing.assert_close(weight.linear(x), x @ expected.T)
+    columns = 3 * max(32, kind.block_size)
+    data = random_blocks(kind, ROWS, columns)
+    expected = torch.from_numpy(dequantize(data, kind))
+    file = write(tmp_path / "model.gguf", {"token_embd.weight": (np.ones((ROWS, HIDDEN), np.float32), None)})
+    file.tensors["token_embd.weight"] = GGUFTensor("token_embd.weight", (ROWS, columns), kind, data)
+    monkeypatch.setattr("fastinfer.models.gguf_checkpoint.PART_ELEMENTS", 16 * columns)
+    for exact in (True, False):
+        checkpoint = GGUFCheckpoint(file, exact)
+        weight = make_weight(checkpoint.parts("embedding", ROWS, columns), 32, "cpu", out_features=ROWS)
+        ids, x = torch.tensor([36, 0, 15, 16, 0]), torch.randn(5, columns)
+        if exact or kind not in (*GROUPS_OF_32, GGUFType.IQ1_M, GGUFType.IQ2_S, GGUFType.NVFP4):
+            assert torch.equal(weight.rows(ids, torch.float32), expected[ids])
+            torch.testing.assert_close(weight.linear(x), x @ expected.T, rtol=1e-4, atol=1e-4)
+        else:
+            error = weight.rows(ids, torch.float32) - expected[ids]
+            assert error.square().mean() < 1e-4 * expected.square().mean()
+
+
+def test_factors_of_nvfp4(tmp_path: Path) -> None:
+    """One for a matrix, one for each expert, or none; of a type that has none they are refused."""
+    kind, numbers = gguf.GGMLQuantizationType.NVFP4, gguf.GGMLQuantizationType.F32
+    single = random_blocks(GGUFType.NVFP4, 64, 192)
+    experts = random_blocks(GGUFType.NVFP4, 4 * 64, 192).reshape(4, 64, -1)
+    tensors = {
+        "token_embd.weight": (np.ones((ROWS, 192), np.float32), numbers),
+        "blk.0.attn_v.weight": (single, kind),
+        "blk.0.ffn_up_exps.weight": (experts, kind),
+        "blk.0.attn_v.scale": (np.array([0.5], np.float32), numbers),
+        "blk.0.ffn_up_exps.scale": (np.array([1, 2, 4, 8], np.float32), numbers),
+    }
+    sizes = {"embedding_length": 192, "expert_count": 4, "expert_used_count": 2}
+
+    def read(name: str, **changes: Any) -> Tensor:
+        file = write(tmp_path / "model.gguf", {**tensors, **changes}, **sizes)
+        return GGUFCheckpoint(file, exact=True).linear(name, 64, 192).dequantize()
+
+    matrix = torch.from_numpy(gguf.quants.dequantize(single, kind))
+    assert torch.equal(read("layers.0.v_proj"), matrix / 2)
+    of_experts = torch.from_numpy(gguf.quants.dequantize(experts, kind))
+    for expert in range(4):
+        assert torch.equal(read(f"layers.0.experts.{expert}.up_proj"), of_experts[expert] * 2**expert)
+    with pytest.raises(
+        GGUFFormatError, match=r"'blk.0.attn_v.scale' must be F32 with the shape \(1,\), got F32 \(2,\)"
+    ):
+        read("layers.0.v_proj", **{"blk.0.attn_v.scale": (np.ones(2, np.float32), numbers)})
+    with pytest.raises(GGUFFormatError, match=r"'blk.0.attn_v.scale': expected finite numbers, got inf"):
+        read("layers.0.v_proj", **{"blk.0.attn_v.scale": (np.full(1, np.inf, np.float32), numbers)})
+    with pytest.raises(UnsupportedModelError, match=r"'blk.0.attn_v.scale' is supported for .* NVFP4, got F32"):
+        read("layers.0.v_proj", **{"blk.0.attn_v.weight": (np.ones((64, 192), np.float32), numbers)})
+    del tensors["blk.0.attn_v.scale"]
+    assert torch.equal(read("layers.0.v_proj"), matrix)
 
 
 @pytest.mark.parametrize("counts", [(16, 15), (17, 16), (0, 16), (16, 32)])

@@ -12,12 +12,14 @@ from support.families import expected, load, make_model, save_model, some_tokens
 from support.teacher_forcing import log_probabilities
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from fastinfer import LLM, SamplingParams
 from fastinfer.errors import CheckpointFormatError, FastinferError, RequestError, UnsupportedModelError
 from fastinfer.formats.safetensors_folder import INDEX, SINGLE, SafetensorsFolder
+from fastinfer.models.config import Precision
 from fastinfer.models.hf_checkpoint import HFCheckpoint
+from fastinfer.models.loader import load_decoder
 
 NORM = "model.layers.1.input_layernorm.weight"
 DOWN = "model.layers.2.mlp.down_proj.weight"
@@ -48,6 +50,41 @@ def test_shards(tmp_path: Path) -> None:
     ids = some_tokens()
     one, many = (log_probabilities(load(tmp_path / name), ids, "float32") for name in ("one", "many"))
     assert torch.equal(one, many)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "head"),
+    [("model.language_model.", ""), ("language_model.model.", "language_model."), ("language_model.model.", "")],
+)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_the_text_part_of_a_model_with_images(family: str, prefix: str, head: str, tmp_path: Path) -> None:
+    """Its tensors have one of two prefixes, and other tensors lie beside them."""
+    reference = expected(save_model(tmp_path, family), some_tokens())
+    config = json.loads((tmp_path / "config.json").read_text())
+    name = {"qwen3": "Qwen3VLForConditionalGeneration", "gemma3": "Gemma3ForConditionalGeneration"}[family]
+    outer = {"architectures": [name], "text_config": config, "vision_config": {"hidden_size": 8}}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            inner = name.removeprefix("model.")
+            tensors[f"{prefix}{inner}" if inner != name else f"{head}{name}"] = tensors.pop(name)
+        tensors["model.visual.blocks.0.norm.weight"] = torch.full((8,), torch.nan)
+
+    edit_tensors(tmp_path, rename)
+    got = log_probabilities(load(tmp_path), some_tokens(), "float32")
+    assert (got - reference).abs().max() < 1e-3
+
+
+def test_an_output_layer_that_is_missing(tmp_path: Path) -> None:
+    """The embedding takes its place only if the model ties the two."""
+    save_model(tmp_path, "qwen3")
+    edit_tensors(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(CheckpointFormatError, match=r"'lm_head\.weight' is missing, and config\.json says"):
+        HFCheckpoint(tmp_path)
+    edit_config(tmp_path, tie_word_embeddings=True)
+    decoder = load(tmp_path)
+    assert decoder.lm_head is decoder.embedding
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -146,7 +183,7 @@ def test_bad_config(case: str, folder: Path) -> None:
         (lambda tensors: tensors.update({DOWN: torch.zeros(64)}), "down_proj"),
         (
             lambda tensors: tensors.update({"lm_head.weight": torch.zeros(64)}),
-            r"lm_head.weight' must have two dimensions, got the shape \[64\]",
+            r"lm_head.weight': expected the shape \[any, any\], got \[64\]",
         ),
         (
             lambda tensors: tensors.update({"model.embed_tokens.weight": torch.zeros(())}),
@@ -206,3 +243,37 @@ def test_pickles_are_refused(folder: Path) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointFormatError, match=r"config\.json: No such file"):
         HFCheckpoint(folder)
+
+
+def test_only_what_is_loaded_counts_as_weights(folder: Path) -> None:
+    """Not a second copy of the weights, nor layers for images, nor for tokens after the next one."""
+    tensors = load_file(folder / SINGLE)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    assert HFCheckpoint(folder).weight_bytes("cpu") == size
+    save_file(tensors, folder / "consolidated.safetensors")
+    other = ("visual.blocks.0.weight", f"model.layers.{HFCheckpoint(folder).config.num_layers}.eh_proj.weight")
+    edit_tensors(folder, lambda tensors: tensors.update({name: torch.zeros(100, 100) for name in other}))
+    assert HFCheckpoint(folder).weight_bytes("cpu") == size
+
+
+@pytest.mark.parametrize(("family", "options"), [("llama3", {}), ("qwen3-moe", {"moe_intermediate_size": 64})])
+def test_fp8_as_transformers_reads_it(family: str, options: dict[str, int], tmp_path: Path) -> None:
+    """Matrices of the layers, each expert's too, in blocks of 16 x 32."""
+    make_model(family, **options).save_pretrained(tmp_path)
+
+    def quantise(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("proj.weight")]:
+            blocks = tensors[name].unflatten(1, (-1, 32)).unflatten(0, (-1, 16))
+            scales = blocks.abs().amax((1, 3)) / 448
+            numbers = (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1)
+            tensors |= {name: numbers.to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+
+    edit_tensors(tmp_path, quantise)
+    edit_config(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [16, 32]})
+    dense = FineGrainedFP8Config(weight_block_size=(16, 32), dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=dense, dtype=torch.float32)
+    reference = expected(model, some_tokens())
+    exact = load_decoder(HFCheckpoint(tmp_path, exact=True), Precision.of("float32"), None)
+    assert (log_probabilities(exact, some_tokens(), "float32") - reference).abs().max() < 1e-3
+    fast = log_probabilities(load(tmp_path, "auto"), some_tokens(), "auto")
+    assert 0 < (reference.exp() * (reference - fast)).sum(-1).mean() < 1e-2  # inputs of products are int8, too

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from fastinfer.errors import CheckpointFormatError
-from fastinfer.models.config import ModelConfig
+from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
+from fastinfer.models.config import ModelConfig, RouterConfig
 from fastinfer.models.hf_config import read_hf_config
 
 SIZES = {
@@ -80,7 +80,111 @@ def test_gemma(tmp_path: Path) -> None:
     )
     assert three.windows == (512, 512, 512, 512, 512, 0, 512, 512)
     assert (three.rope_theta, three.local_rope_theta, three.rope_scaling.factor) == (1e6, 1e4, 8.0)
-    assert (three.attention_softcap, three.activation, three.qk_norm) == (0.0, "gelu_tanh", True)
+    assert (three.attention_softcap, three.activation, three.qk_norm) == (0.0, "gelu_tanh", "head")
+
+
+def test_the_text_part_of_a_model_with_images(tmp_path: Path) -> None:
+    """The first files of Gemma 3 leave out what equals the defaults."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 7,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    path = tmp_path / "config.json"
+    architectures = ["Gemma3ForConditionalGeneration"]
+    path.write_text(json.dumps({"architectures": architectures, "text_config": text, "vision_config": {"a": 1}}))
+    config = read_hf_config(path)
+    assert (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim) == (2560, 8, 4, 256)
+    assert (config.vocab_size, config.max_position) == (262208, 131072)
+    assert config.windows == (1024, 1024, 1024, 1024, 1024, 0, 1024)
+    assert (config.rope_theta, config.local_rope_theta, config.rope_scaling.factor) == (1e6, 1e4, 8.0)
+    assert (config.attention_scale, config.activation) == (1 / 16, "gelu_tanh")
+    path.write_text(json.dumps({"architectures": architectures, "text_config": {**text, "hidden_size": "wide"}}))
+    with pytest.raises(CheckpointFormatError, match=r"text_config\.hidden_size: expected int, got 'wide'"):
+        read_hf_config(path)
+
+
+def test_positions_of_images_are_those_of_text(tmp_path: Path) -> None:
+    scaling = {"type": "mrope", "mrope_section": [16, 24, 24]}
+    config = read(tmp_path, "Qwen2_5_VLForConditionalGeneration", rope_scaling=scaling, rope_theta=1e6)
+    assert (config.rope_scaling.kind, config.rope_theta, config.qkv_bias) == ("none", 1e6, True)
+
+
+def test_queries_that_grow_with_their_position_limit_the_context(tmp_path: Path) -> None:
+    parameters = {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 16384,
+    }
+    config = read(tmp_path, "Mistral3ForConditionalGeneration", rope_parameters=parameters)
+    assert (config.max_position, config.rope_scaling.attention_factor) == (131072, 1.0)
+    grown = {**parameters, "llama_4_scaling_beta": 0.1}
+    assert read(tmp_path, "Mistral3ForConditionalGeneration", rope_parameters=grown).max_position == 16384
+    assert (
+        read(tmp_path, "Ministral3ForCausalLM", rope_parameters=grown | {"rope_type": "default"}).max_position == 16384
+    )
+
+
+def test_olmo3(tmp_path: Path) -> None:
+    """Its windows have the frequencies of training, whatever the other layers have."""
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+    options = {"sliding_window": 4096, "rope_theta": 5e5, "rope_scaling": scaling}
+    config = read(tmp_path, "Olmo3ForCausalLM", **options)
+    assert config.windows == (4096, 4096, 4096, 0) * 2
+    assert (config.rope_theta, config.rope_scaling.kind, config.local_rope_theta) == (5e5, "yarn", 5e5)
+    assert (config.pre_norms, config.post_norms, config.qk_norm) == (False, True, "all")
+
+
+def test_settings_for_each_kind_of_layer(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 8192}
+    for local in ({}, {"sliding_attention": None}):
+        config = read(tmp_path, "Olmo3ForCausalLM", rope_parameters={"full_attention": yarn, **local})
+        assert (config.rope_theta, config.rope_scaling.kind, config.local_rope_theta) == (5e5, "yarn", 5e5)
+    with pytest.raises(CheckpointFormatError, match=r"rope_parameters\.full_attention is missing"):
+        read(tmp_path, "Olmo3ForCausalLM", rope_parameters={"sliding_attention": {"rope_theta": 1e4}})
+    with pytest.raises(UnsupportedModelError, match="rope_type must be 'default', got 'yarn'"):
+        read(tmp_path, "Olmo3ForCausalLM", rope_parameters={"full_attention": yarn, "sliding_attention": yarn})
+
+
+def test_values_that_files_leave_out(tmp_path: Path) -> None:
+    sizes = {key: value for key, value in SIZES.items() if key != "rms_norm_eps"}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Olmo3ForCausalLM"], **sizes}))
+    olmo = read_hf_config(tmp_path / "config.json")
+    assert (olmo.rope_theta, olmo.norm_eps, olmo.window(0), olmo.window(3)) == (5e5, 1e-5, 4096, 0)
+    assert read(tmp_path, "Exaone4ForCausalLM", sliding_window=None).windows == ()
+    assert read(tmp_path, "Exaone4ForCausalLM").windows == (4096, 4096, 4096, 0) * 2
+    assert read(tmp_path, "SmolLM3ForCausalLM", sliding_window=64).windows == ()
+    assert read(tmp_path, "SmolLM3ForCausalLM").rope_theta == 2e6
+    assert read(tmp_path, "Qwen2VLForConditionalGeneration").rope_theta == 1e6
+
+
+def test_another_language_model_within_mistrals(tmp_path: Path) -> None:
+    text = {"model_type": "qwen3", **SIZES}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text})
+    )
+    with pytest.raises(UnsupportedModelError, match="model_type must be mistral, ministral3 or mistral4, got 'qwen3'"):
+        read_hf_config(tmp_path / "config.json")
+
+
+def test_layers_that_do_not_know_positions(tmp_path: Path) -> None:
+    assert read(tmp_path, "SmolLM3ForCausalLM").unrotated_layers == {3, 7}
+    assert read(tmp_path, "SmolLM3ForCausalLM", no_rope_layer_interval=3).unrotated_layers == {2, 5}
+    assert read(tmp_path, "SmolLM3ForCausalLM", no_rope_layers=[1, 0] * 4).unrotated_layers == {1, 3, 5, 7}
+    with pytest.raises(CheckpointFormatError, match="no_rope_layers: expected 8 numbers 0 or 1, got"):
+        read(tmp_path, "SmolLM3ForCausalLM", no_rope_layers=[1, 2] * 4)
+    exaone = {"sliding_window": 4096, "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2}
+    assert read(tmp_path, "Exaone4ForCausalLM", **exaone).unrotated_layers == {3, 7}
+    assert read(tmp_path, "Exaone4ForCausalLM", sliding_window=None).unrotated_layers == set()
+    assert read(tmp_path, "Cohere2ForCausalLM", sliding_window=4096, logit_scale=0.25).unrotated_layers == {3, 7}
+    with pytest.raises(UnsupportedModelError, match="use_qk_norm must be False, got True"):
+        read(tmp_path, "CohereForCausalLM", use_qk_norm=True)
 
 
 def test_longrope(tmp_path: Path) -> None:
@@ -108,7 +212,64 @@ def test_longrope_of_a_trained_length_of_1(tmp_path: Path, place: str) -> None:
 
 def test_mixtures(tmp_path: Path) -> None:
     mixtral = read(tmp_path, "MixtralForCausalLM", num_local_experts=8, num_experts_per_tok=2)
-    assert (mixtral.num_experts, mixtral.experts_per_token, mixtral.renormalize_experts) == (8, 2, True)
+    assert (mixtral.num_experts, mixtral.experts_per_token, mixtral.router.renormalize) == (8, 2, True)
     sizes = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False}
     qwen = read(tmp_path, "Qwen3MoeForCausalLM", **sizes)
-    assert (qwen.num_experts, qwen.intermediate_size, qwen.renormalize_experts) == (128, 768, False)
+    assert (qwen.num_experts, qwen.intermediate_size, qwen.router.renormalize) == (128, 768, False)
+
+
+GLM = {"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "first_k_dense_replace": 3}
+MINIMAX = {"num_local_experts": 256, "num_experts_per_tok": 8, "head_dim": 128, "rotary_dim": 64}
+
+
+def test_glm_4_5(tmp_path: Path) -> None:
+    """A layer that predicts tokens after the next one is not loaded."""
+    config = read(tmp_path, "Glm4MoeForCausalLM", **GLM, routed_scaling_factor=2.5, attention_bias=True)
+    assert config.router == RouterConfig("sigmoid", has_bias=True, scale=2.5)
+    assert (config.dense_layers, config.mlp_size(2), config.mlp_size(3)) == ({0, 1, 2}, 8192, 1408)
+    assert (config.shared_intermediate_size, config.shared_expert_gate) == (1408, False)
+    assert (config.rotary_dim, config.qkv_bias, config.output_bias, config.qk_norm) == (32, True, False, "none")
+    assert read(tmp_path, "Glm4MoeForCausalLM", **GLM, use_qk_norm=True).qk_norm == "head"
+
+
+def test_minimax_m2(tmp_path: Path) -> None:
+    config = read(tmp_path, "MiniMaxM2ForCausalLM", **MINIMAX, use_qk_norm=True, scoring_func="sigmoid")
+    assert config.router == RouterConfig("sigmoid", has_bias=True)
+    assert (config.rotary_dim, config.qk_norm, config.dense_layers) == (64, "all", set())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("scoring_func", "softmax"),
+        ("use_routing_bias", False),
+        ("use_qk_norm", False),
+        ("qk_norm_type", "per_head"),
+        ("shared_intermediate_size", 512),
+    ],
+)
+def test_other_forms_of_minimax_m2_are_refused(tmp_path: Path, key: str, value: object) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{key} must be .*, got {value!r}"):
+        read(tmp_path, "MiniMaxM2ForCausalLM", **MINIMAX | {key: value})
+
+
+def test_qwen_layers_without_experts(tmp_path: Path) -> None:
+    sizes = {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
+    config = read(
+        tmp_path,
+        "Qwen2MoeForCausalLM",
+        **sizes,
+        shared_expert_intermediate_size=5632,
+        decoder_sparse_step=2,
+        mlp_only_layers=[1, 7],
+    )
+    assert config.dense_layers == {0, 1, 2, 4, 6, 7}
+    assert (config.shared_intermediate_size, config.shared_expert_gate, config.qkv_bias) == (5632, True, True)
+    assert config.router == RouterConfig(renormalize=False)
+
+
+def test_groups_of_experts(tmp_path: Path) -> None:
+    config = read(tmp_path, "Glm4MoeForCausalLM", **GLM, n_group=8, topk_group=4)
+    assert (config.router.num_groups, config.router.top_groups) == (8, 4)
+    with pytest.raises(CheckpointFormatError, match="topk_group: expected 1 to 8, got 9"):
+        read(tmp_path, "Glm4MoeForCausalLM", **GLM, n_group=8, topk_group=9)

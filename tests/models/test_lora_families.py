@@ -40,6 +40,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "alpha_pattern": {"mlp.c_proj": 5, "c_attn": 2},
         },
     ),
+    "gemma 4": ("gemma4", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"], "r": 3}),
+    "gemma 4's shared keys": ("gemma4-inputs", {"target_modules": ["q_proj", "k_proj", "o_proj", "gate_proj"], "r": 3}),
+    "gemma 4's MLP beside experts": ("gemma4-moe", {"target_modules": ["v_proj", "gate_proj", "down_proj"], "r": 3}),
+    "norms behind": ("olmo2", {"target_modules": ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"], "r": 3}),
+    "parallel": ("cohere2", {"target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"], "r": 3}),
     "mixtral": (
         "mixtral",
         {
@@ -55,6 +60,33 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"target_modules": [], "target_parameters": FUSED[1:], "r": 2, "use_rslora": True},
     ),
     "only gate and up": ("qwen3-moe-renormalized", {"target_modules": ["v_proj"], "target_parameters": FUSED[:1]}),
+    "gpt-oss": (
+        "gpt-oss",
+        {
+            "target_modules": ["q_proj", "o_proj"],
+            "target_parameters": [*FUSED, "mlp.router.weight"],
+            "r": 3,
+            "rank_pattern": {"experts.down_proj": 2},
+        },
+    ),
+    "factors": ("granite", {"target_modules": ["q_proj", "o_proj", "up_proj", "down_proj", "lm_head"], "r": 3}),
+    "shared expert with a gate": (
+        "qwen2-moe",
+        {
+            "target_modules": ["v_proj", "gate_proj", "up_proj", "down_proj", "shared_expert_gate"],
+            "target_parameters": [*FUSED, "mlp.gate.weight"],
+            "r": 3,
+        },
+    ),
+    "shared expert": ("glm4-moe", {"target_modules": ["o_proj", "gate_proj", "up_proj", "down_proj"], "r": 2}),
+    "shared expert of fused matrices": (
+        "granite-moe-shared",
+        {
+            "target_modules": ["q_proj", "input_linear", "output_linear"],
+            "target_parameters": ["experts.down_proj", "block_sparse_moe.router.weight"],
+            "r": 3,
+        },
+    ),
     "router": ("qwen3-moe", {"target_modules": [], "target_parameters": ["gate.weight"], "r": 1}),
     "one layer's": (
         "mixtral",
@@ -171,10 +203,9 @@ def two_adapters(family: str, folder: Path) -> Decoder:
 
 def run(model: Decoder, texts: list[list[int]], adapters: list[int]) -> list[Tensor]:
     """The logits of every token, by text."""
-    config, lengths = model.config, [len(text) for text in texts]
+    lengths = [len(text) for text in texts]
     blocks = sum(num_blocks_for(length, BLOCK_SIZE) for length in lengths)
-    sizes = [0] * config.num_layers, [blocks], BLOCK_SIZE, config.num_kv_heads, config.head_dim
-    cache = KVCache.empty(*sizes, torch.float32, "cpu")
+    cache = KVCache.of_model(model.config, [blocks], BLOCK_SIZE, torch.float32, "cpu")
     ids = torch.tensor(adapters, dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
     hidden = model.forward(replace(Batch.of_texts(texts, BLOCK_SIZE), adapter_ids=ids), cache)
     return list(model.logits(hidden, torch.arange(len(ids)), ids).split(lengths))
@@ -195,10 +226,8 @@ def test_a_recorded_step_of_a_mixture_sees_new_adapters(tmp_path: Path) -> None:
     model = two_adapters("mixtral", tmp_path)
     ids = torch.tensor([0, -1, 0], dtype=torch.int32)
     batch = replace(Batch.of_texts([[5], [6], [7]], BLOCK_SIZE), adapter_ids=ids)
-    config, rows = model.config, torch.arange(3)
-    cache = KVCache.empty(
-        [0] * config.num_layers, [3], BLOCK_SIZE, config.num_kv_heads, config.head_dim, torch.float32, "cpu"
-    )
+    rows = torch.arange(3)
+    cache = KVCache.of_model(model.config, [3], BLOCK_SIZE, torch.float32, "cpu")
     graph = ops.CPUGraph()
     with graph.capture():
         out = model.logits(model.forward(batch, cache), rows, ids)
@@ -224,6 +253,7 @@ def one_expert(expert: int) -> dict[str, Tensor]:
     ("case", "change", "named"),
     [
         ("mixtral", rename(".mlp.gate.", ".mlp.down_proj."), "a layer of the model has no down_proj, only q_proj, "),
+        ("mixtral", rename(".mlp.gate.", ".mlp.shared_expert.up_proj."), "has no shared_expert.up_proj, only q_proj, "),
         ("mixtral", lambda _: one_expert(4), "the model has 4 experts only"),
         ("llama2", lambda _: one_expert(0), "the model has 0 experts only"),
         ("gpt2", rename("attn.c_proj", "mlp.gate_proj"), "a layer of the model has no gate_proj, only q_proj, "),

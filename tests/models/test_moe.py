@@ -1,9 +1,12 @@
 """A mixture's MLP as one, against an fp32 loop over experts; its stacked weights from every unpacked form."""
 
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from support.families import load, save_model
 from support.helpers import assert_bitwise
 from support.reference import TILE_ROWS
 from torch import Tensor
@@ -12,6 +15,7 @@ from torch.nn import functional as F
 from fastinfer import ops
 from fastinfer.errors import UnsupportedModelError
 from fastinfer.formats.unpacked import Dense, Int4, Int8, Lut, Unpacked
+from fastinfer.models.config import RouterConfig
 from fastinfer.models.moe import MixtureOfExperts
 from fastinfer.models.norm import RMSNorm
 from fastinfer.weights.expert_weights import DenseExperts, LutExperts, QuantizedExperts, make_expert_weights
@@ -87,7 +91,7 @@ class Mixture:
             gate_up=make_expert_weights(gate_up, activation_bits),
             down=make_expert_weights(down, activation_bits),
             top_k=top_k,
-            renormalize=renormalize,
+            routing=RouterConfig(renormalize=renormalize),
             activation="silu",
         )
 
@@ -95,7 +99,7 @@ class Mixture:
         x = F.rms_norm(residual, (HIDDEN,), self.module.norm.weight, self.module.norm.eps)
         assert isinstance(self.module.router, DenseWeight)
         weights, chosen = (x @ self.module.router.values.T).softmax(-1).topk(self.module.top_k)
-        if self.module.renormalize:
+        if self.module.routing.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
         out = residual.clone()
         for expert, (gate_up, down) in enumerate(self.experts):
@@ -115,7 +119,7 @@ def test_against_a_loop_over_experts(
 ) -> None:
     mixture = Mixture(form, experts, top_k, renormalize)
     residual = torch.randn(tokens, HIDDEN)
-    torch.testing.assert_close(mixture.module(residual, None), mixture.loop(residual), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(mixture.module(residual, residual, None), mixture.loop(residual), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("activation_bits", "most"), [(8, 3e-2), (16, 5e-4)])
@@ -123,28 +127,28 @@ def test_integer_products_stay_near(activation_bits: int, most: float) -> None:
     mixture = Mixture(int4, activation_bits=activation_bits)
     residual = torch.randn(17, HIDDEN)
     expected = mixture.loop(residual) - residual
-    assert (mixture.module(residual, None) - residual - expected).abs().mean() < most * expected.abs().mean()
+    assert (mixture.module(residual, residual, None) - residual - expected).abs().mean() < most * expected.abs().mean()
 
 
 @pytest.mark.parametrize("activation_bits", [8, 32])
 def test_a_token_does_not_depend_on_its_batch(activation_bits: int) -> None:
     module = Mixture(int4, activation_bits=activation_bits).module
     residual = torch.randn(17, HIDDEN).bfloat16()
-    out = module(residual, None)
+    out = module(residual, residual, None)
     for size in (1, 5):
-        assert_bitwise(torch.cat([module(part, None) for part in residual.split(size)]), out)
+        assert_bitwise(torch.cat([module(part, part, None) for part in residual.split(size)]), out)
 
 
 def test_a_recorded_step_routes_anew() -> None:
     module = Mixture(int4, activation_bits=8).module
     residual, graph = torch.randn(3, HIDDEN), ops.CPUGraph()
     with graph.capture():
-        out = module(residual, None)
+        out = module(residual, residual, None)
     assert len(graph) == 6
     for _ in range(3):
         residual.copy_(torch.randn(3, HIDDEN))
         graph.replay()
-        assert_bitwise(out, module(residual, None))
+        assert_bitwise(out, module(residual, residual, None))
 
 
 def test_forms() -> None:
@@ -164,3 +168,21 @@ def test_experts_that_do_not_fit_together_are_refused() -> None:
     permuted = Int4(torch.zeros(16, 64, dtype=torch.uint8), torch.ones(16, 2), permutation=torch.arange(64))
     with pytest.raises(UnsupportedModelError, match="permuted"):
         make_expert_weights([permuted, permuted], 8)
+
+
+@pytest.mark.parametrize(
+    ("groups", "top_groups", "error"),
+    [
+        (3, 1, "groups that divide the 8 experts into two or more each, got 3"),
+        (8, 4, "into two or more each, got 8"),
+        (4, 1, "at most 2 experts per token, which the chosen groups have, got 3"),
+    ],
+)
+def test_groups_that_cannot_be_chosen_from_are_refused(
+    groups: int, top_groups: int, error: str, tmp_path: Path
+) -> None:
+    save_model(tmp_path, "glm4-moe")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"n_group": groups, "topk_group": top_groups}))
+    with pytest.raises(UnsupportedModelError, match=error):
+        load(tmp_path)

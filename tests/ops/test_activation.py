@@ -1,4 +1,4 @@
-"""SwiGLU's and GeGLU's elementwise halves, and GELU without a gate, against fp64."""
+"""The elementwise halves of SwiGLU, also the clamped one, and GeGLU, and GELU without a gate, against fp64."""
 
 from collections.abc import Callable
 
@@ -16,6 +16,7 @@ OPERATORS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor
     "silu": (ops.silu_and_mul, reference.silu_and_mul),
     "gelu_tanh": (ops.gelu_and_mul, reference.gelu_and_mul),
     "gelu": (lambda x: ops.gelu_and_mul(x, "none"), lambda x: reference.gelu_and_mul(x, "none")),
+    "clamped_swiglu": (ops.clamped_swiglu, reference.clamped_swiglu),
 }
 
 APPROXIMATIONS = ["tanh", "none"]
@@ -35,7 +36,7 @@ def test_activation(shape: tuple[int, ...], name: str, dtype: torch.dtype, devic
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_whole_range_of_the_gate(name: str, dtype: torch.dtype, device: str) -> None:
-    """Where exp overflows or underflows, nothing becomes NaN. Odd length: the vector loop and its tail both see it."""
+    """Nothing becomes NaN where exp overflows or underflows. Odd length: the vector loop and its tail both see it."""
     operator, expected = OPERATORS[name]
     gate = torch.cat([torch.linspace(-30, 30, 601), torch.tensor([-6e4, -200.0, -88.8, -0.0, 0.0, 88.8, 200.0, 6e4])])
     x = torch.stack([gate, torch.ones_like(gate)]).flatten().to(device, dtype)
@@ -68,6 +69,34 @@ def test_gelu_is_the_gated_one_with_a_gate_of_ones(approximate: str, dtype: torc
     assert_bitwise(out.isnan(), x.isnan())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 7), (1, 1), (19, 111), (3, 3072), (2, 3, 34), (2, 0)])
+def test_relu2(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    x = torch.randn(shape, device=device).to(dtype)
+    out = ops.relu2(x)
+    assert out.dtype == dtype
+    assert_rounded(out, reference.relu2(x))
+    assert_bitwise(ops.relu2(x, out=x), out)
+
+
+def test_relu2_keeps_nan_in_its_element(device: str) -> None:
+    x = torch.tensor([-torch.inf, -1.0, -0.0, torch.nan, 2.0, torch.inf], device=device)
+    assert ops.relu2(x).nan_to_num(7.0, posinf=9.0).tolist() == [0.0, 0.0, 0.0, 7.0, 4.0, 9.0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_limits_of_the_clamped_swiglu(dtype: torch.dtype, device: str) -> None:
+    """A gate above 7, and up beyond either limit, are as good as the limit; a gate below -7 stays."""
+    limits = torch.tensor([-torch.inf, -100.0, -7.5, -7.0, -6.5, -1.0, 0.0, 6.5, 7.0, 7.5, 100.0, torch.inf])
+    gate, up = torch.meshgrid(limits[1:], limits, indexing="ij")
+    x = torch.stack([gate.flatten(), up.flatten()]).flatten().to(device, dtype)
+    out = ops.clamped_swiglu(x)
+    assert_rounded(out, reference.clamped_swiglu(x))
+    clamped = torch.stack([gate.clamp(max=7).flatten(), up.clamp(-7, 7).flatten()]).flatten().to(device, dtype)
+    assert_bitwise(out, ops.clamped_swiglu(clamped))
+    assert len(out.unique()) > 20
+
+
 @pytest.mark.parametrize("name", OPERATORS)
 def test_nan_stays_in_its_element(name: str, device: str) -> None:
     x = torch.randn(2, 38, device=device)
@@ -84,7 +113,38 @@ def test_a_row_does_not_depend_on_its_batch_or_the_threads(name: str, device: st
     assert_bitwise(torch.cat([operator(row) for row in x.split(1)]), one)
 
 
-@pytest.mark.parametrize("operator", [ops.silu_and_mul, ops.gelu_and_mul])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+@pytest.mark.parametrize("shape", [(0, 7), (2, 7), (19, 256), (3, 2048)])
+def test_gelu_times_a_factor(shape: tuple[int, int], approximate: str, dtype: torch.dtype, device: str) -> None:
+    """A factor whose rows are apart: what is between them is not read."""
+    x = torch.randn(shape, device=device).to(dtype)
+    factors = torch.full((shape[0], 3 * shape[1]), torch.nan, device=device, dtype=dtype)
+    factor = factors[:, shape[1] : 2 * shape[1]].copy_(torch.randn(shape, device=device))
+    expected = reference.gelu(x, approximate) * factor.double()
+    assert_rounded(ops.gelu(x, approximate, factor), expected)
+    assert_rounded(ops.gelu(x, approximate, factor, out=x), expected)
+
+
+X = torch.zeros(2, 8)
+
+
+@pytest.mark.parametrize(
+    ("x", "factor"),
+    [(X, torch.zeros(2, 7)), (X, X.half()), (X, torch.zeros(2, 16)[:, ::2]), (X[None], X[None])],
+)
+def test_gelu_errors_name_the_factor(x: Tensor, factor: Tensor) -> None:
+    with pytest.raises(RuntimeError, match=r"^gelu: .*factor"):
+        ops.gelu(x, factor=factor)
+
+
+@pytest.mark.parametrize("x", [torch.zeros(2, 8).int(), torch.zeros(2, 16)[:, :8]], ids=["dtype", "strided"])
+def test_errors_of_relu2_name_x(x: Tensor) -> None:
+    with pytest.raises(RuntimeError, match=r"^relu2: x\b"):
+        ops.relu2(x)
+
+
+@pytest.mark.parametrize("operator", [ops.silu_and_mul, ops.gelu_and_mul, ops.clamped_swiglu])
 @pytest.mark.parametrize(
     "x",
     [torch.zeros(2, 7), torch.zeros(2, 8).int(), torch.zeros(2, 16)[:, :8], torch.tensor(1.0)],

@@ -6,10 +6,11 @@ from itertools import pairwise
 
 import pytest
 import torch
+from support import reference
 from support.attention_batches import BATCHES, Batch, assert_attention, make_batch, quantized
 from support.expert_stack import FORMATS as STACK_FORMATS
 from support.expert_stack import ExpertStack, random_ids
-from support.helpers import assert_bitwise, device_fixture, gemm_options
+from support.helpers import assert_bitwise, assert_rounded, device_fixture, gemm_options
 from support.linear_formats import FORMATS, Linear
 from torch import Tensor
 
@@ -49,6 +50,13 @@ def product(form: str, fusion: str, device: str) -> Callable[[slice], Tensor]:
 @pytest.mark.parametrize("form", FORMATS)
 def test_products(form: str, fusion: str, device: str) -> None:
     assert differing(product(form, fusion, device)) == []
+
+
+@pytest.mark.usefixtures("invariant")
+def test_a_product_of_more_token_tiles_than_a_band(device: str) -> None:
+    """Ten tiles of 32 by two row units: every unit is computed, wherever it is numbered."""
+    linear, x = Linear("dense", 140, 64, torch.bfloat16, device), torch.randn(300, 64, device=device).bfloat16()
+    assert_rounded(linear.run(x), reference.gemm(x, linear.dense), slack=1e-5)
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -142,7 +150,7 @@ def test_it_holds_for_the_calling_thread(device: str) -> None:
 
 def test_compiled_code_leaves_it_as_it_was(device: str) -> None:
     """A trace must not set it for good."""
-    run = product("dense", "plain", device)
+    run = product("dense", "norm", device)
 
     @torch.compile(backend="eager")
     def compiled(x: Tensor) -> Tensor:

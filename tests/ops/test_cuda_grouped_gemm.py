@@ -15,7 +15,14 @@ DTYPES = [torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize(
     ("tokens", "top_k", "experts", "out_features", "in_features"),
-    [(1, 1, 4, 17, 32), (1, 2, 8, 130, 96), (17, 4, 60, 33, 64), (12, 2, 2, 49, 224), (40, 2, 3, 33, 64)],
+    [
+        (1, 1, 4, 17, 32),
+        (1, 2, 8, 130, 96),
+        (17, 4, 60, 33, 64),
+        (12, 2, 2, 49, 224),
+        (40, 2, 3, 33, 64),
+        (30, 4, 12, 130, 64),
+    ],
 )
 def test_few_rows_round_the_result_only(
     tokens: int,
@@ -37,21 +44,36 @@ def test_few_rows_round_the_result_only(
         assert_rounded(out, reference.grouped_gemm(x, stack.dense, ids), slack=1e-5)
 
 
+@pytest.mark.parametrize("form", [form for form in FORMATS if form != "dense"])
+@pytest.mark.parametrize(("group", "in_features"), [(64, 192), (128, 384), (384, 384)])
+def test_groups_that_have_kernels_of_their_own(group: int, in_features: int, form: str, device: str) -> None:
+    for tokens, dtype in ((5, torch.bfloat16), (40, torch.half)):
+        ids = random_ids(tokens, 2, 3, device)
+        stack = ExpertStack(form, 3, 33, in_features, dtype, device, group)
+        x = torch.randn(tokens, in_features, device=device).to(dtype)
+        assert_rounded(stack.run(x, ids), reference.grouped_gemm(x, stack.dense, ids), slack=1e-5)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMATS)
-def test_many_rows_are_as_good_as_a_dequantised_weight(form: str, dtype: torch.dtype, device: str) -> None:
-    ids = random_ids(150, 1, 3, device)
-    ids[:135] = 1  # more than a tile of 128
-    ids[135:] = torch.tensor([2, 0], device=device)[torch.arange(15, device=device) % 2, None]
-    stack = ExpertStack(form, 3, 40, 224, dtype, device)
-    x = torch.randn(150, 224, device=device).to(dtype)
+@pytest.mark.parametrize(("tokens", "experts", "most"), [(150, 3, 135), (535, 2, 270)])
+def test_many_rows_are_as_good_as_a_dequantised_weight(
+    tokens: int, experts: int, most: int, form: str, dtype: torch.dtype, device: str
+) -> None:
+    """Tiles of 128 and of 256 rows, of which one expert has one full and one with few rows."""
+    ids = torch.arange(tokens, device=device)[:, None] % experts
+    ids[:most] = 1
+    ids[most:][ids[most:] == 1] = 0
+    ids = ids[torch.randperm(tokens, device=device)]
+    stack = ExpertStack(form, experts, 40, 224, dtype, device)
+    x = torch.randn(tokens, 224, device=device).to(dtype)
     expected = reference.grouped_gemm(x, stack.dense, ids)
     low_precision = torch.einsum("tk,tnk->tn", x, stack.dense.to(dtype)[ids[:, 0]])
     error, allowed = ((out.double() - expected).square().mean().sqrt() for out in (stack.run(x, ids), low_precision))
     assert error <= 2 * allowed
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", "clamped_swiglu"])
 def test_activations(activation: str, device: str) -> None:
     """The product of gate and up carries the errors of both."""
     for form, tokens, dtype in [("int4 min", 3, torch.bfloat16), ("dense", 40, torch.float16), ("int8", 5, torch.half)]:
@@ -60,6 +82,37 @@ def test_activations(activation: str, device: str) -> None:
         x = torch.randn(tokens, 96, device=device).to(dtype)
         expected = reference.grouped_gemm(x, stack.dense, ids, activation=activation)
         assert_rounded(stack.run(x, ids, activation=activation), expected, slack=4e-5)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("tokens", [1, 9, 40])
+def test_biases(tokens: int, form: str, device: str) -> None:
+    """The width is odd, or that of gate and up; the biases of experts without rows are not read."""
+    ids = random_ids(tokens, 2, 6, device).clamp(max=3)
+    for out_features, activation, dtype, bias_dtype in (
+        (33, None, torch.bfloat16, torch.float32),
+        (160, "silu", torch.float16, torch.float16),
+        (96, "clamped_swiglu", torch.bfloat16, torch.float32),
+    ):
+        stack = ExpertStack(form, 6, out_features, 96, dtype, device)
+        x = torch.randn(tokens, 96, device=device).to(dtype)
+        bias = (3 * torch.randn(6, out_features, device=device)).to(bias_dtype)
+        bias[4:] = torch.nan
+        out = stack.run(x, ids, bias=bias, activation=activation)
+        expected = reference.grouped_gemm(x, stack.dense, ids, bias=bias, activation=activation)
+        assert_rounded(out, expected, slack=2e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_biases_of_many_rows(dtype: torch.dtype, device: str) -> None:
+    """The rows of two experts in tiles of 128 and more; every row has the bias of its own."""
+    ids = torch.arange(300, device=device)[:, None] % 2
+    ids[:250] = 1
+    stack = ExpertStack("int4", 3, 40, 224, dtype, device)
+    x = torch.randn(300, 224, device=device).to(dtype)
+    bias = torch.tensor([100.0, -100.0, torch.nan], device=device)[:, None].repeat(1, 40)
+    shift = stack.run(x, ids, bias=bias).double() - stack.run(x, ids).double()
+    torch.testing.assert_close(shift, bias.double()[ids[:, 0]], rtol=0, atol=1.0)
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -25,11 +25,18 @@ PRODUCTS: list[tuple[str, dict[str, Any]]] = [
 SHAPES = [(1, 1, 4), (1, 8, 8), (3, 2, 5), (17, 8, 128), (64, 2, 4)]  # tokens, top_k, experts
 
 
-def expert_by_expert(stack: ExpertStack, x: Tensor, expert_ids: Tensor, **options: Any) -> Tensor:
+def expert_by_expert(
+    stack: ExpertStack, x: Tensor, expert_ids: Tensor, *, bias: Tensor | None = None, **options: Any
+) -> Tensor:
     """The dense operators on each expert's rows, gathered and scattered by torch."""
     experts = expert_ids.flatten()
     x = x.repeat_interleave(len(experts) // max(len(x), 1), 0)
-    parts = {expert: stack.run_expert(expert, x[experts == expert], **options) for expert in experts.tolist()}
+    parts = {
+        expert: stack.run_expert(
+            expert, x[experts == expert], bias=None if bias is None else bias[expert].contiguous(), **options
+        )
+        for expert in experts.tolist()
+    }
     out = x.new_zeros(len(experts), next(iter(parts.values())).shape[1])
     for expert, part in parts.items():
         out[experts == expert] = part
@@ -51,7 +58,7 @@ def test_shapes(tokens: int, top_k: int, experts: int, form: str, dtype: torch.d
         assert_bitwise(out, expert_by_expert(stack, x, ids))
 
 
-@pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh", "gelu"])
+@pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh", "gelu", "clamped_swiglu"])
 @pytest.mark.parametrize(("form", "options"), PRODUCTS)
 def test_activations(form: str, options: dict[str, Any], activation: str | None, device: str) -> None:
     ids = random_ids(9, 2, 6)
@@ -61,6 +68,25 @@ def test_activations(form: str, options: dict[str, Any], activation: str | None,
     assert_bitwise(out, expert_by_expert(stack, x, ids, activation=activation, **options))
     if not options:
         assert_rounded(out, reference.grouped_gemm(x, stack.dense, ids, activation=activation), slack=5e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 90])
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("form", "options"), [*PRODUCTS, ("int6", {"activation_bits": 32})])
+def test_biases(form: str, options: dict[str, Any], bias_dtype: torch.dtype, tokens: int, device: str) -> None:
+    """The width is odd, or that of gate and up; the biases of experts without rows are not read."""
+    ids = random_ids(tokens, 2, 6).clamp(max=3)
+    k = 256 if form == "int6" else 96
+    x = torch.randn(tokens, k).bfloat16()
+    for out_features, activation in ((33, None), (64, "silu"), (96, "clamped_swiglu")):
+        stack = ExpertStack(form, 6, out_features, k)
+        bias = (3 * torch.randn(6, out_features)).to(bias_dtype)
+        bias[4:] = torch.nan
+        fused = {"bias": bias, "activation": activation}
+        out = stack.run(x, ids, **fused, **options)
+        assert_bitwise(out, expert_by_expert(stack, x, ids, **fused, **options))
+        if options.get("activation_bits", 32) == 32:
+            assert_rounded(out, reference.grouped_gemm(x, stack.dense, ids, **fused), slack=1e-4)
 
 
 @pytest.mark.parametrize("weight_dtype", DTYPES)
@@ -161,6 +187,10 @@ COMMON: dict[str, tuple[str, dict[str, Any]]] = {
     "expert_start decreases": ("expert_start must not decrease", {"expert_start": torch.tensor([0, 4, 2, 6, 6]).int()}),
     "expert_start ends early": ("expert_start must go from 0 to the 6", {"expert_start": START.clamp(max=5)}),
     "expert_start begins late": ("expert_start must go from 0", {"expert_start": START.clamp(min=1)}),
+    "bias of one expert": ("bias", {"bias": torch.zeros(32)}),
+    "bias of other experts": ("bias", {"bias": torch.zeros(3, 32)}),
+    "bias dtype": ("bias", {"bias": torch.zeros(4, 32).half()}),
+    "bias strided": ("bias", {"bias": torch.zeros(32, 4).T}),
     "unknown activation": ("activation", {"activation": "relu"}),
 }
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {

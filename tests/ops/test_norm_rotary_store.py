@@ -127,6 +127,21 @@ def test_one_norm_alone(missing: str, device: str) -> None:
     run_and_check(case | {missing: None})
 
 
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("head_dim", [34, 512])
+def test_norm_of_values(head_dim: int, cache_dtype: torch.dtype, device: str) -> None:
+    """The values may be the keys."""
+    fused = random_case(9, 6, 2, head_dim, torch.float32, cache_dtype, device, norm=torch.float32)
+    case = copy_of(fused)
+    ops.norm_rotary_store(**fused | {"v": fused["k"]}, norm_v=True)
+    v = ops.rms_norm(case["k"], torch.ones(head_dim, device=device), case["eps"])
+    ops.norm_rotary_store(**case | {"v": v})
+    for name in ("q", "k_cache"):
+        assert_bitwise(fused[name], case[name])
+    step = 1.01 if cache_dtype == torch.int8 else 0.008 if cache_dtype == torch.bfloat16 else 2e-6
+    torch.testing.assert_close(fused["v_cache"].double(), case["v_cache"].double(), rtol=step, atol=step)
+
+
 @pytest.mark.parametrize("norm", [None, torch.float32])
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.int8])
 def test_equals_the_separate_operators(cache_dtype: torch.dtype, norm: torch.dtype | None, device: str) -> None:

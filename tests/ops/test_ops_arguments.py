@@ -47,11 +47,33 @@ def test_odd_tensors(name: str, args: tuple[Any, ...]) -> None:
             getattr(ops, name)(**arguments)
 
 
+@pytest.mark.parametrize(("name", "args"), [pytest.param(*call, id=call[0]) for call in CALLS])
+def test_none(name: str, args: tuple[Any, ...]) -> None:
+    """Torch passes it on as a tensor that is undefined, which the operator refuses, unless our own checks do."""
+    schema = getattr(torch.ops.fastinfer, name).default._schema
+    required = {argument.name for argument in schema.arguments if not isinstance(argument.type, torch.OptionalType)}
+    for key, arguments in calls_with(name, args, [None]):
+        if key in required:
+            with pytest.raises((TypeError, RuntimeError)) as caught:
+                getattr(ops, name)(**arguments)
+            assert caught.type is not TypeError or f"{key} must be a tensor, got None" in str(caught.value)
+
+
 def test_functions_in_plain_torch() -> None:
-    for value in NO_TENSORS:
+    for value in [*NO_TENSORS, None]:
         with pytest.raises(TypeError, match=r"fastinfer.ops.pack_scales: scales must be a tensor, got "):
             ops.pack_scales(value)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"fastinfer.ops.interleave_gate_up: up must be a tensor, got "):
             ops.interleave_gate_up(torch.ones(16, 2), value)  # type: ignore[arg-type]
+        if value is not None:
+            with pytest.raises(TypeError, match=r"fastinfer.ops.pack_scales: out must be a tensor, got "):
+                ops.pack_scales(torch.ones(16, 2), out=value)  # type: ignore[call-overload]
+            with pytest.raises(TypeError, match=r"fastinfer.ops.cos_sin_cache: frequency_factors must be a tensor"):
+                ops.cos_sin_cache(4, 10, frequency_factors=value)  # type: ignore[arg-type]
+    for number in (10**5000, -(10**5000), None, float("inf"), "x"):
+        with pytest.raises(ValueError, match="base must be a finite number above 1, got "):
+            ops.cos_sin_cache(4, 10, number)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="rotary_dim must be a positive even number, got "):
+            ops.cos_sin_cache(number, 10)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must have rows, got scalars"):
         ops.interleave_gate_up(torch.tensor(1), torch.tensor(1))

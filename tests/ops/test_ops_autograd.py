@@ -16,13 +16,16 @@ torch.manual_seed(0)
 ALL_CALLS = list(op_calls())
 CALLS = dict(ALL_CALLS)  # the last call of each operator
 
-# What a model computes, and what it has; of merge_attention_states a and b are the former, of add_lora the latter.
+# What a model computes, and what it has; of add_lora a and b are the latter.
 ACTIVATIONS = {"x", "residual", "q", "k", "v", "logits", "y", "x_scales", "merge_attention_states.a"}
-ACTIVATIONS |= {"merge_attention_states.b"}
+ACTIVATIONS |= {"q_latent", "q_rope", "kv"}
+ACTIVATIONS |= {"merge_attention_states.b", "gate", "qkv", "z", "gated_delta_rule.a", "gated_delta_rule.b"}
+ACTIVATIONS |= {"gates", "xbc", "dt"}
 WEIGHTS = {"weight", "scales", "mins", "bias", "norm_weight", "q_norm_weight", "k_norm_weight", "table", "sinks"}
-WEIGHTS |= {"add_lora.a", "add_lora.b"}
+WEIGHTS |= {"add_lora.a", "add_lora.b", "a_log", "dt_bias", "d"}
 OTHERS = {"cos_sin_cache", "k_cache", "v_cache", "k_scale", "v_scale", "lse", "a_lse", "b_lse", "expert_weights"}
-OTHERS |= {"temperature", "top_p", "min_p", "penalties", "bias_values"}
+OTHERS |= {"temperature", "top_p", "min_p", "penalties", "bias_values", "conv_state", "recurrent_state", "ssm_state"}
+OTHERS |= {"query_scales", "cache", "scale"}
 
 
 def floats(name: str, kinds: set[str]) -> list[str]:
@@ -50,7 +53,8 @@ def test_every_argument_has_a_kind() -> None:
 def test_every_function_is_an_operator() -> None:
     functions = {name for name in ops.__all__ if not isinstance(getattr(ops, name), type)}
     packing = {"interleave_gate_up", "pack_scales", "pack_two_level_scales"}
-    helpers = {"batch_invariant", "cos_sin_cache", "supported"} | packing
+    settings = {"batch_invariant", "constant_weights", "prompt_rows", "prompt_rows_of_experts"}
+    helpers = {"cos_sin_cache", "supported"} | settings | packing
     assert functions - helpers == CALLS.keys()
 
 

@@ -32,11 +32,13 @@ def row_calls(tokens: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield "lut_gemm", (*call, None, None, 1e-6, activation, None)
     routing = ops.route_experts(strided(tokens, 6), 2, True)
     yield "route_experts", (strided(tokens, 6), 2, True)
-    yield "grouped_gemm", (x, torch.randn(6, 96, 64), routing.row_ids, routing.expert_start, None)
+    yield "grouped_gemm", (x, torch.randn(6, 96, 64), routing.row_ids, routing.expert_start, None, None)
     yield "permute_columns", (x, torch.randperm(64))
     ragged = (torch.zeros(1, 7, dtype=torch.int32), int32(tokens), int32(0, tokens))
     options = (0.125, 0, 0.0, None, None, None, None, None)
     yield "paged_attention", (strided(tokens, 4, 64), k_cache, k_cache, *ragged, *options)
+    rows = torch.randn(7, 16, 1, 64)
+    yield "paged_attention", (strided(tokens, 4, 64), rows, rows[..., :48], *ragged, *options)
     yield "paged_attention_plan", (*ragged[1:], 4, 2, 64, 0)
 
 

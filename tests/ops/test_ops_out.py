@@ -78,6 +78,7 @@ REPLACEABLE = {
     "add_rms_norm": {"x"},
     "layer_norm": {"x"},
     "gelu": {"x"},
+    "relu2": {"x"},
     "embedding": {"residual"},
     "gemm": {"residual"},
     "int8_gemm": {"residual"},

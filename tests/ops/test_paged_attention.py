@@ -19,6 +19,7 @@ from support.attention_batches import (
     assert_attention,
     make_batch,
     quantized,
+    with_values_in_keys,
 )
 from support.helpers import DTYPES, Guarded, assert_bitwise, device_fixture, per_thread_count
 from torch import Tensor
@@ -55,6 +56,7 @@ SHAPES = [
     (torch.float32, 4, 4, 96, 16),
     (torch.float32, 9, 1, 128, 64),
     (torch.float32, 8, 2, 256, 32),
+    (torch.float32, 4, 2, 512, 16),
     (torch.float32, 2, 1, 24, 5),
     (torch.float32, 2, 1, 13, 16),
 ]
@@ -65,6 +67,8 @@ GPU_SHAPES = [
     (torch.float16, 4, 4, 96, 5),
     (torch.bfloat16, 9, 1, 128, 64),
     (torch.float16, 4, 2, 256, 128),
+    (torch.bfloat16, 8, 1, 512, 16),
+    (torch.float16, 6, 2, 512, 5),
 ]
 
 
@@ -226,7 +230,105 @@ def test_shared_pages(dtype: torch.dtype, device: str) -> None:
     assert_bitwise(out[1], out[0])
 
 
-HEAD_DIMS = [64, 80, 96, 128, 256]
+# (dtype, q_heads, kv_heads, head_dim, value_dim, block_size)
+LATENT_SHAPES = [
+    (torch.bfloat16, 20, 1, 576, 512, 16),
+    (torch.bfloat16, 128, 1, 320, 256, 32),
+    (torch.float32, 3, 1, 80, 64, 5),
+    (torch.float32, 5, 1, 44, 24, 1),
+    (torch.float16, 4, 2, 33, 7, 16),
+]
+GPU_LATENT_SHAPES = [
+    (torch.bfloat16, 20, 1, 576, 512, 16),
+    (torch.float16, 34, 1, 320, 256, 5),
+    (torch.float16, 3, 1, 576, 512, 1),
+    (torch.bfloat16, 6, 2, 320, 256, 64),
+]
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@per_device("dtype, q_heads, kv_heads, head_dim, value_dim, block_size", LATENT_SHAPES, GPU_LATENT_SHAPES)
+def test_values_in_keys(
+    name: str,
+    dtype: torch.dtype,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    block_size: int,
+    device: str,
+) -> None:
+    """What the keys have beyond the values must not reach the output, nor what no query sees."""
+    longest = 530 if dtype == torch.float32 else 200
+    lengths = [(count, min(length, longest)) for count, length in BATCHES[name]]
+    batch = make_batch(lengths, q_heads, kv_heads, head_dim, block_size, dtype, device=device)
+    assert_attention(with_values_in_keys(batch, value_dim))
+
+
+@per_device("dtype", [torch.float32], LOW)
+def test_values_in_keys_with_options(dtype: torch.dtype, device: str) -> None:
+    batch = with_values_in_keys(make_batch([(3, 400), (33, 33), (1, 90)], 6, 1, 320, 32, dtype, device=device), 256)
+    options = {"window": 50, "softcap": 2.0, "sinks": torch.arange(6.0, device=device)}
+    assert_attention(batch, **options)
+    guarded = Guarded(batch.q)
+    strided = ops.paged_attention(**(vars(batch) | {"q": guarded.view}), **options)
+    assert_bitwise(strided, batch.run(**options))
+    guarded.assert_intact()
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_values_in_keys_in_vectors_of_16(name: str) -> None:
+    """A cache of another dtype, as the engine has it."""
+    batch = make_batch(BATCHES[name], 20, 1, 80, 16, torch.float32, torch.float16)
+    assert_attention(with_values_in_keys(batch, 64))
+
+
+@pytest.mark.parametrize("device", [pytest.param("emulated", marks=pytest.mark.emulated)], indirect=True)
+def test_values_in_keys_that_a_gpu_refuses(device: str) -> None:
+    for head_dim, value_dim in ((576, 320), (80, 64), (320, 320)):
+        batch = make_batch([(1, 20)], 4, 1, head_dim, 16, torch.bfloat16, device=device)
+        with pytest.raises(RuntimeError, match="paged_attention: v_cache must be the first 256 of 320 or 512 of 576"):
+            with_values_in_keys(batch, value_dim).run()
+    batch = with_values_in_keys(make_batch([(1, 20)], 4, 1, 320, 16, torch.bfloat16, device=device), 256)
+    with pytest.raises(RuntimeError, match="paged_attention: k_cache must have the dtype of q"):
+        quantized(batch, torch.int8).run()
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, *QUANTIZED])
+@pytest.mark.parametrize(("q_heads", "head_dim", "value_dim"), [(20, 80, 64), (2, 80, 64), (1, 13, 5)])
+def test_values_in_keys_of_any_cache(q_heads: int, head_dim: int, value_dim: int, cache_dtype: torch.dtype) -> None:
+    """Bit by bit what separate caches give, with options and in any cut of the rows."""
+    batch = with_values_in_keys(make_batch([(1, 300), (6, 70), (20, 133)], q_heads, 1, head_dim), value_dim)
+    batch = batch if cache_dtype == torch.float32 else quantized(batch, cache_dtype)
+    options = {"window": 100, "softcap": 2.0, "sinks": torch.arange(float(q_heads))}
+    assert_attention(batch, **options)
+    values = batch.k_cache.clone()
+    expected = ops.paged_attention(**(vars(batch) | {"v_cache": values}), **options)
+    assert_bitwise(batch.run(**options), expected[..., :value_dim].contiguous())
+    rows = {"q": batch.q[26:], "seq_lens": int32(133), "query_start": int32(0, 1), "block_table": batch.block_table[2:]}
+    assert_bitwise(ops.paged_attention(**(vars(batch) | rows), **options), batch.run(**options)[26:])
+
+
+def test_values_beside_the_keys_are_refused() -> None:
+    batch = make_batch([(1, 20)], 4, 1, 64)
+    wrong = {
+        "of another tensor": batch.k_cache.clone()[..., :48],
+        "not the first columns": batch.k_cache[..., 16:],
+        "contiguous": batch.k_cache[..., :48].contiguous(),
+        "more columns": torch.zeros(*batch.k_cache.shape[:3], 65),
+    }
+    for values in wrong.values():
+        with pytest.raises(RuntimeError, match="paged_attention: v_cache must"):
+            ops.paged_attention(**(vars(batch) | {"v_cache": values}))
+    codes = int4(batch)
+    with pytest.raises(RuntimeError, match="v_cache must be apart from k_cache"):
+        ops.paged_attention(**(vars(codes) | {"v_cache": codes.k_cache[..., :16]}))
+    integers = quantized(with_values_in_keys(batch, 48), torch.int8)
+    with pytest.raises(RuntimeError, match="v_scale must be k_scale"):
+        ops.paged_attention(**(vars(integers) | {"v_scale": integers.k_scale.clone()}))
+
+
+HEAD_DIMS = [64, 80, 96, 128, 256, 512]
 
 
 @low_or_fp32
@@ -281,16 +383,27 @@ def test_every_quantized_value_is_exact(cache_dtype: torch.dtype, dtype: torch.d
     torch.testing.assert_close(lse.double().sum(), products.sum(), rtol=0, atol=float(1e-6 * products.abs().sum()))
 
 
+@fp32_or_bf16
+@pytest.mark.parametrize("cache_dtype", QUANTIZED)
+def test_size_of_queries_does_not_matter_beside_a_quantized_cache(
+    cache_dtype: torch.dtype, dtype: torch.dtype, device: str
+) -> None:
+    """On a GPU they become fp16, whose range is smaller than bf16's: each row is first divided by a power of two."""
+    batch = quantized(make_batch([(1, 40), (20, 33)], 6, 2, 64, 16, dtype, torch.float32, device), cache_dtype)
+    expected = batch.run(scale=0.125)
+    for factor in (2.0**40, 2.0**-30):
+        scaled = vars(batch) | {"q": batch.q * factor}
+        assert_bitwise(ops.paged_attention(**scaled, scale=0.125 / factor), expected)
+
+
 @dataclass
 class Int4Batch(QuantizedBatch):
-    def worth(self, codes: Tensor, scales: Tensor, size: int) -> Tensor:
-        values = reference.dequantize_int4(codes, scales, size)
-        # On a GPU the factors of the products have 16 bits, and fp16 comes first.
-        return values if self.q.dtype == torch.float32 else values.half().to(self.q.dtype)
-
     def expected(self, **options: Any) -> tuple[Tensor, Tensor]:
         k_size, v_size = reference.INT4_GROUPS
-        caches = self.worth(self.k_cache, self.k_scale, k_size), self.worth(self.v_cache, self.v_scale, v_size)
+        keys = reference.dequantize_int4(self.k_cache, self.k_scale, k_size)
+        values = reference.dequantize_int4(self.v_cache, self.v_scale, v_size)
+        # On a GPU the keys' products take fp16.
+        caches = keys if self.q.dtype == torch.float32 else keys.half().float(), values
         ragged = (self.block_table, self.seq_lens, self.query_start)
         return reference.paged_attention(self.q, *caches, *ragged, **options)
 
@@ -328,10 +441,10 @@ def test_every_int4_value_is_exact(dtype: torch.dtype, device: str) -> None:
     q, lse = torch.randn(1, 1, 256, device=device).to(dtype), torch.empty(1, 1, device=device)
     out = ops.paged_attention(q, cache, cache, **ragged, k_scale=k_scale, v_scale=v_scale, scale=0.25, lse=lse)
     key, value = (
-        reference.dequantize_int4(cache, scale, size)[0].half().to(dtype)
+        reference.dequantize_int4(cache, scale, size)[0]
         for scale, size in zip((k_scale, v_scale), reference.INT4_GROUPS, strict=True)
     )
-    assert_bitwise(out, value)
+    assert_bitwise(out, value.to(dtype))
     products = 0.25 * q.double() * key.double()
     torch.testing.assert_close(lse.double().sum(), products.sum(), rtol=0, atol=float(1e-6 * products.abs().sum()))
 
@@ -506,9 +619,15 @@ BAD_ON_CUDA: dict[str, tuple[str, dict[str, Any]]] = {
 @per_device("case", [], list(BAD_ON_CUDA))
 def test_cuda_errors_name_the_argument(case: str, device: str) -> None:
     argument, changes = BAD_ON_CUDA[case]
-    arguments = {name: t.to(device) for name, t in (GOOD | HALF | changes).items()}
+    arguments = {name: in_place_on(device, t) for name, t in (GOOD | HALF | changes).items()}
     with pytest.raises(RuntimeError, match=rf"\b{argument}\b"):
         ops.paged_attention(**arguments)
+
+
+def in_place_on(device: str, tensor: Tensor) -> Tensor:
+    """The tensor on the device, as badly aligned as it is: ``to`` alone would copy a view to memory of its own."""
+    memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    return memory.to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 BAD_PLAN: dict[str, dict[str, Any]] = {

@@ -96,6 +96,16 @@ def test_residual_after_the_norm(tokens: int, hidden: int, dtype: torch.dtype, d
         assert_bitwise(residual, before[1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [7, 576, 20000])
+def test_factor_of_the_sum(hidden: int, dtype: torch.dtype, device: str) -> None:
+    x, residual = torch.randn(2, 3, hidden, device=device).to(dtype)
+    weight = torch.randn(hidden, device=device)
+    for addend in (residual, None):
+        out = ops.rms_norm(x, weight, 1e-5, addend, 0.37)
+        assert_rounded(out, reference.rms_norm(x, weight, 1e-5, addend, 0.37))
+
+
 def test_residual_may_be_unaligned_or_x_itself(device: str) -> None:
     x, weight = torch.randn(3, 576, device=device), torch.randn(576, device=device)
     residual = torch.randn(3 * 576 + 1, device=device)[1:].view(3, 576)

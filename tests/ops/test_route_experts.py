@@ -14,9 +14,9 @@ from fastinfer import ops
 device = device_fixture("cpu", "cuda", "emulated")
 
 
-def assert_routing(logits: Tensor, top_k: int, renormalize: bool) -> ops.Routing:
-    routing = ops.route_experts(logits, top_k, renormalize)
-    weights, ids = reference.route_experts(logits, top_k, renormalize)
+def assert_routing(logits: Tensor, top_k: int, renormalize: bool, **options: Any) -> ops.Routing:
+    routing = ops.route_experts(logits, top_k, renormalize, **options)
+    weights, ids = reference.route_experts(logits, top_k, renormalize, **options)
     assert [t.dtype for t in routing] == [torch.float32, torch.int32, torch.int32, torch.int32]
     assert_bitwise(routing.expert_ids.long(), ids)
     torch.testing.assert_close(routing.expert_weights.double(), weights, rtol=3e-6, atol=1e-30)
@@ -35,6 +35,64 @@ def assert_routing(logits: Tensor, top_k: int, renormalize: bool) -> ops.Routing
 def test_routing(tokens: int, top_k: int, experts: int, dtype: torch.dtype, renormalize: bool, device: str) -> None:
     """In 16 bits ties are common."""
     assert_routing((torch.randn(tokens, experts, device=device) * 3).to(dtype), top_k, renormalize)
+
+
+@pytest.mark.parametrize("experts", [5, 128, 1024])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_a_scale_for_each_expert(experts: int, renormalize: bool, device: str) -> None:
+    logits, own = torch.randn(7, experts, device=device), torch.randn(experts, device=device)
+    assert_routing(logits, 4, renormalize, scale=0.5, expert_scale=own)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts", "num_groups", "top_groups"),
+    [
+        (5, 2, 8, 1, 1),
+        (3, 8, 256, 8, 4),
+        (17, 3, 60, 30, 2),
+        (4, 6, 160, 8, 3),
+        (2, 32, 1024, 32, 1),
+        (3, 4, 258, 2, 1),
+    ],
+)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_scores_bias_and_groups(
+    tokens: int,
+    top_k: int,
+    experts: int,
+    num_groups: int,
+    top_groups: int,
+    has_bias: bool,
+    scoring: str,
+    renormalize: bool,
+    device: str,
+) -> None:
+    """Logits are distinct and not close to each other, so that rounding changes no order."""
+    logits = torch.stack([torch.randperm(experts) for _ in range(tokens)]).to(device) * (6 / experts) - 2.7
+    bias = None
+    if has_bias:  # so many steps that other experts are the best ones
+        bias = torch.randint(-8, 9, (experts,), device=device) * (0.5 if scoring == "sigmoid" else 0.5 / experts)
+    options = {"scoring": scoring, "bias": bias, "num_groups": num_groups, "top_groups": top_groups, "scale": 2.5}
+    assert_routing(logits, top_k, renormalize, **options)
+
+
+def test_scores_of_zero_give_weights_of_zero(device: str) -> None:
+    logits = torch.full((2, 4), -200.0, device=device)
+    assert ops.route_experts(logits, 2, True, scoring="sigmoid").expert_weights.eq(0).all()
+
+
+def test_a_group_is_as_good_as_its_two_best_experts(device: str) -> None:
+    logits = torch.tensor([[9.0, -9.0, -9.0, 1.0, 1.0, -9.0, 0.0, 0.0, 0.0]], device=device)
+    routing = ops.route_experts(logits, 2, True, scoring="sigmoid", num_groups=3, top_groups=1)
+    assert routing.expert_ids.tolist() == [[3, 4]]
+
+
+def test_the_rows_of_many_tokens_keep_their_order(device: str) -> None:
+    """Sorted in parts of which the last ones are short or empty; and again, with the same counter."""
+    for tokens in (700, 33, 129):
+        assert_routing(torch.randn(tokens, 5, device=device).half(), 3, True)
 
 
 def test_equal_logits_choose_the_smaller_index(device: str) -> None:
@@ -103,6 +161,17 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "too many experts": ("logits", {"logits": torch.zeros(3, 1025)}),
     "top_k 0": ("top_k", {"top_k": 0}),
     "top_k past the experts": ("top_k must be 1 to 4, got 5", {"top_k": 5}),
+    "scoring": ("scoring must be softmax or sigmoid, got relu", {"scoring": "relu"}),
+    "bias shape": ("bias", {"bias": torch.zeros(3)}),
+    "bias dtype": ("bias", {"bias": torch.zeros(4).half()}),
+    "bias strided": ("bias", {"bias": torch.zeros(8)[::2]}),
+    "no groups": ("num_groups must be 1, or .* got 0", {"num_groups": 0}),
+    "groups that do not divide": ("num_groups .* got 3", {"num_groups": 3}),
+    "groups of one": ("num_groups .* got 4", {"num_groups": 4}),
+    "too many groups": ("num_groups .* at most 32", {"logits": torch.zeros(3, 128), "num_groups": 64}),
+    "top_groups 0": ("top_groups must be 1 to 2", {"num_groups": 2, "top_groups": 0}),
+    "top_groups past the groups": ("top_groups must be 1 to 2 .* got 3", {"num_groups": 2, "top_groups": 3}),
+    "top_k past the chosen groups": ("top_groups .* top_k = 3 experts", {"num_groups": 2, "top_k": 3}),
     "top_k past 32": ("top_k must be 1 to 32, got 33", {"logits": torch.zeros(3, 64), "top_k": 33}),
 }
 

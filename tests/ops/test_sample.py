@@ -272,6 +272,51 @@ def test_cpu_and_gpu_draw_the_same_tokens(parameters: dict[str, Any], device: st
     assert_bitwise(tokens.cpu(), expected[0])
 
 
+@pytest.mark.parametrize("parameters", FILTERS, ids=str)
+def test_a_row_is_drawn_alike_in_any_batch(parameters: dict[str, Any], device: str) -> None:
+    logits = torch.linspace(0.2, 4, 4, device=device)[:, None] * torch.randn(4, 2001, device=device)
+    together = sample(logits, **parameters, positions=torch.arange(4)).tokens
+    alone = [sample(logits[i : i + 1], **parameters, positions=torch.tensor([i])).tokens for i in range(4)]
+    assert_bitwise(torch.cat(alone), together)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"top_k": 1500}, {"top_p": 0.97}, {"min_p": 0.001}, {"top_k": 1200, "top_p": 0.99}, {"top_p": 0.9, "min_p": 0.01}],
+    ids=str,
+)
+def test_cuts_far_down_a_long_row(parameters: dict[str, Any], device: str) -> None:
+    """A GPU lists the likeliest tokens of each part of a row, in all 256 of 3001: the cut is not among them."""
+    row = 0.5 * torch.randn(3001, device=device)
+    for position in (0, 1):
+        token = sample(row[None], **parameters, positions=position).tokens.item()
+        assert_wins(int(token), row.cpu(), 0, position, **DEFAULTS | parameters)
+
+
+@pytest.mark.parametrize(
+    "parameters", [{}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.1}, {"temperature": 0.0}], ids=str
+)
+def test_parts_of_a_row_without_tokens(parameters: dict[str, Any], device: str) -> None:
+    """Whatever part of a row has the only tokens, or one that spoils it."""
+    logits = torch.full((4, 2001), -torch.inf, device=device)
+    places = [0, 700, 1500, 2000]
+    for row, place in enumerate(places):
+        logits[row, place] = -30.0
+    assert sample(logits, **parameters).tokens.tolist() == places
+    mask = torch.zeros(4, 63, dtype=torch.int32, device=device)
+    for row, place in enumerate(places):
+        mask[row, place // 32] = 1 << place % 32
+    assert sample(torch.randn(4, 2001, device=device), **parameters, mask=mask).tokens.tolist() == places
+    if on_host(device):
+        return
+    for bad in (torch.nan, torch.inf):
+        logits = torch.randn(4, 2001, device=device)
+        logits[[0, 1, 2], places[1:]] = bad
+        tokens = sample(logits, **parameters).tokens.tolist()
+        assert tokens[:3] == [-1] * 3
+        assert tokens[3] >= 0
+
+
 @pytest.mark.parametrize("place", [1e-30, 1e-3, 1.0, -1e9, 1e30])
 @pytest.mark.parametrize("parameters", [{"top_k": 100}, {"top_k": 900}, {"top_p": 0.5}], ids=str)
 def test_the_cut_is_found_at_any_scale(parameters: dict[str, Any], place: float, device: str) -> None:

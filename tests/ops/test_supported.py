@@ -13,6 +13,7 @@ import torch
 from support.helpers import device_fixture
 from support.op_calls import int32, op_calls
 from support.paths import ROOT
+from support.placement import host_operators
 from torch import Tensor
 
 from fastinfer import ops
@@ -33,7 +34,7 @@ DTYPES = [
     torch.int32,
     torch.int64,
 ]
-HEAD_DIMS = [1, 2, 7, 16, 63, 64, 65, 80, 96, 100, 128, 192, 256, 257, 320]
+HEAD_DIMS = [1, 2, 7, 16, 63, 64, 65, 80, 96, 100, 128, 192, 256, 257, 320, 512]
 HEADS_OPS = [op for op, takes in support.TABLE.items() if takes["cpu"].head_dim]
 OTHER_OPS = [op for op in support.TABLE if op not in HEADS_OPS]
 LINEAR_OPS = [op for op in OTHER_OPS if "gemm" in op and op != "w8a8_gemm"]
@@ -44,10 +45,25 @@ WEIGHTS = {
     "layer_norm": ["weight", "bias"],
     "add_lora": ["a", "b"],
     "norm_rotary_store": ["q_norm_weight", "k_norm_weight"],
+    "latent_rotary_store": ["norm_weight"],
     "embedding": [],
+    "causal_conv1d": ["weight", "bias"],
+    "gated_delta_rule": ["norm_weight"],
+    "mamba2_scan": ["norm_weight"],
 }
 # Tensors that must have the dtype of the operator's first one. An embedding's residual need not.
-FOLLOWERS = {"embedding": [], "merge_attention_states": ["b"], "add_lora": ["x"], "w8a8_gemm": [], "sample": []}
+FOLLOWERS = {
+    "embedding": [],
+    "merge_attention_states": ["b"],
+    "add_lora": ["x"],
+    "latent_rotary_store": ["q_rope", "kv"],
+    "w8a8_gemm": [],
+    "sample": [],
+    "sigmoid_gate": ["gate"],
+    "causal_conv1d": ["conv_state", "gates"],
+    "gated_delta_rule": ["z", "a", "b"],
+    "mamba2_scan": ["z", "dt"],
+}
 KEYWORDS = ("dtype", "weight_dtype", "cache_dtype", "head_dim", "in_features", "activation_bits")
 
 
@@ -63,7 +79,9 @@ def overload(op: str) -> Any:
 
 def calls_of(op: str) -> Iterator[Call]:
     """Operator calls by argument names."""
-    for name, args in op_calls(cpu_alone=op in ON_CPU_ALONE):
+    with host_operators():  # which pack the weights; they are moved later
+        calls = list(op_calls(cpu_alone=op in ON_CPU_ALONE))
+    for name, args in calls:
         if name == op:
             names = [argument.name for argument in overload(op)._schema.arguments]
             yield dict(zip(names, args, strict=False))

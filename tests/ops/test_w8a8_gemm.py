@@ -13,7 +13,7 @@ from fastinfer import ops
 
 device = device_fixture("cpu", "avx512", "cuda", "emulated")
 
-FUSIONS = ["plain", "bias", "residual", "bias+residual", "silu", "bias+silu", "gelu_tanh", "gelu"]
+FUSIONS = ["plain", "bias", "residual", "bias+residual", "silu", "bias+silu", "gelu_tanh", "gelu", "clamped_swiglu"]
 
 
 @dataclass

@@ -5,16 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from support.families import load, save_model, some_tokens
+from safetensors.torch import load_file, save_file
+from support.families import load, make_model, save_model, some_tokens
 from support.teacher_forcing import log_probabilities
 
 from fastinfer.errors import FastinferError, QuantizationError, RequestError, UnsupportedModelError
+from fastinfer.models.moe import MixtureOfExperts
 from fastinfer.quantize.checkpoint import quantize_checkpoint
 from fastinfer.quantize.methods import SYMMETRIC, Method
+from fastinfer.weights.expert_weights import DenseExperts
+from fastinfer.weights.weight import DenseWeight
 
 # Every way in which rows are stored, joined and scaled: fused, with biases, with offset norms, with heads to fold into.
-MODELS = ("llama2", "llama-biases", "qwen3", "gemma3", "phi3")
+MODELS = ("llama2", "llama-biases", "qwen3", "gemma3", "gemma4-wide", "phi3")
 # Of the spread of log-probabilities: what rounding of weights, and of inputs too, may change.
 LIMITS = {"rtn": 0.04, "gptq": 0.04, "awq": 0.04, "int8": 0.04, "w8a8": 0.08}
 
@@ -39,8 +42,64 @@ def test_8_bits_change_little(family: str, name: str, tmp_path: Path) -> None:
     expected, got = (log_probabilities(model, ids, "float32") for model in (before, after))
     assert (got - expected).abs().mean() < LIMITS[name] * expected.std()
     assert max(report.errors.values()) < 1e-3
-    assert len(report.errors) == 4 * before.config.num_layers
+    assert len(report.errors) == (6 if before.config.per_layer_size else 4) * before.config.num_layers
     assert report.bytes_after < report.bytes_before
+
+
+# Shared experts with a gate of their own and without, some dense layers, and a bias of the choice.
+MIXTURES = {
+    "mixtral": {},
+    "qwen2-moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96},
+    "glm4-moe": {"moe_intermediate_size": 64, "use_qk_norm": False},
+}
+
+
+@pytest.mark.parametrize("name", [*LIMITS, "nf4"])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_mixtures_of_experts(family: str, name: str, tmp_path: Path) -> None:
+    sizes = {"intermediate_size": 128} if name == "nf4" else {}
+    if name == "nf4" and family == "qwen2-moe":
+        sizes["shared_expert_intermediate_size"] = 128
+    model = make_model(family, **MIXTURES[family] | sizes)
+    model.save_pretrained(tmp_path / "model")
+    how = method(name, 4, 64) if name == "nf4" else method(name, 8)
+    report = quantize_checkpoint(tmp_path / "model", tmp_path / "out", how, texts())
+    before, after = (load(tmp_path / folder) for folder in ("model", "out"))
+    is_mixture = [isinstance(layer.mlp, MixtureOfExperts) for layer in after.layers]
+    index = is_mixture.index(True)
+    mixture = after.layers[index].mlp
+    assert isinstance(mixture, MixtureOfExperts)
+    assert not isinstance(mixture.gate_up, DenseExperts)
+    assert not isinstance(mixture.down, DenseExperts)
+    assert isinstance(mixture.router, DenseWeight)
+    assert len(report.errors) == sum(4 + 2 * (flag and family != "mixtral") for flag in is_mixture)
+    expected, got = (log_probabilities(model, some_tokens(), "float32") for model in (before, after))
+    # A token whose experts are others differs more, so the median stands for those whose are not.
+    limit = {"nf4": 0.6, "w8a8": 0.12}.get(name, 0.04)
+    assert (got - expected).abs().median() < limit * expected.std()
+    assert max(report.errors.values()) < (0.02 if name == "nf4" else 1e-3)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    left_out = config.get("ignore") or config.get("llm_int8_skip_modules")
+    if name in ("int8", "w8a8", "nf4"):
+        assert left_out is not None
+        assert f"model.layers.{index}." in "".join(left_out)
+        assert all(f"{module}.weight" in load_file(tmp_path / "out" / "model.safetensors") for module in left_out[1:])
+
+
+def test_experts_that_no_token_chooses(tmp_path: Path) -> None:
+    """They are rounded to nearest, and others are not."""
+    make_model("mixtral", num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    gate = "model.layers.0.block_sparse_moe.gate.weight"
+    tensors[gate] = torch.zeros_like(tensors[gate])  # of equal experts the first ones are chosen
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    for name in ("rtn", "gptq"):
+        quantize_checkpoint(tmp_path / "model", tmp_path / name, method(name, 4), texts())
+    rounded, calibrated = (load_file(tmp_path / name / "model.safetensors") for name in ("rtn", "gptq"))
+    for expert in range(4):
+        for matrix in ("w1", "w2", "w3"):
+            name = f"model.layers.0.block_sparse_moe.experts.{expert}.{matrix}.qweight"
+            assert torch.equal(rounded[name], calibrated[name]) == (expert >= 2)
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq"])
@@ -75,12 +134,12 @@ def test_what_is_not_quantised_stays(tmp_path: Path) -> None:
 
 
 def test_refusals(tmp_path: Path) -> None:
-    save_model(tmp_path / "mixture", "mixtral")
+    save_model(tmp_path / "mixture", "granite-moe")
     save_model(tmp_path / "gpt2", "gpt2")
     save_model(tmp_path / "model", "llama2")
     quantize_checkpoint(tmp_path / "model", tmp_path / "quantized", method("rtn", 4), texts())
     cases: list[tuple[str, Method, list[list[int]], type[FastinferError], str]] = [
-        ("mixture", method("rtn", 4), texts(), UnsupportedModelError, "mixtures of experts"),
+        ("mixture", method("rtn", 4), texts(), UnsupportedModelError, "experts that are stored in one tensor"),
         ("gpt2", method("rtn", 4), texts(), UnsupportedModelError, "transposed"),
         ("quantized", method("rtn", 4), texts(), UnsupportedModelError, "quantised already"),
         ("model", method("gptq", 4, 128), texts(), RequestError, "128 does not divide 64"),

@@ -1,6 +1,7 @@
 """Security advisories of other servers, as tests of this one.
 
-Further ones: huge heads in test_limits.py, keys and tenants in test_auth.py, numbers out of range in test_fields.py.
+Further ones: huge heads in test_limits.py, keys and tenants in test_auth.py, numbers out of range in test_fields.py,
+tools in test_tools.py, the time and the malformed calls of their parser in parsing/test_output_parser.py.
 """
 
 import ast
@@ -16,7 +17,7 @@ from support.tiny_folder import write_tiny_folder
 from support.toy import ToyTokenizer
 from support.toy_server import toy_client
 
-from fastinfer.server.protocol.chat import RENDERER_NAMES
+from fastinfer.server.protocol.chat import RESERVED_NAMES
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -46,7 +47,7 @@ def test_a_huge_n_allocates_nothing() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("name", sorted(RENDERER_NAMES))
+@pytest.mark.parametrize("name", sorted(RESERVED_NAMES))
 def test_template_kwargs_do_not_replace_arguments_of_the_renderer(name: str) -> None:
     """CVE-2025-62426; also any other argument of the functions that get them."""
 
@@ -61,12 +62,10 @@ def test_template_kwargs_do_not_replace_arguments_of_the_renderer(name: str) -> 
 def test_the_renderers_arguments_are_all_known() -> None:
     import inspect
 
-    from fastinfer.serving.prompt import prepare_chat
     from fastinfer.tokenizers.chat_template import render
 
-    for function in (render, prepare_chat):
-        for parameter in inspect.signature(function).parameters.values():
-            assert parameter.kind is parameter.VAR_KEYWORD or parameter.name in RENDERER_NAMES
+    for parameter in inspect.signature(render).parameters.values():
+        assert parameter.kind is parameter.VAR_KEYWORD or parameter.name in RESERVED_NAMES
 
 
 def test_a_request_brings_no_template() -> None:

@@ -9,12 +9,10 @@ import httpx
 import pytest
 from anthropic.types import Message
 from pydantic import TypeAdapter
-from support.fake_parser import ByPlace
+from support.agent import ARGUMENTS, RESULT, SCHEMA, agent
+from support.scripted import scripted_engine
 from support.toy import ToyTokenizer, greedy
 from support.toy_server import toy_server
-
-from fastinfer.server import chat_run
-from fastinfer.server.output_plan import OutputPlan
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 PROMPT = ToyTokenizer().encode("hello,")
@@ -104,7 +102,59 @@ def test_prompts(url: str) -> None:
         {"role": "assistant", "content": [{"type": "thinking", "thinking": "so", "signature": ""}, called]},
         {"role": "user", "content": [result, {"type": "text", "text": "and"}]},
     ]
-    assert tokens(messages=conversation) == len("hello,,sunny,and,")
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    text = f"hello,{call},The result of the call of f is:\nsunny\n\nPlease answer with this.,and,"
+    assert tokens(messages=conversation) == len(ToyTokenizer().encode(text))
+
+
+def test_a_result_that_is_an_error_says_so(url: str) -> None:
+    def tokens(**fields: Any) -> int:
+        called = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}
+        result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "x", **fields}]}
+        body = {"model": "toy", "messages": [*MESSAGES, called, result]}
+        count: int = post(url, body, "/v1/messages/count_tokens").json()["input_tokens"]
+        return count
+
+    more = len(ToyTokenizer().encode("Error: "))
+    assert tokens() == tokens(is_error=False) == tokens(is_error=None) == tokens(is_error=True) - more
+
+
+def block(role: str = "user", **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": [fields]}]}
+
+
+USE = {"role": "assistant", "type": "tool_use", "id": "a", "name": "f", "input": {}}
+PLACE = "messages[0].content[0]"
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        (block(type="text", text="a", thinking="b"), PLACE + ".thinking"),
+        (block(type="text", text="a", id="b"), PLACE + ".id"),
+        (block(type="text"), PLACE + ".text is missing"),
+        (block(type="image", source={}), PLACE + ".source.type is missing"),
+        (block(type="image", source={"type": "url"}), PLACE + ".source.type must be one of base64, got 'url'"),
+        (block(type="video"), PLACE + ".type must be one of text, image, tool_result, got 'video'"),
+        (block(type="tool_result", content="x"), PLACE + ".tool_use_id"),
+        (block(type="tool_result", tool_use_id="a", content=[{"type": "image"}]), PLACE + ".content[0].type"),
+        *((block(**USE | {name: None}), f"{PLACE}.{name}") for name in ("id", "name", "input")),
+        (block(**USE, text="a"), PLACE + ".text"),
+        (block(**USE, caller={"type": "code_execution_20250825"}), PLACE + ".caller.type"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role"),
+        ({"thinking": {"type": "disabled", "budget_tokens": 5}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "sometimes"}}, "thinking.type"),
+        ({"tool_choice": {"type": "auto", "name": "f"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"messages": [{"role": "user", "content": "a" * 20_000}]}, "messages"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_field(url: str, fields: dict[str, Any], place: str) -> None:
+    answer = post(url, {**PLAIN, **fields})
+    assert answer.status_code == 400, answer.text
+    assert place in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -147,34 +197,112 @@ def test_errors_are_the_packages_exceptions(client: anthropic.Anthropic, url: st
         stranger.messages.create(model="toy", messages=MESSAGES, max_tokens=1)
 
 
+TOOLS: Any = [
+    {"name": "get_weather", "description": "Weather", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}},
+    {"name": "now", "input_schema": {"type": "object"}},
+]
+ANY = {"type": "any"}
+ASK: Any = [{"role": "user", "content": "Weather?"}]
+WHOLE = {"model": "toy", "messages": ASK, "max_tokens": 500}
+
+
+@pytest.fixture(scope="module")
+def agent_url() -> Iterator[str]:
+    model = agent()
+    with toy_server(api_keys=("secret",), engine=lambda: scripted_engine(model)) as (_, address):
+        yield address
+
+
+def blocks_of(answer: httpx.Response, stream: bool) -> tuple[list[dict[str, Any]], str]:
+    """The blocks of an answer, and why it has ended."""
+    assert answer.status_code == 200, answer.text
+    if not stream:
+        Message.model_validate_json(answer.content, strict=True)
+        return answer.json()["content"], answer.json()["stop_reason"]
+    blocks: list[dict[str, Any]] = []
+    partial, reason = "", ""
+    for event in events_of(answer):
+        match event["type"]:
+            case "content_block_start":
+                assert event["index"] == len(blocks)
+                blocks.append(event["content_block"])
+                partial = ""
+            case "content_block_delta":
+                assert event["index"] == len(blocks) - 1
+                [value] = [event["delta"][n] for n in ("text", "thinking", "partial_json") if n in event["delta"]]
+                partial += value
+            case "content_block_stop":
+                field = {"text": "text", "thinking": "thinking", "tool_use": "input"}[blocks[-1]["type"]]
+                blocks[-1][field] = json.loads(partial) if field == "input" else partial
+            case "message_delta":
+                reason = event["delta"]["stop_reason"]
+    return blocks, reason
+
+
 @pytest.mark.parametrize("stream", [False, True])
-def test_reasoning_and_calls(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    monkeypatch.setattr(chat_run, "plan_output", lambda *args: OutputPlan(make_parser=ByPlace))
-    text = ToyTokenizer().decode(greedy(PROMPT, 20, stop_at_eos=False), skip_special_tokens=False)
-    stop = text[12:14]
-    with toy_server() as (_, address):
-        body = {**PLAIN, "max_tokens": 20, "stop_sequences": [stop], "stream": stream}
-        answer = post(address, body)
-        if stream:
-            events = events_of(answer)
-            blocks: list[dict[str, Any]] = []
-            for event in events:
-                if event["type"] == "content_block_start":
-                    assert event["index"] == len(blocks)
-                    blocks.append({**event["content_block"], "partial": ""})
-                elif event["type"] == "content_block_delta":
-                    delta = event["delta"]
-                    [value] = [delta[name] for name in ("text", "thinking", "partial_json") if name in delta]
-                    blocks[event["index"]]["partial"] += value
-            for block in blocks:
-                partial = block.pop("partial")
-                field = {"text": "text", "thinking": "thinking", "tool_use": "input"}[block["type"]]
-                block[field] = json.loads(partial) if field == "input" else partial
-        else:
-            Message.model_validate_json(answer.content, strict=True)
-            blocks = answer.json()["content"]
-    kept = text[: text.index(stop)]
+def test_tools(agent_url: str, stream: bool) -> None:
+    pytest.importorskip("llguidance")
+
+    def ask(**fields: Any) -> tuple[list[dict[str, Any]], str]:
+        return blocks_of(post(agent_url, {**WHOLE, "stream": stream, "tools": TOOLS, **fields}), stream)
+
+    blocks, reason = ask()
+    assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use", "tool_use"]
+    assert (blocks[0]["thinking"], blocks[1]["text"]) == ("I need a tool.", "Let me see.")
+    assert (blocks[2]["name"], blocks[2]["input"], blocks[3]["name"]) == ("get_weather", ARGUMENTS, "now")
+    assert reason == "tool_use"
+    blocks, reason = ask(tool_choice={"type": "auto", "disable_parallel_tool_use": True})
     assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use"]
-    assert (blocks[0]["thinking"], blocks[1]["text"]) == (kept[:3], kept[3:6])
-    assert (blocks[2]["id"], blocks[2]["name"]) == ("toolu_1", "f")
-    assert len(blocks[2]["input"]["x"]) == len(kept) - 7
+    blocks, reason = ask(tool_choice={"type": "any", "disable_parallel_tool_use": True})
+    assert ([block["type"] for block in blocks], reason) == (["thinking", "tool_use"], "tool_use")
+    blocks, reason = ask(tool_choice={"type": "tool", "name": "now"}, max_tokens=1000)
+    assert ([block["name"] for block in blocks[1:]], reason) == (["now"], "tool_use")
+    blocks, reason = ask(tool_choice={"type": "none"})
+    assert ([block["type"] for block in blocks], reason) == (["thinking", "text"], "end_turn")
+    blocks, reason = ask(max_tokens=42)
+    assert (blocks[-1]["type"], reason) == ("text", "max_tokens")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_thinking(agent_url: str, stream: bool) -> None:
+    def ask(**thinking: Any) -> list[dict[str, Any]]:
+        return blocks_of(post(agent_url, {**WHOLE, "stream": stream, "thinking": thinking}), stream)[0]
+
+    assert ask(type="enabled", budget_tokens=100)[0]["thinking"] == "I need a tool."
+    assert ask(type="enabled", budget_tokens=16)[0]["thinking"] == "I need a"
+    assert ask(type="adaptive", display="omitted")[0]["type"] == "text"
+
+
+def test_an_agent(agent_url: str) -> None:
+    """The package's objects go back as they came."""
+    with anthropic.Anthropic(base_url=agent_url, api_key="secret", max_retries=0, timeout=30) as client:
+        messages = list(ASK)
+        with client.messages.stream(model="toy", max_tokens=500, messages=messages, tools=TOOLS) as stream:
+            message = stream.get_final_message()
+        calls = [block for block in message.content if block.type == "tool_use"]
+        assert [(call.name, call.input) for call in calls] == [("get_weather", ARGUMENTS), ("now", {})]
+        results: Any = [{"type": "tool_result", "tool_use_id": call.id, "content": RESULT} for call in calls]
+        messages += [{"role": "assistant", "content": message.content}, {"role": "user", "content": results}]
+        final = client.messages.create(model="toy", max_tokens=500, messages=messages, tools=TOOLS)
+        assert final.stop_reason == "end_turn"
+        assert final.content[-1].text == f"The tool says: {RESULT}"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"tools": [*TOOLS, {"name": "a b", "input_schema": {}}]}, "tools[2].name"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2].name"),
+        ({"tools": [{"name": "f", "input_schema": {"type": "x"}}], "tool_choice": ANY}, "tools[0].input_schema"),
+        ({"tools": [{"name": "f", "input_schema": {"not": {}}, "strict": True}]}, "tools[0].input_schema"),
+        ({"tools": [{"type": "web_search_20250305", "name": "f", "input_schema": {}}]}, "tools[0].type"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
+    ],
+)  # fmt: skip
+def test_bad_tools_are_refused_by_name(agent_url: str, fields: dict[str, Any], place: str) -> None:
+    pytest.importorskip("llguidance")
+    answer = post(agent_url, {**WHOLE, **fields})
+    assert answer.status_code == 400, answer.text
+    assert place in answer.json()["error"]["message"]

@@ -88,6 +88,16 @@ def test_administrative_routes_need_an_administrator(
     asyncio.run(main())
 
 
+def test_only_administrators_may_overtake_everybody() -> None:
+    async def main() -> None:
+        async with toy_client(api_keys=("one",), admin_keys=("boss",)) as client:
+            for key, status in (("one", 400), ("boss", 200)):
+                answer = await client.post("/v1/completions", json={**BODY, "priority": -1}, headers={"X-Api-Key": key})
+                assert answer.status_code == status
+
+    asyncio.run(main())
+
+
 def test_keys_are_compared_in_constant_time_and_kept_as_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
 

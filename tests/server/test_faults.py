@@ -1,16 +1,20 @@
 """Load and faults on a real socket: gone clients, full queues, deadlines, drains, slow readers."""
 
+import asyncio
 import contextlib
+import gc
 import json
 import os
 import re
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,11 @@ import pytest
 from support.paths import ROOT
 from support.toy import ToyModel, ToyTokenizer, greedy
 from support.toy_server import GatedModel, toy_server
+from support.waiting import until
+
+from fastinfer.server.errors import APIError
+from fastinfer.server.http_protocol import BoundedHttpProtocol
+from fastinfer.server.sse import PING, EventStream
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 90, "temperature": 0, "ignore_eos": True}
 
@@ -32,13 +41,6 @@ def gated_server(**options: Any) -> Iterator[tuple[GatedModel, Any, str]]:
             yield model, server, address
         finally:
             model.allow(2000)
-
-
-def until(condition: Callable[[], Any], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.002)
 
 
 def request_bytes(path: str, body: dict[str, Any]) -> bytes:
@@ -83,9 +85,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
         model.allow(1)
         until(lambda: server.host.loaded.stats().num_running == 1)
         second.sendall(request_bytes("/v1/completions", LONG))
-        until(lambda: server.host.loaded._num_submitted == 1)
-        model.allow(1)  # requests are queued between two steps
-        until(lambda: server.host.loaded.stats().num_waiting == 1)
+        model.step_until(lambda: server.host.loaded.stats().num_waiting == 1)
         refused = httpx.post(f"{address}/v1/completions", json=LONG)
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) > 0
@@ -110,13 +110,10 @@ def test_tokens_that_wait_are_bounded() -> None:
         model.allow(1)
         until(lambda: server.host.loaded.stats().num_running == 1)
         second.sendall(request_bytes("/v1/completions", {**LONG, "prompt": [1] * 8}))
-        until(lambda: server.host.loaded._num_submitted == 1)
-        model.allow(1)
-        until(lambda: server.host.loaded.stats().num_waiting == 1)
+        model.step_until(lambda: server.host.loaded.stats().num_waiting == 1)
         third = connect(address)
         third.sendall(request_bytes("/v1/completions", {**LONG, "prompt": [1] * 8}))
-        until(lambda: server.host.loaded._num_submitted == 1)
-        model.allow(1)
+        model.step_until(lambda: select.select([third], [], [], 0)[0])
         refused = read_until(third, b"}}")
         assert refused.startswith(b"HTTP/1.1 503")
         assert b'"code":"queue_full"' in refused
@@ -205,6 +202,79 @@ def test_a_slow_reader_holds_up_nobody_and_is_cut_off() -> None:
         assert b"data: " in received
         assert b"[DONE]" not in received
         slow.close()
+
+
+def test_a_client_that_does_not_even_take_pings_is_cut_off() -> None:
+    async def silent() -> AsyncGenerator[bytes, None]:
+        yield b"data: first\n\n"
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        sent: list[bytes] = []
+        aborted = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+            if sent[-1] == PING:
+                await asyncio.Event().wait()  # the socket's buffers are full
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        stream = EventStream(silent(), ping_interval_s=0.01, write_timeout_s=0.01)
+        await asyncio.wait_for(stream({"type": "http", "abort": aborted.set}, receive, send), 20)
+        assert aborted.is_set()
+        assert sent == [b"", b"data: first\n\n", PING]
+
+    asyncio.run(main())
+
+
+def test_an_error_during_a_stream_has_the_clients_name_of_the_field() -> None:
+    async def failing() -> AsyncGenerator[bytes, None]:
+        yield b"data: first\n\n"
+        raise APIError(400, "the grammar is too complex", param="structured_outputs")
+
+    async def main() -> None:
+        sent: list[bytes] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        scope = {"type": "http", "names": {"structured_outputs": "text.format"}}
+        await asyncio.wait_for(EventStream(failing())(scope, receive, send), 20)
+        assert b'"param":"text.format"' in b"".join(sent)
+
+    asyncio.run(main())
+
+
+def test_a_client_that_goes_before_its_body_has_come_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    with toy_server() as (server, address):
+        caplog.clear()
+        connection = connect(address)
+        connection.sendall(request_bytes("/v1/completions", LONG)[:-5])
+        until(lambda: server.server_state.tasks)
+        connection.close()
+        until(lambda: not (server.server_state.tasks or server.server_state.connections))
+        text = httpx.get(f"{address}/metrics").text
+    assert not caplog.records
+    assert 'status="499"' in text
+    assert 'status="500"' not in text
+
+
+def test_nothing_is_kept_of_a_connection_that_was_reset() -> None:
+    """Its keep-alive timer would hold it, its buffers and its last request for 75 s."""
+    with toy_server() as (server, address):
+        for _ in range(5):
+            connection = connect(address)
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            read_until(connection, b"}")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
+        until(lambda: not server.server_state.connections)
+        until(lambda: not [thing for thing in gc.get_objects() if isinstance(thing, BoundedHttpProtocol)], seconds=5)
 
 
 def test_the_server_listens_while_the_model_loads() -> None:
@@ -339,6 +409,27 @@ def test_after_the_drain_streams_get_an_error_frame(tmp_path: Path) -> None:
     assert b'"code":"aborted"' in received
     assert process.wait(20) == 0
     connection.close()
+
+
+@pytest.mark.slow
+def test_a_signal_while_the_model_loads_ends_at_once(tmp_path: Path) -> None:
+    """Nobody waits for the thread that loads."""
+    port, program = free_port(), tmp_path / "serve.py"
+    code = PROGRAM.format(tests=str(ROOT / "tests"), step_s=0, drain_s=600, port=port)
+    program.write_text(code.replace("lambda: AsyncEngine(toy_engine(model=Slow()))", "lambda: time.sleep(600)"))
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "python")}
+    process = subprocess.Popen([sys.executable, str(program)], env=environment, stderr=subprocess.PIPE, text=True)
+
+    def is_listening() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"http://127.0.0.1:{port}/health").json() == {"status": "ok", "state": "loading"}
+        return False
+
+    until(is_listening, 60)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "Traceback" not in errors
 
 
 @pytest.mark.slow

@@ -7,10 +7,13 @@ import pytest
 from support.toy import ToyTokenizer, greedy
 from support.toy_server import toy_client
 
+from fastinfer.sampling_params import MAX_ALLOWED_TOKEN_IDS
+
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
 PROMPT = ToyTokenizer().encode("hello,")
+PART = "messages[0].content[0]"
 
 
 def post(path: str, body: dict[str, Any], **settings: Any) -> tuple[int, dict[str, Any]]:
@@ -46,9 +49,11 @@ REFUSED_BY_CHATS: list[tuple[Any, ...]] = [
     ("logit_bias", {"64": 1}),
     ("logit_bias", {"-1": 1}),
     ("max_tokens", 0),
-    ("max_completion_tokens", -1, "max_tokens"),
+    ("max_completion_tokens", 0),
     ("top_logprobs", 3),
-    ("top_logprobs", 21, "logprobs", {"logprobs": True}),
+    ("top_logprobs", 21),
+    ("priority", -1),
+    ("add_special_tokens", True),
     ("response_format", {"type": "xml"}, "response_format.type"),
     ("response_format", {"type": "json_schema"}),
     ("response_format", {"type": "json_schema", "json_schema": {"name": "x"}}),
@@ -60,11 +65,12 @@ REFUSED_BY_CHATS: list[tuple[Any, ...]] = [
     ("min_tokens", -1),
     ("stop_token_ids", [64]),
     ("allowed_token_ids", []),
+    ("allowed_token_ids", [7] * (MAX_ALLOWED_TOKEN_IDS + 1)),
     ("bad_words", [""]),
     ("truncate_prompt_tokens", 0),
     ("prompt_logprobs", 21),
-    ("structured_outputs", {}, None),
-    ("structured_outputs", {"regex": "a", "choice": ["b"]}, None),
+    ("structured_outputs", {}),
+    ("structured_outputs", {"regex": "a", "choice": ["b"]}),
     ("structured_outputs", {"nonsense": 1}, "structured_outputs.nonsense"),
     ("request_id", "a\nb"),
     ("request_id", "x" * 129),
@@ -78,10 +84,10 @@ REFUSED_BY_CHATS: list[tuple[Any, ...]] = [
     ("logprob_token_ids", [1]),
     ("messages", []),
     ("messages", "hello"),
-    ("messages", [{"role": "user"}]),
+    ("messages", [{"role": "user"}], "messages[0].content"),
     ("messages", [{"role": "king", "content": "x"}], "messages[0].role"),
     ("messages", [{"role": "user", "content": "x", "size": 1}], "messages[0].size"),
-    ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+    ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages"),
     ("messages", [{"role": "assistant", "function_call": {"name": "x"}}], "messages[0].function_call"),
     ("tools", []),
     ("tools", [{"type": "function", "function": {"name": "a b"}}], "tools[0].function.name"),
@@ -98,7 +104,7 @@ REFUSED_BY_CHATS: list[tuple[Any, ...]] = [
     ("moderation", {"model": "x"}),
     ("chat_template", "{{ messages }}"),
     ("chat_template_kwargs", {"messages": []}),
-    ("thinking_token_budget", 5),
+    ("thinking_token_budget", 0),
     ("echo", True),
     ("prompt_cache_retention", "24h"),
     ("metadata", {"a": 1}, "metadata.a"),
@@ -115,6 +121,147 @@ def test_what_chats_refuse(case: tuple[Any, ...]) -> None:
     place = answer["error"]["param"]
     assert place is None if param is None else place == param or place.startswith(f"{param}."), answer
     assert len(answer["error"]["message"]) <= 1000
+
+
+def message(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "hello", **fields}]}
+
+
+def part(**fields: Any) -> dict[str, Any]:
+    return message(content=[{"type": "text", "text": "hello", **fields}])
+
+
+def form(**fields: Any) -> dict[str, Any]:
+    return {"messages": MESSAGES, "response_format": fields}
+
+
+def schema(value: Any, name: str | None = "x") -> dict[str, Any]:
+    return form(type="json_schema", json_schema={"name": name, **value})
+
+
+def structured(**fields: Any) -> dict[str, Any]:
+    return {"messages": MESSAGES, "structured_outputs": fields}
+
+
+CALLS = [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]
+BAD_ARGUMENTS = [{"id": "a", "function": {"name": "f", "arguments": "[1]"}}]
+NONSENSE = {"type": "nonsense"}
+CHOICE = {"tool_choice": {"type": "function"}, "messages": MESSAGES}
+TAGS = {"structures": [{"begin": "<", "schema": NONSENSE, "end": ">"}], "triggers": ["<"]}
+FORM = "response_format.json_schema.schema"
+TOKENS, DETOKENIZE, SCORE, EMBED = "/tokenize", "/detokenize", "/v1/score", "/v1/embeddings"
+
+# Path, body, and the client's own name of the field at fault.
+REFUSED_BY_NAME: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, part(bogus=5), PART + ".bogus"),
+    (CHAT, part(text=5), PART + ".text"),
+    (CHAT, part(text=None), PART + ".text"),
+    (CHAT, part(type=None), PART + ".type"),
+    (CHAT, part(type="refusal"), PART + ".type"),
+    (CHAT, message(content=5), "messages[0].content"),
+    (CHAT, message(role=None), "messages[0].role"),
+    (CHAT, message(tool_calls=CALLS), "messages[0].tool_calls"),
+    (CHAT, message(tool_call_id="a"), "messages[0].tool_call_id"),
+    (CHAT, message(reasoning_content="so"), "messages[0].reasoning_content"),
+    (CHAT, message(role="tool"), "messages[0].tool_call_id"),
+    (CHAT, message(role="function"), "messages[0].name"),
+    (CHAT, message(role="assistant", content=None), "messages[0]"),
+    (CHAT, message(role="assistant", refusal="no"), "messages[0].refusal"),
+    (CHAT, message(role="assistant", tool_calls=BAD_ARGUMENTS), "messages[0].tool_calls[0].function.arguments"),
+    (CHAT, form(type="text", json_schema={}), "response_format.json_schema"),
+    (CHAT, form(type="json_schema"), "response_format.json_schema"),
+    (CHAT, schema({}), FORM),
+    (CHAT, schema({"schema": NONSENSE}), FORM),
+    (CHAT, schema({"schema": {"x": "y" * 300_000}}), FORM),
+    (CHAT, schema({"schema": {}}, None), "response_format.json_schema.name"),
+    (CHAT, structured(json=NONSENSE), "structured_outputs.json"),
+    (CHAT, structured(json="{"), "structured_outputs.json"),
+    (CHAT, structured(regex="((("), "structured_outputs.regex"),
+    (CHAT, structured(choice=[]), "structured_outputs.choice"),
+    (CHAT, structured(grammar="start: ("), "structured_outputs.grammar"),
+    (CHAT, structured(structural_tag={}), "structured_outputs.structural_tag"),
+    (CHAT, structured(structural_tag=TAGS), "structured_outputs.structural_tag"),
+    (CHAT, {**form(type="text"), **structured(json=NONSENSE)}, "structured_outputs.json"),
+    (CHAT, CHOICE, "tool_choice.function"),
+    (CHAT, {**CHOICE, "tool_choice": {"type": "auto", "name": "f"}}, "tool_choice.type"),
+    (CHAT, {**CHOICE, "tool_choice": 5}, "tool_choice"),
+    (CHAT, {"messages": MESSAGES, "max_completion_tokens": 2**40}, "max_completion_tokens"),
+    (TEXT, {"prompt": [64]}, "prompt"),
+    (TEXT, {"prompt": "a", "response_format": schema({"schema": NONSENSE})["response_format"]}, FORM),
+    (EMBED, {"input": ""}, "input"),
+    (EMBED, {"input": ["a", ""]}, "input[1]"),
+    (EMBED, {"input": [64]}, "input"),
+    (EMBED, {"input": [[1], [-1]]}, "input[1]"),
+    (EMBED, {"input": "a", "priority": 2**70}, "priority"),
+    (SCORE, {"text_1": "a", "text_2": [""]}, "text_2[0]"),
+    (SCORE, {"text_1": ["a", "", "b"], "text_2": ["a", "b", "c"]}, "text_1[1]"),
+    (DETOKENIZE, {"tokens": [-1]}, "tokens"),
+    (TOKENS, {"prompt": "a", "tools": []}, "tools"),
+    (TOKENS, {"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt"),
+    (TOKENS, {"prompt": "a", "continue_final_message": True}, "continue_final_message"),
+    (TOKENS, {"prompt": "a", "chat_template_kwargs": {}}, "chat_template_kwargs"),
+    (TOKENS, {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED_BY_NAME, ids=lambda case: f"{case[0]}-{case[2]}-{str(case[1])[-30:]}")
+def test_errors_have_the_clients_own_names(case: tuple[str, dict[str, Any], str]) -> None:
+    path, body, param = case
+    if "structured_outputs" in body or "response_format" in body:
+        pytest.importorskip("llguidance")
+    status, answer = post(path, body)
+    assert (status, answer["error"]["param"]) == (400, param), answer
+    assert param in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("size", [200, 20_000], ids=["long", "far beyond"])
+@pytest.mark.parametrize(
+    ("path", "field", "text"),
+    [
+        (TEXT, "prompt", str),
+        (CHAT, "messages", lambda text: message(content=text)["messages"]),
+        (EMBED, "input", str),
+        ("/v1/responses", "input", str),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_recognised(path: str, field: str, text: Any, size: int) -> None:
+    status, answer = post(path, {field: text("a" * size)})
+    error = answer["error"]
+    assert (status, error["param"], error["code"]) == (400, field, "context_length_exceeded"), answer
+    assert error["message"].startswith("This model's maximum context length is 96 tokens: " + field)
+
+
+@pytest.mark.parametrize(("path", "field"), [(CHAT, "messages"), ("/v1/responses", "input")])
+def test_messages_that_the_template_refuses(path: str, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ToyTokenizer, "chat_template", "{{ raise_exception('no') }}")
+    status, answer = post(path, {field: MESSAGES})
+    assert (status, answer["error"]["param"]) == (400, field)
+    assert answer["error"]["message"].startswith(f"{field}: the model's chat template failed on them")
+
+
+def test_there_is_one_limit_of_completions() -> None:
+    for n in (9, 128, 129, 10**9):
+        _, answer = post(CHAT, {"messages": MESSAGES, "n": n}, limits={"max_num_seqs": 8})
+        assert answer["error"]["message"] == f"n must be an integer in 1..8, got {n}"
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]}],
+        [{"role": "user", "content": "a", "name": "me", "tool_calls": None, "tool_call_id": None}],
+        [{"role": "user", "content": [{"type": "text", "text": "a", "image_url": None}]}],
+        [{"role": "assistant", "content": "a", "refusal": None, "annotations": [], "function_call": None}],
+        [{"role": "assistant", "content": None, "reasoning_content": "so", "tool_calls": None}],
+        [{"role": "assistant", "content": "", "tool_calls": CALLS, "reasoning": "so"}],
+        [{"role": "assistant", "tool_calls": [{**CALLS[0], "type": "function", "index": 0}]},
+         {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "b"}], "name": "f"}],
+        [{"role": "function", "name": "f", "content": "b"}],
+    ],
+)  # fmt: skip
+def test_what_clients_send_back_is_taken(turns: list[dict[str, Any]]) -> None:
+    status, answer = post(TOKENS, {"messages": [*MESSAGES, *turns, *MESSAGES]})
+    assert status == 200, answer
 
 
 REFUSED_BY_COMPLETIONS: list[tuple[Any, ...]] = [
@@ -220,5 +367,9 @@ def test_only_json_is_taken() -> None:
             for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
                 answer = await client.post(CHAT, content="{}", headers={"content-type": kind})
                 assert answer.status_code == 415
+            # A page can send a body without a type, too.
+            answer = await client.post(CHAT, content="{}")
+            assert answer.status_code == 415
+            assert answer.json()["error"]["message"] == "Content-Type must be application/json, got none"
 
     asyncio.run(main())

@@ -10,12 +10,10 @@ import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from support.fake_parser import ByPlace
+from support.agent import ARGUMENTS, RESULT, SCHEMA, agent
+from support.scripted import scripted_engine
 from support.toy import ToyTokenizer, greedy
 from support.toy_server import GatedModel, toy_server
-
-from fastinfer.server import chat_run
-from fastinfer.server.output_plan import OutputPlan
 
 PROMPT = ToyTokenizer().encode("hello,")
 PLAIN = {"model": "toy", "input": "hello", "max_output_tokens": 3, "temperature": 0}
@@ -92,7 +90,9 @@ def test_prompts(url: str) -> None:
         {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "a", "output": "sunny"},
     ]
-    assert tokens(items) == len("you,hello,well,sunny,")
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    text = f"you,hello,well\n{call},The result of the call of f is:\nsunny\n\nPlease answer with this.,"
+    assert tokens(items) == len(ToyTokenizer().encode(text))
 
 
 @pytest.mark.parametrize(
@@ -125,39 +125,168 @@ def test_what_is_refused(url: str, fields: dict[str, Any]) -> None:
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
+def item(**fields: Any) -> dict[str, Any]:
+    return {"input": [fields]}
+
+
+def part(**fields: Any) -> dict[str, Any]:
+    return item(role="user", content=[{"type": "input_text", "text": "a", **fields}])
+
+
+def form(**fields: Any) -> dict[str, Any]:
+    return {"text": {"format": fields}}
+
+
+REASONING = {"type": "reasoning", "id": "rs_1", "summary": []}
+NUMBERS = {"type": "array", "items": {"type": "integer"}}  # the toy has no brackets: no text can match
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (item(role="user"), "input[0].content"),
+        (item(content="a"), "input[0].role"),
+        (item(type="item_reference", id="x"), "input[0].type"),
+        (item(type="function_call", call_id="a"), "input[0].name"),
+        (item(type="function_call", name="f"), "input[0].call_id"),
+        (item(type="function_call", name="f", call_id="a", arguments="{"), "input[0].arguments"),
+        (item(type="function_call_output", output="a"), "input[0].call_id"),
+        (item(type="function_call_output", call_id="a"), "input[0].output"),
+        (item(role="user", content="a", summary=[]), "input[0].summary"),
+        (item(**REASONING, encrypted_content="x"), "input[0].encrypted_content"),
+        (item(**REASONING, content=[{"type": "text", "text": "x"}]), "input[0].content[0].type"),
+        (part(image_url="x"), "input[0].content[0].image_url"),
+        (item(role="assistant", content=[{"type": "input_image", "image_url": "x"}]), "input[0]"),
+        (part(type="input_image"), "input[0].content[0].image_url"),
+        (form(type="text", schema={}), "text.format.schema"),
+        (form(type="json_schema", name="x"), "text.format.schema"),
+        (form(type="json_schema", schema={}), "text.format.name"),
+        (form(type="json_schema", name="x", schema=NUMBERS), "text.format.schema"),
+        (form(type="xml"), "text.format.type"),
+        ({"max_output_tokens": 2**40}, "max_output_tokens"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.name"),
+        ({"input": "a" * 20_000}, "input"),
+    ],
+)  # fmt: skip
+def test_errors_have_the_clients_own_names(url: str, fields: dict[str, Any], param: str) -> None:
+    pytest.importorskip("llguidance")
+    answer = post(url, {**PLAIN, **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+    assert param in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        {**REASONING, "encrypted_content": None, "status": None, "content": [{"type": "reasoning_text", "text": "so"}]},
+        {**REASONING, "encrypted_content": None, "content": None},
+        {**REASONING, "summary": [{"type": "summary_text", "text": "so"}]},
+        {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "phase": "final_answer",
+         "content": [{"type": "output_text", "text": "a", "annotations": [], "logprobs": None}]},
+        {"type": "function_call", "id": "fc_1", "call_id": "a", "name": "f", "arguments": "", "status": "completed",
+         "caller": None, "namespace": None},
+        {"type": "function_call_output", "call_id": "a", "output": "b", "id": None, "status": None},
+    ],
+)  # fmt: skip
+def test_what_clients_send_back_is_taken(url: str, back: dict[str, Any]) -> None:
+    items = [{"role": "user", "content": "a"}, back, {"role": "user", "content": "b"}]
+    answer = post(url, {"model": "toy", "input": items}, "/v1/responses/input_tokens")
+    assert answer.status_code == 200, answer.text
+
+
 def test_nothing_is_kept(url: str) -> None:
     assert httpx.get(f"{url}/v1/responses/resp_1").status_code == 404
     assert post(url, {}, "/v1/responses/resp_1/cancel").status_code == 404
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_reasoning_and_calls(monkeypatch: pytest.MonkeyPatch, stream: bool, url: str) -> None:
-    monkeypatch.setattr(chat_run, "plan_output", lambda *args: OutputPlan(make_parser=ByPlace))
-    body = {**PLAIN, "max_output_tokens": 20, "stream": stream}
-    answer = post(url, body)
-    if stream:
-        events = events_of(answer)
-        response = events[-1]["response"]
-        for index, item in enumerate(response["output"]):
-            mine = [event for event in events if event.get("output_index") == index]
-            assert mine[0]["type"] == "response.output_item.added"
-            assert mine[-1] == {**mine[-1], "type": "response.output_item.done", "item": {**item, **_status(mine[-1])}}
-            text = "".join(event["delta"] for event in mine if event["type"].endswith(".delta"))
-            assert text == (item["arguments"] if "arguments" in item else item["content"][0]["text"])
-    else:
+TOOLS: Any = [
+    {"type": "function", "name": "get_weather", "description": "Weather", "parameters": SCHEMA, "strict": True},
+    {"type": "function", "name": "now", "parameters": None, "strict": None},
+]
+ASK = {"model": "toy", "input": "Weather?", "tools": TOOLS}
+
+
+@pytest.fixture(scope="module")
+def agent_url() -> Iterator[str]:
+    model = agent()
+    with toy_server(engine=lambda: scripted_engine(model)) as (_, address):
+        yield address
+
+
+def response_of(answer: httpx.Response, stream: bool) -> dict[str, Any]:
+    """The response, whose items are those of the events if it is streamed."""
+    if not stream:
+        assert answer.status_code == 200, answer.text
         Response.model_validate_json(answer.content, strict=True)
-        response = answer.json()
-    text = ToyTokenizer().decode(greedy(PROMPT, 20), skip_special_tokens=False)
-    reasoning, message, call = response["output"]
-    assert (reasoning["type"], reasoning["content"][0]["text"]) == ("reasoning", text[:3])
-    assert (message["type"], message["content"][0]["text"]) == ("message", text[3:6])
-    assert (call["type"], call["call_id"], call["name"]) == ("function_call", "toolu_1", "f")
-    assert set(json.loads(call["arguments"])) == {"x"}
-    assert 0 < response["usage"]["output_tokens_details"]["reasoning_tokens"] <= 3
+        whole: dict[str, Any] = answer.json()
+        return whole
+    events = events_of(answer)
+    response: dict[str, Any] = events[-1]["response"]
+    for index, item in enumerate(response["output"]):
+        mine = [event for event in events if event.get("output_index") == index]
+        assert mine[0]["type"] == "response.output_item.added"
+        assert (mine[-1]["type"], mine[-1]["item"]) == ("response.output_item.done", item)
+        text = "".join(event["delta"] for event in mine if event["type"].endswith(".delta"))
+        assert text == (item["arguments"] if "arguments" in item else item["content"][0]["text"])
+    return response
 
 
-def _status(event: dict[str, Any]) -> dict[str, Any]:
-    return {"status": event["item"]["status"]}
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools(agent_url: str, stream: bool) -> None:
+    pytest.importorskip("llguidance")
+
+    def ask(**fields: Any) -> dict[str, Any]:
+        return response_of(post(agent_url, {**ASK, "stream": stream, **fields}), stream)
+
+    response = ask()
+    reasoning, message, call, other = response["output"]
+    assert (reasoning["type"], reasoning["content"][0]["text"]) == ("reasoning", "I need a tool.")
+    assert (message["type"], message["content"][0]["text"]) == ("message", "Let me see.")
+    assert (call["type"], call["name"], json.loads(call["arguments"])) == ("function_call", "get_weather", ARGUMENTS)
+    assert (other["name"], other["arguments"]) == ("now", "{}")
+    assert call["call_id"] != other["call_id"]
+    assert response["status"] == "completed"
+    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": len("I need a tool.")}
+    kinds = [item["type"] for item in ask(parallel_tool_calls=False)["output"]]
+    assert kinds == ["reasoning", "message", "function_call"]
+    reasoning, call = ask(tool_choice="required", parallel_tool_calls=False)["output"]
+    assert (reasoning["type"], call["type"]) == ("reasoning", "function_call")
+    reasoning, call = ask(tool_choice={"type": "function", "name": "now"})["output"]
+    assert (call["name"], call["arguments"]) == ("now", "{}")
+    kinds = [item["type"] for item in ask(tool_choice="none")["output"]]
+    assert kinds == ["reasoning", "message"]
+    cut = ask(max_output_tokens=10)
+    assert (cut["status"], cut["output"][-1]["status"]) == ("incomplete", "incomplete")
+
+
+def test_an_agent(agent_url: str) -> None:
+    """The package's objects go back as they came."""
+    with openai.OpenAI(base_url=f"{agent_url}/v1", api_key="none", max_retries=0, timeout=30) as client:
+        items: Any = [{"role": "user", "content": "Weather?"}]
+        with client.responses.stream(model="toy", input=items, tools=TOOLS) as stream:
+            response = stream.get_final_response()
+        items += response.output
+        calls = [item for item in response.output if item.type == "function_call"]
+        assert [call.name for call in calls] == ["get_weather", "now"]
+        items += [{"type": "function_call_output", "call_id": call.call_id, "output": RESULT} for call in calls]
+        final = client.responses.create(model="toy", input=items, tools=TOOLS)
+        assert final.output_text == f"The tool says: {RESULT}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [*TOOLS, {"type": "function", "name": "a b"}]}, "tools[2].name"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2].name"),
+        ({"tools": [{**TOOLS[0], "parameters": {"not": {}}}]}, "tools[0].parameters"),
+        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+    ],
+)  # fmt: skip
+def test_bad_tools_are_refused_by_name(agent_url: str, fields: dict[str, Any], param: str) -> None:
+    pytest.importorskip("llguidance")
+    answer = post(agent_url, {**ASK, **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
 def test_a_failure_during_a_stream(url: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from support.peft_adapter import write_adapter
 from support.tiny_folder import write_tiny_folder
 from support.toy import ToyTokenizer, greedy
-from support.toy_server import NAME, toy_client, toy_server
+from support.toy_server import NAME, GatedModel, toy_client, toy_server
 
 ADMIN = {"X-Api-Key": "boss"}
 
@@ -64,7 +64,10 @@ def test_tokens() -> None:
             rest = await post("/tokenize", messages=begun, continue_final_message=True)
             assert rest["tokens"] == ToyTokenizer().encode("hello,well")
             assert (await post("/tokenize"))["error"]["param"] == "prompt"
-            assert (await post("/detokenize", tokens=[64]))["error"]["message"].startswith("token_ids must be")
+            described = (await client.get("/tokenizer_info")).json()
+            assert (described["bos_token"], described["eos_token"]) == (None, "</s>")
+            assert described["chat_template"] == ToyTokenizer.chat_template
+            assert (await post("/detokenize", tokens=[64]))["error"]["message"].startswith("tokens must be")
 
     asyncio.run(main())
 
@@ -79,6 +82,15 @@ def test_an_answer_continues_the_last_message() -> None:
             assert answer.json()["choices"][0]["message"]["content"] == ToyTokenizer().decode(expected)
             both = await client.post("/v1/chat/completions", json={**body, "add_generation_prompt": True})
             assert both.json()["error"]["param"] == "continue_final_message"
+
+    asyncio.run(main())
+
+
+def test_monitors_may_ask_without_wanting_a_body() -> None:
+    async def main() -> None:
+        async with toy_client() as client:
+            for path in ("/health", "/ready"):
+                assert (await client.head(path)).status_code == 200
 
     asyncio.run(main())
 
@@ -100,6 +112,13 @@ def test_sleep_and_the_prefix_cache() -> None:
             assert (await post("/reset_prefix_cache")).json() == {"success": True}
             assert [await num_cached(), await num_cached()] == [0, 16]
             assert (await post("/sleep?level=3")).status_code == 400
+            for path in ("/sleep", "/wake_up", "/reset_prefix_cache"):
+                refused = await client.post(path, json={"level": 2}, headers=ADMIN)
+                assert (refused.status_code, refused.json()["error"]["param"]) == (400, "level")
+                assert "/sleep?level=2" in refused.json()["error"]["message"]
+                refused = await post(path + "?mode=abort")
+                assert (refused.status_code, refused.json()["error"]["param"]) == (400, "mode")
+            assert (await client.get("/is_sleeping", headers=ADMIN)).json() == {"is_sleeping": False}
             assert (await post("/sleep?level=1")).json() == {"is_sleeping": True}
             assert (await client.get("/is_sleeping", headers=ADMIN)).json() == {"is_sleeping": True}
             assert (await client.get("/ready")).status_code == 503
@@ -158,9 +177,15 @@ def test_adapters_are_models(tmp_path: Path) -> None:
 def test_metrics_have_the_names_that_dashboards_expect() -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
-    with toy_server(metrics_prefix="vllm") as (_, address):
+    model = GatedModel()
+    with toy_server(model, metrics_prefix="vllm") as (_, address):
         body = {"prompt": [5, 6, 7], "max_tokens": 12, "ignore_eos": True, "temperature": 0}
-        assert httpx.post(f"{address}/v1/completions", json={**body, "stream": True}).status_code == 200
+        model.allow(2)
+        with httpx.stream("POST", f"{address}/v1/completions", json={**body, "stream": True}) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            model.allow(100)  # what follows is another output than the first one
+            assert "data: [DONE]" in lines
         assert httpx.post(f"{address}/v1/completions", json=body).status_code == 200
         assert httpx.get(f"{address}/nowhere/{'x' * 50}").status_code == 404
         text = httpx.get(f"{address}/metrics").text

@@ -99,10 +99,10 @@ long = SamplingParams(temperature=1.0, seed=1, max_tokens=100, ignore_eos=True)
 graphs, in_step, may_go_on = llm.engine.worker.runner.graphs, threading.Event(), threading.Event()
 compute = graphs._compute
 
-def paused(batch):
+def paused(batch, first_prompt_row):
     in_step.set()
     may_go_on.wait()
-    return compute(batch)
+    return compute(batch, first_prompt_row)
 
 graphs._compute = paused
 other = threading.Thread(target=llm.generate, args=(["xy", "ab"], long))

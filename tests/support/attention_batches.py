@@ -3,7 +3,7 @@
 Tolerance: the error may be at most twice that of the naive attention in the dtype of q, plus fp32's own noise.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -90,6 +90,11 @@ def assert_attention(batch: Batch, **options: Any) -> None:
     assert_bitwise(batch.run(**options), out)
 
 
+def with_values_in_keys(batch: Batch, value_dim: int) -> Batch:
+    """The batch of latent attention: each key's first elements are its value."""
+    return replace(batch, v_cache=batch.k_cache[..., :value_dim])
+
+
 @dataclass
 class QuantizedBatch(Batch):
     k_scale: Tensor
@@ -112,5 +117,7 @@ def quantized(batch: Batch, cache_dtype: torch.dtype) -> QuantizedBatch:
         caches.append((scaled.round().nan_to_num(99) if cache_dtype == torch.int8 else scaled).to(cache_dtype))
         caches.append(scale)
     k_cache, k_scale, v_cache, v_scale = caches
+    if batch.v_cache.shape[3] < batch.k_cache.shape[3]:
+        v_cache, v_scale = k_cache[..., : batch.v_cache.shape[3]], k_scale
     ragged = (batch.block_table, batch.seq_lens, batch.query_start)
     return QuantizedBatch(batch.q, k_cache, v_cache, *ragged, k_scale, v_scale)

@@ -28,7 +28,14 @@ class ExpertStack:
     """Random weights of one form: ``run`` is the operator, ``dense`` [experts, n, k] what it must compute with."""
 
     def __init__(
-        self, form: str, experts: int, n: int, k: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+        self,
+        form: str,
+        experts: int,
+        n: int,
+        k: int,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        group: int = 32,
     ) -> None:
         self.experts = experts
         self.operator: Callable[..., Tensor] = ops.grouped_gemm
@@ -39,7 +46,7 @@ class ExpertStack:
             self.arguments: dict[str, Any] = {"weight": weight}
             return
         bits = {"int8": 8, "int6": 6}.get(form[:4], 4)
-        weights = [random_weight(bits, n, k, mins=form.endswith("min"), device=device) for _ in range(experts)]
+        weights = [random_weight(bits, n, k, group, mins=form.endswith("min"), device=device) for _ in range(experts)]
         packed = [weight.packed for weight in weights]
         self.dense = torch.stack([weight.dense for weight in weights]).double()
         self.arguments = {
@@ -50,7 +57,7 @@ class ExpertStack:
         self.operator, self.single = getattr(ops, f"grouped_{integers}_gemm"), getattr(ops, f"{integers}_gemm")
         if form == "table":
             table = torch.randn(16, device=device) * 4
-            scales = torch.stack([weight.scales.double().repeat_interleave(32, 1) for weight in weights])
+            scales = torch.stack([weight.scales.double().repeat_interleave(group, 1) for weight in weights])
             levels = table.to(dtype).double()[torch.stack([weight.q for weight in weights]).long()]
             self.dense = scales * levels
             del self.arguments["mins"]

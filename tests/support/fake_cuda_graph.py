@@ -28,9 +28,9 @@ class FakeGraph:
 
     def replay(self) -> None:
         self.num_replays += 1
-        before = invariance._set(self.invariant)
+        before = invariance.ops.set_batch_invariant(self.invariant)
         self.step()
-        invariance._set(before)
+        invariance.ops.set_batch_invariant(before)
 
     def pool(self) -> str:
         return "pool"
@@ -59,8 +59,8 @@ class PaddedToy(ToyModel):
 
 
 def is_batch_invariant() -> bool:
-    before = invariance._set(False)
-    invariance._set(before)
+    before = invariance.ops.set_batch_invariant(False)
+    invariance.ops.set_batch_invariant(before)
     return before
 
 

@@ -33,11 +33,13 @@ class FakeOpenAI:
     """The server, on a port of its own.
 
     Attributes:
-        answer: makes the steps of an answer from a request: deltas with perhaps a finish_reason, a usage, an error,
-            pauses in seconds, and ``CUT``.
+        answer: makes the steps of an answer from a request: deltas, perhaps with a finish_reason or a usage; a usage;
+            an error; pauses in seconds; and ``CUT``.
         requests: the requests for answers so far.
         num_disconnects: answers that the client did not take to their end.
         api_key: what requests must have, or ``None``.
+        limit: longest context of the first model, or ``None`` while it is not known.
+        refusals: messages of the errors 503 that the next requests get, one each.
     """
 
     def __init__(self, port: int = 0) -> None:
@@ -45,6 +47,8 @@ class FakeOpenAI:
         self.requests: list[dict[str, Any]] = []
         self.num_disconnects = 0
         self.api_key: str | None = None
+        self.limit: int | None = 2048
+        self.refusals: list[str] = []
         owner = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -60,7 +64,7 @@ class FakeOpenAI:
                         self._send(200, b"")
                     case "/v1/models":
                         if not self._is_refused():
-                            models = [{"id": "toy-135m", "max_model_len": 2048}, {"id": "my-lora"}]
+                            models = [{"id": "toy-135m", "max_model_len": owner.limit}, {"id": "my-lora"}]
                             self._send(200, json.dumps({"object": "list", "data": models}).encode())
                     case _:
                         self._send(404, b"{}")
@@ -68,6 +72,11 @@ class FakeOpenAI:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 if self._is_refused():
+                    return
+                if owner.refusals:
+                    error = {"message": owner.refusals.pop(), "type": "overloaded_error", "param": None, "code": None}
+                    headers = {"Content-Type": "application/json", "Retry-After": "1"}
+                    self._send(503, json.dumps({"error": error}).encode(), headers)
                     return
                 owner.requests.append(body)
                 steps = owner.answer(body)
@@ -82,7 +91,7 @@ class FakeOpenAI:
                             time.sleep(step)
                             continue
                         assert isinstance(step, dict)
-                        chunk = step if "error" in step else {"choices": [], **_chunk(step)}
+                        chunk = step if "error" in step else _chunk(step)
                         self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
                     self.wfile.write(b"data: [DONE]\n\n")
                 except (BrokenPipeError, ConnectionResetError):
@@ -119,6 +128,6 @@ class FakeOpenAI:
 
 
 def _chunk(step: dict[str, Any]) -> dict[str, Any]:
-    if "usage" in step:
-        return step
-    return {"choices": [{"index": 0, "finish_reason": None, **step}]}
+    usage = {"usage": step["usage"]} if "usage" in step else {}
+    choice = {name: value for name, value in step.items() if name != "usage"}
+    return {**usage, "choices": [{"index": 0, "finish_reason": None, **choice}] if choice else []}

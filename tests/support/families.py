@@ -44,7 +44,65 @@ LONGROPE = {
     "long_factor": [2.0 + i for i in range(8)],
     "original_max_position_embeddings": 64,
 }
+GPT_OSS = {
+    "num_hidden_layers": 5,
+    "hidden_size": 96,
+    "intermediate_size": 80,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 16,
+    "rope_parameters": {**YARN, "rope_theta": 150000.0, "truncate": False, "beta_fast": 24.0, "beta_slow": 2.0},
+}
+LINEAR = {
+    "head_dim": 32,
+    "num_hidden_layers": 8,
+    "initializer_range": 0.06,  # more, and the normalised keys amplify rounding errors from layer to layer
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 48,
+    "tie_word_embeddings": True,
+}
+# Other layers with linear attention, and biases of the others.
+FEW = {
+    "num_hidden_layers": 5,
+    "layer_types": [f"{kind}_attention" for kind in ("full", "linear", "full", "full", "linear")],
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 3,
+    "linear_conv_kernel_dim": 3,
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+}
+LFM2 = {
+    "num_hidden_layers": 6,
+    "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention", "conv"],
+    "block_multiple_of": 32,
+}
 MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+EXPERTS = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
+SHARED = EXPERTS | {"shared_expert_intermediate_size": 80}
+GROUPS = {
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 2,
+    "routed_scaling_factor": 1.5,
+}
+
+LATENT = {
+    "hidden_size": 96,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "moe_intermediate_size": 48,
+    "q_lora_rank": 56,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+}
+MSCALE = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
+GROWING = {**MSCALE, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 40}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4}),
@@ -70,10 +128,168 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-longrope": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}),
     "gpt2": ("GPT2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "vocab_size": 320}),
     "mixtral": ("Mixtral", MIXTURE),
+    "llama-yarn-untruncated": ("Llama", {"rope_parameters": {**YARN, "truncate": False}}),
+    "llama-yarn-mscale": ("Llama", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}}),
+    "smollm3": ("SmolLM3", {"tie_word_embeddings": True}),
+    "smollm3-other-layers": ("SmolLM3", {"no_rope_layers": [0, 1, 1, 0], "attention_bias": True}),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {"num_hidden_layers": 5, "sliding_window": 16, "rope_scaling": {**YARN, "rope_theta": 5e5}}),
+    "exaone4": ("Exaone4", {"num_hidden_layers": 5, "sliding_window": 16, "sliding_window_pattern": 4, **HEADS}),
+    "exaone4-full": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "cohere": ("Cohere", {"logit_scale": 0.25}),
+    "cohere2": ("Cohere2", {"num_hidden_layers": 5, "sliding_window": 16, **HEADS}),
     "qwen3-moe": ("Qwen3Moe", HEADS | {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}),
     "qwen3-moe-renormalized": (
         "Qwen3Moe",
         HEADS | {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
+    ),
+    "gpt-oss": ("GptOss", HEADS | GPT_OSS),
+    "qwen2-moe": ("Qwen2Moe", SHARED | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}),
+    "qwen2-moe-plain": ("Qwen2Moe", SHARED),
+    "qwen3-moe-some-dense": ("Qwen3Moe", HEADS | EXPERTS | {"mlp_only_layers": [0, 2]}),
+    "glm4-moe": ("Glm4Moe", HEADS | EXPERTS | {"attention_bias": True, "use_qk_norm": True} | GROUPS),
+    "glm4-moe-plain": (
+        "Glm4Moe",
+        HEADS | EXPERTS | {"n_routed_experts": 8, "n_shared_experts": 2, "norm_topk_prob": False},
+    ),
+    "minimax-m2": ("MiniMaxM2", HEADS | MIXTURE | {"partial_rotary_factor": 0.5, "num_local_experts": 9}),
+    "deepseek-v2": ("DeepseekV2", LATENT | GROUPS | {"num_experts_per_tok": 3, "q_lora_rank": None}),
+    "deepseek-v2-queries": (
+        "DeepseekV2",
+        LATENT | GROUPS | {"num_experts_per_tok": 3, "n_group": 1, "topk_group": 1, "rope_parameters": MSCALE},
+    ),
+    "deepseek-v3": ("DeepseekV3", LATENT | GROUPS | {"num_experts_per_tok": 3, "rope_parameters": MSCALE}),
+    "mistral4": ("Mistral4", LATENT | GROUPS | {"num_experts_per_tok": 3, "rope_parameters": GROWING}),
+    # As GGUF files can say it: with equal factors.
+    "deepseek-v3-mscale": (
+        "DeepseekV3",
+        LATENT | GROUPS | {"num_experts_per_tok": 3, "rope_parameters": {**YARN, "mscale": 1.3, "mscale_all_dim": 1.3}},
+    ),
+    "deepseek-v3-plain": (
+        "DeepseekV3",
+        LATENT | GROUPS | {"num_experts_per_tok": 3, "q_lora_rank": None, "rope_interleave": False},
+    ),
+    "glm4-moe-lite": (
+        "Glm4MoeLite",
+        LATENT | {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 1, "topk_group": 1, "v_head_dim": 40},
+    ),
+    "qwen3.5-moe": ("Qwen3_5Moe", LINEAR | SHARED | {"num_hidden_layers": 5, "tie_word_embeddings": False}),
+    "qwen3-next": ("Qwen3Next", LINEAR | SHARED | {"decoder_sparse_step": 3, "mlp_only_layers": [5]}),
+    "qwen3-next-plain": ("Qwen3Next", LINEAR | SHARED | {"num_hidden_layers": 4, "linear_num_key_heads": 3}),
+    "lfm2": ("Lfm2", LFM2),
+    "lfm2-biases": ("Lfm2", LFM2 | {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}),
+    "lfm2-moe": ("Lfm2Moe", LFM2 | EXPERTS | {"num_dense_layers": 2}),
+    "lfm2-moe-no-bias": ("Lfm2Moe", LFM2 | EXPERTS | {"num_dense_layers": 0, "use_expert_bias": False}),
+    "qwen3.5": ("Qwen3_5", LINEAR),
+    "qwen3.5-few": ("Qwen3_5", LINEAR | FEW),
+}
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.125,
+    "logits_scaling": 8.0,
+}
+GRANITE_HYBRID = GRANITE | {
+    "num_hidden_layers": 6,
+    "layer_types": [f"{kind}_attention" for kind in ("linear", "linear", "full", "linear", "full", "linear")],
+    "shared_intermediate_size": 80,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 48,
+    "mamba_n_groups": 2,
+}
+FAMILIES |= {
+    "granite": ("Granite", GRANITE | {"tie_word_embeddings": True, "attention_bias": True}),
+    "granite-plain": ("Granite", GRANITE | {"num_hidden_layers": 3, "logits_scaling": 6.0}),
+    "granite-moe": ("GraniteMoe", GRANITE | MIXTURE | {"tie_word_embeddings": True}),
+    "granite-moe-shared": ("GraniteMoeShared", GRANITE | MIXTURE | {"shared_intermediate_size": 80}),
+    "granite-hybrid": ("GraniteMoeHybrid", GRANITE_HYBRID | MIXTURE),
+    "granite-hybrid-dense": (
+        "GraniteMoeHybrid",
+        GRANITE_HYBRID | {"num_local_experts": 0, "mamba_n_groups": 1, "tie_word_embeddings": True},
+    ),
+    "granite-hybrid-biases": (
+        "GraniteMoeHybrid",
+        GRANITE_HYBRID
+        | {"num_local_experts": 0, "mamba_proj_bias": True, "mamba_conv_bias": False, "attention_bias": True}
+        | {"time_step_limit": [0.5, 1.5], "mamba_d_conv": 3, "position_embedding_type": "rope"},
+    ),
+    "granite-hybrid-attention": (
+        "GraniteMoeHybrid",
+        GRANITE_HYBRID
+        | MIXTURE
+        | {"layer_types": ["full_attention"] * 5, "num_hidden_layers": 5, "position_embedding_type": "rope"},
+    ),
+    "granite-swa": (
+        "GraniteSWA",
+        GRANITE
+        | {"num_hidden_layers": 5, "sliding_window": 16, "layer_rope_theta": [500.0, 100.0, 0, 100.0, 500.0]}
+        | {"attention_multiplier": 0.5},
+    ),
+    "granite-moe-swa": ("GraniteMoeSWA", GRANITE | MIXTURE | {"shared_intermediate_size": 48, "sliding_window": 16}),
+}
+
+
+def _gemma4(kinds: str, **changes: Any) -> tuple[str, dict[str, Any]]:
+    """Gemma 4 with layers of these kinds, sliding or full, and no inputs by layer unless it has some."""
+    types = {"s": "sliding_attention", "f": "full_attention"}
+    return "Gemma4Text", {
+        "num_hidden_layers": len(kinds),
+        "layer_types": [types[kind] for kind in kinds],
+        "head_dim": 32,
+        "global_head_dim": 48,
+        "sliding_window": 16,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 320,
+        **changes,
+    }
+
+
+# 31B; E2B and E4B; 26B.
+FAMILIES |= {
+    "gemma4": _gemma4("ssfssf", attention_k_eq_v=True, num_global_key_value_heads=1, final_logit_softcapping=3.0),
+    "gemma4-inputs": _gemma4(
+        "sfsfssf", hidden_size_per_layer_input=24, num_kv_shared_layers=3, use_double_wide_mlp=True
+    ),
+    "gemma4-unified": (
+        "Gemma4UnifiedText",
+        {key: value for key, value in _gemma4("ssf")[1].items() if "per_layer" not in key}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+    # For groups of 32.
+    "gemma4-wide": _gemma4(
+        "sfsf",
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        global_head_dim=64,
+        hidden_size_per_layer_input=32,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+    ),
+    "gemma4-moe": _gemma4(
+        "ssfsf",
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        enable_moe_block=True,
+        num_experts=8,
+        top_k_experts=3,
+        moe_intermediate_size=48,
+    ),
+    "gemma4-other": _gemma4(
+        "sfsf",
+        hidden_size_per_layer_input=16,
+        attention_bias=True,
+        num_kv_shared_layers=1,
+        global_head_dim=32,
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 1e5,
+                "partial_rotary_factor": 0.7,
+                "factor": 2.0,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
     ),
 }
 
@@ -82,17 +298,25 @@ def make_model(family: str, seed: int = 0, **more: Any) -> Any:
     """A model in fp32; weights that start as ones or zeros are random, too, or a mistake with them would not show."""
     name, changes = FAMILIES[family]
     sizes = {} if name == "GPT2" else SIZES
-    config = getattr(transformers, f"{name}Config")(**(sizes | changes | more))
+    text = "Text" if name.startswith("Qwen3_5") else ""
+    config = getattr(transformers, f"{name}{text}Config")(**(sizes | changes | more))
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
-    kind = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}.get(name, f"{name}ForCausalLM")
+    kind = {"GPT2": "GPT2LMHeadModel"}.get(name, f"{name.removesuffix('Text')}ForCausalLM")
     model = getattr(transformers, kind)(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
+            if parameter.dim() == 1 or parameter_name.endswith("_bias"):
                 parameter.add_(torch.randn_like(parameter) / 5)
+            if name.startswith("Gemma4") and parameter_name.endswith("q_norm.weight"):
+                parameter.mul_(0.2)  # in place of 1 / sqrt(head_dim), or attention amplifies rounding errors
             elif name == "GPT2" and "h." in parameter_name:
                 parameter.mul_(5)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("layer_scalar"):
+                buffer.fill_(0.3 + torch.rand(1).item())
+            if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
+                buffer.add_(torch.randn_like(buffer) / 5)
     return model
 
 
@@ -114,3 +338,32 @@ def some_tokens() -> list[int]:
 def expected(model: object, ids: list[int]) -> Tensor:
     with torch.inference_mode():
         return model(torch.tensor([ids])).logits[0].float().log_softmax(-1)  # type: ignore[operator]
+
+
+NEMOTRON_H = {
+    "num_hidden_layers": None,
+    "layers_block_type": [
+        {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}[kind] for kind in "M-ME*EMM-*-M"
+    ],
+    "head_dim": 32,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 32,
+    "ssm_state_size": 48,
+    "n_groups": 2,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 80,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 2,
+    "routed_scaling_factor": 1.5,
+    "time_step_min": 0.5,
+}
+FAMILIES |= {
+    "nemotron-h": ("NemotronH", NEMOTRON_H),
+    "nemotron-h-dense": (
+        "NemotronH",
+        NEMOTRON_H
+        | {"use_bias": True, "use_conv_bias": False, "n_groups": 3}
+        | {"layers_block_type": [kind.replace("moe", "mlp") for kind in NEMOTRON_H["layers_block_type"]]},
+    ),
+}

@@ -22,9 +22,9 @@ class Interrupt(KeyboardInterrupt):
 
 
 class Tracer:
-    """Calls a step with a trace function that may raise at one line."""
+    """Calls a step with a trace function that may raise at one line; without a line, at the nth of all."""
 
-    def __init__(self, line: Line | None = None, occurrence: int = 1, error: type[BaseException] = Fault) -> None:
+    def __init__(self, line: Line | None = None, occurrence: int = 0, error: type[BaseException] = Fault) -> None:
         self.seen: Counter[Line] = Counter()
         self.line, self.occurrence, self.error = line, occurrence, error
         self.has_raised = False
@@ -46,7 +46,8 @@ class Tracer:
         if event == "line" and not self.has_raised:
             line = frame.f_code.co_filename, frame.f_lineno
             self.seen[line] += 1
-            if line == self.line and self.seen[line] == self.occurrence:
+            count = self.seen.total() if self.line is None else self.seen[self.line]
+            if self.line in (None, line) and count == self.occurrence:
                 self.has_raised = True
                 raise self.error(f"a fault at {line[0]}:{line[1]}")
         return self._at

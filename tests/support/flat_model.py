@@ -8,6 +8,7 @@ from torch import Tensor
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.engine import Engine
 from fastinfer.models.batch import Batch
+from fastinfer.models.config import KVShape
 from fastinfer.models.kv_cache import KVCache
 from support.toy import ToyTokenizer
 
@@ -21,6 +22,7 @@ class FlatModel:
     """
 
     draft_tokens = None
+    dtype = torch.float32
 
     def __init__(self, vocab_size: int = 64, max_position: int = 2**17) -> None:
         self.config = SimpleNamespace(
@@ -30,6 +32,12 @@ class FlatModel:
             vocab_size=vocab_size,
             max_position=max_position,
             window=lambda layer: 0,
+            kv_shape=lambda layer: KVShape(1, 1),
+            kv_layer=lambda layer: layer,
+            states=None,
+            state_layers=(),
+            is_linear=lambda layer: False,
+            latent_attention=None,
         )
         self._logits = torch.randn(vocab_size, vocab_size, generator=torch.Generator().manual_seed(1))
 
@@ -40,7 +48,7 @@ class FlatModel:
         return self._logits[hidden[indices, 0] % len(self._logits)]
 
 
-def flat_engine(draft: bool = False, **limits: int) -> Engine:
+def flat_engine(draft: bool = False, model: FlatModel | None = None, **limits: int) -> Engine:
     config = EngineConfig(kv_cache_dtype=torch.float32, enforce_eager=True, **limits)  # type: ignore[arg-type]
     draft_model = FlatModel() if draft else None
-    return Engine(FlatModel(), ToyTokenizer(), config, draft_model)  # type: ignore[arg-type]
+    return Engine(model or FlatModel(), ToyTokenizer(), config, draft_model)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import torch
 from torch import Tensor
 
 # transformers' model_type to the file's architecture, and to gguf's table of names.
@@ -15,47 +16,131 @@ ARCHITECTURES = {
     "mixtral": ("llama", gguf.MODEL_ARCH.LLAMA),
     "gemma2": ("gemma2", gguf.MODEL_ARCH.GEMMA2),
     "gemma3_text": ("gemma3", gguf.MODEL_ARCH.GEMMA3),
+    "gemma4_text": ("gemma4", gguf.MODEL_ARCH.GEMMA4),
+    "smollm3": ("smollm3", gguf.MODEL_ARCH.SMOLLM3),
+    "olmo2": ("olmo2", gguf.MODEL_ARCH.OLMO2),
+    "olmo3": ("olmo2", gguf.MODEL_ARCH.OLMO2),
+    "exaone4": ("exaone4", gguf.MODEL_ARCH.EXAONE4),
+    "cohere": ("command-r", gguf.MODEL_ARCH.COMMAND_R),
+    "cohere2": ("cohere2", gguf.MODEL_ARCH.COHERE2),
     "phi3": ("phi3", gguf.MODEL_ARCH.PHI3),
     "gpt2": ("gpt2", gguf.MODEL_ARCH.GPT2),
+    "gpt_oss": ("gpt-oss", gguf.MODEL_ARCH.GPT_OSS),
+    "qwen2_moe": ("qwen2moe", gguf.MODEL_ARCH.QWEN2MOE),
+    "glm4_moe": ("glm4moe", gguf.MODEL_ARCH.GLM4_MOE),
+    "deepseek_v2": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2),
+    "deepseek_v3": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2),
+    "glm4_moe_lite": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2),
+    "minimax_m2": ("minimax-m2", gguf.MODEL_ARCH.MINIMAXM2),
+    "granite": ("granite", gguf.MODEL_ARCH.GRANITE),
+    "granitemoe": ("granitemoe", gguf.MODEL_ARCH.GRANITE_MOE),
+    "granitemoeshared": ("granitemoe", gguf.MODEL_ARCH.GRANITE_MOE),
+    "qwen3_next": ("qwen3next", gguf.MODEL_ARCH.QWEN3NEXT),
+    "qwen3_5_text": ("qwen35", gguf.MODEL_ARCH.QWEN35),
+    "qwen3_5_moe_text": ("qwen35moe", gguf.MODEL_ARCH.QWEN35MOE),
+    "lfm2": ("lfm2", gguf.MODEL_ARCH.LFM2),
+    "lfm2_moe": ("lfm2moe", gguf.MODEL_ARCH.LFM2MOE),
+    "granitemoehybrid": ("granitehybrid", gguf.MODEL_ARCH.GRANITE_HYBRID),
 }
 
 
-def write_gguf(path: Path, model: Any) -> None:
+PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "granitehybrid")
+WINDOWED = ("gemma2", "gemma3", "phi3", "olmo2", "exaone4", "cohere2", "gpt-oss")
+
+
+def write_gguf(
+    path: Path,
+    model: Any,
+    quantized: dict[str, gguf.GGMLQuantizationType] | None = None,
+    *,
+    is_fused: bool = False,
+) -> None:
+    """Write the file.
+
+    Args:
+        path: path of the file.
+        model: model of transformers.
+        quantized: types of quantised tensors by the last part of their names, such as ``ffn_down_exps``.
+        is_fused: whether gate and up of all experts are one tensor, and Qwen3-Next's matrices of linear attention, and
+            those of latent attention, are left as they are, as in older files.
+    """
+    quantized = quantized or {}
     config = model.config
     architecture, table = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, architecture)
-    _write_config(writer, architecture, config)
+    _write_config(writer, architecture, config, is_fused)
     names = gguf.get_tensor_name_map(table, config.num_hidden_layers)
     tensors = dict(model.state_dict())
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     for name, values in tensors.items():
-        for new_name, tensor in _converted(name, values.float(), architecture, config, names):
-            writer.add_tensor(new_name, tensor.contiguous().numpy())
+        for new_name, tensor in _converted(name, values.float(), architecture, config, names, is_fused):
+            quantize = quantized.get(new_name.rpartition(".")[0].rpartition(".")[2])
+            data = tensor.contiguous().numpy()
+            if quantize is not None and new_name.endswith(".weight"):
+                writer.add_tensor(new_name, gguf.quantize(data, quantize), raw_dtype=quantize)
+            else:
+                writer.add_tensor(new_name, data)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None:
+def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fused: bool) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_head_count(config.num_attention_heads)
+    if architecture == "gemma4":
+        _write_gemma4_config(writer, config)
+        return
     if architecture == "gpt2":
         writer.add_feed_forward_length(4 * config.hidden_size)
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
         return
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if architecture == "lfm2":
+        width = int(2 * config.intermediate_size / 3)
+        writer.add_feed_forward_length(-(-width // config.block_multiple_of) * config.block_multiple_of)
+    else:
+        is_dense = architecture == "granitehybrid" and not config.num_local_experts
+        writer.add_feed_forward_length(config.shared_intermediate_size if is_dense else config.intermediate_size)
+    if architecture.startswith("lfm2"):
+        heads = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
+        writer.add_head_count_kv(heads)
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+    elif architecture == "granitehybrid":
+        kinds = config.layer_types
+        writer.add_head_count_kv([config.num_key_value_heads if kind == "full_attention" else 0 for kind in kinds])
+        writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+        writer.add_ssm_conv_kernel(config.mamba_d_conv)
+        writer.add_ssm_state_size(config.mamba_d_state)
+        writer.add_ssm_group_count(config.mamba_n_groups)
+        writer.add_ssm_time_step_rank(config.mamba_n_heads)
+        writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
+    if hasattr(config, "layer_norm_eps"):
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+        writer.add_logit_scale(config.logit_scale)
+    else:
+        writer.add_layer_norm_rms_eps(config.norm_eps if architecture.startswith("lfm2") else config.rms_norm_eps)
     rope = config.rope_parameters
-    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
-    if getattr(config, "head_dim", None):
+    rope = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if "beta_fast" in rope:
+            writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+            writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    if architecture == "deepseek2":
+        _write_latent_attention(writer, config, is_fused)
+    elif getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
-    if getattr(config, "sliding_window", None) and architecture in ("gemma2", "gemma3", "phi3"):
+    if getattr(config, "sliding_window", None) and architecture in WINDOWED:
         writer.add_sliding_window(config.sliding_window)
     if architecture == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
@@ -65,25 +150,187 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any) -> No
         writer.add_expert_used_count(config.num_experts_per_tok)
     if getattr(config, "moe_intermediate_size", None):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if getattr(config, "shared_expert_intermediate_size", None):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if (share := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        writer.add_rope_dimension_count(int(config.head_dim * share))
+    if architecture.startswith("granite"):
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if getattr(config, "shared_intermediate_size", None):
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+    if hasattr(config, "linear_conv_kernel_dim"):
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+        writer.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
+    if architecture == "lfm2moe":
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+    if architecture in ("glm4moe", "minimax-m2", "lfm2moe"):
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if architecture == "glm4moe":
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+
+
+def _write_gemma4_config(writer: gguf.GGUFWriter, config: Any) -> None:
+    kinds, prefix = config.layer_types, "gemma4"
+    full, local = kinds.index("full_attention"), kinds.index("sliding_attention")
+    first = config.num_hidden_layers - config.num_kv_shared_layers
+    shapes = [config.per_layer_config[layer] for layer in range(len(kinds))]
+    wide = 2 if config.use_double_wide_mlp else 1
+    writer.add_feed_forward_length(
+        [config.intermediate_size * (wide if layer >= first else 1) for layer in range(len(kinds))]
+    )
+    writer.add_head_count_kv([shape.num_key_value_heads for shape in shapes])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["full_attention"]["rope_theta"])
+    writer.add_float32(f"{prefix}.rope.freq_base_swa", config.rope_parameters["sliding_attention"]["rope_theta"])
+    for suffix, size in (("", shapes[full].head_dim), ("_swa", shapes[local].head_dim)):
+        for kind in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+            writer.add_uint32(f"{prefix}.{kind}{suffix}", size)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+    writer.add_uint32(f"{prefix}.attention.shared_kv_layers", config.num_kv_shared_layers)
+    writer.add_uint32(f"{prefix}.embedding_length_per_layer_input", config.hidden_size_per_layer_input)
+    if config.final_logit_softcapping:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.enable_moe_block:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    rotated = int(config.rope_parameters["full_attention"]["partial_rotary_factor"] * shapes[full].head_dim // 2)
+    factors = torch.full((shapes[full].head_dim // 2,), 1e30)
+    factors[:rotated] = 1.0
+    writer.add_tensor("rope_freqs.weight", factors.numpy())
+
+
+def _write_latent_attention(writer: gguf.GGUFWriter, config: Any, is_fused: bool) -> None:
+    rope = config.rope_parameters
+    if config.q_lora_rank:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    heads = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    if is_fused:
+        writer.add_key_length(heads[0])
+        writer.add_value_length(heads[1])
+    else:
+        writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+        writer.add_value_length(config.kv_lora_rank)
+        writer.add_key_length_mla(heads[0])
+        writer.add_value_length_mla(heads[1])
+    if "mscale_all_dim" in rope:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+    writer.add_leading_dense_block_count(getattr(config, "first_k_dense_replace", 1))
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    kind = gguf.ExpertGatingFuncType
+    if config.model_type == "deepseek_v2":
+        writer.add_expert_gating_func(kind.SOFTMAX)
+        return
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_gating_func(kind.SIGMOID)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
 
 
 def _converted(
-    name: str, values: Tensor, architecture: str, config: Any, names: gguf.TensorNameMap
+    name: str, values: Tensor, architecture: str, config: Any, names: gguf.TensorNameMap, is_fused: bool
 ) -> list[tuple[str, Tensor]]:
+    if ".linear_attn." in name:
+        if name.endswith("in_proj_qkvz.weight") and not is_fused:
+            sizes = config.linear_key_head_dim, config.linear_num_value_heads // config.linear_num_key_heads
+            widths = [sizes[0]] * 2 + [sizes[1] * config.linear_value_head_dim] * 2
+            parts = values.view(config.linear_num_key_heads, -1, values.shape[1]).split(widths, dim=1)
+            qkv = torch.cat([part.flatten(0, 1) for part in parts[:3]])
+            block = name.split(".")[2]
+            return [(f"blk.{block}.attn_qkv.weight", qkv), (f"blk.{block}.attn_gate.weight", parts[3].flatten(0, 1))]
+        if architecture.startswith("qwen35"):
+            values = _tiled(name, values, config)
+        if name.endswith("A_log"):
+            values = -values.exp()
+        name = name.replace("dt_bias", "dt_proj.bias")
+        values = values.squeeze(1) if "conv1d" in name else values
+    elif architecture in ("qwen3next", "qwen35", "qwen35moe") and "norm" in name:
+        values = values + 1
+    if ".mamba." in name:
+        values = -values.exp() if name.endswith("A_log") else values
+        if name.endswith((".A_log", ".D")):
+            values = values[:, None]
+        if name.endswith("mamba.norm.weight"):
+            values = values.view(config.mamba_n_groups, -1)
+        name = name.replace("dt_bias", "dt_proj.bias")
+        values = values.squeeze(1) if name.endswith("conv1d.weight") else values
+    if architecture == "gpt-oss" and ".experts." in name:
+        # gpt-oss has [experts, in, out], and the columns of gate and up alternate.
+        block, is_bias = name.split(".")[2], name.endswith("_bias")
+        stored = f"blk.{block}.ffn_{{}}_exps.{'bias' if is_bias else 'weight'}"
+        if "down_proj" in name:
+            return [(stored.format("down"), values if is_bias else values.mT)]
+        parts = {"gate": values[..., ::2], "up": values[..., 1::2]}
+        return [(stored.format(part), rows if is_bias else rows.mT) for part, rows in parts.items()]
+    if name.endswith("kv_b_proj.weight") and not is_fused:
+        heads = values.view(config.num_attention_heads, -1, values.shape[1])
+        keys, values = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+        block = name.split(".")[2]
+        return [(f"blk.{block}.attn_k_b.weight", keys.mT), (f"blk.{block}.attn_v_b.weight", values)]
+    if name.endswith("sinks"):
+        return [(f"blk.{name.split('.')[2]}.attn_sinks.weight", values)]
     if name.endswith("experts.gate_up_proj"):
         gate, up = values.chunk(2, dim=1)
         block = name.split(".")[2]
+        if is_fused or architecture == "gemma4":
+            return [(f"blk.{block}.ffn_gate_up_exps.weight", values)]
         return [(f"blk.{block}.ffn_gate_exps.weight", gate), (f"blk.{block}.ffn_up_exps.weight", up)]
     if name.endswith("experts.down_proj"):
         return [(f"blk.{name.split('.')[2]}.ffn_down_exps.weight", values)]
-    if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+    if name.endswith("shared_mlp.input_linear.weight"):
+        gate, up = values.chunk(2)
+        block, kind = name.split(".")[2], "_shexp" if config.num_local_experts else ""
+        return [(f"blk.{block}.ffn_gate{kind}.weight", gate), (f"blk.{block}.ffn_up{kind}.weight", up)]
+    if name.endswith("shared_mlp.output_linear.weight") and not config.num_local_experts:
+        return [(f"blk.{name.split('.')[2]}.ffn_down.weight", values)]
+    if architecture in PERMUTED and name.endswith(("q_proj.weight", "k_proj.weight")):
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
         pairs = values.view(heads, 2, -1, values.shape[1])
         values = pairs.transpose(1, 2).reshape(values.shape)
-    if architecture.startswith("gemma") and "norm" in name:
+    if architecture == "gemma4" and ".router." in name and not name.endswith("proj.weight"):
+        part = "ffn_gate_inp" if name.endswith("router.scale") else "ffn_down_exps"
+        return [(f"blk.{name.split('.')[2]}.{part}.scale", values)]
+    if architecture == "gemma4" and name.endswith("layer_scalar"):
+        name += ".weight"
+    elif architecture in ("gemma2", "gemma3") and "norm" in name:
         values = values + 1
     if architecture == "gpt2" and values.dim() == 2 and ".h." in name:
         values = values.T
+    if name.endswith("conv.conv.weight"):
+        values = values.squeeze(1)
+    name = name.replace("expert_bias", "expert_bias.bias")
+    name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+    name = name.replace("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight")
     stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert stored is not None, name
     return [(stored, values)]
+
+
+def _tiled(name: str, values: Tensor, config: Any) -> Tensor:
+    """Put the first value heads of all key heads first, then the second ones, and so on, as llama.cpp does."""
+    key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+    part = name.split(".")[4]
+    width = 1 if part in ("A_log", "dt_bias", "in_proj_a", "in_proj_b") else config.linear_value_head_dim
+    if part == "norm":
+        return values
+    if part == "out_proj":
+        return _tiled(name.replace("out_proj", "in_proj_z"), values.T, config).T
+    before = len(values) - value_heads * width  # queries and keys
+    heads = values[before:].view(key_heads, value_heads // key_heads, width, *values.shape[1:])
+    return torch.cat([values[:before], heads.transpose(0, 1).flatten(0, 2)])

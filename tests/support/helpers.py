@@ -13,6 +13,8 @@ from torch import Tensor
 from fastinfer import ops
 from fastinfer.formats.gguf_rows import GGUFRows
 from fastinfer.formats.unpacked import Int4, Int8
+from support.emulator import Emulator, order_of
+from support.placement import EmulatedDevice, Placement
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Without vector instructions torch 2.13's Inductor generates code that does not compile.
@@ -25,10 +27,10 @@ def device_fixture(*names: str) -> Callable[..., Any]:
     """A ``device`` fixture over the devices that an operator has: cpu, avx512, cuda, emulated.
 
     On "emulated" the tensors lie in host memory and ``fastinfer.ops`` calls the CUDA kernels on the emulator
-    (tests/emulation); on "avx512" it calls the CPU kernels as compiled for AVX-512 BF16, on emulated instructions. The
-    fixture seeds torch, so that a test alone sees the same data, and keeps torch on one thread: for the references'
-    small tensors a second one costs more than it gives (46 ms instead of 0.1 ms for a product when both cores are
-    busy).
+    (tests/emulation), with blocks in an order that the test's name decides, for tensors made on this device; on
+    "avx512" it calls the CPU kernels as compiled for AVX-512 BF16, on emulated instructions. The fixture seeds torch,
+    so that a test alone sees the same data, and keeps torch on one thread: for the references' small tensors a second
+    one costs more than it gives (46 ms instead of 0.1 ms for a product when both cores are busy).
     """
     marks = {
         "cpu": [],
@@ -44,14 +46,19 @@ def device_fixture(*names: str) -> Callable[..., Any]:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         if request.param in ("emulated", "avx512"):
-            request.getfixturevalue(f"{request.param}_library")
+            library = request.getfixturevalue(f"{request.param}_library")
             for name, module in list(sys.modules.items()):
                 if name.startswith("fastinfer.ops.") and getattr(module, "ops", None) is torch.ops.fastinfer:
                     monkeypatch.setattr(module, "ops", getattr(torch.ops, f"fastinfer_{request.param}"))
             if request.param == "emulated":
                 monkeypatch.setattr(GGUFRows, "pack", pack_by_operators)
                 monkeypatch.setattr(GGUFRows, "two_level_bits", 0)
-            yield "cpu"
+                order = order_of(request.node.nodeid.rpartition("/")[2])
+                request.node.add_report_section("call", "emulator", f"FASTINFER_BLOCK_ORDER={order}")
+                with Emulator(library).block_order(order), Placement():
+                    yield EmulatedDevice("cpu")
+            else:
+                yield "cpu"
         else:
             yield request.param
         torch.set_num_threads(threads)
@@ -65,11 +72,11 @@ def pack_by_operators(rows: GGUFRows, q: Tensor, scales: Tensor, mins: Tensor | 
     assert isinstance(form, Int4 | Int8)
     if form.scales.dtype is torch.float32 and scales.dtype is torch.float16:
         return False
-    (ops.int8_pack if isinstance(form, Int8) else ops.int4_pack)(form.q, out=q)
-    ops.pack_scales(form.scales.to(scales.dtype), out=scales)
+    (ops.int8_pack if isinstance(form, Int8) else ops.int4_pack)(form.q.to(q.device), out=q)
+    ops.pack_scales(form.scales.to(scales), out=scales)
     if mins is not None:
         assert form.mins is not None
-        ops.pack_scales(form.mins.to(mins.dtype), out=mins)
+        ops.pack_scales(form.mins.to(mins), out=mins)
     return True
 
 
@@ -128,7 +135,7 @@ class Guarded:
     PAD = 24
 
     def __init__(self, values: Tensor) -> None:
-        rows, width = values.shape[0], values[0].numel() if values.shape[0] else 1
+        rows, width = values.shape[0], values.shape[1:].numel()
         self._memory = torch.full((rows, width + 2 * self.PAD), torch.nan, dtype=values.dtype, device=values.device)
         self.view = self._memory[:, self.PAD : self.PAD + width].unflatten(1, values.shape[1:])
         self.view.copy_(values)
@@ -142,7 +149,7 @@ class Guarded:
 # Every combination of prologue and epilogue that the linear layers fuse; see gemm_options.
 GEMM_FUSIONS = [
     "+".join(filter(None, parts)) or "plain"
-    for parts in product(["", "norm"], ["", "bias"], ["", "residual", "silu", "gelu_tanh", "gelu"])
+    for parts in product(["", "norm"], ["", "bias"], ["", "residual", "silu", "gelu_tanh", "gelu", "clamped_swiglu"])
 ]
 
 

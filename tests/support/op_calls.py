@@ -1,6 +1,12 @@
-"""One representative call of every operator, for the tests that hold for all of them."""
+"""One representative call of every operator, for the tests that hold for all of them.
+
+The tensors of a call depend on the seed, its group and its place there: a new call at the end of a group changes no
+other one.
+"""
 
 import copy
+import itertools
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,19 +69,21 @@ def lora_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
 def expert_calls(cpu_alone: bool) -> Iterator[tuple[str, tuple[Any, ...]]]:
     x, ids = torch.randn(5, 64).bfloat16(), torch.rand(5, 6).argsort(-1)[:, :2]
     yield "route_experts", (torch.randn(5, 6).half(), 2, True)
+    yield "head_rows", (torch.arange(5), 3)
     routing = ids.flatten().argsort(stable=True).int(), ids.flatten().bincount(minlength=6).cumsum(0).int()
     routing = routing[0], torch.cat([int32(0), routing[1]])
-    yield "grouped_gemm", (x, torch.randn(6, 96, 64) / 8, *routing, "silu")
+    yield "grouped_gemm", (x, torch.randn(6, 96, 64) / 8, *routing, None, "silu")
+    yield "grouped_gemm", (x, torch.randn(6, 96, 64).bfloat16() / 8, *routing, torch.randn(6, 96), "silu")
     for bits in (8, 4):
         weights = [random_weight(bits, 96, 64).packed for _ in range(6)]
         stack = [torch.stack([weight[name] for weight in weights]) for name in ("qweight", "scales", "mins")]
-        yield f"grouped_int{bits}_gemm", (x, *stack, 96, *routing, None, 32)
-        yield f"grouped_int{bits}_gemm", (x, *stack, 96, *routing, "gelu", 8)
+        yield f"grouped_int{bits}_gemm", (x, *stack, 96, *routing, None, None, 32)
+        yield f"grouped_int{bits}_gemm", (x, *stack, 96, *routing, torch.randn(6, 96), "gelu", 8)
     if cpu_alone:
         weights = [random_weight(6, 96, 256).packed for _ in range(6)]
         wide = [torch.stack([weight[name] for weight in weights]) for name in ("qweight", "scales")]
-        yield "grouped_int6_gemm", (torch.randn(5, 256).bfloat16(), *wide, 96, *routing, "gelu", 8)
-    yield "grouped_lut_gemm", (x, *stack[:2], torch.randn(16), 96, *routing, None)
+        yield "grouped_int6_gemm", (torch.randn(5, 256).bfloat16(), *wide, 96, *routing, torch.randn(6, 96), "gelu", 8)
+    yield "grouped_lut_gemm", (x, *stack[:2], torch.randn(16), 96, *routing, torch.randn(6, 96), "clamped_swiglu")
     yield "combine_experts", (torch.randn(10, 64).bfloat16(), torch.rand(5, 2), x.clone())
 
 
@@ -112,15 +120,35 @@ def attention_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "norm_rotary_store", (q.clone(), k, v, *norms, *rotary, False, *codes, *groups, slots)
     yield "paged_attention", (q, *codes, *ragged, 0.125, 0, 0.0, None, None, *groups, None)
     yield "paged_attention_plan", (*ragged[1:], 4, 2, 64, 0)
+    latent = torch.randn(4, 3, 48).bfloat16(), torch.randn(4, 3, 40).bfloat16()[..., 24:], torch.randn(4, 64).bfloat16()
+    joint, rotary = torch.randn(7, 16, 1, 64), (1e-6, torch.tensor([3, 0, 9, 9]), ops.cos_sin_cache(16, 10))
+    yield (
+        "latent_rotary_store",
+        (*latent, torch.ones(48), *rotary, True, None, joint, None, slots),
+    )
+    bytes_ = torch.zeros(7, 16, 1, 64, dtype=torch.int8), torch.zeros(7, 16, 1)
+    yield "latent_rotary_store", (*latent, torch.ones(48), *rotary, False, torch.rand(10), *bytes_, slots)
     yield "merge_attention_states", (q.contiguous(), torch.randn(4, 4), torch.randn_like(q), torch.randn(4, 4))
 
 
-def op_calls(cpu_alone: bool = True) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Names and complete positional arguments; every call has fresh tensors of its own.
+def linear_attention_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Two sequences; the second one continues a state and stores two."""
+    slots = int32(0, 3, 5), int32(-1, 1), int32(-1, -1, 0, 2, 1)
+    x = torch.randn(5, 160).bfloat16()
+    yield "causal_conv1d", (x[:, 32:], torch.randn(128, 4), torch.randn(128), torch.randn(3, 3, 128).bfloat16(), *slots)
+    yield "causal_conv1d", (x, torch.randn(160, 2).bfloat16(), None, torch.randn(3, 1, 160).bfloat16(), *slots)
+    z, gates, states = torch.randn(5, 64), torch.randn(5, 4), torch.randn(3, 2, 48, 32)
+    rest = torch.randn(2), torch.randn(2), torch.ones(32), 1e-6, states, *slots
+    yield "gated_delta_rule", (x, z.bfloat16(), gates[:, :2], gates[:, 2:], *rest)
+    yield "gated_delta_rule", (x.float(), z, *gates.split(2, 1), *copy.deepcopy(rest))
+    conv = torch.randn(48, 3), None, torch.randn(3, 2, 48).bfloat16(), *slots
+    yield "causal_conv1d", (x[:, 96:144], *conv, x[:, :96])
+    heads, states = torch.randn(3, 2).unbind(), torch.randn(3, 2, 48, 32)
+    scan = *heads, torch.randn(64), 1e-6, 0.0, 9.0, states, *slots
+    yield "mamba2_scan", (x, z.bfloat16(), gates[:, 2:], *scan)
 
-    Args:
-        cpu_alone: whether operators are among them that only a CPU has.
-    """
+
+def elementwise_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     x = torch.randn(5, 64)
     yield "rms_norm", (x.bfloat16(), torch.ones(64), 1e-6)
     yield "rms_norm", (x.clone(), torch.ones(64), 1e-6, x.clone())
@@ -135,19 +163,53 @@ def op_calls(cpu_alone: bool = True) -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "silu_and_mul", (x,)
     yield "gelu_and_mul", (x, "none")
     yield "gelu", (x.half(), "tanh")
+    yield "relu2", (x.half(),)
     yield "softcap", (x.bfloat16(), 30.0)
-    yield from attention_calls()
-    yield from gemm_calls(cpu_alone)
-    yield from w8a8_calls()
-    yield from lora_calls()
-    yield from pack_calls(cpu_alone)
-    yield from expert_calls(cpu_alone)
+    yield "clamped_swiglu", (x.bfloat16(),)
+    yield "sigmoid_gate", (x.bfloat16(), torch.randn(5, 96).bfloat16()[:, 32:])
+
+
+def sample_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    x = torch.randn(5, 64)
     parameters = torch.tensor([0.0, 0.5, 1.0, 1.0, 2.0]), int32(0, 3, 0, 5, 0), torch.full((5,), 0.9), torch.zeros(5)
     plain, words = (x.clone(), *parameters, torch.arange(5), torch.arange(5)), torch.full((5, 2), 0x12345678).int()
     yield "sample", (*plain, *[None] * 7, 0)
     yield "sample", (*plain, *[None] * 7, None)
     biases = int32(0, 2, 2, 2, 3, 3), int32(7, 0, 63), torch.tensor([-50.0, 2.0, -1.0])
     yield "sample", (*plain, torch.full((5, 3), 1.5), x.gt(1).int(), words, words, *biases, 3)
+
+
+def seeded(calls: Iterator[tuple[str, tuple[Any, ...]]], seed: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """The calls, each made from random numbers of its own; torch's generator stays as it is."""
+    for index in itertools.count():
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(zlib.crc32(f"{seed} {index}".encode()))
+            call = next(calls, None)
+        if call is None:
+            return
+        yield call
+
+
+def op_calls(cpu_alone: bool = True, seed: int = 0) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Names and complete positional arguments; every call has fresh tensors of its own.
+
+    Args:
+        cpu_alone: whether operators are among them that only a CPU has.
+        seed: seed of the tensors.
+    """
+    groups = {
+        "elementwise": elementwise_calls(),
+        "attention": attention_calls(),
+        "gemm": gemm_calls(cpu_alone),
+        "w8a8": w8a8_calls(),
+        "lora": lora_calls(),
+        "pack": pack_calls(cpu_alone),
+        "experts": expert_calls(cpu_alone),
+        "sample": sample_calls(),
+        "linear attention": linear_attention_calls(),
+    }
+    for name, calls in groups.items():
+        yield from seeded(calls, f"{seed} {name}")
 
 
 def poison(tensor: Tensor) -> float:

@@ -90,6 +90,26 @@ def awq_layer(rows: int = 64, columns: int = 256, group_size: int = 64) -> Layer
     return Layer(_named(tensors), config, dequantize(q, scales, zeros, group))
 
 
+def mlx_layer(bits: int = 4, rows: int = 40, columns: int = 256, group_size: int = 64) -> Layer:
+    q, scales, _, group = random_layer(bits, rows, columns, group_size)
+    mins = torch.randn(scales.shape).half()
+    tensors = {"weight": pack_rows(q, bits).view(torch.uint32), "scales": scales, "biases": mins}
+    config = {"quant_method": "mlx", "bits": bits, "group_size": group_size}
+    return Layer(_named(tensors), config, dequantize(q, scales, 0, group) + mins.double()[:, group])
+
+
+def mxfp4_layer(rows: int = 5, columns: int = 96) -> Layer:
+    layer = nvfp4_layer(rows, columns)
+    exponents = torch.randint(110, 130, (rows, columns // 32))
+    packed = layer.tensors[f"{NAME}.weight_packed"].long()
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+    numbers = table[torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)]
+    tensors = {"weight_packed": packed.byte(), "weight_scale": exponents.byte()}
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
+    weight = numbers * 2.0 ** (exponents.double() - 127).repeat_interleave(32, 1)
+    return Layer(_named(tensors), compressed_config("mxfp4-pack-quantized", weights), weight)
+
+
 def bitsandbytes_layer(
     kind: str = "nf4", rows: int = 40, columns: int = 256, block_size: int = 64, *, nested: bool = True
 ) -> Layer:
@@ -173,6 +193,65 @@ def int_quantized_layer(rows: int = 40, columns: int = 96, *, strategy: str = "c
     inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
     tensors = {"weight": q, "weight_scale": scales}
     return Layer(_named(tensors), compressed_config("int-quantized", weights, inputs), q * scales.double())
+
+
+def fp8_layer(
+    rows: int = 33, columns: int = 64, block: tuple[int, int] | None = (16, 21), *, scale_shape: tuple[int, ...] = ()
+) -> Layer:
+    """Numbers in e4m3, all of them, with a scale for each block, of which the last ones are cut; or with one scale."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    finite = numbers[numbers.float().isfinite()]
+    weight = finite[torch.randint(0, len(finite), (rows, columns))]
+    if block is None:
+        scales = (torch.rand(scale_shape) + 0.5) / 256
+        spread = scales.double().view(-1)
+    else:
+        scales = (torch.rand(-(-rows // block[0]), -(-columns // block[1])) + 0.5) / 256
+        spread = torch.empty(rows, columns, dtype=torch.float64)
+        for row in range(rows):
+            for column in range(columns):
+                spread[row, column] = scales[row // block[0], column // block[1]]
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block and list(block)}
+    return Layer(_named({"weight": weight, "weight_scale_inv": scales}), config, weight.double() * spread)
+
+
+def float_quantized_layer(strategy: str = "channel") -> Layer:
+    """fp8 of compressed-tensors."""
+    block = {"channel": (1, 64), "block": (16, 21), "tensor": None}[strategy]
+    layer = fp8_layer(block=block, scale_shape=(1,))
+    layer.tensors[f"{NAME}.weight_scale"] = layer.tensors.pop(f"{NAME}.weight_scale_inv")
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": False}
+    if strategy == "block":
+        weights["block_structure"] = [16, 21]
+    inputs = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+    return Layer(layer.tensors, compressed_config("float-quantized", weights, inputs), layer.weight)
+
+
+def nvfp4_layer(rows: int = 5, columns: int = 96, *, modelopt: bool = False) -> Layer:
+    """Numbers in e2m1, each from a table, with scales of very different sizes."""
+    table = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+    places = torch.randint(0, 16, (rows, columns))
+    scales = (torch.rand(rows, columns // 16) * 2.0 ** torch.randint(-4, 5, (rows, columns // 16))).to(
+        torch.float8_e4m3fn
+    )
+    factor = torch.tensor([0.0117])
+    packed = torch.tensor(
+        [[row[i] | row[i + 1] << 4 for i in range(0, columns, 2)] for row in places.tolist()], dtype=torch.uint8
+    )
+    numbers = torch.tensor(table, dtype=torch.float64)[places]
+    weight = numbers * scales.double().repeat_interleave(16, 1) * factor.double()
+    if modelopt:
+        tensors = {"weight": packed, "weight_scale": scales, "weight_scale_2": factor[0]}
+        return Layer(_named(tensors), {"quant_method": "modelopt", "quant_algo": "NVFP4"}, weight)
+    tensors = {"weight_packed": packed, "weight_scale": scales, "weight_global_scale": 1 / factor}
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+    return Layer(_named(tensors), compressed_config("nvfp4-pack-quantized", weights), weight)
+
+
+def modelopt_fp8_layer() -> Layer:
+    layer = fp8_layer(block=None)
+    layer.tensors[f"{NAME}.weight_scale"] = layer.tensors.pop(f"{NAME}.weight_scale_inv")
+    return Layer(layer.tensors, {"quant_method": "modelopt", "quant_algo": "FP8"}, layer.weight)
 
 
 def _named(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

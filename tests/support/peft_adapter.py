@@ -39,7 +39,7 @@ def write_adapter(
     scale = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
     for layer in range(config.num_layers):
         for module in modules:
-            features, out = module_sizes(config)[module]
+            features, out = module_sizes(config, layer)[module]
             name = f"base_model.model.model.layers.{layer}.{BLOCKS[module]}.{module}"
             a = torch.randn(rank, features, generator=generator).to(dtype)
             b = (size / scale / (rank * features) ** 0.5 * torch.randn(out, rank, generator=generator)).to(dtype)

@@ -13,10 +13,10 @@ ACTIVATION_RUN = 16  # inputs that share a scale
 LARGEST_MULTIPLIER = 4095
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, factor: float = 1.0) -> Tensor:
     x = x.double()
     norm = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
-    return norm if residual is None else residual.double() + norm
+    return factor * (norm if residual is None else residual.double() + norm)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -39,8 +39,22 @@ def gelu_and_mul(x: Tensor, approximate: str = "tanh") -> Tensor:
     return F.gelu(gate, approximate=approximate) * up
 
 
+def clamped_swiglu(x: Tensor) -> Tensor:
+    gate, up = x.double().chunk(2, -1)
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+def relu2(x: Tensor) -> Tensor:
+    return F.relu(x.double()).square()
+
+
 def gelu(x: Tensor, approximate: str = "tanh") -> Tensor:
     return F.gelu(x.double(), approximate=approximate)
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    return x.double() * gate.double().sigmoid()
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
@@ -57,6 +71,115 @@ def rotary_embedding(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, interl
     turned = [a * cos - b * sin, b * cos + a * sin]
     rotated = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
     return torch.cat([rotated, rest], -1)
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    query_start: Tensor,
+    state_reads: Tensor,
+    state_writes: Tensor,
+    gates: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The result, and the states after the call, which are copies of inputs."""
+    if gates is not None:
+        before, after = gates.chunk(2, dim=1)
+        x = (before.double() * x.double()).to(x.dtype)
+    out, states = torch.empty_like(x, dtype=torch.float64), conv_state.clone()
+    for seq, slot in enumerate(state_reads.tolist()):
+        begin, end = query_start[seq : seq + 2].tolist()
+        window = torch.zeros_like(conv_state[0]) if slot < 0 else conv_state[slot]
+        for token in range(begin, end):
+            inputs = torch.cat([window, x[token : token + 1]])
+            total = (weight.double().T * inputs.double()).sum(0)
+            total = total if bias is None else total + bias.double()
+            out[token] = F.silu(total) if gates is None else after[token].double() * total
+            window = inputs[1:]
+            if state_writes[token] >= 0:
+                states[state_writes[token]] = window
+    return out, states
+
+
+def gated_delta_rule(
+    qkv: Tensor,
+    z: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    recurrent_state: Tensor,
+    query_start: Tensor,
+    state_reads: Tensor,
+    state_writes: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The result, and the states after the call, in fp64."""
+    _, heads, key_dim, value_dim = recurrent_state.shape
+    keys = (qkv.shape[1] - heads * value_dim) // 2
+    q, k, v = (
+        x.double().unflatten(1, (-1, dim))
+        for x, dim in zip(qkv.split([keys, keys, heads * value_dim], 1), (key_dim, key_dim, value_dim), strict=True)
+    )
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    q, k = (x.repeat_interleave(heads // x.shape[1], 1) for x in (q / key_dim**0.5, k))
+    decay = (-a_log.double().exp() * F.softplus(a.double() + dt_bias.double())).exp()
+    beta = b.double().sigmoid()
+    o, states = torch.empty_like(v), recurrent_state.double()
+    for seq, slot in enumerate(state_reads.tolist()):
+        begin, end = query_start[seq : seq + 2].tolist()
+        state = torch.zeros_like(states[0]) if slot < 0 else recurrent_state[slot].double()
+        for t in range(begin, end):
+            state = decay[t, :, None, None] * state
+            d = beta[t, :, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
+            state = state + k[t, :, :, None] * d[:, None, :]
+            o[t] = torch.einsum("hkv,hk->hv", state, q[t])
+            if state_writes[t] >= 0:
+                states[state_writes[t]] = state
+    return (rms_norm(o, norm_weight, eps) * F.silu(z.double().view_as(o))).flatten(1), states
+
+
+def mamba2_scan(
+    xbc: Tensor,
+    z: Tensor,
+    dt: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    d: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    dt_min: float,
+    dt_max: float,
+    ssm_state: Tensor,
+    query_start: Tensor,
+    state_reads: Tensor,
+    state_writes: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The result, and the states after the call, in fp64."""
+    _, heads, state_dim, head_dim = ssm_state.shape
+    inner = heads * head_dim
+    x, b, c = xbc.double().split([inner, *[(xbc.shape[1] - inner) // 2] * 2], 1)
+    x, b, c = (part.unflatten(1, (-1, dim)) for part, dim in ((x, head_dim), (b, state_dim), (c, state_dim)))
+    groups = b.shape[1]
+    b, c = (part.repeat_interleave(heads // groups, 1) for part in (b, c))
+    step = F.softplus(dt.double() + dt_bias.double()).clamp(dt_min, dt_max)
+    decay = (-a_log.double().exp() * step).exp()
+    y, states = torch.empty_like(x), ssm_state.double()
+    for seq, slot in enumerate(state_reads.tolist()):
+        begin, end = query_start[seq : seq + 2].tolist()
+        state = torch.zeros_like(states[0]) if slot < 0 else ssm_state[slot].double()
+        for t in range(begin, end):
+            state = decay[t, :, None, None] * state + b[t, :, :, None] * (step[t, :, None] * x[t])[:, None, :]
+            y[t] = torch.einsum("hnp,hn->hp", state, c[t]) + d.double()[:, None] * x[t]
+            if state_writes[t] >= 0:
+                states[state_writes[t]] = state
+    y = y.flatten(1) * F.silu(z.double())
+    if norm_weight is not None:
+        weight = norm_weight.double().unflatten(0, (groups, -1))
+        y = rms_norm(y.unflatten(1, (groups, -1)), weight, eps).flatten(1)
+    return y, states
 
 
 def store_kv_cache(x: Tensor, cache: Tensor, slot_mapping: Tensor) -> Tensor:
@@ -128,14 +251,14 @@ def paged_attention(
     sinks: Tensor | None = None,
     compute_dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """Output [tokens, q_heads, head_dim] and lse [tokens, q_heads], with every step in ``compute_dtype``.
+    """Output [tokens, q_heads, value_dim] and lse [tokens, q_heads], with every step in ``compute_dtype``.
 
     With the dtype of ``q`` this is the naive low-precision attention whose error sets the tolerance.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[1] // k_cache.shape[2]
     block_size = k_cache.shape[1]
-    out = torch.zeros(q.shape, dtype=compute_dtype, device=q.device)
+    out = torch.zeros(*q.shape[:2], v_cache.shape[3], dtype=compute_dtype, device=q.device)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=compute_dtype, device=q.device)
     starts = query_start.tolist()
     for sequence, length in enumerate(seq_lens.tolist()):
@@ -194,28 +317,59 @@ def gemm(
     if activation is not None:
         gate, up = out.unflatten(1, (-1, 2, TILE_ROWS)).unbind(2)
         gated = {
-            "silu": lambda: F.silu(gate),
-            "gelu_tanh": lambda: F.gelu(gate, approximate="tanh"),
-            "gelu": lambda: F.gelu(gate),
+            "silu": lambda: F.silu(gate) * up,
+            "gelu_tanh": lambda: F.gelu(gate, approximate="tanh") * up,
+            "gelu": lambda: F.gelu(gate) * up,
+            "clamped_swiglu": lambda: clamped_swiglu(torch.cat([gate, up], -1)),
         }
-        out = (gated[activation]() * up).flatten(1)
+        out = gated[activation]().flatten(1)
     if residual is not None:
         out = out + residual.double()
     return out
 
 
-def route_experts(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+def route_experts(
+    logits: Tensor,
+    top_k: int,
+    renormalize: bool,
+    *,
+    scoring: str = "softmax",
+    bias: Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    scale: float = 1.0,
+    expert_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Weights and ids [tokens, top_k]; stable: the smaller id first among equals."""
-    ids = logits.double().sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-    weights = logits.double().softmax(-1).gather(-1, ids)
-    return (weights / weights.sum(-1, keepdim=True) if renormalize else weights), ids
+    tokens, experts = logits.shape
+    scores = logits.double().sigmoid() if scoring == "sigmoid" else logits.double().softmax(-1)
+    order = logits.double()
+    if bias is not None or num_groups > 1:
+        order = scores + (0 if bias is None else bias.double())
+    if num_groups > 1:
+        by_group = order.view(tokens, num_groups, -1)
+        sums = by_group.topk(2).values.sum(-1)
+        worst = sums.sort(dim=-1, descending=True, stable=True).indices[:, top_groups:]
+        order = by_group.scatter(1, worst[..., None].expand(-1, -1, by_group.shape[2]), -torch.inf).view(
+            tokens, experts
+        )
+    ids = order.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = scores.gather(-1, ids)
+    weights = (weights / weights.sum(-1, keepdim=True) if renormalize else weights) * scale
+    return weights if expert_scale is None else weights * expert_scale.double()[ids], ids
 
 
-def grouped_gemm(x: Tensor, weight: Tensor, expert_ids: Tensor, *, activation: str | None = None) -> Tensor:
+def grouped_gemm(
+    x: Tensor, weight: Tensor, expert_ids: Tensor, *, bias: Tensor | None = None, activation: str | None = None
+) -> Tensor:
     """Row r of the result is that of expert ``expert_ids.flatten()[r]`` and of the token that this row belongs to."""
     experts = expert_ids.flatten()
     x = x.repeat_interleave(len(experts) // max(len(x), 1), 0)
-    rows = [gemm(x[None, row], weight[expert], activation=activation) for row, expert in enumerate(experts.tolist())]
+    biases = [None] * len(weight) if bias is None else list(bias)
+    rows = [
+        gemm(x[None, row], weight[expert], bias=biases[expert], activation=activation)
+        for row, expert in enumerate(experts.tolist())
+    ]
     out_features = weight.shape[1] // (2 if activation else 1)
     return torch.cat(rows) if rows else x.new_zeros(0, out_features, dtype=torch.float64)
 

@@ -13,19 +13,17 @@ from fastinfer.models.kv_cache import KVCache, num_blocks_for
 BLOCK_SIZE = 32
 
 
-def log_probabilities(model: Decoder, ids: list[int], dtype: str, adapter: int | None = None) -> Tensor:
+def log_probabilities(
+    model: Decoder,
+    ids: list[int],
+    dtype: str,
+    adapter: int | None = None,
+    kv_cache_dtype: torch.dtype | None = None,
+) -> Tensor:
     """In one prefill: [tokens, vocab]; with the LoRA adapter in this slot."""
-    config = model.config
     blocks = num_blocks_for(len(ids), BLOCK_SIZE)
-    cache = KVCache.empty(
-        [0] * config.num_layers,
-        [blocks],
-        BLOCK_SIZE,
-        config.num_kv_heads,
-        config.head_dim,
-        Precision.of(dtype).kv_cache_dtype,
-        "cpu",
-    )
+    kv_cache_dtype = kv_cache_dtype or Precision.of(dtype).kv_cache_dtype
+    cache = KVCache.of_model(model.config, [blocks], BLOCK_SIZE, kv_cache_dtype, "cpu", state_dtype=model.dtype)
     batch = Batch.of_texts([ids], BLOCK_SIZE)
     if adapter is not None:
         batch = replace(batch, adapter_ids=torch.full((len(ids),), adapter, dtype=torch.int32))

@@ -76,4 +76,4 @@ def make_batch(lengths: list[int], adapters: list[int] | None = None, seed: int 
 
 
 def make_cache(config: ModelConfig = CONFIG, dtype: torch.dtype = torch.float32) -> KVCache:
-    return KVCache.empty([0] * config.num_layers, [12], BLOCK_SIZE, config.num_kv_heads, config.head_dim, dtype, "cpu")
+    return KVCache.of_model(config, [12], BLOCK_SIZE, dtype, "cpu")

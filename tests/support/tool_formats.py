@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from fastinfer.tokenizers.chat_template import render
+
 CALLS: list[tuple[str, dict[str, Any]]] = [
     ("get_weather", {"city": 'Zürich "HB" <b>&amp;</b>\n\\x', "days": 3}),
     ("search", {"query": "{not json}", "tags": ["a", "b's"], "options": {"safe": True, "depth": None, "rate": -1.5}}),
@@ -177,3 +179,14 @@ FORMATS: dict[str, ToolFormat] = {
         "",
     ),
 }
+
+
+def written(name: str, content: str = "") -> str:
+    """The calls of ``CALLS`` as the template of a format writes them, without the turn's header and footer."""
+    tool_calls = [{"function": {"name": tool, "arguments": arguments}} for tool, arguments in CALLS]
+    message = {"role": "assistant", "content": content, "tool_calls": tool_calls}
+    form = FORMATS[name]
+    text = render(form.template, [{"role": "user", "content": "?"}, message])
+    assert text.startswith(form.header)
+    assert text.endswith(form.footer)
+    return text[len(form.header) : len(text) - len(form.footer)]

@@ -17,7 +17,10 @@ from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.sequence import SequenceState
 from fastinfer.models.batch import Batch
-from fastinfer.models.kv_cache import KVCache
+from fastinfer.models.config import KVShape
+from fastinfer.models.kv_cache import KVCache, LayerCache
+from fastinfer.models.state_config import LinearAttentionConfig
+from fastinfer.ops.prompt import NO_ROW
 
 VOCAB_SIZE = 64
 EOS_ID = 0
@@ -25,11 +28,16 @@ MAX_POSITION = 96
 NUM_LAYERS = 2
 
 
+def extended(value: int, token: int) -> int:
+    """The hash of a text and one more token."""
+    return (value * 1_000_003 + token + 1) % 2**61
+
+
 def hashes_of(tokens: list[int]) -> list[int]:
     """Of each token a hash of the text up to it."""
     hashes, value = [], 17
     for token in tokens:
-        value = (value * 1_000_003 + token + 1) % 2**61
+        value = extended(value, token)
         hashes.append(value)
     return hashes
 
@@ -62,9 +70,21 @@ class ToyConfig:
     vocab_size: int = VOCAB_SIZE
     max_position: int = MAX_POSITION
     num_experts: int = 0
+    states: LinearAttentionConfig | None = None
+    state_layers: tuple[bool, ...] = ()
+    latent_attention: None = None
 
     def window(self, layer: int) -> int:
         return self.windows[layer]
+
+    def has_state(self, layer: int) -> bool:
+        return bool(self.state_layers) and self.state_layers[layer]
+
+    def kv_shape(self, layer: int) -> KVShape:
+        return KVShape(self.num_kv_heads, self.head_dim)
+
+    def kv_layer(self, layer: int) -> int:
+        return layer
 
 
 class ToyModel:
@@ -74,6 +94,7 @@ class ToyModel:
     """
 
     draft_tokens: Tensor | None = None
+    dtype = torch.float32
 
     def __init__(self, windows: tuple[int, ...] = (0,) * NUM_LAYERS) -> None:
         self.windows = windows
@@ -86,8 +107,8 @@ class ToyModel:
         if self.fail:
             raise RuntimeError("the model broke")
         self.batch_sizes.append(len(batch.token_ids))
-        for cache in kv_cache:
-            cache.k.view(-1)[batch.slot_mappings[cache.group]] = batch.token_ids.float()
+        for cache in _with_blocks(kv_cache):
+            cache.k.view(-1)[batch.slot_mappings[cache.group]] = self._stored(batch).float()
             cache.v.view(-1)[batch.slot_mappings[cache.group]] = batch.positions.float()
         hashes: list[int] = []
         for row, (start, end) in enumerate(pairwise(batch.query_start.tolist())):
@@ -107,6 +128,10 @@ class ToyModel:
         """[tokens, 8]: something that every token has its own of."""
         return torch.stack([random_logits(seed)[:8] for seed in hidden[:, 0].tolist()])
 
+    def _stored(self, batch: Batch) -> Tensor:
+        """Return the numbers that the cache keeps for the tokens, [tokens] int64."""
+        return batch.token_ids
+
     def _read(self, batch: Batch, kv_cache: KVCache, row: int) -> list[int]:
         """The tokens that this step's tokens see, and themselves; fails if the layers do not agree."""
         length = int(batch.seq_lens[row])
@@ -114,7 +139,7 @@ class ToyModel:
         first = length - (end - start)
         assert batch.positions[start:end].tolist() == list(range(first, length))
         found: list[list[int]] = []
-        for cache, window in zip(kv_cache, self.windows, strict=True):
+        for cache, window in zip(_with_blocks(kv_cache), self.windows, strict=True):
             seen = max(first - window + 1, 0) if window else 0
             block_size = cache.k.shape[1]
             blocks = batch.block_tables[cache.group][row, : -(-length // block_size)].long()
@@ -125,12 +150,43 @@ class ToyModel:
         return longest
 
 
+def _with_blocks(kv_cache: KVCache) -> list[LayerCache]:
+    return [cache for cache in kv_cache if isinstance(cache, LayerCache)]
+
+
+def first_prompt_row() -> int:
+    """The setting of ``ops.prompt_rows``."""
+    value: int = torch.ops.fastinfer.set_first_prompt_row(0)
+    torch.ops.fastinfer.set_first_prompt_row(value)
+    return value
+
+
+def as_prompt(token_ids: list[int]) -> list[int]:
+    """Return the numbers that :class:`RoleToy` keeps for tokens that it computes as those of a prompt."""
+    return [token_id + VOCAB_SIZE for token_id in token_ids]
+
+
+class RoleToy(ToyModel):
+    """Computes prompts differently than generated tokens: the text is another one if any token has the wrong role."""
+
+    def logits(self, hidden: Tensor, indices: Tensor, adapter_ids: Tensor | None = None) -> Tensor:
+        assert first_prompt_row() == NO_ROW, "each row of logits decides a generated token"
+        return super().logits(hidden, indices, adapter_ids)
+
+    def _stored(self, batch: Batch) -> Tensor:
+        return batch.token_ids + VOCAB_SIZE * (torch.arange(len(batch.token_ids)) >= first_prompt_row())
+
+
 class Forgetful(ToyModel):
     """A draft model that agrees with the toy more often than not."""
 
     def logits(self, hidden: Tensor, indices: Tensor, adapter_ids: Tensor | None = None) -> Tensor:
         rows = [random_logits(seed) + random_logits(seed + 1) / 2 for seed in hidden[indices, 0].tolist()]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
+
+
+class ForgetfulRoleToy(Forgetful, RoleToy):
+    """A draft model that agrees with :class:`RoleToy` more often than not."""
 
 
 class ToyTokenizer:
@@ -152,6 +208,7 @@ class ToyTokenizer:
 
     bos_id = response_template = None
     control_ids = frozenset({EOS_ID})
+    control_tokens = {"</s>": EOS_ID}  # noqa: RUF012
     control_pattern = re.compile("</s>")
 
     def encode(
@@ -215,6 +272,15 @@ def check_blocks(engine: Engine) -> None:
         assert not set(pool._free) & set(pool._cached)
         assert {block for block, content in enumerate(pool._contents) if content} == set(pool._by_key.values())
         num_used += len(held)
+    if manager.states is not None:
+        holders = [sequence.states for sequence in [*scheduler.running, *pinned] if sequence.states]
+        slots = Counter(slot for states in holders for slot in states.held)
+        pool = manager.states.pool
+        assert pool._ref_counts == [slots[slot] for slot in range(pool.num_blocks)]
+        assert pool.num_free + pool.num_cached + len(slots) == pool.num_blocks
+        assert not set(pool._free) & set(pool._cached)
+        assert {slot for slot, content in enumerate(pool._contents) if content} == set(pool._by_key.values())
+        assert not any(sequence.states for sequence in scheduler.waiting)
     assert manager.num_used == num_used
     assert not any(sequence.block_tables for sequence in scheduler.waiting)
     assert scheduler.num_waiting_tokens == sum(sequence.num_queued_tokens for sequence in scheduler.waiting)

@@ -3,13 +3,15 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import httpx
 from fastapi import FastAPI
 
 from fastinfer import AsyncEngine
+from fastinfer.engine.engine import Engine
 from fastinfer.server.app import create_app
 from fastinfer.server.config import ServerConfig
 from fastinfer.server.run import DrainingServer
@@ -33,18 +35,40 @@ class GatedModel(ToyModel):
         for _ in range(count):
             self.permits.release()
 
+    def step_until(self, condition: Callable[[], Any], max_steps: int = 50) -> None:
+        """Allow one step after the other until something is true: requests are queued between two steps."""
+        for _ in range(max_steps):
+            self.allow(1)
+            deadline = time.monotonic() + 0.2
+            while time.monotonic() < deadline:
+                if condition():
+                    return
+                time.sleep(0.002)
+        raise AssertionError("it did not happen")
 
-def toy_app(model: ToyModel | None = None, limits: dict[str, Any] | None = None, **settings: Any) -> FastAPI:
+
+def toy_app(
+    model: ToyModel | None = None,
+    limits: dict[str, Any] | None = None,
+    engine: Callable[[], Engine] | None = None,
+    **settings: Any,
+) -> FastAPI:
+    # Equal requests are computed each, unless a test asks for the cache.
+    settings = {"response_cache": "off"} | settings
     config = ServerConfig(model_names=(NAME, "toy"), port=0, **settings)
-    return create_app(config, lambda: AsyncEngine(toy_engine(model=model, **(limits or {}))))
+    load = engine or (lambda: toy_engine(model=model, **(limits or {})))
+    return create_app(config, lambda: AsyncEngine(load()))
 
 
 @contextlib.asynccontextmanager
 async def toy_client(
-    model: ToyModel | None = None, limits: dict[str, Any] | None = None, **settings: Any
+    model: ToyModel | None = None,
+    limits: dict[str, Any] | None = None,
+    engine: Callable[[], Engine] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the application in this process; the engine is checked for requests left behind."""
-    app = toy_app(model, limits, **settings)
+    app = toy_app(model, limits, engine, **settings)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False, root_path=settings.get("root_path", ""))
     async with app.router.lifespan_context(app):
         while app.state.server.host.state.value == "loading":
@@ -60,10 +84,13 @@ async def toy_client(
 
 @contextlib.contextmanager
 def toy_server(
-    model: ToyModel | None = None, limits: dict[str, Any] | None = None, **settings: Any
+    model: ToyModel | None = None,
+    limits: dict[str, Any] | None = None,
+    engine: Callable[[], Engine] | None = None,
+    **settings: Any,
 ) -> Iterator[tuple[DrainingServer, str]]:
     """A server in a thread, and its address."""
-    app = toy_app(model, limits, **settings)
+    app = toy_app(model, limits, engine, **settings)
     server = DrainingServer(app, app.state.server.config)
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -165,10 +165,10 @@ def test_endless_loop_ends() -> None:
         ("{{ raise_exception('roles must\nalternate') }}", "roles must alternate"),
         ("{{ messages[0].name.first }}", "no attribute 'name'"),
         ("{{ 1 / 0 }}", "division by zero"),
-        ("{{ 'a' + 1 }}", "failed on these messages"),
+        ("{{ 'a' + 1 }}", "failed on them"),
         ("{{ messages[0]() }}", "not callable"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
-        ("{% include '/etc/passwd' %}", "failed on these messages"),
+        ("{% include '/etc/passwd' %}", "failed on them"),
     ],
 )
 def test_template_that_fails(template: str, part: str) -> None:

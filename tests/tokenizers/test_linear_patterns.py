@@ -92,6 +92,6 @@ def patterns(state: Any) -> Iterator[str]:
 
 def test_our_own_patterns_are_linear() -> None:
     found = {p for make in PRE_TOKENIZERS.values() for p in patterns(json.loads(make().__getstate__()))}
-    assert len(found) == 3
+    assert len(found) > 15
     for pattern in found:
         check_pattern(pattern)

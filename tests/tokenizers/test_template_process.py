@@ -70,7 +70,7 @@ def test_memory_of_the_calling_process_does_not_grow(process: TemplateProcess) -
 
 def test_the_error_is_the_request_s(monkeypatch: pytest.MonkeyPatch, process: TemplateProcess) -> None:
     monkeypatch.setattr(chat_template, "_process", process)
-    message = "failed on these messages: more than 1 s of processor time or 200 MiB"
+    message = "failed on them: more than 1 s of processor time or 200 MiB"
     with pytest.raises(RequestError, match=message):
         chat_template.render("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", HELLO)
 

@@ -173,6 +173,13 @@ def test_stream_of_texts(tokenizer: Tokenizer, skip: bool) -> None:
             assert pieces[-1] == ""
 
 
+def test_some_control_tokens_are_kept(tokenizer: Tokenizer) -> None:
+    [begin, end] = [tokenizer.encode(text)[0] for text in ("<|im_start|>", "<|im_end|>")]
+    detokenizer = Detokenizer(tokenizer, kept=[begin])
+    ids = [begin, *tokenizer.encode("Hello"), end]
+    assert "".join(map(detokenizer.add, ids)) == "<|im_start|>Hello"
+
+
 def test_stream_of_random_ids(tokenizer: Tokenizer) -> None:
     rng = random.Random(2)
     short = [i for i in range(tokenizer.vocab_size) if len(tokenizer.token_bytes(i)) < 3]
@@ -225,11 +232,44 @@ def test_id_outside_the_vocabulary_is_refused(tokenizer: Tokenizer, token_id: in
         ("smollm", "we'll  go 1234\n", ["we", "'ll", "Ġ", "Ġgo", "Ġ", "1", "2", "3", "4", "Ċ"]),
         ("llama-bpe", "WE'LL  go 1234?!\n", ["WE", "'LL", "Ġ", "Ġgo", "Ġ", "123", "4", "?!Ċ"]),
         ("tekken", "iPhone THEm 12 a/b\n", ["i", "Phone", "ĠTHEm", "Ġ", "1", "2", "Ġa", "/b", "Ċ"]),
+        ("gpt-4o", "iPhone's THEm 1234 a/b\n", ["i", "Phone's", "ĠTHEm", "Ġ", "123", "4", "Ġa", "/b", "Ċ"]),
+        ("smaug-bpe", "WE'LL  go 1234?!\n", ["WE", "'LL", "Ġ", "Ġgo", "Ġ", "123", "4", "?!Ċ"]),
+        ("command-r", "we'll  go 1234\n", ["we", "'ll", "Ġ", "Ġgo", "Ġ", "1", "2", "3", "4", "Ċ"]),
         ("qwen2", "WE'LL  go 1234?!\n", ["WE", "'LL", "Ġ", "Ġgo", "Ġ", "1", "2", "3", "4", "?!Ċ"]),
     ],
 )
 def test_pre_tokenizers(name: str, text: str, words: list[str]) -> None:
     assert [word for word, _ in PRE_TOKENIZERS[name]().pre_tokenize_str(text)] == words
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        # A combining mark is part of the word.
+        ("qwen2", "ab|\u0308c| |1|2"),
+        ("qwen35", "ab\u0308c| |1|2"),
+        ("qwen35", "WE|'LL| | go|?!\n"),
+        ("glm4", "WE|'LL| | go| |123|4|?!\n"),
+        ("minimax-m2", "i|Phone's| |123|4"),
+        # Line ends apart from punctuation.
+        ("seed-coder", "go|?!|\n\n|1"),
+        ("bailingmoe", "go|?\n\n| \n|1"),
+        # Letters with a case are words; others are not, and keep the spaces before them.
+        ("deepseek-llm", "Go| \u043d\u0430|  |1|2|?|\n"),
+        ("deepseek-llm", "a|  \u05d0|,"),
+        ("deepseek-llm", "\u05d0|   "),
+        ("deepseek-llm", "\u10d0\u10d1|\u10a0"),
+        ("deepseek-llm", "a|\u4e00\u4e01|b"),
+        ("deepseek-coder", "a| | \u05d0|,| |1|2|\n"),
+        # Digits by threes, East Asian text, and ASCII punctuation with the ASCII word behind it.
+        ("deepseek-v3", "a|.go| |123|4| |\u4e00\u3042|b|?!\n"),
+        ("falcon", "we|'|ll|,| go| |123|45|!"),
+    ],
+)
+def test_words(name: str, text: str) -> None:
+    words = text.split("|")
+    found = PRE_TOKENIZERS[name]().pre_tokenize_str("".join(words))
+    assert ["".join(words)[begin:end] for _, (begin, end) in found] == words
 
 
 def toy_file(tmp_path: Path, **changes: Any) -> GGUFFile:
@@ -280,6 +320,27 @@ def test_llama3_takes_whole_words_without_merges(tmp_path: Path) -> None:
     assert Tokenizer.from_gguf(toy_file(tmp_path, pre="gpt-2")).encode("fed") == [5, 4, 3]
 
 
+def test_tokens_that_are_no_markers_are_found_in_any_text(tmp_path: Path) -> None:
+    """As transformers finds them; control tokens and markers of conversations are not."""
+    toy = Tokenizer.from_gguf(toy_file(tmp_path))
+    assert toy.encode("abtool call<|eot_id|>d", parse_special=False) == [6, 11, *toy.encode("eotid"), 3]
+
+
+def test_gemma4(tmp_path: Path) -> None:
+    """Merges of characters with a marker for spaces, across words but not line ends; bytes where there is no token."""
+    words = ["<unk>", "<bos>", "<|turn>", "\n", "\n\n", *"ab▁", "▁a", "b▁", "b▁a", "▁▁", "a\n"]
+    tokens = [*words, *(f"<0x{byte:02X}>" for byte in range(256))]
+    merges = ["▁ a", "b ▁", "b ▁a", "▁ ▁", "\n \n"]
+    types = [2, 3, 3, *(1 for _ in words[3:]), *(6 for _ in range(256))]
+    values = {"model": "gemma4", "tokens": tokens, "merges": merges, "token_type": types, "bos_token_id": 1}
+    toy = Tokenizer.from_gguf(write_tokenizer(tmp_path / "toy.gguf", {**values, "unknown_token_id": 0}))
+    ids = toy.encode("ab a\n\nb  <|turn>é", add_special_tokens=False)
+    assert [tokens[i] for i in ids] == ["a", "b▁a", "\n\n", "b▁", "▁", "<|turn>", "<0xC3>", "<0xA9>"]
+    assert toy.decode(ids) == "ab a\n\nb  é"
+    assert toy.encode("a")[0] == 1
+    assert 2 not in toy.encode("<|turn>", parse_special=False)
+
+
 def test_qwen2_composes_characters(tmp_path: Path) -> None:
     assert Tokenizer.from_gguf(toy_file(tmp_path, pre="qwen2")).encode("e\u0301") == [16]
     assert Tokenizer.from_gguf(toy_file(tmp_path, pre="gpt-2")).encode("e\u0301") == [4]
@@ -290,7 +351,7 @@ def test_qwen2_composes_characters(tmp_path: Path) -> None:
     [
         ({"model": "t5"}, UnsupportedModelError, "tokenizer model 't5' is not supported; known are gpt2"),
         ({"model": None}, GGUFFormatError, "'tokenizer.ggml.model' is missing"),
-        ({"pre": "no-such"}, UnsupportedModelError, "'no-such' is not supported; known are default, gpt-2, smollm"),
+        ({"pre": "no-such"}, UnsupportedModelError, "'no-such' is not supported; known are default, gpt-2, exaone4"),
         ({"tokens": None}, GGUFFormatError, "'tokenizer.ggml.tokens' is missing"),
         ({"tokens": [1, 2]}, GGUFFormatError, "'tokenizer.ggml.tokens': expected list"),
         ({"tokens": ["a", "b", "ab", "a"]}, GGUFFormatError, "occur twice"),

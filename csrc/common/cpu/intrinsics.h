@@ -71,6 +71,11 @@ FASTINFER_INLINE i8x32 sign(i8x32 a, i8x32 b) {
   return (i8x32)_mm256_sign_epi8((__m256i)a, (__m256i)b);
 }
 
+// vfmadd: a b + c, rounded once: for what must not be rounded in between.
+FASTINFER_INLINE f32x8 fused_multiply_add(f32x8 a, f32x8 b, f32x8 c) {
+  return (f32x8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+
 #endif
 
 #if defined(FASTINFER_AVX512_VNNI)
@@ -103,7 +108,6 @@ FASTINFER_INLINE i32x16 dpbusd(i32x16 sum, u8x64 a, const int8_t* b) {
   return sum;
 }
 
-// vfmadd: a b + c, rounded once: for what must not be rounded in between.
 FASTINFER_INLINE f32x16 fused_multiply_add(f32x16 a, f32x16 b, f32x16 c) {
   return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 }
@@ -120,6 +124,11 @@ FASTINFER_INLINE f32x8 dpbf16(f32x8 sum, u16x16 a, u16x16 b) {
 
 FASTINFER_INLINE f32x16 dpbf16(f32x16 sum, u16x32 a, u16x32 b) {
   return (f32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+
+// vcvtne2ps2bf16: to nearest, ties to even, `low` first. Denormals count as zero, NaNs become quiet.
+FASTINFER_INLINE u16x32 float_to_bf16(f32x16 low, f32x16 high) {
+  return (u16x32)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
 }
 
 #endif

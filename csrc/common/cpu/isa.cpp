@@ -1,8 +1,16 @@
 #include "common/cpu/isa.h"
 
+#if defined(__x86_64__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <algorithm>
+#include <cerrno>
 #include <cstdlib>
+#include <cstring>
 #include <stdexcept>
+#include <utility>
 
 namespace fastinfer::cpu {
 namespace {
@@ -25,10 +33,19 @@ std::vector<Feature> detect() {
       {"avx512dq", __builtin_cpu_supports("avx512dq") != 0},
       {"avx512vnni", __builtin_cpu_supports("avx512vnni") != 0},
       {"avx512bf16", __builtin_cpu_supports("avx512bf16") != 0},
+      {"amx-tile", __builtin_cpu_supports("amx-tile") != 0},
+      {"amx-int8", __builtin_cpu_supports("amx-int8") != 0},
+      {"amx-bf16", __builtin_cpu_supports("amx-bf16") != 0},
   };
 #else
   return {};
 #endif
+}
+
+// The instruction set that FASTINFER_CPU_ISA names; empty where it names none.
+std::string named_isa() {
+  const char* value = std::getenv("FASTINFER_CPU_ISA");
+  return value == nullptr ? "" : value;
 }
 
 std::vector<std::string> required_features(Isa isa) {
@@ -40,6 +57,12 @@ std::vector<std::string> required_features(Isa isa) {
       features.emplace_back("avx512bf16");
       return features;
     }
+    case Isa::kAmx: {
+      auto features = required_features(Isa::kAvx512Bf16);
+      features.insert(features.end(), {"amx-tile", "amx-int8", "amx-bf16"});
+      return features;
+    }
+    case Isa::kAmxEmulated: return required_features(Isa::kAvx2);
     default: return {};
   }
 }
@@ -57,10 +80,45 @@ std::vector<std::string> missing_features(Isa isa) {
   return missing;
 }
 
-// The instruction set that FASTINFER_CPU_ISA names; empty where it names none.
-std::string named_isa() {
-  const char* value = std::getenv("FASTINFER_CPU_ISA");
-  return value == nullptr ? "" : value;
+// Asks Linux (5.16 and newer) for the tiles' state, once: threads and forks inherit the permission. Returns what went
+// wrong, or nothing. It fails with EINVAL or ENOSYS under kernels that do not know it (gVisor), and with ENOSPC where a
+// thread has an alternate signal stack that is too small for the state. Only call it where the CPU has tiles and they
+// are wanted: it raises what sigaltstack() demands from then on.
+const std::string& tile_permission_error() {
+  static const std::string error = []() -> std::string {
+#if defined(__x86_64__)
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0) return "";
+    return std::strerror(errno);
+#else
+    return "no tiles";
+#endif
+  }();
+  return error;
+}
+
+// Why an instruction set cannot be used: an end of "amx ..."; empty if it can.
+std::string obstacle(Isa isa) {
+  const auto missing = missing_features(isa);
+  if (!missing.empty()) return "needs " + join(missing) + ", which this CPU lacks";
+  if (isa == Isa::kAmx && named_isa() != name(isa)) {
+    return "must be named by FASTINFER_CPU_ISA, because it has not yet been run on such a CPU";
+  }
+  if (isa != Isa::kAmx || tile_permission_error().empty()) return "";
+  return "needs tiles, which the operating system refuses (" + tile_permission_error() + ")";
+}
+
+// The best instruction set below the tiles.
+Isa best_vectors() {
+  for (const Isa isa : {Isa::kAvx512Bf16, Isa::kAvx512Vnni, Isa::kAvx2}) {
+    if (missing_features(isa).empty()) return isa;
+  }
+  return Isa::kPortable;
+}
+
+IsaChoice choice_of(Isa isa, std::string reason) {
+  const bool has_tiles = isa == Isa::kAmx || isa == Isa::kAmxEmulated;
+  return {isa, std::move(reason), has_tiles ? best_vectors() : isa};
 }
 
 IsaChoice choose() {
@@ -70,23 +128,25 @@ IsaChoice choose() {
     for (Isa isa : built_isas()) {
       names.emplace_back(name(isa));
       if (names.back() != wanted) continue;
-      const auto missing = missing_features(isa);
-      if (missing.empty()) return {isa, "set by FASTINFER_CPU_ISA"};
-      throw std::runtime_error("FASTINFER_CPU_ISA=" + wanted + ": this machine's CPU lacks " + join(missing));
+      const std::string problem = obstacle(isa);
+      if (problem.empty()) return choice_of(isa, "set by FASTINFER_CPU_ISA");
+      throw std::runtime_error("FASTINFER_CPU_ISA=" + wanted + ": it " + problem);
     }
     throw std::runtime_error("FASTINFER_CPU_ISA must be one of " + join(names) + ", got '" + wanted + "'");
   }
   const Isa best = usable_isas().back();
-  if (best == built_isas().back()) return {best, "the best that was built"};
+  if (best == built_isas().back()) return choice_of(best, "the best that was built");
   const auto built = built_isas();
   const Isa next = *(std::ranges::find(built, best) + 1);
-  return {best, std::string(name(next)) + " needs " + join(missing_features(next)) + ", which this CPU lacks"};
+  return choice_of(best, std::string(name(next)) + " " + obstacle(next));
 }
 
 }  // namespace
 
 const char* name(Isa isa) {
   switch (isa) {
+    case Isa::kAmxEmulated: return "amx_emulated";
+    case Isa::kAmx: return "amx";
     case Isa::kAvx512Bf16: return "avx512_bf16";
     case Isa::kAvx512Vnni: return "avx512_vnni";
     case Isa::kAvx2: return "avx2";
@@ -96,7 +156,9 @@ const char* name(Isa isa) {
 
 std::vector<Isa> built_isas() {
 #if defined(__x86_64__)
-  return {Isa::kPortable, Isa::kAvx2, Isa::kAvx512Vnni, Isa::kAvx512Bf16};
+  std::vector<Isa> isas{Isa::kPortable, Isa::kAvx2, Isa::kAvx512Vnni, Isa::kAvx512Bf16, Isa::kAmx};
+  if (named_isa() == name(Isa::kAmxEmulated)) isas.push_back(Isa::kAmxEmulated);
+  return isas;
 #else
   return {Isa::kPortable};
 #endif
@@ -106,7 +168,7 @@ std::vector<Isa> usable_isas() {
   auto isas = built_isas();
   const auto named = std::ranges::find(isas, named_isa(), [](Isa isa) { return std::string(name(isa)); });
   if (named != isas.end()) isas.erase(named + 1, isas.end());
-  std::erase_if(isas, [](Isa isa) { return !missing_features(isa).empty(); });
+  std::erase_if(isas, [](Isa isa) { return !obstacle(isa).empty(); });
   return isas;
 }
 

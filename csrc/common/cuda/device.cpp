@@ -5,17 +5,16 @@
 #include <array>
 #include <map>
 #include <mutex>
-#include <stdexcept>
-#include <string>
 #include <utility>
+
+#include "common/cuda/check.h"
 
 namespace fastinfer::cuda {
 namespace {
 
 int attribute(int index, cudaDeviceAttr attr) {
   int value = 0;
-  const cudaError_t error = cudaDeviceGetAttribute(&value, attr, index);
-  if (error != cudaSuccess) throw std::runtime_error(std::string("fastinfer: ") + cudaGetErrorString(error));
+  check("fastinfer", cudaDeviceGetAttribute(&value, attr, index));
   return value;
 }
 
@@ -36,18 +35,21 @@ const Device& device(int index) {
   return devices[i];
 }
 
-bool has_dependency_wait(const void* kernel) {
+bool prepare_kernel(const char* name, const void* kernel) {
   static std::mutex mutex;
   static std::map<std::pair<int, const void*>, bool> known;
   int index = 0;
-  cudaGetDevice(&index);
+  check(name, cudaGetDevice(&index));
   const std::lock_guard lock(mutex);
-  const auto [at, is_new] = known.try_emplace({index, kernel}, false);
-  if (is_new) {
-    cudaFuncAttributes attributes{};
-    at->second = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.ptxVersion >= 90;
+  if (const auto at = known.find({index, kernel}); at != known.end()) return at->second;
+  cudaFuncAttributes attributes{};
+  check(name, cudaFuncGetAttributes(&attributes, kernel));
+  // The limit of this device, not of one launch: another thread may be about to launch the kernel with more.
+  const size_t most = device(index).shared_bytes - attributes.sharedSizeBytes;
+  if (most > kDefaultSharedBytes) {
+    check(name, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(most)));
   }
-  return at->second;
+  return known[{index, kernel}] = attributes.ptxVersion >= 90;
 }
 
 }  // namespace fastinfer::cuda

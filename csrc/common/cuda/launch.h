@@ -27,9 +27,7 @@ void launch(const char* name, void (*kernel)(KernelArgs...), const LaunchConfig&
             const Args&... args) {
   if (config.grid == 0 || config.grid_y == 0) return;
   check_grid(name, config);
-  if (config.shared_bytes > kDefaultSharedBytes) {
-    check(name, config, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_bytes));
-  }
+  const bool can_wait = prepare_kernel(name, reinterpret_cast<const void*>(kernel));
   cudaLaunchAttribute dependent{};
   dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   dependent.val.programmaticStreamSerializationAllowed = 1;
@@ -39,7 +37,7 @@ void launch(const char* name, void (*kernel)(KernelArgs...), const LaunchConfig&
   launch.dynamicSmemBytes = config.shared_bytes;
   launch.stream = static_cast<cudaStream_t>(stream);
   launch.attrs = &dependent;
-  launch.numAttrs = config.dependent && has_dependency_wait(reinterpret_cast<const void*>(kernel)) ? 1 : 0;
+  launch.numAttrs = config.dependent && can_wait ? 1 : 0;
   check(name, config, cudaLaunchKernelEx(&launch, kernel, KernelArgs(args)...));
 }
 

@@ -24,13 +24,6 @@ __device__ inline uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// For data that are read once and leave room in the L2 for others: weights, while activations are to stay.
-__device__ inline uint64_t evict_first_policy() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
-  return policy;
-}
-
 }  // namespace detail
 
 // Copies 16 bytes from global to shared memory past the L1, asynchronously; both addresses are 16-byte aligned. With
@@ -38,6 +31,14 @@ __device__ inline uint64_t evict_first_policy() {
 __device__ inline void cp_async(void* shared, const void* global, bool valid = true) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(detail::shared_address(shared)), "l"(global),
                "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// The same with a policy for the L2 (common/cache_policy.h). A policy from the launch parameters is in uniform
+// registers, so it needs no more instructions than a constant.
+__device__ inline void cp_async_under(void* shared, const void* global, uint64_t policy, bool valid = true) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(detail::shared_address(shared)),
+               "l"(global), "r"(valid ? 16 : 0), "l"(policy)
                : "memory");
 }
 
@@ -58,22 +59,6 @@ __device__ inline void cp_async_commit() {
 template <int kPending>
 __device__ inline void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-// The same for data that are read once, weights above all: first to leave the L2.
-__device__ inline void cp_async_streaming(void* shared, const void* global, bool valid = true) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(detail::shared_address(shared)),
-               "l"(global), "r"(valid ? 16 : 0), "l"(detail::evict_first_policy())
-               : "memory");
-}
-
-// Nobody may write the data while the kernel runs.
-__device__ inline uint4 load_streaming(const uint4* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p), "l"(detail::evict_first_policy()));
-  return v;
 }
 
 // ---- matrix fragments ----
@@ -124,6 +109,17 @@ template <>
 __device__ inline void mma<__nv_bfloat16>(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// d += a b for a [16, 8], b [8, 8], d [16, 8], all fp32; of an element of a and b the lowest 13 bits are zero:
+//   a[0] row g, column t;  a[1] row g+8;  a[2] row g, column t+4;  a[3] row g+8 of those
+//   b[0] row t of column g;  b[1] row t+4;  d as above
+__device__ inline void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
@@ -220,15 +216,16 @@ __device__ inline void named_barrier(int id, int threads) {
 }
 
 // Programmatic dependent launch, from sm_90 on. A kernel that is launched with `dependent` may start before the kernel
-// before it in the stream has ended: no global memory may be touched before this wait. (Not even weights: they may be
-// the result of the kernel before.)
+// before it in the stream has ended: no global memory may be touched before this wait. (Not even weights, as they may
+// be the result of the kernel before, unless the caller has promised that they are not: binding/constant_weights.h.)
 __device__ inline void grid_dependency_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// The next kernel's blocks may be scheduled once every block has called this or ended.
+// The next kernel's blocks may be scheduled once every block has called this or ended. It comes after the wait: when a
+// kernel begins, all but the one before it have then ended.
 __device__ inline void grid_dependency_launch() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastinfer.errors import UnsupportedModelError
+from fastinfer.models.attention import Attention
 from fastinfer.models.decoder import Decoder, DecoderLayer
 from fastinfer.models.mlp import GatedMLP
 from fastinfer.models.projection import OutputProjection
@@ -54,8 +55,14 @@ def weight_bytes(decoder: Decoder) -> int:
 
 
 def _weights(layer: DecoderLayer) -> list[Weight]:
-    attention, mlp = layer.attention, _gated(layer)
+    attention, mlp = _attention(layer), _gated(layer)
     return [attention.qkv, attention.output.weight, mlp.gate_up, mlp.down.weight]
+
+
+def _attention(layer: DecoderLayer) -> Attention:
+    if not isinstance(layer.attention, Attention):
+        raise UnsupportedModelError(f"expected a model of full attention, got {type(layer.attention).__name__}")
+    return layer.attention
 
 
 def _gated(layer: DecoderLayer) -> GatedMLP:
@@ -87,7 +94,7 @@ def _tensors(weight: Weight) -> list[Tensor]:
 
 
 def _converted_layer(layer: DecoderLayer, form: str) -> DecoderLayer:
-    attention, mlp = layer.attention, _gated(layer)
+    attention, mlp = _attention(layer), _gated(layer)
 
     def output(projection: OutputProjection) -> OutputProjection:
         return dataclasses.replace(projection, weight=_converted(projection.weight, form))

@@ -13,6 +13,7 @@ from fastinfer.cli.options import (
     add_threads_option,
     count,
     counts,
+    integer,
     names,
     rate,
 )
@@ -39,6 +40,9 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--raw", action="store_true", help="give the text as is, without the model's chat template")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
+    parser.add_argument(
+        "--image", action="append", default=[], metavar="FILE", help="an image before the text; may be given repeatedly"
+    )
     add_adapter_option(parser)
     add_engine_options(parser)
     add_sampling_options(parser)
@@ -65,7 +69,8 @@ def add_pull(parser: argparse.ArgumentParser) -> None:
 
 
 def add_models(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``fastinfer models``, which has none."""
+    """Declare the arguments of ``fastinfer models``."""
+    parser.add_argument("--supported", action="store_true", help="list the supported families and formats instead")
 
 
 def add_info(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +99,7 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", required=True, choices=METHODS)
     parser.add_argument("--bits", type=count(2), metavar="N", help="bits of a weight; default: depends on the method")
     parser.add_argument(
-        "--group-size", type=int, default=64, metavar="N", help="inputs that share a scale, -1 for all; default: 64"
+        "--group-size", type=integer, default=64, metavar="N", help="inputs that share a scale, -1 for all; default: 64"
     )
     parser.add_argument(
         "--symmetric",

@@ -6,6 +6,7 @@ Names of models are looked up last, because that may download one.
 import argparse
 import dataclasses
 import importlib.util
+import io
 import os
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from fastinfer.evaluation.text_file import read_text
 from fastinfer.quantize.methods import METHODS, SYMMETRIC, Method
 from fastinfer.sampling_params import SamplingParams
 from fastinfer.structured_output import StructuredOutputsParams
+from fastinfer.utils.checks import show_path
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -39,8 +41,8 @@ def check_generate(args: argparse.Namespace) -> None:
 def check_session(args: argparse.Namespace) -> None:
     """Check the arguments that ``generate`` and ``chat`` have in common."""
     SamplingParams(**sampling_fields(args))
-    if args.adapter is not None and not Path(args.adapter, ADAPTER_CONFIG).is_file():
-        raise AdapterError(f"--adapter: expected a folder with {ADAPTER_CONFIG}, got {args.adapter}")
+    if args.adapter is not None and not os.path.isfile(os.path.join(args.adapter, ADAPTER_CONFIG)):
+        raise AdapterError(f"--adapter: expected a folder with {ADAPTER_CONFIG}, got {show_path(args.adapter)}")
     hub.resolve(args.model)
 
 
@@ -132,6 +134,8 @@ def _is_terminal(stream: TextIO | None) -> bool:
 def _read_stdin() -> str:
     if sys.stdin is None:
         raise RequestError("PROMPT: expected text on standard input, which is closed")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # some locales turn any bytes into something
     try:
         # The newline at the end comes from the shell or the editor and is not part of the prompt.
         return sys.stdin.read().removesuffix("\n")

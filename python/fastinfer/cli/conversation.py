@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fastinfer.errors import RequestError
+from fastinfer.utils.regular_file import read_regular
 
 ROLES = ("system", "user", "assistant")
 
@@ -67,7 +68,7 @@ class Conversation:
 
 def _read(path: Path) -> list[dict[str, str]]:
     try:
-        messages = json.loads(path.read_text(encoding="utf-8"))
+        messages = json.loads(read_regular(path).decode())
     except OSError as error:
         raise RequestError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError):  # not UTF-8, not JSON, or nested too deeply

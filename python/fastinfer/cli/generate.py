@@ -5,10 +5,12 @@ import contextlib
 import json
 import sys
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from fastinfer.cli.session import Session
 from fastinfer.errors import RequestError
 from fastinfer.outputs import RequestOutput
+from fastinfer.utils.regular_file import read_regular
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,14 @@ class Speed:
 
 def run(args: argparse.Namespace) -> int:
     """Stream the text of one prompt, or print one JSON object."""
+    content = _content(args.prompt, args.image)
+    if args.raw and args.image:
+        raise RequestError("--image needs the model's chat template, which --raw leaves out")
     session = Session.load(args)
-    if args.raw or session.llm.tokenizer.chat_template is None:
+    if args.raw or (session.llm.tokenizer.chat_template is None and not args.image):
         outputs = session.complete(args.prompt)
     else:
-        outputs = session.answer([{"role": "user", "content": args.prompt}])
+        outputs = session.answer([{"role": "user", "content": content}])
     with contextlib.closing(outputs):
         for output in outputs:
             if not args.json:
@@ -76,3 +81,22 @@ def run(args: argparse.Namespace) -> int:
         print(flush=True)
         print(Speed.of(output), file=sys.stderr)
     return 0
+
+
+def _content(prompt: str, images: list[str]) -> str | list[dict[str, Any]]:
+    """Return the content of a message: the text, behind the images of files.
+
+    Raises:
+        RequestError: a file cannot be read.
+    """
+    if not images:
+        return prompt
+    parts: list[dict[str, Any]] = []
+    for path in images:
+        try:
+            parts.append({"type": "image", "image": read_regular(path)})
+        except OSError as error:
+            raise RequestError(f"--image: {path}: {error.strerror}") from None
+        except ValueError as error:  # no path
+            raise RequestError(f"--image: {path!r}: {error}") from None
+    return [*parts, {"type": "text", "text": prompt}]

@@ -1,11 +1,14 @@
 """Memory of a model and its KV cache, and lower bounds on its times, computed without loading the whole model.
 
-A decode step or a prefill takes at least the time to read its weights and its cached keys and values once, and at least
-the time of its operations at the arithmetic peak. Both rates are measured by loops that do nothing else (the "roofline"
-model of Williams et al., 2009, https://doi.org/10.1145/1498765.1498785).
+A decode step or a prefill takes at least the time to read its weights and its cached keys and values once, and to read
+and write its states in layers with linear attention. It also takes at least the time of its operations at the
+arithmetic peak, that of tiles for prompts where these are used. The rates are measured by loops that do nothing else
+(the "roofline" model of Williams et al., 2009,
+https://doi.org/10.1145/1498765.1498785).
 """
 
 import math
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -18,10 +21,12 @@ from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.kv_cache_size import available_memory
 from fastinfer.models import open_checkpoint
 from fastinfer.models.checkpoint import Checkpoint
-from fastinfer.models.config import ModelConfig, Precision
+from fastinfer.models.config import KVShape, ModelConfig, Precision
 from fastinfer.models.kv_cache import num_blocks_for, token_bytes
+from fastinfer.models.layer_reader import LayerReader
 from fastinfer.models.loader import DecoderLoader
 from fastinfer.models.moe import MixtureOfExperts
+from fastinfer.models.state_cache import state_bytes
 from fastinfer.utils.checks import check_int
 from fastinfer.utils.machine import machine_facts
 from fastinfer.utils.torch_threads import one_torch_thread
@@ -29,6 +34,7 @@ from fastinfer.weights.expert_weights import DenseExperts, ExpertWeights, LutExp
 from fastinfer.weights.weight import DenseWeight, LutWeight, Weight
 
 KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.uint8)
+TABLES = ("cos_sin_cache", "query_scales")  # of positions, in the parts of layers
 MAX_BATCH = 2**20
 BLOCK_INPUTS = 32  # number of inputs in a block of a packed weight
 READ_BYTES = 256 << 20  # more than the last-level cache of nearly all machines
@@ -38,11 +44,17 @@ SAMPLES = 5
 
 @dataclass(frozen=True)
 class Rates:
-    """Peak rates of the CPU per second: bytes read from memory, operations on bytes, floating-point operations."""
+    """Peak rates of the CPU per second: bytes read from memory, operations on bytes, floating-point operations.
+
+    The last two are those of int8 and bf16 products in tiles, which compute prompts where ``fastinfer`` uses AMX; 0
+    elsewhere.
+    """
 
     read_bytes: float
     byte_operations: float
     float_operations: float
+    byte_tile_operations: float = 0.0
+    float_tile_operations: float = 0.0
 
     @classmethod
     def measure(cls) -> "Rates":
@@ -52,7 +64,8 @@ class Rates:
         """
         memory = torch.ones(READ_BYTES, dtype=torch.uint8)  # zeros would all map to one page
         float_rates = (_best_rate(name, memory[:0]) for name in ("fp32_fma", "bf16_dot"))
-        return cls(_best_rate("read", memory), _best_rate("byte_dot", memory[:0]), max(float_rates))
+        tile_rates = (_best_rate(name, memory[:0]) for name in ("int8_tiles", "bf16_tiles"))
+        return cls(_best_rate("read", memory), _best_rate("byte_dot", memory[:0]), max(float_rates), *tile_rates)
 
 
 def _best_rate(resource: str, memory: Tensor) -> float:
@@ -100,7 +113,7 @@ class Weights:
         Raises:
             GGUFFormatError, CheckpointFormatError, UnsupportedModelError: the model cannot be loaded.
         """
-        loader = DecoderLoader(checkpoint, Precision.of("auto"), 1, "cpu")
+        loader = DecoderLoader(LayerReader(checkpoint, Precision.of("auto"), "cpu"), 1)
         embedding = cls()._include(loader.embedding())
         lm_head = loader.lm_head()
         head = embedding if lm_head is None else cls()._include(lm_head)
@@ -110,19 +123,26 @@ class Weights:
             logits_byte_operations=head.byte_operations,
             logits_float_operations=head.float_operations,
         )
-        weights._include(loader.norm())
+        weights._include((loader.norm(), loader.embedding_norm()))
         if (positions := loader.position_embedding()) is not None:
             weights.memory_bytes += positions.nbytes
+        if (inputs := loader.per_layer_inputs()) is not None:
+            weights._include((inputs.projection, inputs.norm))
+            weights.memory_bytes += cls()._include(inputs.embedding).memory_bytes
         layers: dict[Hashable, Weights] = {}
         tables: dict[int, int] = {}
         for index in range(checkpoint.config.num_layers):
-            layout = checkpoint.layout(index), checkpoint.config.window(index)
+            is_rotated = index not in checkpoint.config.unrotated_layers
+            has_kv = checkpoint.config.kv_layer(index) == index
+            layout = checkpoint.layout(index), checkpoint.config.window(index), is_rotated, has_kv
             if layout not in layers:
                 layer = loader.layer(index)
                 checkpoint.release()
                 layers[layout] = cls()._include(layer)
-                table = layer.attention.cos_sin_cache
-                tables[table.data_ptr()] = table.nbytes * checkpoint.config.max_position
+                for name in TABLES:
+                    table = getattr(layer.attention, name, None)
+                    if table is not None:
+                        tables[table.data_ptr()] = table.nbytes * checkpoint.config.max_position
                 del layer
             weights._add(layers[layout])
         weights.memory_bytes += sum(tables.values())
@@ -140,7 +160,7 @@ class Weights:
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     def _include(self, part: Any, share: float = 1.0) -> "Weights":
-        """Add the tensors of nested dataclasses, except the rotary table, which layers share.
+        """Add the tensors of nested dataclasses, except the tables of positions, which layers share.
 
         A token uses a fraction ``share`` of the weights.
         """
@@ -151,12 +171,13 @@ class Weights:
             for each in part:
                 self._include(each, share)
         elif isinstance(part, MixtureOfExperts):
-            self._include((part.norm, part.router))
+            self._include((part.norm, part.router, part.choice_bias, part.shared))
+            self._include((part.router_norm, part.expert_scale, part.post_norm))
             experts = Weights()._include((part.gate_up, part.down), part.top_k / part.router.out_features)
             self._add(replace(experts, step_bytes=0, expert_bytes=experts.step_bytes))
         elif is_dataclass(part):
             for field in fields(part):
-                if field.name != "cos_sin_cache":
+                if field.name not in TABLES:
                     self._include(getattr(part, field.name), share)
             if isinstance(part, DenseWeight | DenseExperts):
                 self.float_operations += round(2 * part.values.numel() * share)
@@ -172,28 +193,48 @@ class Weights:
 
 
 def kv_cache_bytes(config: ModelConfig, num_kv_heads: int, dtype: torch.dtype, context: int, batch: int) -> int:
-    """Return the size of the keys and values of ``batch`` sequences in whole blocks, including scales.
+    """Return the size of the keys and values of ``batch`` sequences in whole blocks, including scales, and of states.
 
-    Layers with an attention window hold the blocks that the next token sees, and its own.
+    All layers have ``num_kv_heads`` heads, or each its own number if that is the model's. Layers with an attention
+    window hold the blocks that the next token sees, and its own. Layers with states hold those after the last token.
     """
     block_size = EngineConfig().block_size
     whole = num_blocks_for(context, block_size)
-    windows = map(config.window, range(config.num_layers))
-    counts = [min(whole, num_blocks_for(window, block_size) + 1) if window else whole for window in windows]
-    return batch * sum(counts) * block_size * token_bytes(1, num_kv_heads, config.head_dim, dtype)
+    blocks = 0
+    for layer in range(config.num_layers):
+        if config.has_state(layer) or config.kv_layer(layer) != layer:
+            continue
+        window, shape = config.window(layer), config.kv_shape(layer)
+        if num_kv_heads != config.num_kv_heads:
+            shape = replace(shape, num_heads=num_kv_heads)
+        count = min(whole, num_blocks_for(window, block_size) + 1) if window else whole
+        blocks += count * block_size * token_bytes(shape, dtype)
+    return batch * (blocks + all_state_bytes(config))
 
 
-def attended_positions(config: ModelConfig, tokens: int) -> int:
-    """Return the number of (query, key) pairs of a sequence of ``tokens`` tokens, summed over all layers."""
-    windows = [min(config.window(index) or tokens, tokens) for index in range(config.num_layers)]
-    return sum(window * (window + 1) // 2 + (tokens - window) * window for window in windows)
+def all_state_bytes(config: ModelConfig) -> int:
+    """Return the size of a sequence's states in all layers that have one."""
+    sizes = config.states
+    return 0 if sizes is None else sum(config.state_layers) * state_bytes(sizes)
+
+
+def attended_positions(config: ModelConfig, tokens: int) -> Counter[KVShape]:
+    """Return the number of (query, key) pairs of a sequence of ``tokens`` tokens, by the shape of the layers' keys."""
+    pairs: Counter[KVShape] = Counter()
+    for layer in range(config.num_layers):
+        if not config.has_state(layer):
+            window = min(config.window(layer) or tokens, tokens)
+            pairs[config.kv_shape(layer)] += window * (window + 1) // 2 + (tokens - window) * window
+    return pairs
 
 
 def head_layouts(config: ModelConfig) -> dict[str, int]:
     """Return the number of KV heads in each head layout, the model's own first.
 
-    MHA has one KV head per query head, MQA has a single one.
+    MHA has one KV head per query head, MQA has a single one, MLA one whose values are within its keys.
     """
+    if config.latent_attention is not None:
+        return {"MLA": config.num_kv_heads}
     own = {config.num_heads: "MHA", 1: "MQA"}.get(config.num_kv_heads, "GQA")
     return {own: config.num_kv_heads} | {"MHA": config.num_heads, "MQA": 1}
 
@@ -220,25 +261,35 @@ def describe(model: str, context: int | None, batch: int, rates: Rates | None = 
         weights = Weights.of(checkpoint)
     rates = rates or Rates.measure()
     layouts = head_layouts(config)
+    kv_dtypes = KV_DTYPES if config.latent_attention is None else KV_DTYPES[:-1]
     kv_bytes = {
-        layout: {dtype_name(dtype): kv_cache_bytes(config, heads, dtype, context, batch) for dtype in KV_DTYPES}
+        layout: {dtype_name(dtype): kv_cache_bytes(config, heads, dtype, context, batch) for dtype in kv_dtypes}
         for layout, heads in layouts.items()
     }
     own = next(iter(layouts))
 
-    def bound(cache_bytes: float, tokens: int, attended: int) -> float:
+    def bound(cache_bytes: float, tokens: int, attended: Counter[KVShape], *, is_prompt: bool) -> float:
         """Return the least seconds for ``tokens`` tokens of each sequence with ``attended`` (query, key) pairs each."""
-        attention = 4 * config.num_heads * config.head_dim * attended
-        floats = attention + weights.float_operations * tokens + weights.logits_float_operations
-        products = weights.byte_operations * tokens + weights.logits_byte_operations
-        seconds = batch * (floats / rates.float_operations + products / rates.byte_operations)
+        elements = sum((shape.head_dim + (shape.value_dim or shape.head_dim)) * n for shape, n in attended.items())
+        attention = 2 * config.num_heads * elements
+        floats, products = attention + weights.float_operations * tokens, weights.byte_operations * tokens
+        float_rate, byte_rate = rates.float_operations, rates.byte_operations
+        if is_prompt:  # but not its logits
+            float_rate = max(float_rate, rates.float_tile_operations)
+            byte_rate = max(byte_rate, rates.byte_tile_operations)
+        seconds = floats / float_rate + products / byte_rate
+        seconds += weights.logits_float_operations / rates.float_operations
+        seconds += weights.logits_byte_operations / rates.byte_operations
         read_bytes = weights.read_bytes(config, batch * tokens) + cache_bytes
-        return max(read_bytes / rates.read_bytes, seconds)
+        return max(read_bytes / rates.read_bytes, batch * seconds)
 
     in_prefill = attended_positions(config, context)
     in_step = in_prefill - attended_positions(config, context - 1)
-    seen = {dtype: in_step * token_bytes(1, config.num_kv_heads, config.head_dim, dtype) for dtype in KV_DTYPES}
-    steps = {dtype_name(dtype): bound(batch * size, 1, in_step) for dtype, size in seen.items()}
+    seen = {dtype: sum(count * token_bytes(shape, dtype) for shape, count in in_step.items()) for dtype in kv_dtypes}
+    states = 2 * all_state_bytes(config)  # read and written
+    steps = {
+        dtype_name(dtype): bound(batch * (size + states), 1, in_step, is_prompt=False) for dtype, size in seen.items()
+    }
     return {
         "model": model,
         "architecture": config.architecture,
@@ -254,7 +305,7 @@ def describe(model: str, context: int | None, batch: int, rates: Rates | None = 
         "measured_per_s": vars(rates),
         "threads": _C.get_num_threads(),
         "decode_step_s": steps,
-        "prefill_s": bound(0, context, in_prefill),
+        "prefill_s": bound(0, context, in_prefill, is_prompt=True),
     }
 
 

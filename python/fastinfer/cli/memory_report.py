@@ -24,12 +24,16 @@ def report(found: dict[str, Any]) -> str:
         f"{layout} {_size(by_dtype[default])}{' (this model)' if layout == found['head_layout'] else ''}"
         for layout, by_dtype in found["kv_cache_bytes"].items()
     ]
+    tiles = ""
+    if rates["float_tile_operations"]:
+        tiles = f", in tiles {rates['byte_tile_operations'] / 1e9:.0f} GOP/s and"
+        tiles += f" {rates['float_tile_operations'] / 1e9:.0f} GFLOP/s"
     lines = {
         "model": f"{found['model']} ({found['architecture']}), {found['num_layers']} layers, {heads}",
         "weights": f"{_size(found['weights_bytes'])} as packed in memory",
         "memory": f"{_size(found['memory_bytes'])}, {_size(found['available_bytes'])} of it available",
         "measured": f"reads {rates['read_bytes'] / 1e9:.1f} GB/s, byte products {rates['byte_operations'] / 1e9:.0f}"
-        f" GOP/s, floating point {rates['float_operations'] / 1e9:.0f} GFLOP/s; threads {found['threads']}",
+        f" GOP/s, floating point {rates['float_operations'] / 1e9:.0f} GFLOP/s{tiles}; threads {found['threads']}",
         "sequences": f"{batch} of {context} tokens; prefill {_time(found['prefill_s'])}",
     }
     text = "\n".join(f"{name:<10} {value}" for name, value in lines.items())

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastinfer.hub import DEFAULT_MODEL
+from fastinfer.utils.checks import show
 from fastinfer.utils.device_name import DEVICE_NAMES, is_device_name
 from fastinfer.utils.dtypes import DTYPES, KV_CACHE_DTYPES
 
@@ -25,7 +26,7 @@ def add_model_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_threads_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add the number of threads, which :func:`fastinfer.cli.main.main` sets."""
+    """Add the number of threads, which :func:`fastinfer.cli.commands.run` sets."""
     parser.add_argument(
         "--threads", type=count(1, 1024), default=None, metavar="N", help="CPU threads; default: one per core"
     )
@@ -52,12 +53,15 @@ def add_server_options(parser: argparse.ArgumentParser, *, is_required: bool, ur
 
 
 class EngineOption(argparse.Action):
-    """Collects arguments of :class:`fastinfer.LLM`, which has the defaults, in the dictionary ``engine_options``."""
+    """Collects arguments of :class:`fastinfer.LLM`, which has the defaults, in the dictionary ``engine_options``.
+
+    An option without a value (``nargs=0``) stands for ``const``.
+    """
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
-        namespace.engine_options = namespace.engine_options | {self.dest: values}
+        namespace.engine_options = namespace.engine_options | {self.dest: self.const if self.nargs == 0 else values}
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -95,6 +99,14 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
         type=count(0, MAX_SPECULATIVE_TOKENS),
         metavar="N",
         help="draft up to N tokens per step from n-grams of the text; default: 0",
+    )
+    options.add_argument(
+        "--deterministic",
+        action=EngineOption,
+        nargs=0,
+        const=True,
+        help="let no text depend on the requests beside it, where that costs time: on GPUs, on CPUs with AMX, and with "
+        "LoRA adapters",
     )
     return options
 
@@ -147,30 +159,36 @@ def add_adapter_option(parser: argparse.ArgumentParser) -> None:
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Add options named as the fields of SamplingParams, which checks their ranges and has the defaults."""
     options = parser.add_argument_group("sampling", argument_default=argparse.SUPPRESS)
-    options.add_argument("--max-tokens", type=int, metavar="N", help="end after N generated tokens; default: 256")
-    options.add_argument("--min-tokens", type=int, metavar="N", help="no end of sequence before N generated tokens")
+    options.add_argument("--max-tokens", type=integer, metavar="N", help="end after N generated tokens; default: 256")
+    options.add_argument("--min-tokens", type=integer, metavar="N", help="no end of sequence before N generated tokens")
     options.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
-    options.add_argument("--temperature", type=float, metavar="T", help="0 takes the most likely token; default: 0.7")
+    recommended = "default: what the checkpoint recommends, or {} if it recommends nothing"
+    options.add_argument(
+        "--temperature",
+        type=number,
+        metavar="T",
+        help=f"0 takes the most likely token; {recommended.format(0.7)}",
+    )
     options.add_argument(
         "--top-p",
-        type=float,
+        type=number,
         metavar="P",
-        help="keep the most likely tokens with this total probability; default: 0.95",
+        help=f"keep the most likely tokens with this total probability; {recommended.format(0.95)}",
     )
-    options.add_argument("--top-k", type=int, metavar="K", help="keep the K most likely tokens")
+    options.add_argument("--top-k", type=integer, metavar="K", help="keep the K most likely tokens")
     options.add_argument(
-        "--min-p", type=float, metavar="P", help="drop tokens below this fraction of the largest probability"
-    )
-    options.add_argument(
-        "--repetition-penalty", type=float, metavar="R", help="above 1: makes tokens of prompt and text less likely"
+        "--min-p", type=number, metavar="P", help="drop tokens below this fraction of the largest probability"
     )
     options.add_argument(
-        "--presence-penalty", type=float, metavar="X", help="subtracted from logits of tokens in the text"
+        "--repetition-penalty", type=number, metavar="R", help="above 1: makes tokens of prompt and text less likely"
     )
     options.add_argument(
-        "--frequency-penalty", type=float, metavar="X", help="the same, times the number of occurrences"
+        "--presence-penalty", type=number, metavar="X", help="subtracted from logits of tokens in the text"
     )
-    options.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
+    options.add_argument(
+        "--frequency-penalty", type=number, metavar="X", help="the same, times the number of occurrences"
+    )
+    options.add_argument("--seed", type=integer, metavar="N", help="the same seed gives the same text")
     group = parser.add_argument_group("structured output", argument_default=argparse.SUPPRESS)
     structured = group.add_mutually_exclusive_group()
     structured.add_argument("--json-schema", metavar="FILE", help="the text is JSON that this schema allows")
@@ -184,18 +202,43 @@ def count(low: int, high: int | None = None) -> Callable[[str], int]:
     """Return the argument type of integers of at least ``low`` and, if given, at most ``high``."""
 
     def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < low or (high is not None and int(text) > high):
+        value = _as_int(text) if text.isdecimal() else None
+        if value is None or value < low or (high is not None and value > high):
             limits = f"of at least {low}" if high is None else f"in {low}..{high}"
-            raise argparse.ArgumentTypeError(f"expected an integer {limits}, got {text!r}")
-        return int(text)
+            raise argparse.ArgumentTypeError(f"expected an integer {limits}, got {show(text)}")
+        return value
 
     return parse
+
+
+def integer(text: str) -> int:
+    """Parse an integer."""
+    value = _as_int(text)
+    if value is None:
+        raise argparse.ArgumentTypeError(f"expected an integer, got {show(text)}")
+    return value
+
+
+def number(text: str) -> float:
+    """Parse a number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, got {show(text)}") from None
+
+
+def _as_int(text: str) -> int | None:
+    """Return the integer; ``None`` if the text is none, or one of more digits than Python reads."""
+    try:
+        return int(text)
+    except ValueError:
+        return None
 
 
 def device(text: str) -> str:
     """Check the name of a device."""
     if not is_device_name(text):
-        raise argparse.ArgumentTypeError(f"expected {DEVICE_NAMES}, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected {DEVICE_NAMES}, got {show(text)}")
     return text
 
 
@@ -211,7 +254,7 @@ def rate(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {show(text)}")
     return value
 
 
@@ -222,7 +265,7 @@ def names(known: Sequence[str]) -> Callable[[str], list[str]]:
         given = text.split(",")
         for name in given:
             if name not in known:
-                raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {name!r}")
+                raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {show(name)}")
         return given
 
     return parse

@@ -7,6 +7,7 @@ from typing import Any
 from fastinfer.async_engine import AsyncEngine
 from fastinfer.llm import LLM
 from fastinfer.server.config import ServerConfig
+from fastinfer.server.logs import logging_to
 from fastinfer.server.run import run as run_server
 
 # The engine's own default suits programs that queue a whole data set.
@@ -20,20 +21,32 @@ def run(args: argparse.Namespace) -> int:
         host=args.host,
         port=args.port,
         uds=args.uds,
+        allowed_hosts=tuple(args.allowed_host),
         root_path=args.root_path,
         ssl_certfile=args.ssl_certfile,
         ssl_keyfile=args.ssl_keyfile,
+        ssl_keyfile_password=args.ssl_keyfile_password,
         api_keys=tuple(args.api_key),
         admin_keys=tuple(args.admin_key),
         max_body_bytes=args.max_body_size << 20,
         request_timeout_s=args.request_timeout,
         queue_timeout_s=args.queue_timeout,
         drain_timeout_s=args.drain_timeout,
+        spot_notice=args.spot_notice,
+        metadata_url=args.metadata_url,
         ping_interval_s=args.ping_interval,
         stall_s=args.stall_timeout,
+        response_cache=args.response_cache,
+        response_cache_bytes=args.response_cache_size << 20,
+        response_cache_ttl_s=args.response_cache_ttl,
+        semantic_threshold=args.semantic_cache,
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
         metrics_prefix=args.metrics_prefix,
     )
-    return run_server(config, lambda: _load(args))
+    with logging_to(None, args.log_format, args.log_level):
+        return run_server(config, lambda: _load(args))
 
 
 def _load(args: argparse.Namespace) -> AsyncEngine:

@@ -53,7 +53,7 @@ class Session:
         """Complete a text, see :meth:`LLM.stream_outputs`."""
         return self.llm.stream_outputs(prompt, self.params, adapter=self.adapter)
 
-    def answer(self, messages: list[dict[str, str]]) -> Generator[RequestOutput, None, None]:
+    def answer(self, messages: list[Any]) -> Generator[RequestOutput, None, None]:
         """Answer a conversation, see :meth:`LLM.stream_chat`."""
         return self.llm.stream_chat(messages, self.params, adapter=self.adapter)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from fastinfer.engine.adapters import Adapters
 from fastinfer.engine.request import Request
+from fastinfer.engine.waiting_requests import WaitingRequests
 
 
 @dataclass(slots=True)
@@ -42,8 +43,8 @@ class AdapterQueue:
     def __init__(self, adapters: Adapters, max_overtakers: int) -> None:
         self._adapters = adapters
         self._max_overtakers = max_overtakers
-        # By the request's id. These are the requests that wait, even if an interrupt has left others in the groups.
-        self._waiting: dict[str, Request] = {}
+        # These are the requests that wait, even if an interrupt has left others in the groups.
+        self._waiting = WaitingRequests()
         self._groups: dict[str, _Group] = {}  # by the adapter's key
 
     def __len__(self) -> int:
@@ -52,17 +53,17 @@ class AdapterQueue:
     @property
     def num_tokens(self) -> int:
         """Number of tokens of the waiting requests' prompts."""
-        return sum(len(request.sequences[0]) for request in self._waiting.values())
+        return self._waiting.num_tokens
 
     def add(self, request: Request) -> None:
         """Queue a request, whose sequences have an adapter."""
         group = self._groups.setdefault(request.sequences[0].adapter_key, _Group())
         bisect.insort(group.requests, request, key=_order)
-        self._waiting[request.request_id] = request
+        self._waiting.add(request)
 
     def discard(self, request_id: str) -> None:
         """Remove a request, if it is there."""
-        request = self._waiting.pop(request_id, None)
+        request = self._waiting.pop(request_id)
         if request is not None:
             self._groups[request.sequences[0].adapter_key].requests.remove(request)
 
@@ -108,7 +109,7 @@ class AdapterQueue:
     def _first(self, key: str) -> Request | None:
         """Return the first request that waits for an adapter, and forget the adapter if there is none."""
         requests = self._groups[key].requests
-        while requests and self._waiting.get(requests[0].request_id) is not requests[0]:
+        while requests and requests[0] not in self._waiting:
             del requests[0]
         if requests:
             return requests[0]

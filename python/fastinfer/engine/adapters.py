@@ -164,6 +164,16 @@ class Adapters:
             self._in_slot.move_to_end(key)
         return self._in_slot.get(key)
 
+    def name(self, key: str) -> str:
+        """Return the name of the adapter with a key; "" if it is not registered any more, or the key is empty."""
+        registration = self._by_key.get(key)
+        return "" if registration is None else registration.name
+
+    def digest_of(self, name: str) -> str:
+        """Return the digest of a registered adapter, "" if there is none of this name; may be called in any thread."""
+        registration = self._registered.get(name)
+        return "" if registration is None else registration.digest
+
     def digest(self, key: str) -> str:
         """Return the hash of the updates of an adapter that was read: equal for adapters that compute the same."""
         return self._by_key[key].digest

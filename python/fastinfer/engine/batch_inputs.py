@@ -1,20 +1,24 @@
 """The input tensors of a step."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fastinfer.engine.chunk import Chunk
+from fastinfer.engine.image_inputs import place_images
 from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.engine.recorded_draws import RecordedDraws
 from fastinfer.engine.sampling_inputs import SamplingInputs
-from fastinfer.engine.scheduler import Chunk
+from fastinfer.engine.transfer import write_list
 from fastinfer.models.batch import Batch
+from fastinfer.models.image_tokens import ImageTokens
+from fastinfer.ops.prompt import NO_ROW
 
 
-@dataclass(frozen=True, slots=True)
-class BatchSize:
+class BatchSize(NamedTuple):
     """Sizes of a batch; recorded graphs are looked up by them.
 
     Attributes:
@@ -22,22 +26,15 @@ class BatchSize:
         num_tokens: number of tokens, drafts included.
         num_logits: number of rows of logits.
         has_adapters: whether any token has a LoRA adapter.
+        first_prompt_row: index of the first token from which on all are tokens of prompts, if kernels compute these
+            differently, see :mod:`fastinfer.engine.roles`; ``NO_ROW`` otherwise, and if there are none.
     """
 
     num_seqs: int
     num_tokens: int
     num_logits: int
     has_adapters: bool
-
-    @classmethod
-    def of(cls, chunks: list[Chunk]) -> "BatchSize":
-        """Return the sizes of a step's batch."""
-        return cls(
-            num_seqs=len(chunks),
-            num_tokens=sum(chunk.num_tokens + len(chunk.drafts) for chunk in chunks),
-            num_logits=sum(chunk.num_rows for chunk in chunks),
-            has_adapters=any(chunk.sequence.adapter >= 0 for chunk in chunks),
-        )
+    first_prompt_row: int = NO_ROW
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +71,7 @@ class BatchInputs:
         num_groups: number of groups of layers, each of which has its own blocks.
         block_size: tokens per block of the cache.
         device: device that computes, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
+        has_states: whether the model has layers with linear attention, whose states are in slots.
 
     Attributes:
         max_seqs, max_tokens: see above.
@@ -82,6 +80,7 @@ class BatchInputs:
         drawn: [max_logits] int64 on the device; the tokens of the last draw, if the graph of its step has drawn them or
             the batch needs them.
         has_unknown_tokens: whether the batch has tokens that are still to be inserted by :meth:`insert_drawn`.
+        images: the tokens of images in the batch, which recorded graphs do not read; ``None`` if there are none.
     """
 
     def __init__(
@@ -93,14 +92,18 @@ class BatchInputs:
         block_size: int,
         num_groups: int = 1,
         device: str = "cpu",
+        *,
+        has_states: bool = False,
     ) -> None:
         self.max_seqs = max_seqs
         self.max_tokens = max_tokens
         self.device = torch.device(device)
         self._block_size = block_size
+        self._has_states = has_states
+        state_sizes = [max_seqs, max_tokens] if has_states else [0, 0]
         # The int64 arrays come first, for their alignment. The block tables come last: they are copied in parts.
         longs = (2 + num_groups) * max_tokens + 3 * max_logits
-        ints = max_tokens + 5 * max_logits + 2 * max_seqs + 1
+        ints = max_tokens + 5 * max_logits + 2 * max_seqs + 1 + sum(state_sizes)
         self._table_start = 8 * longs + 4 * ints
         self._host = np.zeros(self._table_start + 4 * max_seqs * num_groups * max_blocks, np.uint8)
         wide = self._host[: 8 * longs].view(np.int64)
@@ -109,75 +112,86 @@ class BatchInputs:
         self._token_ids, self._positions, *self._slot_mappings, self._logits_indices, longs_of_rows = np.split(
             wide, ends
         )
-        ends = np.cumsum([max_tokens, max_logits, 4 * max_logits, max_seqs])
-        self._adapter_ids, self._logits_adapter_ids, words_of_rows, self._seq_lens, self._query_start = np.split(
-            narrow, ends
-        )
+        ends = np.cumsum([*state_sizes, max_tokens, max_logits, 4 * max_logits, max_seqs])
+        self._state_reads, self._state_writes, *others = np.split(narrow, ends)
+        self._adapter_ids, self._logits_adapter_ids, words_of_rows, self._seq_lens, self._query_start = others
         self.sampling = SamplingInputs(longs_of_rows.reshape(2, -1), words_of_rows.reshape(4, -1), self._view)
+        self._token_ids_view, self._positions_view = self._token_ids.data, self._positions.data
+        self._slot_views = [slot_mapping.data for slot_mapping in self._slot_mappings]
+        self._adapter_ids_view, self._ends_view = self._adapter_ids.data, self._query_start[1:].data
+        self._seq_lens_view, self._logits_indices_view = self._seq_lens.data, self._logits_indices.data
+        self._logits_adapter_ids_view = self._logits_adapter_ids.data
         self._block_tables = self._host[self._table_start :].view(np.int32).reshape(num_groups, max_seqs, max_blocks)
         host = torch.from_numpy(self._host)
         self._memory = host if self.device.type == "cpu" else host.to(self.device)
         self.drawn = torch.zeros(max_logits, dtype=torch.int64, device=self.device)
         self._last_drawn: Tensor | None = None
         self.has_unknown_tokens = False
+        self.images: ImageTokens | None = None
         # For each group and row: the list of blocks that was written last, and how many of its entries.
-        self._rows: list[list[tuple[list[int], int]]] = [[([], 0)] * max_seqs for _ in range(num_groups)]
+        self._written: list[list[tuple[list[int], int]]] = [[([], 0)] * max_seqs for _ in range(num_groups)]
         # Entries of the block tables that were written since the last upload, as ranges over all tables.
         self._changed: list[range] = []
 
-    def fill(self, chunks: list[Chunk], rows: list[LogitsRow], drawn: Tensor | None = None) -> None:
+    def fill(self, chunks: list[Chunk], rows: list[LogitsRow], drawn: Tensor | None = None) -> BatchSize:
         """Write the inputs of a step: sequence i is that of ``chunks[i]``, whose blocks are allocated already.
 
         Args:
             chunks: the step's chunks.
             rows: their rows of logits.
             drawn: [rows] int64 tokens of the last draw, on the device; needed if the host does not know all tokens yet.
+
+        Returns:
+            The sizes of the batch.
         """
-        # Lists are written to the arrays as a whole: 64 single tokens take 0.05 ms instead of 0.13.
         token_ids: list[int] = []
         positions: list[int] = []
-        slots: list[list[int]] = [[] for _ in self._slot_mappings]
         adapters: list[int] = []
+        seq_lens: list[int] = []
         ends: list[int] = []
         logits: list[int] = []
         logits_adapters: list[int] = []
-        size = self._block_size
-        for index, chunk in enumerate(chunks):
+        for chunk in chunks:
             sequence, position, drafts = chunk.sequence, chunk.start, chunk.drafts
             if chunk.num_tokens == 1 and not drafts:
                 known = sequence.token_ids
                 token_ids.append(-1 - sequence.drawn_row if sequence.num_unknown_tokens else known[position])
                 positions.append(position)
-                for group, table in enumerate(sequence.block_tables):
-                    slots[group].append(table.blocks[position // size] * size + position % size)
                 adapters.append(sequence.adapter)
             else:
-                own = np.arange(position, position + chunk.num_tokens + len(drafts))
                 token_ids += sequence.token_ids[position : position + chunk.num_tokens] + drafts
-                positions += own.tolist()
-                for group, table in enumerate(sequence.block_tables):
-                    slots[group] += (np.asarray(table.blocks)[own // size] * size + own % size).tolist()
-                adapters += [sequence.adapter] * len(own)
+                positions += range(position, position + chunk.num_tokens + len(drafts))
+                adapters += [sequence.adapter] * (chunk.num_tokens + len(drafts))
             end = len(token_ids)
             ends.append(end)
+            seq_lens.append(positions[-1] + 1)
             if chunk.num_receivers:
                 first_draft = end - len(drafts)
-                logits += [first_draft - 1] * chunk.num_receivers + list(range(first_draft, end))
+                logits += [first_draft - 1] * chunk.num_receivers
+                logits += range(first_draft, end)
                 logits_adapters += [sequence.adapter] * chunk.num_rows
-            for group, table in enumerate(sequence.block_tables):
-                self._fill_blocks(group, index, table.blocks)
-        inputs: list[tuple[np.ndarray, list[int]]] = [
-            (self._token_ids, token_ids),
-            (self._positions, positions),
-            (self._adapter_ids, adapters),
-            (self._logits_indices, logits),
-            (self._logits_adapter_ids, logits_adapters),
-            *zip(self._slot_mappings, slots, strict=True),
-        ]
-        for array, values in inputs:
-            array[: len(values)] = values
-        self._query_start[1 : len(ends) + 1] = ends
-        self._seq_lens[: len(ends)] = self._positions[self._query_start[1 : len(ends) + 1] - 1] + 1
+        write_list(self._token_ids_view, token_ids)
+        write_list(self._positions_view, positions)
+        write_list(self._adapter_ids_view, adapters)
+        write_list(self._ends_view, ends)
+        write_list(self._seq_lens_view, seq_lens)
+        write_list(self._logits_indices_view, logits)
+        write_list(self._logits_adapter_ids_view, logits_adapters)
+        if self._has_states:
+            self._state_reads[: len(chunks)] = [chunk.state_read for chunk in chunks]
+            self._state_writes[: len(token_ids)] = [slot for chunk in chunks for slot in chunk.state_writes]
+        size = self._block_size
+        for group, slots in enumerate(self._slot_views):
+            blocks = [chunk.sequence.block_tables[group].blocks for chunk in chunks]
+            self._fill_block_table(group, blocks)
+            if len(chunks) < len(positions):  # the blocks of each token
+                lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+                blocks = [own for own, length in zip(blocks, lengths, strict=True) for _ in range(length)]
+            places = zip(blocks, positions, strict=True)
+            write_list(slots, [own[position // size] * size + position % size for own, position in places])
+        self.images = None
+        if any(chunk.sequence.images is not None for chunk in chunks):
+            self.images = place_images(chunks, self._positions[: len(positions)], self.device)
         self.sampling.write(rows)
         self.has_unknown_tokens = min(token_ids) < 0
         self._last_drawn = drawn if self.has_unknown_tokens else None
@@ -185,6 +199,7 @@ class BatchInputs:
             self._keep_drawn()
             self.insert_drawn(len(token_ids))
             self.has_unknown_tokens = False
+        return BatchSize(len(chunks), len(token_ids), len(logits), max(adapters) >= 0)
 
     def pad(self, size: BatchSize, padded: BatchSize) -> None:
         """Pad the batch that was written last.
@@ -203,6 +218,8 @@ class BatchInputs:
         self._adapter_ids[tokens] = -1
         self._query_start[size.num_seqs + 1 : padded.num_seqs + 1] = size.num_tokens
         self._seq_lens[size.num_seqs : padded.num_seqs] = 0
+        self._state_reads[size.num_seqs : padded.num_seqs] = -1
+        self._state_writes[tokens] = -1
         rows = slice(size.num_logits, padded.num_logits)
         self._logits_indices[rows] = 0
         self._logits_adapter_ids[rows] = -1
@@ -250,6 +267,9 @@ class BatchInputs:
             logits_indices=tensor(self._logits_indices, size.num_logits),
             adapter_ids=tensor(self._adapter_ids, size.num_tokens) if size.has_adapters else None,
             logits_adapter_ids=tensor(self._logits_adapter_ids, size.num_logits) if size.has_adapters else None,
+            state_reads=tensor(self._state_reads, size.num_seqs) if self._has_states else None,
+            state_writes=tensor(self._state_writes, size.num_tokens) if self._has_states else None,
+            images=self.images,
         )
 
     def _view(self, array: np.ndarray, length: int) -> Tensor:
@@ -264,18 +284,20 @@ class BatchInputs:
         if last is not None and last.data_ptr() != self.drawn.data_ptr():
             self.drawn[: len(last)].copy_(last)
 
-    def _fill_blocks(self, group: int, row: int, blocks: list[int]) -> None:
-        """Write the new entries of a row of a group's block table.
+    def _fill_block_table(self, group: int, rows: list[list[int]]) -> None:
+        """Write the new entries of a group's block table.
 
         A sequence's list of blocks either grows at its end or is replaced by another list.
         """
-        known, count = self._rows[group][row]
-        if known is not blocks:
-            count = 0
-        if count < len(blocks):
-            self._block_tables[group, row, count : len(blocks)] = blocks[count:]
-            self._rows[group][row] = blocks, len(blocks)
-            if self.device.type != "cpu":
-                _, max_seqs, max_blocks = self._block_tables.shape
-                start = (group * max_seqs + row) * max_blocks
-                self._changed.append(range(start + count, start + len(blocks)))
+        written = self._written[group]
+        for row, blocks in enumerate(rows):
+            known, count = written[row]
+            if known is not blocks:
+                count = 0
+            if count < len(blocks):
+                self._block_tables[group, row, count : len(blocks)] = blocks[count:]
+                written[row] = blocks, len(blocks)
+                if self.device.type != "cpu":
+                    _, max_seqs, max_blocks = self._block_tables.shape
+                    start = (group * max_seqs + row) * max_blocks
+                    self._changed.append(range(start + count, start + len(blocks)))

@@ -6,12 +6,15 @@ Paging follows Kwon et al., 2023, https://arxiv.org/abs/2309.06180. Cached prefi
 
 from collections import Counter
 from collections.abc import Sequence as List
+from functools import partial
 
 from fastinfer.engine.block_pool import BlockPool
 from fastinfer.engine.block_table import BlockTable
+from fastinfer.engine.chunk import Chunk
 from fastinfer.engine.kv_offloading import KVOffloading
 from fastinfer.engine.prefix_hash import BlockContent, PrefixScan, next_key, tokens_to_bytes
 from fastinfer.engine.sequence import Sequence
+from fastinfer.engine.state_manager import StateManager
 from fastinfer.models.kv_cache import num_blocks_for
 
 
@@ -26,14 +29,23 @@ class BlockManager:
     shares its parent's partial block; the first of the two to write into that block gets a copy of it
     (``pending_copies``).
 
+    A sequence of a model with layers of linear attention also has slots for its states. A prefix is then found only as
+    far as there is a snapshot of the states, see :class:`fastinfer.engine.state_manager.StateManager`.
+
+    If roles are separated, a block that was computed as generated tokens is not found as a part of a prompt, nor the
+    other way round: their keys and values may differ in the last bits.
+
     Args:
         pools: the blocks of each group of layers. At most one of them has no window.
         block_size: tokens per block.
         enable_prefix_caching: whether later sequences may reuse the content of full blocks.
         offloading: stores of blocks beyond the cache; ``None`` for none.
+        separates_roles: whether sequences share a block only if its tokens have the same roles in both, see
+            :mod:`fastinfer.engine.roles`.
+        states: manager of the slots for states; ``None`` for a model without layers of linear attention.
 
     Attributes:
-        pools, block_size, enable_prefix_caching: see above.
+        pools, block_size, enable_prefix_caching, states: see above.
         pending_copies: for each group, (source, destination) pairs of blocks to copy before the next step computes
             anything.
         num_queried_tokens: tokens of all admitted sequences.
@@ -46,14 +58,19 @@ class BlockManager:
         block_size: int,
         enable_prefix_caching: bool = True,
         offloading: KVOffloading | None = None,
+        *,
+        separates_roles: bool = False,
+        states: StateManager | None = None,
     ) -> None:
         self.pools = pools
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.states = states
         self.pending_copies: list[list[tuple[int, int]]] = [[] for _ in pools]
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self._offloading = offloading
+        self._separates_roles = separates_roles
         if offloading is not None:
             [pool] = pools
             pool.on_eviction = offloading.note_eviction
@@ -80,8 +97,9 @@ class BlockManager:
 
     @property
     def num_available(self) -> int:
-        """Number of blocks that can be taken from each pool."""
-        return min([pool.num_available for pool in self.pools])
+        """Number of blocks that can be taken from each pool, and of slots for states."""
+        numbers = [pool.num_available for pool in self.pools]
+        return min(numbers if self.states is None else [*numbers, self.states.num_available])
 
     def blocks_of(self, num_tokens: int) -> list[int]:
         """Return how many blocks of each pool a sequence of this length needs in order to run alone."""
@@ -89,7 +107,8 @@ class BlockManager:
 
     def has_room(self, num_tokens: int, spare: int) -> bool:
         """Return whether a sequence of this length fits without the prefix cache and ``spare`` blocks remain."""
-        return all(self._needed(pool, num_tokens) + spare <= pool.num_available for pool in self.pools)
+        has_blocks = all(self._needed(pool, num_tokens) + spare <= pool.num_available for pool in self.pools)
+        return has_blocks and self._has_slot
 
     def can_allocate(self, sequence: Sequence, spare: int = 0) -> bool:
         """Return whether all tokens of a waiting sequence fit and at least ``spare`` blocks remain.
@@ -97,6 +116,8 @@ class BlockManager:
         A sequence that does not fit is asked for in every step. The answer then takes the same time at any length:
         the prefix is only looked up again once a bound says that the sequence may fit.
         """
+        if not self._has_slot:
+            return False
         # A block that is free or cached counts once, whether it is taken as it is or for its content. Only blocks that
         # running sequences hold are a gain; of those in a window, which are few, they are not counted.
         for pool in self.pools:
@@ -110,7 +131,7 @@ class BlockManager:
 
         For the remaining tokens it gets new blocks in groups without a window; for the others see :meth:`extend`.
         """
-        num_hits, tables = self._find_prefix(sequence)
+        num_hits, tables, num_known = self._find_prefix(sequence)
         for pool, table in zip(self.pools, tables, strict=True):
             for block in table.held:
                 pool.add_holder(block)
@@ -120,6 +141,9 @@ class BlockManager:
         sequence.num_computed_tokens = num_hits * self.block_size
         sequence.num_prefill_tokens = len(sequence)
         sequence.draft_gap = 0
+        if self.states is not None:
+            prefix = self._content(sequence, num_hits - 1) if num_hits else None
+            self.states.admit(sequence, prefix, num_known * self.block_size)
         self.num_queried_tokens += len(sequence)
         self.num_hit_tokens += sequence.num_computed_tokens
         for pool, table in zip(self.pools, tables, strict=True):
@@ -160,6 +184,8 @@ class BlockManager:
         Returns:
             The number of tokens that have room now, at most ``num_tokens``.
         """
+        if self.states is not None and not self.states.reserve(sequence):
+            return min(num_tokens, sequence.num_computed_tokens)
         for pool, table in zip(self.pools, sequence.block_tables, strict=True):
             room = len(table.blocks) + max(pool.num_available - spare, 0)
             num_tokens = min(num_tokens, room * self.block_size)
@@ -171,9 +197,13 @@ class BlockManager:
         """Give a running sequence any new blocks that its newest tokens and ``num_drafts`` drafts need.
 
         Returns:
-            Whether there was room; if not, nothing has changed.
+            Whether there was room; if not, the sequence has no new blocks.
         """
+        if self.states is not None and not self.states.reserve(sequence, num_drafts):
+            return False
         num_tokens = sequence.num_tokens + num_drafts
+        if num_tokens <= sequence.num_writable_tokens:
+            return True
         num_blocks = num_blocks_for(num_tokens, self.block_size)
         written = sequence.num_computed_tokens // self.block_size
         copies = []  # groups in which another sequence holds the block of the next token's slot, too
@@ -189,11 +219,13 @@ class BlockManager:
         for pool, table in zip(self.pools, sequence.block_tables, strict=True):
             if num_blocks > len(table.blocks):
                 self._extend(pool, table, num_tokens)
+        sequence.num_writable_tokens = num_blocks * self.block_size
         return True
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a child share the blocks of a running parent with the same computed tokens, the partial block too."""
         num_blocks = num_blocks_for(parent.num_computed_tokens, self.block_size)
+        parent.num_writable_tokens = 0  # as the partial block is shared from now on
         child.block_tables = [BlockTable(t.blocks[:num_blocks], t.num_dropped) for t in parent.block_tables]
         child.block_keys = list(parent.block_keys)
         child.num_cached_blocks = parent.num_cached_blocks
@@ -203,6 +235,19 @@ class BlockManager:
         for pool, table in zip(self.pools, child.block_tables, strict=True):
             for block in table.held:
                 pool.add_holder(block)
+        if self.states is not None:
+            self.states.fork(parent, child)
+
+    def place_states(self, chunks: List[Chunk]) -> None:
+        """Set the slots that chunks read and write, right before a step computes them."""
+        if self.states is not None:
+            for chunk in chunks:
+                self.states.place(chunk)
+
+    def advance_states(self, chunk: Chunk, num_accepted: int = 0) -> None:
+        """Make the states after a chunk's last token, or its last accepted draft, those of its sequence."""
+        if self.states is not None:
+            self.states.advance(chunk, num_accepted)
 
     def end_step(self, sequence: Sequence) -> None:
         """Add blocks that have become full to the prefix cache, and give back those that no later token sees.
@@ -222,12 +267,17 @@ class BlockManager:
                 # Not those that the partial block alone no longer sees: a prefix that is found ends with a full block.
                 self._drop(pool, table, num_full * self.block_size)
             sequence.num_cached_blocks = num_full
+        if self.states is not None:
+            self.states.publish(sequence, partial(self._content, sequence))
 
     def prefer_blocks_of(self, sequence: Sequence) -> None:
         """Make the prefix cache refer to this sequence's full blocks instead of other blocks with the same content."""
         for pool, table in zip(self.pools, sequence.block_tables, strict=True):
             for index in range(table.num_dropped, sequence.num_cached_blocks):
                 pool.replace(table.blocks[index], self._content(sequence, index))
+        if self.states is not None:  # for the same prompt, and for others that begin with all of its full blocks
+            last = {(len(sequence) - 1) // self.block_size, len(sequence) // self.block_size} - {0}
+            self.states.pin(sequence, [self._content(sequence, count - 1) for count in last])
 
     def free(self, sequence: Sequence) -> None:
         """Release all blocks of a sequence.
@@ -239,12 +289,15 @@ class BlockManager:
             for block in reversed(table.held):
                 pool.remove_holder(block)
         sequence.block_tables = []
+        if self.states is not None:
+            self.states.free(sequence)
         sequence.num_cached_blocks = 0
         sequence.num_computed_tokens = 0
+        sequence.num_writable_tokens = 0
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache; sequences keep the blocks that they hold."""
-        for pool in self.pools:
+        for pool in [*self.pools, *([] if self.states is None else [self.states.pool])]:
             pool.forget_contents()
 
     def rebuild(self, holders: list[Sequence]) -> None:
@@ -256,8 +309,15 @@ class BlockManager:
         for group, pool in enumerate(self.pools):
             pool.rebuild(Counter(block for holder in holders for block in holder.block_tables[group].held))
         self.pending_copies = [[] for _ in self.pools]
+        if self.states is not None:
+            self.states.rebuild(holders)
         if self._offloading is not None:
             self._offloading.forget()
+
+    @property
+    def _has_slot(self) -> bool:
+        """Whether another sequence can have a slot for its states, if it needs any."""
+        return self.states is None or self.states.num_available > 0
 
     def _needed(self, pool: BlockPool, num_tokens: int) -> int:
         """Return how many blocks a sequence of this length needs in order to run alone."""
@@ -268,7 +328,7 @@ class BlockManager:
         """Return whether a waiting sequence can share this many blocks of a pool with running ones."""
         if self._max_shared(sequence, pool) < num_blocks:
             return False
-        num_hits, tables = self._find_prefix(sequence)
+        num_hits, tables, _ = self._find_prefix(sequence)
         hits = tables[self.pools.index(pool)].blocks
         num_used = sum(pool.num_holders(block) > 0 for block in hits)
         sequence.prefix_scan = PrefixScan(num_hits, num_used, pool.num_acquired)
@@ -293,18 +353,19 @@ class BlockManager:
             scan.num_used += num_holders > 0
         return min(scan.num_used + pool.num_acquired - scan.num_acquired, scan.num_blocks)
 
-    def _find_prefix(self, sequence: Sequence) -> tuple[int, list[BlockTable]]:
+    def _find_prefix(self, sequence: Sequence) -> tuple[int, list[BlockTable], int]:
         """Return the cached blocks of a sequence's prefix, without its last token, whose logits must be computed.
 
         Returns:
-            The number of blocks that count as computed, and their tables. In a group with a window only those blocks
-            must be in the cache that later tokens see.
+            The number of blocks that count as computed, their tables, and the number of blocks whose keys and values
+            are in the cache, which is larger if there is no snapshot of the states after them. In a group with a
+            window only those blocks must be in the cache that later tokens see.
         """
         if not self.enable_prefix_caching or not sequence.reads_prefix:
-            return 0, [BlockTable() for _ in self.pools]
+            return 0, [BlockTable() for _ in self.pools], 0
         found: list[list[int | None]] = [[] for _ in self.pools]
         ends = [0] * len(self.pools)  # for each group with a window, the end of its last gap
-        num_hits = 0
+        num_hits = num_known = 0
         for index in range((len(sequence) - 1) // self.block_size):
             content = self._content(sequence, index)
             blocks = [pool.find(content) for pool in self.pools]
@@ -316,14 +377,17 @@ class BlockManager:
                     ends[group] = index + 1
             computed = (index + 1) * self.block_size
             dropped = [pool.num_dropped(computed, self.block_size) for pool in self.pools]
-            if all(end <= first for end, first in zip(ends, dropped, strict=True)):
-                num_hits = index + 1
+            is_whole = sequence.images is None or sequence.images.chunk_end(computed) == computed
+            if is_whole and all(end <= first for end, first in zip(ends, dropped, strict=True)):
+                num_known = index + 1
+                if self.states is None or self.states.has_snapshot(content):
+                    num_hits = num_known
         tables = []
         for pool, blocks in zip(self.pools, found, strict=True):
             num_dropped = pool.num_dropped(num_hits * self.block_size, self.block_size)
             kept = [block for block in blocks[num_dropped:num_hits] if block is not None]
             tables.append(BlockTable([0] * num_dropped + kept, num_dropped))
-        return num_hits, tables
+        return num_hits, tables, num_known
 
     def _content(self, sequence: Sequence, index: int) -> BlockContent:
         """Return the content of a sequence's full block."""
@@ -332,14 +396,23 @@ class BlockManager:
     def _key(self, sequence: Sequence, index: int) -> bytes:
         """Return the key of a sequence's full block; each key is computed once and kept in the sequence."""
         keys = sequence.block_keys
-        if index == len(keys):
-            keys.append(next_key(keys[-1] if keys else sequence.first_key, self._tokens(sequence, index)))
+        while len(keys) <= index:
+            keys.append(next_key(keys[-1] if keys else sequence.first_key, self._tokens(sequence, len(keys))))
         return keys[index]
 
     def _tokens(self, sequence: Sequence, index: int) -> bytes:
-        """Return the tokens of a sequence's full block."""
+        """Return the tokens of a sequence's full block, those of images as their contents.
+
+        Generated tokens are negative if roles are separated.
+        """
         start = index * self.block_size
-        return tokens_to_bytes(sequence.token_ids[start : start + self.block_size])
+        tokens = sequence.token_ids[start : start + self.block_size]
+        num_prompt = max(sequence.num_prompt_tokens - start, 0)
+        if self._separates_roles and num_prompt < self.block_size:
+            tokens[num_prompt:] = [-1 - token_id for token_id in tokens[num_prompt:]]
+        if sequence.images is not None:
+            sequence.images.mark(tokens, start)
+        return tokens_to_bytes(tokens)
 
     def _copy_block(self, group: int, table: BlockTable, index: int) -> None:
         """Replace a shared block of a sequence by a new one, and request a copy of its content."""

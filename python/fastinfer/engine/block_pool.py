@@ -130,6 +130,16 @@ class BlockPool:
         self._by_key[content.key] = block
         self._contents[block] = content
 
+    def forget(self, block: int) -> None:
+        """Remove a block that is found by its content from the prefix cache."""
+        content = self._contents[block]
+        assert content is not None
+        del self._by_key[content.key]
+        self._contents[block] = None
+        if block in self._cached:
+            del self._cached[block]
+            self._free.append(block)
+
     def forget_contents(self) -> None:
         """Empty the prefix cache; sequences keep the blocks that they hold."""
         for block in self._by_key.values():

@@ -8,6 +8,7 @@ import torch
 from fastinfer.errors import RequestError
 from fastinfer.utils.checks import INT32_MAX, INT64_MAX, check_bool, check_float, check_int, check_path, show
 from fastinfer.utils.device_name import is_device_name
+from fastinfer.utils.host_memory import host_memory
 
 REQUEST_LIMITS = (
     "max_stop_strings",
@@ -57,7 +58,7 @@ class EngineConfig:
         enable_prefix_caching: whether requests reuse the cached keys and values of earlier requests that begin with the
             same tokens.
         kv_offloading_size: size in GiB of a store in host memory for blocks that leave the prefix cache, from which
-            later requests load them; ``None`` for no such store.
+            later requests load them; ``None`` for no such store. At most the memory of the host, or of its container.
         kv_offloading_dir: folder in which computed blocks are kept, so that a later process need not compute them
             again; ``None`` for no such folder. Several processes may share it. The files tell what the prompts were:
             only their owner may read them, and they are not encrypted.
@@ -72,7 +73,9 @@ class EngineConfig:
         max_lora_rank: maximum rank of a LoRA adapter.
         lora_dtype: dtype of the LoRA adapters' matrices.
         deterministic: whether a request's text must depend on the request alone. On a CPU this is always the case, with
-            one exception: 16-bit hidden states together with requests that use LoRA adapters. On a GPU, steps run under
+            two exceptions: 16-bit hidden states together with requests that use LoRA adapters; and, on a CPU with AMX
+            alone, prompts that repeat a generated text, as those of a chat do. By default these reuse what was cached
+            while it was generated, see :mod:`fastinfer.engine.roles`. On a GPU, steps run under
             :func:`fastinfer.ops.batch_invariant`, which is slower.
         device: device of the model, ``"cpu"``, ``"cuda"`` or, with the number of a GPU, ``"cuda:N"``.
         async_scheduling: whether a step is launched before the results of the last one are known, so that the device
@@ -126,6 +129,12 @@ class EngineConfig:
         check_int("max_lora_rank", self.max_lora_rank, 1, 4096)
         if self.kv_offloading_size is not None:
             check_float("kv_offloading_size", self.kv_offloading_size, 0.0, MAX_GIB, low_open=True)
+            gib = host_memory().total / 2**30
+            if self.kv_offloading_size > gib:
+                raise RequestError(
+                    f"kv_offloading_size must be at most the host's {gib:.1f} GiB of memory, "
+                    f"got {self.kv_offloading_size}"
+                )
         if self.kv_offloading_dir is not None:
             check_path("kv_offloading_dir", self.kv_offloading_dir)
         check_float("kv_offloading_dir_size", self.kv_offloading_dir_size, 0.0, MAX_GIB, low_open=True)

@@ -19,12 +19,17 @@ from fastinfer.engine.kv_cache_size import KVCacheSize, choose_kv_cache_size
 from fastinfer.engine.kv_offloading import KVOffloading
 from fastinfer.engine.sampler import Sampler
 from fastinfer.engine.speculation import NgramSpeculator, Speculator
+from fastinfer.engine.state_manager import StateManager
 from fastinfer.engine.worker import Worker
 from fastinfer.errors import RequestError
 from fastinfer.models import Model
 from fastinfer.models.config import ModelConfig
-from fastinfer.models.kv_cache import KVCache, token_bytes
+from fastinfer.models.kv_cache import QUANTIZED_DTYPES, KVCache, token_bytes
+from fastinfer.models.state_cache import state_bytes
 from fastinfer.tokenizers.tokenizer import Tokenizer
+
+# Of latents and of rotated elements in the kernels of a GPU, see fastinfer.ops.paged_attention.
+GPU_LATENT_SIZES = ((256, 64), (512, 64))
 
 
 def kv_cache_size(config: EngineConfig, models: List[ModelConfig], weight_bytes: int = 0) -> KVCacheSize:
@@ -41,35 +46,92 @@ def kv_cache_size(config: EngineConfig, models: List[ModelConfig], weight_bytes:
         weight_bytes: size of the weights that are still to be loaded.
 
     Raises:
-        RequestError: the caches do not fit into memory, or ``max_model_len`` does not fit into a cache or exceeds the
-            model's limit.
+        RequestError: the caches do not fit into memory, ``max_model_len`` does not fit into a cache or exceeds the
+            model's limit, or an option is on that layers with states or latent attention do not support.
     """
+    if any(model.states is not None for model in models):
+        check_states(config, models)
+    if any(model.latent_attention is not None for model in models):
+        check_latent_attention(config, models)
     limit = models[0].max_position
     groups: Counter[int] = Counter()
     for model in models:
         for layer in range(model.num_layers):
+            if model.has_state(layer) or model.kv_layer(layer) != layer:
+                continue
             window = 0 if len(models) > 1 or config.has_offloading else model.window(layer)
-            size = token_bytes(1, model.num_kv_heads, model.head_dim, config.kv_cache_dtype)
+            size = token_bytes(model.kv_shape(layer), config.kv_cache_dtype)
             groups[window if window < (config.max_model_len or limit) else 0] += size
-    return choose_kv_cache_size(config, limit, groups, weight_bytes)
+    sizes = models[0].states
+    states = 0 if sizes is None else sum(models[0].state_layers) * state_bytes(sizes)
+    return choose_kv_cache_size(config, limit, groups, weight_bytes, states)
 
 
-def make_block_manager(config: EngineConfig, size: KVCacheSize, offloading: KVOffloading | None) -> BlockManager:
-    """Make a manager of the blocks of KV caches of this size."""
+def check_states(config: EngineConfig, models: List[ModelConfig]) -> None:
+    """Check that no option is on that layers with states, such as linear attention, do not support.
+
+    Args:
+        config: configuration of the engine.
+        models: configurations of the model and of the draft model, if there is one; one of them has such layers.
+
+    Raises:
+        RequestError: there are LoRA adapters or stores beyond the KV cache, or the draft model has such layers.
+    """
+    layers = "a model whose layers have states"
+    if config.max_loras:
+        raise RequestError(f"max_loras must be 0 for {layers}, got {config.max_loras}")
+    for name in ("kv_offloading_size", "kv_offloading_dir"):
+        if getattr(config, name) is not None:
+            raise RequestError(f"{name} must be None for {layers}, got {getattr(config, name)!r}")
+    for model in models[1:]:
+        if model.states is not None:
+            raise RequestError(f"the draft model must have full attention in all layers, got {layers}")
+
+
+def check_latent_attention(config: EngineConfig, models: List[ModelConfig]) -> None:
+    """Check that no option is on that latent attention does not support.
+
+    Args:
+        config: configuration of the engine.
+        models: configurations of the model and of the draft model, if there is one; one of them has latent attention.
+
+    Raises:
+        RequestError: there are LoRA adapters, or a GPU does not support the sizes or the dtype of the cache.
+    """
+    if config.max_loras:
+        raise RequestError(f"max_loras must be 0 for a model with latent attention, got {config.max_loras}")
+    if torch.device(config.device).type == "cpu":
+        return
+    if config.kv_cache_dtype in QUANTIZED_DTYPES:
+        raise RequestError(
+            f"kv_cache_dtype must be auto, bfloat16 or float16 for a model with latent attention on device "
+            f"{config.device!r}, got {config.kv_cache_dtype}"
+        )
+    for sizes in (model.latent_attention for model in models):
+        if sizes is not None and (sizes.rank, sizes.rotary_dim) not in GPU_LATENT_SIZES:
+            raise RequestError(
+                f"on device {config.device!r} latents and rotated elements must have one of the sizes "
+                f"{GPU_LATENT_SIZES}, got {(sizes.rank, sizes.rotary_dim)}"
+            )
+
+
+def make_block_manager(
+    config: EngineConfig, size: KVCacheSize, offloading: KVOffloading | None, *, separates_roles: bool
+) -> BlockManager:
+    """Make a manager of the blocks of KV caches of this size, which shares blocks across roles or not."""
     pools = [BlockPool(*numbers) for numbers in zip(size.num_blocks, size.windows, strict=True)]
-    return BlockManager(pools, config.block_size, config.enable_prefix_caching, offloading)
+    block_size, caches = config.block_size, config.enable_prefix_caching
+    states = StateManager(size.num_states, block_size, enable_prefix_caching=caches) if size.num_states else None
+    return BlockManager(pools, block_size, caches, offloading, separates_roles=separates_roles, states=states)
 
 
-def make_offloading(
-    config: EngineConfig, models: List[ModelConfig], kv_caches: List[KVCache], fingerprint: str
-) -> KVOffloading | None:
+def make_offloading(config: EngineConfig, kv_caches: List[KVCache], fingerprint: str) -> KVOffloading | None:
     """Make the stores of blocks beyond the KV cache; ``None`` if the configuration has none.
 
     Args:
         config: configuration of the engine.
-        models: configurations of the model and of the draft model, if there is one.
-        kv_caches: their KV caches.
-        fingerprint: identity of the models' weights and precision.
+        kv_caches: KV caches of the model and of the draft model, if there is one.
+        fingerprint: see :func:`fingerprint_of_blocks`.
 
     Raises:
         RequestError: a store is too small for a block, the folder cannot be written to, or the fingerprint is missing.
@@ -83,8 +145,7 @@ def make_offloading(
         if not fingerprint:
             raise RequestError("kv_offloading_dir needs the fingerprint of the models, got none")
         size = _store_bytes("kv_offloading_dir_size", config.kv_offloading_dir_size, block_bytes)
-        full = _fingerprint_of_blocks(config, models, fingerprint)
-        disk = DiskBlockStore(Path(config.kv_offloading_dir), full, size, block_bytes)
+        disk = DiskBlockStore(Path(config.kv_offloading_dir), bytes.fromhex(fingerprint), size, block_bytes)
     if host is None and disk is None:
         return None
     return KVOffloading(list(kv_caches), host, disk, max(1, config.max_num_batched_tokens // config.block_size))
@@ -98,8 +159,16 @@ def _store_bytes(name: str, gib: float, block_bytes: int) -> int:
     return size
 
 
-def _fingerprint_of_blocks(config: EngineConfig, models: List[ModelConfig], fingerprint: str) -> bytes:
-    """Return a hash of everything on which the bytes of a block depend, apart from its tokens and its adapter."""
+def fingerprint_of_blocks(config: EngineConfig, models: List[ModelConfig], fingerprint: str) -> str:
+    """Return a hash of everything on which the bytes of a block depend, apart from its tokens and its adapter.
+
+    Args:
+        config: configuration of the engine.
+        models: configurations of the model and of the draft model, if there is one.
+        fingerprint: identity of the models' weights and precision; if it is empty, so is the result.
+    """
+    if not fingerprint:
+        return ""
     is_cpu = torch.device(config.device).type == "cpu"
     kernels = _C.cpu_info()["isa"] if is_cpu else torch.cuda.get_device_name(config.device)
     facts = (
@@ -111,7 +180,7 @@ def _fingerprint_of_blocks(config: EngineConfig, models: List[ModelConfig], fing
         (__version__, torch.__version__, kernels, config.deterministic, config.max_loras > 0, str(config.lora_dtype)),
         sys.byteorder,
     )
-    return hashlib.sha256(repr(facts).encode()).digest()
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def make_sampler(config: EngineConfig, model: Model, tokenizer: Tokenizer) -> Sampler:

@@ -29,11 +29,14 @@ NOT_CAPTURED = "steps of some sizes run operator by operator, which is slower"
 class CPUGraphs:
     """Records one graph per size of batch, and replays it when the size occurs again.
 
+    Recorded kernels keep the settings under which they were called. The size says which tokens are those of prompts,
+    so no graph is replayed for other ones.
+
     Recording a step also computes it. All graphs read the same inputs. They share the memory of their results, because
     the results of a step are used before the next step begins.
 
     Args:
-        compute: function that calls the operators of a step.
+        compute: function that calls the operators of a step, see :meth:`fastinfer.engine.runner.Runner.compute`.
         inputs: input tensors of all steps.
 
     Attributes:
@@ -41,7 +44,7 @@ class CPUGraphs:
         failed: sizes that could not be recorded, whose steps run operator by operator.
     """
 
-    def __init__(self, compute: Callable[[Batch], StepResult], inputs: BatchInputs) -> None:
+    def __init__(self, compute: Callable[[Batch, int], StepResult], inputs: BatchInputs) -> None:
         self.recorded: dict[BatchSize, tuple[ops.CPUGraph, StepResult]] = {}
         self._compute = compute
         self._inputs = inputs
@@ -64,8 +67,9 @@ class CPUGraphs:
             size: sizes of the batch.
             is_decode: whether all sequences decode.
         """
-        if size in self.recorded:
-            graph, result = self.recorded[size] = self.recorded.pop(size)
+        if (entry := self.recorded.pop(size, None)) is not None:
+            self.recorded[size] = entry
+            graph, result = entry
             graph.replay()
             return result
         if size in self.failed or len(self.failed) == MAX_FAILED:
@@ -85,7 +89,7 @@ class CPUGraphs:
         batch = self._inputs.batch(size)
         try:
             with graph.capture():
-                result = self._compute(batch)
+                result = self._compute(batch, size.first_prompt_row)
         except ops.GraphCaptureError as error:
             if not self.failed:  # a model that cannot be recorded at one size usually cannot at any
                 warnings.warn(f"{NOT_CAPTURED}: {error}", stacklevel=2)

@@ -3,7 +3,6 @@
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,26 +17,26 @@ from fastinfer.models.config import ModelConfig
 # Larger steps run operator by operator: they keep the GPU busy for longer than Python needs to launch the operators.
 MAX_DECODED_TOKENS = 256
 MAX_CAPTURED_TOKENS = 2048
-# The widest tile of tokens of the matrix products.
-MAX_TILE = 128
+# Matrix products of more than 64 tokens have tiles of 128 or 256.
+WIDE_TILE = 128
 
 
 def expert_tile_limits(config: ModelConfig) -> list[int]:
-    """Return the largest numbers of tokens for which the products of experts have tiles of 8 and of 32 rows.
+    """Return the largest numbers of tokens for which the products of experts have tiles of 8, of 32 and of 128 rows.
 
     The tile is chosen for an even share of the rows, of which a token has one per expert that it chooses. Without
     experts there are no such limits.
     """
     if not config.num_experts:
         return []
-    return [tile * config.num_experts // config.experts_per_token for tile in (8, 32)]
+    return [share * config.num_experts // config.experts_per_token for share in (8, 32, 256)]
 
 
 def decode_buckets(limit: int, expert_limits: list[int]) -> list[int]:
     """Return the numbers of tokens for which decode steps are captured: 1, 2, 4, the multiples of 8, and limits.
 
-    Matrix products have tiles of 8, 16, 32, 64 or 128 tokens. A decode step uses the same tiles as its bucket, so that
-    padding does not change a single bit of its result.
+    Matrix products have tiles of 8, 16, 32, 64, 128 or 256 tokens. A decode step uses the same tiles as its bucket, so
+    that padding does not change a single bit of its result.
     """
     return sorted({n for n in (1, 2, 4, *range(8, limit, 8), *expert_limits) if n < limit} | {limit})
 
@@ -48,7 +47,7 @@ def prefill_buckets(limit: int, expert_limits: list[int]) -> list[int]:
     These are the fewest buckets in which a step has as many tiles as its bucket, of the same size. Its padding fills a
     tile that matrix products compute anyway, and changes no bit of the result, see :func:`decode_buckets`.
     """
-    full_tiles = 8, 16, 32, 64, *range(MAX_TILE, limit, MAX_TILE)
+    full_tiles = 8, 16, 32, 64, *range(WIDE_TILE, limit, WIDE_TILE)
     return sorted({n for n in (*full_tiles, *expert_limits) if n < limit} | {limit})
 
 
@@ -139,7 +138,7 @@ class CUDAGraphs:
         sizes = [
             self._prefill_size(n, has_adapters) for n in reversed(self._prefill_buckets) for has_adapters in adapters
         ]
-        largest = replace(sizes[0], num_logits=self._decode_buckets[-1])
+        largest = sizes[0]._replace(num_logits=self._decode_buckets[-1])
         sizes += [
             self._decode_size(n, has_adapters) for n in reversed(self._decode_buckets) for has_adapters in adapters
         ]

@@ -18,6 +18,10 @@ class Deadlines:
         self._numbers = itertools.count()
         self._prune_at = 64
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._heap)
+
     def add(self, request: Request, timeout: float | None, queue_timeout: float | None) -> None:
         """Begin to count a request's time.
 

@@ -88,8 +88,8 @@ class DiskBlockStore(BlockStore):
 
     def __init__(self, folder: Path, fingerprint: bytes, max_bytes: int, block_bytes: int) -> None:
         super().__init__()
-        self._root = folder
-        self._folder = folder / fingerprint.hex()
+        self._root = folder.absolute()  # files are written later, when the process may be in another folder
+        self._folder = self._root / fingerprint.hex()
         self._fingerprint = fingerprint
         self._max_bytes = max_bytes
         self._block_bytes = block_bytes

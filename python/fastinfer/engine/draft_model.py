@@ -15,10 +15,10 @@ from torch import Tensor
 from fastinfer.engine.acceptance import FIRST_ACCEPTANCE, Acceptance
 from fastinfer.engine.batch_inputs import StepResult
 from fastinfer.engine.block_table import BlockTable
+from fastinfer.engine.chunk import Chunk
 from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.engine.sampled_token import SampledToken
 from fastinfer.engine.sampler import Sampler
-from fastinfer.engine.scheduler import Chunk
 from fastinfer.engine.sequence import Sequence
 from fastinfer.engine.speculation import Speculator
 from fastinfer.engine.worker import Worker
@@ -34,7 +34,8 @@ MISSING = -1e9
 class _DraftView:
     """A stand-in for a :class:`Sequence` in the draft model's steps.
 
-    Its tokens include the drafts so far, and its computed tokens are those that the draft model has computed.
+    Its tokens include the drafts so far, and its computed tokens are those that the draft model has computed. It has no
+    images: the draft model sees the tokens in their places as text, which makes drafts worse but not the text.
 
     Args:
         sequence: the sequence to draft for.
@@ -46,6 +47,7 @@ class _DraftView:
     """
 
     adapter = -1
+    images = None
     num_slots = 1
     num_restarts = num_unknown_tokens = 0
 
@@ -62,6 +64,10 @@ class _DraftView:
     @property
     def token_ids(self) -> "_Joined":
         return _Joined(self.sequence.token_ids, self.drafts)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.sequence.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -99,6 +105,9 @@ class DraftModelSpeculator(Speculator):
     Each draft is drawn with the same noise as the draw that will verify it. Both draws give the same token with a
     probability of at least (1 - TV) / (1 + TV), where TV is the total variation distance of the two models'
     distributions.
+
+    Drafts decide no text, so it does not matter which tokens the draft model computes as those of a prompt (see
+    :mod:`fastinfer.engine.roles`): a chunk that makes up for skipped ones may have both.
 
     Every prompt is computed by both models. The draft model skips generated tokens while drafts do not pay off for a
     sequence (``Sequence.draft_gap``), and computes them when it next drafts for this sequence.

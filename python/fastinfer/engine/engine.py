@@ -1,9 +1,12 @@
 """The engine, which computes many requests at the same time."""
 
 import logging
+import secrets
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +17,7 @@ from fastinfer.engine.beam_request import BeamRequest
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.construction import (
     check_draft_model,
+    fingerprint_of_blocks,
     kv_cache_size,
     make_block_manager,
     make_offloading,
@@ -21,20 +25,24 @@ from fastinfer.engine.construction import (
     make_speculator,
 )
 from fastinfer.engine.generation_request import GenerationRequest
-from fastinfer.engine.grammar import GrammarCompiler
+from fastinfer.engine.grammar import Grammar, GrammarCompiler
 from fastinfer.engine.kv_cache_size import KVCacheSize
 from fastinfer.engine.prefill_request import EmbeddingRequest, PrefillRequest
+from fastinfer.engine.prompt_images import PromptImages
 from fastinfer.engine.prompt_modules import PromptModule, PromptModules
-from fastinfer.engine.request import Output
+from fastinfer.engine.request import Output, Request
 from fastinfer.engine.request_table import RequestTable
 from fastinfer.engine.request_validator import RequestValidator, ValidPrompt
+from fastinfer.engine.roles import roles_differ
 from fastinfer.engine.scheduler import Scheduler
+from fastinfer.engine.sequence import SequenceState
 from fastinfer.engine.sleep_mode import LoadModels, SleepMode
 from fastinfer.engine.stats import EngineStats, StepStats, StepTotals
 from fastinfer.engine.step import Step
 from fastinfer.engine.worker import Worker
 from fastinfer.errors import RequestError, UnavailableError
 from fastinfer.models import Model, check_has_all_logits
+from fastinfer.models.image_encoder import ImageEncoder
 from fastinfer.models.lora import AdapterSlots, PreparedAdapter
 from fastinfer.outputs import PrefillOutput
 from fastinfer.sampling_params import DEFAULT_PARAMS, BeamSearchParams, SamplingParams
@@ -65,15 +73,20 @@ class Engine:
         load_models: function that loads the model, and the draft model if there is one, again from their files; without
             it :meth:`sleep` cannot drop the weights.
         fingerprint: identity of the weights and the precision of the models, see
-            :func:`fastinfer.models.fingerprint.fingerprint`; only needed to keep the KV cache on disk.
+            :func:`fastinfer.models.fingerprint.fingerprint`; needed to keep the KV cache on disk.
+        image_encoder: encoder of images for the model; ``None`` for a model of text alone.
 
     Attributes:
         config: limits and options.
         tokenizer: tokenizer of the model.
+        image_encoder: encoder of images for the model; ``None`` for a model of text alone.
         default_params: sampling parameters of requests that give none.
         vocab_size: number of tokens of the model.
         adapters: the registered LoRA adapters.
         max_model_len: longest sequence in tokens.
+        fingerprint: hash of everything that decides the keys and values of a token apart from adapters: weights,
+            precision, dtype of the cache, kernels, versions. Empty if the identity of the weights is not known; another
+            one, which no other engine has, after they were loaded again.
         block_manager: manager of the blocks of the KV caches.
         offloading: stores of blocks in host memory and on disk; ``None`` without any.
         scheduler: scheduler, which chooses what each step computes.
@@ -99,9 +112,11 @@ class Engine:
         size: KVCacheSize | None = None,
         load_models: LoadModels | None = None,
         fingerprint: str = "",
+        image_encoder: ImageEncoder | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
         self.tokenizer = tokenizer
+        self.image_encoder = image_encoder
         self.default_params = default_params
         check_has_all_logits(model)
         self.vocab_size = model.config.vocab_size
@@ -114,16 +129,23 @@ class Engine:
         if draft_model is not None:
             check_draft_model(config, model.config, draft_model.config, self.max_model_len)
             draft_sampler = make_sampler(config, model, tokenizer)
+        has_roles = roles_differ(config.device)
+        make_worker = partial(Worker, config, size=size, separates_roles=has_roles)
         with self._context():  # on a GPU the workers capture their graphs here
-            self.worker = Worker(config, model, size, with_adapters=config.max_loras > 0)
-            self.draft_worker = None if draft_model is None else Worker(config, draft_model, size)
+            self.worker = make_worker(model, with_adapters=config.max_loras > 0)
+            self.draft_worker = None if draft_model is None else make_worker(draft_model)
         self._workers = [self.worker] if self.draft_worker is None else [self.worker, self.draft_worker]
         self._samplers = [self.sampler] if draft_sampler is None else [self.sampler, draft_sampler]
         self.speculator = make_speculator(config, self.draft_worker, draft_sampler)
         kv_caches = [worker.kv_cache for worker in self._workers]
-        self.offloading = make_offloading(config, models, kv_caches, fingerprint)
-        self.block_manager = make_block_manager(config, size, self.offloading)
-        self.scheduler = Scheduler(self.block_manager, config.max_num_seqs, config.max_num_batched_tokens)
+        self.fingerprint = fingerprint_of_blocks(config, models, fingerprint)
+        self.offloading = make_offloading(config, kv_caches, self.fingerprint)
+        self.block_manager = make_block_manager(
+            config, size, self.offloading, separates_roles=has_roles and config.deterministic
+        )
+        self.scheduler = Scheduler(
+            self.block_manager, config.max_num_seqs, config.max_num_batched_tokens, separates_roles=has_roles
+        )
         self._sleep_mode = SleepMode(
             self._workers, self.block_manager, self.adapters.slots, load_models, self.offloading
         )
@@ -159,13 +181,9 @@ class Engine:
         From then on torch's own operators use one thread in the child: OpenMP would wait for threads that are gone.
         """
         torch.set_num_threads(1)
-        if not self.has_unfinished:
-            return
-        for request_id in self.requests.compiling:
-            constraint = self.requests.active[request_id].sequences[0].params.structured_outputs
-            assert constraint is not None
-            self.requests.compiling[request_id] = self.grammars.submit(constraint)
-        self.requests.repair()
+        if self.has_unfinished:
+            self.requests.awaiting_grammar.renew_after_fork(self._compile_again)
+            self.requests.repair()
 
     def validate(
         self,
@@ -174,6 +192,7 @@ class Engine:
         adapter: str | None = None,
         *,
         generates: bool = True,
+        images: PromptImages | None = None,
     ) -> ValidPrompt:
         """Check a request without queueing it.
 
@@ -182,6 +201,7 @@ class Engine:
             params: sampling parameters; ``None`` to check none.
             adapter: name of a LoRA adapter.
             generates: whether there must be room for at least one generated token.
+            images: images of the prompt, whose tokens it has; ``None`` for none.
 
         Returns:
             The prompt in a form that the methods that queue a request accept without checking it again.
@@ -191,7 +211,10 @@ class Engine:
         """
         if params is not None:
             self._validator.check_sampling_params(params)
-        prompt = self._validator.check_prompt(self._validator.truncate(prompt_token_ids, params), generates=generates)
+        if images is not None:
+            self._validator.check_images(images, params)
+        truncated = self._validator.truncate(prompt_token_ids, params)
+        prompt = self._validator.check_prompt(truncated, generates=generates, images=images)
         self._validator.check_adapter(adapter)
         return prompt
 
@@ -238,13 +261,14 @@ class Engine:
         """
         params = params or self.default_params
         self._validator.check_sampling_params(params)
-        token_ids = self._validator.check_prompt(self._validator.truncate(prompt_token_ids, params)).token_ids
+        valid = self._validator.check_prompt(self._validator.truncate(prompt_token_ids, params))
+        token_ids = valid.token_ids
         self._validator.check_timeouts(timeout, queue_timeout)
         request = GenerationRequest(
             self._new_id(request_id, len(token_ids)),
             token_ids,
             params,
-            self._validator.sequence_options(priority, cache_salt, adapter),
+            self._validator.sequence_options(priority, cache_salt, adapter, valid.images),
             prompt=prompt,
             tokenizer=self.tokenizer,
             max_model_len=self.max_model_len,
@@ -433,6 +457,16 @@ class Engine:
         users = [request.sequences[0] for request in requests] + self.prompt_modules.sequences
         self.adapters.unload(name, [sequence.adapter_key for sequence in users])
 
+    def adapters_in_use(self) -> tuple[list[str], list[str]]:
+        """Return the names of the adapters of running and of waiting requests, sorted; may be called in any thread."""
+        running: set[str] = set()
+        waiting: set[str] = set()
+        for request in list(self.requests.active.values()):
+            sequence = request.sequences[0]
+            is_running = any(s.state is SequenceState.RUNNING for s in request.sequences)
+            (running if is_running else waiting).add(self.adapters.name(sequence.adapter_key))
+        return sorted(running - {""}), sorted(waiting - {""})
+
     def abort(self, request_id: str, error: BaseException | None = None) -> Output | None:
         """End a request and free its blocks at once.
 
@@ -479,6 +513,8 @@ class Engine:
         self._step.forget_launched()
         with self._context():
             self._sleep_mode.sleep(level, self.prompt_modules.sequences)
+        if self.image_encoder is not None:
+            self.image_encoder.release()
 
     def wake_up(self) -> None:
         """Get back what :meth:`sleep` has freed, and compute the prompt modules again; do nothing if awake.
@@ -494,8 +530,11 @@ class Engine:
         """
         if not self.is_sleeping:
             return
+        is_reloaded = self._sleep_mode.level == 2
         with self._context():  # on a GPU the workers capture their graphs here
             self._sleep_mode.wake_up()
+        if is_reloaded:  # from files that may have changed
+            self.fingerprint = secrets.token_hex(32)
         names = {}
         for name, module in self.prompt_modules.remove_all().items():
             request = PrefillRequest(self.requests.new_id(), module.token_ids, module.options)
@@ -548,10 +587,12 @@ class Engine:
             kv_fragmentation=1 - tokens / slots if slots else 0.0,
             num_drafted_tokens=self.speculator.num_drafted if self.speculator else 0,
             num_accepted_tokens=self.speculator.num_accepted if self.speculator else 0,
+            num_draft_rounds=self.speculator.num_rounds if self.speculator else 0,
             num_eager_steps=sum(worker.num_eager_steps for worker in self._workers),
             num_failed_graphs=sum(worker.num_failed_graphs for worker in self._workers),
             num_failed_draws=sum(sampler.num_failed_draws for sampler in self._samplers),
             num_steps=self._totals.num_steps,
+            num_waited_steps=self._step.num_waited_steps,
             num_prompt_tokens=self._totals.num_prompt_tokens,
             num_generated_tokens=self._totals.num_generated_tokens,
             num_repairs=self.requests.num_repairs,
@@ -571,13 +612,17 @@ class Engine:
         self._compute()
         outputs.extend(self.requests.pop_undelivered())
 
-    @torch.inference_mode()
     def _compute(self) -> None:
-        with self._context():
+        with torch.inference_mode(), self._context():
             stats = self._step()
         if stats is not None:
             self._totals.add(stats)
             self._report(stats)
+
+    def _compile_again(self, request: Request) -> Future[Grammar]:
+        constraint = request.sequences[0].params.structured_outputs
+        assert constraint is not None
+        return self.grammars.submit(constraint)
 
     def _new_id(self, request_id: str | None, num_tokens: int) -> str:
         """Return the id of a new request with a prompt of this length, if it may be queued."""
@@ -607,8 +652,12 @@ class Engine:
 
 @contextmanager
 def _context(device: str, deterministic: bool) -> Iterator[None]:
-    """Enter the context in which a model must run."""
-    with use_device(device), ops.batch_invariant() if deterministic else nullcontext():
+    """Enter the context in which a model must run.
+
+    Its weights are constant: models are loaded and woken up by copies, adapters are written to their slots by copies,
+    and no step begins with a product.
+    """
+    with use_device(device), ops.constant_weights(), ops.batch_invariant() if deterministic else nullcontext():
         yield
 
 

@@ -3,6 +3,7 @@
 import secrets
 import time
 
+from fastinfer.engine.grammar import Grammar
 from fastinfer.engine.request import Request, SequenceStep
 from fastinfer.engine.sampled_token import SampledToken, TokenLogprob
 from fastinfer.engine.sequence import Sequence, SequenceOptions
@@ -11,7 +12,6 @@ from fastinfer.engine.token_counts import TokenCounts
 from fastinfer.engine.token_rules import TokenRules
 from fastinfer.outputs import (
     CompletionOutput,
-    Excerpt,
     Logprob,
     Position,
     RequestMetrics,
@@ -45,7 +45,7 @@ class Completion:
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(params.stop_token_ids or ())
         self._eos_ids = frozenset() if params.ignore_eos else tokenizer.eos_ids
-        detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
+        detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, params.kept_special_tokens or ())
         self._includes_stop = params.include_stop_str_in_output
         self._stream = TextStream(detokenizer, params.stop or (), self._includes_stop)
         logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
@@ -59,19 +59,21 @@ class Completion:
     def add(self, token: SampledToken) -> None:
         """Append a sampled token and the tokens that the grammar forces after it, up to one that ends the text."""
         self._append(token)
-        grammar = self.sequence.grammar
-        if grammar is None or self.finish_reason is not None:
-            return
-        grammar.accept(token.token_id)
+        if (grammar := self.sequence.grammar) is not None and self.finish_reason is None:
+            self._follow(grammar, token.token_id)
+
+    def _follow(self, grammar: Grammar, token_id: int) -> None:
+        """Let the grammar accept a token that was appended, and append those that it forces after it."""
+        grammar.accept(token_id)
         if self._transcript.logprobs is not None:
             # A token that is appended without a step has no log-probabilities, so these are drawn one by one.
             self.sequence.forced = self.sequence.forced[1:] if self.sequence.forced else grammar.forced_tokens()
         else:
-            for token_id in grammar.forced_tokens():
-                self._append(SampledToken(token_id))
+            for forced in grammar.forced_tokens():
+                self._append(SampledToken(forced))
                 if self.finish_reason is not None:
                     return
-                grammar.accept(token_id)
+                grammar.accept(forced)
         if grammar.finished:
             self._finish_text("stop")
 
@@ -83,8 +85,8 @@ class Completion:
 
     def output(self) -> CompletionOutput:
         """Return the current state; its ``delta`` is the text that was added since the last reported output."""
-        self._shown = self._transcript.end
-        return self._output(self._shown, self.finish_reason, self._stop_reason)
+        end = self._shown = self._transcript.end
+        return self._output(end, self.finish_reason, self._stop_reason)
 
     def failure(self, message: str) -> CompletionOutput:
         """Return an output that reports an error, with the text of the last reported output."""
@@ -97,7 +99,7 @@ class Completion:
 
     def _output(self, end: Position, finish_reason: str | None, stop_reason: int | str | None) -> CompletionOutput:
         since = self._reported
-        excerpt = Excerpt(self._transcript, since if self._is_delta else self._beginning, since, end)
+        excerpt = self._transcript, since if self._is_delta else self._beginning, since, end
         return CompletionOutput.of(excerpt, self._index, finish_reason, stop_reason, self._cumulative_logprob)
 
     def _append(self, token: SampledToken) -> None:
@@ -121,7 +123,7 @@ class Completion:
             self._stream.add(token_id)
             if self._stream.stopped_by is not None:
                 self.finish("stop", self._stream.stopped_by)
-            elif len(sequence) >= sequence.max_length:
+            elif len(sequence.token_ids) >= sequence.max_length:
                 self._finish_text("length")
 
     def _finish_text(self, reason: str, stop_reason: int | str | None = None) -> None:
@@ -173,6 +175,7 @@ class GenerationRequest(Request):
         self._num_cached_tokens: int | None = None  # prompt tokens that the prefix cache held
         self._params = params
         self._completions = {s: Completion(index, s, tokenizer) for index, s in enumerate(self.sequences)}
+        self._unfinished = self.sequences
         self._prompt = prompt
         self._prompt_token_ids = list(prompt_token_ids)
         self._tokenizer = tokenizer
@@ -182,7 +185,7 @@ class GenerationRequest(Request):
 
     @property
     def unfinished(self) -> list[Sequence]:
-        return [s for s, completion in self._completions.items() if completion.finish_reason is None]
+        return self._unfinished
 
     def update(self, step: SequenceStep) -> None:
         """Append a step's tokens to the sequence's completion, up to the token that ends it."""
@@ -197,13 +200,13 @@ class GenerationRequest(Request):
             if completion.finish_reason is None:
                 completion.add(token)
         if completion.finish_reason is not None:
-            self._set_finish_time()
+            self._note_ends()
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         """End the completions that have not ended yet."""
         for completion in self._completions.values():
             completion.finish(reason, stop_reason)
-        self._set_finish_time()
+        self._note_ends()
 
     def output(self) -> RequestOutput | None:
         """Return the current state, or ``None`` while only the final output is wanted."""
@@ -220,16 +223,16 @@ class GenerationRequest(Request):
             completion.mark_reported()
 
     def _output(self, outputs: list[CompletionOutput], finish_time: float | None) -> RequestOutput:
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self._prompt,
-            prompt_token_ids=self._prompt_token_ids,
-            outputs=outputs,
-            finished=finish_time is not None,
-            metrics=self._times(finish_time),
+        return RequestOutput(  # without names, which would take a fifth of the time to make it
+            self.request_id,
+            self._prompt,
+            self._prompt_token_ids,
+            outputs,
+            finish_time is not None,
+            self._times(finish_time),
             # Complete since the prompt was computed, before the first output.
-            prompt_logprobs=None if self._params.prompt_logprobs is None else self._prompt_logprobs,
-            num_cached_tokens=self._num_cached_tokens or 0,
+            None if self._params.prompt_logprobs is None else self._prompt_logprobs,
+            self._num_cached_tokens or 0,
         )
 
     def _times(self, finish_time: float | None) -> RequestMetrics:
@@ -246,9 +249,10 @@ class GenerationRequest(Request):
         self._prompt_logprobs += [decode_logprobs(entries, self._tokenizer) for entries in step.prompt_logprobs]
         self.sequences[0].next_prompt_logprob = len(self._prompt_logprobs)
 
-    def _set_finish_time(self) -> None:
-        """Record the time at which the last completion ended."""
-        if self.finish_time is None and not self.unfinished:
+    def _note_ends(self) -> None:
+        """Note which completions have ended, and the time at which the last one did."""
+        self._unfinished = [s for s, completion in self._completions.items() if completion.finish_reason is None]
+        if self.finish_time is None and not self._unfinished:
             self.finish_time = time.perf_counter()
 
 
@@ -281,7 +285,7 @@ def _sequences(
     if params.prompt_logprobs is not None:
         sequences[0].next_prompt_logprob = 1
     for sequence in sequences:
-        sequence.runs_ahead = params.logprobs is None and params.prompt_logprobs is None
+        sequence.runs_ahead = True
     if params.has_penalties:
         counts = TokenCounts(prompt_token_ids, vocab_size)
         for sequence in sequences:

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 # Number of compiled grammars that are kept.
 MAX_COMPILED = 64
+# Longest constraint in characters that counts as short, and the number of threads for short ones and for long ones.
+# Short ones compile in milliseconds, and must not wait for long ones, which take up to seconds.
+SHORT_CHARS = 2**13
+NUM_WORKERS = 2
 # Time limit of one compilation.
 COMPILE_SECONDS = 5.0
 # Limit of the processor time for one mask. Typical masks take 10 to 100 us. Hostile patterns (a{1000000}) take most of
@@ -187,6 +191,8 @@ class Grammar:
 class GrammarCompiler:
     """Compiles grammars for one tokenizer in worker threads, and keeps the most recently used ones.
 
+    Short constraints have threads of their own: they wait only for short ones, and long ones only for long ones.
+
     Args:
         tokenizer: tokenizer of the model.
         vocab_size: number of columns of the logits; at least the tokenizer's number of tokens.
@@ -209,7 +215,8 @@ class GrammarCompiler:
         self._tokenizer_lock = threading.Lock()
         # The least recently used one comes first.
         self._compiled: OrderedDict[StructuredOutputsParams, Future[Grammar]] = OrderedDict()
-        self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="fastinfer-grammar")
+        self._short_workers = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="fastinfer-grammar-short")
+        self._long_workers = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="fastinfer-grammar-long")
 
     def submit(self, params: StructuredOutputsParams) -> "Future[Grammar]":
         """Compile a grammar in the background.
@@ -220,8 +227,9 @@ class GrammarCompiler:
             A future of the grammar. It fails with a RequestError if the schema or pattern is invalid or not supported,
             if compilation exceeds the time limit, or if llguidance is not installed.
         """
+        workers = self._short_workers if params.num_chars <= SHORT_CHARS else self._long_workers
         with self._lock:
-            compiled = self._compiled.pop(params, None) or self._workers.submit(self._compile, params)
+            compiled = self._compiled.pop(params, None) or workers.submit(self._compile, params)
             self._compiled[params] = compiled
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
@@ -231,7 +239,8 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """Drop all grammars, cancel queued compilations and let the threads end."""
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        for workers in (self._short_workers, self._long_workers):
+            workers.shutdown(wait=False, cancel_futures=True)
         self._compiled.clear()
 
     def _resolve(self, params: StructuredOutputsParams, done: "Future[Grammar]", grammar: "Future[Grammar]") -> None:

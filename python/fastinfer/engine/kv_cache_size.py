@@ -1,7 +1,6 @@
-"""The size of the KV cache, and the longest sequence that the engine accepts."""
+"""The size of the KV cache, states included, and the longest sequence that the engine accepts."""
 
 import bisect
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,12 +9,17 @@ import torch
 from fastinfer.engine.config import EngineConfig
 from fastinfer.errors import RequestError
 from fastinfer.models.kv_cache import num_blocks_for
+from fastinfer.utils.host_memory import host_memory
 
 # Share of a CPU's memory beside the weights that a cache of default size may use.
 CPU_MEMORY_SHARE = 0.5
 # Sequence length in tokens that the default size on a CPU provides for. Few requests use a long context to the end, and
 # for those that do, preempting others costs less than the memory.
 TYPICAL_TOKENS = 2048
+# Share of the cache's memory that the states of layers with linear attention may use.
+STATE_SHARE = 0.5
+# Number of sequences whose drafts have slots of their own; those of more take the slots of snapshots.
+DRAFTING_SEQS = 8
 OPTIONS = "max_model_len (--context), kv_cache_dtype (--kv-cache-dtype)"
 
 
@@ -27,13 +31,15 @@ class KVCacheSize:
         windows: length of the attention window in each group of layers, in ascending order; 0 for none.
         num_blocks: number of blocks of each group.
         max_model_len: longest sequence in tokens, which fits into the cache.
-        num_bytes: size of the cache in bytes, of all models together.
+        num_bytes: size of the cache in bytes, of all models together, states included.
+        num_states: number of slots for states, of a model that has layers with linear attention.
     """
 
     windows: tuple[int, ...]
     num_blocks: tuple[int, ...]
     max_model_len: int
     num_bytes: int
+    num_states: int = 0
 
     def group(self, window: int) -> int:
         """Return the group of a layer with this window."""
@@ -41,15 +47,13 @@ class KVCacheSize:
 
 
 def available_memory(device: str) -> int:
-    """Return the number of bytes that can be allocated on the device without swapping."""
+    """Return the number of bytes that can be allocated on the device without swapping.
+
+    On a CPU the limits of the container in which the process runs count, too.
+    """
     if torch.device(device).type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo") as file:
-            line = next(line for line in file if line.startswith("MemAvailable:"))
-        return int(line.split()[1]) * 1024
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return host_memory().available
 
 
 def default_memory(config: EngineConfig, weight_bytes: int = 0) -> int:
@@ -70,7 +74,7 @@ def default_memory(config: EngineConfig, weight_bytes: int = 0) -> int:
 
 
 def choose_kv_cache_size(
-    config: EngineConfig, model_limit: int, token_bytes: Mapping[int, int], weight_bytes: int = 0
+    config: EngineConfig, model_limit: int, token_bytes: Mapping[int, int], weight_bytes: int = 0, state_bytes: int = 0
 ) -> KVCacheSize:
     """Choose the number of blocks of each group of layers, and the longest sequence.
 
@@ -82,6 +86,7 @@ def choose_kv_cache_size(
         token_bytes: for each length of the attention window, 0 for none: bytes of one token's keys and values in all
             layers with this window.
         weight_bytes: size of the weights that are still to be loaded.
+        state_bytes: bytes of one sequence's states in all layers with linear attention.
 
     Raises:
         RequestError: the cache does not fit into memory, or ``max_model_len`` does not fit into the cache or exceeds
@@ -92,27 +97,32 @@ def choose_kv_cache_size(
     wanted = config.max_model_len or model_limit
     sizes = _Sizes(config, token_bytes, wanted)
     available = max(0, available_memory(config.device) - weight_bytes)
+    memory = default_memory(config, weight_bytes) if config.kv_cache_memory is None else config.kv_cache_memory
+    num_states = _num_states(config, state_bytes, memory)
+    all_states = num_states * state_bytes
+    affordable = sizes.affordable(max(0, memory - all_states))
     if config.num_kv_blocks is not None:
         num_blocks = config.num_kv_blocks
     elif config.kv_cache_memory is not None:
-        num_blocks = sizes.affordable(config.kv_cache_memory)
+        num_blocks = affordable
     else:
-        num_blocks = _default_num_blocks(config, sizes, sizes.affordable(default_memory(config, weight_bytes)))
-    if sizes.num_bytes(num_blocks) > available:
+        num_blocks = _default_num_blocks(config, sizes, affordable)
+    num_bytes = sizes.num_bytes(num_blocks) + all_states
+    if num_bytes > available:
         raise RequestError(
             f"the KV cache must fit into the {available} bytes of memory that are available beside the weights, "
-            f"got {num_blocks} blocks and {sizes.num_bytes(num_blocks)} bytes"
+            f"got {num_blocks} blocks and {num_bytes} bytes"
         )
     needed = sizes.needed(config.max_model_len or 1)
     if num_blocks < needed:
         subject = "one block" if config.max_model_len is None else f"max_model_len={config.max_model_len}"
         raise RequestError(
-            f"{subject} needs a KV cache of {sizes.num_bytes(needed)} bytes, got {sizes.num_bytes(num_blocks)}: "
+            f"{subject} needs a KV cache of {sizes.num_bytes(needed) + all_states} bytes, got {num_bytes}: "
             f"change {options_for(config)}"
         )
     max_model_len = wanted if num_blocks >= sizes.needed(wanted) else num_blocks * config.block_size
     counts = tuple(sizes.num_blocks(num_blocks))
-    return KVCacheSize(tuple(sizes.windows), counts, max_model_len, sizes.num_bytes(num_blocks))
+    return KVCacheSize(tuple(sizes.windows), counts, max_model_len, num_bytes, num_states)
 
 
 class _Sizes:
@@ -174,6 +184,18 @@ class _Sizes:
     def _needed(self, window: int) -> int:
         """Return how many blocks hold the positions that a token sees, and the token's own."""
         return num_blocks_for(window, self._block_size) + 1
+
+
+def _num_states(config: EngineConfig, state_bytes: int, memory: int) -> int:
+    """Return the number of slots for states: at most a share of the memory, but one in any case.
+
+    Every sequence can have one, and a snapshot if prefixes are cached.
+    """
+    if not state_bytes:
+        return 0
+    drafts = config.num_speculative_tokens * min(config.max_num_seqs, DRAFTING_SEQS)
+    wanted = config.max_num_seqs * (1 + config.enable_prefix_caching) + drafts
+    return max(1, min(wanted, int(memory * STATE_SHARE) // state_bytes))
 
 
 def options_for(config: EngineConfig) -> str:

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
+from fastinfer.engine.chunk import Chunk
 from fastinfer.engine.grammar import Grammar
-from fastinfer.engine.scheduler import Chunk
 from fastinfer.engine.sequence import Sequence
 from fastinfer.sampling_params import LogitsProcessor
 
@@ -46,9 +46,11 @@ def logits_rows(chunk: Chunk) -> list[LogitsRow]:
         return []
     processors = tuple(sequence.params.logits_processors or ())  # siblings have the same parameters
     rows = [LogitsRow(sequence, [], sequence.grammar, processors)]
-    rows += [LogitsRow(sibling, [], sibling.grammar, processors) for sibling in sequence.siblings]
-    for count in range(len(chunk.drafts)):
-        rows.append(LogitsRow(sequence, chunk.drafts[: count + 1], sequence.grammar, processors))
+    if sequence.siblings:
+        rows += [LogitsRow(sibling, [], sibling.grammar, processors) for sibling in sequence.siblings]
+    if chunk.drafts:
+        drafts = [chunk.drafts[: count + 1] for count in range(len(chunk.drafts))]
+        rows += [LogitsRow(sequence, own, sequence.grammar, processors) for own in drafts]
     return rows
 
 

@@ -67,6 +67,11 @@ class PromptModules:
                 raise RequestError(
                     f"prompt module must fit into {room} more blocks of the KV cache, got {needed} blocks"
                 )
+        if cache.states is not None and 2 * (len(self._modules) + 1) >= cache.states.pool.num_blocks:
+            raise RequestError(
+                f"prompt modules must leave a slot for states, got {len(self._modules) + 1} modules, each of which "
+                f"may hold two of {cache.states.pool.num_blocks}"
+            )
         self._modules[name] = module
 
     def get(self, name: str) -> PromptModule:

@@ -1,8 +1,9 @@
 """The table of unfinished requests, from their arrival to their last output."""
 
 import itertools
+import time
 from collections.abc import Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any
 
 from fastinfer.engine.adapter_queue import AdapterQueue
@@ -10,6 +11,7 @@ from fastinfer.engine.adapters import Adapters
 from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.deadlines import Deadlines
 from fastinfer.engine.grammar import Grammar
+from fastinfer.engine.grammar_queue import GrammarQueue
 from fastinfer.engine.prompt_modules import PromptModules
 from fastinfer.engine.request import Output, Request
 from fastinfer.engine.scheduler import Scheduler
@@ -35,7 +37,7 @@ class RequestTable:
 
     Attributes:
         active: unfinished requests by id.
-        compiling: grammars that unfinished requests are waiting for, by the request's id.
+        awaiting_grammar: unfinished requests that wait for their grammars.
         awaiting_adapter: unfinished requests that wait for their LoRA adapters.
         num_repairs: errors after which :meth:`repair` queued all sequences anew.
         num_expired: requests that missed a deadline.
@@ -51,7 +53,7 @@ class RequestTable:
         max_num_waiting_tokens: int | None = None,
     ) -> None:
         self.active: dict[str, Request] = {}
-        self.compiling: dict[str, Future[Grammar]] = {}
+        self.awaiting_grammar = GrammarQueue()
         self._adapters = adapters
         self.awaiting_adapter = AdapterQueue(adapters, scheduler.max_num_seqs)
         self._scheduler = scheduler
@@ -117,38 +119,44 @@ class RequestTable:
             if grammar is None:
                 self._queue(request)
             else:
-                self.compiling[request.request_id] = grammar
+                self.awaiting_grammar.add(request, grammar)
             return request.request_id
         except BaseException:
             self._forget(request)
             self.repair()
             raise
 
-    def end_expired(self) -> None:
-        """End the requests that have missed a deadline."""
+    def begin_step(self) -> None:
+        """End the requests that have missed a deadline, and queue those that need not wait any more."""
+        if self._deadlines:
+            self._end_expired()
+        if self.awaiting_grammar.has_compiled:
+            self._queue_compiled()
+        if self.awaiting_adapter:
+            self._queue_with_adapters()
+
+    def _end_expired(self) -> None:
         for request, limit in self._deadlines.expired():
-            self._stop_waiting(request.request_id)
             self._end(request, "timeout", limit)
             self.num_expired += 1
 
-    def queue_compiled(self) -> None:
+    def _queue_compiled(self) -> None:
         """Queue the requests whose grammar has been compiled, and end those whose grammar failed to compile."""
-        for request_id in [name for name, future in self.compiling.items() if future.done()]:
-            request = self.active[request_id]
-            try:
-                grammar = self.compiling.pop(request_id).result()
-                for sequence in request.sequences:
-                    sequence.grammar = grammar.copy()
-                self._queue(request)
-            except BaseException as error:
-                self.fail(request, error)
-                if isinstance(error, FATAL_ERRORS):
-                    raise
+        for request, compiled in self.awaiting_grammar.admit():
+            if request.sequences[0].state is SequenceState.PENDING:  # an interrupt may have come after the next lines
+                try:
+                    grammar = compiled.result()
+                    for sequence in request.sequences:
+                        sequence.grammar = grammar.copy()
+                    self._queue(request)
+                except BaseException as error:
+                    self.fail(request, error)
+                    if isinstance(error, FATAL_ERRORS):
+                        raise
+            self.awaiting_grammar.discard(request.request_id)
 
-    def queue_with_adapters(self) -> None:
+    def _queue_with_adapters(self) -> None:
         """Queue the requests whose adapters are in a slot now, and end those whose adapters could not be read."""
-        if not self.awaiting_adapter:
-            return
         for request, result in self.awaiting_adapter.admit(self._slots_in_use):
             first = request.sequences[0]
             if isinstance(result, Exception):
@@ -161,15 +169,16 @@ class RequestTable:
 
     def wait_for_work(self) -> None:
         """Wait for a moment if requests wait for their grammars alone, and there is no output to deliver."""
-        if self.compiling and not self._undelivered:
-            wait(self.compiling.values(), timeout=IDLE_WAIT_S)
-        elif self.awaiting_adapter and not self._undelivered:
+        if self._undelivered or self.awaiting_grammar.has_compiled:
+            return
+        if self.awaiting_grammar:
+            time.sleep(IDLE_WAIT_S)
+        elif self.awaiting_adapter:
             self.awaiting_adapter.wait(IDLE_WAIT_S)
 
     def abort(self, request_id: str, error: BaseException | None = None) -> Output | None:
         """End a request and return its last output, see :meth:`fastinfer.engine.engine.Engine.abort`."""
         if (request := self.active.get(request_id)) is not None:
-            self._stop_waiting(request_id)
             if error is None:
                 self._end(request, "abort")
             else:
@@ -209,7 +218,7 @@ class RequestTable:
     def deliver_later(self, output: Output) -> None:
         """Keep a request's output until a step returns it, together with an earlier one that none has returned."""
         missed: Any = self._undelivered.get(output.request_id)
-        self._undelivered[output.request_id] = merge(missed, output)
+        self._undelivered[output.request_id] = output if missed is None else merge(missed, output)
 
     def pop_undelivered(self) -> Iterator[Output]:
         """Iterate over the outputs that were kept for later; each is forgotten when the iterator returns it."""
@@ -244,13 +253,13 @@ class RequestTable:
     @property
     def num_waiting(self) -> int:
         """Number of sequences in the scheduler's queue, and of requests that wait for their grammar or adapter."""
-        return len(self._scheduler.waiting) + len(self.compiling) + len(self.awaiting_adapter)
+        return len(self._scheduler.waiting) + len(self.awaiting_grammar) + len(self.awaiting_adapter)
 
     @property
     def num_waiting_tokens(self) -> int:
         """Number of tokens of the sequences and requests that :attr:`num_waiting` counts."""
-        compiling = (self.active[request_id].sequences[0] for request_id in self.compiling)
-        return self._scheduler.num_waiting_tokens + sum(map(len, compiling)) + self.awaiting_adapter.num_tokens
+        not_queued = self.awaiting_grammar.num_tokens + self.awaiting_adapter.num_tokens
+        return self._scheduler.num_waiting_tokens + not_queued
 
     def _queue(self, request: Request) -> None:
         """Queue a request, once its adapter is in a slot if it has one."""
@@ -265,12 +274,13 @@ class RequestTable:
 
     def _stop_waiting(self, request_id: str) -> None:
         """Remove a request from those that wait for a grammar or an adapter."""
-        self.compiling.pop(request_id, None)
+        self.awaiting_grammar.discard(request_id)
         self.awaiting_adapter.discard(request_id)
 
     def _end(self, request: Request, finish_reason: str, stop_reason: str | None = None) -> None:
         """End a request; its last output is kept for later."""
         try:
+            self._stop_waiting(request.request_id)
             request.finish(finish_reason, stop_reason)
             self._prompt_modules.forget(request.sequences)
             self.report(request)
@@ -284,4 +294,4 @@ class RequestTable:
         self._prompt_modules.forget(request.sequences)
         for sequence in request.sequences:
             sequence.state = SequenceState.FINISHED
-            sequence.block_tables = []
+            sequence.forget_cache()

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from fastinfer.engine.adapters import Adapters
 from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.prompt_images import PromptImages
 from fastinfer.engine.sequence import SequenceOptions
-from fastinfer.errors import RequestError
+from fastinfer.errors import PromptTooLongError, RequestError
 from fastinfer.sampling_params import BeamSearchParams, SamplingParams
 from fastinfer.utils.checks import INT64_MAX, check_choice, check_float, check_int, check_text
 
@@ -20,9 +21,11 @@ class ValidPrompt:
 
     Attributes:
         token_ids: the prompt's token ids.
+        images: images of the prompt; ``None`` for none.
     """
 
     token_ids: list[int]
+    images: PromptImages | None = None
 
 
 class RequestValidator:
@@ -41,12 +44,15 @@ class RequestValidator:
         self._vocab_size = vocab_size
         self._adapters = adapters
 
-    def check_prompt(self, prompt: list[int] | ValidPrompt, *, generates: bool = True) -> ValidPrompt:
+    def check_prompt(
+        self, prompt: list[int] | ValidPrompt, *, generates: bool = True, images: PromptImages | None = None
+    ) -> ValidPrompt:
         """Check a prompt's type, length and token ids.
 
         Args:
             prompt: token ids, or a checked prompt, which is returned as it is.
             generates: whether there must be room for at least one generated token.
+            images: images of the prompt.
 
         Raises:
             RequestError: the prompt can never be served.
@@ -59,10 +65,13 @@ class RequestValidator:
             raise RequestError("prompt must have at least 1 token, got 0")
         if len(prompt) + generates > self._max_model_len:
             limit = "shorter than" if generates else "at most"
-            raise RequestError(f"prompt must be {limit} max_model_len={self._max_model_len} tokens, got {len(prompt)}")
+            raise PromptTooLongError(
+                f"prompt must be {limit} max_model_len={self._max_model_len} tokens, got {len(prompt)}",
+                self._max_model_len,
+            )
         for token_id in prompt:
             check_int("prompt_token_ids", token_id, 0, self._vocab_size - 1)
-        return ValidPrompt(prompt)
+        return ValidPrompt(prompt, images)
 
     def truncate(self, prompt: list[int] | ValidPrompt, params: SamplingParams | None) -> list[int] | ValidPrompt:
         """Cut a prompt that has not been checked yet as ``truncate_prompt_tokens`` says."""
@@ -89,6 +98,27 @@ class RequestValidator:
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
             for token_id in getattr(params, name) or ():
                 check_int(name, token_id, 0, self._vocab_size - 1)
+
+    def check_images(self, images: PromptImages, params: SamplingParams | None) -> None:
+        """Check that a prompt with images is not cut, and that a step can compute each image that must not be divided.
+
+        Raises:
+            RequestError: it is cut, or the engine's configuration does not fit the images.
+        """
+        if params is not None and params.truncate_prompt_tokens is not None:
+            raise RequestError(
+                f"truncate_prompt_tokens must be None for a prompt with images, got {params.truncate_prompt_tokens}"
+            )
+        config, count = self._config, images.max_together
+        if count and config.has_offloading:
+            raise RequestError("this model's images need an engine without kv_offloading_size and kv_offloading_dir")
+        num_decoded = config.max_num_seqs * (1 + config.num_speculative_tokens)
+        limit = config.max_num_batched_tokens
+        if count > max(limit - num_decoded, limit // 4):  # what a step leaves to prompts
+            raise RequestError(
+                f"max_num_batched_tokens must be at least {count + num_decoded} for images of {count} tokens beside "
+                f"{num_decoded} generated ones, got {limit}"
+            )
 
     def check_beam_search_params(self, params: BeamSearchParams) -> None:
         """Check that the engine can run this many beams at the same time.
@@ -117,7 +147,9 @@ class RequestValidator:
         """
         check_choice("pooling", pooling, POOLINGS)
 
-    def sequence_options(self, priority: int, cache_salt: str, adapter: str | None) -> SequenceOptions:
+    def sequence_options(
+        self, priority: int, cache_salt: str, adapter: str | None, images: PromptImages | None = None
+    ) -> SequenceOptions:
         """Return the arguments that all sequences of a request share.
 
         Raises:
@@ -130,6 +162,7 @@ class RequestValidator:
             "priority": priority,
             "cache_salt": cache_salt,
             "adapter_key": "" if adapter is None else self._adapters.key(adapter),
+            "images": images,
         }
 
     def check_timeouts(self, timeout: float | None, queue_timeout: float | None) -> None:

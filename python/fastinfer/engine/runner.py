@@ -1,17 +1,17 @@
 """Runs the model on the chunks of a step, by replaying a recorded graph where one exists for the size of the step."""
 
-from dataclasses import replace
-
 from torch import Tensor
 
-from fastinfer.engine.batch_inputs import BatchInputs, BatchSize, StepResult
+from fastinfer import ops
+from fastinfer.engine.batch_inputs import BatchInputs, StepResult
+from fastinfer.engine.chunk import Chunk
 from fastinfer.engine.cpu_graphs import CPUGraphs
 from fastinfer.engine.cuda_graphs import CUDAGraphs, expert_tile_limits
 from fastinfer.engine.logits_row import LogitsRow
-from fastinfer.engine.scheduler import Chunk
 from fastinfer.models import Model
 from fastinfer.models.batch import Batch
 from fastinfer.models.kv_cache import KVCache
+from fastinfer.ops.prompt import NO_ROW
 
 
 class Runner:
@@ -25,6 +25,8 @@ class Runner:
         with_adapters: whether tokens may have LoRA adapters.
         deterministic: whether results must not depend on the other requests. If tokens may have adapters, all steps are
             then computed as if some had: steps without adapters use fused operators, which round in other places.
+        separates_roles: whether to tell the kernels which tokens are those of prompts, see
+            :mod:`fastinfer.engine.roles`.
 
     Attributes:
         model, kv_cache, inputs: see above.
@@ -41,6 +43,7 @@ class Runner:
         enforce_eager: bool,
         with_adapters: bool = False,
         deterministic: bool = False,
+        separates_roles: bool = False,
     ) -> None:
         self.model = model
         self.kv_cache = kv_cache
@@ -48,6 +51,7 @@ class Runner:
         self._enforce_eager = enforce_eager
         self._with_adapters = with_adapters
         self._always_adapters = with_adapters and deterministic
+        self._separates_roles = separates_roles
         self.num_eager_steps = 0
         self.graphs = self._make_graphs()
 
@@ -55,16 +59,17 @@ class Runner:
         """Compute the chunks and store their keys and values in the blocks of their sequences.
 
         Args:
-            chunks: chunks to compute.
+            chunks: chunks to compute; where roles are separated, those of prompts come last.
             rows: their rows of logits.
             drawn: [rows] int64 tokens of the last draw, on the device, if some chunks begin with tokens that the host
                 does not know yet.
         """
-        self.inputs.fill(chunks, rows, drawn)
-        size = BatchSize.of(chunks)
+        size = self.inputs.fill(chunks, rows, drawn)
         if self._always_adapters:
-            size = replace(size, has_adapters=True)
-        if self.graphs is not None:
+            size = size._replace(has_adapters=True)
+        if self._separates_roles:
+            size = size._replace(first_prompt_row=_first_prompt_row(chunks, size.num_tokens))
+        if self.graphs is not None and self.inputs.images is None:
             result = self.graphs.run(size, all(chunk.sequence.is_decoding for chunk in chunks))
             if result is not None:
                 return result
@@ -72,11 +77,21 @@ class Runner:
         self.inputs.upload()
         if self.inputs.has_unknown_tokens:
             self.inputs.insert_drawn(size.num_tokens)
-        return self.compute(self.inputs.batch(size))
+        return self.compute(self.inputs.batch(size), size.first_prompt_row)
 
-    def compute(self, batch: Batch) -> StepResult:
-        """Compute a batch by calling the model's operators one by one."""
-        hidden = self._forward(batch)
+    def compute(self, batch: Batch, first_prompt_row: int = NO_ROW) -> StepResult:
+        """Compute a batch by calling the model's operators one by one.
+
+        Args:
+            batch: the batch.
+            first_prompt_row: see :class:`fastinfer.engine.batch_inputs.BatchSize`. It does not concern the logits:
+                each row of them decides a generated token.
+        """
+        if first_prompt_row == NO_ROW:
+            hidden = self._forward(batch)
+        else:
+            with ops.prompt_rows(first_prompt_row):
+                hidden = self._forward(batch)
         return StepResult(hidden, self._logits(hidden, batch), self.inputs.sampling)
 
     def _forward(self, batch: Batch) -> Tensor:
@@ -92,3 +107,13 @@ class Runner:
             return CPUGraphs(self.compute, self.inputs)
         limits = expert_tile_limits(self.model.config)
         return CUDAGraphs(self._forward, self._logits, self.inputs, limits, self._with_adapters)
+
+
+def _first_prompt_row(chunks: list[Chunk], num_tokens: int) -> int:
+    """Return the index of the first token of the prompts at the end of a batch; ``NO_ROW`` if there are none."""
+    first = num_tokens
+    for chunk in reversed(chunks):
+        if not chunk.is_prompt:
+            break
+        first -= chunk.num_tokens
+    return first if first < num_tokens else NO_ROW

@@ -10,7 +10,7 @@ from fastinfer.engine.draw import Draw
 from fastinfer.engine.logits_processors import process_logits
 from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.engine.penalty_tensors import PenaltyTensors
-from fastinfer.engine.sampled_token import SampledToken, sampled_logprobs, top_logprobs
+from fastinfer.engine.sampled_token import SampledToken, ranks, sampled_logprobs, top_logprobs
 from fastinfer.engine.token_masks import TokenMasks
 from fastinfer.engine.transfer import HostCopy, to_device
 
@@ -48,16 +48,20 @@ class Sampler:
         """
         if not rows:
             return Draw(list)
-        # On a GPU the masks are computed while it still computes the logits; on a CPU they stay in the caches for the
-        # draw.
-        masks, errors = self._masks.compute(rows)
-        logits, failed = process_logits(result.logits, rows)
+        logits, masks = result.logits, None
+        errors: dict[int, Exception] = {}
+        if not result.sampling.is_free:
+            # On a GPU the masks are computed while it still computes the logits; on a CPU they stay in the caches for
+            # the draw.
+            masks, errors = self._masks.compute(rows)
+            logits, failed = process_logits(logits, rows)
+            errors |= failed
         needs_only_tokens = result.sampling.needs_only_tokens and logits is result.logits
         if needs_only_tokens and masks is None and result.tokens is not None:
             draw = _read(result.tokens)
         else:
             draw = self._launch_all_or_each(result, logits, rows, masks, needs_only_tokens)
-        draw.errors = errors | failed
+        draw.errors = errors
         return draw
 
     def draw(self, result: StepResult, rows: list[LogitsRow]) -> list[SampledToken]:
@@ -122,10 +126,13 @@ class Sampler:
             **self._penalties.update(rows, logits.device),
             **_bias(rows, logits.device),
         )
-        copy = HostCopy(list(results))
+        # The next step may overwrite the logits before this draw is collected.
+        has_logprobs = any(count is not None for count in counts)
+        copy = HostCopy([*results, ranks(logits, results.tokens)] if has_logprobs else list(results))
 
         def collect() -> list[SampledToken]:
-            sampled = ops.Sampled(*copy.wait())
+            drawn = copy.wait()
+            sampled = ops.Sampled(*drawn[: len(results)])
             tokens = _tokens(sampled.tokens)
             for index, (token, count) in enumerate(zip(tokens, counts, strict=True)):
                 if count is None or token.error is not None:
@@ -133,7 +140,7 @@ class Sampler:
                 if rows[index].processors:  # the operator has seen the processed logits only
                     logprobs = top_logprobs(model_logits[index].float(), token.token_id, count)
                 else:
-                    logprobs = sampled_logprobs(logits, sampled, index, count)
+                    logprobs = sampled_logprobs(sampled, drawn[-1], index, count)
                 tokens[index] = SampledToken(token.token_id, logprobs)
             return tokens
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.engine.sequence import Sequence
+from fastinfer.engine.transfer import write_list
 
 
 class SamplingInputs:
@@ -19,10 +20,11 @@ class SamplingInputs:
 
     Attributes:
         needs_only_tokens: whether no row needs log-probabilities, penalties or a bias.
+        is_free: whether no row can have a mask or logits processors.
     """
 
     def __init__(self, longs: np.ndarray, words: np.ndarray, view: Callable[[np.ndarray, int], Tensor]) -> None:
-        self.needs_only_tokens = False
+        self.needs_only_tokens = self.is_free = False
         seeds, positions = longs
         top_k, *floats = words
         temperature, top_p, min_p = (array.view(np.float32) for array in floats)
@@ -35,6 +37,7 @@ class SamplingInputs:
             "seeds": seeds,
             "positions": positions,
         }
+        self._positions_view = positions.data
         self._view = view
         self._sequences: list[Sequence] = []
 
@@ -45,6 +48,7 @@ class SamplingInputs:
         if sequences != self._sequences:
             self._sequences = []  # until all is written, as an error may come in between
             self.needs_only_tokens = all(map(_needs_only_token, sequences))
+            self.is_free = all(map(_is_free, rows))
             params = [sequence.params for sequence in sequences]
             arrays["temperature"][used] = [p.temperature for p in params]
             arrays["top_k"][used] = [max(p.top_k, 0) for p in params]
@@ -52,7 +56,7 @@ class SamplingInputs:
             arrays["min_p"][used] = [p.min_p for p in params]
             arrays["seeds"][used] = [sequence.seed for sequence in sequences]
             self._sequences = sequences
-        arrays["positions"][used] = [row.sequence.num_tokens + len(row.drafts) for row in rows]
+        write_list(self._positions_view, [sequence.num_tokens + len(drafts) for sequence, drafts, _, _ in rows])
 
     def pad(self, rows: slice) -> None:
         """Make rows of padding greedy, as those cost the least."""
@@ -67,3 +71,9 @@ def _needs_only_token(sequence: Sequence) -> bool:
     """Return whether a sequence has no penalties, no log-probabilities and no bias; it may have a mask."""
     params = sequence.params
     return sequence.counts is None and params.logprobs is None and not params.logit_bias
+
+
+def _is_free(row: LogitsRow) -> bool:
+    """Return whether a row may get any token, also in later steps, and has no logits processors."""
+    has_mask = row.grammar is not None or row.sequence.token_rules is not None or row.sequence.params.min_tokens > 0
+    return not has_mask and not row.processors

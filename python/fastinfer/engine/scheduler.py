@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fastinfer.engine.block_manager import BlockManager
+from fastinfer.engine.chunk import Chunk
 from fastinfer.engine.sequence import Sequence, SequenceState
 
 # Decoding sequences leave one token in this many to prompts.
@@ -16,46 +17,6 @@ PROMPT_SHARE = 4
 # Waiting sequences, from the first on, that a step considers. More would delay steps while the queue is long: 64
 # without room take 0.13 ms.
 LOOKAHEAD = 64
-
-
-@dataclass(slots=True)
-class Chunk:
-    """The tokens of one sequence that a step computes.
-
-    Attributes:
-        sequence: the sequence that the tokens belong to.
-        num_tokens: number of uncomputed tokens to compute: usually one during decoding, more during prefill.
-        num_drafts: maximum number of drafts after the sequence's last token; their slots are allocated.
-        drafts: draft tokens, which the step verifies.
-        draft_gap: the sequence's ``draft_gap`` after the step if no draft is accepted.
-        start: position of the first token.
-        is_last: whether the chunk reaches the end of the sequence, so that the next token can be sampled.
-        num_receivers: number of sequences that get a token drawn after the chunk's last one: none if it is not the
-            last chunk, otherwise the sequence and its siblings.
-        num_restarts: the sequence's ``num_restarts``; once that has grown, the chunk's results are of no use.
-    """
-
-    sequence: Sequence
-    num_tokens: int
-    num_drafts: int = 0
-    drafts: list[int] = field(default_factory=list)
-    draft_gap: int = 0
-    start: int = field(init=False)
-    is_last: bool = field(init=False)
-    num_receivers: int = field(init=False)
-    num_restarts: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        sequence = self.sequence
-        self.start = sequence.num_computed_tokens
-        self.is_last = self.num_tokens == sequence.num_uncomputed_tokens
-        self.num_receivers = sequence.num_slots if self.is_last and sequence.samples else 0
-        self.num_restarts = sequence.num_restarts
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows of logits that the chunk needs: one for each receiver, and one for each draft."""
-        return self.num_receivers + len(self.drafts)
 
 
 class Scheduler:
@@ -83,8 +44,12 @@ class Scheduler:
     **Loading.** The blocks of an admitted prompt that are in a store beyond the cache are loaded first, by the block
     manager, and the prompt computes nothing until then. A step loads at most as many tokens as it may compute.
 
+    **Roles.** If the kernels compute prompts differently than generated tokens, a chunk has tokens of one role alone: a
+    preempted sequence computes its prompt first, and its generated tokens in later steps. The chunks with generated
+    tokens then come before the others.
+
     **Bounds.** They count steps, for a budget of ``B`` tokens, and hold for any lengths and arrivals, if
-    nothing is loaded.
+    nothing is loaded and roles are not separated, which costs a preempted sequence one step more.
 
     - With enough slots and blocks, and at most ``LOOKAHEAD`` waiting sequences, a prompt of ``L`` tokens is complete
       after at most ``ceil((8 W + 7) / B)`` steps, where ``W`` is the smaller of two sums: ``L`` and the uncomputed
@@ -100,6 +65,8 @@ class Scheduler:
         block_manager: allocator of the sequences' blocks.
         max_num_seqs: maximum number of running sequences.
         max_num_batched_tokens: maximum number of tokens in a step, drafts included.
+        separates_roles: whether to separate tokens of prompts from generated ones, see
+            :mod:`fastinfer.engine.roles`.
 
     Attributes:
         waiting: queue of waiting sequences in the order of service.
@@ -113,7 +80,14 @@ class Scheduler:
             their parent.
     """
 
-    def __init__(self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        *,
+        separates_roles: bool = False,
+    ) -> None:
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -125,6 +99,7 @@ class Scheduler:
         self.num_postponed_decodes = 0
         self.num_cut_drafts = 0
         self.num_queued_forks = 0
+        self._separates_roles = separates_roles
         self._num_steps = 0
         # What is left of a division is counted in the next step, so that the shares are exact for any small budget.
         self._unreserved = 0
@@ -143,23 +118,27 @@ class Scheduler:
         self._num_steps += 1
         self.block_manager.begin_step()
         budget, reserved, num_preemptions = self.max_num_batched_tokens, 0, self.num_preemptions
-        # A beam that waits for the other beams of its request has no token to compute.
-        decodes = [s for s in self.running if s.is_decoding and s.num_uncomputed_tokens]
-        candidates = self._candidates()
-        if candidates or any(not s.is_decoding for s in self.running):
+        prompts, decodes = self._prompts_and_decodes()
+        candidates = self._candidates(has_prompts=bool(prompts))
+        if candidates or prompts:
             reserved, self._unreserved = divmod(budget + self._unreserved, PROMPT_SHARE)
         left = reserved + self._schedule_decodes(decodes, budget - reserved, chunks)
-        # After a preemption there is no room for others before the preempted sequence is back.
-        self._schedule_prompts(candidates if self.num_preemptions == num_preemptions else [], left, chunks)
+        if self.num_preemptions > num_preemptions:
+            prompts = [s for s in prompts if s.state is SequenceState.RUNNING]
+            candidates = []  # there is no room for others before the preempted sequence is back
+        if candidates or prompts:
+            self._schedule_prompts(prompts, candidates, left, chunks)
         if not chunks and decodes:  # the whole budget was reserved, and no prompt had room
             self._schedule_decodes(decodes, budget, chunks)
-        if not chunks and self._is_stuck:
+        if not chunks and self.num_preemptions == num_preemptions and self._is_stuck:
             self._preempt(self.running[-1])
         if not chunks and self.num_preemptions > num_preemptions:
             return self.schedule()  # there is room now
         if len(decodes) > budget - reserved:
             left_out = [s for s in decodes if s.state is SequenceState.RUNNING and s.last_step < self._num_steps]
             self.num_postponed_decodes += len(left_out)
+        if self._separates_roles:
+            chunks.sort(key=_is_prompt)
         return chunks
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -214,19 +193,34 @@ class Scheduler:
         self.waiting.remove(sequence)
         self.num_waiting_tokens -= sequence.num_queued_tokens
 
-    def _candidates(self) -> list[Sequence]:
+    def _prompts_and_decodes(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Return the running sequences whose prompts are computed, and those that decode, in the order of service.
+
+        A beam that waits for the other beams of its request has no token to compute.
+        """
+        prompts, decodes = [], []
+        for sequence in self.running:
+            if not sequence.is_decoding:
+                prompts.append(sequence)
+            elif sequence.num_uncomputed_tokens:
+                decodes.append(sequence)
+        return prompts, decodes
+
+    def _candidates(self, has_prompts: bool) -> list[Sequence]:
         """Return the waiting sequences that may be admitted in this step, in the order of service."""
+        if not self.waiting:
+            return []
         if self._num_slots < self.max_num_seqs:
             return self.waiting[:LOOKAHEAD]
         # Only the first one may have a slot, that of a less urgent prompt.
-        return self.waiting[:1] if any(not s.is_decoding for s in self.running) else []
+        return self.waiting[:1] if has_prompts else []
 
     def _schedule_decodes(self, decodes: list[Sequence], budget: int, chunks: list[Chunk]) -> int:
         """Add the chunks of decoding sequences, given in the order of service, and return the rest of the budget."""
         if len(decodes) > budget:
             chosen = set(heapq.nsmallest(budget, decodes, key=lambda s: (s.priority, s.last_step)))
             decodes = [sequence for sequence in decodes if sequence in chosen]
-        num_later = len(decodes)
+        num_later, can_append = len(decodes), self.block_manager.append
         for sequence in decodes:
             if sequence.state is not SequenceState.RUNNING:
                 break  # preempted for an earlier one, as all later ones were
@@ -234,10 +228,10 @@ class Scheduler:
             num_drafts = 0
             if sequence.num_drafts:
                 num_drafts = max(min(sequence.num_drafts, budget - sequence.num_uncomputed_tokens - num_later), 0)
-                if num_drafts and not self.block_manager.append(sequence, num_drafts):
+                if num_drafts and not can_append(sequence, num_drafts):
                     num_drafts = 0  # drafts are not worth a preemption
                 self.num_cut_drafts += sequence.num_drafts - num_drafts
-            while sequence.state is SequenceState.RUNNING and not self.block_manager.append(sequence, num_drafts):
+            while sequence.state is SequenceState.RUNNING and not can_append(sequence, num_drafts):
                 self._preempt(self.running[-1])
             if sequence.state is not SequenceState.RUNNING:
                 break
@@ -246,18 +240,18 @@ class Scheduler:
             budget -= num_tokens + num_drafts
         return budget
 
-    def _schedule_prompts(self, candidates: list[Sequence], budget: int, chunks: list[Chunk]) -> None:
+    def _schedule_prompts(
+        self, prompts: list[Sequence], candidates: list[Sequence], budget: int, chunks: list[Chunk]
+    ) -> None:
         """Add chunks of prompts, of running sequences and of waiting ones that are admitted now."""
-        prompts = [s for s in self.running if not s.is_decoding]
         for sequence in prompts:
             self.block_manager.load(sequence)
-        prompts += candidates
-        if not prompts:
-            return
-        prompts.sort(key=_order)
+        prompts = sorted([*prompts, *candidates], key=_order)
         shares = dict.fromkeys(prompts, 0)
         admissions = _Admissions(self._num_slots, self.max_num_seqs)
         half, self._undivided = divmod(budget + self._undivided, 2)
+        if prompts and (images := prompts[0].images) is not None:  # an image that one step must compute
+            half = max(half, min(budget, images.num_together(prompts[0].num_computed_tokens)))
         budget += self._share_out(half, prompts, shares, admissions) - half
         for sequence in candidates:  # those whom nobody may overtake take their room before it is given to shorter ones
             is_open = sequence.state is SequenceState.RUNNING or admissions.may_be_overtaken(sequence)
@@ -285,11 +279,19 @@ class Scheduler:
             is_admitted = sequence.state is SequenceState.RUNNING or self._try_to_admit(sequence, admissions)
             if is_admitted and not sequence.is_loading:
                 computed = sequence.num_computed_tokens + shares[sequence]
-                wanted = computed + min(sequence.num_uncomputed_tokens - shares[sequence], budget)
-                num_tokens = self.block_manager.extend(sequence, wanted, len(self.running) - 1) - computed
+                wanted = computed + min(self._num_computable(sequence) - shares[sequence], budget)
+                end = self.block_manager.extend(sequence, wanted, len(self.running) - 1)
+                num_tokens = (end if sequence.images is None else sequence.images.chunk_end(end)) - computed
                 shares[sequence] += num_tokens
                 budget -= num_tokens
         return budget
+
+    def _num_computable(self, sequence: Sequence) -> int:
+        """Return how many of a running prompt's tokens a step may compute: not beyond the border between two roles."""
+        num_left = sequence.num_prompt_tokens - sequence.num_computed_tokens
+        if self._separates_roles and num_left > 0:
+            return num_left
+        return sequence.num_uncomputed_tokens
 
     def _try_to_admit(self, sequence: Sequence, admissions: "_Admissions") -> bool:
         """Admit a waiting sequence if it has room and may overtake those that have none."""
@@ -403,6 +405,10 @@ class _Admissions:
 def _waits_for_others(sequence: Sequence) -> bool:
     """Return whether a running sequence has no token to compute until others of its request have theirs."""
     return not sequence.num_uncomputed_tokens and not sequence.num_unknown_tokens
+
+
+def _is_prompt(chunk: Chunk) -> bool:
+    return chunk.is_prompt
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:

@@ -10,6 +10,8 @@ from fastinfer.engine.block_table import BlockTable
 from fastinfer.engine.grammar import Grammar
 from fastinfer.engine.ngram_index import NgramIndex
 from fastinfer.engine.prefix_hash import PrefixScan, first_key
+from fastinfer.engine.prompt_images import PromptImages
+from fastinfer.engine.state_table import StateTable
 from fastinfer.engine.token_counts import TokenCounts
 from fastinfer.engine.token_rules import TokenRules
 from fastinfer.sampling_params import SamplingParams
@@ -23,6 +25,7 @@ class SequenceOptions(TypedDict):
     priority: int
     cache_salt: str
     adapter_key: str
+    images: PromptImages | None
 
 
 class SequenceState(Enum):
@@ -47,10 +50,13 @@ class Sequence:
         num_prefill_tokens: length in tokens when the sequence was last admitted; it decodes once these are computed.
         max_length: number of tokens, prompt included, at which the sequence ends.
         block_tables: cache blocks in each group of layers, managed by ``BlockManager``; empty if there are none.
+        states: slots with the sequence's states, managed by ``StateManager``; ``None`` if there are none.
         block_keys: keys of the full blocks in the prefix cache, as far as they were needed; managed by
             ``BlockManager``.
         prefix_scan: what the block manager last found of the prefix while the sequence waited; ``None`` before.
         num_cached_blocks: number of leading blocks that have been offered to the prefix cache.
+        num_writable_tokens: length in tokens up to which the sequence may grow without asking for blocks: those that it
+            has hold as many tokens, and nobody shares the one that is written next. Managed by ``BlockManager``.
         is_loading: whether the next blocks may be in a store beyond the cache; nothing is computed until they are
             loaded.
         cache_salt: name of the group of requests that may share prefixes.
@@ -63,6 +69,7 @@ class Sequence:
         seed: random seed; together with a token's position it determines that token's draw.
         adapter: slot of the LoRA adapter; -1 for none, and while the sequence waits for it.
         adapter_key: identity of the LoRA adapter; empty for none.
+        images: images of the prompt; ``None`` for none.
         siblings: sequences that are forked from this one once its prompt is computed.
         may_speculate: whether the speculator may draft tokens for this sequence.
         num_drafts: maximum number of tokens to draft for the next step.
@@ -82,7 +89,7 @@ class Sequence:
         last_step: number of the last step that computed tokens, as the scheduler counts; -1 before.
         num_queued_tokens: length when the sequence was last queued; a beam may get one more token while it waits.
         num_overtakers: number of later sequences that were admitted while this one had no room.
-        runs_ahead: whether the request needs nothing of a step but its tokens, see :attr:`may_run_ahead`.
+        runs_ahead: whether the request can be updated after the next step was launched, see :attr:`may_run_ahead`.
         num_unknown_tokens: tokens after ``token_ids`` that launched steps draw and the host does not know yet.
         drawn_row: row of the last launched draw in which the last of them is drawn.
         num_restarts: how often the sequence was restarted, see :meth:`restart`.
@@ -104,6 +111,7 @@ class Sequence:
         "forced",
         "grammar",
         "grammar_is_valid",
+        "images",
         "is_loading",
         "last_step",
         "max_length",
@@ -119,6 +127,7 @@ class Sequence:
         "num_queued_tokens",
         "num_restarts",
         "num_unknown_tokens",
+        "num_writable_tokens",
         "order",
         "params",
         "pooling",
@@ -130,6 +139,7 @@ class Sequence:
         "seed",
         "siblings",
         "state",
+        "states",
         "token_ids",
         "token_rules",
     )
@@ -145,6 +155,7 @@ class Sequence:
         priority: int = 0,
         cache_salt: str = "",
         adapter_key: str = "",
+        images: PromptImages | None = None,
         reads_prefix: bool = True,
         samples: bool = True,
     ) -> None:
@@ -154,9 +165,11 @@ class Sequence:
         self.num_computed_tokens = 0
         self.max_length = max_length
         self.block_tables: list[BlockTable] = []
+        self.states: StateTable | None = None
         self.block_keys: list[bytes] = []
         self.prefix_scan: PrefixScan | None = None
         self.num_cached_blocks = 0
+        self.num_writable_tokens = 0
         self.is_loading = False
         self.cache_salt = cache_salt
         self.first_key = first_key(cache_salt, "")
@@ -168,6 +181,7 @@ class Sequence:
         self.seed = seed
         self.adapter = -1
         self.adapter_key = adapter_key
+        self.images = images
         self.siblings: list[Sequence] = []
         self.num_drafts = 0
         self.acceptance: Acceptance | None = None
@@ -201,6 +215,7 @@ class Sequence:
         other.cache_salt, other.first_key = self.cache_salt, self.first_key
         other.adapter, other.adapter_key = self.adapter, self.adapter_key
         other.order, other.may_speculate = self.order, self.may_speculate
+        other.images = self.images
         return other
 
     def use_adapter(self, slot: int, digest: str) -> None:
@@ -217,9 +232,14 @@ class Sequence:
         """Forget what was computed, the tokens that launched steps draw included."""
         self.num_restarts += 1
         self.num_unknown_tokens = 0
-        self.block_tables = []
-        self.num_cached_blocks = self.num_computed_tokens = 0
+        self.forget_cache()
+        self.num_cached_blocks = self.num_computed_tokens = self.num_writable_tokens = 0
         self.grammar_is_valid = False
+
+    def forget_cache(self) -> None:
+        """Forget which blocks and slots the sequence holds, when the books of their managers are rebuilt."""
+        self.block_tables = []
+        self.states = None
 
     def restore_grammar(self) -> None:
         """Return the grammar to the state after the generated tokens, if an interrupted draw may have changed it."""
@@ -252,7 +272,9 @@ class Sequence:
         """Whether a step may compute the sequence's next token, and draw the one after it, before the host knows it."""
         depends_on_text = self.grammar is not None or self.counts is not None or self.token_rules is not None
         depends_on_text |= bool(self.params.logits_processors)
-        return self.runs_ahead and not depends_on_text and not self.siblings
+        # Log-probabilities of a prompt are computed from hidden states, which the next step overwrites.
+        scores_prompt = self.next_prompt_logprob is not None and self.next_prompt_logprob < self.num_prompt_tokens
+        return self.runs_ahead and not depends_on_text and not scores_prompt and not self.siblings
 
     @property
     def num_tokens(self) -> int:

@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 from collections import Counter
 
 from fastinfer.engine.acceptance import FIRST_ACCEPTANCE, LEARNING_RATE, Acceptance, StepCosts
+from fastinfer.engine.chunk import Chunk
 from fastinfer.engine.ngram_index import NgramIndex
-from fastinfer.engine.scheduler import Chunk
 from fastinfer.engine.sequence import Sequence
 
 # With drafts, a step has at most this many tokens or a multiple of it, as the matrix products process tokens in groups
@@ -35,6 +35,7 @@ class Speculator(ABC):
 
     Attributes:
         batch_gain: speed relative to no drafts that drafts must promise before several sequences get any.
+        num_rounds: times since the start that a sequence got drafts.
         num_drafted: drafts since the start.
         num_accepted: accepted drafts since the start.
     """
@@ -42,6 +43,7 @@ class Speculator(ABC):
     batch_gain = 1.0
 
     def __init__(self, max_drafts: int) -> None:
+        self.num_rounds = 0
         self.num_drafted = 0
         self.num_accepted = 0
         self._max_drafts = max_drafts
@@ -74,6 +76,7 @@ class Speculator(ABC):
 
     def record_accepted(self, chunk: Chunk, num_accepted: int) -> None:
         """Update the estimates with the number of a chunk's drafts that were accepted."""
+        self.num_rounds += bool(chunk.drafts)
         self.num_drafted += len(chunk.drafts)
         self.num_accepted += num_accepted
         for index in range(min(num_accepted + 1, len(chunk.drafts))):

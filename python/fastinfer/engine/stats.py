@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would take three times as long to make
 class StepStats:
     """What one step of the engine did.
 
@@ -67,6 +67,8 @@ class EngineStats:
         num_failed_draws: draws since the start that failed: those of all rows of a step, which are then repeated row by
             row, and those of single rows.
         num_steps: steps since the start that computed something.
+        num_waited_steps: those of them whose results the next step had to wait for although steps are launched ahead,
+            see ``async_scheduling`` of :class:`fastinfer.engine.config.EngineConfig`; 0 if they are not.
         num_prompt_tokens: prompt tokens computed since the start, again after a preemption.
         num_generated_tokens: tokens generated since the start.
         num_repairs: errors since the start after which all running sequences were queued to be computed again.
@@ -79,6 +81,7 @@ class EngineStats:
         num_damaged_kv_files: files of the KV cache on disk since the start that were not what their name says.
         num_dropped_kv_blocks: blocks since the start that were not written to disk because too many waited already.
         num_failed_kv_files: files since the start that could not be read or written.
+        num_draft_rounds: times since the start that a sequence got draft tokens to be verified in one step.
     """
 
     num_running: int
@@ -112,3 +115,5 @@ class EngineStats:
     num_damaged_kv_files: int = 0
     num_dropped_kv_blocks: int = 0
     num_failed_kv_files: int = 0
+    num_draft_rounds: int = 0
+    num_waited_steps: int = 0

@@ -1,13 +1,13 @@
 """One step of the engine: schedule sequences, run the model, sample tokens, update requests."""
 
 import time
-from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
 
 from fastinfer.engine.batch_inputs import StepResult
 from fastinfer.engine.block_manager import BlockManager
+from fastinfer.engine.chunk import Chunk
 from fastinfer.engine.draw import Draw
 from fastinfer.engine.kv_offloading import KVOffloading
 from fastinfer.engine.logits_row import LogitsRow, drop_impossible_drafts, logits_rows
@@ -15,36 +15,16 @@ from fastinfer.engine.request import Request, SequenceStep
 from fastinfer.engine.request_table import RequestTable
 from fastinfer.engine.sampled_token import SampledToken
 from fastinfer.engine.sampler import Sampler
-from fastinfer.engine.scheduler import Chunk, Scheduler
+from fastinfer.engine.scheduler import Scheduler
 from fastinfer.engine.sequence import SequenceState
 from fastinfer.engine.speculation import Speculator
 from fastinfer.engine.stats import StepStats
 from fastinfer.engine.worker import Worker
 from fastinfer.errors import describe_error
 
-
-class _ChunkResult(NamedTuple):
-    """The part of a step's result that belongs to one chunk.
-
-    Attributes:
-        chunk: the chunk that was computed.
-        hidden_rows: the chunk's rows of the step's hidden states.
-        tokens: drawn tokens, one per row of logits.
-    """
-
-    chunk: Chunk
-    hidden_rows: slice
-    tokens: list[SampledToken]
-
-    @property
-    def num_accepted(self) -> int:
-        """Number of drafts, from the first on, that equal the drawn tokens."""
-        accepted = 0
-        for draft, token in zip(self.chunk.drafts, self.tokens, strict=False):
-            if draft != token.token_id:
-                break
-            accepted += 1
-        return accepted
+# The part of a step's result that belongs to one chunk: the chunk, its first row of the step's hidden states, and the
+# drawn tokens, one per row of logits.
+_ChunkResult = tuple[Chunk, int, list[SampledToken]]
 
 
 class _Launched(NamedTuple):
@@ -54,14 +34,14 @@ class _Launched(NamedTuple):
         chunks: the chunks that it computes.
         result: tensors that the device writes; valid until the next step is launched.
         draw: the draw of the next tokens.
-        stats: what the step does; its ``seconds`` and ``num_generated_tokens`` are not known yet.
-        start_compute: time at which the model was launched, in seconds of ``time.perf_counter``.
+        start: time at which the step began, in seconds of ``time.perf_counter``.
+        start_compute: time at which the model was launched.
     """
 
     chunks: list[Chunk]
     result: StepResult
     draw: Draw
-    stats: StepStats
+    start: float
     start_compute: float
 
 
@@ -83,6 +63,9 @@ class Step:
         offloading: stores of blocks beyond the KV caches; ``None`` for none.
         requests: unfinished requests, which receive the tokens.
         runs_ahead: whether to launch a step before the results of the last one are known.
+
+    Attributes:
+        num_waited_steps: steps since the start that ``runs_ahead`` could not launch a step ahead of.
     """
 
     def __init__(
@@ -106,7 +89,8 @@ class Step:
         self._block_manager = block_manager
         self._offloading = offloading
         self._requests = requests
-        self._runs_ahead = runs_ahead and speculator is None
+        self._runs_ahead = runs_ahead
+        self.num_waited_steps = 0
         self._launched: _Launched | None = None
 
     def __call__(self) -> StepStats | None:
@@ -126,8 +110,10 @@ class Step:
                 launched = self._launch()
             if launched is None:
                 return None
-            self._launched = self._launch(launched.draw) if self._may_run_ahead_of(launched) else None
+            is_overtaken = self._may_run_ahead_of(launched)
+            self._launched = self._launch(launched.draw) if is_overtaken else None
             stats = self._collect(launched)
+            self.num_waited_steps += self._runs_ahead and not is_overtaken
             self._save_blocks()
             return stats
         except BaseException:
@@ -143,6 +129,7 @@ class Step:
         """Return whether the next step can be launched before this one's results are known."""
         return (
             self._runs_ahead
+            and self._speculator is None
             and all(chunk.sequence.may_run_ahead for chunk in launched.chunks)
             # Each may need a block, and none can be preempted before its last token is known.
             and self._block_manager.num_available >= len(self._scheduler.running)
@@ -155,20 +142,19 @@ class Step:
             drawn: the draw of the last step, if its tokens are not known yet.
         """
         start = time.perf_counter()
-        self._requests.end_expired()
-        self._requests.queue_compiled()
-        self._requests.queue_with_adapters()
+        self._requests.begin_step()
         chunks, rows = self._choose_rows(self._schedule(waits=drawn is None))
         if not chunks:
             return None
-        num_tokens = sum(chunk.num_tokens + len(chunk.drafts) for chunk in chunks)
-        num_prompt_tokens = sum(map(_num_prompt_tokens, chunks))
-        stats = StepStats(start, 0.0, len(chunks), num_tokens, num_prompt_tokens, 0)
         start_compute = time.perf_counter()
+        self._block_manager.place_states(chunks)
         result = self._worker.run(chunks, rows, None if drawn is None else drawn.token_ids)
         draw = self._sampler.launch(result, rows)
         _mark_launched(chunks)
-        return _Launched(chunks, result, draw, stats, start_compute)
+        for chunk in chunks:
+            if not chunk.drafts:
+                self._block_manager.advance_states(chunk)
+        return _Launched(chunks, result, draw, start, start_compute)
 
     def _schedule(self, waits: bool) -> list[Chunk]:
         """Return the chunks to compute, drafts included.
@@ -206,30 +192,36 @@ class Step:
 
         Requests whose grammar fails at this point end here, and their chunks are left out.
         """
-        rows: dict[int, list[LogitsRow]] = {}
+        rows: list[LogitsRow] = []
         errors: dict[str, Exception] = {}
-        for index, chunk in enumerate(chunks):
+        for chunk in chunks:
             try:
-                for sequence in (chunk.sequence, *chunk.sequence.siblings):
-                    sequence.restore_grammar()
-                drop_impossible_drafts(chunk)
-                rows[index] = logits_rows(chunk)
+                if chunk.sequence.grammar is not None:
+                    for sequence in (chunk.sequence, *chunk.sequence.siblings):
+                        sequence.restore_grammar()
+                    drop_impossible_drafts(chunk)
+                rows += logits_rows(chunk)
             except Exception as error:  # any error ends this request alone
                 errors[chunk.sequence.request_id] = error
-        for request_id, failure in errors.items():
-            self._requests.fail(self._requests.active[request_id], failure)
-        # None are left if a request could only be ended by a repair.
-        kept = [index for index, chunk in enumerate(chunks) if chunk.sequence.state is SequenceState.RUNNING]
-        return [chunks[index] for index in kept], [row for index in kept for row in rows[index]]
+        if errors:
+            for request_id, failure in errors.items():
+                self._requests.fail(self._requests.active[request_id], failure)
+            # None are left if a request could only be ended by a repair.
+            chunks = [chunk for chunk in chunks if chunk.sequence.state is SequenceState.RUNNING]
+            kept = {chunk.sequence.request_id for chunk in chunks}
+            rows = [row for row in rows if row.sequence.request_id in kept]
+        return chunks, rows
 
     def _collect(self, launched: _Launched) -> StepStats:
         """Wait for the results of a step and pass them to the requests."""
-        tokens = launched.draw.tokens()
+        chunks, tokens = launched.chunks, launched.draw.tokens()
         if self._speculator is not None:
-            self._speculator.record_seconds(launched.chunks, time.perf_counter() - launched.start_compute)
+            self._speculator.record_seconds(chunks, time.perf_counter() - launched.start_compute)
         num_generated = self._update(launched, tokens)
-        seconds = time.perf_counter() - launched.stats.start_time
-        return replace(launched.stats, seconds=seconds, num_generated_tokens=num_generated)
+        num_tokens = sum([chunk.num_tokens + len(chunk.drafts) for chunk in chunks])
+        num_prompt_tokens = sum([_num_prompt_tokens(c) for c in chunks if c.start < c.sequence.num_prompt_tokens])
+        seconds = time.perf_counter() - launched.start
+        return StepStats(launched.start, seconds, len(chunks), num_tokens, num_prompt_tokens, num_generated)
 
     def _update(self, launched: _Launched, tokens: list[SampledToken]) -> int:
         """Pass the results to the requests, each of which is completely updated before the next one.
@@ -254,29 +246,30 @@ class Step:
             The number of its new tokens.
         """
         has_news, num_generated = False, 0
-        for part in parts:
-            has_news |= part.chunk.is_last
-            steps = self._advance(part)
-            num_generated += sum([len(step.tokens) for step in steps])
-            self._update_sequences(request, steps, part.hidden_rows, result.hidden)
+        for chunk, first_row, tokens in parts:
+            has_news |= chunk.is_last
+            steps = self._advance(chunk, tokens)
+            for step in steps:
+                num_generated += len(step.tokens)
+            self._update_sequences(request, steps, chunk, first_row, result.hidden)
         request.end_step(self._scheduler)
         if has_news or not request.unfinished:
             self._requests.report(request)
         return num_generated
 
-    def _advance(self, part: _ChunkResult) -> list[SequenceStep]:
+    def _advance(self, chunk: Chunk, tokens: list[SampledToken]) -> list[SequenceStep]:
         """Mark a chunk's accepted drafts as computed, and fork the siblings once the prompt is complete.
 
         Returns:
             The results for the chunk's sequence and for each sibling, in this order.
         """
-        chunk, _, tokens = part
         sequence, accepted = chunk.sequence, 0
         if chunk.num_receivers:
             sequence.num_unknown_tokens -= 1
         if chunk.drafts:
-            accepted = part.num_accepted
+            accepted = _num_accepted(chunk.drafts, tokens)
             sequence.num_computed_tokens += accepted
+            self._block_manager.advance_states(chunk, accepted)
         if self._speculator is not None:
             self._speculator.record_accepted(chunk, accepted)
         start, is_last = chunk.start, chunk.is_last
@@ -290,23 +283,29 @@ class Step:
             for receiver, token in zip((sequence, *siblings), tokens, strict=True)
         ]
 
-    def _update_sequences(self, request: Request, steps: list[SequenceStep], rows: slice, hidden: Tensor) -> None:
+    def _update_sequences(
+        self, request: Request, steps: list[SequenceStep], chunk: Chunk, first_row: int, hidden: Tensor
+    ) -> None:
         """Update a request with the results of a sequence and of those forked from it.
 
         Args:
             request: the request.
             steps: the results, first that of the sequence.
-            rows: the sequence's rows of ``hidden``.
+            chunk: the sequence's chunk.
+            first_row: the chunk's first row of ``hidden``.
             hidden: [tokens, hidden] hidden states of the whole step.
         """
+        sequence = chunk.sequence
         try:
-            steps[0] = self._with_prompt_results(steps[0], rows, hidden)
+            if sequence.next_prompt_logprob is not None or sequence.pooling is not None:
+                rows = slice(first_row, first_row + chunk.num_tokens + len(chunk.drafts))
+                steps[0] = self._with_prompt_results(steps[0], rows, hidden)
             for step in steps:
                 _update_until_error(request, step)
         except Exception as error:
             request.finish("error", describe_error(error))
         else:
-            self._block_manager.end_step(steps[0].sequence)  # after the accepted tokens were appended
+            self._block_manager.end_step(sequence)  # after the accepted tokens were appended
 
     def _with_prompt_results(self, step: SequenceStep, rows: slice, hidden: Tensor) -> SequenceStep:
         """Add what a request wants of its prompt beside its keys and values."""
@@ -329,8 +328,18 @@ class Step:
 
 
 def _num_prompt_tokens(chunk: Chunk) -> int:
-    """Return how many of a chunk's tokens belong to the prompt."""
-    return min(max(chunk.sequence.num_prompt_tokens - chunk.start, 0), chunk.num_tokens)
+    """Return how many tokens of a chunk that begins within the prompt belong to it."""
+    return min(chunk.sequence.num_prompt_tokens - chunk.start, chunk.num_tokens)
+
+
+def _num_accepted(drafts: list[int], tokens: list[SampledToken]) -> int:
+    """Return the number of drafts, from the first on, that equal the drawn tokens."""
+    accepted = 0
+    for draft, token in zip(drafts, tokens, strict=False):
+        if draft != token.token_id:
+            break
+        accepted += 1
+    return accepted
 
 
 def _is_wanted(chunk: Chunk) -> bool:
@@ -375,10 +384,10 @@ def _by_request(chunks: list[Chunk], tokens: list[SampledToken]) -> dict[str, li
     results: dict[str, list[_ChunkResult]] = {}
     end = end_drawn = 0
     for chunk in chunks:
-        start, first_drawn, sequence = end, end_drawn, chunk.sequence
+        start, first_drawn = end, end_drawn
         end += chunk.num_tokens + len(chunk.drafts)
-        end_drawn += chunk.num_rows
+        end_drawn += chunk.num_receivers + len(chunk.drafts)
         if _is_wanted(chunk):
-            part = _ChunkResult(chunk, slice(start, end), tokens[first_drawn:end_drawn])
-            results.setdefault(sequence.request_id, []).append(part)
+            part = chunk, start, tokens[first_drawn:end_drawn]
+            results.setdefault(chunk.sequence.request_id, []).append(part)
     return results

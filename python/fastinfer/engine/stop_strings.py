@@ -78,19 +78,16 @@ class StopStringMatcher:
         matched: the stop string that was found; ``None`` until then. After a match nothing may be added.
     """
 
-    def __init__(self, stop: Iterable[str] = (), includes_stop: bool = False) -> None:
+    def __init__(self, stop: Iterable[str], includes_stop: bool = False) -> None:
         self.matched: str | None = None
         self._includes_stop = includes_stop
-        strings = tuple(stop)
-        self._automaton = _automaton(strings) if strings else None
+        self._automaton = _automaton(tuple(stop))
         self._state = 0
         self._held: deque[str] = deque()  # the text that is held back, character by character
 
     def add(self, piece: str) -> str:
         """Append a piece of text, and return the text that is released by it."""
         automaton = self._automaton
-        if automaton is None:
-            return piece
         for character in piece:
             self._state = automaton.next_state(self._state, character)
             self._held.append(character)

@@ -25,25 +25,34 @@ class TextStream:
         includes_stop: whether the string that ends the text is a part of it.
 
     Attributes:
+        stopped_by: the stop string that ended the text, or ``None``; after one no tokens may be added.
         utf8: the text so far in UTF-8, without the part that may be the beginning of a stop string. It only grows at
             its end, which for a bytearray takes the same time at any length.
     """
 
     def __init__(self, detokenizer: Detokenizer, stop: Iterable[str] = (), includes_stop: bool = False) -> None:
+        self.stopped_by: str | None = None
         self.utf8 = bytearray()
         self._detokenizer = detokenizer
-        self._stop = StopStringMatcher(stop, includes_stop)
-
-    @property
-    def stopped_by(self) -> str | None:
-        """The stop string that ended the text, or ``None``; after one no tokens may be added."""
-        return self._stop.matched
+        strings = tuple(stop)
+        self._stop = StopStringMatcher(strings, includes_stop) if strings else None
 
     def add(self, token_id: int) -> None:
         """Append the text of a token."""
-        self.utf8 += self._stop.add(self._detokenizer.add(token_id)).encode()
+        text = self._detokenizer.add(token_id)
+        if self._stop is not None:
+            text = self._match(self._stop, text)
+        self.utf8 += text.encode()
 
     def flush(self) -> None:
         """Append the rest at the end of the text: an incomplete character, and text that became no stop string."""
-        self.utf8 += self._stop.add(self._detokenizer.flush()).encode()
-        self.utf8 += self._stop.flush().encode()
+        text = self._detokenizer.flush()
+        if self._stop is not None:
+            text = self._match(self._stop, text) + self._stop.flush()
+        self.utf8 += text.encode()
+
+    def _match(self, stop: StopStringMatcher, text: str) -> str:
+        """Look for stop strings in more text, and return the text that is released."""
+        released = stop.add(text)
+        self.stopped_by = stop.matched
+        return released

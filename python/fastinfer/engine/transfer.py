@@ -1,5 +1,7 @@
 """Transfers between host memory and the model's device with as few waits as possible."""
 
+from array import array
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -34,3 +36,8 @@ class HostCopy:
         if self._done is not None:
             self._done.synchronize()
         return self._copies
+
+
+def write_list(view: memoryview, values: list[int]) -> None:
+    """Write integers to the beginning of an array, given as a memoryview: NumPy takes three times as long."""
+    view[: len(values)] = array(view.format, values)

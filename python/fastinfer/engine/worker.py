@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from fastinfer.engine.batch_inputs import BatchInputs, StepResult
+from fastinfer.engine.chunk import Chunk
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.kv_cache_size import KVCacheSize
 from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.engine.runner import Runner
 from fastinfer.engine.sampled_token import TokenLogprob, top_logprobs
-from fastinfer.engine.scheduler import Chunk
 from fastinfer.models import Model
 from fastinfer.models.kv_cache import KVCache, num_blocks_for
 
@@ -26,26 +26,38 @@ class Worker:
         model: the model.
         size: size of the KV cache, whose memory is uninitialised.
         with_adapters: whether tokens may have LoRA adapters.
+        separates_roles: whether to compute prompts and generated tokens differently, see
+            :mod:`fastinfer.engine.roles`.
 
     Attributes:
         device: device that computes.
         kv_cache: the KV cache.
     """
 
-    def __init__(self, config: EngineConfig, model: Model, size: KVCacheSize, *, with_adapters: bool = False) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Model,
+        size: KVCacheSize,
+        *,
+        with_adapters: bool = False,
+        separates_roles: bool = False,
+    ) -> None:
         self._config = config
         self.device = torch.device(config.device)
         self._size = size
         self._with_adapters = with_adapters
+        self._separates_roles = separates_roles
         self._model: Model | None = model
-        self.kv_cache = KVCache.empty(
-            [size.group(model.config.window(layer)) for layer in range(model.config.num_layers)],
+        self.kv_cache = KVCache.of_model(
+            model.config,
             size.num_blocks,
             config.block_size,
-            model.config.num_kv_heads,
-            model.config.head_dim,
             config.kv_cache_dtype,
             config.device,
+            group=size.group,
+            num_states=size.num_states,
+            state_dtype=model.dtype,
         )
         self._num_eager_steps = 0  # of released runners
         self._runner: Runner | None = self._make_runner()
@@ -148,6 +160,7 @@ class Worker:
             block_size=config.block_size,
             num_groups=len(self._size.windows),
             device=config.device,
+            has_states=self.model.config.states is not None,
         )
         return Runner(
             self.model,
@@ -156,4 +169,5 @@ class Worker:
             enforce_eager=config.enforce_eager,
             with_adapters=self._with_adapters,
             deterministic=config.deterministic,
+            separates_roles=self._separates_roles,
         )

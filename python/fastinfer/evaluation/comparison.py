@@ -12,9 +12,9 @@ from fastinfer import hub
 from fastinfer.errors import RequestError
 from fastinfer.evaluation.perplexity import log_probabilities, loss, split_sections
 from fastinfer.evaluation.text_file import read_text, read_tokens
-from fastinfer.formats.safetensors_folder import weight_file_bytes
 from fastinfer.llm import LLM, kv_cache_dtype_of
-from fastinfer.models import load_model
+from fastinfer.models import load_model, open_checkpoint
+from fastinfer.models.config import Precision
 from fastinfer.sampling_params import SamplingParams
 from fastinfer.utils.device import resolve_device
 from fastinfer.utils.table import format_table
@@ -95,12 +95,14 @@ def compare(
     texts: list[list[int]] = []
     for name, path in zip(names, paths, strict=True):
         progress(name)
-        model, tokenizer = load_model(path, dtype, device, max_model_len=length)
+        checkpoint = open_checkpoint(path, Precision.of(dtype, device).exact)
+        size = sum(file.stat().st_size for file in checkpoint.files if file.suffix != ".json")
+        model, tokenizer = load_model(checkpoint, dtype, device, max_model_len=length)
+        del checkpoint
         sections = split_sections(read_tokens(text, tokenizer), length, max_tokens)
         if texts and sections != texts:
             raise RequestError(f"{name}: expected the tokens that {names[0]} makes of {text}, got others")
         texts = sections
-        size = weight_file_bytes(path) if path.is_dir() else path.stat().st_size
         found = log_probabilities(model, texts, cache_dtype, device=device, batch_size=max_num_seqs)
         figures = list(_evaluate(found, texts, reference))
         means = [sum(column) / len(column) for column in zip(*figures, strict=True)]

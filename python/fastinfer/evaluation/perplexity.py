@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastinfer import ops
 from fastinfer.errors import RequestError
 from fastinfer.models import Model, check_has_all_logits
 from fastinfer.models.batch import Batch
@@ -40,6 +41,8 @@ def log_probabilities(
 ) -> Iterator[Tensor]:
     """Yield [tokens, vocab] fp32 for each text: the log-probabilities of the token after each position.
 
+    The tokens are computed as those of a prompt, see :func:`fastinfer.ops.prompt_rows`.
+
     Args:
         model: a model on ``device``.
         texts: token ids of each text.
@@ -48,13 +51,12 @@ def log_probabilities(
         batch_size: number of texts that are computed at once. On a CPU it changes no bit of the result.
     """
     check_has_all_logits(model)
-    config = model.config
     blocks = batch_size * max(num_blocks_for(len(text), BLOCK_SIZE) for text in texts)
-    sizes = BLOCK_SIZE, config.num_kv_heads, config.head_dim, kv_cache_dtype, device
-    cache = KVCache.empty([0] * config.num_layers, [blocks], *sizes)
+    cache = KVCache.of_model(model.config, [blocks], BLOCK_SIZE, kv_cache_dtype, device, state_dtype=model.dtype)
     for start in range(0, len(texts), batch_size):
         together = texts[start : start + batch_size]
-        hidden = model.forward(_on(device, Batch.of_texts(together, BLOCK_SIZE)), cache)
+        with ops.prompt_rows(0):
+            hidden = model.forward(_on(device, Batch.of_texts(together, BLOCK_SIZE)), cache)
         first = 0
         for text in together:  # the logits of one text alone take hundreds of megabytes
             rows = torch.arange(first, first + len(text), device=device)

@@ -1,6 +1,6 @@
 """Reader of linear layers in the compressed-tensors format (LLM Compressor, vLLM).
 
-A ``quantization_config`` has groups of layers, each with a scheme. Two kinds of schemes are supported
+A ``quantization_config`` has groups of layers, each with a scheme. Five kinds of schemes are supported
 (https://github.com/vllm-project/compressed-tensors, src/compressed_tensors/compressors):
 
 - ``pack-quantized``: weights of 4 or 8 bits, inputs not quantised (W4A16, W8A16). ``weight_packed``
@@ -9,29 +9,47 @@ A ``quantization_config`` has groups of layers, each with a scheme. Two kinds of
   ``weight_g_idx`` [in] is the group of each input.
 - ``int-quantized``: weights of 8 bits, ``weight`` [out, in] int8 and ``weight_scale`` [out, 1] or [1]. The inputs are
   not quantised (W8A16), or quantised to int8 with a scale per token (W8A8).
+- ``float-quantized``: weights in fp8, ``weight`` [out, in] e4m3 and ``weight_scale`` [out, 1], [1], or one for each
+  block of ``block_structure``. See :mod:`fastinfer.formats.fp8`.
+- ``nvfp4-pack-quantized``: weights in fp4, see :mod:`fastinfer.formats.nvfp4`; they are divided by
+  ``weight_global_scale``.
+- ``mxfp4-pack-quantized``: weights in fp4, see :mod:`fastinfer.formats.mxfp4`.
+
+Layers without ``weight_scale`` are not quantised, whatever the names of the schemes say: programs give the layers of a
+model in a model other names. Inputs of weights in fp8 and fp4 are not rounded, whatever the scheme says of them.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
+from fastinfer.errors import UnsupportedModelError
+from fastinfer.formats.fp8 import E4M3, block_shape, read_fp8
 from fastinfer.formats.linear_tensors import DENSE_DTYPES, LinearTensors
+from fastinfer.formats.mxfp4 import MXFP4_GROUP, read_mxfp4
+from fastinfer.formats.nvfp4 import NVFP4_GROUP, read_nvfp4
 from fastinfer.formats.packed_integers import unpack_integers
-from fastinfer.formats.quantization_settings import one_of, refuse, setting
-from fastinfer.formats.unpacked import Dense, Int4, Int8
+from fastinfer.formats.quantization_settings import compile_pattern, one_of, refuse, setting
+from fastinfer.formats.unpacked import Dense, Int4, Int8, Lut
 from fastinfer.formats.zero_points import kernel_scales, with_zero_points
 
 PACKED = "pack-quantized"
-PLAIN = ("int-quantized", "naive-quantized")
+PLAIN = "int-quantized"
+FP8 = "float-quantized"
+NVFP4 = "nvfp4-pack-quantized"
+MXFP4 = "mxfp4-pack-quantized"
+NAIVE = "naive-quantized"  # int-quantized or float-quantized, by the type of the numbers
 
-# A repeated group may take exponential time to match, and each open repetition multiplies the time by the length of a
-# name: these four take a millisecond.
-MAX_REPETITIONS = 4
-_REPEATED_GROUP = re.compile(r"\)[*+?{]*[*+{]")
+STRATEGIES = {
+    PACKED: ("group", "channel", "tensor"),
+    PLAIN: ("group", "channel", "tensor"),
+    FP8: ("channel", "tensor", "block"),
+    NVFP4: ("tensor_group",),
+    MXFP4: ("group",),
+}
+BITS = {PACKED: (4, 8), PLAIN: (8,), FP8: (8,), NVFP4: (4,), MXFP4: (4,)}
 
 
 @dataclass(frozen=True)
@@ -40,19 +58,21 @@ class Scheme:
 
     Attributes:
         targets: names of layers, ``re:`` followed by a regular expression, or names of classes.
-        packed: whether the format is ``pack-quantized``, not one byte per integer.
+        format: ``PACKED``, ``PLAIN``, ``FP8``, ``NVFP4`` or ``MXFP4``.
         bits: 4 or 8.
         group_size: number of inputs per scale, -1 for all.
         per_tensor: whether the whole weight has one scale.
+        block: rows and columns of a block of fp8 weights with the same scale; ``None`` for one scale per output.
         symmetric: whether there are no zero points.
         int8_activations: whether inputs are quantised to int8.
     """
 
     targets: tuple[str, ...]
-    packed: bool
+    format: str
     bits: int
     group_size: int
     per_tensor: bool
+    block: tuple[int, int] | None
     symmetric: bool
     int8_activations: bool
 
@@ -62,20 +82,31 @@ class Scheme:
         weights = setting(config, "weights", dict)
         inputs: dict[str, Any] | None = setting(config, "input_activations", dict, None)
         refuse(config, "output_activations")
-        format = one_of({"format": config.get("format") or default_format}, "format", (PACKED, *PLAIN))
-        one_of(weights, "type", ("int",), "int")
-        refuse(weights, "dynamic", "block_structure")
-        strategy = one_of(weights, "strategy", ("group", "channel", "tensor"), "channel")
+        format = one_of({"format": config.get("format") or default_format}, "format", (*STRATEGIES, NAIVE))
+        if format == NAIVE:
+            format = FP8 if weights.get("type") == "float" else PLAIN
+        is_float = format in (FP8, NVFP4, MXFP4)
+        one_of(weights, "type", ("float",) if is_float else ("int",), "int")
+        refuse(weights, "dynamic")
+        strategy = one_of(weights, "strategy", STRATEGIES[format], "channel")
+        block = None
+        if strategy == "block":
+            block = block_shape(setting(weights, "block_structure", list), "block_structure")
+        else:
+            refuse(weights, "block_structure")
+        if format in (NVFP4, MXFP4):
+            one_of(weights, "group_size", (NVFP4_GROUP if format == NVFP4 else MXFP4_GROUP,))
         scheme = cls(
             targets=tuple(str(target) for target in setting(config, "targets", list)),
-            packed=format == PACKED,
-            bits=one_of(weights, "num_bits", (4, 8) if format == PACKED else (8,), 8),
+            format=format,
+            bits=one_of(weights, "num_bits", BITS[format], 8),
             group_size=setting(weights, "group_size", int) if strategy == "group" else -1,
             per_tensor=strategy == "tensor",
+            block=block,
             symmetric=setting(weights, "symmetric", bool, True),
-            int8_activations=inputs is not None,
+            int8_activations=inputs is not None and not is_float,
         )
-        if inputs is not None:
+        if inputs is not None and not is_float:
             scheme._check_inputs(inputs)
         if not scheme.symmetric and (format != PACKED or strategy == "tensor"):
             raise UnsupportedModelError(
@@ -92,7 +123,7 @@ class Scheme:
             raise UnsupportedModelError(f"{prefix}only dynamic scales by token are implemented, got {inputs!r:.90}")
         if not setting(inputs, "symmetric", bool, True):
             raise UnsupportedModelError(f"{prefix}asymmetric activations are not implemented")
-        if self.packed or self.group_size != -1:
+        if self.format == PACKED or self.group_size != -1:
             raise UnsupportedModelError(f"{prefix}need int-quantized weights of 8 bits with one scale per output")
 
 
@@ -130,21 +161,31 @@ class CompressedTensorsFormat:
                     return scheme
         return None
 
-    def read(self, layer: LinearTensors, exact: bool = True) -> Int4 | Int8 | Dense:
-        """Read a layer's weight: Int4, Int8, or Dense for a layer that is not quantised.
+    def read(self, layer: LinearTensors, exact: bool = True) -> Int4 | Int8 | Lut | Dense:
+        """Read a layer's weight: Int4, Int8, Lut, or Dense for a layer that is not quantised.
 
         Args:
             layer: tensors of the layer.
-            exact: see :func:`fastinfer.formats.zero_points.with_zero_points`.
+            exact: see :func:`fastinfer.formats.zero_points.with_zero_points` and
+                :meth:`fastinfer.formats.fp8.FP8Format.read`.
 
         Raises:
             CheckpointFormatError: a tensor is missing or does not have the shape and type of its format.
             UnsupportedModelError: the kernels do not support the group size.
         """
         scheme = self.scheme(layer.module)
-        if scheme is None:
+        if scheme is None or not layer.has("weight_scale"):
             return layer.dense()
-        return _read_packed(layer, scheme, exact) if scheme.packed else _read_plain(layer, scheme, exact)
+        if scheme.format == FP8:
+            columns = layer.take("weight", E4M3, (None, None)).shape[1]
+            per_output = None if scheme.per_tensor else (1, columns)
+            return read_fp8(layer, "weight_scale", scheme.block or per_output, exact)
+        if scheme.format == NVFP4:
+            global_scale = layer.take_number("weight_global_scale", torch.float32)
+            return read_nvfp4(layer, "weight_packed", 1 / global_scale, exact)
+        if scheme.format == MXFP4:
+            return read_mxfp4(layer, "weight_packed", "weight_scale")
+        return _read_packed(layer, scheme, exact) if scheme.format == PACKED else _read_plain(layer, scheme, exact)
 
 
 def _read_packed(layer: LinearTensors, scheme: Scheme, exact: bool) -> Int4 | Int8:
@@ -187,14 +228,4 @@ def _matches_name(module: str, pattern: str) -> bool:
     """Return whether a pattern is the layer's name, or ``re:`` and a regular expression that matches its start."""
     if not pattern.startswith("re:"):
         return pattern == module
-    if _REPEATED_GROUP.search(pattern) or sum(pattern.count(sign) for sign in "*+{") > MAX_REPETITIONS:
-        raise UnsupportedModelError(
-            f"quantization_config: expected regular expressions with at most {MAX_REPETITIONS} repetitions and none of "
-            f"a group, got {pattern!r:.90}"
-        )
-    try:
-        return re.match(pattern.removeprefix("re:"), module) is not None
-    except (re.error, OverflowError, RecursionError) as error:
-        raise CheckpointFormatError(
-            f"quantization_config: {pattern!r:.90} is not a regular expression ({error})"
-        ) from None
+    return compile_pattern(pattern.removeprefix("re:")).match(module) is not None

@@ -73,6 +73,7 @@ class GGUFFile:
 
     Attributes:
         path: path of the file.
+        files: paths of all files of the model: this one, and those that :meth:`join` has added.
         metadata: all keys with their values: int, float, bool or str, a list of str, or a numpy array of numbers.
         tensors: all tensors by name, in the file's order. Their data is mapped, not read.
 
@@ -94,9 +95,25 @@ class GGUFFile:
             raise ModelNotFoundError(f"cannot open {self.path}: {error.strerror or error}") from None
         if buffer is None:
             raise GGUFFormatError(f"{self.path}: expected a GGUF file, got an empty file")
-        self._buffer = buffer
+        self._buffers = {self.path: buffer}
         header = _Header(self.path, buffer)
         self.metadata, self.tensors = header.read()
+
+    @property
+    def files(self) -> list[Path]:
+        return list(self._buffers)
+
+    def join(self, other: "GGUFFile") -> None:
+        """Add the tensors of another file of the same model.
+
+        Raises:
+            GGUFFormatError: a tensor is in both files.
+        """
+        for name in other.tensors:
+            if name in self.tensors:
+                raise GGUFFormatError(f"{other.path}: tensor {_short(name)} is in another file of the model, too")
+        self.tensors |= other.tensors
+        self._buffers |= other._buffers
 
     def check_size(self) -> None:
         """Refuse a file that was cut after it was opened: reading mapped memory behind its end ends the process.
@@ -104,13 +121,15 @@ class GGUFFile:
         Raises:
             GGUFFormatError: the file is smaller than when it was opened.
         """
-        size, mapped = self._buffer.size(), len(self._buffer)
-        if size < mapped:
-            raise GGUFFormatError(f"{self.path}: the file was cut from {mapped} to {size} bytes while it was read")
+        for path, buffer in self._buffers.items():
+            size, mapped = buffer.size(), len(buffer)
+            if size < mapped:
+                raise GGUFFormatError(f"{path}: the file was cut from {mapped} to {size} bytes while it was read")
 
     def release(self) -> None:
         """Free the memory of pages that were read; they are read again when a tensor is used again."""
-        self._buffer.madvise(mmap.MADV_DONTNEED)
+        for buffer in self._buffers.values():
+            buffer.madvise(mmap.MADV_DONTNEED)
 
     @overload
     def get(self, key: str, kind: type[T], *, minimum: float | None = None, maximum: float | None = None) -> T: ...

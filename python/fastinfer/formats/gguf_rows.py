@@ -3,29 +3,43 @@
 **Blocks of 32: Q4_0, Q4_1, IQ4_NL, Q5_0, Q5_1 and Q8_0.** A block has an fp16 scale, then (types ``_1``) an fp16
 minimum, then (5 bits) the 32 fifth bits, then the integers. Nothing is rounded.
 
+MXFP4 (:mod:`fastinfer.formats.mxfp4`) has an exponent in place of the scale. Its scales are fp16, or fp32 where an
+exponent is beyond the range of fp16.
+
 **Blocks of 256 in groups of 32: Q4_K and Q5_K.** A group has the scale ``d * scale`` and the minimum
 ``-dmin * minimum``; ``d`` and ``dmin`` are fp16 numbers of the block, ``scale`` and ``minimum`` have six bits. The
 products have up to 17 bits, so they are exact in fp32 and rounded by at most 2^-11 of themselves in fp16. (Small ones
-are not rounded at all: they are multiples of 2^-24, like the subnormal numbers of fp16.)
+are not rounded at all: they are multiples of 2^-24, like the subnormal numbers of fp16.) IQ4_XS has such scales, no
+minimums, and the table of IQ4_NL.
+
+**Blocks of 256 whose weights are points of a grid, in groups of 32: IQ1_S, IQ2_XXS, IQ3_XXS and IQ3_S.** A byte or two
+choose a point, which is the levels of four or eight weights. With their signs, or the sign of IQ1_S's offset, these are
+at most 16 integers, so that the weight becomes a look-up table. Its scales are products, as in Q4_K. IQ3_S has the odd
+numbers from -15 to 15, 2 q - 15: 4-bit integers with a minimum, which are faster with inputs of 8 bits.
+
+**Blocks of one scale: TQ1_0, TQ2_0 (256), Q1_0 (128) and Q2_0 (64).** Their weights are integers from -1 to at most 2
+times the scale, which each group of 32 gets. Nothing is rounded.
 
 **Packed for a CPU, Q4_K and Q6_K keep their integers, scales and minimums as they are stored**: 4-bit and 6-bit weights
 with two-level scales (:func:`fastinfer.ops.pack_two_level_scales`). Nothing is rounded, and they take 4.625 and 6.5625
 bits a weight; in the file 4.5 and 6.5625.
 
-**Blocks of 256 in groups of 16: Q3_K (scale only), Q2_K (scale and minimum) and, for a GPU, Q6_K (scale only).** The
-smallest group of the other forms is 32, so an exact weight is dense fp32. Otherwise two groups are joined into one
-group of 8-bit integers:
+**Blocks of 256 in groups of 16: Q3_K, IQ1_M, IQ2_XS, IQ2_S (scale only), Q2_K (scale and minimum) and, for a GPU, Q6_K
+(scale only).** The smallest group of the other forms is 32, so an exact weight is dense fp32. Otherwise two groups are
+joined into one group of 8-bit integers:
 
 - Q6_K and Q3_K: the joined scale is the larger of the two divided by 4 or 32. The integers of that group stay exact,
   and those of the other group are rounded to 1/4 or 1/32 of the larger step. (If the signs of the scales differ, the
   range is 127 instead of 128, because -32 * -4 would be 128.)
+- IQ1_M, IQ2_XS and IQ2_S: the same, divided by 14, 2 and 2. Their largest integers are 9 and 43 of both signs.
 - Q2_K: values are rounded to 1/127 of the largest value of the pair.
 
 The joined scale is first rounded up to fp16. The added RMS error for random weights, relative to the error of the
 format itself, is 0.24 for Q6_K, 0.03 for Q3_K and 0.02 for Q2_K. Errors add in square, so the total grows by 3 % for
 Q6_K and by at most 0.1 % for the others.
 
-Block layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. The readers are in csrc/formats.
+Block layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. The readers, and the grids, are in
+csrc/formats.
 """
 
 from dataclasses import dataclass
@@ -37,21 +51,44 @@ from torch import Tensor
 
 from fastinfer import _C
 from fastinfer.formats.gguf_types import GGUFType
+from fastinfer.formats.mxfp4 import MXFP4_TABLE
 from fastinfer.formats.unpacked import Dense, Int4, Int8, Lut, Unpacked
 
 GROUP = 32
-INT4_TYPES = (GGUFType.Q4_0, GGUFType.Q4_1, GGUFType.Q4_K)
-TYPES_WITH_MINS = (GGUFType.Q4_1, GGUFType.Q5_1, GGUFType.Q4_K, GGUFType.Q5_K)
-GROUPS_OF_32 = (GGUFType.Q4_K, GGUFType.Q5_K)
-GROUPS_OF_16 = (GGUFType.Q6_K, GGUFType.Q3_K, GGUFType.Q2_K)
+ONE_SCALE_TYPES = (GGUFType.TQ1_0, GGUFType.TQ2_0, GGUFType.Q1_0, GGUFType.Q2_0)
+INT4_TYPES = (GGUFType.Q4_0, GGUFType.Q4_1, GGUFType.Q4_K, GGUFType.IQ3_S, *ONE_SCALE_TYPES)
+TYPES_WITH_MINS = (GGUFType.Q4_1, GGUFType.Q5_1, GGUFType.Q4_K, GGUFType.Q5_K, GGUFType.IQ3_S)
+GRID_TYPES = (GGUFType.IQ1_S, GGUFType.IQ2_XXS, GGUFType.IQ3_XXS)
+LUT_TYPES = (GGUFType.IQ4_NL, GGUFType.IQ4_XS, GGUFType.MXFP4, *GRID_TYPES)
+GROUPS_OF_32 = (GGUFType.Q4_K, GGUFType.Q5_K, GGUFType.IQ4_XS, GGUFType.IQ3_S, *GRID_TYPES)
+GROUPS_OF_16 = (GGUFType.Q6_K, GGUFType.Q3_K, GGUFType.Q2_K, GGUFType.IQ1_M, GGUFType.IQ2_XS, GGUFType.IQ2_S)
 INT8_TYPES = (GGUFType.Q8_0, GGUFType.Q5_0, GGUFType.Q5_1, GGUFType.Q5_K, *GROUPS_OF_16)
 TWO_LEVEL_BITS = {int(GGUFType.Q4_K): 4, int(GGUFType.Q6_K): 6}
-QUANTIZED_TYPES = (*INT4_TYPES, *INT8_TYPES, GGUFType.IQ4_NL)
+# Bits of a weight that keeps these scales on a CPU, scales and minimums included.
+TWO_LEVEL_SIZES = {4: 4.625, 6: 6.5625}
+QUANTIZED_TYPES = (*INT4_TYPES, *INT8_TYPES, *LUT_TYPES)
 
-# Look-up table of IQ4_NL, for normally distributed weights.
+# Look-up table of IQ4_NL and IQ4_XS, for normally distributed weights.
 IQ4_NL_TABLE = torch.tensor(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.float32
 )
+
+
+def _signed(*levels: int) -> Tensor:
+    """Make the table of levels that have a sign in their fourth bit."""
+    half = torch.tensor(levels + (0,) * (8 - len(levels)), dtype=torch.float32)
+    return torch.cat([half, -half])
+
+
+TABLES = {
+    GGUFType.IQ4_NL: IQ4_NL_TABLE,
+    GGUFType.IQ4_XS: IQ4_NL_TABLE,
+    GGUFType.MXFP4: MXFP4_TABLE,
+    # Eight times -1, 0 and 1 plus an offset of 1/8 or -1/8.
+    GGUFType.IQ1_S: torch.tensor([-7, 1, 9, 0, 0, 0, 0, 0, -9, -1, 7, 0, 0, 0, 0, 0], dtype=torch.float32),
+    GGUFType.IQ2_XXS: _signed(8, 25, 43),
+    GGUFType.IQ3_XXS: _signed(4, 12, 20, 28, 36, 44, 52, 62),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +127,14 @@ class GGUFRows(Unpacked):
         return cls(offsets, types, file, _form(type, columns, exact))
 
     @property
+    def packed_bits(self) -> float:
+        """Bits of a weight that is packed for the kernels from unpacked rows, scales and minimums included."""
+        if isinstance(self.form, Dense):
+            return 32.0
+        numbers = 1 if self.form.mins is None else 2
+        return (8 if isinstance(self.form, Int8) else 4) + numbers * self.form.scales.itemsize * 8 / GROUP
+
+    @property
     def shape(self) -> tuple[int, int]:
         return len(self.offsets), self.form.shape[1]
 
@@ -110,10 +155,11 @@ class GGUFRows(Unpacked):
         return isinstance(other, GGUFRows) and self.file is other.file and self.form.fits(other.form)
 
     def unpack_integers(self) -> Int8:
-        """Unpack rows of IQ4_NL as integers of 8 bits, without rounding: the entries of its table are integers."""
+        """Unpack rows of ``LUT_TYPES`` as integers of 8 bits, without rounding: their table's entries are integers."""
         lut = self.unpack()
         assert isinstance(lut, Lut)
-        return Int8(IQ4_NL_TABLE.to(torch.int8)[lut.q.long()], lut.scales)
+        assert lut.table is not None
+        return Int8(lut.table.to(torch.int8)[lut.q.long()], lut.scales)
 
     def unpack(self) -> Dense | Int4 | Int8 | Lut:
         """Unpack all rows; scales and minimums become fp32 if one of them is too large for fp16."""
@@ -194,4 +240,4 @@ def _form(type: GGUFType, columns: int, exact: bool) -> Dense | Int4 | Int8 | Lu
     if type in INT8_TYPES:
         return Int8(torch.empty(0, columns, dtype=torch.int8), scales, mins)
     q = torch.empty(0, columns, dtype=torch.uint8)
-    return Int4(q, scales, mins) if type in INT4_TYPES else Lut(q, scales, table=IQ4_NL_TABLE)
+    return Int4(q, scales, mins) if type in INT4_TYPES else Lut(q, scales, table=TABLES[type])

@@ -44,7 +44,10 @@ class GPTQFormat:
             UnsupportedModelError: a setting is not implemented.
             CheckpointFormatError: a setting is missing or of the wrong type.
         """
-        refuse(config, "is_marlin_format", "dynamic", "rotation", "adapter")
+        refuse(config, "is_marlin_format", "rotation", "adapter")
+        # "-:" and a pattern: layers that are not quantised, which their tensors show.
+        layers = setting(config, "dynamic", dict, {})
+        refuse({"dynamic": {name: own for name, own in layers.items() if not name.startswith("-:")}}, "dynamic")
         one_of(config, "pack_dtype", ("int32",), "int32")
         key = "checkpoint_format" if config.get("checkpoint_format") else "format"
         return cls(

@@ -19,6 +19,24 @@ class Tensors(Protocol):
     def get(self, name: str, /) -> Tensor | None: ...
 
 
+class ExpertTensors:
+    """Tensors of one expert, whose tensors are stored with those of the others along a first dimension.
+
+    Args:
+        tensors: tensors of the whole checkpoint.
+        expert: index of the expert.
+    """
+
+    def __init__(self, tensors: Tensors, expert: int) -> None:
+        self._tensors = tensors
+        self._expert = expert
+
+    def get(self, name: str, /) -> Tensor | None:
+        """Get the expert's part of a tensor, or None if there is none."""
+        values = self._tensors.get(name)
+        return values[self._expert] if values is not None and values.dim() and self._expert < len(values) else None
+
+
 class LinearTensors:
     """Tensors of a layer, named ``module.part``.
 
@@ -57,6 +75,11 @@ class LinearTensors:
             expected = ", ".join("any" if size is None else str(size) for size in shape)
             self.fail(part, f"expected the shape [{expected}], got {list(sizes)}")
         return tensor.contiguous()
+
+    def take_number(self, part: str, dtypes: torch.dtype | tuple[torch.dtype, ...]) -> Tensor:
+        """Get a tensor of one number, with any number of dimensions; errors are those of :meth:`take`."""
+        tensor = self.get(part)
+        return self.take(part, dtypes, (1,) * (1 if tensor is None else tensor.dim())).view(())
 
     def dense(self) -> Dense:
         """Get the weight of a layer that is not quantised.

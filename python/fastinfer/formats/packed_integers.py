@@ -1,6 +1,6 @@
-"""Packing of 2, 3, 4 or 8-bit integers into int32 words, one after another from the lowest bits up.
+"""Packing of integers of 2 to 6 or 8 bits into int32 words, one after another from the lowest bits up.
 
-32 integers of ``bits`` bits fill ``bits`` words; some integers of 3 bits cross from one word into the next.
+32 integers of ``bits`` bits fill ``bits`` words; some integers of 3, 5 and 6 bits cross from one word into the next.
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def unpack_integers(words: Tensor, bits: int) -> Tensor:
-    """Unpack [rows, n] int32 to [rows, n * 32 / bits] uint8; for 3 bits n must be a multiple of 3."""
+    """Unpack [rows, n] int32 to [rows, n * 32 / bits] uint8; for 3, 5 and 6 bits n is a multiple of bits."""
     stored = np.ascontiguousarray(words.numpy()).view(np.uint8)
     if bits == 8:
         values = stored.copy()  # the result must not share memory with the file
@@ -25,17 +25,18 @@ def unpack_integers(words: Tensor, bits: int) -> Tensor:
         values |= values << 6
         values &= 0x03030303
     else:
-        values = _unpack_three_bits(stored)
+        values = _unpack_eights(stored, bits)
     return torch.from_numpy(values.view(np.uint8).reshape(words.shape[0], -1))
 
 
-def _unpack_three_bits(stored: np.ndarray) -> np.ndarray:
-    """Unpack each group of 3 bytes to 8 integers."""
-    triples = stored.reshape(-1, 3).astype(np.uint32)
-    joined = triples[:, 0] | triples[:, 1] << 8 | triples[:, 2] << 16
-    values = np.empty((len(joined), 8), np.uint8)
+def _unpack_eights(stored: np.ndarray, bits: int) -> np.ndarray:
+    """Unpack each group of ``bits`` bytes to 8 integers."""
+    joined = np.zeros((stored.size // bits, 8), np.uint8)
+    joined[:, :bits] = stored.reshape(-1, bits)
+    numbers = joined.view("<u8")[:, 0]
+    values = np.empty((len(numbers), 8), np.uint8)
     for index in range(8):
-        values[:, index] = joined >> (3 * index) & 7
+        values[:, index] = numbers >> np.uint64(bits * index) & np.uint64(2**bits - 1)
     return values
 
 

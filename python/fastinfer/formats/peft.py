@@ -7,6 +7,7 @@ supported parts would give a model that nobody has trained.
 
 import hashlib
 import math
+import os
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,7 @@ from torch import Tensor
 from fastinfer.errors import AdapterError
 from fastinfer.formats.json_fields import JsonFields
 from fastinfer.formats.peft_names import FUSED_EXPERTS, TARGETS, AdapterModule, is_base_weight, parse_tensor
+from fastinfer.utils.checks import show_path
 from fastinfer.utils.regular_file import check_regular
 
 MAX_RANK = 2**16
@@ -103,6 +105,8 @@ def read_adapter(path: Path) -> LoraAdapter:
             DoRA, saved modules or embeddings, modules other than ``TARGETS``, or an initialisation that changes the
             base weights.
     """
+    if not os.path.isdir(path):
+        raise AdapterError(f"adapter: expected a folder that PEFT has saved, got {show_path(path)}")
     config = _Config(path / "adapter_config.json")
     file = path / "adapter_model.safetensors"
     if not file.exists():

@@ -1,8 +1,8 @@
 """Names of the tensors in a LoRA adapter, which are those of the model's modules in transformers.
 
 The project's names are those of :mod:`fastinfer.models.checkpoint`, such as ``layers.3.q_proj``,
-``layers.3.experts.5.gate_proj`` or ``lm_head``. Modules that contain several of its matrices, with their rows
-concatenated, are ``qkv_proj`` and ``gate_up_proj``.
+``layers.3.experts.5.gate_proj``, ``layers.3.shared_expert.gate_proj`` or ``lm_head``. Modules that contain several of
+its matrices, with their rows concatenated, are ``qkv_proj`` and ``gate_up_proj``.
 """
 
 import re
@@ -14,6 +14,16 @@ _LAYER = {
     **{f"mlp.{name}": name for name in ("gate_proj", "up_proj", "down_proj", "gate_up_proj")},
     "mlp.gate": "router",
     "block_sparse_moe.gate": "router",  # Mixtral before transformers 5
+    "mlp.router": "router",  # GPT-OSS
+    "block_sparse_moe.router": "router",  # Granite
+    "mlp.shared_expert_gate": "shared_expert_gate",
+    **{
+        f"mlp.{owner}.{name}": f"shared_expert.{name}"
+        for owner in ("shared_expert", "shared_experts")
+        for name in ("gate_proj", "up_proj", "down_proj")
+    },
+    "shared_mlp.input_linear": "shared_expert.gate_up_proj",  # Granite
+    "shared_mlp.output_linear": "shared_expert.down_proj",
     "attn.c_attn": "qkv_proj",  # GPT-2
     "attn.c_proj": "o_proj",
     "mlp.c_fc": "up_proj",
@@ -33,8 +43,8 @@ TARGETS = tuple(dict.fromkeys([name.rpartition(".")[2] for name in _LAYER] + [*_
 
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<half>[AB])\.weight")
 _MODULE = re.compile(
-    r"(?:(?:model|transformer)\.)?(?:layers|h)\.(?P<layer>\d{1,4})\."
-    r"(?P<part>[a-z_]+\.(?:experts\.(?P<expert>\d{1,4})\.(?P<expert_part>\w+)|experts(?P<wrappers>(?:\.base_layer)*)|\w+))"
+    r"(?:(?:model\.language_model|language_model\.model|model|transformer)\.)?(?:layers|h)\.(?P<layer>\d{1,4})\."
+    r"(?P<part>[a-z_]+\.(?:experts\.(?P<expert>\d{1,4})\.(?P<expert_part>\w+)|experts(?P<wrappers>(?:\.base_layer)*)|shared_experts?\.\w+|\w+))"
 )
 # PEFT saves the weight to which an adapter of lm_head belongs, too. An adapter does not change it.
 _BASE_WEIGHT = re.compile(r"base_model\.model\.lm_head\.base_layer\.weight")

@@ -1,5 +1,6 @@
 """Access to the ``quantization_config`` of a checkpoint's config.json."""
 
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar, overload
 
@@ -9,6 +10,11 @@ T = TypeVar("T")
 D = TypeVar("D")
 
 _REQUIRED: Any = object()
+
+# A repeated group may take exponential time to match, and each open repetition multiplies the time by the length of a
+# name: these four take a millisecond.
+MAX_REPETITIONS = 4
+_REPEATED_GROUP = re.compile(r"\)[*+?{]*[*+{]")
 
 
 @overload
@@ -58,3 +64,23 @@ def refuse(config: Mapping[str, Any], *keys: str) -> None:
     for key in keys:
         if config.get(key):
             raise UnsupportedModelError(f"quantization_config: {key!r} is not implemented, got {config[key]!r:.90}")
+
+
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """Compile a regular expression for names of layers.
+
+    Raises:
+        UnsupportedModelError: matching may take too long.
+        CheckpointFormatError: it is not a regular expression.
+    """
+    if _REPEATED_GROUP.search(pattern) or sum(pattern.count(sign) for sign in "*+{") > MAX_REPETITIONS:
+        raise UnsupportedModelError(
+            f"quantization_config: expected regular expressions with at most {MAX_REPETITIONS} repetitions and none of "
+            f"a group, got {pattern!r:.90}"
+        )
+    try:
+        return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise CheckpointFormatError(
+            f"quantization_config: {pattern!r:.90} is not a regular expression ({error})"
+        ) from None

@@ -3,7 +3,9 @@
 Format: https://huggingface.co/docs/safetensors. Pickled weights are refused, because they can run any code.
 """
 
+import math
 import os
+import re
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +29,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "I64": torch.int64,
     "I32": torch.int32,
+    "U32": torch.uint32,
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
@@ -104,6 +107,12 @@ class SafetensorsFolder:
         """Return the shape of a tensor and the format's name of its dtype, without reading its data."""
         found = self._slice(name)
         return tuple(found.get_shape()), found.get_dtype()
+
+    def num_bytes(self, name: str) -> int:
+        """Return the size of a tensor's data in bytes."""
+        shape, code = self.header(name)
+        bits = re.search(r"\d+", code)  # F8_E4M3, BF16, I64; a BOOL is a byte
+        return math.prod(shape) * (8 if bits is None else int(bits[0])) // 8
 
     def get(self, name: str) -> Tensor | None:
         """Get a tensor, or None if there is no tensor of this name; its memory is that of the mapped file."""

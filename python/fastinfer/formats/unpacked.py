@@ -171,6 +171,43 @@ def combine(parts: Sequence[U], join: Callable[[list[Tensor]], Tensor]) -> U:
     return replace(first, **{name: join([column[name] for column in columns]) for name in columns[0]})
 
 
+def in_one_form(parts: Sequence[Unpacked]) -> list[Int8] | None:
+    """Convert quantised weights whose forms differ to 8-bit integers in groups of one size, without rounding.
+
+    ``None`` if that is impossible: one of them is dense, has its inputs in another order, is made for int8 activations,
+    or has a look-up table of numbers that are no integers of 8 bits.
+    """
+    if not all(isinstance(part, Int4 | Int8 | Lut) and part.permutation is None for part in parts):
+        return None
+    weights = [part for part in parts if isinstance(part, Grouped)]
+    groups = max(part.scales.shape[1] for part in weights)
+    has_mins = any(part.mins is not None for part in weights)
+    is_half = all(part.scales.dtype == torch.float16 for part in weights)
+    converted = []
+    for part in weights:
+        q = _eight_bits(part)
+        if q is None or groups % part.scales.shape[1]:
+            return None
+        spread = [
+            numbers.repeat_interleave(groups // part.scales.shape[1], 1).to(torch.float16 if is_half else torch.float32)
+            for numbers in (part.scales, torch.zeros_like(part.scales) if part.mins is None else part.mins)
+        ]
+        converted.append(Int8(q, spread[0], spread[1] if has_mins else None))
+    return converted
+
+
+def _eight_bits(weight: Grouped) -> Tensor | None:
+    """Return the integers of a weight as int8; None if they have no such form."""
+    if isinstance(weight, Int8):
+        return None if weight.int8_activations else weight.q
+    if isinstance(weight, Lut):
+        assert weight.table is not None
+        table = weight.table.to(torch.int8)
+        return table[weight.q.long()] if torch.equal(table.float(), weight.table) else None
+    q = weight.q.to(torch.int8)
+    return q - 8 if weight.mins is None else q
+
+
 def _same(a: object, b: object) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.equal(a, b)

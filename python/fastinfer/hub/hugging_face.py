@@ -8,6 +8,8 @@ from pathlib import Path
 from fastinfer.errors import ModelNotFoundError
 from fastinfer.hub.failures import all_class_names, why_unreachable
 from fastinfer.hub.suggestions import did_you_mean
+from fastinfer.utils.checks import show_path
+from fastinfer.utils.gguf_names import shard_names
 from fastinfer.utils.text import first_line
 
 # org/repo, org/repo/file.gguf or org/repo:file.gguf; the file may be in a subfolder of the repository.
@@ -21,6 +23,8 @@ _UNWANTED = ["*/*", "consolidated*", "adapter_*"]
 @cache  # a command looks its model up before torch is imported, and again when it is loaded
 def pull(repository: str, file: str | None) -> Path:
     """Download a GGUF file of a repository, or the repository if ``file`` is None. A process asks the hub once.
+
+    If the file is one of several of a model that is split, all of them are downloaded.
 
     Raises:
         ModelNotFoundError: the download failed, or the repository does not have the file, or config.json.
@@ -36,16 +40,16 @@ def pull(repository: str, file: str | None) -> Path:
             )
         else:
             # hf_hub_download would retry for half a minute without a network.
-            folder = Path(huggingface_hub.snapshot_download(repository, allow_patterns=[glob.escape(file)]))
+            folder = Path(huggingface_hub.snapshot_download(repository, allow_patterns=_files(file)))
     # The library's error classes share no base across the versions that tokenizers allows, and errors of its HTTP
     # library pass through it unchanged.
     except Exception as error:
         folders = Path(huggingface_hub.constants.HF_HUB_CACHE).glob("models--*")
         meant = did_you_mean(repository, ["/".join(folder.name.split("--")[1:]) for folder in folders])
-        raise ModelNotFoundError(f"model {name!r}: {_reason(error, repository)}{meant}") from error
+        raise ModelNotFoundError(f"model {show_path(name)}: {_reason(error, repository)}{meant}") from error
     if file is not None:
         if not (folder / file).is_file():
-            raise ModelNotFoundError(f"model {name!r}: the repository has no such file")
+            raise ModelNotFoundError(f"model {show_path(name)}: the repository has no such file")
         return folder / file
     if not (folder / "config.json").is_file():
         raise ModelNotFoundError(
@@ -53,6 +57,12 @@ def pull(repository: str, file: str | None) -> Path:
             f"{repository}/file.gguf"
         )
     return folder
+
+
+def _files(file: str) -> list[str]:
+    """Return patterns of a GGUF file and, if its model is split, of the other files of the model."""
+    folder, slash, name = file.rpartition("/")
+    return [glob.escape(folder + slash + shard) for shard in shard_names(name)]
 
 
 def _reason(error: Exception, repository: str) -> str:

@@ -7,8 +7,9 @@ from pathlib import Path
 from fastinfer.errors import GGUFFormatError, ModelNotFoundError
 from fastinfer.hub import hugging_face, registry, wheels
 from fastinfer.hub.suggestions import did_you_mean
-from fastinfer.utils.checks import check_path
+from fastinfer.utils.checks import check_path, show_path
 from fastinfer.utils.file_kind import HEAD_BYTES, kind_of_file
+from fastinfer.utils.gguf_names import shard_names
 from fastinfer.utils.regular_file import open_regular
 
 
@@ -63,18 +64,18 @@ def pull(name: str, *, progress: bool = True) -> Path:
     # Two parts of which the second one is a file are a path.
     if match is None or ".." in re.split("[/:]", name) or match[1].endswith(".gguf"):
         raise ModelNotFoundError(
-            f"model {name!r}: expected a file, a folder, org/repo, org/repo/file.gguf, or one of: "
+            f"model {show_path(name)}: expected a file, a folder, org/repo, org/repo/file.gguf, or one of: "
             f"{registry.known_names()}; found none{did_you_mean(name)}"
         )
     return hugging_face.pull(*match.groups())
 
 
 def _model_of_folder(folder: Path) -> Path:
-    """Return a Hugging Face folder itself, or the one GGUF file of any other folder."""
+    """Return a Hugging Face folder itself, or the GGUF file of any other folder, the first of a model that is split."""
     if (folder / "config.json").exists():
         return folder
     files = sorted(folder.glob("*.gguf"))
-    if len(files) == 1:
+    if files and [file.name for file in files] in ([files[0].name], shard_names(files[0].name)):
         return _checked(files[0])
     found = f"{len(files)}: {', '.join(file.name for file in files)}" if files else "neither"
     raise ModelNotFoundError(

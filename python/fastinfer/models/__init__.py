@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from fastinfer.errors import CheckpointFormatError, RequestError
-from fastinfer.formats.gguf import GGUFFile
+from fastinfer.formats.gguf_shards import open_gguf
 from fastinfer.models.batch import Batch
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig, Precision
@@ -26,6 +27,11 @@ class Model(Protocol):
     @property
     def config(self) -> ModelConfig:
         """Sizes and constants of the model."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the hidden states."""
         ...
 
     @property
@@ -119,4 +125,4 @@ def open_checkpoint(path: Path, exact: bool = False) -> Checkpoint:
     Raises:
         ModelNotFoundError, GGUFFormatError, CheckpointFormatError, UnsupportedModelError: as for :func:`load_model`.
     """
-    return HFCheckpoint(path, exact) if path.is_dir() else GGUFCheckpoint(GGUFFile(path), exact)
+    return HFCheckpoint(path, exact) if path.is_dir() else GGUFCheckpoint(open_gguf(path), exact)

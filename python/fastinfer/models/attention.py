@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from fastinfer import ops
 from fastinfer.models.batch import Batch
+from fastinfer.models.image_attention import attend_to_later
 from fastinfer.models.kv_cache import LayerCache
 from fastinfer.models.lora import LayerAdapters
 from fastinfer.models.norm import Norm
@@ -21,13 +23,20 @@ class Attention:
         num_heads, num_kv_heads: number of query heads, and of key and value heads.
         head_dim: number of elements of a head.
         norm: norm of the input.
-        qkv: projections of queries, keys and values, with their rows concatenated.
+        qkv: projections of queries, keys and values, and of the gate if there is one, with their rows concatenated;
+            without keys and values in a layer that attends to those of an earlier one.
         output: projection back to the residual stream.
         cos_sin_cache: [max_position, rotary_dim] fp32.
-        q_norm, k_norm: [head_dim], RMSNorm weights for each head of queries and keys, or ``None``.
-        head_norm_eps: ``eps`` of these norms.
+        q_norm, k_norm: RMSNorm weights of queries and keys, or ``None``: [head_dim] for a norm of each head.
+        has_kv: whether the layer has keys and values of its own; without, the cache has those of an earlier layer.
+        joint_qk_norm: whether the norms are of all heads of a token together; their weights are [heads * head_dim].
+        qk_norm_eps: ``eps`` of these norms.
+        v_norm: whether each head of the values is normalised, without a weight.
+        tied_kv: whether the values are the keys, before norm and rotation; ``qkv`` then has no rows for them.
+        interleaved: whether elements 2i and 2i + 1 of a head are rotated together.
         window: length of the sliding window in positions, 0 for none.
-        softcap, scale: cap and factor of the logits, see :func:`fastinfer.ops.paged_attention`.
+        output_gate: whether the output is multiplied by the sigmoid of a gate, [num_heads * head_dim] for each token.
+        softcap, scale, sinks: cap, factor and sinks of the logits, see :func:`fastinfer.ops.paged_attention`.
     """
 
     num_heads: int
@@ -39,41 +48,44 @@ class Attention:
     cos_sin_cache: Tensor
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
-    head_norm_eps: float = 0.0
+    has_kv: bool = True
+    joint_qk_norm: bool = False
+    qk_norm_eps: float = 0.0
+    v_norm: bool = False
+    tied_kv: bool = False
+    interleaved: bool = False
     window: int = 0
+    output_gate: bool = False
     softcap: float = 0.0
     scale: float | None = None
+    sinks: Tensor | None = None
 
     def plan(self, batch: Batch) -> Tensor:
-        """Plan how the attention of a step is divided on a GPU; layers with the same window share the plan."""
-        sizes = self.num_heads, self.num_kv_heads, self.head_dim
-        return ops.paged_attention_plan(batch.seq_lens, batch.query_start, *sizes, self.window)
+        """Plan how the attention of a step is divided on a GPU; layers with the same :attr:`plan_sizes` share it."""
+        return ops.paged_attention_plan(batch.seq_lens, batch.query_start, *self.plan_sizes)
+
+    @property
+    def plan_sizes(self) -> tuple[int, int, int, int]:
+        """Everything of a layer on which the plan depends."""
+        return self.num_heads, self.num_kv_heads, self.head_dim, self.window
 
     def __call__(
         self, residual: Tensor, batch: Batch, cache: LayerCache, plan: Tensor, lora: LayerAdapters | None
     ) -> Tensor:
         x, options = self.norm.before_linear(residual)
-        sizes = [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
-        qkv = self.qkv.split_linear(x, sizes, **options)
+        sizes = [self.num_heads * self.head_dim]
+        if self.has_kv:
+            sizes += [self.num_kv_heads * self.head_dim] * (1 if self.tied_kv else 2)
+        if self.output_gate:
+            sizes.append(sizes[0])
+        qkv = list(self.qkv.split_linear(x, sizes, **options))
+        gate = qkv.pop() if self.output_gate else None
         if lora is not None:
-            for name, part in zip(("q_proj", "k_proj", "v_proj"), qkv, strict=True):
+            for name, part in zip(("q_proj", "k_proj", "v_proj"), qkv, strict=False):
                 lora.add(name, part, x, **options)
-        q, k, v = (part.view(len(x), -1, self.head_dim) for part in qkv)
-        rotary = batch.positions, self.cos_sin_cache, False
-        ops.norm_rotary_store(
-            q,
-            k,
-            v,
-            self.q_norm,
-            self.k_norm,
-            self.head_norm_eps,
-            *rotary,
-            cache.k,
-            cache.v,
-            cache.k_scale,
-            cache.v_scale,
-            batch.slot_mappings[cache.group],
-        )
+        q = self._store(qkv, batch, cache) if self.has_kv else self._rotated(qkv[0], batch)
+        spans = () if batch.images is None else batch.images.spans
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if spans else None
         out = ops.paged_attention(
             q,
             cache.k,
@@ -84,8 +96,60 @@ class Attention:
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,
+            sinks=self.sinks,
+            lse=lse,
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
             plan=plan,
         )
-        return self.output(out.view(len(x), -1), residual, lora)
+        if lse is not None:
+            self._attend_to_later(q, qkv, batch, out, lse)
+        out = out.view(len(x), -1)
+        return self.output(out if gate is None else ops.sigmoid_gate(out, gate), residual, lora)
+
+    def _store(self, qkv: list[Tensor], batch: Batch, cache: LayerCache) -> Tensor:
+        """Store keys and values in the cache, and return the queries, normalised and rotated."""
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if self.tied_kv:
+            qkv = [*qkv, qkv[1]]
+        if self.joint_qk_norm:
+            assert q_norm is not None
+            assert k_norm is not None
+            q, k = ops.rms_norm(qkv[0], q_norm, self.qk_norm_eps), ops.rms_norm(qkv[1], k_norm, self.qk_norm_eps)
+            qkv, q_norm, k_norm = [q, k, qkv[2]], None, None
+        q, k, v = (part.view(len(part), -1, self.head_dim) for part in qkv)
+        ops.norm_rotary_store(
+            q,
+            k,
+            v,
+            q_norm,
+            k_norm,
+            self.qk_norm_eps,
+            *batch.rotation(self.cos_sin_cache),
+            self.interleaved,
+            cache.k,
+            cache.v,
+            cache.k_scale,
+            cache.v_scale,
+            batch.slot_mappings[cache.group],
+            self.v_norm,
+        )
+        return q
+
+    def _attend_to_later(self, q: Tensor, qkv: list[Tensor], batch: Batch, out: Tensor, lse: Tensor) -> None:
+        """Let the tokens of images see those behind them, in layers without a norm of all heads or of values."""
+        assert batch.images is not None
+        k, v = (part.view(len(part), -1, self.head_dim) for part in qkv[1:])
+        keys = k.clone() if self.k_norm is None else ops.rms_norm(k.contiguous(), self.k_norm, self.qk_norm_eps)
+        ops.rotary_embedding(keys, keys[:, :0], *batch.rotation(self.cos_sin_cache), self.interleaved)
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        attend_to_later(q, keys, v, out, lse, batch.images.spans, scale)
+
+    def _rotated(self, q: Tensor, batch: Batch) -> Tensor:
+        """Return queries normalised and rotated, for keys and values that an earlier layer has stored."""
+        heads = q if self.joint_qk_norm else q.view(len(q), -1, self.head_dim)
+        if self.q_norm is not None:
+            heads = ops.rms_norm(heads, self.q_norm, self.qk_norm_eps)
+        heads = heads.view(len(q), -1, self.head_dim)
+        ops.rotary_embedding(heads, heads[:, :0], *batch.rotation(self.cos_sin_cache), self.interleaved)
+        return heads

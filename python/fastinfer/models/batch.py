@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastinfer.models.image_tokens import ImageTokens
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -12,7 +14,8 @@ class Batch:
 
     Attributes:
         token_ids: [tokens] int64.
-        positions: [tokens] int64; position of each token in its sequence, from 0.
+        positions: [tokens] int64; position of each token in its sequence, from 0, by which it is rotated. After an
+            image it may be smaller than the number of tokens before, see :mod:`fastinfer.models.image_tokens`.
         query_start: [seqs + 1] int32; cumulative token counts of the sequences, from 0 to ``tokens``.
         seq_lens: [seqs] int32; cached length of each sequence, including this step's tokens.
         block_tables: for each group of layers, [seqs, max_blocks] int32; blocks of each sequence. Entries past them are
@@ -21,6 +24,11 @@ class Batch:
         logits_indices: [n] int64; indices of the tokens whose logits are computed.
         adapter_ids: [tokens] int32; LoRA adapter of each token, -1 for none; ``None`` if no token has an adapter.
         logits_adapter_ids: [n] int32; LoRA adapters of the tokens whose logits are computed, likewise.
+        state_reads: [seqs] int32; slot with the states of each sequence before its first token, -1 for states of zeros.
+            ``None`` for models without linear attention.
+        state_writes: [tokens] int32; slot in which the states after each token are stored, -1 for none; likewise. Only
+            the sequence that reads a slot may write to it in the same step.
+        images: the tokens of images; ``None`` if there are none.
     """
 
     token_ids: Tensor
@@ -32,10 +40,22 @@ class Batch:
     logits_indices: Tensor
     adapter_ids: Tensor | None = None
     logits_adapter_ids: Tensor | None = None
+    state_reads: Tensor | None = None
+    state_writes: Tensor | None = None
+    images: ImageTokens | None = None
+
+    def rotation(self, cos_sin_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the positions and the rotary table by which the batch is rotated, given the model's table."""
+        if self.images is None:
+            return self.positions, cos_sin_cache
+        return self.images.rotation(self.positions, cos_sin_cache)
 
     @classmethod
     def of_texts(cls, texts: list[list[int]], block_size: int) -> "Batch":
-        """Make a batch of whole texts of token ids, without logits; their blocks start at the cache's first block."""
+        """Make a batch of whole texts of token ids, without logits.
+
+        Their blocks start at the cache's first block, and their last states are not stored.
+        """
         lengths = torch.tensor([len(text) for text in texts], dtype=torch.int32)
         counts = [-(-len(text) // block_size) for text in texts]
         table = torch.zeros(len(texts), max(counts), dtype=torch.int32)
@@ -52,4 +72,6 @@ class Batch:
             block_tables=(table,),
             slot_mappings=(torch.cat(slots),),
             logits_indices=torch.arange(0),
+            state_reads=torch.full((len(texts),), -1, dtype=torch.int32),
+            state_writes=torch.full((int(lengths.sum()),), -1, dtype=torch.int32),
         )

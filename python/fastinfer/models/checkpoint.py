@@ -2,19 +2,33 @@
 
 A layer has ``layers.3.q_proj`` (``k_``, ``v_``, ``o_``), ``layers.3.gate_proj`` (``up_``, ``down_``),
 ``layers.3.attention_norm``, ``layers.3.mlp_norm``, ``layers.3.post_attention_norm``, ``layers.3.post_mlp_norm``,
-``layers.3.q_norm``, ``layers.3.k_norm``, ``layers.3.router`` and ``layers.3.experts.5.gate_proj``. Outside the layers
-there are ``embedding``, ``norm``, ``lm_head``, ``position_embedding`` and ``rope_factors``. A bias is
-``layers.3.q_proj.bias``.
+``layers.3.q_norm``, ``layers.3.k_norm``, ``layers.3.sinks``, ``layers.3.router``, ``layers.3.router_bias`` (of the
+choice), ``layers.3.experts.5.gate_proj``, ``layers.3.shared_expert.gate_proj``, ``layers.3.shared_expert_gate`` and,
+for a gate of attention's output, ``layers.3.output_gate``. A layer with linear attention has ``layers.3.in_proj_qkv``
+(``_z``, ``_a``, ``_b``), ``layers.3.conv1d``, ``layers.3.A_log``, ``layers.3.dt_bias``, ``layers.3.gated_norm`` and
+``layers.3.out_proj``; one with a short convolution has ``layers.3.in_proj``, ``layers.3.conv1d`` and
+``layers.3.out_proj``; a Mamba-2 layer also has ``layers.3.A_log``, ``layers.3.D``, ``layers.3.dt_bias`` and
+``layers.3.gated_norm``. One with latent attention has ``layers.3.q_a_proj``, ``layers.3.q_a_norm``,
+``layers.3.q_b_proj``, ``layers.3.kv_a_proj``, ``layers.3.kv_a_norm``, and ``layers.3.kv_b_proj`` or, already transposed
+and split, ``layers.3.k_b_proj`` and ``layers.3.v_b_proj``. Outside the layers there are ``embedding``, ``norm``,
+``lm_head``, ``position_embedding`` and ``rope_factors``. A bias is ``layers.3.q_proj.bias``.
 """
 
 from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from fastinfer.formats.unpacked import Unpacked
 from fastinfer.models.config import ModelConfig
+from fastinfer.models.state_config import LinearAttentionConfig
+
+# Parts of the MLP, which some files store as a layer of its own.
+MLP_PARTS = frozenset(
+    ("mlp_norm", "gate_proj", "up_proj", "down_proj", "router", "router_bias", "experts", "shared_expert")
+)
 
 
 class Checkpoint(Protocol):
@@ -26,13 +40,17 @@ class Checkpoint(Protocol):
         ...
 
     @property
+    def files(self) -> list[Path]:
+        """Paths of all files on which the loaded model may depend."""
+        ...
+
+    @property
     def config(self) -> ModelConfig:
         """Sizes and constants of the model."""
         ...
 
-    @property
-    def weight_bytes(self) -> int:
-        """Size of all weights in the file or folder."""
+    def weight_bytes(self, device: str) -> int:
+        """Estimate the size of all weights that are loaded, in the form that they have in a device's memory."""
         ...
 
     def __contains__(self, name: str) -> bool: ...
@@ -57,7 +75,7 @@ class Checkpoint(Protocol):
         ...
 
     def vector(self, name: str, size: int) -> Tensor:
-        """Read the weight of a norm, or a bias, as [size] fp32.
+        """Read the weight of a norm, a bias or another vector, as [size] fp32.
 
         Raises:
             GGUFFormatError, CheckpointFormatError: the vector is missing or has another shape.
@@ -82,17 +100,64 @@ class Checkpoint(Protocol):
         ...
 
 
-def fused_rows(config: ModelConfig, part: str) -> slice:
-    """Return the rows of a part in a fused matrix of Q, K and V, or of gate and up, as some files store them."""
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    inner = config.intermediate_size
+def fused_rows(config: ModelConfig, layer: int, part: str, inner: int | None = None) -> slice:
+    """Return the rows of a part in a layer's fused matrix, of Q, K and V or of gate and up, that some files store.
+
+    Gate and up have ``inner`` rows each, or as many as the layer's MLP is wide.
+    """
+    q_size, kv_size = config.q_size(layer), config.kv_size(layer)
+    inner = inner or config.mlp_size(layer)
+    gate, up = slice(0, inner), slice(inner, 2 * inner)
+    if config.alternating_gate_up:
+        gate, up = slice(0, 2 * inner, 2), slice(1, 2 * inner, 2)
     return {
         "q_proj": slice(0, q_size),
         "k_proj": slice(q_size, q_size + kv_size),
         "v_proj": slice(q_size + kv_size, q_size + 2 * kv_size),
-        "gate_proj": slice(0, inner),
-        "up_proj": slice(inner, 2 * inner),
+        "gate_proj": gate,
+        "up_proj": up,
     }[part]
+
+
+def rows_by_key_head(sizes: LinearAttentionConfig, part: str) -> Tensor:
+    """Return the rows of a part of linear attention in a fused matrix whose rows are ordered by key head.
+
+    Qwen3-Next stores two such matrices. For each key head one has its query and key, and the values and gates of its
+    value heads; the other has ``b`` and ``a`` of its value heads.
+    """
+    key_heads, key_dim = sizes.num_key_heads, sizes.key_dim
+    heads = sizes.num_value_heads // key_heads
+    if part in ("in_proj_qkv", "in_proj_z"):
+        widths = [key_dim, key_dim, heads * sizes.value_dim, heads * sizes.value_dim]
+    else:
+        widths = [heads, heads]
+    rows = torch.arange(key_heads * sum(widths)).view(key_heads, -1).split(widths, dim=1)
+    chosen = {"in_proj_qkv": rows[:3], "in_proj_z": rows[3:], "in_proj_b": rows[:1], "in_proj_a": rows[1:]}[part]
+    return torch.cat([piece.flatten() for piece in chosen])
+
+
+def tiled_rows(sizes: LinearAttentionConfig, width: int) -> Tensor:
+    """Return, for each of ``width`` rows of all value heads, the row in files that have the heads in another order.
+
+    Here value heads of a key head are neighbours. In GGUF files of Qwen3.5 the first value head of every key head comes
+    first, then the second of every key head, and so on.
+
+    Returns:
+        [num_value_heads * width] int64.
+    """
+    shape = sizes.num_value_heads // sizes.num_key_heads, sizes.num_key_heads, width
+    return torch.arange(sizes.num_value_heads * width).view(shape).transpose(0, 1).flatten()
+
+
+def stored_layer(config: ModelConfig, layer: int, part: str) -> int:
+    """Return the number of the file's layer that has a part."""
+    if not config.stored_layers:
+        return layer
+    attention, mlp = config.stored_layers[layer]
+    if part not in MLP_PARTS:
+        return attention
+    assert mlp is not None
+    return mlp
 
 
 def split_name(name: str) -> tuple[int, str, str]:

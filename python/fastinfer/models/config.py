@@ -5,10 +5,78 @@ from dataclasses import dataclass, field
 import torch
 
 from fastinfer.errors import RequestError
+from fastinfer.models.state_config import StateConfig
 from fastinfer.ops import RopeScaling
 
 # A larger size in a file means that it is damaged; the product of two sizes up to this limit cannot overflow.
 MAX_SIZE = 2**24
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How the experts of a token are chosen and weighted, see :func:`fastinfer.ops.route_experts`.
+
+    Attributes:
+        scoring: ``"softmax"`` or ``"sigmoid"``.
+        has_bias: whether a bias takes part in the choice.
+        num_groups, top_groups: number of groups of experts, and of those that the experts are chosen from.
+        renormalize: whether the weights of the chosen experts are divided by their sum.
+        scale: factor of the weights.
+    """
+
+    scoring: str = "softmax"
+    has_bias: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    renormalize: bool = True
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """Shape of the keys and values of a token in one layer.
+
+    Attributes:
+        num_heads: number of key and value heads.
+        head_dim: number of elements of a head.
+        value_dim: number of elements of a value if it is the beginning of the key; 0 for values of their own.
+    """
+
+    num_heads: int
+    head_dim: int
+    value_dim: int = 0
+
+
+@dataclass(frozen=True)
+class LatentAttentionConfig:
+    """The sizes of layers with multi-head latent attention.
+
+    Attributes:
+        query_rank: number of elements of the latents that queries are computed from, 0 for none.
+        rank: number of elements of the latents that keys and values are computed from.
+        plain_dim, rotary_dim: number of elements of a query or key that are not rotated, and of those that are.
+        value_dim: number of elements of a value.
+        query_growth, query_length: at position p, queries are multiplied by
+            ``1 + query_growth * log(1 + p // query_length)``.
+    """
+
+    query_rank: int
+    rank: int
+    plain_dim: int
+    rotary_dim: int
+    value_dim: int
+    query_growth: float = 0.0
+    query_length: int = 1
+
+    @property
+    def query_dim(self) -> int:
+        """Number of elements of a query."""
+        return self.plain_dim + self.rotary_dim
+
+    @property
+    def row_dim(self) -> int:
+        """Number of elements that are cached for a token: its latent, and the rotated elements of its keys."""
+        return self.rank + self.rotary_dim
 
 
 @dataclass(frozen=True)
@@ -19,10 +87,15 @@ class ModelConfig:
         architecture: name of the model family in the file.
         hidden_size: width of the residual stream.
         intermediate_size: width of the MLP, or of one expert.
+        dense_intermediate_size: width of the MLP in the ``dense_layers``.
+        shared_intermediate_size: width of the expert that all tokens have besides their own, 0 for none.
         num_layers: number of layers.
         num_heads, num_kv_heads: number of query heads, and of key and value heads; equal groups of query heads share
             a KV head.
         head_dim: number of elements of a head.
+        kv_shapes: shape of each layer's keys and values; empty if all layers have ``num_kv_heads`` and ``head_dim``.
+        kv_layers: the layer whose keys and values each layer attends to, itself or an earlier one with the same shape
+            and window; empty if every layer has its own.
         rotary_dim: number of rotated elements of a head; 0 for a model with learned positions.
         vocab_size: number of tokens, the rows of the embedding.
         draft_vocab_size: number of tokens that a draft model can draft, the rows of its output layer; 0 for all.
@@ -32,20 +105,55 @@ class ModelConfig:
         rope_scaling: scaling of the rotary frequencies.
         local_rope_theta: base in the layers with a window, without scaling; ``None`` to use the same table in all
             layers.
+        local_rotary_dim: number of rotated elements of a head there, 0 for ``rotary_dim``.
         windows: length of each layer's attention window in positions, 0 for none; empty if no layer has a window.
-        activation: activation of the MLP, by its name in :mod:`fastinfer.ops.gemm`.
+        state_layers: whether each layer has linear attention, Mamba-2 or a short convolution, and a state instead of
+            keys and values; empty if none has.
+        states: sizes of these layers; ``None`` if there are none.
+        latent_attention: sizes of multi-head latent attention, which all layers then have; ``num_kv_heads`` is 1 and
+            ``head_dim`` that of the cached rows. ``None`` for another attention.
+        output_gate: whether the output of attention is multiplied by the sigmoid of a second half of the query
+            projection.
+        separate_gate: whether that is a projection of its own.
+        unrotated_layers: the layers whose queries and keys are not rotated (NoPE).
+        interleaved_rope: whether elements 2i and 2i + 1 of a head are rotated together, instead of i and
+            i + rotary_dim / 2.
+        stored_layers: for each layer, the file's layer with its attention or state, and the one with its MLP, ``None``
+            for no MLP, where these are layers of their own; empty if they are the same.
+        activation: activation of the MLP, by its name in :mod:`fastinfer.ops.gemm`; without a gate also ``"relu2"``.
         gated: whether the MLP multiplies the activated gate by a second projection.
         norm: ``"rms_norm"`` or ``"layer_norm"``.
+        norm_bias: whether LayerNorms have a bias.
+        pre_norms: whether the inputs of attention and MLP are normalised.
         post_norms: whether the outputs of attention and MLP are normalised before they are added to the residual
             stream.
-        qk_norm: whether each head of Q and K is normalised before it is rotated.
-        qkv_bias, output_bias, mlp_bias: whether these projections have a bias.
+        qk_norm: whether Q and K are normalised before they are rotated: ``"none"``, ``"head"`` for each head by itself,
+            ``"all"`` for all heads of a token together, or ``"unit"`` for each head without a weight.
+        query_scale: factor of Q after such a norm without a weight.
+        v_norm: whether each head of V is normalised, without a weight.
+        tied_kv_layers: the layers whose values are their keys, before norm and rotation.
+        layer_scales: whether the output of each layer, residual stream included, is multiplied by a number.
+        per_layer_size: width of an input that each layer has of its own for each token, from a second embedding; 0 for
+            none.
+        parallel: whether the MLP has the same input as attention, instead of attention's output.
+        qkv_bias, output_bias, mlp_bias: whether these projections have a bias; with experts, the router has one, too.
+        post_norm_eps: ``norm_eps`` of the outputs of attention and MLP, where it is another one.
         embedding_scale: factor of the embedding.
+        normed_embedding: whether the rows of the embedding are normalised, without a weight.
+        residual_scale: factor of the outputs of attention and MLP.
         attention_scale: factor of the attention logits, ``None`` for ``head_dim ** -0.5``.
+        attention_sinks: whether each query head has a learned logit that takes part in the softmax and has no value.
         attention_softcap, logits_softcap: caps of the attention logits and of the logits, 0 for none.
+        logits_scale: factor of the logits.
         num_experts: number of experts per layer, 0 for a model without experts.
         experts_per_token: number of experts chosen for each token.
-        renormalize_experts: whether the weights of the chosen experts are divided by their sum.
+        router: how they are chosen.
+        dense_layers: the layers of a model with experts that have an MLP instead.
+        mlp_beside_experts: whether layers with experts have an MLP of ``dense_intermediate_size``, too, and the router
+            a norm of its own and a factor for each expert, as in Gemma 4.
+        shared_expert_gate: whether the output of the shared expert is multiplied by the sigmoid of a logit.
+        alternating_gate_up: whether the rows of gate and up alternate in a fused matrix, instead of all rows of gate
+            coming first.
     """
 
     architecture: str
@@ -59,30 +167,101 @@ class ModelConfig:
     vocab_size: int
     max_position: int
     norm_eps: float
+    dense_intermediate_size: int = 0
+    shared_intermediate_size: int = 0
     draft_vocab_size: int = 0
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     local_rope_theta: float | None = None
+    local_rotary_dim: int = 0
     windows: tuple[int, ...] = ()
+    kv_shapes: tuple[KVShape, ...] = ()
+    kv_layers: tuple[int, ...] = ()
+    state_layers: tuple[bool, ...] = ()
+    states: StateConfig | None = None
+    latent_attention: LatentAttentionConfig | None = None
+    output_gate: bool = False
+    separate_gate: bool = False
+    unrotated_layers: frozenset[int] = frozenset()
+    interleaved_rope: bool = False
+    stored_layers: tuple[tuple[int, int | None], ...] = ()
     activation: str = "silu"
     gated: bool = True
     norm: str = "rms_norm"
+    norm_bias: bool = True
+    pre_norms: bool = True
     post_norms: bool = False
-    qk_norm: bool = False
+    qk_norm: str = "none"
+    query_scale: float = 1.0
+    v_norm: bool = False
+    tied_kv_layers: frozenset[int] = frozenset()
+    layer_scales: bool = False
+    per_layer_size: int = 0
+    parallel: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    post_norm_eps: float | None = None
     embedding_scale: float = 1.0
+    normed_embedding: bool = False
+    residual_scale: float = 1.0
     attention_scale: float | None = None
+    attention_sinks: bool = False
     attention_softcap: float = 0.0
     logits_softcap: float = 0.0
+    logits_scale: float = 1.0
     num_experts: int = 0
     experts_per_token: int = 0
-    renormalize_experts: bool = True
+    router: RouterConfig = field(default_factory=RouterConfig)
+    dense_layers: frozenset[int] = frozenset()
+    mlp_beside_experts: bool = False
+    shared_expert_gate: bool = False
+    alternating_gate_up: bool = False
 
     def window(self, layer: int) -> int:
         """Return the length of a layer's attention window in positions, 0 for none."""
         return self.windows[layer] if self.windows else 0
+
+    def kv_shape(self, layer: int) -> KVShape:
+        """Return the shape of a layer's keys and values."""
+        if self.latent_attention is not None:
+            return KVShape(1, self.latent_attention.row_dim, self.latent_attention.rank)
+        return self.kv_shapes[layer] if self.kv_shapes else KVShape(self.num_kv_heads, self.head_dim)
+
+    def kv_layer(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer attends to."""
+        return self.kv_layers[layer] if self.kv_layers else layer
+
+    def q_size(self, layer: int) -> int:
+        """Return the number of elements of all queries of a token."""
+        return self.num_heads * self.kv_shape(layer).head_dim
+
+    def kv_size(self, layer: int) -> int:
+        """Return the number of elements of all keys of a token, or of all its values."""
+        shape = self.kv_shape(layer)
+        return shape.num_heads * shape.head_dim
+
+    def has_mlp(self, layer: int) -> bool:
+        """Return whether a layer has an MLP or experts."""
+        return not self.stored_layers or self.stored_layers[layer][1] is not None
+
+    @property
+    def num_stored_layers(self) -> int:
+        """Number of the file's layers."""
+        numbers = (number for pair in self.stored_layers for number in pair if number is not None)
+        return max(numbers, default=self.num_layers - 1) + 1
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer has experts instead of an MLP."""
+        return self.num_experts > 0 and layer not in self.dense_layers
+
+    def mlp_size(self, layer: int) -> int:
+        """Return the width of a layer's MLP, or of each of its experts."""
+        return self.dense_intermediate_size if layer in self.dense_layers else self.intermediate_size
+
+    def has_state(self, layer: int) -> bool:
+        """Return whether a layer has a state instead of keys and values."""
+        return self.state_layers[layer] if self.state_layers else False
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,10 @@
 """Decoder-only transformer, built from fused operators.
 
 A layer takes six kernel calls: norm + QKV, rotary + cache store, attention, output + residual; norm + gate/up +
-activation, down + residual. Only operators compute, so a step can be recorded as a graph.
+activation, down + residual. One with linear attention or Mamba-2 takes seven: two products instead of QKV, convolution,
+delta rule or scan, output + residual, and the MLP; one with a short convolution takes five: norm + projection,
+convolution, output + residual, and the MLP. One with latent attention has up to four more products around attention.
+Only operators compute, so a step can be recorded as a graph.
 """
 
 from collections.abc import Sequence
@@ -14,19 +17,60 @@ from fastinfer import ops
 from fastinfer.models.attention import Attention
 from fastinfer.models.batch import Batch
 from fastinfer.models.config import ModelConfig
-from fastinfer.models.kv_cache import KVCache
+from fastinfer.models.kv_cache import KVCache, LayerCache
+from fastinfer.models.latent_attention import LatentAttention, LatentPlan
+from fastinfer.models.linear_attention import LinearAttention
 from fastinfer.models.lora import AdapterSlots, LayerAdapters
+from fastinfer.models.mamba2 import Mamba2
 from fastinfer.models.mlp import MLP
-from fastinfer.models.norm import Norm
+from fastinfer.models.norm import Norm, RMSNorm
+from fastinfer.models.per_layer_input import PerLayerGate, PerLayerInputs
+from fastinfer.models.short_conv import ShortConv
+from fastinfer.models.state_cache import StateCache
 from fastinfer.weights.weight import Weight
 
 
 @dataclass(frozen=True, eq=False)
 class DecoderLayer:
-    """One layer; attention and MLP each read the residual stream and return it with their output added."""
+    """One layer.
 
-    attention: Attention
-    mlp: MLP
+    Attributes:
+        attention: reads the residual stream and returns it with its output added.
+        mlp: adds its output to that; ``None`` if the layer has none.
+        parallel: whether the MLP reads the same input as attention, instead of attention's output.
+        per_layer: adds the output for the layer's own input to that; ``None`` if it has none.
+    """
+
+    attention: Attention | LatentAttention | LinearAttention | Mamba2 | ShortConv
+    mlp: MLP | None
+    parallel: bool = False
+    per_layer: PerLayerGate | None = None
+
+    def __call__(
+        self,
+        x: Tensor,
+        batch: Batch,
+        cache: LayerCache | StateCache,
+        plan: Tensor | LatentPlan | None,
+        lora: LayerAdapters | None,
+        inputs: Tensor | None = None,
+    ) -> Tensor:
+        if isinstance(self.attention, LatentAttention):
+            assert isinstance(cache, LayerCache)
+            assert isinstance(plan, LatentPlan)
+            attended = self.attention(x, batch, cache, plan)
+        elif isinstance(self.attention, Attention):
+            assert isinstance(cache, LayerCache)
+            assert isinstance(plan, Tensor)
+            attended = self.attention(x, batch, cache, plan, lora)
+        else:
+            assert isinstance(cache, StateCache)
+            attended = self.attention(x, batch, cache)
+        x = attended if self.mlp is None else self.mlp(x if self.parallel else attended, attended, lora)
+        if self.per_layer is None:
+            return x
+        assert inputs is not None
+        return self.per_layer(x, inputs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,10 +84,12 @@ class Decoder:
         layers: all layers in order.
         norm: norm after the last layer.
         lm_head: [vocab, hidden]; the embedding itself if the two are tied. [draft_vocab, hidden] with ``draft_tokens``.
+        embedding_norm: norm of the rows of the embedding, or a factor in the form of a norm; or ``None``.
         position_embedding: [max_position, hidden], or ``None`` for models without learned positions.
         adapters: slots of LoRA adapters, which a batch's ``adapter_ids`` refer to, or ``None``.
         draft_tokens: [draft_vocab] int64, the token of each column of the logits; ``None`` if column i is token i. Only
             draft models have one.
+        per_layer_inputs: makes the inputs of all layers, or ``None`` for models without.
     """
 
     config: ModelConfig
@@ -52,9 +98,11 @@ class Decoder:
     layers: tuple[DecoderLayer, ...]
     norm: Norm
     lm_head: Weight
+    embedding_norm: RMSNorm | None = None
     position_embedding: Tensor | None = None
     adapters: AdapterSlots | None = None
     draft_tokens: Tensor | None = None
+    per_layer_inputs: PerLayerInputs | None = None
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
@@ -64,15 +112,25 @@ class Decoder:
             [tokens, hidden], output of the last layer before the last norm.
         """
         x = self.embedding.rows(batch.token_ids, self.dtype)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
         if self.position_embedding is not None:
             x = ops.embedding(self.position_embedding, batch.positions, x)
-        plans: dict[int, Tensor] = {}
-        for layer, lora, cache in zip(self.layers, self._adapters(batch), kv_cache, strict=True):
-            attention = layer.attention
-            if attention.window not in plans:
-                plans[attention.window] = attention.plan(batch)
-            x = attention(x, batch, cache, plans[attention.window], lora)
-            x = layer.mlp(x, lora)
+        images = batch.images
+        if images is not None:
+            images.embed(x, self.config.embedding_scale)
+        inputs = None if self.per_layer_inputs is None else self.per_layer_inputs(x, batch.token_ids)
+        plans: dict[tuple[int, ...], Tensor | LatentPlan] = {}
+        layers = zip(self.layers, self._adapters(batch), kv_cache, strict=True)
+        for index, (layer, lora, cache) in enumerate(layers):
+            attention, plan = layer.attention, None
+            if isinstance(attention, Attention | LatentAttention):
+                if attention.plan_sizes not in plans:
+                    plans[attention.plan_sizes] = attention.plan(batch)
+                plan = plans[attention.plan_sizes]
+            x = layer(x, batch, cache, plan, lora, None if inputs is None else inputs[:, index])
+            if images is not None:
+                images.add(x, index)
         return x
 
     @torch.inference_mode()
@@ -97,8 +155,9 @@ class Decoder:
 
     @torch.inference_mode()
     def normalize(self, hidden: Tensor) -> Tensor:
-        """Apply the last norm to rows of the result of :meth:`forward`; the logits are computed from it."""
-        return self.norm(hidden)
+        """Apply the last norm to rows of the result of :meth:`forward`."""
+        normed = self.norm(hidden)  # with the scale of the logits
+        return normed if self.config.logits_scale == 1.0 else normed / self.config.logits_scale
 
     def with_adapters(self, slots: AdapterSlots) -> "Decoder":
         """Return a model with the same weights that applies adapters from these slots, by a batch's ``adapter_ids``."""

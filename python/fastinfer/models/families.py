@@ -1,7 +1,27 @@
 """Families of Hugging Face checkpoints: names of their tensors, and properties that config.json does not have."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from fastinfer.models.structure import (
+    COHERE,
+    EXAONE4,
+    GEMMA2,
+    GEMMA3,
+    GEMMA4,
+    GPT_OSS,
+    GRANITE_HYBRID,
+    GRANITE_SWA,
+    HEAD_NORMS,
+    JOINT_NORMS,
+    LATENT,
+    LFM2,
+    MUSE_GLIMMER,
+    NEMOTRON_H,
+    OLMO2,
+    QWEN3_NEXT,
+    Structure,
+)
 
 # The project's names of a layer's parts, with the usual names in checkpoints.
 _LAYER = {
@@ -16,8 +36,39 @@ _LAYER = {
     "gate_proj": "mlp.gate_proj",
     "up_proj": "mlp.up_proj",
     "down_proj": "mlp.down_proj",
+    "sinks": "self_attn.sinks",
     "router": "mlp.gate",
+    "router_bias": "mlp.gate.e_score_correction_bias",
     "experts": "mlp.experts",
+    "shared_expert": "mlp.shared_experts",
+    "shared_expert_gate": "mlp.shared_expert_gate",
+    "output_gate": "self_attn.gate_proj",
+}
+_EXPERT = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}
+_STACKED = {"down_proj": "down_proj", **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")}
+# Mixtral's and MiniMax's names.
+_W123 = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_LINEAR_LAYER = {
+    "in_proj_qkv": "linear_attn.in_proj_qkv",
+    "in_proj_z": "linear_attn.in_proj_z",
+    "in_proj_a": "linear_attn.in_proj_a",
+    "in_proj_b": "linear_attn.in_proj_b",
+    "conv1d": "linear_attn.conv1d",
+    "A_log": "linear_attn.A_log",
+    "dt_bias": "linear_attn.dt_bias",
+    "gated_norm": "linear_attn.norm",
+    "out_proj": "linear_attn.out_proj",
+}
+_LATENT_LAYER = {
+    "q_a_proj": "self_attn.q_a_proj",
+    "q_a_norm": "self_attn.q_a_layernorm",
+    "q_b_proj": "self_attn.q_b_proj",
+    "kv_a_proj": "self_attn.kv_a_proj_with_mqa",
+    "kv_a_norm": "self_attn.kv_a_layernorm",
+    "kv_b_proj": "self_attn.kv_b_proj",
+    # Only GGUF files have these instead.
+    "k_b_proj": "self_attn.k_b_proj",
+    "v_b_proj": "self_attn.v_b_proj",
 }
 _POST_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
@@ -40,35 +91,201 @@ class Family:
 
     Attributes:
         layer: the project's names of a layer's parts, with the checkpoint's names.
+        expert: the same for the parts of an expert.
         top: the same for tensors outside the layers, and ``layers`` for the layers themselves.
         prefix: prefix of all names, which some checkpoints leave out.
+        defaults: values of config.json that its writers may leave out.
+        structure: structure of the layers.
+        activation: activation of the MLP, by its name in :mod:`fastinfer.ops.gemm`; ``None`` if config.json says it.
         qkv_bias: whether Q, K and V have a bias although config.json does not say so.
-        qk_norm, post_norms: see :class:`fastinfer.models.config.ModelConfig`.
-        norm_offset: number added to the stored weights of RMSNorms.
-        scaled_embedding: whether the embedding is multiplied by the square root of the hidden size.
+        output_bias: whether the output of attention has a bias if Q, K and V have one by ``attention_bias``.
+        sigmoid_router: whether experts are chosen by sigmoids and a bias.
+        epsilon: config.json's name of the norms' ``eps``; ``None`` for the usual one, which follows from the norm.
+        norm_offset: number added to the stored weights of RMSNorms, except those within linear attention.
+        plain_last_norm: whether it is not added to those of the norm after the last layer, either.
         transposed: whether matrices are stored as [in_features, out_features].
+        stacked: the same for tensors that have a projection of all experts, or pairs of tensors in MXFP4; empty if
+            each expert always has tensors of its own. A checkpoint may have either.
+        stacked_order: ``"out_in"`` if these tensors are [experts, out_features, in_features], ``"in_out"`` if they are
+            [experts, in_features, out_features], or ``"any"`` for both.
     """
 
     layer: Mapping[str, str] = field(default_factory=lambda: _LAYER)
+    expert: Mapping[str, str] = field(default_factory=lambda: _EXPERT)
     top: Mapping[str, str] = field(default_factory=lambda: _TOP)
     prefix: str = "model."
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    structure: Structure = field(default_factory=Structure)
+    activation: str | None = None
     qkv_bias: bool = False
-    qk_norm: bool = False
-    post_norms: bool = False
+    output_bias: bool = True
+    sigmoid_router: bool = False
+    epsilon: str | None = None
     norm_offset: float = 0.0
-    scaled_embedding: bool = False
+    plain_last_norm: bool = False
     transposed: bool = False
+    stacked: Mapping[str, str] = field(default_factory=dict)
+    stacked_order: str = "out_in"
 
 
-_GEMMA2 = Family(_LAYER | _POST_NORMS, post_norms=True, norm_offset=1.0, scaled_embedding=True)
+_GEMMA2 = Family(_LAYER | _POST_NORMS, structure=GEMMA2, norm_offset=1.0)
+_GEMMA3 = replace(
+    _GEMMA2,
+    structure=GEMMA3,
+    # Files of the larger models name only what differs from these.
+    defaults={
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "query_pre_attn_scalar": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 4096,
+    },
+)
+_GEMMA4 = Family(
+    _LAYER
+    | _POST_NORMS
+    | {
+        "layer_scale": "layer_scalar",
+        "per_layer_gate": "per_layer_input_gate",
+        "per_layer_projection": "per_layer_projection",
+        "post_per_layer_norm": "post_per_layer_input_norm",
+        "router": "router.proj",
+        "router_scale": "router.scale",
+        "expert_scale": "router.per_expert_scale",
+        "experts": "experts",
+        "experts_norm": "pre_feedforward_layernorm_2",
+        "post_dense_norm": "post_feedforward_layernorm_1",
+        "post_experts_norm": "post_feedforward_layernorm_2",
+    },
+    top=_TOP
+    | {
+        "per_layer_embedding": "model.embed_tokens_per_layer",
+        "per_layer_model_projection": "model.per_layer_model_projection",
+        "per_layer_norm": "model.per_layer_projection_norm",
+    },
+    structure=GEMMA4,
+    stacked=_STACKED,
+    defaults={
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262144,
+        "max_position_embeddings": 131072,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 512,
+        "hidden_size_per_layer_input": 256,
+        "norm_topk_prob": True,
+    },
+)
+# The model without encoders of images and sound.
+_GEMMA4_UNIFIED = replace(
+    _GEMMA4,
+    defaults={
+        **_GEMMA4.defaults,
+        "sliding_window": 1024,
+        "max_position_embeddings": 262144,
+        "hidden_size_per_layer_input": 0,
+    },
+)
+_SLIDING = {"sliding_window": 4096}
+_OLMO2 = Family(
+    _LAYER | {"post_attention_norm": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"},
+    structure=OLMO2,
+    defaults={"rms_norm_eps": 1e-5},
+)
+_COHERE = Family(
+    _LAYER | {"mlp_norm": "input_layernorm"},
+    structure=COHERE,
+    defaults={"logit_scale": 0.0625, "layer_norm_eps": 1e-5},
+)
+_QWEN3_5 = Family(
+    _LAYER | _LINEAR_LAYER,
+    structure=QWEN3_NEXT,
+    norm_offset=1.0,
+    defaults={
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+)
+_QWEN3_5_MOE = replace(
+    _QWEN3_5,
+    layer={**_QWEN3_5.layer, "shared_expert": "mlp.shared_expert"},
+    stacked=_STACKED,
+    defaults={**_QWEN3_5.defaults, "norm_topk_prob": True, "shared_expert_gate": True},
+)
+# What their code takes where config.json does not say it.
+_GRANITE_SWA = {"sliding_window": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192}
+_GRANITE_SHARED = {"gate_proj": "input_linear", "up_proj": "input_linear", "down_proj": "output_linear"}
+_GRANITE_MOE = Family(
+    _LAYER | {"router": "block_sparse_moe.router.layer", "experts": "block_sparse_moe", "shared_expert": "shared_mlp"},
+    _GRANITE_SHARED,
+    stacked={name: f"{stored}.weight" for name, stored in _GRANITE_SHARED.items()},
+    defaults={"norm_topk_prob": True},
+)
+_MAMBA_LAYER = {
+    "in_proj": "mamba.in_proj",
+    "conv1d": "mamba.conv1d",
+    "A_log": "mamba.A_log",
+    "D": "mamba.D",
+    "dt_bias": "mamba.dt_bias",
+    "gated_norm": "mamba.norm",
+    "out_proj": "mamba.out_proj",
+}
+_LFM2 = Family(
+    _LAYER
+    | {
+        "attention_norm": "operator_norm",
+        "o_proj": "self_attn.out_proj",
+        "q_norm": "self_attn.q_layernorm",
+        "k_norm": "self_attn.k_layernorm",
+        "in_proj": "conv.in_proj",
+        "conv1d": "conv.conv",
+        "out_proj": "conv.out_proj",
+        "mlp_norm": "ffn_norm",
+        "gate_proj": "feed_forward.w1",
+        "up_proj": "feed_forward.w3",
+        "down_proj": "feed_forward.w2",
+        "router": "feed_forward.gate",
+        "router_bias": "feed_forward.expert_bias",
+        "experts": "feed_forward.experts",
+    },
+    _W123,
+    top=_TOP | {"norm": "model.embedding_norm"},
+    structure=LFM2,
+    defaults={"rope_theta": 1e6, "conv_L_cache": 3},
+    epsilon="norm_eps",
+)
+_QWEN2_VL = Family(qkv_bias=True, defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6})
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(),
+    "Ministral3ForCausalLM": Family(),
     "Qwen2ForCausalLM": Family(qkv_bias=True),
-    "Qwen3ForCausalLM": Family(qk_norm=True),
+    "Qwen3ForCausalLM": Family(structure=HEAD_NORMS),
+    "SmolLM3ForCausalLM": Family(defaults={"rope_theta": 2e6, "use_sliding_window": False}),
     "Gemma2ForCausalLM": _GEMMA2,
-    "Gemma3ForCausalLM": Family(_GEMMA2.layer, qk_norm=True, post_norms=True, norm_offset=1.0, scaled_embedding=True),
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4UnifiedForCausalLM": _GEMMA4_UNIFIED,
+    "Olmo2ForCausalLM": _OLMO2,
+    "Olmo3ForCausalLM": replace(_OLMO2, defaults={**_OLMO2.defaults, **_SLIDING, "rope_theta": 5e5}),
+    "Exaone4ForCausalLM": replace(_OLMO2, structure=EXAONE4, defaults={**_OLMO2.defaults, **_SLIDING}),
+    "CohereForCausalLM": _COHERE,
+    "Cohere2ForCausalLM": replace(_COHERE, defaults={**_COHERE.defaults, **_SLIDING}),
     # Q, K and V are one matrix; gate and up are another.
     "Phi3ForCausalLM": Family(
         _LAYER
@@ -76,7 +293,7 @@ FAMILIES: dict[str, Family] = {
         | dict.fromkeys(("gate_proj", "up_proj"), "mlp.gate_up_proj")
     ),
     "GPT2LMHeadModel": Family(
-        {
+        layer={
             "attention_norm": "ln_1",
             **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "attn.c_attn"),
             "o_proj": "attn.c_proj",
@@ -84,22 +301,197 @@ FAMILIES: dict[str, Family] = {
             "up_proj": "mlp.c_fc",
             "down_proj": "mlp.c_proj",
         },
-        _GPT2_TOP,
+        top=_GPT2_TOP,
         prefix="transformer.",
         qkv_bias=True,
         transposed=True,
     ),
     "MixtralForCausalLM": Family(
+        _LAYER | {"router": "block_sparse_moe.gate", "experts": "block_sparse_moe.experts"},
+        _W123,
+        defaults={"norm_topk_prob": True},
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        _LAYER | {"shared_expert": "mlp.shared_expert"},
+        qkv_bias=True,
+        defaults={"shared_expert_gate": True, "use_sliding_window": False},
+    ),
+    "Qwen3MoeForCausalLM": Family(structure=HEAD_NORMS),
+    "Glm4MoeForCausalLM": Family(
+        output_bias=False,
+        sigmoid_router=True,
+        defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "norm_topk_prob": True, "n_shared_experts": 1},
+    ),
+    "MiniMaxM2ForCausalLM": Family(
         _LAYER
         | {
             "router": "block_sparse_moe.gate",
+            "router_bias": "block_sparse_moe.e_score_correction_bias",
             "experts": "block_sparse_moe.experts",
-            "gate_proj": "w1",
-            "up_proj": "w3",
-            "down_proj": "w2",
-        }
+        },
+        _W123,
+        structure=JOINT_NORMS,
+        sigmoid_router=True,
+        defaults={"rope_theta": 5e6, "norm_topk_prob": True},
     ),
-    "Qwen3MoeForCausalLM": Family(
-        _LAYER | {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}, qk_norm=True
+    "GptOssForCausalLM": Family(
+        _LAYER | {"router": "mlp.router"},
+        structure=GPT_OSS,
+        defaults={
+            "head_dim": 64,
+            "sliding_window": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "norm_topk_prob": True,
+        },
+        activation="clamped_swiglu",
+        stacked=_STACKED,
+        stacked_order="in_out",
+    ),
+    "Qwen3_5ForCausalLM": _QWEN3_5,
+    "DeepseekV2ForCausalLM": Family(_LAYER | _LATENT_LAYER, structure=LATENT, defaults={"n_shared_experts": 2}),
+    "DeepseekV3ForCausalLM": Family(
+        _LAYER | _LATENT_LAYER,
+        structure=LATENT,
+        sigmoid_router=True,
+        defaults={"norm_topk_prob": True, "n_shared_experts": 1, "n_group": 8, "topk_group": 4},
+    ),
+    "Mistral4ForCausalLM": Family(
+        _LAYER | _LATENT_LAYER,
+        structure=LATENT,
+        defaults={"norm_topk_prob": True, "n_shared_experts": 1},
+        stacked=_STACKED,
+    ),
+    "Glm4MoeLiteForCausalLM": Family(
+        _LAYER | _LATENT_LAYER,
+        structure=LATENT,
+        sigmoid_router=True,
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "norm_topk_prob": True,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.8,
+        },
+    ),
+    "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
+    # The rows of the matrices of linear attention are ordered by key head.
+    "Qwen3NextForCausalLM": replace(
+        _QWEN3_5_MOE,
+        layer={
+            **_QWEN3_5_MOE.layer,
+            **dict.fromkeys(("in_proj_qkv", "in_proj_z"), "linear_attn.in_proj_qkvz"),
+            **dict.fromkeys(("in_proj_a", "in_proj_b"), "linear_attn.in_proj_ba"),
+        },
+    ),
+    "GraniteForCausalLM": Family(),
+    "GraniteMoeForCausalLM": _GRANITE_MOE,
+    "GraniteMoeSharedForCausalLM": _GRANITE_MOE,
+    "GraniteSWAForCausalLM": Family(structure=GRANITE_SWA, defaults=_GRANITE_SWA),
+    "GraniteMoeSWAForCausalLM": Family(
+        _LAYER
+        | {
+            "router": "block_sparse_moe.router",
+            "experts": "block_sparse_moe.experts",
+            "shared_expert": "shared_mlp",
+        },
+        _GRANITE_SHARED,
+        structure=GRANITE_SWA,
+        stacked=_STACKED,
+        defaults={**_GRANITE_SWA, "norm_topk_prob": True},
+    ),
+    "Lfm2ForCausalLM": replace(
+        _LFM2,
+        defaults={
+            **_LFM2.defaults,
+            "block_auto_adjust_ff_dim": True,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 256,
+        },
+    ),
+    "Lfm2MoeForCausalLM": replace(
+        _LFM2,
+        sigmoid_router=True,
+        defaults={**_LFM2.defaults, "norm_topk_prob": True, "use_expert_bias": True, "num_dense_layers": 2},
+    ),
+    "GraniteMoeHybridForCausalLM": replace(
+        _GRANITE_MOE,
+        layer={
+            **_GRANITE_MOE.layer,
+            **_MAMBA_LAYER,
+            **{name: f"shared_mlp.{stored}" for name, stored in _GRANITE_SHARED.items()},
+        },
+        structure=GRANITE_HYBRID,
+        defaults={
+            "norm_topk_prob": True,
+            "mamba_n_groups": 1,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_conv_bias": True,
+            "mamba_proj_bias": False,
+        },
+    ),
+    "NemotronHForCausalLM": Family(
+        # A layer of the file has one norm, and attention, Mamba-2, an MLP or experts.
+        {name: stored.replace("self_attn.", "mixer.").replace("mlp.", "mixer.") for name, stored in _LAYER.items()}
+        | {name: stored.replace("mamba.", "mixer.") for name, stored in _MAMBA_LAYER.items()}
+        | {"attention_norm": "norm", "mlp_norm": "norm"},
+        top=_TOP | {"embedding": "model.embeddings", "norm": "model.norm_f"},
+        structure=NEMOTRON_H,
+        activation="relu2",
+        sigmoid_router=True,
+        epsilon="layer_norm_epsilon",
+        defaults={
+            "head_dim": 128,
+            "intermediate_size": 21504,
+            "layer_norm_epsilon": 1e-5,
+            "norm_topk_prob": True,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 128,
+            "n_groups": 8,
+            "conv_kernel": 4,
+            "use_conv_bias": True,
+            "use_bias": False,
+            "time_step_min": 0.001,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
+        },
+    ),
+    # The language models within models of text and images.
+    "Gemma3ForConditionalGeneration": _GEMMA3,
+    "Gemma4ForConditionalGeneration": _GEMMA4,
+    "Gemma4UnifiedForConditionalGeneration": _GEMMA4_UNIFIED,
+    "Mistral3ForConditionalGeneration": Family(),
+    "Qwen2_5_VLForConditionalGeneration": _QWEN2_VL,
+    "Qwen2VLForConditionalGeneration": _QWEN2_VL,
+    "Qwen3VLForConditionalGeneration": Family(structure=HEAD_NORMS, defaults={"rope_theta": 5e5}),
+    "Qwen3VLMoeForConditionalGeneration": Family(
+        structure=HEAD_NORMS,
+        stacked=_STACKED,
+        # Files of transformers 4 have [experts, in_features, out_features].
+        stacked_order="any",
+        defaults={"rope_theta": 5e5, "norm_topk_prob": True},
+    ),
+    "Qwen3_5ForConditionalGeneration": _QWEN3_5,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
+    "MuseGlimmerForConditionalGeneration": Family(
+        _LAYER | _POST_NORMS,
+        structure=MUSE_GLIMMER,
+        norm_offset=1.0,
+        plain_last_norm=True,
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "post_norm_eps": 1e-8,
+            "sliding_window": 2048,
+            "hidden_activation": "silu",
+            "final_logit_softcapping": 20.0,
+            "qk_scale_factor": 3.87,
+            "output_multiplier": 0.19611613513818404,
+        },
     ),
 }

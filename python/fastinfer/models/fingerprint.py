@@ -27,16 +27,9 @@ def fingerprint(checkpoints: List[Checkpoint], precision: Precision, max_model_l
     for checkpoint in checkpoints:
         scaling = checkpoint.config.rope_scaling.kind
         digest.update(repr((checkpoint.config, max_model_len if scaling == "longrope" else None)).encode())
-        for file in _files(checkpoint.path):
+        for file in checkpoint.files:
             digest.update(_identity(file))
     return digest.hexdigest()
-
-
-def _files(path: Path) -> list[Path]:
-    """Return the files of a checkpoint."""
-    if not path.is_dir():
-        return [path]
-    return sorted(file for file in path.iterdir() if file.suffix in (".json", ".safetensors"))
 
 
 def _identity(path: Path) -> bytes:

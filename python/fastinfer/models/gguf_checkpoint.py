@@ -9,12 +9,15 @@ from torch import Tensor
 from fastinfer.errors import GGUFFormatError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile, GGUFTensor, GGUFType
 from fastinfer.formats.gguf_rows import GGUFRows
-from fastinfer.formats.gguf_unpack import read_rows, unpack_rows
-from fastinfer.formats.unpacked import Dense, Lut, Unpacked
-from fastinfer.models.checkpoint import fused_rows, split_name
+from fastinfer.formats.gguf_unpack import packed_bytes, read_rows, unpack_rows
+from fastinfer.formats.unpacked import Dense, Int8, Lut, Unpacked
+from fastinfer.models.checkpoint import fused_rows, rows_by_key_head, split_name, tiled_rows
+from fastinfer.models.gguf_architectures import ARCHITECTURES
 from fastinfer.models.gguf_config import read_gguf_config
+from fastinfer.models.state_config import LinearAttentionConfig
 from fastinfer.ops.pack import TILE_ROWS
 
+E4M3_MAX = 448  # scales are multiplied by a factor
 PART_ELEMENTS = 2**20  # size of a part, small enough for its unpacked copy to reuse the memory of the previous one
 
 _TOP = {
@@ -23,6 +26,9 @@ _TOP = {
     "lm_head": "output",
     "position_embedding": "position_embd",
     "rope_factors": "rope_freqs",
+    "per_layer_embedding": "per_layer_token_embd",
+    "per_layer_model_projection": "per_layer_model_proj",
+    "per_layer_norm": "per_layer_proj_norm",
 }
 _LAYER = {
     "attention_norm": "attn_norm",
@@ -32,15 +38,57 @@ _LAYER = {
     "o_proj": "attn_output",
     "q_norm": "attn_q_norm",
     "k_norm": "attn_k_norm",
+    "sinks": "attn_sinks",
     "post_attention_norm": "post_attention_norm",
-    "mlp_norm": "ffn_norm",
     "gate_proj": "ffn_gate",
     "up_proj": "ffn_up",
     "down_proj": "ffn_down",
     "post_mlp_norm": "post_ffw_norm",
+    "q_a_proj": "attn_q_a",
+    "q_a_norm": "attn_q_a_norm",
+    "q_b_proj": "attn_q_b",
+    "kv_a_proj": "attn_kv_a_mqa",
+    "kv_a_norm": "attn_kv_a_norm",
+    "kv_b_proj": "attn_kv_b",
+    "k_b_proj": "attn_k_b",
+    "v_b_proj": "attn_v_b",
     "router": "ffn_gate_inp",
+    "router_bias": "exp_probs_b",
+    "router_scale": "ffn_gate_inp",
+    "expert_scale": "ffn_down_exps",
+    "experts_norm": "pre_ffw_norm_2",
+    "post_dense_norm": "post_ffw_norm_1",
+    "post_experts_norm": "post_ffw_norm_2",
+    "layer_scale": "layer_output_scale",
+    "per_layer_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_norm": "post_norm",
+    "shared_expert_gate": "ffn_gate_inp_shexp",
+    "in_proj_qkv": "attn_qkv",
+    "in_proj_z": "attn_gate",
+    "in_proj_a": "ssm_alpha",
+    "in_proj_b": "ssm_beta",
+    "conv1d": "ssm_conv1d",
+    "in_proj": "ssm_in",
+    "A_log": "ssm_a",
+    "D": "ssm_d",
+    "dt_bias": "ssm_dt",
+    "gated_norm": "ssm_norm",
+    "out_proj": "ssm_out",
 }
-_EXPERTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
+# Ends of the names of vectors, where they are not ".weight".
+_SUFFIXES = {
+    "router_bias": ".bias",
+    "dt_bias": ".bias",
+    "A_log": "",
+    "D": "",
+    "router_scale": ".scale",
+    "expert_scale": ".scale",
+}
+# Matrices of linear attention whose rows are ordered by key head.
+_BY_KEY_HEAD = {"in_proj_qkv": "ssm_in", "in_proj_z": "ssm_in", "in_proj_a": "ssm_ba", "in_proj_b": "ssm_ba"}
+# Suffixes of the names of matrices of experts.
+_EXPERTS = {"experts": "exps", "shared_expert": "shexp"}
 # Matrices that some families store as one fused matrix.
 _FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "attn_qkv") | dict.fromkeys(("gate_proj", "up_proj"), "ffn_up")
 
@@ -65,19 +113,25 @@ class GGUFCheckpoint:
         self.config = read_gguf_config(file)
 
     @property
-    def weight_bytes(self) -> int:
-        return sum(tensor.data.nbytes for tensor in self.file.tensors.values())
+    def files(self) -> list[Path]:
+        return self.file.files
+
+    def weight_bytes(self, device: str) -> int:
+        embedding = f"{_TOP['embedding']}.weight"
+        return sum(
+            packed_bytes(tensor, self._exact, device, is_embedding=name == embedding)
+            for name, tensor in self.file.tensors.items()
+        )
 
     def __contains__(self, name: str) -> bool:
         return f"{self._stored(name)}.weight" in self.file.tensors
 
-    def linear(self, name: str, out_features: int, in_features: int) -> Dense | GGUFRows:
+    def linear(self, name: str, out_features: int, in_features: int) -> Dense | Int8 | GGUFRows:
         tensor, rows = self._rows(name, out_features, in_features)
-        weight = read_rows(tensor.data[rows], tensor.type, tensor.name, exact=self._exact)
-        if self.config.architecture != "llama" or not name.endswith((".q_proj", ".k_proj")):
-            return weight
-        heads = self.config.num_heads if name.endswith(".q_proj") else self.config.num_kv_heads
-        return weight.rows(_unpermuted_rows(heads, out_features // heads, self.config.rotary_dim))
+        factor = self._factor(name, tensor)
+        weight = read_rows(tensor.data[rows], tensor.type, tensor.name, exact=self._exact, factor=factor)
+        order = self._order(name, out_features)
+        return weight if order is None else weight.rows(order)
 
     def parts(self, name: str, out_features: int, in_features: int) -> Iterator[Unpacked]:
         weight = self.linear(name, out_features, in_features)
@@ -88,22 +142,38 @@ class GGUFCheckpoint:
         for begin in range(0, out_features, rows):
             part = weight.rows(slice(begin, begin + rows))
             # No operator looks up single rows of a look-up table's indices.
-            yield part.unpack_integers() if name == "embedding" and isinstance(part.form, Lut) else part
+            if name == "embedding" and isinstance(part, GGUFRows) and isinstance(part.form, Lut):
+                yield part.unpack_integers()
+            else:
+                yield part
             self.release()
 
     def vector(self, name: str, size: int) -> Tensor:
         is_bias = name.endswith(".bias")
-        stored = self._stored(name.removesuffix(".bias")) + (".bias" if is_bias else ".weight")
+        part = name.rpartition(".")[2]
+        stored = self._stored(name.removesuffix(".bias")) + (".bias" if is_bias else _SUFFIXES.get(part, ".weight"))
         tensor = self._get(stored)
-        unpacked = unpack_rows(tensor.data.reshape(1, -1), tensor.type, stored)
+        data, shape = tensor.data.reshape(1, -1), tensor.shape
+        if ".experts." in name and len(shape) == 2 and shape[0] == self.config.num_experts:
+            expert = int(split_name(name)[2].partition(".")[0])
+            data, shape = tensor.data[expert : expert + 1], shape[1:]
+        unpacked = unpack_rows(data, tensor.type, stored)
         if not isinstance(unpacked, Dense):
             raise UnsupportedModelError(f"{self.path}: tensor {stored!r} must be dense, got {tensor.type.name}")
         values = unpacked.values.float().view(-1)
         rows = self._fused_rows(name.removesuffix(".bias")) if is_bias else None
         if rows is not None and len(values) >= rows.stop:
             values = values[rows]
-        if len(tensor.shape) != 1 or len(values) != size:
+        # The vectors of Mamba-2 are stored as columns, or with a row for each group.
+        is_vector = len(shape) == 1 or part in ("A_log", "D", "gated_norm")
+        if not is_vector or len(values) != size:
             raise GGUFFormatError(f"{self.path}: tensor {stored!r} must have the shape {(size,)}, got {tensor.shape}")
+        if part in ("A_log", "dt_bias") and (order := self._order(name, size)) is not None:
+            values = values[order]
+        if part == "A_log":  # stored as -exp(A_log)
+            if not (values < 0).all():
+                raise GGUFFormatError(f"{self.path}: tensor {stored!r} must be negative, got {float(values.max())}")
+            return (-values).log()
         return values.clone()
 
     def draft_tokens(self) -> Tensor | None:
@@ -123,26 +193,100 @@ class GGUFCheckpoint:
         tensor = self._get(stored)
         rows = slice(None)
         shape: tuple[int, ...] = (out_features, in_features)
-        if fused := self._fused_rows(name):
+        if self._is_by_key_head(name):
+            assert isinstance(self.config.states, LinearAttentionConfig)
+            part = split_name(name)[1]
+            same = [other for other, fused in _BY_KEY_HEAD.items() if fused == _BY_KEY_HEAD[part]]
+            whole = sum(len(rows_by_key_head(self.config.states, other)) for other in same)
+            shape = (whole, in_features)
+        elif fused := self._fused_rows(name):
             rows = fused
-            whole = fused_rows(self.config, "v_proj" if stored.endswith("attn_qkv.weight") else "up_proj").stop
+            last = "v_proj" if stored.endswith("attn_qkv.weight") else "up_proj"
+            whole = fused_rows(self.config, split_name(name)[0], last).stop
             shape = (whole, in_features)
         elif ".experts." in name:
             expert = int(split_name(name)[2].partition(".")[0])
-            rows = slice(expert * out_features, (expert + 1) * out_features)
-            shape = (self.config.num_experts, out_features, in_features)
-        if tensor.shape != shape:
+            halves = 2 if stored.endswith("gate_up_exps.weight") else 1
+            first = halves * expert + (halves == 2 and name.endswith("up_proj"))
+            rows = slice(first * out_features, (first + 1) * out_features)
+            shape = (self.config.num_experts, halves * out_features, in_features)
+        elif name.endswith((".k_b_proj", ".v_b_proj")):  # a matrix of each head
+            shape = (self.config.num_heads, out_features // self.config.num_heads, in_features)
+        is_vector = len(tensor.shape) == 1 and out_features == 1
+        if tensor.shape != (shape[1:] if is_vector else shape):
             raise GGUFFormatError(f"{self.path}: tensor {stored!r} must have the shape {shape}, got {tensor.shape}")
         return tensor, rows
 
+    def _factor(self, name: str, tensor: GGUFTensor) -> Tensor | None:
+        """Return the number by which a weight in NVFP4 is multiplied; None if the file has none."""
+        stored = tensor.name.removesuffix(".weight") + ".scale"
+        # Of Gemma 4's mixtures these are vectors of their own.
+        is_other = self.config.mlp_beside_experts and stored.endswith((".ffn_gate_inp.scale", ".ffn_down_exps.scale"))
+        if is_other or stored not in self.file.tensors:
+            return None
+        if tensor.type is not GGUFType.NVFP4:
+            raise UnsupportedModelError(
+                f"{self.path}: tensor {stored!r} is supported for weights in NVFP4, got {tensor.type.name}"
+            )
+        scale = self._get(stored)
+        shape = (self.config.num_experts,) if ".experts." in name else (1,)
+        if scale.shape != shape or scale.type is not GGUFType.F32:
+            got = f"{scale.type.name} {scale.shape}"
+            raise GGUFFormatError(f"{self.path}: tensor {stored!r} must be F32 with the shape {shape}, got {got}")
+        factors = torch.from_numpy(scale.data.reshape(-1).view("<f4"))
+        factor = factors[int(split_name(name)[2].partition(".")[0]) if ".experts." in name else 0]
+        if not (factor * E4M3_MAX).isfinite():
+            raise GGUFFormatError(f"{self.path}: tensor {stored!r}: expected finite numbers, got {factor:g}")
+        return factor
+
     def _stored(self, name: str) -> str:
         """Return the name of a matrix or vector in the file, without ``.weight`` or ``.bias``."""
+        names = ARCHITECTURES[self.config.architecture].names
         if not name.startswith("layers."):
-            return _TOP[name]
+            return names.get(name, _TOP[name])
         layer, part, rest = split_name(name)
-        if part == "experts":
-            return f"blk.{layer}.{_EXPERTS[rest.partition('.')[2]]}"
+        if part in names:
+            return f"blk.{layer}.{names[part]}"
+        if part in _EXPERTS:
+            projection = rest.rpartition(".")[2]
+            fused = f"blk.{layer}.ffn_gate_up_{_EXPERTS[part]}"
+            if projection in ("gate_proj", "up_proj") and f"{fused}.weight" in self.file.tensors:
+                return fused
+            return f"blk.{layer}.{_LAYER[projection]}_{_EXPERTS[part]}"
+        if part == "mlp_norm":
+            return f"blk.{layer}.{ARCHITECTURES[self.config.architecture].mlp_norm}"
+        if self._is_by_key_head(name):
+            return f"blk.{layer}.{_BY_KEY_HEAD[part]}"
         return f"blk.{layer}.{_FUSED[part] if self._fused_rows(name) else _LAYER[part]}"
+
+    def _is_by_key_head(self, name: str) -> bool:
+        """Return whether a matrix of linear attention is stored with others, with rows ordered by key head."""
+        if not name.startswith("layers."):
+            return False
+        layer, part, _ = split_name(name)
+        return part in _BY_KEY_HEAD and f"blk.{layer}.{_BY_KEY_HEAD[part]}.weight" in self.file.tensors
+
+    def _order(self, name: str, out_features: int) -> Tensor | None:
+        """Return the file's row for each row of a matrix, where the converter has changed their order."""
+        config, part = self.config, name.rpartition(".")[2]
+        architecture = ARCHITECTURES[config.architecture]
+        if architecture.permuted and part in ("q_proj", "k_proj"):
+            heads = config.num_heads if part == "q_proj" else config.num_kv_heads
+            return _unpermuted_rows(heads, out_features // heads, config.rotary_dim)
+        sizes = config.states
+        if not isinstance(sizes, LinearAttentionConfig):
+            return None
+        if self._is_by_key_head(name):
+            return rows_by_key_head(sizes, part)
+        if not architecture.tiled_values:
+            return None
+        if part in ("in_proj_a", "in_proj_b", "A_log", "dt_bias"):
+            return tiled_rows(sizes, 1)
+        if part in ("in_proj_qkv", "in_proj_z", "conv1d"):
+            values = tiled_rows(sizes, sizes.value_dim)
+            before = out_features - len(values)  # queries and keys
+            return torch.cat([torch.arange(before), before + values])
+        return None
 
     def _fused_rows(self, name: str) -> slice | None:
         """Return the rows of a matrix within a fused one; None if it is stored on its own."""
@@ -154,7 +298,7 @@ class GGUFCheckpoint:
         if part not in _FUSED or single in self.file.tensors or (part == "up_proj" and not self.config.gated):
             return None
         fused = f"blk.{layer}.{_FUSED[part]}.weight"
-        return fused_rows(self.config, part) if fused in self.file.tensors else None
+        return fused_rows(self.config, layer, part) if fused in self.file.tensors else None
 
     def _get(self, name: str) -> GGUFTensor:
         self.file.check_size()

@@ -3,17 +3,19 @@
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
-from fastinfer import ops
+from dataclasses import replace
+from typing import Any
+
 from fastinfer.errors import GGUFFormatError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.config import MAX_SIZE, ModelConfig
-
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3", "gpt2")
-
-# Every n-th layer has full attention, the others have a window. The files do not contain this number.
-WINDOW_PERIODS = {"gemma2": 2, "gemma3": 6}
-# Base in the layers with a window, which Gemma 3 keeps from its predecessors.
-LOCAL_ROPE_THETAS = {"gemma3": 10000.0}
+from fastinfer.models.gguf_architectures import ARCHITECTURES
+from fastinfer.models.gguf_experts import router, shared_intermediate_size
+from fastinfer.models.gguf_gemma4 import gemma4_config, gemma4_sizes
+from fastinfer.models.gguf_latent import latent_attention, latent_scale
+from fastinfer.models.gguf_rope import rope_scaling
+from fastinfer.models.gguf_states import state_layers, state_sizes
+from fastinfer.models.structure import GEMMA4, periodic_windows
 
 
 def read_gguf_config(file: GGUFFile) -> ModelConfig:
@@ -28,8 +30,13 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         raise UnsupportedModelError(
             f"{file.path}: architecture {architecture!r} is not implemented; supported are {', '.join(ARCHITECTURES)}"
         )
+    family = ARCHITECTURES[architecture]
+    structure = family.structure
+    known = gemma4_sizes(file) if structure is GEMMA4 else {}
 
     def size(key: str, default: int | None = None) -> int:
+        if key in known:
+            return known[key]
         name = f"{architecture}.{key}"
         if default is None:
             return file.get(name, int, minimum=1, maximum=MAX_SIZE)
@@ -39,21 +46,45 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         return file.get(f"{architecture}.{key}", float, default, minimum=minimum)
 
     hidden_size, num_heads = size("embedding_length"), size("attention.head_count")
-    num_layers = size("block_count")
-    num_kv_heads = size("attention.head_count_kv", num_heads)
+    # The last layers may predict tokens after the next one; they are not loaded.
+    num_layers = size("block_count") - file.get(f"{architecture}.nextn_predict_layers", int, 0, minimum=0)
+    if num_layers < 1:
+        raise GGUFFormatError(
+            f"{file.path}: expected at least one layer besides nextn_predict_layers, got {num_layers}"
+        )
+    with_states, num_kv_heads = state_layers(file, architecture, num_layers)
+    num_kv_heads = num_kv_heads or size("attention.head_count_kv", num_heads)
     head_dim = size("attention.key_length", max(1, hidden_size // num_heads))
     if num_heads % num_kv_heads:
         raise GGUFFormatError(f"{file.path}: expected a multiple of {num_kv_heads} query heads, got {num_heads}")
-    is_gpt2, is_gemma = architecture == "gpt2", architecture.startswith("gemma")
-    rotary_dim = 0 if is_gpt2 else size("rope.dimension_count", head_dim)
+    has_norms = "blk.0.attn_q_norm.weight" in file.tensors and structure.qk_norm == "none"
+    if has_norms and architecture == "glm4moe":
+        structure = replace(structure, qk_norm="head")
+    elif has_norms:
+        raise UnsupportedModelError(f"{file.path}: norms of queries (blk.0.attn_q_norm) are not implemented for it")
+    latent = latent_attention(file, architecture) if structure.latent_attention else None
+    if latent is not None:
+        num_kv_heads, head_dim = 1, latent.row_dim
+    rotary_dim = 0 if family.learned_positions else size("rope.dimension_count", head_dim)
     if rotary_dim % 2 or rotary_dim > head_dim:
         raise GGUFFormatError(f"{file.path}: rotary size must be even and at most {head_dim}, got {rotary_dim}")
-    epsilon = "layer_norm_epsilon" if is_gpt2 else "layer_norm_rms_epsilon"
+    epsilon = "layer_norm_epsilon" if structure.norm == "layer_norm" else "layer_norm_rms_epsilon"
     num_experts = size("expert_count", 0)
-    return ModelConfig(
+    num_dense = file.get(f"{architecture}.leading_dense_block_count", int, 0, minimum=0) if num_experts else 0
+    rope_theta = number("rope.freq_base", 10000.0, minimum=1.001)
+    window = size("attention.sliding_window", family.window)
+    windows = periodic_windows(window, structure.window_period, num_layers) if window else ()
+    local_rope_theta = rope_theta if structure.only_full_scaled and windows else family.local_rope_theta
+    period = family.no_rope_period
+    unrotated_layers = frozenset(layer for layer in range(num_layers) if period and (layer + 1) % period == 0)
+    if structure.mamba2 and not file.get(f"{architecture}.rope.scaling.finetuned", bool, True):
+        unrotated_layers = frozenset(range(num_layers))  # the key says whether anything is rotated
+    config = ModelConfig(
         architecture=architecture,
         hidden_size=hidden_size,
         intermediate_size=size("expert_feed_forward_length", 0) or size("feed_forward_length"),
+        dense_intermediate_size=size("feed_forward_length") if num_dense else 0,
+        shared_intermediate_size=shared_intermediate_size(file, architecture),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -62,28 +93,55 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         vocab_size=_vocab_size(file),
         max_position=size("context_length"),
         norm_eps=file.get(f"{architecture}.attention.{epsilon}", float, minimum=0.0, maximum=1.0),
-        rope_theta=number("rope.freq_base", 10000.0, minimum=1.001),
-        rope_scaling=_rope_scaling(file, architecture, size("context_length"), rotary_dim // 2),
-        local_rope_theta=LOCAL_ROPE_THETAS.get(architecture),
-        windows=_windows(size("attention.sliding_window", 0), num_layers, WINDOW_PERIODS.get(architecture)),
-        activation="gelu_tanh" if is_gemma or is_gpt2 else "silu",
-        gated=not is_gpt2,
-        norm="layer_norm" if is_gpt2 else "rms_norm",
-        post_norms=is_gemma,
-        qk_norm=architecture in ("qwen3", "qwen3moe", "gemma3"),
-        qkv_bias=is_gpt2 or architecture == "qwen2",
-        output_bias=is_gpt2,
-        mlp_bias=is_gpt2,
-        embedding_scale=hidden_size**0.5 if is_gemma else 1.0,
-        attention_scale=_attention_scale(architecture, hidden_size, num_layers, num_heads),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling(file, architecture, size("context_length"), rotary_dim // 2),
+        local_rope_theta=local_rope_theta,
+        windows=windows,
+        state_layers=with_states,
+        states=state_sizes(file, architecture, hidden_size) if with_states else None,
+        latent_attention=latent,
+        unrotated_layers=unrotated_layers | structure.unrotated_layers(windows),
+        activation=family.activation,
+        gated=family.gated,
+        qkv_bias=family.qkv_bias or "blk.0.attn_q.bias" in file.tensors,
+        output_bias=family.other_biases,
+        mlp_bias=family.other_biases,
+        attention_scale=_attention_scale(architecture, hidden_size, num_layers, num_heads)
+        if latent is None
+        else latent_scale(file, architecture, latent),
         attention_softcap=number("attn_logit_softcapping", 0.0),
         logits_softcap=number("final_logit_softcapping", 0.0),
+        logits_scale=number("logit_scale", 1.0, minimum=1e-6),
         num_experts=num_experts,
         experts_per_token=file.get(f"{architecture}.expert_used_count", int, minimum=1, maximum=num_experts)
         if num_experts
         else 0,
-        renormalize_experts=True,
+        router=router(file, architecture, num_layers),
+        dense_layers=frozenset(range(num_dense)),
+        shared_expert_gate=family.shared_expert_gate,
+        **structure.config_fields(hidden_size),
     )
+    config = replace(config, **_factors(file, architecture))
+    return gemma4_config(file, config) if structure is GEMMA4 else config
+
+
+def _factors(file: GGUFFile, architecture: str) -> dict[str, Any]:
+    """Return Granite's factors, as fields of the configuration."""
+    if not architecture.startswith("granite"):
+        return {}
+
+    def factor(key: str, default: float | None = 1.0) -> float | None:
+        return file.get(f"{architecture}.{key}", float, default, minimum=1e-6, maximum=1e6)
+
+    key = f"{architecture}.rope.scaling.finetuned"
+    if not file.get(key, bool, True) and architecture != "granitehybrid":
+        raise UnsupportedModelError(f"{file.path}: {key}: models without rotary positions are not implemented")
+    return {
+        "embedding_scale": factor("embedding_scale"),
+        "residual_scale": factor("residual_scale"),
+        "attention_scale": factor("attention.scale", None),
+        "logits_scale": 1.0 / (factor("logit_scale") or 1.0),
+    }
 
 
 def _vocab_size(file: GGUFFile) -> int:
@@ -93,49 +151,7 @@ def _vocab_size(file: GGUFFile) -> int:
     return tensor.shape[0]
 
 
-def _windows(window: int, num_layers: int, period: int | None) -> tuple[int, ...]:
-    if not window:
-        return ()
-    return tuple(0 if period and (layer + 1) % period == 0 else window for layer in range(num_layers))
-
-
 def _attention_scale(architecture: str, hidden_size: int, num_layers: int, num_heads: int) -> float | None:
     """Return the attention scale of Gemma 2 and 3 with 27 billion parameters; None for the default."""
     wide = (architecture, num_layers) in (("gemma2", 46), ("gemma3", 62))
     return (hidden_size / num_heads) ** -0.5 if wide else None
-
-
-def _rope_scaling(file: GGUFFile, architecture: str, context_length: int, num_factors: int) -> ops.RopeScaling:
-    prefix = f"{architecture}.rope.scaling"
-    kind = file.get(f"{prefix}.type", str, "none")
-    if kind not in ("none", "linear", "yarn", "longrope"):
-        raise UnsupportedModelError(
-            f"{file.path}: rotary scaling {kind!r} is not implemented; supported are none, linear, longrope, yarn"
-        )
-    if "rope_factors_long.weight" in file.tensors:
-        kind = "longrope"
-    if kind == "longrope":
-        return _longrope(file, prefix, context_length, num_factors)
-    length = f"{prefix}.original_context_length"
-    trained = file.get(length, int, minimum=1, maximum=MAX_SIZE) if kind == "yarn" else 0
-    factor = file.get(f"{prefix}.factor", float, 1.0, minimum=1e-3)
-    return ops.RopeScaling(kind=kind, factor=factor, original_max_position=trained)
-
-
-def _longrope(file: GGUFFile, prefix: str, context_length: int, num_factors: int) -> ops.RopeScaling:
-    trained = file.get(f"{prefix}.original_context_length", int, minimum=2, maximum=MAX_SIZE)
-    factors = []
-    for name in ("rope_factors_short.weight", "rope_factors_long.weight"):
-        tensor = file.tensors.get(name)
-        if tensor is None or tensor.shape != (num_factors,) or tensor.type.name != "F32":
-            got = "none" if tensor is None else f"{list(tensor.shape)} {tensor.type.name}"
-            raise GGUFFormatError(f"{file.path}: tensor {name!r} must be {num_factors} F32 numbers, got {got}")
-        factors.append(tuple(float(value) for value in tensor.data.reshape(-1).view("<f4")))
-    return ops.RopeScaling(
-        kind="longrope",
-        factor=context_length / trained,
-        original_max_position=trained,
-        attention_factor=file.get(f"{prefix}.attn_factor", float, None, minimum=0.0),
-        short_factors=factors[0],
-        long_factors=factors[1],
-    )

@@ -1,22 +1,50 @@
 """Tensors of a Hugging Face folder (safetensors files and ``config.json``) by the project's names."""
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastinfer.errors import CheckpointFormatError, FastinferError
+from fastinfer.errors import CheckpointFormatError, FastinferError, UnsupportedModelError
 from fastinfer.formats.json_fields import JsonFields
-from fastinfer.formats.linear_tensors import DENSE_DTYPES
-from fastinfer.formats.quantized_checkpoint import read_linear
-from fastinfer.formats.safetensors_folder import SafetensorsFolder, weight_file_bytes
+from fastinfer.formats.linear_tensors import DENSE_DTYPES, ExpertTensors, LinearTensors
+from fastinfer.formats.mxfp4 import MXFP4_GROUP, MXFP4Experts
+from fastinfer.formats.quantized_checkpoint import CheckpointFormat, PackedSizes, parse_quantization_config, read_with
+from fastinfer.formats.safetensors_folder import SafetensorsFolder
 from fastinfer.formats.unpacked import Dense, Unpacked
-from fastinfer.models.checkpoint import fused_rows, split_name
+from fastinfer.models.checkpoint import fused_rows, rows_by_key_head, split_name, stored_layer
 from fastinfer.models.families import FAMILIES
 from fastinfer.models.hf_config import read_hf_config
+from fastinfer.models.state_config import LinearAttentionConfig
 
 D2T = "d2t"
+# Where Model Optimizer keeps the settings of a checkpoint without a ``quantization_config``.
+MODELOPT_CONFIG = "hf_quant_config.json"
+# Vectors that are no module's weight or bias.
+PARAMETERS = ("sinks", "router_bias", "A_log", "D", "dt_bias", "layer_scale", "router_scale", "expert_scale")
+# Names of a matrix in the methods.
+MATRICES = ("weight", "qweight", "weight_packed")
+# Families whose matrices MLX keeps, except that it joins those of all experts (``switch_mlp``). Of others it stores
+# some tensors in another order, or with another offset.
+MLX_FAMILIES = frozenset(
+    f"{name}For{kind}"
+    for kind, names in {
+        "CausalLM": (
+            "Cohere Cohere2 Exaone4 Gemma2 Gemma3 Glm4Moe Llama MiniMaxM2 Ministral3 Mistral Mixtral Olmo2 Olmo3 Phi3 "
+            "Qwen2 Qwen2Moe Qwen3 Qwen3Moe SmolLM3"
+        ),
+        "ConditionalGeneration": "Gemma3 Mistral3 Qwen2VL Qwen2_5_VL Qwen3VL",
+    }.items()
+    for name in names.split()
+)
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """Return the files of a folder on which the model may depend: those of its weights and its configuration."""
+    return sorted(file for file in folder.iterdir() if file.suffix in (".json", ".safetensors"))
 
 
 class HFCheckpoint:
@@ -38,26 +66,48 @@ class HFCheckpoint:
         self._fields = JsonFields.read(path / "config.json", CheckpointFormatError)
         self._family = FAMILIES[self.config.architecture]
         self.tensors = SafetensorsFolder(path)
-        prefix = self._family.prefix
-        self._bare = not any(name.startswith(prefix) for name in self.tensors.names)
+        self._prefix, self._head_prefix = self._find_prefixes()
+        self._is_stacked = self._has_stacked_experts()
+        self._check_output_layer()
         self._exact = exact
-        quantization = self._fields.object("quantization_config")
-        self._quantization = None if quantization is None else quantization.values
+        self._is_mlx = self._fields.values.get("quantization") is not None
+        self._quantization = self._quantization_config()
+        self._packed_experts: dict[str, MXFP4Experts] = {}  # of the layer that is read
 
     @property
-    def weight_bytes(self) -> int:
-        return weight_file_bytes(self.path)
+    def files(self) -> list[Path]:
+        return checkpoint_files(self.path)
+
+    def weight_bytes(self, device: str) -> int:
+        # A folder may have more than is loaded: layers for images, or layers that predict tokens after the next one.
+        loaded = (self._prefix, f"{self._head_prefix}lm_head.")
+        layers = self._with_prefix(f"{self._family.top['layers']}.")
+        indices = {name: name.removeprefix(layers).partition(".")[0] for name in self.tensors.names}
+        sizes = PackedSizes(self._quantization, self._exact)
+        return sum(
+            sizes.num_bytes(name, self.tensors.num_bytes(name), self.tensors.header(name)[1])
+            for name, index in indices.items()
+            if name.startswith(loaded) and not (index.isdecimal() and int(index) >= self.config.num_stored_layers)
+        )
 
     def __contains__(self, name: str) -> bool:
-        return f"{self.stored_name(name)}.weight" in self.tensors
+        return any(f"{self.stored_name(name)}.{part}" in self.tensors for part in MATRICES)
 
     def linear(self, name: str, out_features: int, in_features: int) -> Unpacked:
         module = self.stored_name(name)
-        is_layer = name.startswith("layers.")
-        weight = self._linear(module) if is_layer else self._dense(module)
         rows = self._rows(name)
-        if rows is not None and weight.shape[0] >= rows.stop:
-            weight = weight.rows(rows)
+        if (expert := self._stacked_expert(name)) is not None:
+            index, whole = rows or (slice(None), out_features)
+            assert isinstance(index, slice)
+            weight = self._expert(module, expert, index, whole, in_features)
+        else:
+            # No method quantises a convolution, and MLX alone the embedding.
+            is_linear = (name.startswith(("layers.", "lm_head")) or self._is_mlx) and not name.endswith(".conv1d")
+            weight = self._linear(module, self._joined_expert(name)) if is_linear else self._dense(module)
+            if self._family.transposed and name.startswith("layers.") and isinstance(weight, Dense):
+                weight = Dense(weight.values.T.contiguous())
+            if rows is not None and weight.shape[0] == rows[1]:
+                weight = weight.rows(rows[0])
         if weight.shape != (out_features, in_features):
             raise CheckpointFormatError(
                 f"{self.path}: {module} must have the shape {[out_features, in_features]}, got {list(weight.shape)}"
@@ -69,16 +119,26 @@ class HFCheckpoint:
 
     def vector(self, name: str, size: int) -> Tensor:
         is_bias, module = name.endswith(".bias"), name.removesuffix(".bias")
-        stored = self.stored_name(module) + (".bias" if is_bias else ".weight")
+        part = module.rpartition(".")[2]
+        expert = self._stacked_expert(module)
+        stored = self.stored_name(module)
+        if is_bias:
+            stored += ".bias" if expert is None else "_bias"
+        elif part not in PARAMETERS:
+            stored += ".weight"
         rows = self._rows(module) if is_bias else None
-        values = self._get(stored).float()
-        if rows is not None and len(values) >= rows.stop:
-            values = values[rows]
+        values = self._get(stored)
+        if expert is not None:
+            self._check_stack(stored, values, size if rows is None else rows[1])
+            values = values[expert]
+        values = values.float()
+        if rows is not None and len(values) == rows[1]:
+            values = values[rows[0]]
         if values.shape != (size,):
             raise CheckpointFormatError(
                 f"{self.path}: tensor {stored!r} must have the shape {[size]}, got {list(values.shape)}"
             )
-        return values + self._family.norm_offset if name.endswith("norm") else values.clone()
+        return values + self.norm_offset(name) if name.endswith("norm") else values.clone()
 
     def draft_tokens(self) -> Tensor | None:
         # As SpecForge and EAGLE-3 store it: tensor d2t holds, for each row, the token minus the row.
@@ -110,12 +170,21 @@ class HFCheckpoint:
         return tokens
 
     def layout(self, layer: int) -> frozenset[tuple[str, tuple[int, ...], str]]:
-        prefix = self._without_prefix(f"{self._family.top['layers']}.{layer}.")
-        names = [name for name in self.tensors.names if name.startswith(prefix)]
-        return frozenset((name.removeprefix(prefix), *self.tensors.header(name)) for name in names)
+        stored = self.config.stored_layers[layer] if self.config.stored_layers else (layer,)
+        layout = set()
+        for place, number in enumerate(stored):
+            prefix = self._with_prefix(f"{self._family.top['layers']}.{number}.")
+            names = [name for name in self.tensors.names if name.startswith(prefix)]
+            layout |= {(f"{place}.{name.removeprefix(prefix)}", *self.tensors.header(name)) for name in names}
+        return frozenset(layout)
 
     def release(self) -> None:
+        self._packed_experts = {}
         self.tensors.release()
+
+    @functools.cached_property
+    def _format(self) -> CheckpointFormat | None:
+        return parse_quantization_config(self._quantization)
 
     @property
     def is_quantized(self) -> bool:
@@ -123,30 +192,42 @@ class HFCheckpoint:
         return self._quantization is not None
 
     @property
+    def is_stacked(self) -> bool:
+        """Whether projections of all experts are stored as one tensor."""
+        return self._is_stacked
+
+    @property
     def is_transposed(self) -> bool:
         """Whether matrices are stored as [in_features, out_features]."""
         return self._family.transposed
 
-    @property
-    def norm_offset(self) -> float:
-        """Number that is added to the stored weights of RMSNorms."""
-        return self._family.norm_offset
+    def norm_offset(self, name: str) -> float:
+        """Return the number that is added to the stored weights of a norm."""
+        is_plain = name.endswith(".gated_norm") or (name == "norm" and self._family.plain_last_norm)
+        return 0.0 if is_plain else self._family.norm_offset
 
     def stored_name(self, name: str) -> str:
         """Return the name of a module in the checkpoint."""
         top = self._family.top
         if name.startswith("layers."):
             layer, part, rest = split_name(name)
-            module = f"{top['layers']}.{layer}.{self._family.layer[part]}"
+            module = f"{top['layers']}.{stored_layer(self.config, layer, part)}.{self._family.layer[part]}"
             if rest:
-                expert, projection = rest.split(".")
-                module += f".{expert}.{self._family.layer[projection]}"
+                *expert, projection = rest.split(".")  # a shared expert has no number
+                is_stacked = self._is_stacked and bool(expert)
+                if expert and self._is_mlx:
+                    return self._with_prefix(f"{module.rpartition('.')[0]}.switch_mlp.{projection}")
+                if expert and not is_stacked:
+                    module += f".{expert[0]}"
+                module += f".{(self._family.stacked if is_stacked else self._family.expert)[projection]}"
         else:
             module = top.get(name, name)
-        return self._without_prefix(module)
+        return self._with_prefix(module)
 
     def _dense(self, module: str) -> Dense:
         values = self._get(f"{module}.weight")
+        if values.dim() == 3 and values.shape[1] == 1:  # a convolution of each channel by itself
+            values = values[:, 0]
         if values.dim() != 2:
             raise CheckpointFormatError(
                 f"{self.path}: tensor {module + '.weight'!r} must have two dimensions, "
@@ -154,14 +235,57 @@ class HFCheckpoint:
             )
         return Dense(values)
 
-    def _linear(self, module: str) -> Unpacked:
+    def _linear(self, module: str, expert: int | None) -> Unpacked:
+        tensors = self.tensors if expert is None else ExpertTensors(self.tensors, expert)
         try:
-            weight = read_linear(self.tensors, module, self._quantization, exact=self._exact)
+            return read_with(self._format, tensors, module, exact=self._exact)
         except FastinferError as error:
             raise type(error)(f"{self.path}: {error}") from None
-        if self._family.transposed and isinstance(weight, Dense):
-            return Dense(weight.values.T.contiguous())
-        return weight
+
+    def _stacked_expert(self, name: str) -> int | None:
+        """Return the index of an expert whose projection is stored in one tensor with those of the others."""
+        return _expert_index(name) if self._is_stacked else None
+
+    def _joined_expert(self, name: str) -> int | None:
+        """Return the same of an expert whose tensors MLX has joined, each of them along a first dimension."""
+        return _expert_index(name) if self._is_mlx else None
+
+    def _expert(self, module: str, expert: int, rows: slice, out_features: int, in_features: int) -> Unpacked:
+        """Read rows of one expert's matrix [out_features, in_features], which is stored with those of the others."""
+        if f"{module}_blocks" in self.tensors:
+            packed = self._packed(module)
+            self._check_stack(f"{module}_blocks", packed.blocks, out_features, in_features // MXFP4_GROUP, 16)
+            return packed.expert(expert, rows)
+        values, order = self._get(module), self._family.stacked_order
+        if order == "any" and in_features == out_features:
+            raise UnsupportedModelError(
+                f"{self.path}: tensor {module!r}: the order of its dimensions is not known, because both have "
+                f"{in_features} elements"
+            )
+        transposed = list(values.shape[1:]) == [in_features, out_features]
+        if order == "in_out" or (order == "any" and transposed):
+            self._check_stack(module, values, in_features, out_features)
+            return Dense(values[expert].T[rows])
+        self._check_stack(module, values, out_features, in_features)
+        return Dense(values[expert][rows])
+
+    def _packed(self, module: str) -> MXFP4Experts:
+        """Read a projection of all experts in MXFP4, once for a layer."""
+        if module not in self._packed_experts:
+            owner, _, name = module.rpartition(".")
+            try:
+                self._packed_experts[module] = MXFP4Experts.read(LinearTensors(self.tensors, owner), name)
+            except FastinferError as error:
+                raise type(error)(f"{self.path}: {error}") from None
+        return self._packed_experts[module]
+
+    def _check_stack(self, name: str, values: Tensor, *sizes: int) -> None:
+        """Refuse a tensor of all experts that does not have these sizes for each."""
+        shape = [self.config.num_experts, *sizes]
+        if list(values.shape) != shape:
+            raise CheckpointFormatError(
+                f"{self.path}: tensor {name!r} must have the shape {shape}, got {list(values.shape)}"
+            )
 
     def _get(self, name: str) -> Tensor:
         values = self.tensors.get(name)
@@ -171,15 +295,88 @@ class HFCheckpoint:
             raise CheckpointFormatError(f"{self.path}: tensor {name!r} must be of a float dtype, got {values.dtype}")
         return values
 
-    def _rows(self, name: str) -> slice | None:
-        """Return the rows of a matrix within a fused one; None if it is stored on its own."""
+    def _rows(self, name: str) -> tuple[slice | Tensor, int] | None:
+        """Return the rows of a matrix within a fused one, and how many that has; None if it is stored on its own."""
         if not name.startswith("layers."):
             return None
-        _, part, _ = split_name(name)
+        layer, part, rest = split_name(name)
         names = self._family.layer
-        fused = list(names.values()).count(names[part]) > 1
-        return fused_rows(self.config, part) if fused else None
+        if rest:
+            part = rest.rpartition(".")[2]
+            names = self._family.expert if self._stacked_expert(name) is None else self._family.stacked
+        same = [other for other, stored in names.items() if stored == names[part]]
+        if len(same) == 1:
+            return None
+        if part.startswith("in_proj_"):
+            assert isinstance(self.config.states, LinearAttentionConfig)
+            parts = {other: rows_by_key_head(self.config.states, other) for other in same}
+            return parts[part], sum(map(len, parts.values()))
+        is_shared = bool(rest) and "." not in rest
+        inner = self.config.shared_intermediate_size if is_shared else None
+        rows = {other: fused_rows(self.config, layer, other, inner) for other in same}
+        return rows[part], max(slice_.stop for slice_ in rows.values())
 
-    def _without_prefix(self, name: str) -> str:
-        """Remove the family's prefix from a name if the checkpoint leaves it out."""
-        return name.removeprefix(self._family.prefix) if self._bare else name
+    def _with_prefix(self, name: str) -> str:
+        """Replace the family's prefix of a name by that of the checkpoint."""
+        prefix = self._family.prefix
+        if name.startswith(prefix):
+            return self._prefix + name.removeprefix(prefix)
+        return self._head_prefix + name
+
+    def _quantization_config(self) -> dict[str, Any] | None:
+        """Return the settings of the method; None for a checkpoint that is not quantised."""
+        if self._is_mlx:
+            if self.config.architecture not in MLX_FAMILIES:
+                raise UnsupportedModelError(
+                    f"{self.path / 'config.json'}: quantization: MLX's format is not implemented for "
+                    f"{self.config.architecture}"
+                )
+            return {**self._fields.get("quantization", dict), "quant_method": "mlx"}
+        for place in (self._fields, self._fields.object("text_config")):
+            if place is not None and (settings := place.object("quantization_config")) is not None:
+                return settings.values
+        path = self.path / MODELOPT_CONFIG
+        if not path.exists():
+            return None
+        return {**JsonFields.read(path, CheckpointFormatError).get("quantization", dict), "quant_method": "modelopt"}
+
+    def _find_prefixes(self) -> tuple[str, str]:
+        """Return the prefixes of the decoder's tensors and of its output layer's."""
+        prefix = self._family.prefix
+        layers = self._family.top["layers"].removeprefix(prefix) + "."
+        candidates = [
+            (prefix, ""),
+            ("", ""),
+            ("backbone.", ""),
+            ("model.language_model.", ""),
+            ("language_model.model.", "language_model."),
+        ]
+        found = (pair for pair in candidates if any(name.startswith(pair[0] + layers) for name in self.tensors.names))
+        decoder, head = next(found, candidates[0])
+        # Files of models with images may have the output layer elsewhere.
+        heads = (
+            name
+            for name in (head, "", "language_model.")
+            if any(f"{name}lm_head.{part}" in self.tensors for part in MATRICES)
+        )
+        return decoder, next(heads, head)
+
+    def _has_stacked_experts(self) -> bool:
+        """Return whether projections of all experts are stored as one tensor."""
+        stacked = tuple(f".{self._family.layer.get('experts')}.{name}" for name in self._family.stacked.values())
+        return any(part in name for name in self.tensors.names for part in stacked)
+
+    def _check_output_layer(self) -> None:
+        """Refuse a checkpoint without the output layer that it says to have."""
+        places = [self._fields, self._fields.object("text_config")]
+        said = [place.get("tie_word_embeddings", bool, None) for place in places if place is not None]
+        if False in said and True not in said and "lm_head" not in self:
+            raise CheckpointFormatError(
+                f"{self.path}: tensor {self.stored_name('lm_head') + '.weight'!r} is missing, and config.json says "
+                "that the output layer is not the embedding (tie_word_embeddings)"
+            )
+
+
+def _expert_index(name: str) -> int | None:
+    """Return the index of an expert from the name of one of its matrices."""
+    return int(split_name(name)[2].partition(".")[0]) if ".experts." in name else None

@@ -1,4 +1,4 @@
-"""Tensors of the KV cache: keys and values of all layers, in blocks."""
+"""Tensors of the KV cache: keys and values in blocks, and the states of layers with linear attention in slots."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from fastinfer.errors import RequestError
+from fastinfer.models.config import KVShape, ModelConfig
+from fastinfer.models.state_cache import StateCache
 
 # int8 and fp8 have one fp32 scale per token and head. uint8 stands for int4: two elements per byte, and an fp16 scale
 # and minimum for each group of this many elements.
@@ -23,7 +25,7 @@ class LayerCache:
     All tensors are [num_blocks, block_size, num_kv_heads, ...]; for the last dimensions see :func:`head_shapes`.
 
     Attributes:
-        k, v, k_scale, v_scale: see above.
+        k, v, k_scale, v_scale: see above. Values within the keys are a view of them, and have the keys' scales.
         group: number of the group of layers whose blocks have the same numbers.
     """
 
@@ -33,10 +35,41 @@ class LayerCache:
     v_scale: Tensor | None = None
     group: int = field(default=0, kw_only=True)
 
+    @classmethod
+    def empty(
+        cls, shape: KVShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: str, group: int = 0
+    ) -> "LayerCache":
+        """Allocate an uninitialised cache; on a CPU a page takes memory only once it is written.
+
+        Args:
+            shape: shape of a token's keys and values.
+            num_blocks: number of blocks.
+            block_size: tokens per block.
+            dtype: dtype of the elements; uint8 stands for int4.
+            device: device of the cache.
+            group: see above.
+
+        Raises:
+            RequestError: the size of a head is odd, or values are within the keys, and the cache has two elements per
+                byte.
+        """
+        sizes = num_blocks, block_size, shape.num_heads
+        heads = head_shapes(shape, dtype)
+        tensors = [torch.empty(*sizes, *head, dtype=element, device=device) for head, element in heads]
+        if not shape.value_dim:
+            return cls(*tensors, group=group)
+        k, k_scale = tensors[0], tensors[1] if len(tensors) > 1 else None
+        return cls(k, k[..., : shape.value_dim], k_scale, k_scale, group=group)
+
+    @property
+    def _values_in_keys(self) -> bool:
+        return self.v.shape[3] < self.k.shape[3]
+
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors of the layer."""
-        return [tensor for tensor in (self.k, self.v, self.k_scale, self.v_scale) if tensor is not None]
+        """All tensors of the layer; values within the keys are none of their own."""
+        tensors = [self.k, self.k_scale] if self._values_in_keys else [self.k, self.v, self.k_scale, self.v_scale]
+        return [tensor for tensor in tensors if tensor is not None]
 
 
 @dataclass(frozen=True)
@@ -44,46 +77,52 @@ class KVCache:
     """KV cache of all layers.
 
     Attributes:
-        layers: the caches of the layers; empty while the memory is freed.
+        layers: the caches of the layers, of keys and values or of states; empty while the memory is freed. A layer that
+            attends to the keys and values of another has the same cache.
         make_layers: function that allocates the layers.
     """
 
-    layers: list[LayerCache]
-    make_layers: Callable[[], list[LayerCache]]
+    layers: list[LayerCache | StateCache]
+    make_layers: Callable[[], list[LayerCache | StateCache]]
 
     @classmethod
-    def empty(
+    def of_model(
         cls,
-        groups: Sequence[int],
+        config: ModelConfig,
         num_blocks: Sequence[int],
         block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: str,
+        *,
+        group: Callable[[int], int] = lambda window: 0,
+        num_states: int = 1,
+        state_dtype: torch.dtype = torch.float32,
     ) -> "KVCache":
-        """Allocate an uninitialised cache; on a CPU a page takes memory only once it is written.
+        """Allocate the uninitialised cache of a model.
 
         Args:
-            groups: number of each layer's group.
+            config: configuration of the model.
             num_blocks: number of blocks of each group.
-            block_size: tokens per block.
-            num_kv_heads: number of key and value heads.
-            head_dim: number of elements of a head.
-            dtype: dtype of the elements; uint8 stands for int4.
-            device: device of the cache.
+            block_size, dtype, device: same as for :meth:`LayerCache.empty`.
+            group: function from the length of a layer's window to the number of its group.
+            num_states: number of slots for states, if the model has layers with linear attention.
+            state_dtype: dtype of the hidden states.
 
         Raises:
-            RequestError: ``head_dim`` is odd and the cache has two elements per byte.
+            RequestError: same as for :meth:`LayerCache.empty`.
         """
-        shapes = head_shapes(head_dim, dtype)
 
-        def tensors(group: int) -> Iterator[Tensor]:
-            for shape, element in shapes:
-                yield torch.empty(num_blocks[group], block_size, num_kv_heads, *shape, dtype=element, device=device)
+        def layer(index: int) -> LayerCache | StateCache:
+            if config.has_state(index):
+                assert config.states is not None
+                return StateCache.empty(config.states, num_states, state_dtype, device)
+            number = group(config.window(index))
+            sizes = num_blocks[number], block_size, dtype, device
+            return LayerCache.empty(config.kv_shape(index), *sizes, number)
 
-        def layers() -> list[LayerCache]:
-            return [LayerCache(*tensors(group), group=group) for group in groups]
+        def layers() -> list[LayerCache | StateCache]:
+            own = {index: layer(index) for index in range(config.num_layers) if config.kv_layer(index) == index}
+            return [own[config.kv_layer(index)] for index in range(config.num_layers)]
 
         return cls(layers(), layers)
 
@@ -98,40 +137,52 @@ class KVCache:
 
     def copy_blocks(self, pairs: list[tuple[int, int]], group: int = 0) -> None:
         """Copy blocks of a group, each pair from its first block to its second; all are read before any is written."""
-        source, target = torch.tensor(pairs, device=self.layers[0].k.device).T
-        for layer in self.layers:
+        layers = self._with_blocks
+        source, target = torch.tensor(pairs, device=layers[0].k.device).T
+        for layer in layers:
             for tensor in layer.tensors if layer.group == group else ():
                 # As bytes, because torch cannot index float8.
                 tensor.view(torch.uint8)[target] = tensor.view(torch.uint8)[source]
 
     @property
     def rows(self) -> list[Tensor]:
-        """All tensors of all layers as [num_blocks, bytes of a block] uint8, which share their memory."""
-        return [tensor.view(torch.uint8).flatten(1) for layer in self.layers for tensor in layer.tensors]
+        """All tensors of keys and values as [num_blocks, bytes of a block] uint8, which share their memory."""
+        return [tensor.view(torch.uint8).flatten(1) for layer in self._with_blocks for tensor in layer.tensors]
 
-    def __iter__(self) -> Iterator[LayerCache]:
+    @property
+    def _with_blocks(self) -> list[LayerCache]:
+        """The caches of keys and values, each once."""
+        return list({id(layer): layer for layer in self.layers if isinstance(layer, LayerCache)}.values())
+
+    def __iter__(self) -> Iterator[LayerCache | StateCache]:
         return iter(self.layers)
 
 
-def head_shapes(head_dim: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def head_shapes(shape: KVShape, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Return shapes and dtypes of one head of one token in the cache: key, value, and their scales if it is quantised.
 
+    If values are within the keys, there is only the key, and its scale.
+
     Raises:
-        RequestError: ``head_dim`` is odd and the cache has two elements per byte.
+        RequestError: ``head_dim`` is odd, or values are within the keys, and the cache has two elements per byte.
     """
+    head_dim = shape.head_dim
     if dtype == torch.uint8:
+        if shape.value_dim:
+            raise RequestError("kv_cache_dtype must not be int4 (torch.uint8) for a model with latent attention")
         if head_dim % 2:
             raise RequestError(f"kv_cache_dtype int4 (torch.uint8) needs an even head_dim, got {head_dim}")
         groups = (-(-head_dim // group) for group in (INT4_KEY_GROUP, INT4_VALUE_GROUP))
         return [((head_dim // 2,), dtype)] * 2 + [((count, 2), torch.float16) for count in groups]
     scale: tuple[tuple[int, ...], torch.dtype] = (), torch.float32
-    return [((head_dim,), dtype)] * 2 + [scale] * 2 * (dtype in QUANTIZED_DTYPES)
+    parts = 1 if shape.value_dim else 2
+    return [((head_dim,), dtype)] * parts + [scale] * parts * (dtype in QUANTIZED_DTYPES)
 
 
-def token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Return the size in bytes of one token's keys and values in all layers, including scales."""
-    head = sum(math.prod(shape) * element.itemsize for shape, element in head_shapes(head_dim, dtype))
-    return num_layers * num_kv_heads * head
+def token_bytes(shape: KVShape, dtype: torch.dtype) -> int:
+    """Return the size in bytes of one token's keys and values in a layer, including scales."""
+    heads = head_shapes(shape, dtype)
+    return shape.num_heads * sum(math.prod(head) * element.itemsize for head, element in heads)
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:

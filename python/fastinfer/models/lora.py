@@ -146,9 +146,9 @@ class AdapterSlots:
             a, b = (torch.empty(*shape, max_rank, size, dtype=dtype, device=device) for size in (features, out))
             return ModuleSlots(a, b, torch.zeros(shape, dtype=torch.int32, device=device))
 
-        sizes = module_sizes(config)
         self.layers = tuple(
-            {name: slots(name, *size) for name, size in sizes.items()} for _ in range(config.num_layers)
+            {name: slots(name, *size) for name, size in module_sizes(config, layer).items()}
+            for layer in range(config.num_layers)
         )
         self.lm_head = slots("lm_head", config.hidden_size, config.vocab_size)
 
@@ -219,22 +219,23 @@ class AdapterSlots:
         """
         if weight == "lm_head":
             return [_Place(self.lm_head)]
-        match = re.fullmatch(r"layers\.(\d+)\.(?:experts\.(\d+)\.)?(\w+)", weight)
+        match = re.fullmatch(r"layers\.(\d+)\.(?:experts\.(\d+)\.|(shared_expert)\.)?(\w+)", weight)
         assert match is not None, weight
-        layer, expert, module = int(match[1]), match[2], match[3]
+        layer, expert, shared, module = int(match[1]), match[2], match[3], match[4]
         if layer >= len(self.layers):
             raise KeyError(f"the model has {len(self.layers)} layers only")
         if expert is not None and int(expert) >= self._config.num_experts:
             raise KeyError(f"the model has {self._config.num_experts} experts only")
         index = () if expert is None else (int(expert),)
-        prefix = "" if expert is None else "experts."
+        prefix = "shared_expert." if shared else "" if expert is None else "experts."
         modules = self.layers[layer]
         parts = _FUSED.get(module, (module,))
         if missing := [part for part in parts if prefix + part not in modules]:
-            raise KeyError(f"a layer of the model has no {missing[0]}, only {', '.join(modules)}")
+            raise KeyError(f"a layer of the model has no {prefix}{missing[0]}, only {', '.join(modules)}")
         if module not in _FUSED:
             return [_Place(modules[prefix + module], index)]
-        return [_Place(modules[prefix + part], index, fused_rows(self._config, part)) for part in parts]
+        inner = self._config.shared_intermediate_size if shared else None
+        return [_Place(modules[prefix + part], index, fused_rows(self._config, layer, part, inner)) for part in parts]
 
 
 def _check_shapes(adapter: LoraAdapter, low_rank: LowRank, places: list[_Place]) -> None:
@@ -249,19 +250,29 @@ def _check_shapes(adapter: LoraAdapter, low_rank: LowRank, places: list[_Place])
             )
 
 
-def module_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+def module_sizes(config: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
     """Return the numbers of inputs and outputs of a layer's projections, by name."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    attention = {
-        "q_proj": (hidden, q_size),
-        "k_proj": (hidden, kv_size),
-        "v_proj": (hidden, kv_size),
-        "o_proj": (q_size, hidden),
-    }
-    mlp = {"up_proj": (hidden, inner), "down_proj": (inner, hidden)}
-    if config.gated:
-        mlp = {"gate_proj": (hidden, inner)} | mlp
-    if config.num_experts:
+    hidden, inner = config.hidden_size, config.mlp_size(layer)
+    q_size, kv_size = config.q_size(layer), config.kv_size(layer)
+    attention = {"q_proj": (hidden, q_size)}
+    if config.kv_layer(layer) == layer:
+        attention["k_proj"] = hidden, kv_size
+        if layer not in config.tied_kv_layers:
+            attention["v_proj"] = hidden, kv_size
+    attention["o_proj"] = (q_size, hidden)
+    mlp = _mlp_sizes(config, inner)
+    if config.has_experts(layer):
         mlp = {"router": (hidden, config.num_experts)} | {f"experts.{name}": size for name, size in mlp.items()}
+        if width := config.shared_intermediate_size:
+            mlp |= {f"shared_expert.{name}": (hidden, width) for name in ("gate_proj", "up_proj")}
+            mlp["shared_expert.down_proj"] = (width, hidden)
+        if config.shared_expert_gate:
+            mlp["shared_expert_gate"] = (hidden, 1)
+        if config.mlp_beside_experts:
+            mlp |= _mlp_sizes(config, config.dense_intermediate_size)
     return attention | mlp
+
+
+def _mlp_sizes(config: ModelConfig, inner: int) -> dict[str, tuple[int, int]]:
+    gate = {"gate_proj": (config.hidden_size, inner)} if config.gated else {}
+    return gate | {"up_proj": (config.hidden_size, inner), "down_proj": (inner, config.hidden_size)}

@@ -4,11 +4,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fastinfer import ops
-from fastinfer.models.activation import activation_and_mul, approximation
+from fastinfer.models.activation import activation_and_mul, plain_activation
 from fastinfer.models.lora import LayerAdapters
 from fastinfer.models.moe import MixtureOfExperts
-from fastinfer.models.norm import Norm
+from fastinfer.models.norm import Norm, RMSNorm
 from fastinfer.models.projection import OutputProjection
 from fastinfer.ops.pack import TILE_ROWS
 from fastinfer.weights.weight import Weight
@@ -33,8 +32,8 @@ class GatedMLP:
     down: OutputProjection
     activation: str
 
-    def __call__(self, residual: Tensor, lora: LayerAdapters | None) -> Tensor:
-        x, options = self.norm.before_linear(residual)
+    def __call__(self, x: Tensor, residual: Tensor | None, lora: LayerAdapters | None) -> Tensor:
+        x, options = self.norm.before_linear(x)
         if lora is None:
             return self.down(self.gate_up.linear(x, activation=self.activation, **options), residual, None)
         gate_up = self.gate_up.linear(x, **options).view(len(x), -1, 2, TILE_ROWS)
@@ -46,13 +45,13 @@ class GatedMLP:
 
 @dataclass(frozen=True, eq=False)
 class PlainMLP:
-    """MLP without a gate, ``down(gelu(up x))``, as in GPT-2.
+    """MLP without a gate, ``down(activation(up x))``, as in GPT-2 and Nemotron-H.
 
     Attributes:
         norm: norm of the input.
         up: [intermediate, hidden].
         down: projection back to the residual stream.
-        activation: ``"gelu_tanh"`` or ``"gelu"``.
+        activation: see :func:`fastinfer.models.activation.plain_activation`.
     """
 
     norm: Norm
@@ -60,12 +59,35 @@ class PlainMLP:
     down: OutputProjection
     activation: str
 
-    def __call__(self, residual: Tensor, lora: LayerAdapters | None) -> Tensor:
-        x, options = self.norm.before_linear(residual)
+    def __call__(self, x: Tensor, residual: Tensor, lora: LayerAdapters | None) -> Tensor:
+        x, options = self.norm.before_linear(x)
         up = self.up.linear(x, **options)
         if lora is not None:
             lora.add("up_proj", up, x, **options)
-        return self.down(ops.gelu(up, approximation(self.activation)), residual, lora)
+        return self.down(plain_activation(up, self.activation), residual, lora)
 
 
-MLP = GatedMLP | PlainMLP | MixtureOfExperts
+@dataclass(frozen=True, eq=False)
+class MLPBesideExperts:
+    """MLP and a mixture of experts with the same input, whose outputs are added and normalised, as in Gemma 4.
+
+    Source: ``Gemma4TextDecoderLayer`` of transformers.
+
+    Attributes:
+        mlp: the MLP, with a norm of its output.
+        experts: the mixture, likewise.
+        post_norm: norm of the sum.
+        factor: factor of the result, residual stream included.
+    """
+
+    mlp: GatedMLP
+    experts: MixtureOfExperts
+    post_norm: RMSNorm
+    factor: float
+
+    def __call__(self, x: Tensor, residual: Tensor, lora: LayerAdapters | None) -> Tensor:
+        both = self.experts(x, self.mlp(x, None, lora), lora)
+        return self.post_norm(both, residual, self.factor)
+
+
+MLP = GatedMLP | PlainMLP | MixtureOfExperts | MLPBesideExperts

@@ -1,11 +1,12 @@
-"""MLP of a mixture of experts, as in Mixtral and Qwen3-MoE."""
+"""MLP of a mixture of experts, as in Mixtral and Qwen3-MoE, perhaps with a shared expert, as in DeepSeek's models."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from fastinfer import ops
-from fastinfer.models.activation import activation_and_mul
+from fastinfer.models.activation import activation_and_mul, plain_activation
+from fastinfer.models.config import RouterConfig
 from fastinfer.models.lora import LayerAdapters
 from fastinfer.models.norm import RMSNorm
 from fastinfer.ops.pack import TILE_ROWS
@@ -14,21 +15,78 @@ from fastinfer.weights.weight import Weight
 
 
 @dataclass(frozen=True, eq=False)
+class SharedExpert:
+    """Expert of all tokens, ``down(activation(gate x) * up x)``, or without a gate ``down(activation(up x))``.
+
+    If there is a ``token_gate``, its output is multiplied by ``sigmoid(token_gate x)``, one number for each token.
+
+    Attributes:
+        gate_up: projections gate and up, with rows interleaved in runs of 16, or up alone.
+        down: [hidden, intermediate].
+        token_gate: [1, hidden], or ``None``.
+        activation: activation of the gate, by its name in :mod:`fastinfer.ops.gemm`, or of up, see
+            :func:`fastinfer.models.activation.plain_activation`.
+        gated: whether there is a gate.
+    """
+
+    gate_up: Weight
+    down: Weight
+    token_gate: Weight | None
+    activation: str
+    gated: bool = True
+
+    def __call__(self, x: Tensor, residual: Tensor, lora: LayerAdapters | None) -> Tensor:
+        """Return ``residual`` [tokens, hidden] plus the output of the expert for ``x`` [tokens, hidden]."""
+        hidden = self._hidden(x, lora)
+        out = self.down.linear(hidden, residual=None if self.token_gate else residual)
+        if lora is not None:
+            lora.add("shared_expert.down_proj", out, hidden)
+        if self.token_gate is None:
+            return out
+        logits = self.token_gate.linear(x)
+        if lora is not None:
+            lora.add("shared_expert_gate", logits, x)
+        # The sigmoid is the weight of a token's only choice among one expert.
+        routing = ops.route_experts(logits, 1, False, scoring="sigmoid")
+        return ops.combine_experts(out, routing.expert_weights, residual)
+
+    def _hidden(self, x: Tensor, lora: LayerAdapters | None) -> Tensor:
+        """Return the activated products of gate and up, [tokens, intermediate]."""
+        if not self.gated:
+            return plain_activation(self.gate_up.linear(x), self.activation)
+        if lora is None:
+            return self.gate_up.linear(x, activation=self.activation)
+        gate_up = self.gate_up.linear(x).view(len(x), -1, 2, TILE_ROWS)
+        lora.add("shared_expert.gate_proj", gate_up[:, :, 0], x)
+        lora.add("shared_expert.up_proj", gate_up[:, :, 1], x)
+        return activation_and_mul(gate_up.flatten(2), self.activation).view(len(x), -1)
+
+
+@dataclass(frozen=True, eq=False)
 class MixtureOfExperts:
     """Mixture of experts: the weighted sum of ``down_e(activation(gate_e x) * up_e x)`` over a token's chosen experts.
 
+    Without gates it is that of ``down_e(activation(up_e x))``.
+
     It takes six kernel calls, which can be recorded as a graph: norm, router, routing, gate/up + activation, down,
-    weighted sum + residual. In a step with LoRA adapters, the updates of gate and up are added before the activation,
-    which is then a separate operator.
+    weighted sum + residual. A shared expert takes two more, or four with a gate. In a step with LoRA adapters, the
+    updates of gate and up are added before the activation, which is then a separate operator.
 
     Attributes:
         norm: norm of the input.
         router: [experts, hidden].
-        gate_up: [experts, 2 * intermediate, hidden]; gate and up rows of each expert, interleaved in runs of 16.
+        gate_up: [experts, 2 * intermediate, hidden]; gate and up rows of each expert, interleaved in runs of 16; or
+            up alone.
         down: [experts, hidden, intermediate].
         top_k: number of experts per token.
-        renormalize: whether a token's expert weights are divided by their sum.
-        activation: activation of the gate, by its name in :mod:`fastinfer.ops.gemm`.
+        routing: how they are chosen.
+        activation: activation of the gate or of up, as in :class:`SharedExpert`.
+        choice_bias: [experts] fp32, takes part in the choice; or ``None``.
+        shared: expert of all tokens, or ``None``.
+        router_norm: norm of the router's input, if it is not that of the experts.
+        expert_scale: [experts] fp32, factors of the experts' weights; or ``None``.
+        post_norm: norm of the output, or ``None``.
+        gated: whether experts have a gate.
     """
 
     norm: RMSNorm
@@ -36,24 +94,52 @@ class MixtureOfExperts:
     gate_up: ExpertWeights
     down: ExpertWeights
     top_k: int
-    renormalize: bool
+    routing: RouterConfig
     activation: str
+    choice_bias: Tensor | None = None
+    shared: SharedExpert | None = None
+    router_norm: RMSNorm | None = None
+    expert_scale: Tensor | None = None
+    post_norm: RMSNorm | None = None
+    gated: bool = True
 
-    def __call__(self, residual: Tensor, lora: LayerAdapters | None) -> Tensor:
-        """Return ``residual`` [tokens, hidden] plus the output of the experts."""
-        x = self.norm(residual)
-        logits = self.router.linear(x)
+    def __call__(self, x: Tensor, residual: Tensor, lora: LayerAdapters | None) -> Tensor:
+        """Return ``residual`` [tokens, hidden] plus the output of the experts for ``x`` [tokens, hidden]."""
+        routed, x = x, self.norm(x)
+        routed = x if self.router_norm is None else self.router_norm(routed)
+        logits = self.router.linear(routed)
         if lora is not None:
-            lora.add("router", logits, x)
-        routing = ops.route_experts(logits, self.top_k, self.renormalize)
+            lora.add("router", logits, routed)
+        routing = self._route(logits)
         hidden = self._hidden(x, routing, lora)
-        out = self.down.linear(hidden, routing)
+        with ops.prompt_rows_of_experts(self.top_k):
+            out = self.down.linear(hidden, routing)
         if lora is not None:
             lora.add("experts.down_proj", out, hidden, routing.expert_ids)
+        if self.shared is not None:
+            residual = self.shared(x, residual, lora)
+        if self.post_norm is not None:
+            return self.post_norm(ops.combine_experts(out, routing.expert_weights), residual)
         return ops.combine_experts(out, routing.expert_weights, residual)
+
+    def _route(self, logits: Tensor) -> ops.Routing:
+        config = self.routing
+        return ops.route_experts(
+            logits,
+            self.top_k,
+            config.renormalize,
+            scoring=config.scoring,
+            bias=self.choice_bias,
+            num_groups=config.num_groups,
+            top_groups=config.top_groups,
+            scale=config.scale,
+            expert_scale=self.expert_scale,
+        )
 
     def _hidden(self, x: Tensor, routing: ops.Routing, lora: LayerAdapters | None) -> Tensor:
         """Return the activated products of gate and up, [tokens * top_k, intermediate]."""
+        if not self.gated:
+            return plain_activation(self.gate_up.linear(x, routing), self.activation)
         if lora is None:
             return self.gate_up.linear(x, routing, activation=self.activation)
         gate_up = self.gate_up.linear(x, routing).view(len(routing.row_ids), -1, 2, TILE_ROWS)

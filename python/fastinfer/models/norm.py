@@ -15,9 +15,9 @@ class RMSNorm:
     weight: Tensor
     eps: float
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Compute the norm of ``x``, and add ``residual`` if there is one."""
-        return ops.rms_norm(x, self.weight, self.eps, residual)
+    def __call__(self, x: Tensor, residual: Tensor | None = None, factor: float = 1.0) -> Tensor:
+        """Compute the norm of ``x``, add ``residual`` if there is one, and multiply by ``factor``."""
+        return ops.rms_norm(x, self.weight, self.eps, residual, factor)
 
     def before_linear(self, x: Tensor) -> tuple[Tensor, NormOptions]:
         """Return the input of a linear layer and the options that make it compute the norm."""
@@ -40,4 +40,16 @@ class LayerNorm:
         return self(x), {}
 
 
-Norm = RMSNorm | LayerNorm
+@dataclass(frozen=True, eq=False)
+class NoNorm:
+    """No norm: a linear layer gets its input as it is."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+    def before_linear(self, x: Tensor) -> tuple[Tensor, NormOptions]:
+        """Return the input and no options."""
+        return x, {}
+
+
+Norm = RMSNorm | LayerNorm | NoNorm

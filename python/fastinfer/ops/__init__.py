@@ -20,14 +20,17 @@ the argument's name, the expected value and the value that was passed.
 """
 
 from fastinfer.ops import _fakes  # noqa: F401  (registers shape functions)
-from fastinfer.ops.activation import gelu, gelu_and_mul, silu_and_mul, softcap
+from fastinfer.ops.activation import clamped_swiglu, gelu, gelu_and_mul, relu2, sigmoid_gate, silu_and_mul, softcap
 from fastinfer.ops.attention import merge_attention_states, paged_attention, paged_attention_plan, store_kv_cache
+from fastinfer.ops.constant import constant_weights
 from fastinfer.ops.embedding import embedding
 from fastinfer.ops.gemm import gemm, int4_gemm, int6_gemm, int8_gemm, lut_gemm
 from fastinfer.ops.graph import CPUGraph, GraphCaptureError, GraphMemory
 from fastinfer.ops.invariance import batch_invariant
+from fastinfer.ops.linear_attention import causal_conv1d, gated_delta_rule, mamba2_scan
 from fastinfer.ops.lora import add_lora
 from fastinfer.ops.moe import (
+    HeadRows,
     Routing,
     combine_experts,
     grouped_gemm,
@@ -35,6 +38,7 @@ from fastinfer.ops.moe import (
     grouped_int6_gemm,
     grouped_int8_gemm,
     grouped_lut_gemm,
+    head_rows,
     route_experts,
 )
 from fastinfer.ops.norm import add_rms_norm, layer_norm, rms_norm, rms_norm_quantize
@@ -50,8 +54,9 @@ from fastinfer.ops.pack import (
     pack_two_level_scales,
 )
 from fastinfer.ops.permute import permute_columns
+from fastinfer.ops.prompt import prompt_rows, prompt_rows_of_experts
 from fastinfer.ops.quantize import quantize_int8
-from fastinfer.ops.rotary import RopeScaling, cos_sin_cache, norm_rotary_store, rotary_embedding
+from fastinfer.ops.rotary import RopeScaling, cos_sin_cache, latent_rotary_store, norm_rotary_store, rotary_embedding
 from fastinfer.ops.sampling import Sampled, sample
 from fastinfer.ops.support import supported
 from fastinfer.ops.w8a8 import w8a8_gemm
@@ -60,15 +65,20 @@ __all__ = [
     "CPUGraph",
     "GraphCaptureError",
     "GraphMemory",
+    "HeadRows",
     "RopeScaling",
     "Routing",
     "Sampled",
     "add_lora",
     "add_rms_norm",
     "batch_invariant",
+    "causal_conv1d",
+    "clamped_swiglu",
     "combine_experts",
+    "constant_weights",
     "cos_sin_cache",
     "embedding",
+    "gated_delta_rule",
     "gelu",
     "gelu_and_mul",
     "gemm",
@@ -77,6 +87,7 @@ __all__ = [
     "grouped_int6_gemm",
     "grouped_int8_gemm",
     "grouped_lut_gemm",
+    "head_rows",
     "int4_dequantize",
     "int4_gemm",
     "int4_pack",
@@ -87,8 +98,10 @@ __all__ = [
     "int8_gemm",
     "int8_pack",
     "interleave_gate_up",
+    "latent_rotary_store",
     "layer_norm",
     "lut_gemm",
+    "mamba2_scan",
     "merge_attention_states",
     "norm_rotary_store",
     "pack_scales",
@@ -96,12 +109,16 @@ __all__ = [
     "paged_attention",
     "paged_attention_plan",
     "permute_columns",
+    "prompt_rows",
+    "prompt_rows_of_experts",
     "quantize_int8",
+    "relu2",
     "rms_norm",
     "rms_norm_quantize",
     "rotary_embedding",
     "route_experts",
     "sample",
+    "sigmoid_gate",
     "silu_and_mul",
     "softcap",
     "store_kv_cache",

@@ -52,7 +52,7 @@ def _out_fake(name: str, shape: Callable[..., Tensor]) -> Callable[..., None]:
 
 
 @fake("rms_norm")
-def _(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+def _(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, factor: float = 1.0) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -87,13 +87,23 @@ def _(x: Tensor) -> Tensor:
     return x.new_empty([*x.shape[:-1], x.shape[-1] // 2])
 
 
+@fake("clamped_swiglu")
+def _(x: Tensor) -> Tensor:
+    return x.new_empty([*x.shape[:-1], x.shape[-1] // 2])
+
+
 @fake("gelu_and_mul")
 def _(x: Tensor, approximate: str) -> Tensor:
     return x.new_empty([*x.shape[:-1], x.shape[-1] // 2])
 
 
+@fake("relu2")
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 @fake("gelu")
-def _(x: Tensor, approximate: str) -> Tensor:
+def _(x: Tensor, approximate: str, factor: Tensor | None = None) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -117,9 +127,15 @@ def _(q: Tensor, *args: object) -> None:
     return None
 
 
+@fake("latent_rotary_store")
+def _(q_latent: Tensor, q_rope: Tensor, *args: object) -> Tensor:
+    return q_latent.new_empty([*q_latent.shape[:2], q_latent.shape[2] + q_rope.shape[2]])
+
+
 @fake("paged_attention")
-def _(q: Tensor, *args: object) -> Tensor:
-    return q.new_empty(q.shape)
+def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, *args: object) -> Tensor:
+    in_keys = v_cache.shape[3] < k_cache.shape[3]
+    return q.new_empty([*q.shape[:2], v_cache.shape[3]] if in_keys else q.shape)
 
 
 @fake("paged_attention_plan")
@@ -166,7 +182,7 @@ def _(  # type: ignore[no-untyped-def]
 
 
 @fake("route_experts")
-def _(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(logits: Tensor, top_k: int, renormalize: bool, **options: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens, experts = logits.shape
     weights = logits.new_empty([tokens, top_k], dtype=torch.float32)
     ids, row_ids, start = (
@@ -175,30 +191,38 @@ def _(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor, Te
     return weights, ids, row_ids, start
 
 
+@fake("head_rows")
+def _(positions: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    rows = positions.new_empty([positions.shape[0] * heads], dtype=torch.int32)
+    return rows, positions.new_empty([heads + 1], dtype=torch.int32)
+
+
 def _grouped_out(x: Tensor, out_features: int, row_ids: Tensor, activation: str | None) -> Tensor:
     return x.new_empty([row_ids.shape[0], out_features // 2 if activation else out_features])
 
 
 @fake("grouped_gemm")
-def _(x: Tensor, weight: Tensor, row_ids: Tensor, expert_start: Tensor, activation: str | None) -> Tensor:
+def _(  # type: ignore[no-untyped-def]
+    x: Tensor, weight: Tensor, row_ids: Tensor, expert_start, bias, activation: str | None
+) -> Tensor:
     return _grouped_out(x, weight.shape[1], row_ids, activation)
 
 
 @fake("grouped_int8_gemm")
 @fake("grouped_int4_gemm")
 def _(  # type: ignore[no-untyped-def]
-    x, qweight, scales, mins, out_features, row_ids, expert_start, activation, activation_bits
+    x, qweight, scales, mins, out_features, row_ids, expert_start, bias, activation, activation_bits
 ) -> Tensor:
     return _grouped_out(x, out_features, row_ids, activation)
 
 
 @fake("grouped_int6_gemm")
-def _(x, qweight, scales, out_features, row_ids, expert_start, activation, activation_bits) -> Tensor:  # type: ignore[no-untyped-def]
+def _(x, qweight, scales, out_features, row_ids, expert_start, bias, activation, activation_bits) -> Tensor:  # type: ignore[no-untyped-def]
     return _grouped_out(x, out_features, row_ids, activation)
 
 
 @fake("grouped_lut_gemm")
-def _(x, qweight, scales, table, out_features, row_ids, expert_start, activation) -> Tensor:  # type: ignore[no-untyped-def]
+def _(x, qweight, scales, table, out_features, row_ids, expert_start, bias, activation) -> Tensor:  # type: ignore[no-untyped-def]
     return _grouped_out(x, out_features, row_ids, activation)
 
 
@@ -252,6 +276,26 @@ def _(  # type: ignore[no-untyped-def]
 def _(qweight: Tensor, scales, out_features: int, rows: Tensor | None, dtype: torch.dtype) -> Tensor:  # type: ignore[no-untyped-def]
     count = out_features if rows is None else rows.shape[0]
     return qweight.new_empty([count, qweight.shape[1] * 32], dtype=dtype)
+
+
+@fake("sigmoid_gate")
+def _(x: Tensor, gate: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@fake("causal_conv1d")
+def _(x: Tensor, *args: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@fake("gated_delta_rule")
+def _(qkv: Tensor, z: Tensor, *args: Any) -> Tensor:
+    return qkv.new_empty(z.shape)
+
+
+@fake("mamba2_scan")
+def _(xbc: Tensor, z: Tensor, *args: Any) -> Tensor:
+    return xbc.new_empty(z.shape)
 
 
 @fake("sample")

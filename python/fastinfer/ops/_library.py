@@ -29,6 +29,7 @@ class Operators(Protocol):
     """All operators, with their result types; an operator that is not listed returns one tensor."""
 
     add_lora: Operator[None]
+    head_rows: Operator[tuple[Tensor, Tensor]]
     merge_attention_states: Operator[tuple[Tensor, Tensor]]
     norm_rotary_store: Operator[None]
     quantize_int8: Operator[tuple[Tensor, Tensor]]
@@ -37,6 +38,8 @@ class Operators(Protocol):
     route_experts: Operator[tuple[Tensor, Tensor, Tensor, Tensor]]
     sample: Operator[tuple[Tensor, Tensor, Tensor, Tensor]]
     set_batch_invariant: Operator[bool]
+    set_constant_weights: Operator[bool]
+    set_first_prompt_row: Operator[int]
     softcap: Operator[None]
     store_kv_cache: Operator[None]
 
@@ -60,7 +63,7 @@ def inference_only(op: str, names: str, x: Tensor, other: Tensor | None = None) 
     try:
         needs_gradient = x.requires_grad or (other is not None and other.requires_grad)
     except AttributeError:
-        check_tensors(op, **dict(zip(names.split(), (x, other), strict=False)))
+        check_tensors(op, **dict(zip(names.split(), (x,) if other is None else (x, other), strict=False)))
         raise
     if needs_gradient and is_grad_enabled():
         name = names.split()[0 if x.requires_grad else 1]
@@ -71,14 +74,14 @@ def inference_only(op: str, names: str, x: Tensor, other: Tensor | None = None) 
 
 
 def check_tensors(op: str, **values: object) -> None:
-    """Raise a TypeError unless all values are tensors or ``None``, for code that runs before torch checks the types.
+    """Raise a TypeError unless all values are tensors, for code that runs before torch checks the types.
 
     Args:
         op: the operator, for the message.
         values: the values by the names of their arguments.
     """
     for name, value in values.items():
-        if not isinstance(value, Tensor | None):
+        if not isinstance(value, Tensor):
             raise TypeError(f"fastinfer.ops.{op}: {name} must be a tensor, got {show(value)}")
 
 

@@ -1,4 +1,4 @@
-"""Gated activations, plain GELU, and soft-capping of logits."""
+"""Gated activations, plain GELU, squared ReLU, sigmoid gates, and soft-capping of logits."""
 
 from torch import Tensor
 
@@ -62,19 +62,50 @@ def gelu_and_mul(x: Tensor, approximate: str = "tanh", *, out: Tensor | None = N
     return ops.gelu_and_mul.default(x, approximate)
 
 
-def gelu(x: Tensor, approximate: str = "tanh", *, out: Tensor | None = None) -> Tensor:
-    """Compute GELU, elementwise.
+def clamped_swiglu(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Compute GPT-OSS's elementwise half of SwiGLU: ``g * sigmoid(1.702 * g) * (u + 1)``.
+
+    The gate ``g`` is ``x[..., :d]``, but at most 7, and ``u`` is ``x[..., d:]`` limited to -7 .. 7.
+
+    Args:
+        x: [..., 2 * d]; fp32, bf16 or fp16; contiguous. The gate comes first.
+        out: receives the result; see :mod:`fastinfer.ops`.
+
+    Returns:
+        [..., d], dtype of ``x``; computed in fp32.
+
+    Raises:
+        RuntimeError: the last dimension is odd, or a dtype or stride does not fit.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+
+    Source: gpt-oss model card, OpenAI, 2025, https://arxiv.org/abs/2508.10925, section 2.2.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> ops.clamped_swiglu(torch.tensor([[1.0, 2.0], [100.0, -100.0]]))
+    tensor([[  2.5374],
+            [-41.9997]])
+    """
+    inference_only("clamped_swiglu", "x", x)
+    if out is not None:
+        return into(out, ops.clamped_swiglu, x)
+    return ops.clamped_swiglu.default(x)
+
+
+def gelu(x: Tensor, approximate: str = "tanh", factor: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    """Compute GELU, elementwise, or its product with a factor.
 
     Args:
         x: [..., d]; fp32, bf16 or fp16; contiguous.
         approximate: ``"tanh"`` or ``"none"`` (exact, by erf), as in ``torch.nn.functional.gelu``.
+        factor: [tokens, d], dtype of ``x``, which is then [tokens, d], too; rows may be strided.
         out: receives the result; may be ``x``; see :mod:`fastinfer.ops`.
 
     Returns:
         Shape and dtype of ``x``; computed in fp32.
 
     Raises:
-        RuntimeError: ``approximate`` is unknown, or a dtype or stride does not fit.
+        RuntimeError: ``approximate`` is unknown, or a shape, dtype or stride does not fit.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
@@ -85,10 +116,65 @@ def gelu(x: Tensor, approximate: str = "tanh", *, out: Tensor | None = None) -> 
     >>> torch.allclose(ops.gelu(x, "none"), torch.nn.functional.gelu(x), atol=1e-5)
     True
     """
-    inference_only("gelu", "x", x)
+    inference_only("gelu", "x factor", x, factor)
     if out is not None:
-        return into(out, ops.gelu, x, approximate)
-    return ops.gelu.default(x, approximate)
+        return into(out, ops.gelu, x, approximate, factor)
+    return ops.gelu.default(x, approximate, factor)
+
+
+def relu2(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Compute the squared ReLU, elementwise: ``max(x, 0) ** 2``.
+
+    Args:
+        x: [..., d]; fp32, bf16 or fp16; contiguous.
+        out: receives the result; may be ``x``; see :mod:`fastinfer.ops`.
+
+    Returns:
+        Shape and dtype of ``x``; computed in fp32.
+
+    Raises:
+        RuntimeError: a dtype or stride does not fit.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+
+    Source: Primer, So et al., 2021, https://arxiv.org/abs/2109.08668.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> ops.relu2(torch.tensor([-1.0, 3.0]))
+    tensor([0., 9.])
+    """
+    inference_only("relu2", "x", x)
+    if out is not None:
+        return into(out, ops.relu2, x)
+    return ops.relu2.default(x)
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Multiply by the sigmoid of a gate, elementwise: ``x * sigmoid(gate)``.
+
+    Args:
+        x: [tokens, n]; fp32, bf16 or fp16; contiguous.
+        gate: [tokens, n], dtype of ``x``; rows may be strided (a slice of a fused projection).
+        out: receives the result; may be ``x``; see :mod:`fastinfer.ops`.
+
+    Returns:
+        [tokens, n], dtype of ``x``; computed in fp32.
+
+    Raises:
+        RuntimeError: a shape, dtype, device or stride does not fit.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+
+    Source: gated attention: Qiu et al., 2025, https://arxiv.org/abs/2505.06708.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> ops.sigmoid_gate(torch.tensor([[2.0, 3.0]]), torch.tensor([[0.0, 100.0]]))
+    tensor([[1., 3.]])
+    """
+    inference_only("sigmoid_gate", "x gate", x, gate)
+    if out is not None:
+        return into(out, ops.sigmoid_gate, x, gate)
+    return ops.sigmoid_gate.default(x, gate)
 
 
 def softcap(x: Tensor, cap: float) -> None:

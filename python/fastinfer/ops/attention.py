@@ -89,10 +89,12 @@ def paged_attention(
 
     Args:
         q: [tokens, q_heads, head_dim]; fp32, bf16 or fp16; may be a strided view whose last two dimensions are
-            contiguous. On CUDA bf16 or fp16, with a head_dim of 64, 80, 96, 128 or 256.
+            contiguous. On CUDA bf16 or fp16, with a head_dim of 64, 80, 96, 128, 256 or 512.
         k_cache, v_cache: [num_blocks, block_size, kv_heads, head_dim]; fp32, bf16, fp16, int8 or float8_e4m3fn (NaN is
             read as 480); or uint8 [num_blocks, block_size, kv_heads, head_dim / 2] for int4. On CUDA the dtype of
-            ``q``, int8, float8_e4m3fn or uint8, aligned to 16 bytes.
+            ``q``, int8, float8_e4m3fn or uint8, aligned to 16 bytes. ``v_cache`` may be ``k_cache[..., :value_dim]``:
+            each row is then a key whose first elements are the value (multi-head latent attention), and is read once;
+            not with uint8. On CUDA the first 256 of 320 or 512 of 576, in the dtype of ``q``.
         block_table: [seqs, max_blocks] int32; entries past a sequence's length are never read.
         seq_lens: [seqs] int32; cached length of each sequence, including this step's tokens.
         query_start: [seqs + 1] int32; cumulative query counts, from 0 to ``tokens``.
@@ -102,15 +104,17 @@ def paged_attention(
         sinks: [q_heads] fp32; one more logit per head, which takes part in the softmax and has no value.
         lse: [tokens, q_heads] fp32, written in place: natural logarithm of the sum of exponentials, sink included.
         k_scale, v_scale: scales of quantised caches, as :func:`store_kv_cache` writes them. For int8 and float8_e4m3fn
-            the element [b, i, h, d] is ``k_cache[b, i, h, d] * k_scale[b, i, h]``.
+            the element [b, i, h, d] is ``k_cache[b, i, h, d] * k_scale[b, i, h]``. For values in the keys, the same.
         plan: result of :func:`paged_attention_plan` for the same ``seq_lens``, ``query_start``, heads, head_dim and
             window; ``None`` to plan in this call. Calls that share a plan must follow each other on one stream.
         out: receives the result; see :mod:`fastinfer.ops`.
 
     Returns:
-        [tokens, q_heads, head_dim], dtype of ``q``. Computed in fp32; on CUDA the operands of the products, including
-        the probabilities, have the dtype of ``q``. A query that sees no position gives 0, with the sink as its lse, or
-        -inf without a sink.
+        [tokens, q_heads, head_dim], or [tokens, q_heads, value_dim], dtype of ``q``. Computed in fp32; on CUDA the
+        operands of the products, including the probabilities, have the dtype of ``q``. A query that sees no position
+        gives 0, with the sink as its lse, or -inf without a sink.
+
+    On CPUs with AMX, tokens that :func:`fastinfer.ops.prompt_rows` declares as a prompt's are computed in bf16 tiles.
 
     On the CPU a token's result is bitwise the same in any batch. On CUDA the work is cut into equal parts for all
     multiprocessors, so the order of fp32 sums depends on the lengths in the batch, but on nothing else: a repeated call
@@ -126,7 +130,7 @@ def paged_attention(
 
     Source: the paged cache: Kwon et al., 2023, https://arxiv.org/abs/2309.06180; online softmax over tiles: Dao et al.,
     2022, https://arxiv.org/abs/2205.14135, and Dao, 2023, https://arxiv.org/abs/2307.08691; GQA: Ainslie et al., 2023,
-    https://arxiv.org/abs/2305.13245.
+    https://arxiv.org/abs/2305.13245; values in the keys: DeepSeek-V2, https://arxiv.org/abs/2405.04434.
 
     >>> import torch, fastinfer.ops as ops
     >>> q, k, v = torch.randn(5, 4, 64), torch.randn(5, 2, 64), torch.randn(5, 2, 64)  # one sequence of 5 tokens
@@ -162,7 +166,7 @@ def paged_attention(
         plan,
     )
     if out is None and is_compiling():  # Inductor cannot lower an operator whose optional, mutable lse is None
-        out = q.new_empty(q.shape)
+        out = q.new_empty([*q.shape[:-1], v_cache.shape[-1]] if v_cache.shape[-1] < k_cache.shape[-1] else q.shape)
     if out is not None:
         return into(out, ops.paged_attention, *args)
     return ops.paged_attention.default(*args)

@@ -5,9 +5,10 @@ All operators here compute ``epilogue(prologue(x) @ weight.T)``:
 - prologue: ``rms_norm(x, norm_weight, eps)`` if ``norm_weight`` is passed;
 - epilogue: ``+ bias``, then either a gated activation or ``+ residual``.
 
-A gated activation (``"silu"``, ``"gelu_tanh"``, ``"gelu"``) expects gate and up rows interleaved in runs of 16: rows
-0-15 of the gate, rows 0-15 of up, rows 16-31 of the gate, ... (:func:`fastinfer.ops.interleave_gate_up`), so that one
-tile of the output holds both. The output is then half as wide.
+A gated activation (``"silu"``, ``"gelu_tanh"``, ``"gelu"``, ``"clamped_swiglu"``) expects gate and up rows interleaved
+in runs of 16: rows 0-15 of the gate, rows 0-15 of up, rows 16-31 of the gate, ...
+(:func:`fastinfer.ops.interleave_gate_up`), so that one tile of the output holds both. The output is then half as wide.
+The first three multiply the activated gate by up; for the last see :func:`fastinfer.ops.clamped_swiglu`.
 
 On a GPU (not yet run on a GPU) ``x`` is bf16 or fp16, and products are summed in fp32:
 
@@ -45,8 +46,7 @@ def gemm(
         bias: [out_features]; fp32 or the dtype of ``x``.
         norm_weight: [in_features]; fp32 or the dtype of ``x``; weight of the fused ``rms_norm`` of ``x``.
         eps: ``eps`` of the fused norm.
-        activation: gated activation ``"silu"``, ``"gelu_tanh"`` or ``"gelu"``, or ``None``; see
-            :mod:`fastinfer.ops.gemm`.
+        activation: name of a gated activation, or ``None``; see :mod:`fastinfer.ops.gemm`.
         residual: [tokens, out_features], dtype of ``x``; added to the result. Not together with ``activation``.
         out: receives the result; may be ``residual``; see :mod:`fastinfer.ops`.
 

@@ -3,17 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from fastinfer.ops._library import ops
-
-
-def _set(value: bool) -> bool:
-    # Tracing would run the operator and keep its result as a constant. torch.compiler.disable would prevent that, but
-    # it imports the compiler, which takes two seconds.
-    if torch.compiler.is_compiling():
-        raise RuntimeError("batch_invariant cannot be compiled: call compiled functions within it")
-    return bool(ops.set_batch_invariant.default(value))
+from fastinfer.ops._setting import changed
 
 
 @contextmanager
@@ -47,8 +38,5 @@ def batch_invariant() -> Iterator[None]:
     >>> torch.equal(alone, together[7:8])
     True
     """
-    before = _set(True)
-    try:
+    with changed("batch_invariant", ops.set_batch_invariant.default, True):
         yield
-    finally:
-        _set(before)

@@ -48,18 +48,37 @@ class Routing(NamedTuple):
     expert_start: Tensor
 
 
-def route_experts(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
-    """Choose the experts with the ``top_k`` largest logits for each token, weighted by the softmax over all experts.
+def route_experts(
+    logits: Tensor,
+    top_k: int,
+    renormalize: bool,
+    *,
+    scoring: str = "softmax",
+    bias: Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    scale: float = 1.0,
+    expert_scale: Tensor | None = None,
+) -> Routing:
+    """Choose the ``top_k`` experts with the largest scores for each token, weighted by their scores.
 
     Args:
         logits: [tokens, experts], the router's output; fp32, bf16 or fp16; rows may be strided. At most 1024 experts.
-        top_k: number of experts per token, 1 .. 32 and at most the number of experts.
+        top_k: number of experts per token, 1 .. 32 and at most the number of experts in ``top_groups`` groups.
         renormalize: whether to divide a token's weights by their sum (Mixtral, https://arxiv.org/abs/2401.04088;
             Qwen3-MoE if its ``norm_topk_prob`` is set).
+        scoring: ``"softmax"`` over all experts, or ``"sigmoid"`` of each logit (DeepSeek-V3).
+        bias: [experts] fp32, contiguous; added to the scores for the choice, not for the weights.
+        num_groups: number of groups of neighbouring experts, at most 32, with at least two experts each.
+        top_groups: number of groups that the experts are chosen from: those with the largest sums of two scores, with
+            their biases.
+        scale: factor of the weights.
+        expert_scale: [experts] fp32, contiguous; each expert's own factor of its weights.
 
     Returns:
-        The :class:`Routing`. Between equal logits the expert with the smaller index is chosen. The softmax is computed
-        in fp32; a NaN among a token's logits makes all its weights NaN.
+        The :class:`Routing`. Between equal scores the expert with the smaller index is chosen. Scores are computed in
+        fp32. A NaN among a token's logits makes all its weights NaN with softmax; with sigmoid only that expert's
+        score is NaN.
 
     Raises:
         RuntimeError: a shape, dtype or stride does not fit; there are too many experts, or ``top_k`` is out of range.
@@ -67,7 +86,7 @@ def route_experts(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
     Devices: CPU, CUDA (not yet run on a GPU).
 
     Source: Shazeer et al., 2017, https://arxiv.org/abs/1701.06538; the softmax before the choice: Fedus et al., 2021,
-    https://arxiv.org/abs/2101.03961.
+    https://arxiv.org/abs/2101.03961; sigmoids, bias and groups: DeepSeek-V3, https://arxiv.org/abs/2412.19437.
 
     >>> import torch, fastinfer.ops as ops
     >>> routing = ops.route_experts(torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]]), top_k=2, renormalize=True)
@@ -79,7 +98,51 @@ def route_experts(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
             [0.8808, 0.1192]])
     """
     inference_only("route_experts", "logits", logits)
-    return Routing(*ops.route_experts.default(logits, top_k, renormalize))
+    options = {"scoring": scoring, "bias": bias, "num_groups": num_groups, "top_groups": top_groups, "scale": scale}
+    options["expert_scale"] = expert_scale
+    return Routing(*ops.route_experts.default(logits, top_k, renormalize, **options))
+
+
+class HeadRows(NamedTuple):
+    """Rows of heads instead of experts, the result of :func:`head_rows`.
+
+    Attributes:
+        row_ids: [tokens * heads] int32; rows sorted by head, and by token for the same head.
+        expert_start: [heads + 1] int32; head ``h`` has the rows ``row_ids[expert_start[h]:expert_start[h + 1]]``.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> ops.head_rows(torch.arange(2), 3).expert_start
+    tensor([0, 2, 4, 6], dtype=torch.int32)
+    """
+
+    row_ids: Tensor
+    expert_start: Tensor
+
+
+def head_rows(positions: Tensor, heads: int) -> HeadRows:
+    """List the rows of each head, with which a grouped product multiplies each head by a matrix of its own.
+
+    Row ``token * heads + head`` of [tokens * heads, in_features] belongs to a head, as if that were its expert.
+
+    Args:
+        positions: [tokens] int64; only its length counts.
+        heads: number of heads, 1 .. 1024.
+
+    Returns:
+        The :class:`HeadRows`.
+
+    Raises:
+        RuntimeError: the dtype does not fit, or there are too many heads or rows.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> x, weight = torch.randn(5, 3, 64), torch.randn(3, 32, 64)  # of five tokens and three heads
+    >>> out = ops.grouped_gemm(x.flatten(0, 1), weight, *ops.head_rows(torch.arange(5), 3))
+    >>> torch.allclose(out.view(5, 3, 32), torch.einsum("thk,hnk->thn", x, weight), atol=1e-4)
+    True
+    """
+    return HeadRows(*ops.head_rows.default(positions, heads))
 
 
 def grouped_gemm(
@@ -88,6 +151,7 @@ def grouped_gemm(
     row_ids: Tensor,
     expert_start: Tensor,
     *,
+    bias: Tensor | None = None,
     activation: str | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -97,9 +161,11 @@ def grouped_gemm(
         x: [tokens, in_features], where all ``rows / tokens`` rows of a token read the token's input without a copy; or
             [rows, in_features]. fp32 (CPU), bf16 or fp16; rows may be strided.
         weight: [experts, out_features, in_features]; dtypes as in :func:`fastinfer.ops.gemm`.
-        row_ids, expert_start: results of :func:`route_experts`; ``rows`` is the length of ``row_ids``.
-        activation: gated activation ``"silu"``, ``"gelu_tanh"`` or ``"gelu"``, for interleaved gate and up rows, or
-            ``None``; see :mod:`fastinfer.ops.gemm`.
+        row_ids, expert_start: results of :func:`route_experts` or :func:`head_rows`; ``rows`` is the length of
+            ``row_ids``.
+        bias: [experts, out_features]; fp32 or the dtype of ``x``; each row gets that of its expert.
+        activation: name of a gated activation, for interleaved gate and up rows, or ``None``; see
+            :mod:`fastinfer.ops.gemm`.
         out: receives the result; see :mod:`fastinfer.ops`.
 
     Returns:
@@ -125,8 +191,8 @@ def grouped_gemm(
     """
     inference_only("grouped_gemm", "x", x)
     if out is not None:
-        return into(out, ops.grouped_gemm, x, weight, row_ids, expert_start, activation)
-    return ops.grouped_gemm.default(x, weight, row_ids, expert_start, activation)
+        return into(out, ops.grouped_gemm, x, weight, row_ids, expert_start, bias, activation)
+    return ops.grouped_gemm.default(x, weight, row_ids, expert_start, bias, activation)
 
 
 def grouped_int8_gemm(
@@ -138,6 +204,7 @@ def grouped_int8_gemm(
     row_ids: Tensor,
     expert_start: Tensor,
     *,
+    bias: Tensor | None = None,
     activation: str | None = None,
     activation_bits: int = 32,
     out: Tensor | None = None,
@@ -149,7 +216,7 @@ def grouped_int8_gemm(
         scales: [experts, tiles, groups, 16]; each expert packed by :func:`pack_scales`.
         mins: packed minimums, like ``scales``, or ``None``.
         out_features, activation_bits: as in :func:`fastinfer.ops.int8_gemm`.
-        x, row_ids, expert_start, activation: as in :func:`grouped_gemm`.
+        x, row_ids, expert_start, bias, activation: as in :func:`grouped_gemm`.
         out: receives the result; see :mod:`fastinfer.ops`.
 
     Returns:
@@ -173,7 +240,7 @@ def grouped_int8_gemm(
     True
     """
     inference_only("grouped_int8_gemm", "x", x)
-    args = (x, qweight, scales, mins, out_features, row_ids, expert_start, activation, activation_bits)
+    args = (x, qweight, scales, mins, out_features, row_ids, expert_start, bias, activation, activation_bits)
     if out is not None:
         return into(out, ops.grouped_int8_gemm, *args)
     return ops.grouped_int8_gemm.default(*args)
@@ -187,6 +254,7 @@ def grouped_int6_gemm(
     row_ids: Tensor,
     expert_start: Tensor,
     *,
+    bias: Tensor | None = None,
     activation: str | None = None,
     activation_bits: int = 32,
     out: Tensor | None = None,
@@ -197,7 +265,7 @@ def grouped_int6_gemm(
         qweight: [experts, tiles, in_features / 32, 6, 16, 4]; each expert packed by :func:`int6_pack`.
         scales: [experts, tiles, in_features / 256, 18, 16]; each expert packed by :func:`pack_two_level_scales`.
         out_features, activation_bits: as in :func:`fastinfer.ops.int6_gemm`.
-        x, row_ids, expert_start, activation, out: as in :func:`grouped_gemm`.
+        x, row_ids, expert_start, bias, activation, out: as in :func:`grouped_gemm`.
 
     Returns:
         The same as :func:`grouped_gemm`.
@@ -220,7 +288,7 @@ def grouped_int6_gemm(
     True
     """
     inference_only("grouped_int6_gemm", "x", x)
-    args = (x, qweight, scales, out_features, row_ids, expert_start, activation, activation_bits)
+    args = (x, qweight, scales, out_features, row_ids, expert_start, bias, activation, activation_bits)
     if out is not None:
         return into(out, ops.grouped_int6_gemm, *args)
     return ops.grouped_int6_gemm.default(*args)
@@ -235,6 +303,7 @@ def grouped_int4_gemm(
     row_ids: Tensor,
     expert_start: Tensor,
     *,
+    bias: Tensor | None = None,
     activation: str | None = None,
     activation_bits: int = 32,
     out: Tensor | None = None,
@@ -245,7 +314,7 @@ def grouped_int4_gemm(
         qweight: [experts, tiles, in_features / 32, 4, 16, 4]; each expert packed by :func:`int4_pack`.
         scales, mins: as in :func:`grouped_int8_gemm`; ``mins=None`` as in :func:`fastinfer.ops.int4_gemm`.
         out_features, activation_bits: as in :func:`fastinfer.ops.int8_gemm`.
-        x, row_ids, expert_start, activation, out: as in :func:`grouped_gemm`.
+        x, row_ids, expert_start, bias, activation, out: as in :func:`grouped_gemm`.
 
     Returns:
         The same as :func:`grouped_gemm`.
@@ -268,7 +337,7 @@ def grouped_int4_gemm(
     True
     """
     inference_only("grouped_int4_gemm", "x", x)
-    args = (x, qweight, scales, mins, out_features, row_ids, expert_start, activation, activation_bits)
+    args = (x, qweight, scales, mins, out_features, row_ids, expert_start, bias, activation, activation_bits)
     if out is not None:
         return into(out, ops.grouped_int4_gemm, *args)
     return ops.grouped_int4_gemm.default(*args)
@@ -283,6 +352,7 @@ def grouped_lut_gemm(
     row_ids: Tensor,
     expert_start: Tensor,
     *,
+    bias: Tensor | None = None,
     activation: str | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -292,7 +362,7 @@ def grouped_lut_gemm(
         table: [16] fp32, the look-up table of all experts; see :func:`fastinfer.ops.lut_gemm`.
         qweight, scales: as in :func:`grouped_int4_gemm`.
         out_features: as in :func:`fastinfer.ops.int8_gemm`.
-        x, row_ids, expert_start, activation, out: as in :func:`grouped_gemm`.
+        x, row_ids, expert_start, bias, activation, out: as in :func:`grouped_gemm`.
 
     Returns:
         The same as :func:`grouped_gemm`.
@@ -314,7 +384,7 @@ def grouped_lut_gemm(
     True
     """
     inference_only("grouped_lut_gemm", "x", x)
-    args = (x, qweight, scales, table, out_features, row_ids, expert_start, activation)
+    args = (x, qweight, scales, table, out_features, row_ids, expert_start, bias, activation)
     if out is not None:
         return into(out, ops.grouped_lut_gemm, *args)
     return ops.grouped_lut_gemm.default(*args)

@@ -6,7 +6,13 @@ from fastinfer.ops._library import inference_only, into, ops
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float = 1e-6, residual: Tensor | None = None, *, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    residual: Tensor | None = None,
+    factor: float = 1.0,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Compute RMSNorm over the last dimension, ``x / sqrt(mean(x**2) + eps) * weight``, with statistics in fp32.
 
@@ -15,6 +21,7 @@ def rms_norm(
         weight: [hidden]; fp32 or the dtype of ``x``.
         eps: added to the mean of squares.
         residual: shape and dtype of ``x``; added to the norm in fp32, before the result is rounded. It is not changed.
+        factor: factor of the result, residual included.
         out: receives the result; may be ``x`` or ``residual``; see :mod:`fastinfer.ops`.
 
     Returns:
@@ -33,8 +40,8 @@ def rms_norm(
     """
     inference_only("rms_norm", "x residual", x, residual)
     if out is not None:
-        return into(out, ops.rms_norm, x, weight, eps, residual)
-    return ops.rms_norm.default(x, weight, eps, residual)
+        return into(out, ops.rms_norm, x, weight, eps, residual, factor)
+    return ops.rms_norm.default(x, weight, eps, residual, factor)
 
 
 def add_rms_norm(

@@ -141,6 +141,7 @@ def pack_scales(scales: Tensor, *, out: Tensor | None = None) -> Tensor:
     if out is None:
         # A copy even of a single group, which is in order already, so that the result has its own memory.
         return packed.clone(memory_format=torch.contiguous_format)
+    check_tensors("pack_scales", out=out)
     if (out.shape, out.dtype, out.device) != (packed.shape, packed.dtype, packed.device):
         raise ValueError(
             f"out must be {tuple(packed.shape)} {packed.dtype} on {packed.device}, "

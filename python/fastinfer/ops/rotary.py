@@ -4,12 +4,14 @@ Scaling only changes the cos/sin table; the kernel only rotates.
 """
 
 import math
+import sys
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fastinfer.ops._library import inference_only, ops
+from fastinfer.ops._library import check_tensors, inference_only, ops
+from fastinfer.utils.checks import INT32_MAX, show
 
 TABLE_SLICE = 512  # positions computed at once
 
@@ -20,12 +22,15 @@ class RopeScaling:
 
     Attributes:
         kind: ``"none"``, ``"linear"`` (position interpolation, https://arxiv.org/abs/2306.15595), ``"ntk"`` (NTK-aware
-            base), ``"yarn"`` (https://arxiv.org/abs/2309.00071), ``"llama3"`` (piecewise scaling of Llama 3.1) or
-            ``"longrope"`` (https://arxiv.org/abs/2402.13753).
+            base), ``"yarn"`` (https://arxiv.org/abs/2309.00071), ``"llama3"`` (piecewise scaling of Llama 3.1),
+            ``"longrope"`` (https://arxiv.org/abs/2402.13753) or ``"proportional"`` (of Gemma 4: a part of the
+            frequencies is 0, and the others are those of the whole head).
         factor: ratio of the extended context length to the trained one.
         original_max_position: trained context length (yarn, llama3, longrope).
+        num_rotated: number of elements of a head that are rotated (proportional).
         low_freq_factor, high_freq_factor: limits of llama3's blend, in rotations over the trained context.
         beta_fast, beta_slow: limits of yarn's blend, in rotations over the trained context.
+        truncate: whether the blend's limits are rounded outwards to whole dimensions (yarn).
         attention_factor: factor on cos and sin (yarn, longrope); ``None`` for the papers' ``0.1 ln(factor) + 1`` and
             ``sqrt(1 + ln(factor) / ln(original_max_position))``.
         short_factors, long_factors: divisors of each frequency (longrope), for tables up to the trained length and for
@@ -40,10 +45,12 @@ class RopeScaling:
     kind: str = "none"
     factor: float = 1.0
     original_max_position: int = 0
+    num_rotated: int = 0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    truncate: bool = True
     attention_factor: float | None = None
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
@@ -70,7 +77,7 @@ def cos_sin_cache(
         [max_position, rotary_dim] fp32 on the CPU; each row has the cosines of a position, then its sines.
 
     Raises:
-        ValueError: ``rotary_dim`` is odd, ``base`` is at most 1, the kind of scaling is unknown,
+        ValueError: ``rotary_dim`` is odd, ``base`` is at most 1 or infinite, the kind of scaling is unknown,
             ``original_max_position`` is missing, or longrope does not have one factor per frequency.
 
     Devices: CPU; move the table to the device that uses it.
@@ -83,11 +90,13 @@ def cos_sin_cache(
             [ 0.5403,  0.8415],
             [-0.4161,  0.9093]])
     """
-    if rotary_dim <= 0 or rotary_dim % 2:
-        raise ValueError(f"rotary_dim must be a positive even number, got {rotary_dim}")
+    if not isinstance(rotary_dim, int) or not 0 < rotary_dim <= INT32_MAX or rotary_dim % 2:
+        raise ValueError(f"rotary_dim must be a positive even number, got {show(rotary_dim)}")
     scaling = scaling or RopeScaling()
-    if base <= 1:
-        raise ValueError(f"base must be above 1, got {base}")
+    if not isinstance(base, int | float) or not 1 < base <= sys.float_info.max:
+        raise ValueError(f"base must be a finite number above 1, got {show(base)}")
+    if frequency_factors is not None:
+        check_tensors("cos_sin_cache", frequency_factors=frequency_factors)
     if scaling.kind in ("yarn", "llama3", "longrope") and scaling.original_max_position <= 0:
         raise ValueError(f"{scaling.kind} scaling needs original_max_position, got {scaling.original_max_position}")
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
@@ -103,8 +112,12 @@ def cos_sin_cache(
         frequencies = _llama3(frequencies, scaling)
     elif scaling.kind == "longrope":
         frequencies, magnitude = _longrope(frequencies, max_position, scaling)
+    elif scaling.kind == "proportional":
+        frequencies /= scaling.factor
+        frequencies[scaling.num_rotated // 2 :] = 0.0
     elif scaling.kind not in ("none", "ntk"):
-        raise ValueError(f"scaling.kind must be none, linear, ntk, yarn, llama3 or longrope, got {scaling.kind!r}")
+        kinds = "none, linear, ntk, yarn, llama3, longrope or proportional"
+        raise ValueError(f"scaling.kind must be {kinds}, got {scaling.kind!r}")
     if frequency_factors is not None:
         frequencies = frequencies / frequency_factors.double()
     table = torch.empty(max_position, rotary_dim)
@@ -125,8 +138,10 @@ def _yarn(frequencies: Tensor, base: float, rotary_dim: int, scaling: RopeScalin
         wavelength = scaling.original_max_position / (rotations * 2 * math.pi)
         return rotary_dim * math.log(wavelength) / (2 * math.log(base))
 
-    low = max(math.floor(dimension_of(scaling.beta_fast)), 0)
-    high = min(math.ceil(dimension_of(scaling.beta_slow)), rotary_dim - 1)
+    low, high = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
     ramp = (torch.arange(rotary_dim // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)
     interpolated = ramp.clamp(0, 1)
     magnitude = scaling.attention_factor
@@ -201,6 +216,7 @@ def norm_rotary_store(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     slot_mapping: Tensor,
+    norm_v: bool = False,
 ) -> None:
     """Normalise, rotate and store: the steps between the QKV projection and attention, in one pass over memory.
 
@@ -217,6 +233,7 @@ def norm_rotary_store(
         positions, cos_sin_cache, interleaved: as in :func:`rotary_embedding`.
         k_cache, v_cache, k_scale, v_scale, slot_mapping: as in :func:`fastinfer.ops.store_kv_cache`. For a token with
             slot -1, q is still normalised and rotated.
+        norm_v: whether each head of v is normalised, too, without a weight.
 
     Raises:
         RuntimeError: the same as :func:`rotary_embedding` and :func:`fastinfer.ops.store_kv_cache`.
@@ -253,5 +270,82 @@ def norm_rotary_store(
         v_cache,
         k_scale,
         v_scale,
+        slot_mapping,
+        norm_v,
+    )
+
+
+def latent_rotary_store(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    kv: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    interleaved: bool,
+    query_scales: Tensor | None,
+    cache: Tensor,
+    scale: Tensor | None,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """Make queries and cached rows of multi-head latent attention: the steps before attention, in one pass over memory.
+
+    A cached row is a token's only key, of all heads: its latent, normalised, and behind it the rotated elements. The
+    value is the latent. A query has a part for each of the two.
+
+    Args:
+        q_latent: [tokens, heads, rank]; fp32, bf16 or fp16, contiguous; the queries' products with the matrices that
+            expand latents to keys.
+        q_rope: [tokens, heads, rotary_dim], dtype of ``q_latent``; elements to rotate; tokens and heads may be strided.
+        kv: [tokens, rank + rotary_dim], dtype of ``q_latent``; latents, and behind them the elements of the key to
+            rotate; rows may be strided.
+        norm_weight: [rank]; fp32 or the dtype of ``q_latent``; weight of the RMSNorm of the latents.
+        eps: ``eps`` of the norm.
+        positions, cos_sin_cache, interleaved: as in :func:`rotary_embedding`; the table has ``rotary_dim`` columns.
+        query_scales: [max_position] fp32, factors of the queries at each position; ``None`` for none.
+        cache: [num_blocks, block_size, 1, rank + rotary_dim]; fp32, bf16, fp16, int8 or float8_e4m3fn; written in
+            place.
+        scale: [num_blocks, block_size, 1] fp32 for int8 and float8_e4m3fn, else ``None``; see
+            :func:`fastinfer.ops.store_kv_cache`.
+        slot_mapping: [tokens] int64; ``block * block_size + offset``; a token with slot -1 is not stored.
+
+    Returns:
+        [tokens, heads, rank + rotary_dim], dtype of ``q_latent``: the queries for :func:`fastinfer.ops.paged_attention`
+        with the cache as its keys and ``cache[..., :rank]`` as its values.
+
+    Raises:
+        RuntimeError: a shape, dtype, device or stride does not fit; the scale is missing, or passed for a cache that
+            has none; on the CPU also a position outside the table or a slot outside the cache. On CUDA such a token is
+            not rotated, or not stored.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+
+    Source: DeepSeek-V2, https://arxiv.org/abs/2405.04434; factors of queries: Llama 4's attention in transformers.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> q_latent, q_rope, kv = torch.randn(3, 4, 32), torch.randn(3, 4, 8), torch.randn(3, 40)
+    >>> cache, table = torch.zeros(2, 16, 1, 40), ops.cos_sin_cache(8, 10)
+    >>> rotary = torch.arange(3), table, False, None
+    >>> q = ops.latent_rotary_store(q_latent, q_rope, kv, torch.ones(32), 1e-6, *rotary, cache, None, torch.arange(3))
+    >>> q.shape
+    torch.Size([3, 4, 40])
+    >>> torch.allclose(cache[0, :3, 0, :32], torch.nn.functional.rms_norm(kv[:, :32], (32,), eps=1e-6), atol=1e-5)
+    True
+    """
+    inference_only("latent_rotary_store", "q_latent q_rope", q_latent, q_rope)
+    inference_only("latent_rotary_store", "kv", kv)
+    return ops.latent_rotary_store.default(
+        q_latent,
+        q_rope,
+        kv,
+        norm_weight,
+        eps,
+        positions,
+        cos_sin_cache,
+        interleaved,
+        query_scales,
+        cache,
+        scale,
         slot_mapping,
     )

@@ -12,7 +12,8 @@ SAME = "the same"  # must be the dtype of the operator's first tensor
 SHORT_NAMES: dict[torch.dtype | str, str] = {FP32: "fp32", BF16: "bf16", FP16: "fp16", FP8: "fp8"}
 MOST = 2**31  # end of a range without an upper limit
 ANY, BLOCKS_OF_32, BLOCKS_OF_256 = range(1, MOST), range(32, MOST, 32), range(256, MOST, 256)
-CUDA_HEAD_DIMS = (64, 80, 96, 128, 256)
+CUDA_HEAD_DIMS = (64, 80, 96, 128, 256, 512)
+CUDA_LATENT_HEAD_DIMS = (320, 576)  # of keys whose first elements are the values
 
 DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
 NOT_YET_RUN = {"cuda": "not yet run on a GPU"}
@@ -65,14 +66,22 @@ ON_BOTH = {
     "quantize_int8": ELEMENTWISE,
     "silu_and_mul": ELEMENTWISE,
     "gelu_and_mul": ELEMENTWISE,
+    "clamped_swiglu": ELEMENTWISE,
     "gelu": ELEMENTWISE,
+    "relu2": ELEMENTWISE,
+    "sigmoid_gate": ELEMENTWISE,
     "softcap": ELEMENTWISE,
     "embedding": ELEMENTWISE,
     "permute_columns": ELEMENTWISE,
     "rotary_embedding": Support(head_dim=ANY),
     "norm_rotary_store": replace(STORE, weight_dtype=(FP32, SAME)),
+    "latent_rotary_store": Support(weight_dtype=(FP32, SAME), cache_dtype=(*FLOATS, INT8, FP8)),
     "store_kv_cache": STORE,
+    "causal_conv1d": NORM,
+    "gated_delta_rule": NORM,
+    "mamba2_scan": NORM,
     "merge_attention_states": Support(head_dim=ANY),
+    "head_rows": Support((torch.int64,)),
     "route_experts": ELEMENTWISE,
     "combine_experts": ELEMENTWISE,
     "add_lora": Support(weight_dtype=FLOATS),
@@ -104,7 +113,7 @@ TABLE: dict[str, dict[str, Support]] = {
     "paged_attention": {"cpu": ATTENTION, "cuda": CUDA_ATTENTION},
     "paged_attention_plan": {
         "cpu": Support((torch.int32,), head_dim=ANY),
-        "cuda": Support((torch.int32,), head_dim=CUDA_HEAD_DIMS),
+        "cuda": Support((torch.int32,), head_dim=tuple(sorted(CUDA_HEAD_DIMS + CUDA_LATENT_HEAD_DIMS))),
     },
     **{op: {"cpu": DENSE, "cuda": CUDA_DENSE} for op in ("gemm", "grouped_gemm")},
     **{op: {"cpu": INT8_WEIGHT, "cuda": _on_cuda(INT8_WEIGHT)} for op in ("int8_gemm", "grouped_int8_gemm")},
@@ -204,7 +213,8 @@ def cell(op: str, device: str) -> str:
         return "no"
     parts = [_dtypes(support.dtype)]
     if support.cache_dtype:
-        parts.append(f"{_dtypes(QUANTIZED_CACHES, 'int4')} caches")
+        quantized = tuple(dtype for dtype in support.cache_dtype if dtype in QUANTIZED_CACHES)
+        parts.append(f"{_dtypes(quantized, 'int4')} caches")
     if isinstance(support.head_dim, tuple):
         parts.append(f"head sizes {_integers(support.head_dim)}")
     return "; ".join(parts)

@@ -15,12 +15,15 @@ from typing_extensions import Unpack
 
 from fastinfer import ops
 from fastinfer.formats.unpacked import Unpacked
+from fastinfer.models.attention import Attention
 from fastinfer.models.batch import Batch
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
-from fastinfer.models.kv_cache import KVCache, num_blocks_for
+from fastinfer.models.kv_cache import LayerCache, num_blocks_for
+from fastinfer.models.layer_reader import LayerReader
 from fastinfer.models.loader import DecoderLoader
 from fastinfer.quantize.statistics import InputStatistics
+from fastinfer.weights.expert_weights import ExpertWeights
 from fastinfer.weights.weight import LinearOptions, Weight, apply_norm
 
 BLOCK_SIZE = 32
@@ -31,7 +34,7 @@ class CalibratedWeight(Weight):
     """Weight that quantises itself in its first product, from the statistics of that product's inputs, or without.
 
     Attributes:
-        names: names of the modules whose rows it holds, see :meth:`DecoderLoader.weight`.
+        names: names of the modules whose rows it holds, see :meth:`LayerReader.weight`.
         values: [out_features, in_features] fp32, the original weight.
         bias: [out_features] fp32.
         quantize: function of this weight and its input statistics, or ``None``, that sets ``result`` and perhaps
@@ -80,21 +83,48 @@ class CalibratedWeight(Weight):
         raise ValueError("a weight under calibration cannot be an embedding: call linear instead of rows")
 
 
+@dataclass(eq=False)
+class CalibratedExperts(ExpertWeights):
+    """Weights of all experts, each of which quantises itself for the rows that the router gives it.
+
+    An expert without rows is quantised without inputs.
+    """
+
+    experts: tuple[CalibratedWeight, ...]
+
+    def linear(self, x: Tensor, routing: ops.Routing | ops.HeadRows, *, activation: str | None = None) -> Tensor:
+        options: LinearOptions = {} if activation is None else {"activation": activation}
+        out_features = self.experts[0].out_features // (1 if activation is None else 2)
+        out = x.new_empty(len(routing.row_ids), out_features)
+        row_ids = routing.row_ids.long().tensor_split(routing.expert_start[1:-1].long())
+        for expert, rows in zip(self.experts, row_ids, strict=True):
+            if len(rows):
+                out[rows] = expert.linear(x[rows // (len(out) // len(x))], **options)
+            else:
+                expert.quantize_without_inputs()
+        return out
+
+
 Quantize = Callable[[CalibratedWeight, InputStatistics | None], None]
 
 
-class _CalibratedLoader(DecoderLoader):
-    """Builds layers whose weights are :class:`CalibratedWeight`, and keeps a list of them."""
+class _CalibratedReader(LayerReader):
+    """Makes each weight of a layer a :class:`CalibratedWeight`, and keeps a list of them."""
 
-    def __init__(self, checkpoint: Checkpoint, length: int, quantize: Quantize) -> None:
-        super().__init__(checkpoint, Precision.of("float32"), length, "cpu")
+    def __init__(self, checkpoint: Checkpoint, quantize: Quantize) -> None:
+        super().__init__(checkpoint, Precision.of("float32"), "cpu")
         self._quantize = quantize
         self.waiting: list[CalibratedWeight] = []
 
-    def weight(self, names: tuple[str, ...], unpacked: Unpacked, bias: Tensor | None) -> Weight:
+    def weight(self, names: tuple[str, ...], unpacked: Unpacked, bias: Tensor | None) -> CalibratedWeight:
         weight = CalibratedWeight(names, unpacked.dequantize(), bias, self._quantize)
         self.waiting.append(weight)
         return weight
+
+    def experts(self, names: list[tuple[str, ...]], unpacked: list[Unpacked], bias: Tensor | None) -> ExpertWeights:
+        assert bias is None, "only experts that are stored in one tensor have biases"
+        weights = (self.weight(*parts, None) for parts in zip(names, unpacked, strict=True))
+        return CalibratedExperts(tuple(weights))
 
 
 @torch.inference_mode()
@@ -112,19 +142,28 @@ def calibrate(checkpoint: Checkpoint, texts: list[list[int]], quantize: Quantize
     config = checkpoint.config
     batch = Batch.of_texts(texts, BLOCK_SIZE)
     blocks = sum(num_blocks_for(len(text), BLOCK_SIZE) for text in texts)
-    sizes = BLOCK_SIZE, config.num_kv_heads, config.head_dim, torch.float32, "cpu"
-    (cache,) = KVCache.empty([0], [blocks], *sizes)
-    loader = _CalibratedLoader(checkpoint, max(map(len, texts)), quantize)
+    caches: dict[int, LayerCache] = {}  # which other layers attend to
+    reader = _CalibratedReader(checkpoint, quantize)
+    loader = DecoderLoader(reader, max(map(len, texts)))
     x = loader.embedding().rows(batch.token_ids, torch.float32)
+    if (norm := loader.embedding_norm()) is not None:
+        x = norm(x)
     positions = loader.position_embedding()
     if positions is not None:
         x = ops.embedding(positions, batch.positions, x)
+    make_inputs = loader.per_layer_inputs()
+    inputs = None if make_inputs is None else make_inputs(x, batch.token_ids)
     for index in range(config.num_layers):
-        loader.waiting.clear()
-        layer = loader.layer(index)
-        x = layer.attention(x, batch, cache, layer.attention.plan(batch), None)
-        x = layer.mlp(x, None)
-        yield list(loader.waiting)
+        reader.waiting.clear()
+        layer, source = loader.layer(index), config.kv_layer(index)
+        assert isinstance(layer.attention, Attention)
+        cache = caches.get(source)
+        if cache is None:
+            cache = LayerCache.empty(config.kv_shape(index), blocks, BLOCK_SIZE, torch.float32, "cpu")
+            if source in config.kv_layers[index + 1 :]:
+                caches[source] = cache
+        x = layer(x, batch, cache, layer.attention.plan(batch), None, None if inputs is None else inputs[:, index])
+        yield list(reader.waiting)
         checkpoint.release()
 
 
@@ -138,11 +177,12 @@ def convert(checkpoint: Checkpoint, quantize: Quantize) -> Iterator[list[Calibra
     Yields:
         The quantised weights of each layer.
     """
-    loader = _CalibratedLoader(checkpoint, 1, quantize)
+    reader = _CalibratedReader(checkpoint, quantize)
+    loader = DecoderLoader(reader, 1)
     for index in range(checkpoint.config.num_layers):
-        loader.waiting.clear()
+        reader.waiting.clear()
         loader.layer(index)
-        for weight in loader.waiting:
+        for weight in reader.waiting:
             weight.quantize_without_inputs()
-        yield list(loader.waiting)
+        yield list(reader.waiting)
         checkpoint.release()

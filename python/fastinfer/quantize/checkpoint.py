@@ -1,5 +1,6 @@
 """Quantisation of a folder of safetensors files into a new folder, layer by layer."""
 
+import re
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from fastinfer.errors import RequestError, UnsupportedModelError
 from fastinfer.formats.safetensors_folder import weight_file_bytes
 from fastinfer.formats.unpacked import concatenate
+from fastinfer.models.config import ModelConfig
 from fastinfer.models.hf_checkpoint import HFCheckpoint
 from fastinfer.quantize.calibration import CalibratedWeight, calibrate, convert
 from fastinfer.quantize.layer import QuantizedLayer, assemble, fold_target
@@ -51,13 +53,18 @@ def quantize_checkpoint(
         The error of each layer and the sizes of the files.
 
     Raises:
-        UnsupportedModelError: the model is quantised already, is a mixture of experts, or has transposed matrices.
+        UnsupportedModelError: the model is quantised already, or has transposed matrices, experts that are stored in
+            one tensor, or layers with states or latent attention.
         RequestError: the method does not fit the sizes of the model, or needs calibration texts.
     """
     checkpoint = HFCheckpoint(source)
     config = checkpoint.config
-    if config.num_experts:
-        raise UnsupportedModelError(f"{source}: mixtures of experts cannot be quantised yet")
+    if checkpoint.is_stacked:
+        raise UnsupportedModelError(f"{source}: experts that are stored in one tensor cannot be quantised yet")
+    if config.states is not None:
+        raise UnsupportedModelError(f"{source}: models whose layers have states cannot be quantised yet")
+    if config.latent_attention is not None:
+        raise UnsupportedModelError(f"{source}: models with latent attention cannot be quantised yet")
     if checkpoint.is_quantized:
         raise UnsupportedModelError(f"{source}: the model is quantised already; start from its original weights")
     if checkpoint.is_transposed:
@@ -79,12 +86,30 @@ def quantize_checkpoint(
     with CheckpointWriter(out, source, FORMATS[method.name], settings) as writer:
         layers = calibrate(checkpoint, texts, quantize) if texts else convert(checkpoint, quantize)
         for index, calibrated in enumerate(layers):
-            report.errors |= {", ".join(weight.names): weight.error for weight in calibrated}
+            report.errors |= _errors(calibrated)
+            for name in _dense_modules(config, index):
+                writer.leave_dense(checkpoint.stored_name(name))
             _write_layer(writer, checkpoint, assemble(calibrated, checkpoint))
             progress(index + 1, config.num_layers)
         writer.close(checkpoint.tensors)
     report.bytes_before, report.bytes_after = (weight_file_bytes(folder) for folder in (source, out))
     return report
+
+
+def _errors(calibrated: list[CalibratedWeight]) -> dict[str, float]:
+    """Return the error of each weight by the names of its modules, and for experts their mean."""
+    errors: dict[str, list[float]] = {}
+    for weight in calibrated:
+        names = (re.sub(r"\.experts\.\d+\.", ".experts.", name) for name in weight.names)
+        errors.setdefault(", ".join(names), []).append(weight.error)
+    return {name: sum(each) / len(each) for name, each in errors.items()}
+
+
+def _dense_modules(config: ModelConfig, layer: int) -> list[str]:
+    """Return the linear layers of a layer that are not quantised: a small error could choose other experts."""
+    if not config.has_experts(layer):
+        return []
+    return [f"layers.{layer}.router", *([f"layers.{layer}.shared_expert_gate"] if config.shared_expert_gate else [])]
 
 
 def _write_layer(writer: CheckpointWriter, checkpoint: HFCheckpoint, layer: QuantizedLayer) -> None:
@@ -100,5 +125,5 @@ def _write_layer(writer: CheckpointWriter, checkpoint: HFCheckpoint, layer: Quan
         stored, _, kind = name.rpartition(".")
         is_bias = kind == "bias"
         module = checkpoint.stored_name(stored if is_bias else name)
-        offset = 0.0 if is_bias else checkpoint.norm_offset
+        offset = 0.0 if is_bias else checkpoint.norm_offset(name)
         writer.add(f"{module}.{'bias' if is_bias else 'weight'}", values - offset)

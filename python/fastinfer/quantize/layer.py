@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastinfer.formats.unpacked import Unpacked
-from fastinfer.models.checkpoint import Checkpoint
+from fastinfer.models.checkpoint import Checkpoint, split_name
 from fastinfer.models.config import ModelConfig
 from fastinfer.ops.pack import TILE_ROWS
 from fastinfer.quantize.calibration import CalibratedWeight
@@ -32,11 +32,18 @@ class QuantizedLayer:
 def fold_target(name: str, config: ModelConfig) -> str | None:
     """Return the norm or module that produces a module's inputs and can absorb a factor per input, if there is one."""
     layer, _, part = name.rpartition(".")
+    index, _, _ = split_name(name)
+    if part == "gate_proj" and config.has_experts(index):
+        return None  # the router and other experts read the same norm
     if part in ("q_proj", "gate_proj") or (part == "up_proj" and not config.gated):
+        if not config.pre_norms or config.parallel:  # no norm, or one for both
+            return None
         return f"{layer}.{'attention_norm' if part == 'q_proj' else 'mlp_norm'}"
     if part == "down_proj" and config.gated:
         return f"{layer}.up_proj"
-    if part == "o_proj" and config.num_heads == config.num_kv_heads:
+    # Values that other layers read, too, cannot absorb the factors of one, nor can those that are normalised.
+    own = not config.v_norm and (not config.kv_layers or config.kv_layers.count(index) == 1)
+    if part == "o_proj" and own and config.num_heads == config.kv_shape(index).num_heads:
         return f"{layer}.v_proj"
     return None
 
@@ -67,7 +74,9 @@ def _fold(layer: QuantizedLayer, weight: CalibratedWeight, checkpoint: Checkpoin
     assert target is not None
     assert scales is not None
     if target.endswith("norm"):
-        names = [target] + ([f"{target}.bias"] if checkpoint.config.norm == "layer_norm" else [])
+        names = [target]
+        if checkpoint.config.norm == "layer_norm" and checkpoint.config.norm_bias:
+            names.append(f"{target}.bias")
         for name in names:
             layer.vectors[name] = checkpoint.vector(name, len(scales)) / scales
         return
@@ -84,11 +93,15 @@ def _order(weight: CalibratedWeight) -> Tensor:
 
 
 def _out_features(name: str, config: ModelConfig) -> int:
-    part = name.rpartition(".")[2]
+    layer, part, rest = split_name(name)
+    if rest.endswith(("gate_proj", "up_proj")):
+        return config.shared_intermediate_size if part == "shared_expert" else config.intermediate_size
     return {
-        "q_proj": config.num_heads * config.head_dim,
-        "k_proj": config.num_kv_heads * config.head_dim,
-        "v_proj": config.num_kv_heads * config.head_dim,
-        "gate_proj": config.intermediate_size,
-        "up_proj": config.intermediate_size,
+        "output_gate": config.q_size(layer),
+        "q_proj": config.q_size(layer),
+        "k_proj": config.kv_size(layer),
+        "v_proj": config.kv_size(layer),
+        "gate_proj": config.mlp_size(layer),
+        "up_proj": config.mlp_size(layer),
+        "per_layer_gate": config.per_layer_size,
     }.get(part, config.hidden_size)

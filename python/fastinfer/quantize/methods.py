@@ -70,7 +70,10 @@ class Method:
         Raises:
             RequestError: the group size, or 32, does not divide a layer's number of inputs.
         """
-        widths = {config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size}
+        layers = range(config.num_layers)
+        widths = {config.hidden_size} | {size(layer) for layer in layers for size in (config.q_size, config.mlp_size)}
+        optional = (config.shared_intermediate_size, config.dense_intermediate_size, config.per_layer_size)
+        widths |= {size for size in optional if size}
         if self.group_size != -1 and not self.by_row:
             for width in sorted(width for width in widths if width % self.group_size):
                 raise RequestError(

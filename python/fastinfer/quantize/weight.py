@@ -23,14 +23,14 @@ def quantize_weight(
     Args:
         method: the method and its numbers.
         weight: the weight to quantise.
-        statistics: statistics of its inputs; ``None`` for a method that needs none.
+        statistics: statistics of its inputs; ``None`` for a method that needs none, or for an expert that no token
+            of the calibration text has chosen, which is rounded to nearest.
         can_fold: whether the module before it can absorb a factor per input.
     """
-    if not method.needs_inputs:
-        weight.result = _rounded(method, weight.values)
-        return
-    assert statistics is not None
     values = weight.values
+    if statistics is None or not method.needs_inputs:
+        weight.result = round_rows(values) if method.name == "w8a8" else _rounded(method, values)
+        return
     grid = method.bits, _group_size(method, values), method.symmetric
     if method.name == "gptq":
         weight.result = quantize_gptq(values, statistics, *grid[:2], symmetric=method.symmetric)

@@ -104,6 +104,10 @@ class CheckpointWriter:
         if bias is not None:
             self.add(f"{module}.bias", bias)
 
+    def leave_dense(self, module: str) -> None:
+        """Name a linear layer of the source that is not quantised, and whose tensors :meth:`close` copies."""
+        self._left_out.append(module)
+
     def add(self, name: str, tensor: Tensor) -> None:
         """Add any other tensor, such as a norm or the embedding, stored in the dtype of the source's tensor.
 

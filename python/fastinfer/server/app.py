@@ -5,7 +5,6 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 from fastapi import FastAPI
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,15 +13,18 @@ import fastinfer
 from fastinfer.async_engine import AsyncEngine
 from fastinfer.errors import FastinferError, QueueFullError, UnavailableError
 from fastinfer.server.auth import Authentication
+from fastinfer.server.caching import make_cache
 from fastinfer.server.config import ServerConfig
 from fastinfer.server.disconnect import ClientGoneError
 from fastinfer.server.engine_host import EngineHost, HostState
 from fastinfer.server.errors import APIError, as_api_error, error_response
-from fastinfer.server.http_metrics import HttpMetrics
+from fastinfer.server.host_check import HostCheck, needs_host_check
 from fastinfer.server.limits import Limits
+from fastinfer.server.logs import log_request
 from fastinfer.server.metrics import Metrics
+from fastinfer.server.observation import Observation
 from fastinfer.server.openapi import add_bodies
-from fastinfer.server.protocol.base import RequestModel, explain
+from fastinfer.server.output_format import find_format
 from fastinfer.server.routes import (
     admin,
     chat,
@@ -47,8 +49,25 @@ def create_app(config: ServerConfig, load: Callable[[], AsyncEngine]) -> FastAPI
         config: the server's settings.
         load: function that loads the engine; it runs in a thread. The engine is shut down with the application.
     """
-    host = EngineHost(load, config.stall_s)
-    server = ServerState(config, host, Metrics(config.metrics_prefix, config.model_names[0]))
+
+    def load_all() -> AsyncEngine:
+        engine = load()
+        server.output_format = find_format(engine.tokenizer, config.tool_call_parser, config.reasoning_parser)
+        return engine
+
+    host = EngineHost(load_all, config.stall_s)
+    cache = make_cache(config, host)
+    server = ServerState(config, host, Metrics(config.metrics_prefix, config.model_names[0]), cache)
+    if cache is not None:
+        server.metrics.watch_store(cache.store.stats)
+
+    observers = [server.metrics.answered, log_request]
+    tracing = None
+    if config.otlp_traces_endpoint is not None:
+        from fastinfer.server.tracing import Tracing  # which needs further packages
+
+        tracing = Tracing(config.otlp_traces_endpoint)
+        observers.append(tracing.trace_request)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -57,6 +76,10 @@ def create_app(config: ServerConfig, load: Callable[[], AsyncEngine]) -> FastAPI
         host.begin_drain()
         await loading
         await host.stop()
+        if cache is not None:
+            await cache.close()
+        if tracing is not None:
+            await tracing.close()
 
     # The pages for trying the interface load scripts from other hosts.
     app = FastAPI(
@@ -71,9 +94,11 @@ def create_app(config: ServerConfig, load: Callable[[], AsyncEngine]) -> FastAPI
     for routes in ROUTES:
         app.include_router(routes.router)
     add_bodies(app)
-    for kind in (ValidationError, APIError, FastinferError, UnavailableError, HTTPException, ClientGoneError):
+    for kind in (APIError, FastinferError, UnavailableError, HTTPException, ClientGoneError):
         app.add_exception_handler(kind, _answer)
     # The last one is the outermost one.
+    if needs_host_check(config):
+        app.add_middleware(HostCheck, allowed_hosts=config.allowed_hosts)
     app.add_middleware(Authentication, api_keys=config.api_keys, admin_keys=config.admin_keys)
     app.add_middleware(
         Limits,
@@ -81,7 +106,7 @@ def create_app(config: ServerConfig, load: Callable[[], AsyncEngine]) -> FastAPI
         max_header_bytes=config.max_header_bytes,
         is_closing=lambda: host.state is HostState.DRAINING,
     )
-    app.add_middleware(HttpMetrics, metrics=server.metrics)
+    app.add_middleware(Observation, observers=observers)
     return app
 
 
@@ -95,11 +120,9 @@ async def _answer(request: Request, error: Exception) -> Response:
     """Return the answer to an error that a route has raised."""
     if isinstance(error, ClientGoneError):
         return Response(status_code=499)  # nginx's number for this; nobody reads it
-    if isinstance(error, ValidationError):  # of a request that was rewritten for another interface
-        error = explain(error, RequestModel)
     if isinstance(error, HTTPException):
         error = APIError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-    answer = as_api_error(error, request.scope.get("fields", ()))
+    answer = as_api_error(error, request.scope.get("names"))
     if isinstance(error, QueueFullError) or answer.status == 503:
         server_of(request).metrics.reject(answer.code or "unavailable")
     return error_response(answer, request.scope)

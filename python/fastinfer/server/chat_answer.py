@@ -52,6 +52,7 @@ class ChatAnswer:
         continuous = bool(options and options.continuous_usage_stats)
         chunks = Chunks(self._head, usage_null=with_usage and not continuous)
         has_details = bool(self._body.logprobs or self._body.return_token_ids)
+        is_plain = self._run.plan.make_parser is None and not (has_details or continuous)
         counter = TokenCounter()
         interval = self._body.stream_interval or 1
         outputs = outputs_of(self._run.server, [self._run.stream], self._run.params, interval)
@@ -68,6 +69,10 @@ class ChatAnswer:
                     parts += [chunks.any(completion.index, delta, **first) for completion in output.outputs]
                 for completion in output.outputs:
                     choice, index = self._choices[completion.index], completion.index
+                    if is_plain and completion.finish_reason is None:  # almost all outputs
+                        if completion.delta:
+                            parts.append(chunks.text(index, completion.delta))
+                        continue
                     if choice.has_ended:
                         continue
                     deltas = choice.deltas(completion)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from fastinfer.outputs import CompletionOutput
-from fastinfer.server.output_plan import AnswerParser
+from fastinfer.server.parsing import OutputParser
 from fastinfer.server.parsing.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 
 
@@ -13,6 +13,7 @@ class ChatChoice:
     Args:
         parser: the parser of its text; ``None`` if everything is text.
         is_named: whether the request names the tool to call; such a choice ends with "stop".
+        is_parallel: whether there may be several calls; otherwise those behind the first one are left out.
         keeps_reasoning: whether the answer contains the reasoning.
 
     Attributes:
@@ -20,11 +21,14 @@ class ChatChoice:
         reasoning: the text of the reasoning so far.
     """
 
-    def __init__(self, parser: AnswerParser | None, *, is_named: bool, keeps_reasoning: bool) -> None:
+    def __init__(
+        self, parser: OutputParser | None, *, is_named: bool, is_parallel: bool, keeps_reasoning: bool
+    ) -> None:
         self.finish_reason: str | None = None
         self.reasoning = ""
         self._parser = parser
         self._is_named = is_named
+        self._is_parallel = is_parallel
         self._keeps_reasoning = keeps_reasoning
         self._has_calls = False
 
@@ -40,12 +44,22 @@ class ChatChoice:
             return [TextDelta(text)] if text else []
         events = self._parser.push(text)
         if reason is not None:
-            events = events + self._parser.finish()
+            events = events + self._parser.finish(is_cut=reason != "stop")
         self._has_calls |= any(isinstance(event, ToolCallStart) for event in events)
         self.reasoning += "".join(event.text for event in events if isinstance(event, ReasoningDelta))
         is_call = reason == "stop" and self._has_calls and not self._is_named
         self.finish_reason = "tool_calls" if is_call else reason
-        return [event for event in events if self._keeps_reasoning or not isinstance(event, ReasoningDelta)]
+        return [event for event in events if self._is_kept(event)]
+
+    def _is_kept(self, event: Event) -> bool:
+        """Return whether the client gets an event."""
+        match event:
+            case ReasoningDelta():
+                return self._keeps_reasoning
+            case ToolCallStart() | ToolCallArguments():
+                return self._is_parallel or event.index == 0
+            case _:
+                return True
 
     def deltas(self, completion: CompletionOutput) -> list[dict[str, Any]]:
         """Return the deltas of the chat's chunks that an output brings."""

@@ -1,18 +1,20 @@
 """The prompt of a chat, from the messages and the fields that choose how the template renders them."""
 
+import asyncio
 from typing import Any
 
-from fastinfer.async_engine import AsyncEngine
 from fastinfer.server.errors import APIError
-from fastinfer.server.protocol.chat import RENDERER_NAMES, ChatRequest
+from fastinfer.server.protocol.chat import RESERVED_NAMES, ChatRequest
+from fastinfer.server.state import ServerState
+from fastinfer.server.tool_prompt import with_tools
 from fastinfer.serving.prompt import PreparedPrompt
 
 
-async def chat_prompt(engine: AsyncEngine, body: ChatRequest, salt: str) -> PreparedPrompt:
+async def chat_prompt(server: ServerState, body: ChatRequest, salt: str) -> PreparedPrompt:
     """Render and tokenise the conversation of a request.
 
     Args:
-        engine: the engine, whose model has the template.
+        server: the server, whose model has the template.
         body: the request.
         salt: salt of the cached prefixes.
 
@@ -21,8 +23,12 @@ async def chat_prompt(engine: AsyncEngine, body: ChatRequest, salt: str) -> Prep
         RequestError: the template refuses the messages, or the prompt is much too long.
         UnsupportedModelError: the model has no template.
     """
+    engine = server.host.engine
     messages = [message.for_template() for message in body.messages]
     variables = template_variables(body)
+    if server.output_format.is_generic:
+        tools = variables.pop("tools", [])
+        messages = await asyncio.to_thread(with_tools, messages, tools, engine.tokenizer.chat_template or "")
     return await engine.prepare_chat(
         messages,
         template_variables=variables,
@@ -38,7 +44,7 @@ def template_variables(body: ChatRequest) -> dict[str, Any]:
         APIError: see :func:`chat_prompt`.
     """
     variables = dict(body.chat_template_kwargs or {})
-    if replaced := sorted(variables.keys() & RENDERER_NAMES):
+    if replaced := sorted(variables.keys() & RESERVED_NAMES):
         raise APIError(400, f"chat_template_kwargs must not have {replaced[0]}", param="chat_template_kwargs")
     if body.reasoning_effort is not None:
         # Templates know one of the two: whether to think, or how much.
@@ -46,7 +52,7 @@ def template_variables(body: ChatRequest) -> dict[str, Any]:
         if body.reasoning_effort != "none":
             variables.setdefault("reasoning_effort", body.reasoning_effort)
     if body.tools and body.tool_choice != "none":
-        variables["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+        variables["tools"] = [tool.for_model() for tool in body.tools]
     if body.documents is not None:
         variables["documents"] = body.documents
     if body.continue_final_message and body.add_generation_prompt:

@@ -1,22 +1,32 @@
 """A chat in the engine, for the three interfaces that have chats."""
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from starlette.requests import Request
 
 from fastinfer.async_engine import AsyncEngine
 from fastinfer.outputs import RequestOutput
 from fastinfer.sampling_params import SamplingParams
+from fastinfer.server.caching import question_of
 from fastinfer.server.chat_choice import ChatChoice
 from fastinfer.server.chat_prompt import chat_prompt
 from fastinfer.server.disconnect import unless_gone
 from fastinfer.server.errors import APIError
-from fastinfer.server.generation import Stream, cache_salt, check_length, finish_all, request_options, start
+from fastinfer.server.generation import (
+    Stream,
+    cache_salt,
+    check_length,
+    compile_constraint,
+    finish_all,
+    request_options,
+    start,
+)
 from fastinfer.server.output_plan import OutputPlan, plan_output
-from fastinfer.server.params import check_streaming, sampling_params
+from fastinfer.server.params import check_options, sampling_params
 from fastinfer.server.protocol.chat import ChatRequest, NamedToolChoice
 from fastinfer.server.state import ServerState, server_of
+from fastinfer.server.tool_checks import check_tools, compile_tools
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +56,7 @@ class ChatRun:
         return ChatChoice(
             self.plan.make_parser and self.plan.make_parser(),
             is_named=isinstance(self.body.tool_choice, NamedToolChoice),
+            is_parallel=self.body.parallel_tool_calls is not False,
             keeps_reasoning=self.body.include_reasoning is not False,
         )
 
@@ -66,27 +77,34 @@ class ChatRun:
         return output
 
 
-async def start_chat(request: Request, body: ChatRequest, prompt_field: str = "messages") -> ChatRun:
+async def start_chat(request: Request, body: ChatRequest) -> ChatRun:
     """Check and queue a chat.
 
     Args:
         request: the HTTP request, for its tenant and its time limit.
         body: the chat.
-        prompt_field: name of the field with the conversation, for errors.
 
     Raises:
         APIError, FastinferError, UnavailableError: the request is refused.
     """
     server = server_of(request)
     engine, model, adapter = server.model(body.model)
-    check_streaming(body)
+    check_options(body, engine)
+    if body.tools:  # which may be large
+        await asyncio.to_thread(check_tools, body)
     params = chat_params(body, engine)
-    prompt = await chat_prompt(engine, body, cache_salt(request, body))
-    check_length(engine, prompt, params, prompt_field)
-    plan = plan_output(body, engine, prompt)
-    params = _apply(plan, params)
+    prompt = await chat_prompt(server, body, cache_salt(request, body))
+    check_length(engine, prompt, params)
+    plan = await _plan(server, body, params, prompt.text or "")
+    text, params = params.structured_outputs, plan.params
+    if text is not None and params.structured_outputs != text:
+        # Alone, because an error of the whole grammar, of which it is a part, would not name it.
+        await compile_constraint(engine, text)
+    if plan.constrains_calls and params.structured_outputs is not None:
+        await compile_tools(engine, body, params.structured_outputs)
     options = request_options(request, server, adapter, body.priority)
-    [stream] = await start(engine, [prompt], params, options)
+    question = await question_of(request, engine, body, params, adapter)
+    [stream] = await start(request, engine, [prompt], params, options, question)
     return ChatRun(server, engine, body, model, params, plan, stream)
 
 
@@ -104,16 +122,9 @@ def chat_params(body: ChatRequest, engine: AsyncEngine) -> SamplingParams:
     return sampling_params(body, engine.default_params, max_tokens=max_tokens, logprobs=logprobs)
 
 
-def _apply(plan: OutputPlan, params: SamplingParams) -> SamplingParams:
-    """Return the sampling parameters with what a plan needs.
-
-    Raises:
-        APIError: the request constrains the text and forces tool calls at the same time.
-    """
-    if plan.make_parser is not None:  # the marks of reasoning and tool calls may be control tokens
-        params = replace(params, skip_special_tokens=False)
-    if plan.constraint is None:
-        return params
-    if params.structured_outputs is not None:
-        raise APIError(400, "tool_choice and a format of the text exclude each other", param="tool_choice")
-    return replace(params, structured_outputs=plan.constraint)
+async def _plan(server: ServerState, body: ChatRequest, params: SamplingParams, prompt: str) -> OutputPlan:
+    """Plan the output, beside the event loop if there are schemas, which may be large."""
+    arguments = (body, params, server.output_format, prompt, server.host.engine.tokenizer)
+    if body.tools or params.structured_outputs is not None:
+        return await asyncio.to_thread(plan_output, *arguments)
+    return plan_output(*arguments)

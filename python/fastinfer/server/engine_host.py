@@ -1,8 +1,10 @@
 """The engine behind a server: it is loaded beside the event loop, watched, drained, and shut down."""
 
 import asyncio
+import contextlib
 import gc
 import logging
+import threading
 from collections.abc import Callable
 from enum import Enum
 
@@ -26,7 +28,7 @@ class EngineHost:
     """Loads an engine while the server listens, and says whether it takes requests.
 
     Args:
-        load: function that loads the engine; it runs in a thread.
+        load: function that loads the engine; it runs in a thread, which ends with the process at the latest.
         stall_s: seconds of a single step after which the engine counts as hanging.
 
     Attributes:
@@ -40,6 +42,8 @@ class EngineHost:
         self._load = load
         self._stall_s = stall_s
         self._engine: AsyncEngine | None = None
+        self._loading: asyncio.Future[AsyncEngine | None] | None = None
+        self._thread: threading.Thread | None = None
 
     @property
     def loaded(self) -> AsyncEngine | None:
@@ -62,12 +66,19 @@ class EngineHost:
         raise APIError(503, "the model could not be loaded; the server's log says why", code="failed")
 
     async def start(self) -> None:
-        """Load the engine; returns when it is ready or has failed."""
+        """Load the engine; returns when it is ready, has failed, or is not waited for any more."""
+        loop = asyncio.get_running_loop()
+        self._loading = loop.create_future()
+        # Not asyncio's threads: the interpreter would wait for them, and a model may take many minutes.
+        self._thread = threading.Thread(target=self._run_load, args=(loop, self._loading), name="load", daemon=True)
+        self._thread.start()
         try:
-            engine = await asyncio.to_thread(self._load)
+            engine = await self._loading
         except Exception as error:
             self.failure, self.state = error, HostState.FAILED
             LOG.error("loading failed: %s", error, exc_info=not isinstance(error, FastinferError))
+            return
+        if engine is None:
             return
         self._engine = engine
         if self.state is HostState.LOADING:
@@ -75,6 +86,34 @@ class EngineHost:
         # What loading has made stays: collections need not look at it again.
         gc.collect()
         gc.freeze()
+
+    def _run_load(self, loop: asyncio.AbstractEventLoop, loading: asyncio.Future[AsyncEngine | None]) -> None:
+        result: AsyncEngine | BaseException
+        try:
+            result = self._load()
+        except BaseException as error:
+            result = error
+
+        def deliver() -> None:
+            if loading.done():
+                return
+            if isinstance(result, BaseException):
+                loading.set_exception(result)
+            else:
+                loading.set_result(result)
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(deliver)
+
+    def give_up(self) -> None:
+        """Wait no longer for the engine that is being loaded."""
+        if self._loading is not None and not self._loading.done():
+            self._loading.set_result(None)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the thread that loads the engine is running, though nobody may wait for it."""
+        return self._thread is not None and self._thread.is_alive()
 
     def begin_drain(self) -> None:
         """Refuse new requests from now on; those that run go on."""

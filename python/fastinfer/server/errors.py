@@ -1,14 +1,22 @@
 """Errors as HTTP answers: OpenAI's error object, and Anthropic's under ``/v1/messages``."""
 
 import logging
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Mapping
 from typing import Any
 
-import orjson
 from starlette.responses import Response
 from starlette.types import Scope
 
-from fastinfer.errors import MAX_MESSAGE_CHARS, FastinferError, QueueFullError, UnavailableError
+from fastinfer.errors import (
+    MAX_MESSAGE_CHARS,
+    FastinferError,
+    PromptTooLongError,
+    QueueFullError,
+    UnavailableError,
+)
+from fastinfer.server.json_bytes import dumps
+from fastinfer.server.record import record
 
 LOG = logging.getLogger("fastinfer.server")
 
@@ -30,6 +38,9 @@ _TYPES = {
 # Seconds after which a refused request may succeed. A full queue moves with every finished request.
 RETRY_FULL_S = 1
 RETRY_LOADING_S = 5
+
+_NUMBER = re.compile(r"\[\d+\]")
+_NO_LETTER = re.compile(r"\W")
 
 
 class APIError(Exception):
@@ -60,13 +71,22 @@ class APIError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
+    @property
+    def name(self) -> str:
+        """Name of the error for logs: its code, or the kind of its status."""
+        return self.code or _kinds(self.status)[0]
+
     def body(self, *, anthropic: bool = False) -> dict[str, Any]:
         """Return the error object."""
-        kinds = _TYPES.get(self.status, _TYPES[500 if self.status >= 500 else 400])
+        kinds = _kinds(self.status)
         if anthropic:
             return {"type": "error", "error": {"type": kinds[1], "message": self.message}}
         param = None if self.param is None else self.param[:MAX_MESSAGE_CHARS]
         return {"error": {"message": self.message, "type": kinds[0], "param": param, "code": self.code}}
+
+
+def _kinds(status: int) -> tuple[str, str]:
+    return _TYPES.get(status, _TYPES[500 if status >= 500 else 400])
 
 
 def unavailable(message: str, retry_after: int, code: str) -> APIError:
@@ -74,25 +94,46 @@ def unavailable(message: str, retry_after: int, code: str) -> APIError:
     return APIError(503, message, code=code, headers={"Retry-After": str(retry_after)})
 
 
-def as_api_error(error: BaseException, fields: Collection[str] = ()) -> APIError:
-    """Return the answer to an error of the library.
+def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -> APIError:
+    """Return the answer to an error of a route or of the library, in the words of the client.
 
     Args:
         error: any error. Messages of errors that are not the client's fault are logged, not sent: they may have paths.
-        fields: names of the request's fields. A message of the library begins with the name of the field it is about.
+        names: the request's names of fields, see :meth:`~fastinfer.server.protocol.base.RequestModel.field_names`. A
+            message of the library begins with the name of the field it is about.
     """
+    names = names or {}
     if isinstance(error, APIError):
-        return error
+        return _renamed(error, names)
     if isinstance(error, QueueFullError):
         return unavailable(str(error), RETRY_FULL_S, "queue_full")
     if isinstance(error, UnavailableError):
         return unavailable(str(error), RETRY_LOADING_S, "unavailable")
     if isinstance(error, FastinferError):
-        message = str(error)
-        word = message.replace("[", " ").replace(":", " ").split(" ", 1)[0]
-        return APIError(400, message, param=word if word in fields else None)
+        message, code = str(error), None
+        word = _NO_LETTER.split(message, maxsplit=1)[0]
+        param = names.get(word)
+        if param is not None:
+            message = param + message.removeprefix(word)
+        if isinstance(error, PromptTooLongError):  # with the words and the code by which clients recognise this
+            message = f"This model's maximum context length is {error.max_model_len} tokens: {message}"
+            code = "context_length_exceeded"
+        return APIError(400, message, param=param, code=code)
     LOG.error("a request failed", exc_info=error)
     return APIError(500, "the server failed to handle this request; its log has the details")
+
+
+def _renamed(error: APIError, names: Mapping[str, str]) -> APIError:
+    """Give an error the request's name of the field; ``[]`` in names stands for any number."""
+    old = error.param or ""
+    new = names.get(_NUMBER.sub("[]", old), old)
+    if new != old:
+        for number in _NUMBER.findall(old):
+            new = new.replace("[]", number, 1)
+        error.param = new
+        if error.message.startswith(old):
+            error.message = new + error.message.removeprefix(old)
+    return error
 
 
 class JSON(Response):
@@ -101,11 +142,11 @@ class JSON(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        data: bytes = orjson.dumps(content)
-        return data
+        return dumps(content)
 
 
 def error_response(error: APIError, scope: Scope) -> Response:
     """Return the answer in the form that the path's clients expect."""
+    record().error = error.name
     is_anthropic = "/v1/messages" in scope["path"]
     return JSON(error.body(anthropic=is_anthropic), error.status, error.headers)

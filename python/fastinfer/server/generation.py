@@ -10,22 +10,28 @@ from typing import Any, TypedDict
 
 from starlette.requests import Request
 
-from fastinfer.async_engine import AsyncEngine, OutputStream
+from fastinfer.async_engine import AsyncEngine
+from fastinfer.errors import PromptTooLongError, RequestError
 from fastinfer.outputs import CompletionOutput, RequestOutput, merge
 from fastinfer.sampling_params import SamplingParams
 from fastinfer.server.auth import tenant_of
+from fastinfer.server.cache.response_cache import Question
+from fastinfer.server.cache.streams import OutputSource, Recorder, Recording, Replay
+from fastinfer.server.caching import begin_turn
 from fastinfer.server.errors import RETRY_FULL_S, APIError, unavailable
 from fastinfer.server.protocol.embeddings import EmbeddingRequest, ScoreRequest
 from fastinfer.server.protocol.sampling import SamplingFields
+from fastinfer.server.record import record
 from fastinfer.server.state import ServerState
 from fastinfer.serving.prompt import PreparedPrompt
+from fastinfer.structured_output import StructuredOutputsParams
 
 LOG = logging.getLogger("fastinfer.server")
 
 TIMEOUT_HEADER = "x-request-timeout"
 MAX_TIMEOUT_S = 86_400.0
 
-Stream = OutputStream[RequestOutput]
+Stream = OutputSource
 
 
 class RequestOptions(TypedDict):
@@ -41,8 +47,11 @@ def request_options(request: Request, server: ServerState, adapter: str | None, 
     """Return a request's options; its time limit comes from the header ``X-Request-Timeout``, in seconds.
 
     Raises:
-        APIError: the header is not a number of seconds.
+        APIError: the header is not a number of seconds, or the priority is an administrator's.
     """
+    if priority is not None and priority < 0 and not request.scope.get("is_admin"):
+        message = f"priority must be at least 0 without an administrator's key, got {priority}"
+        raise APIError(400, message, param="priority")
     timeout = server.config.request_timeout_s
     if (given := request.headers.get(TIMEOUT_HEADER)) is not None:
         try:
@@ -69,34 +78,109 @@ def cache_salt(request: Request, body: SamplingFields | EmbeddingRequest | Score
     return f"{tenant}/{salt}" if tenant else salt
 
 
-def check_length(engine: AsyncEngine, prompt: PreparedPrompt, params: SamplingParams, field: str) -> None:
-    """Refuse a prompt that is too long with the code and the words by which clients recognise this.
+def _rest_of(options: RequestOptions, seconds: float) -> RequestOptions:
+    """Return a request's options after it has waited for an equal one.
 
     Raises:
-        APIError: there is no room for a generated token.
+        APIError: a time limit is over.
     """
-    length = len(prompt.token_ids)
-    if params.truncate_prompt_tokens is None and length >= engine.max_model_len:
-        raise APIError(
-            400,
-            f"This model's maximum context length is {engine.max_model_len} tokens, of which at least one is "
-            f"generated, and the prompt has {length}",
-            param=field,
-            code="context_length_exceeded",
-        )
+    timeout, queue_timeout = options["timeout"], options["queue_timeout"]
+    if queue_timeout is not None and (queue_timeout := queue_timeout - seconds) <= 0:
+        raise _queue_timeout()
+    if timeout is not None and (timeout := timeout - seconds) <= 0:
+        raise _timeout()
+    return {**options, "timeout": timeout, "queue_timeout": queue_timeout}
+
+
+def _queue_timeout() -> APIError:
+    return unavailable("the request has waited for too long", RETRY_FULL_S, "queue_timeout")
+
+
+def _timeout() -> APIError:
+    # Another attempt would take as long.
+    headers = {"X-Should-Retry": "false"}
+    return APIError(504, "the request did not end within its time limit", code="timeout", headers=headers)
+
+
+def check_length(engine: AsyncEngine, prompt: PreparedPrompt, params: SamplingParams) -> None:
+    """Refuse a prompt that is too long before its request is planned.
+
+    Raises:
+        PromptTooLongError: there is no room for a generated token.
+    """
+    length, limit = len(prompt.token_ids), engine.max_model_len
+    if params.truncate_prompt_tokens is None and length >= limit:
+        raise PromptTooLongError(f"prompt must leave one of these to be generated, got {length}", limit)
+
+
+async def compile_constraint(engine: AsyncEngine, constraint: StructuredOutputsParams) -> None:
+    """Compile a grammar ahead of its request.
+
+    Raises:
+        APIError, RequestError: the grammar cannot be enforced.
+    """
+    try:
+        await engine.compile(constraint)
+    except RequestError as error:
+        raise _grammar_error(str(error)) or error from None
+
+
+def _grammar_error(message: str) -> APIError | None:
+    """Return the error of a grammar that cannot be compiled or followed; ``None`` if something else has failed."""
+    return APIError(400, message, param="structured_outputs") if message.startswith("structured output") else None
 
 
 async def start(
-    engine: AsyncEngine, prompts: Sequence[PreparedPrompt], params: SamplingParams, options: RequestOptions
+    request: Request,
+    engine: AsyncEngine,
+    prompts: Sequence[PreparedPrompt],
+    params: SamplingParams,
+    options: RequestOptions,
+    question: Question | None = None,
 ) -> list[Stream]:
-    """Queue one request per prompt; all of them or none.
+    """Find the answers to prompts in the response cache, or queue one request per prompt; all of them or none.
+
+    Args:
+        request: the HTTP request.
+        engine: the engine.
+        prompts: the prompts.
+        params: their sampling parameters.
+        options: further arguments of the engine.
+        question: the last user text, if the answer to a similar one will do.
 
     Raises:
         FastinferError, UnavailableError: a request is refused.
     """
+    record().params = params
+    adapter = options["adapter"]
+    digest = adapter and engine.adapter_digest(adapter)
+    limits = [limit for limit in (options["timeout"], options["queue_timeout"]) if limit is not None]
+    begin = time.monotonic()
+    turn = await begin_turn(request, engine, prompts, params, adapter, question, min(limits, default=None))
+    if turn is None:
+        return await _queue(engine, prompts, params, options)
+    if turn.outputs is not None:
+        return [Replay(output) for output in turn.outputs]
+    try:
+        options = _rest_of(options, time.monotonic() - begin)
+        streams = await _queue(engine, prompts, params, options)
+    except BaseException:
+        turn.leave()
+        raise
+    # From here on the adapter is in use and stays what it is; before, another one may have got its name.
+    if not turn.writes or (adapter and engine.adapter_digest(adapter) != digest):
+        turn.leave()
+        return streams
+    recorder = Recorder(turn, len(streams))
+    return [Recording(stream, recorder, number) for number, stream in enumerate(streams)]
+
+
+async def _queue(
+    engine: AsyncEngine, prompts: Sequence[PreparedPrompt], params: SamplingParams, options: RequestOptions
+) -> list[Stream]:
     if params.structured_outputs is not None:
-        await engine.compile(params.structured_outputs)
-    streams: list[Stream] = []
+        await compile_constraint(engine, params.structured_outputs)
+    streams = []
     try:
         for prompt in prompts:
             streams.append(engine.generate(prompt, params, **options))
@@ -106,7 +190,7 @@ async def start(
         for stream in streams:
             stream.abandon()
         raise
-    return streams
+    return [*streams]
 
 
 async def finish_all(server: ServerState, streams: Sequence[Stream], params: SamplingParams) -> list[RequestOutput]:
@@ -118,8 +202,8 @@ async def finish_all(server: ServerState, streams: Sequence[Stream], params: Sam
     try:
         outputs = [await anext(stream) for stream in streams]
         for output in outputs:
-            check(output)
             count(server, output, params, sum(len(completion.token_ids) for completion in output.outputs))
+            check(output)
         return outputs
     finally:
         for stream in streams:
@@ -148,8 +232,6 @@ async def outputs_of(
     async with contextlib.aclosing(source):
         async for index, new in source:
             output = merge(pending.pop(index), new) if index in pending else new
-            if output.finished:
-                check(output)
             num_new = sum([len(completion.token_ids) for completion in output.outputs])
             if num_new < interval and not output.finished and num_tokens[index]:
                 pending[index] = output
@@ -161,6 +243,7 @@ async def outputs_of(
             last_time[index] = now
             if output.finished:
                 count(server, output, params, num_tokens[index])
+                check(output)
             yield index, output, num_new
 
 
@@ -175,11 +258,9 @@ def check(output: RequestOutput) -> None:
             case "stop" | "length":
                 continue
             case "timeout" if completion.stop_reason == "queue_timeout":
-                raise unavailable("the request has waited for too long", RETRY_FULL_S, "queue_timeout")
+                raise _queue_timeout()
             case "timeout":
-                # Another attempt would take as long.
-                headers = {"X-Should-Retry": "false"}
-                raise APIError(504, "the request did not end within its time limit", code="timeout", headers=headers)
+                raise _timeout()
             case "abort":
                 raise unavailable("the server has ended the request", RETRY_FULL_S, "aborted")
             case _:
@@ -187,7 +268,10 @@ def check(output: RequestOutput) -> None:
 
 
 def count(server: ServerState, output: RequestOutput, params: SamplingParams, num_tokens: int) -> None:
-    """Count a finished request."""
+    """Count a request that has ended, unless its answer comes from the cache: the engine has not seen it."""
+    record().add(output, num_tokens)
+    if record().is_replayed:
+        return
     reasons = {completion.finish_reason or "" for completion in output.outputs}
     server.metrics.finish(output.metrics, params, len(output.prompt_token_ids), num_tokens, reasons)
 
@@ -233,8 +317,8 @@ def usage(num_prompt_tokens: int, num_tokens: int, num_cached: int, num_reasonin
 def _failure(completion: CompletionOutput) -> APIError:
     """Return the answer to a request that failed while it ran."""
     reason = str(completion.stop_reason)
-    if reason.startswith("structured output"):  # the client's own grammar has become too complex to follow
-        return APIError(400, reason, param="structured_outputs")
+    if (error := _grammar_error(reason)) is not None:
+        return error
     LOG.error("a request failed: %s", reason)
     return APIError(500, "the request failed while it was running; the server's log has the details")
 

@@ -27,6 +27,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_in_head = False
         super().on_headers_complete()
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        # uvicorn leaves the timer of a connection that was reset, and with it the connection and its last request.
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+        super().connection_lost(exc)
+
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self._is_in_head and not self.transport.is_closing():

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fastinfer.server.errors import APIError, as_api_error, error_response
+from fastinfer.server.record import record
 
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
@@ -15,8 +16,8 @@ _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 class Limits:
     """Middleware around everything: bounds what a client sends, and gives each answer an id and a status.
 
-    A valid ``X-Request-Id`` of the client is kept; other requests get a random one. The id is in the answer's header,
-    and in ``scope["request_id"]``.
+    A valid ``X-Request-Id`` of the client is kept; other requests get a random one. The id is in the answer's header
+    and in the record of the request, as is what the response cache did.
 
     Args:
         app: the application behind.
@@ -42,16 +43,20 @@ class Limits:
             header_bytes += len(name) + len(value)
             if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
                 request_id = value
+            elif name == b"traceparent":
+                record().traceparent = value.decode("latin-1")
             elif name == b"content-length":
                 length = value
         request_id = request_id or secrets.token_hex(16).encode()
-        scope["request_id"] = request_id.decode()
+        record().request_id = request_id.decode()
 
         async def send_with_id(message: Message) -> None:
             nonlocal has_begun
             if message["type"] == "http.response.start":
                 has_begun = True
                 headers = [*message["headers"], (b"x-request-id", request_id)]
+                if (cache := record().cache) is not None:
+                    headers.append((b"x-cache", cache.encode()))
                 if self._is_closing():
                     headers.append((b"connection", b"close"))
                 message = {**message, "headers": headers}

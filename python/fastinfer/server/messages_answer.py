@@ -1,10 +1,11 @@
 """Answers of ``/v1/messages``: whole, and as named events of a stream."""
 
 import contextlib
-import json
 import secrets
 from collections.abc import AsyncGenerator
 from typing import Any
+
+from pydantic_core import from_json
 
 from fastinfer.outputs import RequestOutput
 from fastinfer.server.chat_run import ChatRun
@@ -129,9 +130,9 @@ def _event(name: str, segment: Segment, **fields: Any) -> bytes:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call; a call that was cut off has none."""
+    """Return the arguments of a call; of one that was cut off, those that are complete."""
     with contextlib.suppress(ValueError):
-        parsed = json.loads(text)
+        parsed = from_json(text, allow_partial=True)
         if isinstance(parsed, dict):
             return parsed
     return {}

@@ -1,15 +1,16 @@
 """Metrics under vLLM's names, labels and buckets, so that its dashboards, gateways and autoscalers work."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from fastinfer.async_engine import AsyncEngine
 from fastinfer.engine.stats import StepStats
 from fastinfer.outputs import RequestMetrics
 from fastinfer.sampling_params import SamplingParams
+from fastinfer.server.cache.store import StoreStats
+from fastinfer.server.collectors import LABELS, EngineCollector, StoreCollector
+from fastinfer.server.record import RequestRecord
 
 TTFT_BUCKETS = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0]
 TTFT_BUCKETS += [80.0, 160.0, 640.0, 2560.0]
@@ -19,7 +20,6 @@ ITL_BUCKETS += [10.0, 20.0, 40.0, 80.0]
 LATENCY_BUCKETS = [0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0]
 LATENCY_BUCKETS += [480.0, 960.0, 1920.0, 7680.0]
 STEP_BUCKETS = [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
-LABELS = ("model_name", "engine")
 ENGINE = "0"  # vLLM numbers the engines behind one server; here there is one
 
 
@@ -60,10 +60,11 @@ class Metrics:
         self._step_tokens = histogram("iteration_tokens_total", "Tokens of a step.", STEP_BUCKETS)
         self._success = self._counter("request_success", "Finished requests.", "finished_reason")
         self._rejections = self._counter("admission_rejections", "Refused requests.", "reason")
-        self.http_requests = Counter(
+        self._cache = self._counter("response_cache_requests", "Requests by what the response cache did.", "result")
+        self._http_requests = Counter(
             "http_requests", "Answered HTTP requests.", ("method", "handler", "status"), registry=self.registry
         )
-        self.http_duration = Histogram(
+        self._http_duration = Histogram(
             "http_request_duration_seconds", "Time of an HTTP request.", ("handler",), registry=self.registry
         )
 
@@ -72,9 +73,22 @@ class Metrics:
         engine.on_step(self._count_step)
         self.registry.register(EngineCollector(engine, self._prefix, self._labels))
 
+    def watch_store(self, stats: StoreStats) -> None:
+        """Begin to report what a store of the response cache has done."""
+        self.registry.register(StoreCollector(stats, self._prefix, self._labels))
+
+    def answered(self, record: RequestRecord) -> None:
+        """Count an HTTP request."""
+        self._http_requests.labels(record.method, record.path, str(record.status)).inc()
+        self._http_duration.labels(record.path).observe(record.seconds)
+
     def reject(self, reason: str) -> None:
         """Count a request that was refused for lack of room."""
         self._rejections.labels(*self._labels, reason).inc()
+
+    def count_cache(self, result: str) -> None:
+        """Count a request by what the response cache did: ``"hit"``, ``"semantic"``, ``"miss"`` or ``"bypass"``."""
+        self._cache.labels(*self._labels, result).inc()
 
     def finish(
         self, times: RequestMetrics, params: SamplingParams, num_prompt_tokens: int, num_tokens: int, reasons: set[str]
@@ -123,56 +137,3 @@ class Metrics:
 
     def _counter(self, name: str, text: str, label: str) -> Counter:
         return Counter(f"{self._prefix}:{name}", text, (*LABELS, label), registry=self.registry)
-
-
-class EngineCollector(Collector):
-    """Reads an engine's statistics when Prometheus asks for them.
-
-    Args:
-        engine: the engine.
-        prefix: prefix of the names, without the colon.
-        labels: values of the labels.
-    """
-
-    def __init__(self, engine: AsyncEngine, prefix: str, labels: tuple[str, str]) -> None:
-        self._engine = engine
-        self._prefix = prefix
-        self._labels = labels
-
-    def collect(self) -> Iterator[Metric]:
-        stats, config = self._engine.stats(), self._engine.config
-        num_blocks = stats.num_free_blocks + stats.num_cached_blocks + stats.num_used_blocks
-        gauges = {
-            "num_requests_running": stats.num_running,
-            "num_requests_waiting": stats.num_waiting,
-            "kv_cache_usage_perc": stats.num_used_blocks / max(num_blocks, 1),
-            "engine_sleep_state": float(stats.is_sleeping),
-        }
-        for name, value in gauges.items():
-            gauge = GaugeMetricFamily(f"{self._prefix}:{name}", name.replace("_", " "), labels=LABELS)
-            gauge.add_metric(self._labels, value)
-            yield gauge
-        counters = {
-            "prompt_tokens": stats.num_prompt_tokens,
-            "generation_tokens": stats.num_generated_tokens,
-            "prompt_tokens_cached": stats.num_hit_tokens,
-            "prefix_cache_queries": stats.num_queried_tokens,
-            "prefix_cache_hits": stats.num_hit_tokens,
-            "num_preemptions": stats.num_preemptions,
-            "spec_decode_num_draft_tokens": stats.num_drafted_tokens,
-            "spec_decode_num_accepted_tokens": stats.num_accepted_tokens,
-        }
-        for name, value in counters.items():
-            counter = CounterMetricFamily(f"{self._prefix}:{name}", name.replace("_", " "), labels=LABELS)
-            counter.add_metric(self._labels, value)
-            yield counter
-        info = InfoMetricFamily(f"{self._prefix}:cache_config", "the KV cache", labels=LABELS)
-        info.add_metric(
-            self._labels,
-            {
-                "block_size": str(config.block_size),
-                "num_gpu_blocks": str(num_blocks),
-                "enable_prefix_caching": str(config.enable_prefix_caching),
-            },
-        )
-        yield info

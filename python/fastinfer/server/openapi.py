@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
-from fastinfer.server.protocol.admin import LoadAdapterRequest, UnloadAdapterRequest
+from fastinfer.server.protocol.admin import LoadAdapterRequest, ResetResponseCacheRequest, UnloadAdapterRequest
 from fastinfer.server.protocol.base import RequestModel
 from fastinfer.server.protocol.chat import ChatRequest
 from fastinfer.server.protocol.completions import CompletionRequest
@@ -27,6 +27,7 @@ BODIES: dict[str, type[RequestModel]] = {
     "/detokenize": DetokenizeRequest,
     "/v1/load_lora_adapter": LoadAdapterRequest,
     "/v1/unload_lora_adapter": UnloadAdapterRequest,
+    "/reset_response_cache": ResetResponseCacheRequest,
 }
 
 

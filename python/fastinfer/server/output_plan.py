@@ -1,25 +1,17 @@
-"""What a chat's output is constrained to, and how it is read: the place where the parser of tool calls plugs in."""
+"""Plan of a chat's output: what constrains it, and how it is read."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
-from fastinfer.async_engine import AsyncEngine
+from fastinfer.sampling_params import SamplingParams
 from fastinfer.server.errors import APIError
-from fastinfer.server.parsing.events import Event
-from fastinfer.server.protocol.chat import ChatRequest
-from fastinfer.serving.prompt import PreparedPrompt
-from fastinfer.structured_output import StructuredOutputsParams
-
-
-class AnswerParser(Protocol):
-    """Divides one generated text into reasoning, text and tool calls."""
-
-    def push(self, delta_text: str) -> list[Event]:
-        """Read more of the text, and return what is found in it."""
-
-    def finish(self) -> list[Event]:
-        """End the text, and return what was held back."""
+from fastinfer.server.output_format import OutputFormat
+from fastinfer.server.parsing import OutputParser, ParserSpec, begun_answer
+from fastinfer.server.parsing.tool_choice import constrain_answer
+from fastinfer.server.protocol.chat import ChatRequest, NamedToolChoice
+from fastinfer.server.reasoning_budget import ReasoningBudget
+from fastinfer.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -27,25 +19,97 @@ class OutputPlan:
     """How a chat's output comes about and is read.
 
     Attributes:
-        constraint: grammar of forced tool calls; ``None`` for none.
-        make_parser: makes the parser of one choice; ``None`` if everything is text. The parser sees control tokens.
+        params: the sampling parameters, with the constraint.
+        make_parser: makes the parser of one choice; ``None`` if everything is text.
+        constrains_calls: whether the constraint contains schemas of tools.
     """
 
-    constraint: StructuredOutputsParams | None = None
-    make_parser: Callable[[], AnswerParser] | None = None
+    params: SamplingParams
+    make_parser: Callable[[], OutputParser] | None = None
+    constrains_calls: bool = False
 
 
-def plan_output(body: ChatRequest, engine: AsyncEngine, prompt: PreparedPrompt) -> OutputPlan:
+def plan_output(
+    body: ChatRequest, params: SamplingParams, form: OutputFormat, prompt: str, tokenizer: Tokenizer
+) -> OutputPlan:
     """Return the plan of a request.
 
     Args:
         body: the request.
-        engine: the engine, whose tokenizer has the chat template.
+        params: its sampling parameters.
+        form: how the model divides its answers.
         prompt: the rendered prompt, which may end in open reasoning.
+        tokenizer: the model's tokenizer.
 
     Raises:
-        APIError: the model may call tools.
+        APIError: the model's calls cannot be read, or two fields contradict each other.
+        RequestError: the constraint is too long.
     """
-    if body.tools and body.tool_choice != "none":
-        raise APIError(400, "tools are not supported yet", param="tools")
-    return OutputPlan()
+    choice = _tool_choice(body)
+    tools = [] if choice == "none" else [tool.for_model(with_strict=True) for tool in body.tools or []]
+    spec = form.spec
+    if tools and not form.has_tools:
+        raise APIError(400, "tools are switched off on this server (--tool-call-parser none)", param="tools")
+    if choice == "auto" and (spec is None or not spec.has_calls):
+        raise APIError(
+            400,
+            "tools: the format in which this model calls tools is not known; tool_choice required works, and the "
+            "server's option --tool-call-parser names a format",
+            param="tools",
+        )
+    if spec is not None and not tools:
+        spec = spec.without_calls()
+        spec = spec if spec.regions or spec.dropped else None
+    begun = "" if spec is None else begun_answer(spec, prompt)
+    text = params.structured_outputs
+    if text is not None and choice not in ("auto", "none"):
+        raise APIError(400, "tool_choice and a format of the text exclude each other", param="tool_choice")
+    constraint = constrain_answer(
+        spec,
+        tools,
+        choice,
+        text=text,
+        parallel=body.parallel_tool_calls is not False,
+        special_tokens=form.special_tokens,
+        in_reasoning=spec is not None and OutputParser(spec, begun, tools).is_reasoning,
+        may_reason=body.reasoning_effort != "none" and not begun.strip(),
+    )
+    if constraint is not None:
+        spec = constraint.spec
+        params = replace(params, structured_outputs=constraint.structured_outputs)
+    if spec is None:
+        return OutputPlan(params)
+    make_parser = _maker(spec, begun, tools)
+    if params.skip_special_tokens:
+        params = replace(params, kept_special_tokens=spec.special_markers(form.special_tokens))
+    if body.thinking_token_budget is not None and spec.reasoning is not None:
+        end_text, place = spec.reasoning.end_text, "thinking_token_budget"
+        if not end_text:
+            raise APIError(400, f"{place}: the length of this model's reasoning cannot be limited", param=place)
+        end = tuple(tokenizer.encode(end_text, add_special_tokens=False, continues=True))
+        budget = ReasoningBudget(body.thinking_token_budget, end_text, end, make_parser, tokenizer)
+        params = replace(params, logits_processors=(budget,))
+    return OutputPlan(params, make_parser, constraint is not None and bool(tools))
+
+
+def _tool_choice(body: ChatRequest) -> str | dict[str, Any]:
+    """Return whether tools may or must be called: "none", "auto", "required", or the object that names one.
+
+    Raises:
+        APIError: a tool must be called, and there is no such tool.
+    """
+    choice = body.tool_choice
+    if choice in (None, "auto", "none"):
+        return "auto" if body.tools and choice != "none" else "none"
+    if not body.tools:
+        raise APIError(400, "tool_choice needs tools", param="tool_choice")
+    if not isinstance(choice, NamedToolChoice):
+        return "required"
+    if choice.function.name not in [tool.function.name for tool in body.tools]:
+        raise APIError(400, f"tool_choice: there is no tool {choice.function.name!r}", param="tool_choice")
+    named: dict[str, Any] = choice.model_dump()
+    return named
+
+
+def _maker(spec: ParserSpec, begun: str, tools: list[dict[str, Any]]) -> Callable[[], OutputParser]:
+    return lambda: OutputParser(spec, begun, tools)

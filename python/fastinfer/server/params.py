@@ -3,10 +3,12 @@
 import dataclasses
 from typing import Any
 
-from fastinfer.sampling_params import RequestOutputKind, SamplingParams
+from fastinfer.async_engine import AsyncEngine
+from fastinfer.sampling_params import MAX_COMPLETIONS, RequestOutputKind, SamplingParams
 from fastinfer.server.errors import APIError
-from fastinfer.server.protocol.sampling import SamplingFields
+from fastinfer.server.protocol.sampling import JSONSchemaFormat, SamplingFields
 from fastinfer.structured_output import StructuredOutputsParams
+from fastinfer.utils.checks import check_int
 
 # Fields that have the same name and meaning in SamplingParams.
 _SAME = (
@@ -46,7 +48,7 @@ def structured_outputs(request: SamplingFields) -> StructuredOutputsParams | Non
     """Return the constraint on a request's text, from ``response_format`` or ``structured_outputs``.
 
     Raises:
-        APIError: both are given, or a schema is missing.
+        APIError: both are given.
         RequestError: the constraint is not valid.
     """
     ours = request.structured_outputs
@@ -59,19 +61,20 @@ def structured_outputs(request: SamplingFields) -> StructuredOutputsParams | Non
         return StructuredOutputsParams(**ours.model_dump(by_alias=True))
     if form is None:
         return None
-    if form.type == "json_object":
-        return StructuredOutputsParams(json_object=True)
-    if form.json_schema is None or form.json_schema.schema_ is None:
-        raise APIError(400, "response_format.json_schema.schema is missing", param="response_format")
-    return StructuredOutputsParams(json=form.json_schema.schema_)
+    if isinstance(form, JSONSchemaFormat):
+        return StructuredOutputsParams(json=form.json_schema.schema_)
+    return StructuredOutputsParams(json_object=True)
 
 
-def check_streaming(request: SamplingFields) -> None:
-    """Check that options of a stream come with one.
+def check_options(request: SamplingFields, engine: AsyncEngine) -> None:
+    """Check what is not in the sampling parameters, or has other limits there.
 
     Raises:
-        APIError: they do not.
+        APIError: options of a stream come without one.
+        RequestError: there are more completions than may run at once.
     """
+    if request.n is not None:
+        check_int("n", request.n, 1, min(MAX_COMPLETIONS, engine.config.max_num_seqs))
     if not request.stream and request.stream_options is not None:
         raise APIError(400, "stream_options needs stream to be true", param="stream_options")
 

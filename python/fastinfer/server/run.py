@@ -2,7 +2,10 @@
 
 import asyncio
 import logging
+import os
 import signal
+import sys
+import time
 from collections.abc import Callable
 from types import FrameType
 
@@ -14,6 +17,7 @@ from fastinfer.server.app import create_app
 from fastinfer.server.config import ServerConfig
 from fastinfer.server.engine_host import HostState
 from fastinfer.server.http_protocol import BoundedHttpProtocol
+from fastinfer.server.spot_notice import SpotNotice, watch
 from fastinfer.server.state import ServerState
 
 LOG = logging.getLogger("fastinfer.server")
@@ -24,11 +28,12 @@ FAREWELL_S = 2
 
 
 def run(config: ServerConfig, load: Callable[[], AsyncEngine]) -> int:
-    """Serve until a signal ends the process; returns the exit code.
+    """Serve until a signal comes; returns the exit code, or ends the process if the model is still being loaded.
 
     The first SIGTERM or SIGINT begins the drain: the server goes on to listen, ``/ready`` and new requests get 503, and
     running requests end. After ``drain_timeout_s`` they are aborted, and streams end with an error. A second signal
-    ends everything at once.
+    ends everything at once. The provider's notice that it takes the machine back (``spot_notice``) begins the drain,
+    too, but the process stays until a signal comes: it would only be started again on the same machine.
 
     Args:
         config: the server's settings.
@@ -39,6 +44,12 @@ def run(config: ServerConfig, load: Callable[[], AsyncEngine]) -> int:
     """
     server = DrainingServer(create_app(config, load), config)
     server.run()
+    if server.host.is_loading:
+        # The interpreter would kill the thread inside C++ code, which aborts the process.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     failure = server.host.failure
     if failure is not None:
         raise failure
@@ -63,12 +74,14 @@ class DrainingServer(uvicorn.Server):
                 root_path=config.root_path,
                 ssl_certfile=config.ssl_certfile,
                 ssl_keyfile=config.ssl_keyfile,
+                ssl_keyfile_password=config.ssl_keyfile_password,
                 http=BoundedHttpProtocol,
                 timeout_keep_alive=config.keep_alive_s,
                 timeout_graceful_shutdown=FAREWELL_S,
                 server_header=False,
                 proxy_headers=False,
                 access_log=False,
+                log_config=None,
                 log_level="warning",
                 ws="none",
             )
@@ -77,11 +90,17 @@ class DrainingServer(uvicorn.Server):
         self.host = state.host
         self._drain_timeout_s = config.drain_timeout_s
         self._drain_task: asyncio.Task[None] | None = None
+        self._is_signalled = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._notice = None if config.spot_notice is None else SpotNotice(config.spot_notice, config.metadata_url)
 
     async def main_loop(self) -> None:
         self._loop = asyncio.get_running_loop()
-        LOG.warning("listening on %s", self.address)
+        LOG.info("listening on %s", self.address)
+        watcher = None if self._notice is None else self._loop.create_task(watch(self._notice, self._take_notice))
         await super().main_loop()
+        if watcher is not None:
+            watcher.cancel()
 
     async def on_tick(self, counter: int) -> bool:
         if self.host.state is HostState.FAILED:
@@ -98,30 +117,41 @@ class DrainingServer(uvicorn.Server):
         return f"{scheme}://{self.config.host}:{port}"
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin the drain, or end at once if it has begun."""
-        if self.host.state is HostState.DRAINING or self.host.loaded is None:
+        """Begin the drain, or end at once if this is the second signal."""
+        if self._is_signalled or self._loop is None:
             LOG.warning("%s: ending at once", signal.Signals(sig).name)
             self.should_exit = self.force_exit = True
             return
-        self.host.begin_drain()
-        LOG.warning("%s: draining for at most %g s", signal.Signals(sig).name, self._drain_timeout_s)
-        self._loop.call_soon_threadsafe(self._begin_drain)
+        self._is_signalled = True
+        self._loop.call_soon_threadsafe(self._end, signal.Signals(sig).name)
 
-    def _begin_drain(self) -> None:
-        self._drain_task = self._loop.create_task(self._drain())
+    def _end(self, reason: str) -> None:
+        self.host.give_up()
+        self._begin_drain(reason)
+
+    def _take_notice(self) -> None:
+        self._begin_drain("the machine is taken back")
+
+    def _begin_drain(self, reason: str) -> None:
+        if self._drain_task is None:
+            LOG.warning("%s: draining for at most %g s", reason, self._drain_timeout_s)
+            self.host.begin_drain()
+            self._drain_task = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
-        """Wait until no request runs, abort those that take too long, and let uvicorn end."""
-        deadline = self._loop.time() + self._drain_timeout_s
-        engine = self.host.loaded
-        assert engine is not None
-        while self._num_open() and self._loop.time() < deadline:
-            await asyncio.sleep(POLL_S)
-        await engine.shutdown()
-        deadline = self._loop.time() + FAREWELL_S
-        while self._num_open() and self._loop.time() < deadline:
+        """Wait until no request runs, abort those that take too long, and let uvicorn end after a signal."""
+        await self._wait_for_requests(self._drain_timeout_s)
+        if self._num_open():
+            await self.host.stop()
+        await self._wait_for_requests(FAREWELL_S)
+        while not self._is_signalled:
             await asyncio.sleep(POLL_S)
         self.should_exit = True
+
+    async def _wait_for_requests(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self._num_open() and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
 
     def _num_open(self) -> int:
         """Return the number of requests whose answers are not finished."""

@@ -3,14 +3,16 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fastinfer.server.errors import APIError, as_api_error
+from fastinfer.server.json_bytes import dumps
+from fastinfer.server.record import record
 
 LOG = logging.getLogger("fastinfer.server")
 
@@ -25,12 +27,12 @@ HEADERS = {
 
 def frame(content: Any) -> bytes:
     """Return a frame without a name."""
-    return b"data: %b\n\n" % orjson.dumps(content)
+    return b"data: %b\n\n" % dumps(content)
 
 
 def named_frame(name: str, content: Any) -> bytes:
     """Return a frame with the name of its event, as the interfaces of responses and messages have it."""
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), orjson.dumps(content))
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), dumps(content))
 
 
 def openai_error(error: APIError) -> bytes:
@@ -69,59 +71,68 @@ class EventStream(Response):
         self._write_timeout_s = write_timeout_s
         self._has_begun = self._is_quiet = False
         self._write_began: float | None = None
-        self._is_cut = False
-        self._lock = asyncio.Lock()  # a ping and a frame must not both begin the answer
+        self._beginning = asyncio.Lock()  # a ping and a frame must not both begin the answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send = send
-        loop = asyncio.get_running_loop()
-        pump = asyncio.current_task()
-        assert pump is not None
-        watcher = loop.create_task(self._watch(receive, pump))
+        self._names = scope.get("names")
+        # The frames have a task of their own: each time a task goes on, all coroutines that it is inside of take their
+        # time, and here the framework and the middleware are twenty of them.
+        pump = asyncio.ensure_future(self._pump())
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            is_over = await self._watch(pump, gone)
+        finally:
+            gone.cancel()
+            if not pump.done():
+                pump.cancel()
+                await asyncio.wait([pump])
+        if not is_over:
+            record().error = "client_gone"
+            # Closing the connection would wait until the client has taken what is buffered.
+            scope.get("abort", _nothing)()
+            return
+        pump.result()
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _pump(self) -> None:
+        """Write the frames; an error before the first one is raised."""
         try:
             async with contextlib.aclosing(self._frames) as frames:
                 async for data in frames:
                     await self._write(data)
-        except asyncio.CancelledError:
-            if not self._is_cut:
-                raise
-            # Closing the connection would wait until the client has taken what is buffered.
-            scope.get("abort", _nothing)()
-            return
         except Exception as error:
             if not self._has_begun:
                 raise
-            await self._write(self._failure(as_api_error(error)))
-        finally:
-            watcher.cancel()
-        await send({"type": "http.response.body", "body": b""})
+            answer = as_api_error(error, self._names)
+            record().error = answer.name
+            await self._write(self._failure(answer))
 
     async def _write(self, data: bytes) -> None:
-        async with self._lock:
-            self._write_began, self._is_quiet = asyncio.get_running_loop().time(), False
-            if not self._has_begun:
-                self._has_begun = True
-                await self._send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await self._send({"type": "http.response.body", "body": data, "more_body": True})
-            self._write_began = None
+        self._write_began, self._is_quiet = time.monotonic(), False
+        if not self._has_begun:
+            async with self._beginning:
+                if not self._has_begun:
+                    await self._send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    self._has_begun = True
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self._write_began = None
 
-    async def _watch(self, receive: Receive, pump: asyncio.Task[Any]) -> None:
-        """Cancel the stream when the client has gone or takes nothing more; send pings while there is no output."""
-        loop = asyncio.get_running_loop()
-        disconnect = loop.create_task(_disconnected(receive))
-        try:
-            while True:
-                self._is_quiet = True
-                await asyncio.wait([disconnect], timeout=self._ping_interval_s)
-                blocked_since = self._write_began
-                if disconnect.done() or (blocked_since and loop.time() - blocked_since > self._write_timeout_s):
-                    self._is_cut = True
-                    pump.cancel()
-                    return
-                if self._is_quiet and blocked_since is None:
-                    await self._write(PING)
-        finally:
-            disconnect.cancel()
+    async def _watch(self, pump: asyncio.Future[None], gone: asyncio.Future[None]) -> bool:
+        """Send pings while there is no output; return False if the client goes away or takes nothing more."""
+        while True:
+            self._is_quiet = True
+            await asyncio.wait([pump, gone], timeout=self._ping_interval_s, return_when=asyncio.FIRST_COMPLETED)
+            if pump.done():
+                return True
+            blocked_since = self._write_began
+            if gone.done() or (blocked_since and time.monotonic() - blocked_since > self._write_timeout_s):
+                return False
+            if self._is_quiet and blocked_since is None:
+                try:
+                    await asyncio.wait_for(self._write(PING), self._write_timeout_s)
+                except asyncio.TimeoutError:
+                    return False
 
 
 def _nothing() -> None:

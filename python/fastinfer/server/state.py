@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from fastinfer.async_engine import AsyncEngine
+from fastinfer.server.cache.response_cache import ResponseCache
 from fastinfer.server.config import ServerConfig
 from fastinfer.server.engine_host import EngineHost
 from fastinfer.server.errors import APIError
 from fastinfer.server.metrics import Metrics
+from fastinfer.server.output_format import OutputFormat
+from fastinfer.server.record import record
 from fastinfer.server.sse import EventStream, openai_error
 
 
@@ -22,12 +25,16 @@ class ServerState:
         config: the server's settings.
         host: the engine and its state.
         metrics: counters and histograms.
+        cache: finished answers; ``None`` for none.
+        output_format: how the model marks reasoning and tool calls; set when it is loaded.
         created: Unix time at which the server was made.
     """
 
     config: ServerConfig
     host: EngineHost
     metrics: Metrics
+    cache: ResponseCache | None = None
+    output_format: OutputFormat = field(default_factory=OutputFormat)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def model(self, name: str | None) -> tuple[AsyncEngine, str, str | None]:
@@ -38,10 +45,13 @@ class ServerState:
         """
         engine = self.host.engine
         if name is None or name in self.config.model_names:
-            return engine, name or self.config.model_names[0], None
-        if name in engine.adapters:
-            return engine, name, name
-        raise APIError(404, f"model {name!r} does not exist", param="model", code="model_not_found")
+            name, adapter = name or self.config.model_names[0], None
+        elif name in engine.adapters:
+            adapter = name
+        else:
+            raise APIError(404, f"model {name!r} does not exist", param="model", code="model_not_found")
+        record().model = name
+        return engine, name, adapter
 
     def stream(
         self, frames: AsyncGenerator[bytes, None], failure: Callable[[APIError], bytes] = openai_error

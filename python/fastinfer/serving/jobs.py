@@ -29,7 +29,7 @@ def generation_job(
     Raises:
         RequestError: the request can never be served.
     """
-    valid = engine.validate(prompt.token_ids, params, adapter)
+    valid = engine.validate(prompt.token_ids, params, adapter, images=prompt.images)
     return partial(
         engine.add_request,
         valid,

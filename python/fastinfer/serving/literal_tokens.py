@@ -25,12 +25,12 @@ class LiteralTokens:
         self.end_mark = f"{self._name}end"
 
     def hide(self, value: Any) -> Any:
-        """Return a JSON value in whose strings all spellings are replaced by names."""
+        """Return a JSON value in whose strings and keys all spellings are replaced by names."""
         if isinstance(value, str):
             return value if self._pattern is None else self._pattern.sub(self._replace, value)
         if isinstance(value, list):
             return [self.hide(item) for item in value]
-        return {key: self.hide(item) for key, item in value.items()} if isinstance(value, dict) else value
+        return {self.hide(key): self.hide(item) for key, item in value.items()} if isinstance(value, dict) else value
 
     def split(self, text: str) -> list[tuple[str, bool]]:
         """Return the pieces of a rendered text, and whether the control tokens in each are meant as such."""

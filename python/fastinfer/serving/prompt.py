@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastinfer.engine.engine import Engine
-from fastinfer.errors import RequestError
+from fastinfer.engine.prompt_images import PromptImages
+from fastinfer.errors import PromptTooLongError, RequestError
+from fastinfer.models.image_encoder import FAMILIES
+from fastinfer.serving.images import place_images, take_images
 from fastinfer.serving.literal_tokens import LiteralTokens
 from fastinfer.tokenizers.chat_messages import Message, normalize
 from fastinfer.tokenizers.chat_template import render
@@ -17,6 +20,13 @@ Prompt = str | Mapping[str, Any]
 
 _CONTENTS = {"prompt", "prompt_token_ids"}
 _EXTRAS = {"cache_salt", "prompt_module"}
+# Names of the renderer itself, which no variable of a template may replace, and arguments that are no variables.
+RENDERER_NAMES = frozenset(
+    {
+        *("template", "chat_template", "messages", "bos_token", "eos_token"),
+        *("engine", "cache_salt", "continue_final_message"),
+    }
+)
 _FORMS = "a string, {'prompt': string} or {'prompt_token_ids': list}, perhaps with 'cache_salt' or 'prompt_module'"
 
 
@@ -28,11 +38,22 @@ class PreparedPrompt:
         text: the text as given, ``None`` if the prompt was given as token ids.
         token_ids: token ids of the whole prompt, including those of its prompt module.
         cache_salt: salt of the cached prefixes, see :meth:`fastinfer.engine.engine.Engine.add_request`.
+        images: images whose tokens the prompt has; ``None`` for none.
     """
 
     text: str | None
     token_ids: list[int]
     cache_salt: str = ""
+    images: PromptImages | None = None
+
+    @property
+    def contents(self) -> list[int]:
+        """The token ids, with the contents of images in place of theirs: equal for equal prompts alone."""
+        if self.images is None:
+            return self.token_ids
+        contents = list(self.token_ids)
+        self.images.mark(contents, 0)
+        return contents
 
 
 def prepare(
@@ -86,9 +107,10 @@ def prepare(
     # Tokenising takes much longer than this check.
     limit = engine.max_model_len * engine.tokenizer.max_token_length
     if len(text) > limit:
-        raise RequestError(
+        raise PromptTooLongError(
             f"prompt must have at most {limit} characters, the most that max_model_len={engine.max_model_len} tokens "
-            f"can have, got {len(text)}"
+            f"can have, got {len(text)}",
+            engine.max_model_len,
         )
     token_ids = engine.tokenizer.encode(text, add_special_tokens=add_special_tokens, parse_special=parse_special)
     return PreparedPrompt(text, before + token_ids, cache_salt)
@@ -97,40 +119,68 @@ def prepare(
 def prepare_chat(
     engine: Engine,
     messages: Sequence[Message],
+    variables: Mapping[str, Any] | None = None,
     *,
     cache_salt: str = "",
     continue_final_message: bool = False,
-    **variables: Any,
 ) -> PreparedPrompt:
     """Render a conversation with the model's chat template and tokenise it.
 
-    The spelling of a control token in a message is plain text: what a user writes cannot end his message.
+    The spelling of a control token in a message or a variable is plain text: what a user writes cannot end his message.
 
     Args:
         engine: engine whose tokenizer has the template.
-        messages: messages such as ``[{"role": "user", "content": "Hello"}]``.
+        messages: messages such as ``[{"role": "user", "content": "Hello"}]``; for images see
+            :func:`fastinfer.serving.images.take_images`.
+        variables: variables of the template, see :func:`fastinfer.tokenizers.chat_template.render`.
         cache_salt: salt of the cached prefixes.
         continue_final_message: end the prompt with the content of the last message, which the answer continues.
-        variables: variables of the template, see :func:`fastinfer.tokenizers.chat_template.render`.
 
     Raises:
-        RequestError: the messages are malformed, or the template refuses them.
-        UnsupportedModelError: the model has no chat template.
+        RequestError: the messages or the variables are malformed, or the template refuses them.
+        UnsupportedModelError: the model has no chat template, or its encoder of images is not implemented.
+        CheckpointFormatError: the encoder of images cannot be loaded.
     """
-    tokenizer = engine.tokenizer
+    names = _checked_variables({} if variables is None else variables)
+    tokenizer, encoder, images = engine.tokenizer, engine.image_encoder, list[Any]()
+    taken: Any = messages
+    if encoder is not None:
+        taken, images = take_images(messages)
     spellings = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
     literals = LiteralTokens(tokenizer.control_pattern)
-    hidden: Any = literals.hide(normalize(messages))
+    hidden: Any = literals.hide(normalize(taken))
+    if encoder is None and any(isinstance(message["content"], list) for message in hidden):
+        raise RequestError(f"messages: expected text alone, as images need a folder of {', '.join(FAMILIES)}, got one")
+    names = literals.hide(names)  # descriptions of tools come from others, too
     if continue_final_message:
-        variables["add_generation_prompt"] = False
+        names["add_generation_prompt"] = False
+        if not isinstance(hidden[-1]["content"], str):
+            raise RequestError("continue_final_message: the last message must have text alone, got an image")
         hidden[-1]["content"] += literals.end_mark
-    text = render(tokenizer.chat_template, hidden, **(variables | spellings))
+    text = render(tokenizer.chat_template, hidden, **(names | spellings))
     if continue_final_message:
         if literals.end_mark not in text:
             raise RequestError("continue_final_message: the model's chat template leaves out the last message")
         text = text[: text.index(literals.end_mark)]
     pieces = literals.split(text)
+    if encoder is not None and images:
+        pieces = [(encoder.rewrite(piece) if special else piece, special) for piece, special in pieces]
     # The template writes the special tokens itself.
     prepared = [prepare(engine, piece, add_special_tokens=False, parse_special=special) for piece, special in pieces]
     token_ids = [token_id for piece in prepared for token_id in piece.token_ids]
-    return PreparedPrompt("".join(piece for piece, _ in pieces), token_ids, cache_salt)
+    placed = None
+    if encoder is not None and images:
+        token_ids, placed = place_images(encoder, token_ids, images, engine.max_model_len)
+    return PreparedPrompt("".join(piece for piece, _ in pieces), token_ids, cache_salt, placed)
+
+
+def _checked_variables(variables: object) -> dict[str, Any]:
+    """Return the variables of a template as a dict, unless one of them replaces something of the renderer."""
+    if not isinstance(variables, Mapping):
+        raise RequestError(f"template_variables must be a dict, got {show(variables)}")
+    for name in variables:
+        if not isinstance(name, str):
+            raise RequestError(f"template_variables must have names that are strings, got {show(name)}")
+        if name in RENDERER_NAMES:
+            raise RequestError(f"template_variables must not have {name}")
+    return dict(variables)

@@ -14,9 +14,9 @@ Message = Mapping[str, Any]
 def normalize(messages: object) -> list[dict[str, Any]]:
     """Check messages, and bring what the OpenAI API allows into the one form that templates expect.
 
-    A content that is a list of parts becomes their texts, joined by newlines. A content of ``None``, which a message
-    with tool calls may have, becomes "". Arguments of tool calls that are JSON text become an object. Everything else
-    stays as it is.
+    A content that is a list of parts becomes their texts, joined by newlines. With images, which have the type "image",
+    it stays a list. A content of ``None``, which a message with tool calls may have, becomes "". Arguments of tool
+    calls that are JSON text become an object. Everything else stays as it is.
 
     Args:
         messages: messages with a "role" and a "content".
@@ -25,7 +25,7 @@ def normalize(messages: object) -> list[dict[str, Any]]:
         New messages, in the same order.
 
     Raises:
-        RequestError: the messages are malformed, or have content other than text.
+        RequestError: the messages are malformed, or have content other than text and images.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise RequestError(f"messages: expected a list of at least one message, got {one_line(show(messages))}")
@@ -49,32 +49,38 @@ def _normalize(message: object, place: str) -> dict[str, Any]:
         raise RequestError(f"{place}: 'role' is missing")
     if not isinstance(message["role"], str):
         raise RequestError(f"{place}['role']: expected a str, got {type(message['role']).__name__}")
-    normalized = {str(key): value for key, value in message.items()}
+    for key in message:
+        if not isinstance(key, str):
+            raise RequestError(f"{place}: expected keys that are strings, got {one_line(show(key))}")
+    normalized = dict(message)
     if calls := message.get("tool_calls"):
         normalized["tool_calls"] = _tool_calls(calls, f"{place}['tool_calls']")
     elif "content" not in message:
         raise RequestError(f"{place}: 'content' is missing")
-    normalized["content"] = _text(message.get("content"), f"{place}['content']", may_be_none=bool(calls))
+    normalized["content"] = _content(message.get("content"), f"{place}['content']", may_be_none=bool(calls))
     return normalized
 
 
-def _text(content: object, place: str, may_be_none: bool) -> str:
-    """Return a message's content as one text."""
+def _content(content: object, place: str, may_be_none: bool) -> str | list[dict[str, Any]]:
+    """Return a message's content as one text, or as a list of texts and images."""
     if isinstance(content, str):
         return content
     if content is None and may_be_none:
         return ""
     if not isinstance(content, list):
         raise RequestError(f"{place}: expected a str or a list of parts, got {type(content).__name__}")
-    texts = []
+    texts, parts = list[str](), list[dict[str, Any]]()
     for index, part in enumerate(content):
+        if isinstance(part, Mapping) and part.get("type") == "image":
+            parts.append(dict(part))
+            continue
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise RequestError(
-                f"{place}[{index}]: expected a part of type 'text' with a text, got {one_line(show(kind))}"
-            )
+            got = f"{type(part.get('text')).__name__} as its text" if kind == "text" else one_line(show(kind))
+            raise RequestError(f"{place}[{index}]: expected a part of type 'text' with a text, got {got}")
         texts.append(part["text"])
-    return "\n".join(texts)
+        parts.append({"type": "text", "text": part["text"]})
+    return "\n".join(texts) if len(texts) == len(parts) else parts
 
 
 def _tool_calls(calls: object, place: str) -> list[dict[str, Any]]:

@@ -54,4 +54,4 @@ def render(
         case "unsafe":
             raise UnsupportedModelError(f"the model's chat template is not safe to run: {one_line(text)}")
         case _:
-            raise RequestError(f"the model's chat template failed on these messages: {one_line(text)}")
+            raise RequestError(f"messages: the model's chat template failed on them: {one_line(text)}")

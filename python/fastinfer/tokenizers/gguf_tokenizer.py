@@ -1,18 +1,18 @@
-"""Reader of the tokenizer in a GGUF file: byte-level BPE with merges, or SentencePiece BPE with scores."""
+"""Reader of the tokenizer in a GGUF file: BPE with merges, of bytes or as in Gemma 4, or SentencePiece with scores."""
 
 from collections.abc import Callable
 
 import numpy as np
-from tokenizers import AddedToken, normalizers
+from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from fastinfer.errors import GGUFFormatError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.tokenizers import library
-from fastinfer.tokenizers.pre_tokenizers import IGNORE_MERGES, NORMALIZE_NFC, PRE_TOKENIZERS
+from fastinfer.tokenizers.pre_tokenizers import IGNORE_MERGES, NO_BOS, NORMALIZE_NFC, PRE_TOKENIZERS
 from fastinfer.tokenizers.sentencepiece import SentencePieceBPE
-from fastinfer.tokenizers.vocabulary import END_TOKENS, MARKER, Vocabulary, byte_level_bytes, sentencepiece_bytes
+from fastinfer.tokenizers.vocabulary import END_TOKENS, MARKER, SPACE, Vocabulary, byte_level_bytes, sentencepiece_bytes
 
 # Values of tokenizer.ggml.token_type.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -31,12 +31,12 @@ def read_tokenizer(file: GGUFFile) -> tuple[Vocabulary, Encode]:
         GGUFFormatError: the vocabulary is missing or inconsistent.
     """
     model = file.get("tokenizer.ggml.model", str)
-    if model not in ("gpt2", "llama"):
+    if model not in READERS:
         raise UnsupportedModelError(
-            f"tokenizer model {model!r} is not supported; known are gpt2 (byte-level BPE) and llama (SentencePiece BPE)"
+            f"tokenizer model {model!r} is not supported; known are gpt2 (byte-level BPE), llama (SentencePiece BPE) "
+            "and gemma4"
         )
-    tokens = _Tokens(file)
-    return _byte_level(file, tokens) if model == "gpt2" else _sentencepiece(file, tokens)
+    return READERS[model](file, _Tokens(file))
 
 
 class _Tokens:
@@ -87,37 +87,67 @@ class _Tokens:
 
 
 def _byte_level(file: GGUFFile, tokens: _Tokens) -> tuple[Vocabulary, Encode]:
-    merges = [tuple(merge.split(" ")) for merge in file.get("tokenizer.ggml.merges", list)]
-    if bad := [merge for merge in merges if len(merge) != 2]:
-        raise GGUFFormatError(f"{file.path}: metadata key 'tokenizer.ggml.merges': expected pairs, got {bad[0]!r:.90}")
+    merges = _merges(file, tokens)
     pre = file.get("tokenizer.ggml.pre", str, "default")
     if pre not in PRE_TOKENIZERS:
         raise UnsupportedModelError(f"pre-tokenizer {pre!r} is not supported; known are {', '.join(PRE_TOKENIZERS)}")
     ignore_merges = pre in IGNORE_MERGES
-    if unknown := next((merge for merge in merges if "".join(merge) not in tokens.ids), None):
-        raise GGUFFormatError(
-            f"{file.path}: metadata key 'tokenizer.ggml.merges': expected joins that are tokens, got {unknown!r:.90}"
-        )
     with library.as_our_error(lambda message: GGUFFormatError(f"{file.path}: tokenizer.ggml.merges: {message}")):
         model = BPE(vocab=tokens.ids, merges=merges, ignore_merges=ignore_merges)
-    # Two front ends that share one model in memory: only the second one finds special tokens in a text.
-    plain, parsing = _backend(model, pre), _backend(model, pre)
+    normalizer = normalizers.NFC() if pre in NORMALIZE_NFC else None
+    encode = _encode(tokens, model, normalizer, PRE_TOKENIZERS[pre]())
+    vocabulary = tokens.vocabulary(
+        to_bytes=byte_level_bytes, literal=True, add_bos=ignore_merges and pre not in NO_BOS, adds_space=False
+    )
+    return vocabulary, encode
+
+
+def _merges(file: GGUFFile, tokens: _Tokens) -> list[tuple[str, str]]:
+    merges = []
+    for merge in file.get("tokenizer.ggml.merges", list):
+        first, _, second = merge.partition(" ")
+        if not first or not second or " " in second:
+            got = f"expected pairs, got {merge!r:.90}"
+            raise GGUFFormatError(f"{file.path}: metadata key 'tokenizer.ggml.merges': {got}")
+        if first + second not in tokens.ids:
+            got = f"expected joins that are tokens, got {(first, second)!r:.90}"
+            raise GGUFFormatError(f"{file.path}: metadata key 'tokenizer.ggml.merges': {got}")
+        merges.append((first, second))
+    return merges
+
+
+def _gemma4(file: GGUFFile, tokens: _Tokens) -> tuple[Vocabulary, Encode]:
+    """Read BPE on characters, with a marker in place of spaces and byte tokens for characters that have none."""
+    with library.as_our_error(lambda message: GGUFFormatError(f"{file.path}: tokenizer.ggml.merges: {message}")):
+        unknown = tokens.special_id("unknown")
+        model = BPE(
+            vocab=tokens.ids,
+            merges=_merges(file, tokens),
+            byte_fallback=True,
+            fuse_unk=True,
+            unk_token=None if unknown is None else tokens.spellings[unknown],
+        )
+    # No token has a line end beside another character.
+    encode = _encode(tokens, model, normalizers.Replace(" ", SPACE), pre_tokenizers.Split(Regex(r"\n+"), "isolated"))
+    return tokens.vocabulary(to_bytes=sentencepiece_bytes, literal=True, add_bos=True, adds_space=False), encode
+
+
+def _encode(
+    tokens: _Tokens, model: BPE, normalizer: normalizers.Normalizer | None, pre_tokenizer: pre_tokenizers.PreTokenizer
+) -> Encode:
+    """Make the encoder of a model: two front ends that share it, of which the second one finds control tokens."""
+    plain, parsing = Backend(model), Backend(model)
+    for backend in (plain, parsing):
+        if normalizer is not None:
+            backend.normalizer = normalizer
+        backend.pre_tokenizer = pre_tokenizer
+        backend.add_tokens([AddedToken(token, normalized=False) for token in tokens.user_defined])
     parsing.add_special_tokens([AddedToken(token, normalized=False) for token in tokens.control])
-    parsing.add_tokens([AddedToken(token, normalized=False) for token in tokens.user_defined])
 
     def encode(text: str, parse_special: bool) -> list[int]:
         return library.encode(parsing if parse_special else plain, text)
 
-    vocabulary = tokens.vocabulary(to_bytes=byte_level_bytes, literal=True, add_bos=ignore_merges, adds_space=False)
-    return vocabulary, encode
-
-
-def _backend(model: BPE, pre: str) -> Backend:
-    backend = Backend(model)
-    backend.pre_tokenizer = PRE_TOKENIZERS[pre]()
-    if pre in NORMALIZE_NFC:
-        backend.normalizer = normalizers.NFC()
-    return backend
+    return encode
 
 
 def _sentencepiece(file: GGUFFile, tokens: _Tokens) -> tuple[Vocabulary, Encode]:
@@ -146,3 +176,11 @@ def _sentencepiece(file: GGUFFile, tokens: _Tokens) -> tuple[Vocabulary, Encode]
     )
     vocabulary = tokens.vocabulary(to_bytes=sentencepiece_bytes, literal=False, add_bos=True, adds_space=adds_space)
     return vocabulary, encode
+
+
+# Readers by ``tokenizer.ggml.model``.
+READERS: dict[str, Callable[[GGUFFile, _Tokens], tuple[Vocabulary, Encode]]] = {
+    "gpt2": _byte_level,
+    "llama": _sentencepiece,
+    "gemma4": _gemma4,
+}

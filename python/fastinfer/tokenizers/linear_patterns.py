@@ -8,7 +8,8 @@ is known from how they are written:
 - Other repetitions and alternatives can be combined in at most ``MAX_WAYS`` ways.
 - What follows a loop is optional, so that nothing is tried again with fewer repetitions. The exception is an
   alternative like ``\s*[\r\n]+`` or ``\s+(?!\S)`` if a later one, here ``\s+``, takes the same run as a whole: then
-  each run is walked through once for each alternative.
+  each run is walked through once for each alternative. Another is ``(?<!\s)\s+$``, which starts at the beginning of a
+  run alone.
 
 All expressions that are in use for byte-level vocabularies are like that, as their authors had to avoid long searches,
 too.
@@ -84,6 +85,8 @@ def _check_loops(items: list[_Item], later: list[list[_Item]]) -> None:
     if not loops or not any(item.is_required for item in items[loops[0] + 1 :]):
         return
     loop = items[loops[0]].text
+    if items[0].text == f"(?<!{loop})" and loops == [1] and not any(item.consumes for item in items[2:]):
+        return
     if len(loops) > 2 or (len(loops) == 2 and any(item.is_required for item in items[loops[1] + 1 :])):
         raise PatternError(f"what follows the loops of {loop!r:.40} is not optional")
     if not any(_takes_runs(other, loop) for other in later):

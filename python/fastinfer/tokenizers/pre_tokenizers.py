@@ -12,15 +12,37 @@ _WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED_WORD = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+# A word ends before a capital letter.
+_CASED_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+# Slashes belong to preceding punctuation.
+_REST_WITH_SLASHES = _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
+_GPT4O = "|".join(
+    [*(word + r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?" for word in _CASED_WORDS), r"\p{N}{1,3}", _REST_WITH_SLASHES]
+)
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_QWEN35 = (_WORD.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+") + r"|\p{N}|" + _REST).replace(
+    r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"
+)
+
+
+# Han characters and the two Japanese syllabaries.
+_EAST_ASIAN = r"[\u4E00-\u9FA5\u3040-\u30FF]+"
+# Letters with a case, except those of alphabets that the pattern of DeepSeek's first models does not list.
+_CASED = (
+    r"[\p{Lu}\p{Ll}\p{Lt}&&[^\u0560-\u0588\u10C7-\u10FF\u1C80-\u1C88\u2D00-\u2D2D\uA790-\uA7FA\uAB30-\uAB68"
+    r"\x{10570}-\x{105BC}\x{16E40}-\x{16E7F}\x{1D400}-\x{1D7CB}\x{1DF00}-\x{1DF1E}]]"
+)
+_HAN_AND_HANGUL = r"[\u4E00-\u9FA5\u0800-\u4E00\uAC00-\uD7FF]+"
 
 
 def _byte_level(use_regex: bool = True) -> pre_tokenizers.ByteLevel:
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
 
 
-def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), _byte_level(use_regex=False)])
+def _split(*patterns: str) -> pre_tokenizers.PreTokenizer:
+    """Split off the matches of each pattern, from what the ones before it have left apart."""
+    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    return pre_tokenizers.Sequence([*steps, _byte_level(use_regex=False)])
 
 
 def _gpt2() -> pre_tokenizers.PreTokenizer:
@@ -41,25 +63,83 @@ def _qwen2() -> pre_tokenizers.PreTokenizer:
     return _split(_WORD + r"|\p{N}|" + _REST)
 
 
+def _qwen35() -> pre_tokenizers.PreTokenizer:
+    """Split like Qwen2, with combining marks as letters."""
+    return _split(_QWEN35)
+
+
+def _seed_coder() -> pre_tokenizers.PreTokenizer:
+    """Split like Qwen2, with line ends apart from punctuation."""
+    rest = r" ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+    return _split(_WORD + r"|\p{N}|" + rest)
+
+
+def _bailing() -> pre_tokenizers.PreTokenizer:
+    """Split like Qwen2, with every line end by itself."""
+    return _split(_WORD + r"|\p{N}|" + _REST.replace(r"\s*[\r\n]+", r"\s*[\r\n]", 1))
+
+
+def _deepseek_llm() -> pre_tokenizers.PreTokenizer:
+    punctuation = r"\s?[!-/:-~\uFF01-\uFF0F\uFF1A-\uFF5E\u2018-\u201F\u3000-\u3002]+"
+    return _split(r"[\r\n]", rf"\s?{_CASED}+", punctuation, r"(?<!\s)\s+$", _HAN_AND_HANGUL, r"\p{N}")
+
+
+def _deepseek_coder() -> pre_tokenizers.PreTokenizer:
+    return _split(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_AND_HANGUL, r"\p{N}")
+
+
+def _deepseek_v3() -> pre_tokenizers.PreTokenizer:
+    """Split off digits in runs of up to three, then East Asian text; ASCII punctuation may begin an ASCII word."""
+    words = r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    return _split(r"\p{N}{1,3}", _EAST_ASIAN, words + r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+def _falcon() -> pre_tokenizers.PreTokenizer:
+    """Split off punctuation, split like GPT-2, then divide digits into runs of three from the left."""
+    split = pre_tokenizers.Split(Regex(r"[\p{P}$+<=>^~|`]+"), "isolated")
+    digits = pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.Split(Regex(_GPT2), "isolated"), digits, _byte_level(False)])
+
+
 def _tekken() -> pre_tokenizers.PreTokenizer:
-    """Split like Mistral Nemo: a word ends before a capital letter, and slashes belong to preceding punctuation."""
-    return _split(_CASED_WORD + r"|\p{N}|" + _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1))
+    """Split like Mistral Nemo."""
+    return _split("|".join([*_CASED_WORDS, r"\p{N}", _REST_WITH_SLASHES]))
+
+
+def _gpt4o() -> pre_tokenizers.PreTokenizer:
+    """Split like GPT-4o: words as Mistral Nemo's, with contractions, and digits in runs of up to three."""
+    return _split(_GPT4O)
 
 
 PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "default": _gpt2,
     "gpt-2": _gpt2,
-    "smollm": _smollm,
-    "llama3": _llama3,
-    "llama-v3": _llama3,
-    "llama-bpe": _llama3,
+    "exaone4": _gpt2,
+    **dict.fromkeys(("phi-2", "olmo", "mpt", "gigachat", "a.x-4.0", "mellum", "trillion", "granite-docling"), _gpt2),
+    **dict.fromkeys(("smollm", "command-r", "exaone", "refact", "starcoder"), _smollm),
+    **dict.fromkeys(("minerva-7b", "codeshell", "mellum2"), _smollm),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2", "pixtral"), _llama3),
+    **dict.fromkeys(("falcon-h1", "midm-2.0"), _llama3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4", "glm5"), _llama3),
     "tekken": _tekken,
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _gpt4o),
     "qwen2": _qwen2,
     "deepseek-r1-qwen": _qwen2,
+    **dict.fromkeys(("stablelm2", "megrez", "kormo", "hunyuan", "solar-open", "grok-2"), _qwen2),
+    "qwen35": _qwen35,
+    "seed-coder": _seed_coder,
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _bailing),
+    "deepseek-llm": _deepseek_llm,
+    "deepseek-coder": _deepseek_coder,
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _deepseek_v3),
+    "falcon": _falcon,
 }
 
-# Their BPE encodes a word that is a token without merges (``ignore_merges`` of the tokenizers library), and by default
-# they begin a text with the beginning-of-text token.
-IGNORE_MERGES = frozenset({"llama3", "llama-v3", "llama-bpe", "tekken"})
+# Their BPE encodes a word that is a token without merges (``ignore_merges`` of the tokenizers library).
+IGNORE_MERGES = frozenset(
+    {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "midm-2.0", "lfm2", "pixtral", "tekken", "glm4", "glm5"}
+)
+# By default they do not begin a text with the beginning-of-text token, as the others of IGNORE_MERGES do.
+NO_BOS = frozenset({"glm4", "glm5"})
 # They normalise a text to NFC first.
-NORMALIZE_NFC = frozenset({"qwen2", "deepseek-r1-qwen"})
+NORMALIZE_NFC = frozenset({"qwen2", "deepseek-r1-qwen", "command-r", "qwen35", "stablelm2", "megrez", "kormo"})

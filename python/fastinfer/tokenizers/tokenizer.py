@@ -150,10 +150,14 @@ class Tokenizer:
     @cached_property
     def control_pattern(self) -> re.Pattern[str] | None:
         """Expression that matches the spelling of any control token; ``None`` if there are none."""
-        spellings = {self._spelling(token_id) for token_id in self.control_ids} - {""}
         # The longest one first, as one may begin with another one.
-        ordered = sorted(spellings, key=len, reverse=True)
+        ordered = sorted(self.control_tokens, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+    @cached_property
+    def control_tokens(self) -> dict[str, int]:
+        """Ids of the control tokens by their spelling."""
+        return {spelling: token_id for token_id in sorted(self.control_ids) if (spelling := self._spelling(token_id))}
 
     def _spelling(self, token_id: int | None) -> str:
         return "" if token_id is None else self._vocabulary.tokens[token_id] or ""
@@ -162,20 +166,32 @@ class Tokenizer:
 class Detokenizer:
     """Decoder of a growing answer, one token at a time.
 
-    A token may end in the middle of a character, so the bytes pass through an incremental UTF-8 decoder, which holds
-    back up to 3 bytes of an incomplete character. The time per token does not depend on the length of the answer, and
-    all pieces together equal :meth:`Tokenizer.decode` of all ids.
+    A token may end in the middle of a character, so up to 3 bytes of an incomplete character are held back. The time
+    per token does not depend on the length of the answer, and all pieces together equal :meth:`Tokenizer.decode` of
+    all ids.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        skip_special_tokens: whether to leave out the tokens that are not text.
+        kept: ids of tokens that are not text and are not left out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, kept: Iterable[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._kept = frozenset(kept)
+        self._incomplete = b""  # the beginning of a character
 
     def add(self, token_id: int) -> str:
         """Add a token and return the text that it completes, which may be ""."""
-        return self._utf8.decode(self._tokenizer.token_bytes(token_id, self._skip_special_tokens))
+        skips = self._skip_special_tokens and token_id not in self._kept
+        data = self._incomplete + self._tokenizer.token_bytes(token_id, skips)
+        text, num_decoded = codecs.utf_8_decode(data, "replace", False)
+        if num_decoded < len(data) or self._incomplete:
+            self._incomplete = data[num_decoded:]
+        return text
 
     def flush(self) -> str:
         """Return the rest of the text at the end of the answer: U+FFFD for an incomplete character, else ""."""
-        return self._utf8.decode(b"", final=True)
+        rest, self._incomplete = self._incomplete, b""
+        return rest.decode(errors="replace")

@@ -85,7 +85,8 @@ def _growth(step: dict[str, Any], name: str) -> float:
     """Return how many times longer a step may make a text."""
     match step:
         case {"type": "Replace", "pattern": dict() as pattern, "content": str() as content}:
-            return max(1.0, len(content) / len(pattern.get("String") or "?"))
+            replaced = pattern.get("String")  # or a regular expression, which may match one character
+            return max(1.0, len(content) / len(replaced if isinstance(replaced, str) and replaced else "?"))
         case {"type": "Prepend", "prepend": str() as content}:
             return max(1.0, len(content))
         case {"type": "Precompiled", "precompiled_charsmap": charsmap}:

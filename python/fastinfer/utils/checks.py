@@ -55,10 +55,15 @@ def _as_float(value: int | float) -> float:
         return math.inf
 
 
-def show(value: object) -> str:
-    """Print any value in at most 60 characters, for an error message."""
+def show(value: object, limit: int = 60) -> str:
+    """Print any value in at most ``limit`` characters, for an error message."""
     try:
         text = repr(value)
     except ValueError:  # Python does not print integers of more than 4,300 digits
         text = f"a gigantic {type(value).__name__}"
-    return text if len(text) <= 60 else text[:57] + "..."
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def show_path(path: str | os.PathLike[str]) -> str:
+    """Print a path or the name of a model in at most 200 characters."""
+    return show(os.fspath(path), 200)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import fastinfer
+from fastinfer.utils.host_memory import host_memory
 
 
 def machine_facts() -> dict[str, Any]:
@@ -18,7 +19,7 @@ def machine_facts() -> dict[str, Any]:
     cpu: dict[str, Any] = {
         "name": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory": host_memory().total,
     }
     extension: dict[str, Any] = {}
     try:

@@ -1,4 +1,4 @@
-"""Opening of a model's files. Anything but a regular file is refused: reading a FIFO or a device may never end."""
+"""Opening of files that users name. Anything but a regular one is refused: reading a FIFO or a device may never end."""
 
 import os
 import stat

@@ -16,21 +16,29 @@ from fastinfer.weights.pack import PackedTiles, packed_bits
 
 
 class ExpertWeights(ABC):
-    """Matrices [experts, out_features, in_features] in any form."""
+    """Matrices [experts, out_features, in_features] in any form, with an optional bias of [experts, out_features]."""
 
     @abstractmethod
-    def linear(self, x: Tensor, routing: ops.Routing, *, activation: str | None = None) -> Tensor:
-        """Multiply each row by the weight of its expert; see :func:`fastinfer.ops.grouped_gemm`."""
+    def linear(self, x: Tensor, routing: ops.Routing | ops.HeadRows, *, activation: str | None = None) -> Tensor:
+        """Multiply each row by the weight of its expert, and add the bias; see :func:`fastinfer.ops.grouped_gemm`."""
 
 
 @dataclass(frozen=True, eq=False)
 class DenseExperts(ExpertWeights):
-    """Experts whose weights are not quantised; ``values`` is [experts, out_features, in_features]."""
+    """Experts whose weights are not quantised.
+
+    Attributes:
+        values: [experts, out_features, in_features].
+        bias: [experts, out_features], or ``None``.
+    """
 
     values: Tensor
+    bias: Tensor | None = None
 
-    def linear(self, x: Tensor, routing: ops.Routing, *, activation: str | None = None) -> Tensor:
-        return ops.grouped_gemm(x, self.values, routing.row_ids, routing.expert_start, activation=activation)
+    def linear(self, x: Tensor, routing: ops.Routing | ops.HeadRows, *, activation: str | None = None) -> Tensor:
+        return ops.grouped_gemm(
+            x, self.values, routing.row_ids, routing.expert_start, bias=self.bias, activation=activation
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +50,7 @@ class QuantizedExperts(ExpertWeights):
         qweight, scales, mins: packed tensors, see :func:`fastinfer.ops.grouped_int8_gemm`.
         out_features: number of rows of an expert before padding.
         activation_bits: precision of the input in products, see :func:`fastinfer.ops.int8_gemm`.
+        bias: [experts, out_features], or ``None``.
     """
 
     bits: int
@@ -50,8 +59,9 @@ class QuantizedExperts(ExpertWeights):
     mins: Tensor | None
     out_features: int
     activation_bits: int
+    bias: Tensor | None = None
 
-    def linear(self, x: Tensor, routing: ops.Routing, *, activation: str | None = None) -> Tensor:
+    def linear(self, x: Tensor, routing: ops.Routing | ops.HeadRows, *, activation: str | None = None) -> Tensor:
         if self.bits == 6:
             return ops.grouped_int6_gemm(
                 x,
@@ -60,6 +70,7 @@ class QuantizedExperts(ExpertWeights):
                 self.out_features,
                 routing.row_ids,
                 routing.expert_start,
+                bias=self.bias,
                 activation=activation,
                 activation_bits=self.activation_bits,
             )
@@ -72,6 +83,7 @@ class QuantizedExperts(ExpertWeights):
             self.out_features,
             routing.row_ids,
             routing.expert_start,
+            bias=self.bias,
             activation=activation,
             activation_bits=self.activation_bits,
         )
@@ -85,14 +97,16 @@ class LutExperts(ExpertWeights):
         qweight, scales: packed tensors, see :func:`fastinfer.ops.grouped_lut_gemm`.
         table: [16] fp32, the look-up table.
         out_features: number of rows of an expert before padding.
+        bias: [experts, out_features], or ``None``.
     """
 
     qweight: Tensor
     scales: Tensor
     table: Tensor
     out_features: int
+    bias: Tensor | None = None
 
-    def linear(self, x: Tensor, routing: ops.Routing, *, activation: str | None = None) -> Tensor:
+    def linear(self, x: Tensor, routing: ops.Routing | ops.HeadRows, *, activation: str | None = None) -> Tensor:
         return ops.grouped_lut_gemm(
             x,
             self.qweight,
@@ -101,6 +115,7 @@ class LutExperts(ExpertWeights):
             self.out_features,
             routing.row_ids,
             routing.expert_start,
+            bias=self.bias,
             activation=activation,
         )
 
@@ -110,6 +125,7 @@ def make_expert_weights(
     activation_bits: int,
     device: str = "cpu",
     dense_dtype: torch.dtype | None = None,
+    bias: Tensor | None = None,
 ) -> ExpertWeights:
     """Pack the experts' weights for the kernels; no integer or scale is rounded.
 
@@ -120,11 +136,13 @@ def make_expert_weights(
             that were made for int8 activations, as there is no W8A8 product for experts.
         device: device that will use the weights; the packed forms of CPU and GPU differ.
         dense_dtype: dtype to convert weights to that are not quantised; ``None`` to keep the checkpoint's dtype.
+        bias: [experts, out_features] fp32, or ``None``.
 
     Raises:
         UnsupportedModelError: the experts differ in form, shape or group size, or their inputs are permuted.
     """
     first = experts[0]
+    bias = None if bias is None else bias.to(device)
     for index, expert in enumerate(experts):
         same_bits = packed_bits(expert, device) == packed_bits(first, device)
         if not first.fits(expert) or not same_bits or expert.shape != first.shape:
@@ -135,7 +153,7 @@ def make_expert_weights(
     form = first.form if isinstance(first, GGUFRows) else first
     bits = packed_bits(first, device)
     if not bits:
-        return DenseExperts(_stack_dense(experts, device, dense_dtype))
+        return DenseExperts(_stack_dense(experts, device, dense_dtype), bias)
     if isinstance(form, Grouped) and form.permutation is not None:
         raise UnsupportedModelError(
             "the experts of a layer must have their inputs in order, got permuted ones (desc_act)"
@@ -152,8 +170,8 @@ def make_expert_weights(
     assert scales is not None
     if isinstance(form, Lut):
         assert form.table is not None
-        return LutExperts(qweight, scales, form.table.to(device, copy=True), out_features)
-    return QuantizedExperts(bits, qweight, scales, mins, out_features, activation_bits)
+        return LutExperts(qweight, scales, form.table.to(device, copy=True), out_features, bias)
+    return QuantizedExperts(bits, qweight, scales, mins, out_features, activation_bits, bias)
 
 
 def _stack_dense(experts: Sequence[Unpacked], device: str, dtype: torch.dtype | None) -> Tensor:

@@ -41,6 +41,7 @@ extern "C" __attribute__((visibility("default"))) bool run_instruction(const cha
   INSTRUCTION("maddubs 256", maddubs(A(u8x32), B(i8x32)))
   INSTRUCTION("madd 256", madd(A(i16x16), B(i16x16)))
   INSTRUCTION("sign 256", sign(A(i8x32), B(i8x32)))
+  INSTRUCTION("fused_multiply_add 256", fused_multiply_add(A(f32x8), B(f32x8), SUM(f32x8)))
 #endif
 #if defined(FASTINFER_AVX512_VNNI)
   INSTRUCTION("half_to_float 512", half_to_float(A(u16x16)))
@@ -54,6 +55,7 @@ extern "C" __attribute__((visibility("default"))) bool run_instruction(const cha
 #if defined(FASTINFER_AVX512_BF16)
   INSTRUCTION("dpbf16 256", dpbf16(SUM(f32x8), A(u16x16), B(u16x16)))
   INSTRUCTION("dpbf16 512", dpbf16(SUM(f32x16), A(u16x32), B(u16x32)))
+  INSTRUCTION("float_to_bf16 512", float_to_bf16(A(f32x16), B(f32x16)))
 #endif
   return false;
 }

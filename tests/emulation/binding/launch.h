@@ -8,6 +8,7 @@
 
 #include <optional>
 
+#include "common/cuda/arrival_counters.h"
 #include "common/cuda/device.h"
 
 #define FASTINFER_CPU_OPERATORS(m) [[maybe_unused]] static void not_emulated(torch::stable::detail::StableLibrary& m)
@@ -24,6 +25,10 @@ inline torch::stable::Tensor new_tensor(const torch::stable::Tensor& like,
 
 inline const cuda::Device* gpu_of(const torch::stable::Tensor& /*x*/) {
   return &cuda::device(0);
+}
+
+inline uint32_t* arrival_counters(const torch::stable::Tensor& /*like*/, int64_t count) {
+  return cuda::arrival_counters(nullptr, count);
 }
 
 }  // namespace fastinfer

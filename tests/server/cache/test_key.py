@@ -35,11 +35,12 @@ OTHERS: dict[str, Any] = {
     "truncate_prompt_tokens": 5,
     "structured_outputs": StructuredOutputsParams(regex="a"),
     "skip_special_tokens": False,
+    "kept_special_tokens": [5],
 }
 
 
 def key(params: SamplingParams | None = None, **changes: Any) -> str:
-    parts: dict[str, Any] = {"model": MODEL, "tenant": "me", "token_ids": [1, 2, 3], "answer": {"route": "chat"}}
+    parts: dict[str, Any] = {"model": MODEL, "tenant": "me", "prompts": [[1, 2, 3]], "answer": {"salt": "a"}}
     return cache_key(params=params or SamplingParams(), **parts | changes)
 
 
@@ -56,10 +57,13 @@ def test_every_parameter_is_part_of_the_key() -> None:
     [
         {"tenant": "you"},
         {"tenant": ""},
-        {"token_ids": [1, 2]},
-        {"token_ids": [12, 3]},
-        {"answer": {"route": "completions"}},
-        {"answer": {"route": "chat", "salt": "x"}},
+        {"prompts": [[1, 2]]},
+        {"prompts": [[12, 3]]},
+        {"prompts": [[1, 2], [3]]},
+        {"prompts": [[1], [2, 3]]},
+        {"prompts": [[1, 2, 3], []]},
+        {"answer": {"salt": "b"}},
+        {"answer": {"salt": "a", "more": "x"}},
         *({"model": dataclasses.replace(MODEL, **{name: "other"})} for name in dataclasses.asdict(MODEL)),
     ],
     ids=str,
@@ -97,5 +101,7 @@ def test_what_has_no_canonical_form_is_refused() -> None:
 def test_keys_begin_with_the_scope_and_show_no_names() -> None:
     assert key().startswith(model_scope(MODEL, "me"))
     assert not key().startswith(model_scope(MODEL, "you"))
+    assert key().startswith(model_scope(MODEL))
+    assert not key().startswith(model_scope(dataclasses.replace(MODEL, weights="v")))
     assert key(tenant="geheim\n*").isascii()
     assert "geheim" not in key(tenant="geheim\n*")

@@ -10,7 +10,13 @@ GREEDY = SamplingParams(temperature=0)
 
 @pytest.mark.parametrize(
     ("params", "expected"),
-    [(GREEDY, True), (SamplingParams(seed=0), True), (SamplingParams(), False), (SamplingParams(top_k=1), False)],
+    [
+        (GREEDY, True),
+        (SamplingParams(seed=0), True),
+        (SamplingParams(), False),
+        (SamplingParams(top_k=1), False),
+        (SamplingParams(temperature=0, logits_processors=[lambda tokens, logits: None]), False),
+    ],
 )
 def test_deterministic_requests_alone(params: SamplingParams, expected: bool) -> None:
     assert cache_use(params, "") == CacheUse(read=expected, write=expected)

@@ -100,7 +100,7 @@ def test_killed_half_way(server: RedisServer) -> None:
             for i in range(40):
                 key = f"{name}:{i}"
                 await cache.put(key, key.encode())
-                if await cache.get(key) not in (None, key.encode()):
+                if await cache.store.get(key) not in (None, key.encode()):
                     wrong.append(key)
                 done += 1
 
@@ -117,7 +117,7 @@ def test_killed_half_way(server: RedisServer) -> None:
         server.start()
         store.breaker.failed()
         await cache.put("a", b"x")
-        assert await cache.get("a") is None, "Redis is left alone during the pause"
+        assert await cache.store.get("a") is None, "Redis is left alone during the pause"
         clock.now += 5.0
         await _until_found(cache, clock)
         assert not store.breaker.is_open
@@ -130,7 +130,7 @@ async def _until_found(cache: ResponseCache, clock: ManualClock) -> None:
     """Put and get until it works: on a busy machine a call may take longer than the time-out."""
     for _ in range(200):
         await cache.put("a", b"x")
-        if await cache.get("a") == b"x":
+        if await cache.store.get("a") == b"x":
             return
         clock.now += 5.0
     pytest.fail("Redis is not used again")
@@ -196,7 +196,7 @@ def test_what_is_not_a_redis() -> None:
         cache.store.breaker = CircuitBreaker(MAX_FAILURES, 5.0, ManualClock())
         for _ in range(10):
             await cache.put("a", b"x")
-            assert await cache.get("a") is None
+            assert await cache.store.get("a") is None
         assert cache.store.stats.errors == MAX_FAILURES, "the breaker spares the others the wait"
         assert cache.store.stats.misses == 10
         await cache.close()

@@ -17,16 +17,22 @@ class Worker:
 
     def __init__(self, flight: SingleFlight, key: str = "k") -> None:
         self.leads: bool | None = None
+        self.value: bytes | None = None
         self.go = asyncio.Event()
         self.fails = False
         self.task = asyncio.create_task(self._run(flight, key))
 
     async def _run(self, flight: SingleFlight, key: str) -> None:
-        async with flight(key) as leads:
-            self.leads = leads
+        self.leads, self.value = await flight.enter(key)
+        value = None
+        try:
             await self.go.wait()
             if self.fails:
                 raise OSError("failed")
+            value = b"answer"
+        finally:
+            if self.leads:
+                flight.leave(key, value)
 
 
 def test_one_leads_and_the_others_enter_together() -> None:
@@ -40,6 +46,7 @@ def test_one_leads_and_the_others_enter_together() -> None:
         workers[0].go.set()
         await settle()
         assert [worker.leads for worker in workers] == [True, False, False, False]
+        assert [worker.value for worker in workers[1:]] == [b"answer"] * 3
         # The answer is there; the next request of this key begins anew.
         late = Worker(flight)
         await settle()

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -79,7 +80,7 @@ def test_an_answer_streams_in(page: Browser, server: FakeOpenAI) -> None:
     page.wait(DONE)
     assert page.run(f"return document.querySelector('{LAST}').innerHTML") == "<p>Hello <strong>you</strong>.</p>"
     assert page.text(".message.user .bubble") == "Hi"
-    assert page.text(".stats").startswith("34 tokens · ")
+    assert page.text(".stats").startswith("toy-135m · 34 tokens · ")
     assert "first after" in page.text(".stats")
     assert page.text("#gauge-text") == "46 / 2,048"
     assert visible(page, "#send")
@@ -102,6 +103,7 @@ def test_stop_aborts_the_request_and_keeps_the_text(page: Browser, server: FakeO
     assert server.num_disconnects == 1
     assert not visible(page, ".failure")
     assert page.text("#status") == "Stopped"
+    assert visible(page, '[aria-label="Continue this answer"]')
 
 
 def test_escape_stops_and_an_empty_box_edits_the_last_message(page: Browser, server: FakeOpenAI) -> None:
@@ -152,6 +154,127 @@ def test_reasoning_is_folded_once_the_answer_begins(page: Browser, server: FakeO
     assert not page.run("return document.querySelector('details.reasoning').open")
     assert page.text("summary").startswith("Thought for")
     assert page.text(LAST) == "Done."
+
+
+def test_tool_calls_are_shown(page: Browser, server: FakeOpenAI) -> None:
+    def call(index: int, **function: str) -> Step:
+        return {"delta": {"tool_calls": [{"index": index, "function": function}]}}
+
+    server.answer = lambda request: [
+        {"delta": {"content": "I look."}},
+        {"delta": {"tool_calls": [{"index": 0, "id": "c1", "type": "function", "function": {"name": "weather"}}]}},
+        call(0, arguments='{"city": "<b>Par'),
+        call(0, arguments='is</b>"}'),
+        call(1, name="time", arguments='{"half'),
+        call(7, name="left out"),
+        *the_end("tool_calls"),
+    ]
+    ask(page, "Hi")
+    shown = "[...document.querySelectorAll('.calls details')].map((n) => n.querySelector('summary').textContent)"
+    assert page.run(f"return {shown}") == ["Tool call: weather", "Tool call: time"]
+    assert page.text(".calls code") == '{\n  "city": "<b>Paris</b>"\n}\n'
+    assert page.text(LAST) == "I look."
+    open_page(page, server)
+    page.wait("document.querySelector('#list .title')")
+    page.click("#list .title")
+    assert page.run(f"return {shown}") == ["Tool call: weather", "Tool call: time"]
+    assert not visible(page, '[aria-label="Continue this answer"]')
+    server.answer = lambda request: text_answer("Sunny.")
+    ask(page, "It is sunny", f"document.querySelectorAll('.message').length === 4 && {DONE}")
+    texts = [message["content"] for message in server.requests[-1]["messages"]]
+    assert texts[1].startswith('I look.\n\nweather({"city"')
+
+
+def test_a_server_that_is_not_ready_is_asked_again(page: Browser, server: FakeOpenAI) -> None:
+    server.limit = None
+    open_page(page, server)
+    server.limit = 2048
+    server.refusals = ["the model is being loaded"] * 2
+    ask(page, "Hi", "document.querySelector('.stats')?.textContent.includes('being loaded. Trying again')")
+    assert page.text("#status") == "The model is being loaded. Trying again"
+    page.wait(DONE)
+    assert page.text(LAST) == "Hello."
+    assert not visible(page, ".failure")
+    page.wait("document.querySelector('#gauge-text').textContent === '150 / 2,048'")
+    assert float(re.findall("first after (.*) s", page.text(".stats"))[0]) < 1, "the wait does not count"
+    server.refusals = ["the queue is full"] * 50
+    ask(page, "Again", "document.querySelector('.message:last-child .stats')?.textContent.includes('queue is full')")
+    page.click("#stop")
+    page.wait(DONE)
+    assert page.text("#status") == "Stopped"
+    assert len(server.refusals) > 45
+
+
+def test_the_speed_is_shown_while_the_answer_is_written(page: Browser, server: FakeOpenAI) -> None:
+    def answer(request: dict[str, Any]) -> Iterator[Step]:
+        usage = {"prompt_tokens": 10, "completion_tokens": 3}
+        yield {"delta": {"content": "Hello "}, "usage": usage}
+        while not released:
+            yield 0.01
+        yield from the_end()
+
+    released: list[bool] = []
+    server.answer = answer
+    ask(page, "Hi", "document.querySelector('.message:last-child .stats')?.textContent.includes('3 tokens')")
+    assert server.requests[0]["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
+    page.click("#stop")
+    page.wait(DONE)
+    released.append(True)
+    assert page.text("#gauge-text") == "13 / 2,048"  # known although the answer has no end
+
+
+def test_the_view_follows_the_answer_until_the_reader_scrolls_up(page: Browser, server: FakeOpenAI) -> None:
+    def answer(request: dict[str, Any]) -> Iterator[Step]:
+        for number in range(80):
+            yield {"delta": {"content": f"## Part {number}\n\n```\n" + "line\n" * 12 + "```\n\n"}}
+            yield 0.01
+            while number == 40 and not released:
+                yield 0.01
+        yield from the_end()
+
+    rest = "document.querySelector('#scroll').scrollHeight - document.querySelector('#scroll').scrollTop - innerHeight"
+    released: list[bool] = []
+    server.answer = answer
+    ask(page, "Hi", f"document.querySelector('{LAST}')?.textContent.includes('Part 40')")
+    page.wait(f"{rest} < 0 && !document.querySelector('#down').checkVisibility()")
+    page.run("document.querySelector('#scroll').scrollBy(0, -700)")
+    page.wait("document.querySelector('#down').checkVisibility()")
+    place = page.run("return document.querySelector('#scroll').scrollTop")
+    released.append(True)
+    page.wait(DONE)
+    assert abs(page.run("return document.querySelector('#scroll').scrollTop") - place) < 5
+    page.click("#down")
+    page.wait(f"{rest} < 0 && !document.querySelector('#down').checkVisibility()")
+
+
+def test_the_view_stays_when_the_reader_unfolds_or_edits(page: Browser, server: FakeOpenAI) -> None:
+    answer = text_answer("A line.\n\n" * 30, 300)
+    server.answer = lambda request: [{"delta": {"reasoning_content": "Hm.\n\n" * 30}}, *answer]
+    ask(page, "Hi")
+    page.run("document.querySelector('#scroll').scrollTop = 0")
+    page.wait("document.querySelector('#down').checkVisibility()")
+    page.click("#down")
+    time.sleep(0.6)  # the heights have settled
+    top = "document.querySelector('#scroll').scrollTop"
+    place = page.run(f"return {top}")
+    page.run("document.querySelector('details.reasoning').open = true")
+    page.run("return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert page.run(f"return {top}") == place
+    page.run("document.querySelector('.message.user [aria-label=Edit]').click()")
+    page.run("return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    box = page.run("return document.querySelector('.edit').getBoundingClientRect().toJSON()")
+    assert box["top"] >= 0
+    assert box["bottom"] <= 800
+
+
+def test_an_empty_message_is_not_sent(page: Browser, server: FakeOpenAI) -> None:
+    assert page.run("return document.querySelector('#send').disabled")
+    page.type("#input", "  ")
+    page.press("Enter")
+    assert page.run("return document.querySelector('#send').disabled")
+    page.type("#input", "x")
+    assert not page.run("return document.querySelector('#send').disabled")
+    assert server.requests == []
 
 
 def test_settings_are_sent(page: Browser, server: FakeOpenAI) -> None:
@@ -294,6 +417,19 @@ def test_a_question_without_an_answer_can_be_answered(page: Browser, server: Fak
     assert page.text(LAST) == "Hello."
 
 
+def test_the_list_can_be_put_away(page: Browser, server: FakeOpenAI) -> None:
+    ask(page, "apples")
+    assert page.run("return document.querySelector('#list li').dataset.period") == "Today"
+    assert page.run("return document.querySelector('#menu').ariaExpanded") == "true"
+    page.click("#menu")
+    assert not visible(page, "#side")
+    open_page(page, server)
+    assert not visible(page, "#side")
+    assert page.run("return document.querySelector('#menu').ariaExpanded") == "false"
+    page.press("Control", "k")
+    assert page.run("return document.activeElement.id") == "search"
+
+
 # ---- A server that goes away ----
 
 
@@ -349,7 +485,9 @@ MARKDOWN = [
     ("- [x] a\n- [ ] b", "<ul><li>☑ a</li><li>☐ b</li></ul>"),
     ("> a\n> - b", "<blockquote><p>a</p><ul><li>b</li></ul></blockquote>"),
     ("a\n\n---\n\nb", "<p>a</p><hr><p>b</p>"),
-    ("<b>&amp;</b>", "<p>&lt;b&gt;&amp;amp;&lt;/b&gt;</p>"),
+    ("<b>&amp;</b> &lt;i&gt; &copy;", "<p>&lt;b&gt;&amp;&lt;/b&gt; &lt;i&gt; &amp;copy;</p>"),
+    ("a<br>b<br/>c<br x>", "<p>a<br>b<br>c&lt;br x&gt;</p>"),
+    ("***a*** b", "<p><strong><em>a</em></strong> b</p>"),
     (
         "[a](https://b.example/c) https://d.example/e.",
         '<p><a href="https://b.example/c" target="_blank" rel="noopener noreferrer nofollow">a</a> '
@@ -371,6 +509,11 @@ def test_tables_and_code(page: Browser) -> None:
     assert '<td class="middle"><code>x|y</code></td>' in html
     assert '<span class="t-k">if</span> x:  <span class="t-c"># é</span>' in html
     assert "<span class=\"t-s\">'&lt;b&gt;'</span>" in html
+
+
+def test_changes_are_coloured(page: Browser) -> None:
+    html = page.run(HTML_OF, ["```diff\n-a\n+new b\n c\n```"])
+    assert '<span class="t-r">-a</span>\n<span class="t-s">+new b</span>\n c\n' in html
 
 
 SAMPLE = "\n\n".join(
@@ -487,6 +630,7 @@ def test_no_text_becomes_a_part_of_the_page(page: Browser, server: FakeOpenAI) -
     server.answer = lambda request: [
         {"delta": {"reasoning_content": corpus}},
         {"delta": {"content": corpus}},
+        {"delta": {"tool_calls": [{"index": 0, "function": {"name": XSS[1], "arguments": corpus}}]}},
         {"error": {"message": corpus}},
     ]
     page.run("files.push({ name: arguments[0], text: arguments[0] })", XSS[1])
@@ -494,6 +638,7 @@ def test_no_text_becomes_a_part_of_the_page(page: Browser, server: FakeOpenAI) -
     page.wait("document.querySelector('.failure')")
     file = {"name": XSS[1], "text": XSS[0]}
     message = {"id": XSS[1], "parent": "", "role": "assistant", "content": corpus, "reasoning": corpus, "files": [file]}
+    message["calls"] = [{"name": XSS[1], "arguments": corpus}, None]
     conversation = {"title": XSS[1], "messages": {"x": message}}
     page.run("return importFile(new File([arguments[0]], 'x'))", json.dumps({"conversations": [conversation]}))
     for _ in range(2):
@@ -548,7 +693,11 @@ def violations(page: Browser) -> list[tuple[str, list[str]]]:
 def test_axe_finds_nothing(page: Browser, server: FakeOpenAI, width: int, scheme: str) -> None:
     page.resize(width, 800, scheme)
     assert violations(page) == []
-    server.answer = lambda request: [{"delta": {"reasoning_content": "Hm."}}, *text_answer(SAMPLE, 1000)]
+    call = {"index": 0, "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+    server.answer = lambda request: [
+        *[{"delta": {"reasoning_content": "Hm."}}, {"delta": {"tool_calls": [call]}}],
+        *text_answer(SAMPLE, 1000),
+    ]
     ask(page, "Hi")
     page.click('[aria-label="Answer again"]')
     page.wait(f"document.querySelector('.message:last-child .tools').textContent.includes('2/2') && {DONE}")
@@ -573,6 +722,8 @@ def test_nothing_is_wider_than_a_phone(page: Browser, server: FakeOpenAI) -> Non
     assert page.run(f"return {widths}") == [375, 375]
     page.run("document.querySelector('#open-settings').click()")
     assert page.run("return document.querySelector('#settings').scrollWidth") <= 375
+    tops = "new Set([...document.querySelectorAll('#settings .row button')].map((n) => n.offsetTop))"
+    assert page.run(f"return {tops}.size") == 1, "the buttons are in one row"
 
 
 def test_the_keyboard_reaches_everything_in_order(page: Browser) -> None:
@@ -587,10 +738,39 @@ def test_the_keyboard_reaches_everything_in_order(page: Browser) -> None:
         "Settings",
         "New conversation",
         "Search conversations",
-        "Model",
+        "Conversations",
     ]
     page.press("Control", "k")
     assert page.run("return document.activeElement.id") == "search"
+
+
+def test_the_focus_is_kept_when_something_is_drawn_again(page: Browser, server: FakeOpenAI) -> None:
+    """By keyboard alone: answers, versions, an edit that is given up, a conversation that is renamed and deleted."""
+    focus = "document.activeElement"
+    name = f"{focus}.ariaLabel ?? {focus}.textContent"
+    ask(page, "One")
+    page.run("document.querySelector('[aria-label=\"Answer again\"]').focus()")
+    page.press("Enter")
+    page.wait(f"document.querySelector('.message:last-child .tools').textContent.includes('2/2') && {DONE}")
+    assert page.run(f"return {name}") == "Message"
+    page.run("document.querySelector('[aria-label=\"Previous version\"]').focus()")
+    page.press("Enter")
+    page.wait("document.querySelector('.message:last-child .tools').textContent.includes('1/2')")
+    assert page.run(f"return {name}") == "Message", "there is no version before"
+    page.run("document.querySelector('.message.user [aria-label=Edit]').focus()")
+    page.press("Enter")
+    assert page.run(f"return {name}") == "Edit message"
+    page.press("Escape")
+    assert page.run(f"return {name}") == "Edit"
+    page.run(
+        "document.querySelector('#list .rename').focus(); window.prompt = () => 'Two'; window.confirm = () => true"
+    )
+    page.press("Enter")
+    assert page.run(f"return {name}") == "Rename Two"
+    page.press("Tab")
+    assert page.run(f"return {name}") == "Delete Two"
+    page.press("Enter")
+    assert page.run(f"return {name}") in ("Search conversations", "Message")
 
 
 def test_colours_can_be_chosen(page: Browser, server: FakeOpenAI) -> None:

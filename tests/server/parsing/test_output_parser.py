@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.tool_formats import CALLS, FORMATS, TOOLS
+from support.tool_formats import CALLS, FORMATS, TOOLS, written
 
 from fastinfer.server import parsing
 from fastinfer.server.parsing import (
@@ -20,9 +20,9 @@ from fastinfer.server.parsing import (
     TextDelta,
     ToolCallArguments,
     ToolCallStart,
+    begun_answer,
     find_spec,
 )
-from fastinfer.tokenizers.chat_template import render
 
 QWEN3 = find_spec("<think> <tool_call>", {})
 assert QWEN3 is not None
@@ -32,7 +32,8 @@ def parse(
     spec: ParserSpec | str, pieces: str | list[str], prompt: str = "", tools: Any = None
 ) -> list[tuple[str, str] | tuple[str, str, str]]:
     """("reasoning", text), ("text", text) and ("call", name, arguments), in order, with neighbours joined."""
-    parser = OutputParser(SPECS[spec] if isinstance(spec, str) else spec, prompt, tools)
+    spec = SPECS[spec] if isinstance(spec, str) else spec
+    parser = OutputParser(spec, begun_answer(spec, prompt), tools)
     events = [event for piece in ([pieces] if isinstance(pieces, str) else pieces) for event in parser.push(piece)]
     found: list[list[str]] = []
     num_calls = 0
@@ -59,17 +60,6 @@ def parse(
 
 def calls_of(parts: list[Any]) -> list[tuple[str, Any]]:
     return [(part[1], json.loads(part[2])) for part in parts if part[0] == "call"]
-
-
-def written(name: str, content: str = "") -> str:
-    """The calls of ``CALLS`` as the template of a format writes them, without the turn's header and footer."""
-    tool_calls = [{"function": {"name": tool, "arguments": arguments}} for tool, arguments in CALLS]
-    message = {"role": "assistant", "content": content, "tool_calls": tool_calls}
-    form = FORMATS[name]
-    text = render(form.template, [{"role": "user", "content": "?"}, message])
-    assert text.startswith(form.header)
-    assert text.endswith(form.footer)
-    return text[len(form.header) : len(text) - len(form.footer)]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -245,6 +235,23 @@ def test_arguments_that_become_malformed_stay_incomplete(arguments: str, passed_
     assert parts[1][1].endswith("}</tool_call>")
 
 
+@pytest.mark.parametrize(
+    ("spec", "text", "cut", "ended"),
+    [
+        ("hermes", 'Hi\n<tool_call>\n{"name": "no', "Hi", 'Hi\n<tool_call>\n{"name": "no'),
+        ("llama3_json", '<|python_tag|>{"name', "", '<|python_tag|>{"name'),
+        ("llama3_json", '{"name": "no', '{"name": "no', '{"name": "no'),  # which may be any JSON
+        ("mistral", '[TOOL_CALLS][{"na', "", '[TOOL_CALLS][{"na'),
+    ],
+)
+def test_a_call_without_a_name_that_is_cut_off_is_dropped(spec: str, text: str, cut: str, ended: str) -> None:
+    for is_cut, expected in ((True, cut), (False, ended)):
+        parser = OutputParser(SPECS[spec], "", TOOLS)
+        events = [*parser.push(text), *parser.finish(is_cut)]
+        assert "".join(event.text for event in events if isinstance(event, TextDelta)) == expected
+        assert all(isinstance(event, TextDelta) for event in events)
+
+
 @pytest.mark.parametrize("end", ["", "}", "}\n</tool_call>", "}}</tool_call>"])
 def test_a_complete_call_does_not_need_a_complete_end(end: str) -> None:
     parts = parse(QWEN3, list('<tool_call>{"name": "f", "arguments": {"a": 1}' + end))
@@ -323,8 +330,8 @@ def test_ids_are_unique_and_short_where_templates_require_it() -> None:
 
 
 def test_special_tokens_are_needed_if_a_marker_is_one() -> None:
-    assert SPECS["mistral"].needs_special_tokens({"[TOOL_CALLS]", "</s>"})
-    assert not SPECS["hermes"].needs_special_tokens({"<|im_end|>"})
+    assert SPECS["mistral"].special_markers({"[TOOL_CALLS]": 5, "</s>": 2}) == (5,)
+    assert SPECS["hermes"].special_markers({"<|im_end|>": 2}) == ()
 
 
 def test_a_template_without_markers_has_no_spec() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
-from fastinfer.server.parsing import OutputParser, ToolCallArguments, ToolCallStart, find_spec
+from fastinfer.server.parsing import OutputParser, ToolCallArguments, ToolCallStart, begun_answer, find_spec
 from fastinfer.server.parsing.events import Event, ReasoningDelta, TextDelta
 
 FUNCTION = {"type": "function", "function": "{content}"}
@@ -31,7 +31,7 @@ def with_calls(**field: Any) -> dict[str, Any]:
 def run(template: dict[str, Any], text: str, prompt: str = "") -> list[Event]:
     spec = find_spec("<tool_call>", {"response_template": template})
     assert spec is not None
-    whole, pieces = OutputParser(spec, prompt), OutputParser(spec, prompt)
+    whole, pieces = OutputParser(spec, begun_answer(spec, prompt)), OutputParser(spec, begun_answer(spec, prompt))
     events = [*whole.push(text), *whole.finish()]
     piecewise = [event for character in text for event in pieces.push(character)] + pieces.finish()
     assert summary(piecewise) == summary(events)

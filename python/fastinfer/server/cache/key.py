@@ -1,8 +1,10 @@
 """Keys of the response cache: equal exactly if the engine would compute the same answer for the same tenant."""
 
 import dataclasses
+import functools
 import hashlib
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +12,8 @@ from fastinfer.sampling_params import SamplingParams
 
 # Changes with the meaning of the keys or the form of the values, so that old entries of a Redis are not found.
 FORMAT = 1
+# What all keys begin with, of any model and format.
+ALL = "fastinfer:"
 # How an answer is delivered; everything else may change it. A new field is part of the key until it is listed here.
 DELIVERY = frozenset({"output_kind"})
 
@@ -19,10 +23,10 @@ class ModelIdentity:
     """Everything besides the request that decides an answer.
 
     Attributes:
-        weights: fingerprint of the weights and of the precision, see :func:`fastinfer.models.fingerprint.fingerprint`.
+        weights: fingerprint of what computes the answer, see :attr:`fastinfer.AsyncEngine.fingerprint`.
         adapter: digest of the LoRA adapter; empty for none.
-        template: digest of the chat template; empty for plain completions.
-        engine: version of the engine.
+        template: digest of the chat template; empty if the model has none.
+        engine: version of the engine, and its limits on which answers depend.
     """
 
     weights: str
@@ -31,20 +35,23 @@ class ModelIdentity:
     engine: str
 
 
-def model_scope(model: ModelIdentity, tenant: str) -> str:
+@functools.lru_cache(maxsize=1024)
+def model_scope(model: ModelIdentity, tenant: str | None = None) -> str:
     """Return the prefix that the keys of one model and one tenant share, for flushing them together.
 
     Args:
         model: the model.
-        tenant: name of the tenant that the server derives from the API key; tenants share no answers.
+        tenant: name of the tenant that the server derives from the API key; tenants share no answers. ``None`` stands
+            for all tenants.
     """
-    return f"fastinfer:{FORMAT}:{_digest(dataclasses.asdict(model))}:{_digest(tenant)}:"
+    scope = f"{ALL}{FORMAT}:{_digest(dataclasses.asdict(model))}:"
+    return scope if tenant is None else f"{scope}{_digest(tenant)}:"
 
 
 def cache_key(
     model: ModelIdentity,
     tenant: str,
-    token_ids: Sequence[int],
+    prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     answer: Mapping[str, Any],
 ) -> str:
@@ -53,16 +60,29 @@ def cache_key(
     Args:
         model: the model that answers.
         tenant: name of the tenant; tenants share no answers.
-        token_ids: the rendered prompt.
-        params: its sampling parameters.
-        answer: what else shapes the answer: the route, the parsers of tool calls and reasoning, a cache salt.
+        prompts: token ids of the rendered prompts.
+        params: their sampling parameters.
+        answer: what else parts answers, such as a cache salt.
 
     Raises:
         TypeError: a parameter has no canonical form, such as a logits processor.
         ValueError: a parameter is infinite or not a number.
     """
-    fields = {f.name: getattr(params, f.name) for f in dataclasses.fields(params) if f.name not in DELIVERY}
-    return model_scope(model, tenant) + _digest([list(token_ids), fields, answer])
+    try:
+        # Most requests have the same parameters, whose digest takes longer than all the rest.
+        digest = _kept_params_digest(params)
+    except TypeError:  # a constraint that is given as a dictionary cannot be looked up
+        digest = _params_digest(params)
+    # A long prompt is hashed as bytes: as JSON it would hold up the event loop for milliseconds.
+    ids = [hashlib.sha256(array("q", prompt)).hexdigest() for prompt in prompts]
+    return model_scope(model, tenant) + _digest([ids, digest, answer])
+
+
+def _params_digest(params: SamplingParams) -> str:
+    return _digest({f.name: getattr(params, f.name) for f in dataclasses.fields(params) if f.name not in DELIVERY})
+
+
+_kept_params_digest = functools.lru_cache(maxsize=256)(_params_digest)
 
 
 def _digest(value: Any) -> str:

@@ -23,15 +23,13 @@ class OutputParser:
 
     Args:
         spec: how the model marks the parts.
-        prompt_end: the rendered prompt, or at least its last message. It may contain the beginning of the answer, such
-            as an opening ``<think>``; that part causes no events.
+        begun: the part of the answer that is in the prompt, such as an opening ``<think>``, see :func:`begun_answer`;
+            it causes no events.
         tools: the request's tools, as in OpenAI's API. With none of them, calls are not looked for. ``None``: calls are
             looked for, but the names and types of the tools are not known.
     """
 
-    def __init__(
-        self, spec: ParserSpec, prompt_end: str = "", tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> None:
+    def __init__(self, spec: ParserSpec, begun: str = "", tools: Sequence[Mapping[str, Any]] | None = None) -> None:
         self._spec = spec
         self._regions = tuple(r for r in spec.regions if not r.has_calls or tools is None or tools)
         self._patterns = (*(region.open for region in self._regions), *spec.dropped)
@@ -40,21 +38,30 @@ class OutputParser:
         self._is_fresh = True  # only reasoning has come before
         reasoning = spec.reasoning if spec.starts_reasoning else None
         self._reader: _Reader = self._passage(reasoning) if reasoning else self._text(skips_blanks=False)
-        self._feed(_begun_answer(spec, prompt_end))
+        self._feed(begun)
         self.finish()
         self._reader.restart()
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether reasoning has begun and not ended."""
+        return isinstance(self._reader, _PassageReader) and self._reader.emit == self._emit_reasoning
 
     def push(self, delta_text: str) -> list[Event]:
         """Read more of the output, and return what is found in it."""
         self._feed(delta_text)
         return self._take()
 
-    def finish(self) -> list[Event]:
-        """End the output, and return what was held back."""
-        self._reader.finish()
+    def finish(self, is_cut: bool = False) -> list[Event]:
+        """End the output, and return what was held back.
+
+        Args:
+            is_cut: whether the output was cut off. A call that has begun but has no name yet is then dropped.
+        """
+        self._reader.finish(is_cut)
         while self._reader.successor is not None:
             self._follow()
-            self._reader.finish()
+            self._reader.finish(is_cut)
         return self._take()
 
     def _feed(self, text: str) -> None:
@@ -99,7 +106,7 @@ class OutputParser:
         return events
 
     def _emit_text(self, text: str) -> None:
-        if text:
+        if text and not self._spec.only_calls:
             self._is_fresh = False
             self._found.append(TextDelta(text))
 
@@ -198,10 +205,19 @@ class OutputParser:
         return _PassageReader((content.close,), pieces.append, end_value, skips_blanks=False)
 
 
-def _begun_answer(spec: ParserSpec, prompt_end: str) -> str:
-    """Return the part of the answer that is in the prompt."""
-    ends = [prompt_end.rfind(anchor) + len(anchor) for anchor in spec.start_anchors if anchor in prompt_end]
-    return prompt_end[max(ends) :] if ends else ""
+def begun_answer(spec: ParserSpec, prompt: str) -> str:
+    """Return the part of the answer that is in the prompt.
+
+    Args:
+        spec: how the model marks the parts.
+        prompt: the rendered prompt, or at least its last message.
+    """
+    ends = [place + len(anchor) for anchor in spec.start_anchors if (place := prompt.rfind(anchor)) >= 0]
+    if ends:
+        return prompt[max(ends) :]
+    # A template without any of the anchors may still open the reasoning.
+    last = prompt[-64:].rstrip()
+    return next((marker for marker in spec.markers if last.endswith(marker)), "")
 
 
 class _Reader(Protocol):
@@ -217,8 +233,8 @@ class _Reader(Protocol):
     def read(self, text: str, place: int) -> int:
         """Read ``text`` from ``place`` on, and return where the part ends there, or the length of the text."""
 
-    def finish(self) -> None:
-        """End the output."""
+    def finish(self, is_cut: bool) -> None:
+        """End the output, which may have been cut off."""
 
     def restart(self) -> None:
         """Go on after ``finish``: what was read before belongs to the prompt."""
@@ -248,7 +264,7 @@ class _PassageReader:
     ) -> None:
         self.successor: tuple[_Reader, str] | None = None
         self._patterns = patterns
-        self._emit = emit
+        self.emit = emit
         self._enter = enter
         self._skips_blanks = skips_blanks
         self._at_beginning = at_beginning
@@ -259,7 +275,7 @@ class _PassageReader:
         self._pass_on()
         return place
 
-    def finish(self) -> None:
+    def finish(self, is_cut: bool) -> None:
         self._search.finish()
         self._pass_on()
 
@@ -272,7 +288,7 @@ class _PassageReader:
             text = text.lstrip()
         if text:
             self._skips_blanks = False
-            self._emit(text)
+            self.emit(text)
         if self._search.match is not None and self.successor is None:
             self.successor = (self._enter(self._search.match), self._search.rest)
 
@@ -303,6 +319,7 @@ class _CallReader:
         self.successor: tuple[_Reader, str] | None = None
         self._calls = calls
         self._found = found
+        self._is_marked = bool(marker.strip())
         self._kept = [marker]  # what was read since the last event
         self._has_begun = False
         self._emit = emit
@@ -330,8 +347,8 @@ class _CallReader:
                 self._kept.append(text[position])
         return len(text)
 
-    def finish(self) -> None:
-        if not self._has_begun:
+    def finish(self, is_cut: bool) -> None:
+        if not (self._has_begun or (is_cut and self._is_marked)):
             self._emit("".join(self._kept))
         self._kept.clear()
         self._has_begun = True

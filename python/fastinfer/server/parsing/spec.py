@@ -1,7 +1,7 @@
 """How a model marks its reasoning and its tool calls: plain data, from which the parser works."""
 
-from collections.abc import Container
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from fastinfer.server.parsing.value_reader import JSON, Syntax
@@ -73,13 +73,15 @@ class Region:
             ``body``, at the end of the marker, belongs to the region too.
         close: what ends it; ``None`` for the end of the text.
         content: what is in it.
-        end_text: a text that ends it, for grammars that let a model write the region.
+        end_text, begin_text: texts that end and begin it, for grammars that let a model write the region; "" if none is
+            known.
     """
 
     open: str
     close: str | None
     content: Passage | Calls
     end_text: str = ""
+    begin_text: str = ""
 
     @property
     def has_calls(self) -> bool:
@@ -96,6 +98,7 @@ class CallMarkup:
         begin: text before a call's arguments; ``%s`` stands for the tool's name.
         end: text behind the arguments.
         separator: text between two calls; ``None`` if there can be only one.
+        trigger: marker with which ``begin`` begins and that text never contains; "" if there is none.
     """
 
     begin: str
@@ -103,6 +106,7 @@ class CallMarkup:
     before: str = ""
     after: str = ""
     separator: str | None = ""
+    trigger: str = ""
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,7 @@ class ParserSpec:
         markup: how calls are forced; ``None`` if as a list in JSON.
         markers: the literal texts in the markers.
         short_ids: whether ids of calls are nine letters and digits, as Mistral's templates require.
+        only_calls: whether calls are forced, so that there is no text beside them.
     """
 
     regions: tuple[Region, ...]
@@ -127,12 +132,25 @@ class ParserSpec:
     markup: CallMarkup | None = None
     markers: tuple[str, ...] = ()
     short_ids: bool = False
+    only_calls: bool = False
 
     @property
     def reasoning(self) -> Region | None:
         """The first region of reasoning, or ``None``."""
         return next((r for r in self.regions if r.content is Passage.REASONING), None)
 
-    def needs_special_tokens(self, special_tokens: Container[str]) -> bool:
-        """Return whether a marker is one of the model's special tokens, which are left out of text by default."""
-        return any(marker in special_tokens for marker in self.markers)
+    @property
+    def has_calls(self) -> bool:
+        """Whether it is known how tool calls are written."""
+        return any(region.has_calls for region in self.regions)
+
+    def without_calls(self) -> "ParserSpec":
+        """Return how to read an answer without tool calls."""
+        regions = tuple(region for region in self.regions if not region.has_calls)
+        patterns = [pattern for region in regions for pattern in (region.open, region.close or "")]
+        text = "".join((*patterns, *self.dropped)).replace("\\", "")
+        return replace(self, regions=regions, markers=tuple(marker for marker in self.markers if marker in text))
+
+    def special_markers(self, special_tokens: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the ids of the markers that are special tokens, which are left out of text by default."""
+        return tuple(special_tokens[marker] for marker in self.markers if marker in special_tokens)

@@ -38,11 +38,23 @@ _GEMMA4_VALUES = Syntax(delimiters=(('<|"|>', '<|"|>'),), bare_keys=True)
 _FUNCTION_GEMMA_VALUES = Syntax(delimiters=(("<escape>", "<escape>"),), bare_keys=True)
 _NAME = r"(?P<name>[\w.:/-]+)"
 
+# Names of parsers that stand for none of those below.
+AUTO, OFF = "auto", "none"
+
+_THINK = Region(r"\s*<think>", r"\s*</think>", Passage.REASONING, "</think>", "<think>")
+_MISTRAL_THINK = Region(r"\s*\[THINK\]", r"\s*\[/THINK\]", Passage.REASONING, "[/THINK]", "[THINK]")
+_GEMMA_THINK = Region(
+    r"\s*<\|channel>thought\n?", r"\s*<channel\|>", Passage.REASONING, "<channel|>", "<|channel>thought\n"
+)
+
 # By the marker that a template contains if its model reasons.
-_REASONING = {
-    "<think>": Region(r"\s*<think>", r"\s*</think>", Passage.REASONING, "</think>"),
-    "[THINK]": Region(r"\s*\[THINK\]", r"\s*\[/THINK\]", Passage.REASONING, "[/THINK]"),
-    "<|channel>": Region(r"\s*<\|channel>thought\n?", r"\s*<channel\|>", Passage.REASONING, "<channel|>"),
+_REASONING = {"<think>": _THINK, "[THINK]": _MISTRAL_THINK, "<|channel>": _GEMMA_THINK}
+# By the names of reasoning parsers: the marker that opens the region, which DeepSeek R1 leaves out, and the region.
+REASONING: dict[str, tuple[str, Region]] = {
+    "qwen3": ("<think>", _THINK),
+    "deepseek_r1": ("<think>", _THINK),
+    "mistral": ("[THINK]", _MISTRAL_THINK),
+    "gemma": ("<|channel>", _GEMMA_THINK),
 }
 
 SPECS: dict[str, ParserSpec] = {
@@ -50,7 +62,9 @@ SPECS: dict[str, ParserSpec] = {
     "hermes": ParserSpec(
         regions=(Region(r"\s*<tool_call>", r"\s*</tool_call>", CallObjects()),),
         start_anchors=_ANCHORS,
-        markup=CallMarkup('<tool_call>\n{"name": "%s", "arguments": ', "}\n</tool_call>", separator="\n"),
+        markup=CallMarkup(
+            '<tool_call>\n{"name": "%s", "arguments": ', "}\n</tool_call>", separator="\n", trigger="<tool_call>"
+        ),
         markers=("<tool_call>", "</tool_call>"),
     ),
     "qwen3_coder": ParserSpec(
@@ -145,7 +159,48 @@ SPECS: dict[str, ParserSpec] = {
         ),
         start_anchors=_ANCHORS,
         dropped=(r"<\|start\|>assistant\s?",),
+        # A call ends the turn.
+        markup=CallMarkup(
+            "<|channel|>commentary to=functions.%s <|constrain|>json<|message|>", "<|call|>", separator=None
+        ),
         markers=("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|constrain|>"),
+    ),
+}
+
+
+def _json_list(before: str) -> CallMarkup:
+    return CallMarkup('{"name": "%s", "arguments": ', "}", before=before, after="]", separator=", ")
+
+
+# How calls are forced in formats that have changed: a text of the chat templates of each version, and its markup.
+_MARKUPS: dict[str, tuple[tuple[str, CallMarkup], ...]] = {
+    "mistral": (
+        ("[ARGS]", CallMarkup("[TOOL_CALLS]%s[ARGS]", "", trigger="[TOOL_CALLS]")),
+        ("[TOOL_CALLS] [", _json_list("[TOOL_CALLS] [")),
+        ("[TOOL_CALLS][", _json_list("[TOOL_CALLS][")),
+    ),
+    "deepseek": (
+        (
+            "```json",
+            CallMarkup(
+                "<｜tool▁call▁begin｜>function<｜tool▁sep｜>%s\n```json\n",
+                "\n```<｜tool▁call▁end｜>",
+                before="<｜tool▁calls▁begin｜>",
+                after="<｜tool▁calls▁end｜>",
+                separator="\n",
+                trigger="<｜tool▁call▁begin｜>",
+            ),
+        ),
+        (
+            "",
+            CallMarkup(
+                "<｜tool▁call▁begin｜>%s<｜tool▁sep｜>",
+                "<｜tool▁call▁end｜>",
+                before="<｜tool▁calls▁begin｜>",
+                after="<｜tool▁calls▁end｜>",
+                trigger="<｜tool▁call▁begin｜>",
+            ),
+        ),
     ),
 }
 
@@ -157,6 +212,7 @@ _SIGNATURES: tuple[tuple[str, str], ...] = (
     ("<｜tool▁call", "deepseek"),
     ("[TOOL_CALLS]", "mistral"),
     ("<function=", "qwen3_coder"),
+    ("<arg_key>", OFF),  # GLM's, which begin as those of Hermes do
     ("<tool_call>", "hermes"),
     ("<|tool_call_start|>", "pythonic"),
     ("func_name1(", "pythonic"),
@@ -165,24 +221,45 @@ _SIGNATURES: tuple[tuple[str, str], ...] = (
 )
 
 
-def find_spec(chat_template: str | None, tokenizer_config: dict[str, Any]) -> ParserSpec | None:
+def find_spec(
+    chat_template: str | None,
+    tokenizer_config: dict[str, Any],
+    tool_call_parser: str = AUTO,
+    reasoning_parser: str = AUTO,
+) -> ParserSpec | None:
     """Return how a model marks the parts of its output, or ``None`` if nothing of it is recognised.
 
     Args:
         chat_template: Jinja source of the model's template, in which the formats leave their markers.
         tokenizer_config: the checkpoint's tokenizer_config.json; its ``response_template``, if it has one, is used.
+        tool_call_parser, reasoning_parser: what to use instead: a key of ``SPECS``, and of ``REASONING``; ``OFF`` for
+            none; ``AUTO`` for what is found.
 
     Raises:
         CheckpointFormatError: the response template is malformed.
         UnsupportedModelError: it has a part that is not implemented.
     """
-    if (response_template := tokenizer_config.get("response_template")) is not None:
+    response_template = tokenizer_config.get("response_template")
+    if response_template is not None and (tool_call_parser, reasoning_parser) == (AUTO, AUTO):
         return read_response_template(response_template)
     template = chat_template or ""
-    reasoning = {marker: region for marker, region in _REASONING.items() if marker in template}
-    name = next((name for text, name in _SIGNATURES if text in template), None)
-    if name is None and not reasoning:
+    if reasoning_parser == AUTO:
+        reasoning = {marker: region for marker, region in _REASONING.items() if marker in template}
+    else:
+        reasoning = {} if reasoning_parser == OFF else dict([REASONING[reasoning_parser]])
+    name = tool_call_parser
+    if name == AUTO:
+        name = next((name for text, name in _SIGNATURES if text in template), OFF)
+    if name == OFF and not reasoning:
         return None
-    spec = ParserSpec(regions=(), start_anchors=_ANCHORS) if name is None else SPECS[name]
-    markers = (*reasoning, *(region.end_text for region in reasoning.values()))
-    return replace(spec, regions=(*reasoning.values(), *spec.regions), markers=(*markers, *spec.markers))
+    spec = ParserSpec(regions=(), start_anchors=_ANCHORS) if name == OFF else SPECS[name]
+    markups = (markup for text, markup in _MARKUPS.get(name, ()) if text in template)
+    passages = () if reasoning_parser == OFF else reasoning.values()
+    regions = [r for r in spec.regions if r.content is not Passage.REASONING or reasoning_parser != OFF]
+    return replace(
+        spec,
+        regions=(*passages, *regions),
+        starts_reasoning=reasoning_parser == "deepseek_r1",
+        markup=next(markups, spec.markup),
+        markers=(*reasoning, *(region.end_text for region in reasoning.values()), *spec.markers),
+    )

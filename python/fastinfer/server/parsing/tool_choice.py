@@ -1,13 +1,12 @@
-"""Makes a model call tools: ``tool_choice`` as a grammar for structured output, and how to read what it generates."""
+"""Grammars of answers for structured output: forced tool calls, checked arguments, and texts behind reasoning."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fastinfer.errors import RequestError
+from fastinfer.server.parsing.answer_grammar import AnswerGrammar
 from fastinfer.server.parsing.spec import CallMarkup, CallObjects, ParserSpec, Region
-from fastinfer.server.parsing.value_reader import escape
 from fastinfer.structured_output import StructuredOutputsParams
 from fastinfer.utils.checks import show
 
@@ -15,15 +14,12 @@ from fastinfer.utils.checks import show
 _LIST = CallMarkup('{"name": "%s", "arguments": ', "}", before="[", after="]", separator=", ")
 _LIST_REGION = Region(r"^\s*(?P<body>\[)", None, CallObjects())
 
-_BLANK_LINES = r"/\n{0,2}/"
-_ANY_OBJECT = {"type": "object"}
-# Without these a model may write blanks between values until it reaches its limit.
-_JSON_OPTIONS = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class ToolConstraint:
-    """What forces tool calls.
+class AnswerConstraint:
+    """Constraint on an answer, and how to read it.
 
     Attributes:
         structured_outputs: the constraint for the engine.
@@ -34,47 +30,104 @@ class ToolConstraint:
     spec: ParserSpec
 
 
-def constrain_tool_choice(
+def constrain_answer(
     spec: ParserSpec | None,
-    tools: Sequence[Mapping[str, Any]],
+    tools: Tools,
     tool_choice: str | Mapping[str, Any],
     *,
+    text: StructuredOutputsParams | None = None,
     parallel: bool = True,
     special_tokens: Mapping[str, int] | None = None,
     in_reasoning: bool = False,
-) -> ToolConstraint | None:
-    """Return the constraint of a request's ``tool_choice``.
+    may_reason: bool = False,
+) -> AnswerConstraint | None:
+    """Return the constraint of an answer.
 
     Args:
         spec: how the model marks its output; ``None`` if that is not known.
         tools: the request's tools, as in OpenAI's API.
         tool_choice: "none", "auto", "required", or ``{"type": "function", "function": {"name": ...}}``.
+        text: constraint on the text of an answer that calls no tools; ``None`` for none.
         parallel: whether there may be several calls; a named tool is called once.
-        special_tokens: ids of the model's special tokens by their spelling.
+        special_tokens: ids of the model's special tokens by their spelling; those that are no markers do not matter.
         in_reasoning: whether the prompt ends in open reasoning, which the model must close first.
+        may_reason: whether the model may open its reasoning itself.
 
     Returns:
-        The constraint, or ``None`` for "none" and "auto", which constrain nothing.
+        The constraint; ``None`` if the answer is free, or constrained by nothing but ``text``. With "auto" calls are
+        constrained if a function is strict, or if there may be one call only, and the model's format has a marker at
+        which a call begins.
 
     Raises:
-        RequestError: the choice is malformed or names no tool, or the tools make the grammar too long.
+        RequestError: the choice is malformed or names no tool; the tools make the grammar too long; or ``text`` or the
+            model's format cannot be a part of the grammar that is needed.
     """
-    if tool_choice in ("none", "auto"):
+    region = None if spec is None else spec.reasoning
+    may_reason = may_reason and region is not None and bool(region.begin_text)
+    markers = () if spec is None else spec.markers
+    ids = special_tokens or {}
+    grammar = AnswerGrammar({marker: ids[marker] for marker in markers if marker in ids})
+    answer: str | None
+    is_free = False  # outside calls
+    if tool_choice not in ("none", "auto"):
+        answer, spec = _forced(grammar, spec, _chosen(tools, tool_choice), parallel and tool_choice == "required")
+    elif text is not None:
+        may_reason = may_reason and text.field not in ("grammar", "structural_tag")
+        if not (tools or in_reasoning or may_reason):
+            return None
+        answer = _text_or_calls(grammar, spec, text, tools, parallel)
+    else:
+        is_free = True
+        answer = _strict_calls(grammar, spec, tools if tool_choice == "auto" else [], parallel)
+    if answer is None:
         return None
-    chosen = _chosen(tools, tool_choice)
-    several = parallel and tool_choice == "required"
+    if region is not None and in_reasoning:
+        answer = f"{grammar.reasoning(region)} {answer}"
+    elif region is not None and may_reason and not is_free:
+        answer = f"({grammar.text(region.begin_text)} {grammar.reasoning(region)})? {answer}"
+    return AnswerConstraint(grammar.finish(answer), spec or ParserSpec(regions=(), start_anchors=()))
+
+
+def _forced(grammar: AnswerGrammar, spec: ParserSpec | None, tools: Tools, several: bool) -> tuple[str, ParserSpec]:
+    """Return terms that match calls, and how to read these."""
     markup, spec = _markup(spec)
-    grammar = _Grammar(special_tokens or {})
-    call = [grammar.call(tool["function"], markup, number) for number, tool in enumerate(chosen)]
-    calls = f"call ({grammar.text(markup.separator)} call)*" if several and markup.separator is not None else "call"
-    start = [grammar.text(markup.before), calls, grammar.text(markup.after)]
-    if in_reasoning and spec.reasoning is not None:
-        start.insert(0, grammar.reasoning(spec.reasoning))
-    rules = [f"start: {' '.join(filter(None, start))}", f"call: {' | '.join(call)}", *grammar.rules]
-    return ToolConstraint(StructuredOutputsParams(grammar="\n".join(rules)), spec)
+    calls = _calls(grammar, markup, tools, several)
+    return f"{grammar.text(markup.before)} {calls} {grammar.text(markup.after)}", replace(spec, only_calls=True)
 
 
-def _chosen(tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+def _text_or_calls(
+    grammar: AnswerGrammar, spec: ParserSpec | None, text: StructuredOutputsParams, tools: Tools, parallel: bool
+) -> str:
+    """Return terms that match a constrained text, or calls if there are tools."""
+    answer = grammar.constrained_text(text)
+    if not tools:
+        return answer
+    if spec is None or spec.markup is None:
+        raise RequestError("tools: expected no constraint on the text, as this model's calls would not fit into it")
+    return f"({answer} | {_calls(grammar, spec.markup, tools, parallel)})"
+
+
+def _strict_calls(grammar: AnswerGrammar, spec: ParserSpec | None, tools: Tools, parallel: bool) -> str | None:
+    """Return terms that match a text in which calls are constrained; ``None`` if nothing asks for that."""
+    markup = None if spec is None else spec.markup
+    if spec is None or markup is None or not markup.trigger:
+        return None
+    if not tools or (parallel and not any(tool["function"].get("strict") is True for tool in tools)):
+        return None
+    others = [marker for marker in spec.markers if marker != markup.trigger]
+    calls = grammar.calls(tools, replace(markup, begin=markup.begin.removeprefix(markup.trigger)))
+    return grammar.text_with_calls(calls, others, markup.trigger, parallel)
+
+
+def _calls(grammar: AnswerGrammar, markup: CallMarkup, tools: Tools, several: bool) -> str:
+    """Return terms that match one call, or several."""
+    calls = grammar.calls(tools, markup)
+    if several and markup.separator is not None:
+        return f"{calls} ({grammar.text(markup.separator)} {calls})*"
+    return calls
+
+
+def _chosen(tools: Tools, choice: str | Mapping[str, Any]) -> Tools:
     """Return the tools that may be called."""
     names = [tool["function"]["name"] for tool in tools]
     if choice == "required" and tools:
@@ -93,50 +146,3 @@ def _markup(spec: ParserSpec | None) -> tuple[CallMarkup, ParserSpec]:
     spec = spec or ParserSpec(regions=(), start_anchors=())
     passages = tuple(region for region in spec.regions if not region.has_calls)
     return _LIST, replace(spec, regions=(*passages, _LIST_REGION), markup=None)
-
-
-class _Grammar:
-    """Collects the rules of a grammar in Lark's dialect, as llguidance reads it.
-
-    Args:
-        special_tokens: ids by spelling. The text of a special token is generated as this token.
-
-    Attributes:
-        rules: the rules so far.
-    """
-
-    def __init__(self, special_tokens: Mapping[str, int]) -> None:
-        self.rules: list[str] = []
-        self._special_tokens = special_tokens
-
-    def text(self, text: str | None) -> str:
-        """Return the terms that match a text."""
-        terms = []
-        while text:
-            found = [(text.find(token), -len(token), token) for token in self._special_tokens if token in text]
-            place, _, token = min(found, default=(len(text), 0, ""))
-            if place:
-                terms.append(json.dumps(text[:place], ensure_ascii=False))
-            if token:
-                terms.append(f"<[{self._special_tokens[token]}]>")
-            text = text[place + len(token) :]
-        return " ".join(terms)
-
-    def call(self, function: Mapping[str, Any], markup: CallMarkup, number: int) -> str:
-        """Return the terms that match a call of a tool."""
-        schema = function.get("parameters") or _ANY_OBJECT
-        if not isinstance(schema, Mapping):
-            raise RequestError(f"tools: expected parameters as a JSON schema, got {show(schema)}")
-        text = json.dumps({**schema, "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
-        self.rules.append(f"arguments_{number}: %json {text}")
-        begin = markup.begin % escape(function["name"])
-        return f"{self.text(begin)} arguments_{number} {self.text(markup.end)}"
-
-    def reasoning(self, region: Region) -> str:
-        """Return the terms that match open reasoning with its end."""
-        end = region.end_text
-        if end in self._special_tokens:
-            self.rules.append("reasoning: /(?s:.*)/")
-            return f"reasoning {self.text(end)} {_BLANK_LINES}"
-        self.rules.append(f"reasoning[suffix={json.dumps(end)}]: /(?s:.*)/")
-        return f"reasoning {_BLANK_LINES}"

@@ -17,6 +17,24 @@ class LoadAdapterRequest(RequestModel):
     load_inplace: bool = False
 
 
+class ResetResponseCacheRequest(RequestModel):
+    """A request to forget stored answers; without fields all of them, also those of other servers on the same Redis.
+
+    Attributes:
+        model: name of a model or adapter, as requests give it.
+        tenant: the first 16 hexadecimal digits of the SHA-256 of an API key; "" for requests without a key.
+    """
+
+    model: Annotated[str, Field(max_length=256)] | None = None
+    tenant: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] | None = None
+
+
+class SleepRequest(RequestModel):
+    """A request to sleep, whose options are not in its body."""
+
+    level: None = Field(default=None, description="it is a parameter of the query, /sleep?level=2")
+
+
 class UnloadAdapterRequest(RequestModel):
     """A request to forget a LoRA adapter."""
 

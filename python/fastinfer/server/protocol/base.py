@@ -1,12 +1,17 @@
 """What all requests share: strict types, and errors that name the field."""
 
 import asyncio
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from starlette.requests import Request
+from pydantic_core import ErrorDetails
+from starlette.requests import ClientDisconnect, Request
 
+from fastinfer.server.disconnect import ClientGoneError
 from fastinfer.server.errors import APIError
+from fastinfer.server.protocol.one_of import ONE_OF
+from fastinfer.utils.checks import show
 
 # Parsing 1 MB takes about 10 ms, in which no other stream would get its tokens.
 LARGE_BODY_BYTES = 64 << 10
@@ -19,9 +24,19 @@ class RequestModel(BaseModel):
 
     A field that is not declared is refused by its name, and so is a declared field of type ``None`` that has a value:
     those are fields of the interface that the server does not implement.
+
+    Attributes:
+        renamed: names of fields as errors of the library and of chats have them, and the request's own names of these;
+            ``[]`` stands for any number.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    renamed: ClassVar[Mapping[str, str]] = {}
+
+    def field_names(self) -> dict[str, str]:
+        """Return the request's names of fields by the names that errors have."""
+        return {**{name: name for name in type(self).model_fields}, **self.renamed}
 
 
 async def parse(request: Request, model: type[Model], timeout: float) -> Model:
@@ -34,47 +49,67 @@ async def parse(request: Request, model: type[Model], timeout: float) -> Model:
 
     Raises:
         APIError: the body is late, is not JSON, or does not fit the model.
+        ClientGoneError: the client has gone before all of the body was there.
     """
     # Browsers send other types across origins without asking first; a page of the web must not use a local server.
-    request.scope["fields"] = model.model_fields
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
-        raise APIError(415, f"Content-Type must be application/json, got {kind!r}")
+        raise APIError(415, f"Content-Type must be application/json, got {kind or 'none'}")
     try:
         body = await asyncio.wait_for(request.body(), timeout)
     except asyncio.TimeoutError:
         raise APIError(408, f"the body must arrive within {timeout:g} s", code="body_timeout") from None
+    except ClientDisconnect:
+        raise ClientGoneError from None
     try:
         parsed: Model
         if len(body) > LARGE_BODY_BYTES:
             parsed = await asyncio.to_thread(model.model_validate_json, body)
         else:
             parsed = model.model_validate_json(body)
-        return parsed
     except ValidationError as error:
         raise explain(error, model) from None
+    request.scope["names"] = parsed.field_names()
+    return parsed
 
 
 def explain(error: ValidationError, model: type[RequestModel]) -> APIError:
     """Return the answer to a request that does not fit its model: the first mistake, and how many more there are."""
-    mistakes = error.errors(include_url=False, include_context=False, include_input=False)
+    mistakes = error.errors(include_url=False)
     first = mistakes[0]
     if first["type"] == "json_invalid":
         return APIError(400, f"the body must be JSON: {first['msg']}")
     param = _place(first["loc"])
-    message = {
-        "extra_forbidden": f"{param} is not a field of this request",
-        "missing": f"{param} is missing",
-        "none_required": f"{param} is not supported{_reason(model, param)}",
-    }.get(first["type"], f"{param}: {first['msg']}" if param else f"the body must be an object: {first['msg']}")
+    if first["type"] == ONE_OF:
+        param, message = _explain_choice(param, first)
+    else:
+        message = {
+            "extra_forbidden": f"{param} is not a field of this request",
+            "missing": f"{param} is missing",
+            "none_required": f"{param} is not supported{_reason(model, param)}",
+        }.get(first["type"], f"{param}: {first['msg']}" if param else f"the body must be an object: {first['msg']}")
     more = len(mistakes) - 1
     return APIError(400, message + (f" (and {more} more mistakes)" if more else ""), param=param or None)
+
+
+def _explain_choice(param: str, mistake: ErrorDetails) -> tuple[str, str]:
+    """Return the place and the message of a value that is none of several kinds."""
+    value, expected = mistake["input"], mistake["ctx"]
+    key = expected["key"]
+    if not isinstance(value, dict) or not expected["values"]:
+        return param, f"{param} must be {expected['forms']}, got {show(value)}"
+    param = f"{param}.{key}"
+    if key not in value:
+        return param, f"{param} is missing"
+    return param, f"{param} must be one of {expected['values']}, got {show(value[key])}"
 
 
 def _place(location: tuple[int | str, ...]) -> str:
     """Write the place of a mistake as in ``messages[0].role``."""
     place = ""
     for part in location:
+        if isinstance(part, str) and ("[" in part or part in ("str", "int", "float", "bool")):
+            continue  # the name of a type among several
         place += f"[{part}]" if isinstance(part, int) else f".{part}"
     return place.removeprefix(".")[:200]
 

@@ -1,6 +1,6 @@
 """Requests of ``/v1/completions``."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -11,6 +11,8 @@ MAX_PROMPTS = 1024
 
 class CompletionRequest(SamplingFields):
     """A request to continue texts."""
+
+    renamed: ClassVar = {**SamplingFields.renamed, "prompt_token_ids": "prompt"}
 
     prompt: (
         str

@@ -1,5 +1,6 @@
 """Requests of ``/v1/embeddings`` and ``/v1/score``."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -10,6 +11,11 @@ from fastinfer.server.protocol.sampling import MAX_ID_CHARS, ShortText
 MAX_INPUTS = 2048  # OpenAI's
 
 Texts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS)]
+
+
+def places(field: str, texts: Sequence[Any]) -> dict[str, Any]:
+    """Return texts by their places in the request, such as ``input[3]``."""
+    return {f"{field}[{index}]": text for index, text in enumerate(texts)}
 
 
 class EmbeddingRequest(RequestModel):
@@ -28,10 +34,11 @@ class EmbeddingRequest(RequestModel):
     priority: int | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
 
-    def inputs(self) -> list[str] | list[list[int]]:
-        """Return the texts as a list."""
+    def inputs(self) -> dict[str, str | list[int]]:
+        """Return the texts by their places in the request."""
         given: Any = self.input
-        return [given] if isinstance(given, str) or isinstance(given[0], int) else given
+        is_one = isinstance(given, str) or isinstance(given[0], int)
+        return {"input": given} if is_one else places("input", given)
 
 
 class ScoreRequest(RequestModel):
@@ -42,3 +49,11 @@ class ScoreRequest(RequestModel):
     model: str | None = None
     priority: int | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
+
+    def texts(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the texts of both sides by their places in the request."""
+        first, second = (
+            {name: given} if isinstance(given, str) else places(name, given)
+            for name, given in (("text_1", self.text_1), ("text_2", self.text_2))
+        )
+        return first, second

@@ -1,71 +1,199 @@
 """Requests of ``/v1/messages``, Anthropic's interface, and what they are as chats."""
 
-import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from fastinfer.server.errors import APIError
 from fastinfer.server.protocol.base import RequestModel
-from fastinfer.server.protocol.chat import MAX_TOOLS, ChatMessage, ChatRequest
+from fastinfer.server.protocol.chat import MAX_BUDGET, MAX_TOOLS, Caller, ChatRequest, ToolName, conversation
+from fastinfer.server.protocol.one_of import OneOf
 from fastinfer.server.protocol.sampling import ShortText, StreamOptions
 
 # A block of Claude Code's system prompt that has a hash of each request: no two prompts would share a prefix.
 BILLING = "x-anthropic-billing-header"
 
+CacheControl = dict[str, Any] | None  # prefixes are always cached
 
-class Block(RequestModel):
-    """A block of a message; which fields it has depends on its type."""
 
-    type: str
-    text: str | None = None
-    thinking: str | None = None
-    signature: str | None = None
-    id: str | None = None
-    name: str | None = None
-    input: dict[str, Any] | None = None
-    tool_use_id: str | None = None
-    content: str | list["Block"] | None = None
-    is_error: bool | None = None
-    cache_control: dict[str, Any] | None = None  # prefixes are always cached
+class TextBlock(RequestModel):
+    """A text."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl = None
     citations: list[Any] | None = None
-    caller: dict[str, Any] | None = None
+
+
+class ImageSource(RequestModel):
+    """The bytes of an image."""
+
+    type: Literal["base64"]
+    media_type: Annotated[str, Field(pattern=r"^image/\w+$")]
+    data: str
+
+
+class ImageBlock(RequestModel):
+    """An image."""
+
+    type: Literal["image"]
+    source: Annotated[ImageSource, OneOf("type")]
+    cache_control: CacheControl = None
+
+
+class ThinkingBlock(RequestModel):
+    """The reasoning of an earlier answer."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(RequestModel):
+    """The reasoning of another model, which alone could read it."""
+
+    type: Literal["redacted_thinking"]
     data: str | None = None
-    source: Any = None
 
 
-class AnthropicMessage(RequestModel):
-    """A message."""
+class ToolUseBlock(RequestModel):
+    """A tool call of an earlier answer."""
 
-    role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: CacheControl = None
+    caller: Caller | None = None
+
+
+Texts = Annotated[str | list[Annotated[TextBlock, OneOf("type")]], OneOf("type")]
+
+
+class ToolResultBlock(RequestModel):
+    """The result of a tool call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Texts | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl = None
+
+    @property
+    def text(self) -> str:
+        """The result as one text; templates have no other place for the fact that it is an error."""
+        text = _text(self.content or "")
+        return f"Error: {text}" if self.is_error else text
+
+
+UserBlock = Annotated[TextBlock | ImageBlock | ToolResultBlock, OneOf("type")]
+AssistantBlock = Annotated[TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock, OneOf("type")]
+
+
+class AnthropicSystemMessage(RequestModel):
+    """A message of the program."""
+
+    role: Literal["system"]
+    content: Texts
+
+    def for_chat(self) -> list[dict[str, Any]]:
+        """Return the chat messages of the message."""
+        return [{"role": "system", "content": _text(self.content)}]
+
+
+class AnthropicUserMessage(RequestModel):
+    """A message of the user, perhaps with results of tools, which are messages of their own in chats."""
+
+    role: Literal["user"]
+    content: Annotated[str | list[UserBlock], OneOf("type")]
+
+    def for_chat(self) -> list[dict[str, Any]]:
+        """Return the chat messages of the message."""
+        if isinstance(self.content, str):
+            return [{"role": "user", "content": self.content}]
+        results = [block for block in self.content if isinstance(block, ToolResultBlock)]
+        others = [block for block in self.content if not isinstance(block, ToolResultBlock)]
+        messages = [{"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text} for block in results]
+        return [*messages, {"role": "user", "content": list(map(_part, others))}] if others else messages
+
+
+class AnthropicAssistantMessage(RequestModel):
+    """An earlier answer."""
+
+    role: Literal["assistant"]
+    content: Annotated[str | list[AssistantBlock], OneOf("type")]
+
+    def for_chat(self) -> list[dict[str, Any]]:
+        """Return the chat messages of the message."""
+        if isinstance(self.content, str):
+            return [{"role": "assistant", "content": self.content}]
+        texts = [block for block in self.content if isinstance(block, TextBlock)]
+        reasoning = "".join(block.thinking for block in self.content if isinstance(block, ThinkingBlock))
+        calls = [
+            {"id": block.id, "function": {"name": block.name, "arguments": block.input}}
+            for block in self.content
+            if isinstance(block, ToolUseBlock)
+        ]
+        if not (texts or calls or reasoning):
+            return []
+        message = {"role": "assistant", "content": _text(texts), "tool_calls": calls or None}
+        return [{**message, "reasoning_content": reasoning or None}]
+
+
+def _part(block: TextBlock | ImageBlock) -> dict[str, Any]:
+    """Return a block as a part of a chat message."""
+    if isinstance(block, TextBlock):
+        return {"type": "text", "text": block.text}
+    url = f"data:{block.source.media_type};base64,{block.source.data}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _text(content: str | list[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
 class AnthropicTool(RequestModel):
     """A tool that the model may call."""
 
-    name: str
+    name: ToolName
     description: str | None = None
     input_schema: dict[str, Any]
     type: Literal["custom"] | None = None
-    cache_control: dict[str, Any] | None = None
+    cache_control: CacheControl = None
     strict: bool | None = None
+    eager_input_streaming: bool | None = None  # arguments are streamed as they come
+    # Accepted where they ask for what the server does anyway.
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = None
 
 
-class AnthropicToolChoice(RequestModel):
-    """Which tools must be called."""
+class FreeToolChoice(RequestModel):
+    """Whether a tool must be called, whichever it is."""
 
-    type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
+    type: Literal["auto", "any", "none"]
+    disable_parallel_tool_use: bool | None = None
+
+
+class AnthropicNamedToolChoice(RequestModel):
+    """The choice of one tool."""
+
+    type: Literal["tool"]
+    name: str
     disable_parallel_tool_use: bool | None = None
 
 
 class Thinking(RequestModel):
-    """Whether the model reasons first. Its tokens are bounded by ``max_tokens`` alone."""
+    """Reasoning before the answer."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
+    type: Literal["enabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=1, le=MAX_BUDGET)] | None = None
     display: Literal["summarized", "omitted"] | None = None
+
+
+class NoThinking(RequestModel):
+    """An answer without reasoning."""
+
+    type: Literal["disabled"]
 
 
 class Metadata(RequestModel):
@@ -77,36 +205,51 @@ class Metadata(RequestModel):
 class CountTokensRequest(RequestModel):
     """A request for the number of tokens of a conversation."""
 
+    renamed: ClassVar = {
+        "prompt": "messages",
+        "prompt_token_ids": "messages",
+        "stop": "stop_sequences",
+        "thinking_token_budget": "thinking.budget_tokens",
+        "tools[].function.name": "tools[].name",
+        "tools[].function.parameters": "tools[].input_schema",
+    }
+
     model: str
-    messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
-    system: str | list[Block] | None = None
+    messages: Annotated[
+        list[Annotated[AnthropicSystemMessage | AnthropicUserMessage | AnthropicAssistantMessage, OneOf("role")]],
+        Field(min_length=1),
+    ]
+    system: Texts | None = None
     tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: AnthropicToolChoice | None = None
-    thinking: Thinking | None = None
-    cache_control: dict[str, Any] | None = None
+    tool_choice: Annotated[FreeToolChoice | AnthropicNamedToolChoice, OneOf("type")] | None = None
+    thinking: Annotated[Thinking | NoThinking, OneOf("type")] | None = None
+    cache_control: CacheControl = None
 
     def chat(self, **fields: Any) -> ChatRequest:
         """Return the request as a chat.
 
         Raises:
-            APIError: a block is of a kind that the model has not.
+            APIError: there is no text at all, or a tool must be called and there is none.
         """
         messages: list[dict[str, Any]] = []
         if self.system is not None:
-            blocks = [Block(type="text", text=self.system)] if isinstance(self.system, str) else self.system
-            kept = [block for block in blocks if not (block.text or "").startswith(BILLING)]
+            blocks = [TextBlock(type="text", text=self.system)] if isinstance(self.system, str) else self.system
+            kept = [block for block in blocks if not block.text.startswith(BILLING)]
             if kept:
-                messages.append({"role": "system", "content": _text(kept, "system")})
-        for index, message in enumerate(self.messages):
-            messages += _messages(message, f"messages[{index}].content")
+                messages.append({"role": "system", "content": _text(kept)})
+        for message in self.messages:
+            messages += message.for_chat()
         if self.thinking is not None:
-            fields["chat_template_kwargs"] = {"enable_thinking": self.thinking.type != "disabled"}
+            fields["chat_template_kwargs"] = {"enable_thinking": isinstance(self.thinking, Thinking)}
+        if isinstance(self.thinking, Thinking):
+            fields["include_reasoning"] = self.thinking.display != "omitted"
+            fields["thinking_token_budget"] = self.thinking.budget_tokens
         if not messages:
             raise APIError(400, "messages: expected at least one block, got none", param="messages")
         is_begun = messages[-1]["role"] == "assistant"
         chat: ChatRequest = ChatRequest.model_construct(
             model=self.model,
-            messages=[ChatMessage.model_validate(message) for message in messages],
+            messages=conversation(messages),
             continue_final_message=is_begun or None,
             **self._tools(),
             **fields,
@@ -116,15 +259,22 @@ class CountTokensRequest(RequestModel):
     def _tools(self) -> dict[str, Any]:
         """Return the fields of a chat that say which tools there are."""
         if not self.tools:
+            if self.tool_choice is not None and self.tool_choice.type in ("any", "tool"):
+                raise APIError(400, "tool_choice needs tools", param="tool_choice")
             return {}
         functions = [
-            {"name": tool.name, "description": tool.description, "parameters": tool.input_schema} for tool in self.tools
+            {
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": tool.input_schema,
+                "strict": tool.strict,
+            }
+            for tool in self.tools
         ]
-        choice = self.tool_choice or AnthropicToolChoice(type="auto")
-        named = {"type": "function", "function": {"name": choice.name}}
-        kind = {"any": "required", "tool": named}.get(choice.type, choice.type)
-        if choice.type == "tool" and choice.name is None:
-            raise APIError(400, "tool_choice.name is missing", param="tool_choice")
+        choice = self.tool_choice or FreeToolChoice(type="auto")
+        kind: Any = "required" if choice.type == "any" else choice.type
+        if isinstance(choice, AnthropicNamedToolChoice):
+            kind = {"type": "function", "function": {"name": choice.name}}
         checked = ChatRequest.model_validate(
             {
                 "messages": [{"role": "user", "content": ""}],
@@ -160,7 +310,7 @@ class MessagesRequest(CountTokensRequest):
         """Return the request as a chat.
 
         Raises:
-            APIError: a block is of a kind that the model has not.
+            APIError: see :meth:`chat`.
         """
         return self.chat(
             max_tokens=self.max_tokens,
@@ -171,44 +321,3 @@ class MessagesRequest(CountTokensRequest):
             top_p=self.top_p,
             top_k=self.top_k,
         )
-
-
-def _messages(message: AnthropicMessage, place: str) -> list[dict[str, Any]]:
-    """Return the chat messages of a message: results of tools are messages of their own."""
-    if isinstance(message.content, str):
-        return [{"role": message.role, "content": message.content}]
-    results, texts, calls, reasoning = [], [], [], ""
-    for index, block in enumerate(message.content):
-        match block.type:
-            case "text":
-                texts.append(block)
-            case "thinking" if message.role == "assistant":
-                reasoning += block.thinking or ""
-            case "redacted_thinking" if message.role == "assistant":
-                pass  # of another model, which alone could read it
-            case "tool_use" if message.role == "assistant":
-                function = {"name": block.name or "", "arguments": json.dumps(block.input or {})}
-                calls.append({"id": block.id, "type": "function", "function": function})
-            case "tool_result" if message.role == "user":
-                content = block.content or ""
-                text = content if isinstance(content, str) else _text(content, f"{place}[{index}].content")
-                results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
-            case _:
-                raise APIError(
-                    400, f"{place}[{index}]: blocks of the type {block.type!r} are not supported", param=place
-                )
-    if not (texts or calls or reasoning):
-        return results
-    chat: dict[str, Any] = {"role": message.role, "content": _text(texts, place)}
-    if calls:
-        chat["tool_calls"] = calls
-    if reasoning:
-        chat["reasoning_content"] = reasoning
-    return [*results, chat]
-
-
-def _text(blocks: list[Block], place: str) -> str:
-    for index, block in enumerate(blocks):
-        if block.type != "text" or block.text is None:
-            raise APIError(400, f"{place}[{index}]: expected a text, got a block of type {block.type!r}", param=place)
-    return "\n".join(block.text or "" for block in blocks)

@@ -1,76 +1,143 @@
 """Requests of ``/v1/responses``, and what they are as chats."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
+from pydantic_core import PydanticCustomError
 
 from fastinfer.server.errors import APIError
 from fastinfer.server.protocol.base import RequestModel
-from fastinfer.server.protocol.chat import MAX_TOOLS, ChatMessage, ChatRequest
-from fastinfer.server.protocol.sampling import ShortText, StreamOptions
+from fastinfer.server.protocol.chat import MAX_TOOLS, Arguments, Caller, ChatRequest, ToolName, conversation
+from fastinfer.server.protocol.one_of import OneOf
+from fastinfer.server.protocol.sampling import JSONSchema, JSONSchemaFormat, PlainFormat, ShortText, StreamOptions
 
 
-class Part(RequestModel):
-    """A part of a content; which fields it has depends on its type."""
+class InputText(RequestModel):
+    """A text of the user or of a tool."""
 
-    type: str
-    text: str | None = None
-    refusal: str | None = None
+    type: Literal["input_text", "text"]
+    text: str
+
+
+class InputImage(RequestModel):
+    """An image of the user, as a data: URI."""
+
+    type: Literal["input_image"]
+    image_url: str
+    detail: Literal["auto", "low", "high", "original"] | None = None
+    file_id: None = None
+
+
+class OutputText(RequestModel):
+    """A text of an earlier answer."""
+
+    type: Literal["output_text"]
+    text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
-    detail: str | None = None
-    image_url: str | None = None
-    file_id: str | None = None
 
 
-class Item(RequestModel):
-    """An item of the conversation; which fields it has depends on its type."""
+class ReasoningText(RequestModel):
+    """A part of the reasoning."""
 
-    type: str = "message"
+    type: Literal["reasoning_text"]
+    text: str
+
+
+Content = Annotated[str | list[Annotated[InputText | OutputText, OneOf("type")]], OneOf("type")]
+
+
+class ItemModel(RequestModel):
+    """Base of the items. Names and states of earlier items come back with them, and have no effect."""
+
     id: str | None = None
     status: str | None = None
-    role: Literal["user", "assistant", "system", "developer"] | None = None
+
+
+class MessageItem(ItemModel):
+    """A message."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Annotated[str | list[Annotated[InputText | OutputText | InputImage, OneOf("type")]], OneOf("type")]
     phase: str | None = None
-    content: str | list[Part] | None = None
-    call_id: str | None = None
+
+    def model_post_init(self, _: Any) -> None:
+        """Check that an answer has no images."""
+        if self.role == "assistant" and not isinstance(self.content, str):
+            for index, part in enumerate(self.content):
+                if isinstance(part, InputImage):
+                    raise PydanticCustomError(
+                        "image", "expected a text in content[{index}] of an answer, got an image", {"index": index}
+                    )
+
+
+class CallItem(ItemModel):
+    """A tool call of an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: Arguments = ""
+    caller: Caller | None = None
+
+
+class OutputItem(ItemModel):
+    """The result of a tool call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
     name: str | None = None
-    arguments: str | None = None
-    output: str | list[Part] | None = None
-    summary: list[Part] | None = None
-    encrypted_content: str | None = None
+    caller: Caller | None = None
+
+
+class SummaryText(RequestModel):
+    """A part of a summary of the reasoning."""
+
+    type: Literal["summary_text"]
+    text: str
+
+
+class ReasoningItem(ItemModel):
+    """The reasoning of an earlier answer. This server's is in ``content``; another one's may be a summary alone."""
+
+    type: Literal["reasoning"]
+    content: list[Annotated[ReasoningText, OneOf("type")]] | None = None
+    summary: list[Annotated[SummaryText, OneOf("type")]] | None = None
+    encrypted_content: None = None
+
+
+Item = Annotated[MessageItem | CallItem | OutputItem | ReasoningItem, OneOf("type", default="message")]
 
 
 class ResponseTool(RequestModel):
     """A tool that the model may call."""
 
     type: Literal["function"]
-    name: str
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class ToolName(RequestModel):
+class NamedTool(RequestModel):
     """The choice of one tool."""
 
     type: Literal["function"]
     name: str
 
 
-class TextFormat(RequestModel):
-    """A constraint on the text."""
+class TextSchema(JSONSchema):
+    """A constraint on the text by a JSON schema."""
 
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
+    type: Literal["json_schema"]
 
 
 class TextOptions(RequestModel):
     """Options of the text."""
 
-    format: TextFormat | None = None
+    format: Annotated[PlainFormat | TextSchema, OneOf("type")] | None = None
     verbosity: Literal["medium"] | None = None
 
 
@@ -85,11 +152,22 @@ class Reasoning(RequestModel):
 class CountInputRequest(RequestModel):
     """A request for the number of tokens of a conversation."""
 
+    renamed: ClassVar = {
+        "prompt": "input",
+        "prompt_token_ids": "input",
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "structured_outputs": "text.format",
+        "json": "text.format.schema",
+        "tools[].function.name": "tools[].name",
+        "tools[].function.parameters": "tools[].parameters",
+    }
+
     model: str | None = None
-    input: str | Annotated[list[Item], Field(min_length=1)]
+    input: Annotated[str | Annotated[list[Item], Field(min_length=1)], OneOf("type")]
     instructions: str | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolName | None = None
+    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool, OneOf("type")] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
@@ -101,8 +179,7 @@ class CountInputRequest(RequestModel):
         """Return the request as a chat.
 
         Raises:
-            APIError: an item is of a kind that the model has not.
-            ValidationError: a tool is not valid.
+            APIError: a tool must be called, and there is none.
         """
         messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         if isinstance(self.input, str):
@@ -112,7 +189,7 @@ class CountInputRequest(RequestModel):
         effort = None if self.reasoning is None else self.reasoning.effort
         chat: ChatRequest = ChatRequest.model_construct(
             model=self.model,
-            messages=[ChatMessage.model_validate(message) for message in messages],
+            messages=conversation(messages),
             reasoning_effort=effort,
             **self._tools(),
             **fields,
@@ -121,10 +198,12 @@ class CountInputRequest(RequestModel):
 
     def _tools(self) -> dict[str, Any]:
         """Return the fields of a chat that say which tools there are."""
-        if not self.tools:
-            return {}
         choice: Any = self.tool_choice
-        if isinstance(choice, ToolName):
+        if not self.tools:
+            if choice not in (None, "none", "auto"):
+                raise APIError(400, "tool_choice needs tools", param="tool_choice")
+            return {}
+        if isinstance(choice, NamedTool):
             choice = {"type": "function", "function": {"name": choice.name}}
         checked = ChatRequest.model_validate(
             {
@@ -140,7 +219,7 @@ class CountInputRequest(RequestModel):
 class ResponsesRequest(CountInputRequest):
     """A request to answer a conversation, which is not kept."""
 
-    max_output_tokens: int | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
@@ -168,65 +247,61 @@ class ResponsesRequest(CountInputRequest):
         """Return the request as a chat.
 
         Raises:
-            APIError, ValidationError: see :meth:`chat`.
+            APIError: see :meth:`chat`.
         """
-        fields: dict[str, Any] = {}
-        form = None if self.text is None else self.text.format
-        if form is not None and form.type == "json_schema":
-            schema = {"name": form.name, "schema": form.schema_}
-            fields["response_format"] = {"type": form.type, "json_schema": schema}
-        elif form is not None:
-            fields["response_format"] = {"type": form.type}
-        if fields:
-            minimal = {"messages": [{"role": "user", "content": ""}], **fields}
-            fields["response_format"] = ChatRequest.model_validate(minimal).response_format
+        form: Any = None if self.text is None else self.text.format
+        if isinstance(form, TextSchema):
+            form = JSONSchemaFormat(type="json_schema", json_schema=form)
         return self.chat(
             max_tokens=self.max_output_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
             stream=self.stream,
             stream_options=self.stream_options,
-            **fields,
+            response_format=form,
         )
 
 
-def _messages(items: list[Item]) -> list[dict[str, Any]]:
+def _messages(items: list[Any]) -> list[dict[str, Any]]:
     """Return the chat messages of items: reasoning and calls belong to the assistant's message beside them."""
     messages: list[dict[str, Any]] = []
 
-    def answer(field: str) -> dict[str, Any]:
-        """Return the assistant's message to which a field may be added."""
-        if not messages or messages[-1]["role"] != "assistant" or field in messages[-1]:
+    def answer() -> dict[str, Any]:
+        """Return the assistant's message to which a call may be added."""
+        if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": None})
         return messages[-1]
 
-    for index, item in enumerate(items):
-        place = f"input[{index}]"
-        match item.type:
-            case "message" if item.role == "assistant" and messages and messages[-1].get("content", "") is None:
-                messages[-1]["content"] = _text(item.content, place)
-            case "message" if item.role is not None:
-                messages.append({"role": item.role, "content": _text(item.content, place)})
-            case "function_call":
-                call = {"name": item.name or "", "arguments": item.arguments or ""}
-                message = answer("")
-                message.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": call})
-            case "function_call_output":
-                output = _text(item.output, place)
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
-            case "reasoning":
-                text = "\n".join(part.text or "" for part in item.content or [] if isinstance(part, Part))
+    for item in items:
+        match item:
+            case MessageItem(role="assistant") if messages and messages[-1].get("content", "") is None:
+                messages[-1]["content"] = _text(item.content)
+            case MessageItem():
+                messages.append({"role": item.role, "content": _parts(item.content)})
+            case CallItem():
+                call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+                answer().setdefault("tool_calls", []).append(call)
+            case OutputItem():
+                result = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+                messages.append({**result, "name": item.name})
+            case ReasoningItem():
+                text = _text(item.content or item.summary or "")
                 if text:
                     messages.append({"role": "assistant", "content": None, "reasoning_content": text})
-            case _:
-                raise APIError(400, f"{place}: items of the type {item.type!r} are not supported", param=place)
     return messages
 
 
-def _text(content: str | list[Part] | None, place: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content:
-        if part.type not in ("input_text", "output_text", "text") or part.text is None:
-            raise APIError(400, f"{place}: expected a text, got a part of type {part.type!r}", param=place)
-    return "\n".join(part.text or "" for part in content)
+def _parts(content: Any) -> Any:
+    """Return the content of a message as a text or, with images, as parts."""
+    if isinstance(content, str) or not any(isinstance(part, InputImage) for part in content):
+        return _text(content)
+    return [
+        {"type": "image_url", "image_url": {"url": part.image_url}}
+        if isinstance(part, InputImage)
+        else {"type": "text", "text": part.text}
+        for part in content
+    ]
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)

@@ -1,10 +1,12 @@
 """Fields that chats and completions share: OpenAI's, and vLLM's under vLLM's names."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from fastinfer.sampling_params import MAX_ALLOWED_TOKEN_IDS
 from fastinfer.server.protocol.base import RequestModel
+from fastinfer.server.protocol.one_of import OneOf
 
 MAX_STOP_TOKENS = 1024
 # Longest strings that are kept with a request or repeated in its answer.
@@ -28,20 +30,29 @@ class StreamOptions(RequestModel):
     include_obfuscation: Literal[False] | None = None
 
 
-class JSONSchemaFormat(RequestModel):
+class PlainFormat(RequestModel):
+    """A text without a constraint, or any JSON object."""
+
+    type: Literal["text", "json_object"]
+
+
+class JSONSchema(RequestModel):
     """A JSON schema that the text obeys; it is enforced whether ``strict`` is set or not."""
 
     name: str = Field(max_length=64)
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(RequestModel):
-    """OpenAI's constraint on the text."""
+class JSONSchemaFormat(RequestModel):
+    """A constraint on the text by a JSON schema."""
 
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JSONSchemaFormat | None = None
+    type: Literal["json_schema"]
+    json_schema: JSONSchema
+
+
+ResponseFormat = Annotated[PlainFormat | JSONSchemaFormat, OneOf("type")]
 
 
 class StructuredOutputs(RequestModel):
@@ -57,6 +68,10 @@ class StructuredOutputs(RequestModel):
 
 class SamplingFields(RequestModel):
     """The fields; ``None`` stands for the default of the model, see :func:`fastinfer.server.params.sampling_params`."""
+
+    renamed: ClassVar = {
+        name: f"structured_outputs.{name}" for name in ("json", "regex", "choice", "grammar", "structural_tag")
+    }
 
     model: str | None = None
     temperature: float | None = None
@@ -84,7 +99,7 @@ class SamplingFields(RequestModel):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: Literal[True] | None = None
     add_special_tokens: bool | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: Annotated[list[int], Field(max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
     bad_words: Annotated[list[str], Field(max_length=128)] | None = None
     truncate_prompt_tokens: int | None = None
     prompt_logprobs: int | None = None
@@ -103,3 +118,10 @@ class SamplingFields(RequestModel):
     guided_regex: None = Field(default=None, description="use structured_outputs.regex")
     guided_choice: None = Field(default=None, description="use structured_outputs.choice")
     guided_grammar: None = Field(default=None, description="use structured_outputs.grammar")
+
+    def field_names(self) -> dict[str, str]:
+        """Return the request's names of fields by the names that errors have."""
+        names = super().field_names()
+        if self.structured_outputs is None:
+            names |= {"structured_outputs": "response_format", "json": "response_format.json_schema.schema"}
+        return names

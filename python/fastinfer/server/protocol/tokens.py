@@ -1,11 +1,11 @@
 """Requests of ``/tokenize`` and ``/detokenize``."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from fastinfer.server.protocol.base import RequestModel
-from fastinfer.server.protocol.chat import ChatMessage, Tool
+from fastinfer.server.protocol.chat import ChatMessage, ChatRequest, Tool
 
 
 class TokenizeRequest(RequestModel):
@@ -21,9 +21,23 @@ class TokenizeRequest(RequestModel):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Tool] | None = None
 
+    def misplaced(self) -> list[str]:
+        """Return the names of given fields that are for a conversation where there is a prompt, or the reverse."""
+        if self.prompt is None:
+            return ["add_special_tokens"] if self.add_special_tokens else []  # the template writes them
+        names = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+        return [name for name in names if getattr(self, name) is not None]
+
+    def field_names(self) -> dict[str, str]:
+        """Return the request's names of fields by the names that errors have."""
+        names = super().field_names()
+        return names if self.messages is None else {**names, **ChatRequest.renamed}
+
 
 class DetokenizeRequest(RequestModel):
     """A request for the text of tokens."""
+
+    renamed: ClassVar = {"token_ids": "tokens"}
 
     model: str | None = None
     tokens: list[int]

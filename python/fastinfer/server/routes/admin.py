@@ -1,12 +1,18 @@
-"""Routes for administrators: LoRA adapters, sleep, and the prefix cache."""
+"""Routes for administrators: LoRA adapters, sleep, and the caches."""
 
 from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from fastinfer.server.auth import require_admin
-from fastinfer.server.errors import JSON, APIError
-from fastinfer.server.protocol.admin import LoadAdapterRequest, UnloadAdapterRequest
+from fastinfer.server.caching import cache_scope
+from fastinfer.server.errors import JSON, RETRY_FULL_S, APIError, unavailable
+from fastinfer.server.protocol.admin import (
+    LoadAdapterRequest,
+    ResetResponseCacheRequest,
+    SleepRequest,
+    UnloadAdapterRequest,
+)
 from fastinfer.server.protocol.base import parse
 from fastinfer.server.state import server_of
 
@@ -43,6 +49,7 @@ async def unload_lora_adapter(request: Request) -> Response:
 @router.post("/sleep")
 async def sleep(request: Request) -> Response:
     """Wait until all requests have ended, and free memory; ``?level=2`` frees the weights too."""
+    await _check_options(request, "level")
     level = request.query_params.get("level", "1")
     if level not in ("1", "2"):
         raise APIError(400, f"level must be 1 or 2, got {level!r}", param="level")
@@ -53,6 +60,7 @@ async def sleep(request: Request) -> Response:
 @router.post("/wake_up")
 async def wake_up(request: Request) -> Response:
     """Get back what ``/sleep`` has freed."""
+    await _check_options(request)
     await server_of(request).host.engine.wake_up()
     return JSON({"is_sleeping": False})
 
@@ -66,5 +74,34 @@ async def is_sleeping(request: Request) -> Response:
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: Request) -> Response:
     """Forget the cached prefixes."""
+    await _check_options(request)
     await server_of(request).host.engine.reset_prefix_cache()
     return JSON({"success": True})
+
+
+@router.post("/reset_response_cache")
+async def reset_response_cache(request: Request) -> Response:
+    """Forget stored answers: of a model and a tenant, of a model, or all."""
+    server = server_of(request)
+    body = await parse(request, ResetResponseCacheRequest, server.config.body_timeout_s)
+    if server.cache is None:
+        raise APIError(400, "the server has no response cache (--response-cache)")
+    if body.tenant is not None and body.model is None:
+        raise APIError(400, "model is missing, which tenant needs", param="model")
+    try:
+        count = await server.cache.flush(cache_scope(server, body.model, body.tenant))
+    except ConnectionError as error:
+        raise unavailable(str(error), RETRY_FULL_S, "cache_unavailable") from None
+    return JSON({"num_dropped": count})
+
+
+async def _check_options(request: Request, *names: str) -> None:
+    """Check that a request without a body has no options but these parameters of its query.
+
+    Raises:
+        APIError: it has others.
+    """
+    if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
+        await parse(request, SleepRequest, server_of(request).config.body_timeout_s)
+    for name in request.query_params.keys() - set(names):
+        raise APIError(400, f"{name} is not a parameter of this request", param=name)

@@ -13,7 +13,7 @@ from fastinfer.server.completion_answer import CompletionAnswer
 from fastinfer.server.disconnect import unless_gone
 from fastinfer.server.errors import JSON, APIError
 from fastinfer.server.generation import cache_salt, check_length, finish_all, request_options, start
-from fastinfer.server.params import check_streaming, sampling_params
+from fastinfer.server.params import check_options, sampling_params
 from fastinfer.server.protocol.base import parse
 from fastinfer.server.protocol.completions import CompletionRequest
 from fastinfer.server.state import server_of
@@ -29,16 +29,16 @@ async def create_completion(request: Request) -> Response:
     server = server_of(request)
     body = await parse(request, CompletionRequest, server.config.body_timeout_s)
     engine, model, adapter = server.model(body.model)
-    check_streaming(body)
+    check_options(body, engine)
     params = completion_params(body, engine)
     salt, special = cache_salt(request, body), body.add_special_tokens is not False
     prompts = await asyncio.gather(
         *(engine.prepare(prompt, cache_salt=salt, add_special_tokens=special) for prompt in body.prompts())
     )
     for prompt in prompts:
-        check_length(engine, prompt, params, "prompt")
+        check_length(engine, prompt, params)
     options = request_options(request, server, adapter, body.priority)
-    streams = await start(engine, prompts, params, options)
+    streams = await start(request, engine, prompts, params, options)
     answer = CompletionAnswer(server, engine.tokenizer, body, model, params)
     if body.stream:
         return server.stream(answer.frames(streams))

@@ -43,15 +43,15 @@ async def create_score(request: Request) -> Response:
     server = server_of(request)
     body = await parse(request, ScoreRequest, server.config.body_timeout_s)
     engine, model, adapter = server.model(body.model)
-    first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
-    second = [body.text_2] if isinstance(body.text_2, str) else body.text_2
+    first, second = body.texts()
     if len(first) not in (1, len(second)):
         raise APIError(400, f"text_1 must have 1 or {len(second)} texts, got {len(first)}", param="text_1")
     options = request_options(request, server, adapter, body.priority)
-    outputs = await unless_gone(request, embed_all(engine, first + second, options, cache_salt(request, body)))
+    outputs = await unless_gone(request, embed_all(engine, first | second, options, cache_salt(request, body)))
     left = [output.embedding or [] for output in outputs[: len(first)]] * (len(second) // len(first))
     right = [output.embedding or [] for output in outputs[len(first) :]]
-    scores = [sum(a * b for a, b in zip(*pair, strict=True)) for pair in zip(left, right, strict=True)]
+    # Rounding may take the product of two equal vectors beyond 1.
+    scores = [min(sum(a * b for a, b in zip(*pair, strict=True)), 1.0) for pair in zip(left, right, strict=True)]
     return JSON(
         {
             "id": f"score-{secrets.token_hex(12)}",

@@ -11,6 +11,7 @@ from fastinfer.server.state import server_of
 router = APIRouter()
 
 
+@router.head("/health", include_in_schema=False)  # as monitors ask
 @router.get("/health")
 @router.get("/ping")
 async def health(request: Request) -> Response:
@@ -21,6 +22,7 @@ async def health(request: Request) -> Response:
     return JSON({"status": "ok", "state": host.state.value})
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(request: Request) -> Response:
     """Say whether requests are welcome: the model is loaded, and the server is not draining, stalled or full."""

@@ -32,6 +32,6 @@ async def count_tokens(request: Request) -> Response:
     """Return the number of tokens of a conversation as the model would see it."""
     server = server_of(request)
     body = await parse(request, CountTokensRequest, server.config.body_timeout_s)
-    engine, _, _ = server.model(body.model)
-    prompt = await chat_prompt(engine, body.chat(), "")
+    server.model(body.model)
+    prompt = await chat_prompt(server, body.chat(), "")
     return JSON({"input_tokens": len(prompt.token_ids)})

@@ -20,7 +20,7 @@ async def create_response(request: Request) -> Response:
     """Answer a conversation, at once or as a stream."""
     server = server_of(request)
     body = await parse(request, ResponsesRequest, server.config.body_timeout_s)
-    run = await start_chat(request, body.as_chat(), "input")
+    run = await start_chat(request, body.as_chat())
     answer = ResponsesAnswer(run, body)
     if body.stream:
         return server.stream(answer.frames(), answer.failure)
@@ -32,8 +32,8 @@ async def count_input_tokens(request: Request) -> Response:
     """Return the number of tokens of a conversation as the model would see it."""
     server = server_of(request)
     body = await parse(request, CountInputRequest, server.config.body_timeout_s)
-    engine, _, _ = server.model(body.model)
-    prompt = await chat_prompt(engine, body.chat(), "")
+    server.model(body.model)
+    prompt = await chat_prompt(server, body.chat(), "")
     return JSON({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
 
 

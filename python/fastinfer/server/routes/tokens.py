@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``."""
+"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``."""
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -22,6 +22,8 @@ async def tokenize(request: Request) -> Response:
     engine, _, _ = server.model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise APIError(400, "prompt and messages: expected one of them", param="prompt")
+    for name in body.misplaced():
+        raise APIError(400, f"{name} is not for a {'conversation' if body.prompt is None else 'prompt'}", param=name)
     if body.prompt is not None:
         prompt = await engine.prepare(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     else:
@@ -32,7 +34,7 @@ async def tokenize(request: Request) -> Response:
             continue_final_message=body.continue_final_message,
             chat_template_kwargs=body.chat_template_kwargs,
         )
-        prompt = await chat_prompt(engine, chat, "")
+        prompt = await chat_prompt(server, chat, "")
     answer = {"count": len(prompt.token_ids), "max_model_len": engine.max_model_len, "tokens": prompt.token_ids}
     if body.return_token_strs:
         spelled = [engine.tokenizer.token_bytes(token_id, False) for token_id in prompt.token_ids]
@@ -47,3 +49,19 @@ async def detokenize(request: Request) -> Response:
     body = await parse(request, DetokenizeRequest, server.config.body_timeout_s)
     engine, _, _ = server.model(body.model)
     return JSON({"prompt": await engine.detokenize(body.tokens)})
+
+
+@router.get("/tokenizer_info")
+async def describe_tokenizer(request: Request) -> Response:
+    """Describe the tokenizer to clients that have none themselves and use the two routes above."""
+    engine = server_of(request).host.engine
+    tokenizer = engine.tokenizer
+    return JSON(
+        {
+            "bos_token": tokenizer.bos_token or None,
+            "eos_token": tokenizer.eos_token or None,
+            "pad_token": None,
+            "chat_template": tokenizer.chat_template,
+            "model_max_length": engine.max_model_len,
+        }
+    )

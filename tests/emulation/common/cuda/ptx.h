@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "common/cache_policy.h"
 #include "emulator.h"
 
 namespace fastinfer::cuda {
@@ -45,14 +46,16 @@ inline void cp_async(void* shared, const void* global, bool valid = true, Site s
   cp_async_bytes<16>(shared, global, valid, site);
 }
 
+inline void cp_async_under(void* shared, const void* global, uint64_t policy, bool valid = true,
+                           Site site = Site::current()) {
+  if (valid) emulation::note_policy(policy == kEvictFirst, global);
+  cp_async_bytes<16>(shared, global, valid, site);
+}
+
 template <int kBytes>
 void cp_async_small(void* shared, const void* global, bool valid = true, Site site = Site::current()) {
   static_assert(kBytes == 4 || kBytes == 8);
   cp_async_bytes<kBytes>(shared, global, valid, site);
-}
-
-inline void cp_async_streaming(void* shared, const void* global, bool valid = true, Site site = Site::current()) {
-  cp_async_bytes<16>(shared, global, valid, site);
 }
 
 inline void cp_async_commit() {
@@ -62,11 +65,6 @@ inline void cp_async_commit() {
 template <int kPending>
 void cp_async_wait() {
   for (const emulation::Copy& copy : emulation::arrived_copies(kPending)) std::memcpy(copy.to, copy.data, copy.bytes);
-}
-
-inline uint4 load_streaming(const uint4* p, Site site = Site::current()) {
-  if (reinterpret_cast<uintptr_t>(p) % 16 != 0) emulation::trap("misaligned 16-byte load", site);
-  return *p;
 }
 
 // ---- matrix fragments ----
@@ -102,6 +100,10 @@ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site sit
   constexpr bool kHalf = std::is_same_v<T, __half>;
   static_assert(kHalf || std::is_same_v<T, __nv_bfloat16>);
   emulation::mma(kHalf ? emulation::Element::kHalf : emulation::Element::kBFloat16, d, a, b, site);
+}
+
+inline void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site = Site::current()) {
+  emulation::mma(emulation::Element::kTf32, d, a, b, site);
 }
 
 inline void mma_int8(int32_t (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site = Site::current()) {
@@ -185,8 +187,9 @@ inline void named_barrier(int id, int threads, Site site = Site::current()) {
   emulation::block_barrier(id, threads, site);
 }
 
-// Kernels run one after another here.
-inline void grid_dependency_wait() {}
+inline void grid_dependency_wait(Site site = Site::current()) {
+  emulation::grid_dependency_wait(site);
+}
 inline void grid_dependency_launch() {}
 
 }  // namespace fastinfer::cuda

@@ -139,6 +139,11 @@ FASTINFER_INLINE i32x16 dpbusd(i32x16 sum, u8x64 a, const int8_t* b) {
   return detail::dpbusd(sum, a, broadcast);
 }
 
+FASTINFER_INLINE f32x8 fused_multiply_add(f32x8 a, f32x8 b, f32x8 c) {
+  for (size_t i = 0; i < sizeof(a) / 4; ++i) a[i] = std::fma(a[i], b[i], c[i]);
+  return a;
+}
+
 FASTINFER_INLINE f32x16 fused_multiply_add(f32x16 a, f32x16 b, f32x16 c) {
   for (size_t i = 0; i < sizeof(a) / 4; ++i) a[i] = std::fma(a[i], b[i], c[i]);
   return a;
@@ -150,6 +155,19 @@ FASTINFER_INLINE f32x8 dpbf16(f32x8 sum, u16x16 a, u16x16 b) {
 
 FASTINFER_INLINE f32x16 dpbf16(f32x16 sum, u16x32 a, u16x32 b) {
   return detail::dpbf16(sum, a, b);
+}
+
+FASTINFER_INLINE u16x32 float_to_bf16(f32x16 low, f32x16 high) {
+  u16x32 out;
+  for (size_t i = 0; i < sizeof(out) / 2; ++i) {
+    const float value = i < 16 ? low[i] : high[i - 16];
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    if ((bits & 0x7f800000u) == 0) bits &= 0x80000000u;
+    bits = value != value ? bits | 0x400000u : bits + 0x7fffu + (bits >> 16 & 1);
+    out[i] = static_cast<uint16_t>(bits >> 16);
+  }
+  return out;
 }
 
 }  // namespace fastinfer::cpu::FASTINFER_ISA

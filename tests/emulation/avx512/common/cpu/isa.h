@@ -11,3 +11,5 @@
   }                                      \
   }
 #define FASTINFER_CPU_KERNEL_BF16(fn, Params) FASTINFER_CPU_KERNEL(fn, Params)
+#define FASTINFER_CPU_KERNEL_TILES(fn, Params) FASTINFER_CPU_KERNEL(fn, Params)
+#define FASTINFER_CPU_KERNEL_BF16_TILES(fn, Params) FASTINFER_CPU_KERNEL(fn, Params)

@@ -1,0 +1,98 @@
+"""Operators of a linear attention layer in the sizes of Qwen3-Next, compared with transformers' torch code.
+
+Decode steps read and write the states of their sequences, 2 MiB each; bytes are those of states alone.
+"""
+
+from functools import partial
+
+import torch
+from harness import Cases, Setting, cold_inputs, compare, main
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.models.qwen3_next.modeling_qwen3_next import (
+    torch_chunk_gated_delta_rule,
+    torch_recurrent_gated_delta_rule,
+)
+
+from fastinfer import ops
+
+KEY_HEADS, HEADS, DIM, KERNEL, EPS = 16, 32, 128, 4, 1e-6
+CHANNELS = (2 * KEY_HEADS + HEADS) * DIM
+STEPS = [(1, 1), (8, 1), (1, 512)]  # sequences, and tokens of each
+
+
+def step(setting: Setting, seqs: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """query_start, state_reads and state_writes: each sequence has a slot, in place."""
+    slots, count = torch.arange(seqs, dtype=torch.int32), seqs * tokens
+    writes = torch.full((seqs, tokens), -1, dtype=torch.int32)
+    writes[:, -1] = slots
+    starts = torch.arange(0, count + 1, tokens, dtype=torch.int32)
+    return starts.to(setting.device), slots.to(setting.device), writes.flatten().to(setting.device)
+
+
+def activations(setting: Setting, tokens: int, width: int) -> Tensor:
+    dtype = torch.float32 if setting.device == "cpu" else torch.bfloat16
+    return torch.randn(tokens, width, device=setting.device).to(dtype)
+
+
+def rule_inputs(setting: Setting, seqs: int, tokens: int) -> tuple[Tensor | float, ...]:
+    state = torch.randn(seqs, HEADS, DIM, DIM, device=setting.device)
+    per_token = (activations(setting, seqs * tokens, width) for width in (CHANNELS, HEADS * DIM, HEADS, HEADS))
+    rates, bias, weight = torch.rand(HEADS), torch.randn(HEADS) - 3, torch.ones(DIM)
+    model = (t.to(setting.device) for t in (rates, bias, weight))
+    return (*per_token, *model, EPS, state, *step(setting, seqs, tokens))
+
+
+def torch_rule(
+    seqs: int, qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, rates: Tensor, bias: Tensor, weight: Tensor, *rest: Tensor
+) -> Tensor:
+    state = rest[1]
+    q, k, v = (
+        part.view(seqs, -1, part.shape[1] // DIM, DIM)
+        for part in qkv.split([KEY_HEADS * DIM, KEY_HEADS * DIM, HEADS * DIM], 1)
+    )
+    decay = (-rates.exp() * F.softplus(a.float() + bias)).view(seqs, -1, HEADS)
+    rule = torch_recurrent_gated_delta_rule if len(qkv) == seqs else torch_chunk_gated_delta_rule
+    beta = b.sigmoid().view(seqs, -1, HEADS)
+    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    o, last = rule(q, k, v, g=decay, beta=beta, initial_state=state, **options)
+    state.copy_(last)
+    o = o.reshape(-1, DIM).float()
+    norm = weight * o * torch.rsqrt(o.square().mean(-1, keepdim=True) + EPS)
+    return (norm * F.silu(z.view(-1, DIM).float())).to(qkv.dtype).view(len(qkv), -1)
+
+
+def conv_inputs(setting: Setting, seqs: int, tokens: int) -> tuple[Tensor | None, ...]:
+    x = activations(setting, seqs * tokens, CHANNELS)
+    weight, state = torch.randn(CHANNELS, KERNEL, device=setting.device), x.new_zeros(seqs, KERNEL - 1, CHANNELS)
+    return x, weight.to(x.dtype), None, state, *step(setting, seqs, tokens)
+
+
+def torch_conv(seqs: int, x: Tensor, weight: Tensor, _: None, state: Tensor, *slots: Tensor) -> Tensor:
+    inputs = torch.cat([state, x.view(seqs, -1, CHANNELS)], 1)
+    state.copy_(inputs[:, -(KERNEL - 1) :])
+    return F.silu(F.conv1d(inputs.mT, weight[:, None], groups=CHANNELS)).mT.reshape(x.shape)
+
+
+def run(setting: Setting) -> Cases:
+    cases = setting.cases
+    for seqs, length in STEPS:
+        tokens = setting.size(length, min(length, 3))
+        label = f"sequences: {seqs}, tokens of each: {tokens}"
+        cases[f"gated_delta_rule, {label}"] = compare(
+            {"fastinfer": ops.gated_delta_rule, "transformers": partial(torch_rule, seqs)},
+            cold_inputs(partial(rule_inputs, setting, seqs, tokens)),
+            repeats=setting.repeats,
+            bytes_moved=2 * seqs * HEADS * DIM * DIM * 4,
+            flops=7 * seqs * tokens * HEADS * DIM * DIM,
+        )
+        cases[f"causal_conv1d, {label}"] = compare(
+            {"fastinfer": ops.causal_conv1d, "torch": partial(torch_conv, seqs)},
+            cold_inputs(partial(conv_inputs, setting, seqs, tokens)),
+            repeats=setting.repeats,
+        )
+    return cases
+
+
+if __name__ == "__main__":
+    main("linear_attention", cpu=run, cuda=run)

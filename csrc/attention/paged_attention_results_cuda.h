@@ -1,0 +1,140 @@
+// Results of attention on their way out: in shared memory, in the workspace, and at last as the output.
+#pragma once
+
+#include "attention/paged_attention_softmax_cuda.h"
+#include "attention/paged_attention_work_cuda.h"
+
+namespace fastinfer::cuda {
+
+// Rows of sums of values, relative to exp2 of their maxima, in shared memory, and the maxima and the sums of
+// exponentials. The units of 16 bytes are placed so that neither the fragments of mma, in whatever order of columns,
+// nor rows read eight columns at a time meet the same banks twice.
+template <int kHeadDim, int kRows>
+struct SharedResults {
+  float* memory;
+  float* statistics;
+
+  static constexpr int kColumns = value_columns(kHeadDim);
+  static constexpr int kBytes = kRows * kColumns * static_cast<int>(sizeof(float));
+  static constexpr int kStatisticsBytes = 2 * kRows * static_cast<int>(sizeof(float));
+
+  // The place of four columns.
+  __device__ float* at(int row, int column) const {
+    const int unit = column >> 2 ^ (column >> 5 & 1) ^ (row & 1) * (kColumns % 32 == 0 ? 5 : 1) ^ (row & 2);
+    return memory + row * kColumns + unit * 4;
+  }
+  __device__ float& maximum(int row) const {
+    return statistics[row];
+  }
+  __device__ float& sum(int row) const {
+    return statistics[kRows + row];
+  }
+};
+
+// The same in the workspace, in runs that neighbouring lanes read.
+template <int kHeadDim>
+struct WorkspaceResults {
+  float* memory;
+
+  __device__ float* at(int row, int column) const {
+    return memory + row * result_stride(kHeadDim) + split_four(value_columns(kHeadDim), column & ~7, column >> 2 & 1);
+  }
+  __device__ float& maximum(int row) const {
+    return memory[row_tile(kHeadDim) * result_stride(kHeadDim) + row];
+  }
+  __device__ float& sum(int row) const {
+    return memory[row_tile(kHeadDim) * (result_stride(kHeadDim) + 1) + row];
+  }
+};
+
+// Merges `parts` results of each row, of which part_row(part, row) is the row in `results(part)`, and passes each to
+// store, eight columns at a time.
+template <int kHeadDim, class Results, class Store>
+__device__ void merge(int rows, int parts, int part_rows, const Results& results, const Store& store) {
+  constexpr int kChunks = value_columns(kHeadDim) / 8;
+  for (int i = threadIdx.x; i < rows * kChunks; i += kAttentionThreads) {
+    const int row = i / kChunks, column = i % kChunks * 8;
+    OnlineSoftmax<float> softmax;
+    for (int j = 0; j < parts; ++j) softmax.maximum = fmaxf(softmax.maximum, results(j).maximum(row + j * part_rows));
+    Vector<float, 8> values{};
+    for (int j = 0; j < parts; ++j) {
+      const auto part = results(j);
+      const int part_row = row + j * part_rows;
+      const float weight = softmax.add({part.maximum(part_row), part.sum(part_row)}, Exp2{});
+      for (int half = 0; half < 2; ++half) {
+        const auto v = load_vector<4>(part.at(part_row, column + 4 * half));
+        for (int k = 0; k < 4; ++k) values.values[4 * half + k] += weight * v.values[k];
+      }
+    }
+    store(row, column, softmax, values.values);
+  }
+}
+
+// Adds the sink, divides by the sum, and writes eight columns of the output; the first ones' thread writes the lse.
+template <class T>
+__device__ void store_output(const PagedAttentionParams& p, int64_t token, int head, int column,
+                             OnlineSoftmax<float> softmax, const float (&values)[8]) {
+  float factor = 1.0f;
+  if (p.sinks != nullptr) {
+    const float sink = p.sinks[head] * kLog2e;
+    factor = softmax.raise_maximum(fmaxf(softmax.maximum, sink), Exp2{});
+    softmax.add({sink, 1.0f}, Exp2{});
+  }
+  factor = softmax.sum == 0.0f ? 0.0f : factor / softmax.sum;  // the sum is 0 where no position is visible
+  const int64_t row = token * p.q_heads + head;
+  Vector<T, 8> out;
+  for (int k = 0; k < 8; ++k) out.values[k] = from_float<T>(values[k] * factor);
+  store_vector(static_cast<T*>(p.out) + row * p.value_dim + column, out);
+  if (p.lse != nullptr && column == 0) {
+    p.lse[row] = softmax.sum == 0.0f ? kNegInf : (softmax.maximum + log2f(softmax.sum)) / kLog2e;
+  }
+}
+
+// Writes what the block has of an item: the output if it is all, else into the workspace, where the block that comes
+// last merges all parts, in their order. `left`: units of the stretch from the item on. The results hold `partials` for
+// each row, kDecodeRows apart.
+template <class T, int kHeadDim, class Results>
+__device__ void write_results(const PagedAttentionParams& p, const WorkItem& item, int left, const Results& results,
+                              int partials) {
+  const auto store_final = [&](int row, int column, const OnlineSoftmax<float>& softmax, const float (&values)[8]) {
+    const int query_row = item.rows.row_begin + row;
+    store_output<T>(p, item.queries.first_query + query_row / item.queries.group,
+                    item.at.head * item.queries.group + query_row % item.queries.group, column, softmax, values);
+  };
+  const auto own_results = [&](int) { return results; };
+  if (item.tiles == item.rows.kv_tiles) {
+    return merge<kHeadDim>(item.row_count(), partials, kDecodeRows, own_results, store_final);
+  }
+  // Blocks first .. last have parts: the first one at its stretch's end, the others at their begin.
+  const PlanView plan(p.plan, p.blocks, p.seqs);
+  const int64_t per_block = plan.header->units_per_block,
+                begin = blockIdx.x * per_block + plan.counts[blockIdx.x] - left - item.at.kv_tile;
+  const int first = static_cast<int>(begin / per_block);
+  const int parts = static_cast<int>((begin + item.rows.kv_tiles - 1) / per_block) - first + 1;
+  const auto part_of = [&](int part) {
+    return WorkspaceResults<kHeadDim>{p.workspace + (2 * (first + part) + (part == 0)) * partial_floats(kHeadDim)};
+  };
+  const auto own = part_of(static_cast<int>(blockIdx.x) - first);
+  merge<kHeadDim>(item.row_count(), partials, kDecodeRows, own_results,
+                  [&](int row, int column, const OnlineSoftmax<float>& softmax, const float (&values)[8]) {
+                    for (int half = 0; half < 2; ++half) {
+                      Vector<float, 4> v;
+                      for (int k = 0; k < 4; ++k) v.values[k] = values[4 * half + k];
+                      store_vector(own.at(row, column + 4 * half), v);
+                    }
+                    if (column == 0) own.maximum(row) = softmax.maximum, own.sum(row) = softmax.sum;
+                  });
+  __syncthreads();
+  bool last = false;
+  if (threadIdx.x == 0) {
+    __threadfence();
+    last = atomicAdd(&plan.arrived[first], 1) == parts - 1;
+    __threadfence();
+    if (last) atomicExch(&plan.arrived[first], 0);  // for the next call with this plan
+  }
+  if (!__syncthreads_or(last)) return;
+  __threadfence();
+  merge<kHeadDim>(item.row_count(), parts, 0, part_of, store_final);
+}
+
+}  // namespace fastinfer::cuda

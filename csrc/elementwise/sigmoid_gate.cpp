@@ -1,0 +1,36 @@
+#include "elementwise/sigmoid_gate.h"
+
+#include "binding/output.h"
+
+namespace fastinfer {
+namespace {
+
+Tensor sigmoid_gate(const Output& output, const Tensor& x, const Tensor& gate) {
+  const Checks check("sigmoid_gate", x);
+  check.shape(x, "x", {kAny, kAny});
+  check.contiguous(x, "x");
+  const DType dtype = check.float_dtype(x, "x");
+  check.shape(gate, "gate", x.sizes());
+  check.dtype(gate, "gate", x.scalar_type());
+  check.rows_contiguous(gate, "gate");
+  const Tensor out = output.tensor(check, x, x.sizes(), std::nullopt, {&x});
+  const SigmoidGateParams params{
+      .x = x.data_ptr(),
+      .gate = gate.data_ptr(),
+      .out = out.data_ptr(),
+      .rows = x.size(0),
+      .width = x.size(1),
+      .gate_stride = gate.stride(0),
+      .dtype = dtype,
+  };
+  FASTINFER_LAUNCH(x, sigmoid_gate, params);
+  return out;
+}
+
+}  // namespace
+
+FASTINFER_OPERATORS(m) {
+  impl_with_out<&sigmoid_gate>(m, "sigmoid_gate");
+}
+
+}  // namespace fastinfer

@@ -1,0 +1,28 @@
+// Values times the sigmoid of their gates: out = x * sigmoid(gate).
+#pragma once
+
+#include <cstdint>
+
+#include "common/api.h"
+#include "common/cpu/isa.h"
+#include "common/dtype.h"
+
+namespace fastinfer {
+
+struct SigmoidGateParams {
+  const void* x;     // [rows, width]
+  const void* gate;  // [rows, width], rows gate_stride elements apart
+  void* out;         // [rows, width]
+  int64_t rows;
+  int64_t width;
+  int64_t gate_stride;
+  DType dtype;
+};
+
+}  // namespace fastinfer
+
+FASTINFER_CPU_KERNEL(sigmoid_gate, SigmoidGateParams)
+
+namespace fastinfer::cuda {
+FASTINFER_API void sigmoid_gate(const SigmoidGateParams& params, void* stream);
+}

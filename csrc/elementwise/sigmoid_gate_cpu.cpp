@@ -1,0 +1,23 @@
+#include "elementwise/sigmoid_gate.h"
+
+#include "common/cpu/parallel.h"
+#include "common/cpu/vec.h"
+
+namespace fastinfer::cpu::FASTINFER_ISA {
+
+void sigmoid_gate(const SigmoidGateParams& p) {
+  dispatch(p.dtype, [&]<class T>(T) {
+    parallel_for(p.rows, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        const T* x = static_cast<const T*>(p.x) + row * p.width;
+        const T* gate = static_cast<const T*>(p.gate) + row * p.gate_stride;
+        T* out = static_cast<T*>(p.out) + row * p.width;
+        for_each_vector(p.width, [&](int64_t i, int64_t lanes) {
+          store_lanes(out + i, load_lanes(x + i, lanes) * sigmoid(load_lanes(gate + i, lanes)), lanes);
+        });
+      }
+    });
+  });
+}
+
+}  // namespace fastinfer::cpu::FASTINFER_ISA

@@ -1,0 +1,82 @@
+// Which unit and chunk of a matrix product a block is at. gemm/gemm_plan.h shows how the work is split.
+#pragma once
+
+#include <type_traits>
+
+#include "common/cuda/reduce.h"
+#include "gemm/expert_tiles_cuda.h"
+#include "gemm/gemm.h"
+
+namespace fastinfer::cuda {
+
+// The tiles of tokens. With a stack of experts every warp counts them.
+template <bool kGrouped>
+using TokenTiles = std::conditional_t<kGrouped, ExpertTiles, NoExpertTiles>;
+
+// The unit and chunk that a worker is at. Whole warps construct and move it.
+template <bool kGrouped>
+struct GemmPosition {
+  using Tiles = TokenTiles<kGrouped>;
+  int unit, chunk, row_unit, token_tile;
+  ExpertTile expert_tile{};
+
+  __device__ GemmPosition(const GemmParams& p, const Tiles& tiles) : unit(blockIdx.x), chunk(0) {
+    if (!kGrouped && p.plan.worker_chunks > 0) {
+      const int first = blockIdx.x * p.plan.worker_chunks;
+      unit = first / p.plan.chunks;
+      chunk = first % p.plan.chunks;
+    }
+    locate(p, tiles);
+  }
+
+  // The beginning of a unit.
+  __device__ GemmPosition(const GemmParams& p, const Tiles& tiles, int unit) : unit(unit), chunk(0) {
+    locate(p, tiles);
+  }
+
+  // Returns true if this leads to another unit.
+  __device__ bool advance(const GemmParams& p, const Tiles& tiles) {
+    if (++chunk < p.plan.chunks) return false;
+    next_unit(p, tiles);
+    return true;
+  }
+
+  __device__ void next_unit(const GemmParams& p, const Tiles& tiles) {
+    chunk = 0;
+    unit += !kGrouped && p.plan.worker_chunks > 0 ? 1 : p.plan.workers;
+    locate(p, tiles);
+  }
+
+  __device__ int first_token(const GemmParams& p) const {
+    return kGrouped ? expert_tile.begin : token_tile * p.plan.tile.tokens;
+  }
+  __device__ int end_token(const GemmParams& p) const {
+    return kGrouped ? expert_tile.end : static_cast<int>(p.m);
+  }
+
+ private:
+  __device__ void locate(const GemmParams& p, const Tiles& tiles) {
+    const int token_tiles = kGrouped ? max(tiles.count(), 1) : p.plan.token_tiles;
+    const int band = unit / (p.plan.row_units * kBandTiles), place = unit - band * (p.plan.row_units * kBandTiles);
+    const int first_tile = band * kBandTiles;
+    const int width = max(1, min(kBandTiles, token_tiles - first_tile));  // past the last unit all is valid, but unused
+    row_unit = place / width;
+    token_tile = min(first_tile + place - row_unit * width, token_tiles - 1);
+    expert_tile = tiles.find(p, token_tile);
+  }
+};
+
+// Chunks of this worker.
+template <bool kGrouped>
+__device__ int worker_chunks(const GemmParams& p, const TokenTiles<kGrouped>& tiles) {
+  const GemmPlan& plan = p.plan;
+  const int worker = blockIdx.x;
+  if constexpr (kGrouped) {
+    const int units = plan.row_units * tiles.count();  // the plan's are the most there can be
+    return worker < units ? ((units - worker - 1) / plan.workers + 1) * plan.chunks : 0;
+  }
+  if (plan.worker_chunks == 0) return ((plan.units - worker - 1) / plan.workers + 1) * plan.chunks;
+  return min(plan.worker_chunks, plan.units * plan.chunks - worker * plan.worker_chunks);
+}
+
+}  // namespace fastinfer::cuda

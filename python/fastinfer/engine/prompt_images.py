@@ -1,0 +1,54 @@
+"""The images of a prompt: which of its tokens they are, and by which positions the tokens are rotated."""
+
+from collections.abc import Sequence as List
+
+from fastinfer.models.image_tokens import EncodedImage
+
+
+class PromptImages:
+    """Images at their places in a prompt.
+
+    Args:
+        images: for each image, in order, the index of its first token, and the image.
+    """
+
+    def __init__(self, images: List[tuple[int, EncodedImage]]) -> None:
+        self._images = list(images)
+
+    def rotary_position(self, position: int) -> int:
+        """Return the rotary position of a token that belongs to no image, or of the beginning of an image."""
+        shift = 0
+        for start, image in self._images:
+            if start >= position:
+                break
+            shift += image.num_tokens - image.num_positions
+        return position - shift
+
+    def chunk_end(self, position: int) -> int:
+        """Return the last position up to this one at which a chunk may end: not within a bidirectional image."""
+        for start, image in self._images:
+            if image.is_bidirectional and start < position < start + image.num_tokens:
+                return start
+        return position
+
+    def num_together(self, position: int) -> int:
+        """Return how many tokens from a position on one step must compute, 0 for any number."""
+        for start, image in self._images:
+            if image.is_bidirectional and start == position:
+                return image.num_tokens
+        return 0
+
+    @property
+    def max_together(self) -> int:
+        """The largest number of tokens that one step must compute, 0 for any number."""
+        return max((image.num_tokens for _, image in self._images if image.is_bidirectional), default=0)
+
+    def within(self, start: int, stop: int) -> list[tuple[int, EncodedImage]]:
+        """Return the images, with their places, that have tokens within a range of positions."""
+        return [(first, image) for first, image in self._images if first < stop and start < first + image.num_tokens]
+
+    def mark(self, tokens: list[int], start: int) -> None:
+        """Replace the ids of images' tokens by the images' contents, in a list that begins at position ``start``."""
+        for first, image in self.within(start, start + len(tokens)):
+            begin, end = max(first, start), min(first + image.num_tokens, start + len(tokens))
+            tokens[begin - start : end - start] = image.contents[begin - first : end - first]

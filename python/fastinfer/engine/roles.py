@@ -1,0 +1,22 @@
+"""Roles of tokens: some kernels compute the tokens of a prompt with other instructions than generated ones.
+
+A token has its role from its position: those before ``Sequence.num_prompt_tokens`` are the prompt, all later ones are
+generated. This is so in any step, so that a text depends on its request alone: a sequence that was preempted computes
+its generated tokens as generated ones again.
+"""
+
+import torch
+
+from fastinfer import _C
+
+# Instruction sets whose kernels compute the rows of ``ops.prompt_rows`` in bf16 tiles, which round differently.
+TILE_ISAS = frozenset({"amx", "amx_emulated"})
+
+
+def roles_differ(device: str) -> bool:
+    """Return whether the kernels of a device compute the tokens of a prompt differently than generated ones.
+
+    Args:
+        device: device that computes, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
+    """
+    return torch.device(device).type == "cpu" and _C.cpu_info()["isa"] in TILE_ISAS

@@ -1,0 +1,81 @@
+"""Reading of the attention of one layer."""
+
+import torch
+
+from fastinfer.models.attention import Attention
+from fastinfer.models.layer_reader import LayerReader
+from fastinfer.models.position_tables import PositionTables
+from fastinfer.weights.weight import Weight
+
+
+def load_attention(reader: LayerReader, tables: PositionTables, index: int) -> Attention:
+    """Read the attention of a layer."""
+    config, layer = reader.config, f"layers.{index}"
+    shape, q_size, kv_size = config.kv_shape(index), config.q_size(index), config.kv_size(index)
+    has_kv = config.kv_layer(index) == index
+    q_norm = k_norm = None
+    is_joint = config.qk_norm == "all"
+    if config.qk_norm == "unit":
+        k_norm = torch.ones(shape.head_dim, device=reader.device)
+        q_norm = k_norm * config.query_scale
+    elif config.qk_norm != "none":
+        q_norm = reader.vector(f"{layer}.q_norm", q_size if is_joint else shape.head_dim)
+        if has_kv:
+            k_norm = reader.vector(f"{layer}.k_norm", kv_size if is_joint else shape.head_dim)
+    scale, factor = reader.scale, 1.0
+    if config.layer_scales and index == 0:
+        scale = factor = config.embedding_scale
+    window = config.window(index)
+    rope = tables.local if window else tables.full
+    return Attention(
+        num_heads=config.num_heads,
+        num_kv_heads=shape.num_heads,
+        head_dim=shape.head_dim,
+        norm=reader.pre_norm(f"{layer}.attention_norm", scale),
+        qkv=_qkv(reader, index, is_split=is_joint),
+        output=reader.output(
+            f"{layer}.o_proj", q_size, config.output_bias, f"{layer}.post_attention_norm", scale, factor
+        ),
+        cos_sin_cache=tables.unrotated if index in config.unrotated_layers else rope,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        has_kv=has_kv,
+        joint_qk_norm=is_joint,
+        qk_norm_eps=config.norm_eps,
+        v_norm=config.v_norm,
+        tied_kv=index in config.tied_kv_layers,
+        interleaved=config.interleaved_rope,
+        window=window,
+        output_gate=config.output_gate,
+        softcap=config.attention_softcap,
+        scale=config.attention_scale,
+        sinks=reader.vector(f"{layer}.sinks", config.num_heads) if config.attention_sinks else None,
+    )
+
+
+def _qkv(reader: LayerReader, index: int, is_split: bool) -> Weight:
+    """Read the projections of queries, keys and values; of queries alone for a layer without keys of its own.
+
+    With an output gate that is no projection of its own, the file's query projection has the rows of each head's
+    query and then those of its gate. The rows of all gates come last here.
+    """
+    config, layer = reader.config, f"layers.{index}"
+    q_size, kv_size = config.q_size(index), config.kv_size(index)
+    is_whole = config.output_gate and not config.separate_gate
+    num_halves = 2 if is_whole else 1
+    sizes = {f"{layer}.q_proj": num_halves * q_size}
+    if config.kv_layer(index) == index:
+        sizes[f"{layer}.k_proj"] = kv_size
+        if index not in config.tied_kv_layers:
+            sizes[f"{layer}.v_proj"] = kv_size
+    if config.separate_gate:
+        sizes[f"{layer}.output_gate"] = q_size
+    if not is_whole:
+        # The norm of a whole row needs it contiguous.
+        return reader.concatenated(sizes, config.qkv_bias, is_split)
+    q, *kv = reader.read(sizes, config.qkv_bias)
+    queries, gates = torch.arange(2 * q_size).view(config.num_heads, 2, -1).unbind(1)
+    halves = [
+        (q[0], q[1].rows(rows.flatten()), None if q[2] is None else q[2][rows.flatten()]) for rows in (queries, gates)
+    ]
+    return reader.joined([halves[0], *kv, halves[1]], is_split)

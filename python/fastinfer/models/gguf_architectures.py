@@ -1,0 +1,115 @@
+"""Architectures of GGUF files: properties that the metadata does not have."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fastinfer.models.structure import (
+    COHERE,
+    EXAONE4,
+    GEMMA2,
+    GEMMA3,
+    GEMMA4,
+    GPT_OSS,
+    GRANITE_HYBRID,
+    HEAD_NORMS,
+    JOINT_NORMS,
+    LATENT,
+    LFM2,
+    OLMO2,
+    QWEN3_NEXT,
+    Structure,
+)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Properties of an architecture that its files do not contain.
+
+    Attributes:
+        structure: structure of the layers.
+        permuted: whether the converter has interleaved the rotated pairs of Q's and K's rows.
+        no_rope_period: in every n-th layer Q and K are not rotated; 0 for none.
+        local_rope_theta: base in the layers with a window, where it is another one.
+        mlp_norm: the file's name of the norm before the MLP.
+        names: the file's names of other parts, where they are not the usual ones.
+        truncated_yarn: whether the limits of YaRN's ramp are rounded to whole dimensions.
+        activation, gated, qkv_bias: see :class:`fastinfer.models.config.ModelConfig`.
+        renormalizes: whether the weights of the chosen experts are divided by their sum if the file does not say it.
+        shared_expert_gate: see :class:`fastinfer.models.config.ModelConfig`.
+        other_biases: whether the other projections have a bias, too.
+        learned_positions: whether positions are learned, and nothing is rotated.
+        window: length of the attention windows in files that do not say it.
+        tiled_values: whether the converter has reordered the value heads of linear attention, see
+            :func:`fastinfer.models.checkpoint.tiled_rows`.
+    """
+
+    structure: Structure = field(default_factory=Structure)
+    permuted: bool = False
+    no_rope_period: int = 0
+    local_rope_theta: float | None = None
+    mlp_norm: str = "ffn_norm"
+    names: Mapping[str, str] = field(default_factory=dict)
+    truncated_yarn: bool = True
+    activation: str = "silu"
+    gated: bool = True
+    qkv_bias: bool = False
+    renormalizes: bool = True
+    shared_expert_gate: bool = False
+    other_biases: bool = False
+    learned_positions: bool = False
+    window: int = 0
+    tiled_values: bool = False
+
+
+_SHORT_CONV = {
+    "norm": "token_embd_norm",
+    "in_proj": "shortconv.in_proj",
+    "conv1d": "shortconv.conv",
+    "out_proj": "shortconv.out_proj",
+}
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(permuted=True),
+    "qwen2": Architecture(qkv_bias=True),
+    "qwen3": Architecture(HEAD_NORMS),
+    "qwen2moe": Architecture(qkv_bias=True, renormalizes=False, shared_expert_gate=True),
+    "qwen3moe": Architecture(HEAD_NORMS),
+    "qwen3next": Architecture(QWEN3_NEXT, mlp_norm="post_attention_norm", shared_expert_gate=True),
+    "qwen35": Architecture(QWEN3_NEXT, mlp_norm="post_attention_norm", tiled_values=True),
+    "qwen35moe": Architecture(QWEN3_NEXT, mlp_norm="post_attention_norm", shared_expert_gate=True, tiled_values=True),
+    "granite": Architecture(permuted=True),
+    "granitemoe": Architecture(permuted=True),
+    "granitehybrid": Architecture(GRANITE_HYBRID, permuted=True),
+    "glm4moe": Architecture(mlp_norm="post_attention_norm"),
+    "minimax-m2": Architecture(JOINT_NORMS),
+    "deepseek2": Architecture(LATENT, renormalizes=False),
+    "smollm3": Architecture(permuted=True, no_rope_period=4),
+    "gemma2": Architecture(GEMMA2, activation="gelu_tanh", window=4096),
+    # Its predecessors' base in the layers with a window.
+    "gemma3": Architecture(GEMMA3, activation="gelu_tanh", local_rope_theta=10000.0),
+    "gemma4": Architecture(GEMMA4, activation="gelu_tanh"),
+    "olmo2": Architecture(OLMO2),
+    "exaone4": Architecture(EXAONE4),
+    "command-r": Architecture(COHERE, mlp_norm="attn_norm"),
+    "cohere2": Architecture(COHERE, mlp_norm="attn_norm"),
+    "lfm2": Architecture(LFM2, names=_SHORT_CONV),
+    "lfm2moe": Architecture(LFM2, names=_SHORT_CONV),
+    "phi3": Architecture(),
+    "gpt-oss": Architecture(
+        GPT_OSS,
+        mlp_norm="post_attention_norm",
+        truncated_yarn=False,
+        activation="clamped_swiglu",
+        qkv_bias=True,
+        other_biases=True,
+        window=128,
+    ),
+    "gpt2": Architecture(
+        Structure(norm="layer_norm"),
+        activation="gelu_tanh",
+        gated=False,
+        qkv_bias=True,
+        other_biases=True,
+        learned_positions=True,
+    ),
+}

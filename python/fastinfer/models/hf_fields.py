@@ -1,0 +1,42 @@
+"""What the readers of ``config.json`` share."""
+
+from fastinfer.errors import UnsupportedModelError
+from fastinfer.formats.json_fields import JsonFields
+from fastinfer.models.config import MAX_SIZE
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu": "gelu",
+}
+
+
+class Sizes:
+    """Reader of sizes, integers from 1 to ``MAX_SIZE``; a default of 0 is allowed, too."""
+
+    def __init__(self, fields: JsonFields) -> None:
+        self._fields = fields
+
+    def __call__(self, key: str, default: int | None = None) -> int:
+        if default is None:
+            return self._fields.get(key, int, minimum=1, maximum=MAX_SIZE)
+        return self._fields.get(key, int, default, minimum=1, maximum=MAX_SIZE)
+
+
+def require(fields: JsonFields, key: str, expected: object) -> None:
+    """Refuse a model with another value; a missing one is the expected one."""
+    value = fields.values.get(key)
+    if value is not None and value != expected:
+        raise UnsupportedModelError(f"{fields.path}: {key} must be {expected!r}, got {value!r:.80}")
+
+
+def activation(fields: JsonFields, key: str) -> str:
+    """Return the activation that the files call by another name."""
+    name = fields.get(key, str, "silu")
+    if name not in ACTIVATIONS:
+        raise UnsupportedModelError(
+            f"{fields.path}: {key} {name!r} is not implemented; supported are {', '.join(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[name]

@@ -1,0 +1,103 @@
+"""Which layers are of which kind, from ``config.json``: windows, states, rotations, experts."""
+
+from collections.abc import Callable
+
+from fastinfer.errors import CheckpointFormatError
+from fastinfer.formats.json_fields import JsonFields
+from fastinfer.models.config import MAX_SIZE
+from fastinfer.models.families import Family
+from fastinfer.models.hf_fields import require
+from fastinfer.models.hf_states import FULL, is_rotated, layers_of_kind, mamba_layers, short_conv_layers
+from fastinfer.models.structure import NEMOTRON_H, periodic_windows
+
+# Layers without a window in files without layer_types, where they are not every n-th.
+_FULL_LAYERS: dict[str, Callable[[int, int], bool]] = {
+    "GraniteSWAForCausalLM": lambda layer, num_layers: layer % 4 == 0,
+    "GraniteMoeSWAForCausalLM": lambda layer, num_layers: layer % 4 == 0,
+    "MuseGlimmerForConditionalGeneration": lambda layer, num_layers: (num_layers - 1 - layer) % 4 == 0,
+}
+
+
+def attention_windows(fields: JsonFields, name: str, family: Family, num_layers: int) -> tuple[int, ...]:
+    """Return the length of each layer's attention window in positions, 0 for none."""
+    if not fields.get("use_sliding_window", bool, True):
+        return ()
+    window = fields.get("sliding_window", int, 0, minimum=1, maximum=MAX_SIZE)
+    if not window:
+        return ()
+    kinds = fields.get("layer_types", list, [])
+    if not kinds and name in _FULL_LAYERS:
+        full = [_FULL_LAYERS[name](layer, num_layers) for layer in range(num_layers)]
+        kinds = ["full_attention" if is_full else "sliding_attention" for is_full in full]
+    if kinds:
+        if len(kinds) != num_layers or not {str(k) for k in kinds} <= {"sliding_attention", "full_attention"}:
+            raise CheckpointFormatError(
+                f"{fields.path}: layer_types: expected {num_layers} of sliding_attention and full_attention, "
+                f"got {kinds!r:.80}"
+            )
+        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    # Older files have no layer_types; this is the rule in the families' own code.
+    period = fields.get("sliding_window_pattern", int, family.structure.window_period, minimum=1)
+    if period:
+        return periodic_windows(window, period, num_layers)
+    first = 0
+    if name.startswith("Qwen"):
+        first = fields.get("max_window_layers", int, num_layers, minimum=0)
+    return tuple(window if layer >= first else 0 for layer in range(num_layers))
+
+
+def state_layers(fields: JsonFields, family: Family, num_layers: int) -> tuple[bool, ...]:
+    """Return whether each layer has a state instead of keys and values; empty for a family without such layers."""
+    if family.structure.short_convs:
+        return short_conv_layers(fields, num_layers)
+    if family.structure.mamba2:
+        return mamba_layers(fields, num_layers)
+    period = family.structure.linear_period
+    if not period:
+        return ()
+    require(fields, "attn_output_gate", True)
+    period = fields.get("full_attention_interval", int, period, minimum=1)
+    linear = "linear_attention"
+    default = [linear if (layer + 1) % period else FULL for layer in range(num_layers)]
+    kinds = fields.get("layer_types", list, None) or default
+    return layers_of_kind(fields, linear, kinds, num_layers)
+
+
+def unrotated_layers(
+    fields: JsonFields, name: str, family: Family, windows: tuple[int, ...], num_layers: int
+) -> frozenset[int]:
+    """Return the layers whose queries and keys are not rotated."""
+    if name == "SmolLM3ForCausalLM":
+        interval = fields.get("no_rope_layer_interval", int, 4, minimum=1)
+        default = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+        rotates = fields.get("no_rope_layers", list, default)
+        if len(rotates) != num_layers or not all(flag in (0, 1) for flag in rotates):
+            raise CheckpointFormatError(
+                f"{fields.path}: no_rope_layers: expected {num_layers} numbers 0 or 1, got {rotates!r:.80}"
+            )
+        return frozenset(layer for layer, flag in enumerate(rotates) if not flag)
+    if name == "MuseGlimmerForConditionalGeneration":
+        if fields.values.get("layer_rope_theta") is None:
+            return frozenset(layer for layer in range(num_layers) if _FULL_LAYERS[name](layer, num_layers))
+        # All other layers have the base of rope_parameters, whatever the list says.
+        thetas = fields.numbers("layer_rope_theta", num_layers)
+        return frozenset(layer for layer, theta in enumerate(thetas) if not theta)
+    if family.structure is NEMOTRON_H or (name == "GraniteMoeHybridForCausalLM" and not is_rotated(fields)):
+        return frozenset(range(num_layers))
+    return family.structure.unrotated_layers(windows)
+
+
+def dense_layers(fields: JsonFields, num_layers: int) -> frozenset[int]:
+    """Return the layers of a model with experts that have none."""
+    first = fields.get("first_k_dense_replace", int, 0, minimum=0, maximum=MAX_SIZE)
+    first = fields.get("num_dense_layers", int, first, minimum=0, maximum=MAX_SIZE)
+    step = fields.get("decoder_sparse_step", int, 1, minimum=1)
+    listed = fields.get("mlp_only_layers", list, [])
+    require(fields, "moe_layer_freq", 1)
+    if kinds := fields.get("mlp_layer_types", list, []):
+        if len(kinds) != num_layers or not all(kind in ("dense", "sparse") for kind in kinds):
+            raise CheckpointFormatError(
+                f"{fields.path}: mlp_layer_types: expected {num_layers} of dense and sparse, got {kinds!r:.80}"
+            )
+        return frozenset(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    return frozenset(layer for layer in range(num_layers) if layer < first or (layer + 1) % step or layer in listed)

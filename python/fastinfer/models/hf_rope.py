@@ -1,0 +1,159 @@
+"""Rotary settings, from ``config.json``."""
+
+import math
+from dataclasses import replace
+
+from fastinfer import ops
+from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
+from fastinfer.formats.json_fields import JsonFields
+from fastinfer.models.config import MAX_SIZE, LatentAttentionConfig
+from fastinfer.models.families import Family
+from fastinfer.models.hf_fields import require
+from fastinfer.models.structure import GEMMA4
+
+
+class Rope:
+    """Rotary settings, for all layers or separately for those with and without a window.
+
+    With latent attention they also say how queries grow with their position, and the scale of the logits.
+    """
+
+    def __init__(
+        self,
+        fields: JsonFields,
+        family: Family,
+        head_dim: int,
+        *,
+        has_windows: bool,
+        latent: LatentAttentionConfig | None = None,
+    ) -> None:
+        self.latent = latent
+        self.attention_scale = None if latent is None else latent.query_dim**-0.5
+        self.max_position = fields.get("max_position_embeddings", int, minimum=1, maximum=MAX_SIZE)
+        if family.structure is GEMMA4:  # whose settings are read by gemma4_config
+            self.dim, self.theta, self.local_theta, self.scaling = head_dim, 10000.0, None, ops.RopeScaling()
+            return
+        parameters = fields.object("rope_parameters")
+        full = parameters.object("full_attention") if parameters else None
+        local = parameters.object("sliding_attention") if parameters else None
+        if full or local:  # separate for the two kinds of layers
+            if full is None:
+                raise CheckpointFormatError(f"{fields.path}: rope_parameters.full_attention is missing")
+            parameters = full
+        scaling = parameters or fields.object("rope_scaling")
+        theta = fields.get("rope_theta", float, 10000.0, minimum=1.001)
+        self.theta = parameters.get("rope_theta", float, theta, minimum=1.001) if parameters else theta
+        self.local_theta = fields.get("rope_local_base_freq", float, None, minimum=1.001)
+        if local:
+            require(local, "rope_type", "default")
+            self.local_theta = local.get("rope_theta", float, minimum=1.001)
+        share = fields.get("partial_rotary_factor", float, 1.0, minimum=0.0, maximum=1.0)
+        if parameters:
+            share = parameters.get("partial_rotary_factor", float, share, minimum=0.0, maximum=1.0)
+        if latent is not None:
+            _check_rotated_share(fields, share, latent)
+            head_dim, share = latent.rotary_dim, 1.0
+        self.dim = fields.get("rotary_dim", int, int(head_dim * share), minimum=0, maximum=head_dim)
+        if self.dim % 2 or not self.dim:
+            raise CheckpointFormatError(f"{fields.path}: the rotated size must be even and positive, got {self.dim}")
+        self.scaling = ops.RopeScaling() if scaling is None else self._scaling(fields, scaling)
+        if family.structure.only_full_scaled and has_windows and self.local_theta is None:
+            self.local_theta = self.theta
+
+    def by_layer(self, fields: JsonFields, windows: tuple[int, ...], num_layers: int) -> frozenset[int]:
+        """Set the bases from a list with one for each layer, and return the layers that are not rotated, with base 0.
+
+        Layers with a window must have one base, and so must those without.
+        """
+        key = "layer_rope_theta"
+        thetas = fields.numbers(key, num_layers) if fields.values.get(key) is not None else (self.theta,) * num_layers
+        if any(0 != theta < 1.001 for theta in thetas):
+            raise CheckpointFormatError(f"{fields.path}: {key}: expected 0, or numbers above 1, got {thetas!r:.80}")
+        full, local = (
+            {theta for layer, theta in enumerate(thetas) if theta and bool(windows and windows[layer]) == has_window}
+            for has_window in (False, True)
+        )
+        if len(full) > 1 or len(local) > 1 or (self.scaling != ops.RopeScaling() and len(full | local) > 1):
+            raise UnsupportedModelError(
+                f"{fields.path}: {key} must be one number for all layers with a window and one for all others, which "
+                f"are equal with a rotary scaling, got {thetas!r:.80}"
+            )
+        self.theta = next(iter(full or local), self.theta)
+        self.local_theta = next(iter(local)) if local and local != {self.theta} else None
+        return frozenset(layer for layer, theta in enumerate(thetas) if not theta)
+
+    def _scaling(self, fields: JsonFields, scaling: JsonFields) -> ops.RopeScaling:
+        kind = scaling.get("rope_type", str, None) or scaling.get("type", str, "default")
+        positions = self.max_position
+        if growth := scaling.get("llama_4_scaling_beta", float, 0.0):
+            limit = scaling.get("original_max_position_embeddings", int, minimum=1, maximum=MAX_SIZE)
+            if self.latent is not None:
+                self.latent = replace(self.latent, query_growth=growth, query_length=limit)
+            else:
+                # Beyond this position queries grow with it, which other attention does not implement.
+                self.max_position = min(positions, limit)
+        # With text alone a token has the same position in all dimensions of mrope.
+        if kind in ("default", "none", "mrope"):
+            return ops.RopeScaling()
+        trained = fields.get("original_max_position_embeddings", int, positions, minimum=1, maximum=MAX_SIZE)
+        trained = scaling.get("original_max_position_embeddings", int, trained, minimum=1, maximum=MAX_SIZE)
+        attention_factor = scaling.get("attention_factor", float, None, minimum=0.0)
+        if kind in ("longrope", "su"):
+            half = self.dim // 2
+            if trained < 2:  # its logarithm is a divisor
+                raise CheckpointFormatError(
+                    f"{fields.path}: original_max_position_embeddings: expected at least 2, got {trained}"
+                )
+            return ops.RopeScaling(
+                kind="longrope",
+                factor=positions / trained,
+                original_max_position=trained,
+                attention_factor=attention_factor,
+                short_factors=scaling.numbers("short_factor", half),
+                long_factors=scaling.numbers("long_factor", half),
+            )
+        if kind not in ("linear", "llama3", "yarn"):
+            raise UnsupportedModelError(
+                f"{fields.path}: rotary scaling {kind!r} is not implemented; "
+                "supported are linear, llama3, longrope, yarn"
+            )
+        factor = scaling.get("factor", float, minimum=1e-3)
+        if self.attention_scale is not None:
+            self.attention_scale *= _yarn_magnitude(factor, scaling.get("mscale_all_dim", float, 0.0, minimum=0.0)) ** 2
+        if kind == "yarn" and attention_factor is None:
+            attention_factor = _yarn_attention_factor(scaling, factor)
+        return ops.RopeScaling(
+            kind=kind,
+            factor=factor,
+            original_max_position=0 if kind == "linear" else trained,
+            low_freq_factor=scaling.get("low_freq_factor", float, 1.0, minimum=1e-3),
+            high_freq_factor=scaling.get("high_freq_factor", float, 4.0, minimum=1e-3),
+            beta_fast=scaling.get("beta_fast", float, 32.0, minimum=1e-3),
+            beta_slow=scaling.get("beta_slow", float, 1.0, minimum=1e-3),
+            attention_factor=attention_factor,
+            truncate=scaling.get("truncate", bool, True),
+        )
+
+
+def _yarn_attention_factor(scaling: JsonFields, factor: float) -> float | None:
+    """Return the quotient of DeepSeek's two factors on cos and sin; ``None`` if the file does not have both."""
+    both = [scaling.get(key, float, None, minimum=0.0) for key in ("mscale", "mscale_all_dim")]
+    if not all(both):
+        return None
+    over, under = (_yarn_magnitude(factor, scale or 0.0) for scale in both)
+    return over / under
+
+
+def _yarn_magnitude(factor: float, scale: float) -> float:
+    """Return the factor that DeepSeek's YaRN gives vectors for an ``mscale``."""
+    return 0.1 * scale * math.log(max(factor, 1.0)) + 1.0
+
+
+def _check_rotated_share(fields: JsonFields, share: float, latent: LatentAttentionConfig) -> None:
+    """Refuse a share that is neither all of the elements that are rotated nor their part of a query."""
+    known = 1.0, latent.rotary_dim / latent.query_dim
+    if not any(math.isclose(share, value, rel_tol=1e-6) for value in known):
+        raise UnsupportedModelError(
+            f"{fields.path}: partial_rotary_factor must be 1 or qk_rope_head_dim's part of a query, {known[1]}, "
+            f"got {share}"
+        )

@@ -1,0 +1,150 @@
+"""Encoders of images, whose modules and processors are those of transformers, loaded from the model's own folder."""
+
+import hashlib
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastinfer.errors import CheckpointFormatError, FastinferError, RequestError
+from fastinfer.models.checkpoint import Checkpoint
+from fastinfer.models.config import ModelConfig, Precision
+from fastinfer.models.gemma_images import GemmaFamily
+from fastinfer.models.image_modules import ImageModules
+from fastinfer.models.image_tokens import EncodedImage
+from fastinfer.models.qwen_images import QWEN2_5_VL, QWEN3_5, QWEN3_VL, QwenFamily
+from fastinfer.utils.forks import renew_in_children
+from fastinfer.utils.text import one_line
+
+# Encoded images that are kept, because the next request of a conversation has the same ones.
+CACHE_BYTES = 2**29
+MISSING = "images need the packages transformers and pillow: install fastinfer[images]"
+
+
+FAMILIES: dict[str, QwenFamily | GemmaFamily] = {
+    "Gemma3ForConditionalGeneration": GemmaFamily(),
+    "Qwen2_5_VLForConditionalGeneration": QWEN2_5_VL,
+    "Qwen3VLForConditionalGeneration": QWEN3_VL,
+    "Qwen3VLMoeForConditionalGeneration": QWEN3_VL,
+    "Qwen3_5ForConditionalGeneration": QWEN3_5,
+    "Qwen3_5MoeForConditionalGeneration": QWEN3_5,
+}
+
+
+def image_encoder_of(checkpoint: Checkpoint, precision: Precision, device: str) -> "ImageEncoder | None":
+    """Return the encoder of a checkpoint's images, or ``None`` if its model has text alone or images of other kinds."""
+    family = FAMILIES.get(checkpoint.config.architecture)
+    if family is None or not checkpoint.path.is_dir():  # GGUF files of text models have no encoder
+        return None
+    return ImageEncoder(checkpoint.path, checkpoint.config, family, precision.dtype, device)
+
+
+class ImageEncoder:
+    """Encodes images for the decoder of the same checkpoint; may be called from several threads.
+
+    Nothing is loaded before the first image. Images are encoded one by one, so that the result does not depend on the
+    others of a prompt.
+
+    Args:
+        path: folder of the checkpoint.
+        config: configuration of the decoder.
+        family: how the architecture has images.
+        dtype: dtype in which the encoder computes.
+        device: device that computes.
+    """
+
+    def __init__(
+        self, path: Path, config: ModelConfig, family: QwenFamily | GemmaFamily, dtype: torch.dtype, device: str
+    ) -> None:
+        self._path = path
+        self._config = config
+        self._family = family
+        self._dtype = dtype
+        self._device = device
+        self._loaded: ImageModules | None = None
+        self._cache: OrderedDict[bytes, EncodedImage] = OrderedDict()
+        self._lock = threading.Lock()
+        renew_in_children(self)
+
+    def renew_after_fork(self) -> None:
+        """Replace the lock, which another thread of the parent may have held."""
+        self._lock = threading.Lock()
+
+    def release(self) -> None:
+        """Free the modules and the kept images until the next image."""
+        with self._lock:
+            self._loaded = None
+            self._cache.clear()
+
+    def token_id(self) -> int:
+        """Return the token that stands for an image in a rendered conversation.
+
+        Raises:
+            RequestError, UnsupportedModelError, CheckpointFormatError: the encoder cannot be loaded.
+        """
+        return self._load().token_id
+
+    def rewrite(self, text: str) -> str:
+        """Return a text of the chat template with one such token for each image; raises the same."""
+        return self._load().rewrite(text)
+
+    def num_tokens(self, image: Any) -> int:
+        """Return the number of tokens of an image, without encoding it.
+
+        Args:
+            image: a ``PIL.Image.Image`` in mode RGB.
+
+        Raises:
+            RequestError: the image has a shape that the model does not support.
+            UnsupportedModelError, CheckpointFormatError: the encoder cannot be loaded.
+        """
+        loaded = self._load()
+        try:
+            return loaded.num_tokens(image)
+        except ValueError as error:
+            raise RequestError(
+                f"messages: an image of {image.width} x {image.height} pixels: {one_line(error)}"
+            ) from None
+
+    def encode(self, image: Any) -> EncodedImage:
+        """Encode an image, or return it as it was encoded before.
+
+        Args:
+            image: a ``PIL.Image.Image`` in mode RGB.
+
+        Raises:
+            RequestError, UnsupportedModelError, CheckpointFormatError: as for :meth:`num_tokens`.
+        """
+        loaded = self._load()
+        digest = hashlib.sha256(repr(image.size).encode() + image.tobytes()).digest()
+        with self._lock:
+            if (encoded := self._cache.pop(digest, None)) is None:
+                encoded = self._encode(loaded, image, digest)
+            self._cache[digest] = encoded  # the most recently used one comes last
+            while sum(kept.features.nbytes for kept in self._cache.values()) > CACHE_BYTES:
+                self._cache.popitem(last=False)
+        return encoded
+
+    @torch.inference_mode()
+    def _encode(self, loaded: ImageModules, image: Any, digest: bytes) -> EncodedImage:
+        return loaded.encode(image, digest)
+
+    def _load(self) -> ImageModules:
+        """Load the modules, the first time."""
+        with self._lock:
+            if self._loaded is None:
+                try:
+                    import PIL  # noqa: F401
+
+                    self._loaded = self._family.read(self._path, self._config, self._dtype, self._device)
+                except FastinferError:
+                    raise
+                except ImportError:
+                    raise RequestError(MISSING) from None
+                except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                    # What transformers raises for files that it does not understand.
+                    reason = one_line(str(error).replace(str(self._path), self._path.name))
+                    raise CheckpointFormatError(f"{self._path.name}: images: {reason}") from None
+            return self._loaded

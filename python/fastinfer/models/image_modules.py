@@ -1,0 +1,91 @@
+"""What encoders of images have in common: the modules of transformers, with weights from a folder."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
+from fastinfer.formats.linear_tensors import DENSE_DTYPES
+from fastinfer.formats.safetensors_folder import SafetensorsFolder
+from fastinfer.models.image_tokens import EncodedImage
+
+
+class ImageModules(Protocol):
+    """The loaded modules of an encoder, for one image at a time, a ``PIL.Image.Image`` in mode RGB."""
+
+    @property
+    def token_id(self) -> int:
+        """The token that stands for an image."""
+        ...
+
+    def rewrite(self, text: str) -> str:
+        """Return a text of the chat template with one such token for each image."""
+        ...
+
+    def num_tokens(self, image: Any) -> int:
+        """Return the number of tokens of an image.
+
+        Raises:
+            ValueError: the image has a shape that the model does not support.
+        """
+        ...
+
+    def encode(self, image: Any, digest: bytes) -> EncodedImage:
+        """Encode an image whose pixels have this digest."""
+        ...
+
+
+def read_processor(path: Path) -> Any:
+    """Return the processor that scales images and normalises their pixels."""
+    from transformers import AutoImageProcessor
+
+    return AutoImageProcessor.from_pretrained(path, local_files_only=True, backend="pil")
+
+
+def make_module(fields: Any, dtype: torch.dtype) -> Any:
+    """Return a module for a part of a configuration, whose weights are to be read."""
+    from transformers import AutoModel
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        return AutoModel.from_config(fields, dtype=dtype)
+
+
+def read_weights(path: Path, module: Any, prefixes: tuple[str, ...], device: str) -> Any:
+    """Copy the weights of a module from a folder, and return it on the device.
+
+    Args:
+        path: the folder.
+        module: the module.
+        prefixes: prefixes of the names of its tensors in files of several ages; the first that occurs is used.
+        device: device that computes.
+    """
+    tensors = SafetensorsFolder(path)
+    prefix = next((p for p in prefixes if any(name.startswith(p) for name in tensors.names)), prefixes[0])
+    for name, parameter in module.state_dict().items():
+        values = tensors.get(prefix + name)
+        if values is None:
+            raise CheckpointFormatError(f"{path.name}: tensor {prefix + name!r} is missing")
+        if values.dtype not in DENSE_DTYPES:
+            raise UnsupportedModelError(
+                f"{path.name}: tensor {prefix + name!r} must be of a float dtype, got {values.dtype}"
+            )
+        if values.shape != parameter.shape:
+            raise CheckpointFormatError(
+                f"{path.name}: tensor {prefix + name!r} must have the shape {list(parameter.shape)}, "
+                f"got {list(values.shape)}"
+            )
+        parameter.copy_(values)
+    tensors.release()
+    return module.eval().requires_grad_(False).to(device)
+
+
+def check_equal(path: Path, name: str, got: object, expected: object) -> None:
+    """Refuse a value that contradicts another one.
+
+    Raises:
+        CheckpointFormatError: the two differ.
+    """
+    if got != expected:
+        raise CheckpointFormatError(f"{path.name}: {name} must be {expected}, got {got!r:.80}")

@@ -1,0 +1,123 @@
+"""Multi-head latent attention of one layer: projections, join + rotary + cache store, attention, output + residual."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fastinfer import ops
+from fastinfer.models.batch import Batch
+from fastinfer.models.config import LatentAttentionConfig
+from fastinfer.models.kv_cache import LayerCache
+from fastinfer.models.norm import Norm, RMSNorm
+from fastinfer.models.projection import OutputProjection
+from fastinfer.weights.expert_weights import ExpertWeights
+from fastinfer.weights.weight import Weight
+
+
+class LatentPlan(NamedTuple):
+    """What all layers of a step share.
+
+    Attributes:
+        attention: how the attention is divided on a GPU, see :func:`fastinfer.ops.paged_attention_plan`.
+        rows: rows of each head in products with a matrix per head.
+    """
+
+    attention: Tensor
+    rows: ops.HeadRows
+
+
+@dataclass(frozen=True, eq=False)
+class LatentAttention:
+    """Attention whose keys and values are products of a latent of each token, as in DeepSeek-V2 and V3.
+
+    A token has one latent c and one rotated key r for all heads, which are cached. Head h has the key (K_h c, r) and
+    the value V_h c. They are never computed: with the query (q, s) a logit is q K_h c + s r, so K_h is applied to the
+    queries, attention reads the cached rows as keys and values of a single head, and V_h is applied to its result.
+
+    Source: DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1; ``DeepseekV3Attention`` of transformers.
+
+    Attributes:
+        num_heads: number of query heads.
+        sizes: sizes of the layer.
+        norm: norm of the input.
+        down: projections of the input to the queries' latents, or to the queries, and to the row that is cached, with
+            their rows concatenated.
+        query_norm: norm of the queries' latents, or ``None``.
+        query: [num_heads * query_dim, query_rank], or ``None`` if queries have no latents.
+        latent_norm: norm of the latents of keys and values.
+        keys: [num_heads, rank, plain_dim], the transposed K of each head.
+        values: [num_heads, value_dim, rank], the V of each head.
+        output: projection back to the residual stream.
+        cos_sin_cache: [max_position, rotary_dim] fp32.
+        interleaved: whether elements 2i and 2i + 1 are rotated together.
+        query_scales: [max_position] fp32, factors of the queries at each position, or ``None``.
+        scale: factor of the logits.
+    """
+
+    num_heads: int
+    sizes: LatentAttentionConfig
+    norm: Norm
+    down: Weight
+    query_norm: RMSNorm | None
+    query: Weight | None
+    latent_norm: RMSNorm
+    keys: ExpertWeights
+    values: ExpertWeights
+    output: OutputProjection
+    cos_sin_cache: Tensor
+    interleaved: bool
+    query_scales: Tensor | None
+    scale: float
+
+    @property
+    def plan_sizes(self) -> tuple[int, int, int, int]:
+        """Everything of a layer on which the plan depends."""
+        return self.num_heads, 1, self.sizes.row_dim, 0
+
+    def plan(self, batch: Batch) -> LatentPlan:
+        """Plan a step for all layers."""
+        attention = ops.paged_attention_plan(batch.seq_lens, batch.query_start, *self.plan_sizes)
+        return LatentPlan(attention, ops.head_rows(batch.positions, self.num_heads))
+
+    def __call__(self, residual: Tensor, batch: Batch, cache: LayerCache, plan: LatentPlan) -> Tensor:
+        sizes = self.sizes
+        x, options = self.norm.before_linear(residual)
+        first = sizes.query_rank or self.num_heads * sizes.query_dim
+        q, kv = self.down.split_linear(x, [first, sizes.row_dim], **options)
+        if self.query is not None:
+            assert self.query_norm is not None
+            x, options = self.query_norm.before_linear(q)
+            q = self.query.linear(x, **options)
+        heads = q.unflatten(1, (self.num_heads, sizes.query_dim))
+        with ops.prompt_rows_of_experts(self.num_heads):
+            latent = self.keys.linear(heads.flatten(0, 1)[:, : sizes.plain_dim], plan.rows)
+        q = ops.latent_rotary_store(
+            latent.unflatten(0, heads.shape[:2]),
+            heads[..., sizes.plain_dim :],
+            kv,
+            self.latent_norm.weight,
+            self.latent_norm.eps,
+            batch.positions,
+            self.cos_sin_cache,
+            self.interleaved,
+            self.query_scales,
+            cache.k,
+            cache.k_scale,
+            batch.slot_mappings[cache.group],
+        )
+        out = ops.paged_attention(
+            q,
+            cache.k,
+            cache.v,
+            batch.block_tables[cache.group],
+            batch.seq_lens,
+            batch.query_start,
+            scale=self.scale,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+            plan=plan.attention,
+        )
+        with ops.prompt_rows_of_experts(self.num_heads):
+            out = self.values.linear(out.flatten(0, 1), plan.rows)
+        return self.output(out.view(len(residual), -1), residual, None)

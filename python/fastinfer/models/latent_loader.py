@@ -1,0 +1,83 @@
+"""Reading of the latent attention of one layer."""
+
+import torch
+
+from fastinfer.formats.unpacked import Dense, Grouped, Unpacked
+from fastinfer.models.config import LatentAttentionConfig
+from fastinfer.models.latent_attention import LatentAttention
+from fastinfer.models.layer_reader import LayerReader
+from fastinfer.models.norm import RMSNorm
+from fastinfer.models.position_tables import PositionTables
+
+NORM_EPS = 1e-6  # of the norms of latents, which no file says
+
+
+def load_latent_attention(
+    reader: LayerReader, tables: PositionTables, index: int, sizes: LatentAttentionConfig
+) -> LatentAttention:
+    """Read the latent attention of a layer."""
+    config, layer = reader.config, f"layers.{index}"
+    q_size, scale = config.num_heads * sizes.query_dim, config.attention_scale
+    assert scale is not None
+    query = query_norm = None
+    if sizes.query_rank:
+        q_b = reader.checkpoint.linear(f"{layer}.q_b_proj", q_size, sizes.query_rank)
+        query = reader.weight((f"{layer}.q_b_proj",), q_b, None)
+        query_norm = RMSNorm(reader.vector(f"{layer}.q_a_norm", sizes.query_rank), NORM_EPS)
+    first = {f"{layer}.q_a_proj": sizes.query_rank} if sizes.query_rank else {f"{layer}.q_proj": q_size}
+    keys, values = _key_and_value_matrices(reader, layer, sizes)
+    return LatentAttention(
+        num_heads=config.num_heads,
+        sizes=sizes,
+        norm=reader.pre_norm(f"{layer}.attention_norm"),
+        # Whole rows of the first are normalised, and heads of it are rows: it must be contiguous.
+        down=reader.concatenated(first | {f"{layer}.kv_a_proj": sizes.row_dim}, has_bias=False, is_split=True),
+        query_norm=query_norm,
+        query=query,
+        latent_norm=RMSNorm(reader.vector(f"{layer}.kv_a_norm", sizes.rank), NORM_EPS),
+        keys=reader.make_experts(keys),
+        values=reader.make_experts(values),
+        output=reader.output(
+            f"{layer}.o_proj", config.num_heads * sizes.value_dim, False, f"{layer}.post_attention_norm"
+        ),
+        cos_sin_cache=tables.full,
+        interleaved=config.interleaved_rope,
+        query_scales=tables.query_scales,
+        scale=scale,
+    )
+
+
+def _key_and_value_matrices(
+    reader: LayerReader, layer: str, sizes: LatentAttentionConfig
+) -> tuple[list[Unpacked], list[Unpacked]]:
+    """Read each head's matrices: [rank, plain_dim] for keys, [value_dim, rank] for values.
+
+    A file that does not have them transposed cannot have groups of inputs in the first: that is not quantised then.
+    """
+    heads, linear = reader.config.num_heads, reader.checkpoint.linear
+    if f"{layer}.k_b_proj" in reader.checkpoint:
+        stacks = (("k_b_proj", sizes.rank, sizes.plain_dim), ("v_b_proj", sizes.value_dim, sizes.rank))
+        keys, values = (
+            _parts_of_rows(linear(f"{layer}.{name}", heads * rows, columns), rows) for name, rows, columns in stacks
+        )
+        return keys, values
+    rows = sizes.plain_dim + sizes.value_dim
+    both = linear(f"{layer}.kv_b_proj", heads * rows, sizes.rank)
+    if isinstance(both, Grouped) and both.permutation is not None:
+        both = _unquantized(reader, both)
+    parts = _parts_of_rows(both, rows)
+    untransposed = [_unquantized(reader, part.rows(slice(0, sizes.plain_dim))) for part in parts]
+    transposed: list[Unpacked] = [Dense(matrix.values.T.contiguous()) for matrix in untransposed]
+    return transposed, [part.rows(slice(sizes.plain_dim, None)) for part in parts]
+
+
+def _unquantized(reader: LayerReader, weight: Unpacked) -> Dense:
+    """Return a matrix as it is, or in fp16 if it is quantised and may be rounded."""
+    if isinstance(weight, Dense):
+        return weight
+    return Dense(weight.dequantize().to(torch.float32 if reader.precision.exact else torch.float16))
+
+
+def _parts_of_rows(weight: Unpacked, count: int) -> list[Unpacked]:
+    """Cut a weight into parts of this number of rows."""
+    return [weight.rows(slice(first, first + count)) for first in range(0, weight.shape[0], count)]

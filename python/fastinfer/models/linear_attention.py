@@ -1,0 +1,72 @@
+"""Linear attention of one layer: norm + projections, convolution, gated delta rule, output + residual."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fastinfer import ops
+from fastinfer.models.batch import Batch
+from fastinfer.models.norm import Norm
+from fastinfer.models.projection import OutputProjection
+from fastinfer.models.state_cache import StateCache
+from fastinfer.models.state_config import LinearAttentionConfig
+from fastinfer.weights.weight import Weight
+
+
+@dataclass(frozen=True, eq=False)
+class LinearAttention:
+    """Gated delta net, whose state has the same size at any length; as in Qwen3-Next and Qwen3.5.
+
+    Source: Yang et al., 2024, https://arxiv.org/abs/2412.06464; ``Qwen3_5GatedDeltaNet`` of transformers.
+
+    Attributes:
+        sizes: sizes of the layer.
+        norm: norm of the input.
+        qkvz: projections of queries, keys, values and of the gate of the output, with their rows concatenated.
+        head_gates: [2 * num_value_heads, hidden]; projections of how much each head forgets before a token, and of how
+            much of the token it stores.
+        conv_weight: [conv_dim, kernel_size] fp32, the filters of queries, keys and values.
+        a_log, dt_bias: [num_value_heads] fp32; constants of how much each head forgets.
+        gated_norm: [value_dim] fp32, weight of the norm of each head's output.
+        gated_norm_eps: ``eps`` of that norm.
+        output: projection back to the residual stream.
+        output_order: [value_size] int64, the order of the outputs of all heads that this projection reads; ``None`` for
+            their own.
+    """
+
+    sizes: LinearAttentionConfig
+    norm: Norm
+    qkvz: Weight
+    head_gates: Weight
+    conv_weight: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    gated_norm: Tensor
+    gated_norm_eps: float
+    output: OutputProjection
+    output_order: Tensor | None = None
+
+    def __call__(self, residual: Tensor, batch: Batch, cache: StateCache) -> Tensor:
+        assert batch.state_reads is not None
+        assert batch.state_writes is not None
+        assert cache.recurrent is not None
+        sizes, slots = self.sizes, (batch.query_start, batch.state_reads, batch.state_writes)
+        x, options = self.norm.before_linear(residual)
+        qkv, z = self.qkvz.split_linear(x, [sizes.conv_dim, sizes.value_size], **options)
+        a, b = self.head_gates.split_linear(x, [sizes.num_value_heads] * 2, **options)
+        qkv = ops.causal_conv1d(qkv, self.conv_weight, None, cache.conv, *slots)
+        out = ops.gated_delta_rule(
+            qkv,
+            z,
+            a,
+            b,
+            self.a_log,
+            self.dt_bias,
+            self.gated_norm,
+            self.gated_norm_eps,
+            cache.recurrent,
+            *slots,
+        )
+        if self.output_order is not None:
+            out = ops.permute_columns(out, self.output_order)
+        return self.output(out, residual, None)

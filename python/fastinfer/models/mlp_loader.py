@@ -1,0 +1,53 @@
+"""Reading of the MLP of one layer, or of what it has in its place."""
+
+from dataclasses import replace
+
+from fastinfer.models.expert_loader import load_mixture
+from fastinfer.models.gate_up_loader import GATE_UP, read_gate_up, read_gate_up_bias
+from fastinfer.models.layer_reader import LayerReader
+from fastinfer.models.mlp import MLP, GatedMLP, MLPBesideExperts, PlainMLP
+from fastinfer.models.norm import Norm, RMSNorm
+
+
+def load_mlp(reader: LayerReader, index: int) -> MLP | None:
+    """Read the MLP or the experts of a layer; None if it has none."""
+    config, layer = reader.config, f"layers.{index}"
+    if not config.has_mlp(index):
+        return None
+    inner = config.mlp_size(index)
+    norm = reader.pre_norm(f"{layer}.mlp_norm")
+    # The last part of a layer multiplies its output by the layer's scale.
+    factor = 1.0 if config.per_layer_size else reader.layer_scale(index)
+    if config.has_experts(index):
+        return (
+            _mlp_beside_experts(reader, layer, norm, factor)
+            if config.mlp_beside_experts
+            else load_mixture(reader, layer, norm)
+        )
+    post_norm = f"{layer}.post_mlp_norm"
+    down = reader.output(f"{layer}.down_proj", inner, config.mlp_bias, post_norm, reader.scale, factor)
+    if not config.gated:
+        return PlainMLP(
+            norm, reader.concatenated({f"{layer}.up_proj": inner}, config.mlp_bias), down, config.activation
+        )
+    gate_up = read_gate_up(reader, layer, inner)
+    bias = read_gate_up_bias(reader, layer, inner) if config.mlp_bias else None
+    names = tuple(f"{layer}.{name}" for name in GATE_UP)
+    return GatedMLP(norm, reader.weight(names, gate_up, bias), down, config.activation)
+
+
+def _mlp_beside_experts(reader: LayerReader, layer: str, norm: Norm, factor: float) -> MLPBesideExperts:
+    config, hidden = reader.config, reader.config.hidden_size
+    inner = config.dense_intermediate_size
+    router_norm = reader.vector(f"{layer}.router_scale", hidden) * hidden**-0.5
+    experts = replace(
+        load_mixture(reader, layer, reader.pre_norm(f"{layer}.experts_norm")),
+        router_norm=RMSNorm(router_norm, config.norm_eps),
+        expert_scale=reader.vector(f"{layer}.expert_scale", config.num_experts),
+        post_norm=RMSNorm(reader.vector(f"{layer}.post_experts_norm", hidden), config.norm_eps),
+    )
+    names = tuple(f"{layer}.{name}" for name in GATE_UP)
+    gate_up = reader.weight(names, read_gate_up(reader, layer, inner), None)
+    down = reader.output(f"{layer}.down_proj", inner, False, f"{layer}.post_dense_norm")
+    post_norm = RMSNorm(reader.vector(f"{layer}.post_mlp_norm", hidden), config.norm_eps)
+    return MLPBesideExperts(GatedMLP(norm, gate_up, down, config.activation), experts, post_norm, factor)

@@ -1,0 +1,121 @@
+"""Configuration of layers that have a state instead of keys and values."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LinearAttentionConfig:
+    """The sizes of layers with linear attention.
+
+    Attributes:
+        num_key_heads, num_value_heads: number of query and key heads, and of value heads; equal groups of value heads
+            share a key head.
+        key_dim, value_dim: number of elements of a query or key, and of a value.
+        kernel_size: number of tokens that the convolution before the delta rule sees.
+        tiled_output: whether the inputs of the output projection are those of the first value head of every key head,
+            then those of the second ones, and so on, as in GGUF files; else value heads of a key head are neighbours.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel_size: int
+    tiled_output: bool = False
+
+    @property
+    def value_size(self) -> int:
+        """Number of elements of all values of a token."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Number of elements of all queries, keys and values of a token."""
+        return 2 * self.num_key_heads * self.key_dim + self.value_size
+
+    @property
+    def recurrent_shape(self) -> tuple[int, int, int]:
+        """Shape of the sums of the delta rule."""
+        return self.num_value_heads, self.key_dim, self.value_dim
+
+    def unsupported(self, key_dim: str, value_dim: str, kernel_size: str) -> str:
+        """Return which size the operators do not support, by these names of sizes in a file; empty if there is none."""
+        for name, size in ((key_dim, self.key_dim), (value_dim, self.value_dim)):
+            if size % 16 or size > 256:
+                return f"{name} must be a multiple of 16 up to 256, got {size}"
+        if not 2 <= self.kernel_size <= 4:
+            return f"{kernel_size} must be from 2 to 4, got {self.kernel_size}"
+        return ""
+
+
+@dataclass(frozen=True)
+class ShortConvConfig:
+    """The sizes of layers with a short convolution in the place of attention.
+
+    Attributes:
+        conv_dim: number of channels, the hidden size.
+        kernel_size: number of tokens that the convolution sees.
+        has_bias: whether the convolution and the projections before and after it have a bias.
+    """
+
+    conv_dim: int
+    kernel_size: int
+    has_bias: bool = False
+
+    @property
+    def recurrent_shape(self) -> None:
+        """No state but the convolution's."""
+        return None
+
+
+@dataclass(frozen=True)
+class Mamba2Config:
+    """The sizes of Mamba-2 layers.
+
+    Attributes:
+        num_heads: number of heads.
+        head_dim: number of elements of a head.
+        state_dim: number of rows of a head's state.
+        num_groups: number of groups of heads, which share b, c and a norm.
+        kernel_size: number of tokens that the convolution before the scan sees.
+        conv_bias: whether the convolution has a bias.
+        projection_bias: whether the projections before and after it have a bias.
+        dt_limits: least and largest time step.
+    """
+
+    num_heads: int
+    head_dim: int
+    state_dim: int
+    num_groups: int
+    kernel_size: int
+    conv_bias: bool = True
+    projection_bias: bool = False
+    dt_limits: tuple[float, float] = (0.0, math.inf)
+
+    @property
+    def inner_size(self) -> int:
+        """Number of elements of all heads of a token."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Number of elements of x, b and c of a token."""
+        return self.inner_size + 2 * self.num_groups * self.state_dim
+
+    @property
+    def recurrent_shape(self) -> tuple[int, int, int]:
+        """Shape of the states of all heads."""
+        return self.num_heads, self.state_dim, self.head_dim
+
+    def unsupported(self, head_dim: str, state_dim: str, kernel_size: str) -> str:
+        """Return which size the operators do not support, by these names of sizes in a file; empty if there is none."""
+        for name, size in ((head_dim, self.head_dim), (state_dim, self.state_dim)):
+            if size % 16 or size > 256:
+                return f"{name} must be a multiple of 16 up to 256, got {size}"
+        if not 2 <= self.kernel_size <= 4:
+            return f"{kernel_size} must be from 2 to 4, got {self.kernel_size}"
+        return ""
+
+
+StateConfig = LinearAttentionConfig | ShortConvConfig | Mamba2Config

@@ -1,0 +1,90 @@
+"""Reading of what layers with a state have in the place of attention."""
+
+import torch
+from torch import Tensor
+
+from fastinfer.formats.unpacked import Dense
+from fastinfer.models.checkpoint import tiled_rows
+from fastinfer.models.layer_reader import LayerReader
+from fastinfer.models.linear_attention import LinearAttention
+from fastinfer.models.mamba2 import Mamba2
+from fastinfer.models.short_conv import ShortConv
+from fastinfer.models.state_config import LinearAttentionConfig, Mamba2Config, ShortConvConfig
+
+
+def load_state_layer(reader: LayerReader, index: int) -> LinearAttention | Mamba2 | ShortConv:
+    """Read what a layer with a state has in the place of attention."""
+    sizes = reader.config.states
+    if isinstance(sizes, ShortConvConfig):
+        return _short_conv(reader, f"layers.{index}", sizes)
+    if isinstance(sizes, Mamba2Config):
+        return _mamba2(reader, f"layers.{index}", sizes)
+    assert sizes is not None
+    return _linear_attention(reader, index, sizes)
+
+
+def _linear_attention(reader: LayerReader, index: int, sizes: LinearAttentionConfig) -> LinearAttention:
+    config, layer, checkpoint = reader.config, f"layers.{index}", reader.checkpoint
+    # The errors of these two add up over all tokens, so neither they nor their input are quantised.
+    head_gates = [
+        checkpoint.linear(f"{layer}.{name}", sizes.num_value_heads, config.hidden_size).dequantize()
+        for name in ("in_proj_a", "in_proj_b")
+    ]
+    order = None
+    if sizes.tiled_output:  # the projection's columns cannot change places within the blocks of a quantised row
+        order = tiled_rows(sizes, sizes.value_dim).argsort().to(reader.device)
+    return LinearAttention(
+        sizes=sizes,
+        norm=reader.pre_norm(f"{layer}.attention_norm"),
+        qkvz=reader.concatenated(
+            {f"{layer}.in_proj_qkv": sizes.conv_dim, f"{layer}.in_proj_z": sizes.value_size}, has_bias=False
+        ),
+        head_gates=reader.make(Dense(torch.cat(head_gates)), 32),
+        conv_weight=_conv_weight(reader, layer, sizes.conv_dim, sizes.kernel_size),
+        a_log=reader.vector(f"{layer}.A_log", sizes.num_value_heads),
+        dt_bias=reader.vector(f"{layer}.dt_bias", sizes.num_value_heads),
+        gated_norm=reader.vector(f"{layer}.gated_norm", sizes.value_dim),
+        gated_norm_eps=config.norm_eps,
+        output=reader.output(f"{layer}.out_proj", sizes.value_size, False, f"{layer}.post_attention_norm"),
+        output_order=order,
+    )
+
+
+def _mamba2(reader: LayerReader, layer: str, sizes: Mamba2Config) -> Mamba2:
+    name, wide = f"{layer}.in_proj", sizes.inner_size + sizes.conv_dim
+    ((_, projection, bias),) = reader.read({name: wide + sizes.num_heads}, sizes.projection_bias)
+    dt = projection.rows(slice(wide, None)).dequantize()
+    return Mamba2(
+        sizes=sizes,
+        norm=reader.pre_norm(f"{layer}.attention_norm"),
+        zxbc=reader.weight((name,), projection.rows(slice(0, wide)), None if bias is None else bias[:wide]),
+        # Errors of the time steps add up over all tokens, so neither they nor their input are quantised.
+        dt=reader.make(Dense(dt), 32, None if bias is None else bias[wide:]),
+        conv_weight=_conv_weight(reader, layer, sizes.conv_dim, sizes.kernel_size),
+        conv_bias=reader.vector(f"{layer}.conv1d.bias", sizes.conv_dim) if sizes.conv_bias else None,
+        a_log=reader.vector(f"{layer}.A_log", sizes.num_heads),
+        dt_bias=reader.vector(f"{layer}.dt_bias", sizes.num_heads),
+        d=reader.vector(f"{layer}.D", sizes.num_heads),
+        gated_norm=reader.vector(f"{layer}.gated_norm", sizes.inner_size),
+        gated_norm_eps=reader.config.norm_eps,
+        output=reader.output(
+            f"{layer}.out_proj", sizes.inner_size, sizes.projection_bias, f"{layer}.post_attention_norm"
+        ),
+    )
+
+
+def _short_conv(reader: LayerReader, layer: str, sizes: ShortConvConfig) -> ShortConv:
+    dim = sizes.conv_dim
+    return ShortConv(
+        norm=reader.pre_norm(f"{layer}.attention_norm"),
+        in_proj=reader.concatenated({f"{layer}.in_proj": 3 * dim}, sizes.has_bias),
+        conv_weight=_conv_weight(reader, layer, sizes.conv_dim, sizes.kernel_size),
+        conv_bias=reader.vector(f"{layer}.conv1d.bias", dim) if sizes.has_bias else None,
+        output=reader.output(f"{layer}.out_proj", dim, sizes.has_bias, f"{layer}.post_attention_norm"),
+    )
+
+
+def _conv_weight(reader: LayerReader, layer: str, dim: int, kernel_size: int) -> Tensor:
+    weight = reader.checkpoint.linear(f"{layer}.conv1d", dim, kernel_size)
+    # A copy, or the file could stay mapped.
+    return weight.dequantize().to(reader.device, copy=True)

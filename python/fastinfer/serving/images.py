@@ -1,0 +1,153 @@
+"""Images in the messages of a conversation, and the tokens that stand for them in its prompt."""
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastinfer.engine.prompt_images import PromptImages
+from fastinfer.errors import PromptTooLongError, RequestError
+from fastinfer.models.image_encoder import MISSING, ImageEncoder
+from fastinfer.utils.checks import show
+from fastinfer.utils.text import one_line
+
+# Limits of a conversation, and of each of its images.
+MAX_IMAGES = 64
+MAX_IMAGE_BYTES = 2**25
+MAX_IMAGE_PIXELS = 2**25
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+TYPES = ("image_url", "image")
+
+
+def take_images(messages: object) -> tuple[Any, list[Any]]:
+    """Read the images of messages.
+
+    An image is a part ``{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}`` of a message's
+    content, or ``{"type": "image", "image": ...}`` with a ``PIL.Image.Image``, a file's bytes, or such a URI. Nothing
+    is fetched: other URLs are refused.
+
+    Args:
+        messages: messages, which need not be valid in other respects.
+
+    Returns:
+        The messages, with ``{"type": "image"}`` in place of each image, and the images in mode RGB, in this order.
+
+    Raises:
+        RequestError: an image is malformed or too large, there are too many, or pillow is not installed.
+    """
+    images: list[Any] = []
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        return messages, images
+    taken = []
+    for index, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, list) and any(map(is_image, content)):
+            parts = []
+            for number, part in enumerate(content):
+                if is_image(part):
+                    if len(images) == MAX_IMAGES:
+                        raise RequestError(f"messages: expected at most {MAX_IMAGES} images, got more")
+                    images.append(_read_part(part, f"messages[{index}]['content'][{number}]"))
+                    part = {"type": "image"}
+                parts.append(part)
+            message = {**message, "content": parts}
+        taken.append(message)
+    return taken, images
+
+
+def is_image(part: object) -> bool:
+    """Return whether a part of a content is an image."""
+    return isinstance(part, Mapping) and part.get("type") in TYPES
+
+
+def place_images(
+    encoder: ImageEncoder, token_ids: list[int], images: list[Any], max_model_len: int
+) -> tuple[list[int], PromptImages]:
+    """Replace the token that stands for each image by as many as it has, and encode the images.
+
+    Args:
+        encoder: the model's encoder.
+        token_ids: prompt with one token for each image.
+        images: the images in mode RGB, in the order of these tokens.
+        max_model_len: longest sequence in tokens, which the prompt must not reach.
+
+    Raises:
+        RequestError: the chat template has another number of tokens for images, or the prompt is too long.
+        UnsupportedModelError, CheckpointFormatError: the encoder cannot be loaded.
+    """
+    image_id = encoder.token_id()
+    if (count := token_ids.count(image_id)) != len(images):
+        raise RequestError(
+            f"messages: the model's chat template must write one token for each of {len(images)} images, got {count}"
+        )
+    lengths = [encoder.num_tokens(image) for image in images]
+    if (length := len(token_ids) + sum(lengths) - len(images)) >= max_model_len:
+        raise PromptTooLongError(
+            f"prompt must be shorter than max_model_len={max_model_len} tokens, got {length}, "
+            f"{sum(lengths)} of them for images",
+            max_model_len,
+        )
+    encoded = [encoder.encode(image) for image in images]
+    left, placed, expanded = iter(encoded), [], list[int]()
+    for token_id in token_ids:
+        if token_id == image_id:
+            image = next(left)
+            placed.append((len(expanded), image))
+            expanded += [image_id] * image.num_tokens
+        else:
+            expanded.append(token_id)
+    return expanded, PromptImages(placed)
+
+
+def _read_part(part: Mapping[str, Any], place: str) -> Any:
+    """Read the image of a part."""
+    kind = part["type"]
+    value = part.get(kind)
+    if isinstance(value, Mapping):
+        value = value.get("url")
+    if isinstance(value, str):
+        value = _decode(value, place)
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise RequestError(MISSING) from None
+    if isinstance(value, Image.Image):
+        return _checked(value, place).convert("RGB")
+    if not isinstance(value, bytes):
+        raise RequestError(f"{place}: expected an {kind} with a data: URI, got {one_line(show(value))}")
+    if len(value) > MAX_IMAGE_BYTES:
+        raise RequestError(f"{place}: expected an image of at most {MAX_IMAGE_BYTES} bytes, got {len(value)}")
+    try:
+        image = Image.open(io.BytesIO(value), formats=FORMATS)
+        _checked(image, place)  # before its pixels are decoded
+        return ImageOps.exif_transpose(image).convert("RGB")
+    except RequestError:
+        raise
+    except Exception as error:  # pillow's readers raise errors of many kinds for damaged files
+        raise RequestError(
+            f"{place}: expected an image of the kinds {', '.join(FORMATS)}, got a file that is none: "
+            f"{one_line(error).partition(' <_io')[0]}"
+        ) from None
+
+
+def _checked(image: Any, place: str) -> Any:
+    """Return an image that has neither too many pixels nor none."""
+    if not 0 < image.width * image.height <= MAX_IMAGE_PIXELS:
+        raise RequestError(
+            f"{place}: expected an image of 1 to {MAX_IMAGE_PIXELS} pixels, got {image.width} x {image.height}"
+        )
+    return image
+
+
+def _decode(url: str, place: str) -> bytes:
+    """Return the bytes of a data: URI."""
+    header, comma, data = url.partition(",")
+    if not (comma and header.startswith("data:image/") and header.endswith(";base64")):
+        raise RequestError(f"{place}: expected a URI data:image/...;base64,..., got {one_line(show(url[:60]))}")
+    if len(data) > 4 * MAX_IMAGE_BYTES // 3 + 4:
+        raise RequestError(f"{place}: expected an image of at most {MAX_IMAGE_BYTES} bytes, got more")
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(f"{place}: expected base64, got text that is none: {one_line(error)}") from None

@@ -1,0 +1,104 @@
+"""Latent attention on the CUDA kernels, emulated, against the CPU's in fp32; and in any way to compute a request."""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.helpers import device_fixture
+from support.mixed_decoder import CONFIG
+from support.random_checkpoint import RandomCheckpoint, int4
+from support.toy import VOCAB_SIZE, ToyTokenizer, check_blocks, drain
+from torch import Tensor
+
+from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.engine import Engine
+from fastinfer.models.batch import Batch
+from fastinfer.models.config import LatentAttentionConfig, Precision
+from fastinfer.models.decoder import Decoder
+from fastinfer.models.kv_cache import KVCache
+from fastinfer.models.loader import load_decoder
+from fastinfer.sampling_params import SamplingParams
+
+if "FASTINFER_EMULATION" in os.environ:
+    pytest.skip(
+        "the operators' own tests run the kernels under sanitizers; engines take minutes", allow_module_level=True
+    )
+
+device = device_fixture("cuda", "emulated")
+
+SIZES = {
+    "num_layers": 2,
+    "num_heads": 5,
+    "num_kv_heads": 1,
+    "head_dim": 320,
+    "rotary_dim": 64,
+    "attention_scale": 0.1,
+    "latent_attention": LatentAttentionConfig(96, 256, 64, 64, 64, query_growth=0.5, query_length=20),
+    "interleaved_rope": True,
+}
+CHECKPOINT = RandomCheckpoint(replace(CONFIG, **SIZES), lambda _, values: int4(values))  # type: ignore[arg-type]
+BLOCK_SIZE = 16
+TEXT = [(7 * i + i // 5) % VOCAB_SIZE for i in range(60)]
+
+
+def logits_of_text(model: Decoder, dtype: torch.dtype, device: str) -> Tensor:
+    """Of the last two of a text, the first after a prompt and the second alone."""
+    cache = KVCache.of_model(model.config, [4], BLOCK_SIZE, dtype, device)
+    found = []
+    for begin, end in ((0, 59), (59, 60)):
+        batch = Batch.of_texts([TEXT[:end]], BLOCK_SIZE)
+        rows = slice(begin, end)
+        batch = replace(
+            batch,
+            token_ids=batch.token_ids[rows].to(device),
+            positions=batch.positions[rows].to(device),
+            query_start=torch.tensor([0, end - begin], dtype=torch.int32, device=device),
+            seq_lens=batch.seq_lens.to(device),
+            block_tables=tuple(table.to(device) for table in batch.block_tables),
+            slot_mappings=tuple(slots[rows].to(device) for slots in batch.slot_mappings),
+            logits_indices=torch.tensor([end - begin - 1], device=device),
+            state_reads=None,
+            state_writes=None,
+        )
+        found.append(model.logits(model.forward(batch, cache), batch.logits_indices).float().cpu())
+    return torch.cat(found)
+
+
+@pytest.fixture
+def expected() -> Tensor:
+    """What the CPU gives in fp32; to be asked for before ``device`` replaces its kernels."""
+    return logits_of_text(load_decoder(CHECKPOINT, Precision.of("float32"), None), torch.float32, "cpu")
+
+
+def test_logits_are_close_to_the_cpus(expected: Tensor, device: str) -> None:
+    model = load_decoder(CHECKPOINT, Precision.of("float16", "cuda"), None, device)
+    logits = logits_of_text(model, torch.float16, device)
+    assert ((logits - expected).norm(dim=1) < 0.02 * expected.norm(dim=1)).all()
+
+
+PROMPTS = [[(5 * i + 3 * j) % VOCAB_SIZE for j in range(length)] for i, length in enumerate((1, 6, 50, 13))]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=2)
+
+
+def answers(device: str, times: int = 1, **limits: Any) -> list[Any]:
+    options = {"block_size": 8, "num_kv_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 96} | limits
+    model = load_decoder(CHECKPOINT, Precision.of("float16", "cuda"), None, device)
+    config = EngineConfig(
+        device=device, deterministic=True, enforce_eager=True, kv_cache_dtype=torch.float16, **options
+    )
+    engine = Engine(model, ToyTokenizer(), config)  # type: ignore[arg-type]
+    for _ in range(times):
+        ids = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
+        outputs = drain(engine)
+    check_blocks(engine)
+    return [(outputs[i].outputs[0].token_ids, outputs[i].outputs[0].logprobs) for i in ids]
+
+
+def test_deterministic(device: str) -> None:
+    """Not a bit depends on how a request is computed."""
+    expected = answers(device, max_num_seqs=1, enable_prefix_caching=False)
+    assert answers(device) == expected
+    assert answers(device, max_num_batched_tokens=19) == expected
+    assert answers(device, times=2) == expected  # prefix hits

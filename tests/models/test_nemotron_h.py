@@ -1,0 +1,119 @@
+"""Nemotron-H: layers of one part each, what its configurations say of them, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from support.families import expected, load, make_model, some_tokens
+from support.teacher_forcing import log_probabilities
+
+from fastinfer.cli.memory_bounds import Weights
+from fastinfer.errors import CheckpointFormatError, FastinferError, UnsupportedModelError
+from fastinfer.models.hf_checkpoint import HFCheckpoint
+from fastinfer.models.hf_config import read_hf_config
+from fastinfer.models.state_config import Mamba2Config
+
+PATTERN = "M-ME*EMM-*-M"
+LAYERS = ((0, 1), (2, 3), (4, 5), (6, None), (7, 8), (9, 10), (11, None))
+
+
+def changed(folder: Path, family: str = "nemotron-h", **changes: Any) -> Path:
+    """A config.json with these changes; ``None`` removes a key."""
+    make_model(family).config.save_pretrained(folder)
+    path = folder / "config.json"
+    values = json.loads(path.read_text()) | {"architectures": ["NemotronHForCausalLM"]} | changes
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+    return path
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("family", ["nemotron-h", "nemotron-h-dense"])
+def test_logits(family: str, seed: int, tmp_path: Path) -> None:
+    model = make_model(family, seed)
+    model.save_pretrained(tmp_path)
+    got = log_probabilities(load(tmp_path), some_tokens(), "float32")
+    assert (got - expected(model, some_tokens())).abs().max() < 1e-4
+    assert len(set(got.argmax(-1).tolist())) > 5
+
+
+def test_the_names_of_published_files(tmp_path: Path) -> None:
+    """Tensors within ``backbone`` and a pattern of letters, or the names of transformers since version 5."""
+    model = make_model("nemotron-h")
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    reference = expected(model, some_tokens())
+    for prefix in ("backbone.", "model."):
+        named = {name.replace("model.", prefix).replace("backbone.", prefix): value for name, value in tensors.items()}
+        save_file(named, tmp_path / "model.safetensors")
+        path = tmp_path / "config.json"
+        values = json.loads(path.read_text())
+        for key in ("layers_block_type", "layer_types"):
+            values.pop(key, None)
+        path.write_text(json.dumps(values | {"hybrid_override_pattern": PATTERN}))
+        got = log_probabilities(load(tmp_path), some_tokens(), "float32")
+        assert (got - reference).abs().max() < 1e-4
+
+
+def test_layers_and_sizes(tmp_path: Path) -> None:
+    config = read_hf_config(changed(tmp_path))
+    assert (config.num_layers, config.num_stored_layers, config.stored_layers) == (7, 12, LAYERS)
+    assert config.state_layers == (True, True, False, True, True, False, True)
+    assert config.states == Mamba2Config(6, 32, 48, 2, 4, dt_limits=(0.5, float("inf")))
+    assert config.unrotated_layers == set(range(7))
+    assert [config.has_mlp(layer) for layer in range(7)] == [True, True, True, False, True, True, False]
+    assert [config.has_experts(layer) for layer in range(7)] == [False, True, True, False, False, False, False]
+    assert (config.intermediate_size, config.dense_intermediate_size, config.shared_intermediate_size) == (48, 96, 80)
+    assert (config.activation, config.gated, config.norm_eps) == ("relu2", False, 1e-5)
+    dense = read_hf_config(changed(tmp_path, "nemotron-h-dense"))
+    assert (dense.num_experts, dense.intermediate_size, dense.shared_intermediate_size) == (0, 96, 0)
+
+
+def test_memory(tmp_path: Path) -> None:
+    make_model("nemotron-h").save_pretrained(tmp_path)
+    checkpoint = HFCheckpoint(tmp_path)
+    total = sum(checkpoint.tensors.num_bytes(name) for name in checkpoint.tensors.names)
+    assert checkpoint.weight_bytes("cpu") == total
+    assert abs(Weights.of(checkpoint).memory_bytes - total) < 0.1 * total
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"layers_block_type": ["mamba", "experts"]}, CheckpointFormatError, "layers_block_type: expected full_att"),
+        ({"layers_block_type": [["mamba"]]}, CheckpointFormatError, "layers_block_type: expected full_attention, lin"),
+        ({"layers_block_type": []}, CheckpointFormatError, "hybrid_override_pattern is missing"),
+        ({"layers_block_type": None, "hybrid_override_pattern": "M*X"}, CheckpointFormatError, "layers_block_type"),
+        ({"layers_block_type": ["mlp", "mamba", "attention"]}, UnsupportedModelError, "before each MLP, got mlp at 0"),
+        ({"layers_block_type": ["mamba", "mlp", "moe"]}, UnsupportedModelError, "before each MLP, got moe at 2"),
+        ({"layers_block_type": ["mamba", "mlp"]}, UnsupportedModelError, "at least one full_attention, got none"),
+        ({"mlp_hidden_act": "silu"}, UnsupportedModelError, "mlp_hidden_act must be 'relu2', got 'silu'"),
+        ({"mamba_hidden_act": "gelu"}, UnsupportedModelError, "mamba_hidden_act must be 'silu', got 'gelu'"),
+        ({"mlp_bias": True}, UnsupportedModelError, "mlp_bias must be False, got True"),
+        ({"attention_bias": True}, UnsupportedModelError, "attention_bias must be False, got True"),
+        ({"moe_latent_size": 32}, UnsupportedModelError, "moe_latent_size must be None, got 32"),
+        ({"sliding_window": 32}, UnsupportedModelError, "sliding_window must be None, got 32"),
+        ({"ssm_state_size": 24}, UnsupportedModelError, "ssm_state_size must be a multiple of 16 up to 256, got 24"),
+        ({"n_groups": 4}, CheckpointFormatError, "mamba_num_heads: expected a multiple of 4, got 6"),
+        ({"conv_kernel": 5}, UnsupportedModelError, "conv_kernel must be from 2 to 4, got 5"),
+        ({"time_step_min": -1.0}, CheckpointFormatError, "time_step_min"),
+    ],
+)
+def test_bad_configurations(changes: dict[str, Any], error: type[FastinferError], message: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=message):
+        read_hf_config(changed(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["0.norm", "1.norm", "2.mixer.D", "3.mixer.gate", "3.mixer.experts.2.up_proj", "5.mixer.shared_experts.down_proj"],
+)
+def test_missing_tensors(name: str, tmp_path: Path) -> None:
+    make_model("nemotron-h").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    kept = {key: value for key, value in tensors.items() if f".layers.{name}." not in f"{key}."}
+    assert len(kept) < len(tensors)
+    save_file(kept, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointFormatError, match=rf"{name}.*missing"):
+        load(tmp_path)

@@ -1,0 +1,80 @@
+"""How real GPUs cut the work, on the emulator: results do not depend on the order in which blocks run.
+
+Sums are added up in the order of the workers and attention's parts in that of the cache, whichever block is last.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import reference
+from support.attention_batches import assert_attention, make_batch, quantized
+from support.emulator import ORDERS, Emulator
+from support.expert_stack import ExpertStack, random_ids
+from support.helpers import assert_bitwise, assert_rounded, device_fixture, gemm_options
+from support.linear_formats import Linear
+from torch import Tensor
+
+from fastinfer import ops
+
+device = device_fixture("emulated")
+
+
+@pytest.fixture(params=["A100", "H100"])
+def emulator(request: pytest.FixtureRequest, device: str, emulated_library: Path) -> Iterator[Emulator]:
+    emulator = Emulator(emulated_library)
+    with emulator.device(request.param):
+        yield emulator
+
+
+def same_in_any_order(emulator: Emulator, run: Callable[[], Tensor]) -> Tensor:
+    results = []
+    for order in ORDERS:
+        with emulator.block_order(order):
+            results.append(run())
+    for result in results[1:]:
+        assert_bitwise(result, results[0])
+    return results[0]
+
+
+@pytest.mark.parametrize(
+    ("form", "tokens", "fusion"),
+    [("dense", 3, "plain"), ("int4 min", 16, "norm+bias+residual"), ("int8", 33, "plain"), ("int4", 70, "plain")],
+)
+def test_products_that_are_cut(form: str, tokens: int, fusion: str, emulator: Emulator, device: str) -> None:
+    x = torch.randn(tokens, 1024, device=device).bfloat16()
+    linear = Linear(form, 160, 1024, torch.bfloat16, device, 128)
+    options: dict[str, Any] = gemm_options(fusion, x, 160, torch.float32)
+    out = same_in_any_order(emulator, lambda: linear.run(x, **options))
+    slack = 2e-2 if tokens > 64 or "norm" in fusion else 1e-5
+    assert_rounded(out, reference.gemm(x, linear.dense, **options), slack)
+
+
+def test_int8_products_that_are_cut(emulator: Emulator, device: str) -> None:
+    q, weight = (torch.randint(-127, 128, (rows, 2048), device=device).to(torch.int8) for rows in (5, 160))
+    ones, scales = torch.ones(5, device=device), ops.pack_scales(torch.ones(160, 1, device=device))
+    packed = ops.int8_pack(weight)
+    out = same_in_any_order(emulator, lambda: ops.w8a8_gemm(q, ones, packed, scales, 160, dtype=torch.float32))
+    assert_bitwise(out, (q.long() @ weight.long().T).float())
+
+
+def test_experts(emulator: Emulator, device: str) -> None:
+    stack = ExpertStack("int4 min", 5, 48, 224, torch.bfloat16, device)
+    x, ids = torch.randn(40, 224, device=device).bfloat16(), random_ids(40, 2, 5, device)
+    same_in_any_order(emulator, lambda: stack.run(x, ids))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "cache_dtype"),
+    [([(1, 1500)], torch.int8), ([(1, 700), (0, 7), (3, 200), (20, 100)], torch.float16)],
+)
+def test_attention_that_is_cut(
+    lengths: list[tuple[int, int]], cache_dtype: torch.dtype, emulator: Emulator, device: str
+) -> None:
+    batch = make_batch(lengths, 6, 2, 64, dtype=torch.float16, device=device)
+    if cache_dtype == torch.int8:
+        batch = quantized(batch, cache_dtype)
+    assert_attention(batch)
+    same_in_any_order(emulator, batch.run)
