@@ -136,6 +136,8 @@ def head_rows(positions: Tensor, heads: int) -> HeadRows:
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
+    Source: the products per head of multi-head latent attention: DeepSeek-V2, https://arxiv.org/abs/2405.04434.
+
     >>> import torch, fastinfer.ops as ops
     >>> x, weight = torch.randn(5, 3, 64), torch.randn(3, 32, 64)  # of five tokens and three heads
     >>> out = ops.grouped_gemm(x.flatten(0, 1), weight, *ops.head_rows(torch.arange(5), 3))
