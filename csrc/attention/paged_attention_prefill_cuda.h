@@ -56,6 +56,7 @@ class PrefillAttention {
   using Row = CacheRow<kKind, kHeadDim>;
   using Shared = PrefillShared<T, kKind, kHeadDim>;
   using Queries = QueryLoader<T, kKind, kHeadDim, false>;
+  using Loader = TileLoader<kKind, kHeadDim, Row::kInt4 ? 1 : 2>;  // with more, four bits spill registers
   using Factors = CodeFactors<T, kKind>;
   using Key = KeyProduct<T, kKind>;
   using Value = ValueProduct<T, kKind>;
@@ -71,7 +72,7 @@ class PrefillAttention {
  public:
   // Leaves its results in shared memory.
   __device__ static void run(const PagedAttentionParams& p, const WorkItem& item) {
-    TileLoader<kKind, kHeadDim> loader(p);
+    Loader loader(p);
     loader.begin(item);
     if constexpr (kQuantized) {
       loader.copy(Shared::stage(loader.tile()));
@@ -98,7 +99,7 @@ class PrefillAttention {
   }
 
   // The loader has begun the copy of the first tile, or of its K.
-  __device__ void add_tiles(TileLoader<kKind, kHeadDim>& loader) {
+  __device__ void add_tiles(Loader& loader) {
     for (bool more = true; more;) {
       const int tile = loader.tile() - kQuantized, first = tile * kTile;
       const bool sees = softmax_.sees(first, kTile);

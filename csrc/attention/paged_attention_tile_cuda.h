@@ -67,8 +67,8 @@ struct Stage {
 };
 
 // Copies tiles of one KV head of one sequence, one after another. Positions that no row sees are not read: they become
-// zeros.
-template <CacheQuantization kKind, int kHeadDim>
+// zeros. kUnroll: copies of a lane at once.
+template <CacheQuantization kKind, int kHeadDim, int kUnroll = 2>
 class TileLoader {
   using Row = CacheRow<kKind, kHeadDim>;
   static constexpr int kTile = kv_tile(kHeadDim);
@@ -144,7 +144,7 @@ class TileLoader {
     // Opaque: what follows from them is made again for each tile, instead of kept in registers.
     const unsigned lane = opaque(threadIdx.x) % kWarpSize;
     const int head_bytes = static_cast<int>(opaque(head_)) * kBytes, first_row = warp_row();
-#pragma unroll 2
+#pragma unroll kUnroll
     for (unsigned first = 0; first < kCount; first += kWarpSize) {
       const unsigned i = first + lane;
       const int row = static_cast<int>(i / kChunks), byte = static_cast<int>(i % kChunks * kChunk);

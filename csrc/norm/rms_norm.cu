@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kHeld == 0 ? 1024 : 512) rms_norm_kernel(RmsNo
     for (int j = 0; j < kCount; ++j) squares += values[v][j] * values[v][j];
   });
   float* const shared = reinterpret_cast<float*>(dynamic_shared());
-  const float scale = rsqrtf(block_sum(squares, shared) / static_cast<float>(p.hidden) + p.eps);
+  const float scale = rsqrtf(block_sum(squares, shared) / static_cast<float>(p.hidden) + p.eps) * p.factor;
 
   const auto normalise = [&](int v, int64_t i) {
     if constexpr (kHeld == 0) {
@@ -75,9 +75,8 @@ __global__ void __launch_bounds__(kHeld == 0 ? 1024 : 512) rms_norm_kernel(RmsNo
       normalise(v, i);
       if (p.addend != nullptr) {
         const auto addend = load_vector<kCount>(static_cast<const T*>(p.addend) + offset + i);
-        for (int j = 0; j < kCount; ++j) values[v][j] += to_float(addend.values[j]);
+        for (int j = 0; j < kCount; ++j) values[v][j] += to_float(addend.values[j]) * p.factor;
       }
-      for (int j = 0; j < kCount; ++j) values[v][j] *= p.factor;
       store_values(static_cast<T*>(p.out) + offset + i, values[v]);
     });
   }
