@@ -366,6 +366,19 @@ FAMILIES |= {
         | {"use_bias": True, "use_conv_bias": False, "n_groups": 3}
         | {"layers_block_type": [kind.replace("moe", "mlp") for kind in NEMOTRON_H["layers_block_type"]]},
     ),
+    # As GGUF files can say it: with MLPs or experts alone, and with no least time step that matters.
+    "nemotron-h-plain": (
+        "NemotronH",
+        NEMOTRON_H
+        | {"time_step_min": 1e-6}
+        | {"layers_block_type": [kind.replace("moe", "mlp") for kind in NEMOTRON_H["layers_block_type"]]},
+    ),
+    "nemotron-h-moe": (
+        "NemotronH",
+        NEMOTRON_H
+        | {"time_step_min": 1e-6}
+        | {"layers_block_type": [kind.replace("mlp", "moe") for kind in NEMOTRON_H["layers_block_type"]]},
+    ),
 }
 
 FALCON_H1 = {
@@ -392,11 +405,12 @@ FAMILIES |= {
     "falcon-h1-norm": (
         "FalconH1",
         FALCON_H1
-        | {"mamba_rms_norm": True, "mamba_conv_bias": False, "mamba_d_conv": 3, "tie_word_embeddings": True}
-        | {"time_step_limit": [0.5, 1.5], "mamba_d_ssm": None, "mamba_n_heads": 4, "mamba_d_head": "auto"},
+        | {"mamba_rms_norm": True, "mamba_conv_bias": False, "mamba_d_conv": 3},
     ),
     "falcon-h1-plain": (
         "FalconH1",
-        {key: value for key, value in FALCON_H1.items() if "multiplier" not in key} | {"rope_parameters": LLAMA3},
+        {key: value for key, value in FALCON_H1.items() if "multiplier" not in key}
+        | {"tie_word_embeddings": True, "time_step_limit": [0.5, 1.5]}
+        | {"mamba_d_ssm": None, "mamba_n_heads": 4, "mamba_d_head": "auto"},
     ),
 }

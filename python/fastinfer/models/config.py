@@ -262,7 +262,7 @@ class ModelConfig:
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer has experts instead of an MLP."""
-        return self.num_experts > 0 and layer not in self.dense_layers
+        return self.num_experts > 0 and self.has_mlp(layer) and layer not in self.dense_layers
 
     def mlp_size(self, layer: int) -> int:
         """Return the width of a layer's MLP, or of each of its experts."""
