@@ -404,8 +404,7 @@ FAMILIES |= {
     "falcon-h1": ("FalconH1", FALCON_H1),
     "falcon-h1-norm": (
         "FalconH1",
-        FALCON_H1
-        | {"mamba_rms_norm": True, "mamba_conv_bias": False, "mamba_d_conv": 3},
+        FALCON_H1 | {"mamba_rms_norm": True, "mamba_conv_bias": False, "mamba_d_conv": 3},
     ),
     "falcon-h1-plain": (
         "FalconH1",

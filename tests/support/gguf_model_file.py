@@ -5,6 +5,8 @@ from typing import Any
 
 import gguf
 import torch
+from torch import Tensor
+
 from support.gguf_hybrid_models import (
     falcon_h1_tensor,
     mamba2_tensor,
@@ -12,7 +14,6 @@ from support.gguf_hybrid_models import (
     write_falcon_h1_config,
     write_nemotron_h_config,
 )
-from torch import Tensor
 
 # transformers' model_type to the file's architecture, and to gguf's table of names.
 ARCHITECTURES = {

@@ -43,7 +43,7 @@ def gemma4_config(file: GGUFFile, config: ModelConfig) -> ModelConfig:
         GGUFFormatError: a key is missing, or its value is out of range.
     """
     num_layers, windows = config.num_layers, _windows(file)
-    heads, inner = sizes_by_layer(file, PREFIX, "attention.head_count_kv"), sizes_by_layer(file, PREFIX, "feed_forward_length")
+    heads, inner = (sizes_by_layer(file, PREFIX, key) for key in ("attention.head_count_kv", "feed_forward_length"))
     full = file.get(f"{PREFIX}.attention.key_length", int, minimum=1, maximum=MAX_SIZE)
     shapes = tuple(
         KVShape(count, config.head_dim if window else full) for count, window in zip(heads, windows, strict=True)

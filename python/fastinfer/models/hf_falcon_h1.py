@@ -3,16 +3,16 @@
 A layer of the file has Mamba-2 and attention with the same input, and an MLP. Here these are two layers, Mamba-2 alone,
 and attention with the MLP; see :meth:`fastinfer.models.config.ModelConfig.is_parallel`.
 
-No factor changes a matrix, so that quantised ones are used as they are, and bf16 ones are not rounded again. A factor of
-a product's input is one of the norm before it. So is a factor of its output, as far as the rest of the layer can undo
-it where it does not belong:
+The factors become parts of norms, convolutions and scales, which are fp32. No large matrix changes, so that quantised
+ones are used as they are, and bf16 ones are not rounded again:
 
-* The outputs of the MLP have the factor down / gate in what the loader calls the residual scale, and its input the
-  factor gate. Then the gate has its own factor, and the factor of up takes part in that of down.
-* Attention is linear in its values, so the factor of its output, divided by the residual scale, is one of its input.
-  The square of it is taken from the scale of the logits, which gets the factor of the keys.
-* The input of Mamba-2 has the factor of z; those of x, b, c and the time steps are divided by it, and belong to the
-  convolution and the projection of the time steps. The factor of the output is one of the norm before the projection.
+* A factor of an input is one of the norm before it.
+* The input of the MLP gets the factor of the gate. Up gets it, too, so the factor of down is divided by it; the
+  quotient is the residual scale, by which the factors of the other outputs are divided.
+* Attention is linear in its values, so its input gets the factor of its output. Queries and keys get it, too, so the
+  scale of the logits is divided by its square, and multiplied by the factor of the keys.
+* The input of Mamba-2 gets the factor of z. Those of x, b, c and the time steps are divided by it, and belong to the
+  convolution and to the projection of the time steps. That of the output belongs to the norm before its projection.
 """
 
 from dataclasses import replace
