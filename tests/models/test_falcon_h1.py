@@ -122,10 +122,11 @@ def test_layers_and_sizes_of_a_gguf_file(tmp_path: Path) -> None:
         ("ssm.group_count", 4, GGUFFormatError),
         ("ssm.inner_size", 100, GGUFFormatError),
         ("attention.head_count_kv", 3, GGUFFormatError),
+        ("block_count", 2**20, GGUFFormatError),
     ):
         kept = file.metadata[f"falcon-h1.{key}"]
         file.metadata[f"falcon-h1.{key}"] = value
-        with pytest.raises(error, match=r"ssm|query heads") as caught:
+        with pytest.raises(error, match=r"ssm|query heads|block_count") as caught:
             read_gguf_config(file)
         assert "\n" not in str(caught.value)
         file.metadata[f"falcon-h1.{key}"] = kept
@@ -157,6 +158,7 @@ def test_layers_and_sizes_of_a_gguf_file(tmp_path: Path) -> None:
         ({"ssm_multipliers": [1.0] * 4}, CheckpointFormatError, "ssm_multipliers: expected 5 numbers"),
         ({"ssm_multipliers": 2.0}, CheckpointFormatError, "ssm_multipliers: expected list, got 2.0"),
         ({"num_hidden_layers": 0}, CheckpointFormatError, "num_hidden_layers: expected 1 to"),
+        ({"num_hidden_layers": 2**20}, CheckpointFormatError, "num_hidden_layers: expected 1 to 65536"),
         ({"time_step_limit": [0.2, 0.1]}, CheckpointFormatError, "time_step_limit: expected two numbers"),
     ],
 )

@@ -57,7 +57,7 @@ class DecoderLayer:
         plan: Tensor | LatentPlan | None,
         lora: LayerAdapters | None,
         inputs: Tensor | None = None,
-        shared_input: Tensor | None = None,
+        before: Tensor | None = None,
     ) -> Tensor:
         if isinstance(self.attention, LatentAttention):
             assert isinstance(cache, LayerCache)
@@ -66,7 +66,9 @@ class DecoderLayer:
         elif isinstance(self.attention, Attention):
             assert isinstance(cache, LayerCache)
             assert isinstance(plan, Tensor)
-            attended = self.attention(x if shared_input is None else shared_input, x, batch, cache, plan, lora)
+            source = before if self.shares_input else x
+            assert source is not None
+            attended = self.attention(source, x, batch, cache, plan, lora)
         else:
             assert isinstance(cache, StateCache)
             attended = self.attention(x, batch, cache)
@@ -133,8 +135,9 @@ class Decoder:
                 if attention.plan_sizes not in plans:
                     plans[attention.plan_sizes] = attention.plan(batch)
                 plan = plans[attention.plan_sizes]
-            before, shared_input = (before, before) if layer.shares_input else (x, None)
-            x = layer(x, batch, cache, plan, lora, None if inputs is None else inputs[:, index], shared_input)
+            if not layer.shares_input:
+                before = x  # the layer's input, which the next one may share
+            x = layer(x, batch, cache, plan, lora, None if inputs is None else inputs[:, index], before)
             if images is not None:
                 images.add(x, index)
         return x

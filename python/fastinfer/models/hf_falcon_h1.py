@@ -23,7 +23,7 @@ from fastinfer.formats.json_fields import JsonFields
 from fastinfer.models.hf_fields import Sizes, require
 from fastinfer.models.hf_states import FULL, MAMBA, MAMBA_NAMES, dt_limits, mamba2, mamba_head_dim
 from fastinfer.models.state_config import Mamba2Config
-from fastinfer.models.stored_layers import StoredLayers, split_layers
+from fastinfer.models.stored_layers import MAX_LAYERS, StoredLayers, split_layers
 
 
 def prepare_falcon_h1(fields: JsonFields) -> StoredLayers:
@@ -38,7 +38,7 @@ def prepare_falcon_h1(fields: JsonFields) -> StoredLayers:
     """
     for key in ("attention_bias", "mlp_bias", "projectors_bias", "mamba_proj_bias"):
         require(fields, key, False)
-    layers = split_layers(Sizes(fields)("num_hidden_layers"))
+    layers = split_layers(fields.get("num_hidden_layers", int, minimum=1, maximum=MAX_LAYERS))
     fields.values |= {"num_hidden_layers": len(layers), "layer_types": [MAMBA, FULL] * (len(layers) // 2)}
     return layers
 
