@@ -1,5 +1,6 @@
 """Folders of models with linear attention, short convolutions or Mamba-2: what people do with them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ PROMPTS = [[(11 * i + 7 * j) % 256 for j in range(length)] for i, length in enum
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["qwen3.5", "lfm2", "granite-hybrid-dense"])
+@pytest.fixture(scope="module", params=["qwen3.5", "lfm2", "granite-hybrid-dense", "falcon-h1"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_folder(tmp_path_factory.mktemp("models") / "tiny", request.param)
 
@@ -76,13 +77,17 @@ def test_memory(folder: Path) -> None:
         "Qwen3_5ForCausalLM": 6 * (3 * (2 * 2 * 16 + 6 * 48) * 4 + 6 * 16 * 48 * 4),
         "Lfm2ForCausalLM": 4 * 2 * 64 * 4,
         "GraniteMoeHybridForCausalLM": 4 * (3 * (4 * 32 + 2 * 48) * 4 + 4 * 48 * 32 * 4),
+        "FalconH1ForCausalLM": 3 * (3 * (6 * 16 + 2 * 2 * 48) * 4 + 6 * 48 * 16 * 4),
     }[config.architecture]
     assert memory_bounds.all_state_bytes(config) == states
-    keys_and_values = 2 * 64 * 2 * 2 * config.head_dim * 2
+    num_layers = config.state_layers.count(False)
+    keys_and_values = num_layers * 64 * 2 * 2 * config.head_dim * 2
     assert memory_bounds.kv_cache_bytes(config, 2, torch.float16, 33, 2) == 2 * (keys_and_values + states)
-    assert memory_bounds.attended_positions(config, 4).total() == 2 * 10
+    assert memory_bounds.attended_positions(config, 4).total() == num_layers * 10
     rates = memory_bounds.Rates(1e9, 1e9, 1e9)
-    assert memory_bounds.describe(str(folder), 64, 1, rates)["weights_bytes"] > 0
+    described = memory_bounds.describe(str(folder), 64, 1, rates)
+    assert described["weights_bytes"] > 0
+    assert described["num_layers"] == json.loads((folder / "config.json").read_text())["num_hidden_layers"]
 
 
 def test_what_is_not_supported(folder: Path, tmp_path: Path) -> None:

@@ -110,6 +110,19 @@ NEMOTRON = MAMBA2 | {
     "dense_layers": frozenset({0, 1}),
     "dense_intermediate_size": 96,
 }
+# Mamba-2 and attention with the same input, with factors.
+FALCON = {
+    "num_layers": 4,
+    "stored_layers": ((0, None), (0, 0), (1, None), (1, 1)),
+    "state_layers": (True, False, True, False),
+    "states": Mamba2Config(
+        4, 32, 48, 2, 4, has_norm=False, input_scale=1.2, conv_scales=(0.7, 1.3, 0.6), dt_scale=0.8, output_scale=0.4
+    ),
+    "embedding_scale": 5.0,
+    "attention_input_scale": 1.3,
+    "mlp_input_scale": 0.8,
+    "residual_scale": 0.6,
+}
 MIXTURE = {"num_experts": 8, "experts_per_token": 3}
 GRANITE = {
     **MIXTURE,
@@ -173,6 +186,8 @@ MODELS: dict[str, tuple[dict[str, Any], Form, str]] = {
     "mamba 2, int4": (MAMBA2, lambda _, values: int4(values), "auto"),
     "nemotron, int4": (NEMOTRON, lambda name, v: Dense(v) if name.endswith("router") else int4(v), "auto"),
     "mamba 2, bf16": (MAMBA2, lambda _, values: Dense(values.bfloat16()), "bfloat16"),
+    "falcon, int4": (FALCON, lambda _, values: int4(values), "auto"),
+    "falcon, bf16": (FALCON, lambda _, values: Dense(values.bfloat16()), "bfloat16"),
     "latent, int4": (LATENT, lambda _, values: int4(values), "auto"),
     "latent, bf16": (LATENT, lambda _, values: Dense(values.bfloat16()), "bfloat16"),
     "latent, w8a8": (LATENT, w8a8, "auto"),

@@ -54,6 +54,10 @@ FAMILIES = (
     "granite-hybrid",
     "granite-hybrid-dense",
     "granite-hybrid-attention",
+    "falcon-h1",
+    "falcon-h1-norm",
+    "nemotron-h-plain",
+    "nemotron-h-moe",
     "lfm2",
     "lfm2-moe",
 )

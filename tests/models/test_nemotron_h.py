@@ -4,15 +4,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 from support.families import expected, load, make_model, some_tokens
+from support.gguf_model_file import write_gguf
 from support.teacher_forcing import log_probabilities
 
 from fastinfer.cli.memory_bounds import Weights
-from fastinfer.errors import CheckpointFormatError, FastinferError, UnsupportedModelError
+from fastinfer.errors import CheckpointFormatError, FastinferError, GGUFFormatError, UnsupportedModelError
+from fastinfer.formats.gguf import GGUFFile
+from fastinfer.models.config import Precision
+from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
+from fastinfer.models.gguf_config import read_gguf_config
 from fastinfer.models.hf_checkpoint import HFCheckpoint
 from fastinfer.models.hf_config import read_hf_config
+from fastinfer.models.loader import load_decoder
 from fastinfer.models.state_config import Mamba2Config
 
 PATTERN = "M-ME*EMM-*-M"
@@ -117,3 +124,79 @@ def test_missing_tensors(name: str, tmp_path: Path) -> None:
     save_file(kept, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointFormatError, match=rf"{name}.*missing"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["nemotron-h-plain", "nemotron-h-moe"])
+def test_logits_of_a_gguf_file(family: str, tmp_path: Path) -> None:
+    model = make_model(family)
+    write_gguf(tmp_path / "model.gguf", model)
+    checkpoint = GGUFCheckpoint(GGUFFile(tmp_path / "model.gguf"), exact=True)
+    got = log_probabilities(load_decoder(checkpoint, Precision.of("float32"), None), some_tokens(), "float32")
+    assert (got - expected(model, some_tokens())).abs().max() < 1e-4
+
+
+def test_layers_and_sizes_of_a_gguf_file(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", make_model("nemotron-h-plain"))
+    config = read_gguf_config(GGUFFile(tmp_path / "model.gguf"))
+    assert (config.num_layers, config.num_stored_layers, config.stored_layers) == (7, 12, LAYERS)
+    assert config.state_layers == (True, True, False, True, True, False, True)
+    assert config.states == Mamba2Config(6, 32, 48, 2, 4)
+    assert config.unrotated_layers == set(range(7))
+    assert [config.has_mlp(layer) for layer in range(7)] == [True, True, True, False, True, True, False]
+    assert (config.num_experts, config.intermediate_size, config.num_kv_heads) == (0, 96, 2)
+    assert (config.activation, config.gated) == ("relu2", False)
+    write_gguf(tmp_path / "model.gguf", make_model("nemotron-h-moe"))
+    config = read_gguf_config(GGUFFile(tmp_path / "model.gguf"))
+    assert config.stored_layers == LAYERS
+    assert [config.has_experts(layer) for layer in range(7)] == [True, True, True, False, True, True, False]
+    assert (config.num_experts, config.intermediate_size, config.shared_intermediate_size) == (8, 48, 80)
+    assert (config.router.scoring, config.router.has_bias, config.router.scale) == ("sigmoid", True, 1.5)
+
+
+def test_layers_for_later_tokens(tmp_path: Path) -> None:
+    """A file may have a last layer of attention and experts that predicts a token after the next one."""
+    write_gguf(tmp_path / "model.gguf", make_model("nemotron-h-moe"))
+    file = GGUFFile(tmp_path / "model.gguf")
+    expected_config = read_gguf_config(file)
+    for key, size in (("attention.head_count_kv", 2), ("feed_forward_length", 48)):
+        name = f"nemotron_h_moe.{key}"
+        file.metadata[name] = np.append(file.metadata[name], size).astype(np.int32)
+    file.metadata |= {"nemotron_h_moe.block_count": 13, "nemotron_h_moe.nextn_predict_layers": 1}
+    assert read_gguf_config(file) == expected_config
+
+
+HEADS, INNER = "attention.head_count_kv", "feed_forward_length"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({HEADS: [0] * 12}, GGUFFormatError, "head_count_kv: expected 0 or the same size in all layers"),
+        ({HEADS: [0, 0, 1, 0, 2] + [0] * 7}, GGUFFormatError, "head_count_kv: expected 0 or the same size"),
+        ({HEADS: [0, 0, 2]}, GGUFFormatError, "head_count_kv: expected 12 values, one for each layer, got 3"),
+        ({HEADS: [-2] + [0] * 11}, GGUFFormatError, "head_count_kv: expected sizes from 0"),
+        ({INNER: [0] * 12}, GGUFFormatError, "feed_forward_length: expected 0 or the same size in all layers"),
+        ({INNER: 96}, GGUFFormatError, "head_count_kv or feed_forward_length to be 0 in each layer"),
+        ({HEADS: 2, INNER: [0] * 11 + [96]}, GGUFFormatError, "head_count_kv or feed_forward_length to be 0 in each"),
+        ({INNER: [96] + [0] * 11}, UnsupportedModelError, "attention or Mamba-2 before each MLP, got mlp at 0"),
+        ({"moe_latent_size": 32}, UnsupportedModelError, "moe_latent_size is not implemented"),
+        ({"ssm.group_count": 4}, GGUFFormatError, "time_step_rank: expected a multiple of 4, got 6"),
+    ],
+)
+def test_bad_metadata(changes: dict[str, Any], error: type[FastinferError], message: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", make_model("nemotron-h-plain"))
+    file = GGUFFile(tmp_path / "model.gguf")
+    for key, value in changes.items():
+        file.metadata[f"nemotron_h.{key}"] = np.array(value, np.int32) if isinstance(value, list) else value
+    with pytest.raises(error, match=message) as caught:
+        read_gguf_config(file)
+    assert "\n" not in str(caught.value)
+
+
+def test_memory_of_a_gguf_file(tmp_path: Path) -> None:
+    model = make_model("nemotron-h-moe")
+    write_gguf(tmp_path / "model.gguf", model)
+    checkpoint = GGUFCheckpoint(GGUFFile(tmp_path / "model.gguf"))
+    total = sum(values.numel() for values in model.state_dict().values()) * 4
+    assert abs(checkpoint.weight_bytes("cpu") - total) < 0.02 * total
+    assert abs(Weights.of(checkpoint).memory_bytes - total) < 0.1 * total

@@ -366,4 +366,50 @@ FAMILIES |= {
         | {"use_bias": True, "use_conv_bias": False, "n_groups": 3}
         | {"layers_block_type": [kind.replace("moe", "mlp") for kind in NEMOTRON_H["layers_block_type"]]},
     ),
+    # As GGUF files can say it: with MLPs or experts alone, and with no least time step that matters.
+    "nemotron-h-plain": (
+        "NemotronH",
+        NEMOTRON_H
+        | {"time_step_min": 1e-6}
+        | {"layers_block_type": [kind.replace("moe", "mlp") for kind in NEMOTRON_H["layers_block_type"]]},
+    ),
+    "nemotron-h-moe": (
+        "NemotronH",
+        NEMOTRON_H
+        | {"time_step_min": 1e-6}
+        | {"layers_block_type": [kind.replace("mlp", "moe") for kind in NEMOTRON_H["layers_block_type"]]},
+    ),
+}
+
+FALCON_H1 = {
+    "num_hidden_layers": 3,
+    "mamba_d_ssm": 96,  # not a multiple of the hidden size
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_d_state": 48,
+    "mamba_n_groups": 2,
+    "mamba_norm_before_gate": False,
+    "head_dim": 32,
+    "embedding_multiplier": 3.7,
+    "lm_head_multiplier": 0.3,
+    "key_multiplier": 0.6,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.7,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.24,
+    "ssm_multipliers": [0.8, 0.7, 1.4, 0.5, 0.35],
+    "mlp_multipliers": [0.9, 0.55],
+}
+FAMILIES |= {
+    "falcon-h1": ("FalconH1", FALCON_H1),
+    "falcon-h1-norm": (
+        "FalconH1",
+        FALCON_H1 | {"mamba_rms_norm": True, "mamba_conv_bias": False, "mamba_d_conv": 3},
+    ),
+    "falcon-h1-plain": (
+        "FalconH1",
+        {key: value for key, value in FALCON_H1.items() if "multiplier" not in key}
+        | {"tie_word_embeddings": True, "time_step_limit": [0.5, 1.5]}
+        | {"mamba_d_ssm": None, "mamba_n_heads": 4, "mamba_d_head": "auto"},
+    ),
 }

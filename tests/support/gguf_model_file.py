@@ -7,6 +7,14 @@ import gguf
 import torch
 from torch import Tensor
 
+from support.gguf_hybrid_models import (
+    falcon_h1_tensor,
+    mamba2_tensor,
+    nemotron_h_name,
+    write_falcon_h1_config,
+    write_nemotron_h_config,
+)
+
 # transformers' model_type to the file's architecture, and to gguf's table of names.
 ARCHITECTURES = {
     "llama": ("llama", gguf.MODEL_ARCH.LLAMA),
@@ -41,10 +49,14 @@ ARCHITECTURES = {
     "lfm2": ("lfm2", gguf.MODEL_ARCH.LFM2),
     "lfm2_moe": ("lfm2moe", gguf.MODEL_ARCH.LFM2MOE),
     "granitemoehybrid": ("granitehybrid", gguf.MODEL_ARCH.GRANITE_HYBRID),
+    "falcon_h1": ("falcon-h1", gguf.MODEL_ARCH.FALCON_H1),
+    "nemotron_h": ("nemotron_h", gguf.MODEL_ARCH.NEMOTRON_H),
+    "nemotron_h with experts": ("nemotron_h_moe", gguf.MODEL_ARCH.NEMOTRON_H_MOE),
 }
 
 
-PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "granitehybrid")
+# Those of Nemotron-H need not be undone, because nothing is rotated.
+PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "nemotron_h", "nemotron_h_moe")
 WINDOWED = ("gemma2", "gemma3", "phi3", "olmo2", "exaone4", "cohere2", "gpt-oss")
 
 
@@ -66,7 +78,8 @@ def write_gguf(
     """
     quantized = quantized or {}
     config = model.config
-    architecture, table = ARCHITECTURES[config.model_type]
+    with_experts = " with experts" if config.model_type == "nemotron_h" and "moe" in config.layers_block_type else ""
+    architecture, table = ARCHITECTURES[config.model_type + with_experts]
     writer = gguf.GGUFWriter(path, architecture)
     _write_config(writer, architecture, config, is_fused)
     names = gguf.get_tensor_name_map(table, config.num_hidden_layers)
@@ -94,6 +107,12 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
     writer.add_head_count(config.num_attention_heads)
     if architecture == "gemma4":
         _write_gemma4_config(writer, config)
+        return
+    if architecture == "falcon-h1":
+        write_falcon_h1_config(writer, config)
+        return
+    if architecture.startswith("nemotron_h"):
+        write_nemotron_h_config(writer, config)
         return
     if architecture == "gpt2":
         writer.add_feed_forward_length(4 * config.hidden_size)
@@ -262,14 +281,12 @@ def _converted(
         values = values.squeeze(1) if "conv1d" in name else values
     elif architecture in ("qwen3next", "qwen35", "qwen35moe") and "norm" in name:
         values = values + 1
+    if architecture == "falcon-h1":
+        values = falcon_h1_tensor(name, values, config)
+    if architecture.startswith("nemotron_h"):
+        name, values = mamba2_tensor(nemotron_h_name(name), values, config.n_groups)
     if ".mamba." in name:
-        values = -values.exp() if name.endswith("A_log") else values
-        if name.endswith((".A_log", ".D")):
-            values = values[:, None]
-        if name.endswith("mamba.norm.weight"):
-            values = values.view(config.mamba_n_groups, -1)
-        name = name.replace("dt_bias", "dt_proj.bias")
-        values = values.squeeze(1) if name.endswith("conv1d.weight") else values
+        name, values = mamba2_tensor(name, values, config.mamba_n_groups)
     if architecture == "gpt-oss" and ".experts." in name:
         # gpt-oss has [experts, in, out], and the columns of gate and up alternate.
         block, is_bias = name.split(".")[2], name.endswith("_bias")

@@ -293,7 +293,8 @@ def describe(model: str, context: int | None, batch: int, rates: Rates | None = 
     return {
         "model": model,
         "architecture": config.architecture,
-        **{name: getattr(config, name) for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim")},
+        "num_layers": config.num_stored_layers,
+        **{name: getattr(config, name) for name in ("num_heads", "num_kv_heads", "head_dim")},
         "head_layout": own,
         "context": context,
         "batch": batch,

@@ -70,9 +70,10 @@ class Attention:
         return self.num_heads, self.num_kv_heads, self.head_dim, self.window
 
     def __call__(
-        self, residual: Tensor, batch: Batch, cache: LayerCache, plan: Tensor, lora: LayerAdapters | None
+        self, x: Tensor, residual: Tensor, batch: Batch, cache: LayerCache, plan: Tensor, lora: LayerAdapters | None
     ) -> Tensor:
-        x, options = self.norm.before_linear(residual)
+        """Return ``residual`` plus the output for ``x``, both [tokens, hidden]; fill the cache."""
+        x, options = self.norm.before_linear(x)
         sizes = [self.num_heads * self.head_dim]
         if self.has_kv:
             sizes += [self.num_kv_heads * self.head_dim] * (1 if self.tied_kv else 2)

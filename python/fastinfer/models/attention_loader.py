@@ -31,7 +31,7 @@ def load_attention(reader: LayerReader, tables: PositionTables, index: int) -> A
         num_heads=config.num_heads,
         num_kv_heads=shape.num_heads,
         head_dim=shape.head_dim,
-        norm=reader.pre_norm(f"{layer}.attention_norm", scale),
+        norm=reader.pre_norm(f"{layer}.attention_norm", scale, config.attention_input_scale),
         qkv=_qkv(reader, index, is_split=is_joint),
         output=reader.output(
             f"{layer}.o_proj", q_size, config.output_bias, f"{layer}.post_attention_norm", scale, factor

@@ -119,7 +119,8 @@ class ModelConfig:
         interleaved_rope: whether elements 2i and 2i + 1 of a head are rotated together, instead of i and
             i + rotary_dim / 2.
         stored_layers: for each layer, the file's layer with its attention or state, and the one with its MLP, ``None``
-            for no MLP, where these are layers of their own; empty if they are the same.
+            for no MLP, where these are not the same; empty if they are. If two layers have their attention or state in
+            the same one, they have the same input, see :meth:`is_parallel`.
         activation: activation of the MLP, by its name in :mod:`fastinfer.ops.gemm`; without a gate also ``"relu2"``.
         gated: whether the MLP multiplies the activated gate by a second projection.
         norm: ``"rms_norm"`` or ``"layer_norm"``.
@@ -140,6 +141,7 @@ class ModelConfig:
         post_norm_eps: ``norm_eps`` of the outputs of attention and MLP, where it is another one.
         embedding_scale: factor of the embedding.
         normed_embedding: whether the rows of the embedding are normalised, without a weight.
+        attention_input_scale, mlp_input_scale: factors of the normalised inputs of attention and MLP.
         residual_scale: factor of the outputs of attention and MLP.
         attention_scale: factor of the attention logits, ``None`` for ``head_dim ** -0.5``.
         attention_sinks: whether each query head has a learned logit that takes part in the softmax and has no value.
@@ -204,6 +206,8 @@ class ModelConfig:
     post_norm_eps: float | None = None
     embedding_scale: float = 1.0
     normed_embedding: bool = False
+    attention_input_scale: float = 1.0
+    mlp_input_scale: float = 1.0
     residual_scale: float = 1.0
     attention_scale: float | None = None
     attention_sinks: bool = False
@@ -245,6 +249,11 @@ class ModelConfig:
         """Return whether a layer has an MLP or experts."""
         return not self.stored_layers or self.stored_layers[layer][1] is not None
 
+    def is_parallel(self, layer: int) -> bool:
+        """Return whether a layer's attention has the same input as the layer before, instead of its output."""
+        stored = self.stored_layers
+        return layer > 0 and bool(stored) and stored[layer][0] == stored[layer - 1][0]
+
     @property
     def num_stored_layers(self) -> int:
         """Number of the file's layers."""
@@ -253,7 +262,7 @@ class ModelConfig:
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer has experts instead of an MLP."""
-        return self.num_experts > 0 and layer not in self.dense_layers
+        return self.num_experts > 0 and self.has_mlp(layer) and layer not in self.dense_layers
 
     def mlp_size(self, layer: int) -> int:
         """Return the width of a layer's MLP, or of each of its experts."""

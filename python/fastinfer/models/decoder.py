@@ -35,16 +35,19 @@ class DecoderLayer:
     """One layer.
 
     Attributes:
-        attention: reads the residual stream and returns it with its output added.
+        attention: reads the residual stream, or the input of the layer before, and returns the stream with its output
+            added.
         mlp: adds its output to that; ``None`` if the layer has none.
         parallel: whether the MLP reads the same input as attention, instead of attention's output.
         per_layer: adds the output for the layer's own input to that; ``None`` if it has none.
+        shares_input: whether attention reads the input of the layer before, instead of its output.
     """
 
     attention: Attention | LatentAttention | LinearAttention | Mamba2 | ShortConv
     mlp: MLP | None
     parallel: bool = False
     per_layer: PerLayerGate | None = None
+    shares_input: bool = False
 
     def __call__(
         self,
@@ -54,6 +57,7 @@ class DecoderLayer:
         plan: Tensor | LatentPlan | None,
         lora: LayerAdapters | None,
         inputs: Tensor | None = None,
+        before: Tensor | None = None,
     ) -> Tensor:
         if isinstance(self.attention, LatentAttention):
             assert isinstance(cache, LayerCache)
@@ -62,7 +66,9 @@ class DecoderLayer:
         elif isinstance(self.attention, Attention):
             assert isinstance(cache, LayerCache)
             assert isinstance(plan, Tensor)
-            attended = self.attention(x, batch, cache, plan, lora)
+            source = before if self.shares_input else x
+            assert source is not None
+            attended = self.attention(source, x, batch, cache, plan, lora)
         else:
             assert isinstance(cache, StateCache)
             attended = self.attention(x, batch, cache)
@@ -122,13 +128,16 @@ class Decoder:
         inputs = None if self.per_layer_inputs is None else self.per_layer_inputs(x, batch.token_ids)
         plans: dict[tuple[int, ...], Tensor | LatentPlan] = {}
         layers = zip(self.layers, self._adapters(batch), kv_cache, strict=True)
+        before = x
         for index, (layer, lora, cache) in enumerate(layers):
             attention, plan = layer.attention, None
             if isinstance(attention, Attention | LatentAttention):
                 if attention.plan_sizes not in plans:
                     plans[attention.plan_sizes] = attention.plan(batch)
                 plan = plans[attention.plan_sizes]
-            x = layer(x, batch, cache, plan, lora, None if inputs is None else inputs[:, index])
+            if not layer.shares_input:
+                before = x  # the layer's input, which the next one may share
+            x = layer(x, batch, cache, plan, lora, None if inputs is None else inputs[:, index], before)
             if images is not None:
                 images.add(x, index)
         return x

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from fastinfer.models.structure import (
     COHERE,
     EXAONE4,
+    FALCON_H1,
     GEMMA2,
     GEMMA3,
     GEMMA4,
@@ -460,6 +461,27 @@ FAMILIES: dict[str, Family] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 7688,
             "moe_shared_expert_intermediate_size": 7688,
+        },
+    ),
+    "FalconH1ForCausalLM": Family(
+        {name: stored.replace("mlp.", "feed_forward.") for name, stored in _LAYER.items()}
+        | _MAMBA_LAYER
+        | {"mlp_norm": "pre_ff_layernorm"},
+        top=_TOP | {"norm": "model.final_layernorm"},
+        structure=FALCON_H1,
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "mamba_d_ssm": 1024,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_conv_bias": True,
+            "mamba_proj_bias": False,
+            "mamba_norm_before_gate": True,
+            "mamba_rms_norm": False,
         },
     ),
     # The language models within models of text and images.

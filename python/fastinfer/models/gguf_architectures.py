@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from fastinfer.models.structure import (
     COHERE,
     EXAONE4,
+    FALCON_H1,
     GEMMA2,
     GEMMA3,
     GEMMA4,
@@ -15,6 +16,7 @@ from fastinfer.models.structure import (
     JOINT_NORMS,
     LATENT,
     LFM2,
+    NEMOTRON_H,
     OLMO2,
     QWEN3_NEXT,
     Structure,
@@ -32,8 +34,10 @@ class Architecture:
         local_rope_theta: base in the layers with a window, where it is another one.
         mlp_norm: the file's name of the norm before the MLP.
         names: the file's names of other parts, where they are not the usual ones.
+        suffixes: ends of the names of vectors, likewise.
         truncated_yarn: whether the limits of YaRN's ramp are rounded to whole dimensions.
         activation, gated, qkv_bias: see :class:`fastinfer.models.config.ModelConfig`.
+        sigmoid_router: whether experts are chosen by sigmoids if the file does not say it.
         renormalizes: whether the weights of the chosen experts are divided by their sum if the file does not say it.
         shared_expert_gate: see :class:`fastinfer.models.config.ModelConfig`.
         other_biases: whether the other projections have a bias, too.
@@ -49,10 +53,12 @@ class Architecture:
     local_rope_theta: float | None = None
     mlp_norm: str = "ffn_norm"
     names: Mapping[str, str] = field(default_factory=dict)
+    suffixes: Mapping[str, str] = field(default_factory=dict)
     truncated_yarn: bool = True
     activation: str = "silu"
     gated: bool = True
     qkv_bias: bool = False
+    sigmoid_router: bool = False
     renormalizes: bool = True
     shared_expert_gate: bool = False
     other_biases: bool = False
@@ -68,6 +74,9 @@ _SHORT_CONV = {
     "out_proj": "shortconv.out_proj",
 }
 
+# A layer of the file has one norm.
+_NEMOTRON_H = Architecture(NEMOTRON_H, mlp_norm="attn_norm", activation="relu2", gated=False, sigmoid_router=True)
+
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(permuted=True),
     "qwen2": Architecture(qkv_bias=True),
@@ -80,6 +89,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite": Architecture(permuted=True),
     "granitemoe": Architecture(permuted=True),
     "granitehybrid": Architecture(GRANITE_HYBRID, permuted=True),
+    "falcon-h1": Architecture(FALCON_H1, suffixes={"mlp_norm": ""}),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H,
     "glm4moe": Architecture(mlp_norm="post_attention_norm"),
     "minimax-m2": Architecture(JOINT_NORMS),
     "deepseek2": Architecture(LATENT, renormalizes=False),

@@ -11,7 +11,7 @@ from fastinfer.formats.gguf import GGUFFile, GGUFTensor, GGUFType
 from fastinfer.formats.gguf_rows import GGUFRows
 from fastinfer.formats.gguf_unpack import packed_bytes, read_rows, unpack_rows
 from fastinfer.formats.unpacked import Dense, Int8, Lut, Unpacked
-from fastinfer.models.checkpoint import fused_rows, rows_by_key_head, split_name, tiled_rows
+from fastinfer.models.checkpoint import fused_rows, rows_by_key_head, split_name, stored_layer, tiled_rows
 from fastinfer.models.gguf_architectures import ARCHITECTURES
 from fastinfer.models.gguf_config import read_gguf_config
 from fastinfer.models.state_config import LinearAttentionConfig
@@ -151,7 +151,8 @@ class GGUFCheckpoint:
     def vector(self, name: str, size: int) -> Tensor:
         is_bias = name.endswith(".bias")
         part = name.rpartition(".")[2]
-        stored = self._stored(name.removesuffix(".bias")) + (".bias" if is_bias else _SUFFIXES.get(part, ".weight"))
+        suffixes = {**_SUFFIXES, **ARCHITECTURES[self.config.architecture].suffixes}
+        stored = self._stored(name.removesuffix(".bias")) + (".bias" if is_bias else suffixes.get(part, ".weight"))
         tensor = self._get(stored)
         data, shape = tensor.data.reshape(1, -1), tensor.shape
         if ".experts." in name and len(shape) == 2 and shape[0] == self.config.num_experts:
@@ -180,9 +181,13 @@ class GGUFCheckpoint:
         return None
 
     def layout(self, layer: int) -> frozenset[tuple[str, tuple[int, ...], GGUFType]]:
-        prefix = f"blk.{layer}."
-        tensors = self.file.tensors.items()
-        return frozenset((name.removeprefix(prefix), t.shape, t.type) for name, t in tensors if name.startswith(prefix))
+        stored = self.config.stored_layers[layer] if self.config.stored_layers else (layer,)
+        return frozenset(
+            (f"{place}.{name.removeprefix(prefix)}", tensor.shape, tensor.type)
+            for place, prefix in enumerate(f"blk.{number}." for number in stored)
+            for name, tensor in self.file.tensors.items()
+            if name.startswith(prefix)
+        )
 
     def release(self) -> None:
         self.file.release()
@@ -245,6 +250,7 @@ class GGUFCheckpoint:
         if not name.startswith("layers."):
             return names.get(name, _TOP[name])
         layer, part, rest = split_name(name)
+        layer = stored_layer(self.config, layer, part)
         if part in names:
             return f"blk.{layer}.{names[part]}"
         if part in _EXPERTS:
@@ -293,11 +299,12 @@ class GGUFCheckpoint:
         if not name.startswith("layers."):
             return None
         layer, part, _ = split_name(name)
-        single = f"blk.{layer}.{'ffn_gate' if part == 'up_proj' else _LAYER.get(part)}.weight"
+        block = f"blk.{stored_layer(self.config, layer, part)}"
+        single = f"{block}.{'ffn_gate' if part == 'up_proj' else _LAYER.get(part)}.weight"
         # Without a separate gate, "up" contains both, unless the MLP has no gate.
         if part not in _FUSED or single in self.file.tensors or (part == "up_proj" and not self.config.gated):
             return None
-        fused = f"blk.{layer}.{_FUSED[part]}.weight"
+        fused = f"{block}.{_FUSED[part]}.weight"
         return fused_rows(self.config, layer, part) if fused in self.file.tensors else None
 
     def _get(self, name: str) -> GGUFTensor:

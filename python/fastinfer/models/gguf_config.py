@@ -15,7 +15,7 @@ from fastinfer.models.gguf_gemma4 import gemma4_config, gemma4_sizes
 from fastinfer.models.gguf_latent import latent_attention, latent_scale
 from fastinfer.models.gguf_rope import rope_scaling
 from fastinfer.models.gguf_states import state_layers, state_sizes
-from fastinfer.models.structure import GEMMA4, periodic_windows
+from fastinfer.models.structure import GEMMA4, NEMOTRON_H, periodic_windows
 
 
 def read_gguf_config(file: GGUFFile) -> ModelConfig:
@@ -47,13 +47,15 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
 
     hidden_size, num_heads = size("embedding_length"), size("attention.head_count")
     # The last layers may predict tokens after the next one; they are not loaded.
-    num_layers = size("block_count") - file.get(f"{architecture}.nextn_predict_layers", int, 0, minimum=0)
-    if num_layers < 1:
+    num_blocks = size("block_count") - file.get(f"{architecture}.nextn_predict_layers", int, 0, minimum=0)
+    if num_blocks < 1:
         raise GGUFFormatError(
-            f"{file.path}: expected at least one layer besides nextn_predict_layers, got {num_layers}"
+            f"{file.path}: expected at least one layer besides nextn_predict_layers, got {num_blocks}"
         )
-    with_states, num_kv_heads = state_layers(file, architecture, num_layers)
-    num_kv_heads = num_kv_heads or size("attention.head_count_kv", num_heads)
+    with_states = state_layers(file, architecture, num_blocks)
+    known |= with_states.sizes
+    num_layers = len(with_states.stored) or num_blocks
+    num_kv_heads = size("attention.head_count_kv", num_heads)
     head_dim = size("attention.key_length", max(1, hidden_size // num_heads))
     if num_heads % num_kv_heads:
         raise GGUFFormatError(f"{file.path}: expected a multiple of {num_kv_heads} query heads, got {num_heads}")
@@ -77,8 +79,10 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     local_rope_theta = rope_theta if structure.only_full_scaled and windows else family.local_rope_theta
     period = family.no_rope_period
     unrotated_layers = frozenset(layer for layer in range(num_layers) if period and (layer + 1) % period == 0)
-    if structure.mamba2 and not file.get(f"{architecture}.rope.scaling.finetuned", bool, True):
-        unrotated_layers = frozenset(range(num_layers))  # the key says whether anything is rotated
+    # The key says whether anything is rotated.
+    is_rotated = file.get(f"{architecture}.rope.scaling.finetuned", bool, True) and structure is not NEMOTRON_H
+    if structure.mamba2 and not is_rotated:
+        unrotated_layers = frozenset(range(num_layers))
     config = ModelConfig(
         architecture=architecture,
         hidden_size=hidden_size,
@@ -97,8 +101,9 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         rope_scaling=rope_scaling(file, architecture, size("context_length"), rotary_dim // 2),
         local_rope_theta=local_rope_theta,
         windows=windows,
-        state_layers=with_states,
-        states=state_sizes(file, architecture, hidden_size) if with_states else None,
+        state_layers=with_states.flags,
+        states=state_sizes(file, architecture, hidden_size) if with_states.flags else None,
+        stored_layers=with_states.stored,
         latent_attention=latent,
         unrotated_layers=unrotated_layers | structure.unrotated_layers(windows),
         activation=family.activation,
@@ -116,7 +121,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         experts_per_token=file.get(f"{architecture}.expert_used_count", int, minimum=1, maximum=num_experts)
         if num_experts
         else 0,
-        router=router(file, architecture, num_layers),
+        router=router(file, architecture),
         dense_layers=frozenset(range(num_dense)),
         shared_expert_gate=family.shared_expert_gate,
         **structure.config_fields(hidden_size),

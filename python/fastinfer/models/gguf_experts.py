@@ -6,9 +6,10 @@ from fastinfer.models.config import MAX_SIZE, RouterConfig
 from fastinfer.models.gguf_architectures import ARCHITECTURES
 
 
-def router(file: GGUFFile, architecture: str, num_layers: int) -> RouterConfig:
+def router(file: GGUFFile, architecture: str) -> RouterConfig:
     """Return how the experts of a token are chosen."""
-    scoring = file.get(f"{architecture}.expert_gating_func", int, 1)
+    family = ARCHITECTURES[architecture]
+    scoring = file.get(f"{architecture}.expert_gating_func", int, 2 if family.sigmoid_router else 1)
     if scoring not in (1, 2):
         raise UnsupportedModelError(
             f"{file.path}: expert_gating_func must be 1 (softmax) or 2 (sigmoid), got {scoring}"
@@ -16,13 +17,12 @@ def router(file: GGUFFile, architecture: str, num_layers: int) -> RouterConfig:
     groups = file.get(f"{architecture}.expert_group_count", int, 1, minimum=1)
     if architecture == "deepseek2" and scoring == 1 and groups > 1:  # DeepSeek-V2 takes the largest score of a group
         raise UnsupportedModelError(f"{file.path}: expert_group_count must be 1 for softmax scores, got {groups}")
-    default = ARCHITECTURES[architecture].renormalizes
     return RouterConfig(
         scoring="sigmoid" if scoring == 2 else "softmax",
-        has_bias=f"blk.{num_layers - 1}.exp_probs_b.bias" in file.tensors,
+        has_bias=any(name.endswith(".exp_probs_b.bias") for name in file.tensors),
         num_groups=groups,
         top_groups=file.get(f"{architecture}.expert_group_used_count", int, 1, minimum=1, maximum=groups),
-        renormalize=file.get(f"{architecture}.expert_weights_norm", bool, default),
+        renormalize=file.get(f"{architecture}.expert_weights_norm", bool, family.renormalizes),
         # 0 is written for 1, too.
         scale=file.get(f"{architecture}.expert_weights_scale", float, 1.0, minimum=0.0) or 1.0,
     )

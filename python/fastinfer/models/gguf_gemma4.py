@@ -7,6 +7,7 @@ import numpy as np
 from fastinfer.errors import GGUFFormatError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.config import MAX_SIZE, KVShape, ModelConfig
+from fastinfer.models.gguf_fields import check_length, sizes_by_layer
 from fastinfer.models.structure import shared_kv_layers
 
 PREFIX = "gemma4"
@@ -23,9 +24,9 @@ def gemma4_sizes(file: GGUFFile) -> dict[str, int]:
     key = "key_length_swa" if any(windows) else "key_length"
     head_dim = file.get(f"{PREFIX}.attention.{key}", int, minimum=1, maximum=MAX_SIZE)
     return {
-        "attention.head_count_kv": _by_layer(file, "attention.head_count_kv")[layer],
+        "attention.head_count_kv": sizes_by_layer(file, PREFIX, "attention.head_count_kv")[layer],
         "attention.key_length": head_dim,
-        "feed_forward_length": _by_layer(file, "feed_forward_length")[0],
+        "feed_forward_length": sizes_by_layer(file, PREFIX, "feed_forward_length")[0],
         "rope.dimension_count": head_dim,
     }
 
@@ -42,7 +43,7 @@ def gemma4_config(file: GGUFFile, config: ModelConfig) -> ModelConfig:
         GGUFFormatError: a key is missing, or its value is out of range.
     """
     num_layers, windows = config.num_layers, _windows(file)
-    heads, inner = _by_layer(file, "attention.head_count_kv"), _by_layer(file, "feed_forward_length")
+    heads, inner = (sizes_by_layer(file, PREFIX, key) for key in ("attention.head_count_kv", "feed_forward_length"))
     full = file.get(f"{PREFIX}.attention.key_length", int, minimum=1, maximum=MAX_SIZE)
     shapes = tuple(
         KVShape(count, config.head_dim if window else full) for count, window in zip(heads, windows, strict=True)
@@ -94,25 +95,5 @@ def gemma4_config(file: GGUFFile, config: ModelConfig) -> ModelConfig:
 def _windows(file: GGUFFile) -> tuple[int, ...]:
     window = file.get(f"{PREFIX}.attention.sliding_window", int, minimum=1, maximum=MAX_SIZE)
     flags = file.get(f"{PREFIX}.attention.sliding_window_pattern", np.ndarray)
-    _check_length(file, "attention.sliding_window_pattern", flags)
+    check_length(file, PREFIX, "attention.sliding_window_pattern", flags)
     return tuple(window if flag else 0 for flag in flags.tolist())
-
-
-def _by_layer(file: GGUFFile, key: str) -> list[int]:
-    """Return a size of each layer, which the file may give once for all."""
-    value = file.metadata.get(f"{PREFIX}.{key}")
-    if not isinstance(value, np.ndarray):
-        size = file.get(f"{PREFIX}.{key}", int, minimum=1, maximum=MAX_SIZE)
-        return [size] * file.get(f"{PREFIX}.block_count", int, minimum=1, maximum=MAX_SIZE)
-    _check_length(file, key, value)
-    if value.dtype.kind not in "iu" or not ((value >= 1) & (value <= MAX_SIZE)).all():
-        raise GGUFFormatError(f"{file.path}: {PREFIX}.{key}: expected sizes from 1, got {value.tolist()!r:.80}")
-    return [int(size) for size in value]
-
-
-def _check_length(file: GGUFFile, key: str, values: np.ndarray) -> None:
-    count = file.get(f"{PREFIX}.block_count", int, minimum=1, maximum=MAX_SIZE)
-    if len(values) != count:
-        raise GGUFFormatError(
-            f"{file.path}: {PREFIX}.{key}: expected {count} values, one for each layer, got {len(values)}"
-        )

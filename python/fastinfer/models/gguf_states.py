@@ -1,23 +1,52 @@
 """Layers that have a state instead of keys and values, from the metadata of a GGUF file."""
 
+from dataclasses import dataclass, field
+
 import numpy as np
 
 from fastinfer.errors import GGUFFormatError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.models.config import MAX_SIZE
 from fastinfer.models.gguf_architectures import ARCHITECTURES
+from fastinfer.models.gguf_nemotron import nemotron_h_layers
 from fastinfer.models.state_config import LinearAttentionConfig, Mamba2Config, ShortConvConfig, StateConfig
+from fastinfer.models.stored_layers import MAX_LAYERS, StoredLayers, split_layers
+from fastinfer.models.structure import FALCON_H1, NEMOTRON_H
 
 
-def state_layers(file: GGUFFile, architecture: str, num_layers: int) -> tuple[tuple[bool, ...], int]:
-    """Return which layers have a state instead of keys and values, and the number of key and value heads of the others.
+@dataclass(frozen=True)
+class StateLayers:
+    """Which layers have a state instead of keys and values.
 
-    Files with short convolutions or Mamba-2 have a number of heads for each layer, which is 0 for a layer with a state.
-    For other architectures the number is 0, and the result is empty without linear attention.
+    Attributes:
+        flags: whether each layer has one; empty if none has.
+        stored: see :attr:`fastinfer.models.config.ModelConfig.stored_layers`.
+        sizes: sizes that the file has for each layer, by their keys, where these are 0 or the same.
     """
+
+    flags: tuple[bool, ...] = ()
+    stored: StoredLayers = ()
+    sizes: dict[str, int] = field(default_factory=dict)
+
+
+def state_layers(file: GGUFFile, architecture: str, num_blocks: int) -> StateLayers:
+    """Return which layers have a state instead of keys and values, given the number of the file's layers."""
     structure = ARCHITECTURES[architecture].structure
-    if not structure.short_convs and not structure.mamba2:
-        return _linear_layers(file, architecture, num_layers), 0
+    if structure is FALCON_H1:
+        file.get(f"{architecture}.block_count", int, minimum=1, maximum=MAX_LAYERS)
+        return StateLayers((True, False) * num_blocks, split_layers(num_blocks))
+    if structure is NEMOTRON_H:
+        stored, flags, sizes = nemotron_h_layers(file, architecture, num_blocks)
+        return StateLayers(flags, stored, sizes)
+    if structure.short_convs or structure.mamba2:
+        flags, heads = _layers_without_heads(file, architecture, num_blocks)
+        return StateLayers(flags, sizes={"attention.head_count_kv": heads})
+    return StateLayers(_linear_layers(file, architecture, num_blocks))
+
+
+def _layers_without_heads(file: GGUFFile, architecture: str, num_layers: int) -> tuple[tuple[bool, ...], int]:
+    """Return which layers have no key and value heads, and how many the others have; the first is empty if all have."""
+    structure = ARCHITECTURES[architecture].structure
     key = f"{architecture}.attention.head_count_kv"
     counts = file.get(key, np.ndarray)
     values = {int(count) for count in counts if count}
@@ -94,7 +123,17 @@ def _mamba2(file: GGUFFile, architecture: str) -> Mamba2Config:
         if value % factor:
             raise GGUFFormatError(f"{file.path}: {prefix}.{key}: expected a multiple of {factor}, got {value}")
     has_conv_bias = any(name.endswith(".ssm_conv1d.bias") for name in file.tensors)
-    sizes = Mamba2Config(heads, inner // heads, size("state_size"), groups, size("conv_kernel"), has_conv_bias)
+    # Only Falcon-H1 may have none.
+    is_optional = ARCHITECTURES[architecture].structure is FALCON_H1
+    sizes = Mamba2Config(
+        num_heads=heads,
+        head_dim=inner // heads,
+        state_dim=size("state_size"),
+        num_groups=groups,
+        kernel_size=size("conv_kernel"),
+        conv_bias=has_conv_bias,
+        has_norm=not is_optional or any(name.endswith(".ssm_norm.weight") for name in file.tensors),
+    )
     head_dim = f"{prefix}.inner_size / {prefix}.time_step_rank"
     if problem := sizes.unsupported(head_dim, f"{prefix}.state_size", f"{prefix}.conv_kernel"):
         raise UnsupportedModelError(f"{file.path}: {problem}")

@@ -9,6 +9,7 @@ from fastinfer.formats.json_fields import JsonFields
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.families import FAMILIES, Family
 from fastinfer.models.hf_experts import num_experts, router, shared_intermediate_size
+from fastinfer.models.hf_falcon_h1 import falcon_h1_factors, falcon_h1_mamba2, prepare_falcon_h1
 from fastinfer.models.hf_fields import Sizes, activation, require
 from fastinfer.models.hf_gemma4 import gemma4_config, prepare_gemma4
 from fastinfer.models.hf_gpt2 import gpt2_config
@@ -24,7 +25,8 @@ from fastinfer.models.hf_states import (
     short_conv,
 )
 from fastinfer.models.state_config import StateConfig
-from fastinfer.models.structure import GEMMA4, NEMOTRON_H
+from fastinfer.models.stored_layers import StoredLayers
+from fastinfer.models.structure import FALCON_H1, GEMMA4, NEMOTRON_H
 
 # Families whose files may have a rotary base for each layer.
 _ROPE_BY_LAYER = ("GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM")
@@ -69,7 +71,11 @@ def read_hf_config(path: Path) -> ModelConfig:
         return gpt2_config(fields)
     if name == "GraniteMoeHybridForCausalLM":
         fields.values |= granite_hybrid_fields(fields)
-    stored_layers = prepare_nemotron_h(fields) if family.structure is NEMOTRON_H else ()
+    stored_layers: StoredLayers = ()
+    if family.structure is NEMOTRON_H:
+        stored_layers = prepare_nemotron_h(fields)
+    elif family.structure is FALCON_H1:
+        stored_layers = prepare_falcon_h1(fields)
     if family.structure is GEMMA4:
         prepare_gemma4(fields)
     size = Sizes(fields)
@@ -149,6 +155,8 @@ def read_hf_config(path: Path) -> ModelConfig:
     )
     if structure is GEMMA4:
         return gemma4_config(fields, config)
+    if structure is FALCON_H1:
+        return replace(config, **falcon_h1_factors(fields, head_dim))
     return replace(config, **_factors(fields, name))
 
 
@@ -201,6 +209,8 @@ def _state_sizes(fields: JsonFields, family: Family, size: Sizes) -> StateConfig
         return short_conv(fields, size)
     if family.structure is NEMOTRON_H:
         return nemotron_h_mamba2(fields, size)
+    if family.structure is FALCON_H1:
+        return falcon_h1_mamba2(fields, size)
     if family.structure.mamba2:
         return granite_mamba2(fields, size)
     return linear_attention(fields, size)

@@ -7,11 +7,12 @@ attention or Mamba-2 before them.
 import math
 from typing import Any
 
-from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
+from fastinfer.errors import CheckpointFormatError
 from fastinfer.formats.json_fields import JsonFields
 from fastinfer.models.hf_fields import Sizes, require
 from fastinfer.models.hf_states import FULL, MAMBA, Mamba2Names, mamba2
 from fastinfer.models.state_config import Mamba2Config
+from fastinfer.models.stored_layers import MLPS, StoredLayers, joined_layers
 
 _KINDS = {"M": MAMBA, "*": FULL, "-": "mlp", "E": "moe", "mamba": MAMBA, "attention": FULL}
 _NAMES = Mamba2Names(
@@ -23,11 +24,9 @@ _NAMES = Mamba2Names(
     conv_bias="use_conv_bias",
     projection_bias="use_bias",
 )
-MLPS = ("mlp", "moe")
-Layers = tuple[tuple[int, int | None], ...]
 
 
-def prepare_nemotron_h(fields: JsonFields) -> Layers:
+def prepare_nemotron_h(fields: JsonFields) -> StoredLayers:
     """Give the fields the names and meanings that those of other families have.
 
     Returns:
@@ -47,7 +46,7 @@ def prepare_nemotron_h(fields: JsonFields) -> Layers:
     ):
         require(fields, key, expected)
     kinds = _kinds(fields)
-    layers = _joined(fields, kinds)
+    layers = joined_layers(kinds, f"{fields.path}: layers_block_type")
     size = Sizes(fields)
     has_experts = "moe" in kinds
     shared = size("moe_shared_expert_intermediate_size") if has_experts else None
@@ -81,19 +80,3 @@ def _kinds(fields: JsonFields) -> list[str]:
             f"{fields.path}: layers_block_type: expected {', '.join(sorted(known))}, got {listed!r:.80}"
         )
     return kinds
-
-
-def _joined(fields: JsonFields, kinds: list[str]) -> Layers:
-    """Join each MLP to the layer before it."""
-    layers: list[tuple[int, int | None]] = []
-    for number, kind in enumerate(kinds):
-        if kind not in MLPS:
-            layers.append((number, None))
-        elif layers and layers[-1] == (number - 1, None):
-            layers[-1] = number - 1, number
-        else:
-            raise UnsupportedModelError(
-                f"{fields.path}: layers_block_type: expected attention or Mamba-2 before each MLP, "
-                f"got {kind} at {number}"
-            )
-    return tuple(layers)

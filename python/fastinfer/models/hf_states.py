@@ -83,7 +83,7 @@ def is_rotated(fields: JsonFields) -> bool:
 
 
 def mamba_layers(fields: JsonFields, num_layers: int) -> tuple[bool, ...]:
-    """Return whether each layer of Granite 4 or Nemotron-H is of Mamba-2; empty if none is."""
+    """Return whether each layer of Granite 4, Nemotron-H or Falcon-H1 is of Mamba-2; empty if none is."""
     kinds = fields.get("layer_types", list) or [MAMBA] * num_layers
     if kinds == [FULL] * num_layers:
         return ()
@@ -103,7 +103,7 @@ class Mamba2Names:
     projection_bias: str
 
 
-_GRANITE = Mamba2Names(
+MAMBA_NAMES = Mamba2Names(
     num_heads="mamba_n_heads",
     head_dim="mamba_d_head",
     state_dim="mamba_d_state",
@@ -117,16 +117,21 @@ _GRANITE = Mamba2Names(
 def granite_mamba2(fields: JsonFields, size: Sizes) -> Mamba2Config:
     """Return the sizes of the Mamba-2 layers of Granite 4."""
     require(fields, "hidden_act", "silu")  # the activation of the convolution, too
-    heads, inner = size(_GRANITE.num_heads), size("mamba_expand") * size("hidden_size")
+    inner = size("mamba_expand") * size("hidden_size")
+    head_dim = mamba_head_dim(fields, size, "mamba_expand * hidden_size", inner)
+    return mamba2(fields, size, MAMBA_NAMES, head_dim, dt_limits(fields))
+
+
+def mamba_head_dim(fields: JsonFields, size: Sizes, name: str, inner: int) -> int:
+    """Return the number of elements of a head, of which ``inner`` are in all heads; ``name`` is the name of that."""
+    heads = size(MAMBA_NAMES.num_heads)
     if inner % heads:
-        raise CheckpointFormatError(
-            f"{fields.path}: mamba_expand * hidden_size: expected a multiple of {heads}, got {inner}"
-        )
-    if fields.values.get(_GRANITE.head_dim) not in (None, "auto", inner // heads):
+        raise CheckpointFormatError(f"{fields.path}: {name}: expected a multiple of {heads}, got {inner}")
+    if fields.values.get(MAMBA_NAMES.head_dim) not in (None, "auto", inner // heads):
         raise CheckpointFormatError(
             f"{fields.path}: mamba_d_head: expected {inner // heads}, got {fields.values['mamba_d_head']!r:.80}"
         )
-    return mamba2(fields, size, _GRANITE, inner // heads, _dt_limits(fields))
+    return inner // heads
 
 
 def mamba2(
@@ -151,7 +156,7 @@ def mamba2(
     return sizes
 
 
-def _dt_limits(fields: JsonFields) -> tuple[float, float]:
+def dt_limits(fields: JsonFields) -> tuple[float, float]:
     """Return the least and the largest time step, which may be infinite."""
     limits = fields.get("time_step_limit", list, [0.0, math.inf])
     infinity = {"__float__": "Infinity"}  # as transformers writes it

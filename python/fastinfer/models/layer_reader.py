@@ -129,9 +129,9 @@ class LayerReader:
         parts = self.checkpoint.parts(name, rows, width or self.config.hidden_size)
         return self.make(parts, self.precision.logits_activation_bits, rows=rows)
 
-    def pre_norm(self, name: str, scale: float | None = None) -> Norm:
-        """Read the norm of the input of attention or MLP, for a model with such norms."""
-        return self.norm(name, scale=scale) if self.config.pre_norms else NoNorm()
+    def pre_norm(self, name: str, scale: float | None = None, factor: float = 1.0) -> Norm:
+        """Read the norm of the input of attention or MLP, for a model with such norms; see :meth:`norm`."""
+        return self.norm(name, factor, scale) if self.config.pre_norms else NoNorm()
 
     def norm(self, name: str, factor: float = 1.0, scale: float | None = None) -> Norm:
         """Read a norm of a stream that is ``scale`` times smaller than the model's; the output is times ``factor``."""

@@ -17,7 +17,7 @@ from fastinfer.models.expert_loader import check_experts
 from fastinfer.models.latent_loader import load_latent_attention
 from fastinfer.models.layer_reader import LayerReader
 from fastinfer.models.mlp_loader import load_mlp
-from fastinfer.models.norm import Norm, RMSNorm
+from fastinfer.models.norm import Norm, RMSNorm, factor_norm
 from fastinfer.models.per_layer_input import PerLayerInputs
 from fastinfer.models.per_layer_loader import load_per_layer_gate, load_per_layer_inputs
 from fastinfer.models.position_tables import PositionTables
@@ -110,9 +110,7 @@ class DecoderLoader:
         factor = config.embedding_scale / self._reader.scale
         if factor == 1.0 or config.layer_scales:
             return None
-        # Beside this eps the mean of squares has no effect. Its root is a power of two, so nothing is rounded.
-        root = 2.0**30
-        return RMSNorm(torch.full((config.hidden_size,), factor * root, device=self._reader.device), root**2)
+        return factor_norm(factor, config.hidden_size, self._reader.device)
 
     def lm_head(self) -> Weight | None:
         """Read the output layer; None if it is the embedding."""
@@ -147,4 +145,10 @@ class DecoderLoader:
         attention = (
             load_state_layer(reader, index) if config.has_state(index) else load_attention(reader, self._tables, index)
         )
-        return DecoderLayer(attention, load_mlp(reader, index), config.parallel, load_per_layer_gate(reader, index))
+        return DecoderLayer(
+            attention,
+            load_mlp(reader, index),
+            config.parallel,
+            load_per_layer_gate(reader, index),
+            shares_input=config.is_parallel(index),
+        )

@@ -17,6 +17,8 @@ from fastinfer.weights.weight import Weight
 class Mamba2:
     """Selective state space model, whose state has the same size at any length; as in Granite 4.
 
+    Factors of x, b, c, the time steps and the output are part of the weights.
+
     Source: Dao and Gu, 2024, https://arxiv.org/abs/2405.21060; ``GraniteMoeHybridMambaLayer`` of transformers.
 
     Attributes:
@@ -28,7 +30,7 @@ class Mamba2:
         conv_bias: [conv_dim] fp32, or ``None``.
         a_log, dt_bias, d: [num_heads] fp32; logarithm of the rate of decay, bias of the time step, and factor of x in
             the output.
-        gated_norm: [inner_size] fp32, weight of the norm of each group of heads.
+        gated_norm: [inner_size] fp32, weight of the norm of each group of heads; ``None`` for no norm.
         gated_norm_eps: ``eps`` of that norm.
         output: projection back to the residual stream.
     """
@@ -42,7 +44,7 @@ class Mamba2:
     a_log: Tensor
     dt_bias: Tensor
     d: Tensor
-    gated_norm: Tensor
+    gated_norm: Tensor | None
     gated_norm_eps: float
     output: OutputProjection
 

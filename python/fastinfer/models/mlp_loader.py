@@ -15,7 +15,7 @@ def load_mlp(reader: LayerReader, index: int) -> MLP | None:
     if not config.has_mlp(index):
         return None
     inner = config.mlp_size(index)
-    norm = reader.pre_norm(f"{layer}.mlp_norm")
+    norm = reader.pre_norm(f"{layer}.mlp_norm", factor=config.mlp_input_scale)
     # The last part of a layer multiplies its output by the layer's scale.
     factor = 1.0 if config.per_layer_size else reader.layer_scale(index)
     if config.has_experts(index):

@@ -82,6 +82,11 @@ class Mamba2Config:
         conv_bias: whether the convolution has a bias.
         projection_bias: whether the projections before and after it have a bias.
         dt_limits: least and largest time step.
+        has_norm: whether the gated output is normalised.
+        input_scale: factor of the input.
+        conv_scales: factors of x, b and c before the convolution.
+        dt_scale: factor of the time steps before their bias is added.
+        output_scale: factor of the gated output.
     """
 
     num_heads: int
@@ -92,6 +97,11 @@ class Mamba2Config:
     conv_bias: bool = True
     projection_bias: bool = False
     dt_limits: tuple[float, float] = (0.0, math.inf)
+    has_norm: bool = True
+    input_scale: float = 1.0
+    conv_scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    dt_scale: float = 1.0
+    output_scale: float = 1.0
 
     @property
     def inner_size(self) -> int:

@@ -8,6 +8,7 @@ from fastinfer.models.checkpoint import tiled_rows
 from fastinfer.models.layer_reader import LayerReader
 from fastinfer.models.linear_attention import LinearAttention
 from fastinfer.models.mamba2 import Mamba2
+from fastinfer.models.norm import factor_norm
 from fastinfer.models.short_conv import ShortConv
 from fastinfer.models.state_config import LinearAttentionConfig, Mamba2Config, ShortConvConfig
 
@@ -53,24 +54,39 @@ def _linear_attention(reader: LayerReader, index: int, sizes: LinearAttentionCon
 def _mamba2(reader: LayerReader, layer: str, sizes: Mamba2Config) -> Mamba2:
     name, wide = f"{layer}.in_proj", sizes.inner_size + sizes.conv_dim
     ((_, projection, bias),) = reader.read({name: wide + sizes.num_heads}, sizes.projection_bias)
-    dt = projection.rows(slice(wide, None)).dequantize()
+    dt = projection.rows(slice(wide, None)).dequantize() * sizes.dt_scale
+    conv_weight = _conv_weight(reader, layer, sizes.conv_dim, sizes.kernel_size)
+    states = sizes.num_groups * sizes.state_dim
+    for part, scale in zip(conv_weight.split([sizes.inner_size, states, states]), sizes.conv_scales, strict=True):
+        part.mul_(scale)
+    gated_norm, gated_norm_eps = _gated_norm(reader, layer, sizes)
     return Mamba2(
         sizes=sizes,
-        norm=reader.pre_norm(f"{layer}.attention_norm"),
+        norm=reader.pre_norm(f"{layer}.attention_norm", factor=sizes.input_scale),
         zxbc=reader.weight((name,), projection.rows(slice(0, wide)), None if bias is None else bias[:wide]),
         # Errors of the time steps add up over all tokens, so neither they nor their input are quantised.
         dt=reader.make(Dense(dt), 32, None if bias is None else bias[wide:]),
-        conv_weight=_conv_weight(reader, layer, sizes.conv_dim, sizes.kernel_size),
+        conv_weight=conv_weight,
         conv_bias=reader.vector(f"{layer}.conv1d.bias", sizes.conv_dim) if sizes.conv_bias else None,
         a_log=reader.vector(f"{layer}.A_log", sizes.num_heads),
         dt_bias=reader.vector(f"{layer}.dt_bias", sizes.num_heads),
         d=reader.vector(f"{layer}.D", sizes.num_heads),
-        gated_norm=reader.vector(f"{layer}.gated_norm", sizes.inner_size),
-        gated_norm_eps=reader.config.norm_eps,
+        gated_norm=gated_norm,
+        gated_norm_eps=gated_norm_eps,
         output=reader.output(
             f"{layer}.out_proj", sizes.inner_size, sizes.projection_bias, f"{layer}.post_attention_norm"
         ),
     )
+
+
+def _gated_norm(reader: LayerReader, layer: str, sizes: Mamba2Config) -> tuple[Tensor | None, float]:
+    """Read the weight of the norm of the gated output, times the output's factor, and return it with its eps."""
+    if sizes.has_norm:
+        return reader.vector(f"{layer}.gated_norm", sizes.inner_size) * sizes.output_scale, reader.config.norm_eps
+    if sizes.output_scale == 1.0:
+        return None, 0.0
+    norm = factor_norm(sizes.output_scale, sizes.inner_size, reader.device)
+    return norm.weight, norm.eps
 
 
 def _short_conv(reader: LayerReader, layer: str, sizes: ShortConvConfig) -> ShortConv:

@@ -20,7 +20,7 @@ class Structure:
         latent_attention: whether the layers have multi-head latent attention.
         linear_period: every n-th layer has full attention, the others linear attention, in files that do not say more;
             0 for full attention in all layers.
-        mamba2: whether some layers are of Mamba-2 in the place of attention.
+        mamba2: whether some layers are of Mamba-2, in the place of attention or beside it.
         short_convs: whether some layers have a short convolution in the place of attention.
     """
 
@@ -102,6 +102,7 @@ OLMO2 = Structure(pre_norms=False, post_norms=True, qk_norm="all", window_period
 EXAONE4 = replace(OLMO2, qk_norm="head", only_full_scaled=False, only_windows_rotate=True)
 GRANITE_HYBRID = Structure(mamba2=True)
 NEMOTRON_H = Structure(mamba2=True)
+FALCON_H1 = Structure(mamba2=True)
 LFM2 = Structure(qk_norm="head", short_convs=True)
 QWEN3_NEXT = Structure(qk_norm="head", output_gate=True, linear_period=4)
 # Attention and MLP read the same norm.
