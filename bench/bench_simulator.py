@@ -1,9 +1,9 @@
 """Accuracy of ``fastinfer simulate``: held-out traces on the real engine, and the same traces simulated.
 
 The costs of steps are fitted to other requests first, as ``fastinfer bench step-cost`` does. Then each trace runs
-several times, with new prompts of the same lengths. With ``--clock process`` all times are CPU time of this process, in one
-thread: on a machine that other programs use, too, the engine itself takes the same time then as on an idle one, apart
-from what shared caches and cores cost. While the engine is idle the clock goes on to the next arrival.
+several times, with new prompts of the same lengths. With ``--clock process`` all times are CPU time of this process, in
+one thread. On a machine that other programs use, too, that leaves out the time in which they have the core, but not
+what shared caches cost. While the engine is idle, the clock is set to the next arrival.
 
     python bench/bench_simulator.py --clock process --out bench/results
 """
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fastinfer import LLM, SamplingParams, _C
+from fastinfer import _C, LLM, SamplingParams
 from fastinfer.benchmarks import replay as replay_module
 from fastinfer.benchmarks.replay import Job, Replay, replay
 from fastinfer.benchmarks.report import percentile, write_json
@@ -24,10 +24,10 @@ from fastinfer.benchmarks.step_cost import limits_of, measure
 from fastinfer.engine import step as step_module
 from fastinfer.engine.engine import Engine
 from fastinfer.simulation.cost_file import CostFile
+from fastinfer.simulation.fit import fit
 from fastinfer.simulation.fleet import simulate
 from fastinfer.simulation.generator import Lengths, generate_trace
 from fastinfer.simulation.routing import RoundRobin
-from fastinfer.simulation.step_cost import fit
 from fastinfer.simulation.summary import Summary
 from fastinfer.simulation.trace import TraceRequest
 from fastinfer.utils.table import format_table
@@ -85,7 +85,9 @@ def main() -> int:
         print(f"\n{name}: {len(trace)} requests, busy {summary.busy:.0%}")
         print(format_table(rows(simulated | {"hit tokens": hits}, runs[name])), flush=True)
     if args.out is not None:
-        settings = {name: getattr(args, name) for name in ("clock", "threads", "max_num_seqs", "fit_repeats", "repeats")}
+        settings = {
+            name: getattr(args, name) for name in ("clock", "threads", "max_num_seqs", "fit_repeats", "repeats")
+        }
         facts = {"num_steps": fitted.num_steps, "median_error": fitted.median_error}
         measured = {"settings": settings, "costs": costs.as_dict(), "fit": facts, "traces": results}
         print(write_json(args.out / "simulator.json", measured))

@@ -1,4 +1,4 @@
-"""``fastinfer bench step-cost``: the time of the engine's steps as a function of their work, for ``fastinfer simulate``.
+"""``fastinfer bench step-cost``: the time of the engine's steps by their work, for ``fastinfer simulate``.
 
 Method: random prompts of mixed lengths are decoded greedily, one request at once, then two, four and so on up to
 ``max_num_seqs``, and end-of-sequence is ignored. So prompts are computed with and without decoding sequences beside
@@ -21,8 +21,8 @@ from fastinfer.errors import RequestError
 from fastinfer.llm import LLM
 from fastinfer.sampling_params import SamplingParams
 from fastinfer.simulation.cost_file import CostFile, EngineLimits
+from fastinfer.simulation.fit import Fit, fit
 from fastinfer.simulation.generator import Lengths
-from fastinfer.simulation.step_cost import Fit, fit
 from fastinfer.utils.table import format_table
 
 MIN_PROMPT_TOKENS = 16

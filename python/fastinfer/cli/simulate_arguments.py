@@ -9,11 +9,11 @@ from fastinfer.cli.options import count, integer, number, rate
 from fastinfer.errors import RequestError
 from fastinfer.simulation.cost_file import CostFile
 from fastinfer.simulation.generator import Lengths, generate_trace
-from fastinfer.simulation.routing import ROUTINGS
 from fastinfer.simulation.trace import TraceRequest, read_trace
 from fastinfer.utils.checks import check_float
 
 MAX_REPLICAS = 100_000
+ROUTINGS = ("round-robin", "least-loaded", "prefix-affinity")  # of a module that imports numpy; a test compares them
 # Arguments of the generator, which a trace file replaces, and their defaults.
 GENERATOR: dict[str, Any] = {
     "requests": 1000,

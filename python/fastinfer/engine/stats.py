@@ -8,8 +8,9 @@ from fastinfer.engine.chunk import Chunk
 
 @dataclass(slots=True)
 class StepWork:
-    """Quantities of a step's work. Contexts count pairs of a token and a position that it attends to, as if no layer
-    had an attention window.
+    """Quantities of a step's work.
+
+    Contexts count pairs of a token and a position that it attends to, as if no layer had an attention window.
 
     Attributes:
         num_seqs: sequences that are computed.

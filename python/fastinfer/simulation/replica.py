@@ -83,9 +83,7 @@ class Replica:
         size = KVCacheSize(limits.windows, limits.num_blocks, limits.max_model_len, num_bytes=0)
         self.block_manager = make_block_manager(config, size, None, separates_roles=False)
         _check_cache(self.block_manager, limits.max_model_len)
-        self.scheduler = Scheduler(
-            self.block_manager, config.max_num_seqs, config.max_num_batched_tokens, clock=clock
-        )
+        self.scheduler = Scheduler(self.block_manager, config.max_num_seqs, config.max_num_batched_tokens, clock=clock)
         self._cost, self._clock = costs.cost, clock
         self._chunks: list[Chunk] = []
         self._records: dict[Sequence, Record] = {}
