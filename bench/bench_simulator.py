@@ -1,8 +1,8 @@
 """Accuracy of ``fastinfer simulate``: held-out traces on the real engine, and the same traces simulated.
 
-The costs of steps are fitted to other requests first, as ``fastinfer bench step-cost`` does. Then each trace runs
-several times, with new prompts of the same lengths. With ``--clock process`` all times are CPU time of this process, in
-one thread. On a machine that other programs use, too, that leaves out the time in which they have the core, but not
+The costs of steps are fitted to other requests, those of ``fastinfer bench step-cost``. These and the traces run in
+turns, each time with new prompts of the same lengths. With ``--clock process`` all times are CPU time of this process,
+in one thread. On a machine that other programs use, too, that leaves out the time in which they have the core, but not
 what shared caches cost. While the engine is idle, the clock is set to the next arrival.
 
     python bench/bench_simulator.py --clock process --out bench/results
@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fastinfer import _C, LLM, SamplingParams
+from fastinfer import LLM, SamplingParams
 from fastinfer.benchmarks import replay as replay_module
 from fastinfer.benchmarks.replay import Job, Replay, replay
 from fastinfer.benchmarks.report import percentile, write_json
-from fastinfer.benchmarks.step_cost import limits_of, measure
+from fastinfer.benchmarks.step_cost import StepTimes, limits_of, run_pass
 from fastinfer.engine import step as step_module
 from fastinfer.engine.engine import Engine
 from fastinfer.simulation.cost_file import CostFile
@@ -31,6 +31,7 @@ from fastinfer.simulation.routing import RoundRobin
 from fastinfer.simulation.summary import Summary
 from fastinfer.simulation.trace import TraceRequest
 from fastinfer.utils.table import format_table
+from fastinfer.utils.torch_threads import set_num_threads
 
 # What is compared, and the error that is allowed.
 FIGURES = {"tokens/s": 0.05, "TPOT mean": 0.05, "TTFT p50": 0.10}
@@ -55,25 +56,29 @@ def main() -> int:
     parser.add_argument("--clock", choices=("wall", "process"), default="wall")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--max-num-seqs", type=int, default=16)
-    parser.add_argument("--fit-repeats", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=3, help="of each trace")
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="folder for simulator.json")
     args = parser.parse_args()
-    _C.set_num_threads(args.threads)
+    set_num_threads(args.threads)
     clock = SkippingClock(time.perf_counter if args.clock == "wall" else time.process_time)
     step_module.time = replay_module.time = clock  # type: ignore[assignment, attr-defined]
     engine = LLM(args.model, max_num_seqs=args.max_num_seqs, max_model_len=2048).engine
-    fitted = fit(measure(engine, args.fit_repeats))
-    costs = CostFile("measured", args.model, fitted.cost, limits_of(engine))
-    print(f"{fitted.num_steps} steps, median error {fitted.median_error:.1%}", costs.as_dict()["seconds"], flush=True)
-    results = {}
+    times, rng = StepTimes(), random.Random(0)
+    run_pass(engine, rng)  # a warm-up
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in TRACES}
-    for number in range(args.repeats):  # in turns, so that a busy minute does not hit one trace alone
+    for _ in range(args.repeats):  # in turns, so that a busy minute affects both what is fitted and what is compared
+        engine.on_step = times
+        run_pass(engine, rng)
+        engine.on_step = None
         for name, trace in TRACES.items():
             engine.block_manager.reset_prefix_cache()
             hits = engine.block_manager.num_hit_tokens
-            run = figures_of(replay(engine, jobs_of(trace, engine, random.Random(number))))
+            run = figures_of(replay(engine, jobs_of(trace, engine, rng)))
             runs[name].append(run | {"hit tokens": engine.block_manager.num_hit_tokens - hits})
+    fitted = fit(times.samples)
+    costs = CostFile("measured", args.model, fitted.cost, limits_of(engine))
+    print(f"{fitted.num_steps} steps, median error {fitted.median_error:.1%}", costs.as_dict()["seconds"])
+    results = {}
     for name, trace in TRACES.items():
         simulation = simulate(trace, costs, RoundRobin(1))
         summary = Summary.of(simulation)
@@ -85,9 +90,7 @@ def main() -> int:
         print(f"\n{name}: {len(trace)} requests, busy {summary.busy:.0%}")
         print(format_table(rows(simulated | {"hit tokens": hits}, runs[name])), flush=True)
     if args.out is not None:
-        settings = {
-            name: getattr(args, name) for name in ("clock", "threads", "max_num_seqs", "fit_repeats", "repeats")
-        }
+        settings = {name: getattr(args, name) for name in ("clock", "threads", "max_num_seqs", "repeats")}
         facts = {"num_steps": fitted.num_steps, "median_error": fitted.median_error}
         measured = {"settings": settings, "costs": costs.as_dict(), "fit": facts, "traces": results}
         print(write_json(args.out / "simulator.json", measured))

@@ -22,8 +22,9 @@ def test_the_fit_finds_the_time_of_a_token(monkeypatch: pytest.MonkeyPatch) -> N
     assert {work.num_seqs for work, _ in samples} == {1, 2, 3}
     assert engine.on_step is None
     cost = fit(samples).cost
-    assert cost.token == pytest.approx(1.0)
-    assert (cost.step, cost.sequence, cost.decode_context, cost.prompt_context) == pytest.approx((0.0,) * 4, abs=1e-9)
+    assert (cost.decode_sequence, cost.prompt_token) == pytest.approx((1.0, 1.0))
+    rest = (cost.step, cost.prompt_sequence, cost.decode_context, cost.prompt_context)
+    assert rest == pytest.approx((0.0,) * 4, abs=1e-9)
 
 
 def test_every_pass_has_the_same_steps() -> None:
@@ -35,7 +36,7 @@ def test_every_pass_has_the_same_steps() -> None:
 
 
 def test_only_the_rest_of_a_step_that_began_before_the_last_one_ended_counts() -> None:
-    times, work = StepTimes(), StepWork(1, 1, 0, 1, 0)
+    times, work = StepTimes(), StepWork(1, 1, 0, 1, 1, 0)
     for start, seconds in ((10.0, 2.0), (11.0, 3.0), (20.0, 1.0)):
         times(StepStats(start, seconds, work, 1))
     assert times.samples == [(work, 2.0), (work, 2.0), (work, 1.0)]

@@ -14,7 +14,14 @@ from fastinfer.simulation.cost_file import CostFile
 COSTS: dict[str, Any] = {
     "source": "assumed",
     "model": "a model",
-    "seconds": {"step": 6e-3, "token": 1.5e-5, "sequence": 1e-5, "decode_context": 5e-8, "prompt_context": 0},
+    "seconds": {
+        "step": 6e-3,
+        "decode_sequence": 2e-5,
+        "prompt_sequence": 1e-4,
+        "prompt_token": 2e-5,
+        "decode_context": 5e-8,
+        "prompt_context": 0,
+    },
     "engine": {
         "max_num_seqs": 16,
         "max_num_batched_tokens": 256,
@@ -69,7 +76,7 @@ def test_json(costs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     [line] = output(capsys, str(costs), "--trace", str(trace), "--json", "--price", "3600").splitlines()
     result = json.loads(line)
     assert result["costs"] == COSTS | {"engine": COSTS["engine"] | {"enable_prefix_caching": True}}
-    step = 6e-3 + 1.5e-5 + 1e-5
+    step = 6e-3 + 2e-5
     assert result["ttft_s"]["p99"] == pytest.approx(step + 5e-8)
     assert result["tpot_s"]["mean"] == pytest.approx(step + 2 * 5e-8)
     assert result["price_per_million"] == pytest.approx(result["seconds"] / 2 * 1e6)
@@ -115,9 +122,9 @@ def test_mistakes(arguments: str, message: str, costs: Path, capsys: pytest.Capt
     [
         ({"source": "guessed"}, "source: expected measured or assumed, got 'guessed'"),
         ({"seconds": None}, "seconds is missing"),
-        ({"seconds__token": -1.0}, "seconds.token: expected 0.0 to inf, got -1.0"),
-        ({"seconds__token": "x"}, "seconds.token: expected float"),
-        ({"seconds__token": 0, "seconds__step": 0}, "expected a step or a token that takes time"),
+        ({"seconds__prompt_token": -1.0}, "seconds.prompt_token: expected 0.0 to inf, got -1.0"),
+        ({"seconds__prompt_token": "x"}, "seconds.prompt_token: expected float"),
+        ({"seconds__step": 0}, "seconds.step: expected more than 0, got 0"),
         ({"engine__block_size": 0}, "engine.block_size: expected 1 to"),
         ({"engine__num_blocks": []}, "engine.num_blocks: expected a list of integers, got an empty one"),
         ({"engine__num_blocks": ["x"]}, "engine.num_blocks must be an integer in"),

@@ -40,8 +40,8 @@ def test_work_counts_what_tokens_attend_to() -> None:
     engine.on_step = steps.append
     engine.add_request([1] * 10, SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
     drain(engine)
-    prompt = [StepWork(1, 8, 8, 0, 36), StepWork(1, 2, 2, 0, 9 + 10)]  # 1 + ... + 8 pairs, then 9 + 10
-    assert [step.work for step in steps] == [*prompt, StepWork(1, 1, 0, 11, 0), StepWork(1, 1, 0, 12, 0)]
+    prompt = [StepWork(1, 8, 8, 0, 0, 36), StepWork(1, 2, 2, 0, 0, 9 + 10)]  # 1 + ... + 8 pairs, then 9 + 10
+    assert [step.work for step in steps] == [*prompt, StepWork(1, 1, 0, 1, 11, 0), StepWork(1, 1, 0, 1, 12, 0)]
 
 
 def test_cached_prompts_and_drafts() -> None:

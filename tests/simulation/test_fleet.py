@@ -15,7 +15,9 @@ from fastinfer.simulation.step_cost import StepCost
 from fastinfer.simulation.summary import Summary
 from fastinfer.simulation.trace import TraceRequest
 
-COST = StepCost(step=3e-3, token=1e-3, sequence=2e-4, decode_context=3e-6, prompt_context=8e-7)
+COST = StepCost(
+    step=3e-3, decode_sequence=1.1e-3, prompt_sequence=5e-3, prompt_token=1e-3, decode_context=3e-6, prompt_context=8e-7
+)
 
 
 def costs(
@@ -35,24 +37,24 @@ def run(trace: list[TraceRequest], file: CostFile, num_replicas: int = 1) -> Sim
     return simulate(trace, file, RoundRobin(num_replicas))
 
 
+def chunk_seconds(start: int, count: int) -> float:
+    """The formula for a step that computes one chunk alone."""
+    if count == 1:
+        return COST.step + COST.decode_sequence + COST.decode_context * (start + 1)
+    pairs = count * start + count * (count + 1) // 2
+    return COST.step + COST.prompt_sequence + COST.prompt_token * count + COST.prompt_context * pairs
+
+
 def moments(prompt: int, output: int, budget: int, start: float, cached: int = 0) -> Iterator[float]:
-    """The ends of the steps of a request alone, from which its tokens come."""
+    """The times of the tokens of a request alone."""
     now, computed = start, cached
     while computed < prompt:
         count = min(budget, prompt - computed)
-        pairs = count * computed + count * (count + 1) // 2
-        context = (0, pairs) if count > 1 else (pairs, 0)
-        now += (
-            COST.step
-            + COST.token * count
-            + COST.sequence
-            + COST.decode_context * context[0]
-            + COST.prompt_context * context[1]
-        )
+        now += chunk_seconds(computed, count)
         computed += count
     yield now
-    for length in range(prompt + 1, prompt + output):
-        now += COST.step + COST.token + COST.sequence + COST.decode_context * length + COST.prompt_context * 0
+    for length in range(prompt, prompt + output - 1):
+        now += chunk_seconds(length, 1)
         yield now
 
 
@@ -84,7 +86,7 @@ def test_a_prefix_is_computed_once() -> None:
 def test_requests_that_arrive_together_share_the_first_step() -> None:
     records = run([TraceRequest(1.0, 4, 2), TraceRequest(1.0, 4, 2)], costs()).records
     assert records[0].first_token_s == records[1].first_token_s
-    expected = COST.step + 8 * COST.token + 2 * COST.sequence + 20 * COST.prompt_context
+    expected = COST.step + 8 * COST.prompt_token + 2 * COST.prompt_sequence + 20 * COST.prompt_context
     assert records[0].ttft_s == pytest.approx(expected, rel=1e-12)
 
 

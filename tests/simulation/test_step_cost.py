@@ -9,14 +9,16 @@ from fastinfer.errors import RequestError
 from fastinfer.simulation.fit import fit
 from fastinfer.simulation.step_cost import StepCost
 
-PLANTED = StepCost(step=3e-3, token=1e-3, sequence=2e-4, decode_context=3e-6, prompt_context=8e-7)
+PLANTED = StepCost(
+    step=3e-3, decode_sequence=1.1e-3, prompt_sequence=5e-3, prompt_token=1e-3, decode_context=3e-6, prompt_context=8e-7
+)
 
 
 def random_work(rng: random.Random) -> StepWork:
     decodes, prompts = rng.randrange(20), [rng.randrange(2, 300) for _ in range(rng.randrange(3))]
     context = sum(rng.randrange(1, 2000) for _ in range(decodes))
     pairs = sum(length * rng.randrange(length, 1000) for length in prompts)
-    return StepWork(decodes + len(prompts), decodes + sum(prompts), sum(prompts), context, pairs)
+    return StepWork(decodes + len(prompts), decodes + sum(prompts), sum(prompts), decodes, context, pairs)
 
 
 def works(count: int, seed: int = 0) -> list[StepWork]:
@@ -25,8 +27,8 @@ def works(count: int, seed: int = 0) -> list[StepWork]:
 
 
 def test_seconds_is_the_sum_of_its_terms() -> None:
-    work = StepWork(num_seqs=3, num_tokens=12, num_prompt_tokens=10, decode_context=700, prompt_context=55)
-    expected = 3e-3 + 12 * 1e-3 + 3 * 2e-4 + 700 * 3e-6 + 55 * 8e-7
+    work = StepWork(5, 12, num_prompt_tokens=9, num_decodes=3, decode_context=700, prompt_context=55)
+    expected = 3e-3 + 3 * 1.1e-3 + 2 * 5e-3 + 9 * 1e-3 + 700 * 3e-6 + 55 * 8e-7
     assert PLANTED.seconds(work) == pytest.approx(expected, rel=1e-12)
 
 
@@ -53,21 +55,24 @@ def test_a_fit_bears_noise_and_rare_pauses() -> None:
 
 
 def test_no_coefficient_is_negative() -> None:
-    """Here sequences make steps shorter, which least squares alone would believe."""
-    samples = [(work, 0.1 + 1e-3 * work.num_tokens - 2e-4 * work.num_seqs) for work in works(200)]
+    """Here decoding sequences make steps shorter, which least squares alone would believe."""
+    samples = [(work, 0.1 + 1e-3 * work.num_tokens - 1.1e-3 * work.num_decodes) for work in works(200)]
     cost = fit(samples).cost
-    assert cost.sequence == 0
-    assert cost.token == pytest.approx(1e-3, rel=0.05)
+    assert cost.decode_sequence == 0
+    assert cost.prompt_token == pytest.approx(1e-3, rel=0.05)
     assert min(getattr(cost, name) for name in StepCost.__dataclass_fields__) == 0
 
 
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
-        ([(work, 1.0) for work in works(4)], "at least 5 kinds of steps, got 4"),
+        ([(work, 1.0) for work in works(5)], "at least 6 kinds of steps, got 5"),
         ([(work, 0.0) for work in works(9)], "got one of 0 s"),
-        ([(StepWork(1, n, n, 0, n * n), 1e-3 * n) for n in range(1, 9)], "none whose time depends on decode_context"),
-        ([(StepWork(n, n, 0, 7 * n, 9 * n), 1e-3 * n) for n in range(1, 9)], "5 coefficients, got 2 independent ones"),
+        (
+            [(StepWork(1, n, n, 0, 0, n * n), 1e-3 * n) for n in range(2, 9)],
+            "depends on decode_sequence, decode_context",
+        ),
+        ([(StepWork(2 * n, 3 * n, 0, n, n, n), 1e-3 * n) for n in range(2, 9)], "6 coefficients, got 2 independent"),
     ],
 )
 def test_too_few_kinds_of_steps_are_refused(samples: list[tuple[StepWork, float]], message: str) -> None:

@@ -89,19 +89,32 @@ def limits_of(engine: Engine) -> EngineLimits:
     )
 
 
-def measure(engine: Engine, repeats: int, progress: Progress = silent, seed: int = 0) -> list[Sample]:
+def measure(engine: Engine, repeats: int, progress: Progress = silent) -> list[Sample]:
     """Return the work and seconds of the steps of ``repeats`` passes. The module's docstring describes the method."""
-    times = StepTimes()
-    rng, lengths = random.Random(seed), random.Random()
+    times, rng = StepTimes(), random.Random(0)
     for number in range(1 + repeats):
-        lengths.seed(seed)  # each pass has the same steps, but new prompts, which no cache knows
         engine.on_step = times if number else None
-        for batch in _batch_sizes(engine.config.max_num_seqs):
-            progress(f"{batch} requests{'' if number else ': warm-up'}")
-            for _ in range(ROUNDS):
-                replay(engine, _jobs(engine, batch, lengths, rng))
+        run_pass(engine, rng, lambda text, number=number: progress(f"{text}{'' if number else ': warm-up'}"))
     engine.on_step = None
     return times.samples
+
+
+def run_pass(engine: Engine, rng: random.Random, progress: Progress = silent) -> None:
+    """Run the requests of one pass.
+
+    Args:
+        engine: engine without requests.
+        rng: source of the prompts, which no cache knows; their lengths are the same in every pass.
+        progress: function that is called before each size of batches.
+
+    Raises:
+        RequestError: the engine's context is too short.
+    """
+    lengths = random.Random(0)
+    for batch in _batch_sizes(engine.config.max_num_seqs):
+        progress(f"{batch} requests")
+        for number in range(ROUNDS):
+            replay(engine, _jobs(engine, batch, lengths, rng, is_long=batch == 1 and number == 0))
 
 
 def _batch_sizes(max_num_seqs: int) -> list[int]:
@@ -112,13 +125,14 @@ def _batch_sizes(max_num_seqs: int) -> list[int]:
     return sizes
 
 
-def _jobs(engine: Engine, count: int, lengths: random.Random, rng: random.Random) -> list[Job]:
-    """Return requests that arrive at once. Few of them have longer prompts than many."""
+def _jobs(engine: Engine, count: int, lengths: random.Random, rng: random.Random, *, is_long: bool) -> list[Job]:
+    """Return requests that arrive at once, with the longest prompts or random ones: few longer than many."""
     longest = min(MAX_PROMPT_TOKENS, engine.max_model_len - NEW_TOKENS.high)
     if longest < MIN_PROMPT_TOKENS:
         least = MIN_PROMPT_TOKENS + NEW_TOKENS.high
         raise RequestError(f"--context must be at least {least} to measure steps, got {engine.max_model_len}")
-    prompts = Lengths(MIN_PROMPT_TOKENS, max(MIN_PROMPT_TOKENS, min(longest, BATCH_TOKENS // count)))
+    shortest = longest if is_long else MIN_PROMPT_TOKENS
+    prompts = Lengths(shortest, max(shortest, min(longest, BATCH_TOKENS // count)))
     vocab = range(min(100, engine.vocab_size // 2), min(1000, engine.vocab_size))
     jobs = []
     for _ in range(count):
@@ -131,9 +145,10 @@ def _rows(fitted: Fit) -> list[list[str]]:
     """Return the table of coefficients, with its head."""
     units = {
         "step": "per step",
-        "token": "per token",
-        "sequence": "per sequence",
-        "decode_context": "per position that a decoding token attends to",
-        "prompt_context": "per pair of a token and a position in a prompt",
+        "decode_sequence": "per decoding sequence",
+        "prompt_sequence": "per chunk of a prompt",
+        "prompt_token": "per token of a prompt",
+        "decode_context": "per position that a decoding sequence attends to",
+        "prompt_context": "per pair of a prompt's token and a position",
     }
     return [["", "µs"], *([units[name], f"{value * 1e6:.4g}"] for name, value in asdict(fitted.cost).items())]

@@ -16,20 +16,22 @@ class StepWork:
         num_seqs: sequences that are computed.
         num_tokens: tokens that are computed, drafts included.
         num_prompt_tokens: those of them that belong to prompts.
-        decode_context: pairs of sequences that compute one token: for each of them its length.
-        prompt_context: pairs of sequences that compute several tokens.
+        num_decodes: sequences that compute one token.
+        decode_context: pairs of these sequences: for each of them its length.
+        prompt_context: pairs of the other sequences, which compute several tokens.
     """
 
     num_seqs: int
     num_tokens: int
     num_prompt_tokens: int
+    num_decodes: int
     decode_context: int
     prompt_context: int
 
     @classmethod
     def of(cls, chunks: Iterable[Chunk]) -> "StepWork":
         """Count the work of a step that computes these chunks."""
-        num_seqs = num_tokens = num_prompt_tokens = decode_context = prompt_context = 0
+        num_seqs = num_tokens = num_prompt_tokens = num_decodes = decode_context = prompt_context = 0
         for chunk in chunks:
             count, start = chunk.num_tokens + len(chunk.drafts), chunk.start
             num_seqs += 1
@@ -37,10 +39,11 @@ class StepWork:
             if chunk.is_prompt:
                 num_prompt_tokens += min(chunk.sequence.num_prompt_tokens - start, chunk.num_tokens)
             if count == 1:
+                num_decodes += 1
                 decode_context += start + 1
             else:
                 prompt_context += count * start + count * (count + 1) // 2
-        return cls(num_seqs, num_tokens, num_prompt_tokens, decode_context, prompt_context)
+        return cls(num_seqs, num_tokens, num_prompt_tokens, num_decodes, decode_context, prompt_context)
 
 
 @dataclass(slots=True)  # not frozen, which would take three times as long to make

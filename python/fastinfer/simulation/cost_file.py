@@ -4,7 +4,8 @@
 says so in ``source``::
 
     {"source": "assumed", "model": "an 8B model in fp8 on one GPU",
-     "seconds": {"step": 6e-3, "token": 1.5e-5, "sequence": 1e-5, "decode_context": 5e-8, "prompt_context": 3e-10},
+     "seconds": {"step": 6e-3, "decode_sequence": 2.5e-5, "prompt_sequence": 1e-4, "prompt_token": 2e-5,
+                 "decode_context": 3e-8, "prompt_context": 3e-10},
      "engine": {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_model_len": 8192, "block_size": 32,
                 "num_blocks": [20000], "windows": [0]}}
 """
@@ -73,8 +74,8 @@ class CostFile:
             raise RequestError(f"{path}: source: expected {' or '.join(SOURCES)}, got {source!r:.80}")
         seconds, engine = _object(file, "seconds"), _object(file, "engine")
         cost = StepCost(**{field.name: seconds.get(field.name, float, minimum=0.0) for field in fields(StepCost)})
-        if cost.step + cost.token <= 0:
-            raise RequestError(f"{path}: seconds: expected a step or a token that takes time, got 0 for both")
+        if cost.step == 0:
+            raise RequestError(f"{path}: seconds.step: expected more than 0, got 0")
         names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size")
         limits = EngineLimits(
             **{name: engine.get(name, int, minimum=1, maximum=INT32_MAX) for name in names},

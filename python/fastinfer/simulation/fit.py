@@ -26,8 +26,9 @@ class Fit:
 
 
 def fit(samples: Iterable[tuple[Work, float]]) -> Fit:
-    """Fit the coefficients by least squares of the relative errors.
+    """Fit the coefficients by least squares.
 
+    An error is divided by the square root of the step's time, so that short and long steps weigh as much as they take.
     Of steps with the same work the median counts, as many times as there are such steps, so that a moment in which
     another program had the processor changes little. No coefficient is negative: those that would be are 0.
 
@@ -39,8 +40,10 @@ def fit(samples: Iterable[tuple[Work, float]]) -> Fit:
     """
     times: dict[tuple[int, ...], list[float]] = defaultdict(list)
     for work, seconds in samples:
-        times[1, work.num_tokens, work.num_seqs, work.decode_context, work.prompt_context].append(seconds)
-    names = [field.name for field in fields(StepCost)]
+        num_prompts, num_prompt_tokens = work.num_seqs - work.num_decodes, work.num_tokens - work.num_decodes
+        row = (1, work.num_decodes, num_prompts, num_prompt_tokens, work.decode_context, work.prompt_context)
+        times[row].append(seconds)
+    names = [field.name for field in fields(StepCost)]  # in the order of the row
     if len(times) < len(names):
         raise RequestError(f"a fit needs at least {len(names)} kinds of steps, got {len(times)}")
     work_rows = np.array(list(times), dtype=np.float64)
@@ -48,9 +51,9 @@ def fit(samples: Iterable[tuple[Work, float]]) -> Fit:
     counts = np.array([len(seconds) for seconds in times.values()])
     if not (medians > 0).all():
         raise RequestError("a fit needs steps that take time, got one of 0 s")
-    relative = work_rows / medians[:, None]
-    coefficients = _non_negative(relative * np.sqrt(counts)[:, None], np.sqrt(counts), names)
-    errors = np.abs(relative @ coefficients - 1)
+    weights = np.sqrt(counts / medians)
+    coefficients = _non_negative(work_rows * weights[:, None], medians * weights, names)
+    errors = np.abs(work_rows @ coefficients / medians - 1)
     return Fit(StepCost(*map(float, coefficients)), int(counts.sum()), float(np.median(np.repeat(errors, counts))))
 
 

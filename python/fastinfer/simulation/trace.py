@@ -5,8 +5,8 @@ A trace file has one JSON object per line::
     {"arrival_s": 0.25, "prompt_tokens": 300, "output_tokens": 64}
     {"arrival_s": 0.75, "prompt_tokens": 900, "output_tokens": 20, "prefix": "manual", "prefix_tokens": 800}
 
-Requests with the same ``prefix`` begin with the same ``prefix_tokens`` tokens, or with as many as the shorter one has. All
-other tokens are those of the request alone.
+Requests with the same ``prefix`` begin with the same ``prefix_tokens`` tokens, or with as many as the shorter one has.
+All other tokens are those of the request alone.
 """
 
 import json
