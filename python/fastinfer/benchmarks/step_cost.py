@@ -94,9 +94,13 @@ def measure(engine: Engine, repeats: int, progress: Progress = silent) -> list[S
     times, rng = StepTimes(), random.Random(0)
     for number in range(1 + repeats):
         engine.on_step = times if number else None
-        run_pass(engine, rng, lambda text, number=number: progress(f"{text}{'' if number else ': warm-up'}"))
+        run_pass(engine, rng, progress if number else _warm_up(progress))
     engine.on_step = None
     return times.samples
+
+
+def _warm_up(progress: Progress) -> Progress:
+    return lambda text: progress(f"{text}: warm-up")
 
 
 def run_pass(engine: Engine, rng: random.Random, progress: Progress = silent) -> None:

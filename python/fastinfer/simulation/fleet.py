@@ -50,7 +50,7 @@ def simulate(trace: Sequence[TraceRequest], costs: CostFile, routing: Routing) -
     Args:
         trace: the requests, in any order.
         costs: limits of the engines and time of their steps.
-        routing: rule by which a replica is chosen; it has one load per replica.
+        routing: rule by which a replica is chosen; it has one load per replica, and has sent nothing yet.
 
     Raises:
         RequestError: a request does not fit into an engine, or its longest sequence not into its KV cache.
@@ -69,14 +69,14 @@ def simulate(trace: Sequence[TraceRequest], costs: CostFile, routing: Routing) -
         woken: dict[int, None] = {}
         while ends and ends[0][0] <= now:
             index = heapq.heappop(ends)[1]
-            routing.loads[index] -= len(replicas[index].end_step())
+            for ended in replicas[index].end_step():
+                routing.finish(index, ended.load)
             woken[index] = None
         while arrivals and arrivals[0].arrival_s <= now:
             request = arrivals.popleft()
-            index = routing.choose(request)
-            routing.loads[index] += 1
+            index, load = routing.send(request)
             prefix = [] if request.prefix is None else prefixes[request.prefix][: request.prefix_tokens]
-            records.append(Record(request, index))
+            records.append(Record(request, index, load))
             replicas[index].add(records[-1], len(records), prefix)
             if not replicas[index].is_busy:
                 woken[index] = None

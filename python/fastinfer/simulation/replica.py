@@ -26,6 +26,7 @@ class Record:
     Attributes:
         request: the request.
         replica: number of the replica that computed it.
+        load: load that it is for the router.
         first_scheduled_s: time of the first step that computed some of it, in seconds after the start; -1 before.
         first_token_s: time of its first token; -1 before.
         end_s: time of its last token; -1 before.
@@ -33,6 +34,7 @@ class Record:
 
     request: TraceRequest
     replica: int
+    load: float = 1.0
     first_scheduled_s: float = -1.0
     first_token_s: float = -1.0
     end_s: float = -1.0
@@ -131,15 +133,16 @@ class Replica:
         for chunk in self._chunks:
             sequence = chunk.sequence
             sequence.num_computed_tokens += chunk.num_tokens
-            if chunk.is_last:
-                sequence.append(OUTPUT_TOKEN)
-                self.num_generated_tokens += 1
+            if not chunk.is_last:
+                manager.end_step(sequence)
+                continue
+            sequence.append(OUTPUT_TOKEN)
+            self.num_generated_tokens += 1
             manager.end_step(sequence)
-            if len(sequence) == sequence.num_prompt_tokens + 1:
-                record = self._records[sequence]
-                if record.first_token_s < 0:  # it may have been preempted and computed again
-                    record.first_token_s = now
-            if len(sequence) == sequence.max_length:
+            length = len(sequence.token_ids)
+            if length == sequence.num_prompt_tokens + 1:
+                self._records[sequence].first_token_s = now
+            if length == sequence.max_length:
                 self.scheduler.finish(sequence)
                 ended.append(self._end(sequence, now))
         self._chunks = []

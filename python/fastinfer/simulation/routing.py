@@ -8,6 +8,8 @@ import numpy as np
 from fastinfer.simulation.trace import TraceRequest
 
 ROUTINGS = ("round-robin", "least-loaded", "prefix-affinity")
+# Tokens of a prompt that weigh as much as a request that computes none; 4 KiB of text.
+TOKENS_OF_LOAD = 1024
 
 
 class Routing(ABC):
@@ -17,46 +19,65 @@ class Routing(ABC):
         num_replicas: number of replicas.
 
     Attributes:
-        loads: for each replica the number of requests that it was sent and that have not ended; kept up to date by the
-            caller.
+        loads: for each replica the sum of the loads of its unfinished requests.
     """
 
     def __init__(self, num_replicas: int) -> None:
-        self.loads = np.zeros(num_replicas, dtype=np.int64)
-        self._next = 0
+        self.loads = np.zeros(num_replicas)
+        self._last_chosen = np.full(num_replicas, -1)
+        self._num_chosen = 0
+
+    def send(self, request: TraceRequest) -> tuple[int, float]:
+        """Choose the replica that gets a request, and add the request to its load.
+
+        Returns:
+            The number of the replica, and the load to take back by :meth:`finish`.
+        """
+        replica = self._choose(request)
+        load = self._load_of(request, replica)
+        self.loads[replica] += load
+        self._last_chosen[replica] = self._num_chosen
+        self._num_chosen += 1
+        return replica, load
+
+    def finish(self, replica: int, load: float) -> None:
+        """Take the load of a request that has ended from its replica."""
+        self.loads[replica] -= load
 
     @abstractmethod
-    def choose(self, request: TraceRequest) -> int:
+    def _choose(self, request: TraceRequest) -> int:
         """Return the number of the replica that gets a request."""
 
+    def _load_of(self, request: TraceRequest, replica: int) -> float:
+        """Return the load of a request that a replica gets."""
+        return 1.0
+
     def _best(self, scores: np.ndarray) -> int:
-        """Return the replica with the highest score; equal ones take turns, so that none gets all of a quiet time."""
+        """Return the replica with the highest score; of equal ones that which was not chosen for longest."""
         best = np.flatnonzero(scores == scores.max())
-        chosen = int(best[np.searchsorted(best, self._next) % len(best)])
-        self._next = (chosen + 1) % len(self.loads)
-        return chosen
+        return int(best[self._last_chosen[best].argmin()])
 
 
 class RoundRobin(Routing):
     """Sends requests to all replicas in turn."""
 
-    def choose(self, request: TraceRequest) -> int:
-        chosen, self._next = self._next, (self._next + 1) % len(self.loads)
-        return chosen
+    def _choose(self, request: TraceRequest) -> int:
+        return self._num_chosen % len(self.loads)
 
 
 class LeastLoaded(Routing):
     """Sends a request to a replica with the fewest unfinished requests."""
 
-    def choose(self, request: TraceRequest) -> int:
+    def _choose(self, request: TraceRequest) -> int:
         return self._best(-self.loads)
 
 
 class PrefixAffinity(Routing):
     """Weighs the part of the prompt that a replica has computed before against its load.
 
-    The score is ``matched / prompt - beta * (load - mean) / max(1, mean)``, as in vLLM's production stack. The router
-    knows which prefixes it has sent where, not which blocks a replica has evicted since.
+    The score is ``matched / prompt - beta * (load - mean) / max(1, mean)``, as in vLLM's production stack. A request's
+    load is 1, and 1 more for each ``TOKENS_OF_LOAD`` tokens of its prompt that do not match. The router knows which
+    prefixes it has sent where, not which blocks a replica has evicted since.
 
     Args:
         num_replicas: number of replicas.
@@ -66,19 +87,28 @@ class PrefixAffinity(Routing):
     def __init__(self, num_replicas: int, beta: float) -> None:
         super().__init__(num_replicas)
         self._beta = beta
-        self._sent: dict[str, dict[int, int]] = defaultdict(dict)  # by prefix: tokens that each replica has of it
+        self._sent: dict[str, dict[int, int]] = defaultdict(dict)  # by prefix: tokens of it that each replica has
 
-    def choose(self, request: TraceRequest) -> int:
+    def _choose(self, request: TraceRequest) -> int:
         mean = self.loads.mean()
         scores = -self._beta * (self.loads - mean) / max(1.0, mean)
+        if request.prefix is not None:
+            for replica in self._sent[request.prefix]:
+                scores[replica] += self._matched(request, replica) / request.prompt_tokens
+        return self._best(scores)
+
+    def _load_of(self, request: TraceRequest, replica: int) -> float:
+        matched = self._matched(request, replica)
+        if request.prefix is not None:
+            sent = self._sent[request.prefix]
+            sent[replica] = max(sent.get(replica, 0), request.prefix_tokens)
+        return 1.0 + (request.prompt_tokens - matched) / TOKENS_OF_LOAD
+
+    def _matched(self, request: TraceRequest, replica: int) -> int:
+        """Return how many tokens of a request's prompt a replica has got before."""
         if request.prefix is None:
-            return self._best(scores)
-        sent = self._sent[request.prefix]
-        for replica, num_tokens in sent.items():
-            scores[replica] += min(num_tokens, request.prefix_tokens) / request.prompt_tokens
-        chosen = self._best(scores)
-        sent[chosen] = max(sent.get(chosen, 0), request.prefix_tokens)
-        return chosen
+            return 0
+        return min(self._sent[request.prefix].get(replica, 0), request.prefix_tokens)
 
 
 def make_routing(name: str, num_replicas: int, beta: float) -> Routing:
