@@ -1,15 +1,22 @@
 """``fastinfer bench step-cost``, on the toy model with a clock that makes every time exact."""
 
+import json
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 from support.fake_clock import use_fake_clock
 from support.toy import MAX_POSITION
 from support.toy_subject import toy_subject
 
+from fastinfer.benchmarks import step_cost
 from fastinfer.benchmarks.step_cost import StepTimes, limits_of, measure
+from fastinfer.cli.main import main
 from fastinfer.engine import step
 from fastinfer.engine.stats import StepStats, StepWork
 from fastinfer.errors import RequestError
-from fastinfer.simulation.cost_file import EngineLimits
+from fastinfer.simulation.cost_file import CostFile, EngineLimits
 from fastinfer.simulation.fit import fit
 
 
@@ -25,6 +32,24 @@ def test_the_fit_finds_the_time_of_a_token(monkeypatch: pytest.MonkeyPatch) -> N
     assert (cost.decode_sequence, cost.prompt_token) == pytest.approx((1.0, 1.0))
     rest = (cost.step, cost.prompt_sequence, cost.decode_context, cost.prompt_context)
     assert rest == pytest.approx((0.0,) * 4, abs=1e-9)
+
+
+def test_the_file_is_read_by_the_simulator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A request of 5 prompt tokens and 3 output tokens takes 7 s: the last token is not computed."""
+    monkeypatch.setattr(step, "time", use_fake_clock(monkeypatch))
+    engine = toy_subject().make_engine(max_num_seqs=2)
+    monkeypatch.setattr(step_cost, "LLM", lambda model: SimpleNamespace(engine=engine))
+    args = Namespace(model="toy", engine_options={}, repeats=1, out=str(tmp_path))
+    assert step_cost.run(args) == 0
+    path = tmp_path / "step_cost.json"
+    assert capsys.readouterr().out.endswith(f"{path}\n")
+    costs = CostFile.read(path)
+    assert (costs.source, costs.model, costs.limits) == ("measured", "toy", limits_of(engine))
+    arguments = ["--requests", "1", "--prompt-tokens", "5", "--output-tokens", "3", "--json"]
+    assert main(["simulate", str(path), *arguments]) == 0
+    assert json.loads(capsys.readouterr().out)["seconds"] == pytest.approx(7.0)
 
 
 def test_every_pass_has_the_same_steps() -> None:

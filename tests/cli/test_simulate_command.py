@@ -124,7 +124,7 @@ def test_mistakes(arguments: str, message: str, costs: Path, capsys: pytest.Capt
         ({"seconds": None}, "seconds is missing"),
         ({"seconds__prompt_token": -1.0}, "seconds.prompt_token: expected 0.0 to inf, got -1.0"),
         ({"seconds__prompt_token": "x"}, "seconds.prompt_token: expected float"),
-        ({"seconds__step": 0}, "seconds.step: expected more than 0, got 0"),
+        ({"seconds__step": 0, "seconds__decode_sequence": 0}, "seconds: expected steps that take time, got some"),
         ({"engine__block_size": 0}, "engine.block_size: expected 1 to"),
         ({"engine__num_blocks": []}, "engine.num_blocks: expected a list of integers, got an empty one"),
         ({"engine__num_blocks": ["x"]}, "engine.num_blocks must be an integer in"),

@@ -74,8 +74,8 @@ class CostFile:
             raise RequestError(f"{path}: source: expected {' or '.join(SOURCES)}, got {source!r:.80}")
         seconds, engine = _object(file, "seconds"), _object(file, "engine")
         cost = StepCost(**{field.name: seconds.get(field.name, float, minimum=0.0) for field in fields(StepCost)})
-        if cost.step == 0:
-            raise RequestError(f"{path}: seconds.step: expected more than 0, got 0")
+        if cost.step + min(cost.decode_sequence, cost.prompt_sequence + cost.prompt_token) == 0:
+            raise RequestError(f"{path}: seconds: expected steps that take time, got some that take 0 s")
         names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size")
         limits = EngineLimits(
             **{name: engine.get(name, int, minimum=1, maximum=INT32_MAX) for name in names},
