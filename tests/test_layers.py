@@ -22,7 +22,7 @@ PYTHON_LAYERS = """
     engine quantize
     serving nn
     llm integrations
-    async_engine evaluation
+    async_engine evaluation simulation
     benchmarks
     server
     cli

@@ -61,6 +61,8 @@ CASES = {
     "serve --response-cache off --semantic-cache 0.9": "--semantic-cache: expected a --response-cache",
     "serve --otlp-traces-endpoint collector:4318": "--otlp-traces-endpoint: expected http://HOST:PORT, got collector",
     "serve --otlp-traces-endpoint http://h:port": "--otlp-traces-endpoint: expected http://HOST:PORT, got http://h:port",
+    "simulate nowhere.json": "nowhere.json: No such file",
+    "bench step-cost --model nowhere": "model 'nowhere'",
     "info --memory nowhere": "model 'nowhere'",
     "bench --model nowhere": "model 'nowhere'",
     "bench throughput --model nowhere": "model 'nowhere'",

@@ -20,6 +20,7 @@ OPTIONS = {"--device", "--dtype", "--context", "--kv-cache-dtype", "--max-num-se
         "bench end-to-end",
         "bench throughput",
         "bench ablation",
+        "bench step-cost",
         "eval perplexity",
         "eval compare",
     ],

@@ -23,6 +23,10 @@ def test_every_file_of_the_engine_has_a_row() -> None:
     assert first_cells("file in `engine/`") == names_in(PACKAGE / "engine", "*.py")
 
 
+def test_every_file_of_the_simulation_has_a_row() -> None:
+    assert first_cells("file in `simulation/`") == names_in(PACKAGE / "simulation", "*.py")
+
+
 def test_every_package_has_a_row() -> None:
     packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert packages

@@ -8,7 +8,7 @@ import pytest
 from support.toy import ToyModel, always_speculate, drain, greedy, toy_engine
 
 from fastinfer import SamplingParams
-from fastinfer.engine.stats import StepStats
+from fastinfer.engine.stats import StepStats, StepWork
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -32,6 +32,16 @@ def test_steps_and_totals_count_every_token() -> None:
     assert {step.num_seqs for step in steps} <= {1, 2, 3, 4}
     for step, following in pairwise(steps):
         assert before <= step.start_time < step.start_time + step.seconds <= following.start_time
+
+
+def test_work_counts_what_tokens_attend_to() -> None:
+    engine = toy_engine(max_num_batched_tokens=8, block_size=4)
+    steps: list[StepStats] = []
+    engine.on_step = steps.append
+    engine.add_request([1] * 10, SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+    drain(engine)
+    prompt = [StepWork(1, 8, 8, 0, 0, 36), StepWork(1, 2, 2, 0, 0, 9 + 10)]  # 1 + ... + 8 pairs, then 9 + 10
+    assert [step.work for step in steps] == [*prompt, StepWork(1, 1, 0, 1, 11, 0), StepWork(1, 1, 0, 1, 12, 0)]
 
 
 def test_cached_prompts_and_drafts() -> None:

@@ -165,6 +165,7 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     _add_throughput(add("throughput", "gains and costs of batching, prefix reuse, speculation and JSON schemas"))
     _add_ablation(add("ablation", "one optimisation after another switched on, each in a process of its own"))
     _add_serve(add("serve", "latency and throughput of an OpenAI-compatible server"))
+    _add_step_cost(add("step-cost", "time of a step by its work, for 'fastinfer simulate'"))
 
 
 def _add_end_to_end(benchmark: argparse.ArgumentParser) -> None:
@@ -247,6 +248,17 @@ def _add_serve(benchmark: argparse.ArgumentParser) -> None:
         "--requests", type=count(1), default=2, metavar="N", help="of each stream; default: %(default)s"
     )
     _add_run_options(benchmark, 64, 3, "serve.json and serve.png")
+
+
+def _add_step_cost(benchmark: argparse.ArgumentParser) -> None:
+    add_model_option(benchmark)
+    add_loading_options(
+        benchmark,
+        context="longest sequence in tokens; default: the model's limit, or what fits into memory",
+        max_num_seqs="sequences that run at once; default: 64, on a GPU 256",
+    )
+    benchmark.add_argument("--repeats", type=count(1), default=3, metavar="N", help="default: %(default)s")
+    benchmark.add_argument("--out", metavar="DIR", help="write step_cost.json there")
 
 
 def _add_run_options(benchmark: argparse.ArgumentParser, new_tokens: int, repeats: int, files: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import fastinfer
-from fastinfer.cli import arguments, checks, serve_arguments
+from fastinfer.cli import arguments, checks, serve_arguments, simulate_arguments
 from fastinfer.cli.streams import discard_output
 from fastinfer.errors import FastinferError
 
@@ -54,6 +54,12 @@ COMMANDS = {
         "describe this installation: versions, CPU, GPUs", arguments.add_info, "fastinfer.cli.info", checks.check_info
     ),
     "bench": Command("measure speed and memory on a model", arguments.add_bench, None, checks.check_bench),
+    "simulate": Command(
+        "predict latencies and cost of a trace, without a model",
+        simulate_arguments.add_simulate,
+        "fastinfer.cli.simulate",
+        simulate_arguments.check_simulate,
+    ),
     "quantize": Command(
         "write a quantised copy of a model", arguments.add_quantize, "fastinfer.cli.quantize", checks.check_quantize
     ),

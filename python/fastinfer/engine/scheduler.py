@@ -5,7 +5,7 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from fastinfer.engine.block_manager import BlockManager
@@ -67,6 +67,7 @@ class Scheduler:
         max_num_batched_tokens: maximum number of tokens in a step, drafts included.
         separates_roles: whether to separate tokens of prompts from generated ones, see
             :mod:`fastinfer.engine.roles`.
+        clock: function that returns the time in seconds; a simulation has a clock of its own.
 
     Attributes:
         waiting: queue of waiting sequences in the order of service.
@@ -87,6 +88,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         *,
         separates_roles: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
@@ -100,6 +102,7 @@ class Scheduler:
         self.num_cut_drafts = 0
         self.num_queued_forks = 0
         self._separates_roles = separates_roles
+        self._clock = clock
         self._num_steps = 0
         # What is left of a division is counted in the next step, so that the shares are exact for any small budget.
         self._unreserved = 0
@@ -357,7 +360,7 @@ class Scheduler:
 
     def _add_chunk(self, sequence: Sequence, num_tokens: int, chunks: list[Chunk], num_drafts: int = 0) -> None:
         if sequence.last_step < 0:
-            sequence.first_scheduled_time = time.perf_counter()
+            sequence.first_scheduled_time = self._clock()
         sequence.last_step = self._num_steps
         chunks.append(Chunk(sequence, num_tokens, num_drafts))
 

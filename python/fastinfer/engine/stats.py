@@ -1,6 +1,49 @@
 """Statistics of an engine's load and of its steps."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from fastinfer.engine.chunk import Chunk
+
+
+@dataclass(slots=True)
+class StepWork:
+    """Quantities of a step's work.
+
+    Contexts count pairs of a token and a position that it attends to, as if no layer had an attention window.
+
+    Attributes:
+        num_seqs: sequences that are computed.
+        num_tokens: tokens that are computed, drafts included.
+        num_prompt_tokens: those of them that belong to prompts.
+        num_decodes: sequences that compute one token.
+        decode_context: pairs of these sequences: for each of them its length.
+        prompt_context: pairs of the other sequences, which compute several tokens.
+    """
+
+    num_seqs: int
+    num_tokens: int
+    num_prompt_tokens: int
+    num_decodes: int
+    decode_context: int
+    prompt_context: int
+
+    @classmethod
+    def of(cls, chunks: Iterable[Chunk]) -> "StepWork":
+        """Count the work of a step that computes these chunks."""
+        num_seqs = num_tokens = num_prompt_tokens = num_decodes = decode_context = prompt_context = 0
+        for chunk in chunks:
+            count, start = chunk.num_tokens + len(chunk.drafts), chunk.start
+            num_seqs += 1
+            num_tokens += count
+            if chunk.is_prompt:
+                num_prompt_tokens += min(chunk.sequence.num_prompt_tokens - start, chunk.num_tokens)
+            if count == 1:
+                num_decodes += 1
+                decode_context += start + 1
+            else:
+                prompt_context += count * start + count * (count + 1) // 2
+        return cls(num_seqs, num_tokens, num_prompt_tokens, num_decodes, decode_context, prompt_context)
 
 
 @dataclass(slots=True)  # not frozen, which would take three times as long to make
@@ -10,18 +53,29 @@ class StepStats:
     Attributes:
         start_time: time at which the step began, in seconds of ``time.perf_counter``.
         seconds: time that the step took.
-        num_seqs: sequences that were computed.
-        num_tokens: tokens that were computed, drafts included.
-        num_prompt_tokens: those of them that belong to prompts.
+        work: what was computed.
         num_generated_tokens: tokens that were drawn and kept.
     """
 
     start_time: float
     seconds: float
-    num_seqs: int
-    num_tokens: int
-    num_prompt_tokens: int
+    work: StepWork
     num_generated_tokens: int
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences that were computed."""
+        return self.work.num_seqs
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were computed, drafts included."""
+        return self.work.num_tokens
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Those of them that belong to prompts."""
+        return self.work.num_prompt_tokens
 
 
 @dataclass(slots=True)

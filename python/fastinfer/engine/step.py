@@ -18,7 +18,7 @@ from fastinfer.engine.sampler import Sampler
 from fastinfer.engine.scheduler import Scheduler
 from fastinfer.engine.sequence import SequenceState
 from fastinfer.engine.speculation import Speculator
-from fastinfer.engine.stats import StepStats
+from fastinfer.engine.stats import StepStats, StepWork
 from fastinfer.engine.worker import Worker
 from fastinfer.errors import describe_error
 
@@ -218,10 +218,8 @@ class Step:
         if self._speculator is not None:
             self._speculator.record_seconds(chunks, time.perf_counter() - launched.start_compute)
         num_generated = self._update(launched, tokens)
-        num_tokens = sum([chunk.num_tokens + len(chunk.drafts) for chunk in chunks])
-        num_prompt_tokens = sum([_num_prompt_tokens(c) for c in chunks if c.start < c.sequence.num_prompt_tokens])
-        seconds = time.perf_counter() - launched.start
-        return StepStats(launched.start, seconds, len(chunks), num_tokens, num_prompt_tokens, num_generated)
+        work = StepWork.of(chunks)
+        return StepStats(launched.start, time.perf_counter() - launched.start, work, num_generated)
 
     def _update(self, launched: _Launched, tokens: list[SampledToken]) -> int:
         """Pass the results to the requests, each of which is completely updated before the next one.
@@ -325,11 +323,6 @@ class Step:
         if sequence.pooling == "last" and step.is_last:
             return step._replace(pooled=self._worker.sum_hidden(hidden[rows][-1:]))
         return step
-
-
-def _num_prompt_tokens(chunk: Chunk) -> int:
-    """Return how many tokens of a chunk that begins within the prompt belong to it."""
-    return min(chunk.sequence.num_prompt_tokens - chunk.start, chunk.num_tokens)
 
 
 def _num_accepted(drafts: list[int], tokens: list[SampledToken]) -> int:

@@ -1,0 +1,164 @@
+"""One simulated engine: the real scheduler and block manager, and a worker that only takes time."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fastinfer.engine.block_manager import BlockManager
+from fastinfer.engine.chunk import Chunk
+from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.construction import make_block_manager
+from fastinfer.engine.kv_cache_size import KVCacheSize
+from fastinfer.engine.scheduler import Scheduler
+from fastinfer.engine.sequence import Sequence
+from fastinfer.engine.stats import StepWork
+from fastinfer.errors import RequestError
+from fastinfer.sampling_params import DEFAULT_PARAMS
+from fastinfer.simulation.cost_file import CostFile
+from fastinfer.simulation.trace import TraceRequest
+
+OUTPUT_TOKEN = 0
+
+
+@dataclass(slots=True)
+class Record:
+    """What happened to a request.
+
+    Attributes:
+        request: the request.
+        replica: number of the replica that computed it.
+        load: load that it is for the router.
+        first_scheduled_s: time of the first step that computed some of it, in seconds after the start; -1 before.
+        first_token_s: time of its first token; -1 before.
+        end_s: time of its last token; -1 before.
+    """
+
+    request: TraceRequest
+    replica: int
+    load: float = 1.0
+    first_scheduled_s: float = -1.0
+    first_token_s: float = -1.0
+    end_s: float = -1.0
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token in seconds, the time in the queue included."""
+        return self.first_token_s - self.request.arrival_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per output token in seconds after the first; ``None`` if there is one token alone."""
+        if self.request.output_tokens == 1:
+            return None
+        return (self.end_s - self.first_token_s) / (self.request.output_tokens - 1)
+
+
+class Replica:
+    """Simulates one engine.
+
+    A step begins with :meth:`begin_step` and ends with :meth:`end_step`, which is called when the clock shows its end.
+
+    Args:
+        costs: limits of the engine and time of its steps.
+        clock: function that returns the simulated time in seconds.
+
+    Raises:
+        RequestError: the KV cache does not hold one sequence of the maximum length.
+
+    Attributes:
+        scheduler: the scheduler.
+        block_manager: the manager of the blocks of a KV cache that does not exist.
+        is_busy: whether a step is being computed.
+        num_steps: number of steps.
+        busy_s: seconds in which steps were computed.
+        num_prompt_tokens, num_generated_tokens: tokens that were computed of prompts, and that were generated.
+    """
+
+    def __init__(self, costs: CostFile, clock: Callable[[], float]) -> None:
+        limits = costs.limits
+        config = EngineConfig(
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_model_len=limits.max_model_len,
+            block_size=limits.block_size,
+            enable_prefix_caching=limits.enable_prefix_caching,
+        )
+        size = KVCacheSize(limits.windows, limits.num_blocks, limits.max_model_len, num_bytes=0)
+        self.block_manager = make_block_manager(config, size, None, separates_roles=False)
+        _check_cache(self.block_manager, limits.max_model_len)
+        self.scheduler = Scheduler(self.block_manager, config.max_num_seqs, config.max_num_batched_tokens, clock=clock)
+        self._cost, self._clock = costs.cost, clock
+        self._chunks: list[Chunk] = []
+        self._records: dict[Sequence, Record] = {}
+        self.is_busy = False
+        self.num_steps = 0
+        self.busy_s = 0.0
+        self.num_prompt_tokens = 0
+        self.num_generated_tokens = 0
+
+    def add(self, record: Record, number: int, prefix: list[int]) -> None:
+        """Queue a request.
+
+        Args:
+            record: the record to fill in.
+            number: number of the request, which no other one has.
+            prefix: tokens of the shared prefix.
+        """
+        request = record.request
+        # A token that no other request has: blocks are found by the hash of all tokens up to their end, so everything
+        # after it is the request's own. As all other tokens are one object, a prompt takes 8 bytes per token.
+        own = [-1 - number] + [OUTPUT_TOKEN] * request.prompt_tokens
+        tokens = (prefix + own)[: request.prompt_tokens]
+        length = request.prompt_tokens + request.output_tokens
+        sequence = Sequence(str(number), tokens, DEFAULT_PARAMS, 0, max_length=length)
+        sequence.arrival_time = request.arrival_s
+        self._records[sequence] = record
+        self.scheduler.add(sequence)
+
+    def begin_step(self) -> float | None:
+        """Begin a step, and return how many seconds it takes; ``None`` if there is nothing to compute."""
+        self._chunks = self.scheduler.schedule()
+        if not self._chunks:
+            return None
+        work = StepWork.of(self._chunks)
+        seconds = self._cost.seconds(work)
+        self.is_busy = True
+        self.num_steps += 1
+        self.busy_s += seconds
+        self.num_prompt_tokens += work.num_prompt_tokens
+        return seconds
+
+    def end_step(self) -> list[Record]:
+        """End the step: its sequences have their tokens. Return the records of requests that ended."""
+        now, ended, manager = self._clock(), [], self.block_manager
+        for chunk in self._chunks:
+            sequence = chunk.sequence
+            sequence.num_computed_tokens += chunk.num_tokens
+            if not chunk.is_last:
+                manager.end_step(sequence)
+                continue
+            sequence.append(OUTPUT_TOKEN)
+            self.num_generated_tokens += 1
+            manager.end_step(sequence)
+            length = len(sequence.token_ids)
+            if length == sequence.num_prompt_tokens + 1:
+                self._records[sequence].first_token_s = now
+            if length == sequence.max_length:
+                self.scheduler.finish(sequence)
+                ended.append(self._end(sequence, now))
+        self._chunks = []
+        self.is_busy = False
+        return ended
+
+    def _end(self, sequence: Sequence, now: float) -> Record:
+        record = self._records.pop(sequence)
+        assert sequence.first_scheduled_time is not None
+        record.first_scheduled_s, record.end_s = sequence.first_scheduled_time, now
+        return record
+
+
+def _check_cache(manager: BlockManager, max_model_len: int) -> None:
+    """Check that the longest sequence fits into the KV cache, as the scheduler requires."""
+    needed = manager.blocks_of(max_model_len)
+    found = [pool.num_blocks for pool in manager.pools]
+    if any(number < least for number, least in zip(found, needed, strict=True)):
+        raise RequestError(f"num_blocks must be at least {needed} for max_model_len={max_model_len}, got {found}")

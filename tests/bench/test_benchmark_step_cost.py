@@ -1,0 +1,79 @@
+"""``fastinfer bench step-cost``, on the toy model with a clock that makes every time exact."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support.fake_clock import use_fake_clock
+from support.toy import MAX_POSITION
+from support.toy_subject import toy_subject
+
+from fastinfer.benchmarks import step_cost
+from fastinfer.benchmarks.step_cost import StepTimes, limits_of, measure
+from fastinfer.cli.main import main
+from fastinfer.engine import step
+from fastinfer.engine.stats import StepStats, StepWork
+from fastinfer.errors import RequestError
+from fastinfer.simulation.cost_file import CostFile, EngineLimits
+from fastinfer.simulation.fit import fit
+
+
+def test_the_fit_finds_the_time_of_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The toy takes a second per token, whatever the context."""
+    monkeypatch.setattr(step, "time", use_fake_clock(monkeypatch))
+    engine = toy_subject().make_engine(max_num_seqs=3)
+    samples = measure(engine, repeats=1)
+    assert all(seconds == work.num_tokens for work, seconds in samples)
+    assert {work.num_seqs for work, _ in samples} == {1, 2, 3}
+    assert engine.on_step is None
+    cost = fit(samples).cost
+    assert (cost.decode_sequence, cost.prompt_token) == pytest.approx((1.0, 1.0))
+    rest = (cost.step, cost.prompt_sequence, cost.decode_context, cost.prompt_context)
+    assert rest == pytest.approx((0.0,) * 4, abs=1e-9)
+
+
+def test_the_file_is_read_by_the_simulator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A request of 5 prompt tokens and 3 output tokens takes 7 s: the last token is not computed."""
+    monkeypatch.setattr(step, "time", use_fake_clock(monkeypatch))
+    engine = toy_subject().make_engine(max_num_seqs=2)
+    monkeypatch.setattr(step_cost, "LLM", lambda model: SimpleNamespace(engine=engine))
+    args = Namespace(model="toy", engine_options={}, repeats=1, out=str(tmp_path))
+    assert step_cost.run(args) == 0
+    path = tmp_path / "step_cost.json"
+    assert capsys.readouterr().out.endswith(f"{path}\n")
+    costs = CostFile.read(path)
+    assert (costs.source, costs.model, costs.limits) == ("measured", "toy", limits_of(engine))
+    arguments = ["--requests", "1", "--prompt-tokens", "5", "--output-tokens", "3", "--json"]
+    assert main(["simulate", str(path), *arguments]) == 0
+    assert json.loads(capsys.readouterr().out)["seconds"] == pytest.approx(7.0)
+
+
+def test_every_pass_has_the_same_steps() -> None:
+    engine = toy_subject().make_engine(max_num_seqs=2)
+    samples = measure(engine, repeats=2)
+    half = len(samples) // 2
+    assert [work for work, _ in samples[:half]] == [work for work, _ in samples[half:]]
+    assert engine.block_manager.num_hit_tokens == 0
+
+
+def test_only_the_rest_of_a_step_that_began_before_the_last_one_ended_counts() -> None:
+    times, work = StepTimes(), StepWork(1, 1, 0, 1, 1, 0)
+    for start, seconds in ((10.0, 2.0), (11.0, 3.0), (20.0, 1.0)):
+        times(StepStats(start, seconds, work, 1))
+    assert times.samples == [(work, 2.0), (work, 2.0), (work, 1.0)]
+
+
+def test_limits_are_those_of_the_engine() -> None:
+    engine = toy_subject().make_engine(max_num_seqs=3, max_num_batched_tokens=40, block_size=8)
+    num_blocks = engine.block_manager.pools[0].num_blocks
+    assert limits_of(engine) == EngineLimits(3, 40, MAX_POSITION, 8, (num_blocks,), (0,))
+
+
+def test_a_context_that_is_too_short_is_refused() -> None:
+    engine = toy_subject().make_engine(max_num_seqs=1, max_model_len=63)
+    with pytest.raises(RequestError, match="--context must be at least 64 to measure steps, got 63"):
+        measure(engine, repeats=1)
