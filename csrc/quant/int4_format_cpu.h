@@ -30,17 +30,16 @@ struct Int4Format {
   static constexpr int kVectors = kHalves;  // read together, to use a broadcast activation twice
 
   template <int kBits>
-  struct Products {
-    using Run = std::conditional_t<kBits == 8, PairRun, WideRun<kBits> >;
+  using Run = std::conditional_t<kBits == 8, PairRun, WideRun<kBits> >;
 
-    FASTINFER_INLINE static Run load(const uint8_t* block, int run) {
-      if constexpr (kBits == 8) {
-        return {load_run(block, run)};
-      } else {
-        return Run::of_unsigned(load_run(block, run));
-      }
+  template <int kBits>
+  FASTINFER_INLINE static Run<kBits> load(const uint8_t* block, int run) {
+    if constexpr (kBits == 8) {
+      return {load_run(block, run)};
+    } else {
+      return Run<kBits>::of_unsigned(load_run(block, run));
     }
-  };
+  }
 #endif
 
   template <class Fn>

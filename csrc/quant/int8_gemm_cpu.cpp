@@ -29,13 +29,12 @@ struct Int8Format {
   static constexpr int kVectors = 1;  // widened, a run takes eight registers
 
   template <int kBits>
-  struct Products {
-    using Run = WideRun<kBits>;
+  using Run = WideRun<kBits>;
 
-    FASTINFER_INLINE static Run load(const uint8_t* block, int run) {
-      return Run::of_signed(load_run(block, run));
-    }
-  };
+  template <int kBits>
+  FASTINFER_INLINE static Run<kBits> load(const uint8_t* block, int run) {
+    return Run<kBits>::of_signed(load_run(block, run));
+  }
 #endif
 
   template <class Fn>

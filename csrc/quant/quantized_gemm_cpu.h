@@ -1,4 +1,5 @@
-// 4-bit, 6-bit and 8-bit matrix products on the CPU; the formats differ only in how a block's weights are read.
+// 4-bit, 6-bit and 8-bit matrix products on the CPU; the formats differ only in how a block's weights are read. A format
+// is an object, because a look-up table is; all others have no members.
 //
 // A format reads a run of a block for integer products, and yields the weight of one input for all lanes for fp32 ones.
 // Lanes are weight rows, so no product ends in a horizontal sum.
@@ -149,13 +150,13 @@ struct LinearValues {
 };
 
 template <class Format, class Scale, int kBits>
-void run_integer_gemm(const QuantizedGemmParams& p) {
+void run_integer_gemm(const QuantizedGemmParams& p, const Format& format) {
 #if defined(FASTINFER_AVX512_VNNI)
   using Kernel = VnniKernel<Format, Scale, kBits>;
 #else
   using Kernel = MaddKernel<Format, Scale, kBits>;
 #endif
-  run_gemm(p, Kernel{p, quantize_rows<typename Kernel::Run, kBits>(p)});
+  run_gemm(p, Kernel{p, quantize_rows<typename Kernel::Run, kBits>(p), format});
 }
 
 template <class Format, class Scale>
@@ -164,8 +165,8 @@ void run_quantized_gemm(const QuantizedGemmParams& p) {
   run_tile_gemm(p, PackedTiles<Format, Scale, LinearValues>{p, {}});
 #else
   switch (p.activation_bits) {
-    case 8: return run_integer_gemm<Format, Scale, 8>(p);
-    case 16: return run_integer_gemm<Format, Scale, 16>(p);
+    case 8: return run_integer_gemm<Format, Scale, 8>(p, Format{});
+    case 16: return run_integer_gemm<Format, Scale, 16>(p, Format{});
     default: return run_gemm(p, FloatKernel<Format, Scale, LinearValues>{p, float_rows(p), {}});
   }
 #endif
