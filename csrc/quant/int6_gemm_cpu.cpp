@@ -53,6 +53,7 @@ struct Int6Format {
       const RunBytes bytes = load_signed(weight, run);
       for (int s = 0; s < kRunSteps; ++s) {
         const auto packed = (i32v)bytes.step[s];
+#pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) fn(run * kRunInputs + 4 * s + i, (packed << (24 - 8 * i)) >> 24);
       }
     }

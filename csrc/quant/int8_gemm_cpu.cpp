@@ -41,6 +41,7 @@ struct Int8Format {
   FASTINFER_INLINE static void for_each_input(const uint8_t* weight, Fn&& fn) {
     for (int s = 0; s < kSteps; ++s) {
       const i32v packed = load_as<i32v>(weight + s * kTileRows * 4);
+#pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) fn(4 * s + i, (packed << (24 - 8 * i)) >> 24);
     }
   }

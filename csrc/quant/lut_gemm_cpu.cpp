@@ -14,6 +14,7 @@ struct LutFormat : Int4Format {
   FASTINFER_INLINE static void for_each_input(const uint8_t* weight, Fn&& fn) {
     for (int s = 0; s < kSteps; ++s) {
       const i32v packed = load_as<i32v>(weight + s * kTileRows * 4);
+#pragma GCC unroll 8
       for (int i = 0; i < 8; ++i) fn(8 * s + i, packed >> (8 * (i % 4) + 4 * (i / 4)));
     }
   }

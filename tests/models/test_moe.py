@@ -54,7 +54,7 @@ def table(rows: int, columns: int) -> Lut:
 
 
 def table_of_integers(rows: int, columns: int) -> Lut:
-    return replace(table(rows, columns), table=torch.arange(-7.0, 9) ** 3 // 5)
+    return replace(table(rows, columns), scales=_scales(rows, columns) / 16, table=torch.arange(-7.0, 9) ** 3 // 5)
 
 
 TABLE = torch.linspace(-4, 4, 16)

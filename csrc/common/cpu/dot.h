@@ -38,7 +38,8 @@ struct RunBytes {
 
 #if !defined(FASTINFER_AVX2)
 
-FASTINFER_INLINE u8v shuffle_bytes(u8v v, u8v index) {
+// A call, because the compiler takes minutes over many inlined copies of it.
+__attribute__((noinline)) inline u8v shuffle_bytes(u8v v, u8v index) {
   u8v out;
   for (size_t i = 0; i < sizeof(v); ++i) out[i] = index[i] < 128 ? v[i / 16 * 16 + index[i] % 16] : 0;
   return out;
