@@ -1,5 +1,5 @@
-// 4-bit, 6-bit and 8-bit matrix products on the CPU; the formats differ only in how a block's weights are read. A format
-// is an object, because a look-up table is; all others have no members.
+// 4-bit, 6-bit and 8-bit matrix products on the CPU; the formats differ only in how a block's weights are read. A
+// format is an object, because a look-up table is; all others have no members.
 //
 // A format reads a run of a block for integer products, and yields the weight of one input for all lanes for fp32 ones.
 // Lanes are weight rows, so no product ends in a horizontal sum.

@@ -129,9 +129,7 @@ def test_against_a_loop_over_experts(
 
 @pytest.mark.parametrize("form", [int4, table_of_integers])
 @pytest.mark.parametrize(("activation_bits", "most"), [(8, 3e-2), (16, 5e-4)])
-def test_integer_products_stay_near(
-    activation_bits: int, most: float, form: Callable[[int, int], Unpacked]
-) -> None:
+def test_integer_products_stay_near(activation_bits: int, most: float, form: Callable[[int, int], Unpacked]) -> None:
     mixture = Mixture(form, activation_bits=activation_bits)
     residual = torch.randn(17, HIDDEN)
     expected = mixture.loop(residual) - residual

@@ -148,8 +148,7 @@ class Lut(Grouped):
 
     @property
     def int8_table(self) -> Tensor | None:
-        """The table as [16] int8, which products with quantised inputs need; ``None`` if its entries have no such form,
-        as those of NF4."""
+        """Table as [16] int8, as products with quantised inputs need it; ``None`` if an entry is none, as with NF4."""
         assert self.table is not None
         table = self.table.to(torch.int8)
         return table if torch.equal(table.float(), self.table) else None
