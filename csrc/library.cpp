@@ -77,7 +77,7 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
                "float eps, str? activation, Tensor? residual, int activation_bits");
   def_with_out(m, "lut_gemm",
                "Tensor x, Tensor qweight, Tensor scales, Tensor table, int out_features, Tensor? bias, "
-               "Tensor? norm_weight, float eps, str? activation, Tensor? residual");
+               "Tensor? norm_weight, float eps, str? activation, Tensor? residual, int activation_bits");
   def_with_out(m, "w8a8_gemm",
                "Tensor x, Tensor x_scales, Tensor qweight, Tensor scales, int out_features, Tensor? bias, "
                "str? activation, Tensor? residual, ScalarType dtype");
@@ -98,7 +98,7 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
                "Tensor? bias, str? activation, int activation_bits");
   def_with_out(m, "grouped_lut_gemm",
                "Tensor x, Tensor qweight, Tensor scales, Tensor table, int out_features, Tensor row_ids, "
-               "Tensor expert_start, Tensor? bias, str? activation");
+               "Tensor expert_start, Tensor? bias, str? activation, int activation_bits");
   def_with_out(m, "combine_experts", "Tensor x, Tensor expert_weights, Tensor? residual");
   m.def(
       "add_lora(Tensor(a!) y, Tensor x, Tensor a, Tensor b, Tensor adapter_ids, Tensor? expert_ids, "

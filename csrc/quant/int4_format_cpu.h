@@ -30,23 +30,23 @@ struct Int4Format {
   static constexpr int kVectors = kHalves;  // read together, to use a broadcast activation twice
 
   template <int kBits>
-  struct Products {
-    using Run = std::conditional_t<kBits == 8, PairRun, WideRun<kBits> >;
+  using Run = std::conditional_t<kBits == 8, PairRun, WideRun<kBits> >;
 
-    FASTINFER_INLINE static Run load(const uint8_t* block, int run) {
-      if constexpr (kBits == 8) {
-        return {load_run(block, run)};
-      } else {
-        return Run::of_unsigned(load_run(block, run));
-      }
+  template <int kBits>
+  FASTINFER_INLINE static Run<kBits> load(const uint8_t* block, int run) {
+    if constexpr (kBits == 8) {
+      return {load_run(block, run)};
+    } else {
+      return Run<kBits>::of_unsigned(load_run(block, run));
     }
-  };
+  }
 #endif
 
   template <class Fn>
   FASTINFER_INLINE static void for_each_input(const uint8_t* weight, Fn&& fn) {
     for (int s = 0; s < kSteps; ++s) {
       const i32v packed = load_as<i32v>(weight + s * kTileRows * 4);
+#pragma GCC unroll 8
       for (int i = 0; i < 8; ++i) fn(8 * s + i, (packed >> (8 * (i % 4) + 4 * (i / 4))) & 0x0f);
     }
   }

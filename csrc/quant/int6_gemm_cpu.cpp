@@ -35,17 +35,16 @@ struct Int6Format {
   static constexpr int kVectors = kHalves;  // read together, to use a broadcast activation twice
 
   template <int kBits>
-  struct Products {
-    using Run = std::conditional_t<kBits == 8, OffsetPairRun, WideRun<kBits, 2> >;
+  using Run = std::conditional_t<kBits == 8, OffsetPairRun, WideRun<kBits, 2> >;
 
-    FASTINFER_INLINE static Run load(const uint8_t* block, int run) {
-      if constexpr (kBits == 8) {
-        return {load_run(block, run)};
-      } else {
-        return Run::of_signed(load_signed(block, run));
-      }
+  template <int kBits>
+  FASTINFER_INLINE static Run<kBits> load(const uint8_t* block, int run) {
+    if constexpr (kBits == 8) {
+      return {load_run(block, run)};
+    } else {
+      return Run<kBits>::of_signed(load_signed(block, run));
     }
-  };
+  }
 #endif
 
   template <class Fn>
@@ -54,6 +53,7 @@ struct Int6Format {
       const RunBytes bytes = load_signed(weight, run);
       for (int s = 0; s < kRunSteps; ++s) {
         const auto packed = (i32v)bytes.step[s];
+#pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) fn(run * kRunInputs + 4 * s + i, (packed << (24 - 8 * i)) >> 24);
       }
     }

@@ -29,19 +29,19 @@ struct Int8Format {
   static constexpr int kVectors = 1;  // widened, a run takes eight registers
 
   template <int kBits>
-  struct Products {
-    using Run = WideRun<kBits>;
+  using Run = WideRun<kBits>;
 
-    FASTINFER_INLINE static Run load(const uint8_t* block, int run) {
-      return Run::of_signed(load_run(block, run));
-    }
-  };
+  template <int kBits>
+  FASTINFER_INLINE static Run<kBits> load(const uint8_t* block, int run) {
+    return Run<kBits>::of_signed(load_run(block, run));
+  }
 #endif
 
   template <class Fn>
   FASTINFER_INLINE static void for_each_input(const uint8_t* weight, Fn&& fn) {
     for (int s = 0; s < kSteps; ++s) {
       const i32v packed = load_as<i32v>(weight + s * kTileRows * 4);
+#pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) fn(4 * s + i, (packed << (24 - 8 * i)) >> 24);
     }
   }

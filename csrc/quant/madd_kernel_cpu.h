@@ -12,12 +12,12 @@ namespace fastinfer::cpu::FASTINFER_ISA {
 // dot(q_w, q_x).
 template <class Format, class Scale, int kBits>
 struct MaddKernel {
-  using Products = typename Format::template Products<kBits>;
-  using Run = typename Products::Run;
+  using Run = typename Format::template Run<kBits>;
   static constexpr int kMaxRows = kLanes == 16 ? 8 : 4;  // each with one or two vectors of sums
 
   const QuantizedGemmParams& p;
   QuantizedActivations<Run> x;
+  Format format;
 
   // With so few rows the weights come as fast as memory gives them: those further on, and the next tile's scales and
   // minimums, are prefetched. In decoding that raised about 0.72 of the bandwidth of plain reading to 0.82.
@@ -98,7 +98,7 @@ struct MaddKernel {
         for (int run = 0; run < 2; ++run) {
           Run weights[kVectors];
 #pragma GCC unroll 2
-          for (int v = 0; v < kVectors; ++v) weights[v] = Products::load(weight + v * kLanes * 4, run);
+          for (int v = 0; v < kVectors; ++v) weights[v] = format.template load<kBits>(weight + v * kLanes * 4, run);
 #pragma GCC unroll 8
           for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2

@@ -47,8 +47,8 @@ struct QuantizedGemmParams : GemmParams {
                         // inputs
 };
 
-struct LutGemmParams : QuantizedGemmParams {  // w = scale * table[q], 4 bits; activation_bits is 32
-  const float* table;                         // [16]
+struct LutGemmParams : QuantizedGemmParams {  // w = scale * table[q], 4 bits
+  const float* table;                         // [16]; integers -128..127 unless activation_bits is 32
 };
 
 }  // namespace fastinfer

@@ -1,4 +1,5 @@
-// 4-bit, 6-bit and 8-bit matrix products on the CPU; the formats differ only in how a block's weights are read.
+// 4-bit, 6-bit and 8-bit matrix products on the CPU; the formats differ only in how a block's weights are read. A
+// format is an object, because a look-up table is; all others have no members.
 //
 // A format reads a run of a block for integer products, and yields the weight of one input for all lanes for fp32 ones.
 // Lanes are weight rows, so no product ends in a horizontal sum.
@@ -17,7 +18,8 @@
 namespace fastinfer::cpu::FASTINFER_ISA {
 
 // fp32 products of weights that are dequantised on the fly: Values names each by its integer, scale and minimum. The
-// sums go through the inputs in one order, however many rows there are.
+// sums go through the inputs in one order, however many rows there are: those of even and of odd inputs are apart for
+// kPanelBlocks blocks, because a row's one sum would wait four cycles for each of its inputs.
 template <class Format, class Scale, class Values>
 struct FloatKernel {
   static constexpr int kMaxRows = 4;
@@ -28,24 +30,35 @@ struct FloatKernel {
 
   template <int kRows>
   void tile(int64_t tile, int64_t row, float* sums, int stride) const {
+    const int64_t blocks = p.k / kBlockInputs;
     for (int half = 0; half < kHalves; ++half) {
-      f32v acc[kRows] = {};
-      for_each_block<Format, Scale>(p, tile, half, 0, p.k / kBlockInputs,
+      for (int r = 0; r < kRows; ++r) store(sums + r * stride + half * kLanes, f32v{});
+      f32v even[kRows] = {}, odd[kRows] = {};
+      for_each_block<Format, Scale>(p, tile, half, 0, blocks,
                                     [&](int64_t b, const uint8_t* weight, const BlockScales<Format>& scales) {
                                       const float* first = x.data + row * x.stride + b * kBlockInputs;
                                       Format::for_each_input(weight, [&](int input, i32v q) {
                                         const f32v w = value(scales, input, q);
-                                        for (int r = 0; r < kRows; ++r) acc[r] += w * first[r * x.stride + input];
+#pragma GCC unroll 4
+                                        for (int r = 0; r < kRows; ++r) {
+                                          const f32v product = w * first[r * x.stride + input];
+                                          (input % 2 == 0 ? even : odd)[r] += product;
+                                        }
                                       });
+                                      if ((b + 1) % kPanelBlocks != 0 && b + 1 < blocks) return;
+#pragma GCC unroll 4
+                                      for (int r = 0; r < kRows; ++r) {
+                                        add(sums + r * stride + half * kLanes, even[r], odd[r]);
+                                        even[r] = odd[r] = f32v{};
+                                      }
                                     });
-      for (int r = 0; r < kRows; ++r) store(sums + r * stride + half * kLanes, acc[r]);
     }
   }
 
   // With more rows the weights are dequantised once for all of a block's, as many as half of the L1 holds.
   static constexpr int kPanelFrom = 8, kPanelTiles = 1, kPanelRows = kRowBlock;
   static constexpr int64_t kPanelBlocks = 8;
-  static constexpr int kSumRows = 12 / kHalves;  // sums in 12 of 16 registers
+  static constexpr int kSumRows = kHalves == 1 ? 12 : 3;  // sums in 24 of 32 or 12 of 16 registers
 
   template <int kTiles, class Done>
   void panel(int64_t tile, int64_t row0, int rows, float* sums, int stride, const Done& done) const {
@@ -73,7 +86,7 @@ struct FloatKernel {
         }
       };
       step.template operator()<kSumRows>();
-      step.template operator()<4>();
+      if constexpr (kSumRows > 4) step.template operator()<4>();
       step.template operator()<2>();
       step.template operator()<1>();
     }
@@ -84,30 +97,35 @@ struct FloatKernel {
     return values(q, scales.scale[input * Format::kScales / kBlockInputs], scales.min);
   }
 
+  FASTINFER_INLINE static void add(float* sum, f32v even, f32v odd) {
+    store(sum, load(sum) + (even + odd));
+  }
+
   template <int kRows>
   __attribute__((noinline)) void multiply(const float* weights, int64_t inputs, const float* rows, float* sums,
                                           int stride) const {
-    f32v acc[kRows][kHalves];
+    f32v acc[2][kRows][kHalves] = {};  // of even and of odd inputs
+    for (int64_t i = 0; i < inputs; i += 2) {
+#pragma GCC unroll 2
+      for (int odd = 0; odd < 2; ++odd, weights += kTileRows, ++rows) {
+        f32v w[kHalves];
+#pragma GCC unroll 2
+        for (int half = 0; half < kHalves; ++half) w[half] = load(weights + half * kLanes);
 #pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r) {
+        for (int r = 0; r < kRows; ++r) {
+          f32v value = broadcast(rows[r * x.stride]);
+          if constexpr (kHalves > 1) value = in_register(value);  // used once, it is an operand in memory
 #pragma GCC unroll 2
-      for (int half = 0; half < kHalves; ++half) acc[r][half] = load(sums + r * stride + half * kLanes);
-    }
-    for (int64_t i = 0; i < inputs; ++i, weights += kTileRows, ++rows) {
-      f32v w[kHalves];
-#pragma GCC unroll 2
-      for (int half = 0; half < kHalves; ++half) w[half] = load(weights + half * kLanes);
-#pragma GCC unroll 12
-      for (int r = 0; r < kRows; ++r) {
-        const f32v value = in_register(broadcast(rows[r * x.stride]));
-#pragma GCC unroll 2
-        for (int half = 0; half < kHalves; ++half) acc[r][half] += w[half] * value;
+          for (int half = 0; half < kHalves; ++half) acc[odd][r][half] += w[half] * value;
+        }
       }
     }
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
-      for (int half = 0; half < kHalves; ++half) store(sums + r * stride + half * kLanes, acc[r][half]);
+      for (int half = 0; half < kHalves; ++half) {
+        add(sums + r * stride + half * kLanes, acc[0][r][half], acc[1][r][half]);
+      }
     }
   }
 };
@@ -149,13 +167,13 @@ struct LinearValues {
 };
 
 template <class Format, class Scale, int kBits>
-void run_integer_gemm(const QuantizedGemmParams& p) {
+void run_integer_gemm(const QuantizedGemmParams& p, const Format& format) {
 #if defined(FASTINFER_AVX512_VNNI)
   using Kernel = VnniKernel<Format, Scale, kBits>;
 #else
   using Kernel = MaddKernel<Format, Scale, kBits>;
 #endif
-  run_gemm(p, Kernel{p, quantize_rows<typename Kernel::Run, kBits>(p)});
+  run_gemm(p, Kernel{p, quantize_rows<typename Kernel::Run, kBits>(p), format});
 }
 
 template <class Format, class Scale>
@@ -164,8 +182,8 @@ void run_quantized_gemm(const QuantizedGemmParams& p) {
   run_tile_gemm(p, PackedTiles<Format, Scale, LinearValues>{p, {}});
 #else
   switch (p.activation_bits) {
-    case 8: return run_integer_gemm<Format, Scale, 8>(p);
-    case 16: return run_integer_gemm<Format, Scale, 16>(p);
+    case 8: return run_integer_gemm<Format, Scale, 8>(p, Format{});
+    case 16: return run_integer_gemm<Format, Scale, 16>(p, Format{});
     default: return run_gemm(p, FloatKernel<Format, Scale, LinearValues>{p, float_rows(p), {}});
   }
 #endif

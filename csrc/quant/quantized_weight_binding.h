@@ -1,6 +1,8 @@
 // Checks of a packed weight's tensors, shared by the bindings of the products and of dequantisation.
 #pragma once
 
+#include <cmath>
+
 #include "binding/checks.h"
 #include "binding/launch.h"
 #include "gemm/gemm_binding.h"
@@ -98,12 +100,24 @@ inline QuantizedWeight stacked_weight(const Checks& check, const Tensor& qweight
                           out_features, bits);
 }
 
-// The 16 entries of the table.
-inline const float* table_entries(const Checks& check, const Tensor& table) {
+// The 16 entries of a table for activations of some bits.
+inline const float* table_entries(const Checks& check, const Tensor& table, int64_t activation_bits) {
   check.shape(table, "table", {16});
   check.dtype(table, "table", ScalarType::Float);
   check.contiguous(table, "table");
-  return static_cast<const float*>(table.data_ptr());
+  const auto* entries = static_cast<const float*>(table.data_ptr());
+  if (activation_bits != 32) {
+    for (const float* entry = entries; entry < entries + 16; ++entry) {
+      check.require(*entry >= -128.0f && *entry <= 127.0f && *entry == std::nearbyint(*entry),
+                    "table must have integers -128..127 with activation_bits of ", activation_bits, ", got ", *entry);
+    }
+  }
+  return entries;
+}
+
+// A weight for look-up tables: its scales have one level.
+inline void check_lut_scales(const Checks& check, const Tensor& scales) {
+  check.require(scales.scalar_type() != ScalarType::Char, "scales must be float16 or float32, got int8");
 }
 
 inline void check_quantized_aligned(const Checks& check, const Tensor& qweight, const Tensor& scales,

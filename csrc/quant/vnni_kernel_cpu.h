@@ -32,6 +32,7 @@ struct VnniKernel {
 
   const QuantizedGemmParams& p;
   QuantizedActivations<Run> x;
+  Format format;
 
   template <int kRows>
   void tile(int64_t tile, int64_t row, float* sums, int stride) const {
@@ -45,7 +46,7 @@ struct VnniKernel {
           for (int s = 0; s < kScales; ++s) scale[s][0] = scales.scale[s];
           if constexpr (kScales == 1) add_min<kRows, 1>(block, {unsigned_min(scales)}, acc);
           add_block<kRows, 1>(
-              block, [&](int run) { return Format::load_unsigned(weight, run); },
+              block, [&](int run) { return format.load_unsigned(weight, run); },
               [](const RunBytes& bytes, int step, int) { return bytes.step[step]; }, scale, acc);
           block += x.stride;
         });
@@ -96,7 +97,7 @@ struct VnniKernel {
                                         [&](int64_t, const uint8_t* weight, const BlockScales<Format>& scales) {
 #pragma GCC unroll 2
                                           for (int run = 0; run < 2; ++run) {
-                                            const RunBytes bytes = Format::load_unsigned(weight, run);
+                                            const RunBytes bytes = format.load_unsigned(weight, run);
 #pragma GCC unroll 4
                                             for (int step = 0; step < kRunSteps; ++step)
                                               store_as(unpacked->bytes[run][step][t], bytes.step[step]);

@@ -128,17 +128,19 @@ def test_operations_of_a_mixture_are_those_of_one_token(tmp_path: Path) -> None:
     assert (found["architecture"], found["weights_bytes"]) == ("MixtralForCausalLM", weights.memory_bytes)
 
 
-def test_tables_are_multiplied_as_floating_point(tmp_path: Path) -> None:
+@pytest.mark.parametrize("table", [torch.arange(16.0), torch.linspace(-1, 1, 16)], ids=["integers", "fractions"])
+def test_tables_of_integers_are_multiplied_as_bytes(table: Tensor, tmp_path: Path) -> None:
     save_model(tmp_path, "llama3")
     config = replace(open_checkpoint(tmp_path).config, num_experts=0)
 
     def form(name: str, values: Tensor) -> Lut:
         q = torch.zeros(values.shape, dtype=torch.uint8)
-        return Lut(q, torch.ones(len(values), values.shape[1] // 32).half(), table=torch.zeros(16))
+        return Lut(q, torch.ones(len(values), values.shape[1] // 32).half(), table=table)
 
     weights = Weights.of(RandomCheckpoint(config, form))
-    assert weights.byte_operations == 0
-    assert weights.float_operations == 2 * 4 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 96)
+    operations = 2 * 4 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 96)
+    expected = (operations, 0) if table[1] == 1 else (0, operations)
+    assert (weights.byte_operations, weights.float_operations) == expected
 
 
 def test_a_context_longer_than_any_rotary_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

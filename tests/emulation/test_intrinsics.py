@@ -114,6 +114,15 @@ def test_sign(run_instruction: Callable[..., Array]) -> None:
 
 
 @pytest.mark.parametrize("bits", [256, 512])
+def test_shuffle_bytes(bits: int, run_instruction: Callable[..., Array]) -> None:
+    v, index = integers(np.uint8, 0), integers(np.uint8, 1)
+    found = np.take_along_axis(v.reshape(-1, 16), index.reshape(-1, 16).astype(np.int64) % 16, axis=1)
+    expected = np.where(index < 128, found.reshape(-1), 0)
+    out = run_instruction(f"shuffle_bytes {bits}", np.uint8, BYTES * 8 // bits, v, index)
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("bits", [256, 512])
 def test_widen(bits: int, run_instruction: Callable[..., Array]) -> None:
     a = integers(np.uint16, 0)[: BYTES // 4]
     np.testing.assert_array_equal(run_instruction(f"widen {bits}", np.uint32, BYTES * 8 // bits, a), a)

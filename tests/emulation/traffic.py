@@ -155,7 +155,7 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
             yield "int4_gemm", (x, *packed[4].values(), *fused, 32)
             yield "int4_gemm", (x, *common.values(), *fused, 32)
             yield "int8_gemm", (x, *packed[8].values(), *fused, 32)
-            yield "lut_gemm", (x, packed[4]["qweight"], packed[4]["scales"], table, rows, *fused)
+            yield "lut_gemm", (x, packed[4]["qweight"], packed[4]["scales"], table, rows, *fused, 32)
         q = torch.randint(-127, 128, (tokens, hidden)).to(torch.int8), torch.rand(tokens)
         row_scales = ops.pack_scales(torch.rand(rows, 1))
         for activation in (None, "silu"):

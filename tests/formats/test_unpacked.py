@@ -5,7 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fastinfer.formats.gguf_rows import IQ4_NL_TABLE
+from fastinfer.formats.mxfp4 import MXFP4_TABLE
 from fastinfer.formats.unpacked import Dense, Int4, Int8, Lut, Unpacked, concatenate, in_one_form
+from fastinfer.quantize.rounding import NF4_TABLE
+from fastinfer.weights.pack import make_weight
+from fastinfer.weights.weight import LutWeight
 
 ROWS, COLUMNS, GROUPS = 6, 64, 2
 
@@ -77,3 +82,14 @@ def test_forms_that_become_one() -> None:
             assert torch.equal(weight.dequantize(), part.dequantize())
     for name in ("dense", "int4 permuted", "w8a8", "table"):
         assert in_one_form([forms["int4"], forms[name]]) is None
+
+
+def test_inputs_are_rounded_where_the_table_is_int8() -> None:
+    q, x = torch.randint(0, 16, (ROWS, COLUMNS), dtype=torch.uint8), torch.randn(3, COLUMNS)
+    for table, bits in {MXFP4_TABLE: 8, IQ4_NL_TABLE: 8, NF4_TABLE: 32, torch.full((16,), 128.0): 32}.items():
+        unpacked = Lut(q, torch.ones(ROWS, GROUPS), table=table)
+        weight = make_weight(unpacked, 8)
+        assert isinstance(weight, LutWeight)
+        assert weight.activation_bits == bits
+        expected = x.double() @ unpacked.dequantize().double().T
+        assert (weight.linear(x) - expected).norm() < (0.01 if bits == 8 else 1e-6) * expected.norm()

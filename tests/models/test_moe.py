@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,8 +53,12 @@ def table(rows: int, columns: int) -> Lut:
     return Lut(torch.randint(0, 16, (rows, columns)).to(torch.uint8), _scales(rows, columns), table=TABLE)
 
 
+def table_of_integers(rows: int, columns: int) -> Lut:
+    return replace(table(rows, columns), scales=_scales(rows, columns) / 16, table=torch.arange(-7.0, 9) ** 3 // 5)
+
+
 TABLE = torch.linspace(-4, 4, 16)
-FORMS: list[Callable[[int, int], Unpacked]] = [dense, int4, symmetric_int4, int8, w8a8, table]
+FORMS: list[Callable[[int, int], Unpacked]] = [dense, int4, symmetric_int4, int8, w8a8, table, table_of_integers]
 
 
 def _scales(rows: int, columns: int) -> Tensor:
@@ -122,9 +127,10 @@ def test_against_a_loop_over_experts(
     torch.testing.assert_close(mixture.module(residual, residual, None), mixture.loop(residual), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("form", [int4, table_of_integers])
 @pytest.mark.parametrize(("activation_bits", "most"), [(8, 3e-2), (16, 5e-4)])
-def test_integer_products_stay_near(activation_bits: int, most: float) -> None:
-    mixture = Mixture(int4, activation_bits=activation_bits)
+def test_integer_products_stay_near(activation_bits: int, most: float, form: Callable[[int, int], Unpacked]) -> None:
+    mixture = Mixture(form, activation_bits=activation_bits)
     residual = torch.randn(17, HIDDEN)
     expected = mixture.loop(residual) - residual
     assert (mixture.module(residual, residual, None) - residual - expected).abs().mean() < most * expected.abs().mean()
@@ -153,7 +159,8 @@ def test_a_recorded_step_routes_anew() -> None:
 
 def test_forms() -> None:
     stacks = [make_expert_weights([form(33, 64) for _ in range(3)], 8) for form in FORMS]
-    assert [type(stack) for stack in stacks] == [DenseExperts, *[QuantizedExperts] * 4, LutExperts]
+    assert [type(stack) for stack in stacks] == [DenseExperts, *[QuantizedExperts] * 4, *[LutExperts] * 2]
+    assert [stack.activation_bits for stack in stacks[1:]] == [8, 8, 8, 8, 32, 8]
     assert [stack.bits for stack in stacks[1:5]] == [4, 4, 8, 8]
     assert make_expert_weights([dense(33, 64)] * 2, 8, dense_dtype=torch.bfloat16).values.dtype == torch.bfloat16
 

@@ -17,10 +17,14 @@ from fastinfer.ops.pack import interleave_gate_up
 
 device = device_fixture("cpu", "avx512")
 
-# A form and its options: products of integers for int8 and int4.
+# A form and its options: products of integers for int8, int4 and tables of integers.
 PRODUCTS: list[tuple[str, dict[str, Any]]] = [
     *((form, {}) for form in FORMATS),
-    *((form, {"activation_bits": bits}) for form in ("int8 min", "int4", "int4 min") for bits in (16, 8)),
+    *(
+        (form, {"activation_bits": bits})
+        for form in ("int8 min", "int4", "int4 min", "table of integers")
+        for bits in (16, 8)
+    ),
 ]
 SHAPES = [(1, 1, 4), (1, 8, 8), (3, 2, 5), (17, 8, 128), (64, 2, 4)]  # tokens, top_k, experts
 

@@ -1,5 +1,6 @@
 """The linear layer whose 4-bit weights are indices into a table, on the CPU; test_cuda_gemm.py has the GPU's."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from support.helpers import (
     gemm_options,
     per_thread_count,
 )
-from support.quantized_gemm import random_weight
+from support.quantized_gemm import BAD, QuantizedGemmTests, QuantizedWeight, random_weight
 from torch import Tensor
 
 from fastinfer import ops
@@ -66,7 +67,14 @@ def test_a_row_does_not_depend_on_its_batch_or_the_threads(device: str) -> None:
         ("table", {"table": torch.zeros(15)}),
         ("table", {"table": torch.zeros(16).half()}),
         ("table", {"table": torch.zeros(32)[::2]}),
+        ("table|integers", {"activation_bits": 8}),
+        ("table|integers", {"activation_bits": 16}),
+        ("table|integers", {"activation_bits": 8, "table": torch.arange(113.0, 129.0)}),
+        ("table|integers", {"activation_bits": 8, "table": torch.arange(-129.0, -113.0)}),
+        ("table|integers", {"activation_bits": 8, "table": torch.full((16,), torch.nan)}),
+        ("activation_bits", {"activation_bits": 4, "table": torch.zeros(16)}),
         ("scales", {"scales": torch.ones(1, 4, 16)}),
+        ("scales", {"scales": torch.ones(1, 1, 10, 16, dtype=torch.int8)}),
         ("x", {"x": torch.zeros(2, 64)}),
     ],
 )
@@ -74,3 +82,58 @@ def test_errors_name_the_argument(argument: str, change: dict[str, Any], device:
     packed, _ = weight_of(16, 192)
     with pytest.raises(RuntimeError, match=rf"\b{argument}\b"):
         ops.lut_gemm(**({"x": torch.zeros(2, 192)} | packed | change))
+
+
+@dataclass
+class IntegerTableWeight(QuantizedWeight):
+    """A weight whose table has integers."""
+
+    table: Tensor | None = None
+
+    @property
+    def dense(self) -> Tensor:
+        assert self.table is not None
+        return reference.dequantize(self.table[self.q.long()], self.scales, None)
+
+    @property
+    def packed(self) -> dict[str, Any]:
+        packed = super().packed | {"table": self.table}
+        del packed["mins"]
+        return packed
+
+
+class TestTableOfInt8(QuantizedGemmTests):
+    """Integer products with all entries that there may be: what int8_gemm does with the entries as its weight."""
+
+    bits = 4
+    least, most = -128, 127
+
+    def weight(self, out_features: int, in_features: int, *args: Any, **options: Any) -> QuantizedWeight:
+        weight = random_weight(4, out_features, in_features, *args, **options)
+        table = torch.randint(self.least, self.most + 1, (16,)).float()
+        table[0], table[15] = self.least, self.most
+        return IntegerTableWeight(4, weight.q, weight.scales, None, table=table)
+
+    def operator(self, x: Tensor, **arguments: Any) -> Tensor:
+        return ops.lut_gemm(x, **arguments)
+
+    @pytest.mark.parametrize("case", [case for case in BAD if "mins" not in case])
+    def test_errors_name_the_argument(self, case: str) -> None:
+        super().test_errors_name_the_argument(case)
+
+    @pytest.mark.parametrize("tokens", [1, 7, 40])
+    def test_is_the_product_of_int8(self, tokens: int, device: str) -> None:
+        x, weight = torch.randn(tokens, 96), self.weight(50, 96)
+        assert isinstance(weight, IntegerTableWeight)
+        assert weight.table is not None
+        q = ops.int8_pack(weight.table.to(torch.int8)[weight.q.long()])
+        for bits in (8, 16):
+            expected = ops.int8_gemm(x, q, ops.pack_scales(weight.scales), None, 50, activation_bits=bits)
+            error = (self.run(x, weight, activation_bits=bits) - expected).abs().max()
+            assert error <= 1e-5 * expected.abs().mean()
+
+
+class TestTableOfSmallIntegers(TestTableOfInt8):
+    """Entries as small as those of MXFP4 and NVFP4, which have kernels of their own without VNNI."""
+
+    least, most = -16, 16

@@ -29,7 +29,7 @@ def row_calls(tokens: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
             yield f"int{bits}_gemm", (x, *weight, None, None, 1e-6, activation, None, 32)
         weight = random_weight(4, 96, 64, mins=False).packed
         call = (x, weight["qweight"], weight["scales"], torch.randn(16), 96)
-        yield "lut_gemm", (*call, None, None, 1e-6, activation, None)
+        yield "lut_gemm", (*call, None, None, 1e-6, activation, None, 32)
     routing = ops.route_experts(strided(tokens, 6), 2, True)
     yield "route_experts", (strided(tokens, 6), 2, True)
     yield "grouped_gemm", (x, torch.randn(6, 96, 64), routing.row_ids, routing.expert_start, None, None)

@@ -55,8 +55,10 @@ class ExpertStack:
         }
         integers = form[:4] if form.startswith("int") else "lut"
         self.operator, self.single = getattr(ops, f"grouped_{integers}_gemm"), getattr(ops, f"{integers}_gemm")
-        if form == "table":
+        if form.startswith("table"):
             table = torch.randn(16, device=device) * 4
+            if form == "table of integers":
+                table = (table * 16).round().clamp(-128, 127)
             scales = torch.stack([weight.scales.double().repeat_interleave(group, 1) for weight in weights])
             levels = table.to(dtype).double()[torch.stack([weight.q for weight in weights]).long()]
             self.dense = scales * levels

@@ -42,7 +42,11 @@ def gemm_calls(cpu_alone: bool) -> Iterator[tuple[str, tuple[Any, ...]]]:
             for activation_bits in (32, 16, 8):
                 yield "int6_gemm", (wide, *weight, *(options.get(name) for name in names), activation_bits)
         weight = random_weight(4, 96, 64, mins=False).packed
-        yield "lut_gemm", (x, weight["qweight"], weight["scales"], torch.randn(16), 96, *fused)
+        yield "lut_gemm", (x, weight["qweight"], weight["scales"], torch.randn(16), 96, *fused, 32)
+        for activation_bits in (16, 8):
+            for most in (16, 127):
+                table = torch.randint(-most, most + 1, (16,)).float()
+                yield "lut_gemm", (x, weight["qweight"], weight["scales"], table, 96, *fused, activation_bits)
 
 
 def w8a8_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -83,7 +87,10 @@ def expert_calls(cpu_alone: bool) -> Iterator[tuple[str, tuple[Any, ...]]]:
         weights = [random_weight(6, 96, 256).packed for _ in range(6)]
         wide = [torch.stack([weight[name] for weight in weights]) for name in ("qweight", "scales")]
         yield "grouped_int6_gemm", (torch.randn(5, 256).bfloat16(), *wide, 96, *routing, torch.randn(6, 96), "gelu", 8)
-    yield "grouped_lut_gemm", (x, *stack[:2], torch.randn(16), 96, *routing, torch.randn(6, 96), "clamped_swiglu")
+    yield "grouped_lut_gemm", (x, *stack[:2], torch.randn(16), 96, *routing, torch.randn(6, 96), "clamped_swiglu", 32)
+    for most in (16, 127):
+        table = torch.randint(-most, most + 1, (16,)).float()
+        yield "grouped_lut_gemm", (x, *stack[:2], table, 96, *routing, None, None, 8)
     yield "combine_experts", (torch.randn(10, 64).bfloat16(), torch.rand(5, 2), x.clone())
 
 

@@ -36,6 +36,17 @@ struct RunBytes {
   u8v step[kRunSteps];
 };
 
+#if !defined(FASTINFER_AVX2)
+
+// A call, because the compiler takes minutes over many inlined copies of it.
+__attribute__((noinline)) inline u8v shuffle_bytes(u8v v, u8v index) {
+  u8v out;
+  for (size_t i = 0; i < sizeof(v); ++i) out[i] = index[i] < 128 ? v[i / 16 * 16 + index[i] % 16] : 0;
+  return out;
+}
+
+#endif
+
 #if defined(FASTINFER_AVX512_VNNI)
 
 // Runs of weights 0..255 with x in kParts rows of bytes: x itself, or x / 128 rounded down and the remainder, 0..127.
@@ -173,7 +184,7 @@ FASTINFER_INLINE i32v madd(i16v a, i16v b) {
 // Runs of weights ready to be multiplied, by x of the type X in kParts rows, and by integers, kMultipliers for the two
 // runs of a block.
 
-struct PairRun {  // 0..15: four pairs fit 16 bits, 4 * 2 * 15 * 127 = 15,240
+struct PairRun {  // 0..32: four pairs fit 16 bits, 4 * 2 * 32 * 127 = 32,512
   using X = int8_t;
   static constexpr int kParts = 1;
   static constexpr int kMultipliers = 2;

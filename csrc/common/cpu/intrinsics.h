@@ -71,6 +71,11 @@ FASTINFER_INLINE i8x32 sign(i8x32 a, i8x32 b) {
   return (i8x32)_mm256_sign_epi8((__m256i)a, (__m256i)b);
 }
 
+// vpshufb: in each 16 bytes, v[index % 16], or 0 where the index is 128 or more.
+FASTINFER_INLINE u8x32 shuffle_bytes(u8x32 v, u8x32 index) {
+  return (u8x32)_mm256_shuffle_epi8((__m256i)v, (__m256i)index);
+}
+
 // vfmadd: a b + c, rounded once: for what must not be rounded in between.
 FASTINFER_INLINE f32x8 fused_multiply_add(f32x8 a, f32x8 b, f32x8 c) {
   return (f32x8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
@@ -94,6 +99,10 @@ FASTINFER_INLINE u32x16 widen(u16x16 v) {
 
 FASTINFER_INLINE i32x16 widen(i8x16 v) {
   return (i32x16)_mm512_cvtepi8_epi32((__m128i)v);
+}
+
+FASTINFER_INLINE u8x64 shuffle_bytes(u8x64 v, u8x64 index) {
+  return (u8x64)_mm512_shuffle_epi8((__m512i)v, (__m512i)index);
 }
 
 // vpdpbusd: sum[i] + a[4i] b[4i] + ... + a[4i+3] b[4i+3] modulo 2^32; nothing saturates on the way.

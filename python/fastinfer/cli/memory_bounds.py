@@ -30,8 +30,8 @@ from fastinfer.models.state_cache import state_bytes
 from fastinfer.utils.checks import check_int
 from fastinfer.utils.machine import machine_facts
 from fastinfer.utils.torch_threads import one_torch_thread
-from fastinfer.weights.expert_weights import DenseExperts, ExpertWeights, LutExperts
-from fastinfer.weights.weight import DenseWeight, LutWeight, Weight
+from fastinfer.weights.expert_weights import DenseExperts, ExpertWeights
+from fastinfer.weights.weight import DenseWeight, Weight
 
 KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.uint8)
 TABLES = ("cos_sin_cache", "query_scales")  # of positions, in the parts of layers
@@ -184,8 +184,8 @@ class Weights:
             elif isinstance(part, Weight | ExpertWeights) and hasattr(part, "qweight"):
                 *num_experts, _, blocks = part.qweight.shape[:-3]
                 operations = round(2 * math.prod(num_experts) * part.out_features * blocks * BLOCK_INPUTS * share)
-                # Products with a look-up table, or with inputs that are not rounded, are computed in fp32.
-                if isinstance(part, LutWeight | LutExperts) or getattr(part, "activation_bits", 8) == 32:
+                # Products with inputs that are not rounded are computed in fp32.
+                if getattr(part, "activation_bits", 8) == 32:
                     self.float_operations += operations
                 else:
                     self.byte_operations += operations

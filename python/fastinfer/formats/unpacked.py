@@ -146,6 +146,13 @@ class Lut(Grouped):
 
     table: Tensor | None = None
 
+    @property
+    def int8_table(self) -> Tensor | None:
+        """Table as [16] int8, as products with quantised inputs need it; ``None`` if an entry is none, as with NF4."""
+        assert self.table is not None
+        table = self.table.to(torch.int8)
+        return table if torch.equal(table.float(), self.table) else None
+
     def _levels(self) -> Tensor:
         assert self.table is not None
         return self.table[self.q.long()]
@@ -201,9 +208,8 @@ def _eight_bits(weight: Grouped) -> Tensor | None:
     if isinstance(weight, Int8):
         return None if weight.int8_activations else weight.q
     if isinstance(weight, Lut):
-        assert weight.table is not None
-        table = weight.table.to(torch.int8)
-        return table[weight.q.long()] if torch.equal(table.float(), weight.table) else None
+        table = weight.int8_table
+        return None if table is None else table[weight.q.long()]
     q = weight.q.to(torch.int8)
     return q - 8 if weight.mins is None else q
 

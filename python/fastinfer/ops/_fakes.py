@@ -176,7 +176,7 @@ def _(  # type: ignore[no-untyped-def]
 
 @fake("lut_gemm")
 def _(  # type: ignore[no-untyped-def]
-    x, qweight, scales, table, out_features, bias, norm_weight, eps, activation, residual
+    x, qweight, scales, table, out_features, bias, norm_weight, eps, activation, residual, activation_bits
 ) -> Tensor:
     return _gemm_out(x, out_features, activation)
 
@@ -222,7 +222,9 @@ def _(x, qweight, scales, out_features, row_ids, expert_start, bias, activation,
 
 
 @fake("grouped_lut_gemm")
-def _(x, qweight, scales, table, out_features, row_ids, expert_start, bias, activation) -> Tensor:  # type: ignore[no-untyped-def]
+def _(  # type: ignore[no-untyped-def]
+    x, qweight, scales, table, out_features, row_ids, expert_start, bias, activation, activation_bits
+) -> Tensor:
     return _grouped_out(x, out_features, row_ids, activation)
 
 

@@ -251,25 +251,28 @@ def lut_gemm(
     eps: float = 1e-6,
     activation: str | None = None,
     residual: Tensor | None = None,
+    activation_bits: int = 32,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute a linear layer with a 4-bit look-up table weight ``w = scale * table[q]``: NF4, FP4 and the like.
+    """Compute a linear layer with a 4-bit look-up table weight ``w = scale * table[q]``: MXFP4, NF4 and the like.
 
     Args:
         qweight: packed weight from :func:`int4_pack`.
         table: [16] fp32, the look-up table; on a GPU its values are rounded to the dtype of ``x``.
-        x, scales, out_features, bias, norm_weight, eps, activation, residual: as in :func:`int8_gemm`.
-        out: receives the result; may be ``residual``; see :mod:`fastinfer.ops`.
+        activation_bits: as in :func:`int8_gemm`; with 8 and 16 the table must have integers -128..127. Those of MXFP4
+            and NVFP4, times 2, and of IQ4_NL are integers; those of NF4 are not.
+        x, scales, out_features, bias, norm_weight, eps, activation, residual, out: as in :func:`int8_gemm`.
 
     Returns:
         The same as :func:`int8_gemm`.
 
     Raises:
-        RuntimeError: the same as :func:`int8_gemm`.
+        RuntimeError: the same as :func:`int8_gemm`; the table has other numbers than ``activation_bits`` allows.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
-    Source: NF4: Dettmers et al., 2023, https://arxiv.org/abs/2305.14314, section 3.
+    Source: NF4: Dettmers et al., 2023, https://arxiv.org/abs/2305.14314, section 3; MXFP4: OCP Microscaling Formats,
+    2023, https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf.
 
     >>> import torch, fastinfer.ops as ops
     >>> q, scales = torch.randint(0, 16, (32, 64), dtype=torch.uint8), torch.rand(32, 1)  # one group per row
@@ -277,9 +280,14 @@ def lut_gemm(
     >>> out = ops.lut_gemm(x, ops.int4_pack(q), ops.pack_scales(scales), table, out_features=32)
     >>> torch.allclose(out, x @ (table[q.long()] * scales).T, atol=1e-3)
     True
+    >>> integers = torch.tensor([0.0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])  # MXFP4, times 2
+    >>> packed = ops.int4_pack(q), ops.pack_scales(scales), integers
+    >>> exact, quick = (ops.lut_gemm(x, *packed, out_features=32, activation_bits=bits) for bits in (32, 8))
+    >>> float((quick - exact).norm() / exact.norm()) < 0.01
+    True
     """
     inference_only("lut_gemm", "x residual", x, residual)
-    args = (x, qweight, scales, table, out_features, bias, norm_weight, eps, activation, residual)
+    args = (x, qweight, scales, table, out_features, bias, norm_weight, eps, activation, residual, activation_bits)
     if out is not None:
         return into(out, ops.lut_gemm, *args)
     return ops.lut_gemm.default(*args)

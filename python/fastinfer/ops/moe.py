@@ -356,6 +356,7 @@ def grouped_lut_gemm(
     *,
     bias: Tensor | None = None,
     activation: str | None = None,
+    activation_bits: int = 32,
     out: Tensor | None = None,
 ) -> Tensor:
     """Multiply each row by the 4-bit look-up table weight ``w = scale * table[q]`` of its expert.
@@ -364,13 +365,14 @@ def grouped_lut_gemm(
         table: [16] fp32, the look-up table of all experts; see :func:`fastinfer.ops.lut_gemm`.
         qweight, scales: as in :func:`grouped_int4_gemm`.
         out_features: as in :func:`fastinfer.ops.int8_gemm`.
+        activation_bits: as in :func:`fastinfer.ops.lut_gemm`.
         x, row_ids, expert_start, bias, activation, out: as in :func:`grouped_gemm`.
 
     Returns:
         The same as :func:`grouped_gemm`.
 
     Raises:
-        RuntimeError: the same as :func:`grouped_gemm`.
+        RuntimeError: the same as :func:`grouped_gemm`; the table has other numbers than ``activation_bits`` allows.
 
     Devices: CPU, CUDA (not yet run on a GPU).
 
@@ -386,7 +388,7 @@ def grouped_lut_gemm(
     True
     """
     inference_only("grouped_lut_gemm", "x", x)
-    args = (x, qweight, scales, table, out_features, row_ids, expert_start, bias, activation)
+    args = (x, qweight, scales, table, out_features, row_ids, expert_start, bias, activation, activation_bits)
     if out is not None:
         return into(out, ops.grouped_lut_gemm, *args)
     return ops.grouped_lut_gemm.default(*args)

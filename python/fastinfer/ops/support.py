@@ -51,7 +51,6 @@ CUDA_DENSE = Support(HALVES, weight_dtype=(SAME,), in_features=range(8, MOST, 8)
 INT8_WEIGHT = Support(weight_dtype=(INT8,), in_features=BLOCKS_OF_32, activation_bits=(8, 16, 32))
 INT6_WEIGHT = replace(INT8_WEIGHT, weight_dtype=(UINT8,), in_features=BLOCKS_OF_256)
 INT4_WEIGHT = replace(INT8_WEIGHT, weight_dtype=(UINT8,))
-LUT_WEIGHT = replace(INT4_WEIGHT, activation_bits=None)
 W8A8 = Support((INT8,), weight_dtype=(INT8,), in_features=range(32, 131_041, 32))
 PACK8 = Support((INT8,), in_features=BLOCKS_OF_32)
 UNPACK6 = Support((UINT8,), in_features=BLOCKS_OF_256)
@@ -117,8 +116,10 @@ TABLE: dict[str, dict[str, Support]] = {
     },
     **{op: {"cpu": DENSE, "cuda": CUDA_DENSE} for op in ("gemm", "grouped_gemm")},
     **{op: {"cpu": INT8_WEIGHT, "cuda": _on_cuda(INT8_WEIGHT)} for op in ("int8_gemm", "grouped_int8_gemm")},
-    **{op: {"cpu": INT4_WEIGHT, "cuda": _on_cuda(INT4_WEIGHT)} for op in ("int4_gemm", "grouped_int4_gemm")},
-    **{op: {"cpu": LUT_WEIGHT, "cuda": _on_cuda(LUT_WEIGHT)} for op in ("lut_gemm", "grouped_lut_gemm")},
+    **{
+        op: {"cpu": INT4_WEIGHT, "cuda": _on_cuda(INT4_WEIGHT)}
+        for op in ("int4_gemm", "grouped_int4_gemm", "lut_gemm", "grouped_lut_gemm")
+    },
 }
 
 

@@ -97,6 +97,7 @@ class LutExperts(ExpertWeights):
         qweight, scales: packed tensors, see :func:`fastinfer.ops.grouped_lut_gemm`.
         table: [16] fp32, the look-up table.
         out_features: number of rows of an expert before padding.
+        activation_bits: precision of the input in products, see :func:`fastinfer.ops.lut_gemm`.
         bias: [experts, out_features], or ``None``.
     """
 
@@ -104,6 +105,7 @@ class LutExperts(ExpertWeights):
     scales: Tensor
     table: Tensor
     out_features: int
+    activation_bits: int
     bias: Tensor | None = None
 
     def linear(self, x: Tensor, routing: ops.Routing | ops.HeadRows, *, activation: str | None = None) -> Tensor:
@@ -117,6 +119,7 @@ class LutExperts(ExpertWeights):
             routing.expert_start,
             bias=self.bias,
             activation=activation,
+            activation_bits=self.activation_bits,
         )
 
 
@@ -132,8 +135,8 @@ def make_expert_weights(
     Args:
         experts: weight of each expert, in host memory. They are packed one after another, so that only the result and
             one more packed expert are in memory.
-        activation_bits: precision of the input in products, see :class:`QuantizedExperts`. It also applies to weights
-            that were made for int8 activations, as there is no W8A8 product for experts.
+        activation_bits: precision of the input in products, see :func:`fastinfer.weights.pack.make_weight`. It also
+            applies to weights that were made for int8 activations, as there is no W8A8 product for experts.
         device: device that will use the weights; the packed forms of CPU and GPU differ.
         dense_dtype: dtype to convert weights to that are not quantised; ``None`` to keep the checkpoint's dtype.
         bias: [experts, out_features] fp32, or ``None``.
@@ -170,7 +173,9 @@ def make_expert_weights(
     assert scales is not None
     if isinstance(form, Lut):
         assert form.table is not None
-        return LutExperts(qweight, scales, form.table.to(device, copy=True), out_features, bias)
+        table = form.table.to(device, copy=True)
+        lut_bits = 32 if form.int8_table is None else activation_bits
+        return LutExperts(qweight, scales, table, out_features, lut_bits, bias)
     return QuantizedExperts(bits, qweight, scales, mins, out_features, activation_bits, bias)
 
 

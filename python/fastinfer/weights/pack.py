@@ -28,7 +28,8 @@ def make_weight(
         unpacked: the weight, in host memory or in a mapped file, from which a CPU's weights are packed directly; the
             result shares no memory with the file. Or its rows in consecutive parts, which are packed one at a time so
             that only one of them is in memory; each part but the last has a multiple of 16 rows.
-        activation_bits: precision of the input in products, see :class:`fastinfer.weights.weight.QuantizedWeight`.
+        activation_bits: precision of the input in products, see :class:`fastinfer.weights.weight.QuantizedWeight`. It
+            is 32 with a look-up table whose entries are not int8 (bitsandbytes' NF4 and FP4).
         device: device that will use the weight; the packed forms of CPU and GPU differ.
         dense_dtype: dtype to convert a weight to that is not quantised; ``None`` to keep the checkpoint's dtype.
         bias: [out_features] fp32, or ``None``.
@@ -69,7 +70,9 @@ def make_weight(
         return DenseWeight(values[0] if len(values) == 1 else torch.cat(values), bias)
     if isinstance(form, Lut):
         assert form.table is not None
-        return LutWeight(tiles.qweight, tiles.scales, form.table.to(device, copy=True), out_features, bias)
+        table = form.table.to(device, copy=True)
+        lut_bits = 32 if form.int8_table is None else activation_bits
+        return LutWeight(tiles.qweight, tiles.scales, table, out_features, lut_bits, bias)
     if isinstance(form, Int8) and form.int8_activations:
         return W8A8Weight(tiles.qweight, tiles.scales, out_features, bias)
     return QuantizedWeight(

@@ -129,6 +129,7 @@ class LutWeight(Weight):
         qweight, scales: packed tensors, see :mod:`fastinfer.ops.pack`.
         table: [16] fp32, the look-up table.
         out_features: number of rows before padding.
+        activation_bits: precision of the input in products, see :func:`fastinfer.ops.lut_gemm`.
         bias: [out_features], or ``None``.
     """
 
@@ -136,10 +137,20 @@ class LutWeight(Weight):
     scales: Tensor
     table: Tensor
     out_features: int
+    activation_bits: int
     bias: Tensor | None = None
 
     def linear(self, x: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
-        return ops.lut_gemm(x, self.qweight, self.scales, self.table, self.out_features, bias=self.bias, **options)
+        return ops.lut_gemm(
+            x,
+            self.qweight,
+            self.scales,
+            self.table,
+            self.out_features,
+            bias=self.bias,
+            activation_bits=self.activation_bits,
+            **options,
+        )
 
     def rows(self, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
         if ids is not None:

@@ -41,6 +41,7 @@ extern "C" __attribute__((visibility("default"))) bool run_instruction(const cha
   INSTRUCTION("maddubs 256", maddubs(A(u8x32), B(i8x32)))
   INSTRUCTION("madd 256", madd(A(i16x16), B(i16x16)))
   INSTRUCTION("sign 256", sign(A(i8x32), B(i8x32)))
+  INSTRUCTION("shuffle_bytes 256", shuffle_bytes(A(u8x32), B(u8x32)))
   INSTRUCTION("fused_multiply_add 256", fused_multiply_add(A(f32x8), B(f32x8), SUM(f32x8)))
 #endif
 #if defined(FASTINFER_AVX512_VNNI)
@@ -48,6 +49,7 @@ extern "C" __attribute__((visibility("default"))) bool run_instruction(const cha
   INSTRUCTION("float_to_half 512", float_to_half(A(f32x16)))
   INSTRUCTION("widen 512", widen(A(u16x16)))
   INSTRUCTION("widen bytes 512", widen(A(i8x16)))
+  INSTRUCTION("shuffle_bytes 512", shuffle_bytes(A(u8x64), B(u8x64)))
   INSTRUCTION("dpbusd 512", dpbusd(SUM(i32x16), A(u8x64), B(i8x64)))
   INSTRUCTION("dpbusd broadcast 512", dpbusd(SUM(i32x16), A(u8x64), reinterpret_cast<const int8_t*>(b + 4 * i)))
   INSTRUCTION("fused_multiply_add 512", fused_multiply_add(A(f32x16), B(f32x16), SUM(f32x16)))

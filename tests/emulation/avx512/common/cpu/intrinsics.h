@@ -59,6 +59,13 @@ Sum dpbusd(Sum sum, A a, B b) {
   return sum;
 }
 
+template <class V>
+V shuffle_bytes(V v, V index) {
+  V out;
+  for (size_t i = 0; i < sizeof(v); ++i) out[i] = index[i] < 128 ? v[i / 16 * 16 + index[i] % 16] : 0;
+  return out;
+}
+
 inline float flush(float x) {
   return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x;
 }
@@ -127,6 +134,14 @@ FASTINFER_INLINE i32x8 madd(i16x16 a, i16x16 b) {
 FASTINFER_INLINE i8x32 sign(i8x32 a, i8x32 b) {
   for (size_t i = 0; i < sizeof(a); ++i) a[i] = static_cast<int8_t>(a[i] * ((b[i] > 0) - (b[i] < 0)));
   return a;
+}
+
+FASTINFER_INLINE u8x32 shuffle_bytes(u8x32 v, u8x32 index) {
+  return detail::shuffle_bytes(v, index);
+}
+
+FASTINFER_INLINE u8x64 shuffle_bytes(u8x64 v, u8x64 index) {
+  return detail::shuffle_bytes(v, index);
 }
 
 FASTINFER_INLINE i32x16 dpbusd(i32x16 sum, u8x64 a, i8x64 b) {
