@@ -57,8 +57,8 @@ FASTINFER_INLINE void add_to(float* sums, V values) {
   store_as(sums, load_as<V>(sums) + values);
 }
 
-// Adds to sums[kM][kN] the products of kM rows of x with kN of the weight over `count` inputs; inlined, its sums would be
-// spilled. Few rows of the weight are too few streams for the hardware to fetch in time, so those `ahead` elements
+// Adds to sums[kM][kN] the products of kM rows of x with kN of the weight over `count` inputs; inlined, its sums would
+// be spilled. Few rows of the weight are too few streams for the hardware to fetch in time, so those `ahead` elements
 // further, which come next, are prefetched.
 template <class Products, int kM, int kN, class W>
 __attribute__((noinline)) void multiply(const W* const* w, const typename Products::Element* x, int64_t x_stride,
@@ -131,7 +131,8 @@ class DenseGemm {
  private:
   // Adds the products with the weight's rows n0 .. n0 + kColumns over the chunk of inputs that starts at i.
   void multiply_chunk(const W* weight, int64_t n0, int64_t i, int64_t row0, int rows, float* sums, int stride) const {
-    const int64_t count = std::min<int64_t>(Products::kChunk, p_.k - i), whole = count / Products::kStep * Products::kStep;
+    const int64_t count = std::min<int64_t>(Products::kChunk, p_.k - i),
+                  whole = count / Products::kStep * Products::kStep;
     const W* w[kColumns];
     for (int c = 0; c < kColumns; ++c) {
       w[c] = weight + std::min(n0 + c, p_.n - 1) * p_.k + i;  // past the end: a row again

@@ -40,8 +40,8 @@ def test_ratios_are_those_of_each_round() -> None:
     """The machine gets slower by ten, and both with it."""
 
     def answers(seconds: list[float]) -> dict[str, list[dict[str, float]]]:
-        return dict.fromkeys(WORKLOADS, [{"first_token_s": s, "total_s": 2 * s} for s in seconds])
+        return {key: [{"first_token_s": s, "total_s": 2 * s} for s in seconds] for key in WORKLOADS}
 
     engines = summary({"fastinfer": answers([1, 10, 10]), "llama_cpp": answers([3, 30, 15])})
-    assert engines["llama_cpp"]["fastinfer_is_times"] == dict.fromkeys(WORKLOADS, [1.5, 3.0, 3.0])
+    assert engines["llama_cpp"]["fastinfer_is_times"] == {key: [1.5, 3.0, 3.0] for key in WORKLOADS}
     assert report({"mamba2": engines}).count("3.00 (1.50 to 3.00)") == 2
