@@ -1,18 +1,17 @@
 """fastinfer through its Python interface, including sampling and detokenisation."""
 
-import time
-
 import torch
+from clock import now
 
 import fastinfer
 from fastinfer import _C, LLM, SamplingParams
 
 
 class Fastinfer:
-    def __init__(self, model: str, threads: int, max_tokens: int, max_requests: int) -> None:
+    def __init__(self, model: str, threads: int, max_tokens: int, max_requests: int, dtype: str = "auto") -> None:
         torch.set_num_threads(threads)
         _C.set_num_threads(threads)
-        self._llm = LLM(model, enable_prefix_caching=False)  # off in all engines
+        self._llm = LLM(model, dtype=dtype, enable_prefix_caching=False)  # off in all engines
 
     @staticmethod
     def version() -> str:
@@ -26,7 +25,7 @@ class Fastinfer:
             return None, [output.outputs[0].token_ids for output in outputs]
         outputs = self._llm.stream_outputs({"prompt_token_ids": prompts[0]}, params)
         output = next(outputs)
-        first = time.perf_counter()
+        first = now()
         for later in outputs:
             output = later
         return first, [output.outputs[0].token_ids]

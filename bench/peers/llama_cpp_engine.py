@@ -5,10 +5,10 @@
 
 import ctypes
 import sys
-import time
 
 import llama_cpp as llama
 import numpy as np
+from clock import now
 
 Q4_0 = 2  # LLAMA_FTYPE_MOSTLY_Q4_0
 BATCH = 2048  # largest number of tokens per call; the library processes them in micro-batches of 512
@@ -88,7 +88,7 @@ class LlamaCpp:
         assert context is not None
         context.clear()
         outputs = [context.evaluate(prompts, 0)]
-        first = time.perf_counter()
+        first = now()
         for position in range(length, length + new_tokens - 1):
             outputs.append(context.evaluate([[token] for token in outputs[-1]], position))
         return first, [list(tokens) for tokens in zip(*outputs, strict=True)]

@@ -1,10 +1,9 @@
 """OpenVINO GenAI's pipeline with continuous batching, which reads GGUF files itself."""
 
-import time
-
 import numpy as np
 import openvino
 import openvino_genai
+from clock import now
 
 
 class FirstToken(openvino_genai.StreamerBase):
@@ -15,7 +14,7 @@ class FirstToken(openvino_genai.StreamerBase):
         self.moment: float | None = None
 
     def write(self, token: int) -> openvino_genai.StreamingStatus:
-        self.moment = self.moment or time.perf_counter()
+        self.moment = self.moment or now()
         return openvino_genai.StreamingStatus.RUNNING
 
     def end(self) -> None:

@@ -1,10 +1,10 @@
-"""``generate`` of transformers with the dequantised weights of the file."""
+"""``generate`` of transformers with the dequantised weights of the file, or those of a folder."""
 
-import time
 from pathlib import Path
 
 import torch
 import transformers
+from clock import now
 
 
 class FirstToken:
@@ -16,7 +16,7 @@ class FirstToken:
 
     def put(self, tokens: torch.Tensor) -> None:
         if self._has_prompt and self.moment is None:
-            self.moment = time.perf_counter()
+            self.moment = now()
         self._has_prompt = True
 
     def end(self) -> None:
@@ -26,11 +26,14 @@ class FirstToken:
 class Transformers:
     def __init__(self, model: str, threads: int, max_tokens: int, max_requests: int, dtype: str) -> None:
         torch.set_num_threads(threads)
-        path = Path(model)
-        packed = getattr(transformers, "GgufConfig", None)  # newer versions unpack in every product by default
-        dense = {} if packed is None else {"quantization_config": packed(dequantize=True)}
+        path, folder, options = Path(model), model, {}
+        if path.is_file():
+            folder, options = str(path.parent), {"gguf_file": path.name}
+            packed = getattr(transformers, "GgufConfig", None)  # newer versions unpack in every product by default
+            if packed is not None:
+                options["quantization_config"] = packed(dequantize=True)
         self._model = transformers.AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=getattr(torch, dtype), **dense
+            folder, dtype=getattr(torch, dtype), **options
         ).eval()
         self._model.generation_config.eos_token_id = None
         self._model.generation_config.pad_token_id = 0

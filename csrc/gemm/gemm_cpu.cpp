@@ -13,13 +13,18 @@
 namespace fastinfer::cpu::FASTINFER_ISA {
 namespace {
 
-constexpr int kChunk = 1024;  // inputs: a block of x takes 256 KB then, and stays in the L2
-constexpr int kColumns = 8;   // rows of the weight that are read side by side
+constexpr int kChunkBytes = 4096;  // inputs: a block of x takes 256 KB then, and stays in the L2
+constexpr int kColumns = 8;        // rows of the weight that are read side by side
+#if defined(FASTINFER_AVX512_VNNI)
+constexpr int kTileColumns = 4;  // 6 x 4 takes 24 sums and 5 operands, of 32 registers
+#else
+constexpr int kTileColumns = 2;  // 6 x 2 takes 12 sums and 3 operands, of 16 registers
+#endif
 
 // Products in fp32 of weights of any type, which are widened: exact but for fp32's own rounding.
 struct FloatProducts {
   using Element = float;
-  static constexpr int kStep = kLanes;
+  static constexpr int kStep = kLanes, kChunk = kChunkBytes / 4;
 
   template <class T>
   FASTINFER_INLINE static f32v load(const T* p) {
@@ -34,7 +39,7 @@ struct FloatProducts {
 // Products of bf16 with bf16, two of them into each lane: dpbf16 rounds as fp32 does, but counts denormals as zero.
 struct BFloat16Products {
   using Element = BFloat16;
-  static constexpr int kStep = 2 * kLanes;
+  static constexpr int kStep = 2 * kLanes, kChunk = kChunkBytes / 2;
 
   FASTINFER_INLINE static u16v load(const BFloat16* p) {
     return load_as<u16v>(p);
@@ -52,9 +57,9 @@ FASTINFER_INLINE void add_to(float* sums, V values) {
   store_as(sums, load_as<V>(sums) + values);
 }
 
-// Adds to sums[kM][kN] the products of kM rows of x with kN of the weight over `count` inputs. 6 x 2 takes 12 sums and
-// 3 operands, of AVX2's 16 registers; inlined, its sums would be spilled. Two rows of the weight are too few streams
-// for the hardware to fetch in time, so those `ahead` elements further, which come next, are prefetched.
+// Adds to sums[kM][kN] the products of kM rows of x with kN of the weight over `count` inputs; inlined, its sums would
+// be spilled. Few rows of the weight are too few streams for the hardware to fetch in time, so those `ahead` elements
+// further, which come next, are prefetched.
 template <class Products, int kM, int kN, class W>
 __attribute__((noinline)) void multiply(const W* const* w, const typename Products::Element* x, int64_t x_stride,
                                         int64_t count, int64_t ahead, float* sums, int stride) {
@@ -63,7 +68,7 @@ __attribute__((noinline)) void multiply(const W* const* w, const typename Produc
     decltype(Products::load(x)) columns[kN];
 #pragma GCC unroll 8
     for (int c = 0; c < kN; ++c) columns[c] = Products::load(w[c] + i);
-    if (kN == 2 && ahead != 0) {
+    if (kN == kTileColumns && ahead != 0) {
       for (int c = 0; c < kN; ++c) __builtin_prefetch(w[c] + i + ahead);
     }
 #pragma GCC unroll 8
@@ -114,7 +119,7 @@ class DenseGemm {
         const int rows = static_cast<int>(std::min<int64_t>(kRowBlock, end - row0));
         std::fill_n(sums, rows * width, 0.0f);
         for (int column = 0; column < width; column += kColumns) {
-          for (int64_t i = 0; i < p_.k; i += kChunk) {
+          for (int64_t i = 0; i < p_.k; i += Products::kChunk) {
             multiply_chunk(weight, unit * width + column, i, row0, rows, sums + column, width);
           }
         }
@@ -126,7 +131,8 @@ class DenseGemm {
  private:
   // Adds the products with the weight's rows n0 .. n0 + kColumns over the chunk of inputs that starts at i.
   void multiply_chunk(const W* weight, int64_t n0, int64_t i, int64_t row0, int rows, float* sums, int stride) const {
-    const int64_t count = std::min<int64_t>(kChunk, p_.k - i), whole = count / Products::kStep * Products::kStep;
+    const int64_t count = std::min<int64_t>(Products::kChunk, p_.k - i),
+                  whole = count / Products::kStep * Products::kStep;
     const W* w[kColumns];
     for (int c = 0; c < kColumns; ++c) {
       w[c] = weight + std::min(n0 + c, p_.n - 1) * p_.k + i;  // past the end: a row again
@@ -147,13 +153,13 @@ class DenseGemm {
     const auto tiles = [&]<int kM, int kN>() {
       for (; row + kM <= rows; row += kM) {
         for (int c = 0; c < kColumns; c += kN) {
-          multiply<Products, kM, kN>(w + c, x + row * x_.stride, x_.stride, count, row == 0 ? 2 * p_.k : 0,
+          multiply<Products, kM, kN>(w + c, x + row * x_.stride, x_.stride, count, row == 0 ? kN * p_.k : 0,
                                      sums + row * stride + c, stride);
         }
       }
     };
-    tiles.template operator()<6, 2>();
-    tiles.template operator()<4, 2>();
+    tiles.template operator()<6, kTileColumns>();
+    tiles.template operator()<4, kTileColumns>();
     tiles.template operator()<2, 4>();
     tiles.template operator()<1, 8>();
   }

@@ -92,8 +92,8 @@ def test_a_row_does_not_depend_on_its_batch_or_the_threads(fusion: str, dtype: t
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_inputs_in_several_chunks(dtype: torch.dtype, device: str) -> None:
-    """Two chunks and a part of a vector, in every block of rows from one to eight."""
-    x, weight = operands(8, 35, 2061, dtype, dtype, device)
+    """Two chunks (four of fp32) and a part of a vector, in every block of rows from one to eight."""
+    x, weight = operands(8, 35, 4109, dtype, dtype, device)
     assert_gemm(x, weight)
     out = ops.gemm(x, weight)
     for size in range(1, 8):

@@ -65,14 +65,16 @@ def write_gguf(
     model: Any,
     quantized: dict[str, gguf.GGMLQuantizationType] | None = None,
     *,
+    matrices: gguf.GGMLQuantizationType | None = None,
     is_fused: bool = False,
 ) -> None:
-    """Write the file.
+    """Write the file, without a tokenizer.
 
     Args:
         path: path of the file.
         model: model of transformers.
         quantized: types of quantised tensors by the last part of their names, such as ``ffn_down_exps``.
+        matrices: type of the other matrices, but for the filters of convolutions; ``None`` for fp32.
         is_fused: whether gate and up of all experts are one tensor, and Qwen3-Next's matrices of linear attention, and
             those of latent attention, are left as they are, as in older files.
     """
@@ -81,6 +83,8 @@ def write_gguf(
     with_experts = " with experts" if config.model_type == "nemotron_h" and "moe" in config.layers_block_type else ""
     architecture, table = ARCHITECTURES[config.model_type + with_experts]
     writer = gguf.GGUFWriter(path, architecture)
+    writer.add_tokenizer_model("none")
+    writer.add_vocab_size(config.vocab_size)
     _write_config(writer, architecture, config, is_fused)
     names = gguf.get_tensor_name_map(table, config.num_hidden_layers)
     tensors = dict(model.state_dict())
@@ -88,12 +92,15 @@ def write_gguf(
         tensors.pop("lm_head.weight", None)
     for name, values in tensors.items():
         for new_name, tensor in _converted(name, values.float(), architecture, config, names, is_fused):
-            quantize = quantized.get(new_name.rpartition(".")[0].rpartition(".")[2])
-            data = tensor.contiguous().numpy()
-            if quantize is not None and new_name.endswith(".weight"):
-                writer.add_tensor(new_name, gguf.quantize(data, quantize), raw_dtype=quantize)
+            part = new_name.rpartition(".")[0].rpartition(".")[2]
+            quantize = quantized.get(part, None if tensor.dim() < 2 or "conv" in new_name else matrices)
+            tensor = tensor.contiguous()
+            if quantize is None or not new_name.endswith(".weight"):
+                writer.add_tensor(new_name, tensor.numpy())
+            elif quantize == gguf.GGMLQuantizationType.BF16:  # gguf's own rounding is slow
+                writer.add_tensor(new_name, tensor.bfloat16().view(torch.uint8).numpy(), raw_dtype=quantize)
             else:
-                writer.add_tensor(new_name, data)
+                writer.add_tensor(new_name, gguf.quantize(tensor.numpy(), quantize), raw_dtype=quantize)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
