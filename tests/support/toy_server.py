@@ -14,7 +14,7 @@ from fastinfer import AsyncEngine
 from fastinfer.engine.engine import Engine
 from fastinfer.server.app import create_app
 from fastinfer.server.config import ServerConfig
-from fastinfer.server.run import DrainingServer
+from fastinfer.server.draining_server import DrainingServer
 from support.toy import ToyModel, toy_engine
 
 NAME = "org/toy"
