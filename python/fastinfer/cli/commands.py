@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import fastinfer
-from fastinfer.cli import arguments, checks, serve_arguments
+from fastinfer.cli import arguments, checks, router_arguments, serve_arguments
 from fastinfer.cli.streams import discard_output
 from fastinfer.errors import FastinferError
 
@@ -47,6 +47,12 @@ COMMANDS = {
         serve_arguments.add_serve,
         "fastinfer.cli.serve",
         serve_arguments.check_serve,
+    ),
+    "router": Command(
+        "share requests among several servers",
+        router_arguments.add_router,
+        "fastinfer.cli.router",
+        router_arguments.check_router,
     ),
     "pull": Command("download a model and print where it is", arguments.add_pull, "fastinfer.cli.pull"),
     "models": Command("list the models known by name", arguments.add_models, "fastinfer.cli.models"),
