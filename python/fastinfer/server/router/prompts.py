@@ -38,7 +38,10 @@ def find_prompt(body: dict[str, Any], scope: bytes) -> Prompt:
         body: the request.
         scope: what separates the prefixes of different clients: their keys.
     """
-    text = b"".join(orjson.dumps(body[name]) for name in PROMPT_FIELDS if body.get(name) is not None)
+    try:
+        text = b"".join(orjson.dumps(body[name]) for name in PROMPT_FIELDS if body.get(name) is not None)
+    except orjson.JSONEncodeError:  # nested too deeply, which is for a replica to refuse
+        return Prompt()
     chain = hash((scope, *(str(body.get(name)) for name in SCOPE_FIELDS)))
     hashes = []
     for start in range(0, min(len(text) // BLOCK_BYTES, MAX_BLOCKS) * BLOCK_BYTES, BLOCK_BYTES):

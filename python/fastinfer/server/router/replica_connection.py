@@ -69,11 +69,6 @@ class ReplicaConnection(Connection):
         """Whether the answer has been read to its end, and another request can be sent."""
         return self.is_open and not self._pieces and self._answer is not None and self._answer.done()
 
-    def close(self) -> None:
-        if self._answer is not None:
-            self._answer.cancel()
-        super().close()
-
     def _take(self, data: bytes) -> None:
         self._pieces.append(data)
         self._num_bytes += len(data)
