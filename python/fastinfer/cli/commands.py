@@ -22,7 +22,7 @@ class Command:
     Attributes:
         help: its line in ``fastinfer --help``.
         add_arguments: function that declares its arguments.
-        module: module whose ``run(args)`` executes it; ``None`` if it has subcommands with modules of their own.
+        module: module whose ``run(args)`` executes it; ``None`` if the arguments decide, as ``args.module``.
         check: function that checks its arguments before the module is imported.
     """
 
@@ -45,7 +45,7 @@ COMMANDS = {
     "serve": Command(
         "serve a model over HTTP, as OpenAI does",
         serve_arguments.add_serve,
-        "fastinfer.cli.serve",
+        None,
         serve_arguments.check_serve,
     ),
     "router": Command(

@@ -1,6 +1,7 @@
 """``fastinfer serve``: the OpenAI-compatible server."""
 
 import argparse
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from fastinfer.server.run import run as run_server
 MAX_NUM_WAITING = 1024
 
 
-def run(args: argparse.Namespace) -> int:
-    """Serve until a signal comes."""
+def run(args: argparse.Namespace, sockets: list[socket.socket] | None = None) -> int:
+    """Serve until a signal comes, on the address in the arguments or on sockets that are bound already."""
     config = ServerConfig(
         model_names=tuple(args.served_model_name or [_name_of(args.model)]),
         request_timeout_s=args.request_timeout,
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         **http_settings(args),
     )
     with logging_to(None, args.log_format, args.log_level):
-        return run_server(config, lambda: _load(args))
+        return run_server(config, lambda: _load(args), sockets)
 
 
 def _load(args: argparse.Namespace) -> AsyncEngine:

@@ -9,10 +9,12 @@ from fastinfer import hub
 from fastinfer.cli.checks import ADAPTER_CONFIG
 from fastinfer.cli.http_options import add_limits, add_listening, add_logs, check_http
 from fastinfer.cli.options import EngineOption, add_engine_options, count, rate
+from fastinfer.cli.router_arguments import add_beta
 from fastinfer.errors import AdapterError, RequestError
 from fastinfer.utils.checks import show, show_path
 
 CACHE_VARIABLE = "FASTINFER_RESPONSE_CACHE"  # for a URL with a password
+MAX_REPLICAS = 256
 MIN_THRESHOLD = 0.8  # the semantic cache's, whose module imports numpy; a test compares them
 
 
@@ -53,6 +55,16 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--max-lora-rank", action=EngineOption, type=count(1, 4096), metavar="N", help="largest rank; default: 64"
     )
+    replicas = parser.add_argument_group("replicas")
+    replicas.add_argument(
+        "--data-parallel-size",
+        type=count(1, MAX_REPLICAS),
+        default=1,
+        metavar="N",
+        help="processes that serve the model, behind one address; each has its own weights and KV cache, its share of "
+        "the threads, and a GPU of its own; default: %(default)s",
+    )
+    add_beta(replicas)
     server = parser.add_argument_group("server")
     add_listening(server)
     server.add_argument(
@@ -151,6 +163,10 @@ def _add_reports(group: argparse._ArgumentGroup) -> None:
 def check_serve(args: argparse.Namespace) -> None:
     """Check the arguments of ``serve``, and add the keys from the environment."""
     check_http(args, "serve")
+    args.module = "fastinfer.cli.serve"
+    if args.data_parallel_size > 1:
+        args.module = "fastinfer.cli.serve_replicas"
+        args.replica_threads, args.threads = args.threads, None  # the router itself needs none
     _check_parsers(args)
     args.response_cache = args.response_cache or os.environ.get(CACHE_VARIABLE) or "memory"
     _check_cache(args.response_cache, args.semantic_cache)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable
 
@@ -12,7 +13,7 @@ from fastinfer.server.draining_server import DrainingServer
 from fastinfer.server.state import ServerState
 
 
-def run(config: ServerConfig, load: Callable[[], AsyncEngine]) -> int:
+def run(config: ServerConfig, load: Callable[[], AsyncEngine], sockets: list[socket.socket] | None = None) -> int:
     """Serve until a signal comes; returns the exit code, or ends the process if the model is still being loaded.
 
     The first SIGTERM or SIGINT begins the drain: the server goes on to listen, ``/ready`` and new requests get 503, and
@@ -23,6 +24,7 @@ def run(config: ServerConfig, load: Callable[[], AsyncEngine]) -> int:
     Args:
         config: the server's settings.
         load: function that loads the engine, while the server listens already.
+        sockets: bound sockets to listen on instead of the address in the settings.
 
     Raises:
         Exception: the error with which loading failed.
@@ -30,7 +32,7 @@ def run(config: ServerConfig, load: Callable[[], AsyncEngine]) -> int:
     app = create_app(config, load)
     state: ServerState = app.state.server
     server = DrainingServer(app, config)
-    server.run()
+    server.run(sockets)
     if state.host.is_loading:
         # The interpreter would kill the thread inside C++ code, which aborts the process.
         logging.shutdown()
