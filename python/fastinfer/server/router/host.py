@@ -112,8 +112,10 @@ class RouterHost:
             if num_failed == MAX_FAILED_PROBES:
                 replica.prefixes.clear()
                 replica.close()
-            if replica.is_ready != was_ready:
-                LOG.warning("replica %s is %s", replica.name, f"not ready: {reason}" if reason else "ready")
+            if replica.is_ready and not was_ready:
+                LOG.info("replica %s is ready", replica.name)
+            elif was_ready and reason:
+                LOG.warning("replica %s is not ready: %s", replica.name, reason)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(replica.wake_probe.wait(), self._config.probe_interval_s)
 
