@@ -3,16 +3,20 @@
 import asyncio
 import contextlib
 import json
+import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
+from support.fake_openai_server import FakeOpenAIServer
 from support.routers import BreakingProxy, router_server
 from support.toy_server import NAME, GatedModel, toy_server
 
 from fastinfer.server.host_state import HostState
+from fastinfer.server.router.prompts import Prompt
+from fastinfer.server.router.routed_request import RoutedRequest
 
 COMPLETION = {"prompt": "once upon a time", "max_tokens": 8, "temperature": 0}
 
@@ -27,6 +31,15 @@ def wait_until(condition: Callable[[], Any]) -> None:
 def text_of(answer: httpx.Response) -> str:
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["text"])
+
+
+def send(url: str, body: dict[str, Any]) -> socket.socket:
+    """A connection on which a request for a completion has been sent, and nothing is read."""
+    connection = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=20)
+    data = json.dumps(body).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+    return connection
 
 
 @pytest.fixture(scope="module")
@@ -122,15 +135,15 @@ def test_a_stream_is_not_buffered_and_ends_with_its_client() -> None:
     model = GatedModel()
     with toy_server(model) as (server, toy), router_server([toy]) as (host, url):
         engine = server.host.loaded  # type: ignore[attr-defined]
-        body = {**COMPLETION, "max_tokens": 60, "stream": True, "ignore_eos": True}
+        connection = send(url, {**COMPLETION, "max_tokens": 60, "stream": True, "ignore_eos": True})
+        model.step_until(lambda: engine.stats().num_running == 1)
         model.allow(3)
-        with httpx.Client(timeout=30) as client, client.stream("POST", url + "/v1/completions", json=body) as answer:
-            pieces = answer.iter_text()
-            assert next(pieces).startswith("data: {")
-            assert engine.stats().num_running == 1
-            assert host.replicas[0].num_running == 1
-        model.allow(2)
-        wait_until(lambda: engine.stats().num_running == 0 and host.replicas[0].num_running == 0)
+        received = b""
+        while b'"text"' not in received:
+            received += connection.recv(4096)
+        assert host.replicas[0].num_running == engine.stats().num_running == 1
+        connection.close()
+        model.step_until(lambda: engine.stats().num_running == 0 and host.replicas[0].num_running == 0)
         model.allow(1000)
 
 
@@ -138,10 +151,11 @@ def test_a_plain_request_ends_with_its_client() -> None:
     model = GatedModel()
     with toy_server(model) as (server, toy), router_server([toy]) as (host, url):
         engine = server.host.loaded  # type: ignore[attr-defined]
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(url + "/v1/completions", json={**COMPLETION, "max_tokens": 60}, timeout=0.3)
-        model.allow(2)
-        wait_until(lambda: engine.stats().num_running == 0 and host.replicas[0].num_running == 0)
+        connection = send(url, {**COMPLETION, "max_tokens": 60, "ignore_eos": True})
+        model.step_until(lambda: engine.stats().num_running == 1)
+        assert host.replicas[0].num_running == 1
+        connection.close()
+        model.step_until(lambda: engine.stats().num_running == 0 and host.replicas[0].num_running == 0)
         model.allow(1000)
 
 
@@ -235,3 +249,55 @@ def test_the_router_drains(toys: list[str]) -> None:
         answer = httpx.post(url + "/v1/completions", json=COMPLETION)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
         assert answer.headers["connection"] == "close"
+
+
+def test_a_client_that_takes_nothing_is_cut_off() -> None:
+    """Meanwhile the replica has to wait: nobody collects the stream."""
+    with (
+        FakeOpenAIServer(pieces=("x" * 100_000,) * 1000) as fake,
+        router_server([fake.url], write_timeout_s=0.4) as (host, url),
+    ):
+        connection = send(url, {"prompt": "a", "stream": True})
+        wait_until(lambda: host.replicas[0].num_running == 1)
+        wait_until(lambda: host.replicas[0].num_running == 0)
+        wait_until(lambda: fake.num_abandoned == 1)
+        connection.close()
+        assert len(fake.requests) == 1
+
+
+def test_seeds_and_the_response_cache() -> None:
+    """A seed of the router is not for the cache; what was for the cache still is."""
+    stream = {**COMPLETION, "stream": True}
+    drawn = {**stream, "temperature": 1.0}
+    with toy_server(response_cache="memory") as (_, toy), router_server([toy]) as (_, url):
+
+        def ask(body: dict[str, Any], **headers: str) -> tuple[str, str]:
+            answer = httpx.post(url + "/v1/completions", json=body, headers=headers)
+            texts = [
+                json.loads(line[6:])["choices"][0]["text"] for line in answer.text.splitlines() if '"choices"' in line
+            ]
+            return answer.headers["x-cache"], "".join(texts)
+
+        assert [ask(drawn)[0] for _ in range(2)] == ["bypass", "bypass"]
+        assert len({ask({**drawn, "ignore_eos": True})[1] for _ in range(5)}) > 1
+        for body in (stream, {**drawn, "seed": 3}):
+            first, second = ask(body), ask(body)
+            assert (first[0], second[0]) == ("miss", "hit")
+            assert first[1] == second[1]
+        sampled = {"X-Cache-Sampled": "1"}
+        first, second = ask(drawn, **sampled), ask(drawn, **sampled)
+        assert (first[0], second[0]) == ("miss", "hit")
+        assert first[1] == second[1]
+
+
+def test_time_limits_go_on_while_a_request_is_routed() -> None:
+    headers = ((b"x-request-timeout", b"5"), (b"accept", b"5"))
+    request = RoutedRequest("POST", "/", b"", Prompt(), False, headers, begin=time.monotonic() - 2)
+    (_, left), other = request.headers()
+    assert 2.5 < float(left) <= 3
+    assert other == (b"accept", b"5")
+    late = RoutedRequest("POST", "/", b"", Prompt(), False, headers, begin=time.monotonic() - 20)
+    assert late.headers()[0] == (b"x-request-timeout", b"0.001")
+    for wrong in (b"x", b"-1", b"nan"):
+        request = RoutedRequest("POST", "/", b"", Prompt(), False, ((b"x-request-timeout", wrong),))
+        assert request.headers() == [(b"x-request-timeout", wrong)]
