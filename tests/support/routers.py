@@ -47,6 +47,7 @@ class BreakingProxy:
         url: the proxy's own address.
         break_after: number of bytes of an answer to a POST after which its connection breaks, once; ``None`` for never.
         breaks_again: whether every answer breaks there.
+        is_silent: whether answers are lost, while connections stay open.
         num_broken: number of connections that it has broken.
     """
 
@@ -54,6 +55,7 @@ class BreakingProxy:
         self._target = url.removeprefix("http://").split(":")
         self.break_after: int | None = None
         self.breaks_again = False
+        self.is_silent = False
         self.num_broken = 0
         self._is_down = False
         self._writers: set[asyncio.StreamWriter] = set()
@@ -109,6 +111,8 @@ class BreakingProxy:
         num_bytes = 0
         try:
             while data := await upstream_reader.read(65536):
+                if self.is_silent:
+                    continue
                 if is_post and self.break_after is not None:
                     num_bytes += len(data)
                     if num_bytes >= self.break_after:

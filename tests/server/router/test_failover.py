@@ -144,3 +144,24 @@ def test_a_stream_that_a_shutdown_ends_goes_on_elsewhere() -> None:
         assert ask(url, "/v1/completions", body)[:2] == expected
         thread.join()
         assert host.replicas[0].last_chosen > 1
+
+
+def test_a_stream_leaves_a_replica_that_hangs() -> None:
+    body = {"prompt": "once", "max_tokens": 60, "stream": True, "ignore_eos": True, "temperature": 0}
+    body["stream_options"] = {"include_usage": True}
+    probes = {"probe_interval_s": 0.05, "probe_timeout_s": 0.2}
+    with (
+        toy_server() as (_, one),
+        toy_server() as (_, two),
+        BreakingProxy(one) as first,
+        BreakingProxy(two) as second,
+        router_server([first.url, second.url], **probes) as (host, url),
+    ):
+        expected = ask(one, "/v1/completions", body)[:2]
+        for proxy in (first, second):
+            proxy.is_silent = True
+            # Nobody knows yet; the one that is chosen answers nothing.
+            assert ask(url, "/v1/completions", body)[:2] == expected
+            proxy.is_silent = False
+            while not all(replica.is_ready for replica in host.replicas):
+                time.sleep(0.01)

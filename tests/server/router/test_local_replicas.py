@@ -58,33 +58,29 @@ class Server:
         return next(line for line in self.log if "listening on" in line).split()[-1]
 
     def children(self) -> list[int]:
+        """The processes, those that were started first at the beginning."""
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         return [int(pid) for pid in path.read_text().split()]
 
     def metrics(self) -> list[str]:
         return httpx.get(self.url + "/metrics", headers={"X-Api-Key": KEY}).text.splitlines()
 
-    def busy_ports(self, metric: str) -> list[int]:
-        """The ports of the replicas of which a metric is 1."""
-        pattern = re.compile(rf'fastinfer_router_{metric}{{replica="127.0.0.1:(\d+)"}} 1.0')
+    def processes(self, metric: str) -> list[int]:
+        """The numbers of the processes of which a metric is 1."""
+        pattern = re.compile(rf'fastinfer_router_{metric}{{replica="process (\d+)"}} 1.0')
         return [int(match[1]) for match in map(pattern.fullmatch, self.metrics()) if match]
 
     def num_ready(self) -> int:
-        return len(self.busy_ports("replica_ready"))
+        return len(self.processes("replica_ready"))
 
     def kill_busy_replica(self) -> None:
         """Kill the replica that streams, before it can end."""
         children = self.children()
         for pid in children:
             os.kill(pid, signal.SIGSTOP)
-        (port,) = self.busy_ports("requests_running")
-        sockets = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-        (inode,) = [fields[9] for fields in sockets if fields[1] == f"0100007F:{port:04X}" and fields[3] == "0A"]
-        links = {pid: [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()] for pid in children}
-        (busy,) = [pid for pid in children if f"socket:[{inode}]" in links[pid]]
-        os.kill(busy, signal.SIGKILL)
-        for pid in set(children) - {busy}:
-            os.kill(pid, signal.SIGCONT)
+        (busy,) = self.processes("requests_running")
+        os.kill(children.pop(busy), signal.SIGKILL)
+        os.kill(children.pop(), signal.SIGCONT)
 
     def end(self) -> None:
         if self.process.poll() is None:

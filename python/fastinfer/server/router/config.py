@@ -17,7 +17,7 @@ class RouterConfig(HttpConfig):
             memory each.
         max_lost: number of replicas that may die with a request before it ends with an error. It bounds how many a
             request can kill that is the reason.
-        replica_wait_s: seconds for which a stream that has begun waits for a replica that can continue it.
+        replica_wait_s: seconds for which a request that has lost its replica waits for another one.
         write_timeout_s: as in :class:`HttpConfig`, and less than the replicas' own limit, so that the router notices a
             slow client before they do.
     """

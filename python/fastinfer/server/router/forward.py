@@ -109,7 +109,8 @@ class Forwarded(Response):
                 if not self._survives(replica, error):
                     return await self._fail("the replica has died with the request")
             replica = host.choose(prompt, self._refused)
-            if replica is None and self._has_begun:
+            # A replica that has lost a connection may have lost this one alone, and is asked at once if it is ready.
+            if replica is None and (self._has_begun or (self._num_lost and not self._refused)):
                 self._refused.clear()
                 replica = await host.wait_for(prompt)
 

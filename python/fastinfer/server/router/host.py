@@ -49,9 +49,9 @@ class RouterHost:
         for replica in self.replicas:
             self._watch(replica)
 
-    def add(self, endpoint: Endpoint) -> Replica:
+    def add(self, endpoint: Endpoint, name: str) -> Replica:
         """Add a replica while the router runs."""
-        replica = Replica(endpoint, self._config.max_index_blocks)
+        replica = Replica(endpoint, self._config.max_index_blocks, name)
         self.replicas.append(replica)
         self._watch(replica)
         return replica
@@ -69,7 +69,7 @@ class RouterHost:
         return choose(ready, prompt, self._config.beta)
 
     async def wait_for(self, prompt: Prompt) -> Replica | None:
-        """Return the replica for a stream that has begun; ``None`` if none gets ready in time."""
+        """Return the replica for a request that has lost its own; ``None`` if none gets ready in time."""
         deadline = time.monotonic() + self._config.replica_wait_s
         while (replica := self.choose(prompt)) is None and time.monotonic() < deadline and not self.is_stopped:
             await asyncio.sleep(POLL_S)

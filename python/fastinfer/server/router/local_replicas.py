@@ -65,7 +65,7 @@ class LocalReplicas(RouterHost):
     async def start(self) -> None:
         """Start the processes."""
         loop = asyncio.get_running_loop()
-        self._keepers = [loop.create_task(self._keep(environment)) for environment in self._environments]
+        self._keepers = [loop.create_task(self._keep(*numbered)) for numbered in enumerate(self._environments)]
 
     async def stop(self) -> None:
         """End all requests and all processes."""
@@ -76,8 +76,8 @@ class LocalReplicas(RouterHost):
         await asyncio.gather(*map(_end, self.processes))
         self.processes.clear()
 
-    async def _keep(self, environment: Mapping[str, str]) -> None:
-        """Run one replica, and start it again whenever it has died."""
+    async def _keep(self, number: int, environment: Mapping[str, str]) -> None:
+        """Run one replica, and start it again whenever it has died; its name stays the same for metrics."""
         pause, can_start = MIN_PAUSE_S, False
         while True:
             try:
@@ -85,7 +85,7 @@ class LocalReplicas(RouterHost):
             except OSError as error:
                 return self._fail(f"a replica could not be started: {error}")
             self.processes.append(process)
-            replica = self.add(endpoint)
+            replica = self.add(endpoint, f"process {number}")
             has_been_ready = await self._has_ended(process, replica)
             can_start |= has_been_ready
             self.processes.remove(process)
@@ -94,7 +94,7 @@ class LocalReplicas(RouterHost):
                 return None
             if process.returncode == WRONG_INPUT and not can_start:
                 return self._fail("a replica could not be started, see above")
-            LOG.error("replica %s has ended with code %d; starting it again", replica.name, process.returncode)
+            LOG.error("%s has ended with code %d; starting it again", replica.name, process.returncode)
             pause = MIN_PAUSE_S if has_been_ready else min(2 * pause, MAX_PAUSE_S)
             if not has_been_ready:
                 await asyncio.sleep(pause)

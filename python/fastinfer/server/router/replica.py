@@ -27,9 +27,9 @@ class Replica:
     Args:
         endpoint: its address.
         max_index_blocks: size of the index of its prefixes.
+        name: its name for logs and metrics; by default its address.
 
     Attributes:
-        name: its address for logs and metrics.
         is_ready: whether it gets new requests.
         reason: why not; empty if it does.
         load: requests that the router has there, weighed by the prompts that have to be computed.
@@ -39,9 +39,9 @@ class Replica:
         wake_probe: set when its state is in doubt.
     """
 
-    def __init__(self, endpoint: Endpoint, max_index_blocks: int) -> None:
+    def __init__(self, endpoint: Endpoint, max_index_blocks: int, name: str | None = None) -> None:
         self.endpoint = endpoint
-        self.name = endpoint.authority + endpoint.base_path
+        self.name = name or endpoint.authority + endpoint.base_path
         self.is_ready = False
         self.reason = "not asked yet"
         self.load = 0.0
