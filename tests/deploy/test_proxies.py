@@ -22,7 +22,7 @@ from support.toy import ToyTokenizer, greedy
 from support.toy_server import GatedModel, toy_server
 from support.waiting import until
 
-from fastinfer.server.engine_host import HostState
+from fastinfer.server.host_state import HostState
 
 pytestmark = pytest.mark.slow
 

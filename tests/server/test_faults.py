@@ -283,7 +283,7 @@ def test_the_server_listens_while_the_model_loads() -> None:
     from fastinfer import AsyncEngine
     from fastinfer.server.app import create_app
     from fastinfer.server.config import ServerConfig
-    from fastinfer.server.run import DrainingServer
+    from fastinfer.server.draining_server import DrainingServer
 
     may_load = threading.Event()
 

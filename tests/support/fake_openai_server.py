@@ -87,6 +87,8 @@ class FakeOpenAIServer:
         self.paths.append(path)
         if self.api_key is not None and f"Authorization: Bearer {self.api_key}" not in lines:
             _write_json(writer, 401, {"error": {"message": "wrong key"}})
+        elif method == "GET" and path == "/ready":
+            _write_json(writer, 200, {"status": "ok"})
         elif method == "GET" and path.endswith("/models"):
             _write_json(writer, 200, {"object": "list", "data": [{"id": name} for name in self.models]})
         elif method == "POST" and path.endswith("/completions"):

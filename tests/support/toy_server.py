@@ -14,7 +14,7 @@ from fastinfer import AsyncEngine
 from fastinfer.engine.engine import Engine
 from fastinfer.server.app import create_app
 from fastinfer.server.config import ServerConfig
-from fastinfer.server.run import DrainingServer
+from fastinfer.server.draining_server import DrainingServer
 from support.toy import ToyModel, toy_engine
 
 NAME = "org/toy"
@@ -51,11 +51,12 @@ def toy_app(
     model: ToyModel | None = None,
     limits: dict[str, Any] | None = None,
     engine: Callable[[], Engine] | None = None,
+    names: tuple[str, ...] = (NAME, "toy"),
     **settings: Any,
 ) -> FastAPI:
     # Equal requests are computed each, unless a test asks for the cache.
     settings = {"response_cache": "off"} | settings
-    config = ServerConfig(model_names=(NAME, "toy"), port=0, **settings)
+    config = ServerConfig(model_names=names, port=0, **settings)
     load = engine or (lambda: toy_engine(model=model, **(limits or {})))
     return create_app(config, lambda: AsyncEngine(load()))
 

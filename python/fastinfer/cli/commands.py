@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import fastinfer
-from fastinfer.cli import arguments, checks, serve_arguments, simulate_arguments
+from fastinfer.cli import arguments, checks, router_arguments, serve_arguments, simulate_arguments
 from fastinfer.cli.streams import discard_output
 from fastinfer.errors import FastinferError
 
@@ -22,7 +22,7 @@ class Command:
     Attributes:
         help: its line in ``fastinfer --help``.
         add_arguments: function that declares its arguments.
-        module: module whose ``run(args)`` executes it; ``None`` if it has subcommands with modules of their own.
+        module: module whose ``run(args)`` executes it; ``None`` if the arguments decide, as ``args.module``.
         check: function that checks its arguments before the module is imported.
     """
 
@@ -45,8 +45,14 @@ COMMANDS = {
     "serve": Command(
         "serve a model over HTTP, as OpenAI does",
         serve_arguments.add_serve,
-        "fastinfer.cli.serve",
+        None,
         serve_arguments.check_serve,
+    ),
+    "router": Command(
+        "share requests among several servers",
+        router_arguments.add_router,
+        "fastinfer.cli.router",
+        router_arguments.check_router,
     ),
     "pull": Command("download a model and print where it is", arguments.add_pull, "fastinfer.cli.pull"),
     "models": Command("list the models known by name", arguments.add_models, "fastinfer.cli.models"),

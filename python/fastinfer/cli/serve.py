@@ -1,10 +1,12 @@
 """``fastinfer serve``: the OpenAI-compatible server."""
 
 import argparse
+import socket
 from pathlib import Path
 from typing import Any
 
 from fastinfer.async_engine import AsyncEngine
+from fastinfer.cli.http_options import http_settings
 from fastinfer.llm import LLM
 from fastinfer.server.config import ServerConfig
 from fastinfer.server.logs import logging_to
@@ -14,26 +16,12 @@ from fastinfer.server.run import run as run_server
 MAX_NUM_WAITING = 1024
 
 
-def run(args: argparse.Namespace) -> int:
-    """Serve until a signal comes."""
+def run(args: argparse.Namespace, sockets: list[socket.socket] | None = None) -> int:
+    """Serve until a signal comes, on the address in the arguments or on sockets that are bound already."""
     config = ServerConfig(
         model_names=tuple(args.served_model_name or [_name_of(args.model)]),
-        host=args.host,
-        port=args.port,
-        uds=args.uds,
-        allowed_hosts=tuple(args.allowed_host),
-        root_path=args.root_path,
-        ssl_certfile=args.ssl_certfile,
-        ssl_keyfile=args.ssl_keyfile,
-        ssl_keyfile_password=args.ssl_keyfile_password,
-        api_keys=tuple(args.api_key),
-        admin_keys=tuple(args.admin_key),
-        max_body_bytes=args.max_body_size << 20,
         request_timeout_s=args.request_timeout,
         queue_timeout_s=args.queue_timeout,
-        drain_timeout_s=args.drain_timeout,
-        spot_notice=args.spot_notice,
-        metadata_url=args.metadata_url,
         ping_interval_s=args.ping_interval,
         stall_s=args.stall_timeout,
         response_cache=args.response_cache,
@@ -44,9 +32,10 @@ def run(args: argparse.Namespace) -> int:
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
         metrics_prefix=args.metrics_prefix,
+        **http_settings(args),
     )
     with logging_to(None, args.log_format, args.log_level):
-        return run_server(config, lambda: _load(args))
+        return run_server(config, lambda: _load(args), sockets)
 
 
 def _load(args: argparse.Namespace) -> AsyncEngine:

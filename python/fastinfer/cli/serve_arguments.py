@@ -3,20 +3,18 @@
 import argparse
 import importlib.util
 import os
-import ssl
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from fastinfer import hub
 from fastinfer.cli.checks import ADAPTER_CONFIG
-from fastinfer.cli.options import API_KEY_VARIABLE, EngineOption, add_engine_options, count, rate
+from fastinfer.cli.http_options import add_limits, add_listening, add_logs, check_http
+from fastinfer.cli.options import EngineOption, add_engine_options, count, rate
+from fastinfer.cli.router_arguments import add_beta
 from fastinfer.errors import AdapterError, RequestError
 from fastinfer.utils.checks import show, show_path
 
-# Keys on a command line can be seen by every user of the machine; here they are separated by commas.
-ADMIN_KEY_VARIABLE = "FASTINFER_ADMIN_KEY"
-SSL_PASSWORD_VARIABLE = "FASTINFER_SSL_PASSWORD"
 CACHE_VARIABLE = "FASTINFER_RESPONSE_CACHE"  # for a URL with a password
+MAX_REPLICAS = 256
 MIN_THRESHOLD = 0.8  # the semantic cache's, whose module imports numpy; a test compares them
 
 
@@ -57,50 +55,28 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--max-lora-rank", action=EngineOption, type=count(1, 4096), metavar="N", help="largest rank; default: 64"
     )
-    _add_listening(parser.add_argument_group("server"))
-    _add_parsers(parser.add_argument_group("tools and reasoning"))
-    _add_limits(parser.add_argument_group("limits"))
-    _add_cache(parser.add_argument_group("response cache"))
-    _add_reports(parser.add_argument_group("logs and metrics"))
-
-
-def _add_listening(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on; default: %(default)s")
-    group.add_argument("--port", type=count(0, 65535), default=8000, metavar="N", help="default: %(default)s")
-    group.add_argument("--uds", metavar="PATH", help="listen on a Unix socket instead")
-    group.add_argument(
+    replicas = parser.add_argument_group("replicas")
+    replicas.add_argument(
+        "--data-parallel-size",
+        type=count(1, MAX_REPLICAS),
+        default=1,
+        metavar="N",
+        help="processes that serve the model, behind one address; each has its own weights and KV cache, its share of "
+        "the threads, and a GPU of its own; default: %(default)s",
+    )
+    add_beta(replicas)
+    server = parser.add_argument_group("server")
+    add_listening(server)
+    server.add_argument(
         "--served-model-name",
         action="append",
         metavar="NAME",
         help="name of the model for clients; may be repeated; default: that of --model",
     )
-    group.add_argument(
-        "--api-key",
-        action="append",
-        metavar="KEY",
-        help=f"key that requests must have; may be repeated; ${API_KEY_VARIABLE} keeps it from other users",
-    )
-    group.add_argument(
-        "--admin-key",
-        action="append",
-        metavar="KEY",
-        help=f"key for the administrative routes, which are off without one; may be repeated; ${ADMIN_KEY_VARIABLE}",
-    )
-    group.add_argument("--ssl-certfile", metavar="FILE", help="certificate for TLS")
-    group.add_argument(
-        "--ssl-keyfile",
-        metavar="FILE",
-        help=f"its private key; if that is encrypted, its password is expected in ${SSL_PASSWORD_VARIABLE}",
-    )
-    group.add_argument(
-        "--allowed-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="host name to accept besides addresses and localhost, if the server has no key and only this machine "
-        "reaches it; may be repeated",
-    )
-    group.add_argument("--root-path", default="", metavar="PATH", help="prefix of the paths that a proxy removes")
+    _add_parsers(parser.add_argument_group("tools and reasoning"))
+    _add_limits(parser.add_argument_group("limits"))
+    _add_cache(parser.add_argument_group("response cache"))
+    _add_reports(parser.add_argument_group("logs and metrics"))
 
 
 def _add_parsers(group: argparse._ArgumentGroup) -> None:
@@ -125,26 +101,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--queue-timeout", type=rate, metavar="S", help="seconds in which it must begin; default: no limit"
     )
-    group.add_argument(
-        "--drain-timeout",
-        type=rate,
-        default=45.0,
-        metavar="S",
-        help="seconds that running requests get after SIGTERM; default: %(default)g",
-    )
-    group.add_argument(
-        "--spot-notice",
-        choices=("aws", "gcp", "azure"),
-        help="drain when this cloud provider says that it takes back the machine; default: do not ask",
-    )
-    group.add_argument("--metadata-url", metavar="URL", help="address of its metadata service")
-    group.add_argument(
-        "--max-body-size",
-        type=count(1),
-        default=32,
-        metavar="MIB",
-        help="largest body of a request; default: %(default)s",
-    )
+    add_limits(group)
     group.add_argument(
         "--ping-interval",
         type=rate,
@@ -192,13 +149,7 @@ def _add_cache(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_reports(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--log-format", choices=["text", "json"], default="text", help="default: %(default)s")
-    group.add_argument(
-        "--log-level",
-        choices=["debug", "info", "warning", "error"],
-        default="info",
-        help="'info' has a line per request; default: %(default)s",
-    )
+    add_logs(group)
     group.add_argument(
         "--otlp-traces-endpoint",
         metavar="URL",
@@ -211,18 +162,12 @@ def _add_reports(group: argparse._ArgumentGroup) -> None:
 
 def check_serve(args: argparse.Namespace) -> None:
     """Check the arguments of ``serve``, and add the keys from the environment."""
-    if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
-        raise RequestError("serve needs further packages: pip install 'fastinfer[server]'")
+    check_http(args, "serve")
+    args.module = "fastinfer.cli.serve"
+    if args.data_parallel_size > 1:
+        args.module = "fastinfer.cli.serve_replicas"
+        args.replica_threads, args.threads = args.threads, None  # the router itself needs none
     _check_parsers(args)
-    if args.metadata_url is not None and not args.metadata_url.startswith("http://"):
-        raise RequestError(f"--metadata-url: expected an address that begins with http://, got {args.metadata_url!r}")
-    args.api_key = (args.api_key or []) + _keys(API_KEY_VARIABLE)
-    args.admin_key = (args.admin_key or []) + _keys(ADMIN_KEY_VARIABLE)
-    for option, keys in (("--api-key", args.api_key), ("--admin-key", args.admin_key)):
-        if not all(key and key.isascii() and key.isprintable() for key in keys):
-            raise RequestError(f"{option}: expected printable ASCII characters")
-    args.ssl_keyfile_password = os.environ.get(SSL_PASSWORD_VARIABLE)
-    _check_tls(args.ssl_certfile, args.ssl_keyfile, args.ssl_keyfile_password)
     args.response_cache = args.response_cache or os.environ.get(CACHE_VARIABLE) or "memory"
     _check_cache(args.response_cache, args.semantic_cache)
     _check_traces(args)
@@ -230,24 +175,6 @@ def check_serve(args: argparse.Namespace) -> None:
         if not os.path.isfile(os.path.join(folder, ADAPTER_CONFIG)):
             raise AdapterError(f"--lora: expected a folder with {ADAPTER_CONFIG}, got {show_path(folder)}")
     hub.resolve(args.model)
-
-
-def _check_tls(certificate: str | None, key: str | None, password: str | None) -> None:
-    if (certificate is None) != (key is None):
-        raise RequestError("--ssl-certfile and --ssl-keyfile: expected both or none")
-    if certificate is None or key is None:
-        return
-    for option, path in (("--ssl-certfile", certificate), ("--ssl-keyfile", key)):
-        if not Path(path).is_file():
-            raise RequestError(f"{option}: expected a file, got {path}")
-    try:
-        # Without a password OpenSSL would ask for one at the terminal.
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password or "")
-    except OSError as error:  # of the file system or of OpenSSL
-        raise RequestError(
-            f"--ssl-certfile and --ssl-keyfile: expected a certificate and its key in PEM, encrypted with "
-            f"${SSL_PASSWORD_VARIABLE} or not at all, got: {error.strerror or error}"
-        ) from None
 
 
 def _check_cache(place: str, threshold: float | None) -> None:
@@ -298,10 +225,6 @@ def _check_parsers(args: argparse.Namespace) -> None:
     ):
         if name not in (AUTO, OFF, *known):
             raise RequestError(f"{option}: expected one of {', '.join((AUTO, OFF, *known))}, got {name}")
-
-
-def _keys(variable: str) -> list[str]:
-    return [key for key in os.environ.get(variable, "").split(",") if key]
 
 
 def _adapter(text: str) -> tuple[str, str]:

@@ -7,14 +7,16 @@ machine with the server that it measures, so all that happens here per read is o
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import cast
+from typing import TypeVar, cast
 
 import httptools
 
-from fastinfer.client.endpoint import Endpoint
+from fastinfer.client.endpoint import JSON_HEADERS, Endpoint, Headers
 from fastinfer.errors import ServerError
 
 CONNECT_TIMEOUT_S = 10.0
+
+AnyConnection = TypeVar("AnyConnection", bound="Connection")
 
 
 class Connection(asyncio.Protocol):
@@ -30,7 +32,7 @@ class Connection(asyncio.Protocol):
         self._failure = ""  # why the connection is closed
 
     @classmethod
-    async def open(cls, endpoint: Endpoint) -> "Connection":
+    async def open(cls: type[AnyConnection], endpoint: Endpoint) -> AnyConnection:
         """Connect.
 
         Raises:
@@ -58,13 +60,16 @@ class Connection(asyncio.Protocol):
         """Status of the answer whose body the callback gets."""
         return int(self._parser.get_status_code())
 
-    async def request(self, method: str, path: str, body: bytes, on_data: Callable[[bytes], None]) -> int:
+    async def request(
+        self, method: str, path: str, body: bytes, on_data: Callable[[bytes], None], headers: Headers = JSON_HEADERS
+    ) -> int:
         """Send a request, and return the status once the answer is complete.
 
         Args:
             method, path: the request line; the endpoint's base path is added.
-            body: JSON; empty for none.
+            body: JSON, unless the headers say otherwise; empty for none.
             on_data: function that gets what each read of the socket brings of the answer's body.
+            headers: headers beside those that the endpoint adds.
 
         Raises:
             ServerError: the connection ends before the answer does, or the answer is not HTTP.
@@ -73,7 +78,7 @@ class Connection(asyncio.Protocol):
             raise ServerError(self._failure or f"{self._endpoint.authority}: the connection is closed")
         self._on_data = on_data
         self._status = asyncio.get_running_loop().create_future()
-        self._transport.write(self._endpoint.request_head(method, path, len(body)) + body)
+        self._transport.write(self._endpoint.request_head(method, path, len(body), headers) + body)
         return await self._status
 
     def close(self) -> None:

@@ -1,11 +1,15 @@
 """Address of an OpenAI-compatible server."""
 
 import ssl
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from urllib.parse import urlsplit
 
 from fastinfer.errors import RequestError
+
+Headers = Sequence[tuple[bytes, bytes]]
+JSON_HEADERS: Headers = ((b"Content-Type", b"application/json"),)
 
 
 @dataclass(frozen=True)
@@ -27,8 +31,8 @@ class Endpoint:
     api_key: str | None = None
 
     @classmethod
-    def parse(cls, url: str, api_key: str | None = None) -> "Endpoint":
-        """Parse a URL. One without a path means the API under ``/v1``.
+    def parse(cls, url: str, api_key: str | None = None, default_path: str = "/v1") -> "Endpoint":
+        """Parse a URL. One without a path means the API under ``default_path``.
 
         Raises:
             RequestError: it is no URL of a server, or the key cannot be sent in a header.
@@ -47,7 +51,7 @@ class Endpoint:
         if api_key is not None and not (api_key and api_key.isascii() and api_key.isprintable()):
             raise RequestError("api key: expected printable ASCII characters")
         is_tls = parts.scheme == "https"
-        base_path = parts.path.rstrip("/") or "/v1"
+        base_path = parts.path.rstrip("/") or default_path
         return cls(parts.hostname, port or (443 if is_tls else 80), is_tls, base_path, api_key)
 
     @property
@@ -61,14 +65,14 @@ class Endpoint:
         """Context that verifies the server's certificate; ``None`` without TLS."""
         return ssl.create_default_context() if self.is_tls else None
 
-    def request_head(self, method: str, path: str, num_bytes: int) -> bytes:
-        """Return the request line and the headers of a request with a JSON body of ``num_bytes``."""
+    def request_head(self, method: str, path: str, num_bytes: int, headers: Headers = JSON_HEADERS) -> bytes:
+        """Return the request line and the headers of a request with a body of ``num_bytes``."""
         lines = [
-            f"{method} {self.base_path}{path} HTTP/1.1",
-            f"Host: {self.authority}",
-            "Content-Type: application/json",
-            f"Content-Length: {num_bytes}",
+            f"{method} {self.base_path}{path} HTTP/1.1".encode(),
+            f"Host: {self.authority}".encode(),
+            f"Content-Length: {num_bytes}".encode(),
+            *(b"%b: %b" % header for header in headers),
         ]
         if self.api_key is not None:
-            lines.append(f"Authorization: Bearer {self.api_key}")
-        return "\r\n".join([*lines, "", ""]).encode()
+            lines.append(f"Authorization: Bearer {self.api_key}".encode())
+        return b"\r\n".join([*lines, b"", b""])

@@ -12,17 +12,14 @@ from starlette.responses import Response
 import fastinfer
 from fastinfer.async_engine import AsyncEngine
 from fastinfer.errors import FastinferError, QueueFullError, UnavailableError
-from fastinfer.server.auth import Authentication
 from fastinfer.server.caching import make_cache
 from fastinfer.server.config import ServerConfig
 from fastinfer.server.disconnect import ClientGoneError
-from fastinfer.server.engine_host import EngineHost, HostState
+from fastinfer.server.engine_host import EngineHost
 from fastinfer.server.errors import APIError, as_api_error, error_response
-from fastinfer.server.host_check import HostCheck, needs_host_check
-from fastinfer.server.limits import Limits
 from fastinfer.server.logs import log_request
 from fastinfer.server.metrics import Metrics
-from fastinfer.server.observation import Observation
+from fastinfer.server.middleware import add_middleware
 from fastinfer.server.openapi import add_bodies
 from fastinfer.server.output_format import find_format
 from fastinfer.server.routes import (
@@ -96,17 +93,7 @@ def create_app(config: ServerConfig, load: Callable[[], AsyncEngine]) -> FastAPI
     add_bodies(app)
     for kind in (APIError, FastinferError, UnavailableError, HTTPException, ClientGoneError):
         app.add_exception_handler(kind, _answer)
-    # The last one is the outermost one.
-    if needs_host_check(config):
-        app.add_middleware(HostCheck, allowed_hosts=config.allowed_hosts)
-    app.add_middleware(Authentication, api_keys=config.api_keys, admin_keys=config.admin_keys)
-    app.add_middleware(
-        Limits,
-        max_body_bytes=config.max_body_bytes,
-        max_header_bytes=config.max_header_bytes,
-        is_closing=lambda: host.state is HostState.DRAINING,
-    )
-    app.add_middleware(Observation, observers=observers)
+    add_middleware(app, config, host, observers)
     return app
 
 

@@ -5,6 +5,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import Request
+from starlette.types import Receive
 
 Result = TypeVar("Result")
 
@@ -22,7 +23,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Re
         ClientGoneError: the client has gone.
     """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(request))
+    gone = asyncio.ensure_future(disconnected(request.receive))
     try:
         await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -35,6 +36,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Re
             await asyncio.wait([task])
 
 
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def disconnected(receive: Receive) -> None:
+    """Return when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
         pass

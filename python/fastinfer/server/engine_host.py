@@ -6,22 +6,13 @@ import gc
 import logging
 import threading
 from collections.abc import Callable
-from enum import Enum
 
 from fastinfer.async_engine import AsyncEngine
 from fastinfer.errors import FastinferError
 from fastinfer.server.errors import RETRY_FULL_S, RETRY_LOADING_S, APIError, unavailable
+from fastinfer.server.host_state import HostState
 
 LOG = logging.getLogger("fastinfer.server")
-
-
-class HostState(Enum):
-    """What the server does with new requests."""
-
-    LOADING = "loading"
-    READY = "ready"
-    DRAINING = "draining"
-    FAILED = "failed"
 
 
 class EngineHost:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from fastinfer.server.config import ServerConfig
+from fastinfer.server.config import HttpConfig
 from fastinfer.server.errors import APIError, error_response
 
 
@@ -43,7 +43,7 @@ class HostCheck:
         await self._app(scope, receive, send)
 
 
-def needs_host_check(config: ServerConfig) -> bool:
+def needs_host_check(config: HttpConfig) -> bool:
     """Return whether a server listens on this machine alone and needs no key."""
     return not config.api_keys and config.uds is None and _is_loopback(config.host)
 

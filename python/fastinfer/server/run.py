@@ -1,33 +1,19 @@
-"""Running the server: sockets, TLS, signals, and the drain before the end."""
+"""Running the server of an engine."""
 
-import asyncio
 import logging
 import os
-import signal
+import socket
 import sys
-import time
 from collections.abc import Callable
-from types import FrameType
-
-import uvicorn
-from fastapi import FastAPI
 
 from fastinfer.async_engine import AsyncEngine
 from fastinfer.server.app import create_app
 from fastinfer.server.config import ServerConfig
-from fastinfer.server.engine_host import HostState
-from fastinfer.server.http_protocol import BoundedHttpProtocol
-from fastinfer.server.spot_notice import SpotNotice, watch
+from fastinfer.server.draining_server import DrainingServer
 from fastinfer.server.state import ServerState
 
-LOG = logging.getLogger("fastinfer.server")
 
-POLL_S = 0.05
-# Seconds that streams get for their last frames once their requests have been ended.
-FAREWELL_S = 2
-
-
-def run(config: ServerConfig, load: Callable[[], AsyncEngine]) -> int:
+def run(config: ServerConfig, load: Callable[[], AsyncEngine], sockets: list[socket.socket] | None = None) -> int:
     """Serve until a signal comes; returns the exit code, or ends the process if the model is still being loaded.
 
     The first SIGTERM or SIGINT begins the drain: the server goes on to listen, ``/ready`` and new requests get 503, and
@@ -38,121 +24,21 @@ def run(config: ServerConfig, load: Callable[[], AsyncEngine]) -> int:
     Args:
         config: the server's settings.
         load: function that loads the engine, while the server listens already.
+        sockets: bound sockets to listen on instead of the address in the settings.
 
     Raises:
         Exception: the error with which loading failed.
     """
-    server = DrainingServer(create_app(config, load), config)
-    server.run()
-    if server.host.is_loading:
+    app = create_app(config, load)
+    state: ServerState = app.state.server
+    server = DrainingServer(app, config)
+    server.run(sockets)
+    if state.host.is_loading:
         # The interpreter would kill the thread inside C++ code, which aborts the process.
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
-    failure = server.host.failure
-    if failure is not None:
-        raise failure
+    if state.host.failure is not None:
+        raise state.host.failure
     return 0 if server.started else 1
-
-
-class DrainingServer(uvicorn.Server):
-    """uvicorn's server, which by itself would stop to listen as soon as a signal comes, and fail the probes.
-
-    Args:
-        app: the application of :func:`fastinfer.server.app.create_app`.
-        config: the server's settings.
-    """
-
-    def __init__(self, app: FastAPI, config: ServerConfig) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                host=config.host,
-                port=config.port,
-                uds=config.uds,
-                root_path=config.root_path,
-                ssl_certfile=config.ssl_certfile,
-                ssl_keyfile=config.ssl_keyfile,
-                ssl_keyfile_password=config.ssl_keyfile_password,
-                http=BoundedHttpProtocol,
-                timeout_keep_alive=config.keep_alive_s,
-                timeout_graceful_shutdown=FAREWELL_S,
-                server_header=False,
-                proxy_headers=False,
-                access_log=False,
-                log_config=None,
-                log_level="warning",
-                ws="none",
-            )
-        )
-        state: ServerState = app.state.server
-        self.host = state.host
-        self._drain_timeout_s = config.drain_timeout_s
-        self._drain_task: asyncio.Task[None] | None = None
-        self._is_signalled = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._notice = None if config.spot_notice is None else SpotNotice(config.spot_notice, config.metadata_url)
-
-    async def main_loop(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        LOG.info("listening on %s", self.address)
-        watcher = None if self._notice is None else self._loop.create_task(watch(self._notice, self._take_notice))
-        await super().main_loop()
-        if watcher is not None:
-            watcher.cancel()
-
-    async def on_tick(self, counter: int) -> bool:
-        if self.host.state is HostState.FAILED:
-            self.should_exit = True
-        return bool(await super().on_tick(counter))
-
-    @property
-    def address(self) -> str:
-        """Where the server listens."""
-        if self.config.uds is not None:
-            return f"unix:{self.config.uds}"
-        scheme = "https" if self.config.is_ssl else "http"
-        port = self.servers[0].sockets[0].getsockname()[1] if self.servers else self.config.port
-        return f"{scheme}://{self.config.host}:{port}"
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin the drain, or end at once if this is the second signal."""
-        if self._is_signalled or self._loop is None:
-            LOG.warning("%s: ending at once", signal.Signals(sig).name)
-            self.should_exit = self.force_exit = True
-            return
-        self._is_signalled = True
-        self._loop.call_soon_threadsafe(self._end, signal.Signals(sig).name)
-
-    def _end(self, reason: str) -> None:
-        self.host.give_up()
-        self._begin_drain(reason)
-
-    def _take_notice(self) -> None:
-        self._begin_drain("the machine is taken back")
-
-    def _begin_drain(self, reason: str) -> None:
-        if self._drain_task is None:
-            LOG.warning("%s: draining for at most %g s", reason, self._drain_timeout_s)
-            self.host.begin_drain()
-            self._drain_task = asyncio.create_task(self._drain())
-
-    async def _drain(self) -> None:
-        """Wait until no request runs, abort those that take too long, and let uvicorn end after a signal."""
-        await self._wait_for_requests(self._drain_timeout_s)
-        if self._num_open():
-            await self.host.stop()
-        await self._wait_for_requests(FAREWELL_S)
-        while not self._is_signalled:
-            await asyncio.sleep(POLL_S)
-        self.should_exit = True
-
-    async def _wait_for_requests(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while self._num_open() and time.monotonic() < deadline:
-            await asyncio.sleep(POLL_S)
-
-    def _num_open(self) -> int:
-        """Return the number of requests whose answers are not finished."""
-        return len(self.server_state.tasks)

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from fastinfer.server.disconnect import disconnected
 from fastinfer.server.errors import APIError, as_api_error
 from fastinfer.server.json_bytes import dumps
 from fastinfer.server.record import record
@@ -79,7 +80,7 @@ class EventStream(Response):
         # The frames have a task of their own: each time a task goes on, all coroutines that it is inside of take their
         # time, and here the framework and the middleware are twenty of them.
         pump = asyncio.ensure_future(self._pump())
-        gone = asyncio.ensure_future(_disconnected(receive))
+        gone = asyncio.ensure_future(disconnected(receive))
         try:
             is_over = await self._watch(pump, gone)
         finally:
@@ -137,9 +138,3 @@ class EventStream(Response):
 
 def _nothing() -> None:
     pass
-
-
-async def _disconnected(receive: Receive) -> None:
-    """Return when the client has closed the connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

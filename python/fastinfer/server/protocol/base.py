@@ -55,12 +55,7 @@ async def parse(request: Request, model: type[Model], timeout: float) -> Model:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise APIError(415, f"Content-Type must be application/json, got {kind or 'none'}")
-    try:
-        body = await asyncio.wait_for(request.body(), timeout)
-    except asyncio.TimeoutError:
-        raise APIError(408, f"the body must arrive within {timeout:g} s", code="body_timeout") from None
-    except ClientDisconnect:
-        raise ClientGoneError from None
+    body = await read_body(request, timeout)
     try:
         parsed: Model
         if len(body) > LARGE_BODY_BYTES:
@@ -71,6 +66,25 @@ async def parse(request: Request, model: type[Model], timeout: float) -> Model:
         raise explain(error, model) from None
     request.scope["names"] = parsed.field_names()
     return parsed
+
+
+async def read_body(request: Request, timeout: float) -> bytes:
+    """Read the body of a request.
+
+    Args:
+        request: the request.
+        timeout: seconds in which the body must have arrived.
+
+    Raises:
+        APIError: the body is late.
+        ClientGoneError: the client has gone before all of the body was there.
+    """
+    try:
+        return await asyncio.wait_for(request.body(), timeout)
+    except asyncio.TimeoutError:
+        raise APIError(408, f"the body must arrive within {timeout:g} s", code="body_timeout") from None
+    except ClientDisconnect:
+        raise ClientGoneError from None
 
 
 def explain(error: ValidationError, model: type[RequestModel]) -> APIError:

@@ -1,0 +1,47 @@
+"""A replica of ``fastinfer serve --data-parallel-size``: a process that only the router starts.
+
+It reads the command's arguments as a JSON object from standard input, and serves on a socket that it has inherited.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+
+from fastinfer.errors import FastinferError
+
+PR_SET_PDEATHSIG = 1  # see prctl(2)
+
+
+def main() -> int:
+    """Serve until a signal comes or the router dies; returns the exit code."""
+    args = argparse.Namespace(**json.load(sys.stdin))
+    end_with(args.parent)
+    try:
+        # Only here, so that the router's death ends the process even while torch is imported.
+        from fastinfer.cli import serve
+        from fastinfer.utils.torch_threads import set_num_threads
+
+        set_num_threads(args.threads)
+        return serve.run(args, [socket.socket(fileno=args.socket)])
+    except (FastinferError, ImportError, OSError) as error:
+        print(f"fastinfer: error: {error}", file=sys.stderr)
+        return 2
+
+
+def end_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent dies, and end it if that has happened.
+
+    Args:
+        parent: process id of the parent.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""``fastinfer router``: one address in front of several servers."""

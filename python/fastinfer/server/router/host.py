@@ -1,0 +1,137 @@
+"""The replicas behind a router: which there are, and which of them are ready."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Collection, Iterable
+
+from fastinfer.client.endpoint import Endpoint
+from fastinfer.errors import ServerError
+from fastinfer.server.host_state import HostState
+from fastinfer.server.router.config import RouterConfig
+from fastinfer.server.router.policy import choose
+from fastinfer.server.router.prompts import Prompt, parse_object
+from fastinfer.server.router.replica import Replica
+
+LOG = logging.getLogger("fastinfer.server")
+
+POLL_S = 0.02
+# Failed questions in a row after which what runs on a replica is given up. One that is busy may miss some.
+MAX_FAILED_PROBES = 3
+MAX_PROBE_BYTES = 64 << 10
+
+
+class RouterHost:
+    """The replicas of a router.
+
+    Args:
+        config: the router's settings.
+        endpoints: addresses of the replicas.
+
+    Attributes:
+        state: what happens to new requests.
+        replicas: all replicas.
+        is_stopped: whether running requests are to end.
+    """
+
+    def __init__(self, config: RouterConfig, endpoints: Iterable[Endpoint]) -> None:
+        self.state = HostState.READY
+        self.replicas: list[Replica] = []
+        self.is_stopped = False
+        self._config = config
+        self._probes: dict[Replica, asyncio.Task[None]] = {}
+        for endpoint in endpoints:
+            self.replicas.append(Replica(endpoint, config.max_index_blocks))
+
+    async def start(self) -> None:
+        """Begin to ask the replicas whether they are ready, each at once."""
+        for replica in self.replicas:
+            self._watch(replica)
+
+    def add(self, endpoint: Endpoint, name: str) -> Replica:
+        """Add a replica while the router runs."""
+        replica = Replica(endpoint, self._config.max_index_blocks, name)
+        self.replicas.append(replica)
+        self._watch(replica)
+        return replica
+
+    def remove(self, replica: Replica) -> None:
+        """Forget a replica that has died; what runs on it continues on others."""
+        self.replicas.remove(replica)
+        replica.set_unready("removed")
+        self._probes.pop(replica).cancel()
+        replica.close()
+
+    def choose(self, prompt: Prompt, refused: Collection[Replica] = ()) -> Replica | None:
+        """Return the replica for a request that ``refused`` have refused; ``None`` if none is ready."""
+        ready = (replica for replica in self.replicas if replica.is_ready and replica not in refused)
+        return choose(ready, prompt, self._config.beta)
+
+    async def wait_for(self, prompt: Prompt) -> Replica | None:
+        """Return the replica for a request that has lost its own; ``None`` if none gets ready in time."""
+        deadline = time.monotonic() + self._config.replica_wait_s
+        while (replica := self.choose(prompt)) is None and time.monotonic() < deadline and not self.is_stopped:
+            await asyncio.sleep(POLL_S)
+        return None if self.is_stopped else replica
+
+    def give_up(self) -> None:
+        """Wait for nothing; a router loads nothing."""
+
+    def begin_drain(self) -> None:
+        """Refuse new requests from now on; those that run go on."""
+        self.state = HostState.DRAINING
+
+    async def stop(self) -> None:
+        """End all requests."""
+        self.is_stopped = True
+        for task in self._probes.values():
+            task.cancel()
+        await asyncio.gather(*self._probes.values(), return_exceptions=True)
+        for replica in self.replicas:
+            replica.close()
+
+    def _watch(self, replica: Replica) -> None:
+        self._probes[replica] = asyncio.get_running_loop().create_task(self._probe_for_ever(replica))
+
+    async def _probe_for_ever(self, replica: Replica) -> None:
+        num_failed = 0
+        while True:
+            replica.wake_probe.clear()
+            was_ready = replica.is_ready
+            try:
+                reason = await asyncio.wait_for(_ask_ready(replica), self._config.probe_timeout_s)
+                num_failed = 0
+            except (ServerError, asyncio.TimeoutError) as error:
+                reason = str(error) or f"no answer within {self._config.probe_timeout_s:g} s"
+                num_failed += 1
+            if not reason:
+                replica.set_ready()
+            else:
+                replica.set_unready(reason)
+            if num_failed == MAX_FAILED_PROBES:
+                replica.prefixes.clear()
+                replica.close()
+            if replica.is_ready and not was_ready:
+                LOG.info("replica %s is ready", replica.name)
+            elif was_ready and reason:
+                LOG.warning("replica %s is not ready: %s", replica.name, reason)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(replica.wake_probe.wait(), self._config.probe_interval_s)
+
+
+async def _ask_ready(replica: Replica) -> str:
+    """Return why a replica takes no requests; empty if it does.
+
+    Raises:
+        ServerError: it does not answer.
+    """
+    async with replica.ask("GET", "/ready", (), b"") as answer:
+        body = b""
+        while piece := await answer.read():
+            body += piece
+            if len(body) > MAX_PROBE_BYTES:
+                raise ServerError("expected a short answer to /ready, got a long one")
+        if answer.status == 200:
+            return ""
+        return str(parse_object(body).get("reason", f"status {answer.status}"))

@@ -1,0 +1,164 @@
+"""The router's own routes, and those that go to one replica or to all of them."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+import fastinfer
+from fastinfer.client.endpoint import Headers
+from fastinfer.errors import ServerError
+from fastinfer.server.disconnect import unless_gone
+from fastinfer.server.errors import JSON, RETRY_FULL_S, APIError, unavailable
+from fastinfer.server.host_state import HostState
+from fastinfer.server.router.forward import Forwarded
+from fastinfer.server.router.prompts import parse_object
+from fastinfer.server.router.replica import Replica
+from fastinfer.server.router.routed_request import KEY_HEADERS, RoutedRequest
+from fastinfer.server.router.state import RouterState, router_of
+from fastinfer.server.router.whole_answer import WholeAnswer
+
+# To one replica.
+FORWARDED = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/input_tokens"),
+    *("/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/v1/score", "/tokenize", "/detokenize"),
+)
+FORWARDED_GET = ("/", "/tokenizer_info")
+# To all replicas: they change what a server does with later requests.
+BROADCAST = (
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/sleep", "/wake_up"),
+    *("/reset_prefix_cache", "/reset_response_cache"),
+)
+
+router = APIRouter()
+
+
+@router.head("/health")
+@router.get("/health")
+@router.get("/ping")
+async def health() -> Response:
+    """Say that the process works."""
+    return JSON({"status": "ok"})
+
+
+@router.head("/ready")
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """Say whether requests are welcome: a replica is ready, and the router is not draining."""
+    host = router_of(request).host
+    if host.state is HostState.DRAINING:
+        reason = host.state.value
+    elif any(replica.is_ready for replica in host.replicas):
+        return JSON({"status": "ok"})
+    else:
+        reason = "no replica is ready: " + "; ".join(f"{replica.name}: {replica.reason}" for replica in host.replicas)
+    return JSON({"status": "unavailable", "reason": reason}, 503, {"Retry-After": str(RETRY_FULL_S)})
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Return the router's metrics in Prometheus' format; those of the replicas are read there."""
+    return Response(router_of(request).metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/load")
+async def load(request: Request) -> Response:
+    """Return the number of requests at all replicas."""
+    return JSON({"server_load": sum(replica.num_running for replica in router_of(request).host.replicas)})
+
+
+@router.get("/version")
+async def version() -> Response:
+    """Return the library's version."""
+    return JSON({"version": fastinfer.__version__})
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> Response:
+    """List the models of all replicas that are ready."""
+    return JSON({"object": "list", "data": await _models(request)})
+
+
+@router.get("/v1/models/{name:path}")
+async def get_model(request: Request, name: str) -> Response:
+    """Describe one model, whose name may contain slashes."""
+    for model in await _models(request):
+        if model["id"] == name:
+            return JSON(model)
+    raise APIError(404, f"model {name!r} does not exist", param="model", code="model_not_found")
+
+
+async def forward(request: Request) -> Response:
+    """Let the replica answer that has most of the prompt cached and is not too busy."""
+    state = _open(request)
+    return Forwarded(state, await RoutedRequest.read(request, state.config.body_timeout_s))
+
+
+async def broadcast(request: Request) -> Response:
+    """Let all replicas that are ready answer; returns an error if there is one, or else the first answer."""
+    state = _open(request)
+    routed = await RoutedRequest.read(request, state.config.body_timeout_s)
+    answers = await unless_gone(request, _ask_all(state, routed.method, routed.path, routed.headers(), routed.body))
+    answer = max(answers, key=lambda answer: answer.status)
+    return Response(answer.body, answer.status, {n.decode("latin-1"): v.decode("latin-1") for n, v in answer.headers})
+
+
+for path in FORWARDED:
+    router.add_api_route(path, forward, methods=["POST"])
+for path in FORWARDED_GET:
+    router.add_api_route(path, forward, methods=["GET"])
+for path in BROADCAST:
+    router.add_api_route(path, broadcast, methods=["POST"])
+
+
+def _open(request: Request) -> RouterState:
+    """Return the router's state.
+
+    Raises:
+        APIError: it takes no new requests.
+    """
+    state = router_of(request)
+    if state.host.state is HostState.DRAINING:
+        raise unavailable("the server is shutting down", RETRY_FULL_S, "draining")
+    return state
+
+
+async def _models(request: Request) -> list[dict[str, Any]]:
+    """Return the models of all replicas, each name once.
+
+    Raises:
+        APIError: no replica answers, or they refuse the client's key.
+    """
+    keys = [header for header in request.scope["headers"] if header[0] in KEY_HEADERS]
+    answers = await unless_gone(request, _ask_all(router_of(request), "GET", "/v1/models", keys, b""))
+    models: dict[str, dict[str, Any]] = {}
+    for answer in answers:
+        if answer.status != 200:
+            error = parse_object(answer.body).get("error", {})
+            raise APIError(answer.status, str(error.get("message", "a replica refused")), code=error.get("code"))
+        for model in parse_object(answer.body).get("data", []):
+            models.setdefault(model["id"], model)
+    return list(models.values())
+
+
+async def _ask_all(state: RouterState, method: str, path: str, headers: Headers, body: bytes) -> Sequence[WholeAnswer]:
+    """Return the answers of all replicas that are ready.
+
+    Raises:
+        APIError: none is, or one does not answer.
+    """
+
+    async def ask(replica: Replica) -> WholeAnswer:
+        async with replica.ask(method, path, headers, body) as answer:
+            return await WholeAnswer.read(answer)
+
+    ready = [replica for replica in state.host.replicas if replica.is_ready]
+    if not ready:
+        raise unavailable("no replica is ready", RETRY_FULL_S, "no_replica")
+    try:
+        return await asyncio.gather(*map(ask, ready))
+    except ServerError as error:
+        raise unavailable(f"a replica did not answer: {error}", RETRY_FULL_S, "replica_lost") from None

@@ -1,0 +1,167 @@
+"""Replicas that die while they stream: the client's text is what it would have been."""
+
+import asyncio
+import contextlib
+import json
+import random
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+from support.routers import BreakingProxy, router_server
+from support.toy import ToyModel
+from support.toy_server import GatedModel, toy_server
+
+BODIES = (
+    ("/v1/completions", {"prompt": "once upon a time"}),
+    ("/v1/completions", {"prompt": ["once", "upon a time"], "n": 2, "logprobs": 2}),
+    ("/v1/completions", {"prompt": "once", "echo": True}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "n": 3, "logprobs": True}),
+)
+
+
+def ask(url: str, path: str, body: dict[str, Any]) -> tuple[dict[int, dict[str, Any]], Any, bytes]:
+    """A stream's choices, its usage, and its bytes."""
+    answer = httpx.post(url + path, json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert answer.text.endswith("data: [DONE]\n\n")
+    choices: dict[int, dict[str, Any]] = {}
+    usage, ids = None, set()
+    for line in answer.text.splitlines():
+        if not line.startswith("data: {"):
+            continue
+        chunk = json.loads(line[6:])
+        assert "error" not in chunk, line
+        ids.add((chunk["id"], chunk["created"]))
+        usage = chunk.get("usage") or usage
+        for choice in chunk["choices"]:
+            state = choices.setdefault(choice["index"], {"text": "", "logprobs": [], "end": None})
+            assert state["end"] is None
+            state["text"] += choice.get("text") or choice.get("delta", {}).get("content", "")
+            state["end"] = choice["finish_reason"]
+            logprobs = choice["logprobs"] or {}
+            state["logprobs"] += logprobs.get("content") or logprobs.get("tokens") or []
+    assert len(ids) == 1
+    usage.pop("prompt_tokens_details")  # what is found in a cache depends on the replica
+    return choices, usage, answer.content
+
+
+@pytest.mark.slow
+def test_a_hundred_deaths_change_no_text() -> None:
+    generator = random.Random(0)
+    with toy_server() as (_, one), toy_server() as (_, two), BreakingProxy(one) as first, BreakingProxy(two) as second:
+        with router_server([first.url, second.url]) as (_, url):
+            for number in range(100):
+                path, body = BODIES[number % len(BODIES)]
+                options = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 24}
+                body = {**body, **options, "ignore_eos": True, "temperature": 1.0, "seed": number}
+                choices, usage, data = ask(one, path, body)
+                first.break_after = generator.randint(1, len(data))
+                second.break_after = first.break_after if number % 3 == 0 else None
+                assert ask(url, path, body)[:2] == (choices, usage)
+        assert first.num_broken + second.num_broken >= 50
+
+
+def test_a_request_without_a_seed_gets_one() -> None:
+    """Otherwise the rest of the text would be that of another draw, and the router would refuse to go on."""
+    body = {"prompt": "once", "max_tokens": 60, "stream": True, "ignore_eos": True, "seed": None, "temperature": 1.0}
+    body["stream_options"] = {"include_usage": True}
+    with toy_server() as (_, one), toy_server() as (_, two), BreakingProxy(one) as first, BreakingProxy(two) as second:
+        with router_server([first.url, second.url]) as (_, url):
+            texts = set()
+            for _ in range(5):
+                first.break_after = second.break_after = 4000
+                choices, _, _ = ask(url, "/v1/completions", body)
+                assert choices[0]["end"] == "length"
+                texts.add(choices[0]["text"])
+            assert len(texts) > 1
+        assert first.num_broken + second.num_broken >= 5
+
+
+def test_texts_of_different_models_are_not_mixed() -> None:
+    body = {"prompt": "once upon a time", "max_tokens": 60, "stream": True, "ignore_eos": True, "temperature": 0}
+    other = ToyModel(windows=(4, 4))
+    with contextlib.ExitStack() as stack:
+        first, second = (
+            stack.enter_context(BreakingProxy(stack.enter_context(toy_server(model))[1])) for model in (None, other)
+        )
+        _, url = stack.enter_context(router_server([first.url, second.url]))
+        first.break_after = second.break_after = 3000
+        answer = httpx.post(url + "/v1/completions", json=body, timeout=60)
+        assert first.num_broken + second.num_broken == 1
+    *_, last, done = answer.text.strip().split("\n\n")
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert error["code"] == "replica_lost"
+    assert "another replica wrote another text" in error["message"]
+    assert done == "data: [DONE]"
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_other_streams_break_off(path: str) -> None:
+    """Nobody may take a part for the whole."""
+    message = {"role": "user", "content": "hello"}
+    body: dict[str, Any] = {"model": "toy", "stream": True, "temperature": 0}
+    body |= {"messages": [message], "max_tokens": 60} if path == "/v1/messages" else {"input": [message]}
+    with toy_server() as (_, one), BreakingProxy(one) as first, router_server([first.url]) as (_, url):
+        size = len(httpx.post(url + path, json=body, timeout=60).content)
+        first.break_after = size // 2
+        with pytest.raises(httpx.RemoteProtocolError):
+            httpx.post(url + path, json=body, timeout=60)
+
+
+def test_a_stream_waits_for_the_only_replica() -> None:
+    body = {"prompt": "once", "max_tokens": 60, "stream": True, "ignore_eos": True, "temperature": 0}
+    body["stream_options"] = {"include_usage": True}
+    with toy_server() as (_, one), BreakingProxy(one) as first, router_server([first.url]) as (_, url):
+        expected = ask(one, "/v1/completions", body)[:2]
+        first.break_after = 3000
+        assert ask(url, "/v1/completions", body)[:2] == expected
+        assert first.num_broken == 1
+
+
+def test_a_stream_that_a_shutdown_ends_goes_on_elsewhere() -> None:
+    body = {"prompt": "once", "max_tokens": 60, "stream": True, "ignore_eos": True, "temperature": 0}
+    body["stream_options"] = {"include_usage": True}
+    model = GatedModel()
+    with toy_server(model) as (server, one), toy_server() as (_, two), router_server([one, two]) as (host, url):
+        expected = ask(two, "/v1/completions", body)[:2]
+        host.replicas[1].set_unready("not yet")
+        host.replicas[1].last_chosen = 1  # so that the other one is chosen whatever the next probe says
+        model.allow(5)
+
+        def stop() -> None:
+            while not server.host.loaded.stats().num_running:  # type: ignore[attr-defined]
+                time.sleep(0.005)
+            time.sleep(0.2)
+            server._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(server.host.stop()))  # type: ignore[union-attr]
+            model.allow(1000)
+
+        thread = threading.Thread(target=stop)
+        thread.start()
+        assert ask(url, "/v1/completions", body)[:2] == expected
+        thread.join()
+        assert host.replicas[0].last_chosen > 1
+
+
+def test_a_stream_leaves_a_replica_that_hangs() -> None:
+    body = {"prompt": "once", "max_tokens": 60, "stream": True, "ignore_eos": True, "temperature": 0}
+    body["stream_options"] = {"include_usage": True}
+    probes = {"probe_interval_s": 0.05, "probe_timeout_s": 0.2}
+    with (
+        toy_server() as (_, one),
+        toy_server() as (_, two),
+        BreakingProxy(one) as first,
+        BreakingProxy(two) as second,
+        router_server([first.url, second.url], **probes) as (host, url),
+    ):
+        expected = ask(one, "/v1/completions", body)[:2]
+        for proxy in (first, second):
+            proxy.is_silent = True
+            # Nobody knows yet; the one that is chosen answers nothing.
+            assert ask(url, "/v1/completions", body)[:2] == expected
+            proxy.is_silent = False
+            while not all(replica.is_ready for replica in host.replicas):
+                time.sleep(0.01)

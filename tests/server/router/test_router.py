@@ -1,0 +1,303 @@
+"""The router in front of toy servers: what it passes on, and what happens when replicas refuse, drain or die."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from support.fake_openai_server import FakeOpenAIServer
+from support.routers import BreakingProxy, router_server
+from support.toy_server import NAME, GatedModel, toy_server
+
+from fastinfer.server.host_state import HostState
+from fastinfer.server.router.prompts import Prompt
+from fastinfer.server.router.routed_request import RoutedRequest
+
+COMPLETION = {"prompt": "once upon a time", "max_tokens": 8, "temperature": 0}
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def text_of(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def send(url: str, body: dict[str, Any]) -> socket.socket:
+    """A connection on which a request for a completion has been sent, and nothing is read."""
+    connection = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=20)
+    data = json.dumps(body).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+    return connection
+
+
+@pytest.fixture(scope="module")
+def toys() -> Iterator[list[str]]:
+    with toy_server() as (_, first), toy_server() as (_, second):
+        yield [first, second]
+
+
+def test_answers_are_those_of_the_replicas(toys: list[str]) -> None:
+    def essence(answer: httpx.Response) -> Any:
+        return answer.status_code, {**answer.json(), "id": None, "created": None}
+
+    with router_server(toys) as (_, url):
+        for path, body in (
+            ("/v1/completions", COMPLETION),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "temperature": 0}),
+            ("/v1/completions", {"prompt": 3}),
+            ("/v1/completions", {**COMPLETION, "model": "nobody"}),
+            ("/tokenize", {"prompt": "abc"}),
+            ("/v1/embeddings", {"input": "abc"}),
+        ):
+            assert essence(httpx.post(url + path, json=body)) == essence(httpx.post(toys[0] + path, json=body)), path
+        answer = httpx.post(url + "/v1/completions", json=COMPLETION, headers={"X-Request-Id": "mine"})
+        assert answer.headers.get_list("x-request-id") == ["mine"]
+        assert len(answer.headers.get_list("date")) == 1
+        for content, kind in ((b"{", "application/json"), (b"{}", "text/plain")):
+            wrong = [
+                httpx.post(address + "/v1/completions", content=content, headers={"Content-Type": kind})
+                for address in (url, toys[0])
+            ]
+            assert essence(wrong[0]) == essence(wrong[1])
+        assert httpx.post(url + "/v1/nothing", json={}).status_code == 404
+        assert httpx.get(url + "/v1/completions").status_code == 405
+
+
+def test_own_routes(toys: list[str]) -> None:
+    with router_server(toys) as (host, url):
+        assert httpx.get(url + "/health").json() == {"status": "ok"}
+        assert httpx.get(url + "/ready").json() == {"status": "ok"}
+        assert [model["id"] for model in httpx.get(url + "/v1/models").json()["data"]] == [NAME, "toy"]
+        assert httpx.get(url + f"/v1/models/{NAME}").json()["id"] == NAME
+        assert httpx.get(url + "/v1/models/nobody").json()["error"]["code"] == "model_not_found"
+        assert httpx.get(url + "/load").json() == {"server_load": 0}
+        for _ in range(3):
+            text_of(httpx.post(url + "/v1/completions", json={**COMPLETION, "prompt": "a" * 80}))
+        lines = httpx.get(url + "/metrics").text.splitlines()
+        for replica in host.replicas:
+            assert f'fastinfer_router_replica_ready{{replica="{replica.name}"}} 1.0' in lines
+            assert f'fastinfer_router_requests_running{{replica="{replica.name}"}} 0.0' in lines
+        sent = [line for line in lines if line.startswith("fastinfer_router_requests_total")]
+        assert sum(float(line.split()[-1]) for line in sent) == 3
+        assert 'http_requests_total{handler="/v1/completions",method="POST",status="200"} 3.0' in lines
+
+
+def test_limits(toys: list[str]) -> None:
+    with router_server(toys, max_body_bytes=1000) as (_, url):
+        answer = httpx.post(url + "/v1/completions", json={**COMPLETION, "prompt": "a" * 1000})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+        assert httpx.get(url + "/health", headers={"X-Junk": "a" * 70_000}).status_code == 431
+        assert httpx.get(url + "/health", headers={"Host": "evil.example"}).status_code == 403
+
+
+def test_keys() -> None:
+    """The client's key goes to the replica; the router asks for one if it has any."""
+    with toy_server(api_keys=("secret",), admin_keys=("boss",)) as (_, toy):
+        with router_server([toy]) as (_, url):
+            assert httpx.post(url + "/v1/completions", json=COMPLETION).status_code == 401
+            assert httpx.get(url + "/v1/models").status_code == 401
+            for key in ({"Authorization": "Bearer secret"}, {"X-Api-Key": "secret"}):
+                text_of(httpx.post(url + "/v1/completions", json=COMPLETION, headers=key))
+                assert httpx.get(url + "/v1/models", headers=key).status_code == 200
+        with router_server([toy], api_keys=("secret",)) as (host, url):
+            assert httpx.post(url + "/v1/completions", json=COMPLETION).status_code == 401
+            assert httpx.get(url + "/metrics").status_code == 401
+            assert host.replicas[0].last_chosen == 0
+            text_of(httpx.post(url + "/v1/completions", json=COMPLETION, headers={"X-Api-Key": "secret"}))
+
+
+def test_administrators_reach_all_replicas() -> None:
+    key = {"X-Api-Key": "boss"}
+    with (
+        toy_server(admin_keys=("boss",)) as (first, one),
+        toy_server(admin_keys=("boss",)) as (second, two),
+        router_server([one, two]) as (_, url),
+    ):
+        assert httpx.post(url + "/sleep").status_code == 403
+        assert httpx.post(url + "/sleep?level=1", headers=key).json() == {"is_sleeping": True}
+        assert all(server.host.loaded.health().is_sleeping for server in (first, second))  # type: ignore[attr-defined]
+        wait_until(lambda: httpx.get(url + "/ready").status_code == 503)
+
+
+def test_a_stream_is_not_buffered_and_ends_with_its_client() -> None:
+    model = GatedModel()
+    with toy_server(model) as (server, toy), router_server([toy]) as (host, url):
+        engine = server.host.loaded  # type: ignore[attr-defined]
+        connection = send(url, {**COMPLETION, "max_tokens": 60, "stream": True, "ignore_eos": True})
+        model.step_until(lambda: engine.stats().num_running == 1)
+        model.allow(3)
+        received = b""
+        while b'"text"' not in received:
+            received += connection.recv(4096)
+        assert host.replicas[0].num_running == engine.stats().num_running == 1
+        connection.close()
+        model.step_until(lambda: engine.stats().num_running == 0 and host.replicas[0].num_running == 0)
+        model.allow(1000)
+
+
+def test_a_plain_request_ends_with_its_client() -> None:
+    model = GatedModel()
+    with toy_server(model) as (server, toy), router_server([toy]) as (host, url):
+        engine = server.host.loaded  # type: ignore[attr-defined]
+        connection = send(url, {**COMPLETION, "max_tokens": 60, "ignore_eos": True})
+        model.step_until(lambda: engine.stats().num_running == 1)
+        assert host.replicas[0].num_running == 1
+        connection.close()
+        model.step_until(lambda: engine.stats().num_running == 0 and host.replicas[0].num_running == 0)
+        model.allow(1000)
+
+
+def test_a_replica_that_is_down_is_passed_over(toys: list[str]) -> None:
+    with BreakingProxy(toys[0]) as proxy, router_server([proxy.url, toys[1]], probe_interval_s=0.05) as (host, url):
+        proxy.set_down(True)
+        for letter in "abcdef":
+            text_of(httpx.post(url + "/v1/completions", json={**COMPLETION, "prompt": letter}))
+        wait_until(lambda: not host.replicas[0].is_ready)
+        assert httpx.get(url + "/ready").status_code == 200
+        proxy.set_down(False)
+        wait_until(lambda: host.replicas[0].is_ready)
+
+
+def test_a_plain_answer_that_breaks_off_is_computed_elsewhere(toys: list[str]) -> None:
+    expected = text_of(httpx.post(toys[0] + "/v1/completions", json=COMPLETION))
+    with BreakingProxy(toys[0]) as first, BreakingProxy(toys[1]) as second:
+        with router_server([first.url, second.url]) as (_, url):
+            for number in range(20):
+                first.break_after = second.break_after = 1 + 17 * number
+                assert text_of(httpx.post(url + "/v1/completions", json=COMPLETION)) == expected
+        assert first.num_broken + second.num_broken > 20
+
+
+def test_a_request_that_kills_its_replicas_reaches_few(toys: list[str]) -> None:
+    with contextlib.ExitStack() as stack:
+        proxies = [stack.enter_context(BreakingProxy(toys[0])) for _ in range(5)]
+        _, url = stack.enter_context(router_server([proxy.url for proxy in proxies]))
+        for proxy in proxies:
+            proxy.break_after, proxy.breaks_again = 1, True
+        answer = httpx.post(url + "/v1/completions", json=COMPLETION)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "replica_lost")
+        assert sum(proxy.num_broken > 0 for proxy in proxies) == 3
+
+
+def test_nobody_is_ready() -> None:
+    with router_server(["http://127.0.0.1:1"], is_ready=False) as (_, url):
+        answer = httpx.post(url + "/v1/completions", json=COMPLETION)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
+        assert "retry-after" in answer.headers
+        assert httpx.get(url + "/v1/models").status_code == 503
+        wait_until(lambda: "127.0.0.1:1: Connect" in httpx.get(url + "/ready").json()["reason"])
+
+
+def test_a_model_that_not_all_replicas_have(toys: list[str]) -> None:
+    with toy_server(names=("other",)) as (_, other), router_server([other, *toys]) as (_, url):
+        assert [model["id"] for model in httpx.get(url + "/v1/models").json()["data"]] == ["other", NAME, "toy"]
+        for model in ("other", "toy") * 4:
+            text_of(httpx.post(url + "/v1/completions", json={**COMPLETION, "model": model}))
+        answer = httpx.post(url + "/v1/completions", json={**COMPLETION, "model": "nobody"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+        assert httpx.get(url + "/ready").status_code == 200
+
+
+def test_a_drain_loses_no_request() -> None:
+    async def ask(client: httpx.AsyncClient, number: int) -> str:
+        body = {**COMPLETION, "prompt": f"request {number}", "stream": number % 2 == 0}
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        if number % 2:
+            return text_of(answer)
+        assert answer.text.endswith("data: [DONE]\n\n")
+        chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+    async def main(url: str, drain: Callable[[], None]) -> list[str]:
+        limits = httpx.Limits(max_connections=20)
+        async with httpx.AsyncClient(base_url=url, limits=limits, timeout=60) as client:
+            tasks = [asyncio.ensure_future(ask(client, number)) for number in range(200)]
+            while sum(task.done() for task in tasks) < 60:
+                await asyncio.sleep(0.002)
+            drain()
+            return await asyncio.gather(*tasks)
+
+    limits = {"max_num_waiting": 1000}
+    with (
+        toy_server(limits=limits) as (first, one),
+        toy_server(limits=limits) as (_, two),
+        router_server([one, two]) as (_, url),
+    ):
+        drained = asyncio.run(main(url, first.host.begin_drain))
+        first.host.state = HostState.READY
+        assert drained == asyncio.run(main(url, lambda: None))
+
+
+def test_the_router_drains(toys: list[str]) -> None:
+    with router_server(toys) as (host, url):
+        host.begin_drain()
+        assert httpx.get(url + "/health").status_code == 200
+        assert httpx.get(url + "/ready").json()["reason"] == "draining"
+        answer = httpx.post(url + "/v1/completions", json=COMPLETION)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+        assert answer.headers["connection"] == "close"
+
+
+def test_a_client_that_takes_nothing_is_cut_off() -> None:
+    """Meanwhile the replica has to wait: nobody collects the stream."""
+    with (
+        FakeOpenAIServer(pieces=("x" * 100_000,) * 1000) as fake,
+        router_server([fake.url], write_timeout_s=0.4) as (host, url),
+    ):
+        connection = send(url, {"prompt": "a", "stream": True})
+        wait_until(lambda: host.replicas[0].num_running == 1)
+        wait_until(lambda: host.replicas[0].num_running == 0)
+        wait_until(lambda: fake.num_abandoned == 1)
+        connection.close()
+        assert len(fake.requests) == 1
+
+
+def test_seeds_and_the_response_cache() -> None:
+    """A seed of the router is not for the cache; what was for the cache still is."""
+    stream = {**COMPLETION, "stream": True}
+    drawn = {**stream, "temperature": 1.0}
+    with toy_server(response_cache="memory") as (_, toy), router_server([toy]) as (_, url):
+
+        def ask(body: dict[str, Any], **headers: str) -> tuple[str, str]:
+            answer = httpx.post(url + "/v1/completions", json=body, headers=headers)
+            texts = [
+                json.loads(line[6:])["choices"][0]["text"] for line in answer.text.splitlines() if '"choices"' in line
+            ]
+            return answer.headers["x-cache"], "".join(texts)
+
+        assert [ask(drawn)[0] for _ in range(2)] == ["bypass", "bypass"]
+        assert len({ask({**drawn, "ignore_eos": True})[1] for _ in range(5)}) > 1
+        for body in (stream, {**drawn, "seed": 3}):
+            first, second = ask(body), ask(body)
+            assert (first[0], second[0]) == ("miss", "hit")
+            assert first[1] == second[1]
+        sampled = {"X-Cache-Sampled": "1"}
+        first, second = ask(drawn, **sampled), ask(drawn, **sampled)
+        assert (first[0], second[0]) == ("miss", "hit")
+        assert first[1] == second[1]
+
+
+def test_time_limits_go_on_while_a_request_is_routed() -> None:
+    headers = ((b"x-request-timeout", b"5"), (b"accept", b"5"))
+    request = RoutedRequest("POST", "/", b"", Prompt(), False, headers, begin=time.monotonic() - 2)
+    (_, left), other = request.headers()
+    assert 2.5 < float(left) <= 3
+    assert other == (b"accept", b"5")
+    late = RoutedRequest("POST", "/", b"", Prompt(), False, headers, begin=time.monotonic() - 20)
+    assert late.headers()[0] == (b"x-request-timeout", b"0.001")
+    for wrong in (b"x", b"-1", b"nan"):
+        request = RoutedRequest("POST", "/", b"", Prompt(), False, ((b"x-request-timeout", wrong),))
+        assert request.headers() == [(b"x-request-timeout", wrong)]
