@@ -100,6 +100,7 @@ class Engine:
         grammars: compiler of grammars for structured outputs.
         prompt_modules: the prompt modules by name.
         requests: the unfinished requests.
+        ranks: the other ranks that have parts of the model; ``None`` for a whole model.
         on_step: function that is called after each step, in the same thread; ``None`` for none.
 
     Raises:
@@ -135,6 +136,7 @@ class Engine:
             check_draft_model(config, model.config, draft_model.config, self.max_model_len)
             draft_sampler = make_sampler(config, model, tokenizer)
         has_roles = roles_differ(config.device)
+        self.ranks = ranks
         group = None if ranks is None else ranks.group
         if (1 if group is None else group.size) != config.tensor_parallel_size:
             raise RequestError(f"an engine with tensor_parallel_size={config.tensor_parallel_size} needs as many ranks")
