@@ -72,8 +72,9 @@ def main(parent: str, rank: str) -> None:
             while True:
                 worker.follow()
     except BaseException as error:
-        if not is_abort(error):  # which another rank has caused, and reports
-            print(one_line(describe_error(error)), file=report, flush=True)
+        if is_abort(error):  # which another rank has caused, and reports
+            os._exit(0)
+        print(one_line(describe_error(error)), file=report, flush=True)
         group.abort()
         os._exit(1)
 

@@ -3,7 +3,8 @@
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -18,14 +19,14 @@ SLOT_BYTES = 2**22
 DEADLINE = 30.0
 MAX_RANKS = 64
 # Seconds in which the cause of an aborted exchange becomes known, which another thread finds out.
-CAUSE_SECONDS = 1.0
+CAUSE_SECONDS = 2.0
 ABORTED = "the group of ranks was aborted"  # the error of a rank that was not the cause, as in csrc/parallel
 
 
 class Group:
     """One rank's view of a group.
 
-    The memory has no name in the file system: it is gone with the last process that has its file descriptors.
+    The memory has no name in the file system: it is gone with the last process that uses it.
 
     Args:
         rank: number of this rank.
@@ -36,6 +37,7 @@ class Group:
     Attributes:
         rank, size: see above.
         fds: both file descriptors, for the processes of other ranks.
+        on_abort: function that is called once this rank has aborted the group; ``None`` for none.
         memory: [bytes] uint8, memory for exchanges, which operators of :mod:`fastinfer.ops.parallel` use.
     """
 
@@ -46,6 +48,7 @@ class Group:
         shared = np.frombuffer(mmap.mmap(memory_fd, ProcessGroup.num_bytes(SLOT_BYTES)), np.uint8)
         self.memory = torch.from_numpy(shared)
         self._group = ProcessGroup(shared, rank)
+        self.on_abort: Callable[[], None] | None = None
         self._cause = ""
         self._has_cause = threading.Event()
         self._pid = os.getpid()
@@ -63,7 +66,10 @@ class Group:
         os.ftruncate(fds[0], num_bytes)
         memory = mmap.mmap(fds[0], num_bytes)
         ProcessGroup.initialize(memory, size, SLOT_BYTES, DEADLINE if deadline is None else deadline)
-        return cls(0, size, *fds)
+        group = cls(0, size, *fds)
+        for fd in fds:
+            weakref.finalize(group, os.close, fd)
+        return group
 
     def allocate_inputs(self, num_bytes: int) -> np.ndarray:
         """Return the memory for the inputs of steps, [num_bytes] uint8, which is the same on all ranks.
@@ -103,6 +109,8 @@ class Group:
             self._cause = cause
             self._has_cause.set()
         self._group.abort()
+        if self.on_abort is not None:
+            self.on_abort()
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -116,10 +124,10 @@ class Group:
         try:
             yield
         except RuntimeError as error:
-            self._group.abort()
+            self.abort()
             raise RuntimeError(f"tensor parallelism ended: {self._cause_of(error)}") from error
         except BaseException:
-            self._group.abort()
+            self.abort()
             raise
 
     @property

@@ -1,5 +1,6 @@
 """The processes of the ranks beside rank 0, which a thread starts and watches."""
 
+import contextlib
 import os
 import pickle
 import selectors
@@ -8,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any
+import weakref
+from typing import IO, Any
 
 from fastinfer import _C
 from fastinfer.errors import RequestError
@@ -47,7 +49,9 @@ class Ranks:
         self._error = ""
         self._num_ready = 0
         self._changed = threading.Condition()
-        self._is_closing = False
+        self._abort_event = event = os.eventfd(0, os.EFD_CLOEXEC)
+        weakref.finalize(group, os.close, event)
+        group.on_abort = lambda: os.eventfd_write(event, 1)
         self._num_threads_before = _C.get_num_threads()
         _C.set_num_threads(num_threads)
         self._thread = threading.Thread(target=self._run, name="fastinfer-ranks", daemon=True)
@@ -73,29 +77,29 @@ class Ranks:
         """End all ranks, at the latest after a few seconds; may be called again."""
         if os.getpid() != self._pid:  # a forked child does not end the ranks of its parent
             return
-        self._is_closing = True
         self.group.abort("the engine was closed")
         if self._thread is not threading.current_thread():
             self._thread.join()
         _C.set_num_threads(self._num_threads_before)
 
     def _run(self) -> None:
-        """Start the processes, and wait until they have ended."""
+        """Start the processes, and end all of them once one has ended or the group was aborted."""
         try:
             with selectors.DefaultSelector() as selector:
+                selector.register(self._abort_event, selectors.EVENT_READ)
                 for rank in range(1, self.group.size):
-                    process = self._start(rank)
-                    assert process.stdout is not None
-                    selector.register(process.stdout, selectors.EVENT_READ, rank)
-                while all(self._read(key.data) for key, _ in selector.select()):
+                    selector.register(self._start(rank), selectors.EVENT_READ, rank)
+                while all(self._is_ready(key.data) for key, _ in selector.select()):
                     pass
         except BaseException as error:
-            self._fail(f"tensor parallelism could not start its processes: {error}")
+            self._fail(f"the processes could not be started: {error}")
             raise
         finally:
             self._end_all()
+            self._fail("the ranks have ended")
 
-    def _start(self, rank: int) -> "subprocess.Popen[bytes]":
+    def _start(self, rank: int) -> IO[bytes]:
+        """Start the process of a rank, and return its standard output."""
         program = PROGRAM.format(module=self._module)
         arguments = [sys.executable, "-c", program, str(os.getpid()), str(rank), "\n".join(sys.path)]
         self._processes[rank] = process = subprocess.Popen(
@@ -109,28 +113,26 @@ class Ranks:
         assert process.stdin is not None
         process.stdin.write(self._task)
         process.stdin.flush()  # and stays open
-        return process
-
-    def _read(self, rank: int) -> bool:
-        """Read a line of a rank; False if it has ended."""
-        process = self._processes[rank]
         assert process.stdout is not None
-        line = process.stdout.readline().decode(errors="replace").strip()
-        if line == "ready":
-            with self._changed:
-                self._num_ready += 1
-                self._changed.notify_all()
-            return True
-        if line:
+        return process.stdout
+
+    def _is_ready(self, rank: int | None) -> bool:
+        """Read a line of a rank, and return whether it is ready; False without a rank."""
+        if rank is None or self._read(rank) != "ready":
+            return False
+        with self._changed:
+            self._num_ready += 1
+            self._changed.notify_all()
+        return True
+
+    def _read(self, rank: int) -> str:
+        """Read a line of a rank, and take it for an error unless it is empty or says that the rank is ready."""
+        pipe = self._processes[rank].stdout
+        assert pipe is not None
+        line = pipe.readline().decode(errors="replace").strip()
+        if line and line != "ready":
             self._fail(f"rank {rank}: {line}")
-        elif not self._is_closing:
-            try:
-                code = process.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._fail(f"rank {rank} closed its output")
-            else:
-                self._fail(f"rank {rank} ended {_how(code)}")
-        return False
+        return line
 
     def _fail(self, error: str) -> None:
         with self._changed:
@@ -139,18 +141,24 @@ class Ranks:
         self.group.abort(error)
 
     def _end_all(self) -> None:
-        """Wait for all processes that were started, and kill those that do not end in time."""
+        """Wait for all processes that were started, find out why they ended, and kill those that do not end in time."""
         self.group.abort()
         deadline = time.monotonic() + END_SECONDS
-        for process in self._processes.values():
+        for rank, process in self._processes.items():
             try:
-                process.wait(max(0.0, deadline - time.monotonic()))
+                code = process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            else:
+                while self._read(rank):
+                    pass
+                if code:
+                    self._fail(f"rank {rank} ended {_how(code)}")
             for pipe in (process.stdin, process.stdout):
                 assert pipe is not None
-                pipe.close()
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
 
 
 def _how(code: int) -> str:
