@@ -94,9 +94,8 @@ void exchange(Group& group, int rank, uint64_t tag, uint64_t bytes) {
   self.bytes.store(self.bytes.load(std::memory_order_relaxed) + bytes, std::memory_order_relaxed);
   self.tags[number % 2].store(tag, std::memory_order_relaxed);
   self.arrived.store(number + 1, std::memory_order_release);
-  wait_for_ranks(group, 0, "exchange its part", [number](const RankState& state) {
-    return state.arrived.load(std::memory_order_acquire) > number;
-  });
+  wait_for_ranks(group, 0, "exchange its part",
+                 [number](const RankState& state) { return state.arrived.load(std::memory_order_acquire) > number; });
   for (int64_t other = 0; other < group.size; ++other) {
     if (group.ranks[other].tags[number % 2].load(std::memory_order_relaxed) == tag) continue;
     abort(group);

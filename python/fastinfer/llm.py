@@ -26,11 +26,11 @@ from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
 from fastinfer.models.fingerprint import fingerprint
 from fastinfer.models.image_encoder import image_encoder_of
+from fastinfer.outputs import PrefillOutput, RequestOutput, ScoreOutput
 from fastinfer.parallel.group import Group
 from fastinfer.parallel.loader import load_shard
 from fastinfer.parallel.ranks import Ranks
 from fastinfer.parallel.support import check_divisible
-from fastinfer.outputs import PrefillOutput, RequestOutput, ScoreOutput
 from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from fastinfer.serving.jobs import QueueRequest, beam_search_job, embedding_job, generation_job, prompt_module_job
 from fastinfer.serving.prompt import PreparedPrompt, Prompt, prepare, prepare_chat

@@ -1,6 +1,5 @@
 """What happens when a rank fails: a clear error at once, and nothing that is left behind."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -61,11 +60,11 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 def test_killed_rank_ends_the_step_with_its_name(folder: Path) -> None:
     llm = LLM(str(folder), tensor_parallel_size=3, **LIMITS)
     pids = ranks_of(llm).pids
-    with contextlib.closing(llm.stream_outputs(PROMPT, LONG)) as outputs, pytest.raises(RuntimeError) as raised:
-        next(outputs)
-        os.kill(pids[1], signal.SIGKILL)
-        for _ in outputs:
-            pass
+    outputs = llm.stream_outputs(PROMPT, LONG)
+    next(outputs)
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(RuntimeError) as raised:
+        list(outputs)
     assert str(raised.value) == "tensor parallelism ended: rank 2 ended by signal SIGKILL"
     wait_for(lambda: not any(map(is_alive, pids)))
     with pytest.raises(RuntimeError, match="tensor parallelism ended: rank 2 ended by signal SIGKILL"):
@@ -85,11 +84,11 @@ def test_stopped_rank_ends_the_step_at_the_deadline(folder: Path, monkeypatch: p
     monkeypatch.setattr(group_module, "DEADLINE", 3.0)
     llm = LLM(str(folder), tensor_parallel_size=2, **LIMITS)
     [pid] = ranks_of(llm).pids
-    with contextlib.closing(llm.stream_outputs(PROMPT, LONG)) as outputs, pytest.raises(RuntimeError) as raised:
-        next(outputs)
-        os.kill(pid, signal.SIGSTOP)
-        for _ in outputs:
-            pass
+    outputs = llm.stream_outputs(PROMPT, LONG)
+    next(outputs)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(RuntimeError) as raised:
+        list(outputs)
     assert "tensor parallelism ended: " in str(raised.value)
     assert "rank 1 did not " in str(raised.value)
     assert "within 3000 ms" in str(raised.value)

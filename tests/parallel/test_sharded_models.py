@@ -106,8 +106,6 @@ def test_other_models_are_refused(family: str, tmp_path: Path) -> None:
         check_divisible(open_checkpoint(tmp_path), 2)
 
 
-
-
 FORMS: dict[str, Callable[[Tensor], Unpacked]] = {
     "dense": lambda values: Dense(values.bfloat16()),
     "int4": int4,

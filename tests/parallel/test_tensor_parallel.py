@@ -1,6 +1,5 @@
 """Engines whose model is divided among processes give bit for bit what one process gives."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +40,8 @@ def whole(folder: Path) -> LLM:
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def divided(folder: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
-    yield LLM(str(folder), tensor_parallel_size=request.param, **LIMITS)
+def divided(folder: Path, request: pytest.FixtureRequest) -> LLM:
+    return LLM(str(folder), tensor_parallel_size=request.param, **LIMITS)
 
 
 def test_texts(whole: LLM, divided: LLM) -> None:

@@ -280,14 +280,11 @@ class BatchInputs:
     def digest(self, size: BatchSize) -> int:
         """Return a checksum of the tokens of a batch and their places, by which processes can compare their inputs."""
         digest = zlib.crc32(repr(size).encode())
-        for array in (self._token_ids, self._positions, *self._slot_mappings):
-            digest = zlib.crc32(array[: size.num_tokens], digest)
-        for array, length in (
-            (self._query_start, size.num_seqs + 1),
-            (self._seq_lens, size.num_seqs),
-            (self._logits_indices, size.num_logits),
-        ):
-            digest = zlib.crc32(array[:length], digest)
+        used = [array[: size.num_tokens].data for array in (self._token_ids, self._positions, *self._slot_mappings)]
+        used += [self._query_start[: size.num_seqs + 1].data, self._seq_lens[: size.num_seqs].data]
+        used.append(self._logits_indices[: size.num_logits].data)
+        for memory in used:
+            digest = zlib.crc32(memory, digest)
         return digest
 
     def _view(self, array: np.ndarray, length: int) -> Tensor:

@@ -89,8 +89,8 @@ class Runner:
         Raises:
             RuntimeError: the inputs are not those of the message.
         """
-        *sizes, has_adapters, first_prompt_row, is_decode, digest = words
-        size = BatchSize(*sizes, bool(has_adapters), first_prompt_row)
+        num_seqs, num_tokens, num_logits, has_adapters, first_prompt_row, is_decode, digest = words
+        size = BatchSize(num_seqs, num_tokens, num_logits, bool(has_adapters), first_prompt_row)
         if (own := self.inputs.digest(size)) != digest:
             raise RuntimeError(f"the inputs of a step must have the digest {digest}, got {own}")
         return self.run(size, bool(is_decode))

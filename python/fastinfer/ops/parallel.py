@@ -1,8 +1,8 @@
 """Exchange of activations between the processes (ranks) that compute a model together on the CPUs of one machine.
 
-The ranks share the memory of a group, see :class:`fastinfer.parallel.group.Group`. Each rank makes the same calls in the
-same order. A call waits for the other ranks; it raises if one of them does not arrive within the group's deadline, makes
-another call, or has ended.
+The ranks share the memory of a group, see :class:`fastinfer.parallel.group.Group`. Each rank makes the same calls in
+the same order. A call waits for the other ranks; it raises if one of them does not arrive within the group's deadline,
+makes another call, or has ended.
 """
 
 from collections.abc import Sequence

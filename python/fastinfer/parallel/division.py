@@ -30,17 +30,14 @@ class Division:
     @property
     def local_config(self) -> ModelConfig:
         """Configuration of this rank's part: fewer heads and narrower MLPs, with the whole residual stream."""
-        config = self.config
-        widths = {
-            name: _width(self.tiles(getattr(config, name))[self.rank])
-            for name in ("intermediate_size", "dense_intermediate_size", "shared_intermediate_size")
-            if getattr(config, name)
-        }
+        config, rank = self.config, self.rank
         return replace(
             config,
-            num_heads=_width(self.query_heads()[self.rank]),
-            num_kv_heads=_width(self.kv_heads()[self.rank]),
-            **widths,
+            num_heads=len(self.query_heads()[rank]),
+            num_kv_heads=len(self.kv_heads()[rank]),
+            intermediate_size=len(self.tiles(config.intermediate_size)[rank]),
+            dense_intermediate_size=len(self.tiles(config.dense_intermediate_size)[rank]),
+            shared_intermediate_size=len(self.tiles(config.shared_intermediate_size)[rank]),
         )
 
     def query_heads(self) -> list[range]:
@@ -75,16 +72,14 @@ class Division:
             RequestError: there are more ranks than units of some weight.
         """
         config = self.config
-        units = {
-            "query heads of each KV head": config.num_heads // config.num_kv_heads * config.num_kv_heads,
-            "hidden_size": config.hidden_size // TILE_ROWS,
-            "intermediate_size": config.intermediate_size // TILE_ROWS,
-            "vocab_size": config.vocab_size // TILE_ROWS,
-        }
-        for name in ("dense_intermediate_size", "shared_intermediate_size"):
-            if getattr(config, name):
-                units[name] = getattr(config, name) // TILE_ROWS
-        most = min(units.values())
+        sizes = (
+            config.hidden_size,
+            config.vocab_size,
+            config.intermediate_size,
+            config.dense_intermediate_size,
+            config.shared_intermediate_size,
+        )
+        most = min(config.num_heads, *(-(-size // TILE_ROWS) for size in sizes if size))
         if self.size > most or any(not part for part in self.query_heads()):
             raise RequestError(
                 f"tensor_parallel_size must be at most {most} for this model, of which each rank gets whole heads and "
@@ -96,7 +91,3 @@ def divided(count: int, parts: int) -> list[range]:
     """Divide 0..count - 1 into consecutive ranges whose lengths differ by at most one."""
     bounds = [count * part // parts for part in range(parts + 1)]
     return [range(start, end) for start, end in pairwise(bounds)]
-
-
-def _width(part: range) -> int:
-    return len(part)

@@ -1,6 +1,6 @@
 """What tensor parallelism does not support; it is refused before any weight is read."""
 
-from fastinfer.errors import RequestError, UnsupportedModelError
+from fastinfer.errors import UnsupportedModelError
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.image_encoder import FAMILIES
