@@ -14,7 +14,7 @@ import torch
 from support.ranks import in_ranks
 from support.tiny_folder import write_tiny_folder
 
-from fastinfer import LLM, SamplingParams, ops
+from fastinfer import LLM, AsyncEngine, SamplingParams, ops
 from fastinfer.engine.rank_process import RankTask
 from fastinfer.parallel import group as group_module
 from fastinfer.parallel.group import Group
@@ -140,6 +140,32 @@ def test_ranks_end_with_the_engine(folder: Path) -> None:
     ranks.close()
     with pytest.raises(RuntimeError, match="tensor parallelism ended: the engine was closed"):
         llm.generate([PROMPT], LONG)
+
+
+def test_interrupt_waits_for_the_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(str(folder), tensor_parallel_size=2, **LIMITS)
+    send = ranks_of(llm).group.send
+
+    def interrupted(words: list[int]) -> None:
+        signal.raise_signal(signal.SIGINT)
+        send(words)
+
+    monkeypatch.setattr(ranks_of(llm).group, "send", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([PROMPT], LONG)
+    monkeypatch.undo()
+    assert llm.generate([PROMPT], LONG)[0].outputs[0].finish_reason == "length"
+
+
+def test_dead_engine_says_so(folder: Path) -> None:
+    engine = AsyncEngine.from_model(str(folder), tensor_parallel_size=2, **LIMITS)
+    assert not engine.health().is_dead
+    assert engine._engine.ranks is not None
+    [pid] = engine._engine.ranks.pids
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: engine.health().is_dead)
+    refusal = engine.health().refusal
+    assert refusal == "the engine is dead: tensor parallelism ended: rank 1 ended by signal SIGKILL"
 
 
 def test_forked_process_neither_uses_nor_ends_the_ranks(folder: Path) -> None:

@@ -569,6 +569,11 @@ class Engine:
             raise RuntimeError(f"prompt modules could not be computed again and are lost: {lost}")
 
     @property
+    def lost_ranks(self) -> str:
+        """Why the other ranks that have parts of the model are lost, and with them the engine; empty if they are not."""
+        return "" if self.ranks is None else self.ranks.group.cause
+
+    @property
     def is_sleeping(self) -> bool:
         """Whether requests are refused until :meth:`wake_up`."""
         return self._sleep_mode.level > 0

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from fastinfer._C import ProcessGroup
+from fastinfer.utils.interrupts import deferred_interrupts
 
 # Size of each of the two slots for exchanged activations. Larger ones are exchanged in parts of whole rows.
 SLOT_BYTES = 2**22
@@ -37,6 +38,7 @@ class Group:
     Attributes:
         rank, size: see above.
         fds: both file descriptors, for the processes of other ranks.
+        cause: why the group was aborted; empty while it works, and where another rank knows the cause.
         on_abort: function that is called once this rank has aborted the group; ``None`` for none.
         memory: [bytes] uint8, memory for exchanges, which operators of :mod:`fastinfer.ops.parallel` use.
     """
@@ -49,7 +51,7 @@ class Group:
         self.memory = torch.from_numpy(shared)
         self._group = ProcessGroup(shared, rank)
         self.on_abort: Callable[[], None] | None = None
-        self._cause = ""
+        self.cause = ""
         self._has_cause = threading.Event()
         self._pid = os.getpid()
 
@@ -105,8 +107,8 @@ class Group:
         Args:
             cause: why, for this process; the first cause counts.
         """
-        if cause and not self._cause:
-            self._cause = cause
+        if cause and not self.cause:
+            self.cause = cause
             self._has_cause.set()
         self._group.abort()
         if self.on_abort is not None:
@@ -116,16 +118,22 @@ class Group:
     def together(self) -> Iterator[None]:
         """Abort the group if the code in the ``with`` block fails: the other ranks would wait for this one in vain.
 
+        Ctrl-C takes effect after the block.
+
         Raises:
             RuntimeError: an exchange failed; the message has the cause. Or this process was forked from rank 0.
         """
         if os.getpid() != self._pid:
             raise RuntimeError("a forked process cannot use tensor parallelism: the other ranks are its parent's")
         try:
-            yield
+            with deferred_interrupts():
+                yield
+        except KeyboardInterrupt:  # after the block
+            raise
         except RuntimeError as error:
-            self.abort()
-            raise RuntimeError(f"tensor parallelism ended: {self._cause_of(error)}") from error
+            self.abort("" if is_abort(error) else str(error))
+            self._has_cause.wait(CAUSE_SECONDS)
+            raise RuntimeError(f"tensor parallelism ended: {self.cause or error}") from error
         except BaseException:
             self.abort()
             raise
@@ -134,12 +142,6 @@ class Group:
     def exchanged(self) -> tuple[int, int]:
         """Numbers of exchanges and of bytes that this rank has sent since the start."""
         return self._group.exchanged()
-
-    def _cause_of(self, error: RuntimeError) -> str:
-        if not is_abort(error):
-            return str(error)
-        self._has_cause.wait(CAUSE_SECONDS)
-        return self._cause or str(error)
 
 
 def is_abort(error: BaseException) -> bool:
