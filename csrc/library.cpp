@@ -104,6 +104,9 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
       "add_lora(Tensor(a!) y, Tensor x, Tensor a, Tensor b, Tensor adapter_ids, Tensor? expert_ids, "
       "Tensor? ranks, Tensor? norm_weight, float eps) -> ()");
   def_with_out(m, "permute_columns", "Tensor x, Tensor permutation");
+  def_with_out(m, "all_gather", "Tensor x, Tensor(a!) group, int rank, int[] widths");
+  def_with_out(m, "all_gather_rows", "Tensor x, Tensor ids, Tensor(a!) group, int rank, int start, int end");
+  def_with_out(m, "local_ids", "Tensor ids, int start, int end");
   def_with_out(m, "int4_pack", "Tensor q");
   def_with_out(m, "int6_pack", "Tensor q");
   def_with_out(m, "int8_pack", "Tensor q");

@@ -15,6 +15,7 @@
 #include "common/cpu/parallel.h"
 #include "formats/gguf.h"
 #include "launch_plan.h"
+#include "parallel/process_group.h"
 #include "roofline/roofline.h"
 
 namespace fastinfer {
@@ -126,6 +127,67 @@ void define_launch_graph(py::module_& m) {
       .def("__len__", &LaunchGraph::size);
 }
 
+// A rank's view of a group in shared memory.
+class ProcessGroup {
+ public:
+  ProcessGroup(py::buffer memory, int rank) : memory_(std::move(memory)), rank_(rank) {
+    const py::buffer_info info = memory_.request(true);
+    const auto bytes = static_cast<size_t>(info.size * info.itemsize);
+    group_ = static_cast<parallel::Group*>(info.ptr);
+    if (bytes < parallel::kSlotsOffset || bytes < parallel::group_bytes(group_->slot_bytes) || rank < 0 ||
+        rank >= group_->size) {
+      throw std::invalid_argument("memory must be that of a group with a rank " + std::to_string(rank) + ", got " +
+                                  std::to_string(bytes) + " bytes of none");
+    }
+  }
+
+  void send(const std::vector<int64_t>& words) {
+    parallel::send(*group_, words);
+  }
+  std::vector<int64_t> receive() {
+    return parallel::receive(*group_, rank_);
+  }
+  void finish() {
+    parallel::finish(*group_, rank_);
+  }
+  void abort() {
+    parallel::abort(*group_);
+  }
+  std::pair<uint64_t, uint64_t> exchanged() const {
+    const parallel::RankState& state = group_->ranks[rank_];
+    return {state.arrived.load(), state.bytes.load()};
+  }
+
+  static void initialize(const py::buffer& memory, int64_t size, int64_t slot_bytes, double deadline) {
+    const py::buffer_info info = memory.request(true);
+    const auto bytes = static_cast<size_t>(info.size * info.itemsize);
+    if (slot_bytes < 1 || bytes < parallel::group_bytes(slot_bytes)) {
+      throw std::invalid_argument("memory must have at least " + std::to_string(parallel::group_bytes(slot_bytes)) +
+                                  " bytes, got " + std::to_string(bytes));
+    }
+    parallel::initialize(*static_cast<parallel::Group*>(info.ptr), size, slot_bytes, deadline);
+  }
+
+ private:
+  const py::buffer memory_;
+  const int rank_;
+  parallel::Group* group_;
+};
+
+void define_process_group(py::module_& m) {
+  const auto released = py::call_guard<py::gil_scoped_release>();
+  py::class_<ProcessGroup>(m, "ProcessGroup", "A rank of a group of processes; see fastinfer.parallel.group.")
+      .def(py::init<py::buffer, int>(), py::arg("memory"), py::arg("rank"))
+      .def_static("initialize", &ProcessGroup::initialize, py::arg("memory"), py::arg("size"), py::arg("slot_bytes"),
+                  py::arg("deadline"), "Make a group in memory of zeros.")
+      .def_static("num_bytes", &parallel::group_bytes, py::arg("slot_bytes"), "Size of its memory.")
+      .def("send", &ProcessGroup::send, py::arg("words"), released, "Rank 0: send the other ranks a message.")
+      .def("receive", &ProcessGroup::receive, released, "Other ranks: wait for a message.")
+      .def("finish", &ProcessGroup::finish, "Say that the message was carried out.")
+      .def("abort", &ProcessGroup::abort, "End all waits of all ranks with an error.")
+      .def("exchanged", &ProcessGroup::exchanged, "Numbers of exchanges and bytes that this rank has sent.");
+}
+
 }  // namespace
 }  // namespace fastinfer
 
@@ -149,5 +211,6 @@ PYBIND11_MODULE(_C, m) {
         "How an operator would be launched on such a GPU; ValueError for an unknown operator or a size that does not "
         "fit.");
   fastinfer::define_launch_graph(m);
+  fastinfer::define_process_group(m);
   fastinfer::define_gguf(m);
 }

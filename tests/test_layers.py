@@ -19,6 +19,7 @@ PYTHON_LAYERS = """
     formats sampling_params
     tokenizers weights
     models
+    parallel
     engine quantize
     serving nn
     llm integrations
@@ -30,7 +31,7 @@ PYTHON_LAYERS = """
 CPP_LAYERS = """
     common
     binding
-    elementwise norm roofline sampling
+    elementwise norm parallel roofline sampling
     gemm
     quant
     formats linear_attention lora moe

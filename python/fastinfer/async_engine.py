@@ -42,7 +42,8 @@ class Health:
     Attributes:
         refusal: why no requests are taken; ``None`` if they are.
         is_paused: whether requests wait for :meth:`AsyncEngine.resume`.
-        is_dead: whether the device has failed in a way that only a new process can recover from.
+        is_dead: whether the device, or a process that has a part of the model, has failed in a way that only a new
+            process can recover from.
         step_seconds: how long the current step has been running; 0 between steps. A step that takes minutes hangs.
         is_sleeping: whether memory is freed until :meth:`AsyncEngine.wake_up`.
     """
@@ -551,7 +552,8 @@ class AsyncEngine:
         """Return whether the engine works; may be called at any time, from any thread."""
         begin = self._step_began
         seconds = 0.0 if begin is None else time.perf_counter() - begin
-        return Health(self._refusal(), self._is_paused, self._is_dead, seconds, self._engine.is_sleeping)
+        is_dead = self._is_dead or bool(self._engine.lost_ranks)
+        return Health(self._refusal(), self._is_paused, is_dead, seconds, self._engine.is_sleeping)
 
     def on_step(self, function: Callable[[StepStats], None] | None) -> None:
         """Have a function called after each step, in the engine's thread; ``None`` ends that. It must be quick."""
@@ -579,6 +581,8 @@ class AsyncEngine:
             return "the engine is shut down"
         if self._is_dead:
             return "the engine is dead: the device failed, and only a new process can use it again"
+        if self._engine.lost_ranks:
+            return f"the engine is dead: tensor parallelism ended: {self._engine.lost_ranks}"
         if self._engine.is_sleeping or self._is_falling_asleep:
             return "the engine sleeps until wake_up() is called"
         return "the engine is draining" if self._is_draining else None

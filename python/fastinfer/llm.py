@@ -6,6 +6,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fastinfer.engine.construction import check_draft_model, kv_cache_size
 from fastinfer.engine.disk_block_store import prepare_folder
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.kv_cache_size import KVCacheSize, options_for, options_for_memory
+from fastinfer.engine.rank_process import RankTask, start_ranks
 from fastinfer.engine.request_validator import POOLINGS
 from fastinfer.errors import RequestError
 from fastinfer.models import Model, load_model, load_weights, open_checkpoint
@@ -25,6 +27,10 @@ from fastinfer.models.config import Precision
 from fastinfer.models.fingerprint import fingerprint
 from fastinfer.models.image_encoder import image_encoder_of
 from fastinfer.outputs import PrefillOutput, RequestOutput, ScoreOutput
+from fastinfer.parallel.group import Group
+from fastinfer.parallel.loader import load_shard
+from fastinfer.parallel.ranks import Ranks
+from fastinfer.parallel.support import check_divisible
 from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from fastinfer.serving.jobs import QueueRequest, beam_search_job, embedding_job, generation_job, prompt_module_job
 from fastinfer.serving.prompt import PreparedPrompt, Prompt, prepare, prepare_chat
@@ -68,6 +74,9 @@ class LLM:
             :class:`fastinfer.engine.config.EngineConfig`.
         enable_prefix_caching, num_speculative_tokens, max_loras, max_cpu_loras, max_lora_rank, deterministic,
             enforce_eager: see :class:`fastinfer.engine.config.EngineConfig`.
+        tensor_parallel_size: number of processes of this machine that compute the model together, each with a part of
+            every weight and of the machine's threads; on a CPU alone. Results are bitwise those of one process. What
+            works with it, and when it pays: docs/tensor-parallelism.md.
 
     Attributes:
         engine: the engine that runs the requests. Only its ``stats()`` may be called from outside.
@@ -112,6 +121,7 @@ class LLM:
         max_lora_rank: int = 64,
         deterministic: bool = False,
         enforce_eager: bool = False,
+        tensor_parallel_size: int = 1,
     ) -> None:
         check_choice("dtype", dtype, DTYPES)
         check_choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
@@ -146,6 +156,7 @@ class LLM:
             deterministic=deterministic,
             device=device,
             enforce_eager=enforce_eager,
+            tensor_parallel_size=tensor_parallel_size,
         )
         if kv_offloading_dir is not None:
             prepare_folder(Path(kv_offloading_dir))  # before the weights are loaded, which takes longer
@@ -153,12 +164,21 @@ class LLM:
         names = [model] if draft_model is None else [model, draft_model]
         paths = [hub.resolve(name) for name in names]
         checkpoints = [open_checkpoint(path, precision.exact) for path in paths]
+        if tensor_parallel_size > 1:
+            check_divisible(checkpoints[0], tensor_parallel_size)
         size = _choose_kv_cache_size(config, checkpoints)
         if draft_model is not None:
             check_draft_model(config, checkpoints[0].config, checkpoints[1].config, size.max_model_len)
         defaults = sampling_defaults(checkpoints[0])
-        with explained_memory_errors(_memory_needs(config, size, checkpoints), options_for_memory(config)):
-            models = [load_model(checkpoint, dtype, device, size.max_model_len) for checkpoint in checkpoints]
+        ranks = None
+        if tensor_parallel_size > 1:
+            ranks = start_ranks(RankTask(paths[0], dtype, config, size, tensor_parallel_size))
+        with (
+            _closed_on_error(ranks),
+            explained_memory_errors(_memory_needs(config, size, checkpoints), options_for_memory(config)),
+        ):
+            load = None if ranks is None else partial(_load_shard, ranks.group)
+            models = [load_model(checkpoint, dtype, device, size.max_model_len, load) for checkpoint in checkpoints]
             loaded, self.tokenizer = models[0]
             draft = None if draft_model is None else models[1][0]
 
@@ -170,7 +190,11 @@ class LLM:
 
             identity = fingerprint(checkpoints, precision, size.max_model_len)
             encoder = image_encoder_of(checkpoints[0], precision, device)
-            self.engine = Engine(loaded, self.tokenizer, config, draft, defaults, size, load_models, identity, encoder)
+            self.engine = Engine(
+                loaded, self.tokenizer, config, draft, defaults, size, load_models, identity, encoder, ranks
+            )
+            if ranks is not None:
+                ranks.wait_until_ready()
         self._shared = SharedEngine(self.engine)
         self._numbers = itertools.count()
 
@@ -522,6 +546,23 @@ def _one_per_prompt(name: str, value: Any, count: int) -> list[Any]:
     if len(values) != count:
         raise RequestError(f"{name} must be one or {count}, as many as prompts, got {len(values)}")
     return values
+
+
+def _load_shard(group: Group, checkpoint: Checkpoint, dtype: str, device: str, max_model_len: int | None) -> Model:
+    """Load rank 0's part of a model, as :func:`fastinfer.models.load_weights` loads a whole one."""
+    assert device == "cpu"
+    return load_shard(checkpoint, dtype, max_model_len, group)
+
+
+@contextlib.contextmanager
+def _closed_on_error(ranks: Ranks | None) -> Generator[None, None, None]:
+    """End the other ranks, if there are any, unless the ``with`` block succeeds."""
+    try:
+        yield
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
 
 
 def _choose_kv_cache_size(config: EngineConfig, checkpoints: list[Checkpoint]) -> KVCacheSize:

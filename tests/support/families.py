@@ -320,9 +320,9 @@ def make_model(family: str, seed: int = 0, **more: Any) -> Any:
     return model
 
 
-def save_model(folder: Path, family: str, **options: Any) -> Any:
-    """Write it as a folder of safetensors; returns the model."""
-    model = make_model(family)
+def save_model(folder: Path, family: str, sizes: dict[str, Any] | None = None, **options: Any) -> Any:
+    """Write it as a folder of safetensors, with other sizes if given; returns the model."""
+    model = make_model(family, **(sizes or {}))
     model.save_pretrained(folder, **options)
     return model
 

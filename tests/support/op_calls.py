@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastinfer import ops
+from fastinfer.parallel.group import Group
 from support.helpers import gemm_options
 from support.quantized_gemm import random_weight
 
@@ -186,6 +187,14 @@ def sample_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "sample", (*plain, torch.full((5, 3), 1.5), x.gt(1).int(), words, words, *biases, 3)
 
 
+def parallel_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """In groups of one rank, in which nobody waits."""
+    ids = torch.tensor([3, 0, 9, 9, 4])
+    yield "all_gather", (torch.randn(5, 48).bfloat16(), Group.create(1).memory, 0, [48])
+    yield "all_gather_rows", (torch.randn(5, 48), ids, Group.create(1).memory, 0, 0, 10)
+    yield "local_ids", (ids, 3, 9)
+
+
 def seeded(calls: Iterator[tuple[str, tuple[Any, ...]]], seed: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """The calls, each made from random numbers of its own; torch's generator stays as it is."""
     for index in itertools.count():
@@ -214,6 +223,7 @@ def op_calls(cpu_alone: bool = True, seed: int = 0) -> Iterator[tuple[str, tuple
         "experts": expert_calls(cpu_alone),
         "sample": sample_calls(),
         "linear attention": linear_attention_calls(),
+        "parallel": parallel_calls() if cpu_alone else iter(()),
     }
     for name, calls in groups.items():
         yield from seeded(calls, f"{seed} {name}")

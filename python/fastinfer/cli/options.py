@@ -12,7 +12,9 @@ from fastinfer.utils.dtypes import DTYPES, KV_CACHE_DTYPES
 
 # A key on a command line can be seen by every user of the machine. The variable may have several, separated by commas.
 API_KEY_VARIABLE = "FASTINFER_API_KEY"
-MAX_SPECULATIVE_TOKENS = 15  # the engine's limit, whose module imports torch; a test compares them
+# The engine's limits, whose modules import torch; a test compares them.
+MAX_SPECULATIVE_TOKENS = 15
+MAX_TENSOR_PARALLEL_SIZE = 64
 
 
 def add_model_option(parser: argparse.ArgumentParser) -> None:
@@ -107,6 +109,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
         const=True,
         help="let no text depend on the requests beside it, where that costs time: on GPUs, on CPUs with AMX, and with "
         "LoRA adapters",
+    )
+    options.add_argument(
+        "--tensor-parallel-size",
+        action=EngineOption,
+        type=count(1, MAX_TENSOR_PARALLEL_SIZE),
+        metavar="N",
+        help="processes of this machine that compute the model together, on a CPU; default: 1",
     )
     return options
 

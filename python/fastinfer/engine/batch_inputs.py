@@ -1,5 +1,7 @@
 """The input tensors of a step."""
 
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -72,6 +74,7 @@ class BatchInputs:
         block_size: tokens per block of the cache.
         device: device that computes, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
         has_states: whether the model has layers with linear attention, whose states are in slots.
+        allocate: function that allocates the host's memory, [n] uint8; by default zeros of this process.
 
     Attributes:
         max_seqs, max_tokens: see above.
@@ -94,6 +97,7 @@ class BatchInputs:
         device: str = "cpu",
         *,
         has_states: bool = False,
+        allocate: Callable[[int], np.ndarray] | None = None,
     ) -> None:
         self.max_seqs = max_seqs
         self.max_tokens = max_tokens
@@ -105,7 +109,8 @@ class BatchInputs:
         longs = (2 + num_groups) * max_tokens + 3 * max_logits
         ints = max_tokens + 5 * max_logits + 2 * max_seqs + 1 + sum(state_sizes)
         self._table_start = 8 * longs + 4 * ints
-        self._host = np.zeros(self._table_start + 4 * max_seqs * num_groups * max_blocks, np.uint8)
+        num_bytes = self._table_start + 4 * max_seqs * num_groups * max_blocks
+        self._host = np.zeros(num_bytes, np.uint8) if allocate is None else allocate(num_bytes)
         wide = self._host[: 8 * longs].view(np.int64)
         narrow = self._host[8 * longs : self._table_start].view(np.int32)
         ends = np.cumsum([*[max_tokens] * (2 + num_groups), max_logits])
@@ -271,6 +276,16 @@ class BatchInputs:
             state_writes=tensor(self._state_writes, size.num_tokens) if self._has_states else None,
             images=self.images,
         )
+
+    def digest(self, size: BatchSize) -> int:
+        """Return a checksum of the tokens of a batch and their places, by which processes can compare their inputs."""
+        digest = zlib.crc32(repr(size).encode())
+        used = [array[: size.num_tokens].data for array in (self._token_ids, self._positions, *self._slot_mappings)]
+        used += [self._query_start[: size.num_seqs + 1].data, self._seq_lens[: size.num_seqs].data]
+        used.append(self._logits_indices[: size.num_logits].data)
+        for memory in used:
+            digest = zlib.crc32(memory, digest)
+        return digest
 
     def _view(self, array: np.ndarray, length: int) -> Tensor:
         """Return the first elements of an array of the inputs as a tensor on the device."""

@@ -6,6 +6,7 @@ from os import PathLike
 import torch
 
 from fastinfer.errors import RequestError
+from fastinfer.parallel.group import MAX_RANKS
 from fastinfer.utils.checks import INT32_MAX, INT64_MAX, check_bool, check_float, check_int, check_path, show
 from fastinfer.utils.device_name import is_device_name
 from fastinfer.utils.host_memory import host_memory
@@ -20,6 +21,15 @@ REQUEST_LIMITS = (
 KV_CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn, torch.uint8)
 MAX_SPECULATIVE_TOKENS = 15
 MAX_GIB = 2.0**30
+# Values of options that tensor parallelism does not support otherwise.
+ALONE = {
+    "device": ("cpu",),
+    "max_loras": (0,),
+    "num_speculative_tokens": (0,),
+    "kv_offloading_size": (None,),
+    "kv_offloading_dir": (None,),
+    "async_scheduling": (False, None),
+}
 # Defaults by type of device. A GPU reads its weights faster than 64 sequences use them.
 MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
@@ -82,6 +92,8 @@ class EngineConfig:
             need not wait for Python. ``None``: on a GPU. A step waits all the same if it needs those results: with
             grammars, penalties, logits processors, log-probabilities, beams, and with speculation.
         enforce_eager: whether all steps run operator by operator instead of replaying recorded graphs.
+        tensor_parallel_size: number of processes that compute the model together, each with a part of every weight. On
+            a CPU alone, without LoRA adapters, speculation and stores of blocks beyond the KV cache.
     """
 
     max_model_len: int | None = None
@@ -112,6 +124,7 @@ class EngineConfig:
     device: str = "cpu"
     async_scheduling: bool | None = None
     enforce_eager: bool = False
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
@@ -150,6 +163,14 @@ class EngineConfig:
             raise RequestError(f"device must be cpu, cuda or cuda:N, got {show(self.device)}")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise RequestError(f"kv_cache_dtype must be one of {KV_CACHE_DTYPES}, got {self.kv_cache_dtype!r}")
+        check_int("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
+        if self.tensor_parallel_size > 1:
+            for name, expected in ALONE.items():
+                if (value := getattr(self, name)) not in expected:
+                    raise RequestError(
+                        f"{name} must be {expected[0]} with tensor_parallel_size={self.tensor_parallel_size}, "
+                        f"got {show(value)}"
+                    )
 
     @property
     def runs_ahead(self) -> bool:

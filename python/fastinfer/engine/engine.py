@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -45,6 +46,7 @@ from fastinfer.models import Model, check_has_all_logits
 from fastinfer.models.image_encoder import ImageEncoder
 from fastinfer.models.lora import AdapterSlots, PreparedAdapter
 from fastinfer.outputs import PrefillOutput
+from fastinfer.parallel.ranks import Ranks
 from fastinfer.sampling_params import DEFAULT_PARAMS, BeamSearchParams, SamplingParams
 from fastinfer.tokenizers.tokenizer import Tokenizer
 from fastinfer.utils.device import use_device
@@ -75,6 +77,8 @@ class Engine:
         fingerprint: identity of the weights and the precision of the models, see
             :func:`fastinfer.models.fingerprint.fingerprint`; needed to keep the KV cache on disk.
         image_encoder: encoder of images for the model; ``None`` for a model of text alone.
+        ranks: the other ranks, of which each has a part of the model as this one has; ``None`` for a whole model. They
+            end with the engine.
 
     Attributes:
         config: limits and options.
@@ -96,6 +100,7 @@ class Engine:
         grammars: compiler of grammars for structured outputs.
         prompt_modules: the prompt modules by name.
         requests: the unfinished requests.
+        ranks: the other ranks that have parts of the model; ``None`` for a whole model.
         on_step: function that is called after each step, in the same thread; ``None`` for none.
 
     Raises:
@@ -113,6 +118,7 @@ class Engine:
         load_models: LoadModels | None = None,
         fingerprint: str = "",
         image_encoder: ImageEncoder | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
         self.tokenizer = tokenizer
@@ -130,7 +136,11 @@ class Engine:
             check_draft_model(config, model.config, draft_model.config, self.max_model_len)
             draft_sampler = make_sampler(config, model, tokenizer)
         has_roles = roles_differ(config.device)
-        make_worker = partial(Worker, config, size=size, separates_roles=has_roles)
+        self.ranks = ranks
+        group = None if ranks is None else ranks.group
+        if (1 if group is None else group.size) != config.tensor_parallel_size:
+            raise RequestError(f"an engine with tensor_parallel_size={config.tensor_parallel_size} needs as many ranks")
+        make_worker = partial(Worker, config, size=size, separates_roles=has_roles, group=group)
         with self._context():  # on a GPU the workers capture their graphs here
             self.worker = make_worker(model, with_adapters=config.max_loras > 0)
             self.draft_worker = None if draft_model is None else make_worker(draft_model)
@@ -174,6 +184,8 @@ class Engine:
             runs_ahead=config.runs_ahead,
         )
         renew_in_children(self)
+        if ranks is not None:
+            weakref.finalize(self, ranks.close)
 
     def renew_after_fork(self) -> None:
         """Let a forked child go on with the requests: other threads of the parent may have left them half done.
@@ -490,8 +502,11 @@ class Engine:
         """Check that the engine can sleep at this level once it has no requests.
 
         Raises:
-            RequestError: there is no such level, the engine sleeps already, or level 2 needs ``load_models``.
+            RequestError: there is no such level, the engine sleeps already, level 2 needs ``load_models``, or several
+                ranks compute the model.
         """
+        if self.config.tensor_parallel_size > 1:
+            raise RequestError(f"sleep needs tensor_parallel_size=1, got {self.config.tensor_parallel_size}")
         self._sleep_mode.check(level)
 
     def sleep(self, level: int = 1) -> None:
@@ -552,6 +567,11 @@ class Engine:
             raise
         if lost:
             raise RuntimeError(f"prompt modules could not be computed again and are lost: {lost}")
+
+    @property
+    def lost_ranks(self) -> str:
+        """Why the other ranks that have parts of the model are lost, and with them the engine; empty if they are not."""
+        return "" if self.ranks is None else self.ranks.group.cause
 
     @property
     def is_sleeping(self) -> bool:

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from fastinfer import ops
-from fastinfer.engine.batch_inputs import BatchInputs, StepResult
+from fastinfer.engine.batch_inputs import BatchInputs, BatchSize, StepResult
 from fastinfer.engine.chunk import Chunk
 from fastinfer.engine.cpu_graphs import CPUGraphs
 from fastinfer.engine.cuda_graphs import CUDAGraphs, expert_tile_limits
@@ -12,6 +12,10 @@ from fastinfer.models import Model
 from fastinfer.models.batch import Batch
 from fastinfer.models.kv_cache import KVCache
 from fastinfer.ops.prompt import NO_ROW
+from fastinfer.parallel.group import Group
+
+# First word of the message that announces a step to the other ranks.
+STEP = 0
 
 
 class Runner:
@@ -27,6 +31,7 @@ class Runner:
             then computed as if some had: steps without adapters use fused operators, which round in other places.
         separates_roles: whether to tell the kernels which tokens are those of prompts, see
             :mod:`fastinfer.engine.roles`.
+        group: group of ranks that compute the model together; ``None`` for this process alone.
 
     Attributes:
         model, kv_cache, inputs: see above.
@@ -44,6 +49,7 @@ class Runner:
         with_adapters: bool = False,
         deterministic: bool = False,
         separates_roles: bool = False,
+        group: Group | None = None,
     ) -> None:
         self.model = model
         self.kv_cache = kv_cache
@@ -52,6 +58,7 @@ class Runner:
         self._with_adapters = with_adapters
         self._always_adapters = with_adapters and deterministic
         self._separates_roles = separates_roles
+        self._group = group
         self.num_eager_steps = 0
         self.graphs = self._make_graphs()
 
@@ -69,8 +76,34 @@ class Runner:
             size = size._replace(has_adapters=True)
         if self._separates_roles:
             size = size._replace(first_prompt_row=_first_prompt_row(chunks, size.num_tokens))
+        is_decode = all(chunk.sequence.is_decoding for chunk in chunks)
+        if self._group is None:
+            return self.run(size, is_decode)
+        with self._group.together():
+            self._group.send([STEP, *size, is_decode, self.inputs.digest(size)])
+            return self.run(size, is_decode)
+
+    def follow(self, words: list[int]) -> StepResult:
+        """Compute the step that rank 0 has announced, whose inputs are in the memory that the ranks share.
+
+        Raises:
+            RuntimeError: the inputs are not those of the message.
+        """
+        num_seqs, num_tokens, num_logits, has_adapters, first_prompt_row, is_decode, digest = words
+        size = BatchSize(num_seqs, num_tokens, num_logits, bool(has_adapters), first_prompt_row)
+        if (own := self.inputs.digest(size)) != digest:
+            raise RuntimeError(f"the inputs of a step must have the digest {digest}, got {own}")
+        return self.run(size, bool(is_decode))
+
+    def run(self, size: BatchSize, is_decode: bool) -> StepResult:
+        """Compute the batch that the inputs contain.
+
+        Args:
+            size: its sizes.
+            is_decode: whether all sequences decode.
+        """
         if self.graphs is not None and self.inputs.images is None:
-            result = self.graphs.run(size, all(chunk.sequence.is_decoding for chunk in chunks))
+            result = self.graphs.run(size, is_decode)
             if result is not None:
                 return result
         self.num_eager_steps += 1

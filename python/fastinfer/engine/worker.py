@@ -8,14 +8,19 @@ from fastinfer.engine.chunk import Chunk
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.kv_cache_size import KVCacheSize
 from fastinfer.engine.logits_row import LogitsRow
-from fastinfer.engine.runner import Runner
+from fastinfer.engine.runner import STEP, Runner
 from fastinfer.engine.sampled_token import TokenLogprob, top_logprobs
 from fastinfer.models import Model
 from fastinfer.models.kv_cache import KVCache, num_blocks_for
+from fastinfer.parallel.group import Group
 
 # Number of prompt tokens whose logits are computed at a time if their log-probabilities are requested: 12 MB for a
 # vocabulary of 49k tokens.
 PROMPT_LOGPROBS_ROWS = 64
+# First words of the messages to the other ranks, beside STEP.
+COPY_BLOCKS, LOGITS = 1, 2
+# Pairs of blocks in a message.
+PAIRS_PER_MESSAGE = 1024
 
 
 class Worker:
@@ -28,6 +33,8 @@ class Worker:
         with_adapters: whether tokens may have LoRA adapters.
         separates_roles: whether to compute prompts and generated tokens differently, see
             :mod:`fastinfer.engine.roles`.
+        group: group of ranks that compute the model together; ``None`` for this process alone. Each rank has a worker;
+            those of ranks other than 0 only :meth:`follow`.
 
     Attributes:
         device: device that computes.
@@ -42,12 +49,15 @@ class Worker:
         *,
         with_adapters: bool = False,
         separates_roles: bool = False,
+        group: Group | None = None,
     ) -> None:
         self._config = config
         self.device = torch.device(config.device)
         self._size = size
         self._with_adapters = with_adapters
         self._separates_roles = separates_roles
+        self._group = group
+        self._hidden: Tensor | None = None  # of the last step, with several ranks
         self._model: Model | None = model
         self.kv_cache = KVCache.of_model(
             model.config,
@@ -91,10 +101,38 @@ class Worker:
 
     def run(self, chunks: list[Chunk], rows: list[LogitsRow], drawn: Tensor | None = None) -> StepResult:
         """Compute a step's chunks, see :meth:`fastinfer.engine.runner.Runner.__call__`."""
-        return self.runner(chunks, rows, drawn)
+        result = self.runner(chunks, rows, drawn)
+        if self._group is not None:
+            self._hidden = result.hidden
+        return result
+
+    def follow(self) -> None:
+        """Wait for a message of rank 0, and carry it out.
+
+        Raises:
+            RuntimeError: the group was aborted, or the ranks disagree.
+        """
+        assert self._group is not None
+        kind, *words = self._group.receive()
+        if kind == STEP:
+            self._hidden = self.runner.follow(words).hidden
+        elif kind == COPY_BLOCKS:
+            group, *blocks = words
+            self.kv_cache.copy_blocks(list(zip(blocks[::2], blocks[1::2], strict=True)), group)
+        else:
+            assert kind == LOGITS
+            assert self._hidden is not None
+            first, count = words
+            self.model.logits(self._hidden, torch.arange(first, first + count))
+        self._group.finish()
 
     def copy_blocks(self, pairs: list[tuple[int, int]], group: int) -> None:
         """Copy blocks of a group of layers, see :meth:`fastinfer.models.kv_cache.KVCache.copy_blocks`."""
+        if self._group is not None:
+            with self._group.together():
+                for begin in range(0, len(pairs), PAIRS_PER_MESSAGE):
+                    part = pairs[begin : begin + PAIRS_PER_MESSAGE]
+                    self._group.send([COPY_BLOCKS, group, *(block for pair in part for block in pair)])
         self.kv_cache.copy_blocks(pairs, group)
 
     def prompt_logprobs(
@@ -116,7 +154,7 @@ class Worker:
             part = token_ids[begin : begin + PROMPT_LOGPROBS_ROWS]
             rows = torch.arange(begin, begin + len(part), device=hidden.device)
             adapter_ids = torch.full_like(rows, adapter, dtype=torch.int32) if adapter >= 0 else None
-            logits = self.model.logits(hidden, rows, adapter_ids).float()
+            logits = self._logits(hidden, rows, adapter_ids).float()
             logprobs += [top_logprobs(row, token_id, count) for row, token_id in zip(logits, part, strict=True)]
         return logprobs
 
@@ -130,6 +168,17 @@ class Worker:
             [hidden] float64, in host memory.
         """
         return self.model.normalize(hidden).cpu().double().sum(0)
+
+    def _logits(self, hidden: Tensor, rows: Tensor, adapter_ids: Tensor | None) -> Tensor:
+        """Compute logits for rows of hidden states of the last step, with all ranks."""
+        if self._group is None:
+            return self.model.logits(hidden, rows, adapter_ids)
+        assert self._hidden is not None
+        # The other ranks have the same hidden states of the whole step, of which these are consecutive rows.
+        first = (hidden.data_ptr() - self._hidden.data_ptr()) // (hidden.shape[1] * hidden.itemsize)
+        with self._group.together():
+            self._group.send([LOGITS, first + int(rows[0]), len(rows)])
+            return self.model.logits(hidden, rows)
 
     def release(self, *, with_model: bool) -> None:
         """Free the KV cache and the runner with its recorded graphs, and the model if wanted."""
@@ -161,6 +210,7 @@ class Worker:
             num_groups=len(self._size.windows),
             device=config.device,
             has_states=self.model.config.states is not None,
+            allocate=None if self._group is None else self._group.allocate_inputs,
         )
         return Runner(
             self.model,
@@ -170,4 +220,5 @@ class Worker:
             with_adapters=self._with_adapters,
             deterministic=config.deterministic,
             separates_roles=self._separates_roles,
+            group=self._group,
         )

@@ -1,5 +1,6 @@
 """Models: a decoder whose sizes come from the checkpoint, and the loaders that build it."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -62,8 +63,15 @@ class Model(Protocol):
         ...
 
 
+LoadWeights = Callable[[Checkpoint, str, str, int | None], Model]
+
+
 def load_model(
-    source: Path | Checkpoint, dtype: str = "auto", device: str = "cpu", max_model_len: int | None = None
+    source: Path | Checkpoint,
+    dtype: str = "auto",
+    device: str = "cpu",
+    max_model_len: int | None = None,
+    load: LoadWeights | None = None,
 ) -> tuple[Model, Tokenizer]:
     """Load a checkpoint and its tokenizer.
 
@@ -73,6 +81,7 @@ def load_model(
         dtype: name of the dtype, see :meth:`fastinfer.models.config.Precision.of`.
         device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"`` (not yet run on a GPU), or ``"auto"``.
         max_model_len: length of the longest sequence in tokens; ``None`` for the model's own limit.
+        load: function that loads the weights; :func:`load_weights` by default.
 
     Raises:
         ModelNotFoundError, GGUFFormatError, CheckpointFormatError, UnsupportedModelError: the checkpoint cannot be
@@ -91,7 +100,7 @@ def load_model(
             f"{checkpoint.path}: expected an embedding of at least {tokenizer.vocab_size} rows, as many as the "
             f"tokenizer has tokens, got {checkpoint.config.vocab_size}"
         )
-    model = load_weights(checkpoint, dtype, device, max_model_len)
+    model = (load or load_weights)(checkpoint, dtype, device, max_model_len)
     tokenizer.pad(model.config.vocab_size)
     return model, tokenizer
 

@@ -53,6 +53,7 @@ from fastinfer.ops.pack import (
     pack_scales,
     pack_two_level_scales,
 )
+from fastinfer.ops.parallel import all_gather, all_gather_rows, local_ids
 from fastinfer.ops.permute import permute_columns
 from fastinfer.ops.prompt import prompt_rows, prompt_rows_of_experts
 from fastinfer.ops.quantize import quantize_int8
@@ -71,6 +72,8 @@ __all__ = [
     "Sampled",
     "add_lora",
     "add_rms_norm",
+    "all_gather",
+    "all_gather_rows",
     "batch_invariant",
     "causal_conv1d",
     "clamped_swiglu",
@@ -100,6 +103,7 @@ __all__ = [
     "interleave_gate_up",
     "latent_rotary_store",
     "layer_norm",
+    "local_ids",
     "lut_gemm",
     "mamba2_scan",
     "merge_attention_states",

@@ -250,6 +250,21 @@ def _(x: Tensor, permutation: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
+@fake("all_gather")
+def _(x: Tensor, group: Tensor, rank: int, widths: list[int]) -> Tensor:
+    return x.new_empty([x.shape[0], sum(widths)])
+
+
+@fake("all_gather_rows")
+def _(x: Tensor, ids: Tensor, group: Tensor, rank: int, start: int, end: int) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@fake("local_ids")
+def _(ids: Tensor, start: int, end: int) -> Tensor:
+    return ids.new_empty(ids.shape)
+
+
 @fake("int4_pack")
 def _(q: Tensor) -> Tensor:
     return q.new_empty([-(-q.shape[0] // 16), q.shape[1] // 32, 4, 16, 4])

@@ -98,6 +98,9 @@ ON_CPU = {
     "grouped_int6_gemm": INT6_WEIGHT,
     "int6_pack": PACK8,
     "int6_dequantize": UNPACK6,
+    "all_gather": ELEMENTWISE,
+    "all_gather_rows": ELEMENTWISE,
+    "local_ids": Support((torch.int64,)),
 }
 
 

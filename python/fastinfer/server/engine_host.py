@@ -124,7 +124,7 @@ class EngineHost:
             return None
         health = self._engine.health()
         if health.is_dead:
-            return "the device has failed"
+            return health.refusal or "the device has failed"
         if health.step_seconds > self._stall_s:
             return f"a step has been running for {health.step_seconds:.0f} s"
         return None

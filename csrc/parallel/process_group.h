@@ -1,0 +1,69 @@
+// Processes of one machine that compute a model together (its ranks), and the memory that they share.
+//
+// An exchange is a barrier between two copies: each rank writes its part into a slot, waits until all have arrived, and
+// reads the whole slot. There are two slots, used in turns. A rank that writes exchange n + 2 has seen all ranks arrive
+// at exchange n + 1, so all have read what exchange n left in the same slot: one barrier for each exchange is enough.
+//
+// No wait is without bound. A rank that waits longer than the deadline, or sees that the others do something else than
+// it does, sets a flag that ends the waits of all ranks with an error. So does whoever learns that a rank has died.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "common/api.h"
+
+namespace fastinfer::parallel {
+
+inline constexpr int kMaxRanks = 64;
+inline constexpr int kMessageWords = 4096;
+
+struct alignas(64) RankState {
+  std::atomic<uint64_t> arrived;  // exchanges whose part the rank has written
+  std::atomic<uint64_t> tags[2];  // what the rank exchanges, for both slots
+  std::atomic<uint64_t> bytes;    // bytes of all its parts
+  std::atomic<uint32_t> done;     // number of the last message that the rank has carried out
+};
+
+// The beginning of the shared memory, zeros before initialize(); the slots follow.
+struct Group {
+  int64_t size;  // number of ranks
+  int64_t slot_bytes;
+  int64_t deadline_ns;
+  alignas(64) std::atomic<uint32_t> aborted;
+  alignas(64) std::atomic<uint32_t> message_number;  // waiting ranks sleep on it
+  int64_t num_words;
+  int64_t words[kMessageWords];  // what rank 0 wants of the others
+  RankState ranks[kMaxRanks];
+};
+
+inline constexpr size_t kSlotsOffset = (sizeof(Group) + 4095) / 4096 * 4096;
+
+// Number of bytes of a group whose slots have this size.
+inline size_t group_bytes(int64_t slot_bytes) {
+  return kSlotsOffset + 2 * static_cast<size_t>(slot_bytes);
+}
+
+// Errors of all functions are std::runtime_error, std::invalid_argument for arguments.
+FASTINFER_API void initialize(Group& group, int64_t size, int64_t slot_bytes, double deadline_seconds);
+
+// The slot of this rank's next exchange.
+FASTINFER_API std::byte* next_slot(Group& group, int rank);
+
+// Waits until all ranks have written their parts of the slot.
+// `tag` must be the same on all ranks; `bytes` is the size of this rank's part.
+FASTINFER_API void exchange(Group& group, int rank, uint64_t tag, uint64_t bytes);
+
+// Rank 0: waits until the other ranks have carried out the last message, and sends them another one.
+FASTINFER_API void send(Group& group, const std::vector<int64_t>& words);
+
+// Other ranks: waits for the next message, without a deadline. It must be followed by finish().
+FASTINFER_API std::vector<int64_t> receive(Group& group, int rank);
+FASTINFER_API void finish(Group& group, int rank);
+
+// Ends all waits, now and later, with an error.
+FASTINFER_API void abort(Group& group);
+
+}  // namespace fastinfer::parallel

@@ -1,0 +1,99 @@
+"""The process of a rank other than 0: it loads its part of the model, and carries out what rank 0 asks for."""
+
+import ctypes
+import os
+import pickle
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fastinfer import _C
+from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.kv_cache_size import KVCacheSize
+from fastinfer.engine.roles import roles_differ
+from fastinfer.engine.worker import Worker
+from fastinfer.errors import describe_error
+from fastinfer.models import open_checkpoint
+from fastinfer.models.config import Precision
+from fastinfer.parallel.group import Group, is_abort
+from fastinfer.parallel.loader import load_shard
+from fastinfer.parallel.ranks import Ranks
+from fastinfer.utils.text import one_line
+
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class RankTask:
+    """What a rank computes.
+
+    Attributes:
+        path: path of the model.
+        dtype: name of the dtype, see :meth:`fastinfer.models.config.Precision.of`.
+        config: configuration of the engine.
+        size: size of the KV cache.
+        num_ranks: number of ranks.
+    """
+
+    path: Path
+    dtype: str
+    config: EngineConfig
+    size: KVCacheSize
+    num_ranks: int
+
+
+def start_ranks(task: RankTask) -> Ranks:
+    """Start the ranks beside this process, which becomes rank 0. They share its threads."""
+    num_threads = max(1, _C.get_num_threads() // task.num_ranks)
+    return Ranks(Group.create(task.num_ranks), __name__, task, num_threads)
+
+
+def main(parent: str, rank: str) -> None:
+    """Run a rank until rank 0 ends it.
+
+    Args:
+        parent: id of the process of rank 0.
+        rank: number of this rank.
+    """
+    _end_with(int(parent))
+    report = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # prints of libraries are no reports
+    task, fds = pickle.load(sys.stdin.buffer)  # from the parent's own pipe
+    threading.Thread(target=_wait_for_end_of_input, daemon=True).start()
+    group = Group(int(rank), task.num_ranks, *fds)
+    try:
+        worker = load_worker(task, group)
+        print("ready", file=report, flush=True)
+        with torch.inference_mode():
+            while True:
+                worker.follow()
+    except BaseException as error:
+        if is_abort(error):  # which another rank has caused, and reports
+            os._exit(0)
+        print(one_line(describe_error(error)), file=report, flush=True)
+        group.abort()
+        os._exit(1)
+
+
+def load_worker(task: RankTask, group: Group) -> Worker:
+    """Load a rank's part of the model, and allocate its part of the KV cache."""
+    checkpoint = open_checkpoint(task.path, Precision.of(task.dtype).exact)
+    model = load_shard(checkpoint, task.dtype, task.size.max_model_len, group)
+    return Worker(task.config, model, task.size, separates_roles=roles_differ("cpu"), group=group)
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel kill this process once the thread that started it has ended, even if this process is stopped."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before
+        os._exit(1)
+
+
+def _wait_for_end_of_input() -> None:
+    """End the process once the parent has closed its end of the pipe, or has ended."""
+    sys.stdin.buffer.read()
+    os._exit(1)

@@ -1,0 +1,149 @@
+"""The memory that the processes (ranks) of a group share: exchanged activations, messages and the inputs of steps."""
+
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from fastinfer._C import ProcessGroup
+from fastinfer.utils.interrupts import deferred_interrupts
+
+# Size of each of the two slots for exchanged activations. Larger ones are exchanged in parts of whole rows.
+SLOT_BYTES = 2**22
+# Longest wait for another rank within a step. It only passes if a rank is stopped or hangs: the end of a process is
+# noticed at once.
+DEADLINE = 30.0
+MAX_RANKS = 64
+# Seconds in which the cause of an aborted exchange becomes known, which another thread finds out.
+CAUSE_SECONDS = 2.0
+ABORTED = "the group of ranks was aborted"  # the error of a rank that was not the cause, as in csrc/parallel
+
+
+class Group:
+    """One rank's view of a group.
+
+    The memory has no name in the file system: it is gone with the last process that uses it.
+
+    Args:
+        rank: number of this rank.
+        size: number of ranks.
+        memory_fd: file descriptor of the memory for exchanges and messages.
+        inputs_fd: file descriptor of the memory for the inputs of steps.
+
+    Attributes:
+        rank, size: see above.
+        fds: both file descriptors, for the processes of other ranks.
+        cause: why the group was aborted; empty while it works, and where another rank knows the cause.
+        on_abort: function that is called once this rank has aborted the group; ``None`` for none.
+        memory: [bytes] uint8, memory for exchanges, which operators of :mod:`fastinfer.ops.parallel` use.
+    """
+
+    def __init__(self, rank: int, size: int, memory_fd: int, inputs_fd: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.fds = memory_fd, inputs_fd
+        shared = np.frombuffer(mmap.mmap(memory_fd, ProcessGroup.num_bytes(SLOT_BYTES)), np.uint8)
+        self.memory = torch.from_numpy(shared)
+        self._group = ProcessGroup(shared, rank)
+        self.on_abort: Callable[[], None] | None = None
+        self.cause = ""
+        self._has_cause = threading.Event()
+        self._pid = os.getpid()
+
+    @classmethod
+    def create(cls, size: int, deadline: float | None = None) -> "Group":
+        """Allocate the memory of a group, and return the view of rank 0.
+
+        Args:
+            size: number of ranks, at most ``MAX_RANKS``.
+            deadline: longest wait for another rank in seconds; ``DEADLINE`` by default.
+        """
+        fds = [os.memfd_create(f"fastinfer-{name}", os.MFD_CLOEXEC) for name in ("group", "inputs")]
+        num_bytes = ProcessGroup.num_bytes(SLOT_BYTES)
+        os.ftruncate(fds[0], num_bytes)
+        memory = mmap.mmap(fds[0], num_bytes)
+        ProcessGroup.initialize(memory, size, SLOT_BYTES, DEADLINE if deadline is None else deadline)
+        group = cls(0, size, *fds)
+        for fd in fds:
+            weakref.finalize(group, os.close, fd)
+        return group
+
+    def allocate_inputs(self, num_bytes: int) -> np.ndarray:
+        """Return the memory for the inputs of steps, [num_bytes] uint8, which is the same on all ranks.
+
+        It is filled with zeros before rank 0 writes to it.
+        """
+        os.ftruncate(self.fds[1], num_bytes)  # to the same size on all ranks
+        return np.frombuffer(mmap.mmap(self.fds[1], num_bytes), np.uint8)
+
+    def send(self, words: list[int]) -> None:
+        """Send all other ranks a message, once they have carried out the last one; only for rank 0.
+
+        Raises:
+            RuntimeError: a rank has ended, or did not carry out the last message before the deadline.
+        """
+        self._group.send(words)
+
+    def receive(self) -> list[int]:
+        """Wait for a message of rank 0; only for other ranks, which then call :meth:`finish`.
+
+        Raises:
+            RuntimeError: the group was aborted.
+        """
+        return self._group.receive()
+
+    def finish(self) -> None:
+        """Tell rank 0 that the message was carried out."""
+        self._group.finish()
+
+    def abort(self, cause: str = "") -> None:
+        """End all exchanges of all ranks, now and later, with an error.
+
+        Args:
+            cause: why, for this process; the first cause counts.
+        """
+        if cause and not self.cause:
+            self.cause = cause
+            self._has_cause.set()
+        self._group.abort()
+        if self.on_abort is not None:
+            self.on_abort()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Abort the group if the code in the ``with`` block fails: the other ranks would wait for this one in vain.
+
+        Ctrl-C takes effect after the block.
+
+        Raises:
+            RuntimeError: an exchange failed; the message has the cause. Or this process was forked from rank 0.
+        """
+        if os.getpid() != self._pid:
+            raise RuntimeError("a forked process cannot use tensor parallelism: the other ranks are its parent's")
+        try:
+            with deferred_interrupts():
+                yield
+        except KeyboardInterrupt:  # after the block
+            raise
+        except RuntimeError as error:
+            self.abort("" if is_abort(error) else str(error))
+            self._has_cause.wait(CAUSE_SECONDS)
+            raise RuntimeError(f"tensor parallelism ended: {self.cause or error}") from error
+        except BaseException:
+            self.abort()
+            raise
+
+    @property
+    def exchanged(self) -> tuple[int, int]:
+        """Numbers of exchanges and of bytes that this rank has sent since the start."""
+        return self._group.exchanged()
+
+
+def is_abort(error: BaseException) -> bool:
+    """Return whether an error says that another rank has aborted the group."""
+    return ABORTED in str(error)

@@ -1,0 +1,85 @@
+"""Loading of one rank's part of a model."""
+
+import torch
+from torch import Tensor
+
+from fastinfer.formats.unpacked import Unpacked
+from fastinfer.models.checkpoint import Checkpoint
+from fastinfer.models.config import Precision
+from fastinfer.models.decoder import Decoder
+from fastinfer.models.layer_reader import LayerReader
+from fastinfer.models.loader import DecoderLoader
+from fastinfer.parallel.division import Division
+from fastinfer.parallel.group import Group
+from fastinfer.parallel.sharded_checkpoint import OUTPUTS, ShardedCheckpoint
+from fastinfer.parallel.sharded_weights import ShardedExperts, ShardedOutput, ShardedVocabulary
+from fastinfer.utils.torch_threads import one_torch_thread
+from fastinfer.weights.expert_weights import ExpertWeights
+from fastinfer.weights.weight import Weight
+
+
+def load_shard(checkpoint: Checkpoint, dtype: str, max_model_len: int | None, group: Group) -> Decoder:
+    """Load a rank's part of a model, which computes whole hidden states and logits together with the other ranks.
+
+    Args:
+        checkpoint: an open checkpoint.
+        dtype: name of the dtype, see :meth:`fastinfer.models.config.Precision.of`.
+        max_model_len: length of the longest sequence in tokens; ``None`` for the model's own limit.
+        group: the group of ranks.
+
+    Raises:
+        FastinferError: as for :func:`fastinfer.models.load_weights`.
+    """
+    division = Division(checkpoint.config, group.rank, group.size)
+    reader = ShardedReader(ShardedCheckpoint(checkpoint, division), Precision.of(dtype), division, group)
+    with one_torch_thread():
+        return DecoderLoader(reader, max_model_len).decoder()
+
+
+class ShardedReader(LayerReader):
+    """Reader of a rank's part of layers, whose output projections exchange their inputs and outputs.
+
+    Args:
+        checkpoint: the rank's part of a checkpoint.
+        precision: precision in which the model computes.
+        division: division of the model.
+        group: the group of ranks.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, precision: Precision, division: Division, group: Group) -> None:
+        super().__init__(checkpoint, precision, "cpu")
+        self._division = division
+        self._group = group
+
+    def weight(self, names: tuple[str, ...], unpacked: Unpacked, bias: Tensor | None) -> Weight:
+        local = super().weight(names, unpacked, bias)
+        if names[0].rpartition(".")[2] not in OUTPUTS:
+            return local
+        in_widths, out_widths = self._in_widths(names[0]), self._widths(self.config.hidden_size)
+        columns = torch.arange(out_widths[self._group.rank])
+        return ShardedOutput(local, self._group, in_widths, out_widths, columns)
+
+    def experts(self, names: list[tuple[str, ...]], unpacked: list[Unpacked], bias: Tensor | None) -> ExpertWeights:
+        local = super().experts(names, unpacked, bias)
+        name = names[0][0]
+        if name.rpartition(".")[2] not in OUTPUTS:
+            return local
+        return ShardedExperts(local, self._group, self._in_widths(name), self._widths(self.config.hidden_size))
+
+    def vocabulary(self, name: str, rows: int, width: int | None = None) -> Weight:
+        widths = self._widths(rows)
+        parts = self.checkpoint.parts(name, rows, width or self.config.hidden_size)
+        local = self.make(parts, self.precision.logits_activation_bits, rows=widths[self._group.rank])
+        return ShardedVocabulary(local, self._group, widths)
+
+    def _widths(self, rows: int) -> list[int]:
+        return [len(part) for part in self._division.tiles(rows)]
+
+    def _in_widths(self, name: str) -> list[int]:
+        """Return the numbers of columns of an output projection's input that the ranks have."""
+        config, names = self._division.config, name.split(".")
+        if names[-1] == "o_proj":
+            return [len(heads) * config.head_dim for heads in self._division.query_heads()]
+        if "shared_expert" in names:
+            return self._widths(config.shared_intermediate_size)
+        return self._widths(config.intermediate_size if "experts" in names else config.mlp_size(int(names[1])))

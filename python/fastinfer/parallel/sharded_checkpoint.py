@@ -1,0 +1,136 @@
+"""A checkpoint of which one rank reads its part."""
+
+from collections.abc import Hashable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fastinfer.formats.unpacked import Unpacked
+from fastinfer.models.checkpoint import Checkpoint
+from fastinfer.models.config import ModelConfig
+from fastinfer.parallel.division import Division
+
+INPUTS = ("gate_proj", "up_proj")
+OUTPUTS = ("o_proj", "down_proj")
+
+
+class ShardedCheckpoint:
+    """Checkpoint that looks like that of a smaller model, the part of one rank.
+
+    Matrices keep all their columns, and a loader asks for the numbers of rows of the smaller model.
+
+    Args:
+        whole: the checkpoint of the whole model.
+        division: division of the model.
+    """
+
+    def __init__(self, whole: Checkpoint, division: Division) -> None:
+        self._whole = whole
+        self._division = division
+        self._config = division.local_config
+
+    @property
+    def path(self) -> Path:
+        """Path of the file or folder."""
+        return self._whole.path
+
+    @property
+    def files(self) -> list[Path]:
+        """Paths of all files on which the loaded model may depend."""
+        return self._whole.files
+
+    @property
+    def config(self) -> ModelConfig:
+        """Sizes and constants of the rank's part."""
+        return self._config
+
+    def weight_bytes(self, device: str) -> int:
+        """Estimate the size of the whole model's weights."""
+        return self._whole.weight_bytes(device)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._whole
+
+    def linear(self, name: str, out_features: int, in_features: int) -> Unpacked:
+        """Read the rank's rows of a matrix, see :meth:`fastinfer.models.checkpoint.Checkpoint.linear`."""
+        rows = self._rows(name)
+        if rows is None:
+            return self._whole.linear(name, out_features, in_features)
+        if name.rpartition(".")[2] in OUTPUTS:
+            in_features = self._in_features(name)
+        return self._whole.linear(name, self._out_features(name), in_features).rows(_index(rows))
+
+    def parts(self, name: str, out_features: int, in_features: int) -> Iterator[Unpacked]:
+        """Read the rank's rows of a matrix of the vocabulary in consecutive parts."""
+        wanted = self._division.tiles(out_features)[self._division.rank]
+        first = 0
+        for part in self._whole.parts(name, out_features, in_features):
+            count = part.shape[0]
+            start, end = max(wanted.start - first, 0), min(wanted.stop - first, count)
+            if start < end:
+                yield part.rows(_index(range(start, end)))
+            first += count
+
+    def vector(self, name: str, size: int) -> Tensor:
+        """Read a vector, or the rank's part of the bias of a matrix or of the sinks of its heads."""
+        owner, _, kind = name.rpartition(".")
+        if kind == "sinks":
+            heads = self._division.query_heads()[self._division.rank]
+            return self._whole.vector(name, self._division.config.num_heads)[_index(heads)]
+        rows = self._rows(owner) if kind == "bias" else None
+        if rows is None:
+            return self._whole.vector(name, size)
+        return self._whole.vector(name, self._out_features(owner))[_index(rows)]
+
+    def draft_tokens(self) -> Tensor | None:
+        """Return ``None``: a draft model is not divided."""
+        return self._whole.draft_tokens()
+
+    def layout(self, layer: int) -> Hashable:
+        """Return the layout of the whole layer."""
+        return self._whole.layout(layer)
+
+    def release(self) -> None:
+        """Free the memory of data that was read."""
+        self._whole.release()
+
+    def _rows(self, name: str) -> range | None:
+        """Return the rank's rows of a layer's matrix; ``None`` for one that every rank has."""
+        division, part = self._division, name.rpartition(".")[2]
+        dim = division.config.head_dim
+        if part == "q_proj":
+            heads = division.query_heads()[division.rank]
+        elif part in ("k_proj", "v_proj"):
+            heads = division.kv_heads()[division.rank]
+        elif part in INPUTS or part in OUTPUTS:
+            return division.tiles(self._out_features(name))[division.rank]
+        else:
+            return None
+        return range(heads.start * dim, heads.stop * dim)
+
+    def _out_features(self, name: str) -> int:
+        """Return the number of rows of a divided matrix."""
+        config, part = self._division.config, name.rpartition(".")[2]
+        if part in OUTPUTS:
+            return config.hidden_size
+        if part in INPUTS:
+            return self._inner(name)
+        return config.head_dim * (config.num_heads if part == "q_proj" else config.num_kv_heads)
+
+    def _in_features(self, name: str) -> int:
+        """Return the number of columns of an output projection."""
+        config = self._division.config
+        return config.num_heads * config.head_dim if name.endswith("o_proj") else self._inner(name)
+
+    def _inner(self, name: str) -> int:
+        """Return the width of the MLP or expert that a matrix is part of."""
+        config, names = self._division.config, name.split(".")
+        if "shared_expert" in names:
+            return config.shared_intermediate_size
+        return config.intermediate_size if "experts" in names else config.mlp_size(int(names[1]))
+
+
+def _index(rows: range) -> Tensor:
+    """Return the rows as a tensor: selected by a slice, they would keep the whole matrix in memory."""
+    return torch.arange(rows.start, rows.stop)

@@ -1,0 +1,43 @@
+"""What tensor parallelism does not support; it is refused before any weight is read."""
+
+from fastinfer.errors import UnsupportedModelError
+from fastinfer.models.checkpoint import Checkpoint
+from fastinfer.models.config import ModelConfig
+from fastinfer.models.image_encoder import FAMILIES
+from fastinfer.parallel.division import Division
+
+
+def check_divisible(checkpoint: Checkpoint, size: int) -> None:
+    """Check that a model can be divided among ranks.
+
+    Args:
+        checkpoint: an open checkpoint.
+        size: number of ranks.
+
+    Raises:
+        UnsupportedModelError: the model has parts that are not divided yet.
+        RequestError: there are more ranks than units.
+    """
+    part = _undivided_part(checkpoint.config)
+    if part is not None:
+        raise UnsupportedModelError(
+            f"{checkpoint.path}: tensor_parallel_size must be 1 for a model with {part}, got {size}"
+        )
+    Division(checkpoint.config, 0, size).check()
+
+
+def _undivided_part(config: ModelConfig) -> str | None:
+    """Return the first part of a model that cannot be divided."""
+    parts = {
+        "layers with states": config.states is not None,
+        "latent attention": config.latent_attention is not None,
+        "heads that differ between layers": bool(config.kv_shapes),
+        "layers that share keys and values": bool(config.kv_layers) or bool(config.tied_kv_layers),
+        "a gate of attention's output": config.output_gate,
+        "a norm of all heads together": config.qk_norm == "all",
+        "inputs of single layers": bool(config.per_layer_size),
+        "an MLP beside its experts": config.mlp_beside_experts,
+        "a reduced vocabulary": bool(config.draft_vocab_size),
+        "images": config.architecture in FAMILIES,
+    }
+    return next((part for part, has_it in parts.items() if has_it), None)
