@@ -236,6 +236,15 @@ class ModelConfig:
         """Return the number of elements of all queries of a token."""
         return self.num_heads * self.kv_shape(layer).head_dim
 
+    def attention_size(self, layer: int) -> int:
+        """Return the number of inputs of the projection behind a layer's attention, or what it has in its place."""
+        if self.has_state(layer):
+            assert self.states is not None
+            return self.states.output_size
+        if self.latent_attention is not None:
+            return self.num_heads * self.latent_attention.value_dim
+        return self.q_size(layer)
+
     def kv_size(self, layer: int) -> int:
         """Return the number of elements of all keys of a token, or of all its values."""
         shape = self.kv_shape(layer)

@@ -59,7 +59,7 @@ def _mamba2(reader: LayerReader, layer: str, sizes: Mamba2Config) -> Mamba2:
         norm=reader.pre_norm(f"{layer}.attention_norm"),
         zxbc=reader.weight((name,), projection.rows(slice(0, wide)), None if bias is None else bias[:wide]),
         # Errors of the time steps add up over all tokens, so neither they nor their input are quantised.
-        dt=reader.make(Dense(dt), 32, None if bias is None else bias[wide:]),
+        dt=reader.weight((name,), Dense(dt), None if bias is None else bias[wide:], 32),
         conv_weight=_conv_weight(reader, layer, sizes.conv_dim, sizes.kernel_size),
         conv_bias=reader.vector(f"{layer}.conv1d.bias", sizes.conv_dim) if sizes.conv_bias else None,
         a_log=reader.vector(f"{layer}.A_log", sizes.num_heads),
