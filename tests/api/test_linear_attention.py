@@ -84,7 +84,5 @@ def test_memory(folder: Path) -> None:
 
 
 def test_what_is_not_supported(folder: Path) -> None:
-    with pytest.raises(RequestError, match="max_loras must be 0 for a model whose layers have states"):
-        LLM(str(folder), max_loras=2)
     with pytest.raises(RequestError, match="the draft model must have full attention in all layers"):
         LLM(str(folder), draft_model=str(folder), num_speculative_tokens=2)

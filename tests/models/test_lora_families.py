@@ -87,6 +87,66 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "r": 3,
         },
     ),
+    "linear attention": (
+        "qwen3.5",
+        {
+            "target_modules": ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "o_proj"],
+            "r": 3,
+            "rank_pattern": {"in_proj_a": 1, "self_attn.q_proj": 5},
+        },
+    ),
+    "linear attention by key head": (
+        "qwen3-next",
+        {"target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"], "target_parameters": FUSED, "r": 3},
+    ),
+    "short convolutions": (
+        "lfm2-biases",
+        {"target_modules": ["in_proj", "out_proj", "q_proj", "v_proj", "w1", "w2", "w3"], "r": 3},
+    ),
+    "short convolutions and experts": (
+        "lfm2-moe",
+        {
+            "target_modules": ["in_proj", "out_proj", "w1", "w3"],
+            "target_parameters": [
+                "feed_forward.experts.gate_up_proj",
+                "feed_forward.experts.down_proj",
+                "feed_forward.gate.weight",
+            ],
+            "r": 3,
+        },
+    ),
+    "mamba-2": (
+        "granite-hybrid-biases",
+        {"target_modules": ["in_proj", "out_proj", "q_proj", "input_linear", "output_linear"], "r": 3},
+    ),
+    "mamba-2 and experts": (
+        "granite-hybrid",
+        {
+            "target_modules": ["in_proj", "out_proj", "k_proj", "input_linear", "output_linear"],
+            "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+            "r": 3,
+        },
+    ),
+    "layers of one part": (
+        "nemotron-h",
+        {
+            "target_modules": ["in_proj", "q_proj", "o_proj", "up_proj", "down_proj", "lm_head"],  # PEFT refuses out_proj
+            "target_parameters": ["mixer.experts.up_proj", "mixer.experts.down_proj", "mixer.gate.weight"],
+            "r": 3,
+        },
+    ),
+    "latent attention": (
+        "deepseek-v2",
+        {"target_modules": ["q_proj", "kv_a_proj_with_mqa", "o_proj"], "r": 3},
+    ),
+    "latent queries": (
+        "deepseek-v3-mscale",
+        {
+            "target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj"],
+            "r": 3,
+        },
+    ),
     "router": ("qwen3-moe", {"target_modules": [], "target_parameters": ["gate.weight"], "r": 1}),
     "one layer's": (
         "mixtral",

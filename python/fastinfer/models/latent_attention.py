@@ -9,6 +9,7 @@ from fastinfer import ops
 from fastinfer.models.batch import Batch
 from fastinfer.models.config import LatentAttentionConfig
 from fastinfer.models.kv_cache import LayerCache
+from fastinfer.models.lora import LayerAdapters
 from fastinfer.models.norm import Norm, RMSNorm
 from fastinfer.models.projection import OutputProjection
 from fastinfer.weights.expert_weights import ExpertWeights
@@ -80,15 +81,22 @@ class LatentAttention:
         attention = ops.paged_attention_plan(batch.seq_lens, batch.query_start, *self.plan_sizes)
         return LatentPlan(attention, ops.head_rows(batch.positions, self.num_heads))
 
-    def __call__(self, residual: Tensor, batch: Batch, cache: LayerCache, plan: LatentPlan) -> Tensor:
+    def __call__(
+        self, residual: Tensor, batch: Batch, cache: LayerCache, plan: LatentPlan, lora: LayerAdapters | None
+    ) -> Tensor:
         sizes = self.sizes
         x, options = self.norm.before_linear(residual)
         first = sizes.query_rank or self.num_heads * sizes.query_dim
         q, kv = self.down.split_linear(x, [first, sizes.row_dim], **options)
+        if lora is not None:
+            lora.add("q_proj" if self.query is None else "q_a_proj", q, x, **options)
+            lora.add("kv_a_proj", kv, x, **options)
         if self.query is not None:
             assert self.query_norm is not None
             x, options = self.query_norm.before_linear(q)
             q = self.query.linear(x, **options)
+            if lora is not None:
+                lora.add("q_b_proj", q, x, **options)
         heads = q.unflatten(1, (self.num_heads, sizes.query_dim))
         with ops.prompt_rows_of_experts(self.num_heads):
             latent = self.keys.linear(heads.flatten(0, 1)[:, : sizes.plain_dim], plan.rows)
@@ -120,4 +128,4 @@ class LatentAttention:
         )
         with ops.prompt_rows_of_experts(self.num_heads):
             out = self.values.linear(out.flatten(0, 1), plan.rows)
-        return self.output(out.view(len(residual), -1), residual, None)
+        return self.output(out.view(len(residual), -1), residual, lora)

@@ -10,11 +10,9 @@ from torch import Tensor
 from fastinfer import ops
 from fastinfer.errors import AdapterError
 from fastinfer.formats.peft import LoraAdapter, LowRank
-from fastinfer.models.checkpoint import fused_rows
 from fastinfer.models.config import ModelConfig
-
-# Modules of an adapter that are several weights here: the order of their rows.
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+from fastinfer.models.lora_modules import module_parts, module_sizes
+from fastinfer.models.state_config import Mamba2Config
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +92,7 @@ class _Place:
 
     slots: ModuleSlots
     index: tuple[int, ...] = ()
-    rows: slice = field(default_factory=lambda: slice(None))
+    rows: slice | Tensor = field(default_factory=lambda: slice(None))
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,21 +219,31 @@ class AdapterSlots:
             return [_Place(self.lm_head)]
         match = re.fullmatch(r"layers\.(\d+)\.(?:experts\.(\d+)\.|(shared_expert)\.)?(\w+)", weight)
         assert match is not None, weight
-        layer, expert, shared, module = int(match[1]), match[2], match[3], match[4]
-        if layer >= len(self.layers):
-            raise KeyError(f"the model has {len(self.layers)} layers only")
+        stored, expert, shared, module = int(match[1]), match[2], match[3], match[4]
+        layer = self._layer(stored)
         if expert is not None and int(expert) >= self._config.num_experts:
             raise KeyError(f"the model has {self._config.num_experts} experts only")
+        if isinstance(self._config.states, Mamba2Config) and not self._config.num_experts:
+            shared = None  # the MLP of Granite 4 without experts
         index = () if expert is None else (int(expert),)
         prefix = "shared_expert." if shared else "" if expert is None else "experts."
         modules = self.layers[layer]
-        parts = _FUSED.get(module, (module,))
+        inner = self._config.shared_intermediate_size if shared else None
+        parts = module_parts(self._config, layer, module, inner)
         if missing := [part for part in parts if prefix + part not in modules]:
             raise KeyError(f"a layer of the model has no {prefix}{missing[0]}, only {', '.join(modules)}")
-        if module not in _FUSED:
-            return [_Place(modules[prefix + module], index)]
-        inner = self._config.shared_intermediate_size if shared else None
-        return [_Place(modules[prefix + part], index, fused_rows(self._config, layer, part, inner)) for part in parts]
+        return [_Place(modules[prefix + part], index, rows) for part, rows in parts.items()]
+
+    def _layer(self, stored: int) -> int:
+        """Return the index of the layer that has the part with this number in the file."""
+        if not self._config.stored_layers:
+            if stored >= len(self.layers):
+                raise KeyError(f"the model has {len(self.layers)} layers only")
+            return stored
+        found = [layer for layer, pair in enumerate(self._config.stored_layers) if stored in pair]
+        if not found:
+            raise KeyError(f"the model has {self._config.num_stored_layers} layers only")
+        return found[0]
 
 
 def _check_shapes(adapter: LoraAdapter, low_rank: LowRank, places: list[_Place]) -> None:
@@ -248,31 +256,3 @@ def _check_shapes(adapter: LoraAdapter, low_rank: LowRank, places: list[_Place])
                 f"{adapter.path}: {low_rank.name}.lora_{half} must have the shape {wanted} for this model, "
                 f"got {list(matrix.shape)}"
             )
-
-
-def module_sizes(config: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
-    """Return the numbers of inputs and outputs of a layer's projections, by name."""
-    hidden, inner = config.hidden_size, config.mlp_size(layer)
-    q_size, kv_size = config.q_size(layer), config.kv_size(layer)
-    attention = {"q_proj": (hidden, q_size)}
-    if config.kv_layer(layer) == layer:
-        attention["k_proj"] = hidden, kv_size
-        if layer not in config.tied_kv_layers:
-            attention["v_proj"] = hidden, kv_size
-    attention["o_proj"] = (q_size, hidden)
-    mlp = _mlp_sizes(config, inner)
-    if config.has_experts(layer):
-        mlp = {"router": (hidden, config.num_experts)} | {f"experts.{name}": size for name, size in mlp.items()}
-        if width := config.shared_intermediate_size:
-            mlp |= {f"shared_expert.{name}": (hidden, width) for name in ("gate_proj", "up_proj")}
-            mlp["shared_expert.down_proj"] = (width, hidden)
-        if config.shared_expert_gate:
-            mlp["shared_expert_gate"] = (hidden, 1)
-        if config.mlp_beside_experts:
-            mlp |= _mlp_sizes(config, config.dense_intermediate_size)
-    return attention | mlp
-
-
-def _mlp_sizes(config: ModelConfig, inner: int) -> dict[str, tuple[int, int]]:
-    gate = {"gate_proj": (config.hidden_size, inner)} if config.gated else {}
-    return gate | {"up_proj": (config.hidden_size, inner), "down_proj": (inner, config.hidden_size)}

@@ -1,5 +1,7 @@
 """Reading of what layers with a state have in the place of attention."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,7 @@ def _linear_attention(reader: LayerReader, index: int, sizes: LinearAttentionCon
     order = None
     if sizes.tiled_output:  # the projection's columns cannot change places within the blocks of a quantised row
         order = tiled_rows(sizes, sizes.value_dim).argsort().to(reader.device)
+    output = reader.output(f"{layer}.out_proj", sizes.value_size, False, f"{layer}.post_attention_norm")
     return LinearAttention(
         sizes=sizes,
         norm=reader.pre_norm(f"{layer}.attention_norm"),
@@ -45,8 +48,7 @@ def _linear_attention(reader: LayerReader, index: int, sizes: LinearAttentionCon
         dt_bias=reader.vector(f"{layer}.dt_bias", sizes.num_value_heads),
         gated_norm=reader.vector(f"{layer}.gated_norm", sizes.value_dim),
         gated_norm_eps=config.norm_eps,
-        output=reader.output(f"{layer}.out_proj", sizes.value_size, False, f"{layer}.post_attention_norm"),
-        output_order=order,
+        output=replace(output, order=order),
     )
 
 

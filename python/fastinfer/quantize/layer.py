@@ -125,7 +125,7 @@ def _interleave_gates(layer: QuantizedLayer, config: ModelConfig) -> None:
     """Put the rows of attention's output gate, which come last here, behind those of each head's query."""
     for name in layer.weights:
         if name.endswith(".q_proj") and config.output_gate and not config.separate_gate:
-            order = torch.arange(layer.weights[name].shape[0]).view(2, config.num_heads, -1).transpose(0, 1).flatten()
+            order = torch.cat(config.query_rows(split_name(name)[0])).argsort()
             layer.weights[name] = layer.weights[name].rows(order)
             if f"{name}.bias" in layer.vectors:
                 layer.vectors[f"{name}.bias"] = layer.vectors[f"{name}.bias"][order]
