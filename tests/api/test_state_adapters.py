@@ -17,7 +17,7 @@ MODULES = {
     "qwen3.5": ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj"],
     "lfm2": ["in_proj", "out_proj", "q_proj", "w1"],
     "granite-hybrid": ["in_proj", "out_proj", "input_linear"],
-    "deepseek-v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
+    "deepseek-v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
 }
 
 

@@ -99,7 +99,7 @@ def round_weights(model: Any, bits: int) -> list[str]:
     return kept
 
 
-@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize("calibrated", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rounding_is_that_of_the_weights(family: str, calibrated: bool, tmp_path: Path) -> None:
     """Every row is where it was, and nothing else is quantised."""
@@ -116,6 +116,7 @@ def test_rounding_is_that_of_the_weights(family: str, calibrated: bool, tmp_path
     assert not any(name.endswith(("_proj_bias", "experts.gate_up_proj", "linear.weight")) for name in after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_input_scales_are_folded_where_they_belong(family: str, tmp_path: Path) -> None:
     """With 8 bits a factor that went astray would stand out beside what rounding changes."""

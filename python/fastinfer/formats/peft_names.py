@@ -24,8 +24,7 @@ _LAYER = {
     },
     "shared_mlp.input_linear": "shared_expert.gate_up_proj",  # Granite
     "shared_mlp.output_linear": "shared_expert.down_proj",
-    "self_attn.gate_proj": "output_gate",  # Muse Glimmer
-    **{f"self_attn.{name}": name for name in ("q_a_proj", "q_b_proj")},
+    **{f"self_attn.{name}": name for name in ("q_a_proj", "q_b_proj", "kv_b_proj")},
     "self_attn.kv_a_proj_with_mqa": "kv_a_proj",
     **{
         f"linear_attn.{name}": name

@@ -52,6 +52,7 @@ class LatentAttention:
         output: projection back to the residual stream.
         cos_sin_cache: [max_position, rotary_dim] fp32.
         interleaved: whether elements 2i and 2i + 1 are rotated together.
+        head_ids: [1, num_heads] int32, the heads, which have matrices of their own in adapters.
         query_scales: [max_position] fp32, factors of the queries at each position, or ``None``.
         scale: factor of the logits.
     """
@@ -68,6 +69,7 @@ class LatentAttention:
     output: OutputProjection
     cos_sin_cache: Tensor
     interleaved: bool
+    head_ids: Tensor
     query_scales: Tensor | None
     scale: float
 
@@ -98,8 +100,11 @@ class LatentAttention:
             if lora is not None:
                 lora.add("q_b_proj", q, x, **options)
         heads = q.unflatten(1, (self.num_heads, sizes.query_dim))
+        plain = heads.flatten(0, 1)[:, : sizes.plain_dim]
         with ops.prompt_rows_of_experts(self.num_heads):
-            latent = self.keys.linear(heads.flatten(0, 1)[:, : sizes.plain_dim], plan.rows)
+            latent = self.keys.linear(plain, plan.rows)
+        if lora is not None:
+            lora.add("heads.keys", latent, plain, self.head_ids)
         q = ops.latent_rotary_store(
             latent.unflatten(0, heads.shape[:2]),
             heads[..., sizes.plain_dim :],
@@ -127,5 +132,7 @@ class LatentAttention:
             plan=plan.attention,
         )
         with ops.prompt_rows_of_experts(self.num_heads):
-            out = self.values.linear(out.flatten(0, 1), plan.rows)
-        return self.output(out.view(len(residual), -1), residual, lora)
+            values = self.values.linear(out.flatten(0, 1), plan.rows)
+        if lora is not None:
+            lora.add("heads.values", values, out.flatten(0, 1), self.head_ids)
+        return self.output(values.view(len(residual), -1), residual, lora)

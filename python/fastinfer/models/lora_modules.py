@@ -21,10 +21,8 @@ def module_sizes(config: ModelConfig, layer: int) -> Sizes:
         attention = _latent_sizes(config, config.latent_attention)
     else:
         attention = _attention_sizes(config, layer)
-    attention["o_proj" if not config.has_state(layer) else "out_proj"] = (
-        config.attention_size(layer),
-        config.hidden_size,
-    )
+    output = "out_proj" if config.has_state(layer) else "o_proj"
+    attention[output] = config.attention_size(layer), config.hidden_size
     return attention | (_mlp_or_experts(config, layer) if config.has_mlp(layer) else {})
 
 
@@ -44,7 +42,7 @@ def module_parts(config: ModelConfig, layer: int, module: str, inner: int | None
         return {part: rows_by_key_head(states, part) for part in _BY_KEY_HEAD[module]}
     if module == "in_proj" and isinstance(states, Mamba2Config):
         wide = states.inner_size + states.conv_dim
-        return {"zxbc": slice(0, wide), "dt": slice(wide, wide + states.num_heads)}
+        return {"in_proj": slice(0, wide), "in_proj_dt": slice(wide, wide + states.num_heads)}
     if module == "q_proj" and config.output_gate and not config.separate_gate:
         return {"q_proj": config.query_rows(layer)[0], "output_gate": config.query_rows(layer)[1]}
     return {module: slice(None)}
@@ -65,7 +63,9 @@ def _attention_sizes(config: ModelConfig, layer: int) -> Sizes:
 def _latent_sizes(config: ModelConfig, sizes: LatentAttentionConfig) -> Sizes:
     hidden, q_size, rank = config.hidden_size, config.num_heads * sizes.query_dim, sizes.query_rank
     queries = {"q_a_proj": (hidden, rank), "q_b_proj": (rank, q_size)} if rank else {"q_proj": (hidden, q_size)}
-    return queries | {"kv_a_proj": (hidden, sizes.row_dim)}
+    # Matrices of keys and values are those of each head, and those of keys are transposed, as they are applied.
+    heads = {"heads.keys": (sizes.plain_dim, sizes.rank), "heads.values": (sizes.rank, sizes.value_dim)}
+    return queries | {"kv_a_proj": (hidden, sizes.row_dim)} | heads
 
 
 def _state_sizes(config: ModelConfig) -> Sizes:
@@ -75,7 +75,7 @@ def _state_sizes(config: ModelConfig) -> Sizes:
         heads = states.num_value_heads
         rows = {"in_proj_qkv": states.conv_dim, "in_proj_z": states.value_size, "in_proj_a": heads, "in_proj_b": heads}
     elif isinstance(states, Mamba2Config):
-        rows = {"zxbc": states.inner_size + states.conv_dim, "dt": states.num_heads}
+        rows = {"in_proj": states.inner_size + states.conv_dim, "in_proj_dt": states.num_heads}
     else:
         rows = {"in_proj": 3 * states.conv_dim}
     return {name: (hidden, size) for name, size in rows.items()}

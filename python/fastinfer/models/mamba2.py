@@ -55,8 +55,8 @@ class Mamba2:
         x, options = self.norm.before_linear(residual)
         zxbc, dt = self.zxbc.linear(x, **options), self.dt.linear(x, **options)
         if lora is not None:
-            lora.add("zxbc", zxbc, x, **options)
-            lora.add("dt", dt, x, **options)
+            lora.add("in_proj", zxbc, x, **options)
+            lora.add("in_proj_dt", dt, x, **options)
         z, xbc = zxbc.split([sizes.inner_size, sizes.conv_dim], dim=-1)
         xbc = ops.causal_conv1d(xbc, self.conv_weight, self.conv_bias, cache.conv, *slots)
         out = ops.mamba2_scan(
