@@ -30,7 +30,7 @@ def texts_of(model: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", MODULES)
 def test_texts_are_those_of_peft(family: str, tmp_path: Path) -> None:
-    """In one batch with requests without an adapter, and again from the prefix cache."""
+    """In one batch with requests without an adapter, from the prefix cache, and after the weights were away."""
     folder = write_tiny_folder(tmp_path / "tiny", family)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     plain = texts_of(model)
@@ -46,9 +46,13 @@ def test_texts_are_those_of_peft(family: str, tmp_path: Path) -> None:
     llm = LLM(str(folder), dtype="float32", max_loras=1, max_num_batched_tokens=9)
     llm.load_adapter("mine", tmp_path / "adapter")
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS for _ in range(2)]
-    for _ in range(2):
-        outputs = llm.generate(prompts, PARAMS, adapter=["mine", None] * len(PROMPTS))
-        texts = [output.outputs[0].token_ids for output in outputs]
-        assert (texts[::2], texts[1::2]) == (adapted, plain)
+    for level in (0, 1, 2):
+        if level:
+            llm.sleep(level)
+            llm.wake_up()
+        for _ in range(2):
+            outputs = llm.generate(prompts, PARAMS, adapter=["mine", None] * len(PROMPTS))
+            texts = [output.outputs[0].token_ids for output in outputs]
+            assert (texts[::2], texts[1::2]) == (adapted, plain)
     assert llm.engine.stats().num_hit_tokens > 0
     assert llm.engine.stats().num_failed_graphs == 0
