@@ -53,9 +53,12 @@ void add_lora(const Tensor& y, const Tensor& x, const Tensor& a, const Tensor& b
   check.dtype(y, "y", x.scalar_type());
   check.shape(adapter_ids, "adapter_ids", {expert_ids ? kAny : inputs});
   const int64_t tokens = adapter_ids.size(0);
-  int64_t experts = 1, rows_per_token = 1;
+  int64_t experts = 1, rows_per_token = 1, expert_tokens = tokens;
   if (expert_ids) {
-    check.shape(*expert_ids, "expert_ids", {tokens, kAny});
+    check.shape(*expert_ids, "expert_ids", {kAny, kAny});
+    expert_tokens = expert_ids->size(0);
+    check.require(expert_tokens == tokens || expert_tokens == 1, "expert_ids must have ", tokens, " rows or one, got ",
+                  expert_tokens);
     rows_per_token = expert_ids->size(1);
     check.require(a.dim() == 4, "a must have the shape [slots, experts, max_rank, in] with expert_ids, got ",
                   format_shape(a.sizes()));
@@ -90,7 +93,7 @@ void add_lora(const Tensor& y, const Tensor& x, const Tensor& a, const Tensor& b
       .a = a.data_ptr(),
       .b = b.data_ptr(),
       .adapter_ids = indices(check, adapter_ids, "adapter_ids", {tokens}),
-      .expert_ids = expert_ids ? indices(check, *expert_ids, "expert_ids", {tokens, rows_per_token}) : nullptr,
+      .expert_ids = expert_ids ? indices(check, *expert_ids, "expert_ids", {expert_tokens, rows_per_token}) : nullptr,
       .ranks = nullptr,
       .norm_weight = norm,
       .hidden = nullptr,
@@ -101,6 +104,7 @@ void add_lora(const Tensor& y, const Tensor& x, const Tensor& a, const Tensor& b
       .out = rows.out,
       .slots = slots,
       .experts = experts,
+      .num_expert_ids = expert_tokens * rows_per_token,
       .max_rank = max_rank,
       .x_stride = x.stride(0),
       .y_stride = y.stride(0),

@@ -17,7 +17,7 @@ struct AddLoraParams {
   const void* a;               // [slots * experts, max_rank, in]
   const void* b;               // [slots * experts, max_rank, out]
   const int32_t* adapter_ids;  // [m / rows_per_token]: a slot, or -1 for none
-  const int32_t* expert_ids;   // [m] or null: each row's expert
+  const int32_t* expert_ids;   // [m] or [rows_per_token], or null: each row's expert
   const int32_t* ranks;        // [slots * experts] or null: how many of the max_rank rows of a and b there are
   VectorArg norm_weight;       // [in]: x is RMS-normalised first
   float* hidden;               // CUDA: [m, max_rank]
@@ -27,7 +27,8 @@ struct AddLoraParams {
   int64_t in;
   int64_t out;
   int64_t slots;
-  int64_t experts;  // 1 without expert_ids
+  int64_t experts;         // 1 without expert_ids
+  int64_t num_expert_ids;  // length of expert_ids, which the rows take in turns
   int64_t max_rank;
   int64_t x_stride;
   int64_t y_stride;

@@ -32,8 +32,9 @@ inline int64_t matrix_of(const AddLoraParams& p, int64_t row) {
   if (slot < 0) return -1;
   check_index("adapter_ids", token, slot, 0, p.slots - 1);
   if (p.expert_ids == nullptr) return slot;
-  check_index("expert_ids", row, p.expert_ids[row], 0, p.experts - 1);
-  return slot * p.experts + p.expert_ids[row];
+  const int64_t at = row % p.num_expert_ids;
+  check_index("expert_ids", at, p.expert_ids[at], 0, p.experts - 1);
+  return slot * p.experts + p.expert_ids[at];
 }
 
 inline int32_t rank_of(const AddLoraParams& p, int64_t matrix) {

@@ -11,11 +11,9 @@ from support.tiny_folder import write_tiny_folder
 
 from fastinfer import LLM, SamplingParams
 from fastinfer.cli import memory_bounds
-from fastinfer.errors import RequestError, UnsupportedModelError
+from fastinfer.errors import RequestError
 from fastinfer.evaluation.perplexity import log_probabilities
 from fastinfer.models.hf_checkpoint import HFCheckpoint
-from fastinfer.quantize.checkpoint import quantize_checkpoint
-from fastinfer.quantize.methods import Method
 
 PROMPTS = [[(11 * i + 7 * j) % 256 for j in range(length)] for i, length in enumerate((1, 5, 40, 77))]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -90,10 +88,6 @@ def test_memory(folder: Path) -> None:
     assert described["num_layers"] == json.loads((folder / "config.json").read_text())["num_hidden_layers"]
 
 
-def test_what_is_not_supported(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="max_loras must be 0 for a model whose layers have states"):
-        LLM(str(folder), max_loras=2)
+def test_what_is_not_supported(folder: Path) -> None:
     with pytest.raises(RequestError, match="the draft model must have full attention in all layers"):
         LLM(str(folder), draft_model=str(folder), num_speculative_tokens=2)
-    with pytest.raises(UnsupportedModelError, match="models whose layers have states cannot be quantised yet"):
-        quantize_checkpoint(folder, tmp_path / "quantized", Method("int8", 8), [])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.families import load, save_model
 from support.mixed_decoder import CONFIG, mixed_decoder
 from support.peft_adapter import write_adapter
 from support.toy import VOCAB_SIZE, ToyModel, ToyTokenizer, check_blocks, drain, greedy, prompts, toy_engine
@@ -295,6 +296,20 @@ def test_all_tensors_of_a_model_are_found() -> None:
     attention, mlp = model.layers[2].attention, model.layers[2].mlp
     assert {id(attention.cos_sin_cache), id(attention.norm.weight), id(mlp.down.weight.qweight)} <= ids  # type: ignore[attr-defined]
     assert {id(part.scales) for part in attention.qkv.parts} <= ids  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "lfm2-moe", "granite-hybrid", "nemotron-h", "deepseek-v3", "mistral4"])
+def test_all_tensors_of_other_layers_are_found(family: str, tmp_path: Path) -> None:
+    """Layers with states, latent attention and experts: nothing that loading leaves in memory is missed."""
+    save_model(tmp_path, family)
+    gc.collect()
+    before = {id(item) for item in gc.get_objects() if isinstance(item, Tensor)}
+    model = load(tmp_path)
+    gc.collect()
+    found = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(model)}
+    loaded = [item for item in gc.get_objects() if isinstance(item, Tensor) and id(item) not in before]
+    assert len(loaded) > 5 * model.config.num_layers
+    assert {tensor.untyped_storage().data_ptr() for tensor in loaded} <= found
 
 
 def test_a_toy_wakes_up_with_requests_in_between() -> None:

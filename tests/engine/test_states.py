@@ -287,7 +287,6 @@ def test_states_take_at_most_half_of_the_memory() -> None:
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"max_loras": 1}, "max_loras must be 0 for a model whose layers have states, got 1"),
         ({"kv_offloading_size": 0.5}, "kv_offloading_size must be None for a model whose"),
         ({"kv_offloading_dir": "folder"}, "kv_offloading_dir must be None for a model whose .* got 'folder'"),
     ],

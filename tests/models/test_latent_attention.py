@@ -115,7 +115,6 @@ def test_other_caches_are_close(dtype: torch.dtype, limit: float, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_loras": 1}, "max_loras must be 0 for a model with latent attention, got 1"),
         ({"kv_cache_dtype": torch.uint8}, "kv_cache_dtype must not be int4"),
         ({"device": "cuda", "kv_cache_dtype": torch.int8}, "kv_cache_dtype must be auto, bfloat16 or float16 for a"),
         ({"device": "cuda", "kv_cache_dtype": torch.bfloat16}, r"must have one of the sizes .*, got \(40, 8\)"),

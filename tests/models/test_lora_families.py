@@ -11,16 +11,21 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.families import load, make_model, some_tokens
+from support.gguf_model_file import write_gguf
 from support.helpers import assert_bitwise
 from support.teacher_forcing import BLOCK_SIZE, log_probabilities
 from torch import Tensor
 
 from fastinfer import ops
 from fastinfer.errors import AdapterError
+from fastinfer.formats.gguf import GGUFFile
 from fastinfer.formats.peft import read_adapter
 from fastinfer.models.batch import Batch
+from fastinfer.models.config import Precision
 from fastinfer.models.decoder import Decoder
+from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
 from fastinfer.models.kv_cache import KVCache, num_blocks_for
+from fastinfer.models.loader import load_decoder
 from fastinfer.models.lora import AdapterSlots
 
 FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -87,6 +92,67 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "r": 3,
         },
     ),
+    "linear attention": (
+        "qwen3.5",
+        {
+            "target_modules": ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "o_proj"],
+            "r": 3,
+            "rank_pattern": {"in_proj_a": 1, "self_attn.q_proj": 5},
+        },
+    ),
+    "linear attention by key head": (
+        "qwen3-next",
+        {"target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"], "target_parameters": FUSED, "r": 3},
+    ),
+    "short convolutions": (
+        "lfm2-biases",
+        {"target_modules": ["in_proj", "out_proj", "q_proj", "v_proj", "w1", "w2", "w3"], "r": 3},
+    ),
+    "short convolutions and experts": (
+        "lfm2-moe",
+        {
+            "target_modules": ["in_proj", "out_proj", "w1", "w3"],
+            "target_parameters": [
+                "feed_forward.experts.gate_up_proj",
+                "feed_forward.experts.down_proj",
+                "feed_forward.gate.weight",
+            ],
+            "r": 3,
+        },
+    ),
+    "mamba-2": (
+        "granite-hybrid-biases",
+        {"target_modules": ["in_proj", "out_proj", "q_proj", "input_linear", "output_linear"], "r": 3},
+    ),
+    "mamba-2 and experts": (
+        "granite-hybrid",
+        {
+            "target_modules": ["in_proj", "out_proj", "k_proj", "input_linear", "output_linear"],
+            "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+            "r": 3,
+        },
+    ),
+    "layers of one part": (
+        "nemotron-h",
+        {
+            # PEFT refuses out_proj.
+            "target_modules": ["in_proj", "q_proj", "o_proj", "up_proj", "down_proj", "lm_head"],
+            "target_parameters": ["mixer.experts.up_proj", "mixer.experts.down_proj", "mixer.gate.weight"],
+            "r": 3,
+        },
+    ),
+    "latent attention": (
+        "deepseek-v2",
+        {"target_modules": ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"], "r": 3},
+    ),
+    "latent queries": (
+        "deepseek-v3-mscale",
+        {
+            "target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj"],
+            "r": 3,
+        },
+    ),
     "router": ("qwen3-moe", {"target_modules": [], "target_parameters": ["gate.weight"], "r": 1}),
     "one layer's": (
         "mixtral",
@@ -115,7 +181,10 @@ def peft_log_probabilities(model: Any) -> Tensor:
 
 def with_adapters(folder: Path, *adapters: Path, max_rank: int = 16) -> Decoder:
     """The folder's model with these adapters in slots 1, 2, ..., and NaN in whatever is not used."""
-    model = load(folder)
+    return adapted(load(folder), *adapters, max_rank=max_rank)
+
+
+def adapted(model: Decoder, *adapters: Path, max_rank: int = 16) -> Decoder:
     slots = AdapterSlots(model.config, len(adapters) + 1, max_rank, torch.float32)
     for modules in (*slots.layers, {"lm_head": slots.lm_head}):
         for module in modules.values():
@@ -141,6 +210,21 @@ def test_equals_peft(case: str, tmp_path: Path) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
     without = log_probabilities(model, some_tokens(), "float32", adapter=-1)
     torch.testing.assert_close(without, plain, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("case", ["linear attention", "latent queries"])
+def test_gguf_files(case: str, tmp_path: Path) -> None:
+    """Adapters have the order of transformers' rows and columns, also where such a file has another one."""
+    family, settings = CASES[case]
+    base = make_model(family)
+    write_gguf(tmp_path / "model.gguf", base)
+    peer = get_peft_model(base, LoraConfig(lora_alpha=6, **settings))
+    randomize(peer, seed=1)
+    peer.save_pretrained(tmp_path / "adapter")
+    checkpoint = GGUFCheckpoint(GGUFFile(tmp_path / "model.gguf"), exact=True)
+    model = adapted(load_decoder(checkpoint, Precision.of("float32"), None), tmp_path / "adapter")
+    got = log_probabilities(model, some_tokens(), "float32", adapter=1)
+    torch.testing.assert_close(got, peft_log_probabilities(peer), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -263,6 +347,9 @@ def one_expert(expert: int) -> dict[str, Tensor]:
             "c_attn and .*q_proj are the same weight|q_proj and .*c_attn",
         ),
         ("phi3", rename("self_attn.o_proj", "mlp.gate"), "a layer of the model has no router"),
+        ("mamba-2", rename("mamba.out_proj", "self_attn.o_proj"), "has no o_proj, only in_proj, in_proj_dt, out_proj"),
+        ("layers of one part", rename("layers.2.", "layers.12."), "the model has 12 layers only"),
+        ("phi3", rename("self_attn.o_proj", "self_attn.kv_b_proj"), "has no kv_b_proj, only q_proj, k_proj"),
     ],
 )
 def test_weights_that_the_model_lacks(case: str, change: Any, named: str, tmp_path: Path) -> None:

@@ -135,6 +135,23 @@ def test_experts(tokens: int, top_k: int, own_inputs: bool, dtype: torch.dtype, 
     assert_bitwise(alone, out[own])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("own_inputs", [False, True])
+def test_the_same_experts_of_all_tokens(own_inputs: bool, dtype: torch.dtype, device: str) -> None:
+    """One row of ids stands for a row for each token, as heads with matrices of their own have it."""
+    tokens, heads, features, out = 23, 5, 40, 56
+    x = torch.randn(tokens * heads if own_inputs else tokens, features, device=device).to(dtype)
+    each = [adapters(7, features, out, dtype, device) for _ in range(heads)]
+    matrices = {name: torch.stack([one[name] for one in each], 1).contiguous() for name in each[0]}
+    ids = some_ids(tokens, device)
+    head_ids = torch.tensor([[4, 0, 1, 3, 2]], dtype=torch.int32, device=device)
+    got, expected = torch.zeros(2, tokens * heads, out, device=device, dtype=dtype)
+    ops.add_lora(got, x, adapter_ids=ids, expert_ids=head_ids, **matrices)
+    ops.add_lora(expected, x, adapter_ids=ids, expert_ids=head_ids.expand(tokens, -1).contiguous(), **matrices)
+    assert_bitwise(got, expected)
+    assert got.view(tokens, heads, out)[ids >= 0].abs().amax(-1).gt(0).all()
+
+
 @pytest.mark.parametrize("ids", [[-1, -1, -1], [1, -1, 1]])
 def test_rows_without_an_adapter_keep_every_bit(ids: list[int], device: str) -> None:
     """Negative zero and NaN too; an adapter of rank 0 is none."""

@@ -75,11 +75,9 @@ def check_states(config: EngineConfig, models: List[ModelConfig]) -> None:
         models: configurations of the model and of the draft model, if there is one; one of them has such layers.
 
     Raises:
-        RequestError: there are LoRA adapters or stores beyond the KV cache, or the draft model has such layers.
+        RequestError: there are stores beyond the KV cache, or the draft model has such layers.
     """
     layers = "a model whose layers have states"
-    if config.max_loras:
-        raise RequestError(f"max_loras must be 0 for {layers}, got {config.max_loras}")
     for name in ("kv_offloading_size", "kv_offloading_dir"):
         if getattr(config, name) is not None:
             raise RequestError(f"{name} must be None for {layers}, got {getattr(config, name)!r}")
@@ -96,10 +94,8 @@ def check_latent_attention(config: EngineConfig, models: List[ModelConfig]) -> N
         models: configurations of the model and of the draft model, if there is one; one of them has latent attention.
 
     Raises:
-        RequestError: there are LoRA adapters, or a GPU does not support the sizes or the dtype of the cache.
+        RequestError: a GPU does not support the sizes or the dtype of the cache.
     """
-    if config.max_loras:
-        raise RequestError(f"max_loras must be 0 for a model with latent attention, got {config.max_loras}")
     if torch.device(config.device).type == "cpu":
         return
     if config.kv_cache_dtype in QUANTIZED_DTYPES:

@@ -24,6 +24,22 @@ _LAYER = {
     },
     "shared_mlp.input_linear": "shared_expert.gate_up_proj",  # Granite
     "shared_mlp.output_linear": "shared_expert.down_proj",
+    **{f"self_attn.{name}": name for name in ("q_a_proj", "q_b_proj", "kv_b_proj")},
+    "self_attn.kv_a_proj_with_mqa": "kv_a_proj",
+    **{
+        f"linear_attn.{name}": name
+        for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "in_proj_qkvz", "in_proj_ba", "out_proj")
+    },
+    **{f"{owner}.{name}": name for owner in ("mamba", "conv", "mixer") for name in ("in_proj", "out_proj")},
+    "self_attn.out_proj": "o_proj",  # LFM2
+    "feed_forward.w1": "gate_proj",
+    "feed_forward.w3": "up_proj",
+    "feed_forward.w2": "down_proj",
+    "feed_forward.gate": "router",
+    # Nemotron-H
+    **{f"mixer.{name}": name for name in ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")},
+    **{f"mixer.shared_experts.{name}": f"shared_expert.{name}" for name in ("up_proj", "down_proj")},
+    "mixer.gate": "router",
     "attn.c_attn": "qkv_proj",  # GPT-2
     "attn.c_proj": "o_proj",
     "mlp.c_fc": "up_proj",
@@ -37,7 +53,7 @@ _EXPERT = {
     "w2": "down_proj",
 }
 # Tensors of all experts, in the order in which PEFT wraps them, the first one innermost.
-FUSED_EXPERTS = ("gate_up_proj", "down_proj")
+FUSED_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
 # Last parts of the names that can be targeted.
 TARGETS = tuple(dict.fromkeys([name.rpartition(".")[2] for name in _LAYER] + [*_EXPERT, "lm_head"]))
 
@@ -84,7 +100,7 @@ def _parse_module(name: str) -> AdapterModule | None:
     if (match := _MODULE.fullmatch(name)) is None:
         return None
     layer, part, wrappers = f"layers.{match['layer']}", match["part"], match["wrappers"]
-    if part.partition(".")[0] in ("mlp", "block_sparse_moe"):
+    if part.partition(".")[0] in ("mlp", "block_sparse_moe", "feed_forward", "mixer"):
         if wrappers is not None:
             return AdapterModule(name.removesuffix(wrappers), f"{layer}.experts", wrappers.count("."))
         if match["expert"] is not None:

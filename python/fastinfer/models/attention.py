@@ -84,6 +84,8 @@ class Attention:
         if lora is not None:
             for name, part in zip(("q_proj", "k_proj", "v_proj"), qkv, strict=False):
                 lora.add(name, part, x, **options)
+            if gate is not None:
+                lora.add("output_gate", gate, x, **options)
         q = self._store(qkv, batch, cache) if self.has_kv else self._rotated(qkv[0], batch)
         spans = () if batch.images is None else batch.images.spans
         lse = q.new_empty(q.shape[:2], dtype=torch.float32) if spans else None

@@ -74,8 +74,5 @@ def _qkv(reader: LayerReader, index: int, is_split: bool) -> Weight:
         # The norm of a whole row needs it contiguous.
         return reader.concatenated(sizes, config.qkv_bias, is_split)
     q, *kv = reader.read(sizes, config.qkv_bias)
-    queries, gates = torch.arange(2 * q_size).view(config.num_heads, 2, -1).unbind(1)
-    halves = [
-        (q[0], q[1].rows(rows.flatten()), None if q[2] is None else q[2][rows.flatten()]) for rows in (queries, gates)
-    ]
+    halves = [(q[0], q[1].rows(rows), None if q[2] is None else q[2][rows]) for rows in config.query_rows(index)]
     return reader.joined([halves[0], *kv, halves[1]], is_split)

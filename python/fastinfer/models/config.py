@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from fastinfer.errors import RequestError
 from fastinfer.models.state_config import StateConfig
@@ -239,6 +240,23 @@ class ModelConfig:
     def q_size(self, layer: int) -> int:
         """Return the number of elements of all queries of a token."""
         return self.num_heads * self.kv_shape(layer).head_dim
+
+    def query_rows(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return which rows of a file's query projection are queries and which are gates of attention's output.
+
+        For a gate that is no projection of its own: each head's query is followed by its gate.
+        """
+        queries, gates = torch.arange(2 * self.q_size(layer)).view(self.num_heads, 2, -1).unbind(1)
+        return queries.flatten(), gates.flatten()
+
+    def attention_size(self, layer: int) -> int:
+        """Return the number of inputs of the projection behind a layer's attention, or what it has in its place."""
+        if self.has_state(layer):
+            assert self.states is not None
+            return self.states.output_size
+        if self.latent_attention is not None:
+            return self.num_heads * self.latent_attention.value_dim
+        return self.q_size(layer)
 
     def kv_size(self, layer: int) -> int:
         """Return the number of elements of all keys of a token, or of all its values."""

@@ -62,7 +62,7 @@ class DecoderLayer:
         if isinstance(self.attention, LatentAttention):
             assert isinstance(cache, LayerCache)
             assert isinstance(plan, LatentPlan)
-            attended = self.attention(x, batch, cache, plan)
+            attended = self.attention(x, batch, cache, plan, lora)
         elif isinstance(self.attention, Attention):
             assert isinstance(cache, LayerCache)
             assert isinstance(plan, Tensor)
@@ -71,7 +71,7 @@ class DecoderLayer:
             attended = self.attention(source, x, batch, cache, plan, lora)
         else:
             assert isinstance(cache, StateCache)
-            attended = self.attention(x, batch, cache)
+            attended = self.attention(x, batch, cache, lora)
         x = attended if self.mlp is None else self.mlp(x if self.parallel else attended, attended, lora)
         if self.per_layer is None:
             return x

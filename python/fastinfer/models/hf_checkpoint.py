@@ -192,11 +192,6 @@ class HFCheckpoint:
         return self._quantization is not None
 
     @property
-    def is_stacked(self) -> bool:
-        """Whether projections of all experts are stored as one tensor."""
-        return self._is_stacked
-
-    @property
     def is_transposed(self) -> bool:
         """Whether matrices are stored as [in_features, out_features]."""
         return self._family.transposed
@@ -206,15 +201,30 @@ class HFCheckpoint:
         is_plain = name.endswith(".gated_norm") or (name == "norm" and self._family.plain_last_norm)
         return 0.0 if is_plain else self._family.norm_offset
 
-    def stored_name(self, name: str) -> str:
-        """Return the name of a module in the checkpoint."""
+    def stack_of(self, name: str) -> str | None:
+        """Return the name of the tensor with an expert's projection and those of all others; None if it has its own.
+
+        Their biases are in the tensor with this name and ``_bias``.
+        """
+        return None if self._stacked_expert(name) is None else self.stored_name(name)
+
+    def single_module(self, name: str) -> tuple[str, Tensor | None]:
+        """Return the name of a module where each expert has modules of its own, and the numbers of its rows there.
+
+        ``None`` stands for all rows.
+        """
+        rows = self._rows(name, is_single=True)
+        return self.stored_name(name, is_single=True), None if rows is None else torch.arange(rows[1])[rows[0]]
+
+    def stored_name(self, name: str, *, is_single: bool = False) -> str:
+        """Return the name of a module in the checkpoint, or in one where each expert has modules of its own."""
         top = self._family.top
         if name.startswith("layers."):
             layer, part, rest = split_name(name)
             module = f"{top['layers']}.{stored_layer(self.config, layer, part)}.{self._family.layer[part]}"
             if rest:
                 *expert, projection = rest.split(".")  # a shared expert has no number
-                is_stacked = self._is_stacked and bool(expert)
+                is_stacked = self._is_stacked and bool(expert) and not is_single
                 if expert and self._is_mlx:
                     return self._with_prefix(f"{module.rpartition('.')[0]}.switch_mlp.{projection}")
                 if expert and not is_stacked:
@@ -295,15 +305,19 @@ class HFCheckpoint:
             raise CheckpointFormatError(f"{self.path}: tensor {name!r} must be of a float dtype, got {values.dtype}")
         return values
 
-    def _rows(self, name: str) -> tuple[slice | Tensor, int] | None:
-        """Return the rows of a matrix within a fused one, and how many that has; None if it is stored on its own."""
+    def _rows(self, name: str, *, is_single: bool = False) -> tuple[slice | Tensor, int] | None:
+        """Return the rows of a matrix within a fused one, and how many that has; None if it is stored on its own.
+
+        With ``is_single`` those in a checkpoint where each expert has modules of its own.
+        """
         if not name.startswith("layers."):
             return None
         layer, part, rest = split_name(name)
         names = self._family.layer
         if rest:
             part = rest.rpartition(".")[2]
-            names = self._family.expert if self._stacked_expert(name) is None else self._family.stacked
+            is_stacked = self._stacked_expert(name) is not None and not is_single
+            names = self._family.stacked if is_stacked else self._family.expert
         same = [other for other, stored in names.items() if stored == names[part]]
         if len(same) == 1:
             return None

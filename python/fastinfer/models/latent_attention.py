@@ -9,6 +9,7 @@ from fastinfer import ops
 from fastinfer.models.batch import Batch
 from fastinfer.models.config import LatentAttentionConfig
 from fastinfer.models.kv_cache import LayerCache
+from fastinfer.models.lora import LayerAdapters
 from fastinfer.models.norm import Norm, RMSNorm
 from fastinfer.models.projection import OutputProjection
 from fastinfer.weights.expert_weights import ExpertWeights
@@ -51,6 +52,7 @@ class LatentAttention:
         output: projection back to the residual stream.
         cos_sin_cache: [max_position, rotary_dim] fp32.
         interleaved: whether elements 2i and 2i + 1 are rotated together.
+        head_ids: [1, num_heads] int32, the heads, which have matrices of their own in adapters.
         query_scales: [max_position] fp32, factors of the queries at each position, or ``None``.
         scale: factor of the logits.
     """
@@ -67,6 +69,7 @@ class LatentAttention:
     output: OutputProjection
     cos_sin_cache: Tensor
     interleaved: bool
+    head_ids: Tensor
     query_scales: Tensor | None
     scale: float
 
@@ -80,18 +83,28 @@ class LatentAttention:
         attention = ops.paged_attention_plan(batch.seq_lens, batch.query_start, *self.plan_sizes)
         return LatentPlan(attention, ops.head_rows(batch.positions, self.num_heads))
 
-    def __call__(self, residual: Tensor, batch: Batch, cache: LayerCache, plan: LatentPlan) -> Tensor:
+    def __call__(
+        self, residual: Tensor, batch: Batch, cache: LayerCache, plan: LatentPlan, lora: LayerAdapters | None
+    ) -> Tensor:
         sizes = self.sizes
         x, options = self.norm.before_linear(residual)
         first = sizes.query_rank or self.num_heads * sizes.query_dim
         q, kv = self.down.split_linear(x, [first, sizes.row_dim], **options)
+        if lora is not None:
+            lora.add("q_proj" if self.query is None else "q_a_proj", q, x, **options)
+            lora.add("kv_a_proj", kv, x, **options)
         if self.query is not None:
             assert self.query_norm is not None
             x, options = self.query_norm.before_linear(q)
             q = self.query.linear(x, **options)
+            if lora is not None:
+                lora.add("q_b_proj", q, x, **options)
         heads = q.unflatten(1, (self.num_heads, sizes.query_dim))
+        plain = heads.flatten(0, 1)[:, : sizes.plain_dim]
         with ops.prompt_rows_of_experts(self.num_heads):
-            latent = self.keys.linear(heads.flatten(0, 1)[:, : sizes.plain_dim], plan.rows)
+            latent = self.keys.linear(plain, plan.rows)
+        if lora is not None:
+            lora.add("heads.keys", latent, plain, self.head_ids)
         q = ops.latent_rotary_store(
             latent.unflatten(0, heads.shape[:2]),
             heads[..., sizes.plain_dim :],
@@ -119,5 +132,7 @@ class LatentAttention:
             plan=plan.attention,
         )
         with ops.prompt_rows_of_experts(self.num_heads):
-            out = self.values.linear(out.flatten(0, 1), plan.rows)
-        return self.output(out.view(len(residual), -1), residual, None)
+            values = self.values.linear(out.flatten(0, 1), plan.rows)
+        if lora is not None:
+            lora.add("heads.values", values, out.flatten(0, 1), self.head_ids)
+        return self.output(values.view(len(residual), -1), residual, lora)

@@ -42,6 +42,7 @@ def load_latent_attention(
         ),
         cos_sin_cache=tables.full,
         interleaved=config.interleaved_rope,
+        head_ids=torch.arange(config.num_heads, dtype=torch.int32, device=reader.device)[None],
         query_scales=tables.query_scales,
         scale=scale,
     )

@@ -47,15 +47,19 @@ class LayerReader:
         if config.layer_scales:
             self.scale = 1.0
 
-    def weight(self, names: tuple[str, ...], unpacked: Unpacked, bias: Tensor | None) -> Weight:
+    def weight(
+        self, names: tuple[str, ...], unpacked: Unpacked, bias: Tensor | None, activation_bits: int | None = None
+    ) -> Weight:
         """Pack a layer's weight.
 
         Args:
-            names: matrices whose rows the weight contains, concatenated; gate and up are interleaved in runs of 16.
+            names: matrices whose rows the weight contains, concatenated; gate and up are interleaved in runs of 16. A
+                matrix may be in several weights of a layer, which are read in the order of its rows.
             unpacked: the weight, unpacked.
             bias: [out_features], with rows in the same order, or ``None``.
+            activation_bits: precision of the inputs of its products; ``None`` for the model's.
         """
-        return self.make(unpacked, self.precision.activation_bits, bias)
+        return self.make(unpacked, activation_bits or self.precision.activation_bits, bias)
 
     def experts(self, names: list[tuple[str, ...]], unpacked: list[Unpacked], bias: Tensor | None) -> ExpertWeights:
         """Pack a weight of all experts of a layer.

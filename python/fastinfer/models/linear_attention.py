@@ -6,6 +6,7 @@ from torch import Tensor
 
 from fastinfer import ops
 from fastinfer.models.batch import Batch
+from fastinfer.models.lora import LayerAdapters
 from fastinfer.models.norm import Norm
 from fastinfer.models.projection import OutputProjection
 from fastinfer.models.state_cache import StateCache
@@ -30,8 +31,6 @@ class LinearAttention:
         gated_norm: [value_dim] fp32, weight of the norm of each head's output.
         gated_norm_eps: ``eps`` of that norm.
         output: projection back to the residual stream.
-        output_order: [value_size] int64, the order of the outputs of all heads that this projection reads; ``None`` for
-            their own.
     """
 
     sizes: LinearAttentionConfig
@@ -44,9 +43,8 @@ class LinearAttention:
     gated_norm: Tensor
     gated_norm_eps: float
     output: OutputProjection
-    output_order: Tensor | None = None
 
-    def __call__(self, residual: Tensor, batch: Batch, cache: StateCache) -> Tensor:
+    def __call__(self, residual: Tensor, batch: Batch, cache: StateCache, lora: LayerAdapters | None) -> Tensor:
         assert batch.state_reads is not None
         assert batch.state_writes is not None
         assert cache.recurrent is not None
@@ -54,6 +52,9 @@ class LinearAttention:
         x, options = self.norm.before_linear(residual)
         qkv, z = self.qkvz.split_linear(x, [sizes.conv_dim, sizes.value_size], **options)
         a, b = self.head_gates.split_linear(x, [sizes.num_value_heads] * 2, **options)
+        if lora is not None:
+            for name, part in (("in_proj_qkv", qkv), ("in_proj_z", z), ("in_proj_a", a), ("in_proj_b", b)):
+                lora.add(name, part, x, **options)
         qkv = ops.causal_conv1d(qkv, self.conv_weight, None, cache.conv, *slots)
         out = ops.gated_delta_rule(
             qkv,
@@ -67,6 +68,4 @@ class LinearAttention:
             cache.recurrent,
             *slots,
         )
-        if self.output_order is not None:
-            out = ops.permute_columns(out, self.output_order)
-        return self.output(out, residual, None)
+        return self.output(out, residual, lora)

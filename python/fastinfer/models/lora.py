@@ -10,16 +10,14 @@ from torch import Tensor
 from fastinfer import ops
 from fastinfer.errors import AdapterError
 from fastinfer.formats.peft import LoraAdapter, LowRank
-from fastinfer.models.checkpoint import fused_rows
-from fastinfer.models.config import ModelConfig
-
-# Modules of an adapter that are several weights here: the order of their rows.
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+from fastinfer.models.config import LatentAttentionConfig, ModelConfig
+from fastinfer.models.lora_modules import module_parts, module_sizes
+from fastinfer.models.state_config import Mamba2Config
 
 
 @dataclass(frozen=True, eq=False)
 class ModuleSlots:
-    """Matrices of all adapters for one linear layer, or for the same layer of all experts.
+    """Matrices of all adapters for one linear layer, or for the same layer of all experts or heads.
 
     Attributes:
         a: [slots, max_rank, in_features], or [slots, experts, max_rank, in_features].
@@ -88,13 +86,21 @@ class _Place:
 
     Attributes:
         slots: matrices of the module.
-        index: index in ``slots.ranks`` after the slot: the expert, if there are experts.
+        index: index in ``slots.ranks`` after the slot: the expert or head, if there are any.
         rows: rows of the update's B that belong to the module.
+        is_transposed: whether the module is the transpose of these rows.
     """
 
     slots: ModuleSlots
     index: tuple[int, ...] = ()
-    rows: slice = field(default_factory=lambda: slice(None))
+    rows: slice | Tensor = field(default_factory=lambda: slice(None))
+    is_transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Numbers of outputs and inputs of these rows."""
+        out, features = self.slots.b.shape[-1], self.slots.a.shape[-1]
+        return (features, out) if self.is_transposed else (out, features)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +133,7 @@ class AdapterSlots:
 
     Attributes:
         layers: for each layer, the matrices by name of the module; those of experts are ``experts.gate_proj`` and so
-            on.
+            on, those of heads ``heads.keys`` and ``heads.values``.
         lm_head: the matrices of the output layer.
     """
 
@@ -141,7 +147,8 @@ class AdapterSlots:
         self._is_gpu = torch.device(device).type != "cpu"
 
         def slots(name: str, features: int, out: int) -> ModuleSlots:
-            shape = (max_loras, config.num_experts) if name.startswith("experts.") else (max_loras,)
+            kinds = {"experts.": (config.num_experts,), "heads.": (config.num_heads,)}
+            shape = (max_loras, *next((size for kind, size in kinds.items() if name.startswith(kind)), ()))
             # Uninitialised: a page takes memory only once it is written.
             a, b = (torch.empty(*shape, max_rank, size, dtype=dtype, device=device) for size in (features, out))
             return ModuleSlots(a, b, torch.zeros(shape, dtype=torch.int32, device=device))
@@ -167,7 +174,8 @@ class AdapterSlots:
         for weight, low_rank in adapter.weights.items():
             a = self._host(low_rank.a)
             for place in self._places(weight):
-                parts.append((place, a, self._host(low_rank.b[place.rows].T.float() * low_rank.scale)))
+                b = self._host(low_rank.b[place.rows].T.float() * low_rank.scale)
+                parts.append((place, b, a) if place.is_transposed else (place, a, b))
         return PreparedAdapter(adapter.path, adapter.digest, parts)
 
     def load(self, slot: int, adapter: PreparedAdapter) -> None:
@@ -221,26 +229,48 @@ class AdapterSlots:
             return [_Place(self.lm_head)]
         match = re.fullmatch(r"layers\.(\d+)\.(?:experts\.(\d+)\.|(shared_expert)\.)?(\w+)", weight)
         assert match is not None, weight
-        layer, expert, shared, module = int(match[1]), match[2], match[3], match[4]
-        if layer >= len(self.layers):
-            raise KeyError(f"the model has {len(self.layers)} layers only")
+        stored, expert, shared, module = int(match[1]), match[2], match[3], match[4]
+        layer = self._layer(stored)
         if expert is not None and int(expert) >= self._config.num_experts:
             raise KeyError(f"the model has {self._config.num_experts} experts only")
+        if isinstance(self._config.states, Mamba2Config) and not self._config.num_experts:
+            shared = None  # the MLP of Granite 4 without experts
         index = () if expert is None else (int(expert),)
         prefix = "shared_expert." if shared else "" if expert is None else "experts."
         modules = self.layers[layer]
-        parts = _FUSED.get(module, (module,))
+        if module == "kv_b_proj" and self._config.latent_attention is not None:
+            return self._head_places(modules, self._config.latent_attention)
+        inner = self._config.shared_intermediate_size if shared else None
+        parts = module_parts(self._config, layer, module, inner)
         if missing := [part for part in parts if prefix + part not in modules]:
             raise KeyError(f"a layer of the model has no {prefix}{missing[0]}, only {', '.join(modules)}")
-        if module not in _FUSED:
-            return [_Place(modules[prefix + module], index)]
-        inner = self._config.shared_intermediate_size if shared else None
-        return [_Place(modules[prefix + part], index, fused_rows(self._config, layer, part, inner)) for part in parts]
+        return [_Place(modules[prefix + part], index, rows) for part, rows in parts.items()]
+
+    def _head_places(self, modules: dict[str, ModuleSlots], sizes: LatentAttentionConfig) -> list[_Place]:
+        """Return where an update of the keys and values of latent attention is stored: those of each head by itself."""
+        places = []
+        for head in range(self._config.num_heads):
+            first = head * (sizes.plain_dim + sizes.value_dim)
+            middle = first + sizes.plain_dim
+            places.append(_Place(modules["heads.keys"], (head,), slice(first, middle), is_transposed=True))
+            places.append(_Place(modules["heads.values"], (head,), slice(middle, middle + sizes.value_dim)))
+        return places
+
+    def _layer(self, stored: int) -> int:
+        """Return the index of the layer that has the part with this number in the file."""
+        if not self._config.stored_layers:
+            if stored >= len(self.layers):
+                raise KeyError(f"the model has {len(self.layers)} layers only")
+            return stored
+        found = [layer for layer, pair in enumerate(self._config.stored_layers) if stored in pair]
+        if not found:
+            raise KeyError(f"the model has {self._config.num_stored_layers} layers only")
+        return found[0]
 
 
 def _check_shapes(adapter: LoraAdapter, low_rank: LowRank, places: list[_Place]) -> None:
     """Check the shapes of an update against those of all weights that it belongs to."""
-    features, out = places[0].slots.a.shape[-1], sum(place.slots.b.shape[-1] for place in places)
+    features, out = places[0].shape[1], sum(place.shape[0] for place in places)
     for half, matrix, size, dim in (("A", low_rank.a, features, 1), ("B", low_rank.b, out, 0)):
         if matrix.shape[dim] != size:
             wanted = [size, low_rank.rank] if dim == 0 else [low_rank.rank, size]
@@ -248,31 +278,3 @@ def _check_shapes(adapter: LoraAdapter, low_rank: LowRank, places: list[_Place])
                 f"{adapter.path}: {low_rank.name}.lora_{half} must have the shape {wanted} for this model, "
                 f"got {list(matrix.shape)}"
             )
-
-
-def module_sizes(config: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
-    """Return the numbers of inputs and outputs of a layer's projections, by name."""
-    hidden, inner = config.hidden_size, config.mlp_size(layer)
-    q_size, kv_size = config.q_size(layer), config.kv_size(layer)
-    attention = {"q_proj": (hidden, q_size)}
-    if config.kv_layer(layer) == layer:
-        attention["k_proj"] = hidden, kv_size
-        if layer not in config.tied_kv_layers:
-            attention["v_proj"] = hidden, kv_size
-    attention["o_proj"] = (q_size, hidden)
-    mlp = _mlp_sizes(config, inner)
-    if config.has_experts(layer):
-        mlp = {"router": (hidden, config.num_experts)} | {f"experts.{name}": size for name, size in mlp.items()}
-        if width := config.shared_intermediate_size:
-            mlp |= {f"shared_expert.{name}": (hidden, width) for name in ("gate_proj", "up_proj")}
-            mlp["shared_expert.down_proj"] = (width, hidden)
-        if config.shared_expert_gate:
-            mlp["shared_expert_gate"] = (hidden, 1)
-        if config.mlp_beside_experts:
-            mlp |= _mlp_sizes(config, config.dense_intermediate_size)
-    return attention | mlp
-
-
-def _mlp_sizes(config: ModelConfig, inner: int) -> dict[str, tuple[int, int]]:
-    gate = {"gate_proj": (config.hidden_size, inner)} if config.gated else {}
-    return gate | {"up_proj": (config.hidden_size, inner), "down_proj": (inner, config.hidden_size)}

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from fastinfer import ops
 from fastinfer.models.batch import Batch
+from fastinfer.models.lora import LayerAdapters
 from fastinfer.models.norm import Norm
 from fastinfer.models.projection import OutputProjection
 from fastinfer.models.state_cache import StateCache
@@ -48,14 +49,17 @@ class Mamba2:
     gated_norm_eps: float
     output: OutputProjection
 
-    def __call__(self, residual: Tensor, batch: Batch, cache: StateCache) -> Tensor:
+    def __call__(self, residual: Tensor, batch: Batch, cache: StateCache, lora: LayerAdapters | None) -> Tensor:
         assert batch.state_reads is not None
         assert batch.state_writes is not None
         assert cache.recurrent is not None
         sizes, slots = self.sizes, (batch.query_start, batch.state_reads, batch.state_writes)
         x, options = self.norm.before_linear(residual)
-        z, xbc = self.zxbc.split_linear(x, [sizes.inner_size, sizes.conv_dim], **options)
-        dt = self.dt.linear(x, **options)
+        zxbc, dt = self.zxbc.linear(x, **options), self.dt.linear(x, **options)
+        if lora is not None:
+            lora.add("in_proj", zxbc, x, **options)
+            lora.add("in_proj_dt", dt, x, **options)
+        z, xbc = zxbc.split([sizes.inner_size, sizes.conv_dim], dim=-1)
         xbc = ops.causal_conv1d(xbc, self.conv_weight, self.conv_bias, cache.conv, *slots)
         out = ops.mamba2_scan(
             xbc,
@@ -70,4 +74,4 @@ class Mamba2:
             cache.recurrent,
             *slots,
         )
-        return self.output(out, residual, None)
+        return self.output(out, residual, lora)

@@ -53,7 +53,10 @@ class SharedExpert:
     def _hidden(self, x: Tensor, lora: LayerAdapters | None) -> Tensor:
         """Return the activated products of gate and up, [tokens, intermediate]."""
         if not self.gated:
-            return plain_activation(self.gate_up.linear(x), self.activation)
+            up = self.gate_up.linear(x)
+            if lora is not None:
+                lora.add("shared_expert.up_proj", up, x)
+            return plain_activation(up, self.activation)
         if lora is None:
             return self.gate_up.linear(x, activation=self.activation)
         gate_up = self.gate_up.linear(x).view(len(x), -1, 2, TILE_ROWS)
@@ -139,7 +142,10 @@ class MixtureOfExperts:
     def _hidden(self, x: Tensor, routing: ops.Routing, lora: LayerAdapters | None) -> Tensor:
         """Return the activated products of gate and up, [tokens * top_k, intermediate]."""
         if not self.gated:
-            return plain_activation(self.gate_up.linear(x, routing), self.activation)
+            up = self.gate_up.linear(x, routing)
+            if lora is not None:
+                lora.add("experts.up_proj", up, x, routing.expert_ids)
+            return plain_activation(up, self.activation)
         if lora is None:
             return self.gate_up.linear(x, routing, activation=self.activation)
         gate_up = self.gate_up.linear(x, routing).view(len(routing.row_ids), -1, 2, TILE_ROWS)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fastinfer import ops
 from fastinfer.models.lora import LayerAdapters
 from fastinfer.models.norm import RMSNorm
 from fastinfer.weights.weight import Weight
@@ -18,15 +19,18 @@ class OutputProjection:
         weight: [hidden, in_features].
         post_norm: norm of the output, or ``None``.
         factor: see above.
+        order: [in_features] int64, the order of the inputs that the weight reads; ``None`` for their own.
     """
 
     name: str
     weight: Weight
     post_norm: RMSNorm | None = None
     factor: float = 1.0
+    order: Tensor | None = None
 
     def __call__(self, x: Tensor, residual: Tensor | None, lora: LayerAdapters | None) -> Tensor:
-        out = self.weight.linear(x) if self.post_norm else self.weight.linear(x, residual=residual)
+        ordered = x if self.order is None else ops.permute_columns(x, self.order)
+        out = self.weight.linear(ordered) if self.post_norm else self.weight.linear(ordered, residual=residual)
         if lora is not None:
             lora.add(self.name, out, x)
         return self.post_norm(out, residual, self.factor) if self.post_norm else out

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from fastinfer import ops
 from fastinfer.models.batch import Batch
+from fastinfer.models.lora import LayerAdapters
 from fastinfer.models.norm import Norm
 from fastinfer.models.projection import OutputProjection
 from fastinfer.models.state_cache import StateCache
@@ -32,12 +33,14 @@ class ShortConv:
     conv_bias: Tensor | None
     output: OutputProjection
 
-    def __call__(self, residual: Tensor, batch: Batch, cache: StateCache) -> Tensor:
+    def __call__(self, residual: Tensor, batch: Batch, cache: StateCache, lora: LayerAdapters | None) -> Tensor:
         assert batch.state_reads is not None
         assert batch.state_writes is not None
         x, options = self.norm.before_linear(residual)
         rows, dim = self.in_proj.linear(x, **options), len(self.conv_weight)
+        if lora is not None:
+            lora.add("in_proj", rows, x, **options)
         slots = batch.query_start, batch.state_reads, batch.state_writes
         gates, x = rows[:, : 2 * dim], rows[:, 2 * dim :]
         out = ops.causal_conv1d(x, self.conv_weight, self.conv_bias, cache.conv, *slots, gates=gates)
-        return self.output(out, residual, None)
+        return self.output(out, residual, lora)

@@ -35,6 +35,11 @@ class LinearAttentionConfig:
         return 2 * self.num_key_heads * self.key_dim + self.value_size
 
     @property
+    def output_size(self) -> int:
+        """Number of inputs of the output projection."""
+        return self.value_size
+
+    @property
     def recurrent_shape(self) -> tuple[int, int, int]:
         """Shape of the sums of the delta rule."""
         return self.num_value_heads, self.key_dim, self.value_dim
@@ -62,6 +67,11 @@ class ShortConvConfig:
     conv_dim: int
     kernel_size: int
     has_bias: bool = False
+
+    @property
+    def output_size(self) -> int:
+        """Number of inputs of the output projection."""
+        return self.conv_dim
 
     @property
     def recurrent_shape(self) -> None:
@@ -112,6 +122,11 @@ class Mamba2Config:
     def conv_dim(self) -> int:
         """Number of elements of x, b and c of a token."""
         return self.inner_size + 2 * self.num_groups * self.state_dim
+
+    @property
+    def output_size(self) -> int:
+        """Number of inputs of the output projection."""
+        return self.inner_size
 
     @property
     def recurrent_shape(self) -> tuple[int, int, int]:

@@ -1,5 +1,7 @@
 """Reading of what layers with a state have in the place of attention."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -34,6 +36,7 @@ def _linear_attention(reader: LayerReader, index: int, sizes: LinearAttentionCon
     order = None
     if sizes.tiled_output:  # the projection's columns cannot change places within the blocks of a quantised row
         order = tiled_rows(sizes, sizes.value_dim).argsort().to(reader.device)
+    output = reader.output(f"{layer}.out_proj", sizes.value_size, False, f"{layer}.post_attention_norm")
     return LinearAttention(
         sizes=sizes,
         norm=reader.pre_norm(f"{layer}.attention_norm"),
@@ -46,8 +49,7 @@ def _linear_attention(reader: LayerReader, index: int, sizes: LinearAttentionCon
         dt_bias=reader.vector(f"{layer}.dt_bias", sizes.num_value_heads),
         gated_norm=reader.vector(f"{layer}.gated_norm", sizes.value_dim),
         gated_norm_eps=config.norm_eps,
-        output=reader.output(f"{layer}.out_proj", sizes.value_size, False, f"{layer}.post_attention_norm"),
-        output_order=order,
+        output=replace(output, order=order),
     )
 
 
@@ -65,7 +67,7 @@ def _mamba2(reader: LayerReader, layer: str, sizes: Mamba2Config) -> Mamba2:
         norm=reader.pre_norm(f"{layer}.attention_norm", factor=sizes.input_scale),
         zxbc=reader.weight((name,), projection.rows(slice(0, wide)), None if bias is None else bias[:wide]),
         # Errors of the time steps add up over all tokens, so neither they nor their input are quantised.
-        dt=reader.make(Dense(dt), 32, None if bias is None else bias[wide:]),
+        dt=reader.weight((name,), Dense(dt), None if bias is None else bias[wide:], 32),
         conv_weight=conv_weight,
         conv_bias=reader.vector(f"{layer}.conv1d.bias", sizes.conv_dim) if sizes.conv_bias else None,
         a_log=reader.vector(f"{layer}.A_log", sizes.num_heads),

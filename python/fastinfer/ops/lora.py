@@ -35,7 +35,8 @@ def add_lora(
         adapter_ids: [tokens] int32; each token's slot. For -1 the token's rows of ``y`` are left unchanged.
         expert_ids: [tokens, top_k] int32, contiguous, for a mixture of experts (:mod:`fastinfer.ops.moe`): row
             ``token * top_k + i`` uses the matrices of expert ``expert_ids[token, i]``. Then ``a`` is [slots, experts,
-            max_rank, in], ``b`` [slots, experts, max_rank, out] and ``ranks`` [slots, experts].
+            max_rank, in], ``b`` [slots, experts, max_rank, out] and ``ranks`` [slots, experts]. Or [1, top_k] for the
+            same experts of all tokens, such as heads with matrices of their own.
         ranks: [slots] int32 in 0..max_rank; number of rows of ``a`` and ``b`` that a slot uses; ``None`` for all.
         norm_weight: [in]; fp32 or the dtype of ``x``; weight of an ``rms_norm`` of ``x`` before the product, as in the
             linear layers.

@@ -18,10 +18,12 @@ from fastinfer.formats.unpacked import Unpacked
 from fastinfer.models.attention import Attention
 from fastinfer.models.batch import Batch
 from fastinfer.models.checkpoint import Checkpoint
-from fastinfer.models.config import Precision
+from fastinfer.models.config import ModelConfig, Precision
 from fastinfer.models.kv_cache import LayerCache, num_blocks_for
+from fastinfer.models.latent_attention import LatentAttention
 from fastinfer.models.layer_reader import LayerReader
 from fastinfer.models.loader import DecoderLoader
+from fastinfer.models.state_cache import StateCache
 from fastinfer.quantize.statistics import InputStatistics
 from fastinfer.weights.expert_weights import ExpertWeights
 from fastinfer.weights.weight import LinearOptions, Weight, apply_norm
@@ -116,14 +118,16 @@ class _CalibratedReader(LayerReader):
         self._quantize = quantize
         self.waiting: list[CalibratedWeight] = []
 
-    def weight(self, names: tuple[str, ...], unpacked: Unpacked, bias: Tensor | None) -> CalibratedWeight:
-        weight = CalibratedWeight(names, unpacked.dequantize(), bias, self._quantize)
+    def weight(
+        self, names: tuple[str, ...], unpacked: Unpacked, bias: Tensor | None, activation_bits: int | None = None
+    ) -> CalibratedWeight:
+        weight = CalibratedWeight(names, unpacked.dequantize().contiguous(), bias, self._quantize)
         self.waiting.append(weight)
         return weight
 
     def experts(self, names: list[tuple[str, ...]], unpacked: list[Unpacked], bias: Tensor | None) -> ExpertWeights:
-        assert bias is None, "only experts that are stored in one tensor have biases"
-        weights = (self.weight(*parts, None) for parts in zip(names, unpacked, strict=True))
+        biases = [None] * len(names) if bias is None else list(bias)
+        weights = (self.weight(*parts) for parts in zip(names, unpacked, biases, strict=True))
         return CalibratedExperts(tuple(weights))
 
 
@@ -142,7 +146,7 @@ def calibrate(checkpoint: Checkpoint, texts: list[list[int]], quantize: Quantize
     config = checkpoint.config
     batch = Batch.of_texts(texts, BLOCK_SIZE)
     blocks = sum(num_blocks_for(len(text), BLOCK_SIZE) for text in texts)
-    caches: dict[int, LayerCache] = {}  # which other layers attend to
+    caches: dict[int, LayerCache | StateCache] = {}  # which other layers attend to
     reader = _CalibratedReader(checkpoint, quantize)
     loader = DecoderLoader(reader, max(map(len, texts)))
     x = loader.embedding().rows(batch.token_ids, torch.float32)
@@ -156,15 +160,24 @@ def calibrate(checkpoint: Checkpoint, texts: list[list[int]], quantize: Quantize
     for index in range(config.num_layers):
         reader.waiting.clear()
         layer, source = loader.layer(index), config.kv_layer(index)
-        assert isinstance(layer.attention, Attention)
+        attention = layer.attention
+        plan = attention.plan(batch) if isinstance(attention, Attention | LatentAttention) else None
         cache = caches.get(source)
         if cache is None:
-            cache = LayerCache.empty(config.kv_shape(index), blocks, BLOCK_SIZE, torch.float32, "cpu")
+            cache = _cache(config, index, blocks)
             if source in config.kv_layers[index + 1 :]:
                 caches[source] = cache
-        x = layer(x, batch, cache, layer.attention.plan(batch), None, None if inputs is None else inputs[:, index])
+        x = layer(x, batch, cache, plan, None, None if inputs is None else inputs[:, index])
         yield list(reader.waiting)
         checkpoint.release()
+
+
+def _cache(config: ModelConfig, layer: int, blocks: int) -> LayerCache | StateCache:
+    """Make the cache of a layer for texts whose states are not stored."""
+    if config.has_state(layer):
+        assert config.states is not None
+        return StateCache.empty(config.states, 1, torch.float32, "cpu")
+    return LayerCache.empty(config.kv_shape(layer), blocks, BLOCK_SIZE, torch.float32, "cpu")
 
 
 def convert(checkpoint: Checkpoint, quantize: Quantize) -> Iterator[list[CalibratedWeight]]:

@@ -6,12 +6,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from fastinfer.errors import RequestError, UnsupportedModelError
 from fastinfer.formats.safetensors_folder import weight_file_bytes
 from fastinfer.formats.unpacked import concatenate
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.hf_checkpoint import HFCheckpoint
+from fastinfer.models.state_config import LinearAttentionConfig
 from fastinfer.quantize.calibration import CalibratedWeight, calibrate, convert
 from fastinfer.quantize.layer import QuantizedLayer, assemble, fold_target
 from fastinfer.quantize.layout import WriterSettings
@@ -53,18 +55,11 @@ def quantize_checkpoint(
         The error of each layer and the sizes of the files.
 
     Raises:
-        UnsupportedModelError: the model is quantised already, or has transposed matrices, experts that are stored in
-            one tensor, or layers with states or latent attention.
+        UnsupportedModelError: the model is quantised already, or has transposed matrices.
         RequestError: the method does not fit the sizes of the model, or needs calibration texts.
     """
     checkpoint = HFCheckpoint(source)
     config = checkpoint.config
-    if checkpoint.is_stacked:
-        raise UnsupportedModelError(f"{source}: experts that are stored in one tensor cannot be quantised yet")
-    if config.states is not None:
-        raise UnsupportedModelError(f"{source}: models whose layers have states cannot be quantised yet")
-    if config.latent_attention is not None:
-        raise UnsupportedModelError(f"{source}: models with latent attention cannot be quantised yet")
     if checkpoint.is_quantized:
         raise UnsupportedModelError(f"{source}: the model is quantised already; start from its original weights")
     if checkpoint.is_transposed:
@@ -87,8 +82,8 @@ def quantize_checkpoint(
         layers = calibrate(checkpoint, texts, quantize) if texts else convert(checkpoint, quantize)
         for index, calibrated in enumerate(layers):
             report.errors |= _errors(calibrated)
-            for name in _dense_modules(config, index):
-                writer.leave_dense(checkpoint.stored_name(name))
+            for module in dict.fromkeys(checkpoint.stored_name(name) for name in _dense_modules(config, index)):
+                writer.leave_dense(module)
             _write_layer(writer, checkpoint, assemble(calibrated, checkpoint))
             progress(index + 1, config.num_layers)
         writer.close(checkpoint.tensors)
@@ -100,27 +95,48 @@ def _errors(calibrated: list[CalibratedWeight]) -> dict[str, float]:
     """Return the error of each weight by the names of its modules, and for experts their mean."""
     errors: dict[str, list[float]] = {}
     for weight in calibrated:
-        names = (re.sub(r"\.experts\.\d+\.", ".experts.", name) for name in weight.names)
+        names = (re.sub(r"\.experts\.\d+\.", ".experts.", name) for name in dict.fromkeys(weight.names))
         errors.setdefault(", ".join(names), []).append(weight.error)
     return {name: sum(each) / len(each) for name, each in errors.items()}
 
 
 def _dense_modules(config: ModelConfig, layer: int) -> list[str]:
-    """Return the linear layers of a layer that are not quantised: a small error could choose other experts."""
-    if not config.has_experts(layer):
-        return []
-    return [f"layers.{layer}.router", *([f"layers.{layer}.shared_expert_gate"] if config.shared_expert_gate else [])]
+    """Return the linear layers of a layer that are not quantised."""
+    names = []
+    if config.latent_attention is not None:
+        names.append("kv_b_proj")  # one half is applied to queries, transposed: its groups of inputs would be others
+    if config.has_state(layer) and isinstance(config.states, LinearAttentionConfig):
+        names += ["in_proj_a", "in_proj_b"]  # their errors add up over all tokens
+    if config.has_experts(layer):
+        names.append("router")  # a small error could choose other experts
+        names += ["shared_expert_gate"] if config.shared_expert_gate else []
+    return [f"layers.{layer}.{name}" for name in names]
 
 
 def _write_layer(writer: CheckpointWriter, checkpoint: HFCheckpoint, layer: QuantizedLayer) -> None:
-    """Write a layer under the names in the original checkpoint. Modules that it stores as one are concatenated."""
+    """Write a layer under the names in the original checkpoint, whose experts get modules of their own.
+
+    Modules that it stores as one have its order of rows.
+    """
     modules: dict[str, list[str]] = {}
+    rows: dict[str, list[Tensor]] = {}
     for name in layer.weights:
-        modules.setdefault(checkpoint.stored_name(name), []).append(name)
+        module, numbers = checkpoint.single_module(name)
+        modules.setdefault(module, []).append(name)
+        rows.setdefault(module, []).extend([] if numbers is None else [numbers])
     for module, names in modules.items():
-        biases = [layer.vectors.pop(f"{name}.bias") for name in names if f"{name}.bias" in layer.vectors]
         weight = concatenate([layer.weights[name] for name in names])
-        writer.add_linear(module, weight, torch.cat(biases) if biases else None)
+        biases = [layer.vectors.pop(f"{name}.bias") for name in names if f"{name}.bias" in layer.vectors]
+        bias = torch.cat(biases) if biases else None
+        if rows[module]:
+            order = torch.cat(rows[module]).argsort()
+            weight, bias = weight.rows(order), None if bias is None else bias[order]
+        for stack in {stack for name in names if (stack := checkpoint.stack_of(name)) is not None}:
+            writer.replace(stack)
+            if bias is not None:
+                writer.replace(f"{stack}_bias")
+                bias = bias.to(checkpoint.tensors.dtype(f"{stack}_bias"))
+        writer.add_linear(module, weight, bias)
     for name, values in layer.vectors.items():
         stored, _, kind = name.rpartition(".")
         is_bias = kind == "bias"

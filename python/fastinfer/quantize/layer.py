@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fastinfer.formats.unpacked import Unpacked
+from fastinfer.formats.unpacked import Unpacked, concatenate
 from fastinfer.models.checkpoint import Checkpoint, split_name
 from fastinfer.models.config import ModelConfig
+from fastinfer.models.state_config import LinearAttentionConfig, ShortConvConfig
 from fastinfer.ops.pack import TILE_ROWS
 from fastinfer.quantize.calibration import CalibratedWeight
 from fastinfer.quantize.weight import fold_into_rows
@@ -33,19 +34,23 @@ def fold_target(name: str, config: ModelConfig) -> str | None:
     """Return the norm or module that produces a module's inputs and can absorb a factor per input, if there is one."""
     layer, _, part = name.rpartition(".")
     index, _, _ = split_name(name)
-    if part == "gate_proj" and config.has_experts(index):
+    if part == "q_b_proj":
+        return f"{layer}.q_a_norm"
+    if part in ("gate_proj", "up_proj") and config.has_experts(index):
         return None  # the router and other experts read the same norm
-    if part in ("q_proj", "gate_proj") or (part == "up_proj" and not config.gated):
-        if not config.pre_norms or config.parallel:  # no norm, or one for both
+    first = part == "q_proj" or (part == "in_proj" and isinstance(config.states, ShortConvConfig))
+    if first or part == "gate_proj" or (part == "up_proj" and not config.gated):
+        # No norm, or one for both; the projections of latent attention are two weights with one norm.
+        if not config.pre_norms or config.parallel or (first and config.latent_attention is not None):
             return None
-        return f"{layer}.{'attention_norm' if part == 'q_proj' else 'mlp_norm'}"
+        return f"{layer}.{'attention_norm' if first else 'mlp_norm'}"
     if part == "down_proj" and config.gated:
-        return f"{layer}.up_proj"
+        # It adds 1 to the product of up before it multiplies.
+        return None if config.activation == "clamped_swiglu" else f"{layer}.up_proj"
     # Values that other layers read, too, cannot absorb the factors of one, nor can those that are normalised.
     own = not config.v_norm and (not config.kv_layers or config.kv_layers.count(index) == 1)
-    if part == "o_proj" and own and config.num_heads == config.kv_shape(index).num_heads:
-        return f"{layer}.v_proj"
-    return None
+    is_plain = config.latent_attention is None and config.num_heads == config.kv_shape(index).num_heads
+    return f"{layer}.v_proj" if part == "o_proj" and own and is_plain else None
 
 
 def assemble(calibrated: list[CalibratedWeight], checkpoint: Checkpoint) -> QuantizedLayer:
@@ -53,19 +58,29 @@ def assemble(calibrated: list[CalibratedWeight], checkpoint: Checkpoint) -> Quan
     config, layer = checkpoint.config, QuantizedLayer()
     for weight in calibrated:
         assert weight.result is not None
-        start = 0
         order = _order(weight)
         rows, bias = weight.result.rows(order), None if weight.bias is None else weight.bias[order]
-        for name in weight.names:
-            end = start + _out_features(name, config)
-            layer.weights[name] = rows.rows(slice(start, end))
-            if bias is not None:
-                layer.vectors[f"{name}.bias"] = bias[start:end]
+        start = 0
+        for name, size in zip(weight.names, _sizes(weight, config), strict=True):
+            end = start + size
+            _append(layer, name, rows.rows(slice(start, end)), None if bias is None else bias[start:end])
             start = end
+    _interleave_gates(layer, config)
     for weight in calibrated:
         if weight.input_scales is not None:
             _fold(layer, weight, checkpoint)
     return layer
+
+
+def _append(layer: QuantizedLayer, name: str, rows: Unpacked, bias: Tensor | None) -> None:
+    """Add rows of a module behind those that the layer has."""
+    if name not in layer.weights:
+        layer.weights[name] = rows
+    else:
+        layer.weights[name] = concatenate([layer.weights[name], rows])
+        bias = None if bias is None else torch.cat([layer.vectors[f"{name}.bias"], bias])
+    if bias is not None:
+        layer.vectors[f"{name}.bias"] = bias
 
 
 def _fold(layer: QuantizedLayer, weight: CalibratedWeight, checkpoint: Checkpoint) -> None:
@@ -92,16 +107,25 @@ def _order(weight: CalibratedWeight) -> Tensor:
     return numbers.view(-1, 2, TILE_ROWS).transpose(0, 1).flatten() if is_gated else numbers
 
 
-def _out_features(name: str, config: ModelConfig) -> int:
-    layer, part, rest = split_name(name)
-    if rest.endswith(("gate_proj", "up_proj")):
-        return config.shared_intermediate_size if part == "shared_expert" else config.intermediate_size
-    return {
-        "output_gate": config.q_size(layer),
-        "q_proj": config.q_size(layer),
-        "k_proj": config.kv_size(layer),
-        "v_proj": config.kv_size(layer),
-        "gate_proj": config.mlp_size(layer),
-        "up_proj": config.mlp_size(layer),
-        "per_layer_gate": config.per_layer_size,
-    }.get(part, config.hidden_size)
+def _sizes(weight: CalibratedWeight, config: ModelConfig) -> list[int]:
+    """Return how many of a weight's rows each of its modules has. A module that comes twice has two runs of rows."""
+    layer, part, _ = split_name(weight.names[0])
+    if len(weight.names) == 1:
+        return [weight.out_features]
+    if weight.names[0].endswith("gate_proj"):
+        return [weight.out_features // 2] * 2
+    if part == "in_proj_qkv":
+        assert isinstance(config.states, LinearAttentionConfig)
+        return [config.states.conv_dim, config.states.value_size]
+    kv = {"k_proj": config.kv_size(layer), "v_proj": config.kv_size(layer)}
+    return [kv.get(split_name(name)[1], config.q_size(layer)) for name in weight.names]
+
+
+def _interleave_gates(layer: QuantizedLayer, config: ModelConfig) -> None:
+    """Put the rows of attention's output gate, which come last here, behind those of each head's query."""
+    for name in layer.weights:
+        if name.endswith(".q_proj") and config.output_gate and not config.separate_gate:
+            order = torch.cat(config.query_rows(split_name(name)[0])).argsort()
+            layer.weights[name] = layer.weights[name].rows(order)
+            if f"{name}.bias" in layer.vectors:
+                layer.vectors[f"{name}.bias"] = layer.vectors[f"{name}.bias"][order]

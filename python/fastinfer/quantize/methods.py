@@ -71,8 +71,11 @@ class Method:
             RequestError: the group size, or 32, does not divide a layer's number of inputs.
         """
         layers = range(config.num_layers)
-        widths = {config.hidden_size} | {size(layer) for layer in layers for size in (config.q_size, config.mlp_size)}
-        optional = (config.shared_intermediate_size, config.dense_intermediate_size, config.per_layer_size)
+        widths = {config.hidden_size} | {config.attention_size(layer) for layer in layers}
+        widths |= {config.mlp_size(layer) for layer in layers if config.has_mlp(layer)}
+        latent = config.latent_attention
+        optional = [config.shared_intermediate_size, config.dense_intermediate_size, config.per_layer_size]
+        optional += [] if latent is None else [latent.query_rank]
         widths |= {size for size in optional if size}
         if self.group_size != -1 and not self.by_row:
             for width in sorted(width for width in widths if width % self.group_size):

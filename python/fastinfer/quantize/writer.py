@@ -65,6 +65,7 @@ class CheckpointWriter:
         self._config = JsonFields.read(source / "config.json", CheckpointFormatError).values
         self._layout = _layout(fmt, settings, self._dtype())
         self._left_out = ["lm_head"]
+        self._replaced: set[str] = set()
         self._modules: set[str] = set()
         self._out = out.resolve()
         self._folder = self._out.with_name(f".{self._out.name}.{os.getpid()}")
@@ -108,6 +109,10 @@ class CheckpointWriter:
         """Name a linear layer of the source that is not quantised, and whose tensors :meth:`close` copies."""
         self._left_out.append(module)
 
+    def replace(self, name: str) -> None:
+        """Name a tensor of the source in whose place there are modules, and which :meth:`close` does not copy."""
+        self._replaced.add(name)
+
     def add(self, name: str, tensor: Tensor) -> None:
         """Add any other tensor, such as a norm or the embedding, stored in the dtype of the source's tensor.
 
@@ -143,7 +148,8 @@ class CheckpointWriter:
 
     def _add_rest(self, rest: SafetensorsFolder) -> None:
         for name in rest.names:
-            if name not in self._shards and name.removesuffix(".weight") not in self._modules:
+            is_replaced = name in self._replaced or name.removesuffix(".weight") in self._modules
+            if name not in self._shards and not is_replaced:
                 tensor = rest.get(name)
                 assert tensor is not None
                 self.add(name, tensor)
