@@ -21,7 +21,7 @@ __device__ int64_t matrix_of(const AddLoraParams& p, int64_t row) {
   const int32_t slot = row < p.m ? p.adapter_ids[row / p.rows_per_token] : -1;
   if (slot < 0 || slot >= p.slots) return -1;
   if (p.expert_ids == nullptr) return slot;
-  const int32_t expert = p.expert_ids[row % p.num_expert_ids];
+  const int32_t expert = p.expert_ids[row < p.num_expert_ids ? row : row % p.num_expert_ids];
   return expert < 0 || expert >= p.experts ? -1 : slot * p.experts + expert;
 }
 

@@ -348,7 +348,8 @@ def one_expert(expert: int) -> dict[str, Tensor]:
         ),
         ("phi3", rename("self_attn.o_proj", "mlp.gate"), "a layer of the model has no router"),
         ("mamba-2", rename("mamba.out_proj", "self_attn.o_proj"), "has no o_proj, only in_proj, in_proj_dt, out_proj"),
-        ("layers of one part", rename("layers.2.", "layers.12."), "the model has 12 layers only"),
+        ("layers of one part", rename("layers.2.", "layers.12."), "the model has no .*in_proj in a layer 12"),
+        ("layers of one part", rename("layers.0.mixer.in_proj", "layers.0.mixer.up_proj"), "no up_proj in a layer 0"),
         ("phi3", rename("self_attn.o_proj", "self_attn.kv_b_proj"), "has no kv_b_proj, only q_proj, k_proj"),
     ],
 )

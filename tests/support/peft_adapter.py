@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fastinfer.models.config import ModelConfig
-from fastinfer.models.lora import module_sizes
+from fastinfer.models.lora_modules import module_sizes
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 BLOCKS = {name: "mlp" if name in ("gate_proj", "up_proj", "down_proj") else "self_attn" for name in MODULES}

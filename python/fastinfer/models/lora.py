@@ -10,6 +10,7 @@ from torch import Tensor
 from fastinfer import ops
 from fastinfer.errors import AdapterError
 from fastinfer.formats.peft import LoraAdapter, LowRank
+from fastinfer.models.checkpoint import MLP_PARTS
 from fastinfer.models.config import LatentAttentionConfig, ModelConfig
 from fastinfer.models.lora_modules import module_parts, module_sizes
 from fastinfer.models.state_config import Mamba2Config
@@ -147,8 +148,8 @@ class AdapterSlots:
         self._is_gpu = torch.device(device).type != "cpu"
 
         def slots(name: str, features: int, out: int) -> ModuleSlots:
-            kinds = {"experts.": (config.num_experts,), "heads.": (config.num_heads,)}
-            shape = (max_loras, *next((size for kind, size in kinds.items() if name.startswith(kind)), ()))
+            count = {"experts": config.num_experts, "heads": config.num_heads}.get(name.partition(".")[0])
+            shape = (max_loras,) if count is None else (max_loras, count)
             # Uninitialised: a page takes memory only once it is written.
             a, b = (torch.empty(*shape, max_rank, size, dtype=dtype, device=device) for size in (features, out))
             return ModuleSlots(a, b, torch.zeros(shape, dtype=torch.int32, device=device))
@@ -230,7 +231,7 @@ class AdapterSlots:
         match = re.fullmatch(r"layers\.(\d+)\.(?:experts\.(\d+)\.|(shared_expert)\.)?(\w+)", weight)
         assert match is not None, weight
         stored, expert, shared, module = int(match[1]), match[2], match[3], match[4]
-        layer = self._layer(stored)
+        layer = self._layer(stored, "experts" if expert else shared or module)
         if expert is not None and int(expert) >= self._config.num_experts:
             raise KeyError(f"the model has {self._config.num_experts} experts only")
         if isinstance(self._config.states, Mamba2Config) and not self._config.num_experts:
@@ -256,15 +257,15 @@ class AdapterSlots:
             places.append(_Place(modules["heads.values"], (head,), slice(middle, middle + sizes.value_dim)))
         return places
 
-    def _layer(self, stored: int) -> int:
-        """Return the index of the layer that has the part with this number in the file."""
+    def _layer(self, stored: int, part: str) -> int:
+        """Return the index of the layer that has a part, given the number of the file's layer that has it."""
         if not self._config.stored_layers:
             if stored >= len(self.layers):
                 raise KeyError(f"the model has {len(self.layers)} layers only")
             return stored
-        found = [layer for layer, pair in enumerate(self._config.stored_layers) if stored in pair]
+        found = [n for n, pair in enumerate(self._config.stored_layers) if pair[part in MLP_PARTS] == stored]
         if not found:
-            raise KeyError(f"the model has {self._config.num_stored_layers} layers only")
+            raise KeyError(f"the model has no {part} in a layer {stored}")
         return found[0]
 
 
