@@ -1,5 +1,6 @@
 """What happens when a rank fails: a clear error at once, and nothing that is left behind."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -133,6 +134,14 @@ def test_ranks_end_with_the_program_and_leave_no_memory(folder: Path) -> None:
 
 
 def test_ranks_end_with_the_engine(folder: Path) -> None:
+    llm = LLM(str(folder), tensor_parallel_size=2, **LIMITS)
+    pids = ranks_of(llm).pids
+    del llm
+    gc.collect()
+    assert not any(map(is_alive, pids))
+
+
+def test_closed_ranks(folder: Path) -> None:
     llm = LLM(str(folder), tensor_parallel_size=2, **LIMITS)
     ranks = ranks_of(llm)
     ranks.close()

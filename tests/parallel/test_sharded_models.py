@@ -179,3 +179,17 @@ def test_large_activations_are_exchanged_in_parts() -> None:
         assert exchanges == tokens
         assert torch.equal(out[:, 0], torch.arange(3.0))
         assert torch.equal(out[:, -1], torch.arange(3.0) + 1)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_gguf_file(size: int, model_path: Path) -> None:
+    expected = logits_of_texts(whole := load_weights(open_checkpoint(model_path), "auto", "cpu", 128), TEXTS)
+
+    def run(group: Group) -> tuple[tuple[Tensor, Tensor], int]:
+        model = load_shard(open_checkpoint(model_path), "auto", 128, group)
+        return logits_of_texts(model, TEXTS), weight_bytes(model)
+
+    for results, num_bytes in in_ranks(size, run):
+        assert num_bytes <= {2: 0.55, 3: 0.4}[size] * weight_bytes(whole)
+        for got, want in zip(results, expected, strict=True):
+            assert torch.equal(got, want)
