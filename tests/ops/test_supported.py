@@ -152,6 +152,8 @@ def test_dtypes(op: str, column: str, device: str) -> None:
 def test_widths_and_activation_bits(op: str, column: str, device: str) -> None:
     def calls() -> Iterator[tuple[Call, Call]]:
         for call in calls_of(op):
+            if "table" in call:
+                call["table"] = call["table"].round()  # any number of bits takes integers
             widths = [1, 32, 200, 224, 256] if "int6" in op else [1, 8, 12, 31, 32, 40, 63, 64]
             for dtype, width in itertools.product(DTYPES[:4], widths):
                 question = {"dtype": dtype, "in_features": width}
