@@ -66,29 +66,25 @@ def main() -> int:
     times, rng = StepTimes(), random.Random(0)
     run_pass(engine, rng)  # a warm-up
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in TRACES}
-    for _ in range(args.repeats):  # in turns, so that a busy minute affects both what is fitted and what is compared
+    for number in range(
+        args.repeats
+    ):  # in turns, so that a busy minute affects both what is fitted and what is compared
         engine.on_step = times
         run_pass(engine, rng)
         engine.on_step = None
-        for name, trace in TRACES.items():
+        for name, make_trace in TRACES.items():
             engine.block_manager.reset_prefix_cache()
             hits = engine.block_manager.num_hit_tokens
-            run = figures_of(replay(engine, jobs_of(trace, engine, rng)))
+            run = figures_of(replay(engine, jobs_of(make_trace(number), engine, rng)))
             runs[name].append(run | {"hit tokens": engine.block_manager.num_hit_tokens - hits})
     fitted = fit(times.samples)
     costs = CostFile("measured", args.model, fitted.cost, limits_of(engine))
     print(f"{fitted.num_steps} steps, median error {fitted.median_error:.1%}", costs.as_dict()["seconds"])
     results = {}
-    for name, trace in TRACES.items():
-        simulation = simulate(trace, costs, RoundRobin(1))
-        summary = Summary.of(simulation)
-        assert summary.tpot_s.mean is not None
-        assert summary.ttft_s.p50 is not None
-        hits = simulation.replicas[0].block_manager.num_hit_tokens
-        simulated = {"tokens/s": summary.tokens_per_s, "TPOT mean": summary.tpot_s.mean, "TTFT p50": summary.ttft_s.p50}
-        results[name] = {"simulated": simulated | {"hit tokens": hits}, "engine": runs[name]}
-        print(f"\n{name}: {len(trace)} requests, busy {summary.busy:.0%}")
-        print(format_table(rows(simulated | {"hit tokens": hits}, runs[name])), flush=True)
+    for name, make_trace in TRACES.items():
+        simulated = [simulated_figures(make_trace(number), costs) for number in range(args.repeats)]
+        results[name] = {"engine": runs[name], "simulated": simulated}
+        print(f"\n{name}: {len(make_trace(0))} requests\n{format_table(rows(runs[name], simulated))}", flush=True)
     if args.out is not None:
         settings = {name: getattr(args, name) for name in ("clock", "threads", "max_num_seqs", "repeats")}
         facts = {"num_steps": fitted.num_steps, "median_error": fitted.median_error}
@@ -97,14 +93,19 @@ def main() -> int:
     return 0
 
 
+def trace_maker(
+    num_requests: int, rate: float | None, prompts: Lengths, outputs: Lengths, **prefixes: int
+) -> Callable[[int], list[TraceRequest]]:
+    """Return a function from a number to a trace, so that each repeat has lengths and arrivals of its own."""
+    return lambda number: generate_trace(num_requests, rate, prompts, outputs, seed=number, **prefixes)
+
+
 TRACES = {
-    "all at once": generate_trace(32, None, Lengths(16, 512), Lengths(8, 128), seed=11),
-    "half loaded": generate_trace(40, 2.0, Lengths(16, 512), Lengths(8, 96), seed=12),
-    "nearly full": generate_trace(60, 3.5, Lengths(16, 1024, 80, 0.8), Lengths(4, 128, 40, 0.6), seed=13),
-    "shared prefixes": generate_trace(
-        40, 2.5, Lengths(16, 128), Lengths(8, 96), num_prefixes=3, prefix_tokens=256, seed=14
-    ),
-    "long prompts": generate_trace(12, 1.0, Lengths(512, 1500), Lengths(16, 64), seed=15),
+    "all at once": trace_maker(24, None, Lengths(16, 512), Lengths(8, 96)),
+    "half loaded": trace_maker(24, 2.0, Lengths(16, 512), Lengths(8, 96)),
+    "nearly full": trace_maker(32, 3.5, Lengths(16, 1024, 80, 0.8), Lengths(4, 128, 40, 0.6)),
+    "shared prefixes": trace_maker(24, 2.5, Lengths(16, 128), Lengths(8, 96), num_prefixes=3, prefix_tokens=256),
+    "long prompts": trace_maker(8, 0.7, Lengths(512, 1500), Lengths(16, 64)),
 }
 
 
@@ -131,15 +132,29 @@ def figures_of(run: Replay) -> dict[str, float]:
     }
 
 
-def rows(simulated: dict[str, float], runs: list[dict[str, float]]) -> list[list[str]]:
-    """Return a table of a trace's figures: the engine's median, smallest and largest, and the simulated one."""
-    table = [["figure", "engine", "from", "to", "simulated", "error", "allowed"]]
-    for name, value in simulated.items():
-        values = [run[name] for run in runs]
-        median = statistics.median(values)
-        cells = [f"{number:.4g}" for number in (median, min(values), max(values), value)]
-        error = f"{value / median - 1:+.1%}" if median else "-"
-        table.append([name, *cells, error, f"{FIGURES[name]:.0%}" if name in FIGURES else "-"])
+def simulated_figures(trace: list[TraceRequest], costs: CostFile) -> dict[str, float]:
+    """Return the figures of a simulated trace."""
+    simulation = simulate(trace, costs, RoundRobin(1))
+    summary = Summary.of(simulation)
+    assert summary.tpot_s.mean is not None
+    assert summary.ttft_s.p50 is not None
+    return {
+        "tokens/s": summary.tokens_per_s,
+        "TPOT mean": summary.tpot_s.mean,
+        "TTFT p50": summary.ttft_s.p50,
+        "hit tokens": simulation.replicas[0].block_manager.num_hit_tokens,
+    }
+
+
+def rows(measured: list[dict[str, float]], simulated: list[dict[str, float]]) -> list[list[str]]:
+    """Return a table of a trace's figures: medians over the repeats, and the errors of the single ones."""
+    table = [["figure", "engine", "simulated", "error", "from", "to", "wanted"]]
+    for name in simulated[0]:
+        pairs = [(run[name], other[name]) for run, other in zip(measured, simulated, strict=True)]
+        errors = [value / run - 1 if run else 0.0 for run, value in pairs]
+        medians = [f"{statistics.median(values):.4g}" for values in zip(*pairs, strict=True)]
+        shown = [f"{error:+.1%}" for error in (statistics.median(errors), min(errors), max(errors))]
+        table.append([name, *medians, *shown, f"{FIGURES[name]:.0%}" if name in FIGURES else "0%"])
     return table
 
 

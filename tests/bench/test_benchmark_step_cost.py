@@ -52,12 +52,12 @@ def test_the_file_is_read_by_the_simulator(
     assert json.loads(capsys.readouterr().out)["seconds"] == pytest.approx(7.0)
 
 
-def test_every_pass_has_the_same_steps() -> None:
-    engine = toy_subject().make_engine(max_num_seqs=2)
-    samples = measure(engine, repeats=2)
-    half = len(samples) // 2
-    assert [work for work, _ in samples[:half]] == [work for work, _ in samples[half:]]
-    assert engine.block_manager.num_hit_tokens == 0
+def test_every_pass_has_new_prompts() -> None:
+    engines = [toy_subject().make_engine(max_num_seqs=2) for _ in range(2)]
+    once, twice = ([work for work, _ in measure(engine, number)] for number, engine in enumerate(engines, 1))
+    assert twice[: len(once)] == once
+    assert twice[len(once) :] != once
+    assert engines[1].block_manager.num_hit_tokens == 0
 
 
 def test_only_the_rest_of_a_step_that_began_before_the_last_one_ended_counts() -> None:

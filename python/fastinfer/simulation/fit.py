@@ -1,6 +1,5 @@
 """Fit of the time of a step to measured steps."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
@@ -9,6 +8,10 @@ import numpy as np
 from fastinfer.errors import RequestError
 from fastinfer.simulation.step_cost import StepCost, Work
 
+# A step that takes more than this multiple of the fitted time waited for something else, such as another program.
+OUTLIER = 2.0
+MAX_ROUNDS = 10
+
 
 @dataclass(frozen=True, slots=True)
 class Fit:
@@ -16,8 +19,8 @@ class Fit:
 
     Attributes:
         cost: the coefficients.
-        num_steps: number of measured steps.
-        median_error: median over all kinds of steps of the relative error, without its sign.
+        num_steps: number of steps that they were fitted to.
+        median_error: median of these steps' relative errors, without their signs.
     """
 
     cost: StepCost
@@ -29,8 +32,8 @@ def fit(samples: Iterable[tuple[Work, float]]) -> Fit:
     """Fit the coefficients by least squares.
 
     An error is divided by the square root of the step's time, so that short and long steps weigh as much as they take.
-    Of steps with the same work the median counts, as many times as there are such steps, so that a moment in which
-    another program had the processor changes little. No coefficient is negative: those that would be are 0.
+    Steps that take more than ``OUTLIER`` times the fitted time are left out. No coefficient is negative: those that
+    would be are 0.
 
     Args:
         samples: pairs of a step's work and its time in seconds, from steps of various kinds.
@@ -38,23 +41,30 @@ def fit(samples: Iterable[tuple[Work, float]]) -> Fit:
     Raises:
         RequestError: the steps are too few, or too much alike, to tell the coefficients apart.
     """
-    times: dict[tuple[int, ...], list[float]] = defaultdict(list)
-    for work, seconds in samples:
-        num_prompts, num_prompt_tokens = work.num_seqs - work.num_decodes, work.num_tokens - work.num_decodes
-        row = (1, work.num_decodes, num_prompts, num_prompt_tokens, work.decode_context, work.prompt_context)
-        times[row].append(seconds)
-    names = [field.name for field in fields(StepCost)]  # in the order of the row
-    if len(times) < len(names):
-        raise RequestError(f"a fit needs at least {len(names)} kinds of steps, got {len(times)}")
-    work_rows = np.array(list(times), dtype=np.float64)
-    medians = np.array([np.median(seconds) for seconds in times.values()])
-    counts = np.array([len(seconds) for seconds in times.values()])
-    if not (medians > 0).all():
+    pairs = list(samples)
+    names = [field.name for field in fields(StepCost)]
+    rows = np.array([_row(work) for work, _ in pairs], dtype=np.float64).reshape(len(pairs), len(names))
+    seconds = np.array([time for _, time in pairs])
+    if not (seconds > 0).all():
         raise RequestError("a fit needs steps that take time, got one of 0 s")
-    weights = np.sqrt(counts / medians)
-    coefficients = _non_negative(work_rows * weights[:, None], medians * weights, names)
-    errors = np.abs(work_rows @ coefficients / medians - 1)
-    return Fit(StepCost(*map(float, coefficients)), int(counts.sum()), float(np.median(np.repeat(errors, counts))))
+    is_kept = np.ones(len(pairs), dtype=bool)
+    for _ in range(MAX_ROUNDS):
+        if is_kept.sum() < len(names):
+            raise RequestError(f"a fit needs at least {len(names)} steps, got {is_kept.sum()}")
+        weights = 1 / np.sqrt(seconds[is_kept])
+        coefficients = _non_negative(rows[is_kept] * weights[:, None], seconds[is_kept] * weights, names)
+        fitted = rows @ coefficients
+        was_kept, is_kept = is_kept, seconds <= OUTLIER * fitted
+        if (was_kept == is_kept).all():
+            break
+    errors = np.abs(fitted / seconds - 1)[was_kept]
+    return Fit(StepCost(*map(float, coefficients)), int(was_kept.sum()), float(np.median(errors)))
+
+
+def _row(work: Work) -> tuple[int, ...]:
+    """Return by what each coefficient is multiplied, in the order of the fields of :class:`StepCost`."""
+    num_prompts, num_prompt_tokens = work.num_seqs - work.num_decodes, work.num_tokens - work.num_decodes
+    return 1, work.num_decodes, num_prompts, num_prompt_tokens, work.decode_context, work.prompt_context
 
 
 def _non_negative(rows: np.ndarray, wanted: np.ndarray, names: Sequence[str]) -> np.ndarray:
