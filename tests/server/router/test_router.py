@@ -210,6 +210,7 @@ def test_a_model_that_not_all_replicas_have(toys: list[str]) -> None:
         assert httpx.get(url + "/ready").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_drain_loses_no_request() -> None:
     async def ask(client: httpx.AsyncClient, number: int) -> str:
         body = {**COMPLETION, "prompt": f"request {number}", "stream": number % 2 == 0}

@@ -171,8 +171,10 @@ def test_errors() -> None:
     assert replay.is_aborted
     assert not replay.is_done
     replay.restart()
-    failed = frame({"error": {"message": "no", "code": None}}) + DONE
+    failed = frame({"error": {"message": "no", "code": None}})
     assert replay.push(failed) == failed
+    assert replay.has_begun
+    assert replay.push(DONE) == DONE
     assert replay.is_done
 
 

@@ -79,7 +79,10 @@ class StreamReplay:
             chunk = orjson.loads(data[6:])
             if "error" in chunk:
                 self.is_aborted = chunk["error"].get("code") == ABORTED
-                return b"" if self.is_aborted else data
+                if self.is_aborted:
+                    return b""
+                self.has_begun = True
+                return data
             rest = self._rest_of(chunk)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ServerError(f"expected a stream of chunks, got {data[:80]!r}") from error
