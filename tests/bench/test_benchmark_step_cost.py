@@ -60,11 +60,12 @@ def test_every_pass_has_new_prompts() -> None:
     assert engines[1].block_manager.num_hit_tokens == 0
 
 
-def test_only_the_rest_of_a_step_that_began_before_the_last_one_ended_counts() -> None:
+def test_a_step_takes_the_time_from_the_end_of_the_last_one() -> None:
+    """Whether it began before that or right after it, but not if there was nothing to compute."""
     times, work = StepTimes(), StepWork(1, 1, 0, 1, 1, 0)
-    for start, seconds in ((10.0, 2.0), (11.0, 3.0), (20.0, 1.0)):
+    for start, seconds in ((10.0, 2.0), (11.0, 3.0), (14.001, 1.0), (20.0, 1.0)):
         times(StepStats(start, seconds, work, 1))
-    assert times.samples == [(work, 2.0), (work, 2.0), (work, 1.0)]
+    assert [seconds for _, seconds in times.samples] == pytest.approx([2.0, 2.0, 1.001, 1.0])
 
 
 def test_limits_are_those_of_the_engine() -> None:

@@ -90,8 +90,8 @@ def test_options_replace_the_limits_of_the_file(costs: Path, capsys: pytest.Capt
 
 
 def test_prefixes_are_found(costs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = (str(costs), "--requests", "40", "--rate", "10", "--prompt-tokens", "10", "--json")
-    arguments += ("--prefixes", "1", "--prefix-tokens", "320")
+    arguments = [str(costs), "--requests", "40", "--rate", "10", "--prompt-tokens", "10", "--json"]
+    arguments += ["--prefixes", "1", "--prefix-tokens", "320"]
     assert json.loads(output(capsys, *arguments))["hit_rate"] > 0.9
     assert json.loads(output(capsys, *arguments, "--no-prefix-caching"))["hit_rate"] == 0
 

@@ -31,6 +31,7 @@ MAX_PROMPT_TOKENS = 2048
 BATCH_TOKENS = 4096
 NEW_TOKENS = Lengths(8, 48)
 ROUNDS = 2  # batches of each size in a pass
+MAX_GAP_S = 0.002  # a longer time between two steps means that there was nothing to compute
 
 Sample = tuple[StepWork, float]
 
@@ -47,9 +48,11 @@ class StepTimes:
         self._last_end = -math.inf
 
     def __call__(self, step: StepStats) -> None:
-        # On a GPU a step begins before the last one ends; only the rest of its time counts.
+        # On a GPU a step begins before the last one ends; only the rest of its time counts. Otherwise the time between
+        # them, in which outputs are delivered, belongs to the later one.
         end = step.start_time + step.seconds
-        self.samples.append((step.work, end - max(step.start_time, self._last_end)))
+        follows = step.start_time - self._last_end < MAX_GAP_S
+        self.samples.append((step.work, end - self._last_end if follows else step.seconds))
         self._last_end = end
 
 
