@@ -24,7 +24,7 @@ from fastinfer.benchmarks.report import percentile, write_json
 from fastinfer.utils.table import format_table
 
 ENGINES = {"fastinfer": "fastinfer_bf16", "transformers_bf16": "transformers_bf16", "llama_cpp": "llama_cpp"}
-WORKLOADS = {"decode": Workload(1, 32, 33, "decode"), "prefill": Workload(1, 512, 1, "prefill")}
+WORKLOADS = {"decode": Workload(1, 32, 17, "decode"), "prefill": Workload(1, 512, 1, "prefill")}
 
 
 def start(folder: Path, args: argparse.Namespace) -> Comparison:
