@@ -67,6 +67,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 4,
             "num_attention_heads": 16,
             "num_key_value_heads": 16,
+            "q_lora_rank": 768,
             "kv_lora_rank": 512,
             "qk_nope_head_dim": 128,
             "qk_rope_head_dim": 64,
@@ -119,6 +120,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_local_experts": 8,
             "num_experts_per_tok": 4,
             "sliding_window": 128,
+            "tie_word_embeddings": False,
         },
     ),
 }
@@ -156,7 +158,7 @@ def write_model(folder: Path, kind: str, sizes: dict[str, Any] | None = None) ->
 def _save_packed(folder: Path, model: Any) -> None:
     """Write a folder of gpt-oss whose experts are in MXFP4."""
     model.save_pretrained(folder)
-    tensors = {name: values for name, values in model.state_dict().items() if name != "lm_head.weight"}  # tied
+    tensors = dict(model.state_dict())
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         rows = tensors.pop(name).mT.float().contiguous()
         packed = torch.from_numpy(gguf.quantize(rows.numpy(), gguf.GGMLQuantizationType.MXFP4))

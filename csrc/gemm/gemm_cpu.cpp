@@ -59,7 +59,7 @@ FASTINFER_INLINE void add_to(float* sums, V values) {
 
 // Adds to sums[kM][kN] the products of kM rows of x with kN of the weight over `count` inputs; inlined, its sums would
 // be spilled. Few rows of the weight are too few streams for the hardware to fetch in time, so those `ahead` elements
-// further, which come next, are prefetched.
+// further, which come next, are prefetched: for one row of x into the L2, because eight rows of the weight fill the L1.
 template <class Products, int kM, int kN, class W>
 __attribute__((noinline)) void multiply(const W* const* w, const typename Products::Element* x, int64_t x_stride,
                                         int64_t count, int64_t ahead, float* sums, int stride) {
@@ -68,8 +68,8 @@ __attribute__((noinline)) void multiply(const W* const* w, const typename Produc
     decltype(Products::load(x)) columns[kN];
 #pragma GCC unroll 8
     for (int c = 0; c < kN; ++c) columns[c] = Products::load(w[c] + i);
-    if (kN == kTileColumns && ahead != 0) {
-      for (int c = 0; c < kN; ++c) __builtin_prefetch(w[c] + i + ahead);
+    if ((kN == kTileColumns || kM == 1) && ahead != 0) {
+      for (int c = 0; c < kN; ++c) __builtin_prefetch(w[c] + i + ahead, 0, kM == 1 ? 2 : 3);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kM; ++r) {

@@ -74,7 +74,7 @@ def write_gguf(
         path: path of the file.
         model: model of transformers.
         quantized: types of quantised tensors by the last part of their names, such as ``ffn_down_exps``.
-        matrices: type of the other matrices, but for the filters of convolutions; ``None`` for fp32.
+        matrices: type of the other matrices, but for filters of convolutions and weights of norms; ``None`` for fp32.
         is_fused: whether gate and up of all experts are one tensor, and Qwen3-Next's matrices of linear attention, and
             those of latent attention, are left as they are, as in older files.
     """
@@ -93,7 +93,8 @@ def write_gguf(
     for name, values in tensors.items():
         for new_name, tensor in _converted(name, values.float(), architecture, config, names, is_fused):
             part = new_name.rpartition(".")[0].rpartition(".")[2]
-            quantize = quantized.get(part, None if tensor.dim() < 2 or "conv" in new_name else matrices)
+            is_matrix = tensor.dim() > 1 and "conv" not in new_name and "norm" not in new_name
+            quantize = quantized.get(part, matrices if is_matrix else None)
             tensor = tensor.contiguous()
             if quantize is None or not new_name.endswith(".weight"):
                 writer.add_tensor(new_name, tensor.numpy())
@@ -176,6 +177,8 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
         writer.add_expert_used_count(config.num_experts_per_tok)
     if getattr(config, "moe_intermediate_size", None):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    elif architecture == "gpt-oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
     if getattr(config, "shared_expert_intermediate_size", None):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if (share := rope.get("partial_rotary_factor", 1.0)) != 1.0:
@@ -194,6 +197,9 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
         writer.add_ssm_time_step_rank(config.linear_num_value_heads)
         writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
         writer.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
+    if architecture.startswith("qwen35"):
+        pairs = int(config.head_dim * share) // 2
+        writer.add_rope_dimension_sections([pairs - 2 * (pairs // 3), pairs // 3, pairs // 3, 0])
     if architecture == "lfm2moe":
         writer.add_leading_dense_block_count(config.num_dense_layers)
     if architecture in ("glm4moe", "minimax-m2", "lfm2moe"):
