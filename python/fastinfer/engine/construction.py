@@ -75,12 +75,16 @@ def check_states(config: EngineConfig, models: List[ModelConfig]) -> None:
         models: configurations of the model and of the draft model, if there is one; one of them has such layers.
 
     Raises:
-        RequestError: there are stores beyond the KV cache, or the draft model has such layers.
+        RequestError: there are stores beyond the KV cache, adapters for a model whose attention and Mamba-2 have the
+            same input, or the draft model has such layers.
     """
     layers = "a model whose layers have states"
     for name in ("kv_offloading_size", "kv_offloading_dir"):
         if getattr(config, name) is not None:
             raise RequestError(f"{name} must be None for {layers}, got {getattr(config, name)!r}")
+    if config.max_loras and models[0].has_parallel_layers:
+        # Its factors are in weights that an adapter's update is added to.
+        raise RequestError(f"max_loras must be 0 for a model with attention beside Mamba-2, got {config.max_loras}")
     for model in models[1:]:
         if model.states is not None:
             raise RequestError(f"the draft model must have full attention in all layers, got {layers}")

@@ -273,6 +273,11 @@ class ModelConfig:
         return layer > 0 and bool(stored) and stored[layer][0] == stored[layer - 1][0]
 
     @property
+    def has_parallel_layers(self) -> bool:
+        """Whether :meth:`is_parallel` holds for a layer."""
+        return any(map(self.is_parallel, range(self.num_layers)))
+
+    @property
     def num_stored_layers(self) -> int:
         """Number of the file's layers."""
         numbers = (number for pair in self.stored_layers for number in pair if number is not None)

@@ -51,8 +51,10 @@ class ShardedReader(LayerReader):
         self._division = division
         self._group = group
 
-    def weight(self, names: tuple[str, ...], unpacked: Unpacked, bias: Tensor | None) -> Weight:
-        local = super().weight(names, unpacked, bias)
+    def weight(
+        self, names: tuple[str, ...], unpacked: Unpacked, bias: Tensor | None, activation_bits: int | None = None
+    ) -> Weight:
+        local = super().weight(names, unpacked, bias, activation_bits)
         if names[0].rpartition(".")[2] not in OUTPUTS:
             return local
         in_widths, out_widths = self._in_widths(names[0]), self._widths(self.config.hidden_size)
