@@ -11,6 +11,8 @@ from fastinfer.ops import RopeScaling
 
 # A larger size in a file means that it is damaged; the product of two sizes up to this limit cannot overflow.
 MAX_SIZE = 2**24
+# So do more layers, for each of which memory is counted before a tensor is read.
+MAX_LAYERS = 2**16
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastinfer.errors import GGUFFormatError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile
-from fastinfer.models.config import MAX_SIZE, ModelConfig
+from fastinfer.models.config import MAX_LAYERS, MAX_SIZE, ModelConfig
 from fastinfer.models.gguf_architectures import ARCHITECTURES
 from fastinfer.models.gguf_experts import router, shared_intermediate_size
 from fastinfer.models.gguf_gemma4 import gemma4_config, gemma4_sizes
@@ -47,7 +47,8 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
 
     hidden_size, num_heads = size("embedding_length"), size("attention.head_count")
     # The last layers may predict tokens after the next one; they are not loaded.
-    num_blocks = size("block_count") - file.get(f"{architecture}.nextn_predict_layers", int, 0, minimum=0)
+    num_blocks = file.get(f"{architecture}.block_count", int, minimum=1, maximum=MAX_LAYERS)
+    num_blocks -= file.get(f"{architecture}.nextn_predict_layers", int, 0, minimum=0)
     if num_blocks < 1:
         raise GGUFFormatError(
             f"{file.path}: expected at least one layer besides nextn_predict_layers, got {num_blocks}"

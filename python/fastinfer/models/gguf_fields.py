@@ -4,7 +4,7 @@ import numpy as np
 
 from fastinfer.errors import GGUFFormatError
 from fastinfer.formats.gguf import GGUFFile
-from fastinfer.models.config import MAX_SIZE
+from fastinfer.models.config import MAX_LAYERS, MAX_SIZE
 
 
 def sizes_by_layer(file: GGUFFile, architecture: str, key: str, minimum: int = 1) -> list[int]:
@@ -17,7 +17,7 @@ def sizes_by_layer(file: GGUFFile, architecture: str, key: str, minimum: int = 1
     value = file.metadata.get(name)
     if not isinstance(value, np.ndarray):
         size = file.get(name, int, minimum=minimum, maximum=MAX_SIZE)
-        return [size] * file.get(f"{architecture}.block_count", int, minimum=1, maximum=MAX_SIZE)
+        return [size] * file.get(f"{architecture}.block_count", int, minimum=1, maximum=MAX_LAYERS)
     check_length(file, architecture, key, value)
     if value.dtype.kind not in "iu" or not ((value >= minimum) & (value <= MAX_SIZE)).all():
         raise GGUFFormatError(f"{file.path}: {name}: expected sizes from {minimum}, got {value.tolist()!r:.80}")
@@ -26,7 +26,7 @@ def sizes_by_layer(file: GGUFFile, architecture: str, key: str, minimum: int = 1
 
 def check_length(file: GGUFFile, architecture: str, key: str, values: np.ndarray) -> None:
     """Refuse a list that does not have a value for each layer."""
-    count = file.get(f"{architecture}.block_count", int, minimum=1, maximum=MAX_SIZE)
+    count = file.get(f"{architecture}.block_count", int, minimum=1, maximum=MAX_LAYERS)
     if len(values) != count:
         raise GGUFFormatError(
             f"{file.path}: {architecture}.{key}: expected {count} values, one for each layer, got {len(values)}"

@@ -6,11 +6,11 @@ import numpy as np
 
 from fastinfer.errors import GGUFFormatError, UnsupportedModelError
 from fastinfer.formats.gguf import GGUFFile
-from fastinfer.models.config import MAX_SIZE
+from fastinfer.models.config import MAX_LAYERS, MAX_SIZE
 from fastinfer.models.gguf_architectures import ARCHITECTURES
 from fastinfer.models.gguf_nemotron import nemotron_h_layers
 from fastinfer.models.state_config import LinearAttentionConfig, Mamba2Config, ShortConvConfig, StateConfig
-from fastinfer.models.stored_layers import MAX_LAYERS, StoredLayers, split_layers
+from fastinfer.models.stored_layers import StoredLayers, split_layers
 from fastinfer.models.structure import FALCON_H1, NEMOTRON_H
 
 

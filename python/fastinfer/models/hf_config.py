@@ -6,7 +6,7 @@ from typing import Any
 
 from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
 from fastinfer.formats.json_fields import JsonFields
-from fastinfer.models.config import ModelConfig
+from fastinfer.models.config import MAX_LAYERS, ModelConfig
 from fastinfer.models.families import FAMILIES, Family
 from fastinfer.models.hf_experts import num_experts, router, shared_intermediate_size
 from fastinfer.models.hf_falcon_h1 import falcon_h1_factors, falcon_h1_mamba2, prepare_falcon_h1
@@ -79,11 +79,8 @@ def read_hf_config(path: Path) -> ModelConfig:
     if family.structure is GEMMA4:
         prepare_gemma4(fields)
     size = Sizes(fields)
-    hidden_size, num_heads, num_layers = (
-        size("hidden_size"),
-        size("num_attention_heads"),
-        size("num_hidden_layers"),
-    )
+    hidden_size, num_heads = size("hidden_size"), size("num_attention_heads")
+    num_layers = fields.get("num_hidden_layers", int, minimum=1, maximum=MAX_LAYERS)
     num_kv_heads = size("num_key_value_heads", num_heads)
     head_dim = size("head_dim", max(1, hidden_size // num_heads))
     if num_heads % num_kv_heads:

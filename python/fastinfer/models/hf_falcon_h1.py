@@ -20,10 +20,11 @@ from typing import Any
 
 from fastinfer.errors import CheckpointFormatError
 from fastinfer.formats.json_fields import JsonFields
+from fastinfer.models.config import MAX_LAYERS
 from fastinfer.models.hf_fields import Sizes, require
 from fastinfer.models.hf_states import FULL, MAMBA, MAMBA_NAMES, dt_limits, mamba2, mamba_head_dim
 from fastinfer.models.state_config import Mamba2Config
-from fastinfer.models.stored_layers import MAX_LAYERS, StoredLayers, split_layers
+from fastinfer.models.stored_layers import StoredLayers, split_layers
 
 
 def prepare_falcon_h1(fields: JsonFields) -> StoredLayers:

@@ -2,7 +2,7 @@
 
 from fastinfer.errors import CheckpointFormatError
 from fastinfer.formats.json_fields import JsonFields
-from fastinfer.models.config import ModelConfig
+from fastinfer.models.config import MAX_LAYERS, ModelConfig
 from fastinfer.models.hf_fields import Sizes, activation, require
 
 
@@ -19,7 +19,7 @@ def gpt2_config(fields: JsonFields) -> ModelConfig:
         architecture="GPT2LMHeadModel",
         hidden_size=hidden_size,
         intermediate_size=size("n_inner", 4 * hidden_size),
-        num_layers=size("n_layer"),
+        num_layers=fields.get("n_layer", int, minimum=1, maximum=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=hidden_size // num_heads,

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 
 from fastinfer.errors import UnsupportedModelError
 
-# More layers to split mean that a file is damaged; for MAX_SIZE of them the result would take gigabytes.
-MAX_LAYERS = 2**16
 MLPS = ("mlp", "moe")
 # See fastinfer.models.config.ModelConfig.
 StoredLayers = tuple[tuple[int, int | None], ...]
