@@ -103,7 +103,8 @@ def test_factor_of_the_sum(hidden: int, dtype: torch.dtype, device: str) -> None
     weight = torch.randn(hidden, device=device)
     for addend in (residual, None):
         out = ops.rms_norm(x, weight, 1e-5, addend, 0.37)
-        assert_rounded(out, reference.rms_norm(x, weight, 1e-5, addend, 0.37))
+        # Terms that cancel may be several times larger than the mean.
+        assert_rounded(out, reference.rms_norm(x, weight, 1e-5, addend, 0.37), slack=4e-6)
 
 
 def test_residual_may_be_unaligned_or_x_itself(device: str) -> None:
