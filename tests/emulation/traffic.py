@@ -174,6 +174,7 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     matrices, ids = torch.randn(2, 2, 16, 4096).bfloat16().unbind(), torch.arange(16, dtype=torch.int32) // 8
     yield "add_lora", (x.clone(), x, *matrices, ids, None, None, None, 0.0)
     yield "embedding", (x, torch.arange(8))
+    yield "relu2", (x,)
     yield "sigmoid_gate", (x, x)
     yield "softcap", (x, 30.0)
     yield "sample", (torch.randn(2, 32_000), *sampling(2), *[None] * 7, 0)
