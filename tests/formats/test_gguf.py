@@ -165,7 +165,9 @@ def test_equals_the_gguf_package(which: str, request: pytest.FixtureRequest) -> 
 def test_type_table_equals_the_gguf_package() -> None:
     known = {t.name: (t.value, *gguf.GGML_QUANT_SIZES[t]) for t in gguf.GGMLQuantizationType}
     ours = {t.name: (t.value, t.block_size, t.block_bytes) for t in GGUFType}
-    assert ours.items() <= known.items()
+    # The package does not know all of llama.cpp's types yet.
+    assert {name: sizes for name, sizes in ours.items() if name in known}.items() <= known.items()
+    assert ours.keys() - known.keys() <= {"Q2_0"}
 
 
 def test_sound_variants_open(tmp_path: Path) -> None:
@@ -275,7 +277,7 @@ def corrupted() -> Iterator[tuple[str, bytes, str]]:
         yield f"product of {dims}", build(tensors=[tensor(b"w", dims, 0, 0)]), "'w'"
     for kind, columns in ((GGUFType.Q4_0, 33), (GGUFType.Q4_1, 31), (GGUFType.Q8_0, 1), (GGUFType.Q4_K, 32)):
         yield f"{kind.name} row of {columns}", build(tensors=[tensor(b"w", [columns], kind, 0)]), "'w'"
-    for kind in (4, 5, 31, 36, 38, 42, 255, 2**31, 2**32 - 1):
+    for kind in (4, 5, 31, 36, 38, 43, 255, 2**31, 2**32 - 1):
         yield f"tensor type {kind}", build(tensors=[tensor(b"w", [8], kind, 0)]), f"'w': unknown tensor type {kind}"
     for offset in (1, 4, 31, 33):
         yield f"offset {offset}", build(tensors=[tensor(b"w", [8], 0, offset)]), f"got {offset}"

@@ -36,7 +36,7 @@ class FlatModel:
             kv_layer=lambda layer: layer,
             states=None,
             state_layers=(),
-            is_linear=lambda layer: False,
+            has_state=lambda layer: False,
             latent_attention=None,
         )
         self._logits = torch.randn(vocab_size, vocab_size, generator=torch.Generator().manual_seed(1))
