@@ -570,7 +570,7 @@ class Engine:
 
     @property
     def lost_ranks(self) -> str:
-        """Why other ranks, and with them the engine, are lost; empty while all ranks work."""
+        """Cause for which other ranks, and with them the engine, are lost; empty while all ranks work."""
         return "" if self.ranks is None else self.ranks.group.cause
 
     @property

@@ -29,7 +29,7 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class RankTask:
-    """What a rank computes.
+    """The part of the model and the settings that a rank computes with.
 
     Attributes:
         path: path of the model.

@@ -16,7 +16,7 @@ BEGIN, END, TOKEN = "<start_of_image>", "<end_of_image>", "<image_soft_token>"
 
 
 class GemmaFamily:
-    """How the architecture has images."""
+    """Properties of images in Gemma 3."""
 
     def read(self, path: Path, config: ModelConfig, dtype: torch.dtype, device: str) -> "GemmaImages":
         """Load the modules of a folder."""

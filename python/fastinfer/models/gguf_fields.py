@@ -1,4 +1,4 @@
-"""What the readers of a GGUF file's metadata share."""
+"""Checks that the readers of a GGUF file's metadata share."""
 
 import numpy as np
 

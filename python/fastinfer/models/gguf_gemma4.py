@@ -1,4 +1,4 @@
-"""What only Gemma 4 has in the metadata of a GGUF file."""
+"""Reading of the metadata that only GGUF files of Gemma 4 have."""
 
 from dataclasses import replace
 

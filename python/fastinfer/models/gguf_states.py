@@ -16,7 +16,7 @@ from fastinfer.models.structure import FALCON_H1, NEMOTRON_H
 
 @dataclass(frozen=True)
 class StateLayers:
-    """Which layers have a state instead of keys and values.
+    """Layers that have a state instead of keys and values.
 
     Attributes:
         flags: whether each layer has one; empty if none has.

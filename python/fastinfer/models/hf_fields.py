@@ -1,4 +1,4 @@
-"""What the readers of ``config.json`` share."""
+"""Checks and names that the readers of ``config.json`` share."""
 
 from fastinfer.errors import UnsupportedModelError
 from fastinfer.formats.json_fields import JsonFields

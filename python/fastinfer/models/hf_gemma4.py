@@ -1,4 +1,4 @@
-"""What only Gemma 4 has in ``config.json``, as ``Gemma4TextConfig`` of transformers reads it."""
+"""Reading of the fields of ``config.json`` that only Gemma 4 has, as ``Gemma4TextConfig`` of transformers does."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Which layers are of which kind, from ``config.json``: windows, states, rotations, experts."""
+"""Kinds of the layers in ``config.json``: windows, states, rotations, experts."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What encoders of images have in common: the modules of transformers, with weights from a folder."""
+"""Base of the encoders of images: modules of transformers, with weights from a folder."""
 
 from pathlib import Path
 from typing import Any, Protocol

@@ -17,7 +17,7 @@ from fastinfer.weights.weight import Weight
 
 
 class LatentPlan(NamedTuple):
-    """What all layers of a step share.
+    """Plan of a step, which all layers share.
 
     Attributes:
         attention: how the attention is divided on a GPU, see :func:`fastinfer.ops.paged_attention_plan`.

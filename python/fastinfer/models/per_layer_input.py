@@ -41,7 +41,7 @@ class PerLayerInputs:
 
 @dataclass(frozen=True, eq=False)
 class PerLayerGate:
-    """What a layer adds for its own input: ``output(activation(gate x) * input)``.
+    """Gate by which a layer adds its own input: ``output(activation(gate x) * input)``.
 
     Attributes:
         gate: [size, hidden].

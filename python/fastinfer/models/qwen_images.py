@@ -16,7 +16,7 @@ from fastinfer.models.image_tokens import EncodedImage
 
 @dataclass(frozen=True)
 class QwenFamily:
-    """How an architecture has images.
+    """Properties of images in one architecture.
 
     Attributes:
         interleaved: whether the frequencies of rows and columns alternate with those of time, instead of following

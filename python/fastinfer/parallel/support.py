@@ -1,4 +1,4 @@
-"""What tensor parallelism does not support; it is refused before any weight is read."""
+"""Refusal of models that tensor parallelism does not support, before any weight is read."""
 
 from fastinfer.errors import UnsupportedModelError
 from fastinfer.models.checkpoint import Checkpoint

@@ -73,7 +73,7 @@ class DrainingServer(uvicorn.Server):
 
     @property
     def address(self) -> str:
-        """Where the server listens."""
+        """Address at which the server listens."""
         if self.config.uds is not None:
             return f"unix:{self.config.uds}"
         scheme = "https" if self.config.is_ssl else "http"

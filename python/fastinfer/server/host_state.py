@@ -1,11 +1,11 @@
-"""What a server does with new requests, and what its signals do to it."""
+"""Readiness of a server for new requests, and the interface by which signals drain and stop it."""
 
 from enum import Enum
 from typing import Protocol
 
 
 class HostState(Enum):
-    """What the server does with new requests."""
+    """Phase of a server's life, which decides about new requests."""
 
     LOADING = "loading"
     READY = "ready"
@@ -14,7 +14,7 @@ class HostState(Enum):
 
 
 class Host(Protocol):
-    """What answers the requests: an engine, or the replicas behind a router."""
+    """The part that answers requests: an engine, or the replicas behind a router."""
 
     state: HostState
 

@@ -21,7 +21,7 @@ OUTPUT_TOKEN = 0
 
 @dataclass(slots=True)
 class Record:
-    """What happened to a request.
+    """Times and counts of a simulated request.
 
     Attributes:
         request: the request.

@@ -1,4 +1,4 @@
-"""Which replica gets a request."""
+"""Choice of the replica that gets a request."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""Which prefixes a replica has computed, as the router remembers it."""
+"""The router's memory of the prefixes that a replica has computed."""
 
 from collections import OrderedDict
 

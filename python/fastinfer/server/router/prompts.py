@@ -1,4 +1,4 @@
-"""What the router knows of a request: its prompt as a chain of hashes, and whether its stream can be continued."""
+"""A request's prompt as a chain of hashes, and the seed that makes its stream repeatable."""
 
 import secrets
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What all routes of a router share."""
+"""State that all routes of a router share."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from fastinfer.server.router.metrics import RouterMetrics
 
 @dataclass(frozen=True, eq=False)
 class RouterState:
-    """What all routes share.
+    """State that all routes share.
 
     Attributes:
         config: the router's settings.

@@ -111,7 +111,7 @@ class StreamReplay:
 
 
 class _Choice:
-    """What has been sent of one choice."""
+    """Record of what has been sent of one choice."""
 
     def __init__(self) -> None:
         self._sent: dict[tuple[Any, ...], list[str]] = {}
