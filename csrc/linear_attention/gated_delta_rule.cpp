@@ -6,19 +6,6 @@
 namespace fastinfer {
 namespace {
 
-// A parameter of each value head.
-const float* head_floats(const Checks& check, const Tensor& t, const char* name, int64_t heads) {
-  check.shape(t, name, {heads});
-  check.dtype(t, name, ScalarType::Float);
-  check.contiguous(t, name);
-  return static_cast<const float*>(t.data_ptr());
-}
-
-void check_head(const Checks& check, const char* name, int64_t size) {
-  check.require(size > 0 && size % kDeltaHeadUnit == 0 && size <= kLargestDeltaHead, "recurrent_state must have a ",
-                name, " that is a multiple of ", kDeltaHeadUnit, " up to ", kLargestDeltaHead, ", got ", size);
-}
-
 Tensor gated_delta_rule(const Output& output, const Tensor& qkv, const Tensor& z, const Tensor& a, const Tensor& b,
                         const Tensor& a_log, const Tensor& dt_bias, const Tensor& norm_weight, double eps,
                         const Tensor& recurrent_state, const Tensor& query_start, const Tensor& state_reads,
@@ -31,8 +18,9 @@ Tensor gated_delta_rule(const Output& output, const Tensor& qkv, const Tensor& z
   check.shape(recurrent_state, "recurrent_state", {kAny, kAny, kAny, kAny});
   check.dtype(recurrent_state, "recurrent_state", ScalarType::Float);
   const int64_t heads = recurrent_state.size(1), key_dim = recurrent_state.size(2), value_dim = recurrent_state.size(3);
-  check_head(check, "key_dim", key_dim);
-  check_head(check, "value_dim", value_dim);
+  for (const auto& [name, size] : {std::pair{"key_dim", key_dim}, {"value_dim", value_dim}}) {
+    check_state_dim(check, "recurrent_state", name, size, kDeltaHeadUnit, kLargestDeltaHead);
+  }
   const int64_t values = heads * value_dim, keys = qkv.size(1) - values, key_heads = keys / (2 * key_dim);
   check.require(keys > 0 && keys % (2 * key_dim) == 0 && heads % key_heads == 0, "qkv must have 2 * key_heads * ",
                 key_dim, " + ", heads, " * ", value_dim, " columns, where key_heads divides ", heads, ", got ",

@@ -10,6 +10,7 @@
 #include "common/cpu/parallel.h"
 #include "common/cpu/vec.h"
 #include "linear_attention/gated_delta_rule.h"
+#include "linear_attention/state_cpu.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 namespace {
@@ -18,13 +19,6 @@ constexpr int64_t kTokens = 16;
 constexpr int64_t kColumns = 32;                // of 128 rows 16 KB, which the L1 holds
 constexpr int kRowSums = kLanes == 16 ? 2 : 1;  // with the columns' vectors, so many sums that additions overlap
 enum Scratch { kKeys, kQueries, kOutputs, kState };
-
-// A block of columns of a state.
-template <class Float>
-struct Columns {
-  Float* data;
-  int64_t stride;  // between rows
-};
 
 // What a token adds to the state: S = decay S + k d^T.
 template <int kVectors>
@@ -87,10 +81,6 @@ __attribute__((noinline)) void store_state(Columns<const float> from, Columns<fl
   }
 }
 
-float load_float(const void* p, DType dtype, int64_t i) {
-  return dispatch(dtype, [&]<class T>(T) { return to_float(static_cast<const T*>(p)[i]); });
-}
-
 // out = x / |x| * scale.
 template <class T>
 FASTINFER_INLINE void scale_to_length(const T* x, int64_t count, float scale, float* out) {
@@ -148,8 +138,7 @@ class Head {
     scale_to_length(q + p_.key_heads * dim, dim, 1.0f, key);
     key_query_[i] = dot(key, query, dim);
     const float step = load_float(p_.a, p_.a_dtype, token * p_.a_stride + head_) + p_.dt_bias[head_];
-    const float softplus = std::max(step, 0.0f) + std::log1p(std::exp(-std::abs(step)));
-    decay_[i] = std::exp(-std::exp(p_.a_log[head_]) * softplus);
+    decay_[i] = std::exp(-std::exp(p_.a_log[head_]) * softplus(step));
     beta_[i] = 1.0f / (1.0f + std::exp(-load_float(p_.b, p_.b_dtype, token * p_.b_stride + head_)));
   }
 

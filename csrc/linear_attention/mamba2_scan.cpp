@@ -6,19 +6,6 @@
 namespace fastinfer {
 namespace {
 
-// A parameter of each head.
-const float* head_floats(const Checks& check, const Tensor& t, const char* name, int64_t heads) {
-  check.shape(t, name, {heads});
-  check.dtype(t, name, ScalarType::Float);
-  check.contiguous(t, name);
-  return static_cast<const float*>(t.data_ptr());
-}
-
-void check_dim(const Checks& check, const char* name, int64_t size) {
-  check.require(size > 0 && size % kScanUnit == 0 && size <= kLargestScanDim, "ssm_state must have a ", name,
-                " that is a multiple of ", kScanUnit, " up to ", kLargestScanDim, ", got ", size);
-}
-
 Tensor mamba2_scan(const Output& output, const Tensor& xbc, const Tensor& z, const Tensor& dt, const Tensor& a_log,
                    const Tensor& dt_bias, const Tensor& d, const std::optional<Tensor>& norm_weight, double eps,
                    double dt_min, double dt_max, const Tensor& ssm_state, const Tensor& query_start,
@@ -31,8 +18,9 @@ Tensor mamba2_scan(const Output& output, const Tensor& xbc, const Tensor& z, con
   check.shape(ssm_state, "ssm_state", {kAny, kAny, kAny, kAny});
   check.dtype(ssm_state, "ssm_state", ScalarType::Float);
   const int64_t heads = ssm_state.size(1), state_dim = ssm_state.size(2), head_dim = ssm_state.size(3);
-  check_dim(check, "state_dim", state_dim);
-  check_dim(check, "head_dim", head_dim);
+  for (const auto& [name, size] : {std::pair{"state_dim", state_dim}, {"head_dim", head_dim}}) {
+    check_state_dim(check, "ssm_state", name, size, kScanUnit, kLargestScanDim);
+  }
   const int64_t inner = heads * head_dim, rest = xbc.size(1) - inner, groups = rest / (2 * state_dim);
   check.require(rest > 0 && rest % (2 * state_dim) == 0 && heads % groups == 0, "xbc must have ", heads, " * ",
                 head_dim, " + 2 * groups * ", state_dim, " columns, where groups divides ", heads, ", got ",

@@ -10,6 +10,7 @@
 #include "common/cpu/parallel.h"
 #include "common/cpu/vec.h"
 #include "linear_attention/mamba2_scan.h"
+#include "linear_attention/state_cpu.h"
 
 namespace fastinfer::cpu::FASTINFER_ISA {
 namespace {
@@ -18,13 +19,6 @@ constexpr int64_t kTokens = 16;
 constexpr int kAtOnce = 4;
 constexpr int kVectorsOfBlock = 2;  // a block's columns
 enum Scratch { kB, kC, kValues, kOutputs, kState };
-
-// A block of columns of a state.
-template <class Float>
-struct Columns {
-  Float* data;
-  int64_t stride;  // between rows
-};
 
 // What some tokens bring: decay, dt x, b and c.
 struct Inputs {
@@ -63,10 +57,6 @@ __attribute__((noinline)) void sweep(Columns<const float> from, Columns<float> t
   for (int i = 0; i < kCount; ++i) {
     for (int v = 0; v < kVectors; ++v) store(outputs + i * in.value_stride + v * kLanes, sums[i][v]);
   }
-}
-
-float load_float(const void* p, DType dtype, int64_t i) {
-  return dispatch(dtype, [&]<class T>(T) { return to_float(static_cast<const T*>(p)[i]); });
 }
 
 template <class T>
@@ -116,8 +106,7 @@ class Head {
     copy_floats(b, dim, 1.0f, b_ + i * dim);
     copy_floats(b + p_.groups * dim, dim, 1.0f, c_ + i * dim);
     const float step = load_float(p_.dt, p_.dt_dtype, token * p_.dt_stride + head_) + p_.dt_bias[head_];
-    const float softplus = std::max(step, 0.0f) + std::log1p(std::exp(-std::abs(step)));
-    const float dt = std::min(std::max(softplus, p_.dt_min), p_.dt_max);
+    const float dt = std::min(std::max(softplus(step), p_.dt_min), p_.dt_max);
     decay_[i] = std::exp(-std::exp(p_.a_log[head_]) * dt);
     copy_floats(x_row(i) + head_ * p_.head_dim, p_.head_dim, dt, values_ + i * p_.head_dim);
   }

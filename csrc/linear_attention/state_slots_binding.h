@@ -1,4 +1,4 @@
-// Checks of the slots that a binding reads and stores states in.
+// Checks that the bindings of operators with recurrent states share.
 #pragma once
 
 #include "binding/checks.h"
@@ -6,6 +6,21 @@
 #include "linear_attention/state_slots.h"
 
 namespace fastinfer {
+
+// A parameter of each head.
+inline const float* head_floats(const Checks& check, const Tensor& t, const char* name, int64_t heads) {
+  check.shape(t, name, {heads});
+  check.dtype(t, name, ScalarType::Float);
+  check.contiguous(t, name);
+  return static_cast<const float*>(t.data_ptr());
+}
+
+// `size` is that of the state's dimension `name`.
+inline void check_state_dim(const Checks& check, const char* state, const char* name, int64_t size, int64_t unit,
+                            int64_t largest) {
+  check.require(size > 0 && size % unit == 0 && size <= largest, state, " must have a ", name,
+                " that is a multiple of ", unit, " up to ", largest, ", got ", size);
+}
 
 inline StateSlots state_slots(const Checks& check, const Tensor& state, const char* name, const Tensor& query_start,
                               const Tensor& state_reads, const Tensor& state_writes, int64_t tokens) {

@@ -4,22 +4,18 @@ It reads the command's arguments as a JSON object from standard input, and serve
 """
 
 import argparse
-import ctypes
 import json
-import os
-import signal
 import socket
 import sys
 
 from fastinfer.errors import FastinferError
-
-PR_SET_PDEATHSIG = 1  # see prctl(2)
+from fastinfer.utils.parent import end_with_parent
 
 
 def main() -> int:
     """Serve until a signal comes or the router dies; returns the exit code."""
     args = argparse.Namespace(**json.load(sys.stdin))
-    end_with(args.parent)
+    end_with_parent(args.parent)
     try:
         # Only here, so that the router's death ends the process even while torch is imported.
         from fastinfer.cli import serve
@@ -30,17 +26,6 @@ def main() -> int:
     except (FastinferError, ImportError, OSError) as error:
         print(f"fastinfer: error: {error}", file=sys.stderr)
         return 2
-
-
-def end_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent dies, and end it if that has happened.
-
-    Args:
-        parent: process id of the parent.
-    """
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        sys.exit(1)
 
 
 if __name__ == "__main__":

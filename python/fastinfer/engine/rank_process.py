@@ -1,9 +1,7 @@
 """The process of a rank other than 0: it loads its part of the model, and carries out what rank 0 asks for."""
 
-import ctypes
 import os
 import pickle
-import signal
 import sys
 import threading
 from dataclasses import dataclass
@@ -22,9 +20,8 @@ from fastinfer.models.config import Precision
 from fastinfer.parallel.group import Group, is_abort
 from fastinfer.parallel.loader import load_shard
 from fastinfer.parallel.ranks import Ranks
+from fastinfer.utils.parent import end_with_parent
 from fastinfer.utils.text import one_line
-
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ def main(parent: str, rank: str) -> None:
         parent: id of the process of rank 0.
         rank: number of this rank.
     """
-    _end_with(int(parent))
+    end_with_parent(int(parent))
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # prints of libraries are no reports
     task, fds = pickle.load(sys.stdin.buffer)  # from the parent's own pipe
@@ -84,13 +81,6 @@ def load_worker(task: RankTask, group: Group) -> Worker:
     checkpoint = open_checkpoint(task.path, Precision.of(task.dtype).exact)
     model = load_shard(checkpoint, task.dtype, task.size.max_model_len, group)
     return Worker(task.config, model, task.size, separates_roles=roles_differ("cpu"), group=group)
-
-
-def _end_with(parent: int) -> None:
-    """Have the kernel kill this process once the thread that started it has ended, even if this process is stopped."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended before
-        os._exit(1)
 
 
 def _wait_for_end_of_input() -> None:

@@ -65,6 +65,13 @@ class Division:
             for part in divided(-(-rows // TILE_ROWS), self.size)
         ]
 
+    def inner_size(self, name: str) -> int:
+        """Return the width of the whole MLP or expert that a matrix is part of."""
+        config, names = self.config, name.split(".")
+        if "shared_expert" in names:
+            return config.shared_intermediate_size
+        return config.intermediate_size if "experts" in names else config.mlp_size(int(names[1]))
+
     def check(self) -> None:
         """Check that each rank gets a part.
 

@@ -79,9 +79,7 @@ class ShardedReader(LayerReader):
 
     def _in_widths(self, name: str) -> list[int]:
         """Return the numbers of columns of an output projection's input that the ranks have."""
-        config, names = self._division.config, name.split(".")
-        if names[-1] == "o_proj":
-            return [len(heads) * config.head_dim for heads in self._division.query_heads()]
-        if "shared_expert" in names:
-            return self._widths(config.shared_intermediate_size)
-        return self._widths(config.intermediate_size if "experts" in names else config.mlp_size(int(names[1])))
+        division = self._division
+        if name.endswith(".o_proj"):
+            return [len(heads) * division.config.head_dim for heads in division.query_heads()]
+        return self._widths(division.inner_size(name))

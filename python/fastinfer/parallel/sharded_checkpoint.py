@@ -115,20 +115,13 @@ class ShardedCheckpoint:
         if part in OUTPUTS:
             return config.hidden_size
         if part in INPUTS:
-            return self._inner(name)
+            return self._division.inner_size(name)
         return config.head_dim * (config.num_heads if part == "q_proj" else config.num_kv_heads)
 
     def _in_features(self, name: str) -> int:
         """Return the number of columns of an output projection."""
         config = self._division.config
-        return config.num_heads * config.head_dim if name.endswith("o_proj") else self._inner(name)
-
-    def _inner(self, name: str) -> int:
-        """Return the width of the MLP or expert that a matrix is part of."""
-        config, names = self._division.config, name.split(".")
-        if "shared_expert" in names:
-            return config.shared_intermediate_size
-        return config.intermediate_size if "experts" in names else config.mlp_size(int(names[1]))
+        return config.num_heads * config.head_dim if name.endswith("o_proj") else self._division.inner_size(name)
 
 
 def _index(rows: range) -> Tensor:
