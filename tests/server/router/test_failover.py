@@ -159,6 +159,8 @@ def test_a_stream_leaves_a_replica_that_hangs() -> None:
     ):
         expected = ask(one, "/v1/completions", body)[:2]
         for proxy in (first, second):
+            for _ in range(2):  # so that each replica has an idle connection, which the next request takes
+                assert ask(url, "/v1/completions", body)[:2] == expected
             proxy.is_silent = True
             # Nobody knows yet; the one that is chosen answers nothing.
             assert ask(url, "/v1/completions", body)[:2] == expected

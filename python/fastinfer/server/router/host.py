@@ -109,7 +109,7 @@ class RouterHost:
                 replica.set_ready()
             else:
                 replica.set_unready(reason)
-            if num_failed == MAX_FAILED_PROBES:
+            if num_failed >= MAX_FAILED_PROBES:  # again, for a request that was sent anew on another connection
                 replica.prefixes.clear()
                 replica.close()
             if replica.is_ready and not was_ready:
