@@ -18,7 +18,7 @@ from fastinfer.engine.construction import check_draft_model, kv_cache_size
 from fastinfer.engine.disk_block_store import prepare_folder
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.kv_cache_size import KVCacheSize, options_for, options_for_memory
-from fastinfer.engine.rank_process import RankTask, start_ranks
+from fastinfer.engine.rank_process import RankTask, StageTask, start_ranks
 from fastinfer.engine.request_validator import POOLINGS
 from fastinfer.errors import RequestError
 from fastinfer.models import Model, load_model, load_weights, open_checkpoint
@@ -28,7 +28,7 @@ from fastinfer.models.fingerprint import fingerprint
 from fastinfer.models.image_encoder import image_encoder_of
 from fastinfer.outputs import PrefillOutput, RequestOutput, ScoreOutput
 from fastinfer.parallel.group import Group
-from fastinfer.parallel.loader import load_shard
+from fastinfer.parallel.layer_split import stages_of
 from fastinfer.parallel.ranks import Ranks
 from fastinfer.parallel.support import check_divisible
 from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -77,6 +77,9 @@ class LLM:
         tensor_parallel_size: number of processes of this machine that compute the model together, each with a part of
             every weight and of the machine's threads; on a CPU alone. Results are bitwise those of one process. What
             works with it, and when it pays: docs/tensor-parallelism.md.
+        pipeline_parallel_size: number of processes of this machine that compute the model together, each some of its
+            layers, with several steps in flight; on a CPU alone. Results are bitwise those of one process. What works
+            with it, and when it pays: docs/pipeline-parallelism.md.
 
     Attributes:
         engine: the engine that runs the requests. Only its ``stats()`` may be called from outside.
@@ -122,6 +125,7 @@ class LLM:
         deterministic: bool = False,
         enforce_eager: bool = False,
         tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
     ) -> None:
         check_choice("dtype", dtype, DTYPES)
         check_choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
@@ -157,6 +161,7 @@ class LLM:
             device=device,
             enforce_eager=enforce_eager,
             tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
         )
         if kv_offloading_dir is not None:
             prepare_folder(Path(kv_offloading_dir))  # before the weights are loaded, which takes longer
@@ -166,18 +171,21 @@ class LLM:
         checkpoints = [open_checkpoint(path, precision.exact) for path in paths]
         if tensor_parallel_size > 1:
             check_divisible(checkpoints[0], tensor_parallel_size)
+        stages = stages_of(checkpoints[0], pipeline_parallel_size) if pipeline_parallel_size > 1 else []
         size = _choose_kv_cache_size(config, checkpoints)
         if draft_model is not None:
             check_draft_model(config, checkpoints[0].config, checkpoints[1].config, size.max_model_len)
         defaults = sampling_defaults(checkpoints[0])
-        ranks = None
-        if tensor_parallel_size > 1:
-            ranks = start_ranks(RankTask(paths[0], dtype, config, size, tensor_parallel_size))
+        ranks = task = None
+        if config.num_ranks > 1:
+            parts = paths[0], dtype, config, size, config.num_ranks
+            task = StageTask(*parts, stages) if stages else RankTask(*parts)
+            ranks = start_ranks(task)
         with (
             _closed_on_error(ranks),
             explained_memory_errors(_memory_needs(config, size, checkpoints), options_for_memory(config)),
         ):
-            load = None if ranks is None else partial(_load_shard, ranks.group)
+            load = None if ranks is None or task is None else partial(_load_part, task, ranks.group)
             models = [load_model(checkpoint, dtype, device, size.max_model_len, load) for checkpoint in checkpoints]
             loaded, self.tokenizer = models[0]
             draft = None if draft_model is None else models[1][0]
@@ -548,10 +556,12 @@ def _one_per_prompt(name: str, value: Any, count: int) -> list[Any]:
     return values
 
 
-def _load_shard(group: Group, checkpoint: Checkpoint, dtype: str, device: str, max_model_len: int | None) -> Model:
+def _load_part(
+    task: RankTask, group: Group, checkpoint: Checkpoint, dtype: str, device: str, max_model_len: int | None
+) -> Model:
     """Load rank 0's part of a model, as :func:`fastinfer.models.load_weights` loads a whole one."""
-    assert device == "cpu"
-    return load_shard(checkpoint, dtype, max_model_len, group)
+    assert (dtype, device, max_model_len) == (task.dtype, "cpu", task.size.max_model_len)
+    return task.load_model(checkpoint, group)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ REQUEST_LIMITS = (
 KV_CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn, torch.uint8)
 MAX_SPECULATIVE_TOKENS = 15
 MAX_GIB = 2.0**30
-# Values of options that tensor parallelism does not support otherwise.
+# Values of options that tensor and pipeline parallelism do not support otherwise.
 ALONE = {
     "device": ("cpu",),
     "max_loras": (0,),
@@ -94,6 +94,8 @@ class EngineConfig:
         enforce_eager: whether all steps run operator by operator instead of replaying recorded graphs.
         tensor_parallel_size: number of processes that compute the model together, each with a part of every weight. On
             a CPU alone, without LoRA adapters, speculation and stores of blocks beyond the KV cache.
+        pipeline_parallel_size: number of processes that compute the model together, each some of its layers, with the
+            same limits; not together with ``tensor_parallel_size``.
     """
 
     max_model_len: int | None = None
@@ -125,6 +127,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
@@ -163,14 +166,28 @@ class EngineConfig:
             raise RequestError(f"device must be cpu, cuda or cuda:N, got {show(self.device)}")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise RequestError(f"kv_cache_dtype must be one of {KV_CACHE_DTYPES}, got {self.kv_cache_dtype!r}")
-        check_int("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
-        if self.tensor_parallel_size > 1:
-            for name, expected in ALONE.items():
-                if (value := getattr(self, name)) not in expected:
-                    raise RequestError(
-                        f"{name} must be {expected[0]} with tensor_parallel_size={self.tensor_parallel_size}, "
-                        f"got {show(value)}"
-                    )
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            check_int(name, getattr(self, name), 1, MAX_RANKS)
+            if getattr(self, name) > 1:
+                self._check_ranks(name)
+        if self.tensor_parallel_size > 1 and self.pipeline_parallel_size > 1:
+            raise RequestError(
+                f"pipeline_parallel_size must be 1 with tensor_parallel_size={self.tensor_parallel_size}, "
+                f"got {self.pipeline_parallel_size}"
+            )
+
+    def _check_ranks(self, size_name: str) -> None:
+        """Check that no option is on that several ranks do not support."""
+        for name, expected in ALONE.items():
+            if (value := getattr(self, name)) not in expected:
+                raise RequestError(
+                    f"{name} must be {expected[0]} with {size_name}={getattr(self, size_name)}, got {show(value)}"
+                )
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes that compute the model together."""
+        return max(self.tensor_parallel_size, self.pipeline_parallel_size)
 
     @property
     def runs_ahead(self) -> bool:

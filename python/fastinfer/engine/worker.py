@@ -1,5 +1,8 @@
 """What computes the steps of one model: the model, its KV cache, and the runner on both."""
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,6 +38,9 @@ class Worker:
             :mod:`fastinfer.engine.roles`.
         group: group of ranks that compute the model together; ``None`` for this process alone. Each rank has a worker;
             those of ranks other than 0 only :meth:`follow`.
+        allocate: function that allocates the memory of inputs, see
+            :class:`fastinfer.engine.batch_inputs.BatchInputs`; by default the group's, if there is one.
+        layers: the model's layers among those of the whole model; ``None`` for all.
 
     Attributes:
         device: device that computes.
@@ -50,6 +56,8 @@ class Worker:
         with_adapters: bool = False,
         separates_roles: bool = False,
         group: Group | None = None,
+        allocate: Callable[[int], np.ndarray] | None = None,
+        layers: range | None = None,
     ) -> None:
         self._config = config
         self.device = torch.device(config.device)
@@ -57,6 +65,7 @@ class Worker:
         self._with_adapters = with_adapters
         self._separates_roles = separates_roles
         self._group = group
+        self._allocate = allocate if group is None else group.allocate_inputs
         self._hidden: Tensor | None = None  # of the last step, with several ranks
         self._model: Model | None = model
         self.kv_cache = KVCache.of_model(
@@ -68,6 +77,7 @@ class Worker:
             group=size.group,
             num_states=size.num_states,
             state_dtype=model.dtype,
+            layers=layers,
         )
         self._num_eager_steps = 0  # of released runners
         self._runner: Runner | None = self._make_runner()
@@ -210,7 +220,7 @@ class Worker:
             num_groups=len(self._size.windows),
             device=config.device,
             has_states=self.model.config.states is not None,
-            allocate=None if self._group is None else self._group.allocate_inputs,
+            allocate=self._allocate,
         )
         return Runner(
             self.model,

@@ -117,14 +117,7 @@ class Decoder:
         Returns:
             [tokens, hidden], output of the last layer before the last norm.
         """
-        x = self.embedding.rows(batch.token_ids, self.dtype)
-        if self.embedding_norm is not None:
-            x = self.embedding_norm(x)
-        if self.position_embedding is not None:
-            x = ops.embedding(self.position_embedding, batch.positions, x)
-        images = batch.images
-        if images is not None:
-            images.embed(x, self.config.embedding_scale)
+        x, images = self.embed(batch), batch.images
         inputs = None if self.per_layer_inputs is None else self.per_layer_inputs(x, batch.token_ids)
         plans: dict[tuple[int, ...], Tensor | LatentPlan] = {}
         layers = zip(self.layers, self._adapters(batch), kv_cache, strict=True)
@@ -140,6 +133,17 @@ class Decoder:
             x = layer(x, batch, cache, plan, lora, None if inputs is None else inputs[:, index], before)
             if images is not None:
                 images.add(x, index)
+        return x
+
+    def embed(self, batch: Batch) -> Tensor:
+        """Compute the input of the first layer, [tokens, hidden]."""
+        x = self.embedding.rows(batch.token_ids, self.dtype)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        if self.position_embedding is not None:
+            x = ops.embedding(self.position_embedding, batch.positions, x)
+        if batch.images is not None:
+            batch.images.embed(x, self.config.embedding_scale)
         return x
 
     @torch.inference_mode()
