@@ -80,7 +80,7 @@ class Group:
         os.ftruncate(fds[0], num_bytes)
         memory = mmap.mmap(fds[0], num_bytes)
         ProcessGroup.initialize(memory, size, SLOT_BYTES, DEADLINE if deadline is None else deadline, num_messages)
-        group = cls(0, size, *fds, purpose)
+        group = cls(0, size, fds[0], fds[1], purpose)
         for fd in fds:
             weakref.finalize(group, os.close, fd)
         return group
