@@ -17,7 +17,7 @@ MAX_LAYERS = 2**16
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """How the experts of a token are chosen and weighted, see :func:`fastinfer.ops.route_experts`.
+    """Choice and weights of a token's experts, see :func:`fastinfer.ops.route_experts`.
 
     Attributes:
         scoring: ``"softmax"`` or ``"sigmoid"``.
