@@ -11,7 +11,8 @@ from fastinfer.models.layer_reader import LayerReader
 from fastinfer.models.loader import DecoderLoader
 from fastinfer.parallel.division import Division
 from fastinfer.parallel.group import Group
-from fastinfer.parallel.sharded_checkpoint import OUTPUTS, ShardedCheckpoint
+from fastinfer.parallel.matrix_rows import OUTPUTS, input_widths
+from fastinfer.parallel.sharded_checkpoint import ShardedCheckpoint
 from fastinfer.parallel.sharded_weights import ShardedExperts, ShardedOutput, ShardedVocabulary
 from fastinfer.utils.torch_threads import one_torch_thread
 from fastinfer.weights.expert_weights import ExpertWeights
@@ -57,7 +58,7 @@ class ShardedReader(LayerReader):
         local = super().weight(names, unpacked, bias, activation_bits)
         if names[0].rpartition(".")[2] not in OUTPUTS:
             return local
-        in_widths, out_widths = self._in_widths(names[0]), self._widths(self.config.hidden_size)
+        in_widths, out_widths = input_widths(self._division, names[0]), self._widths(self.config.hidden_size)
         columns = torch.arange(out_widths[self._group.rank])
         return ShardedOutput(local, self._group, in_widths, out_widths, columns)
 
@@ -66,7 +67,7 @@ class ShardedReader(LayerReader):
         name = names[0][0]
         if name.rpartition(".")[2] not in OUTPUTS:
             return local
-        return ShardedExperts(local, self._group, self._in_widths(name), self._widths(self.config.hidden_size))
+        return ShardedExperts(local, self._group, input_widths(self._division, name), self._widths(self.config.hidden_size))
 
     def vocabulary(self, name: str, rows: int, width: int | None = None) -> Weight:
         widths = self._widths(rows)
@@ -76,10 +77,3 @@ class ShardedReader(LayerReader):
 
     def _widths(self, rows: int) -> list[int]:
         return [len(part) for part in self._division.tiles(rows)]
-
-    def _in_widths(self, name: str) -> list[int]:
-        """Return the numbers of columns of an output projection's input that the ranks have."""
-        division = self._division
-        if name.endswith(".o_proj"):
-            return [len(heads) * division.config.head_dim for heads in division.query_heads()]
-        return self._widths(division.inner_size(name))

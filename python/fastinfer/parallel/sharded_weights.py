@@ -33,9 +33,11 @@ class ShardedOutput(Weight):
     def out_features(self) -> int:  # type: ignore[override]
         return sum(self.out_widths)
 
+    def gather_input(self, x: Tensor) -> Tensor:
+        return ops.all_gather(x, self.group.memory, self.group.rank, self.in_widths)
+
     def linear(self, x: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
         group = self.group
-        x = ops.all_gather(x, group.memory, group.rank, self.in_widths)
         residual = options.get("residual")
         if residual is not None:
             # Products read a contiguous residual, and of the recorded operators this one copies columns.
@@ -57,9 +59,11 @@ class ShardedExperts(ExpertWeights):
     in_widths: list[int]
     out_widths: list[int]
 
+    def gather_input(self, x: Tensor) -> Tensor:
+        return ops.all_gather(x, self.group.memory, self.group.rank, self.in_widths)
+
     def linear(self, x: Tensor, routing: ops.Routing | ops.HeadRows, *, activation: str | None = None) -> Tensor:
         group = self.group
-        x = ops.all_gather(x, group.memory, group.rank, self.in_widths)
         out = self.local.linear(x, routing, activation=activation)
         return ops.all_gather(out, group.memory, group.rank, self.out_widths)
 
