@@ -18,7 +18,7 @@ from fastinfer.engine.construction import check_draft_model, kv_cache_size
 from fastinfer.engine.disk_block_store import prepare_folder
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.kv_cache_size import KVCacheSize, options_for, options_for_memory
-from fastinfer.engine.rank_process import RankTask, start_ranks
+from fastinfer.engine.rank_process import RankTask, load_part, start_ranks
 from fastinfer.engine.request_validator import POOLINGS
 from fastinfer.errors import RequestError
 from fastinfer.models import Model, load_model, load_weights, open_checkpoint
@@ -28,7 +28,6 @@ from fastinfer.models.fingerprint import fingerprint
 from fastinfer.models.image_encoder import image_encoder_of
 from fastinfer.outputs import PrefillOutput, RequestOutput, ScoreOutput
 from fastinfer.parallel.group import Group
-from fastinfer.parallel.loader import load_shard
 from fastinfer.parallel.ranks import Ranks
 from fastinfer.parallel.support import check_divisible
 from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -177,10 +176,11 @@ class LLM:
             _closed_on_error(ranks),
             explained_memory_errors(_memory_needs(config, size, checkpoints), options_for_memory(config)),
         ):
-            load = None if ranks is None else partial(_load_shard, ranks.group)
-            models = [load_model(checkpoint, dtype, device, size.max_model_len, load) for checkpoint in checkpoints]
-            loaded, self.tokenizer = models[0]
-            draft = None if draft_model is None else models[1][0]
+            load = None if ranks is None else partial(_load_part, config, ranks.group)
+            loaded, self.tokenizer = load_model(checkpoints[0], dtype, device, size.max_model_len, load)
+            draft = None
+            if draft_model is not None:
+                draft, _ = load_model(checkpoints[1], dtype, device, size.max_model_len)
 
             def load_models() -> list[Model]:
                 return [
@@ -548,10 +548,12 @@ def _one_per_prompt(name: str, value: Any, count: int) -> list[Any]:
     return values
 
 
-def _load_shard(group: Group, checkpoint: Checkpoint, dtype: str, device: str, max_model_len: int | None) -> Model:
+def _load_part(
+    config: EngineConfig, group: Group, checkpoint: Checkpoint, dtype: str, device: str, max_model_len: int | None
+) -> Model:
     """Load rank 0's part of a model, as :func:`fastinfer.models.load_weights` loads a whole one."""
     assert device == "cpu"
-    return load_shard(checkpoint, dtype, max_model_len, group)
+    return load_part(checkpoint, dtype, max_model_len, config, group)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from fastinfer.models.loader import DecoderLoader
 from fastinfer.parallel.division import Division
 from fastinfer.parallel.group import Group
 from fastinfer.parallel.matrix_rows import OUTPUTS, input_widths
+from fastinfer.parallel.sharded_adapters import ShardedAdapterSlots, SlotSizes
 from fastinfer.parallel.sharded_checkpoint import ShardedCheckpoint
 from fastinfer.parallel.sharded_weights import ShardedExperts, ShardedOutput, ShardedVocabulary
 from fastinfer.utils.torch_threads import one_torch_thread
@@ -19,7 +20,9 @@ from fastinfer.weights.expert_weights import ExpertWeights
 from fastinfer.weights.weight import Weight
 
 
-def load_shard(checkpoint: Checkpoint, dtype: str, max_model_len: int | None, group: Group) -> Decoder:
+def load_shard(
+    checkpoint: Checkpoint, dtype: str, max_model_len: int | None, group: Group, slots: SlotSizes | None = None
+) -> Decoder:
     """Load a rank's part of a model, which computes whole hidden states and logits together with the other ranks.
 
     Args:
@@ -27,6 +30,7 @@ def load_shard(checkpoint: Checkpoint, dtype: str, max_model_len: int | None, gr
         dtype: name of the dtype, see :meth:`fastinfer.models.config.Precision.of`.
         max_model_len: length of the longest sequence in tokens; ``None`` for the model's own limit.
         group: the group of ranks.
+        slots: sizes of the slots for LoRA adapters; ``None`` for a model without.
 
     Raises:
         FastinferError: as for :func:`fastinfer.models.load_weights`.
@@ -34,7 +38,8 @@ def load_shard(checkpoint: Checkpoint, dtype: str, max_model_len: int | None, gr
     division = Division(checkpoint.config, group.rank, group.size)
     reader = ShardedReader(ShardedCheckpoint(checkpoint, division), Precision.of(dtype), division, group)
     with one_torch_thread():
-        return DecoderLoader(reader, max_model_len).decoder()
+        model = DecoderLoader(reader, max_model_len).decoder()
+    return model if slots is None else model.with_adapters(ShardedAdapterSlots(division, group, *slots))
 
 
 class ShardedReader(LayerReader):
@@ -67,7 +72,9 @@ class ShardedReader(LayerReader):
         name = names[0][0]
         if name.rpartition(".")[2] not in OUTPUTS:
             return local
-        return ShardedExperts(local, self._group, input_widths(self._division, name), self._widths(self.config.hidden_size))
+        return ShardedExperts(
+            local, self._group, input_widths(self._division, name), self._widths(self.config.hidden_size)
+        )
 
     def vocabulary(self, name: str, rows: int, width: int | None = None) -> Weight:
         widths = self._widths(rows)

@@ -21,6 +21,16 @@ def local_rows(division: Division, name: str) -> Tensor | None:
     return None
 
 
+def adapter_rows(division: Division, layer: int, module: str) -> Tensor | None:
+    """Return the rank's rows of an adapter's update of a module, as :func:`local_rows`.
+
+    Updates are added to whole hidden states: all ranks have all rows of output projections.
+    """
+    if module.rpartition(".")[2] in OUTPUTS or module == "lm_head":
+        return None
+    return local_rows(division, f"layers.{layer}.{module}")
+
+
 def num_rows(division: Division, name: str) -> int:
     """Return the number of rows of a divided matrix."""
     config, part = division.config, name.rpartition(".")[2]
