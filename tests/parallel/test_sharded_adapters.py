@@ -19,7 +19,16 @@ from fastinfer.parallel.sharded_adapters import ShardedAdapterSlots, SlotSizes
 
 SIZES = SlotSizes(2, 4, torch.float32)
 TEXTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 4, [300], [271, 82, 81]]
-FAMILIES = ["llama-biases", "gemma2", "gpt2", "qwen2-moe", "granite-moe-shared"]
+FAMILIES = [
+    "llama-biases",
+    "gemma2",
+    "gpt2",
+    "qwen2-moe",
+    "qwen3-next",
+    "granite-hybrid",
+    "granite-hybrid-dense",
+    "deepseek-v2",
+]
 
 
 def adapter_of_all_modules(slots: AdapterSlots, rank: int) -> PreparedAdapter:

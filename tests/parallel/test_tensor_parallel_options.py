@@ -60,6 +60,21 @@ def test_speculation(folder: Path, tmp_path: Path, options: dict[str, Any]) -> N
     assert divided.engine.stats().num_drafted_tokens > 0
 
 
+@pytest.mark.parametrize("family", ["qwen3.5", "granite-hybrid-dense", "deepseek-v2"])
+def test_layers_with_states_and_latents(family: str, tmp_path: Path) -> None:
+    """With snapshots of states in the prefix cache, and drafts after which states are chosen."""
+    write_tiny_folder(tmp_path, family)
+    plain = LLM(str(tmp_path), **LIMITS)
+    divided = LLM(str(tmp_path), tensor_parallel_size=2, num_speculative_tokens=2, **LIMITS)
+    divided.engine.speculator._choose = lambda _, available: available  # type: ignore[method-assign, union-attr]
+    for params in (GREEDY, SAMPLED, GREEDY):
+        assert texts(divided, params) == texts(plain, params)
+    stats = divided.engine.stats()
+    assert stats.num_hit_tokens > 0
+    assert stats.num_drafted_tokens > 0
+    assert stats.num_failed_graphs == 0
+
+
 def test_steps_that_run_ahead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = LLM(str(folder), **LIMITS)
     monkeypatch.setattr(llm_module, "EngineConfig", partial(EngineConfig, async_scheduling=True))

@@ -285,6 +285,8 @@ class BatchInputs:
         used.append(self._logits_indices[: size.num_logits].data)
         if size.has_adapters:
             used += [self._adapter_ids[: size.num_tokens].data, self._logits_adapter_ids[: size.num_logits].data]
+        if self._has_states:
+            used += [self._state_reads[: size.num_seqs].data, self._state_writes[: size.num_tokens].data]
         for memory in used:
             digest = zlib.crc32(memory, digest)
         return digest

@@ -9,12 +9,15 @@ from fastinfer.models.config import Precision
 from fastinfer.models.decoder import Decoder
 from fastinfer.models.layer_reader import LayerReader
 from fastinfer.models.loader import DecoderLoader
+from fastinfer.models.norm import RMSNorm
+from fastinfer.models.state_config import LinearAttentionConfig
 from fastinfer.parallel.division import Division
 from fastinfer.parallel.group import Group
 from fastinfer.parallel.matrix_rows import OUTPUTS, input_widths
 from fastinfer.parallel.sharded_adapters import ShardedAdapterSlots, SlotSizes
 from fastinfer.parallel.sharded_checkpoint import ShardedCheckpoint
-from fastinfer.parallel.sharded_weights import ShardedExperts, ShardedOutput, ShardedVocabulary
+from fastinfer.parallel.sharded_norm import ShardedHeadsNorm
+from fastinfer.parallel.sharded_weights import ShardedExperts, ShardedOutput, ShardedRows
 from fastinfer.utils.torch_threads import one_torch_thread
 from fastinfer.weights.expert_weights import ExpertWeights
 from fastinfer.weights.weight import Weight
@@ -60,6 +63,8 @@ class ShardedReader(LayerReader):
     def weight(
         self, names: tuple[str, ...], unpacked: Unpacked, bias: Tensor | None, activation_bits: int | None = None
     ) -> Weight:
+        if self._division.has_whole_states and names[0].endswith(".in_proj") and activation_bits is None:
+            return self._whole_output(unpacked, bias)
         local = super().weight(names, unpacked, bias, activation_bits)
         if names[0].rpartition(".")[2] not in OUTPUTS:
             return local
@@ -80,7 +85,26 @@ class ShardedReader(LayerReader):
         widths = self._widths(rows)
         parts = self.checkpoint.parts(name, rows, width or self.config.hidden_size)
         local = self.make(parts, self.precision.logits_activation_bits, rows=widths[self._group.rank])
-        return ShardedVocabulary(local, self._group, widths)
+        return ShardedRows(local, self._group, widths)
+
+    def heads_norm(self, name: str, size: int) -> RMSNorm:
+        config, division = self._division.config, self._division
+        heads = division.query_heads() if name.endswith(".q_norm") else division.kv_heads(0)
+        widths = [len(part) * config.head_dim for part in heads]
+        norm = super().heads_norm(name, sum(widths))
+        return ShardedHeadsNorm(norm.weight, norm.eps, self._group, widths)
+
+    def order_of_value_heads(self, sizes: LinearAttentionConfig) -> Tensor | None:
+        whole = self._division.config.states
+        assert isinstance(whole, LinearAttentionConfig)
+        return super().order_of_value_heads(whole)
+
+    def _whole_output(self, unpacked: Unpacked, bias: Tensor | None) -> Weight:
+        """Pack the rank's rows of a whole matrix, whose whole outputs all ranks need."""
+        tiles = self._division.tiles(unpacked.shape[0])
+        rows = torch.arange(tiles[self._group.rank].start, tiles[self._group.rank].stop)
+        local = self.make(unpacked.rows(rows), self.precision.activation_bits, None if bias is None else bias[rows])
+        return ShardedRows(local, self._group, [len(part) for part in tiles])
 
     def _widths(self, rows: int) -> list[int]:
         return [len(part) for part in self._division.tiles(rows)]

@@ -76,6 +76,11 @@ class ShardedAdapterSlots(AdapterSlots):
         slot, layer, number, rank, *index = words
         name, slots = self._modules(self, layer)[number]
         a, b = self._from_first(a), self._from_first(b)
+        if name.startswith("heads."):  # of latent attention
+            heads = self._division.query_heads()[self._group.rank]
+            if index[0] not in heads:
+                return
+            index = [index[0] - heads.start]
         rows = adapter_rows(self._division, layer, name)
         place = (slot, *index)
         slots.a[place][:rank] = a

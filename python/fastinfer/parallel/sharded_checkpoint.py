@@ -3,13 +3,14 @@
 from collections.abc import Hashable, Iterator
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from fastinfer.formats.unpacked import Unpacked
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig
 from fastinfer.parallel.division import Division
-from fastinfer.parallel.matrix_rows import OUTPUTS, input_widths, local_rows, num_rows, rows_of_heads
+from fastinfer.parallel.matrix_rows import OUTPUTS, divided_rows, input_widths, rows_of_rank
 
 
 class ShardedCheckpoint:
@@ -51,12 +52,14 @@ class ShardedCheckpoint:
 
     def linear(self, name: str, out_features: int, in_features: int) -> Unpacked:
         """Read the rank's rows of a matrix, see :meth:`fastinfer.models.checkpoint.Checkpoint.linear`."""
-        rows = local_rows(self._division, name)
-        if rows is None:
-            return self._whole.linear(name, out_features, in_features)
         if name.rpartition(".")[2] in OUTPUTS:
-            in_features = sum(input_widths(self._division, name))
-        return self._whole.linear(name, num_rows(self._division, name), in_features).rows(rows)
+            widths = input_widths(self._division, name)
+            in_features = in_features if widths is None else sum(widths)
+        parts = divided_rows(self._division, name)
+        if not parts:
+            return self._whole.linear(name, out_features, in_features)
+        whole = self._whole.linear(name, sum(part.total for part in parts), in_features)
+        return whole.rows(rows_of_rank(parts, self._division.rank))
 
     def parts(self, name: str, out_features: int, in_features: int) -> Iterator[Unpacked]:
         """Read the rank's rows of a matrix of the vocabulary in consecutive parts."""
@@ -66,19 +69,16 @@ class ShardedCheckpoint:
             count = part.shape[0]
             start, end = max(wanted.start - first, 0), min(wanted.stop - first, count)
             if start < end:
-                yield part.rows(rows_of_heads(range(start, end), 1))
+                yield part.rows(torch.arange(start, end))
             first += count
 
     def vector(self, name: str, size: int) -> Tensor:
-        """Read a vector, or the rank's part of the bias of a matrix or of the sinks of its heads."""
-        owner, _, kind = name.rpartition(".")
-        if kind == "sinks":
-            heads = self._division.query_heads()[self._division.rank]
-            return self._whole.vector(name, self._division.config.num_heads)[heads.start : heads.stop]
-        rows = local_rows(self._division, owner) if kind == "bias" else None
-        if rows is None:
+        """Read a vector, or the rank's part of one: of a bias, or of numbers of its heads."""
+        parts = divided_rows(self._division, name.removesuffix(".bias"))
+        if not parts:
             return self._whole.vector(name, size)
-        return self._whole.vector(name, num_rows(self._division, owner))[rows]
+        whole = self._whole.vector(name, sum(part.total for part in parts))
+        return whole[rows_of_rank(parts, self._division.rank)]
 
     def draft_tokens(self) -> Tensor | None:
         """Return ``None``: a draft model is not divided."""

@@ -19,13 +19,14 @@ class ShardedOutput(Weight):
     Attributes:
         local: rows of this rank.
         group: the group of ranks.
-        in_widths, out_widths: columns of input and output of each rank.
+        in_widths: columns of the input that each rank has; ``None`` if all have all.
+        out_widths: columns of the output of each rank.
         columns: [out_widths[rank]] int64, the numbers from 0 on.
     """
 
     local: Weight
     group: Group
-    in_widths: list[int]
+    in_widths: list[int] | None
     out_widths: list[int]
     columns: Tensor
 
@@ -34,6 +35,8 @@ class ShardedOutput(Weight):
         return sum(self.out_widths)
 
     def gather_input(self, x: Tensor) -> Tensor:
+        if self.in_widths is None:
+            return x
         return ops.all_gather(x, self.group.memory, self.group.rank, self.in_widths)
 
     def linear(self, x: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
@@ -69,8 +72,8 @@ class ShardedExperts(ExpertWeights):
 
 
 @dataclass(frozen=True, eq=False)
-class ShardedVocabulary(Weight):
-    """Embedding or output layer, of which each rank has the rows of some tokens.
+class ShardedRows(Weight):
+    """Weight of which each rank has some rows, and of which all need whole outputs, such as an embedding.
 
     Attributes:
         local: rows of this rank.
