@@ -14,8 +14,7 @@ from fastinfer.server.disconnect import disconnected
 from fastinfer.server.errors import RETRY_FULL_S, unavailable
 from fastinfer.server.record import record
 from fastinfer.server.router.prompts import parse_object
-from fastinfer.server.router.replica import Replica
-from fastinfer.server.router.replica_connection import ReplicaConnection
+from fastinfer.server.router.replica import Answer, Replica
 from fastinfer.server.router.routed_request import RoutedRequest
 from fastinfer.server.router.state import RouterState
 from fastinfer.server.router.stream_replay import ABORTED, DivergedError, StreamReplay
@@ -153,7 +152,7 @@ class Forwarded(Response):
         await self._send_whole(whole)
         return None
 
-    async def _send_stream(self, answer: ReplicaConnection) -> None:
+    async def _send_stream(self, answer: Answer) -> None:
         replay = self._replay
         while piece := await answer.read():
             data = piece if replay is None else replay.push(piece)
@@ -213,7 +212,7 @@ class Forwarded(Response):
         self._write_began = None
 
 
-def _is_stream(answer: ReplicaConnection) -> bool:
+def _is_stream(answer: Answer) -> bool:
     return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in answer.headers)
 
 

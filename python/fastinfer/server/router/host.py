@@ -10,6 +10,7 @@ from fastinfer.client.endpoint import Endpoint
 from fastinfer.errors import ServerError
 from fastinfer.server.host_state import HostState
 from fastinfer.server.router.config import RouterConfig
+from fastinfer.server.router.http_replica import HttpReplica
 from fastinfer.server.router.policy import choose
 from fastinfer.server.router.prompts import Prompt, parse_object
 from fastinfer.server.router.replica import Replica
@@ -42,7 +43,7 @@ class RouterHost:
         self._config = config
         self._probes: dict[Replica, asyncio.Task[None]] = {}
         for endpoint in endpoints:
-            self.replicas.append(Replica(endpoint, config.max_index_blocks))
+            self.replicas.append(HttpReplica(endpoint, config.max_index_blocks))
 
     async def start(self) -> None:
         """Begin to ask the replicas whether they are ready, each at once."""
@@ -51,7 +52,7 @@ class RouterHost:
 
     def add(self, endpoint: Endpoint, name: str) -> Replica:
         """Add a replica while the router runs."""
-        replica = Replica(endpoint, self._config.max_index_blocks, name)
+        replica = HttpReplica(endpoint, self._config.max_index_blocks, name)
         self.replicas.append(replica)
         self._watch(replica)
         return replica
