@@ -210,6 +210,7 @@ class Worker:
             num_groups=len(self._size.windows),
             device=config.device,
             has_states=self.model.config.states is not None,
+            drops_rows=self.model.config.num_storing_layers < self.model.config.num_layers,
             allocate=None if self._group is None else self._group.allocate_inputs,
         )
         return Runner(

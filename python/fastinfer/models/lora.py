@@ -83,7 +83,7 @@ class LayerAdapters:
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """Where a part of an update is stored.
+    """Place of a part of an update.
 
     Attributes:
         slots: matrices of the module.
