@@ -140,7 +140,7 @@ class Forwarded(Response):
             ServerError, _LostError: the replica is lost, or gives the request up.
         """
         request = self._request
-        async with replica.ask(request.method, request.path, request.headers(), request.body) as answer:
+        async with replica.ask(request.method, request.path, request.headers(), request.body, request.prompt) as answer:
             if answer.status == 200 and _is_stream(answer):
                 await self._send_stream(answer)
                 return None
