@@ -158,7 +158,7 @@ def test_dead_engine_says_so(llama: Path) -> None:
         ({"num_speculative_tokens": 3}, "num_speculative_tokens must be 0 with pipeline_parallel_size=2, got 3"),
         ({"kv_offloading_size": 0.1}, "kv_offloading_size must be None with pipeline_parallel_size=2, got 0.1"),
         ({"pipeline_parallel_size": 5}, "pipeline_parallel_size must be at most 4"),
-        ({"tensor_parallel_size": 2}, "pipeline_parallel_size must be 1 with tensor_parallel_size=2, got 2"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1 with pipeline_parallel_size=2, got 2"),
     ],
 )
 def test_what_is_not_supported_is_refused(llama: Path, options: dict[str, Any], message: str) -> None:

@@ -144,12 +144,12 @@ class Engine:
         group = None if ranks is None else ranks.group
         if (1 if group is None else group.size) != config.num_ranks:
             raise RequestError(f"an engine whose model {config.num_ranks} ranks compute needs as many ranks")
-        make_worker = partial(Worker, config, size=size, separates_roles=has_roles, group=group)
+        make_worker = partial(Worker, config, size=size, separates_roles=has_roles)
         with self._context():  # on a GPU the workers capture their graphs here
             if isinstance(model, Stage) and group is not None:
                 self.worker: Worker = StageWorker(config, model, size, separates_roles=has_roles, group=group)
             else:
-                self.worker = make_worker(model, with_adapters=config.max_loras > 0)
+                self.worker = make_worker(model, with_adapters=config.max_loras > 0, group=group)
             self.draft_worker = None if draft_model is None else make_worker(draft_model)
         self._workers = [self.worker] if self.draft_worker is None else [self.worker, self.draft_worker]
         self._samplers = [self.sampler] if draft_sampler is None else [self.sampler, draft_sampler]
@@ -704,5 +704,7 @@ def _with_adapters(model: Model, config: EngineConfig) -> tuple[Model, Adapters]
     """Return the model, with slots for LoRA adapters if the configuration has any, and the manager of the slots."""
     if not config.max_loras:
         return model, Adapters()
-    slots = AdapterSlots(model.config, config.max_loras, config.max_lora_rank, config.lora_dtype, config.device)
+    slots = model.adapters  # of a part of a model
+    if slots is None:
+        slots = AdapterSlots(model.config, config.max_loras, config.max_lora_rank, config.lora_dtype, config.device)
     return model.with_adapters(slots), Adapters(slots, config.max_cpu_loras or config.max_loras)

@@ -22,6 +22,7 @@ from fastinfer.models.config import Precision
 from fastinfer.parallel.group import MAX_MESSAGES, Group, is_abort
 from fastinfer.parallel.loader import load_shard
 from fastinfer.parallel.ranks import Ranks
+from fastinfer.parallel.sharded_adapters import SlotSizes
 from fastinfer.parallel.stage import Stage, load_stage
 from fastinfer.utils.parent import end_with_parent
 from fastinfer.utils.text import one_line
@@ -50,13 +51,23 @@ class RankTask:
         return Group.create(self.num_ranks)
 
     def load_model(self, checkpoint: Checkpoint, group: Group) -> Model:
-        """Load a rank's part of the model."""
-        return load_shard(checkpoint, self.dtype, self.size.max_model_len, group)
+        """Load a rank's part of the model, with slots for adapters if there are any."""
+        config, slots = self.config, None
+        if config.max_loras:
+            slots = SlotSizes(config.max_loras, config.max_lora_rank, config.lora_dtype)
+        return load_shard(checkpoint, self.dtype, self.size.max_model_len, group, slots)
 
     def load_worker(self, group: Group) -> Worker:
         """Load a rank's part of the model, and allocate its part of the KV cache."""
         model = self.load_model(open_checkpoint(self.path, Precision.of(self.dtype).exact), group)
-        return Worker(self.config, model, self.size, separates_roles=roles_differ("cpu"), group=group)
+        return Worker(
+            self.config,
+            model,
+            self.size,
+            with_adapters=self.config.max_loras > 0,
+            separates_roles=roles_differ("cpu"),
+            group=group,
+        )
 
 
 @dataclass(frozen=True)
