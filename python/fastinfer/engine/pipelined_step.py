@@ -47,6 +47,8 @@ class PipelinedStep(Step):
     def __call__(self) -> StepStats | None:
         """Complete the oldest step in flight; see :class:`fastinfer.engine.step.Step`."""
         try:
+            if not self._in_flight:
+                self._stages.complete_all()  # what an error has left, so that all stages have the same keys and values
             while True:
                 while len(self._in_flight) < self._stages.num_slots and self._has_room and self._launch_stages():
                     pass
@@ -60,13 +62,11 @@ class PipelinedStep(Step):
         except BaseException:
             self._in_flight.clear()
             self._requests.repair()
-            self._stages.complete_all()  # so that all stages have the same keys and values
             raise
 
     def forget_launched(self) -> None:
-        """Complete the steps in flight for sequences that have ended meanwhile."""
+        """Forget the steps in flight for sequences that have ended meanwhile; the next step completes them."""
         self._in_flight.clear()
-        self._stages.complete_all()
 
     @property
     def _has_room(self) -> bool:

@@ -49,7 +49,8 @@ class Scheduler:
     tokens then come before the others.
 
     **Bounds.** They count steps, for a budget of ``B`` tokens, and hold for any lengths and arrivals, if
-    nothing is loaded and roles are not separated, which costs a preempted sequence one step more.
+    nothing is loaded, one step is computed at a time, and roles are not separated, which costs a preempted sequence one
+    step more.
 
     - With enough slots and blocks, and at most ``LOOKAHEAD`` waiting sequences, a prompt of ``L`` tokens is complete
       after at most ``ceil((8 W + 7) / B)`` steps, where ``W`` is the smaller of two sums: ``L`` and the uncomputed
