@@ -503,11 +503,11 @@ class Engine:
 
         Raises:
             RequestError: there is no such level, the engine sleeps already, level 2 needs ``load_models``, or several
-                ranks compute the model.
+                ranks compute the model, whose weights stay.
         """
-        if self.config.tensor_parallel_size > 1:
-            raise RequestError(f"sleep needs tensor_parallel_size=1, got {self.config.tensor_parallel_size}")
         self._sleep_mode.check(level)
+        if level == 2 and self.config.tensor_parallel_size > 1:
+            raise RequestError(f"level must be 1 with tensor_parallel_size={self.config.tensor_parallel_size}, got 2")
 
     def sleep(self, level: int = 1) -> None:
         """Free memory until :meth:`wake_up`; meanwhile all requests are refused.
