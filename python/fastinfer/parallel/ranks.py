@@ -20,7 +20,7 @@ from fastinfer.utils.process_state import process_state
 # Seconds that ranks have to end by themselves, after a message or after the group was aborted.
 END_SECONDS = 1.0
 # Seconds between two looks at the ranks' states. One that is stopped at both is taken for dead.
-LOOK_SECONDS = 0.5
+LOOK_SECONDS = 0.25
 # The first line of a process: modules are found where its parent finds them.
 PROGRAM = "import sys; sys.path[:] = sys.argv[3].split('\\n'); import {module} as m; m.main(sys.argv[1], sys.argv[2])"
 
