@@ -519,13 +519,14 @@ class Engine:
         """Check that the engine can sleep at this level once it has no requests.
 
         Raises:
-            RequestError: there is no such level, the engine sleeps already, level 2 needs ``load_models``, or several
-                ranks compute the model.
+            RequestError: there is no such level, the engine sleeps already, level 2 needs ``load_models``, the model
+                is divided: among ranks for level 2, among stages for any level.
         """
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if (num_ranks := getattr(self.config, name)) > 1:
-                raise RequestError(f"sleep needs {name}=1, got {num_ranks}")
+        if (num_stages := self.config.pipeline_parallel_size) > 1:
+            raise RequestError(f"sleep needs pipeline_parallel_size=1, got {num_stages}")
         self._sleep_mode.check(level)
+        if level == 2 and self.config.tensor_parallel_size > 1:
+            raise RequestError(f"level must be 1 with tensor_parallel_size={self.config.tensor_parallel_size}, got 2")
 
     def sleep(self, level: int = 1) -> None:
         """Free memory until :meth:`wake_up`; meanwhile all requests are refused.

@@ -22,7 +22,7 @@ from fastinfer.parallel.sharded_adapters import ADAPTER, ShardedAdapterSlots
 # vocabulary of 49k tokens.
 PROMPT_LOGPROBS_ROWS = 64
 # First words of the messages to the other ranks, beside STEP and ADAPTER.
-COPY_BLOCKS, LOGITS = 1, 2
+COPY_BLOCKS, LOGITS, RELEASE, RESTORE = 1, 2, 4, 5
 # Pairs of blocks in a message.
 PAIRS_PER_MESSAGE = 1024
 
@@ -130,6 +130,10 @@ class Worker:
         elif kind == COPY_BLOCKS:
             group, *blocks = words
             self.kv_cache.copy_blocks(list(zip(blocks[::2], blocks[1::2], strict=True)), group)
+        elif kind == RELEASE:
+            self._free()
+        elif kind == RESTORE:
+            self._allocate()
         elif kind == ADAPTER:
             assert isinstance(self.model.adapters, ShardedAdapterSlots)
             self.model.adapters.follow(words)
@@ -197,9 +201,10 @@ class Worker:
 
     def release(self, *, with_model: bool) -> None:
         """Free the KV cache and the runner with its recorded graphs, and the model if wanted."""
-        self._num_eager_steps = self.num_eager_steps
-        self._runner = None
-        self.kv_cache.free()
+        if self._group is not None:
+            with self._group.together():
+                self._group.send([RELEASE])
+        self._free()
         if with_model:
             self._model = None
 
@@ -209,6 +214,17 @@ class Worker:
 
     def restore(self) -> None:
         """Allocate the KV cache again after :meth:`release`, and on a GPU capture the graphs again."""
+        if self._group is not None:
+            with self._group.together():
+                self._group.send([RESTORE])
+        self._allocate()
+
+    def _free(self) -> None:
+        self._num_eager_steps = self.num_eager_steps
+        self._runner = self._hidden = None
+        self.kv_cache.free()
+
+    def _allocate(self) -> None:
         self.kv_cache.allocate()
         self._runner = self._make_runner()
 
