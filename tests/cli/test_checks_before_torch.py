@@ -58,6 +58,7 @@ CASES = {
     "router": "the following arguments are required: URL",
     "router localhost:8000": "url: expected http://HOST:PORT or https://HOST/PATH, got 'localhost:8000'",
     "router http://h:1 http://h:1/": "url: expected each server once, got http://h:1/ twice",
+    "router http://h:1 --prefill-url http://h:1": "url: expected each server once, got http://h:1 twice",
     "router http://h:1 --beta 0": "--beta: expected a number above 0",
     "router http://h:1 --ssl-keyfile x": "--ssl-certfile and --ssl-keyfile: expected both or none",
     "serve --response-cache nowhere": "--response-cache: expected 'off', 'memory' or the URL of a Redis",

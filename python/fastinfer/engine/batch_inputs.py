@@ -318,6 +318,10 @@ class BatchInputs:
         used = [array[: size.num_tokens].data for array in (self._token_ids, self._positions, *self._slot_mappings)]
         used += [self._query_start[: size.num_seqs + 1].data, self._seq_lens[: size.num_seqs].data]
         used.append(self._logits_indices[: size.num_logits].data)
+        if size.has_adapters:
+            used += [self._adapter_ids[: size.num_tokens].data, self._logits_adapter_ids[: size.num_logits].data]
+        if self._has_states:
+            used += [self._state_reads[: size.num_seqs].data, self._state_writes[: size.num_tokens].data]
         for memory in used:
             digest = zlib.crc32(memory, digest)
         return digest

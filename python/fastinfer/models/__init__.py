@@ -40,6 +40,11 @@ class Model(Protocol):
         """The token of each column of the logits, for a draft model with a reduced vocabulary; ``None`` for all."""
         ...
 
+    @property
+    def adapters(self) -> AdapterSlots | None:
+        """Slots of LoRA adapters; ``None`` for none."""
+        ...
+
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """Compute a step and fill the cache; return [tokens, hidden], the last layer's output before the last norm.
 

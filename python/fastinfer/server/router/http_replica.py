@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 from fastinfer.client.endpoint import Endpoint, Headers
 from fastinfer.errors import ServerError
+from fastinfer.server.router.prompts import NO_PROMPT, Prompt
 from fastinfer.server.router.replica import Replica
 from fastinfer.server.router.replica_connection import ReplicaConnection
 
@@ -30,7 +31,9 @@ class HttpReplica(Replica):
         self._in_use: set[ReplicaConnection] = set()
 
     @contextlib.asynccontextmanager
-    async def ask(self, method: str, path: str, headers: Headers, body: bytes) -> AsyncIterator[ReplicaConnection]:
+    async def ask(
+        self, method: str, path: str, headers: Headers, body: bytes, prompt: Prompt = NO_PROMPT
+    ) -> AsyncIterator[ReplicaConnection]:
         """Send a request, and give the connection once the answer has begun; it is closed if the answer is not read.
 
         Raises:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from fastinfer.client.endpoint import Headers
 from fastinfer.server.router.prefix_index import PrefixIndex
-from fastinfer.server.router.prompts import Prompt
+from fastinfer.server.router.prompts import NO_PROMPT, Prompt
 
 # A request counts as one, and as one more for each so many bytes of prompt that have to be computed.
 LOAD_BYTES = 4096
@@ -98,9 +98,13 @@ class Replica(ABC):
 
     @abstractmethod
     def ask(
-        self, method: str, path: str, headers: Headers, body: bytes
+        self, method: str, path: str, headers: Headers, body: bytes, prompt: Prompt = NO_PROMPT
     ) -> contextlib.AbstractAsyncContextManager[Answer]:
         """Send a request, and give the answer once it has begun; the request is given up if it is not read to its end.
+
+        Args:
+            method, path, headers, body: the request.
+            prompt: its prompt, for a replica that stands for several.
 
         Raises:
             ServerError: the server is lost, and does not answer.
