@@ -2,22 +2,10 @@
 
 #include <vector>
 
-#include "binding/output.h"
+#include "parallel/group_binding.h"
 
 namespace fastinfer {
 namespace {
-
-parallel::Group* group_of(const Checks& check, const Tensor& memory, int64_t rank) {
-  check.shape(memory, "group", {kAny});
-  check.dtype(memory, "group", ScalarType::Byte);
-  check.contiguous(memory, "group");
-  auto* const group = static_cast<parallel::Group*>(memory.data_ptr());
-  const bool is_group = static_cast<size_t>(memory.numel()) >= parallel::kSlotsOffset && group->size >= 1 &&
-                        static_cast<size_t>(memory.numel()) >= parallel::group_bytes(group->slot_bytes);
-  check.require(is_group, "group must be the memory of a process group, got ", memory.numel(), " bytes of none");
-  check.require(rank >= 0 && rank < group->size, "rank must be in 0..", group->size - 1, ", got ", rank);
-  return group;
-}
 
 void check_row(const Checks& check, const parallel::Group& group, int64_t row_bytes) {
   check.require(row_bytes > 0 && row_bytes <= group.slot_bytes, "a row must have between 1 and ", group.slot_bytes,

@@ -52,6 +52,13 @@ FASTINFER_API void initialize(Group& group, int64_t size, int64_t slot_bytes, do
 // The slot of this rank's next exchange.
 FASTINFER_API std::byte* next_slot(Group& group, int rank);
 
+// What the ranks must agree on in an exchange: columns or rows that are put together, or a sum.
+enum Kind : uint64_t { kColumns = 1, kRows = 2, kSum = 3 };
+
+inline uint64_t tag(Kind kind, int64_t rows, int64_t row_bytes) {
+  return kind << 62 ^ static_cast<uint64_t>(rows) << 32 ^ static_cast<uint64_t>(row_bytes);
+}
+
 // Waits until all ranks have written their parts of the slot.
 // `tag` must be the same on all ranks; `bytes` is the size of this rank's part.
 FASTINFER_API void exchange(Group& group, int rank, uint64_t tag, uint64_t bytes);

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 class BuildInfo(TypedDict):
-    """How the extension was built."""
+    """Description of the extension's build."""
 
     version: str
     compiler: str

@@ -18,7 +18,7 @@ from fastinfer.engine.construction import check_draft_model, kv_cache_size
 from fastinfer.engine.disk_block_store import prepare_folder
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.kv_cache_size import KVCacheSize, options_for, options_for_memory
-from fastinfer.engine.rank_process import RankTask, start_ranks
+from fastinfer.engine.rank_process import RankTask, load_part, start_ranks
 from fastinfer.engine.replica_share import ReplicaShare
 from fastinfer.engine.request_validator import POOLINGS
 from fastinfer.errors import RequestError
@@ -30,7 +30,6 @@ from fastinfer.models.image_encoder import image_encoder_of
 from fastinfer.models.shared_model import SharedWeights
 from fastinfer.outputs import PrefillOutput, RequestOutput, ScoreOutput
 from fastinfer.parallel.group import Group
-from fastinfer.parallel.loader import load_shard
 from fastinfer.parallel.ranks import Ranks
 from fastinfer.parallel.support import check_divisible
 from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -183,7 +182,7 @@ class LLM:
         ):
             loads: list[LoadWeights] = [load_weights] * len(checkpoints)
             if ranks is not None:
-                loads = [partial(_load_shard, ranks.group)]
+                loads[0] = partial(_load_part, config, ranks.group)
             elif share is not None and share.weights:
                 loads = [SharedWeights(descriptor) for descriptor in share.weights]
             models = [
@@ -561,10 +560,12 @@ def _one_per_prompt(name: str, value: Any, count: int) -> list[Any]:
     return values
 
 
-def _load_shard(group: Group, checkpoint: Checkpoint, dtype: str, device: str, max_model_len: int | None) -> Model:
+def _load_part(
+    config: EngineConfig, group: Group, checkpoint: Checkpoint, dtype: str, device: str, max_model_len: int | None
+) -> Model:
     """Load rank 0's part of a model, as :func:`fastinfer.models.load_weights` loads a whole one."""
     assert device == "cpu"
-    return load_shard(checkpoint, dtype, max_model_len, group)
+    return load_part(checkpoint, dtype, max_model_len, config, group)
 
 
 @contextlib.contextmanager

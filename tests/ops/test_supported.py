@@ -317,7 +317,7 @@ def test_questions_without_an_answer(arguments: dict[str, Any], message: str) ->
 
 
 def test_operators_of_the_cpu_alone() -> None:
-    exchanges = {"all_gather", "all_gather_rows", "local_ids"}
+    exchanges = {"all_gather", "all_gather_rows", "all_reduce", "local_ids"}
     assert set(ON_CPU_ALONE) == exchanges | {"int6_gemm", "grouped_int6_gemm", "int6_pack", "int6_dequantize"}
     for op in ON_CPU_ALONE:
         assert not ops.supported(op, device="cuda")

@@ -192,6 +192,7 @@ def parallel_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     ids = torch.tensor([3, 0, 9, 9, 4])
     yield "all_gather", (torch.randn(5, 48).bfloat16(), Group.create(1).memory, 0, [48])
     yield "all_gather_rows", (torch.randn(5, 48), ids, Group.create(1).memory, 0, 0, 10)
+    yield "all_reduce", (torch.randn(5, 48).half(), Group.create(1).memory, 0)
     yield "local_ids", (ids, 3, 9)
 
 

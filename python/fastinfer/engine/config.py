@@ -24,11 +24,8 @@ MAX_GIB = 2.0**30
 # Values of options that tensor parallelism does not support otherwise.
 ALONE = {
     "device": ("cpu",),
-    "max_loras": (0,),
-    "num_speculative_tokens": (0,),
     "kv_offloading_size": (None,),
     "kv_offloading_dir": (None,),
-    "async_scheduling": (False, None),
 }
 # Defaults by type of device. A GPU reads its weights faster than 64 sequences use them.
 MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
@@ -93,7 +90,7 @@ class EngineConfig:
             grammars, penalties, logits processors, log-probabilities, beams, and with speculation.
         enforce_eager: whether all steps run operator by operator instead of replaying recorded graphs.
         tensor_parallel_size: number of processes that compute the model together, each with a part of every weight. On
-            a CPU alone, without LoRA adapters, speculation and stores of blocks beyond the KV cache.
+            a CPU alone, without stores of blocks beyond the KV cache.
     """
 
     max_model_len: int | None = None

@@ -140,9 +140,9 @@ class Engine:
         group = None if ranks is None else ranks.group
         if (1 if group is None else group.size) != config.tensor_parallel_size:
             raise RequestError(f"an engine with tensor_parallel_size={config.tensor_parallel_size} needs as many ranks")
-        make_worker = partial(Worker, config, size=size, separates_roles=has_roles, group=group)
+        make_worker = partial(Worker, config, size=size, separates_roles=has_roles)
         with self._context():  # on a GPU the workers capture their graphs here
-            self.worker = make_worker(model, with_adapters=config.max_loras > 0)
+            self.worker = make_worker(model, with_adapters=config.max_loras > 0, group=group)
             self.draft_worker = None if draft_model is None else make_worker(draft_model)
         self._workers = [self.worker] if self.draft_worker is None else [self.worker, self.draft_worker]
         self._samplers = [self.sampler] if draft_sampler is None else [self.sampler, draft_sampler]
@@ -685,5 +685,7 @@ def _with_adapters(model: Model, config: EngineConfig) -> tuple[Model, Adapters]
     """Return the model, with slots for LoRA adapters if the configuration has any, and the manager of the slots."""
     if not config.max_loras:
         return model, Adapters()
-    slots = AdapterSlots(model.config, config.max_loras, config.max_lora_rank, config.lora_dtype, config.device)
+    slots = model.adapters  # of a part of a model
+    if slots is None:
+        slots = AdapterSlots(model.config, config.max_loras, config.max_lora_rank, config.lora_dtype, config.device)
     return model.with_adapters(slots), Adapters(slots, config.max_cpu_loras or config.max_loras)

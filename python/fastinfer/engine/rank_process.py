@@ -16,10 +16,13 @@ from fastinfer.engine.roles import roles_differ
 from fastinfer.engine.worker import Worker
 from fastinfer.errors import describe_error
 from fastinfer.models import open_checkpoint
+from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
+from fastinfer.models.decoder import Decoder
 from fastinfer.parallel.group import Group, is_abort
 from fastinfer.parallel.loader import load_shard
 from fastinfer.parallel.ranks import Ranks
+from fastinfer.parallel.sharded_adapters import SlotSizes
 from fastinfer.utils.parent import end_with_parent
 from fastinfer.utils.text import one_line
 
@@ -79,8 +82,25 @@ def main(parent: str, rank: str) -> None:
 def load_worker(task: RankTask, group: Group) -> Worker:
     """Load a rank's part of the model, and allocate its part of the KV cache."""
     checkpoint = open_checkpoint(task.path, Precision.of(task.dtype).exact)
-    model = load_shard(checkpoint, task.dtype, task.size.max_model_len, group)
-    return Worker(task.config, model, task.size, separates_roles=roles_differ("cpu"), group=group)
+    model = load_part(checkpoint, task.dtype, task.size.max_model_len, task.config, group)
+    return Worker(
+        task.config,
+        model,
+        task.size,
+        with_adapters=task.config.max_loras > 0,
+        separates_roles=roles_differ("cpu"),
+        group=group,
+    )
+
+
+def load_part(
+    checkpoint: Checkpoint, dtype: str, max_model_len: int | None, config: EngineConfig, group: Group
+) -> Decoder:
+    """Load a rank's part of the model, with slots for adapters; see :func:`fastinfer.parallel.loader.load_shard`."""
+    slots = None
+    if config.max_loras:
+        slots = SlotSizes(config.max_loras, config.max_lora_rank, config.lora_dtype)
+    return load_shard(checkpoint, dtype, max_model_len, group, slots)
 
 
 def _wait_for_end_of_input() -> None:

@@ -273,8 +273,12 @@ class Sequence:
         depends_on_text = self.grammar is not None or self.counts is not None or self.token_rules is not None
         depends_on_text |= bool(self.params.logits_processors)
         # Log-probabilities of a prompt are computed from hidden states, which the next step overwrites.
-        scores_prompt = self.next_prompt_logprob is not None and self.next_prompt_logprob < self.num_prompt_tokens
-        return self.runs_ahead and not depends_on_text and not scores_prompt and not self.siblings
+        return self.runs_ahead and not depends_on_text and not self.scores_prompt and not self.siblings
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of tokens of the prompt are still wanted."""
+        return self.next_prompt_logprob is not None and self.next_prompt_logprob < self.num_prompt_tokens
 
     @property
     def num_tokens(self) -> int:

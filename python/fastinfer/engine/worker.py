@@ -13,11 +13,12 @@ from fastinfer.engine.sampled_token import TokenLogprob, top_logprobs
 from fastinfer.models import Model
 from fastinfer.models.kv_cache import KVCache, num_blocks_for
 from fastinfer.parallel.group import Group
+from fastinfer.parallel.sharded_adapters import ADAPTER, ShardedAdapterSlots
 
 # Number of prompt tokens whose logits are computed at a time if their log-probabilities are requested: 12 MB for a
 # vocabulary of 49k tokens.
 PROMPT_LOGPROBS_ROWS = 64
-# First words of the messages to the other ranks, beside STEP.
+# First words of the messages to the other ranks, beside STEP and ADAPTER.
 COPY_BLOCKS, LOGITS = 1, 2
 # Pairs of blocks in a message.
 PAIRS_PER_MESSAGE = 1024
@@ -119,11 +120,15 @@ class Worker:
         elif kind == COPY_BLOCKS:
             group, *blocks = words
             self.kv_cache.copy_blocks(list(zip(blocks[::2], blocks[1::2], strict=True)), group)
+        elif kind == ADAPTER:
+            assert isinstance(self.model.adapters, ShardedAdapterSlots)
+            self.model.adapters.follow(words)
         else:
             assert kind == LOGITS
             assert self._hidden is not None
-            first, count = words
-            self.model.logits(self._hidden, torch.arange(first, first + count))
+            first, count, adapter = words
+            rows = torch.arange(first, first + count)
+            self.model.logits(self._hidden, rows, _adapter_ids(rows, adapter))
         self._group.finish()
 
     def copy_blocks(self, pairs: list[tuple[int, int]], group: int) -> None:
@@ -153,8 +158,7 @@ class Worker:
         for begin in range(0, len(token_ids), PROMPT_LOGPROBS_ROWS):
             part = token_ids[begin : begin + PROMPT_LOGPROBS_ROWS]
             rows = torch.arange(begin, begin + len(part), device=hidden.device)
-            adapter_ids = torch.full_like(rows, adapter, dtype=torch.int32) if adapter >= 0 else None
-            logits = self._logits(hidden, rows, adapter_ids).float()
+            logits = self._logits(hidden, rows, adapter).float()
             logprobs += [top_logprobs(row, token_id, count) for row, token_id in zip(logits, part, strict=True)]
         return logprobs
 
@@ -169,16 +173,17 @@ class Worker:
         """
         return self.model.normalize(hidden).cpu().double().sum(0)
 
-    def _logits(self, hidden: Tensor, rows: Tensor, adapter_ids: Tensor | None) -> Tensor:
+    def _logits(self, hidden: Tensor, rows: Tensor, adapter: int) -> Tensor:
         """Compute logits for rows of hidden states of the last step, with all ranks."""
+        adapter_ids = _adapter_ids(rows, adapter)
         if self._group is None:
             return self.model.logits(hidden, rows, adapter_ids)
         assert self._hidden is not None
         # The other ranks have the same hidden states of the whole step, of which these are consecutive rows.
         first = (hidden.data_ptr() - self._hidden.data_ptr()) // (hidden.shape[1] * hidden.itemsize)
         with self._group.together():
-            self._group.send([LOGITS, first + int(rows[0]), len(rows)])
-            return self.model.logits(hidden, rows)
+            self._group.send([LOGITS, first + int(rows[0]), len(rows), adapter])
+            return self.model.logits(hidden, rows, adapter_ids)
 
     def release(self, *, with_model: bool) -> None:
         """Free the KV cache and the runner with its recorded graphs, and the model if wanted."""
@@ -210,6 +215,7 @@ class Worker:
             num_groups=len(self._size.windows),
             device=config.device,
             has_states=self.model.config.states is not None,
+            drops_rows=self.model.config.num_storing_layers < self.model.config.num_layers,
             allocate=None if self._group is None else self._group.allocate_inputs,
         )
         return Runner(
@@ -222,3 +228,8 @@ class Worker:
             separates_roles=self._separates_roles,
             group=self._group,
         )
+
+
+def _adapter_ids(rows: Tensor, adapter: int) -> Tensor | None:
+    """Return the slot of the adapter that all rows have; ``None`` for none, which is -1."""
+    return torch.full_like(rows, adapter, dtype=torch.int32) if adapter >= 0 else None

@@ -81,6 +81,38 @@ def all_gather_rows(
     return ops.all_gather_rows.default(x, ids, group, rank, start, end)
 
 
+def all_reduce(x: Tensor, group: Tensor, rank: int, *, out: Tensor | None = None) -> Tensor:
+    """Sum of the activations that the ranks have: of their ``x``, in fp32 and in the order of the ranks.
+
+    Args:
+        x: [...], of the same shape on all ranks; fp32, bf16 or fp16; contiguous.
+        group: [bytes] uint8, the memory that the ranks share.
+        rank: number of this rank.
+        out: receives the result; see :mod:`fastinfer.ops`. It may be ``x``.
+
+    Returns:
+        Shape and dtype of ``x``; the same bits on all ranks, whatever their timing.
+
+    Raises:
+        RuntimeError: as for :func:`all_gather`.
+
+    Devices: CPU.
+
+    Source: the collective of MPI and NCCL, https://www.mpi-forum.org/docs/. Every rank reads the parts of all others
+    and adds them up itself (the "one-shot" form).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> from fastinfer.parallel.group import Group
+    >>> group = Group.create(1)
+    >>> ops.all_reduce(torch.tensor([[1.0, 2.0]]), group.memory, 0)
+    tensor([[1., 2.]])
+    """
+    inference_only("all_reduce", "x", x)
+    if out is not None:
+        return into(out, ops.all_reduce, x, group, rank)
+    return ops.all_reduce.default(x, group, rank)
+
+
 def local_ids(ids: Tensor, start: int, end: int, *, out: Tensor | None = None) -> Tensor:
     """Number the ids of one rank's part of a table from 0: ``ids - start``, and 0 for the ids of other ranks.
 

@@ -100,6 +100,7 @@ ON_CPU = {
     "int6_dequantize": UNPACK6,
     "all_gather": ELEMENTWISE,
     "all_gather_rows": ELEMENTWISE,
+    "all_reduce": ELEMENTWISE,
     "local_ids": Support((torch.int64,)),
 }
 

@@ -10,6 +10,7 @@ from fastinfer.client.endpoint import Endpoint
 from fastinfer.errors import ServerError
 from fastinfer.server.host_state import HostState
 from fastinfer.server.router.config import RouterConfig
+from fastinfer.server.router.http_replica import HttpReplica
 from fastinfer.server.router.policy import choose
 from fastinfer.server.router.prompts import Prompt, parse_object
 from fastinfer.server.router.replica import Replica
@@ -45,8 +46,8 @@ class RouterHost:
         self.is_stopped = False
         self._config = config
         self._probes: dict[Replica, asyncio.Task[None]] = {}
-        self.replicas = [Replica(endpoint, config.max_index_blocks) for endpoint in endpoints]
-        self.prefill_servers = [Replica(endpoint, config.max_index_blocks) for endpoint in prefill_endpoints]
+        self.replicas: list[Replica] = [HttpReplica(endpoint, config.max_index_blocks) for endpoint in endpoints]
+        self.prefill_servers = [HttpReplica(endpoint, config.max_index_blocks) for endpoint in prefill_endpoints]
 
     async def start(self) -> None:
         """Begin to ask the replicas whether they are ready, each at once."""
@@ -60,7 +61,7 @@ class RouterHost:
 
     def add(self, endpoint: Endpoint, name: str) -> Replica:
         """Add a replica while the router runs."""
-        replica = Replica(endpoint, self._config.max_index_blocks, name)
+        replica = HttpReplica(endpoint, self._config.max_index_blocks, name)
         self.replicas.append(replica)
         self._watch(replica)
         return replica
