@@ -112,7 +112,7 @@ $(RAY)/.installed: $(VENV)/.installed-test
 	test -x $(RAY)/bin/python || $(BIN)/python -m venv $(RAY)
 	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
 	  > "$$($(RAY)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/below.pth"
-	$(RAY)/bin/pip install --quiet "ray[serve]>=2.60,<3"
+	$(RAY)/bin/pip install --quiet "fastinfer[ray]"
 	touch $@
 
 # Each request must get the text that it gets alone; 10,000 traces are about 100,000 steps.
