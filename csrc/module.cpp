@@ -5,6 +5,7 @@
 #include <chrono>
 #include <map>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -15,6 +16,8 @@
 #include "common/cpu/parallel.h"
 #include "formats/gguf.h"
 #include "launch_plan.h"
+#include "parallel/peer_group.h"
+#include "parallel/peer_plan.h"
 #include "parallel/process_group.h"
 #include "roofline/roofline.h"
 
@@ -194,6 +197,39 @@ void define_process_group(py::module_& m) {
       .def("exchanged", &ProcessGroup::exchanged, "Numbers of exchanges and bytes that this rank has sent.");
 }
 
+py::bytes peer_table(const std::vector<uintptr_t>& addresses, int64_t memory_bytes, double deadline, uintptr_t aborted,
+                     std::optional<int64_t> one_shot_bytes) {
+  if (addresses.empty() || addresses.size() > parallel::kMaxPeers) {
+    throw std::invalid_argument("a group of GPUs must have between 1 and " + std::to_string(parallel::kMaxPeers) +
+                                " ranks, got " + std::to_string(addresses.size()));
+  }
+  const int64_t slots = memory_bytes - static_cast<int64_t>(sizeof(parallel::PeerState));
+  parallel::PeerGroup group{
+      .size = static_cast<int64_t>(addresses.size()),
+      .slot_bytes = slots / 32 * 16,
+      .one_shot_bytes = one_shot_bytes.value_or(cuda::one_shot_bytes(static_cast<int64_t>(addresses.size()))),
+      .deadline_ns = static_cast<int64_t>(deadline * 1e9),
+      .aborted = reinterpret_cast<uint64_t*>(aborted),
+      .memory = {},
+  };
+  if (group.slot_bytes < 16) {
+    throw std::invalid_argument("memory must have at least " + std::to_string(parallel::peer_memory_bytes(16)) +
+                                " bytes, got " + std::to_string(memory_bytes));
+  }
+  for (size_t rank = 0; rank < addresses.size(); ++rank) {
+    group.memory[rank] = reinterpret_cast<std::byte*>(addresses[rank]);
+  }
+  return {reinterpret_cast<const char*>(&group), sizeof group};
+}
+
+void define_peer_group(py::module_& m) {
+  m.def("peer_memory_bytes", &parallel::peer_memory_bytes, py::arg("slot_bytes"),
+        "Size of a rank's memory in a group of GPUs.");
+  m.def("peer_table", &peer_table, py::arg("addresses"), py::arg("memory_bytes"), py::arg("deadline"),
+        py::arg("aborted"), py::arg("one_shot_bytes"),
+        "The table of a group of GPUs, see fastinfer.parallel.peer_group.");
+}
+
 }  // namespace
 }  // namespace fastinfer
 
@@ -218,5 +254,6 @@ PYBIND11_MODULE(_C, m) {
         "fit.");
   fastinfer::define_launch_graph(m);
   fastinfer::define_process_group(m);
+  fastinfer::define_peer_group(m);
   fastinfer::define_gguf(m);
 }

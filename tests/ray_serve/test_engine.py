@@ -47,5 +47,5 @@ def test_the_life_of_an_engine(model_path: Path) -> None:
 def test_an_engine_that_cannot_load_its_model(tmp_path: Path) -> None:
     path = tmp_path / "broken.gguf"
     path.write_bytes(b"GGUF" + bytes(100))
-    with pytest.raises(FastinferError, match="broken.gguf"):
+    with pytest.raises(FastinferError, match=r"broken\.gguf"):
         asyncio.run(make(model=str(path)))
