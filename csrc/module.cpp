@@ -153,6 +153,9 @@ class ProcessGroup {
   void finish() {
     parallel::finish(*group_, rank_);
   }
+  void wait_for(int other) {
+    parallel::wait_for(*group_, rank_, other);
+  }
   void abort() {
     parallel::abort(*group_);
   }
@@ -161,14 +164,15 @@ class ProcessGroup {
     return {state.arrived.load(), state.bytes.load()};
   }
 
-  static void initialize(const py::buffer& memory, int64_t size, int64_t slot_bytes, double deadline) {
+  static void initialize(const py::buffer& memory, int64_t size, int64_t slot_bytes, double deadline,
+                         int64_t num_messages) {
     const py::buffer_info info = memory.request(true);
     const auto bytes = static_cast<size_t>(info.size * info.itemsize);
     if (slot_bytes < 1 || bytes < parallel::group_bytes(slot_bytes)) {
       throw std::invalid_argument("memory must have at least " + std::to_string(parallel::group_bytes(slot_bytes)) +
                                   " bytes, got " + std::to_string(bytes));
     }
-    parallel::initialize(*static_cast<parallel::Group*>(info.ptr), size, slot_bytes, deadline);
+    parallel::initialize(*static_cast<parallel::Group*>(info.ptr), size, slot_bytes, deadline, num_messages);
   }
 
  private:
@@ -182,11 +186,13 @@ void define_process_group(py::module_& m) {
   py::class_<ProcessGroup>(m, "ProcessGroup", "A rank of a group of processes; see fastinfer.parallel.group.")
       .def(py::init<py::buffer, int>(), py::arg("memory"), py::arg("rank"))
       .def_static("initialize", &ProcessGroup::initialize, py::arg("memory"), py::arg("size"), py::arg("slot_bytes"),
-                  py::arg("deadline"), "Make a group in memory of zeros.")
+                  py::arg("deadline"), py::arg("num_messages"), "Make a group in memory of zeros.")
       .def_static("num_bytes", &parallel::group_bytes, py::arg("slot_bytes"), "Size of its memory.")
       .def("send", &ProcessGroup::send, py::arg("words"), released, "Rank 0: send the other ranks a message.")
       .def("receive", &ProcessGroup::receive, released, "Other ranks: wait for a message.")
       .def("finish", &ProcessGroup::finish, "Say that the message was carried out.")
+      .def("wait_for", &ProcessGroup::wait_for, py::arg("other"), released,
+           "Wait until another rank has carried out the message that is this rank's next.")
       .def("abort", &ProcessGroup::abort, "End all waits of all ranks with an error.")
       .def("exchanged", &ProcessGroup::exchanged, "Numbers of exchanges and bytes that this rank has sent.");
 }
