@@ -66,7 +66,7 @@ class Worker:
         self._with_adapters = with_adapters
         self._separates_roles = separates_roles
         self._group = group
-        self._allocate = allocate if group is None else group.allocate_inputs
+        self._allocate_inputs = allocate if group is None else group.allocate_inputs
         self._hidden: Tensor | None = None  # of the last step, with several ranks
         self._model: Model | None = model
         self.kv_cache = KVCache.of_model(
@@ -133,7 +133,7 @@ class Worker:
         elif kind == RELEASE:
             self._free()
         elif kind == RESTORE:
-            self._allocate()
+            self._restore()
         elif kind == ADAPTER:
             assert isinstance(self.model.adapters, ShardedAdapterSlots)
             self.model.adapters.follow(words)
@@ -217,14 +217,14 @@ class Worker:
         if self._group is not None:
             with self._group.together():
                 self._group.send([RESTORE])
-        self._allocate()
+        self._restore()
 
     def _free(self) -> None:
         self._num_eager_steps = self.num_eager_steps
         self._runner = self._hidden = None
         self.kv_cache.free()
 
-    def _allocate(self) -> None:
+    def _restore(self) -> None:
         self.kv_cache.allocate()
         self._runner = self._make_runner()
 
@@ -242,7 +242,7 @@ class Worker:
             device=config.device,
             has_states=self.model.config.states is not None,
             drops_rows=self.model.config.num_storing_layers < self.model.config.num_layers,
-            allocate=self._allocate,
+            allocate=self._allocate_inputs,
         )
         return Runner(
             self.model,
