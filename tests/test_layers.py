@@ -32,8 +32,8 @@ PYTHON_LAYERS = """
 CPP_LAYERS = """
     common
     binding
-    elementwise norm parallel roofline sampling
-    gemm
+    elementwise norm roofline sampling
+    gemm parallel
     quant
     formats linear_attention lora moe
     attention

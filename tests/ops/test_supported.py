@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.helpers import device_fixture
-from support.op_calls import int32, op_calls
+from support.op_calls import int32, op_calls, parallel_calls
 from support.paths import ROOT
 from support.peers import lone_rank
 from support.placement import EmulatedDevice, host_operators
@@ -82,7 +82,7 @@ def overload(op: str) -> Any:
 def calls_of(op: str) -> Iterator[Call]:
     """Operator calls by argument names."""
     with host_operators():  # which pack the weights; they are moved later
-        calls = list(op_calls(cpu_alone=op in (*ON_CPU_ALONE, *EXCHANGES)))
+        calls = list(parallel_calls() if op in EXCHANGES else op_calls(cpu_alone=op in ON_CPU_ALONE))
     for name, args in calls:
         if name == op:
             names = [argument.name for argument in overload(op)._schema.arguments]

@@ -2,10 +2,11 @@
 
 import pickle
 from collections.abc import Sequence
+from multiprocessing.reduction import ForkingPickler
 
 import torch
+import torch.multiprocessing  # with which tensors are pickled as handles of their memory
 from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
 
 from fastinfer import _C, ops
 from fastinfer.parallel.group import DEADLINE, SLOT_BYTES, Group
@@ -55,14 +56,17 @@ class PeerGroup:
         own = torch.zeros(_C.peer_memory_bytes(SLOT_BYTES), dtype=torch.uint8, device=device)
         if own.is_cuda:
             torch.cuda.synchronize(own.device)
-        handle = pickle.dumps(reduce_tensor(own)).ljust(4 * HANDLE_NUMBERS, b"\0")
+        handle = bytes(ForkingPickler.dumps(own)).ljust(4 * HANDLE_NUMBERS, b"\0")
         x = torch.frombuffer(bytearray(handle), dtype=torch.float32)[None]
         handles = ops.all_gather(x, group.memory, group.rank, [HANDLE_NUMBERS] * group.size)
-        memories = []
-        for rank, part in enumerate(handles.view(torch.uint8).split(4 * HANDLE_NUMBERS, 1)):
-            rebuild, arguments = pickle.loads(part.numpy().tobytes())  # from a process of this group
-            memories.append(own if rank == group.rank else rebuild(*arguments))
-        return cls(group.rank, memories)
+        parts = handles.view(torch.uint8).split(4 * HANDLE_NUMBERS, 1)
+        return cls(
+            group.rank,
+            [
+                own if rank == group.rank else pickle.loads(part.numpy().tobytes())  # from a process of this group
+                for rank, part in enumerate(parts)
+            ],
+        )
 
     @property
     def is_aborted(self) -> bool:
