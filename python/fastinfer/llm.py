@@ -18,7 +18,7 @@ from fastinfer.engine.construction import check_draft_model, kv_cache_size
 from fastinfer.engine.disk_block_store import prepare_folder
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.kv_cache_size import KVCacheSize, options_for, options_for_memory
-from fastinfer.engine.rank_process import RankTask, load_part, start_ranks
+from fastinfer.engine.rank_process import RankTask, StageTask, start_ranks
 from fastinfer.engine.replica_share import ReplicaShare
 from fastinfer.engine.request_validator import POOLINGS
 from fastinfer.errors import RequestError
@@ -30,6 +30,7 @@ from fastinfer.models.image_encoder import image_encoder_of
 from fastinfer.models.shared_model import SharedWeights
 from fastinfer.outputs import PrefillOutput, RequestOutput, ScoreOutput
 from fastinfer.parallel.group import Group
+from fastinfer.parallel.layer_split import stages_of
 from fastinfer.parallel.ranks import Ranks
 from fastinfer.parallel.support import check_divisible
 from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -78,6 +79,9 @@ class LLM:
         tensor_parallel_size: number of processes of this machine that compute the model together, each with a part of
             every weight and of the machine's threads; on a CPU alone. Results are bitwise those of one process. What
             works with it, and when it pays: docs/tensor-parallelism.md.
+        pipeline_parallel_size: number of processes of this machine that compute the model together, each some of its
+            layers, with several steps in flight; on a CPU alone. Results are bitwise those of one process. What works
+            with it, and when it pays: docs/pipeline-parallelism.md.
         share: what this process shares with other replicas on a CPU; ``fastinfer serve --data-parallel-size`` sets it.
 
     Attributes:
@@ -124,6 +128,7 @@ class LLM:
         deterministic: bool = False,
         enforce_eager: bool = False,
         tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
         share: ReplicaShare | None = None,
     ) -> None:
         check_choice("dtype", dtype, DTYPES)
@@ -160,6 +165,7 @@ class LLM:
             device=device,
             enforce_eager=enforce_eager,
             tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
         )
         if kv_offloading_dir is not None:
             prepare_folder(Path(kv_offloading_dir))  # before the weights are loaded, which takes longer
@@ -169,20 +175,23 @@ class LLM:
         checkpoints = [open_checkpoint(path, precision.exact) for path in paths]
         if tensor_parallel_size > 1:
             check_divisible(checkpoints[0], tensor_parallel_size)
+        stages = stages_of(checkpoints[0], pipeline_parallel_size) if pipeline_parallel_size > 1 else []
         size = _choose_kv_cache_size(config, checkpoints, share)
         if draft_model is not None:
             check_draft_model(config, checkpoints[0].config, checkpoints[1].config, size.max_model_len)
         defaults = sampling_defaults(checkpoints[0])
-        ranks = None
-        if tensor_parallel_size > 1:
-            ranks = start_ranks(RankTask(paths[0], dtype, config, size, tensor_parallel_size))
+        ranks = task = None
+        if config.num_ranks > 1:
+            parts = paths[0], dtype, config, size, config.num_ranks
+            task = StageTask(*parts, stages) if stages else RankTask(*parts)
+            ranks = start_ranks(task)
         with (
             _closed_on_error(ranks),
             explained_memory_errors(_memory_needs(config, size, checkpoints), options_for_memory(config)),
         ):
             loads: list[LoadWeights] = [load_weights] * len(checkpoints)
-            if ranks is not None:
-                loads[0] = partial(_load_part, config, ranks.group)
+            if ranks is not None and task is not None:
+                loads[0] = partial(_load_part, task, ranks.group)
             elif share is not None and share.weights:
                 loads = [SharedWeights(descriptor) for descriptor in share.weights]
             models = [
@@ -561,11 +570,11 @@ def _one_per_prompt(name: str, value: Any, count: int) -> list[Any]:
 
 
 def _load_part(
-    config: EngineConfig, group: Group, checkpoint: Checkpoint, dtype: str, device: str, max_model_len: int | None
+    task: RankTask, group: Group, checkpoint: Checkpoint, dtype: str, device: str, max_model_len: int | None
 ) -> Model:
     """Load rank 0's part of a model, as :func:`fastinfer.models.load_weights` loads a whole one."""
-    assert device == "cpu"
-    return load_part(checkpoint, dtype, max_model_len, config, group)
+    assert (dtype, device, max_model_len) == (task.dtype, "cpu", task.size.max_model_len)
+    return task.load_model(checkpoint, group)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import save_model
+from support.families import make_model, save_model
+from support.gguf_model_file import write_gguf
 from support.random_checkpoint import RandomCheckpoint, int4, int8
 from support.ranks import in_ranks, logits_of_texts
 from torch import Tensor
@@ -93,8 +94,9 @@ def test_results_are_bitwise_those_of_one_rank(family: str, size: int, tmp_path:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_dtypes(dtype: str, tmp_path: Path) -> None:
-    check_same("llama-biases", 3, dtype, tmp_path)
+@pytest.mark.parametrize("family", ["llama-biases", "qwen3.5", "granite-hybrid-dense", "deepseek-v2"])
+def test_dtypes(family: str, dtype: str, tmp_path: Path) -> None:
+    check_same(family, 3, dtype, tmp_path)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 1, 2), (6, 1, 3), (9, 3, 2), (8, 2, 3), (4, 4, 4)])
@@ -105,11 +107,15 @@ def test_numbers_of_heads(heads: int, kv_heads: int, size: int, tmp_path: Path) 
 
 def check_same(family: str, size: int, dtype: str, folder: Path, **sizes: int) -> None:
     save_model(folder, family, **({"sizes": sizes} if sizes else {}))
-    expected = logits_of_texts(load_weights(open_checkpoint(folder), dtype, "cpu", None), TEXTS)
+    check_same_logits(folder, size, dtype)
+
+
+def check_same_logits(path: Path, size: int, dtype: str) -> None:
+    exact = Precision.of(dtype).exact
+    expected = logits_of_texts(load_weights(open_checkpoint(path, exact), dtype, "cpu", None), TEXTS)
 
     def run(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-        exact = Precision.of(dtype).exact
-        return logits_of_texts(load_shard(open_checkpoint(folder, exact), dtype, None, group), TEXTS)
+        return logits_of_texts(load_shard(open_checkpoint(path, exact), dtype, None, group), TEXTS)
 
     for results in in_ranks(size, run):
         for got, want in zip(results, expected, strict=True):
@@ -241,3 +247,10 @@ def test_gguf_file(size: int, model_path: Path) -> None:
         assert num_bytes <= {2: 0.55, 3: 0.4}[size] * weight_bytes(whole)
         for got, want in zip(results, expected, strict=True):
             assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_gguf_file_with_value_heads_in_another_order(size: int, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", make_model("qwen3.5", num_hidden_layers=4))
+    assert getattr(open_checkpoint(tmp_path / "model.gguf").config.states, "tiled_output", False)
+    check_same_logits(tmp_path / "model.gguf", size, "auto")

@@ -77,9 +77,13 @@ def test_steps_operator_by_operator(folder: Path, whole: LLM) -> None:
     assert texts(eager, GREEDY) == texts(whole, GREEDY)
 
 
-def test_sleep_is_refused(divided: LLM) -> None:
-    with pytest.raises(FastinferError, match="sleep needs tensor_parallel_size=1"):
-        divided.sleep()
+def test_sleep(whole: LLM, divided: LLM) -> None:
+    with pytest.raises(FastinferError, match="level must be 1 with tensor_parallel_size"):
+        divided.sleep(2)
+    divided.sleep()
+    assert divided.engine.is_sleeping
+    divided.wake_up()
+    assert texts(divided, GREEDY) == texts(whole, GREEDY)
 
 
 @pytest.mark.parametrize(

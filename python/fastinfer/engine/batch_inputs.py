@@ -100,6 +100,8 @@ class BatchInputs:
         drops_rows: see above.
         has_unknown_tokens: whether the batch has tokens that are still to be inserted by :meth:`insert_drawn`.
         images: the tokens of images in the batch, which recorded graphs do not read; ``None`` if there are none.
+        hidden: [max_tokens, hidden] hidden states before the first layer, at an address that never changes, for a model
+            without the first layer of the whole one; ``None`` otherwise.
     """
 
     def __init__(
@@ -153,6 +155,7 @@ class BatchInputs:
         self._last_drawn: Tensor | None = None
         self.has_unknown_tokens = False
         self.images: ImageTokens | None = None
+        self.hidden: Tensor | None = None
         # For each group and row: the list of blocks that was written last, and how many of its entries.
         self._written: list[list[tuple[list[int], int]]] = [[([], 0)] * max_seqs for _ in range(num_groups)]
         # Entries of the block tables that were written since the last upload, as ranges over all tables.
@@ -309,6 +312,7 @@ class BatchInputs:
             state_reads=tensor(self._state_reads, size.num_seqs) if self._has_states else None,
             state_writes=tensor(self._state_writes, size.num_tokens) if self._has_states else None,
             images=self.images,
+            hidden=None if self.hidden is None else self.hidden[: size.num_tokens],
             last=last,
         )
 

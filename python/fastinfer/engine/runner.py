@@ -71,20 +71,33 @@ class Runner:
             drawn: [rows] int64 tokens of the last draw, on the device, if some chunks begin with tokens that the host
                 does not know yet.
         """
+        size, is_decode = self.prepare(chunks, rows, drawn)
+        if self._group is None:
+            return self.run(size, is_decode)
+        with self._group.together():
+            self._group.send([STEP, *self.description(size, is_decode)])
+            return self.run(size, is_decode)
+
+    def prepare(
+        self, chunks: list[Chunk], rows: list[LogitsRow], drawn: Tensor | None = None
+    ) -> tuple[BatchSize, bool]:
+        """Write the inputs of a step, see :meth:`__call__`; return the arguments of :meth:`run`."""
         size = self.inputs.fill(chunks, rows, drawn)
         if self._always_adapters:
             size = size._replace(has_adapters=True)
         if self._separates_roles:
             size = _with_roles(size, chunks)
-        is_decode = all(chunk.sequence.is_decoding for chunk in chunks)
-        if self._group is None:
-            return self.run(size, is_decode)
-        with self._group.together():
-            self._group.send([STEP, *size, is_decode, self.inputs.digest(size)])
-            return self.run(size, is_decode)
+        return size, all(chunk.sequence.is_decoding for chunk in chunks)
+
+    def description(self, size: BatchSize, is_decode: bool) -> list[int]:
+        """Return what other ranks must know of a step whose inputs are written, for :meth:`follow`."""
+        return [*size, is_decode, self.inputs.digest(size)]
 
     def follow(self, words: list[int]) -> StepResult:
         """Compute the step that rank 0 has announced, whose inputs are in the memory that the ranks share.
+
+        Args:
+            words: the step's :meth:`description`.
 
         Raises:
             RuntimeError: the inputs are not those of the message.

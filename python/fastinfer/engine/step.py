@@ -26,7 +26,7 @@ from fastinfer.errors import describe_error
 _ChunkResult = tuple[Chunk, list[SampledToken]]
 
 
-class _Launched(NamedTuple):
+class Launched(NamedTuple):
     """A step that was launched and whose results have not been collected yet.
 
     Attributes:
@@ -90,7 +90,7 @@ class Step:
         self._requests = requests
         self._runs_ahead = runs_ahead
         self.num_waited_steps = 0
-        self._launched: _Launched | None = None
+        self._launched: Launched | None = None
 
     def __call__(self) -> StepStats | None:
         """Collect the results of a step, after the next one was launched if it may run ahead.
@@ -105,7 +105,7 @@ class Step:
         """
         try:
             launched = self._launched
-            if launched is None or not any(map(_is_wanted, launched.chunks)):
+            if launched is None or not any(map(is_wanted, launched.chunks)):
                 launched = self._launch()
             if launched is None:
                 return None
@@ -124,7 +124,7 @@ class Step:
         """Forget a step that was launched for sequences that have ended meanwhile, and its tensors."""
         self._launched = None
 
-    def _may_run_ahead_of(self, launched: _Launched) -> bool:
+    def _may_run_ahead_of(self, launched: Launched) -> bool:
         """Return whether the next step can be launched before this one's results are known."""
         return (
             self._runs_ahead
@@ -134,7 +134,7 @@ class Step:
             and self._block_manager.num_available >= len(self._scheduler.running)
         )
 
-    def _launch(self, drawn: Draw | None = None) -> _Launched | None:
+    def _launch(self, drawn: Draw | None = None) -> Launched | None:
         """Launch a step; ``None`` if there is nothing to compute.
 
         Args:
@@ -149,21 +149,21 @@ class Step:
         self._block_manager.place_states(chunks)
         result = self._worker.run(chunks, rows, None if drawn is None else drawn.token_ids)
         draw = self._sampler.launch(result, rows)
-        _mark_launched(chunks)
+        mark_launched(chunks)
         for chunk in chunks:
             if not chunk.drafts:
                 self._block_manager.advance_states(chunk)
-        return _Launched(chunks, result, draw, start, start_compute)
+        return Launched(chunks, result, draw, start, start_compute)
 
     def _schedule(self, waits: bool) -> list[Chunk]:
         """Return the chunks to compute, drafts included.
 
         Args:
-            waits: whether to wait for a moment if there are none.
+            waits: whether to wait for a moment if there are none, as no earlier step has to be collected.
         """
         if self._speculator is not None:
             self._speculator.choose_num_drafts(self._scheduler.running)
-        chunks = self._scheduler.schedule()
+        chunks = self._scheduler.schedule(is_ahead=not waits)
         self._save_blocks()
         if chunks:
             self._copy_blocks()
@@ -211,7 +211,7 @@ class Step:
             rows = [row for row in rows if row.sequence.request_id in kept]
         return chunks, rows
 
-    def _collect(self, launched: _Launched) -> StepStats:
+    def _collect(self, launched: Launched) -> StepStats:
         """Wait for the results of a step and pass them to the requests."""
         chunks, tokens = launched.chunks, launched.draw.tokens()
         if self._speculator is not None:
@@ -220,7 +220,7 @@ class Step:
         work = StepWork.of(chunks)
         return StepStats(launched.start, time.perf_counter() - launched.start, work, num_generated)
 
-    def _update(self, launched: _Launched, tokens: list[SampledToken]) -> int:
+    def _update(self, launched: Launched, tokens: list[SampledToken]) -> int:
         """Pass the results to the requests, each of which is completely updated before the next one.
 
         Returns:
@@ -336,7 +336,7 @@ def _num_accepted(drafts: list[int], tokens: list[SampledToken]) -> int:
     return accepted
 
 
-def _is_wanted(chunk: Chunk) -> bool:
+def is_wanted(chunk: Chunk) -> bool:
     """Return whether a launched chunk's sequence has neither ended nor been restarted since."""
     sequence = chunk.sequence
     return sequence.state is not SequenceState.FINISHED and sequence.num_restarts == chunk.num_restarts
@@ -358,7 +358,7 @@ def _update_until_error(request: Request, step: SequenceStep) -> None:
     request.update(step)
 
 
-def _mark_launched(chunks: list[Chunk]) -> None:
+def mark_launched(chunks: list[Chunk]) -> None:
     """Count the chunks' tokens as computed, and the tokens that will be drawn as unknown."""
     row = 0
     for chunk in chunks:
@@ -380,7 +380,7 @@ def _by_request(chunks: list[Chunk], tokens: list[SampledToken]) -> dict[str, li
     for chunk in chunks:
         first_drawn = end_drawn
         end_drawn += chunk.num_receivers + len(chunk.drafts)
-        if _is_wanted(chunk):
+        if is_wanted(chunk):
             part = chunk, tokens[first_drawn:end_drawn]
             results.setdefault(chunk.sequence.request_id, []).append(part)
     return results

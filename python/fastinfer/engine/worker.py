@@ -1,5 +1,8 @@
 """What computes the steps of one model: the model, its KV cache, and the runner on both."""
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +22,7 @@ from fastinfer.parallel.sharded_adapters import ADAPTER, ShardedAdapterSlots
 # vocabulary of 49k tokens.
 PROMPT_LOGPROBS_ROWS = 64
 # First words of the messages to the other ranks, beside STEP and ADAPTER.
-COPY_BLOCKS, LOGITS = 1, 2
+COPY_BLOCKS, LOGITS, RELEASE, RESTORE = 1, 2, 4, 5
 # Pairs of blocks in a message.
 PAIRS_PER_MESSAGE = 1024
 
@@ -36,6 +39,9 @@ class Worker:
             :mod:`fastinfer.engine.roles`.
         group: group of ranks that compute the model together; ``None`` for this process alone. Each rank has a worker;
             those of ranks other than 0 only :meth:`follow`.
+        allocate: function that allocates the memory of inputs, see
+            :class:`fastinfer.engine.batch_inputs.BatchInputs`; by default the group's, if there is one.
+        layers: the model's layers among those of the whole model; ``None`` for all.
 
     Attributes:
         device: device that computes.
@@ -51,6 +57,8 @@ class Worker:
         with_adapters: bool = False,
         separates_roles: bool = False,
         group: Group | None = None,
+        allocate: Callable[[int], np.ndarray] | None = None,
+        layers: range | None = None,
     ) -> None:
         self._config = config
         self.device = torch.device(config.device)
@@ -58,6 +66,7 @@ class Worker:
         self._with_adapters = with_adapters
         self._separates_roles = separates_roles
         self._group = group
+        self._allocate = allocate if group is None else group.allocate_inputs
         self._hidden: Tensor | None = None  # of the last step, with several ranks
         self._model: Model | None = model
         self.kv_cache = KVCache.of_model(
@@ -69,6 +78,7 @@ class Worker:
             group=size.group,
             num_states=size.num_states,
             state_dtype=model.dtype,
+            layers=layers,
         )
         self._num_eager_steps = 0  # of released runners
         self._runner: Runner | None = self._make_runner()
@@ -120,6 +130,10 @@ class Worker:
         elif kind == COPY_BLOCKS:
             group, *blocks = words
             self.kv_cache.copy_blocks(list(zip(blocks[::2], blocks[1::2], strict=True)), group)
+        elif kind == RELEASE:
+            self._free()
+        elif kind == RESTORE:
+            self._allocate()
         elif kind == ADAPTER:
             assert isinstance(self.model.adapters, ShardedAdapterSlots)
             self.model.adapters.follow(words)
@@ -187,9 +201,10 @@ class Worker:
 
     def release(self, *, with_model: bool) -> None:
         """Free the KV cache and the runner with its recorded graphs, and the model if wanted."""
-        self._num_eager_steps = self.num_eager_steps
-        self._runner = None
-        self.kv_cache.free()
+        if self._group is not None:
+            with self._group.together():
+                self._group.send([RELEASE])
+        self._free()
         if with_model:
             self._model = None
 
@@ -199,6 +214,17 @@ class Worker:
 
     def restore(self) -> None:
         """Allocate the KV cache again after :meth:`release`, and on a GPU capture the graphs again."""
+        if self._group is not None:
+            with self._group.together():
+                self._group.send([RESTORE])
+        self._allocate()
+
+    def _free(self) -> None:
+        self._num_eager_steps = self.num_eager_steps
+        self._runner = self._hidden = None
+        self.kv_cache.free()
+
+    def _allocate(self) -> None:
         self.kv_cache.allocate()
         self._runner = self._make_runner()
 
@@ -216,7 +242,7 @@ class Worker:
             device=config.device,
             has_states=self.model.config.states is not None,
             drops_rows=self.model.config.num_storing_layers < self.model.config.num_layers,
-            allocate=None if self._group is None else self._group.allocate_inputs,
+            allocate=self._allocate,
         )
         return Runner(
             self.model,

@@ -51,6 +51,8 @@ class Batch:
         state_writes: [tokens] int32; slot in which the states after each token are stored, -1 for none; likewise. Only
             the sequence that reads a slot may write to it in the same step.
         images: the tokens of images; ``None`` if there are none.
+        hidden: [tokens, hidden] hidden states before the model's first layer, if that is not the first of the whole
+            model, see :mod:`fastinfer.parallel.stage`; ``None`` otherwise.
         last: the rows whose hidden states are wanted, if the model's last layers store nothing; ``None`` for all.
     """
 
@@ -66,6 +68,7 @@ class Batch:
     state_reads: Tensor | None = None
     state_writes: Tensor | None = None
     images: ImageTokens | None = None
+    hidden: Tensor | None = None
     last: LastRows | None = None
 
     def rotation(self, cos_sin_cache: Tensor) -> tuple[Tensor, Tensor]:

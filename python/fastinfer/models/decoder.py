@@ -120,13 +120,7 @@ class Decoder:
         Returns:
             [tokens, hidden], or [n, hidden] for n such rows: output of the last layer before the last norm.
         """
-        x = self.embedding.rows(batch.token_ids, self.dtype)
-        if self.embedding_norm is not None:
-            x = self.embedding_norm(x)
-        if self.position_embedding is not None:
-            x = ops.embedding(self.position_embedding, batch.positions, x)
-        if batch.images is not None:
-            batch.images.embed(x, self.config.embedding_scale)
+        x = self.embed(batch)
         inputs = None if self.per_layer_inputs is None else self.per_layer_inputs(x, batch.token_ids)
         if batch.last is None:
             return self._compute(range(len(self.layers)), x, inputs, batch, kv_cache)
@@ -166,6 +160,17 @@ class Decoder:
             x = layer(x, batch, cache, plan, lora, None if inputs is None else inputs[:, index], before)
             if batch.images is not None:
                 batch.images.add(x, index)
+        return x
+
+    def embed(self, batch: Batch) -> Tensor:
+        """Compute the input of the first layer, [tokens, hidden]."""
+        x = self.embedding.rows(batch.token_ids, self.dtype)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        if self.position_embedding is not None:
+            x = ops.embedding(self.position_embedding, batch.positions, x)
+        if batch.images is not None:
+            batch.images.embed(x, self.config.embedding_scale)
         return x
 
     @torch.inference_mode()

@@ -77,9 +77,9 @@ class ShardedReader(LayerReader):
         name = names[0][0]
         if name.rpartition(".")[2] not in OUTPUTS:
             return local
-        return ShardedExperts(
-            local, self._group, input_widths(self._division, name), self._widths(self.config.hidden_size)
-        )
+        in_widths = input_widths(self._division, name)
+        assert in_widths is not None
+        return ShardedExperts(local, self._group, in_widths, self._widths(self.config.hidden_size))
 
     def vocabulary(self, name: str, rows: int, width: int | None = None) -> Weight:
         widths = self._widths(rows)
