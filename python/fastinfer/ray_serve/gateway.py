@@ -183,4 +183,4 @@ class EngineAnswer:
             raise unavailable("the queue is full", RETRY_FULL_S, "queue_full") from None
         except (RayError, RayServeException) as error:
             self._has_ended = True
-            raise ServerError(f"an engine is lost: {str(error).splitlines()[0]}") from None
+            raise ServerError(f"an engine has lost a request: {type(error).__name__}") from None
