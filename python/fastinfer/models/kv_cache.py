@@ -97,6 +97,7 @@ class KVCache:
         group: Callable[[int], int] = lambda window: 0,
         num_states: int = 1,
         state_dtype: torch.dtype = torch.float32,
+        layers: range | None = None,
     ) -> "KVCache":
         """Allocate the uninitialised cache of a model.
 
@@ -107,6 +108,7 @@ class KVCache:
             group: function from the length of a layer's window to the number of its group.
             num_states: number of slots for states, if the model has layers with linear attention.
             state_dtype: dtype of the hidden states.
+            layers: layers that have a cache; ``None`` for all.
 
         Raises:
             RequestError: same as for :meth:`LayerCache.empty`.
@@ -120,11 +122,13 @@ class KVCache:
             sizes = num_blocks[number], block_size, dtype, device
             return LayerCache.empty(config.kv_shape(index), *sizes, number)
 
-        def layers() -> list[LayerCache | StateCache]:
-            own = {index: layer(index) for index in range(config.num_layers) if config.kv_layer(index) == index}
-            return [own[config.kv_layer(index)] for index in range(config.num_layers)]
+        indices = range(config.num_layers) if layers is None else layers
 
-        return cls(layers(), layers)
+        def make_layers() -> list[LayerCache | StateCache]:
+            own = {index: layer(index) for index in indices if config.kv_layer(index) == index}
+            return [own[config.kv_layer(index)] for index in indices]
+
+        return cls(make_layers(), make_layers)
 
     def free(self) -> None:
         """Free the memory; what was cached is lost."""
