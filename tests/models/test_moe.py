@@ -19,6 +19,7 @@ from fastinfer.formats.unpacked import Dense, Int4, Int8, Lut, Unpacked
 from fastinfer.models.config import RouterConfig
 from fastinfer.models.moe import MixtureOfExperts
 from fastinfer.models.norm import RMSNorm
+from fastinfer.utils.huge_pages import HugePages
 from fastinfer.weights.expert_weights import DenseExperts, LutExperts, QuantizedExperts, make_expert_weights
 from fastinfer.weights.weight import DenseWeight
 
@@ -163,6 +164,19 @@ def test_forms() -> None:
     assert [stack.activation_bits for stack in stacks[1:]] == [8, 8, 8, 8, 32, 8]
     assert [stack.bits for stack in stacks[1:5]] == [4, 4, 8, 8]
     assert make_expert_weights([dense(33, 64)] * 2, 8, dense_dtype=torch.bfloat16).values.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_experts_in_huge_pages_are_the_same(form: Callable[[int, int], Unpacked]) -> None:
+    experts = [form(33, 64) for _ in range(3)]
+    for tensor, expected in zip(tensors_of(experts, HugePages()), tensors_of(experts, None), strict=True):
+        assert_bitwise(tensor, expected)
+        assert tensor.is_contiguous()
+
+
+def tensors_of(experts: list[Unpacked], memory: HugePages | None) -> list[Tensor]:
+    stack = make_expert_weights(experts, 8, memory=memory)
+    return [value for value in vars(stack).values() if isinstance(value, Tensor)]
 
 
 def test_experts_that_do_not_fit_together_are_refused() -> None:

@@ -84,7 +84,8 @@ class LayerReader:
 
     def make_experts(self, unpacked: list[Unpacked], bias: Tensor | None = None) -> ExpertWeights:
         """Pack a weight of all experts; see :func:`fastinfer.weights.expert_weights.make_expert_weights`."""
-        return make_expert_weights(unpacked, self.precision.activation_bits, self.device, self._dense_dtype, bias)
+        bits = self.precision.activation_bits
+        return make_expert_weights(unpacked, bits, self.device, self._dense_dtype, bias, self._memory)
 
     def concatenated(self, sizes: dict[str, int], has_bias: bool, is_split: bool = False) -> Weight:
         """Read matrices with the same input, and concatenate their rows.

@@ -12,6 +12,7 @@ from fastinfer.errors import UnsupportedModelError
 from fastinfer.formats.gguf_rows import GGUFRows
 from fastinfer.formats.unpacked import Dense, Grouped, Lut, Unpacked
 from fastinfer.ops.pack import TILE_ROWS
+from fastinfer.utils.huge_pages import HugePages
 from fastinfer.weights.pack import PackedTiles, packed_bits
 
 
@@ -133,6 +134,7 @@ def make_expert_weights(
     device: str = "cpu",
     dense_dtype: torch.dtype | None = None,
     bias: Tensor | None = None,
+    memory: HugePages | None = None,
 ) -> ExpertWeights:
     """Pack the experts' weights for the kernels; no integer or scale is rounded.
 
@@ -144,6 +146,7 @@ def make_expert_weights(
         device: device that will use the weights; the packed forms of CPU and GPU differ.
         dense_dtype: dtype to convert weights to that are not quantised; ``None`` to keep the checkpoint's dtype.
         bias: [experts, out_features] fp32, or ``None``.
+        memory: allocator for the stacked tensors (CPU only); ``None`` for torch's own.
 
     Raises:
         UnsupportedModelError: the experts differ in form, shape or group size, or their inputs are permuted.
@@ -160,13 +163,13 @@ def make_expert_weights(
     form = first.form if isinstance(first, GGUFRows) else first
     bits = packed_bits(first, device)
     if not bits:
-        return DenseExperts(_stack_dense(experts, device, dense_dtype), bias)
+        return DenseExperts(_stack_dense(experts, device, dense_dtype, memory), bias)
     if isinstance(form, Grouped) and form.permutation is not None:
         raise UnsupportedModelError(
             "the experts of a layer must have their inputs in order, got permuted ones (desc_act)"
         )
     out_features, _ = first.shape
-    tiles = PackedTiles(len(experts) * -(-out_features // TILE_ROWS), device)
+    tiles = PackedTiles(len(experts) * -(-out_features // TILE_ROWS), device, memory)
     for expert in experts:
         tiles.append(expert)
     qweight, scales, mins = (
@@ -183,7 +186,9 @@ def make_expert_weights(
     return QuantizedExperts(bits, qweight, scales, mins, out_features, activation_bits, bias)
 
 
-def _stack_dense(experts: Sequence[Unpacked], device: str, dtype: torch.dtype | None) -> Tensor:
+def _stack_dense(
+    experts: Sequence[Unpacked], device: str, dtype: torch.dtype | None, memory: HugePages | None
+) -> Tensor:
     """Stack dense experts as [experts, rows, cols]; unlike with torch.stack, no second copy is in memory."""
     stacked = None
     for index, expert in enumerate(experts):
@@ -191,7 +196,8 @@ def _stack_dense(experts: Sequence[Unpacked], device: str, dtype: torch.dtype | 
         assert isinstance(dense, Dense)
         values = dense.values.to(device, dtype)
         if stacked is None:
-            stacked = values.new_empty([len(experts), *values.shape])
+            shape = len(experts), *values.shape
+            stacked = values.new_empty(shape) if memory is None else memory.empty(shape, values.dtype)
         stacked[index] = values
     assert stacked is not None
     return stacked

@@ -62,7 +62,7 @@ def make_weight(
         else:
             dense = part.unpack() if isinstance(part, GGUFRows) else part
             assert isinstance(dense, Dense)
-            values.append(_detached(dense.values.to(device, dense_dtype)))
+            values.append(_detached(dense.values.to(device, dense_dtype), memory))
         num_rows += part.shape[0]
     if num_rows != out_features:
         raise ValueError(f"parts must fill {out_features} rows, got {num_rows}")
@@ -96,10 +96,12 @@ def packed_bits(part: Unpacked, device: str) -> int:
     return 0 if isinstance(part, Dense) else 8 if isinstance(part, Int8) else 4
 
 
-def _detached(values: Tensor) -> Tensor:
+def _detached(values: Tensor, memory: HugePages | None) -> Tensor:
     """Copy values that are mapped from a file: if it was cut later, reading them would end the process."""
-    # Only memory that torch has allocated can be resized. Huge pages cost more on their first use than they gain here.
-    return values if values.is_cuda or values.untyped_storage().resizable() else values.clone()
+    # Only memory that torch has allocated can be resized.
+    if values.is_cuda or values.untyped_storage().resizable():
+        return values
+    return values.clone() if memory is None else memory.empty(values.shape, values.dtype).copy_(values)
 
 
 class PackedTiles:
