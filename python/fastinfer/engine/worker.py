@@ -68,6 +68,7 @@ class Worker:
             group=size.group,
             num_states=size.num_states,
             state_dtype=model.dtype,
+            with_bounds=config.sparse_attention is not None,
         )
         self._num_eager_steps = 0  # of released runners
         self._runner: Runner | None = self._make_runner()
@@ -210,6 +211,7 @@ class Worker:
             num_groups=len(self._size.windows),
             device=config.device,
             has_states=self.model.config.states is not None,
+            sparse_pages=config.sparse_pages,
             allocate=None if self._group is None else self._group.allocate_inputs,
         )
         return Runner(

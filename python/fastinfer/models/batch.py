@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastinfer.models.image_tokens import ImageTokens
+from fastinfer.models.sparse_attention import SparseRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class Batch:
         state_writes: [tokens] int32; slot in which the states after each token are stored, -1 for none; likewise. Only
             the sequence that reads a slot may write to it in the same step.
         images: the tokens of images; ``None`` if there are none.
+        sparse: the tokens that attend to a part of the cache; ``None`` if all attend to everything.
     """
 
     token_ids: Tensor
@@ -43,6 +45,7 @@ class Batch:
     state_reads: Tensor | None = None
     state_writes: Tensor | None = None
     images: ImageTokens | None = None
+    sparse: SparseRows | None = None
 
     def rotation(self, cos_sin_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Return the positions and the rotary table by which the batch is rotated, given the model's table."""
