@@ -56,6 +56,7 @@ def pages_by(
     query_start: Tensor,
     block_size: int,
     num_pages: int,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """The first page, the last two, and those with the highest scores, [tokens, kv_heads, pages], in one sequence."""
     positions = seq_lens[0] - query_start[1] + torch.arange(len(q))

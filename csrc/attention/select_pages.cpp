@@ -24,7 +24,7 @@ void check_lengths(const Checks& check, const SelectPagesParams& p) {
 
 std::tuple<Tensor, Tensor> select_pages(const Tensor& q, const Tensor& bounds, const Tensor& block_table,
                                         const Tensor& seq_lens, const Tensor& query_start, int64_t block_size,
-                                        int64_t num_pages) {
+                                        int64_t num_pages, double scale) {
   const Checks check("select_pages", q);
   check.shape(q, "q", {kAny, kAny, kAny});
   const int64_t tokens = q.size(0), q_heads = q.size(1), head_dim = q.size(2);
@@ -67,6 +67,7 @@ std::tuple<Tensor, Tensor> select_pages(const Tensor& q, const Tensor& bounds, c
       .q_heads = static_cast<int>(q_heads),
       .kv_heads = static_cast<int>(kv_heads),
       .head_dim = static_cast<int>(head_dim),
+      .scale = static_cast<float>(scale),
       .dtype = check.float_dtype(q, "q"),
   };
   check_lengths(check, params);

@@ -27,6 +27,7 @@ struct SelectPagesParams {
   int q_heads;
   int kv_heads;
   int head_dim;
+  float scale;  // of the logits
   DType dtype;  // of q
 };
 

@@ -1,9 +1,13 @@
 // A logit q k is at most the sum of max(q_d least_d, q_d largest_d) over the channels d, which is one product of
 // (min(q, 0), max(q, 0)) with (least, largest): the kernel of attention's logits computes it for 64 pages at a time.
+//
+// The query heads that share a KV head read the same pages, and their logits differ in size. So each head's bounds
+// become probabilities, as if they were the logits of one key per page, and a page's weight is the sum over the heads.
 #include "attention/select_pages.h"
 
 #include <algorithm>
 #include <bit>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -17,12 +21,11 @@ namespace {
 // tokens count most, and the last page has no bounds yet.
 constexpr int kFirstPages = 1, kLastPages = 2;
 
-// Pages in descending order of their bounds, and of two equal bounds the earlier page first. A NaN counts as infinity,
-// so that attention shows it.
-uint64_t sort_key(float bound, int page) {
-  const uint32_t bits = std::bit_cast<uint32_t>(bound == bound ? bound : std::numeric_limits<float>::infinity());
-  const uint32_t ascending = bits >> 31 ? ~bits : bits | 0x80000000u;
-  return static_cast<uint64_t>(~ascending) << 32 | static_cast<uint32_t>(page);
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// Pages in descending order of their weights, which are not negative, and of two equal weights the earlier page first.
+uint64_t sort_key(float weight, int page) {
+  return static_cast<uint64_t>(~std::bit_cast<uint32_t>(weight)) << 32 | static_cast<uint32_t>(page);
 }
 
 // One KV head.
@@ -30,8 +33,10 @@ class PageSelection {
  public:
   PageSelection(const SelectPagesParams& p, int kv_head)
       : p_(p), group_(p.q_heads / p.kv_heads), columns_(2 * p.head_dim), kv_head_(kv_head) {
-    q_ = scratch_array<float>(0, group_ * (columns_ + kTile));
-    scores_ = q_ + group_ * columns_;
+    const int64_t tiles = (p.max_blocks + kTile - 1) / kTile;
+    q_ = scratch_array<float>(0, group_ * columns_ + (group_ + 1) * tiles * kTile);
+    bounds_ = q_ + group_ * columns_;
+    weights_ = bounds_ + group_ * tiles * kTile;
     seen_ = scratch_array<Range>(1, group_);
     keys_ = scratch_array<uint64_t>(2, p.max_blocks);
   }
@@ -39,15 +44,12 @@ class PageSelection {
   // Writes `width` of the first `pages` blocks of a row of the block table.
   void choose(int64_t token, const int32_t* blocks, int pages, int32_t* out) {
     dispatch(p_.dtype, [&]<class T>(T) { load_queries<T>(token); });
-    const int end = pages - kLastPages, count = p_.width - kFirstPages - kLastPages;
-    const BFloat16* bounds[2][kTile];
-    find(blocks, kFirstPages, end, bounds[0]);
-    for (int tile = kFirstPages, i = 0; tile < end; tile += kTile, ++i) {
-      const bool last = tile + kTile >= end;
-      if (!last) find(blocks, tile + kTile, end, bounds[(i + 1) % 2]);
-      score(tile, std::min(kTile, end - tile), bounds[i % 2], bounds[last ? i % 2 : (i + 1) % 2]);
-    }
-    std::nth_element(keys_, keys_ + count, keys_ + (end - kFirstPages));
+    const int end = pages - kLastPages, n = end - kFirstPages, count = p_.width - kFirstPages - kLastPages;
+    bound(blocks + kFirstPages, n);
+    std::fill_n(weights_, (n + kLanes - 1) / kLanes * kLanes, 0.0f);
+    for (int r = 0; r < group_; ++r) add_weights(r, n);
+    for (int i = 0; i < n; ++i) keys_[i] = sort_key(weights_[i], kFirstPages + i);
+    std::nth_element(keys_, keys_ + count, keys_ + n);
     std::sort(keys_, keys_ + count, [](uint64_t a, uint64_t b) { return uint32_t(a) < uint32_t(b); });
     *out++ = blocks[0];
     for (int i = 0; i < count; ++i) *out++ = blocks[static_cast<uint32_t>(keys_[i])];
@@ -68,10 +70,10 @@ class PageSelection {
     }
   }
 
-  // Finds the bounds of the pages from `tile` on; beyond `end` those of the first one.
-  void find(const int32_t* blocks, int tile, int end, const BFloat16** bounds) const {
+  // Finds the bounds of the pages from `tile` on; beyond the last page those of the first one.
+  void find(const int32_t* blocks, int pages, int tile, const BFloat16** bounds) const {
     for (int j = 0; j < kTile; ++j) {
-      const int32_t block = blocks[tile + j < end ? tile + j : tile];
+      const int32_t block = blocks[tile + j < pages ? tile + j : tile];
       if (block < 0 || block >= p_.num_blocks) {
         throw std::runtime_error("select_pages: block_table must have blocks in 0.." +
                                  std::to_string(p_.num_blocks - 1) + ", got " + std::to_string(block));
@@ -80,22 +82,52 @@ class PageSelection {
     }
   }
 
-  void score(int tile, int count, const BFloat16* const* bounds, const BFloat16* const* next) {
-    std::fill_n(seen_, group_, Range{0, count});
-    multiply_keys<true>(q_, columns_, seen_, group_, bounds, next, scores_);
-    for (int j = 0; j < count; ++j) {
-      float bound = scores_[j];
-      for (int r = 1; r < group_; ++r) {
-        const float other = scores_[r * kTile + j];
-        if (!(other <= bound)) bound = bound == bound ? other : bound;
-      }
-      keys_[tile - kFirstPages + j] = sort_key(bound, tile + j);
+  // bounds_[tiles][group][kTile]: the bounds of the logits, without their scale; -infinity beyond the last page.
+  void bound(const int32_t* blocks, int pages) {
+    const BFloat16* found[2][kTile];
+    find(blocks, pages, 0, found[0]);
+    for (int tile = 0, i = 0; tile < pages; tile += kTile, i = 1 - i) {
+      const bool last = tile + kTile >= pages;
+      if (!last) find(blocks, pages, tile + kTile, found[1 - i]);
+      const int count = std::min(kTile, pages - tile);
+      float* const out = bounds_ + tile * group_;
+      std::fill_n(seen_, group_, Range{0, count});
+      multiply_keys<true>(q_, columns_, seen_, group_, found[i], found[last ? i : 1 - i], out);
+      for (int r = 0; r < group_; ++r) std::fill(out + r * kTile + count, out + (r + 1) * kTile, -kInfinity);
+    }
+  }
+
+  // Adds the softmax of a head's bounds to the pages' weights. The weight of a page with an infinity or a NaN is
+  // infinite, so that attention shows it, and counts for no other.
+  void add_weights(int head, int pages) {
+    f32v largest = broadcast(-kInfinity), sum{};
+    for_each_vector_of(head, pages, [&](float* bounds, float*) {
+      const f32v v = load(bounds) * p_.scale;
+      store(bounds, v);
+      largest = max(select(v < kInfinity, v, largest), largest);
+    });
+    const float top = std::max(reduce_max(largest), -std::numeric_limits<float>::max());
+    for_each_vector_of(head, pages, [&](float* bounds, float*) {
+      const f32v v = load(bounds);
+      const f32v e = exp(v - top);
+      sum += select(v < kInfinity, e, f32v{});
+      store(bounds, select(v < kInfinity, e, broadcast(kInfinity)));
+    });
+    const float inverse = 1.0f / std::max(reduce_add(sum), std::numeric_limits<float>::min());
+    for_each_vector_of(head, pages,
+                       [&](float* bounds, float* weights) { store(weights, load(weights) + load(bounds) * inverse); });
+  }
+
+  template <class Fn>
+  FASTINFER_INLINE void for_each_vector_of(int head, int pages, const Fn& fn) {
+    for (int i = 0; i < pages; i += kLanes) {
+      fn(bounds_ + (i / kTile * group_ + head) * kTile + i % kTile, weights_ + i);
     }
   }
 
   const SelectPagesParams& p_;
   const int group_, columns_, kv_head_;
-  float *q_, *scores_;
+  float *q_, *bounds_, *weights_;
   Range* seen_;
   uint64_t* keys_;
 };

@@ -35,11 +35,12 @@ def positions_of(batch: Batch) -> list[tuple[int, int]]:
     return places
 
 
-def upper_bounds(q: Tensor, bounds: Tensor, blocks: Tensor) -> Tensor:
-    """The bounds of the logits of one token, [kv_heads, pages], in fp64."""
+def weights_of(q: Tensor, bounds: Tensor, blocks: Tensor, scale: float) -> Tensor:
+    """The weights of pages for one token, [kv_heads, pages], in fp64."""
     grouped = q.double().unflatten(0, (bounds.shape[1], -1))[:, :, None]
     least, largest = bounds[blocks.long()].double().permute(2, 1, 0, 3)[:, :, None]
-    return torch.maximum(grouped * least, grouped * largest).sum(-1).amax(1)
+    limits = torch.maximum(grouped * least, grouped * largest).sum(-1)
+    return (scale * limits).softmax(-1).sum(1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -51,7 +52,8 @@ def test_pages(q_heads: int, kv_heads: int, head_dim: int, block_size: int, num_
     lengths = [(1, 900), (3, 513), (1, 2), (0, 40), (2, 1500), (5, 30)]
     batch = make_batch(lengths, q_heads, kv_heads, head_dim, block_size, dtype)
     bounds, q = bounds_of(batch), Guarded(batch.q)
-    pages, lens = ops.select_pages(q.view, bounds, *ragged(batch), block_size, num_pages)
+    scale = 0.5 * head_dim**-0.5
+    pages, lens = ops.select_pages(q.view, bounds, *ragged(batch), block_size, num_pages, scale)
     for token, (sequence, position) in enumerate(positions_of(batch)):
         count = position // block_size + 1
         blocks = batch.block_table[sequence, :count]
@@ -60,15 +62,15 @@ def test_pages(q_heads: int, kv_heads: int, head_dim: int, block_size: int, num_
             assert (pages[token, :, :count] == blocks).all()
             continue
         assert lens[token] == (num_pages - 1) * block_size + position % block_size + 1
-        limits = upper_bounds(batch.q[token], bounds, blocks[1:-2])
+        weights = weights_of(batch.q[token], bounds, blocks[1:-2], scale)
         for head in range(kv_heads):
             chosen = [blocks.tolist().index(page) for page in pages[token, head].tolist()]
             assert chosen == sorted(set(chosen))
             assert {0, count - 2, count - 1} <= set(chosen)
             middle = [page - 1 for page in chosen if 0 < page < count - 2]
-            least = limits[head, middle].min()
+            least = weights[head, middle].min()
             others = [page for page in range(count - 3) if page not in middle]
-            assert all(limits[head, page] <= least + 1e-5 * limits.abs().max() for page in others)
+            assert all(weights[head, page] <= 1.0001 * least for page in others)
 
 
 def test_attention_to_all_pages_is_dense_bit_by_bit() -> None:

@@ -219,7 +219,7 @@ def heads_call(op: str, dtype: torch.dtype, cache: torch.dtype, weight: torch.dt
         return {"q": q, "k": k, **rotary}
     if op == "select_pages":
         bounds = torch.zeros(2, 2, 2, head_dim).bfloat16()
-        pages = {"block_size": 16, "num_pages": 4}
+        pages = {"block_size": 16, "num_pages": 4, "scale": 1.0}
         return {"q": q, "bounds": bounds, "block_table": int32(0, 1)[None], **ragged, **pages}
     if op == "merge_attention_states":
         return {"a": q, "a_lse": torch.zeros(3, 4), "b": q.clone(), "b_lse": torch.zeros(3, 4)}

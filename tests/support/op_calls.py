@@ -199,8 +199,8 @@ def sparse_attention_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     least, largest = torch.randn(2, 7, 2, 64).sort(0).values
     bounds = torch.stack([least, largest], 2).bfloat16()
     ragged = int32(4, 6, 0, 3, 5, 1, 2)[None], int32(105), int32(0, 3)
-    yield "select_pages", (q, bounds, *ragged, 16, 4)
-    yield "select_pages", (q.float(), bounds, *ragged, 16, 9)
+    yield "select_pages", (q, bounds, *ragged, 16, 4, 0.125)
+    yield "select_pages", (q.float(), bounds, *ragged, 16, 9, 0.125)
     pages = int32(0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4).view(3, 2, 2), int32(32, 17, 5), int32(0, 1, 2, 3)
     yield "paged_attention", (q, k_cache, v_cache, *pages, 0.125, 0, 0.0, None, None, None, None, None)
 

@@ -116,7 +116,7 @@ class Attention:
             out = attend(q, cache.k, cache.v, table, sparse.dense_lens, batch.query_start, lse=lse)
         rows = q[: sparse.num_rows]
         pages, lens = ops.select_pages(
-            rows, cache.bounds, table, batch.seq_lens, batch.query_start, cache.k.shape[1], sparse.num_pages
+            rows, cache.bounds, table, batch.seq_lens, batch.query_start, cache.k.shape[1], sparse.num_pages, self.scale
         )
         attend(rows, cache.k, cache.v, pages, lens, sparse.row_start, out=out[: sparse.num_rows])
         return out

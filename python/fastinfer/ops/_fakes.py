@@ -159,6 +159,7 @@ def _(
     query_start: Tensor,
     block_size: int,
     num_pages: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     width = min(num_pages, block_table.shape[1])
     return block_table.new_empty([len(q), bounds.shape[1], width]), block_table.new_empty([len(q)])

@@ -52,13 +52,15 @@ def select_pages(
     query_start: Tensor,
     block_size: int,
     num_pages: int,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose the pages that each token reads, for each KV head.
 
-    These are the first page, the last two pages of what the token sees, and of the others those in which the bound of
-    the logits is largest: of ``q`` times a key, for any of the query heads that share the KV head. A token that sees no
-    more than ``num_pages`` pages reads them all. The pages stay in their order; of equal bounds the earlier page wins.
-    Bounds that are NaN count as infinite.
+    These are the first page, the last two pages of what the token sees, and of the others those with the largest
+    weights. Each query head's logits have an upper bound in each of these pages. The softmax of the bounds over the
+    pages, summed over the query heads that share the KV head, is the pages' weight. A token that sees no more than
+    ``num_pages`` pages reads them all. The pages stay in their order; of equal weights the earlier page wins. A page
+    whose bound is NaN or infinite has an infinite weight.
 
     The results are a block table and lengths for :func:`fastinfer.ops.paged_attention`, in which each token is a
     sequence of its own: its ``query_start`` is 0, 1, 2, ... A token's pages do not depend on the other tokens.
@@ -74,6 +76,7 @@ def select_pages(
             then the first of them.
         block_size: tokens per page.
         num_pages: number of pages that a token reads at most, at least 4.
+        scale: factor of the logits; ``head_dim ** -0.5`` by default.
 
     Returns:
         The pages, [tokens, kv_heads, min(num_pages, max_blocks)] int32, whose entries past the length are undefined,
@@ -85,7 +88,7 @@ def select_pages(
 
     Devices: CPU.
 
-    Source: Quest: Tang et al., 2024, https://arxiv.org/abs/2406.10774.
+    Source: Quest: Tang et al., 2024, https://arxiv.org/abs/2406.10774, without the sum over query heads.
 
     >>> import torch, fastinfer.ops as ops
     >>> keys = torch.arange(6.0).view(6, 1, 1, 1).expand(6, 1, 1, 8).contiguous()  # six pages of one key each
@@ -101,4 +104,8 @@ def select_pages(
     torch.Size([1, 1, 8])
     """
     inference_only("select_pages", "q", q)
-    return ops.select_pages.default(q, bounds, block_table, seq_lens, query_start, block_size, num_pages)
+    if scale is None:
+        scale = max(q.shape[-1] if q.dim() else 1, 1) ** -0.5  # empty heads and scalars are refused below
+    args = (q, bounds, block_table, seq_lens, query_start, block_size, num_pages, scale)
+    pages, lens = ops.select_pages.default(*args)
+    return pages, lens
