@@ -13,6 +13,7 @@
 #   make fuzz       read mutated files and requests, each kind for FUZZ_SECONDS (60)
 #   make traces   random traces of the engine, TRACES (10000) of them
 #   make clients    other people's clients against the server; needs the package registries, Node if it is there
+#   make ray      the application of Ray Serve in a Ray of this machine; needs the package registries
 #   make gpu-check  build, test and measure on a GPU; results in bench/out
 #   make bench    end-to-end speed of this machine
 
@@ -31,7 +32,7 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 SOURCES := setup.py CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 
-.PHONY: demo test test-fast test-isas lint format docs figures cuda emulation sanitize fuzz traces clients gpu-check bench clean
+.PHONY: demo test test-fast test-isas lint format docs figures cuda emulation sanitize fuzz traces clients ray gpu-check bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fastinfer pull smollm2-135m-instruct
@@ -100,6 +101,18 @@ $(CLIENTS)/.installed: $(VENV)/.installed-test tests/server/clients/requirements
 	$(CLIENTS)/venv/bin/pip install --quiet -r tests/server/clients/requirements.txt
 	cp tests/server/clients/node/package.json $(CLIENTS)
 	if command -v npm > /dev/null; then npm install --silent --no-audit --no-fund --prefix $(CLIENTS); fi
+	touch $@
+
+# Ray's environment likewise lies on top of .venv.
+RAY := build/ray
+ray: $(RAY)/.installed
+	$(RAY)/bin/python -m pytest -n 0 -W ignore tests/ray_serve $(PYTEST_ARGS)
+
+$(RAY)/.installed: $(VENV)/.installed-test
+	test -x $(RAY)/bin/python || $(BIN)/python -m venv $(RAY)
+	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+	  > "$$($(RAY)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/below.pth"
+	$(RAY)/bin/pip install --quiet "fastinfer[ray]"
 	touch $@
 
 # Each request must get the text that it gets alone; 10,000 traces are about 100,000 steps.

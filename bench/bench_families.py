@@ -1,7 +1,9 @@
 """Kinds of layers beside transformers and llama.cpp: a random model of each, in bf16 in all engines.
 
-    python bench/bench_families.py --peer llama_cpp=/path/to/venv/bin/python
+    python bench/bench_families.py --peer /path/to/venv/bin/python
+    python bench/bench_families.py --peer /path/to/venv/bin/python --weights q4_k_m
 
+With ``--weights`` of another type, llama.cpp quantises the model, and fastinfer and llama.cpp read the same file.
 Models are those of families.py, written once into the folder of ``--models``. Engines take turns as in bench_peers.py;
 the table shows medians of the ratios of each round, and in brackets their quartiles.
 """
@@ -16,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench_peers import ROOT, Comparison, Samples, Workload, commit, measure
+from bench_peers import ROOT, Comparison, Samples, Workload, commit, measure, quantize
 from families import KINDS, MAX_TOKENS, VOCAB_SIZE, gguf_path, write_model
 from peers.process import Peer, PeerError
 
@@ -24,7 +26,17 @@ from fastinfer.benchmarks.report import percentile, write_json
 from fastinfer.utils.table import format_table
 
 ENGINES = {"fastinfer": "fastinfer_bf16", "transformers_bf16": "transformers_bf16", "llama_cpp": "llama_cpp"}
+WEIGHTS = ("bf16", "q8_0", "q4_k_m", "q4_0", "mxfp4_moe")
 WORKLOADS = {"decode": Workload(1, 32, 17, "decode"), "prefill": Workload(1, 512, 1, "prefill")}
+
+
+def prepare(folder: Path, kind: str, args: argparse.Namespace) -> None:
+    """Write the model's files that do not exist yet."""
+    if not gguf_path(folder).exists():
+        write_model(folder, kind)
+    target = gguf_path(folder, args.weights)
+    if not target.exists():
+        quantize(gguf_path(folder), target, args.weights, args.peer)
 
 
 def start(folder: Path, args: argparse.Namespace) -> Comparison:
@@ -35,7 +47,8 @@ def start(folder: Path, args: argparse.Namespace) -> Comparison:
         if name not in args.engines:
             continue
         python = args.peer if name == "llama_cpp" else sys.executable
-        model = gguf_path(folder) if name == "llama_cpp" else folder
+        reads_file = name == "llama_cpp" or args.weights != "bf16"
+        model = gguf_path(folder, args.weights) if reads_file else folder
         try:
             comparison.peers[name] = Peer(engine, python, settings | {"model": str(model)}, args.turn_limit_s)
         except PeerError as error:
@@ -81,6 +94,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", type=Path, default=ROOT / "build/families", help="default: %(default)s")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS], metavar="KIND", help=", ".join(KINDS))
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=[*ENGINES])
+    parser.add_argument("--weights", choices=WEIGHTS, default="bf16", help="default: %(default)s")
     parser.add_argument("--peer", default=sys.executable, help="interpreter that has llama-cpp-python installed")
     parser.add_argument("--threads", type=int, default=2, help="threads of every engine; default: %(default)s")
     parser.add_argument(
@@ -90,7 +104,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=240, help="of a kind; default: %(default)s")
     parser.add_argument("--turn-limit-s", type=float, default=120, help="skip an engine that takes longer")
     parser.add_argument("--out", type=Path, default=ROOT / "bench/results/families.json", help="default: %(default)s")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.weights != "bf16":  # transformers would unpack the file
+        args.engines = [name for name in args.engines if name != "transformers_bf16"]
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -101,9 +118,8 @@ def main(argv: list[str] | None = None) -> int:
     results: dict[str, Any] = {}
     for kind in args.kinds:
         folder = args.models / kind
-        if not gguf_path(folder).exists():
-            write_model(folder, kind)
         print(kind, flush=True)
+        prepare(folder, kind, args)
         comparison = start(folder, args)
         try:
             samples = measure(comparison, text, WORKLOADS, args.rounds, time.perf_counter() + args.limit_s)
@@ -112,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
                 peer.close()
         results[kind] = summary(samples)
         print(report({kind: results[kind]}), flush=True)
-    settings = {"threads": args.threads, "clock": args.clock, "rounds": args.rounds, "dtype": "bfloat16"}
+    settings = {"threads": args.threads, "clock": args.clock, "rounds": args.rounds, "weights": args.weights}
     settings["workloads"] = {key: asdict(workload) for key, workload in WORKLOADS.items()}
     print(write_json(args.out, {"commit": commit(), "settings": settings, "kinds": results}))
     return 0

@@ -214,7 +214,9 @@ def start_engines(args: argparse.Namespace, workloads: dict[str, Workload]) -> I
                 settings["max_requests"] = max(w.requests for w in workloads.values())
                 try:
                     if name == "llama_cpp_q4_0":
-                        settings["model"] = requantize_to_q4_0(model, Path(folder), python)
+                        target = Path(folder) / (Path(model).name.split(".")[0] + ".Q4_0.gguf")
+                        quantize(Path(model), target, "q4_0", python)
+                        settings["model"] = str(target)
                     print(f"loading {ENGINES[name]}", flush=True)
                     comparison.peers[name] = Peer(name, python, settings, args.turn_limit_s)
                 except PeerError as error:
@@ -225,17 +227,24 @@ def start_engines(args: argparse.Namespace, workloads: dict[str, Workload]) -> I
                 peer.close()
 
 
-def requantize_to_q4_0(model: str, folder: Path, python: str) -> str:
-    """Requantise the model to Q4_0 with llama.cpp and return the new file's path."""
-    target = folder / (Path(model).name.split(".")[0] + ".Q4_0.gguf")
-    command = [python, str(ROOT / "bench/peers/llama_cpp_engine.py"), model, str(target)]
+def quantize(source: Path, target: Path, file_type: str, python: str) -> None:
+    """Write a GGUF file quantised by llama.cpp.
+
+    Args:
+        source, target: GGUF files.
+        file_type: llama.cpp's name of the mixture of types, such as "q4_k_m".
+        python: interpreter that has llama-cpp-python installed.
+
+    Raises:
+        PeerError: it is not installed, or llama.cpp does not quantise the file.
+    """
+    command = [python, str(ROOT / "bench/peers/llama_cpp_engine.py"), str(source), str(target), file_type]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
         raise PeerError(f"{python}: {error.strerror}") from None
     if done.returncode != 0:
         raise PeerError((done.stderr.strip().splitlines() or ["the quantiser failed"])[-1][:300])
-    return str(target)
 
 
 def commit() -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 import gguf
 import torch
 from safetensors.torch import save_file
+from tokenizers import pre_tokenizers
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from support.families import make_model
@@ -126,13 +127,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def gguf_path(folder: Path) -> Path:
+def gguf_path(folder: Path, weights: str = "bf16") -> Path:
     """Return the path of the GGUF file beside a model's folder."""
-    return folder.with_name(folder.name + ".gguf")
+    return folder.with_name(f"{folder.name}.{weights}.gguf")
 
 
 def write_model(folder: Path, kind: str, sizes: dict[str, Any] | None = None) -> None:
-    """Write a folder with a tokenizer, and the GGUF file beside it without one; matrices are in bf16.
+    """Write a folder and the GGUF file beside it, with tokenizers of bytes; matrices are in bf16.
 
     The experts of gpt-oss are in MXFP4.
 
@@ -152,7 +153,11 @@ def write_model(folder: Path, kind: str, sizes: dict[str, Any] | None = None) ->
     else:
         model.save_pretrained(folder)
     write_byte_tokenizer(folder)
-    write_gguf(gguf_path(folder), model, options, matrices=gguf.GGMLQuantizationType.BF16)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pair = letters[0] + letters[1]
+    unused = [f"<unused{i}>" for i in range(model.config.vocab_size - len(letters) - 1)]
+    tokens = [*letters, pair, *unused]
+    write_gguf(gguf_path(folder), model, options, matrices=gguf.GGMLQuantizationType.BF16, tokens=tokens)
 
 
 def _save_packed(folder: Path, model: Any) -> None:

@@ -110,6 +110,9 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
   def_with_out(m, "permute_columns", "Tensor x, Tensor permutation");
   def_with_out(m, "all_gather", "Tensor x, Tensor(a!) group, int rank, int[] widths");
   def_with_out(m, "all_gather_rows", "Tensor x, Tensor ids, Tensor(a!) group, int rank, int start, int end");
+  def_with_out(m, "all_reduce", "Tensor x, Tensor(a!) group, int rank");
+  def_with_out(m, "all_reduce_add_rms_norm",
+               "Tensor x, Tensor(b!) residual, Tensor weight, float eps, Tensor(a!) group, int rank");
   def_with_out(m, "local_ids", "Tensor ids, int start, int end");
   def_with_out(m, "int4_pack", "Tensor q");
   def_with_out(m, "int6_pack", "Tensor q");

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <map>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -15,6 +16,8 @@
 #include "common/cpu/parallel.h"
 #include "formats/gguf.h"
 #include "launch_plan.h"
+#include "parallel/peer_group.h"
+#include "parallel/peer_plan.h"
 #include "parallel/process_group.h"
 #include "roofline/roofline.h"
 
@@ -150,6 +153,9 @@ class ProcessGroup {
   void finish() {
     parallel::finish(*group_, rank_);
   }
+  void wait_for(int other) {
+    parallel::wait_for(*group_, rank_, other);
+  }
   void abort() {
     parallel::abort(*group_);
   }
@@ -158,14 +164,15 @@ class ProcessGroup {
     return {state.arrived.load(), state.bytes.load()};
   }
 
-  static void initialize(const py::buffer& memory, int64_t size, int64_t slot_bytes, double deadline) {
+  static void initialize(const py::buffer& memory, int64_t size, int64_t slot_bytes, double deadline,
+                         int64_t num_messages) {
     const py::buffer_info info = memory.request(true);
     const auto bytes = static_cast<size_t>(info.size * info.itemsize);
     if (slot_bytes < 1 || bytes < parallel::group_bytes(slot_bytes)) {
       throw std::invalid_argument("memory must have at least " + std::to_string(parallel::group_bytes(slot_bytes)) +
                                   " bytes, got " + std::to_string(bytes));
     }
-    parallel::initialize(*static_cast<parallel::Group*>(info.ptr), size, slot_bytes, deadline);
+    parallel::initialize(*static_cast<parallel::Group*>(info.ptr), size, slot_bytes, deadline, num_messages);
   }
 
  private:
@@ -179,13 +186,48 @@ void define_process_group(py::module_& m) {
   py::class_<ProcessGroup>(m, "ProcessGroup", "A rank of a group of processes; see fastinfer.parallel.group.")
       .def(py::init<py::buffer, int>(), py::arg("memory"), py::arg("rank"))
       .def_static("initialize", &ProcessGroup::initialize, py::arg("memory"), py::arg("size"), py::arg("slot_bytes"),
-                  py::arg("deadline"), "Make a group in memory of zeros.")
+                  py::arg("deadline"), py::arg("num_messages"), "Make a group in memory of zeros.")
       .def_static("num_bytes", &parallel::group_bytes, py::arg("slot_bytes"), "Size of its memory.")
       .def("send", &ProcessGroup::send, py::arg("words"), released, "Rank 0: send the other ranks a message.")
       .def("receive", &ProcessGroup::receive, released, "Other ranks: wait for a message.")
       .def("finish", &ProcessGroup::finish, "Say that the message was carried out.")
+      .def("wait_for", &ProcessGroup::wait_for, py::arg("other"), released,
+           "Wait until another rank has carried out the message that is this rank's next.")
       .def("abort", &ProcessGroup::abort, "End all waits of all ranks with an error.")
       .def("exchanged", &ProcessGroup::exchanged, "Numbers of exchanges and bytes that this rank has sent.");
+}
+
+py::bytes peer_table(const std::vector<uintptr_t>& addresses, int64_t memory_bytes, double deadline, uintptr_t aborted,
+                     std::optional<int64_t> one_shot_bytes) {
+  if (addresses.empty() || addresses.size() > parallel::kMaxPeers) {
+    throw std::invalid_argument("a group of GPUs must have between 1 and " + std::to_string(parallel::kMaxPeers) +
+                                " ranks, got " + std::to_string(addresses.size()));
+  }
+  const int64_t slots = memory_bytes - static_cast<int64_t>(sizeof(parallel::PeerState));
+  parallel::PeerGroup group{
+      .size = static_cast<int64_t>(addresses.size()),
+      .slot_bytes = slots / 32 * 16,
+      .one_shot_bytes = one_shot_bytes.value_or(cuda::one_shot_bytes(static_cast<int64_t>(addresses.size()))),
+      .deadline_ns = static_cast<int64_t>(deadline * 1e9),
+      .aborted = reinterpret_cast<uint64_t*>(aborted),
+      .memory = {},
+  };
+  if (group.slot_bytes < 16) {
+    throw std::invalid_argument("memory must have at least " + std::to_string(parallel::peer_memory_bytes(16)) +
+                                " bytes, got " + std::to_string(memory_bytes));
+  }
+  for (size_t rank = 0; rank < addresses.size(); ++rank) {
+    group.memory[rank] = reinterpret_cast<std::byte*>(addresses[rank]);
+  }
+  return {reinterpret_cast<const char*>(&group), sizeof group};
+}
+
+void define_peer_group(py::module_& m) {
+  m.def("peer_memory_bytes", &parallel::peer_memory_bytes, py::arg("slot_bytes"),
+        "Size of a rank's memory in a group of GPUs.");
+  m.def("peer_table", &peer_table, py::arg("addresses"), py::arg("memory_bytes"), py::arg("deadline"),
+        py::arg("aborted"), py::arg("one_shot_bytes"),
+        "The table of a group of GPUs, see fastinfer.parallel.peer_group.");
 }
 
 }  // namespace
@@ -212,5 +254,6 @@ PYBIND11_MODULE(_C, m) {
         "fit.");
   fastinfer::define_launch_graph(m);
   fastinfer::define_process_group(m);
+  fastinfer::define_peer_group(m);
   fastinfer::define_gguf(m);
 }

@@ -57,10 +57,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of the emulated AVX-512 kernels run the first and a fixed share of each test's cases: they are up to fifty times
-    slower than real ones, and differ from tested ones in few lines. FASTINFER_EMULATION_PART, "1/4", is the part of the
-    emulated cases that this process runs.
+    slower than real ones, and differ from tested ones in few lines. Under a sanitizer, run the first case of each test
+    on the emulator, and of the others half under each. FASTINFER_EMULATION_PART, "1/4", is the part of these cases that
+    this process runs.
     """
     part, parts = map(int, os.environ.get("FASTINFER_EMULATION_PART", "1/1").split("/"))
+    halves = {"thread": {0}, "address": {1}}.get(os.environ.get("FASTINFER_EMULATION", ""), {0, 1})
     seen = set()
     kept, dropped = [], []
     for item in items:
@@ -70,7 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             keep = function not in seen or number % 5 == 0
             seen.add(function)
         elif item.get_closest_marker("emulated"):
-            keep = number % parts == part - 1
+            keep = number % parts == part - 1 and (function not in seen or number // parts % 2 in halves)
+            seen.add(function)
         (kept if keep else dropped).append(item)
     config.hook.pytest_deselected(items=dropped)
     items[:] = kept

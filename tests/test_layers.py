@@ -27,6 +27,7 @@ PYTHON_LAYERS = """
     benchmarks
     server
     cli
+    ray_serve
 """
 CPP_LAYERS = """
     common

@@ -1,6 +1,6 @@
 """llama.cpp through llama-cpp-python: evaluation and greedy choice, without sampler chain and detokenisation.
 
-``python llama_cpp_engine.py SOURCE TARGET`` writes a Q4_0 file, the type for which llama.cpp has its fastest kernels.
+``python llama_cpp_engine.py SOURCE TARGET TYPE`` writes a quantised file; TYPE is a name of llama.cpp, such as q4_k_m.
 """
 
 import ctypes
@@ -10,7 +10,6 @@ import llama_cpp as llama
 import numpy as np
 from clock import now
 
-Q4_0 = 2  # LLAMA_FTYPE_MOSTLY_Q4_0
 BATCH = 2048  # largest number of tokens per call; the library processes them in micro-batches of 512
 
 
@@ -99,9 +98,9 @@ def _silent(level: int, text: bytes, user_data: object) -> None:
     pass
 
 
-def quantize(source: str, target: str) -> None:
+def quantize(source: str, target: str, file_type: str) -> None:
     params = llama.llama_model_quantize_default_params()
-    params.ftype = Q4_0
+    params.ftype = getattr(llama, f"LLAMA_FTYPE_MOSTLY_{file_type.upper()}")
     params.allow_requantize = True
     if llama.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(params)) != 0:
         raise RuntimeError(f"llama.cpp could not quantise {source}")

@@ -250,6 +250,7 @@ UNMODELLED = {
     r"(gated|scan)_norm_kernel": "reads what the kernel before has left in the L2",
     r"pack_kernel": "runs once, when a model is loaded",
     r"head_rows_kernel": "writes an integer a row",
+    r"all_(gather|reduce|reduce_add_rms_norm)_kernel": "waits for other GPUs, and reads over their links",
     r"latent_rotary_store_kernel": "a warp copies a query or stores a row, whose loops are alike",
     r"paged_attention_plan_kernel": "reads a few integers of each sequence",
     r"route_experts_kernel": "reads a few logits of each token",

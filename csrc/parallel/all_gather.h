@@ -3,15 +3,17 @@
 
 #include <cstdint>
 
+#include "parallel/peer_group.h"
 #include "parallel/process_group.h"
 
 namespace fastinfer {
 
 // Rank r has the columns starts[r] .. starts[r + 1] of every row.
 struct AllGatherParams {
-  parallel::Group* group;
-  const void* x;  // [rows, columns of this rank]
-  void* out;      // [rows, columns of all ranks]
+  parallel::Group* group;            // of CPUs
+  const parallel::PeerGroup* peers;  // of GPUs
+  const void* x;                     // [rows, columns of this rank]
+  void* out;                         // [rows, columns of all ranks]
   int64_t rows;
   int64_t starts[parallel::kMaxRanks + 1];  // bytes
   int rank;
@@ -43,5 +45,9 @@ FASTINFER_API void all_gather(const AllGatherParams& params);
 FASTINFER_API void all_gather_rows(const AllGatherRowsParams& params);
 FASTINFER_API void local_ids(const LocalIdsParams& params);
 }  // namespace cpu
+
+namespace cuda {
+FASTINFER_API void all_gather(const AllGatherParams& params, void* stream);
+}
 
 }  // namespace fastinfer

@@ -6,6 +6,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <climits>
 #include <stdexcept>
@@ -47,14 +48,14 @@ void check_not_aborted(const Group& group) {
   if (group.aborted.load(std::memory_order_acquire) != 0) throw std::runtime_error("the group of ranks was aborted");
 }
 
-// Waits until ready() holds for each of the ranks from `first` on.
+// Waits until ready() holds for each of the ranks first .. end - 1.
 template <class Ready>
-void wait_for_ranks(Group& group, int first, const char* what, const Ready& ready) {
+void wait_for_ranks(Group& group, int first, int64_t end, const char* what, const Ready& ready) {
   const auto start = Clock::now();
   int rank = first;
   for (int round = 0;; ++round) {
-    while (rank < group.size && ready(group.ranks[rank])) ++rank;
-    if (rank == group.size) return;
+    while (rank < end && ready(group.ranks[rank])) ++rank;
+    if (rank == end) return;
     check_not_aborted(group);
     relax(round);
     if (round % 64 == 63 && Clock::now() - start > std::chrono::nanoseconds(group.deadline_ns)) {
@@ -65,6 +66,10 @@ void wait_for_ranks(Group& group, int first, const char* what, const Ready& read
   }
 }
 
+Message& message_at(Group& group, uint32_t number) {
+  return group.messages[number % static_cast<uint32_t>(group.num_messages)];
+}
+
 // Between processes, so not FUTEX_PRIVATE.
 void futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* timeout) {
   static_assert(sizeof(word) == sizeof(uint32_t));
@@ -73,14 +78,19 @@ void futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const tim
 
 }  // namespace
 
-void initialize(Group& group, int64_t size, int64_t slot_bytes, double deadline_seconds) {
+void initialize(Group& group, int64_t size, int64_t slot_bytes, double deadline_seconds, int64_t num_messages) {
   if (size < 1 || size > kMaxRanks) {
     throw std::invalid_argument("size must be between 1 and " + std::to_string(kMaxRanks) + ", got " +
                                 std::to_string(size));
   }
+  if (num_messages < 1 || num_messages > kMaxMessages) {
+    throw std::invalid_argument("num_messages must be between 1 and " + std::to_string(kMaxMessages) + ", got " +
+                                std::to_string(num_messages));
+  }
   group.size = size;
   group.slot_bytes = slot_bytes;
   group.deadline_ns = static_cast<int64_t>(deadline_seconds * 1e9);
+  group.num_messages = num_messages;
 }
 
 std::byte* next_slot(Group& group, int rank) {
@@ -94,7 +104,7 @@ void exchange(Group& group, int rank, uint64_t tag, uint64_t bytes) {
   self.bytes.store(self.bytes.load(std::memory_order_relaxed) + bytes, std::memory_order_relaxed);
   self.tags[number % 2].store(tag, std::memory_order_relaxed);
   self.arrived.store(number + 1, std::memory_order_release);
-  wait_for_ranks(group, 0, "exchange its part",
+  wait_for_ranks(group, 0, group.size, "exchange its part",
                  [number](const RankState& state) { return state.arrived.load(std::memory_order_acquire) > number; });
   for (int64_t other = 0; other < group.size; ++other) {
     if (group.ranks[other].tags[number % 2].load(std::memory_order_relaxed) == tag) continue;
@@ -111,10 +121,12 @@ void send(Group& group, const std::vector<int64_t>& words) {
   }
   check_not_aborted(group);
   const uint32_t number = group.message_number.load(std::memory_order_relaxed);
-  wait_for_ranks(group, 1, "finish its step",
-                 [number](const RankState& state) { return state.done.load(std::memory_order_acquire) == number; });
-  group.num_words = static_cast<int64_t>(words.size());
-  for (size_t i = 0; i < words.size(); ++i) group.words[i] = words[i];
+  wait_for_ranks(group, 1, group.size, "finish its step", [&](const RankState& state) {
+    return number - state.done.load(std::memory_order_acquire) < static_cast<uint32_t>(group.num_messages);
+  });
+  Message& message = message_at(group, number);
+  message.num_words = static_cast<int64_t>(words.size());
+  std::copy(words.begin(), words.end(), message.words);
   group.message_number.store(number + 1, std::memory_order_release);
   futex(group.message_number, FUTEX_WAKE, INT_MAX, nullptr);
 }
@@ -131,12 +143,20 @@ std::vector<int64_t> receive(Group& group, int rank) {
       futex(group.message_number, FUTEX_WAIT, done, &timeout);
     }
   }
-  return {group.words, group.words + group.num_words};
+  const Message& message = message_at(group, done);
+  return {message.words, message.words + message.num_words};
 }
 
 void finish(Group& group, int rank) {
   std::atomic<uint32_t>& done = group.ranks[rank].done;
   done.store(done.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+}
+
+void wait_for(Group& group, int rank, int other) {
+  const uint32_t number = group.ranks[rank].done.load(std::memory_order_relaxed);
+  wait_for_ranks(group, other, other + 1, "finish its step", [number](const RankState& state) {
+    return static_cast<int32_t>(state.done.load(std::memory_order_acquire) - number) > 0;
+  });
 }
 
 void abort(Group& group) {

@@ -19,6 +19,7 @@ namespace fastinfer::parallel {
 
 inline constexpr int kMaxRanks = 64;
 inline constexpr int kMessageWords = 4096;
+inline constexpr int kMaxMessages = 64;
 
 struct alignas(64) RankState {
   std::atomic<uint64_t> arrived;  // exchanges whose part the rank has written
@@ -27,15 +28,21 @@ struct alignas(64) RankState {
   std::atomic<uint32_t> done;     // number of the last message that the rank has carried out
 };
 
+// What rank 0 wants of the others.
+struct Message {
+  int64_t num_words;
+  int64_t words[kMessageWords];
+};
+
 // The beginning of the shared memory, zeros before initialize(); the slots follow.
 struct Group {
   int64_t size;  // number of ranks
   int64_t slot_bytes;
   int64_t deadline_ns;
+  int64_t num_messages;  // that rank 0 may send before the first of them is carried out
   alignas(64) std::atomic<uint32_t> aborted;
   alignas(64) std::atomic<uint32_t> message_number;  // waiting ranks sleep on it
-  int64_t num_words;
-  int64_t words[kMessageWords];  // what rank 0 wants of the others
+  Message messages[kMaxMessages];                    // message n is in place n % num_messages
   RankState ranks[kMaxRanks];
 };
 
@@ -47,21 +54,33 @@ inline size_t group_bytes(int64_t slot_bytes) {
 }
 
 // Errors of all functions are std::runtime_error, std::invalid_argument for arguments.
-FASTINFER_API void initialize(Group& group, int64_t size, int64_t slot_bytes, double deadline_seconds);
+FASTINFER_API void initialize(Group& group, int64_t size, int64_t slot_bytes, double deadline_seconds,
+                              int64_t num_messages = 1);
 
 // The slot of this rank's next exchange.
 FASTINFER_API std::byte* next_slot(Group& group, int rank);
+
+// What the ranks must agree on in an exchange: columns or rows that are put together, or a sum.
+enum Kind : uint64_t { kColumns = 1, kRows = 2, kSum = 3 };
+
+inline uint64_t tag(Kind kind, int64_t rows, int64_t row_bytes) {
+  return kind << 62 ^ static_cast<uint64_t>(rows) << 32 ^ static_cast<uint64_t>(row_bytes);
+}
 
 // Waits until all ranks have written their parts of the slot.
 // `tag` must be the same on all ranks; `bytes` is the size of this rank's part.
 FASTINFER_API void exchange(Group& group, int rank, uint64_t tag, uint64_t bytes);
 
-// Rank 0: waits until the other ranks have carried out the last message, and sends them another one.
+// Rank 0: waits until the other ranks have carried out all messages but the last `num_messages - 1`, and sends another.
 FASTINFER_API void send(Group& group, const std::vector<int64_t>& words);
 
 // Other ranks: waits for the next message, without a deadline. It must be followed by finish().
 FASTINFER_API std::vector<int64_t> receive(Group& group, int rank);
 FASTINFER_API void finish(Group& group, int rank);
+
+// Waits until another rank has finished the message that this rank carries out next. Rank 0 calls finish(), too, if it
+// carries out messages itself.
+FASTINFER_API void wait_for(Group& group, int rank, int other);
 
 // Ends all waits, now and later, with an error.
 FASTINFER_API void abort(Group& group);

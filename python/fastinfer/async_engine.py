@@ -582,7 +582,7 @@ class AsyncEngine:
         if self._is_dead:
             return "the engine is dead: the device failed, and only a new process can use it again"
         if self._engine.lost_ranks:
-            return f"the engine is dead: tensor parallelism ended: {self._engine.lost_ranks}"
+            return f"the engine is dead: {self._engine.lost_ranks}"
         if self._engine.is_sleeping or self._is_falling_asleep:
             return "the engine sleeps until wake_up() is called"
         return "the engine is draining" if self._is_draining else None

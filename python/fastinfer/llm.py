@@ -18,17 +18,19 @@ from fastinfer.engine.construction import check_draft_model, kv_cache_size
 from fastinfer.engine.disk_block_store import prepare_folder
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.kv_cache_size import KVCacheSize, options_for, options_for_memory
-from fastinfer.engine.rank_process import RankTask, start_ranks
+from fastinfer.engine.rank_process import RankTask, StageTask, start_ranks
+from fastinfer.engine.replica_share import ReplicaShare
 from fastinfer.engine.request_validator import POOLINGS
 from fastinfer.errors import RequestError
-from fastinfer.models import Model, load_model, load_weights, open_checkpoint
+from fastinfer.models import LoadWeights, Model, load_model, load_weights, open_checkpoint
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
 from fastinfer.models.fingerprint import fingerprint
 from fastinfer.models.image_encoder import image_encoder_of
+from fastinfer.models.shared_model import SharedWeights
 from fastinfer.outputs import PrefillOutput, RequestOutput, ScoreOutput
 from fastinfer.parallel.group import Group
-from fastinfer.parallel.loader import load_shard
+from fastinfer.parallel.layer_split import stages_of
 from fastinfer.parallel.ranks import Ranks
 from fastinfer.parallel.support import check_divisible
 from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -77,6 +79,10 @@ class LLM:
         tensor_parallel_size: number of processes of this machine that compute the model together, each with a part of
             every weight and of the machine's threads; on a CPU alone. Results are bitwise those of one process. What
             works with it, and when it pays: docs/tensor-parallelism.md.
+        pipeline_parallel_size: number of processes of this machine that compute the model together, each some of its
+            layers, with several steps in flight; on a CPU alone. Results are bitwise those of one process. What works
+            with it, and when it pays: docs/pipeline-parallelism.md.
+        share: what this process shares with other replicas on a CPU; ``fastinfer serve --data-parallel-size`` sets it.
 
     Attributes:
         engine: the engine that runs the requests. Only its ``stats()`` may be called from outside.
@@ -123,6 +129,8 @@ class LLM:
         deterministic: bool = False,
         enforce_eager: bool = False,
         tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        share: ReplicaShare | None = None,
     ) -> None:
         check_choice("dtype", dtype, DTYPES)
         check_choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
@@ -159,6 +167,7 @@ class LLM:
             device=device,
             enforce_eager=enforce_eager,
             tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
         )
         if kv_offloading_dir is not None:
             prepare_folder(Path(kv_offloading_dir))  # before the weights are loaded, which takes longer
@@ -168,19 +177,29 @@ class LLM:
         checkpoints = [open_checkpoint(path, precision.exact) for path in paths]
         if tensor_parallel_size > 1:
             check_divisible(checkpoints[0], tensor_parallel_size)
-        size = _choose_kv_cache_size(config, checkpoints)
+        stages = stages_of(checkpoints[0], pipeline_parallel_size) if pipeline_parallel_size > 1 else []
+        size = _choose_kv_cache_size(config, checkpoints, share)
         if draft_model is not None:
             check_draft_model(config, checkpoints[0].config, checkpoints[1].config, size.max_model_len)
         defaults = sampling_defaults(checkpoints[0])
-        ranks = None
-        if tensor_parallel_size > 1:
-            ranks = start_ranks(RankTask(paths[0], dtype, config, size, tensor_parallel_size))
+        ranks = task = None
+        if config.num_ranks > 1:
+            parts = paths[0], dtype, config, size, config.num_ranks
+            task = StageTask(*parts, stages) if stages else RankTask(*parts)
+            ranks = start_ranks(task)
         with (
             _closed_on_error(ranks),
             explained_memory_errors(_memory_needs(config, size, checkpoints), options_for_memory(config)),
         ):
-            load = None if ranks is None else partial(_load_shard, ranks.group)
-            models = [load_model(checkpoint, dtype, device, size.max_model_len, load) for checkpoint in checkpoints]
+            loads: list[LoadWeights] = [load_weights] * len(checkpoints)
+            if ranks is not None and task is not None:
+                loads[0] = partial(_load_part, task, ranks.group)
+            elif share is not None and share.weights:
+                loads = [SharedWeights(descriptor) for descriptor in share.weights]
+            models = [
+                load_model(checkpoint, dtype, device, size.max_model_len, load)
+                for checkpoint, load in zip(checkpoints, loads, strict=True)
+            ]
             loaded, self.tokenizer = models[0]
             draft = None if draft_model is None else models[1][0]
 
@@ -192,8 +211,10 @@ class LLM:
 
             identity = fingerprint(checkpoints, precision, size.max_model_len)
             encoder = image_encoder_of(checkpoints[0], precision, device)
+            # Shared weights stay in memory for the other replicas: sleep of level 2 would free nothing.
+            reload = None if share is not None and share.weights else load_models
             self.engine = Engine(
-                loaded, self.tokenizer, config, draft, defaults, size, load_models, identity, encoder, ranks
+                loaded, self.tokenizer, config, draft, defaults, size, reload, identity, encoder, ranks
             )
             if ranks is not None:
                 ranks.wait_until_ready()
@@ -550,10 +571,12 @@ def _one_per_prompt(name: str, value: Any, count: int) -> list[Any]:
     return values
 
 
-def _load_shard(group: Group, checkpoint: Checkpoint, dtype: str, device: str, max_model_len: int | None) -> Model:
+def _load_part(
+    task: RankTask, group: Group, checkpoint: Checkpoint, dtype: str, device: str, max_model_len: int | None
+) -> Model:
     """Load rank 0's part of a model, as :func:`fastinfer.models.load_weights` loads a whole one."""
-    assert device == "cpu"
-    return load_shard(checkpoint, dtype, max_model_len, group)
+    assert (dtype, device, max_model_len) == (task.dtype, "cpu", task.size.max_model_len)
+    return task.load_model(checkpoint, group)
 
 
 @contextlib.contextmanager
@@ -567,7 +590,9 @@ def _closed_on_error(ranks: Ranks | None) -> Generator[None, None, None]:
         raise
 
 
-def _choose_kv_cache_size(config: EngineConfig, checkpoints: list[Checkpoint]) -> KVCacheSize:
+def _choose_kv_cache_size(
+    config: EngineConfig, checkpoints: list[Checkpoint], share: ReplicaShare | None
+) -> KVCacheSize:
     """Choose the size of the KV cache and the longest sequence, before any weight is read.
 
     The first checkpoint is the model's, the second, if there is one, the draft model's.
@@ -577,7 +602,8 @@ def _choose_kv_cache_size(config: EngineConfig, checkpoints: list[Checkpoint]) -
     """
     limit = checkpoints[0].config.max_position
     weight_bytes = sum(checkpoint.weight_bytes(config.device) for checkpoint in checkpoints)
-    size = kv_cache_size(config, [checkpoint.config for checkpoint in checkpoints], weight_bytes)
+    available = None if share is None else share.memory(weight_bytes)
+    size = kv_cache_size(config, [checkpoint.config for checkpoint in checkpoints], weight_bytes, available)
     if config.max_model_len is None and size.max_model_len < limit:
         LOG.warning(
             f"{checkpoints[0].path.name}: max_model_len is {size.max_model_len:,} tokens instead of the model's "

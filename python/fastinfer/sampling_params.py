@@ -25,7 +25,7 @@ MAX_ALLOWED_TOKEN_IDS = 2**17
 
 
 class RequestOutputKind(Enum):
-    """What the outputs of a running request contain, named as in vLLM.
+    """Content of the outputs of a running request, named as in vLLM.
 
     Attributes:
         CUMULATIVE: everything that was generated so far.

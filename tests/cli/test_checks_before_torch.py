@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fastinfer.cli import serve_arguments
-from fastinfer.cli.options import MAX_SPECULATIVE_TOKENS, MAX_TENSOR_PARALLEL_SIZE
+from fastinfer.cli.options import MAX_RANKS, MAX_SPECULATIVE_TOKENS
 from fastinfer.engine import config
 from fastinfer.server.cache import semantic
 
@@ -58,6 +58,7 @@ CASES = {
     "router": "the following arguments are required: URL",
     "router localhost:8000": "url: expected http://HOST:PORT or https://HOST/PATH, got 'localhost:8000'",
     "router http://h:1 http://h:1/": "url: expected each server once, got http://h:1/ twice",
+    "router http://h:1 --prefill-url http://h:1": "url: expected each server once, got http://h:1 twice",
     "router http://h:1 --beta 0": "--beta: expected a number above 0",
     "router http://h:1 --ssl-keyfile x": "--ssl-certfile and --ssl-keyfile: expected both or none",
     "serve --response-cache nowhere": "--response-cache: expected 'off', 'memory' or the URL of a Redis",
@@ -117,5 +118,5 @@ importlib.util.find_spec = lambda name, *rest: None if name in ("redis", "opente
 
 def test_limits_are_those_of_the_engine() -> None:
     assert MAX_SPECULATIVE_TOKENS == config.MAX_SPECULATIVE_TOKENS
-    assert MAX_TENSOR_PARALLEL_SIZE == config.MAX_RANKS
+    assert MAX_RANKS == config.MAX_RANKS
     assert serve_arguments.MIN_THRESHOLD == semantic.MIN_THRESHOLD

@@ -129,6 +129,17 @@ def test_operations_of_a_mixture_are_those_of_one_token(tmp_path: Path) -> None:
     assert (found["architecture"], found["weights_bytes"]) == ("MixtralForCausalLM", weights.memory_bytes)
 
 
+def test_layers_that_store_nothing_are_needed_for_one_token(tmp_path: Path) -> None:
+    """Two of four layers; they have queries alone."""
+    save_model(tmp_path, "llama3")
+    source = RandomCheckpoint(replace(open_checkpoint(tmp_path).config, num_layers=4, kv_layers=(0, 1, 0, 1)))
+    weights = Weights.of(source)
+    queries, keys, mlp = 2 * 64 * 64, 2 * 32 * 64, 3 * 64 * 96
+    assert weights.float_operations == 2 * 2 * (queries + keys + mlp)
+    assert weights.reading_float_operations == 2 * 2 * (queries + mlp)
+    assert attended_positions(source.config, 10).total() == 2 * 55 + 2 * 10
+
+
 @pytest.mark.parametrize("table", [torch.arange(16.0), torch.linspace(-1, 1, 16)], ids=["integers", "fractions"])
 def test_tables_of_integers_are_multiplied_as_bytes(table: Tensor, tmp_path: Path) -> None:
     save_model(tmp_path, "llama3")

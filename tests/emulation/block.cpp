@@ -47,12 +47,12 @@ std::string describe(Site site) {
   return std::string(file != nullptr ? file + 1 : site.file_name()) + ":" + std::to_string(site.line());
 }
 
-Block::Block(LaunchState& state, size_t fibers)
+Block::Block(LaunchState& state, size_t set, size_t first)
     : state_(state), launch_(state.launch), threads_(state.launch.threads), host_(host_fiber()) {
   shared_ = static_cast<unsigned char*>(std::aligned_alloc(kPage, shared_capacity()));
   for (unsigned i = 0; i < launch_.threads; ++i) {
     threads_[i].index = i;
-    threads_[i].fiber = pooled_fiber(fibers, i);
+    threads_[i].fiber = pooled_fiber(set, first + i);
   }
 }
 
@@ -86,6 +86,9 @@ bool Block::step() {
   bool progress = false, done = true;
   for (size_t first = 0; first < threads_.size(); first += kWarp) {
     const size_t last = std::min(first + kWarp, threads_.size());
+    for (size_t i = first; i < last; ++i) {
+      if (threads_[i].state == State::kYielded) threads_[i].state = State::kReady;
+    }
     for (bool moved = true; moved;) {  // a warp runs until all its lanes wait for other warps
       moved = false;
       for (size_t i = first; i < last; ++i) {
@@ -144,6 +147,8 @@ void Block::resume(Thread& thread) {
   thread_ = &thread;
   thread_index = {thread.index, 0, 0};
   block_index = index_;
+  block_size = {launch_.threads, 1, 1};
+  grid_size = {launch_.grid_x, launch_.grid_y, 1};
 #if defined(EMULATION_TRAFFIC)
   traffic::enter_thread(thread.index, {thread.fiber.stack, kStackBytes});
 #endif
@@ -276,6 +281,10 @@ void Block::collective(uint32_t mask, void* op, void (*complete)(void* const (&)
 void Block::wait_for_previous(Site site) {
   waited_ = true;
   if (!state_.previous_ended) wait(State::kDependency, site);
+}
+
+void Block::yield() {
+  wait(State::kYielded, Site::current());
 }
 
 void Block::fence() {

@@ -11,7 +11,7 @@
 
 namespace emulation {
 
-enum class State { kReady, kCollective, kBarrier, kDependency, kDone };
+enum class State { kReady, kYielded, kCollective, kBarrier, kDependency, kDone };
 
 struct Thread {
   Fiber fiber;
@@ -44,7 +44,7 @@ struct LaunchState {
 
 class Block {
  public:
-  Block(LaunchState& state, size_t fibers);  // the set of fibers that it runs on
+  Block(LaunchState& state, size_t set, size_t first = 0);  // the fibers that it runs on: of this set, from the first
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
   ~Block();
@@ -55,7 +55,7 @@ class Block {
   bool running() const {  // not all threads have ended
     return running_;
   }
-  bool step();  // runs every thread until it waits; returns false if none could run
+  bool step();  // runs every thread until it waits or yields; returns false if none could run
   bool resume_dependents();
   std::string deadlock() const;
 
@@ -74,6 +74,7 @@ class Block {
   int barrier(int id, int count, bool vote, Site site);  // returns the votes
   void collective(uint32_t mask, void* op, void (*complete)(void* const (&)[32], uint32_t), Site site, bool orders);
   void wait_for_previous(Site site);
+  void yield();
   void fence();
   void atomic_operation(const void* p);
   [[noreturn]] void fail(const std::string& message);

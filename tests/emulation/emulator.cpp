@@ -13,12 +13,15 @@
 #include "block.h"
 #include "block_order.h"
 #include "memory_guard.h"
+#include "streams.h"
 
 namespace emulation {
 
 Index thread_index, block_index, block_size, grid_size;
 
 namespace {
+
+uint64_t yields = 0;
 
 std::string launches;  // see emulation_launches
 bool launches_wanted = false;
@@ -69,14 +72,13 @@ void note_policy(bool evict_first, const void* from) {
   addresses.insert(from);
 }
 
-void run(const Launch& launch) {
+void run(const Launch& launch, const std::shared_ptr<const void>& owner) {
   if (launches_wanted) launches += std::string(launch.name) + "\n";
   if (launch.threads == 0 || launch.threads > 1024) {
     throw std::runtime_error(std::string(launch.name) + ": a block must have 1 to 1024 threads, got " +
                              std::to_string(launch.threads));
   }
-  grid_size = {launch.grid_x, launch.grid_y, 1};
-  block_size = {launch.threads, 1, 1};
+  if (hold(launch, owner)) return;
   LaunchState state{.launch = launch, .previous_ended = !launch.dependent};
   release(&state.start_token);
   const std::vector<uint32_t> order = block_order(launch.grid_x * launch.grid_y);
@@ -134,6 +136,15 @@ void trap(const char* what, Site site) {
 
 void grid_dependency_wait(Site site) {
   Block::current().wait_for_previous(site);
+}
+
+void yield() {
+  ++yields;
+  Block::current().yield();
+}
+
+uint64_t nanoseconds() {
+  return 1000 * yields;
 }
 
 void fence() {

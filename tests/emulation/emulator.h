@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <source_location>
 #include <vector>
 
@@ -31,8 +32,9 @@ struct Launch {
   const void* closure;
 };
 
-// Runs every block. Throws std::runtime_error with the kernel's name where one deadlocks, diverges or traps.
-void run(const Launch& launch);
+// Runs every block, now or with the held launches (streams.h), for which `owner` keeps arguments and closure. Throws
+// std::runtime_error with the kernel's name where one deadlocks, diverges or traps.
+void run(const Launch& launch, const std::shared_ptr<const void>& owner);
 
 // ---- called by a kernel's threads ----
 
@@ -44,6 +46,10 @@ void warp_barrier(uint32_t mask, Site site);
 
 // In a dependent launch memory that the kernel's arguments point to is closed until then (memory_guard.h).
 void grid_dependency_wait(Site site);
+
+// A thread that waits for another stream's kernel lets all others run, and time pass: a microsecond each time.
+void yield();
+uint64_t nanoseconds();
 
 // Memory is ordered between blocks by a fence, an atomic operation after it, another block's atomic operation, and that
 // block's fence after it.

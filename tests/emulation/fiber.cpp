@@ -52,7 +52,7 @@ Fiber host_fiber() {
 }
 
 Fiber pooled_fiber(size_t set, size_t i) {
-  static std::array<std::vector<Fiber>, 2> pools;
+  static std::array<std::vector<Fiber>, 3> pools;
   std::vector<Fiber>& pool = pools.at(set);
   while (pool.size() <= i) {
     Fiber fiber;

@@ -12,7 +12,7 @@ from support import sanitizers
 
 from emulation import build
 
-PARTS = {"thread": 4, "address": 2}  # of some minutes each
+PARTS = {"thread": 2, "address": 2}  # of some minutes each
 
 
 def main(arguments: list[str]) -> int:

@@ -197,6 +197,21 @@ def test_padding_replaces_all_that_a_longer_step_has_left() -> None:
     assert batch.block_tables[0].tolist() == [[0x7F7F7F7F] * 3] * 6, "no sequence has a new block"
 
 
+def test_padding_of_wanted_rows_replaces_what_a_longer_step_has_left() -> None:
+    inputs = with_twin(BatchInputs(8, 8, 8, max_blocks=3, block_size=4, drops_rows=True))
+    inputs._host[:] = 0x11
+    inputs._last_rows._query_start[:3] = [0, 0, 1]  # type: ignore[union-attr]
+    padded = BatchSize(5, 8, 0, True, num_wanted=5)
+    inputs.pad(BatchSize(2, 6, 1, True, num_wanted=1), padded)
+    inputs.upload()
+    last = inputs.batch(padded).last
+    assert last is not None
+    assert last.query_start.tolist() == [0, 0, 1, 1, 1, 1]
+    assert last.rows.tolist() == [0x1111111111111111, 0, 0, 0, 0]
+    assert last.adapter_ids is not None
+    assert last.adapter_ids.tolist() == [0x11111111, -1, -1, -1, -1]
+
+
 def test_only_new_entries_of_the_block_tables_are_copied() -> None:
     inputs = with_twin(BatchInputs(3, 16, 19, max_blocks=5, block_size=2, num_groups=2))
     tables = inputs.batch(BatchSize(3, 3, 3, False)).block_tables

@@ -1,12 +1,12 @@
 """Random traces: requests of all kinds come, are aborted, refused, preempted and finish, in a cache that is mostly too
 small. Every text must be what the request alone would give, and every block accounted for in every step. In half of the
 traces the kernels compute prompts differently than generated tokens, and the engine is deterministic; in another half
-the model has states."""
+the model has states; in some of the others it is divided into stages."""
 
 import contextlib
 import os
 import tempfile
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -17,12 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.faults import Fault, Interrupt, Tracer
 from support.kv_files import GIB
+from support.stages import chunks_in_flight, has_stages, use_stages
 from support.state_toy import StateRoleToy, StateToy
 from support.toy import (
     NUM_LAYERS,
     VOCAB_SIZE,
     Forgetful,
     ForgetfulRoleToy,
+    LastRowsRoleToy,
     RoleToy,
     ToyModel,
     always_speculate,
@@ -173,12 +175,19 @@ def draw_engine(draw: Any, folder: str, kind: type[ToyModel]) -> Callable[[], En
         "deterministic": issubclass(kind, RoleToy),
     }
 
+    num_stages = draw(st.sampled_from([1, 1, 2, 3])) if speculation == "none" and stores == "none" else 1
+    if issubclass(kind, StateToy):
+        num_stages = 1
+    if num_stages > 1:
+        limits["async_scheduling"] = False
     draft_kind = ForgetfulRoleToy if issubclass(kind, RoleToy) else Forgetful
 
     def make() -> Engine:
         engine = toy_engine(
             model=kind(windows), draft_model=draft_kind() if speculation == "draft model" else None, **limits
         )
+        if num_stages > 1:
+            return use_stages(engine, num_stages)
         return engine if speculation == "none" else always_speculate(engine)
 
     return make
@@ -192,7 +201,7 @@ def test_random_traces(data: st.DataObject) -> None:
     clock = SimpleNamespace(now=0.0)
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setattr(deadlines, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-        kind = draw(st.sampled_from([ToyModel, RoleToy, StateToy, StateRoleToy]))
+        kind = draw(st.sampled_from([ToyModel, RoleToy, LastRowsRoleToy, StateToy, StateRoleToy]))
         patch.setattr(engine_module, "roles_differ", lambda device: issubclass(kind, RoleToy))
         num_states = draw(st.integers(1, 12))
         patch.setattr(kv_cache_size, "_num_states", lambda config, state_bytes, memory: num_states * (state_bytes > 0))
@@ -258,6 +267,8 @@ def run_trace(draw: Any, make_engine: Callable[[], Engine], clock: SimpleNamespa
                 take(output)
         elif action == "clock":
             clock.now += 1.0
+        elif action in ("fault", "sleep") and has_stages(engine):
+            continue  # after an error of the model the ranks have ended; and they do not sleep
         elif action == "fault":
             engine.model.fail = True  # type: ignore[attr-defined]
             with contextlib.suppress(RuntimeError):
@@ -330,8 +341,12 @@ def reached(engine: Engine) -> dict[Sequence, tuple[int, int]]:
     """Tokens of each running sequence, and how many of them are computed for certain: not those of a launched step."""
     launched = engine._step._launched
     chunks = [] if launched is None else launched.chunks
-    unsure = {chunk.sequence: chunk.num_tokens for chunk in chunks if chunk.num_restarts == chunk.sequence.num_restarts}
-    return {s: (len(s), s.num_computed_tokens - unsure.get(s, 0)) for s in engine.scheduler.running}
+    chunks = [*chunks, *chunks_in_flight(engine)]
+    unsure: Counter[Sequence] = Counter()
+    for chunk in chunks:
+        if chunk.num_restarts == chunk.sequence.num_restarts:
+            unsure[chunk.sequence] += chunk.num_tokens
+    return {s: (len(s), s.num_computed_tokens - unsure[s]) for s in engine.scheduler.running}
 
 
 def longest(engine: Engine) -> dict[str, int]:

@@ -13,6 +13,7 @@ import pytest
 from support.fake_cuda_graph import PaddedToy, use_fakes, use_graphs
 from support.faults import ENGINE, Fault, Interrupt, Line, Tracer
 from support.kv_files import GIB
+from support.stages import use_stages
 from support.state_toy import StateToy
 from support.toy import VOCAB_SIZE, Forgetful, ToyModel, always_speculate, check_blocks, toy_engine
 from support.toy_grammar import Letters, constrained
@@ -25,7 +26,7 @@ from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, Sampl
 from fastinfer.structured_output import StructuredOutputsParams
 
 # Also ways to schedule, to compute and to store.
-MODES = ["none", "ngram", "draft model", "runs ahead", "graphs", "offloading", "states"]
+MODES = ["none", "ngram", "draft model", "runs ahead", "graphs", "offloading", "states", "stages"]
 AHEAD_MODES = ("runs ahead", "graphs")
 
 
@@ -73,10 +74,12 @@ def make_engine(mode: str) -> Engine:
         kv_offloading_size=2**20 / GIB if mode == "offloading" else None,
         block_size=4,
         max_model_len=24,
-        num_kv_blocks=14,
+        num_kv_blocks=9 if mode == "stages" else 14,
         max_num_batched_tokens=16,
         max_num_seqs=9,
     )
+    if mode == "stages":
+        return use_stages(engine, 3)
     if mode == "graphs":
         return use_graphs(engine)
     return always_speculate(engine) if engine.speculator else engine

@@ -164,7 +164,7 @@ def test_layers_of_different_shapes_are_counted_exactly() -> None:
     assert size.num_bytes == 32 * 2 * (5 * (128 + 4) + size.num_blocks[1] * 2 * (64 + 4))
     whole = kv_cache_bytes(model, model.num_kv_heads, torch.int8, 96, 3)
     assert whole == 3 * 32 * 2 * (3 * (128 + 4) + 2 * 2 * (64 + 4))
-    assert attended_positions(model, 10) == {KVShape(2, 64): 2 * (36 + 2 * 8), KVShape(1, 128): 2 * 55}
+    assert attended_positions(model, 10) == {KVShape(2, 64): 36 + 2 * 8 + 8, KVShape(1, 128): 55 + 10}
 
 
 def test_without_layers_of_full_attention_any_context_fits(monkeypatch: pytest.MonkeyPatch) -> None:

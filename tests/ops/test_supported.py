@@ -13,7 +13,8 @@ import torch
 from support.helpers import device_fixture
 from support.op_calls import int32, op_calls
 from support.paths import ROOT
-from support.placement import host_operators
+from support.peers import lone_rank
+from support.placement import EmulatedDevice, host_operators
 from torch import Tensor
 
 from fastinfer import ops
@@ -38,6 +39,7 @@ HEAD_DIMS = [1, 2, 7, 16, 63, 64, 65, 80, 96, 100, 128, 192, 256, 257, 320, 512]
 HEADS_OPS = [op for op, takes in support.TABLE.items() if takes["cpu"].head_dim]
 OTHER_OPS = [op for op in support.TABLE if op not in HEADS_OPS]
 LINEAR_OPS = [op for op in OTHER_OPS if "gemm" in op and op != "w8a8_gemm"]
+EXCHANGES = ["all_gather", "all_reduce", "all_reduce_add_rms_norm"]  # their groups are of CPUs or of GPUs
 ON_CPU_ALONE = [op for op in support.TABLE if not support.TABLE[op]["cuda"].dtype]
 
 # Of each operator the tensors that are its weight; the default holds for the rest.
@@ -80,7 +82,7 @@ def overload(op: str) -> Any:
 def calls_of(op: str) -> Iterator[Call]:
     """Operator calls by argument names."""
     with host_operators():  # which pack the weights; they are moved later
-        calls = list(op_calls(cpu_alone=op in ON_CPU_ALONE))
+        calls = list(op_calls(cpu_alone=op in (*ON_CPU_ALONE, *EXCHANGES)))
     for name, args in calls:
         if name == op:
             names = [argument.name for argument in overload(op)._schema.arguments]
@@ -104,6 +106,9 @@ def typed(op: str, call: Call, dtype: torch.dtype, weight_dtype: torch.dtype | N
 
 def accepts(op: str, call: Call, device: str) -> bool:
     moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in call.items()}
+    group = lone_rank(device) if op in EXCHANGES and (device == "cuda" or isinstance(device, EmulatedDevice)) else None
+    if group is not None:
+        moved["group"] = group.memory
     try:
         overload(op)(**moved)
     except RuntimeError as error:
@@ -324,7 +329,7 @@ def test_questions_without_an_answer(arguments: dict[str, Any], message: str) ->
 
 
 def test_operators_of_the_cpu_alone() -> None:
-    others = {"all_gather", "all_gather_rows", "local_ids", "select_pages", "store_page_bounds"}
+    others = {"all_gather_rows", "local_ids", "select_pages", "store_page_bounds"}
     assert set(ON_CPU_ALONE) == others | {"int6_gemm", "grouped_int6_gemm", "int6_pack", "int6_dequantize"}
     for op in ON_CPU_ALONE:
         assert not ops.supported(op, device="cuda")

@@ -77,17 +77,19 @@ def test_steps_operator_by_operator(folder: Path, whole: LLM) -> None:
     assert texts(eager, GREEDY) == texts(whole, GREEDY)
 
 
-def test_sleep_is_refused(divided: LLM) -> None:
-    with pytest.raises(FastinferError, match="sleep needs tensor_parallel_size=1"):
-        divided.sleep()
+def test_sleep(whole: LLM, divided: LLM) -> None:
+    with pytest.raises(FastinferError, match="level must be 1 with tensor_parallel_size"):
+        divided.sleep(2)
+    divided.sleep()
+    assert divided.engine.is_sleeping
+    divided.wake_up()
+    assert texts(divided, GREEDY) == texts(whole, GREEDY)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer in 1..64, got 0"),
-        ({"max_loras": 1}, "max_loras must be 0 with tensor_parallel_size=2, got 1"),
-        ({"num_speculative_tokens": 3}, "num_speculative_tokens must be 0 with tensor_parallel_size=2, got 3"),
         ({"kv_offloading_size": 0.1}, "kv_offloading_size must be None with tensor_parallel_size=2, got 0.1"),
         ({"tensor_parallel_size": 5}, "tensor_parallel_size must be at most 4 for this model"),
     ],

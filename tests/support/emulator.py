@@ -23,6 +23,7 @@ class Emulator:
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
         self._library.emulation_set_block_order.restype = ctypes.c_bool
+        self._library.emulation_run_held.restype = ctypes.c_char_p
 
     @contextmanager
     def block_order(self, order: str) -> Iterator[None]:
@@ -51,6 +52,28 @@ class Emulator:
             yield
         finally:
             self._set_constant_memory()
+
+    @contextmanager
+    def stream(self, number: int) -> Iterator[None]:
+        """Hold launches in a stream until :meth:`run_streams`: each stands for a GPU. Their tensors must stay alive."""
+        self._library.emulation_hold(number)
+        try:
+            yield
+        except BaseException:
+            self._library.emulation_drop_held()
+            raise
+        finally:
+            self._library.emulation_hold(-1)
+
+    def run_streams(self, slow: int = -1) -> None:
+        """Run the held launches, those of different streams at the same time; the stream ``slow`` rarely gets a turn.
+
+        Raises:
+            RuntimeError: a kernel ended with an error.
+        """
+        error = self._library.emulation_run_held(slow)
+        if error is not None:
+            raise RuntimeError(error.decode())
 
     def _set_block_order(self, order: str) -> None:
         if not self._library.emulation_set_block_order(order.encode()):

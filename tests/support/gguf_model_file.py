@@ -67,8 +67,9 @@ def write_gguf(
     *,
     matrices: gguf.GGMLQuantizationType | None = None,
     is_fused: bool = False,
+    tokens: list[str] | None = None,
 ) -> None:
-    """Write the file, without a tokenizer.
+    """Write the file.
 
     Args:
         path: path of the file.
@@ -77,13 +78,21 @@ def write_gguf(
         matrices: type of the other matrices, but for filters of convolutions and weights of norms; ``None`` for fp32.
         is_fused: whether gate and up of all experts are one tensor, and Qwen3-Next's matrices of linear attention, and
             those of latent attention, are left as they are, as in older files.
+        tokens: vocabulary of a byte-level tokenizer whose only merge is that of its first two tokens; ``None`` for a
+            file without a tokenizer.
     """
     quantized = quantized or {}
     config = model.config
     with_experts = " with experts" if config.model_type == "nemotron_h" and "moe" in config.layers_block_type else ""
     architecture, table = ARCHITECTURES[config.model_type + with_experts]
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_tokenizer_model("none")
+    if tokens is None:
+        writer.add_tokenizer_model("none")
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list(tokens)
+        writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])  # llama.cpp wants at least one
     writer.add_vocab_size(config.vocab_size)
     _write_config(writer, architecture, config, is_fused)
     names = gguf.get_tensor_name_map(table, config.num_hidden_layers)
@@ -145,6 +154,8 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: Any, is_fu
         writer.add_ssm_group_count(config.mamba_n_groups)
         writer.add_ssm_time_step_rank(config.mamba_n_heads)
         writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
+    elif architecture == "deepseek2" and not is_fused:
+        writer.add_head_count_kv(1)  # all heads see the same latent vectors
     else:
         writer.add_head_count_kv(config.num_key_value_heads)
     if hasattr(config, "layer_norm_eps"):

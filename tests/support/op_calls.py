@@ -206,11 +206,14 @@ def sparse_attention_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 
 def parallel_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """In groups of one rank, in which nobody waits."""
+    """In groups of one rank on the CPU, in which nobody waits; a GPU's are in tests/ops/test_peer_exchange.py."""
     ids = torch.tensor([3, 0, 9, 9, 4])
     yield "all_gather", (torch.randn(5, 48).bfloat16(), Group.create(1).memory, 0, [48])
     yield "all_gather_rows", (torch.randn(5, 48), ids, Group.create(1).memory, 0, 0, 10)
     yield "local_ids", (ids, 3, 9)
+    yield "all_reduce", (torch.randn(5, 48).half(), Group.create(1).memory, 0)
+    x = torch.randn(5, 48)
+    yield "all_reduce_add_rms_norm", (x, x.clone(), torch.ones(48), 1e-6, Group.create(1).memory, 0)
 
 
 def seeded(calls: Iterator[tuple[str, tuple[Any, ...]]], seed: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -228,7 +231,7 @@ def op_calls(cpu_alone: bool = True, seed: int = 0) -> Iterator[tuple[str, tuple
     """Names and complete positional arguments; every call has fresh tensors of its own.
 
     Args:
-        cpu_alone: whether operators are among them that only a CPU has.
+        cpu_alone: whether calls are among them that only a CPU can take.
         seed: seed of the tensors.
     """
     groups = {

@@ -27,6 +27,6 @@ def logits_of_texts(model: Model, texts: list[list[int]], block_size: int = 16) 
     """Hidden states and logits of all tokens of some texts."""
     batch = Batch.of_texts(texts, block_size)
     num_blocks = sum(-(-len(text) // block_size) for text in texts)
-    cache = KVCache.of_model(model.config, [num_blocks], block_size, torch.float32, "cpu")
+    cache = KVCache.of_model(model.config, [num_blocks], block_size, torch.float32, "cpu", state_dtype=model.dtype)
     hidden = model.forward(batch, cache)
     return hidden, model.logits(hidden, torch.arange(len(hidden)))

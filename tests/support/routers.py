@@ -13,21 +13,26 @@ from fastinfer.server.router.config import RouterConfig
 from fastinfer.server.router.host import RouterHost
 
 
-def router_host(urls: Sequence[str], **settings: Any) -> RouterHost:
+def router_host(urls: Sequence[str], prefill_urls: Sequence[str] = (), **settings: Any) -> RouterHost:
     config = RouterConfig(port=0, **{"probe_interval_s": 0.05} | settings)
-    return RouterHost(config, [Endpoint.parse(url, default_path="") for url in urls])
+    endpoints, prefill_endpoints = (
+        [Endpoint.parse(url, default_path="") for url in some] for some in (urls, prefill_urls)
+    )
+    return RouterHost(config, endpoints, prefill_endpoints)
 
 
 @contextlib.contextmanager
-def router_server(urls: Sequence[str], *, is_ready: bool = True, **settings: Any) -> Iterator[tuple[RouterHost, str]]:
+def router_server(
+    urls: Sequence[str], prefill_urls: Sequence[str] = (), *, is_ready: bool = True, **settings: Any
+) -> Iterator[tuple[RouterHost, str]]:
     """A router in front of servers, and its address; it is ready as soon as all servers are, unless told otherwise."""
-    host = router_host(urls, **settings)
+    host = router_host(urls, prefill_urls, **settings)
     server = DrainingServer(create_app(host._config, host), host._config)
     thread = threading.Thread(target=server.run)
     thread.start()
     pause = threading.Event()
     try:
-        while not server.started or (is_ready and not all(replica.is_ready for replica in host.replicas)):
+        while not server.started or (is_ready and not all(replica.is_ready for replica in host.servers)):
             assert thread.is_alive()
             pause.wait(0.005)
         yield host, server.address

@@ -6,7 +6,7 @@ block or position and the text is another one.
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -65,6 +65,7 @@ def greedy(prompt: list[int], max_tokens: int, *, stop_at_eos: bool = True) -> l
 class ToyConfig:
     windows: tuple[int, ...]
     num_layers: int = NUM_LAYERS
+    num_reading_layers: int = 0
     num_kv_heads: int = 1
     head_dim: int = 1
     vocab_size: int = VOCAB_SIZE
@@ -73,6 +74,10 @@ class ToyConfig:
     states: LinearAttentionConfig | None = None
     state_layers: tuple[bool, ...] = ()
     latent_attention: None = None
+
+    @property
+    def num_storing_layers(self) -> int:
+        return self.num_layers - self.num_reading_layers
 
     def window(self, layer: int) -> int:
         return self.windows[layer]
@@ -175,6 +180,32 @@ class RoleToy(ToyModel):
 
     def _stored(self, batch: Batch) -> Tensor:
         return batch.token_ids + VOCAB_SIZE * (torch.arange(len(batch.token_ids)) >= first_prompt_row())
+
+
+class LastRowsToy(ToyModel):
+    """Returns the hidden states of wanted rows alone, like a model whose last layers store nothing."""
+
+    def __init__(self, windows: tuple[int, ...] = (0,) * NUM_LAYERS) -> None:
+        super().__init__(windows)
+        self.config = replace(self.config, num_reading_layers=1)
+
+    def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
+        hidden, last = super().forward(batch, kv_cache), batch.last
+        if last is None:
+            return hidden
+        counts = last.query_start.diff().tolist()
+        ends = batch.query_start[1:].tolist()
+        expected = [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
+        rows = last.rows[: len(expected)]  # the others are padding
+        assert rows.tolist() == expected
+        assert torch.equal(last.positions[: len(rows)], batch.positions[rows])
+        is_prompt = torch.arange(len(rows)) >= last.first_prompt_row
+        assert torch.equal(is_prompt, rows >= first_prompt_row())
+        return hidden[last.rows]
+
+
+class LastRowsRoleToy(LastRowsToy, RoleToy):
+    """Both."""
 
 
 class Forgetful(ToyModel):

@@ -263,6 +263,9 @@ def test_pre_tokenizers(name: str, text: str, words: list[str]) -> None:
         ("deepseek-coder", "a| | \u05d0|,| |1|2|\n"),
         # Digits by threes, East Asian text, and ASCII punctuation with the ASCII word behind it.
         ("deepseek-v3", "a|.go| |123|4| |\u4e00\u3042|b|?!\n"),
+        # Han characters apart, with no space before them; the other letters of East Asian text are words.
+        ("kimi-k2", "a| |\u4e00\u4e01|b\u3042|\u4e00"),
+        ("kimi-k2", "i|Phone's| THEm| |123|4|?!\n|/|\u3007"),
         ("falcon", "we|'|ll|,| go| |123|45|!"),
     ],
 )

@@ -232,4 +232,25 @@ __device__ inline void grid_dependency_launch() {
 #endif
 }
 
+// ---- between GPUs ----
+
+// What the block's threads have written before a barrier is visible to who reads the value by load_acquire_system, on
+// any GPU or the host, and to that reader's block after a barrier.
+__device__ inline void store_release_system(uint64_t* p, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
+}
+
+__device__ inline uint64_t load_acquire_system(const uint64_t* p) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
+  return value;
+}
+
+// A clock that all multiprocessors share. It may advance in steps of a microsecond.
+__device__ inline uint64_t global_nanoseconds() {
+  uint64_t value;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));
+  return value;
+}
+
 }  // namespace fastinfer::cuda

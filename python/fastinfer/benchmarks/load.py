@@ -85,7 +85,7 @@ class Run:
 
     @property
     def generator_cores(self) -> float:
-        """How much of a core this process took."""
+        """Share of a core that this process took."""
         return self.generator_s / self.seconds
 
 

@@ -90,11 +90,9 @@ def run(argv: Sequence[str] | None) -> int:
         BrokenPipeError: the reader of the output has gone.
     """
     try:
-        args = _parser().parse_args(_with_benchmark(sys.argv[1:] if argv is None else argv))
-        command = COMMANDS[args.command]
-        command.check(args)
+        args = parse(sys.argv[1:] if argv is None else argv)
         # Commands are imported only when they run: torch alone takes 1.5 s, and a wrong argument needs none of it.
-        execute = _import_command(command.module or args.module)
+        execute = _import_command(COMMANDS[args.command].module or args.module)
         if getattr(args, "threads", None) is not None:
             from fastinfer.utils.torch_threads import set_num_threads
 
@@ -112,6 +110,17 @@ def run(argv: Sequence[str] | None) -> int:
             discard_output()
         print(f"fastinfer: error: {error}", file=sys.stderr)
         return 2
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments of a command, whose name comes first, once they have been checked.
+
+    Raises:
+        FastinferError: an argument is wrong.
+    """
+    args = _parser().parse_args(_with_benchmark(argv))
+    COMMANDS[args.command].check(args)
+    return args
 
 
 def _import_command(module: str) -> Callable[[argparse.Namespace], int]:

@@ -93,6 +93,8 @@ class Weights:
         step_bytes: bytes read in every step, without experts.
         expert_bytes: bytes of all experts, of which a step reads some.
         byte_operations, float_operations: operations of the layers per token, by kind of arithmetic.
+        reading_byte_operations, reading_float_operations: those of the layers that store nothing, which only the last
+            token of a prompt needs.
         logits_byte_operations, logits_float_operations: operations of the output projection per sequence and step.
     """
 
@@ -101,6 +103,8 @@ class Weights:
     expert_bytes: int = 0
     byte_operations: int = 0
     float_operations: int = 0
+    reading_byte_operations: int = 0
+    reading_float_operations: int = 0
     logits_byte_operations: int = 0
     logits_float_operations: int = 0
 
@@ -145,7 +149,8 @@ class Weights:
                     if table is not None:
                         tables[table.data_ptr()] = table.nbytes * checkpoint.config.max_position
                 del layer
-            weights._add(layers[layout])
+            reads = index >= checkpoint.config.num_storing_layers
+            weights._add(layers[layout]._of_reading_layer() if reads else layers[layout])
         weights.memory_bytes += sum(tables.values())
         return weights
 
@@ -155,6 +160,16 @@ class Weights:
             return self.step_bytes
         chosen = 1 - (1 - config.experts_per_token / config.num_experts) ** tokens
         return self.step_bytes + self.expert_bytes * chosen
+
+    def _of_reading_layer(self) -> "Weights":
+        """Return the weights of a layer that stores nothing."""
+        return replace(
+            self,
+            byte_operations=0,
+            float_operations=0,
+            reading_byte_operations=self.byte_operations,
+            reading_float_operations=self.float_operations,
+        )
 
     def _add(self, other: "Weights") -> None:
         for field in fields(self):
@@ -227,13 +242,25 @@ def all_state_bytes(config: ModelConfig) -> int:
 
 
 def attended_positions(config: ModelConfig, tokens: int) -> Counter[KVShape]:
-    """Return the number of (query, key) pairs of a sequence of ``tokens`` tokens, by the shape of the layers' keys."""
+    """Return the number of (query, key) pairs of a prompt of ``tokens`` tokens, by the shape of the layers' keys.
+
+    Layers that store nothing are computed for the last token alone.
+    """
     pairs: Counter[KVShape] = Counter()
-    for layer in range(config.num_layers):
+    for layer in range(config.num_storing_layers):
         if not config.has_state(layer):
             window = min(config.window(layer) or tokens, tokens)
             pairs[config.kv_shape(layer)] += window * (window + 1) // 2 + (tokens - window) * window
-    return pairs
+    return pairs + positions_of_last(config, tokens, range(config.num_storing_layers, config.num_layers))
+
+
+def positions_of_last(config: ModelConfig, tokens: int, layers: range) -> Counter[KVShape]:
+    """Return the number of positions that the last of ``tokens`` tokens sees in these layers, by their keys' shape."""
+    positions: Counter[KVShape] = Counter()
+    for layer in layers:
+        if not config.has_state(layer):
+            positions[config.kv_shape(layer)] += min(config.window(layer) or tokens, tokens)
+    return positions
 
 
 def head_layouts(config: ModelConfig) -> dict[str, int]:
@@ -280,7 +307,8 @@ def describe(model: str, context: int | None, batch: int, rates: Rates | None = 
         """Return the least seconds for ``tokens`` tokens of each sequence with ``attended`` (query, key) pairs each."""
         elements = sum((shape.head_dim + (shape.value_dim or shape.head_dim)) * n for shape, n in attended.items())
         attention = 2 * config.num_heads * elements
-        floats, products = attention + weights.float_operations * tokens, weights.byte_operations * tokens
+        floats = attention + weights.float_operations * tokens + weights.reading_float_operations
+        products = weights.byte_operations * tokens + weights.reading_byte_operations
         float_rate, byte_rate = rates.float_operations, rates.byte_operations
         if is_prompt:  # but not its logits
             float_rate = max(float_rate, rates.float_tile_operations)
@@ -292,7 +320,7 @@ def describe(model: str, context: int | None, batch: int, rates: Rates | None = 
         return max(read_bytes / rates.read_bytes, batch * seconds)
 
     in_prefill = attended_positions(config, context)
-    in_step = in_prefill - attended_positions(config, context - 1)
+    in_step = positions_of_last(config, context, range(config.num_layers))
     seen = {dtype: sum(count * token_bytes(shape, dtype) for shape, count in in_step.items()) for dtype in kv_dtypes}
     states = 2 * all_state_bytes(config)  # read and written
     steps = {

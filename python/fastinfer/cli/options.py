@@ -14,7 +14,7 @@ from fastinfer.utils.dtypes import DTYPES, KV_CACHE_DTYPES
 API_KEY_VARIABLE = "FASTINFER_API_KEY"
 # The engine's limits, whose modules import torch; a test compares them.
 MAX_SPECULATIVE_TOKENS = 15
-MAX_TENSOR_PARALLEL_SIZE = 64
+MAX_RANKS = 64
 
 
 def add_model_option(parser: argparse.ArgumentParser) -> None:
@@ -120,9 +120,16 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
     options.add_argument(
         "--tensor-parallel-size",
         action=EngineOption,
-        type=count(1, MAX_TENSOR_PARALLEL_SIZE),
+        type=count(1, MAX_RANKS),
         metavar="N",
         help="processes of this machine that compute the model together, on a CPU; default: 1",
+    )
+    options.add_argument(
+        "--pipeline-parallel-size",
+        action=EngineOption,
+        type=count(1, MAX_RANKS),
+        metavar="N",
+        help="processes of this machine that compute some layers each, on a CPU; default: 1",
     )
     return options
 

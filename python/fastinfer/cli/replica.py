@@ -19,9 +19,12 @@ def main() -> int:
     try:
         # Only here, so that the router's death ends the process even while torch is imported.
         from fastinfer.cli import serve
+        from fastinfer.engine.replica_share import ReplicaShare
         from fastinfer.utils.torch_threads import set_num_threads
 
         set_num_threads(args.threads)
+        if args.share is not None:
+            args.engine_options["share"] = ReplicaShare(**args.share)
         return serve.run(args, [socket.socket(fileno=args.socket)])
     except (FastinferError, ImportError, OSError) as error:
         print(f"fastinfer: error: {error}", file=sys.stderr)

@@ -13,4 +13,4 @@ def run(args: argparse.Namespace) -> int:
     """Route requests until a signal comes."""
     config = RouterConfig(beta=args.beta, probe_interval_s=args.probe_interval, **http_settings(args))
     with logging_to(None, args.log_format, args.log_level):
-        return run_router(config, RouterHost(config, args.endpoints))
+        return run_router(config, RouterHost(config, args.endpoints, args.prefill_endpoints))

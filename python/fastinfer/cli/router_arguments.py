@@ -11,6 +11,15 @@ from fastinfer.errors import RequestError
 def add_router(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``fastinfer router``."""
     parser.add_argument("urls", nargs="+", metavar="URL", help="address of a server, such as http://127.0.0.1:8001")
+    parser.add_argument(
+        "--prefill-url",
+        dest="prefill_urls",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="address of a server that computes long prompts first, and answers no requests; all servers need the same "
+        "--kv-offloading-dir; may be repeated",
+    )
     routing = parser.add_argument_group("routing")
     add_beta(routing)
     routing.add_argument(
@@ -44,7 +53,9 @@ def check_router(args: argparse.Namespace) -> None:
         RequestError: one is wrong.
     """
     check_http(args, "router")
-    args.endpoints = [Endpoint.parse(url, default_path="") for url in args.urls]
-    for number, endpoint in enumerate(args.endpoints):
-        if endpoint in args.endpoints[:number]:
-            raise RequestError(f"url: expected each server once, got {args.urls[number]} twice")
+    urls = args.urls + args.prefill_urls
+    endpoints = [Endpoint.parse(url, default_path="") for url in urls]
+    for number, endpoint in enumerate(endpoints):
+        if endpoint in endpoints[:number]:
+            raise RequestError(f"url: expected each server once, got {urls[number]} twice")
+    args.endpoints, args.prefill_endpoints = endpoints[: len(args.urls)], endpoints[len(args.urls) :]

@@ -18,7 +18,14 @@ MAX_NUM_WAITING = 1024
 
 def run(args: argparse.Namespace, sockets: list[socket.socket] | None = None) -> int:
     """Serve until a signal comes, on the address in the arguments or on sockets that are bound already."""
-    config = ServerConfig(
+    config = server_config(args)
+    with logging_to(None, args.log_format, args.log_level):
+        return run_server(config, lambda: load(args), sockets)
+
+
+def server_config(args: argparse.Namespace) -> ServerConfig:
+    """Return the server's settings."""
+    return ServerConfig(
         model_names=tuple(args.served_model_name or [_name_of(args.model)]),
         request_timeout_s=args.request_timeout,
         queue_timeout_s=args.queue_timeout,
@@ -34,11 +41,9 @@ def run(args: argparse.Namespace, sockets: list[socket.socket] | None = None) ->
         metrics_prefix=args.metrics_prefix,
         **http_settings(args),
     )
-    with logging_to(None, args.log_format, args.log_level):
-        return run_server(config, lambda: _load(args), sockets)
 
 
-def _load(args: argparse.Namespace) -> AsyncEngine:
+def load(args: argparse.Namespace) -> AsyncEngine:
     """Load the model, and register the LoRA adapters."""
     options: dict[str, Any] = {"max_num_waiting": MAX_NUM_WAITING} | args.engine_options
     if args.lora:

@@ -61,8 +61,8 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         type=count(1, MAX_REPLICAS),
         default=1,
         metavar="N",
-        help="processes that serve the model, behind one address; each has its own weights and KV cache, its share of "
-        "the threads, and a GPU of its own; default: %(default)s",
+        help="processes that serve the model, behind one address; each has its own KV cache and its share of the "
+        "threads. On a CPU they share one copy of the weights, on GPUs each has a GPU of its own; default: %(default)s",
     )
     add_beta(replicas)
     server = parser.add_argument_group("server")

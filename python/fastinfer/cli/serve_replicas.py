@@ -4,14 +4,19 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from fastinfer.cli.http_options import http_settings
+from fastinfer.engine.replica_share import ReplicaShare
 from fastinfer.errors import RequestError
 from fastinfer.server.logs import logging_to
 from fastinfer.server.router.config import RouterConfig
 from fastinfer.server.router.local_replicas import LocalReplicas
 from fastinfer.server.router.run import run as run_router
+from fastinfer.utils.host_memory import host_memory
+from fastinfer.utils.sealed_memory import SealedMemory
 
 COMMAND = (sys.executable, "-m", "fastinfer.cli.replica")
 GPUS = Path("/proc/driver/nvidia/gpus")
@@ -25,19 +30,37 @@ def run(args: argparse.Namespace) -> int:
     num_threads = args.replica_threads or len(os.sched_getaffinity(0))
     threads = max(1, num_threads // size)
     num_gpus = len(list(GPUS.iterdir())) if GPUS.is_dir() else 0
-    environments = replica_environments(
-        size, args.engine_options.get("device", "auto"), num_gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), threads
-    )
-    settings = {**vars(args), **OF_THE_ROUTER, "host": "127.0.0.1", "threads": threads}
+    device = args.engine_options.get("device", "auto")
+    environments = replica_environments(size, device, num_gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), threads)
+    share = replica_share(size, args.engine_options) if device == "cpu" or not num_gpus else None
+    settings = {
+        **vars(args),
+        **OF_THE_ROUTER,
+        "host": "127.0.0.1",
+        "threads": threads,
+        "share": share and asdict(share),
+    }
     if args.log_level == "info":  # the router has a line per request
         settings["log_level"] = "warning"
     config = RouterConfig(beta=args.beta, **http_settings(args))
-    host = LocalReplicas(config, COMMAND, settings, environments)
+    host = LocalReplicas(config, COMMAND, settings, environments, share.weights if share else ())
     with logging_to(None, args.log_format, args.log_level):
         code = run_router(config, host)
     if host.failure is not None:
         raise host.failure
     return code
+
+
+def replica_share(size: int, options: Mapping[str, Any]) -> ReplicaShare:
+    """Return what replicas on a CPU share: the free memory of now, and one copy of the weights.
+
+    Args:
+        size: number of replicas.
+        options: options of the engine. With tensor parallelism each process has its own part of the weights.
+    """
+    is_divided = options.get("tensor_parallel_size", 1) > 1
+    weights = () if is_divided else (SealedMemory.create().descriptor,)
+    return ReplicaShare(size, host_memory().available, weights)
 
 
 def replica_environments(

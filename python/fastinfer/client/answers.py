@@ -1,4 +1,4 @@
-"""What the bodies of answers say: errors, names of models, and chunks of a stream."""
+"""Contents of answers: errors, names of models, and chunks of a stream."""
 
 import json
 from typing import Any

@@ -14,7 +14,7 @@ JSON_HEADERS: Headers = ((b"Content-Type", b"application/json"),)
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where requests go.
+    """Address of a server.
 
     Attributes:
         host: name or IP address.

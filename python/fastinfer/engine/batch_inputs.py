@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastinfer.engine.chunk import Chunk
 from fastinfer.engine.image_inputs import place_images
+from fastinfer.engine.last_rows import LastRowsInputs
 from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.engine.recorded_draws import RecordedDraws
 from fastinfer.engine.sampling_inputs import SamplingInputs
@@ -19,6 +20,9 @@ from fastinfer.models.batch import Batch
 from fastinfer.models.image_tokens import ImageTokens
 from fastinfer.models.sparse_attention import SparseRows
 from fastinfer.ops.prompt import NO_ROW
+
+# Number of wanted rows of a batch whose rows all go through all layers.
+ALL_ROWS = -1
 
 
 class BatchSize(NamedTuple):
@@ -31,6 +35,9 @@ class BatchSize(NamedTuple):
         has_adapters: whether any token has a LoRA adapter.
         first_prompt_row: index of the first token from which on all are tokens of prompts, if kernels compute these
             differently, see :mod:`fastinfer.engine.roles`; ``NO_ROW`` otherwise, and if there are none.
+        num_wanted: number of rows that go through the layers that store nothing, see
+            :class:`fastinfer.models.batch.LastRows`; ``ALL_ROWS`` if all do.
+        first_wanted_prompt_row: as ``first_prompt_row``, among these rows.
     """
 
     num_seqs: int
@@ -38,6 +45,13 @@ class BatchSize(NamedTuple):
     num_logits: int
     has_adapters: bool
     first_prompt_row: int = NO_ROW
+    num_wanted: int = ALL_ROWS
+    first_wanted_prompt_row: int = NO_ROW
+
+    @property
+    def num_hidden(self) -> int:
+        """Number of rows of hidden states."""
+        return self.num_tokens if self.num_wanted == ALL_ROWS else self.num_wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +59,7 @@ class StepResult:
     """Results of the model, valid until the next step.
 
     Attributes:
-        hidden: [tokens, hidden] output of the last layer, before the last norm.
+        hidden: [n, hidden] output of the last layer, before the last norm, of all tokens or of those that are wanted.
         logits: [n, vocab], with ``num_rows`` rows for each chunk in turn.
         sampling: sampling parameters of the rows.
         draws: recorded draws from the logits, if they are fp32 and the step was recorded on a CPU.
@@ -77,6 +91,7 @@ class BatchInputs:
         has_states: whether the model has layers with linear attention, whose states are in slots.
         sparse_pages: number of pages of the cache that a generated token attends to in layers with sparse attention;
             ``None`` for all.
+        drops_rows: whether the model's last layers store nothing, so that they are computed for wanted rows alone.
         allocate: function that allocates the host's memory, [n] uint8; by default zeros of this process.
 
     Attributes:
@@ -85,8 +100,11 @@ class BatchInputs:
         sampling: sampling parameters of the rows of logits.
         drawn: [max_logits] int64 on the device; the tokens of the last draw, if the graph of its step has drawn them or
             the batch needs them.
+        drops_rows: see above.
         has_unknown_tokens: whether the batch has tokens that are still to be inserted by :meth:`insert_drawn`.
         images: the tokens of images in the batch, which recorded graphs do not read; ``None`` if there are none.
+        hidden: [max_tokens, hidden] hidden states before the first layer, at an address that never changes, for a model
+            without the first layer of the whole one; ``None`` otherwise.
     """
 
     def __init__(
@@ -101,6 +119,7 @@ class BatchInputs:
         *,
         has_states: bool = False,
         sparse_pages: int | None = None,
+        drops_rows: bool = False,
         allocate: Callable[[int], np.ndarray] | None = None,
     ) -> None:
         self.max_seqs = max_seqs
@@ -111,22 +130,25 @@ class BatchInputs:
         self._sparse_pages = sparse_pages
         self._row_start = torch.arange(max_tokens + 1, dtype=torch.int32)
         self._dense_lens = np.zeros(max_seqs, np.int32)  # of prompts, beside tokens with sparse attention
+        self.drops_rows = drops_rows
         state_sizes = [max_seqs, max_tokens] if has_states else [0, 0]
         # The int64 arrays come first, for their alignment. The block tables come last: they are copied in parts.
-        longs = (2 + num_groups) * max_tokens + 3 * max_logits
-        ints = max_tokens + 5 * max_logits + 2 * max_seqs + 1 + sum(state_sizes)
+        last_sizes = [2 * max_tokens, max_tokens + max_seqs + 1] if drops_rows else [0, 0]
+        longs = (2 + num_groups) * max_tokens + 3 * max_logits + last_sizes[0]
+        ints = max_tokens + 5 * max_logits + 2 * max_seqs + 1 + sum(state_sizes) + last_sizes[1]
         self._table_start = 8 * longs + 4 * ints
         num_bytes = self._table_start + 4 * max_seqs * num_groups * max_blocks
         self._host = np.zeros(num_bytes, np.uint8) if allocate is None else allocate(num_bytes)
         wide = self._host[: 8 * longs].view(np.int64)
         narrow = self._host[8 * longs : self._table_start].view(np.int32)
-        ends = np.cumsum([*[max_tokens] * (2 + num_groups), max_logits])
-        self._token_ids, self._positions, *self._slot_mappings, self._logits_indices, longs_of_rows = np.split(
-            wide, ends
+        ends = np.cumsum([*[max_tokens] * (2 + num_groups), max_logits, 2 * max_logits])
+        self._token_ids, self._positions, *self._slot_mappings, self._logits_indices, longs_of_rows, last_longs = (
+            np.split(wide, ends)
         )
-        ends = np.cumsum([*state_sizes, max_tokens, max_logits, 4 * max_logits, max_seqs])
-        self._state_reads, self._state_writes, *others = np.split(narrow, ends)
+        ends = np.cumsum([*state_sizes, last_sizes[1], max_tokens, max_logits, 4 * max_logits, max_seqs])
+        self._state_reads, self._state_writes, last_ints, *others = np.split(narrow, ends)
         self._adapter_ids, self._logits_adapter_ids, words_of_rows, self._seq_lens, self._query_start = others
+        self._last_rows = LastRowsInputs(last_longs.reshape(2, -1), last_ints, self._view) if drops_rows else None
         self.sampling = SamplingInputs(longs_of_rows.reshape(2, -1), words_of_rows.reshape(4, -1), self._view)
         self._token_ids_view, self._positions_view = self._token_ids.data, self._positions.data
         self._slot_views = [slot_mapping.data for slot_mapping in self._slot_mappings]
@@ -140,6 +162,7 @@ class BatchInputs:
         self._last_drawn: Tensor | None = None
         self.has_unknown_tokens = False
         self.images: ImageTokens | None = None
+        self.hidden: Tensor | None = None
         # For each group and row: the list of blocks that was written last, and how many of its entries.
         self._written: list[list[tuple[list[int], int]]] = [[([], 0)] * max_seqs for _ in range(num_groups)]
         # Entries of the block tables that were written since the last upload, as ranges over all tables.
@@ -165,6 +188,7 @@ class BatchInputs:
         logits_adapters: list[int] = []
         for chunk in chunks:
             sequence, position, drafts = chunk.sequence, chunk.start, chunk.drafts
+            start = len(token_ids)
             if chunk.num_tokens == 1 and not drafts:
                 known = sequence.token_ids
                 token_ids.append(-1 - sequence.drawn_row if sequence.num_unknown_tokens else known[position])
@@ -175,6 +199,7 @@ class BatchInputs:
                 positions += range(position, position + chunk.num_tokens + len(drafts))
                 adapters += [sequence.adapter] * (chunk.num_tokens + len(drafts))
             end = len(token_ids)
+            chunk.hidden_rows = slice(start, end)
             ends.append(end)
             seq_lens.append(positions[-1] + 1)
             if chunk.num_receivers:
@@ -207,6 +232,12 @@ class BatchInputs:
         self.images = None
         if any(chunk.sequence.images is not None for chunk in chunks):
             self.images = place_images(chunks, self._positions[: len(positions)], self.device)
+        num_wanted = ALL_ROWS
+        if self._last_rows is not None and self.images is None:
+            arrays = self._positions, self._adapter_ids, self._logits_indices[: len(logits)]
+            num_wanted = self._last_rows.fill(chunks, ends, *arrays)
+            if num_wanted == len(token_ids):
+                num_wanted = ALL_ROWS
         self.sampling.write(rows)
         self.has_unknown_tokens = min(token_ids) < 0
         self._last_drawn = drawn if self.has_unknown_tokens else None
@@ -214,13 +245,13 @@ class BatchInputs:
             self._keep_drawn()
             self.insert_drawn(len(token_ids))
             self.has_unknown_tokens = False
-        return BatchSize(len(chunks), len(token_ids), len(logits), max(adapters) >= 0)
+        return BatchSize(len(chunks), len(token_ids), len(logits), max(adapters) >= 0, num_wanted=num_wanted)
 
     def pad(self, size: BatchSize, padded: BatchSize) -> None:
         """Pad the batch that was written last.
 
         Padding tokens are token 0, belong to no sequence, and have no slot and no adapter. Padding sequences have no
-        queries, and padding rows of logits repeat the first token's.
+        queries, and padding rows of logits repeat the first row of hidden states.
 
         Args:
             size: sizes of the batch.
@@ -239,6 +270,8 @@ class BatchInputs:
         self._logits_indices[rows] = 0
         self._logits_adapter_ids[rows] = -1
         self.sampling.pad(rows)
+        if self._last_rows is not None:
+            self._last_rows.pad(slice(size.num_seqs, padded.num_seqs), slice(size.num_hidden, padded.num_hidden))
 
     def upload(self) -> None:
         """Queue a copy of the inputs to the GPU; does nothing on a CPU.
@@ -271,7 +304,11 @@ class BatchInputs:
 
     def batch(self, size: BatchSize) -> Batch:
         """Return a batch of this size as views of the input tensors, which later steps overwrite."""
-        tensor = self._view
+        tensor, last = self._view, None
+        if size.num_wanted != ALL_ROWS:
+            assert self._last_rows is not None
+            sizes = size.num_seqs, size.num_wanted, size.first_wanted_prompt_row
+            last = self._last_rows.tensors(*sizes, has_adapters=size.has_adapters)
         return Batch(
             token_ids=tensor(self._token_ids, size.num_tokens),
             positions=tensor(self._positions, size.num_tokens),
@@ -286,6 +323,8 @@ class BatchInputs:
             state_writes=tensor(self._state_writes, size.num_tokens) if self._has_states else None,
             images=self.images,
             sparse=self._sparse_rows(size),
+            hidden=None if self.hidden is None else self.hidden[: size.num_tokens],
+            last=last,
         )
 
     def _sparse_rows(self, size: BatchSize) -> SparseRows | None:
@@ -304,6 +343,10 @@ class BatchInputs:
         used = [array[: size.num_tokens].data for array in (self._token_ids, self._positions, *self._slot_mappings)]
         used += [self._query_start[: size.num_seqs + 1].data, self._seq_lens[: size.num_seqs].data]
         used.append(self._logits_indices[: size.num_logits].data)
+        if size.has_adapters:
+            used += [self._adapter_ids[: size.num_tokens].data, self._logits_adapter_ids[: size.num_logits].data]
+        if self._has_states:
+            used += [self._state_reads[: size.num_seqs].data, self._state_writes[: size.num_tokens].data]
         for memory in used:
             digest = zlib.crc32(memory, digest)
         return digest

@@ -19,6 +19,8 @@ class Chunk:
         is_last: whether the chunk reaches the end of the sequence, so that the next token can be sampled.
         num_receivers: number of sequences that get a token drawn after the chunk's last one: none if it is not the
             last chunk, otherwise the sequence and its siblings.
+        hidden_rows: the chunk's rows of the step's hidden states, set by
+            :meth:`fastinfer.engine.batch_inputs.BatchInputs.fill`.
         num_restarts: the sequence's ``num_restarts``; once that has grown, the chunk's results are of no use.
         state_read: slot with the states before the first token, -1 for states of zeros; of a model that has states.
         state_writes: for each token, drafts included, the slot for the states after it, -1 for none; likewise.
@@ -27,6 +29,7 @@ class Chunk:
     __slots__ = (
         "draft_gap",
         "drafts",
+        "hidden_rows",
         "is_last",
         "num_drafts",
         "num_receivers",
@@ -49,6 +52,7 @@ class Chunk:
         self.start = sequence.num_computed_tokens
         self.is_last = num_tokens == sequence.num_uncomputed_tokens
         self.num_receivers = sequence.num_slots if self.is_last and sequence.samples else 0
+        self.hidden_rows = slice(0)
         self.num_restarts = sequence.num_restarts
         self.state_read = -1
         self.state_writes: list[int] = []
@@ -57,6 +61,15 @@ class Chunk:
     def is_prompt(self) -> bool:
         """Whether the first token belongs to the prompt; the others do too if the scheduler separates roles."""
         return self.start < self.sequence.num_prompt_tokens
+
+    @property
+    def num_wanted_rows(self) -> int:
+        """Number of the last tokens, drafts included, whose hidden states are wanted for anything."""
+        sequence = self.sequence
+        if sequence.pooling == "mean" or sequence.scores_prompt:
+            return self.num_tokens + len(self.drafts)
+        wants_last = self.num_receivers or (sequence.pooling == "last" and self.is_last)
+        return 1 + len(self.drafts) if wants_last else 0
 
     @property
     def num_rows(self) -> int:

@@ -1,5 +1,6 @@
 """Configuration of an engine."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from os import PathLike
 
@@ -23,15 +24,19 @@ MAX_SPECULATIVE_TOKENS = 15
 # The first block, the last two and one that is chosen.
 MIN_SPARSE_PAGES = 4
 MAX_GIB = 2.0**30
-# Values of options that tensor parallelism does not support otherwise.
-ALONE = {
+# Values of options that tensor and pipeline parallelism do not support otherwise.
+DIVIDED = {
     "device": ("cpu",),
-    "max_loras": (0,),
-    "num_speculative_tokens": (0,),
     "kv_offloading_size": (None,),
     "kv_offloading_dir": (None,),
-    "async_scheduling": (False, None),
     "sparse_attention": (None,),
+}
+STAGED = {
+    **DIVIDED,
+    "tensor_parallel_size": (1,),
+    "max_loras": (0,),
+    "num_speculative_tokens": (0,),
+    "async_scheduling": (False, None),
 }
 # Defaults by type of device. A GPU reads its weights faster than 64 sequences use them.
 MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
@@ -100,7 +105,9 @@ class EngineConfig:
             grammars, penalties, logits processors, log-probabilities, beams, and with speculation.
         enforce_eager: whether all steps run operator by operator instead of replaying recorded graphs.
         tensor_parallel_size: number of processes that compute the model together, each with a part of every weight. On
-            a CPU alone, without LoRA adapters, speculation and stores of blocks beyond the KV cache.
+            a CPU alone, without stores of blocks beyond the KV cache.
+        pipeline_parallel_size: number of processes that compute the model together, each some of its layers. On a CPU
+            alone, without LoRA adapters, speculation and stores, and not together with ``tensor_parallel_size``.
     """
 
     max_model_len: int | None = None
@@ -133,6 +140,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
@@ -174,14 +182,21 @@ class EngineConfig:
             raise RequestError(f"device must be cpu, cuda or cuda:N, got {show(self.device)}")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise RequestError(f"kv_cache_dtype must be one of {KV_CACHE_DTYPES}, got {self.kv_cache_dtype!r}")
-        check_int("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
-        if self.tensor_parallel_size > 1:
-            for name, expected in ALONE.items():
-                if (value := getattr(self, name)) not in expected:
-                    raise RequestError(
-                        f"{name} must be {expected[0]} with tensor_parallel_size={self.tensor_parallel_size}, "
-                        f"got {show(value)}"
-                    )
+        self._check_ranks("tensor_parallel_size", DIVIDED)
+        self._check_ranks("pipeline_parallel_size", STAGED)
+
+    def _check_ranks(self, size_name: str, supported: Mapping[str, tuple[object, ...]]) -> None:
+        """Check a number of processes, and that no option is on that they do not support."""
+        size = getattr(self, size_name)
+        check_int(size_name, size, 1, MAX_RANKS)
+        for name, values in supported.items() if size > 1 else ():
+            if (value := getattr(self, name)) not in values:
+                raise RequestError(f"{name} must be {values[0]} with {size_name}={size}, got {show(value)}")
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes that compute the model together."""
+        return max(self.tensor_parallel_size, self.pipeline_parallel_size)
 
     @property
     def runs_ahead(self) -> bool:

@@ -33,7 +33,9 @@ from fastinfer.tokenizers.tokenizer import Tokenizer
 GPU_LATENT_SIZES = ((256, 64), (512, 64))
 
 
-def kv_cache_size(config: EngineConfig, models: List[ModelConfig], weight_bytes: int = 0) -> KVCacheSize:
+def kv_cache_size(
+    config: EngineConfig, models: List[ModelConfig], weight_bytes: int = 0, available: int | None = None
+) -> KVCacheSize:
     """Choose the size of the KV caches and the longest sequence; every model gets a cache of this many blocks.
 
     Layers with the same window form a group. A window that is no shorter than any sequence is as good as none. A draft
@@ -44,7 +46,7 @@ def kv_cache_size(config: EngineConfig, models: List[ModelConfig], weight_bytes:
     Args:
         config: configuration of the engine.
         models: configurations of the model and of the draft model, if there is one.
-        weight_bytes: size of the weights that are still to be loaded.
+        weight_bytes, available: see :func:`fastinfer.engine.kv_cache_size.choose_kv_cache_size`.
 
     Raises:
         RequestError: the caches do not fit into memory, ``max_model_len`` does not fit into a cache or exceeds the
@@ -69,7 +71,7 @@ def kv_cache_size(config: EngineConfig, models: List[ModelConfig], weight_bytes:
             groups[window if window < (config.max_model_len or limit) else 0] += size
     sizes = models[0].states
     states = 0 if sizes is None else sum(models[0].state_layers) * state_bytes(sizes)
-    return choose_kv_cache_size(config, limit, groups, weight_bytes, states)
+    return choose_kv_cache_size(config, limit, groups, weight_bytes, states, available)
 
 
 def check_states(config: EngineConfig, models: List[ModelConfig]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fastinfer import ops
-from fastinfer.engine.batch_inputs import BatchInputs, BatchSize, StepResult
+from fastinfer.engine.batch_inputs import ALL_ROWS, BatchInputs, BatchSize, StepResult
 from fastinfer.engine.cpu_graphs import NOT_CAPTURED
 from fastinfer.models.batch import Batch
 from fastinfer.models.config import ModelConfig
@@ -63,7 +63,9 @@ class CUDAGraphs:
     rows of logits, so that steps with and without drafts use the same buckets.
 
     The graph of a step with prompts ends with the hidden states: the number of rows of logits, which chooses the tiles
-    of the output layer, does not follow from that of the tokens.
+    of the output layer, does not follow from that of the tokens. If the model's last layers store nothing, they have
+    room for as many rows as there may be sequences; a step that wants more, as log-probabilities of a prompt do, runs
+    operator by operator.
 
     All graphs are captured at the start, so that no request waits for a capture or for memory. They share one memory
     pool and copy their results to the same tensors. As only one runs at a time, the pool holds the activations of the
@@ -112,7 +114,7 @@ class CUDAGraphs:
         inputs.pad(size, padded)
         inputs.upload()
         self._graphs[padded].replay()
-        hidden = self._hidden[: size.num_tokens]
+        hidden = self._hidden[: size.num_hidden]
         if padded.num_logits:
             return StepResult(hidden, self._logits[rows], inputs.sampling, tokens=inputs.drawn[rows])
         return StepResult(hidden, self._compute_logits(hidden, inputs.batch(size)), inputs.sampling)
@@ -120,17 +122,22 @@ class CUDAGraphs:
     def _padded_size(self, size: BatchSize, is_decode: bool) -> BatchSize | None:
         """Return the captured size that a step of this size is padded to; ``None`` if there is none."""
         candidates = []
-        if is_decode and (bucket := _smallest(self._decode_buckets, max(size.num_tokens, size.num_logits))):
+        decodes = is_decode and size.num_wanted == ALL_ROWS
+        if decodes and (bucket := _smallest(self._decode_buckets, max(size.num_tokens, size.num_logits))):
             candidates.append(self._decode_size(bucket, size.has_adapters))
         if bucket := _smallest(self._prefill_buckets, size.num_tokens):
             candidates.append(self._prefill_size(bucket, size.has_adapters))
-        return next((padded for padded in candidates if padded in self._graphs), None)
+        fitting = (padded for padded in candidates if padded in self._graphs and size.num_hidden <= padded.num_hidden)
+        return next(fitting, None)
 
     def _decode_size(self, bucket: int, has_adapters: bool) -> BatchSize:
         return BatchSize(bucket, bucket, bucket, has_adapters)
 
     def _prefill_size(self, bucket: int, has_adapters: bool) -> BatchSize:
-        return BatchSize(min(bucket, self._inputs.max_seqs), bucket, 0, has_adapters)
+        num_seqs = min(bucket, self._inputs.max_seqs)
+        return BatchSize(
+            num_seqs, bucket, 0, has_adapters, num_wanted=num_seqs if self._inputs.drops_rows else ALL_ROWS
+        )
 
     @torch.inference_mode()
     def _capture_all(self, adapters: tuple[bool, ...]) -> None:
@@ -163,7 +170,7 @@ class CUDAGraphs:
     def _make_step(self, size: BatchSize) -> Callable[[], None]:
         """Return a function that computes a step of this size and copies the results to the common tensors."""
         inputs, batch = self._inputs, self._inputs.batch(size)
-        hidden, logits = self._hidden[: size.num_tokens], self._logits[: size.num_logits]
+        hidden, logits = self._hidden[: size.num_hidden], self._logits[: size.num_logits]
         sampling, drawn = inputs.sampling.tensors(size.num_logits), inputs.drawn[: size.num_logits]
 
         def step() -> None:

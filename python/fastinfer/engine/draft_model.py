@@ -47,7 +47,8 @@ class _DraftView:
     """
 
     adapter = -1
-    images = None
+    images = pooling = None
+    scores_prompt = False
     num_slots = 1
     num_restarts = num_unknown_tokens = 0
 

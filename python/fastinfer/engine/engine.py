@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,6 +30,7 @@ from fastinfer.engine.construction import (
 from fastinfer.engine.generation_request import GenerationRequest
 from fastinfer.engine.grammar import Grammar, GrammarCompiler
 from fastinfer.engine.kv_cache_size import KVCacheSize
+from fastinfer.engine.pipelined_step import PipelinedStep
 from fastinfer.engine.prefill_request import EmbeddingRequest, PrefillRequest
 from fastinfer.engine.prompt_images import PromptImages
 from fastinfer.engine.prompt_modules import PromptModule, PromptModules
@@ -39,6 +41,7 @@ from fastinfer.engine.roles import roles_differ
 from fastinfer.engine.scheduler import Scheduler
 from fastinfer.engine.sequence import SequenceState
 from fastinfer.engine.sleep_mode import LoadModels, SleepMode
+from fastinfer.engine.stage_worker import StageWorker
 from fastinfer.engine.stats import EngineStats, StepStats, StepTotals
 from fastinfer.engine.step import Step
 from fastinfer.engine.worker import Worker
@@ -48,6 +51,7 @@ from fastinfer.models.image_encoder import ImageEncoder
 from fastinfer.models.lora import AdapterSlots, PreparedAdapter
 from fastinfer.outputs import PrefillOutput
 from fastinfer.parallel.ranks import Ranks
+from fastinfer.parallel.stage import Stage
 from fastinfer.sampling_params import DEFAULT_PARAMS, BeamSearchParams, SamplingParams
 from fastinfer.tokenizers.tokenizer import Tokenizer
 from fastinfer.utils.device import use_device
@@ -78,8 +82,8 @@ class Engine:
         fingerprint: identity of the weights and the precision of the models, see
             :func:`fastinfer.models.fingerprint.fingerprint`; needed to keep the KV cache on disk.
         image_encoder: encoder of images for the model; ``None`` for a model of text alone.
-        ranks: the other ranks, of which each has a part of the model as this one has; ``None`` for a whole model. They
-            end with the engine.
+        ranks: the other ranks, of which each has a part of the model as this one has: a part of every weight, or a
+            stage (:class:`fastinfer.parallel.stage.Stage`). They end with the engine. ``None`` for a whole model.
 
     Attributes:
         config: limits and options.
@@ -139,11 +143,14 @@ class Engine:
         has_roles = config.sparse_attention is not None or roles_differ(config.device)
         self.ranks = ranks
         group = None if ranks is None else ranks.group
-        if (1 if group is None else group.size) != config.tensor_parallel_size:
-            raise RequestError(f"an engine with tensor_parallel_size={config.tensor_parallel_size} needs as many ranks")
-        make_worker = partial(Worker, size=size, separates_roles=has_roles, group=group)
+        if (1 if group is None else group.size) != config.num_ranks:
+            raise RequestError(f"an engine whose model {config.num_ranks} ranks compute needs as many ranks")
+        make_worker = partial(Worker, size=size, separates_roles=has_roles)
         with self._context():  # on a GPU the workers capture their graphs here
-            self.worker = make_worker(config, model, with_adapters=config.max_loras > 0)
+            if isinstance(model, Stage) and group is not None:
+                self.worker: Worker = StageWorker(config, model, size, separates_roles=has_roles, group=group)
+            else:
+                self.worker = make_worker(config, model, with_adapters=config.max_loras > 0, group=group)
             dense = replace(config, sparse_attention=None)
             self.draft_worker = None if draft_model is None else make_worker(dense, draft_model)
         self._workers = [self.worker] if self.draft_worker is None else [self.worker, self.draft_worker]
@@ -156,7 +163,11 @@ class Engine:
             config, size, self.offloading, separates_roles=has_roles and config.deterministic
         )
         self.scheduler = Scheduler(
-            self.block_manager, config.max_num_seqs, config.max_num_batched_tokens, separates_roles=has_roles
+            self.block_manager,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            separates_roles=has_roles,
+            num_in_flight=config.pipeline_parallel_size,
         )
         self._sleep_mode = SleepMode(
             self._workers, self.block_manager, self.adapters.slots, load_models, self.offloading
@@ -174,17 +185,23 @@ class Engine:
         self.on_step: Callable[[StepStats], None] | None = None
         self._totals = StepTotals()
         self._validator = RequestValidator(config, self.max_model_len, self.vocab_size, self.adapters)
-        self._step = Step(
-            worker=self.worker,
-            draft_worker=self.draft_worker,
-            sampler=self.sampler,
-            speculator=self.speculator,
-            scheduler=self.scheduler,
-            block_manager=self.block_manager,
-            offloading=self.offloading,
-            requests=self.requests,
-            runs_ahead=config.runs_ahead,
-        )
+        parts: dict[str, Any] = {
+            "sampler": self.sampler,
+            "scheduler": self.scheduler,
+            "block_manager": self.block_manager,
+            "offloading": self.offloading,
+            "requests": self.requests,
+        }
+        if isinstance(self.worker, StageWorker):
+            self._step: Step = PipelinedStep(self.worker, **parts)
+        else:
+            self._step = Step(
+                worker=self.worker,
+                draft_worker=self.draft_worker,
+                speculator=self.speculator,
+                runs_ahead=config.runs_ahead,
+                **parts,
+            )
         renew_in_children(self)
         if ranks is not None:
             weakref.finalize(self, ranks.close)
@@ -504,12 +521,14 @@ class Engine:
         """Check that the engine can sleep at this level once it has no requests.
 
         Raises:
-            RequestError: there is no such level, the engine sleeps already, level 2 needs ``load_models``, or several
-                ranks compute the model.
+            RequestError: there is no such level, the engine sleeps already, level 2 needs ``load_models``, the model
+                is divided: among ranks for level 2, among stages for any level.
         """
-        if self.config.tensor_parallel_size > 1:
-            raise RequestError(f"sleep needs tensor_parallel_size=1, got {self.config.tensor_parallel_size}")
+        if (num_stages := self.config.pipeline_parallel_size) > 1:
+            raise RequestError(f"sleep needs pipeline_parallel_size=1, got {num_stages}")
         self._sleep_mode.check(level)
+        if level == 2 and self.config.tensor_parallel_size > 1:
+            raise RequestError(f"level must be 1 with tensor_parallel_size={self.config.tensor_parallel_size}, got 2")
 
     def sleep(self, level: int = 1) -> None:
         """Free memory until :meth:`wake_up`; meanwhile all requests are refused.
@@ -572,8 +591,9 @@ class Engine:
 
     @property
     def lost_ranks(self) -> str:
-        """Cause for which other ranks, and with them the engine, are lost; empty while all ranks work."""
-        return "" if self.ranks is None else self.ranks.group.cause
+        """Why other ranks, and with them the engine, are lost; empty while all ranks work."""
+        group = None if self.ranks is None else self.ranks.group
+        return f"{group.purpose} ended: {group.cause}" if group is not None and group.cause else ""
 
     @property
     def is_sleeping(self) -> bool:
@@ -687,5 +707,7 @@ def _with_adapters(model: Model, config: EngineConfig) -> tuple[Model, Adapters]
     """Return the model, with slots for LoRA adapters if the configuration has any, and the manager of the slots."""
     if not config.max_loras:
         return model, Adapters()
-    slots = AdapterSlots(model.config, config.max_loras, config.max_lora_rank, config.lora_dtype, config.device)
+    slots = model.adapters  # of a part of a model
+    if slots is None:
+        slots = AdapterSlots(model.config, config.max_loras, config.max_lora_rank, config.lora_dtype, config.device)
     return model.with_adapters(slots), Adapters(slots, config.max_cpu_loras or config.max_loras)

@@ -56,7 +56,7 @@ def available_memory(device: str) -> int:
     return host_memory().available
 
 
-def default_memory(config: EngineConfig, weight_bytes: int = 0) -> int:
+def default_memory(config: EngineConfig, free: int) -> int:
     """Return the number of bytes that a cache of default size may use.
 
     On a CPU this is half of the available memory that the weights leave. On a GPU it is what ``gpu_memory_utilization``
@@ -64,17 +64,21 @@ def default_memory(config: EngineConfig, weight_bytes: int = 0) -> int:
 
     Args:
         config: configuration of the engine.
-        weight_bytes: size of the weights that are still to be loaded.
+        free: number of bytes that are available beside the weights.
     """
-    free = available_memory(config.device) - weight_bytes
     if torch.device(config.device).type == "cuda":
         total = torch.cuda.mem_get_info(config.device)[1]
         return max(0, free - int(total * (1 - config.gpu_memory_utilization)))
-    return max(0, int(free * CPU_MEMORY_SHARE))
+    return int(free * CPU_MEMORY_SHARE)
 
 
 def choose_kv_cache_size(
-    config: EngineConfig, model_limit: int, token_bytes: Mapping[int, int], weight_bytes: int = 0, state_bytes: int = 0
+    config: EngineConfig,
+    model_limit: int,
+    token_bytes: Mapping[int, int],
+    weight_bytes: int = 0,
+    state_bytes: int = 0,
+    available: int | None = None,
 ) -> KVCacheSize:
     """Choose the number of blocks of each group of layers, and the longest sequence.
 
@@ -87,6 +91,8 @@ def choose_kv_cache_size(
             layers with this window.
         weight_bytes: size of the weights that are still to be loaded.
         state_bytes: bytes of one sequence's states in all layers with linear attention.
+        available: number of bytes that the engine may use, these weights included; ``None`` for what is available on
+            the device.
 
     Raises:
         RequestError: the cache does not fit into memory, or ``max_model_len`` does not fit into the cache or exceeds
@@ -96,8 +102,8 @@ def choose_kv_cache_size(
         raise RequestError(f"max_model_len must be at most the model's {model_limit}, got {config.max_model_len}")
     wanted = config.max_model_len or model_limit
     sizes = _Sizes(config, token_bytes, wanted)
-    available = max(0, available_memory(config.device) - weight_bytes)
-    memory = default_memory(config, weight_bytes) if config.kv_cache_memory is None else config.kv_cache_memory
+    free = max(0, (available_memory(config.device) if available is None else available) - weight_bytes)
+    memory = default_memory(config, free) if config.kv_cache_memory is None else config.kv_cache_memory
     num_states = _num_states(config, state_bytes, memory)
     all_states = num_states * state_bytes
     affordable = sizes.affordable(max(0, memory - all_states))
@@ -108,9 +114,9 @@ def choose_kv_cache_size(
     else:
         num_blocks = _default_num_blocks(config, sizes, affordable)
     num_bytes = sizes.num_bytes(num_blocks) + all_states
-    if num_bytes > available:
+    if num_bytes > free:
         raise RequestError(
-            f"the KV cache must fit into the {available} bytes of memory that are available beside the weights, "
+            f"the KV cache must fit into the {free} bytes of memory that are available beside the weights, "
             f"got {num_blocks} blocks and {num_bytes} bytes"
         )
     needed = sizes.needed(config.max_model_len or 1)

@@ -12,7 +12,7 @@ from fastinfer.engine.transfer import to_device
 
 
 class _Counted(NamedTuple):
-    """What a row of counts holds: the first generated tokens of a sequence, then drafts."""
+    """Content of a row of counts: the first generated tokens of a sequence, then drafts."""
 
     sequence: Sequence
     num_output_tokens: int

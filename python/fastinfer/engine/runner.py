@@ -71,26 +71,39 @@ class Runner:
             drawn: [rows] int64 tokens of the last draw, on the device, if some chunks begin with tokens that the host
                 does not know yet.
         """
+        size, is_decode = self.prepare(chunks, rows, drawn)
+        if self._group is None:
+            return self.run(size, is_decode)
+        with self._group.together():
+            self._group.send([STEP, *self.description(size, is_decode)])
+            return self.run(size, is_decode)
+
+    def prepare(
+        self, chunks: list[Chunk], rows: list[LogitsRow], drawn: Tensor | None = None
+    ) -> tuple[BatchSize, bool]:
+        """Write the inputs of a step, see :meth:`__call__`; return the arguments of :meth:`run`."""
         size = self.inputs.fill(chunks, rows, drawn)
         if self._always_adapters:
             size = size._replace(has_adapters=True)
         if self._separates_roles:
-            size = size._replace(first_prompt_row=_first_prompt_row(chunks, size.num_tokens))
-        is_decode = all(chunk.sequence.is_decoding for chunk in chunks)
-        if self._group is None:
-            return self.run(size, is_decode)
-        with self._group.together():
-            self._group.send([STEP, *size, is_decode, self.inputs.digest(size)])
-            return self.run(size, is_decode)
+            size = _with_roles(size, chunks)
+        return size, all(chunk.sequence.is_decoding for chunk in chunks)
+
+    def description(self, size: BatchSize, is_decode: bool) -> list[int]:
+        """Return what other ranks must know of a step whose inputs are written, for :meth:`follow`."""
+        return [*size, is_decode, self.inputs.digest(size)]
 
     def follow(self, words: list[int]) -> StepResult:
         """Compute the step that rank 0 has announced, whose inputs are in the memory that the ranks share.
 
+        Args:
+            words: the step's :meth:`description`.
+
         Raises:
             RuntimeError: the inputs are not those of the message.
         """
-        num_seqs, num_tokens, num_logits, has_adapters, first_prompt_row, is_decode, digest = words
-        size = BatchSize(num_seqs, num_tokens, num_logits, bool(has_adapters), first_prompt_row)
+        num_seqs, num_tokens, num_logits, has_adapters, *others, is_decode, digest = words
+        size = BatchSize(num_seqs, num_tokens, num_logits, bool(has_adapters), *others)
         if (own := self.inputs.digest(size)) != digest:
             raise RuntimeError(f"the inputs of a step must have the digest {digest}, got {own}")
         return self.run(size, bool(is_decode))
@@ -142,11 +155,14 @@ class Runner:
         return CUDAGraphs(self._forward, self._logits, self.inputs, limits, self._with_adapters)
 
 
-def _first_prompt_row(chunks: list[Chunk], num_tokens: int) -> int:
-    """Return the index of the first token of the prompts at the end of a batch; ``NO_ROW`` if there are none."""
-    first = num_tokens
+def _with_roles(size: BatchSize, chunks: list[Chunk]) -> BatchSize:
+    """Return the size with the first rows of the prompts at the end of a batch, if there are any."""
+    first, wanted = size.num_tokens, NO_ROW
     for chunk in reversed(chunks):
         if not chunk.is_prompt:
             break
         first -= chunk.num_tokens
-    return first if first < num_tokens else NO_ROW
+        wanted = chunk.hidden_rows.start
+    if first == size.num_tokens:
+        return size
+    return size._replace(first_prompt_row=first, first_wanted_prompt_row=wanted)

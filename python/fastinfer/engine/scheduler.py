@@ -49,7 +49,8 @@ class Scheduler:
     tokens then come before the others.
 
     **Bounds.** They count steps, for a budget of ``B`` tokens, and hold for any lengths and arrivals, if
-    nothing is loaded and roles are not separated, which costs a preempted sequence one step more.
+    nothing is loaded, one step is computed at a time, and roles are not separated, which costs a preempted sequence one
+    step more.
 
     - With enough slots and blocks, and at most ``LOOKAHEAD`` waiting sequences, a prompt of ``L`` tokens is complete
       after at most ``ceil((8 W + 7) / B)`` steps, where ``W`` is the smaller of two sums: ``L`` and the uncomputed
@@ -67,6 +68,8 @@ class Scheduler:
         max_num_batched_tokens: maximum number of tokens in a step, drafts included.
         separates_roles: whether to separate tokens of prompts from generated ones, see
             :mod:`fastinfer.engine.roles`.
+        num_in_flight: number of steps that are computed at the same time. If there are several, the decoding sequences
+            are divided evenly among them, and one whose last token is not known yet is left out.
         clock: function that returns the time in seconds; a simulation has a clock of its own.
 
     Attributes:
@@ -88,6 +91,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         *,
         separates_roles: bool = False,
+        num_in_flight: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.block_manager = block_manager
@@ -102,6 +106,7 @@ class Scheduler:
         self.num_cut_drafts = 0
         self.num_queued_forks = 0
         self._separates_roles = separates_roles
+        self._num_in_flight = num_in_flight
         self._clock = clock
         self._num_steps = 0
         # What is left of a division is counted in the next step, so that the shares are exact for any small budget.
@@ -115,8 +120,13 @@ class Scheduler:
         sequence.num_queued_tokens = len(sequence)
         self.num_waiting_tokens += len(sequence)
 
-    def schedule(self) -> list[Chunk]:
-        """Return the chunks of the next step, with their blocks allocated; empty if nothing can be computed now."""
+    def schedule(self, *, is_ahead: bool = False) -> list[Chunk]:
+        """Return the chunks of the next step, with their blocks allocated; empty if nothing can be computed now.
+
+        Args:
+            is_ahead: whether the results of earlier steps are not known yet, so that there may be more to compute once
+                they are.
+        """
         chunks: list[Chunk] = []
         self._num_steps += 1
         self.block_manager.begin_step()
@@ -133,10 +143,10 @@ class Scheduler:
             self._schedule_prompts(prompts, candidates, left, chunks)
         if not chunks and decodes:  # the whole budget was reserved, and no prompt had room
             self._schedule_decodes(decodes, budget, chunks)
-        if not chunks and self.num_preemptions == num_preemptions and self._is_stuck:
+        if not chunks and not is_ahead and self.num_preemptions == num_preemptions and self._is_stuck:
             self._preempt(self.running[-1])
         if not chunks and self.num_preemptions > num_preemptions:
-            return self.schedule()  # there is room now
+            return self.schedule(is_ahead=is_ahead)  # there is room now
         if len(decodes) > budget - reserved:
             left_out = [s for s in decodes if s.state is SequenceState.RUNNING and s.last_step < self._num_steps]
             self.num_postponed_decodes += len(left_out)
@@ -207,6 +217,9 @@ class Scheduler:
                 prompts.append(sequence)
             elif sequence.num_uncomputed_tokens:
                 decodes.append(sequence)
+        if self._num_in_flight > 1:
+            most = -(-len(decodes) // self._num_in_flight)
+            decodes = [sequence for sequence in decodes if not sequence.num_unknown_tokens][:most]
         return prompts, decodes
 
     def _candidates(self, has_prompts: bool) -> list[Sequence]:
@@ -333,7 +346,8 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Preempt a running sequence; all its tokens, generated ones included, will be computed again."""
         self.running.remove(sequence)
-        waits_for_others = not sequence.num_uncomputed_tokens
+        waits_for_others = _waits_for_others(sequence)
+        sequence.forget_launched()
         self.block_manager.free(sequence)
         if waits_for_others:
             sequence.state = SequenceState.PENDING

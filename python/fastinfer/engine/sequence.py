@@ -92,7 +92,7 @@ class Sequence:
         runs_ahead: whether the request can be updated after the next step was launched, see :attr:`may_run_ahead`.
         num_unknown_tokens: tokens after ``token_ids`` that launched steps draw and the host does not know yet.
         drawn_row: row of the last launched draw in which the last of them is drawn.
-        num_restarts: how often the sequence was restarted, see :meth:`restart`.
+        num_restarts: how often the results of launched steps were given up, see :meth:`forget_launched`.
     """
 
     __slots__ = (
@@ -230,11 +230,15 @@ class Sequence:
 
     def restart(self) -> None:
         """Forget what was computed, the tokens that launched steps draw included."""
-        self.num_restarts += 1
-        self.num_unknown_tokens = 0
+        self.forget_launched()
         self.forget_cache()
         self.num_cached_blocks = self.num_computed_tokens = self.num_writable_tokens = 0
         self.grammar_is_valid = False
+
+    def forget_launched(self) -> None:
+        """Forget the tokens that launched steps draw, whose results are of no use any more."""
+        self.num_restarts += 1
+        self.num_unknown_tokens = 0
 
     def forget_cache(self) -> None:
         """Forget which blocks and slots the sequence holds, when the books of their managers are rebuilt."""
@@ -273,8 +277,12 @@ class Sequence:
         depends_on_text = self.grammar is not None or self.counts is not None or self.token_rules is not None
         depends_on_text |= bool(self.params.logits_processors)
         # Log-probabilities of a prompt are computed from hidden states, which the next step overwrites.
-        scores_prompt = self.next_prompt_logprob is not None and self.next_prompt_logprob < self.num_prompt_tokens
-        return self.runs_ahead and not depends_on_text and not scores_prompt and not self.siblings
+        return self.runs_ahead and not depends_on_text and not self.scores_prompt and not self.siblings
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of tokens of the prompt are still wanted."""
+        return self.next_prompt_logprob is not None and self.next_prompt_logprob < self.num_prompt_tokens
 
     @property
     def num_tokens(self) -> int:

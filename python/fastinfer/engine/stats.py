@@ -48,7 +48,7 @@ class StepWork:
 
 @dataclass(slots=True)  # not frozen, which would take three times as long to make
 class StepStats:
-    """What one step of the engine did.
+    """Record of one step of the engine.
 
     Attributes:
         start_time: time at which the step began, in seconds of ``time.perf_counter``.

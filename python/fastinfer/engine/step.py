@@ -22,12 +22,11 @@ from fastinfer.engine.stats import StepStats, StepWork
 from fastinfer.engine.worker import Worker
 from fastinfer.errors import describe_error
 
-# The part of a step's result that belongs to one chunk: the chunk, its first row of the step's hidden states, and the
-# drawn tokens, one per row of logits.
-_ChunkResult = tuple[Chunk, int, list[SampledToken]]
+# The part of a step's result that belongs to one chunk: the chunk, and the drawn tokens, one per row of logits.
+_ChunkResult = tuple[Chunk, list[SampledToken]]
 
 
-class _Launched(NamedTuple):
+class Launched(NamedTuple):
     """A step that was launched and whose results have not been collected yet.
 
     Attributes:
@@ -91,7 +90,7 @@ class Step:
         self._requests = requests
         self._runs_ahead = runs_ahead
         self.num_waited_steps = 0
-        self._launched: _Launched | None = None
+        self._launched: Launched | None = None
 
     def __call__(self) -> StepStats | None:
         """Collect the results of a step, after the next one was launched if it may run ahead.
@@ -106,7 +105,7 @@ class Step:
         """
         try:
             launched = self._launched
-            if launched is None or not any(map(_is_wanted, launched.chunks)):
+            if launched is None or not any(map(is_wanted, launched.chunks)):
                 launched = self._launch()
             if launched is None:
                 return None
@@ -125,7 +124,7 @@ class Step:
         """Forget a step that was launched for sequences that have ended meanwhile, and its tensors."""
         self._launched = None
 
-    def _may_run_ahead_of(self, launched: _Launched) -> bool:
+    def _may_run_ahead_of(self, launched: Launched) -> bool:
         """Return whether the next step can be launched before this one's results are known."""
         return (
             self._runs_ahead
@@ -135,7 +134,7 @@ class Step:
             and self._block_manager.num_available >= len(self._scheduler.running)
         )
 
-    def _launch(self, drawn: Draw | None = None) -> _Launched | None:
+    def _launch(self, drawn: Draw | None = None) -> Launched | None:
         """Launch a step; ``None`` if there is nothing to compute.
 
         Args:
@@ -150,21 +149,21 @@ class Step:
         self._block_manager.place_states(chunks)
         result = self._worker.run(chunks, rows, None if drawn is None else drawn.token_ids)
         draw = self._sampler.launch(result, rows)
-        _mark_launched(chunks)
+        mark_launched(chunks)
         for chunk in chunks:
             if not chunk.drafts:
                 self._block_manager.advance_states(chunk)
-        return _Launched(chunks, result, draw, start, start_compute)
+        return Launched(chunks, result, draw, start, start_compute)
 
     def _schedule(self, waits: bool) -> list[Chunk]:
         """Return the chunks to compute, drafts included.
 
         Args:
-            waits: whether to wait for a moment if there are none.
+            waits: whether to wait for a moment if there are none, as no earlier step has to be collected.
         """
         if self._speculator is not None:
             self._speculator.choose_num_drafts(self._scheduler.running)
-        chunks = self._scheduler.schedule()
+        chunks = self._scheduler.schedule(is_ahead=not waits)
         self._save_blocks()
         if chunks:
             self._copy_blocks()
@@ -212,7 +211,7 @@ class Step:
             rows = [row for row in rows if row.sequence.request_id in kept]
         return chunks, rows
 
-    def _collect(self, launched: _Launched) -> StepStats:
+    def _collect(self, launched: Launched) -> StepStats:
         """Wait for the results of a step and pass them to the requests."""
         chunks, tokens = launched.chunks, launched.draw.tokens()
         if self._speculator is not None:
@@ -221,7 +220,7 @@ class Step:
         work = StepWork.of(chunks)
         return StepStats(launched.start, time.perf_counter() - launched.start, work, num_generated)
 
-    def _update(self, launched: _Launched, tokens: list[SampledToken]) -> int:
+    def _update(self, launched: Launched, tokens: list[SampledToken]) -> int:
         """Pass the results to the requests, each of which is completely updated before the next one.
 
         Returns:
@@ -244,12 +243,12 @@ class Step:
             The number of its new tokens.
         """
         has_news, num_generated = False, 0
-        for chunk, first_row, tokens in parts:
+        for chunk, tokens in parts:
             has_news |= chunk.is_last
             steps = self._advance(chunk, tokens)
             for step in steps:
                 num_generated += len(step.tokens)
-            self._update_sequences(request, steps, chunk, first_row, result.hidden)
+            self._update_sequences(request, steps, chunk, result.hidden)
         request.end_step(self._scheduler)
         if has_news or not request.unfinished:
             self._requests.report(request)
@@ -281,23 +280,19 @@ class Step:
             for receiver, token in zip((sequence, *siblings), tokens, strict=True)
         ]
 
-    def _update_sequences(
-        self, request: Request, steps: list[SequenceStep], chunk: Chunk, first_row: int, hidden: Tensor
-    ) -> None:
+    def _update_sequences(self, request: Request, steps: list[SequenceStep], chunk: Chunk, hidden: Tensor) -> None:
         """Update a request with the results of a sequence and of those forked from it.
 
         Args:
             request: the request.
             steps: the results, first that of the sequence.
             chunk: the sequence's chunk.
-            first_row: the chunk's first row of ``hidden``.
-            hidden: [tokens, hidden] hidden states of the whole step.
+            hidden: [n, hidden] hidden states of the whole step.
         """
         sequence = chunk.sequence
         try:
             if sequence.next_prompt_logprob is not None or sequence.pooling is not None:
-                rows = slice(first_row, first_row + chunk.num_tokens + len(chunk.drafts))
-                steps[0] = self._with_prompt_results(steps[0], rows, hidden)
+                steps[0] = self._with_prompt_results(steps[0], hidden[chunk.hidden_rows])
             for step in steps:
                 _update_until_error(request, step)
         except Exception as error:
@@ -305,23 +300,29 @@ class Step:
         else:
             self._block_manager.end_step(sequence)  # after the accepted tokens were appended
 
-    def _with_prompt_results(self, step: SequenceStep, rows: slice, hidden: Tensor) -> SequenceStep:
-        """Add what a request wants of its prompt beside its keys and values."""
+    def _with_prompt_results(self, step: SequenceStep, hidden: Tensor) -> SequenceStep:
+        """Add what a request wants of its prompt beside its keys and values.
+
+        Args:
+            step: the results of a sequence.
+            hidden: [n, hidden] hidden states of its chunk: of all tokens for log-probabilities and the mean, otherwise
+                at least of the last one.
+        """
         sequence, start = step.sequence, step.start
         if sequence.next_prompt_logprob is not None:
             count = sequence.params.prompt_logprobs
             assert count is not None
             # The hidden state of a token belongs to the log-probabilities of the next one.
             first = max(sequence.next_prompt_logprob, start + 1)
-            end = min(start + 1 + rows.stop - rows.start, sequence.num_prompt_tokens)
+            end = min(start + 1 + len(hidden), sequence.num_prompt_tokens)
             if first < end:
-                before = hidden[rows][first - 1 - start : end - 1 - start]
+                before = hidden[first - 1 - start : end - 1 - start]
                 logprobs = self._worker.prompt_logprobs(before, sequence.token_ids[first:end], count, sequence.adapter)
                 return step._replace(prompt_logprobs=logprobs)
         if sequence.pooling == "mean":
-            return step._replace(pooled=self._worker.sum_hidden(hidden[rows]))
+            return step._replace(pooled=self._worker.sum_hidden(hidden))
         if sequence.pooling == "last" and step.is_last:
-            return step._replace(pooled=self._worker.sum_hidden(hidden[rows][-1:]))
+            return step._replace(pooled=self._worker.sum_hidden(hidden[-1:]))
         return step
 
 
@@ -335,7 +336,7 @@ def _num_accepted(drafts: list[int], tokens: list[SampledToken]) -> int:
     return accepted
 
 
-def _is_wanted(chunk: Chunk) -> bool:
+def is_wanted(chunk: Chunk) -> bool:
     """Return whether a launched chunk's sequence has neither ended nor been restarted since."""
     sequence = chunk.sequence
     return sequence.state is not SequenceState.FINISHED and sequence.num_restarts == chunk.num_restarts
@@ -357,7 +358,7 @@ def _update_until_error(request: Request, step: SequenceStep) -> None:
     request.update(step)
 
 
-def _mark_launched(chunks: list[Chunk]) -> None:
+def mark_launched(chunks: list[Chunk]) -> None:
     """Count the chunks' tokens as computed, and the tokens that will be drawn as unknown."""
     row = 0
     for chunk in chunks:
@@ -370,17 +371,16 @@ def _mark_launched(chunks: list[Chunk]) -> None:
 
 
 def _by_request(chunks: list[Chunk], tokens: list[SampledToken]) -> dict[str, list[_ChunkResult]]:
-    """Divide a step's rows of hidden states and drawn tokens among its chunks, by request.
+    """Divide a step's drawn tokens among its chunks, by request.
 
     Results that nobody wants are left out.
     """
     results: dict[str, list[_ChunkResult]] = {}
-    end = end_drawn = 0
+    end_drawn = 0
     for chunk in chunks:
-        start, first_drawn = end, end_drawn
-        end += chunk.num_tokens + len(chunk.drafts)
+        first_drawn = end_drawn
         end_drawn += chunk.num_receivers + len(chunk.drafts)
-        if _is_wanted(chunk):
-            part = chunk, start, tokens[first_drawn:end_drawn]
+        if is_wanted(chunk):
+            part = chunk, tokens[first_drawn:end_drawn]
             results.setdefault(chunk.sequence.request_id, []).append(part)
     return results

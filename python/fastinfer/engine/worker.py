@@ -1,5 +1,8 @@
 """What computes the steps of one model: the model, its KV cache, and the runner on both."""
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,12 +16,13 @@ from fastinfer.engine.sampled_token import TokenLogprob, top_logprobs
 from fastinfer.models import Model
 from fastinfer.models.kv_cache import KVCache, num_blocks_for
 from fastinfer.parallel.group import Group
+from fastinfer.parallel.sharded_adapters import ADAPTER, ShardedAdapterSlots
 
 # Number of prompt tokens whose logits are computed at a time if their log-probabilities are requested: 12 MB for a
 # vocabulary of 49k tokens.
 PROMPT_LOGPROBS_ROWS = 64
-# First words of the messages to the other ranks, beside STEP.
-COPY_BLOCKS, LOGITS = 1, 2
+# First words of the messages to the other ranks, beside STEP and ADAPTER.
+COPY_BLOCKS, LOGITS, RELEASE, RESTORE = 1, 2, 4, 5
 # Pairs of blocks in a message.
 PAIRS_PER_MESSAGE = 1024
 
@@ -35,6 +39,9 @@ class Worker:
             :mod:`fastinfer.engine.roles`.
         group: group of ranks that compute the model together; ``None`` for this process alone. Each rank has a worker;
             those of ranks other than 0 only :meth:`follow`.
+        allocate: function that allocates the memory of inputs, see
+            :class:`fastinfer.engine.batch_inputs.BatchInputs`; by default the group's, if there is one.
+        layers: the model's layers among those of the whole model; ``None`` for all.
 
     Attributes:
         device: device that computes.
@@ -50,6 +57,8 @@ class Worker:
         with_adapters: bool = False,
         separates_roles: bool = False,
         group: Group | None = None,
+        allocate: Callable[[int], np.ndarray] | None = None,
+        layers: range | None = None,
     ) -> None:
         self._config = config
         self.device = torch.device(config.device)
@@ -57,6 +66,7 @@ class Worker:
         self._with_adapters = with_adapters
         self._separates_roles = separates_roles
         self._group = group
+        self._allocate_inputs = allocate if group is None else group.allocate_inputs
         self._hidden: Tensor | None = None  # of the last step, with several ranks
         self._model: Model | None = model
         self.kv_cache = KVCache.of_model(
@@ -69,6 +79,7 @@ class Worker:
             num_states=size.num_states,
             state_dtype=model.dtype,
             with_bounds=config.sparse_attention is not None,
+            layers=layers,
         )
         self._num_eager_steps = 0  # of released runners
         self._runner: Runner | None = self._make_runner()
@@ -120,11 +131,19 @@ class Worker:
         elif kind == COPY_BLOCKS:
             group, *blocks = words
             self.kv_cache.copy_blocks(list(zip(blocks[::2], blocks[1::2], strict=True)), group)
+        elif kind == RELEASE:
+            self._free()
+        elif kind == RESTORE:
+            self._restore()
+        elif kind == ADAPTER:
+            assert isinstance(self.model.adapters, ShardedAdapterSlots)
+            self.model.adapters.follow(words)
         else:
             assert kind == LOGITS
             assert self._hidden is not None
-            first, count = words
-            self.model.logits(self._hidden, torch.arange(first, first + count))
+            first, count, adapter = words
+            rows = torch.arange(first, first + count)
+            self.model.logits(self._hidden, rows, _adapter_ids(rows, adapter))
         self._group.finish()
 
     def copy_blocks(self, pairs: list[tuple[int, int]], group: int) -> None:
@@ -154,8 +173,7 @@ class Worker:
         for begin in range(0, len(token_ids), PROMPT_LOGPROBS_ROWS):
             part = token_ids[begin : begin + PROMPT_LOGPROBS_ROWS]
             rows = torch.arange(begin, begin + len(part), device=hidden.device)
-            adapter_ids = torch.full_like(rows, adapter, dtype=torch.int32) if adapter >= 0 else None
-            logits = self._logits(hidden, rows, adapter_ids).float()
+            logits = self._logits(hidden, rows, adapter).float()
             logprobs += [top_logprobs(row, token_id, count) for row, token_id in zip(logits, part, strict=True)]
         return logprobs
 
@@ -170,22 +188,24 @@ class Worker:
         """
         return self.model.normalize(hidden).cpu().double().sum(0)
 
-    def _logits(self, hidden: Tensor, rows: Tensor, adapter_ids: Tensor | None) -> Tensor:
+    def _logits(self, hidden: Tensor, rows: Tensor, adapter: int) -> Tensor:
         """Compute logits for rows of hidden states of the last step, with all ranks."""
+        adapter_ids = _adapter_ids(rows, adapter)
         if self._group is None:
             return self.model.logits(hidden, rows, adapter_ids)
         assert self._hidden is not None
         # The other ranks have the same hidden states of the whole step, of which these are consecutive rows.
         first = (hidden.data_ptr() - self._hidden.data_ptr()) // (hidden.shape[1] * hidden.itemsize)
         with self._group.together():
-            self._group.send([LOGITS, first + int(rows[0]), len(rows)])
-            return self.model.logits(hidden, rows)
+            self._group.send([LOGITS, first + int(rows[0]), len(rows), adapter])
+            return self.model.logits(hidden, rows, adapter_ids)
 
     def release(self, *, with_model: bool) -> None:
         """Free the KV cache and the runner with its recorded graphs, and the model if wanted."""
-        self._num_eager_steps = self.num_eager_steps
-        self._runner = None
-        self.kv_cache.free()
+        if self._group is not None:
+            with self._group.together():
+                self._group.send([RELEASE])
+        self._free()
         if with_model:
             self._model = None
 
@@ -195,6 +215,17 @@ class Worker:
 
     def restore(self) -> None:
         """Allocate the KV cache again after :meth:`release`, and on a GPU capture the graphs again."""
+        if self._group is not None:
+            with self._group.together():
+                self._group.send([RESTORE])
+        self._restore()
+
+    def _free(self) -> None:
+        self._num_eager_steps = self.num_eager_steps
+        self._runner = self._hidden = None
+        self.kv_cache.free()
+
+    def _restore(self) -> None:
         self.kv_cache.allocate()
         self._runner = self._make_runner()
 
@@ -212,7 +243,8 @@ class Worker:
             device=config.device,
             has_states=self.model.config.states is not None,
             sparse_pages=config.sparse_pages,
-            allocate=None if self._group is None else self._group.allocate_inputs,
+            drops_rows=self.model.config.num_storing_layers < self.model.config.num_layers,
+            allocate=self._allocate_inputs,
         )
         return Runner(
             self.model,
@@ -224,3 +256,8 @@ class Worker:
             separates_roles=self._separates_roles,
             group=self._group,
         )
+
+
+def _adapter_ids(rows: Tensor, adapter: int) -> Tensor | None:
+    """Return the slot of the adapter that all rows have; ``None`` for none, which is -1."""
+    return torch.full_like(rows, adapter, dtype=torch.int32) if adapter >= 0 else None

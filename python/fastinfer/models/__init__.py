@@ -40,8 +40,16 @@ class Model(Protocol):
         """The token of each column of the logits, for a draft model with a reduced vocabulary; ``None`` for all."""
         ...
 
+    @property
+    def adapters(self) -> AdapterSlots | None:
+        """Slots of LoRA adapters; ``None`` for none."""
+        ...
+
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
-        """Compute a step and fill the cache; return [tokens, hidden], the last layer's output before the last norm."""
+        """Compute a step and fill the cache; return [tokens, hidden], the last layer's output before the last norm.
+
+        If the batch says which rows are wanted, only these are returned, see :class:`fastinfer.models.batch.LastRows`.
+        """
         ...
 
     def logits(self, hidden: Tensor, indices: Tensor, adapter_ids: Tensor | None = None) -> Tensor:

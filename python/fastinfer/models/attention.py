@@ -11,7 +11,7 @@ from fastinfer.models.batch import Batch
 from fastinfer.models.image_attention import attend_to_later
 from fastinfer.models.kv_cache import LayerCache
 from fastinfer.models.lora import LayerAdapters
-from fastinfer.models.norm import Norm
+from fastinfer.models.norm import Norm, RMSNorm
 from fastinfer.models.projection import OutputProjection
 from fastinfer.weights.weight import Weight
 
@@ -28,10 +28,10 @@ class Attention:
             without keys and values in a layer that attends to those of an earlier one.
         output: projection back to the residual stream.
         cos_sin_cache: [max_position, rotary_dim] fp32.
-        q_norm, k_norm: RMSNorm weights of queries and keys, or ``None``: [head_dim] for a norm of each head.
+        q_norm, k_norm: [head_dim] RMSNorm weights of the heads of queries and keys, or ``None``.
         has_kv: whether the layer has keys and values of its own; without, the cache has those of an earlier layer.
-        joint_qk_norm: whether the norms are of all heads of a token together; their weights are [heads * head_dim].
-        qk_norm_eps: ``eps`` of these norms.
+        joint_q_norm, joint_k_norm: norms of all heads of a token together, or ``None``.
+        qk_norm_eps: ``eps`` of the norms of heads.
         v_norm: whether each head of the values is normalised, without a weight.
         tied_kv: whether the values are the keys, before norm and rotation; ``qkv`` then has no rows for them.
         interleaved: whether elements 2i and 2i + 1 of a head are rotated together.
@@ -50,7 +50,8 @@ class Attention:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     has_kv: bool = True
-    joint_qk_norm: bool = False
+    joint_q_norm: RMSNorm | None = None
+    joint_k_norm: RMSNorm | None = None
     qk_norm_eps: float = 0.0
     v_norm: bool = False
     tied_kv: bool = False
@@ -123,21 +124,18 @@ class Attention:
 
     def _store(self, qkv: list[Tensor], batch: Batch, cache: LayerCache) -> Tensor:
         """Store keys and values in the cache, and return the queries, normalised and rotated."""
-        q_norm, k_norm = self.q_norm, self.k_norm
         if self.tied_kv:
             qkv = [*qkv, qkv[1]]
-        if self.joint_qk_norm:
-            assert q_norm is not None
-            assert k_norm is not None
-            q, k = ops.rms_norm(qkv[0], q_norm, self.qk_norm_eps), ops.rms_norm(qkv[1], k_norm, self.qk_norm_eps)
-            qkv, q_norm, k_norm = [q, k, qkv[2]], None, None
+        if self.joint_q_norm is not None:
+            assert self.joint_k_norm is not None
+            qkv = [self.joint_q_norm(qkv[0]), self.joint_k_norm(qkv[1]), qkv[2]]
         q, k, v = (part.view(len(part), -1, self.head_dim) for part in qkv)
         ops.norm_rotary_store(
             q,
             k,
             v,
-            q_norm,
-            k_norm,
+            self.q_norm,
+            self.k_norm,
             self.qk_norm_eps,
             *batch.rotation(self.cos_sin_cache),
             self.interleaved,
@@ -163,9 +161,10 @@ class Attention:
 
     def _rotated(self, q: Tensor, batch: Batch) -> Tensor:
         """Return queries normalised and rotated, for keys and values that an earlier layer has stored."""
-        heads = q if self.joint_qk_norm else q.view(len(q), -1, self.head_dim)
+        if self.joint_q_norm is not None:
+            q = self.joint_q_norm(q)
+        heads = q.view(len(q), -1, self.head_dim)
         if self.q_norm is not None:
             heads = ops.rms_norm(heads, self.q_norm, self.qk_norm_eps)
-        heads = heads.view(len(q), -1, self.head_dim)
         ops.rotary_embedding(heads, heads[:, :0], *batch.rotation(self.cos_sin_cache), self.interleaved)
         return heads

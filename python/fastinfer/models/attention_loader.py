@@ -18,10 +18,9 @@ def load_attention(reader: LayerReader, tables: PositionTables, index: int) -> A
     if config.qk_norm == "unit":
         k_norm = torch.ones(shape.head_dim, device=reader.device)
         q_norm = k_norm * config.query_scale
-    elif config.qk_norm != "none":
-        q_norm = reader.vector(f"{layer}.q_norm", q_size if is_joint else shape.head_dim)
-        if has_kv:
-            k_norm = reader.vector(f"{layer}.k_norm", kv_size if is_joint else shape.head_dim)
+    elif config.qk_norm == "head":
+        q_norm = reader.vector(f"{layer}.q_norm", shape.head_dim)
+        k_norm = reader.vector(f"{layer}.k_norm", shape.head_dim) if has_kv else None
     scale, factor = reader.scale, 1.0
     if config.layer_scales and index == 0:
         scale = factor = config.embedding_scale
@@ -40,7 +39,8 @@ def load_attention(reader: LayerReader, tables: PositionTables, index: int) -> A
         q_norm=q_norm,
         k_norm=k_norm,
         has_kv=has_kv,
-        joint_qk_norm=is_joint,
+        joint_q_norm=reader.heads_norm(f"{layer}.q_norm", q_size) if is_joint else None,
+        joint_k_norm=reader.heads_norm(f"{layer}.k_norm", kv_size) if is_joint and has_kv else None,
         qk_norm_eps=config.norm_eps,
         v_norm=config.v_norm,
         tied_kv=index in config.tied_kv_layers,

@@ -1,12 +1,34 @@
 """Input tensors of one step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fastinfer.models.image_tokens import ImageTokens
 from fastinfer.models.sparse_attention import SparseRows
+
+
+@dataclass(frozen=True, slots=True)
+class LastRows:
+    """The last rows of each sequence of a batch, for which the layers that store nothing are computed.
+
+    The hidden states of the other rows are not wanted: those layers would compute them for nobody.
+
+    Attributes:
+        rows: [n] int64; their indices in the batch, in ascending order.
+        positions: [n] int64; their positions.
+        query_start: [seqs + 1] int32; cumulative counts of the sequences, from 0 to ``n``.
+        adapter_ids: [n] int32; their LoRA adapters, -1 for none; ``None`` if no token has an adapter.
+        first_prompt_row: index of the first of them from which on all are tokens of prompts, see
+            :func:`fastinfer.ops.prompt_rows`.
+    """
+
+    rows: Tensor
+    positions: Tensor
+    query_start: Tensor
+    adapter_ids: Tensor | None
+    first_prompt_row: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +44,7 @@ class Batch:
         block_tables: for each group of layers, [seqs, max_blocks] int32; blocks of each sequence. Entries past them are
             never read.
         slot_mappings: for each group of layers, [tokens] int64; ``block * block_size + offset`` of each token.
-        logits_indices: [n] int64; indices of the tokens whose logits are computed.
+        logits_indices: [n] int64; indices of the tokens whose logits are computed, among the rows of hidden states.
         adapter_ids: [tokens] int32; LoRA adapter of each token, -1 for none; ``None`` if no token has an adapter.
         logits_adapter_ids: [n] int32; LoRA adapters of the tokens whose logits are computed, likewise.
         state_reads: [seqs] int32; slot with the states of each sequence before its first token, -1 for states of zeros.
@@ -31,6 +53,9 @@ class Batch:
             the sequence that reads a slot may write to it in the same step.
         images: the tokens of images; ``None`` if there are none.
         sparse: the tokens that attend to a part of the cache; ``None`` if all attend to everything.
+        hidden: [tokens, hidden] hidden states before the model's first layer, if that is not the first of the whole
+            model, see :mod:`fastinfer.parallel.stage`; ``None`` otherwise.
+        last: the rows whose hidden states are wanted, if the model's last layers store nothing; ``None`` for all.
     """
 
     token_ids: Tensor
@@ -46,12 +71,27 @@ class Batch:
     state_writes: Tensor | None = None
     images: ImageTokens | None = None
     sparse: SparseRows | None = None
+    hidden: Tensor | None = None
+    last: LastRows | None = None
 
     def rotation(self, cos_sin_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Return the positions and the rotary table by which the batch is rotated, given the model's table."""
         if self.images is None:
             return self.positions, cos_sin_cache
         return self.images.rotation(self.positions, cos_sin_cache)
+
+    def of_last_rows(self) -> "Batch":
+        """Return the batch of the last rows, for layers that store nothing."""
+        last, sparse = self.last, self.sparse
+        assert last is not None
+        return replace(
+            self,
+            positions=last.positions,
+            query_start=last.query_start,
+            adapter_ids=last.adapter_ids,
+            sparse=None if sparse is None else sparse.of_last_rows(len(last.rows), last.first_prompt_row),
+            last=None,
+        )
 
     @classmethod
     def of_texts(cls, texts: list[list[int]], block_size: int) -> "Batch":

@@ -17,7 +17,7 @@ MAX_LAYERS = 2**16
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """How the experts of a token are chosen and weighted, see :func:`fastinfer.ops.route_experts`.
+    """Choice and weights of a token's experts, see :func:`fastinfer.ops.route_experts`.
 
     Attributes:
         scoring: ``"softmax"`` or ``"sigmoid"``.
@@ -238,6 +238,14 @@ class ModelConfig:
     def kv_layer(self, layer: int) -> int:
         """Return the layer whose keys and values a layer attends to."""
         return self.kv_layers[layer] if self.kv_layers else layer
+
+    @property
+    def num_storing_layers(self) -> int:
+        """Number of layers up to the last one that stores keys and values of its own or a state.
+
+        The layers after it only read, so what they compute for a token is of use to that token alone.
+        """
+        return max(layer for layer in range(self.num_layers) if self.kv_layer(layer) == layer) + 1
 
     def q_size(self, layer: int) -> int:
         """Return the number of elements of all queries of a token."""

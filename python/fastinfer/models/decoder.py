@@ -114,22 +114,42 @@ class Decoder:
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """Compute a step and fill the cache.
 
+        If the batch says which rows of hidden states are wanted, the layers that store nothing are computed for these
+        alone.
+
         Returns:
-            [tokens, hidden], output of the last layer before the last norm.
+            [tokens, hidden], or [n, hidden] for n such rows: output of the last layer before the last norm.
         """
-        x = self.embedding.rows(batch.token_ids, self.dtype)
-        if self.embedding_norm is not None:
-            x = self.embedding_norm(x)
-        if self.position_embedding is not None:
-            x = ops.embedding(self.position_embedding, batch.positions, x)
-        images = batch.images
-        if images is not None:
-            images.embed(x, self.config.embedding_scale)
+        x = self.embed(batch)
         inputs = None if self.per_layer_inputs is None else self.per_layer_inputs(x, batch.token_ids)
+        if batch.last is None:
+            return self._compute(range(len(self.layers)), x, inputs, batch, kv_cache)
+        num_storing = self.config.num_storing_layers
+        x = self._compute(range(num_storing), x, inputs, batch, kv_cache)
+        if not len(batch.last.rows):
+            return x[:0]
+        x = ops.embedding(x, batch.last.rows)
+        if inputs is not None:
+            inputs = ops.embedding(inputs.flatten(1), batch.last.rows).unflatten(1, inputs.shape[1:])
+        with ops.prompt_rows(batch.last.first_prompt_row):
+            return self._compute(range(num_storing, len(self.layers)), x, inputs, batch.of_last_rows(), kv_cache)
+
+    def _compute(self, indices: range, x: Tensor, inputs: Tensor | None, batch: Batch, kv_cache: KVCache) -> Tensor:
+        """Compute consecutive layers.
+
+        Args:
+            indices: the layers.
+            x: [tokens, hidden], input of the first one.
+            inputs: [tokens, layers, size], inputs that each layer has of its own, of all layers; ``None`` for none.
+            batch, kv_cache: see :meth:`forward`.
+
+        Returns:
+            [tokens, hidden], output of the last one.
+        """
         plans: dict[tuple[int, ...], Tensor | LatentPlan] = {}
-        layers = zip(self.layers, self._adapters(batch), kv_cache, strict=True)
-        before = x
-        for index, (layer, lora, cache) in enumerate(layers):
+        adapters, before = self._adapters(batch), x
+        for index in indices:
+            layer, lora, cache = self.layers[index], adapters[index], kv_cache.layers[index]
             attention, plan = layer.attention, None
             if isinstance(attention, Attention | LatentAttention):
                 if attention.plan_sizes not in plans:
@@ -138,8 +158,19 @@ class Decoder:
             if not layer.shares_input:
                 before = x  # the layer's input, which the next one may share
             x = layer(x, batch, cache, plan, lora, None if inputs is None else inputs[:, index], before)
-            if images is not None:
-                images.add(x, index)
+            if batch.images is not None:
+                batch.images.add(x, index)
+        return x
+
+    def embed(self, batch: Batch) -> Tensor:
+        """Compute the input of the first layer, [tokens, hidden]."""
+        x = self.embedding.rows(batch.token_ids, self.dtype)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        if self.position_embedding is not None:
+            x = ops.embedding(self.position_embedding, batch.positions, x)
+        if batch.images is not None:
+            batch.images.embed(x, self.config.embedding_scale)
         return x
 
     @torch.inference_mode()

@@ -115,6 +115,7 @@ class KVCache:
         num_states: int = 1,
         state_dtype: torch.dtype = torch.float32,
         with_bounds: bool = False,
+        layers: range | None = None,
     ) -> "KVCache":
         """Allocate the uninitialised cache of a model.
 
@@ -126,6 +127,7 @@ class KVCache:
             num_states: number of slots for states, if the model has layers with linear attention.
             state_dtype: dtype of the hidden states.
             with_bounds: whether layers that can have sparse attention get bounds.
+            layers: layers that have a cache; ``None`` for all.
 
         Raises:
             RequestError: same as for :meth:`LayerCache.empty`.
@@ -140,11 +142,13 @@ class KVCache:
             bounded = with_bounds and has_bounds(config, index)
             return LayerCache.empty(config.kv_shape(index), *sizes, number, bounded)
 
-        def layers() -> list[LayerCache | StateCache]:
-            own = {index: layer(index) for index in range(config.num_layers) if config.kv_layer(index) == index}
-            return [own[config.kv_layer(index)] for index in range(config.num_layers)]
+        indices = range(config.num_layers) if layers is None else layers
 
-        return cls(layers(), layers)
+        def make_layers() -> list[LayerCache | StateCache]:
+            own = {index: layer(index) for index in indices if config.kv_layer(index) == index}
+            return [own[config.kv_layer(index)] for index in indices]
+
+        return cls(make_layers(), make_layers)
 
     def free(self) -> None:
         """Free the memory; what was cached is lost."""

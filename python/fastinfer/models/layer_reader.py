@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from fastinfer.formats.unpacked import Unpacked, concatenate
-from fastinfer.models.checkpoint import Checkpoint
+from fastinfer.models.checkpoint import Checkpoint, tiled_rows
 from fastinfer.models.config import Precision
 from fastinfer.models.norm import LayerNorm, NoNorm, Norm, RMSNorm
 from fastinfer.models.projection import OutputProjection
+from fastinfer.models.state_config import LinearAttentionConfig
 from fastinfer.utils.huge_pages import HugePages
 from fastinfer.weights.expert_weights import ExpertWeights, make_expert_weights
 from fastinfer.weights.pack import make_weight
@@ -147,6 +148,17 @@ class LayerReader:
                 bias = self.vector(f"{name}.bias", config.hidden_size) * factor
             return LayerNorm(weight, bias, config.norm_eps)
         return RMSNorm(weight, config.norm_eps / (scale or self.scale) ** 2)
+
+    def heads_norm(self, name: str, size: int) -> RMSNorm:
+        """Read a norm of all heads of a token together."""
+        return RMSNorm(self.vector(name, size), self.config.norm_eps)
+
+    def order_of_value_heads(self, sizes: LinearAttentionConfig) -> Tensor | None:
+        """Return the order of the inputs that the output projection of linear attention reads; ``None`` for theirs."""
+        if not sizes.tiled_output:
+            return None
+        # The projection's columns cannot change places within the blocks of a quantised row.
+        return tiled_rows(sizes, sizes.value_dim).argsort().to(self.device)
 
     def vector(self, name: str, size: int) -> Tensor:
         """Read a vector, [size] fp32."""

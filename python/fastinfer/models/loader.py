@@ -68,28 +68,14 @@ class DecoderLoader:
 
     def decoder(self) -> Decoder:
         """Read all weights and build the decoder."""
-        config, checkpoint = self._config, self._reader.checkpoint
-        layers = []
-        with tqdm(
-            total=config.num_layers,
-            desc=f"loading {checkpoint.path.name}",
-            unit="layer",
-            leave=False,
-            delay=PROGRESS_DELAY,
-            disable=None,  # unless stderr is a terminal
-        ) as progress:
-            embedding = self.embedding()
-            head = self.lm_head()
-            draft_tokens = checkpoint.draft_tokens()
-            for index in range(config.num_layers):
-                layers.append(self.layer(index))
-                checkpoint.release()  # otherwise the file and its packed copy would be in memory at the same time
-                progress.update()
+        embedding = self.embedding()
+        head = self.lm_head()
+        draft_tokens = self._reader.checkpoint.draft_tokens()
         return Decoder(
-            config=config,
+            config=self._config,
             dtype=self._reader.precision.dtype,
             embedding=embedding,
-            layers=tuple(layers),
+            layers=self.layers(range(self._config.num_layers)),
             norm=self.norm(),
             lm_head=embedding if head is None else head,
             embedding_norm=self.embedding_norm(),
@@ -135,6 +121,23 @@ class DecoderLoader:
     def norm(self) -> Norm:
         """Read the norm after the last layer. It scales the logits, too."""
         return self._reader.norm("norm", self._config.logits_scale)
+
+    def layers(self, indices: range) -> tuple[DecoderLayer, ...]:
+        """Read layers, with a progress bar on a terminal."""
+        checkpoint, layers = self._reader.checkpoint, []
+        with tqdm(
+            total=len(indices),
+            desc=f"loading {checkpoint.path.name}",
+            unit="layer",
+            leave=False,
+            delay=PROGRESS_DELAY,
+            disable=None,  # unless stderr is a terminal
+        ) as progress:
+            for index in indices:
+                layers.append(self.layer(index))
+                checkpoint.release()  # otherwise the file and its packed copy would be in memory at the same time
+                progress.update()
+        return tuple(layers)
 
     def layer(self, index: int) -> DecoderLayer:
         """Read one layer."""

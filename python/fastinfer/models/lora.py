@@ -12,7 +12,7 @@ from fastinfer.errors import AdapterError
 from fastinfer.formats.peft import LoraAdapter, LowRank
 from fastinfer.models.checkpoint import MLP_PARTS
 from fastinfer.models.config import LatentAttentionConfig, ModelConfig
-from fastinfer.models.lora_modules import module_parts, module_sizes
+from fastinfer.models.lora_modules import Sizes, module_parts, module_sizes
 from fastinfer.models.state_config import Mamba2Config
 
 
@@ -83,7 +83,7 @@ class LayerAdapters:
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """Where a part of an update is stored.
+    """Place of a part of an update.
 
     Attributes:
         slots: matrices of the module.
@@ -145,20 +145,12 @@ class AdapterSlots:
         self.max_rank = max_rank
         self._config = config
         self._dtype = dtype
-        self._is_gpu = torch.device(device).type != "cpu"
-
-        def slots(name: str, features: int, out: int) -> ModuleSlots:
-            count = {"experts": config.num_experts, "heads": config.num_heads}.get(name.partition(".")[0])
-            shape = (max_loras,) if count is None else (max_loras, count)
-            # Uninitialised: a page takes memory only once it is written.
-            a, b = (torch.empty(*shape, max_rank, size, dtype=dtype, device=device) for size in (features, out))
-            return ModuleSlots(a, b, torch.zeros(shape, dtype=torch.int32, device=device))
-
+        self._device = torch.device(device)
         self.layers = tuple(
-            {name: slots(name, *size) for name, size in module_sizes(config, layer).items()}
+            {name: self._empty(name, *size) for name, size in self._sizes(layer).items()}
             for layer in range(config.num_layers)
         )
-        self.lm_head = slots("lm_head", config.hidden_size, config.vocab_size)
+        self.lm_head = self._empty("lm_head", config.hidden_size, config.vocab_size)
 
     def of(self, adapter_ids: Tensor) -> list[LayerAdapters]:
         """Return the adapters of all layers for a step whose tokens have these slots."""
@@ -196,10 +188,22 @@ class AdapterSlots:
             for slots in modules.values():
                 slots.ranks[slot] = 0
 
+    def _sizes(self, layer: int) -> Sizes:
+        """Return the numbers of inputs and outputs of a layer's modules, by name."""
+        return module_sizes(self._config, layer)
+
+    def _empty(self, name: str, features: int, out: int) -> ModuleSlots:
+        """Allocate the matrices of a module, uninitialised: a page takes memory only once it is written."""
+        config, sizes = self._config, (features, out)
+        count = {"experts": config.num_experts, "heads": config.num_heads}.get(name.partition(".")[0])
+        shape = (self.max_loras,) if count is None else (self.max_loras, count)
+        a, b = (torch.empty(*shape, self.max_rank, size, dtype=self._dtype, device=self._device) for size in sizes)
+        return ModuleSlots(a, b, torch.zeros(shape, dtype=torch.int32, device=self._device))
+
     def _host(self, matrix: Tensor) -> Tensor:
         """Copy a matrix into host memory of its own, in the dtype of the slots; pinned for a GPU."""
         copy = matrix.to(self._dtype, copy=True, memory_format=torch.contiguous_format)
-        return copy.pin_memory() if self._is_gpu else copy
+        return copy.pin_memory() if self._device.type == "cuda" else copy
 
     def _check(self, adapter: LoraAdapter) -> None:
         """Check that an adapter fits the model and the slots."""

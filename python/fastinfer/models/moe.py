@@ -37,7 +37,7 @@ class SharedExpert:
 
     def __call__(self, x: Tensor, residual: Tensor, lora: LayerAdapters | None) -> Tensor:
         """Return ``residual`` [tokens, hidden] plus the output of the expert for ``x`` [tokens, hidden]."""
-        hidden = self._hidden(x, lora)
+        hidden = self.down.gather_input(self._hidden(x, lora))
         out = self.down.linear(hidden, residual=None if self.token_gate else residual)
         if lora is not None:
             lora.add("shared_expert.down_proj", out, hidden)
@@ -114,7 +114,7 @@ class MixtureOfExperts:
         if lora is not None:
             lora.add("router", logits, routed)
         routing = self._route(logits)
-        hidden = self._hidden(x, routing, lora)
+        hidden = self.down.gather_input(self._hidden(x, routing, lora))
         with ops.prompt_rows_of_experts(self.top_k):
             out = self.down.linear(hidden, routing)
         if lora is not None:

@@ -29,6 +29,7 @@ class OutputProjection:
     order: Tensor | None = None
 
     def __call__(self, x: Tensor, residual: Tensor | None, lora: LayerAdapters | None) -> Tensor:
+        x = self.weight.gather_input(x)
         ordered = x if self.order is None else ops.permute_columns(x, self.order)
         out = self.weight.linear(ordered) if self.post_norm else self.weight.linear(ordered, residual=residual)
         if lora is not None:

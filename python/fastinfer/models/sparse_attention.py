@@ -29,6 +29,14 @@ class SparseRows:
     row_start: Tensor
     dense_lens: Tensor | None
 
+    def of_last_rows(self, num_tokens: int, first_prompt_row: int) -> "SparseRows | None":
+        """Return these tokens among the last rows of each sequence, see :class:`fastinfer.models.batch.LastRows`."""
+        num_rows = min(first_prompt_row, num_tokens)
+        if num_rows == 0:
+            return None
+        dense_lens = None if num_rows == num_tokens else self.dense_lens
+        return SparseRows(num_rows, self.num_pages, self.row_start[: num_rows + 1], dense_lens)
+
 
 def has_bounds(config: ModelConfig, layer: int) -> bool:
     """Return whether the keys of a layer have bounds: a later layer with full attention and keys of its own."""

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from fastinfer.formats.unpacked import Dense
-from fastinfer.models.checkpoint import tiled_rows
 from fastinfer.models.layer_reader import LayerReader
 from fastinfer.models.linear_attention import LinearAttention
 from fastinfer.models.mamba2 import Mamba2
@@ -33,9 +32,6 @@ def _linear_attention(reader: LayerReader, index: int, sizes: LinearAttentionCon
         checkpoint.linear(f"{layer}.{name}", sizes.num_value_heads, config.hidden_size).dequantize()
         for name in ("in_proj_a", "in_proj_b")
     ]
-    order = None
-    if sizes.tiled_output:  # the projection's columns cannot change places within the blocks of a quantised row
-        order = tiled_rows(sizes, sizes.value_dim).argsort().to(reader.device)
     output = reader.output(f"{layer}.out_proj", sizes.value_size, False, f"{layer}.post_attention_norm")
     return LinearAttention(
         sizes=sizes,
@@ -49,7 +45,7 @@ def _linear_attention(reader: LayerReader, index: int, sizes: LinearAttentionCon
         dt_bias=reader.vector(f"{layer}.dt_bias", sizes.num_value_heads),
         gated_norm=reader.vector(f"{layer}.gated_norm", sizes.value_dim),
         gated_norm_eps=config.norm_eps,
-        output=replace(output, order=order),
+        output=replace(output, order=reader.order_of_value_heads(sizes)),
     )
 
 

@@ -53,7 +53,13 @@ from fastinfer.ops.pack import (
     pack_scales,
     pack_two_level_scales,
 )
-from fastinfer.ops.parallel import all_gather, all_gather_rows, local_ids
+from fastinfer.ops.parallel import (
+    all_gather,
+    all_gather_rows,
+    all_reduce,
+    all_reduce_add_rms_norm,
+    local_ids,
+)
 from fastinfer.ops.permute import permute_columns
 from fastinfer.ops.prompt import prompt_rows, prompt_rows_of_experts
 from fastinfer.ops.quantize import quantize_int8
@@ -75,6 +81,8 @@ __all__ = [
     "add_rms_norm",
     "all_gather",
     "all_gather_rows",
+    "all_reduce",
+    "all_reduce_add_rms_norm",
     "batch_invariant",
     "causal_conv1d",
     "clamped_swiglu",

@@ -280,6 +280,16 @@ def _(x: Tensor, ids: Tensor, group: Tensor, rank: int, start: int, end: int) ->
     return x.new_empty(x.shape)
 
 
+@fake("all_reduce")
+def _(x: Tensor, group: Tensor, rank: int) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@fake("all_reduce_add_rms_norm")
+def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: Tensor, rank: int) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 @fake("local_ids")
 def _(ids: Tensor, start: int, end: int) -> Tensor:
     return ids.new_empty(ids.shape)

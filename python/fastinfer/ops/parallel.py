@@ -1,8 +1,11 @@
-"""Exchange of activations between the processes (ranks) that compute a model together on the CPUs of one machine.
+"""Exchange of activations between the processes (ranks) that compute a model together on one machine.
 
-The ranks share the memory of a group, see :class:`fastinfer.parallel.group.Group`. Each rank makes the same calls in
-the same order. A call waits for the other ranks; it raises if one of them does not arrive within the group's deadline,
-makes another call, or has ended.
+Each rank makes the same calls in the same order. Ranks on CPUs share the memory of a group, see
+:class:`fastinfer.parallel.group.Group`. A call waits for the other ranks; it raises if one of them does not arrive
+within the group's deadline, makes another call, or has ended.
+
+Ranks on GPUs address each other's memory, see :class:`fastinfer.parallel.peer_group.PeerGroup`, whose table is the
+argument ``group``. There a kernel waits, also only until the deadline; the host then finds the group aborted.
 """
 
 from collections.abc import Sequence
@@ -29,7 +32,7 @@ def all_gather(x: Tensor, group: Tensor, rank: int, widths: Sequence[int], *, ou
         RuntimeError: a shape, dtype or stride does not fit; a rank did not arrive in time, makes another call, or has
             ended.
 
-    Devices: CPU.
+    Devices: CPU, CUDA (not yet run on a GPU).
 
     Source: the collective of MPI and NCCL, along columns; https://www.mpi-forum.org/docs/.
 
@@ -79,6 +82,82 @@ def all_gather_rows(
     if out is not None:
         return into(out, ops.all_gather_rows, x, ids, group, rank, start, end)
     return ops.all_gather_rows.default(x, ids, group, rank, start, end)
+
+
+def all_reduce(x: Tensor, group: Tensor, rank: int, *, out: Tensor | None = None) -> Tensor:
+    """Sum of the activations that the ranks have: of their ``x``, in fp32 and in the order of the ranks.
+
+    Args:
+        x: [...], of the same shape on all ranks; fp32, bf16 or fp16; contiguous.
+        group: [bytes] uint8, the memory that the ranks share.
+        rank: number of this rank.
+        out: receives the result; see :mod:`fastinfer.ops`. It may be ``x``.
+
+    Returns:
+        Shape and dtype of ``x``; the same bits on all ranks, whatever their timing.
+
+    Raises:
+        RuntimeError: as for :func:`all_gather`.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+
+    Source: the collective of MPI and NCCL, https://www.mpi-forum.org/docs/. Every rank reads the parts of all others
+    and adds them up itself (the "one-shot" form).
+
+    >>> import torch, fastinfer.ops as ops
+    >>> from fastinfer.parallel.group import Group
+    >>> group = Group.create(1)
+    >>> ops.all_reduce(torch.tensor([[1.0, 2.0]]), group.memory, 0)
+    tensor([[1., 2.]])
+    """
+    inference_only("all_reduce", "x", x)
+    if out is not None:
+        return into(out, ops.all_reduce, x, group, rank)
+    return ops.all_reduce.default(x, group, rank)
+
+
+def all_reduce_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    group: Tensor,
+    rank: int,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Add the sum of all ranks to the residual, and normalise the result: ``all_reduce``, then ``add_rms_norm``.
+
+    Args:
+        x: [..., hidden], of the same shape on all ranks; fp32, bf16 or fp16; contiguous.
+        residual: shape and dtype of ``x``; contiguous; receives ``residual + sum``. The same on all ranks.
+        weight: [hidden]; fp32 or the dtype of ``x``.
+        eps: added to the mean of the squares.
+        group: [bytes] uint8, the memory that the ranks share.
+        rank: number of this rank.
+        out: receives the result; see :mod:`fastinfer.ops`. It may be ``x``.
+
+    Returns:
+        Shape and dtype of ``x``; bit for bit what the two operators give one after the other.
+
+    Raises:
+        RuntimeError: as for :func:`all_reduce`.
+
+    Devices: CPU, CUDA (not yet run on a GPU).
+
+    Source: the fused kernel of TensorRT-LLM and FlashInfer for tensor parallelism; one launch in place of two.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> from fastinfer.parallel.group import Group
+    >>> group = Group.create(1)
+    >>> x, residual = torch.tensor([[1.0, 2.0]]), torch.tensor([[2.0, 2.0]])
+    >>> ops.all_reduce_add_rms_norm(x, residual, torch.ones(2), 0.0, group.memory, 0)
+    tensor([[0.8485, 1.1314]])
+    """
+    inference_only("all_reduce_add_rms_norm", "x residual", x, residual)
+    if out is not None:
+        return into(out, ops.all_reduce_add_rms_norm, x, residual, weight, eps, group, rank)
+    return ops.all_reduce_add_rms_norm.default(x, residual, weight, eps, group, rank)
 
 
 def local_ids(ids: Tensor, start: int, end: int, *, out: Tensor | None = None) -> Tensor:

@@ -80,6 +80,9 @@ ON_BOTH = {
     "gated_delta_rule": NORM,
     "mamba2_scan": NORM,
     "merge_attention_states": Support(head_dim=ANY),
+    "all_gather": ELEMENTWISE,
+    "all_reduce": ELEMENTWISE,
+    "all_reduce_add_rms_norm": NORM,
     "head_rows": Support((torch.int64,)),
     "route_experts": ELEMENTWISE,
     "combine_experts": ELEMENTWISE,
@@ -100,7 +103,6 @@ ON_CPU = {
     "int6_dequantize": UNPACK6,
     "store_page_bounds": replace(STORE, dtype=(BF16,)),
     "select_pages": Support(head_dim=range(8, MOST, 8)),
-    "all_gather": ELEMENTWISE,
     "all_gather_rows": ELEMENTWISE,
     "local_ids": Support((torch.int64,)),
 }

@@ -1,1 +1,1 @@
-"""Tensor parallelism: processes of one machine (ranks) that each hold a part of every weight and compute together."""
+"""Processes of one machine (ranks) that compute a model together: each has a part of every weight, or some layers."""

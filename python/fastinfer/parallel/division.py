@@ -2,7 +2,8 @@
 
 Each rank has rows (outputs) of every large weight, so that no sum is divided and results are bitwise those of one rank.
 Units that are not divided: a KV head with its query heads, as long as there are as many as ranks, or else a query head;
-16 rows of gate and the same of up; 16 rows of other weights, which are a tile of the packed forms.
+the same of the heads of states; 16 rows of gate and the same of up; 16 rows of other weights, which are a tile of the
+packed forms.
 """
 
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from itertools import pairwise
 
 from fastinfer.errors import RequestError
 from fastinfer.models.config import ModelConfig
+from fastinfer.models.state_config import LinearAttentionConfig, Mamba2Config, ShortConvConfig, StateConfig
 from fastinfer.ops.pack import TILE_ROWS
 
 
@@ -34,29 +36,40 @@ class Division:
         return replace(
             config,
             num_heads=len(self.query_heads()[rank]),
-            num_kv_heads=len(self.kv_heads()[rank]),
+            num_kv_heads=len(self.kv_heads(self._attention_layers()[0])[rank]),
+            kv_shapes=tuple(
+                replace(shape, num_heads=len(self.kv_heads(layer)[rank]))
+                for layer, shape in enumerate(config.kv_shapes)
+            ),
+            states=None if config.states is None else self._local_states(config.states),
             intermediate_size=len(self.tiles(config.intermediate_size)[rank]),
             dense_intermediate_size=len(self.tiles(config.dense_intermediate_size)[rank]),
             shared_intermediate_size=len(self.tiles(config.shared_intermediate_size)[rank]),
         )
 
     def query_heads(self) -> list[range]:
-        """Return the query heads of each rank."""
-        heads, kv_heads, size = self.config.num_heads, self.config.num_kv_heads, self.size
-        group = heads // kv_heads
-        if size <= kv_heads:
-            return [range(part.start * group, part.stop * group) for part in divided(kv_heads, size)]
-        parts = []
-        for kv_head, ranks in enumerate(divided(size, kv_heads)):
-            parts += [
-                range(kv_head * group + part.start, kv_head * group + part.stop) for part in divided(group, len(ranks))
-            ]
-        return parts
+        """Return the query heads of each rank: those of whole KV heads in the layers that have most of these."""
+        most = max(map(self._num_kv_heads, self._attention_layers()), default=1)
+        return divided_groups(self.config.num_heads, most, self.size)[0]
 
-    def kv_heads(self) -> list[range]:
-        """Return the KV heads of each rank; with more ranks than KV heads, several ranks have the same one."""
-        group = self.config.num_heads // self.config.num_kv_heads
+    def kv_heads(self, layer: int) -> list[range]:
+        """Return the KV heads of a layer that each rank has; several ranks may have the same one."""
+        group = self.config.num_heads // self._num_kv_heads(layer)
         return [range(part.start // group, -(-part.stop // group)) for part in self.query_heads()]
+
+    def state_heads(self) -> tuple[list[range], list[range]]:
+        """Return the heads of linear attention or Mamba-2 of each rank, and the key heads or groups that they have."""
+        states = self.config.states
+        if isinstance(states, LinearAttentionConfig):
+            return divided_groups(states.num_value_heads, states.num_key_heads, self.size)
+        assert isinstance(states, Mamba2Config)
+        return divided_groups(states.num_heads, states.num_groups, self.size)
+
+    @property
+    def has_whole_states(self) -> bool:
+        """Whether each rank computes the states of all heads, for a norm of more heads than a rank would have."""
+        states = self.config.states
+        return isinstance(states, Mamba2Config) and states.has_norm and states.num_groups < self.size
 
     def tiles(self, rows: int) -> list[range]:
         """Return the rows of each rank of a weight with this number of rows."""
@@ -70,13 +83,17 @@ class Division:
         config, names = self.config, name.split(".")
         if "shared_expert" in names:
             return config.shared_intermediate_size
-        return config.intermediate_size if "experts" in names else config.mlp_size(int(names[1]))
+        if "experts" in names:
+            return config.intermediate_size
+        layer = int(names[1])
+        is_beside = config.mlp_beside_experts and config.has_experts(layer)
+        return config.dense_intermediate_size if is_beside else config.mlp_size(layer)
 
     def check(self) -> None:
         """Check that each rank gets a part.
 
         Raises:
-            RequestError: there are more ranks than units of some weight.
+            RequestError: there are more ranks than units of some weight, or heads do not divide alike in all layers.
         """
         config = self.config
         sizes = (
@@ -86,15 +103,69 @@ class Division:
             config.dense_intermediate_size,
             config.shared_intermediate_size,
         )
-        most = min(config.num_heads, *(-(-size // TILE_ROWS) for size in sizes if size))
-        if self.size > most or any(not part for part in self.query_heads()):
+        most = min(self._num_heads(), *(-(-size // TILE_ROWS) for size in sizes if size))
+        if self.size > most or not all(self.query_heads()):
             raise RequestError(
                 f"tensor_parallel_size must be at most {most} for this model, of which each rank gets whole heads and "
                 f"{TILE_ROWS} rows of each weight, got {self.size}"
             )
+        for layer in self._attention_layers():
+            pairs = zip(self.query_heads(), self.kv_heads(layer), strict=True)
+            group = config.num_heads // self._num_kv_heads(layer)
+            if any(len(kv) > 1 and len(query) != group * len(kv) for query, kv in pairs):
+                raise RequestError(
+                    f"tensor_parallel_size must divide the heads of all layers alike, which {self.size} does not"
+                )
+
+    def _attention_layers(self) -> list[int]:
+        """Return the layers with keys and values."""
+        return [layer for layer in range(self.config.num_layers) if not self.config.has_state(layer)]
+
+    def _num_kv_heads(self, layer: int) -> int:
+        """Return the number of heads of a layer that have keys of their own; a latent is common to all heads."""
+        return 1 if self.config.latent_attention is not None else self.config.kv_shape(layer).num_heads
+
+    def _num_heads(self) -> int:
+        """Return the most ranks that get heads of every kind."""
+        config, states = self.config, self.config.states
+        counts = [config.num_heads]
+        if config.qk_norm == "all":  # its input is gathered, with each KV head from one rank
+            counts.append(config.num_kv_heads)
+        if isinstance(states, LinearAttentionConfig):
+            counts.append(states.num_value_heads)
+        elif isinstance(states, Mamba2Config) and not self.has_whole_states:
+            counts.append(states.num_heads)
+        return min(counts)
+
+    def _local_states(self, states: StateConfig) -> StateConfig:
+        """Return the sizes of the rank's part of layers with states."""
+        if isinstance(states, ShortConvConfig):
+            return replace(states, conv_dim=len(self.tiles(states.conv_dim)[self.rank]))
+        if self.has_whole_states:
+            return states
+        heads, groups = (len(parts[self.rank]) for parts in self.state_heads())
+        if isinstance(states, LinearAttentionConfig):
+            return replace(states, num_value_heads=heads, num_key_heads=groups)
+        return replace(states, num_heads=heads, num_groups=groups)
 
 
 def divided(count: int, parts: int) -> list[range]:
     """Divide 0..count - 1 into consecutive ranges whose lengths differ by at most one."""
     bounds = [count * part // parts for part in range(parts + 1)]
     return [range(start, end) for start, end in pairwise(bounds)]
+
+
+def divided_groups(num_heads: int, num_groups: int, size: int) -> tuple[list[range], list[range]]:
+    """Divide heads among ranks, and return the heads of each rank and the groups that these are in.
+
+    Groups stay whole as long as there are as many as ranks; otherwise several ranks have heads of the same group.
+    """
+    group = num_heads // num_groups
+    if size <= num_groups:
+        groups = divided(num_groups, size)
+        return [range(part.start * group, part.stop * group) for part in groups], groups
+    heads, groups = [], []
+    for number, ranks in enumerate(divided(size, num_groups)):
+        heads += [range(number * group + part.start, number * group + part.stop) for part in divided(group, len(ranks))]
+        groups += [range(number, number + 1)] * len(ranks)
+    return heads, groups

@@ -19,8 +19,10 @@ SLOT_BYTES = 2**22
 # noticed at once.
 DEADLINE = 30.0
 MAX_RANKS = 64
+MAX_MESSAGES = 64
 # Seconds in which the cause of an aborted exchange becomes known, which another thread finds out.
 CAUSE_SECONDS = 2.0
+PAGE = mmap.ALLOCATIONGRANULARITY
 ABORTED = "the group of ranks was aborted"  # the error of a rank that was not the cause, as in csrc/parallel
 
 
@@ -34,18 +36,22 @@ class Group:
         size: number of ranks.
         memory_fd: file descriptor of the memory for exchanges and messages.
         inputs_fd: file descriptor of the memory for the inputs of steps.
+        purpose: what the ranks do together, for messages of rank 0.
 
     Attributes:
-        rank, size: see above.
+        rank, size, purpose: see above.
         fds: both file descriptors, for the processes of other ranks.
         cause: why the group was aborted; empty while it works, and where another rank knows the cause.
         on_abort: function that is called once this rank has aborted the group; ``None`` for none.
         memory: [bytes] uint8, memory for exchanges, which operators of :mod:`fastinfer.ops.parallel` use.
     """
 
-    def __init__(self, rank: int, size: int, memory_fd: int, inputs_fd: int) -> None:
+    def __init__(
+        self, rank: int, size: int, memory_fd: int, inputs_fd: int, purpose: str = "tensor parallelism"
+    ) -> None:
         self.rank = rank
         self.size = size
+        self.purpose = purpose
         self.fds = memory_fd, inputs_fd
         shared = np.frombuffer(mmap.mmap(memory_fd, ProcessGroup.num_bytes(SLOT_BYTES)), np.uint8)
         self.memory = torch.from_numpy(shared)
@@ -54,38 +60,46 @@ class Group:
         self.cause = ""
         self._has_cause = threading.Event()
         self._pid = os.getpid()
+        self._end_of_inputs = 0
 
     @classmethod
-    def create(cls, size: int, deadline: float | None = None) -> "Group":
+    def create(
+        cls, size: int, deadline: float | None = None, num_messages: int = 1, purpose: str = "tensor parallelism"
+    ) -> "Group":
         """Allocate the memory of a group, and return the view of rank 0.
 
         Args:
             size: number of ranks, at most ``MAX_RANKS``.
             deadline: longest wait for another rank in seconds; ``DEADLINE`` by default.
+            num_messages: number of messages that may be sent before the first of them is carried out, at most
+                ``MAX_MESSAGES``.
+            purpose: see :class:`Group`.
         """
         fds = [os.memfd_create(f"fastinfer-{name}", os.MFD_CLOEXEC) for name in ("group", "inputs")]
         num_bytes = ProcessGroup.num_bytes(SLOT_BYTES)
         os.ftruncate(fds[0], num_bytes)
         memory = mmap.mmap(fds[0], num_bytes)
-        ProcessGroup.initialize(memory, size, SLOT_BYTES, DEADLINE if deadline is None else deadline)
-        group = cls(0, size, *fds)
+        ProcessGroup.initialize(memory, size, SLOT_BYTES, DEADLINE if deadline is None else deadline, num_messages)
+        group = cls(0, size, fds[0], fds[1], purpose)
         for fd in fds:
             weakref.finalize(group, os.close, fd)
         return group
 
     def allocate_inputs(self, num_bytes: int) -> np.ndarray:
-        """Return the memory for the inputs of steps, [num_bytes] uint8, which is the same on all ranks.
+        """Return memory for the inputs of steps, [num_bytes] uint8, filled with zeros before a rank writes to it.
 
-        It is filled with zeros before rank 0 writes to it.
+        It is the same on all ranks, which call this for the same sizes in the same order.
         """
-        os.ftruncate(self.fds[1], num_bytes)  # to the same size on all ranks
-        return np.frombuffer(mmap.mmap(self.fds[1], num_bytes), np.uint8)
+        start, self._end_of_inputs = self._end_of_inputs, self._end_of_inputs + -(-num_bytes // PAGE) * PAGE
+        # Makes the file as long. Another rank may have made it longer already, and ftruncate would cut that off.
+        os.posix_fallocate(self.fds[1], self._end_of_inputs - 1, 1)
+        return np.frombuffer(mmap.mmap(self.fds[1], num_bytes, offset=start), np.uint8)
 
     def send(self, words: list[int]) -> None:
-        """Send all other ranks a message, once they have carried out the last one; only for rank 0.
+        """Send all other ranks a message, once they have carried out enough of the last ones; only for rank 0.
 
         Raises:
-            RuntimeError: a rank has ended, or did not carry out the last message before the deadline.
+            RuntimeError: a rank has ended, or did not carry out an earlier message before the deadline.
         """
         self._group.send(words)
 
@@ -98,8 +112,16 @@ class Group:
         return self._group.receive()
 
     def finish(self) -> None:
-        """Tell rank 0 that the message was carried out."""
+        """Tell the other ranks that the message was carried out."""
         self._group.finish()
+
+    def wait_for(self, rank: int) -> None:
+        """Wait until another rank has finished the message that this rank carries out now.
+
+        Raises:
+            RuntimeError: the group was aborted, or the other rank did not finish before the deadline.
+        """
+        self._group.wait_for(rank)
 
     def abort(self, cause: str = "") -> None:
         """End all exchanges of all ranks, now and later, with an error.
@@ -124,7 +146,7 @@ class Group:
             RuntimeError: an exchange failed; the message has the cause. Or this process was forked from rank 0.
         """
         if os.getpid() != self._pid:
-            raise RuntimeError("a forked process cannot use tensor parallelism: the other ranks are its parent's")
+            raise RuntimeError(f"a forked process cannot use {self.purpose}: the other ranks are its parent's")
         try:
             with deferred_interrupts():
                 yield
@@ -133,7 +155,7 @@ class Group:
         except RuntimeError as error:
             self.abort("" if is_abort(error) else str(error))
             self._has_cause.wait(CAUSE_SECONDS)
-            raise RuntimeError(f"tensor parallelism ended: {self.cause or error}") from error
+            raise RuntimeError(f"{self.purpose} ended: {self.cause or error}") from error
         except BaseException:
             self.abort()
             raise

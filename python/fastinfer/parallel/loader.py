@@ -9,16 +9,23 @@ from fastinfer.models.config import Precision
 from fastinfer.models.decoder import Decoder
 from fastinfer.models.layer_reader import LayerReader
 from fastinfer.models.loader import DecoderLoader
+from fastinfer.models.norm import RMSNorm
+from fastinfer.models.state_config import LinearAttentionConfig
 from fastinfer.parallel.division import Division
 from fastinfer.parallel.group import Group
-from fastinfer.parallel.sharded_checkpoint import OUTPUTS, ShardedCheckpoint
-from fastinfer.parallel.sharded_weights import ShardedExperts, ShardedOutput, ShardedVocabulary
+from fastinfer.parallel.matrix_rows import OUTPUTS, input_widths
+from fastinfer.parallel.sharded_adapters import ShardedAdapterSlots, SlotSizes
+from fastinfer.parallel.sharded_checkpoint import ShardedCheckpoint
+from fastinfer.parallel.sharded_norm import ShardedHeadsNorm
+from fastinfer.parallel.sharded_weights import ShardedExperts, ShardedOutput, ShardedRows
 from fastinfer.utils.torch_threads import one_torch_thread
 from fastinfer.weights.expert_weights import ExpertWeights
 from fastinfer.weights.weight import Weight
 
 
-def load_shard(checkpoint: Checkpoint, dtype: str, max_model_len: int | None, group: Group) -> Decoder:
+def load_shard(
+    checkpoint: Checkpoint, dtype: str, max_model_len: int | None, group: Group, slots: SlotSizes | None = None
+) -> Decoder:
     """Load a rank's part of a model, which computes whole hidden states and logits together with the other ranks.
 
     Args:
@@ -26,6 +33,7 @@ def load_shard(checkpoint: Checkpoint, dtype: str, max_model_len: int | None, gr
         dtype: name of the dtype, see :meth:`fastinfer.models.config.Precision.of`.
         max_model_len: length of the longest sequence in tokens; ``None`` for the model's own limit.
         group: the group of ranks.
+        slots: sizes of the slots for LoRA adapters; ``None`` for a model without.
 
     Raises:
         FastinferError: as for :func:`fastinfer.models.load_weights`.
@@ -33,7 +41,8 @@ def load_shard(checkpoint: Checkpoint, dtype: str, max_model_len: int | None, gr
     division = Division(checkpoint.config, group.rank, group.size)
     reader = ShardedReader(ShardedCheckpoint(checkpoint, division), Precision.of(dtype), division, group)
     with one_torch_thread():
-        return DecoderLoader(reader, max_model_len).decoder()
+        model = DecoderLoader(reader, max_model_len).decoder()
+    return model if slots is None else model.with_adapters(ShardedAdapterSlots(division, group, *slots))
 
 
 class ShardedReader(LayerReader):
@@ -54,10 +63,12 @@ class ShardedReader(LayerReader):
     def weight(
         self, names: tuple[str, ...], unpacked: Unpacked, bias: Tensor | None, activation_bits: int | None = None
     ) -> Weight:
+        if self._division.has_whole_states and names[0].endswith(".in_proj") and activation_bits is None:
+            return self._whole_output(unpacked, bias)
         local = super().weight(names, unpacked, bias, activation_bits)
         if names[0].rpartition(".")[2] not in OUTPUTS:
             return local
-        in_widths, out_widths = self._in_widths(names[0]), self._widths(self.config.hidden_size)
+        in_widths, out_widths = input_widths(self._division, names[0]), self._widths(self.config.hidden_size)
         columns = torch.arange(out_widths[self._group.rank])
         return ShardedOutput(local, self._group, in_widths, out_widths, columns)
 
@@ -66,20 +77,34 @@ class ShardedReader(LayerReader):
         name = names[0][0]
         if name.rpartition(".")[2] not in OUTPUTS:
             return local
-        return ShardedExperts(local, self._group, self._in_widths(name), self._widths(self.config.hidden_size))
+        in_widths = input_widths(self._division, name)
+        assert in_widths is not None
+        return ShardedExperts(local, self._group, in_widths, self._widths(self.config.hidden_size))
 
     def vocabulary(self, name: str, rows: int, width: int | None = None) -> Weight:
         widths = self._widths(rows)
         parts = self.checkpoint.parts(name, rows, width or self.config.hidden_size)
         local = self.make(parts, self.precision.logits_activation_bits, rows=widths[self._group.rank])
-        return ShardedVocabulary(local, self._group, widths)
+        return ShardedRows(local, self._group, widths)
+
+    def heads_norm(self, name: str, size: int) -> RMSNorm:
+        config, division = self._division.config, self._division
+        heads = division.query_heads() if name.endswith(".q_norm") else division.kv_heads(0)
+        widths = [len(part) * config.head_dim for part in heads]
+        norm = super().heads_norm(name, sum(widths))
+        return ShardedHeadsNorm(norm.weight, norm.eps, self._group, widths)
+
+    def order_of_value_heads(self, sizes: LinearAttentionConfig) -> Tensor | None:
+        whole = self._division.config.states
+        assert isinstance(whole, LinearAttentionConfig)
+        return super().order_of_value_heads(whole)
+
+    def _whole_output(self, unpacked: Unpacked, bias: Tensor | None) -> Weight:
+        """Pack the rank's rows of a whole matrix, whose whole outputs all ranks need."""
+        tiles = self._division.tiles(unpacked.shape[0])
+        rows = torch.arange(tiles[self._group.rank].start, tiles[self._group.rank].stop)
+        local = self.make(unpacked.rows(rows), self.precision.activation_bits, None if bias is None else bias[rows])
+        return ShardedRows(local, self._group, [len(part) for part in tiles])
 
     def _widths(self, rows: int) -> list[int]:
         return [len(part) for part in self._division.tiles(rows)]
-
-    def _in_widths(self, name: str) -> list[int]:
-        """Return the numbers of columns of an output projection's input that the ranks have."""
-        division = self._division
-        if name.endswith(".o_proj"):
-            return [len(heads) * division.config.head_dim for heads in division.query_heads()]
-        return self._widths(division.inner_size(name))

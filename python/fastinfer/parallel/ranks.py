@@ -15,15 +15,18 @@ from typing import IO, Any
 from fastinfer import _C
 from fastinfer.errors import RequestError
 from fastinfer.parallel.group import Group
+from fastinfer.utils.process_state import process_state
 
 # Seconds that ranks have to end by themselves, after a message or after the group was aborted.
 END_SECONDS = 1.0
+# Seconds between two looks at the ranks' states. One that is stopped at both is taken for dead.
+LOOK_SECONDS = 0.25
 # The first line of a process: modules are found where its parent finds them.
 PROGRAM = "import sys; sys.path[:] = sys.argv[3].split('\\n'); import {module} as m; m.main(sys.argv[1], sys.argv[2])"
 
 
 class Ranks:
-    """Starts ranks 1, 2, ... of a group as processes, and ends the group if one of them ends.
+    """Starts ranks 1, 2, ... of a group as processes, and ends the group if one of them ends or is stopped.
 
     A rank ends with this process: its standard input is a pipe from here, and a signal comes if the thread that started
     it ends. That is why the thread lives as long as the ranks.
@@ -89,8 +92,12 @@ class Ranks:
                 selector.register(self._abort_event, selectors.EVENT_READ)
                 for rank in range(1, self.group.size):
                     selector.register(self._start(rank), selectors.EVENT_READ, rank)
-                while all(self._is_ready(key.data) for key, _ in selector.select()):
-                    pass
+                stopped: set[int] = set()
+                while all(self._is_ready(key.data) for key, _ in selector.select(LOOK_SECONDS)):
+                    before, stopped = stopped, self._stopped_ranks()
+                    if both := before & stopped:
+                        self._fail(f"rank {min(both)} was stopped")
+                        break
         except BaseException as error:
             self._fail(f"the processes could not be started: {error}")
             raise
@@ -124,6 +131,10 @@ class Ranks:
             self._num_ready += 1
             self._changed.notify_all()
         return True
+
+    def _stopped_ranks(self) -> set[int]:
+        """Return the ranks that a signal has stopped: they would keep the others waiting until the deadline."""
+        return {rank for rank, process in self._processes.items() if process_state(process.pid) == "T"}
 
     def _read(self, rank: int) -> str:
         """Read a line of a rank, and take it for an error unless it is empty or says that the rank is ready."""

@@ -10,9 +10,7 @@ from fastinfer.formats.unpacked import Unpacked
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig
 from fastinfer.parallel.division import Division
-
-INPUTS = ("gate_proj", "up_proj")
-OUTPUTS = ("o_proj", "down_proj")
+from fastinfer.parallel.matrix_rows import OUTPUTS, divided_rows, input_widths, rows_of_rank
 
 
 class ShardedCheckpoint:
@@ -54,12 +52,14 @@ class ShardedCheckpoint:
 
     def linear(self, name: str, out_features: int, in_features: int) -> Unpacked:
         """Read the rank's rows of a matrix, see :meth:`fastinfer.models.checkpoint.Checkpoint.linear`."""
-        rows = self._rows(name)
-        if rows is None:
-            return self._whole.linear(name, out_features, in_features)
         if name.rpartition(".")[2] in OUTPUTS:
-            in_features = self._in_features(name)
-        return self._whole.linear(name, self._out_features(name), in_features).rows(_index(rows))
+            widths = input_widths(self._division, name)
+            in_features = in_features if widths is None else sum(widths)
+        parts = divided_rows(self._division, name)
+        if not parts:
+            return self._whole.linear(name, out_features, in_features)
+        whole = self._whole.linear(name, sum(part.total for part in parts), in_features)
+        return whole.rows(rows_of_rank(parts, self._division.rank))
 
     def parts(self, name: str, out_features: int, in_features: int) -> Iterator[Unpacked]:
         """Read the rank's rows of a matrix of the vocabulary in consecutive parts."""
@@ -69,19 +69,16 @@ class ShardedCheckpoint:
             count = part.shape[0]
             start, end = max(wanted.start - first, 0), min(wanted.stop - first, count)
             if start < end:
-                yield part.rows(_index(range(start, end)))
+                yield part.rows(torch.arange(start, end))
             first += count
 
     def vector(self, name: str, size: int) -> Tensor:
-        """Read a vector, or the rank's part of the bias of a matrix or of the sinks of its heads."""
-        owner, _, kind = name.rpartition(".")
-        if kind == "sinks":
-            heads = self._division.query_heads()[self._division.rank]
-            return self._whole.vector(name, self._division.config.num_heads)[_index(heads)]
-        rows = self._rows(owner) if kind == "bias" else None
-        if rows is None:
+        """Read a vector, or the rank's part of one: of a bias, or of numbers of its heads."""
+        parts = divided_rows(self._division, name.removesuffix(".bias"))
+        if not parts:
             return self._whole.vector(name, size)
-        return self._whole.vector(name, self._out_features(owner))[_index(rows)]
+        whole = self._whole.vector(name, sum(part.total for part in parts))
+        return whole[rows_of_rank(parts, self._division.rank)]
 
     def draft_tokens(self) -> Tensor | None:
         """Return ``None``: a draft model is not divided."""
@@ -94,36 +91,3 @@ class ShardedCheckpoint:
     def release(self) -> None:
         """Free the memory of data that was read."""
         self._whole.release()
-
-    def _rows(self, name: str) -> range | None:
-        """Return the rank's rows of a layer's matrix; ``None`` for one that every rank has."""
-        division, part = self._division, name.rpartition(".")[2]
-        dim = division.config.head_dim
-        if part == "q_proj":
-            heads = division.query_heads()[division.rank]
-        elif part in ("k_proj", "v_proj"):
-            heads = division.kv_heads()[division.rank]
-        elif part in INPUTS or part in OUTPUTS:
-            return division.tiles(self._out_features(name))[division.rank]
-        else:
-            return None
-        return range(heads.start * dim, heads.stop * dim)
-
-    def _out_features(self, name: str) -> int:
-        """Return the number of rows of a divided matrix."""
-        config, part = self._division.config, name.rpartition(".")[2]
-        if part in OUTPUTS:
-            return config.hidden_size
-        if part in INPUTS:
-            return self._division.inner_size(name)
-        return config.head_dim * (config.num_heads if part == "q_proj" else config.num_kv_heads)
-
-    def _in_features(self, name: str) -> int:
-        """Return the number of columns of an output projection."""
-        config = self._division.config
-        return config.num_heads * config.head_dim if name.endswith("o_proj") else self._division.inner_size(name)
-
-
-def _index(rows: range) -> Tensor:
-    """Return the rows as a tensor: selected by a slice, they would keep the whole matrix in memory."""
-    return torch.arange(rows.start, rows.stop)

@@ -19,13 +19,14 @@ class ShardedOutput(Weight):
     Attributes:
         local: rows of this rank.
         group: the group of ranks.
-        in_widths, out_widths: columns of input and output of each rank.
+        in_widths: columns of the input that each rank has; ``None`` if all have all.
+        out_widths: columns of the output of each rank.
         columns: [out_widths[rank]] int64, the numbers from 0 on.
     """
 
     local: Weight
     group: Group
-    in_widths: list[int]
+    in_widths: list[int] | None
     out_widths: list[int]
     columns: Tensor
 
@@ -33,9 +34,13 @@ class ShardedOutput(Weight):
     def out_features(self) -> int:  # type: ignore[override]
         return sum(self.out_widths)
 
+    def gather_input(self, x: Tensor) -> Tensor:
+        if self.in_widths is None:
+            return x
+        return ops.all_gather(x, self.group.memory, self.group.rank, self.in_widths)
+
     def linear(self, x: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
         group = self.group
-        x = ops.all_gather(x, group.memory, group.rank, self.in_widths)
         residual = options.get("residual")
         if residual is not None:
             # Products read a contiguous residual, and of the recorded operators this one copies columns.
@@ -57,16 +62,18 @@ class ShardedExperts(ExpertWeights):
     in_widths: list[int]
     out_widths: list[int]
 
+    def gather_input(self, x: Tensor) -> Tensor:
+        return ops.all_gather(x, self.group.memory, self.group.rank, self.in_widths)
+
     def linear(self, x: Tensor, routing: ops.Routing | ops.HeadRows, *, activation: str | None = None) -> Tensor:
         group = self.group
-        x = ops.all_gather(x, group.memory, group.rank, self.in_widths)
         out = self.local.linear(x, routing, activation=activation)
         return ops.all_gather(out, group.memory, group.rank, self.out_widths)
 
 
 @dataclass(frozen=True, eq=False)
-class ShardedVocabulary(Weight):
-    """Embedding or output layer, of which each rank has the rows of some tokens.
+class ShardedRows(Weight):
+    """Weight of which each rank has some rows, and of which all need whole outputs, such as an embedding.
 
     Attributes:
         local: rows of this rank.

@@ -29,14 +29,6 @@ def check_divisible(checkpoint: Checkpoint, size: int) -> None:
 def _undivided_part(config: ModelConfig) -> str | None:
     """Return the first part of a model that cannot be divided."""
     parts = {
-        "layers with states": config.states is not None,
-        "latent attention": config.latent_attention is not None,
-        "heads that differ between layers": bool(config.kv_shapes),
-        "layers that share keys and values": bool(config.kv_layers) or bool(config.tied_kv_layers),
-        "a gate of attention's output": config.output_gate,
-        "a norm of all heads together": config.qk_norm == "all",
-        "inputs of single layers": bool(config.per_layer_size),
-        "an MLP beside its experts": config.mlp_beside_experts,
         "a reduced vocabulary": bool(config.draft_vocab_size),
         "images": config.architecture in FAMILIES,
     }

@@ -1,4 +1,4 @@
-"""How the served model marks reasoning and tool calls, and whether its chat template knows tools."""
+"""Markers of the served model's reasoning and tool calls, and whether its chat template knows tools."""
 
 import logging
 import secrets
@@ -19,7 +19,7 @@ GENERIC = "hermes"
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """How the model's answers are divided.
+    """Division of the model's answers into parts.
 
     Attributes:
         spec: how the parts are marked; ``None`` if everything is text.

@@ -16,7 +16,7 @@ from fastinfer.tokenizers.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """How a chat's output comes about and is read.
+    """Plan for a chat's output: its constraint and its parser.
 
     Attributes:
         params: the sampling parameters, with the constraint.

@@ -8,7 +8,7 @@ from fastinfer.server.parsing.events import Event, ReasoningDelta, TextDelta, To
 
 
 class SegmentKind(Enum):
-    """What a part is."""
+    """Kind of a part."""
 
     TEXT = "text"
     REASONING = "reasoning"
@@ -34,7 +34,7 @@ class Segment:
 
 
 class Change(Enum):
-    """What happens to a part."""
+    """Change of a part."""
 
     BEGIN = "begin"
     MORE = "more"

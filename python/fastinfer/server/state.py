@@ -1,4 +1,4 @@
-"""What all routes of one server share."""
+"""State that all routes of one server share."""
 
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -19,7 +19,7 @@ from fastinfer.server.sse import EventStream, openai_error
 
 @dataclass(eq=False)
 class ServerState:
-    """What all routes share.
+    """State that all routes share.
 
     Attributes:
         config: the server's settings.

@@ -1,4 +1,4 @@
-r"""Which regular expressions of a file split any text in linear time.
+r"""A check that a file's regular expressions split any text in linear time.
 
 The tokenizers library searches by backtracking. An expression like ``(a+)+$`` takes exponential time, ``\s+$`` takes
 quadratic time on a long run of spaces, and nothing can interrupt a search. So only expressions are accepted whose time

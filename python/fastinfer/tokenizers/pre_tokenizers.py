@@ -94,6 +94,14 @@ def _deepseek_v3() -> pre_tokenizers.PreTokenizer:
     return _split(r"\p{N}{1,3}", _EAST_ASIAN, words + r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 
+def _kimi_k2() -> pre_tokenizers.PreTokenizer:
+    """Split like GPT-4o, with runs of Han characters apart and line ends alone after punctuation."""
+    words = "|".join([*(word + r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?" for word in _CASED_WORDS), r"\p{N}{1,3}", _REST])
+    for letters in (_UPPER, _LOWER):
+        words = words.replace(letters, letters[:-1] + r"&&[^\p{Han}]]")
+    return _split(r"\p{Han}+|" + words)
+
+
 def _falcon() -> pre_tokenizers.PreTokenizer:
     """Split off punctuation, split like GPT-2, then divide digits into runs of three from the left."""
     split = pre_tokenizers.Split(Regex(r"[\p{P}$+<=>^~|`]+"), "isolated")
@@ -132,6 +140,7 @@ PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "deepseek-llm": _deepseek_llm,
     "deepseek-coder": _deepseek_coder,
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _deepseek_v3),
+    "kimi-k2": _kimi_k2,
     "falcon": _falcon,
 }
 

@@ -1,4 +1,4 @@
-"""What a forked child makes anew: it has one thread, and its locks are as the parent's other threads had them."""
+"""Objects that a forked child makes anew: it has one thread, and its parent's other threads may have held the locks."""
 
 import os
 import threading

@@ -18,6 +18,10 @@ from fastinfer.weights.pack import PackedTiles, packed_bits
 class ExpertWeights(ABC):
     """Matrices [experts, out_features, in_features] in any form, with an optional bias of [experts, out_features]."""
 
+    def gather_input(self, x: Tensor) -> Tensor:
+        """Return the input of :meth:`linear`, see :meth:`fastinfer.weights.weight.Weight.gather_input`."""
+        return x
+
     @abstractmethod
     def linear(self, x: Tensor, routing: ops.Routing | ops.HeadRows, *, activation: str | None = None) -> Tensor:
         """Multiply each row by the weight of its expert, and add the bias; see :func:`fastinfer.ops.grouped_gemm`."""

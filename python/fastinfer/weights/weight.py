@@ -33,6 +33,10 @@ class Weight(ABC):
 
     out_features: int
 
+    def gather_input(self, x: Tensor) -> Tensor:
+        """Return the input of :meth:`linear`: ``x``, unless processes share the weight and ``x`` has some columns."""
+        return x
+
     @abstractmethod
     def linear(self, x: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
         """Compute ``x @ weight.T + bias``, with a fused norm, activation or residual."""

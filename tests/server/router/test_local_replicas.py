@@ -98,6 +98,14 @@ def serve(folder: Path, *options: str) -> Iterator[Server]:
         server.end()
 
 
+def shared_memory(pid: int) -> tuple[str, int, int]:
+    """The weights that a process shares with others: the file's number, its size and the process's part, in KB."""
+    lines = Path(f"/proc/{pid}/smaps").read_text().partition("memfd:fastinfer")
+    inode = lines[0].rpartition("\n")[2].split()[4]
+    sizes = dict(line.split(":") for line in lines[2].splitlines()[1:6])
+    return inode, int(sizes["Size"].split()[0]), int(sizes["Pss"].split()[0])
+
+
 def is_running(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -132,12 +140,17 @@ def test_death_restart_and_drain(folder: Path) -> None:
         for pid in children:
             assert KEY not in Path(f"/proc/{pid}/cmdline").read_text()
         expected = stream(server.url, "once upon a time")
+        (inode, size, part), (other, _, other_part) = map(shared_memory, children)
+        assert inode == other
+        assert min(part, other_part) > 0
+        assert part + other_part < 1.2 * size
 
         assert stream(server.url, "once upon a time", server.kill_busy_replica) == expected
         assert 'fastinfer_router_retries_total{reason="continued"} 1.0' in server.metrics()
         wait_until(lambda: server.num_ready() == 2)
         children = server.children()
         assert len(children) == 2
+        assert all(shared_memory(pid)[0] == inode for pid in children)
 
         assert stream(server.url, "once upon a time", server.process.terminate) == expected
         assert server.process.wait(60) == 0

@@ -9,18 +9,18 @@ from collections.abc import Sequence
 import pytest
 
 from fastinfer.client.endpoint import Endpoint
+from fastinfer.server.router.http_replica import HttpReplica
 from fastinfer.server.router.policy import choose
 from fastinfer.server.router.prefix_index import PrefixIndex
 from fastinfer.server.router.prompts import BLOCK_BYTES, Prompt, find_prompt, parse_object
-from fastinfer.server.router.replica import Replica
 
 NUM_PREFIXES = 8
 PREFIX = 1600  # characters
 QUESTION = 200
 
 
-def replicas(count: int, max_blocks: int = 1 << 16) -> list[Replica]:
-    return [Replica(Endpoint.parse(f"http://127.0.0.1:{1 + i}"), max_blocks) for i in range(count)]
+def replicas(count: int, max_blocks: int = 1 << 16) -> list[HttpReplica]:
+    return [HttpReplica(Endpoint.parse(f"http://127.0.0.1:{1 + i}"), max_blocks) for i in range(count)]
 
 
 def prompt(text: str, **fields: object) -> Prompt:

@@ -1,4 +1,4 @@
-"""Which requests may be answered from the cache, and which answers may be stored."""
+"""Rules of the cache: the requests that it may answer, and the answers that it may store."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ NO_CACHE = frozenset({"no-cache", "max-age=0"})
 
 @dataclass(frozen=True)
 class CacheUse:
-    """What one request may do with the cache.
+    """Permissions of one request in the cache.
 
     Attributes:
         read: it may be answered from the cache.

@@ -9,7 +9,7 @@ MAX_WAIT_S = 5.0
 
 
 class Entry(NamedTuple):
-    """How a request has entered.
+    """Result of a request's entry.
 
     Attributes:
         leads: whether it leads, and must leave.

@@ -6,7 +6,7 @@ from typing import Protocol
 
 @dataclass(slots=True)
 class StoreStats:
-    """What a store has done since it was made.
+    """Counts of a store's work since it was made.
 
     Attributes:
         hits, misses: lookups that found an entry, and that did not, for whatever reason.

@@ -1,4 +1,4 @@
-"""What a parser finds in a generated text, piece by piece."""
+"""Events that a parser finds in a generated text, piece by piece."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""How a model marks its reasoning and its tool calls: plain data, from which the parser works."""
+"""Markers of a model's reasoning and tool calls: plain data, from which the parser works."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -91,7 +91,7 @@ class Region:
 
 @dataclass(frozen=True)
 class CallMarkup:
-    """How a call is written in the model's own format, for grammars that force one.
+    """Text of a call in the model's own format, for grammars that force one.
 
     Attributes:
         before, after: markers around all calls.
@@ -111,7 +111,7 @@ class CallMarkup:
 
 @dataclass(frozen=True)
 class ParserSpec:
-    """How a model marks the parts of its output.
+    """Markers of the parts of a model's output.
 
     Attributes:
         regions: what text is searched for; earlier ones are preferred.

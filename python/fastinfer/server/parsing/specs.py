@@ -1,4 +1,4 @@
-"""How known families of models mark their reasoning and their tool calls.
+"""Markers of reasoning and tool calls in known families of models.
 
 The formats are those of the models' own chat templates and documentation.
 """

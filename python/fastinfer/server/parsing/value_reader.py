@@ -32,7 +32,7 @@ class MalformedError(ValueError):
 
 @dataclass(frozen=True)
 class Syntax:
-    """How values are written.
+    """Notation of values.
 
     Attributes:
         quotes: characters that begin and end a string.

@@ -1,4 +1,4 @@
-"""What all requests share: strict types, and errors that name the field."""
+"""Common base of all requests: strict types, and errors that name the field."""
 
 import asyncio
 from collections.abc import Mapping

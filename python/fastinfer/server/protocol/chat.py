@@ -64,7 +64,7 @@ Arguments = Annotated[str | dict[str, Any], AfterValidator(_read_arguments)]
 
 
 class Caller(RequestModel):
-    """Who has called a tool: the model itself, not a program of the server."""
+    """Caller of a tool: the model itself, not a program of the server."""
 
     type: Literal["direct"]
 

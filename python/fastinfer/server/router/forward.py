@@ -13,9 +13,9 @@ from fastinfer.errors import ServerError
 from fastinfer.server.disconnect import disconnected
 from fastinfer.server.errors import RETRY_FULL_S, unavailable
 from fastinfer.server.record import record
+from fastinfer.server.router.prefill import prefill
 from fastinfer.server.router.prompts import parse_object
-from fastinfer.server.router.replica import Replica
-from fastinfer.server.router.replica_connection import ReplicaConnection
+from fastinfer.server.router.replica import Answer, Replica
 from fastinfer.server.router.routed_request import RoutedRequest
 from fastinfer.server.router.state import RouterState
 from fastinfer.server.router.stream_replay import ABORTED, DivergedError, StreamReplay
@@ -90,6 +90,9 @@ class Forwarded(Response):
         """
         host, prompt = self._router.host, self._request.prompt
         replica = host.choose(prompt)
+        if replica is not None and host.prefill_servers:
+            await prefill(self._router, self._request, replica)
+            replica = host.choose(prompt)  # of now
         while True:
             if replica is None:
                 if self._has_begun:
@@ -137,7 +140,7 @@ class Forwarded(Response):
             ServerError, _LostError: the replica is lost, or gives the request up.
         """
         request = self._request
-        async with replica.ask(request.method, request.path, request.headers(), request.body) as answer:
+        async with replica.ask(request.method, request.path, request.headers(), request.body, request.prompt) as answer:
             if answer.status == 200 and _is_stream(answer):
                 await self._send_stream(answer)
                 return None
@@ -153,7 +156,7 @@ class Forwarded(Response):
         await self._send_whole(whole)
         return None
 
-    async def _send_stream(self, answer: ReplicaConnection) -> None:
+    async def _send_stream(self, answer: Answer) -> None:
         replay = self._replay
         while piece := await answer.read():
             data = piece if replay is None else replay.push(piece)
@@ -213,7 +216,7 @@ class Forwarded(Response):
         self._write_began = None
 
 
-def _is_stream(answer: ReplicaConnection) -> bool:
+def _is_stream(answer: Answer) -> bool:
     return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in answer.headers)
 
 

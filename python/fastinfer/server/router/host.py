@@ -10,6 +10,7 @@ from fastinfer.client.endpoint import Endpoint
 from fastinfer.errors import ServerError
 from fastinfer.server.host_state import HostState
 from fastinfer.server.router.config import RouterConfig
+from fastinfer.server.router.http_replica import HttpReplica
 from fastinfer.server.router.policy import choose
 from fastinfer.server.router.prompts import Prompt, parse_object
 from fastinfer.server.router.replica import Replica
@@ -28,30 +29,39 @@ class RouterHost:
     Args:
         config: the router's settings.
         endpoints: addresses of the replicas.
+        prefill_endpoints: addresses of servers that only compute long prompts, see
+            :mod:`fastinfer.server.router.prefill`.
 
     Attributes:
         state: what happens to new requests.
         replicas: all replicas.
+        prefill_servers: the servers that only compute long prompts.
         is_stopped: whether running requests are to end.
     """
 
-    def __init__(self, config: RouterConfig, endpoints: Iterable[Endpoint]) -> None:
+    def __init__(
+        self, config: RouterConfig, endpoints: Iterable[Endpoint], prefill_endpoints: Iterable[Endpoint] = ()
+    ) -> None:
         self.state = HostState.READY
-        self.replicas: list[Replica] = []
         self.is_stopped = False
         self._config = config
         self._probes: dict[Replica, asyncio.Task[None]] = {}
-        for endpoint in endpoints:
-            self.replicas.append(Replica(endpoint, config.max_index_blocks))
+        self.replicas: list[Replica] = [HttpReplica(endpoint, config.max_index_blocks) for endpoint in endpoints]
+        self.prefill_servers = [HttpReplica(endpoint, config.max_index_blocks) for endpoint in prefill_endpoints]
 
     async def start(self) -> None:
         """Begin to ask the replicas whether they are ready, each at once."""
-        for replica in self.replicas:
+        for replica in self.servers:
             self._watch(replica)
+
+    @property
+    def servers(self) -> list[Replica]:
+        """All replicas and all servers that only compute prompts."""
+        return [*self.replicas, *self.prefill_servers]
 
     def add(self, endpoint: Endpoint, name: str) -> Replica:
         """Add a replica while the router runs."""
-        replica = Replica(endpoint, self._config.max_index_blocks, name)
+        replica = HttpReplica(endpoint, self._config.max_index_blocks, name)
         self.replicas.append(replica)
         self._watch(replica)
         return replica
@@ -67,6 +77,10 @@ class RouterHost:
         """Return the replica for a request that ``refused`` have refused; ``None`` if none is ready."""
         ready = (replica for replica in self.replicas if replica.is_ready and replica not in refused)
         return choose(ready, prompt, self._config.beta)
+
+    def choose_prefill(self, prompt: Prompt) -> Replica | None:
+        """Return the server that computes a long prompt first; ``None`` if none is ready."""
+        return choose((server for server in self.prefill_servers if server.is_ready), prompt, self._config.beta)
 
     async def wait_for(self, prompt: Prompt) -> Replica | None:
         """Return the replica for a request that has lost its own; ``None`` if none gets ready in time."""
@@ -88,7 +102,7 @@ class RouterHost:
         for task in self._probes.values():
             task.cancel()
         await asyncio.gather(*self._probes.values(), return_exceptions=True)
-        for replica in self.replicas:
+        for replica in self.servers:
             replica.close()
 
     def _watch(self, replica: Replica) -> None:

@@ -41,6 +41,7 @@ class LocalReplicas(RouterHost):
         command: command line of a replica.
         settings: settings of a replica; ``socket`` and ``parent`` are added.
         environments: changes of the environment, one for each replica.
+        descriptors: file descriptors that all replicas inherit.
 
     Attributes:
         failure: the error that ends the router: a replica cannot be started at all.
@@ -53,6 +54,7 @@ class LocalReplicas(RouterHost):
         command: Sequence[str],
         settings: Mapping[str, Any],
         environments: Sequence[Mapping[str, str]],
+        descriptors: Sequence[int] = (),
     ) -> None:
         super().__init__(config, ())
         self.failure: FastinferError | None = None
@@ -60,6 +62,7 @@ class LocalReplicas(RouterHost):
         self._command = command
         self._settings = settings
         self._environments = environments
+        self._descriptors = descriptors
         self._keepers: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -109,7 +112,7 @@ class LocalReplicas(RouterHost):
             process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
-                pass_fds=[listener.fileno()],
+                pass_fds=[listener.fileno(), *self._descriptors],
                 start_new_session=True,  # Ctrl-C is for the router, which drains first
                 env={**os.environ, **environment},
             )

@@ -24,6 +24,12 @@ class RouterMetrics:
         self._registry = CollectorRegistry()
         self._requests = self._counter("requests", "Requests that were sent to a replica.", "replica")
         self._retries = self._counter("retries", "Requests that went to another replica, by reason.", "reason")
+        self._prefills = Counter(
+            f"{PREFIX}_prefills",
+            "Prompts that a prefill server was to compute first, by the status of its answer, error or timeout.",
+            ("server", "status"),
+            registry=self._registry,
+        )
         self._prompt_bytes = self._counter("prompt_bytes", "Bytes of prompts that were sent.", "replica")
         self._matched_bytes = self._counter("matched_bytes", "Bytes of these that the replica had seen.", "replica")
         self._http_requests = Counter(
@@ -49,6 +55,10 @@ class RouterMetrics:
         """Count a request that another replica takes: ``"refused"``, ``"lost"`` or, in mid-stream, ``"continued"``."""
         self._retries.labels(reason).inc()
 
+    def prefilled(self, server: Replica, status: str) -> None:
+        """Count a prompt that a prefill server was to compute: a status of HTTP, ``"error"`` or ``"timeout"``."""
+        self._prefills.labels(server.name, status).inc()
+
     def text(self) -> bytes:
         """Return all metrics in Prometheus' format."""
         text: bytes = generate_latest(self._registry)
@@ -69,7 +79,7 @@ class _ReplicaCollector(Collector):
         load = GaugeMetricFamily(f"{PREFIX}_load", "Their load, see --beta.", labels=["replica"])
         ready = GaugeMetricFamily(f"{PREFIX}_replica_ready", "Whether it gets requests.", labels=["replica"])
         blocks = GaugeMetricFamily(f"{PREFIX}_index_blocks", "Remembered blocks of prompts.", labels=["replica"])
-        for replica in self._host.replicas:
+        for replica in self._host.servers:
             running.add_metric([replica.name], replica.num_running)
             load.add_metric([replica.name], replica.load)
             ready.add_metric([replica.name], float(replica.is_ready))

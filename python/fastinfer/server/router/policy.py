@@ -1,12 +1,24 @@
 """Choice of the replica that gets a request."""
 
 from collections.abc import Iterable
+from typing import Protocol, TypeVar
 
+from fastinfer.server.router.prefix_index import PrefixIndex
 from fastinfer.server.router.prompts import Prompt
-from fastinfer.server.router.replica import Replica
 
 
-def choose(replicas: Iterable[Replica], prompt: Prompt, beta: float) -> Replica | None:
+class Candidate(Protocol):
+    """The part of a replica that decides about its score, see :class:`~fastinfer.server.router.replica.Replica`."""
+
+    load: float
+    last_chosen: int
+    prefixes: PrefixIndex
+
+
+Chosen = TypeVar("Chosen", bound=Candidate)
+
+
+def choose(replicas: Iterable[Chosen], prompt: Prompt, beta: float) -> Chosen | None:
     """Return the replica with the best score; ``None`` if there are no replicas.
 
     The score is the part of the prompt that the replica has cached, 0..1, minus ``beta`` times its relative load,
@@ -25,7 +37,7 @@ def choose(replicas: Iterable[Replica], prompt: Prompt, beta: float) -> Replica 
         return None
     mean = sum(replica.load for replica in candidates) / len(candidates)
 
-    def score(replica: Replica) -> tuple[float, int]:
+    def score(replica: Candidate) -> tuple[float, int]:
         matched = replica.prefixes.matched(prompt) / max(prompt.num_bytes, 1)
         return matched - beta * (replica.load - mean) / max(1.0, mean), -replica.last_chosen
 

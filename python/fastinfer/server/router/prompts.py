@@ -31,6 +31,9 @@ class Prompt:
     num_bytes: int = 0
 
 
+NO_PROMPT = Prompt()
+
+
 def find_prompt(body: dict[str, Any], scope: bytes) -> Prompt:
     """Return the prompt of a request of any interface.
 
@@ -41,7 +44,7 @@ def find_prompt(body: dict[str, Any], scope: bytes) -> Prompt:
     try:
         text = b"".join(orjson.dumps(body[name]) for name in PROMPT_FIELDS if body.get(name) is not None)
     except orjson.JSONEncodeError:  # nested too deeply, which is for a replica to refuse
-        return Prompt()
+        return NO_PROMPT
     chain = hash((scope, *(str(body.get(name)) for name in SCOPE_FIELDS)))
     hashes = []
     for start in range(0, min(len(text) // BLOCK_BYTES, MAX_BLOCKS) * BLOCK_BYTES, BLOCK_BYTES):

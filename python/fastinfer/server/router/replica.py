@@ -1,33 +1,50 @@
-"""A server behind the router: its state, its load, and the connections to it."""
+"""A server behind the router: its state, its load, and the prefixes that it has computed."""
 
 import asyncio
 import contextlib
 import itertools
-import time
-from collections.abc import AsyncIterator, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Protocol
 
-from fastinfer.client.endpoint import Endpoint, Headers
-from fastinfer.errors import ServerError
+from fastinfer.client.endpoint import Headers
 from fastinfer.server.router.prefix_index import PrefixIndex
-from fastinfer.server.router.prompts import Prompt
-from fastinfer.server.router.replica_connection import ReplicaConnection
+from fastinfer.server.router.prompts import NO_PROMPT, Prompt
 
-# Servers close idle connections; fastinfer's after 75 s.
-MAX_IDLE_S = 60.0
-MAX_IDLE = 256  # kept for further requests
 # A request counts as one, and as one more for each so many bytes of prompt that have to be computed.
 LOAD_BYTES = 4096
 
 _numbers = itertools.count(1)
 
 
-class Replica:
+class Answer(Protocol):
+    """An answer that has begun, and is read piece by piece.
+
+    Attributes:
+        status: its status.
+        headers: its headers, with names in lower case.
+    """
+
+    @property
+    def status(self) -> int: ...
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]: ...
+
+    async def read(self) -> bytes:
+        """Return the next piece of the body; empty at its end.
+
+        Raises:
+            ServerError: the server is lost before the answer ends.
+        """
+
+
+class Replica(ABC):
     """A server behind the router.
 
     Args:
-        endpoint: its address.
+        name: its name for logs and metrics.
         max_index_blocks: size of the index of its prefixes.
-        name: its name for logs and metrics; by default its address.
 
     Attributes:
         is_ready: whether it gets new requests.
@@ -39,9 +56,8 @@ class Replica:
         wake_probe: set when its state is in doubt.
     """
 
-    def __init__(self, endpoint: Endpoint, max_index_blocks: int, name: str | None = None) -> None:
-        self.endpoint = endpoint
-        self.name = name or endpoint.authority + endpoint.base_path
+    def __init__(self, name: str, max_index_blocks: int) -> None:
+        self.name = name
         self.is_ready = False
         self.reason = "not asked yet"
         self.load = 0.0
@@ -49,8 +65,6 @@ class Replica:
         self.last_chosen = 0
         self.prefixes = PrefixIndex(max_index_blocks)
         self.wake_probe = asyncio.Event()
-        self._idle: list[tuple[float, ReplicaConnection]] = []
-        self._in_use: set[ReplicaConnection] = set()
 
     @contextlib.contextmanager
     def running(self, prompt: Prompt) -> Iterator[int]:
@@ -82,56 +96,20 @@ class Replica:
         self.prefixes.clear()
         self.wake_probe.set()
 
-    @contextlib.asynccontextmanager
-    async def ask(self, method: str, path: str, headers: Headers, body: bytes) -> AsyncIterator[ReplicaConnection]:
-        """Send a request, and give the connection once the answer has begun; it is closed if the answer is not read.
+    @abstractmethod
+    def ask(
+        self, method: str, path: str, headers: Headers, body: bytes, prompt: Prompt = NO_PROMPT
+    ) -> contextlib.AbstractAsyncContextManager[Answer]:
+        """Send a request, and give the answer once it has begun; the request is given up if it is not read to its end.
+
+        Args:
+            method, path, headers, body: the request.
+            prompt: its prompt, for a replica that stands for several.
 
         Raises:
-            ServerError: there is no connection, or no answer.
+            ServerError: the server is lost, and does not answer.
         """
-        connection = await self._send(method, path, headers, body)
-        try:
-            yield connection
-        finally:
-            self._release(connection)
 
+    @abstractmethod
     def close(self) -> None:
-        """Close all connections; what runs on them fails."""
-        for connection in [*self._in_use, *(connection for _, connection in self._idle)]:
-            connection.close()
-        self._idle.clear()
-
-    def _idle_connection(self) -> ReplicaConnection | None:
-        """Return an open connection, the one that was used last; ``None`` if there is none."""
-        while self._idle:
-            since, connection = self._idle.pop()
-            if connection.is_idle and time.monotonic() - since < MAX_IDLE_S:
-                return connection
-            connection.close()
-        return None
-
-    async def _send(self, method: str, path: str, headers: Headers, body: bytes) -> ReplicaConnection:
-        idle = self._idle_connection()
-        if idle is not None:
-            with contextlib.suppress(ServerError):  # the replica may be closing it
-                return await self._send_on(idle, method, path, headers, body)
-        return await self._send_on(await ReplicaConnection.open(self.endpoint), method, path, headers, body)
-
-    async def _send_on(
-        self, connection: ReplicaConnection, method: str, path: str, headers: Headers, body: bytes
-    ) -> ReplicaConnection:
-        self._in_use.add(connection)
-        try:
-            await connection.send(method, path, headers, body)
-        except BaseException:
-            self._release(connection)
-            raise
-        return connection
-
-    def _release(self, connection: ReplicaConnection) -> None:
-        """Keep a connection for the next request, or close it if there is more to come on it."""
-        self._in_use.discard(connection)
-        if connection.is_idle and len(self._idle) < MAX_IDLE:
-            self._idle.append((time.monotonic(), connection))
-        else:
-            connection.close()
+        """Give up what runs there."""

@@ -98,10 +98,11 @@ async def forward(request: Request) -> Response:
 
 
 async def broadcast(request: Request) -> Response:
-    """Let all replicas that are ready answer; returns an error if there is one, or else the first answer."""
+    """Let all servers that are ready answer; returns an error if there is one, or else the first answer."""
     state = _open(request)
     routed = await RoutedRequest.read(request, state.config.body_timeout_s)
-    answers = await unless_gone(request, _ask_all(state, routed.method, routed.path, routed.headers(), routed.body))
+    asked = _ask_all(state.host.servers, routed.method, routed.path, routed.headers(), routed.body)
+    answers = await unless_gone(request, asked)
     answer = max(answers, key=lambda answer: answer.status)
     return Response(answer.body, answer.status, {n.decode("latin-1"): v.decode("latin-1") for n, v in answer.headers})
 
@@ -133,7 +134,7 @@ async def _models(request: Request) -> list[dict[str, Any]]:
         APIError: no replica answers, or they refuse the client's key.
     """
     keys = [header for header in request.scope["headers"] if header[0] in KEY_HEADERS]
-    answers = await unless_gone(request, _ask_all(router_of(request), "GET", "/v1/models", keys, b""))
+    answers = await unless_gone(request, _ask_all(router_of(request).host.replicas, "GET", "/v1/models", keys, b""))
     models: dict[str, dict[str, Any]] = {}
     for answer in answers:
         if answer.status != 200:
@@ -144,8 +145,10 @@ async def _models(request: Request) -> list[dict[str, Any]]:
     return list(models.values())
 
 
-async def _ask_all(state: RouterState, method: str, path: str, headers: Headers, body: bytes) -> Sequence[WholeAnswer]:
-    """Return the answers of all replicas that are ready.
+async def _ask_all(
+    replicas: Sequence[Replica], method: str, path: str, headers: Headers, body: bytes
+) -> Sequence[WholeAnswer]:
+    """Return the answers of those of the replicas that are ready.
 
     Raises:
         APIError: none is, or one does not answer.
@@ -155,7 +158,7 @@ async def _ask_all(state: RouterState, method: str, path: str, headers: Headers,
         async with replica.ask(method, path, headers, body) as answer:
             return await WholeAnswer.read(answer)
 
-    ready = [replica for replica in state.host.replicas if replica.is_ready]
+    ready = [replica for replica in replicas if replica.is_ready]
     if not ready:
         raise unavailable("no replica is ready", RETRY_FULL_S, "no_replica")
     try:

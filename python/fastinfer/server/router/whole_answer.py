@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from fastinfer.client.endpoint import Headers
-from fastinfer.server.router.replica_connection import ReplicaConnection
+from fastinfer.server.router.replica import Answer
 from fastinfer.server.router.routed_request import CONNECTION_HEADERS
 
 
@@ -22,7 +22,7 @@ class WholeAnswer:
     body: bytes
 
     @classmethod
-    async def read(cls, answer: ReplicaConnection) -> "WholeAnswer":
+    async def read(cls, answer: Answer) -> "WholeAnswer":
         """Read an answer that has begun.
 
         Raises:

@@ -192,4 +192,21 @@ inline void grid_dependency_wait(Site site = Site::current()) {
 }
 inline void grid_dependency_launch() {}
 
+// ---- between GPUs ----
+
+// Fences apply to these alone, so they order memory by themselves.
+inline void store_release_system(uint64_t* p, uint64_t value) {
+  __atomic_store_n(p, value, __ATOMIC_RELEASE);
+}
+
+// Whoever looks for another rank's value lets that rank run.
+inline uint64_t load_acquire_system(const uint64_t* p) {
+  emulation::yield();
+  return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+
+inline uint64_t global_nanoseconds() {
+  return emulation::nanoseconds();
+}
+
 }  // namespace fastinfer::cuda

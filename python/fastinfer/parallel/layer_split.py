@@ -1,0 +1,104 @@
+"""Division of a model's layers into consecutive stages that take about the same time."""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from fastinfer.errors import RequestError, UnsupportedModelError
+from fastinfer.models.checkpoint import Checkpoint
+from fastinfer.models.config import ModelConfig
+from fastinfer.models.image_encoder import FAMILIES
+
+
+def stages_of(checkpoint: Checkpoint, num_stages: int) -> list[range]:
+    """Return the layers of each stage of a model.
+
+    Args:
+        checkpoint: an open checkpoint.
+        num_stages: number of stages.
+
+    Raises:
+        UnsupportedModelError: the model has parts that stages do not share yet.
+        RequestError: there are more stages than layers.
+    """
+    config = checkpoint.config
+    part = _unsupported_part(config)
+    if part is not None:
+        raise UnsupportedModelError(
+            f"{checkpoint.path}: pipeline_parallel_size must be 1 for a model with {part}, got {num_stages}"
+        )
+    if num_stages > config.num_layers:
+        raise RequestError(
+            f"pipeline_parallel_size must be at most {config.num_layers}, the number of layers, got {num_stages}"
+        )
+    layers = [layer_cost(config, layer) for layer in range(config.num_layers)]
+    return split_layers(layers, config.vocab_size * config.hidden_size, num_stages)
+
+
+def split_layers(costs: Sequence[float], head_cost: float, num_stages: int) -> list[range]:
+    """Divide layers into consecutive stages so that the most expensive stage is as cheap as possible.
+
+    Each stage gets a layer. Of equally good divisions, the first stages get the most layers.
+
+    Args:
+        costs: the cost of each layer, in any unit.
+        head_cost: cost of the output layer, which the last stage has. The embedding costs nothing: a step reads a row
+            of it for each token.
+        num_stages: number of stages, at most as many as layers.
+
+    Returns:
+        The layers of each stage.
+    """
+    sums = [0.0, *accumulate(costs)]
+    count = len(costs)
+    # best[end]: cost of the most expensive of the stages so far, which have the layers before `end`; and their ends.
+    best: dict[int, tuple[float, list[int]]] = {end: (sums[end], [0, end]) for end in range(1, count + 1)}
+    for stage in range(1, num_stages):
+        head = head_cost if stage == num_stages - 1 else 0.0
+        best = {
+            end: min(
+                (
+                    (max(best[start][0], sums[end] - sums[start] + head), [*best[start][1], end])
+                    for start in range(stage, end)
+                ),
+                key=lambda division: (division[0], [-end for end in division[1]]),
+            )
+            for end in range(stage + 1, count + 1)
+        }
+    return [range(start, end) for start, end in pairwise(best[count][1])]
+
+
+def layer_cost(config: ModelConfig, layer: int) -> int:
+    """Return the number of weights that a layer's products use for a token.
+
+    A step of few tokens takes as long as reading them, a step of many takes as long as multiplying by them. Of experts
+    only those count that a token is routed to.
+    """
+    hidden, matrices = config.hidden_size, 3 if config.gated else 2
+    latent = config.latent_attention
+    if latent is None:
+        gates = config.q_size(layer) if config.output_gate else 0
+        inputs = config.q_size(layer) + gates + 2 * config.kv_size(layer)
+        attention = hidden * (inputs + config.attention_size(layer))
+    else:
+        queries = config.num_heads * latent.query_dim
+        query = latent.query_rank * (hidden + queries) if latent.query_rank else hidden * queries
+        per_head = latent.plain_dim + latent.value_dim
+        attention = query + hidden * latent.row_dim + latent.rank * config.num_heads * per_head
+        attention += hidden * config.attention_size(layer)
+    if not config.has_experts(layer):
+        return attention + matrices * hidden * config.mlp_size(layer)
+    experts = config.experts_per_token * config.intermediate_size + config.shared_intermediate_size
+    return attention + matrices * hidden * experts + hidden * config.num_experts
+
+
+def _unsupported_part(config: ModelConfig) -> str | None:
+    """Return the first part of a model that stages cannot share."""
+    parts = {
+        "layers with states": config.states is not None,
+        "layers that share keys and values": bool(config.kv_layers),
+        "inputs of single layers": bool(config.per_layer_size),
+        "layers that are stored in parts": bool(config.stored_layers),
+        "a reduced vocabulary": bool(config.draft_vocab_size),
+        "images": config.architecture in FAMILIES,
+    }
+    return next((part for part, has_it in parts.items() if has_it), None)

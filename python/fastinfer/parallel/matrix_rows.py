@@ -1,0 +1,150 @@
+"""Which rows of a layer's tensors each rank has, by the names of :mod:`fastinfer.models.checkpoint`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastinfer.models.state_config import LinearAttentionConfig, Mamba2Config, ShortConvConfig
+from fastinfer.parallel.division import Division
+
+INPUTS = ("gate_proj", "up_proj")
+OUTPUTS = ("o_proj", "out_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Consecutive rows of a tensor that are divided by units of equal size, such as heads.
+
+    Attributes:
+        units: units of each rank.
+        count: number of all units.
+        size: rows of a unit.
+    """
+
+    units: Sequence[range]
+    count: int
+    size: int = 1
+
+    @property
+    def total(self) -> int:
+        """Number of all rows."""
+        return self.count * self.size
+
+    def of(self, rank: int) -> range:
+        """Return the rows of a rank."""
+        return range(self.units[rank].start * self.size, self.units[rank].stop * self.size)
+
+
+def adapter_rows(division: Division, layer: int, module: str) -> Tensor | None:
+    """Return the rank's rows of an adapter's update of a module; ``None`` for all rows.
+
+    Updates are added to whole hidden states: all ranks have all rows of output projections.
+    """
+    part, name = module.rpartition(".")[2], f"layers.{layer}.{module}"
+    if part in OUTPUTS or part == "lm_head":
+        return None
+    rows = divided_rows(division, name.removesuffix("_dt"))
+    if division.config.output_gate and part in ("q_proj", "output_gate"):
+        rows = [Rows(division.query_heads(), division.config.num_heads, division.config.kv_shape(layer).head_dim)]
+    elif part in ("in_proj", "in_proj_dt") and isinstance(division.config.states, Mamba2Config):
+        rows = rows[:-1] if part == "in_proj" else rows[-1:]
+    return rows_of_rank(rows, division.rank) if rows else None
+
+
+def input_widths(division: Division, name: str) -> list[int] | None:
+    """Return the numbers of columns of an output projection's input that the ranks have; ``None`` if all have all."""
+    config, layer = division.config, int(name.split(".")[1])
+    if name.endswith(".out_proj"):
+        if division.has_whole_states:
+            return None
+        rows = _state_rows(division, "outputs")[0]
+    elif name.endswith(".o_proj"):
+        rows = Rows(division.query_heads(), config.num_heads, config.attention_size(layer) // config.num_heads)
+    else:
+        rows = _tiles(division, division.inner_size(name))
+    return [len(rows.of(rank)) for rank in range(division.size)]
+
+
+def divided_rows(division: Division, name: str) -> list[Rows]:
+    """Return the rows of a layer's tensor in the order of the file; an empty list for one that every rank has."""
+    config, part = division.config, name.rpartition(".")[2]
+    if not name.startswith("layers."):
+        return []
+    if part in OUTPUTS:
+        return [_tiles(division, config.hidden_size)]
+    if part in INPUTS:
+        return [_tiles(division, division.inner_size(name))]
+    layer = int(name.split(".")[1])
+    if config.has_state(layer):
+        return _state_rows(division, part)
+    heads, head_dim = division.query_heads(), config.kv_shape(layer).head_dim
+    if config.latent_attention is not None:
+        return [Rows(heads, config.num_heads, size)] if (size := _latent_sizes(division).get(part)) else []
+    if part in ("k_proj", "v_proj"):
+        return [Rows(division.kv_heads(layer), config.kv_shape(layer).num_heads, head_dim)]
+    # The file's query projection has the gates, too, unless they are a projection of their own.
+    num_halves = 2 if config.output_gate and not config.separate_gate else 1
+    size = {"q_proj": num_halves * head_dim, "output_gate": head_dim, "sinks": 1}.get(part)
+    return [Rows(heads, config.num_heads, size)] if size else []
+
+
+def _state_rows(division: Division, part: str) -> list[Rows]:
+    """Return the rows of a tensor of a layer with states; those of its output for ``"outputs"``."""
+    states = division.config.states
+    if division.has_whole_states:
+        return []
+    if isinstance(states, ShortConvConfig):
+        channels = _tiles(division, states.conv_dim)
+        return {"in_proj": [channels] * 3, "conv1d": [channels], "outputs": [channels]}.get(part, [])
+    assert states is not None
+    heads, groups = division.state_heads()
+    if isinstance(states, LinearAttentionConfig):
+        keys = Rows(groups, states.num_key_heads, states.key_dim)
+        values = Rows(heads, states.num_value_heads, states.value_dim)
+        numbers = Rows(heads, states.num_value_heads)
+        if part in ("in_proj_a", "in_proj_b", "A_log", "dt_bias"):
+            return [numbers]
+        return {
+            "in_proj_qkv": [keys, keys, values],
+            "conv1d": [keys, keys, values],
+            "in_proj_z": [values],
+            "outputs": [values],
+        }.get(part, [])
+    inner = Rows(heads, states.num_heads, states.head_dim)
+    shared = Rows(groups, states.num_groups, states.state_dim)
+    numbers = Rows(heads, states.num_heads)
+    if part in ("A_log", "dt_bias", "D"):
+        return [numbers]
+    return {
+        "in_proj": [inner, inner, shared, shared, numbers],
+        "conv1d": [inner, shared, shared],
+        "gated_norm": [inner],
+        "outputs": [inner],
+    }.get(part, [])
+
+
+def _latent_sizes(division: Division) -> dict[str, int]:
+    """Return the rows of a head in the matrices of latent attention."""
+    sizes = division.config.latent_attention
+    assert sizes is not None
+    queries = "q_b_proj" if sizes.query_rank else "q_proj"
+    both = sizes.plain_dim + sizes.value_dim
+    return {queries: sizes.query_dim, "kv_b_proj": both, "k_b_proj": sizes.rank, "v_b_proj": sizes.value_dim}
+
+
+def _tiles(division: Division, rows: int) -> Rows:
+    return Rows(division.tiles(rows), rows)
+
+
+def rows_of_rank(parts: list[Rows], rank: int) -> Tensor:
+    """Return the rank's rows of consecutive parts, [n] int64.
+
+    A tensor: selected by a slice, they would keep the whole matrix in memory.
+    """
+    first, rows = 0, []
+    for part in parts:
+        rows.append(torch.arange(first + part.of(rank).start, first + part.of(rank).stop))
+        first += part.total
+    return torch.cat(rows)

@@ -1,0 +1,89 @@
+"""GPUs of one machine that address each other's memory; not yet run on a GPU."""
+
+import pickle
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from fastinfer import _C, ops
+from fastinfer.parallel.group import DEADLINE, SLOT_BYTES, Group
+
+# Room for the handle of a rank's memory, as fp32 numbers, which ranks exchange like activations.
+HANDLE_NUMBERS = 1024
+
+
+class PeerGroup:
+    """One rank's view of the GPUs of a group, for the operators of :mod:`fastinfer.ops.parallel`.
+
+    Args:
+        rank: number of this rank.
+        memories: [bytes] uint8 of each rank, as this process addresses them; zeros before the first exchange.
+        deadline: longest wait for another rank in seconds.
+        one_shot_bytes: size of the largest sum for which each rank reads all parts; larger ones are summed in shares.
+            The same on all ranks; ``None`` for what suits their number.
+
+    Attributes:
+        rank, size: number of this rank, and of all ranks.
+        memory: [bytes] uint8 in host memory, the table of addresses that operators take as ``group``.
+    """
+
+    def __init__(
+        self, rank: int, memories: Sequence[Tensor], deadline: float = DEADLINE, one_shot_bytes: int | None = None
+    ) -> None:
+        self.rank = rank
+        self.size = len(memories)
+        self._memories = list(memories)
+        self._deadline = deadline
+        self._aborted = torch.zeros(1, dtype=torch.int64, pin_memory=memories[rank].is_cuda)
+        addresses = [memory.data_ptr() for memory in memories]
+        table = _C.peer_table(addresses, memories[rank].numel(), deadline, self._aborted.data_ptr(), one_shot_bytes)
+        self.memory = torch.frombuffer(bytearray(table), dtype=torch.uint8)
+
+    @classmethod
+    def connect(cls, group: Group, device: str) -> "PeerGroup":
+        """Allocate this rank's memory on its GPU, and open that of all others; all ranks call it together.
+
+        Args:
+            group: the ranks' processes, which exchange handles. Each must see all GPUs, under the same numbers.
+            device: GPU of this rank.
+
+        Raises:
+            RuntimeError: a rank did not come, or a GPU cannot address another one's memory.
+        """
+        own = torch.zeros(_C.peer_memory_bytes(SLOT_BYTES), dtype=torch.uint8, device=device)
+        if own.is_cuda:
+            torch.cuda.synchronize(own.device)
+        handle = pickle.dumps(reduce_tensor(own)).ljust(4 * HANDLE_NUMBERS, b"\0")
+        x = torch.frombuffer(bytearray(handle), dtype=torch.float32)[None]
+        handles = ops.all_gather(x, group.memory, group.rank, [HANDLE_NUMBERS] * group.size)
+        memories = []
+        for rank, part in enumerate(handles.view(torch.uint8).split(4 * HANDLE_NUMBERS, 1)):
+            rebuild, arguments = pickle.loads(part.numpy().tobytes())  # from a process of this group
+            memories.append(own if rank == group.rank else rebuild(*arguments))
+        return cls(group.rank, memories)
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether a kernel has waited in vain, or :meth:`abort` was called: results since then mean nothing.
+
+        It is known once the kernel has ended, so ask after waiting for a step.
+        """
+        return bool(self._aborted.item())
+
+    def abort(self) -> None:
+        """End all waits of this rank's kernels, now and later."""
+        self._aborted.fill_(1)
+
+    def check(self) -> None:
+        """Check that all exchanges until now have succeeded.
+
+        Raises:
+            RuntimeError: a rank did not come in time, or the group was aborted.
+        """
+        if self.is_aborted:
+            raise RuntimeError(
+                f"an exchange between GPUs was aborted: another rank did not come within {self._deadline:g} s, "
+                "or has ended"
+            )

@@ -1,0 +1,106 @@
+"""LoRA adapters of a model that is divided among ranks."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastinfer import ops
+from fastinfer.formats.peft import LoraAdapter
+from fastinfer.models.lora import AdapterSlots, ModuleSlots, PreparedAdapter
+from fastinfer.models.lora_modules import Sizes, module_sizes
+from fastinfer.parallel.division import Division
+from fastinfer.parallel.group import Group
+from fastinfer.parallel.matrix_rows import OUTPUTS, adapter_rows
+
+# First word of the messages to the other ranks about adapters; see fastinfer.engine.worker for the other messages.
+ADAPTER = 3
+
+
+class SlotSizes(NamedTuple):
+    """Sizes of the slots, see :class:`fastinfer.models.lora.AdapterSlots`."""
+
+    max_loras: int
+    max_rank: int
+    dtype: torch.dtype
+
+
+class ShardedAdapterSlots(AdapterSlots):
+    """Slots of one rank: A of every module, and the rows of B whose outputs the rank computes.
+
+    Rank 0 reads adapters, and sends them to the others as activations are exchanged.
+
+    Args:
+        division: division of the model.
+        group: the group of ranks.
+        max_loras, max_rank, dtype: see :class:`fastinfer.models.lora.AdapterSlots`.
+    """
+
+    def __init__(self, division: Division, group: Group, max_loras: int, max_rank: int, dtype: torch.dtype) -> None:
+        self._division = division
+        self._group = group
+        # Without memory: what adapters are checked against.
+        self._whole = AdapterSlots(division.config, max_loras, max_rank, dtype, "meta")
+        super().__init__(division.local_config, max_loras, max_rank, dtype)
+
+    def prepare(self, adapter: LoraAdapter) -> PreparedAdapter:
+        return self._whole.prepare(adapter)
+
+    def load(self, slot: int, adapter: PreparedAdapter) -> None:
+        """Load an adapter into a slot of all ranks; only for rank 0."""
+        addresses = {
+            id(slots): (layer, number)
+            for layer, modules in enumerate((*self._whole.layers, {"lm_head": self._whole.lm_head}))
+            for number, slots in enumerate(modules.values())
+        }
+        with self._group.together():
+            self._group.send([ADAPTER, slot])
+            self.unload(slot)
+            for place, a, b in adapter.parts:
+                words = [slot, *addresses[id(place.slots)], len(a), *place.index]
+                self._group.send([ADAPTER, *words])
+                self._set(words, a, b)
+
+    def follow(self, words: list[int]) -> None:
+        """Carry out a message of rank 0."""
+        if len(words) == 1:
+            self.unload(words[0])
+            return
+        _, layer, number, rank, *_ = words
+        slots = self._modules(self._whole, layer)[number][1]
+        a, b = (torch.empty(rank, half.shape[-1], dtype=half.dtype) for half in (slots.a, slots.b))
+        self._set(words, a, b)
+
+    def _set(self, words: list[int], a: Tensor, b: Tensor) -> None:
+        """Receive what rank 0 has of an adapter for one module, and keep this rank's part."""
+        slot, layer, number, rank, *index = words
+        name, slots = self._modules(self, layer)[number]
+        a, b = self._from_first(a), self._from_first(b)
+        if name.startswith("heads."):  # of latent attention
+            heads = self._division.query_heads()[self._group.rank]
+            if index[0] not in heads:
+                return
+            index = [index[0] - heads.start]
+        rows = adapter_rows(self._division, layer, name)
+        place = (slot, *index)
+        slots.a[place][:rank] = a
+        slots.b[place][:rank] = b if rows is None else b[:, rows]
+        slots.ranks[place] = rank
+
+    def _from_first(self, x: Tensor) -> Tensor:
+        """Return the matrix that rank 0 has."""
+        start = int(self._group.rank > 0)
+        ids = torch.zeros(len(x), dtype=torch.int64)
+        return ops.all_gather_rows(x, ids, self._group.memory, self._group.rank, start, start + 1)
+
+    def _modules(self, slots: AdapterSlots, layer: int) -> list[tuple[str, ModuleSlots]]:
+        """Return the modules of a layer by name; the output layer stands behind the others."""
+        return list((*slots.layers, {"lm_head": slots.lm_head})[layer].items())
+
+    def _sizes(self, layer: int) -> Sizes:
+        """Return the sizes of the rank's modules: with all inputs, and all outputs of output projections."""
+        local, whole = super()._sizes(layer), module_sizes(self._division.config, layer)
+        return {
+            name: (whole[name][0], whole[name][1] if name.rpartition(".")[2] in OUTPUTS else out)
+            for name, (_, out) in local.items()
+        }

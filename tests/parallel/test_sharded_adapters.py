@@ -1,0 +1,84 @@
+"""Adapters of models that are divided among ranks: bit for bit the updates of a whole model."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.families import save_model
+from support.ranks import in_ranks
+from torch import Tensor
+
+from fastinfer.models import Model, load_weights, open_checkpoint
+from fastinfer.models.batch import Batch
+from fastinfer.models.kv_cache import KVCache
+from fastinfer.models.lora import AdapterSlots, PreparedAdapter, _Place
+from fastinfer.parallel.group import Group
+from fastinfer.parallel.loader import load_shard
+from fastinfer.parallel.sharded_adapters import ShardedAdapterSlots, SlotSizes
+
+SIZES = SlotSizes(2, 4, torch.float32)
+TEXTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 4, [300], [271, 82, 81]]
+FAMILIES = [
+    "llama-biases",
+    "gemma2",
+    "gpt2",
+    "qwen2-moe",
+    "qwen3-next",
+    "granite-hybrid",
+    "granite-hybrid-dense",
+    "deepseek-v2",
+]
+
+
+def adapter_of_all_modules(slots: AdapterSlots, rank: int) -> PreparedAdapter:
+    """An update of every module, of every expert by itself."""
+    generator = torch.Generator().manual_seed(rank)
+    parts = []
+    for modules in (*slots.layers, {"lm_head": slots.lm_head}):
+        for module in modules.values():
+            for index in [()] if module.ranks.dim() == 1 else [(i,) for i in range(module.ranks.shape[1])]:
+                a, b = (torch.randn(rank, half.shape[-1], generator=generator) for half in (module.a, module.b))
+                parts.append((_Place(module, index), a, b / a.shape[1] ** 0.5))
+    return PreparedAdapter(Path("adapter"), str(rank), parts)
+
+
+def logits(model: Model) -> Tensor:
+    """Logits of texts of which the first two have adapters."""
+    batch = Batch.of_texts(TEXTS, 16)
+    adapters = torch.tensor(
+        [slot for text, slot in zip(TEXTS, (1, 0, -1), strict=True) for _ in text], dtype=torch.int32
+    )
+    batch = replace(batch, adapter_ids=adapters)
+    cache = KVCache.of_model(model.config, [5], 16, torch.float32, "cpu")
+    return model.logits(model.forward(batch, cache), torch.arange(len(adapters)), adapters)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_updates_are_bitwise_those_of_one_rank(family: str, size: int, tmp_path: Path) -> None:
+    save_model(tmp_path, family)
+    whole = load_weights(open_checkpoint(tmp_path), "auto", "cpu", None)
+    slots = AdapterSlots(whole.config, *SIZES)
+    for slot, rank in enumerate((2, 4)):
+        slots.load(slot, adapter_of_all_modules(slots, rank))
+    expected = logits(whole.with_adapters(slots))
+
+    def run(group: Group) -> Tensor:
+        model = load_shard(open_checkpoint(tmp_path), "auto", None, group, SIZES)
+        assert isinstance(model.adapters, ShardedAdapterSlots)
+        if group.rank == 0:
+            whole_slots = model.adapters._whole
+            adapters = [adapter_of_all_modules(whole_slots, rank) for rank in (2, 4)]
+            for slot, adapter in enumerate(adapters):
+                model.adapters.load(slot, adapter)
+            group.send([])
+        else:
+            while words := group.receive():
+                model.adapters.follow(words[1:])
+                group.finish()
+            group.finish()
+        return logits(model)
+
+    for got in in_ranks(size, run):
+        assert torch.equal(got, expected)

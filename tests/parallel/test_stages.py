@@ -1,0 +1,108 @@
+"""Stages of a model, one after the other, compute bit for bit what the whole model computes."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.families import save_model
+from support.random_checkpoint import RandomCheckpoint, int4
+from support.ranks import logits_of_texts
+from torch import Tensor
+
+from fastinfer.formats.unpacked import Dense
+from fastinfer.models import load_weights, open_checkpoint
+from fastinfer.models.batch import Batch
+from fastinfer.models.checkpoint import Checkpoint
+from fastinfer.models.config import ModelConfig, Precision
+from fastinfer.models.kv_cache import KVCache
+from fastinfer.models.offload import tensors_of
+from fastinfer.parallel.stage import Stage, load_stage
+
+# The shape of SmolLM2, with fewer layers and tokens.
+CONFIG = ModelConfig(
+    architecture="llama",
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=5,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    rotary_dim=64,
+    vocab_size=512,
+    max_position=128,
+    norm_eps=1e-5,
+)
+NARROW = replace(CONFIG, hidden_size=192, intermediate_size=256)
+CONFIGS = {
+    "grouped": CONFIG,
+    "multi-query": replace(NARROW, num_kv_heads=1),
+    "experts": replace(
+        NARROW, num_experts=4, experts_per_token=2, dense_layers=frozenset({0}), dense_intermediate_size=256
+    ),
+}
+TEXTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 9, [300], [271, 82, 81]]
+FORMS = {"dense": lambda _, values: Dense(values.bfloat16()), "int4": lambda _, values: int4(values)}
+
+
+def stages_of(checkpoint: Checkpoint, dtype: str, ends: list[int]) -> list[Stage]:
+    starts = [0, *ends[:-1]]
+    return [load_stage(checkpoint, dtype, None, range(start, end)) for start, end in zip(starts, ends, strict=True)]
+
+
+def run_stages(stages: list[Stage]) -> tuple[Tensor, Tensor]:
+    """Hidden states and logits of all tokens of the texts, as ``logits_of_texts`` returns them."""
+    batch, hidden = Batch.of_texts(TEXTS, 16), None
+    num_blocks = [sum(-(-len(text) // 16) for text in TEXTS)]
+    for stage in stages:
+        cache = KVCache.of_model(stage.config, num_blocks, 16, torch.float32, "cpu", layers=stage.indices)
+        assert len(cache.layers) == len(stage.indices)
+        hidden = stage.forward(replace(batch, hidden=hidden), cache)
+        rows = torch.arange(len(hidden))
+        assert stage.is_last or len(stage.logits(hidden, rows)) == 0
+    assert hidden is not None
+    return hidden, stages[-1].logits(hidden, rows)
+
+
+def check_same(checkpoint: Checkpoint, dtype: str, ends: list[int]) -> None:
+    expected = logits_of_texts(load_weights(checkpoint, dtype, "cpu", None), TEXTS)
+    for got, want in zip(run_stages(stages_of(checkpoint, dtype, ends)), expected, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_results_are_bitwise_those_of_the_model(name: str, form: str, dtype: str) -> None:
+    check_same(RandomCheckpoint(CONFIGS[name], FORMS[form]), dtype, [3, 5])
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gemma3", "gpt2", "olmo2", "cohere2", "gpt-oss", "deepseek-v2", "glm4-moe", "minimax-m2"]
+)
+def test_families(family: str, tmp_path: Path) -> None:
+    save_model(tmp_path, family)
+    checkpoint = open_checkpoint(tmp_path, Precision.of("auto").exact)
+    check_same(checkpoint, "auto", [1, 2, checkpoint.config.num_layers])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_each_stage_has_its_weights_alone(tied: bool) -> None:
+    checkpoint = RandomCheckpoint(CONFIG, FORMS["int4"], tied=tied)
+
+    def num_bytes(part: Any) -> int:
+        return sum(tensor.nbytes for tensor in tensors_of(part) if tensor.dtype in (torch.uint8, torch.float16))
+
+    stages = stages_of(checkpoint, "auto", [1, 4, 5])
+    [layer] = {num_bytes(layer) for stage in stages for layer in stage.layers}
+    vocabulary = num_bytes(stages[0].embedding)
+    assert [num_bytes(stage) for stage in stages] == [layer + vocabulary, 3 * layer, layer + vocabulary]
+
+
+def test_missing_weights_say_where_they_are() -> None:
+    first, last = stages_of(RandomCheckpoint(NARROW), "float32", [2, 5])
+    with pytest.raises(ValueError, match="the output layer is in the last stage"):
+        first.lm_head.linear(torch.zeros(1, 192))
+    with pytest.raises(ValueError, match="the embedding is in the first stage"):
+        last.embedding.rows(torch.zeros(1, dtype=torch.int64), torch.float32)

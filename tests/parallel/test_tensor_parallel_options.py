@@ -1,0 +1,83 @@
+"""Options of engines whose model is divided among processes: the same texts as without, bit for bit."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.peft_adapter import MODULES, write_adapter
+from support.tiny_folder import write_tiny_folder
+
+from fastinfer import LLM, SamplingParams
+from fastinfer import llm as llm_module
+from fastinfer.engine.config import EngineConfig
+from fastinfer.models import open_checkpoint
+
+PROMPTS = [{"prompt_token_ids": ids} for ids in ([*range(3, 60)], [7, 8, 9], [5, 6] * 20, [*range(3, 40), 5])]
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, logprobs=3, prompt_logprobs=1, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, seed=11, top_p=0.9, logprobs=2, ignore_eos=True)
+LIMITS: dict[str, Any] = {"kv_cache_memory": 2**22, "max_num_batched_tokens": 24, "block_size": 8}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_folder(tmp_path_factory.mktemp("llama3"))
+
+
+def texts(llm: LLM, params: SamplingParams, adapter: Any = None) -> list[Any]:
+    """Tokens and log-probabilities of all completions."""
+    outputs = llm.generate(PROMPTS, params, adapter=adapter)
+    return [(output.prompt_logprobs, part.token_ids, part.logprobs) for output in outputs for part in output.outputs]
+
+
+def test_adapters(folder: Path, tmp_path: Path) -> None:
+    config = open_checkpoint(folder).config
+    for seed, modules in enumerate([MODULES, ("q_proj", "v_proj"), ("o_proj", "down_proj")]):
+        write_adapter(tmp_path / str(seed), config, rank=3 + seed, modules=modules, seed=seed, size=2.0)
+    whole, divided = (
+        LLM(str(folder), tensor_parallel_size=size, max_loras=2, max_lora_rank=8, **LIMITS) for size in (1, 3)
+    )
+    for llm in (whole, divided):
+        for name in "012":
+            llm.load_adapter(name, tmp_path / name)
+    # Three adapters take turns in two slots.
+    for names in (["0", None, "1", "0"], ["2", "1", "1", None], ["0", "2", "0", "2"], [None] * 4):
+        for params in (GREEDY, SAMPLED):
+            assert texts(divided, params, names) == texts(whole, params, names)
+    assert texts(divided, GREEDY, "0") != texts(divided, GREEDY)
+
+
+@pytest.mark.parametrize("options", [{"num_speculative_tokens": 3}, {"num_speculative_tokens": 2, "draft_model": ""}])
+def test_speculation(folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    if "draft_model" in options:
+        options = options | {"draft_model": str(write_tiny_folder(tmp_path, sizes={"num_hidden_layers": 1}))}
+    plain = LLM(str(folder), **LIMITS)
+    divided = LLM(str(folder), tensor_parallel_size=2, **options, **LIMITS)
+    # As many drafts as there are, whatever the time of steps is.
+    divided.engine.speculator._choose = lambda _, available: available  # type: ignore[method-assign, union-attr]
+    for params in (GREEDY, SAMPLED):
+        assert texts(divided, params) == texts(plain, params)
+    assert divided.engine.stats().num_drafted_tokens > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "granite-hybrid-dense", "deepseek-v2"])
+def test_layers_with_states_and_latents(family: str, tmp_path: Path) -> None:
+    """With snapshots of states in the prefix cache, and drafts after which states are chosen."""
+    write_tiny_folder(tmp_path, family)
+    plain = LLM(str(tmp_path), **LIMITS)
+    divided = LLM(str(tmp_path), tensor_parallel_size=2, num_speculative_tokens=2, **LIMITS)
+    divided.engine.speculator._choose = lambda _, available: available  # type: ignore[method-assign, union-attr]
+    for params in (GREEDY, SAMPLED, GREEDY):
+        assert texts(divided, params) == texts(plain, params)
+    stats = divided.engine.stats()
+    assert stats.num_hit_tokens > 0
+    assert stats.num_drafted_tokens > 0
+    assert stats.num_failed_graphs == 0
+
+
+def test_steps_that_run_ahead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = LLM(str(folder), **LIMITS)
+    monkeypatch.setattr(llm_module, "EngineConfig", partial(EngineConfig, async_scheduling=True))
+    divided = LLM(str(folder), tensor_parallel_size=2, **LIMITS)
+    params = SamplingParams(max_tokens=12, temperature=0.9, seed=11, ignore_eos=True)
+    assert texts(divided, params) == texts(plain, params)

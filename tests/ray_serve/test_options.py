@@ -1,0 +1,43 @@
+"""Options of `fastinfer serve` as arguments of an application."""
+
+from typing import Any
+
+import pytest
+
+from fastinfer.errors import FastinferError
+from fastinfer.ray_serve.options import OF_RAY, parse_options
+
+
+def test_options_are_those_of_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTINFER_API_KEY", "a,b")
+    options = parse_options(
+        {"model": "smollm2-135m-instruct", "max_num_seqs": 3, "kv-cache-dtype": "int8", "served-model-name": ["x", "y"]}
+        | {"deterministic": True, "threads": 1, "beta": "0.5"}
+    )
+    assert options.engine_options == {"max_num_seqs": 3, "kv_cache_dtype": "int8", "deterministic": True}
+    assert (options.served_model_name, options.threads, options.beta) == (["x", "y"], 1, 0.5)
+    assert options.api_key == ["a", "b"]
+
+
+def test_true_from_a_command_line() -> None:
+    assert parse_options({"deterministic": "true"}).engine_options == {"deterministic": True}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"data_parallel_size": 2}, "data_parallel_size: expected an option of the engine, got one that belongs to"),
+        ({"threads": 0}, "--threads: expected an integer in 1..1024, got '0'"),
+        ({"contxt": 5}, "unrecognized arguments: --contxt=5"),
+        ({"model": "no-such-model"}, "no-such-model"),
+    ],
+)
+def test_wrong_options(args: dict[str, Any], message: str) -> None:
+    with pytest.raises(FastinferError, match=message):
+        parse_options(args)
+
+
+def test_options_of_ray_exist() -> None:
+    """A name that is misspelt here would be refused as unknown, not as one of Ray's."""
+    defaults = vars(parse_options({}))
+    assert {name.replace("-", "_") for name in OF_RAY} <= set(defaults)
