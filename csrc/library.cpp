@@ -50,6 +50,10 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
   m.def(
       "paged_attention_plan(Tensor seq_lens, Tensor query_start, int q_heads, int kv_heads, int head_dim, int window) "
       "-> Tensor");
+  m.def("store_page_bounds(Tensor(a!) bounds, Tensor k_cache, Tensor? k_scale, Tensor slot_mapping) -> ()");
+  m.def(
+      "select_pages(Tensor q, Tensor bounds, Tensor block_table, Tensor seq_lens, Tensor query_start, int block_size, "
+      "int num_pages, float scale) -> (Tensor, Tensor)");
   def_with_out(m, "causal_conv1d",
                "Tensor x, Tensor weight, Tensor? bias, Tensor(a!) conv_state, Tensor query_start, Tensor state_reads, "
                "Tensor state_writes, Tensor? gates=None");

@@ -159,6 +159,29 @@ def plot_quantization(path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def plot_sparse_attention(path: Path) -> None:
+    results = load("sparse_attention.json")
+    figure, (quality, speed) = make_figure(2, results, "python bench/bench_sparse_attention.py")
+    cases = [case for case in results["quality"] if case["block_size"] == 16]
+    for method, colour in (("bounds", BLUE), ("window", ORANGE), ("random", GREY)):
+        own = sorted((case["share"], case["kl"]) for case in cases if case["method"] == method)
+        shares, divergences = [f"1/{1 / share:.0f}" for share, _ in own], [kl for _, kl in own]
+        quality.plot(shares, divergences, "o-", color=colour, label=method)
+    quality.set_xlabel(f"pages read, of {results['context']:,} tokens")
+    quality.set_ylabel("KL from dense attention, nats")
+    quality.legend(frameon=False)
+    for share in sorted({case["share"] for case in results["time"]} - {None}):
+        own = [(case["context"], case["speedup"]) for case in results["time"] if case["share"] == share]
+        speed.plot([str(context) for context, _ in own], [gain for _, gain in own], "o-", label=f"1/{1 / share:.0f}")
+    speed.axhline(1, color="black", linewidth=0.8, linestyle="--")
+    speed.set_xlabel("tokens before")
+    speed.set_ylabel("decode speed, times dense")
+    speed.legend(frameon=False, title="pages read")
+    for axes in (quality, speed):
+        axes.set_ylim(bottom=0)
+    figure.savefig(path, dpi=120)
+
+
 def make_figure(panels: int, results: Results, command: str, height: float = 3.8) -> tuple[Any, Any]:
     """Make a figure with panels side by side, and the machine and command of its measurement at the bottom."""
     from matplotlib.figure import Figure
@@ -188,6 +211,7 @@ PLOTS: dict[str, Callable[[Path], None]] = {
     "transformers": plot_transformers,
     "ablation": plot_ablation,
     "quantization": plot_quantization,
+    "sparse-attention": plot_sparse_attention,
 }
 
 

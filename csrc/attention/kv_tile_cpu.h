@@ -57,7 +57,8 @@ struct KvTile {
 template <class C>
 class KvPages {
  public:
-  KvPages(const PagedAttentionParams& p, int seq, int kv_head) : p_(p), seq_(seq), kv_head_(kv_head) {}
+  KvPages(const PagedAttentionParams& p, int seq, int kv_head)
+      : p_(p), row_(p.table_per_head ? int64_t{seq} * p.kv_heads + kv_head : seq), kv_head_(kv_head) {}
 
   // Finds positions first..end - 1 of the tile that begins at `tile`.
   void find(int tile, int first, int end, KvTile<C>& found) const {
@@ -109,9 +110,11 @@ class KvPages {
 
  private:
   int64_t block(int entry) const {
-    const int32_t block = p_.block_table[seq_ * p_.max_blocks + entry];
+    const int32_t block = p_.block_table[row_ * p_.max_blocks + entry];
     if (block < 0 || block >= p_.num_blocks) {
-      throw std::runtime_error("paged_attention: block_table[" + std::to_string(seq_) + ", " + std::to_string(entry) +
+      const std::string row = p_.table_per_head ? std::to_string(row_ / p_.kv_heads) + ", " + std::to_string(kv_head_)
+                                                : std::to_string(row_);
+      throw std::runtime_error("paged_attention: block_table[" + row + ", " + std::to_string(entry) +
                                "] must be in 0.." + std::to_string(p_.num_blocks - 1) + ", got " +
                                std::to_string(block));
     }
@@ -119,7 +122,8 @@ class KvPages {
   }
 
   const PagedAttentionParams& p_;
-  const int seq_, kv_head_;
+  const int64_t row_;  // of the block table
+  const int kv_head_;
 };
 
 }  // namespace fastinfer::cpu::FASTINFER_ISA

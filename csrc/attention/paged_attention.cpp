@@ -50,6 +50,7 @@ void check_cache(const Checks& check, const Tensor& k_cache, const Tensor& v_cac
 
 // Rejects arguments that the CUDA kernels do not support.
 void check_cuda(const Checks& check, const Tensor& q, const PagedAttentionParams& p) {
+  check.require(!p.table_per_head, "block_table must have 2 dimensions on CUDA, got 3");
   check.require(p.dtype != DType::kFloat32, "q must be bfloat16 or float16 on CUDA, got float32");
   check.require(p.cache_dtype == p.dtype, "k_cache must be int8, float8_e4m3fn, uint8 (int4) or, as q, ",
                 name(q.scalar_type()), " on CUDA");
@@ -124,7 +125,12 @@ Tensor paged_attention(const Output& output, const Tensor& q, const Tensor& k_ca
   const int64_t value_dim = v_cache.size(3) == columns ? head_dim : v_cache.size(3);
   check.require(value_dim > 0 && value_dim <= head_dim, "v_cache must have 1 to ", columns, " columns, got ",
                 v_cache.size(3));
-  check.shape(block_table, "block_table", {kAny, kAny});
+  const bool table_per_head = block_table.dim() == 3;
+  if (table_per_head) {
+    check.shape(block_table, "block_table", {kAny, kv_heads, kAny});
+  } else {
+    check.shape(block_table, "block_table", {kAny, kAny});
+  }
   const int64_t seqs = block_table.size(0);
   check.shape(seq_lens, "seq_lens", {seqs});
   check.shape(query_start, "query_start", {seqs + 1});
@@ -153,7 +159,7 @@ Tensor paged_attention(const Output& output, const Tensor& q, const Tensor& k_ca
       .out = out.data_ptr(),
       .seqs = seqs,
       .q_stride = q.stride(0),
-      .max_blocks = block_table.size(1),
+      .max_blocks = block_table.size(table_per_head ? 2 : 1),
       .num_blocks = num_blocks,
       .block_size = static_cast<int>(block_size),
       .q_heads = static_cast<int>(q_heads),
@@ -164,6 +170,7 @@ Tensor paged_attention(const Output& output, const Tensor& q, const Tensor& k_ca
       .scale = static_cast<float>(scale),
       .softcap = static_cast<float>(softcap),
       .dtype = check.float_dtype(q, "q"),
+      .table_per_head = table_per_head,
       .m = tokens,
       .first_prompt_row = first_prompt_row(),
   };

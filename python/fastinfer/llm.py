@@ -74,8 +74,8 @@ class LLM:
             :class:`fastinfer.engine.config.EngineConfig`.
         kv_offloading_size, kv_offloading_dir, kv_offloading_dir_size: see
             :class:`fastinfer.engine.config.EngineConfig`.
-        enable_prefix_caching, num_speculative_tokens, max_loras, max_cpu_loras, max_lora_rank, deterministic,
-            enforce_eager: see :class:`fastinfer.engine.config.EngineConfig`.
+        enable_prefix_caching, num_speculative_tokens, sparse_attention, max_loras, max_cpu_loras, max_lora_rank,
+            deterministic, enforce_eager: see :class:`fastinfer.engine.config.EngineConfig`.
         tensor_parallel_size: number of processes of this machine that compute the model together, each with a part of
             every weight and of the machine's threads; on a CPU alone. Results are bitwise those of one process. What
             works with it, and when it pays: docs/tensor-parallelism.md.
@@ -122,6 +122,7 @@ class LLM:
         kv_offloading_dir_size: float = 16.0,
         num_speculative_tokens: int = 0,
         draft_model: str | None = None,
+        sparse_attention: int | None = None,
         max_loras: int = 0,
         max_cpu_loras: int | None = None,
         max_lora_rank: int = 64,
@@ -157,6 +158,7 @@ class LLM:
             kv_offloading_dir=kv_offloading_dir,
             kv_offloading_dir_size=kv_offloading_dir_size,
             num_speculative_tokens=num_speculative_tokens,
+            sparse_attention=sparse_attention,
             max_loras=max_loras,
             max_cpu_loras=max_cpu_loras,
             max_lora_rank=max_lora_rank,

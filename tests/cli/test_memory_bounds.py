@@ -25,6 +25,7 @@ from fastinfer.cli.memory_bounds import (
     describe,
     head_layouts,
     kv_cache_bytes,
+    page_bounds_bytes,
 )
 from fastinfer.engine.config import EngineConfig
 from fastinfer.formats.gguf import GGUFFile
@@ -183,12 +184,14 @@ def test_attended_positions(tokens: int, tmp_path: Path) -> None:
 def test_kv_cache_bytes_are_those_of_a_real_cache(
     dtype: torch.dtype, context: int, batch: int, model_path: Path
 ) -> None:
-    config = replace(read_gguf_config(GGUFFile(model_path)), num_layers=2)
+    config = replace(read_gguf_config(GGUFFile(model_path)), num_layers=4)
     block_size = EngineConfig().block_size
     num_blocks = batch * num_blocks_for(context, block_size)
-    tensors = KVCache.of_model(config, [num_blocks], block_size, dtype, "cpu")
-    real = sum(tensor.nbytes for cache in tensors for tensor in cache.tensors)
-    assert kv_cache_bytes(config, config.num_kv_heads, dtype, context, batch) == real
+    for with_bounds in (False, True):
+        tensors = KVCache.of_model(config, [num_blocks], block_size, dtype, "cpu", with_bounds=with_bounds)
+        real = sum(tensor.nbytes for cache in tensors for tensor in cache.tensors)
+        expected = kv_cache_bytes(config, config.num_kv_heads, dtype, context, batch)
+        assert expected + with_bounds * page_bounds_bytes(config, context, batch) == real
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ WEIGHTS = {"weight", "scales", "mins", "bias", "norm_weight", "q_norm_weight", "
 WEIGHTS |= {"add_lora.a", "add_lora.b", "a_log", "dt_bias", "d"}
 OTHERS = {"cos_sin_cache", "k_cache", "v_cache", "k_scale", "v_scale", "lse", "a_lse", "b_lse", "expert_weights"}
 OTHERS |= {"temperature", "top_p", "min_p", "penalties", "bias_values", "conv_state", "recurrent_state", "ssm_state"}
-OTHERS |= {"query_scales", "cache", "scale"}
+OTHERS |= {"query_scales", "cache", "scale", "bounds"}
 
 
 def floats(name: str, kinds: set[str]) -> list[str]:

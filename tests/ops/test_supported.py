@@ -222,6 +222,10 @@ def heads_call(op: str, dtype: torch.dtype, cache: torch.dtype, weight: torch.dt
     rotary = {"positions": positions, "cos_sin_cache": table, "interleaved": False}
     if op == "rotary_embedding":
         return {"q": q, "k": k, **rotary}
+    if op == "select_pages":
+        bounds = torch.zeros(2, 2, 2, head_dim).bfloat16()
+        pages = {"block_size": 16, "num_pages": 4, "scale": 1.0}
+        return {"q": q, "bounds": bounds, "block_table": int32(0, 1)[None], **ragged, **pages}
     if op == "merge_attention_states":
         return {"a": q, "a_lse": torch.zeros(3, 4), "b": q.clone(), "b_lse": torch.zeros(3, 4)}
     if op == "paged_attention_plan":
@@ -236,6 +240,9 @@ def heads_call(op: str, dtype: torch.dtype, cache: torch.dtype, weight: torch.dt
         scales = {name: torch.zeros(2, 16, 2) for name in ("k_scale", "v_scale")}
     else:
         scales = {"k_scale": None, "v_scale": None}
+    if op == "store_page_bounds":
+        bounds = torch.zeros(2, 2, 2, head_dim).to(dtype)
+        return {"bounds": bounds, "k_cache": caches["k_cache"], "k_scale": scales["k_scale"], "slot_mapping": slots}
     if op == "store_kv_cache":
         return {"k": k, "v": v, **caches, "slot_mapping": slots, **scales}
     if op == "norm_rotary_store":
@@ -322,8 +329,8 @@ def test_questions_without_an_answer(arguments: dict[str, Any], message: str) ->
 
 
 def test_operators_of_the_cpu_alone() -> None:
-    exchanges = {"all_gather_rows", "local_ids"}
-    assert set(ON_CPU_ALONE) == exchanges | {"int6_gemm", "grouped_int6_gemm", "int6_pack", "int6_dequantize"}
+    others = {"all_gather_rows", "local_ids", "select_pages", "store_page_bounds"}
+    assert set(ON_CPU_ALONE) == others | {"int6_gemm", "grouped_int6_gemm", "int6_pack", "int6_dequantize"}
     for op in ON_CPU_ALONE:
         assert not ops.supported(op, device="cuda")
         assert support.devices(op) == "CPU"

@@ -187,6 +187,24 @@ def sample_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "sample", (*plain, torch.full((5, 3), 1.5), x.gt(1).int(), words, words, *biases, 3)
 
 
+def sparse_attention_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Of a sequence with seven pages each token reads four."""
+    q, k_cache, v_cache = torch.randn(3, 4, 64).bfloat16(), *torch.randn(2, 7, 16, 2, 64).bfloat16()
+    bounds, slots = torch.zeros(7, 2, 2, 64).bfloat16(), torch.tensor([15, -1, 16, 111])
+    yield "store_page_bounds", (bounds.clone(), k_cache, None, slots)
+    integers = torch.randint(-127, 128, (7, 16, 2, 64)).to(torch.int8), torch.rand(7, 16, 2)
+    yield "store_page_bounds", (bounds.clone(), *integers, slots)
+    codes = torch.randint(0, 256, (7, 16, 2, 32)).to(torch.uint8), torch.rand(7, 16, 2, 4, 2).half()
+    yield "store_page_bounds", (bounds.clone(), *codes, slots)
+    least, largest = torch.randn(2, 7, 2, 64).sort(0).values
+    bounds = torch.stack([least, largest], 2).bfloat16()
+    ragged = int32(4, 6, 0, 3, 5, 1, 2)[None], int32(105), int32(0, 3)
+    yield "select_pages", (q, bounds, *ragged, 16, 4, 0.125)
+    yield "select_pages", (q.float(), bounds, *ragged, 16, 9, 0.125)
+    pages = int32(0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4).view(3, 2, 2), int32(32, 17, 5), int32(0, 1, 2, 3)
+    yield "paged_attention", (q, k_cache, v_cache, *pages, 0.125, 0, 0.0, None, None, None, None, None)
+
+
 def parallel_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     """In groups of one rank on the CPU, in which nobody waits; a GPU's are in tests/ops/test_peer_exchange.py."""
     ids = torch.tensor([3, 0, 9, 9, 4])
@@ -226,6 +244,7 @@ def op_calls(cpu_alone: bool = True, seed: int = 0) -> Iterator[tuple[str, tuple
         "experts": expert_calls(cpu_alone),
         "sample": sample_calls(),
         "linear attention": linear_attention_calls(),
+        "sparse attention": sparse_attention_calls() if cpu_alone else iter(()),
         "parallel": parallel_calls() if cpu_alone else iter(()),
     }
     for name, calls in groups.items():

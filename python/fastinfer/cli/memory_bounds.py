@@ -26,6 +26,7 @@ from fastinfer.models.kv_cache import num_blocks_for, token_bytes
 from fastinfer.models.layer_reader import LayerReader
 from fastinfer.models.loader import DecoderLoader
 from fastinfer.models.moe import MixtureOfExperts
+from fastinfer.models.sparse_attention import bounds_bytes, has_bounds
 from fastinfer.models.state_cache import state_bytes
 from fastinfer.utils.checks import check_int
 from fastinfer.utils.machine import machine_facts
@@ -227,6 +228,13 @@ def kv_cache_bytes(config: ModelConfig, num_kv_heads: int, dtype: torch.dtype, c
     return batch * (blocks + all_state_bytes(config))
 
 
+def page_bounds_bytes(config: ModelConfig, context: int, batch: int) -> int:
+    """Return the size of the bounds that sparse attention keeps beside the keys and values of ``batch`` sequences."""
+    layers = [layer for layer in range(config.num_layers) if has_bounds(config, layer)]
+    num_blocks = batch * num_blocks_for(context, EngineConfig().block_size)
+    return num_blocks * sum(bounds_bytes(config.kv_shape(layer)) for layer in layers)
+
+
 def all_state_bytes(config: ModelConfig) -> int:
     """Return the size of a sequence's states in all layers that have one."""
     sizes = config.states
@@ -328,6 +336,7 @@ def describe(model: str, context: int | None, batch: int, rates: Rates | None = 
         "batch": batch,
         "weights_bytes": weights.memory_bytes,
         "kv_cache_bytes": kv_bytes,
+        "page_bounds_bytes": page_bounds_bytes(config, context, batch),
         "total_bytes": {name: weights.memory_bytes + size for name, size in kv_bytes[own].items()},
         "memory_bytes": machine_facts()["cpu"]["memory"],
         "available_bytes": available_memory("cpu"),

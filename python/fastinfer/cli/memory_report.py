@@ -36,6 +36,8 @@ def report(found: dict[str, Any]) -> str:
         f" GOP/s, floating point {rates['float_operations'] / 1e9:.0f} GFLOP/s{tiles}; threads {found['threads']}",
         "sequences": f"{batch} of {context} tokens; prefill {_time(found['prefill_s'])}",
     }
+    if found["page_bounds_bytes"]:
+        lines["bounds"] = f"{_size(found['page_bounds_bytes'])} more in the cache with --sparse-attention"
     text = "\n".join(f"{name:<10} {value}" for name, value in lines.items())
     return (
         f"{text}\n\n{format_table(rows)}\n\nBy head layout, in {default}: {', '.join(others)}.\n"

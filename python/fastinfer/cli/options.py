@@ -103,6 +103,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
         help="draft up to N tokens per step from n-grams of the text; default: 0",
     )
     options.add_argument(
+        "--sparse-attention",
+        action=EngineOption,
+        type=count(1),
+        metavar="TOKENS",
+        help="tokens that each generated token attends to, chosen from the context; default: all",
+    )
+    options.add_argument(
         "--deterministic",
         action=EngineOption,
         nargs=0,

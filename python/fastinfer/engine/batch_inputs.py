@@ -18,6 +18,7 @@ from fastinfer.engine.sampling_inputs import SamplingInputs
 from fastinfer.engine.transfer import write_list
 from fastinfer.models.batch import Batch
 from fastinfer.models.image_tokens import ImageTokens
+from fastinfer.models.sparse_attention import SparseRows
 from fastinfer.ops.prompt import NO_ROW
 
 # Number of wanted rows of a batch whose rows all go through all layers.
@@ -88,6 +89,8 @@ class BatchInputs:
         block_size: tokens per block of the cache.
         device: device that computes, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
         has_states: whether the model has layers with linear attention, whose states are in slots.
+        sparse_pages: number of pages of the cache that a generated token attends to in layers with sparse attention;
+            ``None`` for all.
         drops_rows: whether the model's last layers store nothing, so that they are computed for wanted rows alone.
         allocate: function that allocates the host's memory, [n] uint8; by default zeros of this process.
 
@@ -115,6 +118,7 @@ class BatchInputs:
         device: str = "cpu",
         *,
         has_states: bool = False,
+        sparse_pages: int | None = None,
         drops_rows: bool = False,
         allocate: Callable[[int], np.ndarray] | None = None,
     ) -> None:
@@ -123,6 +127,9 @@ class BatchInputs:
         self.device = torch.device(device)
         self._block_size = block_size
         self._has_states = has_states
+        self._sparse_pages = sparse_pages
+        self._row_start = torch.arange(max_tokens + 1, dtype=torch.int32)
+        self._dense_lens = np.zeros(max_seqs, np.int32)  # of prompts, beside tokens with sparse attention
         self.drops_rows = drops_rows
         state_sizes = [max_seqs, max_tokens] if has_states else [0, 0]
         # The int64 arrays come first, for their alignment. The block tables come last: they are copied in parts.
@@ -210,6 +217,9 @@ class BatchInputs:
         if self._has_states:
             self._state_reads[: len(chunks)] = [chunk.state_read for chunk in chunks]
             self._state_writes[: len(token_ids)] = [slot for chunk in chunks for slot in chunk.state_writes]
+        if self._sparse_pages is not None:
+            lens = [length if c.is_prompt else 0 for c, length in zip(chunks, seq_lens, strict=True)]
+            write_list(self._dense_lens.data, lens)
         size = self._block_size
         for group, slots in enumerate(self._slot_views):
             blocks = [chunk.sequence.block_tables[group].blocks for chunk in chunks]
@@ -312,9 +322,20 @@ class BatchInputs:
             state_reads=tensor(self._state_reads, size.num_seqs) if self._has_states else None,
             state_writes=tensor(self._state_writes, size.num_tokens) if self._has_states else None,
             images=self.images,
+            sparse=self._sparse_rows(size),
             hidden=None if self.hidden is None else self.hidden[: size.num_tokens],
             last=last,
         )
+
+    def _sparse_rows(self, size: BatchSize) -> SparseRows | None:
+        """Return the generated tokens of a batch if they attend to a part of the cache, and there are any."""
+        num_rows = min(size.first_prompt_row, size.num_tokens)
+        if self._sparse_pages is None or num_rows == 0:
+            return None
+        dense_lens = None
+        if num_rows < size.num_tokens:
+            dense_lens = torch.from_numpy(self._dense_lens[: size.num_seqs])
+        return SparseRows(num_rows, self._sparse_pages, self._row_start[: num_rows + 1], dense_lens)
 
     def digest(self, size: BatchSize) -> int:
         """Return a checksum of the tokens of a batch and their places, by which processes can compare their inputs."""

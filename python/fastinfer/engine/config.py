@@ -21,12 +21,15 @@ REQUEST_LIMITS = (
 )
 KV_CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn, torch.uint8)
 MAX_SPECULATIVE_TOKENS = 15
+# The first block, the last two and one that is chosen.
+MIN_SPARSE_PAGES = 4
 MAX_GIB = 2.0**30
 # Values of options that tensor and pipeline parallelism do not support otherwise.
 DIVIDED = {
     "device": ("cpu",),
     "kv_offloading_size": (None,),
     "kv_offloading_dir": (None,),
+    "sparse_attention": (None,),
 }
 STAGED = {
     **DIVIDED,
@@ -81,6 +84,10 @@ class EngineConfig:
         num_speculative_tokens: maximum number of draft tokens per sequence and step; 0 for no speculation. If all
             sequences decode, a step with drafts has at most four tokens or a multiple of four, so 3 and 7 are good
             values for a single sequence. Drafts do not change the text, see :mod:`fastinfer.engine.speculation`.
+        sparse_attention: number of tokens that a generated token attends to, in whole blocks and for each KV head: the
+            first block, the last two, and those whose keys may have the largest products with the query. ``None`` for
+            all. Prompts, the first two layers, and layers with a window attend to all in any case. On a CPU alone; see
+            docs/sparse-attention.md.
         max_loras: number of LoRA adapters that can run at the same time; 0 for a model without adapters. More can be
             registered.
         max_cpu_loras: number of LoRA adapters that are kept in host memory, so that they are not read again when their
@@ -123,6 +130,7 @@ class EngineConfig:
     kv_offloading_dir: str | PathLike[str] | None = None
     kv_offloading_dir_size: float = 16.0
     num_speculative_tokens: int = 0
+    sparse_attention: int | None = None
     max_loras: int = 0
     max_cpu_loras: int | None = None
     max_lora_rank: int = 64
@@ -143,6 +151,9 @@ class EngineConfig:
         check_int("max_num_waiting", self.max_num_waiting, 1, INT32_MAX)
         for name in REQUEST_LIMITS:
             check_int(name, getattr(self, name), 0, INT32_MAX)
+        if self.sparse_attention is not None:
+            least = MIN_SPARSE_PAGES * self.block_size
+            check_int("sparse_attention", self.sparse_attention, least, INT32_MAX)
         check_int("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
         check_int("max_loras", self.max_loras, 0, 1024)
         if self.max_cpu_loras is not None:
@@ -196,6 +207,11 @@ class EngineConfig:
     def has_offloading(self) -> bool:
         """Whether there are stores of blocks beyond the KV cache."""
         return self.kv_offloading_size is not None or self.kv_offloading_dir is not None
+
+    @property
+    def sparse_pages(self) -> int | None:
+        """Number of blocks that a generated token attends to, see ``sparse_attention``; ``None`` for all."""
+        return None if self.sparse_attention is None else self.sparse_attention // self.block_size
 
     @property
     def max_num_rows(self) -> int:

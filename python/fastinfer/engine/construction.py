@@ -25,6 +25,7 @@ from fastinfer.errors import RequestError
 from fastinfer.models import Model
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.kv_cache import QUANTIZED_DTYPES, KVCache, token_bytes
+from fastinfer.models.sparse_attention import DENSE_LAYERS, bounds_bytes, has_bounds
 from fastinfer.models.state_cache import state_bytes
 from fastinfer.tokenizers.tokenizer import Tokenizer
 
@@ -55,6 +56,8 @@ def kv_cache_size(
         check_states(config, models)
     if any(model.latent_attention is not None for model in models):
         check_latent_attention(config, models)
+    if config.sparse_attention is not None:
+        check_sparse_attention(config, models[0])
     limit = models[0].max_position
     groups: Counter[int] = Counter()
     for model in models:
@@ -63,6 +66,8 @@ def kv_cache_size(
                 continue
             window = 0 if len(models) > 1 or config.has_offloading else model.window(layer)
             size = token_bytes(model.kv_shape(layer), config.kv_cache_dtype)
+            if model is models[0] and config.sparse_attention is not None and has_bounds(model, layer):
+                size += -(-bounds_bytes(model.kv_shape(layer)) // config.block_size)
             groups[window if window < (config.max_model_len or limit) else 0] += size
     sizes = models[0].states
     states = 0 if sizes is None else sum(models[0].state_layers) * state_bytes(sizes)
@@ -115,6 +120,28 @@ def check_latent_attention(config: EngineConfig, models: List[ModelConfig]) -> N
                 f"on device {config.device!r} latents and rotated elements must have one of the sizes "
                 f"{GPU_LATENT_SIZES}, got {(sizes.rank, sizes.rotary_dim)}"
             )
+
+
+def check_sparse_attention(config: EngineConfig, model: ModelConfig) -> None:
+    """Check that a model and a device support sparse attention.
+
+    Args:
+        config: configuration of the engine.
+        model: configuration of the model.
+
+    Raises:
+        RequestError: the device is a GPU, or no layer can have sparse attention.
+    """
+    budget = config.sparse_attention
+    if torch.device(config.device).type != "cpu":
+        raise RequestError(f"sparse_attention must be None on device {config.device!r}, got {budget}")
+    sizes = {model.kv_shape(layer).head_dim for layer in range(model.num_layers) if has_bounds(model, layer)}
+    if not sizes:
+        raise RequestError(
+            f"sparse_attention needs layers with full attention after the first {DENSE_LAYERS}, got a model without"
+        )
+    if any(size % 8 for size in sizes):
+        raise RequestError(f"sparse_attention needs a head_dim that is a multiple of 8, got {sorted(sizes)}")
 
 
 def make_block_manager(
@@ -178,6 +205,7 @@ def fingerprint_of_blocks(config: EngineConfig, models: List[ModelConfig], finge
         [str(model) for model in models],
         str(config.kv_cache_dtype),
         config.block_size,
+        config.sparse_attention,
         # What decides how results are rounded.
         (__version__, torch.__version__, kernels, config.deterministic, config.max_loras > 0, str(config.lora_dtype)),
         sys.byteorder,

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,18 +140,19 @@ class Engine:
         if draft_model is not None:
             check_draft_model(config, model.config, draft_model.config, self.max_model_len)
             draft_sampler = make_sampler(config, model, tokenizer)
-        has_roles = roles_differ(config.device)
+        has_roles = config.sparse_attention is not None or roles_differ(config.device)
         self.ranks = ranks
         group = None if ranks is None else ranks.group
         if (1 if group is None else group.size) != config.num_ranks:
             raise RequestError(f"an engine whose model {config.num_ranks} ranks compute needs as many ranks")
-        make_worker = partial(Worker, config, size=size, separates_roles=has_roles)
+        make_worker = partial(Worker, size=size, separates_roles=has_roles)
         with self._context():  # on a GPU the workers capture their graphs here
             if isinstance(model, Stage) and group is not None:
                 self.worker: Worker = StageWorker(config, model, size, separates_roles=has_roles, group=group)
             else:
-                self.worker = make_worker(model, with_adapters=config.max_loras > 0, group=group)
-            self.draft_worker = None if draft_model is None else make_worker(draft_model)
+                self.worker = make_worker(config, model, with_adapters=config.max_loras > 0, group=group)
+            dense = replace(config, sparse_attention=None)
+            self.draft_worker = None if draft_model is None else make_worker(dense, draft_model)
         self._workers = [self.worker] if self.draft_worker is None else [self.worker, self.draft_worker]
         self._samplers = [self.sampler] if draft_sampler is None else [self.sampler, draft_sampler]
         self.speculator = make_speculator(config, self.draft_worker, draft_sampler)

@@ -78,6 +78,7 @@ class Worker:
             group=size.group,
             num_states=size.num_states,
             state_dtype=model.dtype,
+            with_bounds=config.sparse_attention is not None,
             layers=layers,
         )
         self._num_eager_steps = 0  # of released runners
@@ -241,6 +242,7 @@ class Worker:
             num_groups=len(self._size.windows),
             device=config.device,
             has_states=self.model.config.states is not None,
+            sparse_pages=config.sparse_pages,
             drops_rows=self.model.config.num_storing_layers < self.model.config.num_layers,
             allocate=self._allocate_inputs,
         )

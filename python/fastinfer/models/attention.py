@@ -1,6 +1,7 @@
 """Attention of one layer: norm + QKV, rotary + cache store, attention, output + residual."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -90,26 +91,36 @@ class Attention:
         q = self._store(qkv, batch, cache) if self.has_kv else self._rotated(qkv[0], batch)
         spans = () if batch.images is None else batch.images.spans
         lse = q.new_empty(q.shape[:2], dtype=torch.float32) if spans else None
-        out = ops.paged_attention(
-            q,
-            cache.k,
-            cache.v,
-            batch.block_tables[cache.group],
-            batch.seq_lens,
-            batch.query_start,
-            scale=self.scale,
-            window=self.window,
-            softcap=self.softcap,
-            sinks=self.sinks,
-            lse=lse,
-            k_scale=cache.k_scale,
-            v_scale=cache.v_scale,
-            plan=plan,
-        )
+        out = self._attend(q, batch, cache, plan, lse)
         if lse is not None:
             self._attend_to_later(q, qkv, batch, out, lse)
         out = out.view(len(x), -1)
         return self.output(out if gate is None else ops.sigmoid_gate(out, gate), residual, lora)
+
+    def _attend(self, q: Tensor, batch: Batch, cache: LayerCache, plan: Tensor, lse: Tensor | None) -> Tensor:
+        """Return the output of attention, [tokens, num_heads, head_dim]."""
+        attend = partial(
+            ops.paged_attention,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+        )
+        table, sparse = batch.block_tables[cache.group], batch.sparse
+        if sparse is None or cache.bounds is None:
+            return attend(q, cache.k, cache.v, table, batch.seq_lens, batch.query_start, lse=lse, plan=plan)
+        if sparse.dense_lens is None:
+            out = q.new_empty(q.shape)
+        else:  # of tokens that see nothing, as the others do here, it is 0
+            out = attend(q, cache.k, cache.v, table, sparse.dense_lens, batch.query_start, lse=lse)
+        rows = q[: sparse.num_rows]
+        pages, lens = ops.select_pages(
+            rows, cache.bounds, table, batch.seq_lens, batch.query_start, cache.k.shape[1], sparse.num_pages, self.scale
+        )
+        attend(rows, cache.k, cache.v, pages, lens, sparse.row_start, out=out[: sparse.num_rows])
+        return out
 
     def _store(self, qkv: list[Tensor], batch: Batch, cache: LayerCache) -> Tensor:
         """Store keys and values in the cache, and return the queries, normalised and rotated."""
@@ -135,6 +146,8 @@ class Attention:
             batch.slot_mappings[cache.group],
             self.v_norm,
         )
+        if cache.bounds is not None:
+            ops.store_page_bounds(cache.bounds, cache.k, cache.k_scale, batch.slot_mappings[cache.group])
         return q
 
     def _attend_to_later(self, q: Tensor, qkv: list[Tensor], batch: Batch, out: Tensor, lse: Tensor) -> None:

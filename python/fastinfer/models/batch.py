@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastinfer.models.image_tokens import ImageTokens
+from fastinfer.models.sparse_attention import SparseRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class Batch:
         state_writes: [tokens] int32; slot in which the states after each token are stored, -1 for none; likewise. Only
             the sequence that reads a slot may write to it in the same step.
         images: the tokens of images; ``None`` if there are none.
+        sparse: the tokens that attend to a part of the cache; ``None`` if all attend to everything.
         hidden: [tokens, hidden] hidden states before the model's first layer, if that is not the first of the whole
             model, see :mod:`fastinfer.parallel.stage`; ``None`` otherwise.
         last: the rows whose hidden states are wanted, if the model's last layers store nothing; ``None`` for all.
@@ -68,6 +70,7 @@ class Batch:
     state_reads: Tensor | None = None
     state_writes: Tensor | None = None
     images: ImageTokens | None = None
+    sparse: SparseRows | None = None
     hidden: Tensor | None = None
     last: LastRows | None = None
 
@@ -79,12 +82,14 @@ class Batch:
 
     def of_last_rows(self) -> "Batch":
         """Return the batch of the last rows, for layers that store nothing."""
-        assert self.last is not None
+        last, sparse = self.last, self.sparse
+        assert last is not None
         return replace(
             self,
-            positions=self.last.positions,
-            query_start=self.last.query_start,
-            adapter_ids=self.last.adapter_ids,
+            positions=last.positions,
+            query_start=last.query_start,
+            adapter_ids=last.adapter_ids,
+            sparse=None if sparse is None else sparse.of_last_rows(len(last.rows), last.first_prompt_row),
             last=None,
         )
 

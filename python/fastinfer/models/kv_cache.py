@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastinfer.errors import RequestError
 from fastinfer.models.config import KVShape, ModelConfig
+from fastinfer.models.sparse_attention import BOUNDS_DTYPE, bounds_shape, has_bounds
 from fastinfer.models.state_cache import StateCache
 
 # int8 and fp8 have one fp32 scale per token and head. uint8 stands for int4: two elements per byte, and an fp16 scale
@@ -22,11 +23,14 @@ INT4_VALUE_GROUP = 64
 class LayerCache:
     """Keys and values of one layer, with their scales if the cache is quantised.
 
-    All tensors are [num_blocks, block_size, num_kv_heads, ...]; for the last dimensions see :func:`head_shapes`.
+    Keys, values and scales are [num_blocks, block_size, num_kv_heads, ...]; for the last dimensions see
+    :func:`head_shapes`.
 
     Attributes:
         k, v, k_scale, v_scale: see above. Values within the keys are a view of them, and have the keys' scales.
         group: number of the group of layers whose blocks have the same numbers.
+        bounds: [num_blocks, num_kv_heads, 2, head_dim] bf16; bounds of each block's keys, see
+            :func:`fastinfer.ops.store_page_bounds`. ``None`` for a layer without sparse attention.
     """
 
     k: Tensor
@@ -34,10 +38,18 @@ class LayerCache:
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     group: int = field(default=0, kw_only=True)
+    bounds: Tensor | None = field(default=None, kw_only=True)
 
     @classmethod
     def empty(
-        cls, shape: KVShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: str, group: int = 0
+        cls,
+        shape: KVShape,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: str,
+        group: int = 0,
+        with_bounds: bool = False,
     ) -> "LayerCache":
         """Allocate an uninitialised cache; on a CPU a page takes memory only once it is written.
 
@@ -48,6 +60,7 @@ class LayerCache:
             dtype: dtype of the elements; uint8 stands for int4.
             device: device of the cache.
             group: see above.
+            with_bounds: whether there are bounds, see above.
 
         Raises:
             RequestError: the size of a head is odd, or values are within the keys, and the cache has two elements per
@@ -57,7 +70,10 @@ class LayerCache:
         heads = head_shapes(shape, dtype)
         tensors = [torch.empty(*sizes, *head, dtype=element, device=device) for head, element in heads]
         if not shape.value_dim:
-            return cls(*tensors, group=group)
+            bounds = None
+            if with_bounds:
+                bounds = torch.empty(num_blocks, *bounds_shape(shape), dtype=BOUNDS_DTYPE, device=device)
+            return cls(*tensors, group=group, bounds=bounds)
         k, k_scale = tensors[0], tensors[1] if len(tensors) > 1 else None
         return cls(k, k[..., : shape.value_dim], k_scale, k_scale, group=group)
 
@@ -69,6 +85,7 @@ class LayerCache:
     def tensors(self) -> list[Tensor]:
         """All tensors of the layer; values within the keys are none of their own."""
         tensors = [self.k, self.k_scale] if self._values_in_keys else [self.k, self.v, self.k_scale, self.v_scale]
+        tensors.append(self.bounds)
         return [tensor for tensor in tensors if tensor is not None]
 
 
@@ -97,6 +114,7 @@ class KVCache:
         group: Callable[[int], int] = lambda window: 0,
         num_states: int = 1,
         state_dtype: torch.dtype = torch.float32,
+        with_bounds: bool = False,
         layers: range | None = None,
     ) -> "KVCache":
         """Allocate the uninitialised cache of a model.
@@ -108,6 +126,7 @@ class KVCache:
             group: function from the length of a layer's window to the number of its group.
             num_states: number of slots for states, if the model has layers with linear attention.
             state_dtype: dtype of the hidden states.
+            with_bounds: whether layers that can have sparse attention get bounds.
             layers: layers that have a cache; ``None`` for all.
 
         Raises:
@@ -120,7 +139,8 @@ class KVCache:
                 return StateCache.empty(config.states, num_states, state_dtype, device)
             number = group(config.window(index))
             sizes = num_blocks[number], block_size, dtype, device
-            return LayerCache.empty(config.kv_shape(index), *sizes, number)
+            bounded = with_bounds and has_bounds(config, index)
+            return LayerCache.empty(config.kv_shape(index), *sizes, number, bounded)
 
         indices = range(config.num_layers) if layers is None else layers
 
@@ -150,7 +170,7 @@ class KVCache:
 
     @property
     def rows(self) -> list[Tensor]:
-        """All tensors of keys and values as [num_blocks, bytes of a block] uint8, which share their memory."""
+        """All tensors of keys, values and bounds as [num_blocks, bytes of a block] uint8, which share their memory."""
         return [tensor.view(torch.uint8).flatten(1) for layer in self._with_blocks for tensor in layer.tensors]
 
     @property

@@ -145,6 +145,26 @@ def _(seq_lens: Tensor, *args: object) -> Tensor:
     return seq_lens.new_empty([0 if on_cpu else torch.library.get_ctx().new_dynamic_size()])
 
 
+@fake("store_page_bounds")
+def _(bounds: Tensor, *args: object) -> None:
+    return None
+
+
+@fake("select_pages")
+def _(
+    q: Tensor,
+    bounds: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start: Tensor,
+    block_size: int,
+    num_pages: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    width = min(num_pages, block_table.shape[1])
+    return block_table.new_empty([len(q), bounds.shape[1], width]), block_table.new_empty([len(q)])
+
+
 @fake("merge_attention_states")
 def _(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
     return a.new_empty(a.shape), a_lse.new_empty(a_lse.shape)

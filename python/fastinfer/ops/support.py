@@ -101,6 +101,8 @@ ON_CPU = {
     "grouped_int6_gemm": INT6_WEIGHT,
     "int6_pack": PACK8,
     "int6_dequantize": UNPACK6,
+    "store_page_bounds": replace(STORE, dtype=(BF16,)),
+    "select_pages": Support(head_dim=range(8, MOST, 8)),
     "all_gather_rows": ELEMENTWISE,
     "local_ids": Support((torch.int64,)),
 }

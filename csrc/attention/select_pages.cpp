@@ -1,0 +1,84 @@
+#include "attention/select_pages.h"
+
+#include <tuple>
+
+#include "binding/checks.h"
+#include "binding/launch.h"
+
+namespace fastinfer {
+namespace {
+
+// The kernel finds the token's sequence and its position by these.
+void check_lengths(const Checks& check, const SelectPagesParams& p) {
+  check.require(p.query_start[0] == 0 && p.query_start[p.seqs] >= p.tokens,
+                "query_start must run from 0 to at least the number of tokens, ", p.tokens, ", got ", p.query_start[0],
+                " to ", p.query_start[p.seqs]);
+  for (int64_t seq = 0; seq < p.seqs; ++seq) {
+    check.require(p.query_start[seq + 1] >= p.query_start[seq], "query_start must not decrease, got ",
+                  p.query_start[seq], " before ", p.query_start[seq + 1]);
+    const int64_t capacity = p.max_blocks * p.block_size;
+    check.require(p.seq_lens[seq] >= 0 && p.seq_lens[seq] <= capacity, "seq_lens[", seq, "] must be in 0..", capacity,
+                  " (its blocks), got ", p.seq_lens[seq]);
+  }
+}
+
+std::tuple<Tensor, Tensor> select_pages(const Tensor& q, const Tensor& bounds, const Tensor& block_table,
+                                        const Tensor& seq_lens, const Tensor& query_start, int64_t block_size,
+                                        int64_t num_pages, double scale) {
+  const Checks check("select_pages", q);
+  check.shape(q, "q", {kAny, kAny, kAny});
+  const int64_t tokens = q.size(0), q_heads = q.size(1), head_dim = q.size(2);
+  check.require(head_dim > 0 && head_dim % 8 == 0, "q must have a head_dim that is a multiple of 8, got ", head_dim);
+  check.shape(bounds, "bounds", {kAny, kAny, 2, head_dim});
+  const int64_t kv_heads = bounds.size(1);
+  check.require(kv_heads > 0 && q_heads > 0 && q_heads % kv_heads == 0, "q must have a multiple of bounds' ", kv_heads,
+                " heads, got ", q_heads);
+  check.shape(block_table, "block_table", {kAny, kAny});
+  const int64_t seqs = block_table.size(0), max_blocks = block_table.size(1);
+  check.shape(seq_lens, "seq_lens", {seqs});
+  check.shape(query_start, "query_start", {seqs + 1});
+  check.require(block_size > 0, "block_size must be positive, got ", block_size);
+  check.require(num_pages >= 4, "num_pages must be at least 4, got ", num_pages);
+  check.dtype(bounds, "bounds", ScalarType::BFloat16);
+  check.contiguous(bounds, "bounds");
+  for (const auto& [t, name] :
+       {std::pair{&block_table, "block_table"}, {&seq_lens, "seq_lens"}, {&query_start, "query_start"}}) {
+    check.dtype(*t, name, ScalarType::Int);
+    check.contiguous(*t, name);
+  }
+  check.rows_contiguous(q, "q");
+  const int64_t width = std::min(num_pages, max_blocks);
+  const Tensor pages = new_tensor(block_table, {tokens, kv_heads, width}), lens = new_tensor(block_table, {tokens});
+  const SelectPagesParams params{
+      .q = q.data_ptr(),
+      .bounds = static_cast<const BFloat16*>(bounds.data_ptr()),
+      .block_table = static_cast<const int32_t*>(block_table.data_ptr()),
+      .seq_lens = static_cast<const int32_t*>(seq_lens.data_ptr()),
+      .query_start = static_cast<const int32_t*>(query_start.data_ptr()),
+      .pages = static_cast<int32_t*>(pages.data_ptr()),
+      .lens = static_cast<int32_t*>(lens.data_ptr()),
+      .tokens = tokens,
+      .seqs = seqs,
+      .q_stride = q.stride(0),
+      .max_blocks = max_blocks,
+      .num_blocks = bounds.size(0),
+      .width = static_cast<int>(width),
+      .block_size = static_cast<int>(block_size),
+      .q_heads = static_cast<int>(q_heads),
+      .kv_heads = static_cast<int>(kv_heads),
+      .head_dim = static_cast<int>(head_dim),
+      .scale = static_cast<float>(scale),
+      .dtype = check.float_dtype(q, "q"),
+  };
+  check_lengths(check, params);
+  cpu::launch(&cpu::select_pages, params);
+  return {pages, lens};
+}
+
+}  // namespace
+
+FASTINFER_CPU_OPERATORS(m) {
+  m.impl("select_pages", TORCH_BOX(&select_pages));
+}
+
+}  // namespace fastinfer

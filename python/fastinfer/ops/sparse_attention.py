@@ -1,0 +1,111 @@
+"""Sparse attention of generated tokens: each reads only those pages of the KV cache that can matter most to it.
+
+A page is a block of the cache. :func:`store_page_bounds` keeps the least and the largest element of each channel of its
+keys, from which follows a bound of the page's logits for any query. :func:`select_pages` takes the pages with the
+largest bounds, and :func:`fastinfer.ops.paged_attention` attends to these as if they were the whole sequence. With as
+many pages as the sequence has the result is bitwise that of dense attention.
+"""
+
+from torch import Tensor
+
+from fastinfer.ops._library import inference_only, ops
+
+
+def store_page_bounds(bounds: Tensor, k_cache: Tensor, k_scale: Tensor | None, slot_mapping: Tensor) -> None:
+    """Write the bounds of the pages whose last slots have just been written, in place.
+
+    Call it after :func:`fastinfer.ops.store_kv_cache` with the same slots. A page that is not full yet has no bounds.
+    If its last slot is written again, because the tokens before were rejected drafts, so are its bounds.
+
+    Args:
+        bounds: [num_blocks, kv_heads, 2, head_dim] bf16, written in place: the least and the largest element of each
+            channel of a page's keys, with their scales if the cache is quantised, rounded outwards. NaN where a key
+            has one.
+        k_cache, k_scale: keys of the cache, as in :func:`fastinfer.ops.store_kv_cache`.
+        slot_mapping: [tokens] int64; ``block * block_size + offset``. A token with slot -1 is skipped, and so is one
+            whose slot is not the last of its block.
+
+    Raises:
+        RuntimeError: a shape, dtype or device does not fit, or a slot is outside the cache; scales are missing, or
+            passed for a cache that has none.
+
+    Devices: CPU.
+
+    Source: Quest: Tang et al., 2024, https://arxiv.org/abs/2406.10774.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> k_cache = torch.tensor([[1.0, -2.0], [3.0, -4.0]]).view(1, 2, 1, 2)  # one block of two slots
+    >>> bounds = torch.zeros(1, 1, 2, 2, dtype=torch.bfloat16)
+    >>> ops.store_page_bounds(bounds, k_cache, None, torch.tensor([1]))
+    >>> bounds[0, 0]
+    tensor([[ 1., -4.],
+            [ 3., -2.]], dtype=torch.bfloat16)
+    """
+    ops.store_page_bounds.default(bounds, k_cache, k_scale, slot_mapping)
+
+
+def select_pages(
+    q: Tensor,
+    bounds: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start: Tensor,
+    block_size: int,
+    num_pages: int,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Choose the pages that each token reads, for each KV head.
+
+    These are the first page, the last two pages of what the token sees, and of the others those with the largest
+    weights. Each query head's logits have an upper bound in each of these pages. The softmax of the bounds over the
+    pages, summed over the query heads that share the KV head, is the pages' weight. A token that sees no more than
+    ``num_pages`` pages reads them all. The pages stay in their order; of equal weights the earlier page wins. A page
+    whose bound is NaN or infinite has an infinite weight.
+
+    The results are a block table and lengths for :func:`fastinfer.ops.paged_attention`, in which each token is a
+    sequence of its own: its ``query_start`` is 0, 1, 2, ... A token's pages do not depend on the other tokens.
+
+    Args:
+        q: [tokens, q_heads, head_dim]; fp32, bf16 or fp16, with a head_dim that is a multiple of 8; may be a strided
+            view whose last two dimensions are contiguous.
+        bounds: [num_blocks, kv_heads, 2, head_dim] bf16, see :func:`store_page_bounds`; those of the first page and of
+            the last two are never read.
+        block_table: [seqs, max_blocks] int32; entries past a sequence's length are never read.
+        seq_lens: [seqs] int32; cached length of each sequence, including all of its queries.
+        query_start: [seqs + 1] int32; cumulative query counts. There may be more queries than ``tokens``, which are
+            then the first of them.
+        block_size: tokens per page.
+        num_pages: number of pages that a token reads at most, at least 4.
+        scale: factor of the logits; ``head_dim ** -0.5`` by default.
+
+    Returns:
+        The pages, [tokens, kv_heads, min(num_pages, max_blocks)] int32, whose entries past the length are undefined,
+        and the number of positions in them, [tokens] int32.
+
+    Raises:
+        RuntimeError: a shape, dtype, device, stride or ``head_dim`` does not fit, lengths contradict each other, or a
+            block is outside the cache; ``num_pages`` is less than 4.
+
+    Devices: CPU.
+
+    Source: Quest: Tang et al., 2024, https://arxiv.org/abs/2406.10774, without the sum over query heads.
+
+    >>> import torch, fastinfer.ops as ops
+    >>> keys = torch.arange(6.0).view(6, 1, 1, 1).expand(6, 1, 1, 8).contiguous()  # six pages of one key each
+    >>> bounds = torch.zeros(6, 1, 2, 8, dtype=torch.bfloat16)
+    >>> ops.store_page_bounds(bounds, keys, None, torch.arange(6))
+    >>> table, lengths = torch.arange(6).int()[None], [torch.tensor(n).int() for n in ([6], [0, 1])]
+    >>> ops.select_pages(torch.ones(1, 1, 8), bounds, table, *lengths, block_size=1, num_pages=4)
+    (tensor([[[0, 3, 4, 5]]], dtype=torch.int32), tensor([4], dtype=torch.int32))
+    >>> pages, lens = ops.select_pages(-torch.ones(1, 1, 8), bounds, table, *lengths, block_size=1, num_pages=4)
+    >>> pages
+    tensor([[[0, 1, 4, 5]]], dtype=torch.int32)
+    >>> ops.paged_attention(-torch.ones(1, 1, 8), keys, keys, pages, lens, lengths[1]).shape
+    torch.Size([1, 1, 8])
+    """
+    inference_only("select_pages", "q", q)
+    if scale is None:
+        scale = max(q.shape[-1] if q.dim() else 1, 1) ** -0.5  # empty heads and scalars are refused below
+    args = (q, bounds, block_table, seq_lens, query_start, block_size, num_pages, scale)
+    pages, lens = ops.select_pages.default(*args)
+    return pages, lens

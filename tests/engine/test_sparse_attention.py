@@ -1,0 +1,194 @@
+"""Sparse attention in the engine: a text follows from its request alone, and with room for all pages it is dense."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import mixed_decoder
+from support.random_checkpoint import RandomCheckpoint, int4
+from support.toy import VOCAB_SIZE, ToyTokenizer, always_speculate, check_blocks, drain
+
+from fastinfer import ops
+from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.construction import kv_cache_size
+from fastinfer.engine.engine import Engine
+from fastinfer.errors import RequestError
+from fastinfer.models.config import KVShape, LatentAttentionConfig, ModelConfig, Precision
+from fastinfer.models.decoder import Decoder
+from fastinfer.models.loader import load_decoder
+from fastinfer.sampling_params import SamplingParams
+
+PROMPTS = [[(5 * i + 3 * j) % VOCAB_SIZE for j in range(length)] for i, length in enumerate((1, 6, 70, 13, 36, 17))]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3)
+BLOCK_SIZE, BUDGET = 4, 16
+LIMITS: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_blocks": 128, "max_num_seqs": 8}
+# A layer with a window, two with full attention, and one that shares the keys of such a layer.
+MIXED = {"num_layers": 6, "windows": (0, 0, 8, 0, 0, 0), "kv_layers": (0, 1, 2, 3, 4, 4), "attention_softcap": 5.0}
+
+
+def make_decoder(**changes: Any) -> Decoder:
+    config: ModelConfig = replace(mixed_decoder.CONFIG, **changes)
+    return load_decoder(RandomCheckpoint(config, lambda _, values: int4(values)), Precision.of("auto"), None)
+
+
+def make_draft() -> Decoder:
+    """A model that is often wrong: its tokens are in another order."""
+    checkpoint = RandomCheckpoint(mixed_decoder.CONFIG, lambda _, values: int4(values.flip(0)))
+    return load_decoder(checkpoint, Precision.of("auto"), None)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return make_decoder(**MIXED)
+
+
+def engine_of(decoder: Decoder, **limits: Any) -> Engine:
+    limits = {**LIMITS, "max_num_batched_tokens": 96, "deterministic": True, "sparse_attention": BUDGET, **limits}
+    draft = {"draft_model": make_draft()} if limits.get("num_speculative_tokens") == 3 else {}
+    engine = Engine(decoder, ToyTokenizer(), EngineConfig(**limits), fingerprint="sparse", **draft)  # type: ignore[arg-type]
+    for tensor in (tensor for cache in engine.worker.kv_cache for tensor in cache.tensors):
+        tensor.view(torch.uint8).fill_(0xFF)  # NaN
+    return engine
+
+
+def answers(engine: Engine, params: SamplingParams = PARAMS) -> list[Any]:
+    """Tokens with all log-probabilities, of every prompt's completions, which must be the same."""
+    ids = [engine.add_request(prompt, params) for prompt in PROMPTS]
+    outputs = drain(engine)
+    check_blocks(engine)
+    found = [[(c.token_ids, c.logprobs) for c in outputs[i].outputs] for i in ids]
+    assert all(each == completions[0] for completions in found for each in completions)
+    return [completions[0] for completions in found]
+
+
+def alone(decoder: Decoder, **limits: Any) -> list[Any]:
+    return answers(engine_of(decoder, max_num_seqs=1, enable_prefix_caching=False, enforce_eager=True, **limits))
+
+
+def twice(engine: Engine) -> list[Any]:
+    answers(engine)
+    found = answers(engine)
+    assert engine.stats().num_hit_tokens > 100
+    return found
+
+
+def preempted(engine: Engine) -> list[Any]:
+    found = answers(engine)
+    assert engine.stats().num_preemptions > 0
+    return found
+
+
+def with_drafts(engine: Engine) -> list[Any]:
+    found = answers(always_speculate(engine))
+    assert engine.stats().num_drafted_tokens > 0
+    return found
+
+
+def with_wrong_drafts(engine: Engine) -> list[Any]:
+    """They fill pages that are then filled with other tokens."""
+    found = with_drafts(engine)
+    assert engine.stats().num_accepted_tokens < engine.stats().num_drafted_tokens - 20
+    return found
+
+
+WAYS: dict[str, Callable[[Decoder], list[Any]]] = {
+    "batched": lambda decoder: answers(engine_of(decoder)),
+    "chunked": lambda decoder: answers(engine_of(decoder, max_num_batched_tokens=19)),
+    "prefix hits": lambda decoder: twice(engine_of(decoder)),
+    "preempted": lambda decoder: preempted(engine_of(decoder, num_kv_blocks=24, max_model_len=88)),
+    "n-grams": lambda decoder: with_drafts(engine_of(decoder, num_speculative_tokens=5)),
+    "a draft model": lambda decoder: with_wrong_drafts(engine_of(decoder, num_speculative_tokens=3)),
+    "three copies": lambda decoder: answers(engine_of(decoder), replace(PARAMS, n=3)),
+    "without graphs": lambda decoder: answers(engine_of(decoder, enforce_eager=True)),
+}
+
+
+def test_a_text_follows_from_its_request_alone(decoder: Decoder) -> None:
+    expected = alone(decoder)
+    dense = alone(decoder, sparse_attention=None)
+    is_dense = [one == other for one, other in zip(expected, dense, strict=True)]
+    assert is_dense == [True, False, False, False, False, False]
+    for name, way in WAYS.items():
+        assert way(decoder) == expected, name
+
+
+def test_a_budget_for_all_pages_is_dense_bit_by_bit(decoder: Decoder) -> None:
+    assert answers(engine_of(decoder, sparse_attention=96)) == alone(decoder, sparse_attention=None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.float8_e4m3fn, torch.uint8])
+def test_caches(decoder: Decoder, dtype: torch.dtype) -> None:
+    limits = {"kv_cache_dtype": dtype, "num_speculative_tokens": 3}
+    assert with_wrong_drafts(engine_of(decoder, **limits)) == alone(decoder, kv_cache_dtype=dtype)
+
+
+def test_bounds_are_kept_beyond_the_cache(decoder: Decoder, tmp_path: Path) -> None:
+    expected = alone(decoder)
+    for _ in range(2):
+        engine = engine_of(decoder, kv_offloading_dir=str(tmp_path), num_kv_blocks=40, max_model_len=88)
+        assert answers(engine) == expected
+        assert engine.offloading is not None
+        assert engine.offloading.disk is not None
+        engine.offloading.disk.flush()
+    assert engine.stats().num_loaded_disk_blocks > 20
+
+
+def test_only_later_layers_with_full_attention_and_keys_of_their_own_have_bounds(decoder: Decoder) -> None:
+    layers = engine_of(decoder).worker.kv_cache.layers
+    assert [layer.bounds is not None for layer in layers] == [False, False, False, True, True, True]  # type: ignore[union-attr]
+    assert layers[4] is layers[5]
+    draft = engine_of(decoder, num_speculative_tokens=3).draft_worker
+    assert draft is not None
+    assert all(layer.bounds is None for layer in draft.kv_cache.layers)  # type: ignore[union-attr]
+
+
+def test_memory(decoder: Decoder) -> None:
+    """The cache has the size that was chosen for it."""
+    config = EngineConfig(**LIMITS, sparse_attention=BUDGET)
+    size = kv_cache_size(config, [decoder.config])
+    layers = {id(layer): layer for layer in engine_of(decoder).worker.kv_cache}.values()
+    assert size.num_bytes == sum(tensor.nbytes for layer in layers for tensor in layer.tensors)
+
+
+def test_a_step_reads_no_more_than_the_budget(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+
+    def select_pages(*args: Any) -> Any:
+        pages, lens = select(*args)
+        assert pages.shape[2] == BUDGET // BLOCK_SIZE
+        lengths.extend(lens.tolist())
+        return pages, lens
+
+    select = ops.select_pages
+    monkeypatch.setattr(ops, "select_pages", select_pages)
+    alone(decoder)
+    assert max(lengths) == BUDGET
+
+
+LATENT = {
+    "num_kv_heads": 1,
+    "head_dim": 80,
+    "rotary_dim": 16,
+    "latent_attention": LatentAttentionConfig(96, 64, 32, 16, 48),
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "limits", "message"),
+    [
+        ({}, {"sparse_attention": 15}, "sparse_attention must be an integer in 16.."),
+        ({}, {"tensor_parallel_size": 2}, "sparse_attention must be None with tensor_parallel_size=2, got 16"),
+        ({}, {"device": "cuda"}, "sparse_attention must be None on device 'cuda', got 16"),
+        ({"windows": (0, 0, 8)}, {}, "sparse_attention needs layers with full attention after the first 2"),
+        (LATENT, {}, "sparse_attention needs layers with full attention after the first 2"),
+        ({"kv_shapes": (KVShape(2, 12),) * 3}, {}, r"needs a head_dim that is a multiple of 8, got \[12\]"),
+    ],
+)
+def test_errors(changes: dict[str, Any], limits: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        kv_cache_size(
+            EngineConfig(**{**LIMITS, "sparse_attention": BUDGET, **limits}), [replace(mixed_decoder.CONFIG, **changes)]
+        )

@@ -1,0 +1,162 @@
+"""The choice of pages: against fp64, poisoned where nothing may be read, and as the block table of paged attention."""
+
+import pytest
+import torch
+from support.attention_batches import Batch, make_batch
+from support.helpers import DTYPES, Guarded, assert_bitwise, per_thread_count
+from torch import Tensor
+
+from fastinfer import ops
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def bounds_of(batch: Batch) -> Tensor:
+    """Bounds of all full pages; NaN of the others, as pages that are not full have NaN."""
+    blocks, block_size, heads, head_dim = batch.k_cache.shape
+    bounds = torch.full((blocks, heads, 2, head_dim), torch.nan, dtype=torch.bfloat16)
+    ops.store_page_bounds(bounds, batch.k_cache, None, torch.arange(blocks * block_size))
+    return bounds
+
+
+def ragged(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    return batch.block_table, batch.seq_lens, batch.query_start
+
+
+def positions_of(batch: Batch) -> list[tuple[int, int]]:
+    """Sequence and position of each token."""
+    places = []
+    for sequence, length in enumerate(batch.seq_lens.tolist()):
+        count = int(batch.query_start[sequence + 1] - batch.query_start[sequence])
+        places += [(sequence, length - count + i) for i in range(count)]
+    return places
+
+
+def weights_of(q: Tensor, bounds: Tensor, blocks: Tensor, scale: float) -> Tensor:
+    """The weights of pages for one token, [kv_heads, pages], in fp64."""
+    grouped = q.double().unflatten(0, (bounds.shape[1], -1))[:, :, None]
+    least, largest = bounds[blocks.long()].double().permute(2, 1, 0, 3)[:, :, None]
+    limits = torch.maximum(grouped * least, grouped * largest).sum(-1)
+    return (scale * limits).softmax(-1).sum(1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "head_dim", "block_size", "num_pages"),
+    [(9, 3, 64, 16, 10), (4, 4, 8, 3, 4), (12, 1, 80, 5, 33), (2, 1, 256, 32, 6)],
+)
+def test_pages(q_heads: int, kv_heads: int, head_dim: int, block_size: int, num_pages: int, dtype: torch.dtype) -> None:
+    lengths = [(1, 900), (3, 513), (1, 2), (0, 40), (2, 1500), (5, 30)]
+    batch = make_batch(lengths, q_heads, kv_heads, head_dim, block_size, dtype)
+    bounds, q = bounds_of(batch), Guarded(batch.q)
+    scale = 0.5 * head_dim**-0.5
+    pages, lens = ops.select_pages(q.view, bounds, *ragged(batch), block_size, num_pages, scale)
+    for token, (sequence, position) in enumerate(positions_of(batch)):
+        count = position // block_size + 1
+        blocks = batch.block_table[sequence, :count]
+        if count <= num_pages:
+            assert lens[token] == position + 1
+            assert (pages[token, :, :count] == blocks).all()
+            continue
+        assert lens[token] == (num_pages - 1) * block_size + position % block_size + 1
+        weights = weights_of(batch.q[token], bounds, blocks[1:-2], scale)
+        for head in range(kv_heads):
+            chosen = [blocks.tolist().index(page) for page in pages[token, head].tolist()]
+            assert chosen == sorted(set(chosen))
+            assert {0, count - 2, count - 1} <= set(chosen)
+            middle = [page - 1 for page in chosen if 0 < page < count - 2]
+            least = weights[head, middle].min()
+            others = [page for page in range(count - 3) if page not in middle]
+            assert all(weights[head, page] <= 1.0001 * least for page in others)
+
+
+def test_attention_to_all_pages_is_dense_bit_by_bit() -> None:
+    batch = make_batch([(1, 900), (3, 513), (1, 1), (2, 64)])
+    dense = batch.run()
+    for num_pages in (57, 1000):
+        pages, lens = ops.select_pages(batch.q, bounds_of(batch), *ragged(batch), 16, num_pages)
+        rows = torch.arange(len(batch.q) + 1, dtype=torch.int32)
+        sparse = ops.paged_attention(batch.q, batch.k_cache, batch.v_cache, pages, lens, rows)
+        assert_bitwise(sparse, dense)
+
+
+def test_attention_to_chosen_pages() -> None:
+    """As dense attention of each KV head to a cache that has nothing else; the rest is NaN."""
+    batch = make_batch([(1, 900), (2, 513)])
+    pages, lens = ops.select_pages(batch.q, bounds_of(batch), *ragged(batch), 16, 8)
+    rows = torch.arange(len(batch.q) + 1, dtype=torch.int32)
+    found = ops.paged_attention(batch.q, batch.k_cache, batch.v_cache, pages, lens, rows)
+    for token in range(len(batch.q)):
+        for head in range(3):
+            caches = [torch.full_like(cache, torch.nan) for cache in (batch.k_cache, batch.v_cache)]
+            for cache, of in zip(caches, (batch.k_cache, batch.v_cache), strict=True):
+                cache[pages[token, head].long(), :, head] = of[pages[token, head].long(), :, head]
+            own = slice(3 * head, 3 * head + 3)
+            one = lens[token : token + 1], torch.tensor([0, 1], dtype=torch.int32)
+            heads = [cache[:, :, head : head + 1].contiguous() for cache in caches]
+            alone = ops.paged_attention(batch.q[token : token + 1, own], *heads, pages[token, head][None], *one)
+            assert_bitwise(found[token, own], alone[0])
+
+
+@per_thread_count
+def test_a_token_does_not_depend_on_the_others() -> None:
+    batch = make_batch([(1, 900), (3, 513), (4, 700)])
+    bounds = bounds_of(batch)
+    pages, lens = ops.select_pages(batch.q, bounds, *ragged(batch), 16, 8)
+    for token, (sequence, position) in enumerate(positions_of(batch)):
+        own = torch.tensor([position + 1], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+        q, row = batch.q[token : token + 1], batch.block_table[sequence : sequence + 1].contiguous()
+        alone, length = ops.select_pages(q, bounds, row, *own, 16, 8)
+        assert_bitwise(pages[token, :, : len(alone[0, 0])], alone[0])
+        assert length == lens[token]
+    first, _ = ops.select_pages(batch.q[:3], bounds, *ragged(batch), 16, 8)  # the first of the queries
+    assert_bitwise(first, pages[:3])
+
+
+def test_equal_and_infinite_bounds_and_nan() -> None:
+    table, lengths = torch.arange(9, dtype=torch.int32)[None], torch.tensor([9], dtype=torch.int32)
+    start = torch.tensor([0, 1], dtype=torch.int32)
+    bounds = torch.zeros(9, 1, 2, 8, dtype=torch.bfloat16)
+    bounds[[0, 7, 8]] = torch.nan  # not read
+    q = torch.ones(1, 2, 8)
+
+    def chosen() -> list[int]:
+        pages, _ = ops.select_pages(q, bounds, table, lengths, start, 1, 5)
+        return pages.flatten().tolist()
+
+    assert chosen() == [0, 1, 2, 7, 8]
+    bounds[4, 0, 1, 3] = 1.0
+    bounds[6, 0, 1, 3] = torch.inf
+    assert chosen() == [0, 4, 6, 7, 8]
+    bounds[5, 0, :, 2] = torch.nan
+    assert chosen() == [0, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(2, 4, 12)}, "q must have a head_dim that is a multiple of 8, got 12"),
+        ({"q": torch.zeros(2, 3, 8)}, "q must have a multiple of bounds' 2 heads, got 3"),
+        ({"bounds": torch.zeros(9, 2, 2, 8)}, "bounds must be bfloat16"),
+        ({"num_pages": 3}, "num_pages must be at least 4, got 3"),
+        ({"block_size": 0}, "block_size must be positive, got 0"),
+        ({"seq_lens": torch.tensor([25]).int()}, r"seq_lens\[0\] must be in 0..24 \(its blocks\), got 25"),
+        ({"query_start": torch.tensor([0, 1]).int()}, "query_start must run from 0 to at least the number of tokens"),
+        ({"block_table": torch.full((1, 6), 9).int()}, "block_table must have blocks in 0..8, got 9"),
+    ],
+)
+def test_errors(change: dict[str, Tensor | int], message: str) -> None:
+    call = {
+        "q": torch.zeros(2, 4, 8),
+        "bounds": torch.zeros(9, 2, 2, 8).bfloat16(),
+        "block_table": torch.arange(6).int()[None],
+        "seq_lens": torch.tensor([24]).int(),
+        "query_start": torch.tensor([0, 2]).int(),
+        "block_size": 4,
+        "num_pages": 4,
+    }
+    with pytest.raises(RuntimeError, match=message):
+        ops.select_pages(**(call | change))
