@@ -6,6 +6,7 @@ Each one ends one request at most, the others give what they give alone, and all
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,7 @@ def test_without_faults(mode: str, alone: dict[str, Any]) -> None:
     assert results.engine.stats().num_repairs == 0
 
 
+@cache
 def lines_of(mode: str) -> Counter[Line]:
     """How often each line of the engine runs in a step."""
     tracer = Tracer()
