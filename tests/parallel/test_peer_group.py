@@ -1,15 +1,27 @@
-"""Ranks give each other their memory: here of the host, which torch shares by the same calls as a GPU's."""
+"""Ranks give each other their memory: here of the host, with a stand-in for torch's handles of a GPU's memory."""
+
+import json
 
 import pytest
 import torch
 from support.ranks import in_ranks
+from torch import Tensor
 
 from fastinfer import _C
+from fastinfer.parallel import peer_group
 from fastinfer.parallel.group import SLOT_BYTES
 from fastinfer.parallel.peer_group import PeerGroup
 
 
-def test_ranks_address_the_memory_of_all_others() -> None:
+def test_ranks_address_the_memory_of_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    memories: dict[int, Tensor] = {}
+
+    def share(memory: Tensor) -> bytes:
+        memories[memory.data_ptr()] = memory
+        return json.dumps(memory.data_ptr()).encode()
+
+    monkeypatch.setattr(peer_group, "_share", share)
+    monkeypatch.setattr(peer_group, "_open", lambda handle: memories[json.loads(handle)])
     first, second = in_ranks(2, lambda group: PeerGroup.connect(group, "cpu"))
     for rank in range(2):
         first._memories[rank][rank] = 7 + rank
@@ -26,3 +38,34 @@ def test_check_says_that_exchanges_ended() -> None:
     group.abort()
     with pytest.raises(RuntimeError, match="another rank did not come within 3 s, or has ended"):
         group.check()
+
+
+class SharedStorage:
+    """Stands for a storage on a GPU, which torch shares by these two methods."""
+
+    fields = 1, b"\x00\xffhandle", 64, 0, b"counter", 3, b"", True
+    device = torch.device("cpu")
+
+    def untyped_storage(self) -> "SharedStorage":
+        return self
+
+    def _share_cuda_(self) -> tuple[int | bytes | bool, ...]:
+        return self.fields
+
+
+def test_handles_are_opened_by_what_torch_has_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = torch.arange(8, dtype=torch.uint8).untyped_storage()
+    opened = []
+
+    class Opener:
+        @staticmethod
+        def _new_shared_cuda(*fields: int | bytes | bool) -> torch.UntypedStorage:
+            opened.append(fields)
+            return storage
+
+    monkeypatch.setattr(torch, "UntypedStorage", Opener)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    handle = peer_group._share(SharedStorage())  # type: ignore[arg-type]
+    memory = peer_group._open(handle.ljust(peer_group.HANDLE_BYTES))
+    assert opened == [SharedStorage.fields]
+    assert memory.tolist() == list(range(8))

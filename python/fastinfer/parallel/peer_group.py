@@ -1,18 +1,16 @@
 """GPUs of one machine that address each other's memory; not yet run on a GPU."""
 
-import pickle
+import json
 from collections.abc import Sequence
-from multiprocessing.reduction import ForkingPickler
 
 import torch
-import torch.multiprocessing  # with which tensors are pickled as handles of their memory
 from torch import Tensor
 
 from fastinfer import _C, ops
 from fastinfer.parallel.group import DEADLINE, SLOT_BYTES, Group
 
-# Room for the handle of a rank's memory, as fp32 numbers, which ranks exchange like activations.
-HANDLE_NUMBERS = 1024
+# Room for the handle of a rank's memory, which ranks exchange like activations.
+HANDLE_BYTES = 4096
 
 
 class PeerGroup:
@@ -56,17 +54,10 @@ class PeerGroup:
         own = torch.zeros(_C.peer_memory_bytes(SLOT_BYTES), dtype=torch.uint8, device=device)
         if own.is_cuda:
             torch.cuda.synchronize(own.device)
-        handle = bytes(ForkingPickler.dumps(own)).ljust(4 * HANDLE_NUMBERS, b"\0")
-        x = torch.frombuffer(bytearray(handle), dtype=torch.float32)[None]
-        handles = ops.all_gather(x, group.memory, group.rank, [HANDLE_NUMBERS] * group.size)
-        parts = handles.view(torch.uint8).split(4 * HANDLE_NUMBERS, 1)
-        return cls(
-            group.rank,
-            [
-                own if rank == group.rank else pickle.loads(part.numpy().tobytes())  # from a process of this group
-                for rank, part in enumerate(parts)
-            ],
-        )
+        handle = torch.frombuffer(bytearray(_share(own).ljust(HANDLE_BYTES)), dtype=torch.float32)[None]
+        handles = ops.all_gather(handle, group.memory, group.rank, [handle.numel()] * group.size)
+        parts = [part.numpy().tobytes() for part in handles.view(torch.uint8).split(HANDLE_BYTES, 1)]
+        return cls(group.rank, [own if rank == group.rank else _open(part) for rank, part in enumerate(parts)])
 
     @property
     def is_aborted(self) -> bool:
@@ -91,3 +82,17 @@ class PeerGroup:
                 f"an exchange between GPUs was aborted: another rank did not come within {self._deadline:g} s, "
                 "or has ended"
             )
+
+
+def _share(memory: Tensor) -> bytes:
+    """Return a handle by which other processes can open this memory of a GPU, as JSON: nothing is pickled."""
+    fields = memory.untyped_storage()._share_cuda_()
+    return json.dumps([field.hex() if isinstance(field, bytes) else field for field in fields]).encode()
+
+
+def _open(handle: bytes) -> Tensor:
+    """Return another process's memory, [bytes] uint8."""
+    fields = [bytes.fromhex(field) if isinstance(field, str) else field for field in json.loads(handle)]
+    torch.cuda.init()
+    storage = torch.UntypedStorage._new_shared_cuda(*fields)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
