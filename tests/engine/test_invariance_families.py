@@ -9,7 +9,8 @@ import pytest
 import torch
 from support import mixed_decoder
 from support.random_checkpoint import RandomCheckpoint, int4, int8
-from support.toy import VOCAB_SIZE, ToyTokenizer, always_speculate, check_blocks, drain
+from support.toy import ToyTokenizer, drain
+from support.ways import PARAMS, PROMPTS, answers, preempted, twice, with_drafts
 from torch import Tensor
 
 from fastinfer.engine.config import EngineConfig
@@ -19,10 +20,8 @@ from fastinfer.models.config import KVShape, LatentAttentionConfig, ModelConfig,
 from fastinfer.models.decoder import Decoder
 from fastinfer.models.loader import load_decoder
 from fastinfer.models.state_config import LinearAttentionConfig, Mamba2Config, ShortConvConfig
-from fastinfer.sampling_params import BeamSearchParams, SamplingParams
+from fastinfer.sampling_params import BeamSearchParams
 
-PROMPTS = [[(5 * i + 3 * j) % VOCAB_SIZE for j in range(length)] for i, length in enumerate((1, 6, 70, 13, 36, 17))]
-PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3)
 LIMITS: dict[str, Any] = {"block_size": 8, "num_kv_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 96}
 
 GEMMA = {
@@ -221,35 +220,6 @@ def _draft_for(decoder: Decoder) -> Decoder:
     if decoder.config.states is None:
         return decoder
     return load_decoder(RandomCheckpoint(mixed_decoder.CONFIG), Precision.of("auto"), None)
-
-
-def answers(engine: Engine, params: SamplingParams = PARAMS) -> list[Any]:
-    """Tokens with all log-probabilities, of every prompt's completions, which must be the same."""
-    ids = [engine.add_request(prompt, params) for prompt in PROMPTS]
-    outputs = drain(engine)
-    check_blocks(engine)
-    found = [[(c.token_ids, c.logprobs) for c in outputs[i].outputs] for i in ids]
-    assert all(each == completions[0] for completions in found for each in completions)
-    return [completions[0] for completions in found]
-
-
-def twice(engine: Engine) -> list[Any]:
-    answers(engine)
-    found = answers(engine)
-    assert engine.stats().num_hit_tokens > 100
-    return found
-
-
-def preempted(engine: Engine) -> list[Any]:
-    found = answers(engine)
-    assert engine.stats().num_preemptions > 0
-    return found
-
-
-def with_drafts(engine: Engine) -> list[Any]:
-    found = answers(always_speculate(engine))
-    assert engine.stats().num_drafted_tokens > 0
-    return found
 
 
 WAYS: dict[str, Callable[[Decoder], list[Any]]] = {

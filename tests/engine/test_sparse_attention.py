@@ -9,7 +9,8 @@ import pytest
 import torch
 from support import mixed_decoder
 from support.random_checkpoint import RandomCheckpoint, int4
-from support.toy import VOCAB_SIZE, ToyTokenizer, always_speculate, check_blocks, drain
+from support.toy import ToyTokenizer
+from support.ways import PARAMS, answers, preempted, twice, with_drafts
 
 from fastinfer import ops
 from fastinfer.engine.config import EngineConfig
@@ -19,10 +20,7 @@ from fastinfer.errors import RequestError
 from fastinfer.models.config import KVShape, LatentAttentionConfig, ModelConfig, Precision
 from fastinfer.models.decoder import Decoder
 from fastinfer.models.loader import load_decoder
-from fastinfer.sampling_params import SamplingParams
 
-PROMPTS = [[(5 * i + 3 * j) % VOCAB_SIZE for j in range(length)] for i, length in enumerate((1, 6, 70, 13, 36, 17))]
-PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3)
 BLOCK_SIZE, BUDGET = 4, 16
 LIMITS: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_blocks": 128, "max_num_seqs": 8}
 # A layer with a window, two with full attention, and one that shares the keys of such a layer.
@@ -54,37 +52,8 @@ def engine_of(decoder: Decoder, **limits: Any) -> Engine:
     return engine
 
 
-def answers(engine: Engine, params: SamplingParams = PARAMS) -> list[Any]:
-    """Tokens with all log-probabilities, of every prompt's completions, which must be the same."""
-    ids = [engine.add_request(prompt, params) for prompt in PROMPTS]
-    outputs = drain(engine)
-    check_blocks(engine)
-    found = [[(c.token_ids, c.logprobs) for c in outputs[i].outputs] for i in ids]
-    assert all(each == completions[0] for completions in found for each in completions)
-    return [completions[0] for completions in found]
-
-
 def alone(decoder: Decoder, **limits: Any) -> list[Any]:
     return answers(engine_of(decoder, max_num_seqs=1, enable_prefix_caching=False, enforce_eager=True, **limits))
-
-
-def twice(engine: Engine) -> list[Any]:
-    answers(engine)
-    found = answers(engine)
-    assert engine.stats().num_hit_tokens > 100
-    return found
-
-
-def preempted(engine: Engine) -> list[Any]:
-    found = answers(engine)
-    assert engine.stats().num_preemptions > 0
-    return found
-
-
-def with_drafts(engine: Engine) -> list[Any]:
-    found = answers(always_speculate(engine))
-    assert engine.stats().num_drafted_tokens > 0
-    return found
 
 
 def with_wrong_drafts(engine: Engine) -> list[Any]:

@@ -5,8 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 import torch
 from support.ranks import in_ranks
 from support.tiny_folder import write_tiny_folder
+from support.waiting import until
 
 from fastinfer import LLM, AsyncEngine, SamplingParams, ops
 from fastinfer.engine.rank_process import RankTask
@@ -48,46 +47,49 @@ def is_alive(pid: int) -> bool:
     return process_state(pid) not in ("", "Z")
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+@pytest.fixture(params=["tensor", "pipeline"])
+def kind(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
 
 
-def test_killed_rank_ends_the_step_with_its_name(folder: Path) -> None:
-    llm = LLM(str(folder), tensor_parallel_size=3, **LIMITS)
+def divided(folder: Path, kind: str, size: int) -> LLM:
+    return LLM(str(folder), **{f"{kind}_parallel_size": size}, **LIMITS)
+
+
+def test_killed_rank_ends_the_step_with_its_name(folder: Path, kind: str) -> None:
+    llm = divided(folder, kind, 3)
     pids = ranks_of(llm).pids
     outputs = llm.stream_outputs(PROMPT, LONG)
     next(outputs)
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(RuntimeError) as raised:
         list(outputs)
-    assert str(raised.value) == "tensor parallelism ended: rank 2 ended by signal SIGKILL"
-    wait_for(lambda: not any(map(is_alive, pids)))
-    with pytest.raises(RuntimeError, match="tensor parallelism ended: rank 2 ended by signal SIGKILL"):
+    assert str(raised.value) == f"{kind} parallelism ended: rank 2 ended by signal SIGKILL"
+    until(lambda: not any(map(is_alive, pids)))
+    with pytest.raises(RuntimeError, match=f"{kind} parallelism ended: rank 2 ended by signal SIGKILL"):
         llm.generate([PROMPT], LONG)
 
 
-def test_killed_rank_of_an_idle_engine(folder: Path) -> None:
-    llm = LLM(str(folder), tensor_parallel_size=2, **LIMITS)
+def test_killed_rank_of_an_idle_engine(folder: Path, kind: str) -> None:
+    llm = divided(folder, kind, 2)
     [pid] = ranks_of(llm).pids
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not is_alive(pid))
-    with pytest.raises(RuntimeError, match="tensor parallelism ended: rank 1 ended by signal SIGKILL"):
+    until(lambda: not is_alive(pid))
+    with pytest.raises(RuntimeError, match=f"{kind} parallelism ended: rank 1 ended by signal SIGKILL"):
         llm.generate([PROMPT], LONG)
 
 
-def test_stopped_rank_ends_the_step_before_the_deadline(folder: Path) -> None:
-    llm = LLM(str(folder), tensor_parallel_size=2, **LIMITS)
+def test_stopped_rank_ends_the_step_before_the_deadline(folder: Path, kind: str) -> None:
+    llm = divided(folder, kind, 2)
     [pid] = ranks_of(llm).pids
     outputs = llm.stream_outputs(PROMPT, LONG)
     next(outputs)
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(RuntimeError) as raised:
         list(outputs)
-    assert str(raised.value) == "tensor parallelism ended: rank 1 was stopped"
-    wait_for(lambda: not is_alive(pid))
+    assert str(raised.value) == f"{kind} parallelism ended: rank 1 was stopped"
+    until(lambda: not is_alive(pid))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def test_ranks_end_with_a_killed_parent(folder: Path, then: str) -> None:
         assert parent.stdout is not None
         [pid] = map(int, parent.stdout.readline().split())
         parent.kill()
-    wait_for(lambda: not is_alive(pid))
+    until(lambda: not is_alive(pid))
 
 
 def test_stopped_ranks_end_with_a_killed_parent(folder: Path) -> None:
@@ -113,7 +115,7 @@ def test_stopped_ranks_end_with_a_killed_parent(folder: Path) -> None:
         [pid] = map(int, parent.stdout.readline().split())
         os.kill(pid, signal.SIGSTOP)
         parent.kill()
-    wait_for(lambda: not is_alive(pid))
+    until(lambda: not is_alive(pid))
 
 
 def test_ranks_end_with_the_program_and_leave_no_memory(folder: Path) -> None:
@@ -160,15 +162,15 @@ def test_interrupt_waits_for_the_step(folder: Path, monkeypatch: pytest.MonkeyPa
     assert llm.generate([PROMPT], LONG)[0].outputs[0].finish_reason == "length"
 
 
-def test_dead_engine_says_so(folder: Path) -> None:
-    engine = AsyncEngine.from_model(str(folder), tensor_parallel_size=2, **LIMITS)
+def test_dead_engine_says_so(folder: Path, kind: str) -> None:
+    engine = AsyncEngine.from_model(str(folder), **{f"{kind}_parallel_size": 2}, **LIMITS)
     assert not engine.health().is_dead
     assert engine._engine.ranks is not None
     [pid] = engine._engine.ranks.pids
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: engine.health().is_dead)
+    until(lambda: engine.health().is_dead)
     refusal = engine.health().refusal
-    assert refusal == "the engine is dead: tensor parallelism ended: rank 1 ended by signal SIGKILL"
+    assert refusal == f"the engine is dead: {kind} parallelism ended: rank 1 ended by signal SIGKILL"
 
 
 def test_forked_process_neither_uses_nor_ends_the_ranks(folder: Path) -> None:
