@@ -70,8 +70,9 @@ KNOWN_COSTS = {
     "shared sampling/sample_part_cuda.h list": 5.6,
 }
 
-# Kernels that no call reaches: not of the usual step of a model.
+# Kernels that no call reaches: not of the usual step of a model, or of several GPUs, whose links bind them.
 NOT_COUNTED = {"dequantize", "merge_attention_states", "pack", "permute_columns"}
+NOT_COUNTED |= {"all_gather", "all_reduce", "all_reduce_add_rms_norm"}
 
 
 # ---- known patterns ----
