@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> int:
         sanitizers.Job(
             f"{sanitizer} {part}/{parts}",
             sanitizer,
-            ["-m", "emulated", *arguments],
+            ["-m", "emulated", "--ignore=tests/bench", *arguments],  # whose programs load the plain build
             variables={"FASTINFER_EMULATION": sanitizer, "FASTINFER_EMULATION_PART": f"{part}/{parts}"},
         )
         for sanitizer, parts in PARTS.items()
