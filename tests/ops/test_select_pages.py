@@ -84,7 +84,7 @@ def test_attention_to_all_pages_is_dense_bit_by_bit() -> None:
 
 
 def test_attention_to_chosen_pages() -> None:
-    """As dense attention of each KV head to a cache that has nothing else; the rest is NaN."""
+    """The result is that of dense attention of each KV head to a cache with its pages alone; the rest is NaN."""
     batch = make_batch([(1, 900), (2, 513)])
     pages, lens = ops.select_pages(batch.q, bounds_of(batch), *ragged(batch), 16, 8)
     rows = torch.arange(len(batch.q) + 1, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""What is particular to engines with stages: preemption and abortion while steps are in flight, and refusals."""
+"""Engines with stages: preemption and abortion while steps are in flight, and refusals."""
 
 from pathlib import Path
 from typing import Any

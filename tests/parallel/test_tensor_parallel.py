@@ -1,4 +1,4 @@
-"""What is particular to engines with tensor parallelism: steps without graphs, sleep, and refusals."""
+"""Engines with tensor parallelism: steps without graphs, sleep, and refusals."""
 
 from pathlib import Path
 from typing import Any

@@ -188,7 +188,7 @@ def sample_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 
 def sparse_attention_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Of a sequence with seven pages each token reads four."""
+    """A sequence with seven pages, of which each token reads four."""
     q, k_cache, v_cache = torch.randn(3, 4, 64).bfloat16(), *torch.randn(2, 7, 16, 2, 64).bfloat16()
     bounds, slots = torch.zeros(7, 2, 2, 64).bfloat16(), torch.tensor([15, -1, 16, 111])
     yield "store_page_bounds", (bounds.clone(), k_cache, None, slots)

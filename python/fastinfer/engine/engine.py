@@ -591,9 +591,9 @@ class Engine:
 
     @property
     def lost_ranks(self) -> str:
-        """Why other ranks, and with them the engine, are lost; empty while all ranks work."""
+        """Reason for which other ranks, and with them the engine, are lost; empty while all ranks work."""
         group = None if self.ranks is None else self.ranks.group
-        return f"{group.purpose} ended: {group.cause}" if group is not None and group.cause else ""
+        return group.end_message(group.cause) if group is not None and group.cause else ""
 
     @property
     def is_sleeping(self) -> bool:

@@ -1,4 +1,4 @@
-"""What an engine shares with the other replicas of its host."""
+"""Share of an engine in its host, on which other replicas run beside it."""
 
 from dataclasses import dataclass
 

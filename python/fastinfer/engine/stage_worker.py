@@ -19,14 +19,14 @@ from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.kv_cache_size import KVCacheSize
 from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.engine.runner import STEP, Runner
-from fastinfer.engine.worker import COPY_BLOCKS, PAIRS_PER_MESSAGE, Worker
+from fastinfer.engine.worker import COPY_BLOCKS, Worker, copied_pairs, copy_messages
 from fastinfer.parallel.group import Group
 from fastinfer.parallel.stage import Stage
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """What belongs to one step in flight.
+    """Memory of one step in flight.
 
     Attributes:
         runner: runner whose inputs are in shared memory.
@@ -141,7 +141,7 @@ class StageWorker(Worker):
         if group.rank > 1:
             group.wait_for(group.rank - 1)
         if kind == COPY_BLOCKS:
-            self.kv_cache.copy_blocks(list(zip(words[::2], words[1::2], strict=True)), first)
+            self.kv_cache.copy_blocks(copied_pairs(words), first)
         else:
             slot = self._slots[first]
             hidden = slot.runner.follow(words).hidden
@@ -150,11 +150,10 @@ class StageWorker(Worker):
 
     def copy_blocks(self, pairs: list[tuple[int, int]], group: int) -> None:
         """Copy blocks of a group of layers, on each rank between the steps that were launched before and after."""
-        for begin in range(0, len(pairs), PAIRS_PER_MESSAGE):
-            part = pairs[begin : begin + PAIRS_PER_MESSAGE]
+        for message in copy_messages(pairs, group):
             with self._ranks.together():
-                self._ranks.send([COPY_BLOCKS, group, *(block for pair in part for block in pair)])
-                self._sent.append(_Copies(group, part))
+                self._ranks.send(message)
+                self._sent.append(_Copies(group, copied_pairs(message[2:])))
 
     def _carry_out(self) -> StepResult | None:
         """Carry out the oldest message that rank 0 has sent, and return the result if it is a step."""

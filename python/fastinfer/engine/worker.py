@@ -1,6 +1,6 @@
 """What computes the steps of one model: the model, its KV cache, and the runner on both."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -130,7 +130,7 @@ class Worker:
             self._hidden = self.runner.follow(words).hidden
         elif kind == COPY_BLOCKS:
             group, *blocks = words
-            self.kv_cache.copy_blocks(list(zip(blocks[::2], blocks[1::2], strict=True)), group)
+            self.kv_cache.copy_blocks(copied_pairs(blocks), group)
         elif kind == RELEASE:
             self._free()
         elif kind == RESTORE:
@@ -150,9 +150,8 @@ class Worker:
         """Copy blocks of a group of layers, see :meth:`fastinfer.models.kv_cache.KVCache.copy_blocks`."""
         if self._group is not None:
             with self._group.together():
-                for begin in range(0, len(pairs), PAIRS_PER_MESSAGE):
-                    part = pairs[begin : begin + PAIRS_PER_MESSAGE]
-                    self._group.send([COPY_BLOCKS, group, *(block for pair in part for block in pair)])
+                for message in copy_messages(pairs, group):
+                    self._group.send(message)
         self.kv_cache.copy_blocks(pairs, group)
 
     def prompt_logprobs(
@@ -256,6 +255,17 @@ class Worker:
             separates_roles=self._separates_roles,
             group=self._group,
         )
+
+
+def copy_messages(pairs: list[tuple[int, int]], group: int) -> Iterator[list[int]]:
+    """Generate the messages to other ranks about pairs of blocks to be copied, in a group of layers."""
+    for begin in range(0, len(pairs), PAIRS_PER_MESSAGE):
+        yield [COPY_BLOCKS, group, *(block for pair in pairs[begin : begin + PAIRS_PER_MESSAGE] for block in pair)]
+
+
+def copied_pairs(blocks: list[int]) -> list[tuple[int, int]]:
+    """Return the pairs of blocks in such a message, given what follows the group."""
+    return list(zip(blocks[::2], blocks[1::2], strict=True))
 
 
 def _adapter_ids(rows: Tensor, adapter: int) -> Tensor | None:

@@ -107,7 +107,7 @@ def read_model(memory: SealedMemory) -> tuple[Model, str]:
 
 
 class _Description:
-    """What a model consists of; each tensor and each object once, so that tied weights stay tied.
+    """Description of a model's parts; each tensor and each object once, so that tied weights stay tied.
 
     Attributes:
         tensors: all tensors.

@@ -123,6 +123,10 @@ class Group:
         """
         self._group.wait_for(rank)
 
+    def end_message(self, cause: object) -> str:
+        """Return the message of errors after the group has ended for a cause."""
+        return f"{self.purpose} ended: {cause}"
+
     def abort(self, cause: str = "") -> None:
         """End all exchanges of all ranks, now and later, with an error.
 
@@ -155,7 +159,7 @@ class Group:
         except RuntimeError as error:
             self.abort("" if is_abort(error) else str(error))
             self._has_cause.wait(CAUSE_SECONDS)
-            raise RuntimeError(f"{self.purpose} ended: {self.cause or error}") from error
+            raise RuntimeError(self.end_message(self.cause or error)) from error
         except BaseException:
             self.abort()
             raise

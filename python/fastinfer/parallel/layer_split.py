@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from fastinfer.errors import RequestError, UnsupportedModelError
+from fastinfer.errors import RequestError
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.image_encoder import FAMILIES
+from fastinfer.parallel.support import refuse_parts
 
 
 def stages_of(checkpoint: Checkpoint, num_stages: int) -> list[range]:
@@ -21,11 +22,15 @@ def stages_of(checkpoint: Checkpoint, num_stages: int) -> list[range]:
         RequestError: there are more stages than layers.
     """
     config = checkpoint.config
-    part = _unsupported_part(config)
-    if part is not None:
-        raise UnsupportedModelError(
-            f"{checkpoint.path}: pipeline_parallel_size must be 1 for a model with {part}, got {num_stages}"
-        )
+    parts = {
+        "layers with states": config.states is not None,
+        "layers that share keys and values": bool(config.kv_layers),
+        "inputs of single layers": bool(config.per_layer_size),
+        "layers that are stored in parts": bool(config.stored_layers),
+        "a reduced vocabulary": bool(config.draft_vocab_size),
+        "images": config.architecture in FAMILIES,
+    }
+    refuse_parts(checkpoint, "pipeline_parallel_size", num_stages, parts)
     if num_stages > config.num_layers:
         raise RequestError(
             f"pipeline_parallel_size must be at most {config.num_layers}, the number of layers, got {num_stages}"
@@ -89,16 +94,3 @@ def layer_cost(config: ModelConfig, layer: int) -> int:
         return attention + matrices * hidden * config.mlp_size(layer)
     experts = config.experts_per_token * config.intermediate_size + config.shared_intermediate_size
     return attention + matrices * hidden * experts + hidden * config.num_experts
-
-
-def _unsupported_part(config: ModelConfig) -> str | None:
-    """Return the first part of a model that stages cannot share."""
-    parts = {
-        "layers with states": config.states is not None,
-        "layers that share keys and values": bool(config.kv_layers),
-        "inputs of single layers": bool(config.per_layer_size),
-        "layers that are stored in parts": bool(config.stored_layers),
-        "a reduced vocabulary": bool(config.draft_vocab_size),
-        "images": config.architecture in FAMILIES,
-    }
-    return next((part for part, has_it in parts.items() if has_it), None)

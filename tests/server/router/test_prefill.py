@@ -58,7 +58,7 @@ def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers
 
 
 def ask(url: str, path: str, body: dict[str, Any]) -> Any:
-    """What a server answers, apart from ids and times."""
+    """The answer of a server, apart from ids and times."""
     answer = httpx.post(url + path, json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     text = re.sub(r'"[a-z]+_?[0-9a-f-]{16,}"|"(created|created_at|completed_at)":[0-9.]+', "", answer.text)
