@@ -56,9 +56,9 @@ def replica_share(size: int, options: Mapping[str, Any]) -> ReplicaShare:
 
     Args:
         size: number of replicas.
-        options: options of the engine. With tensor parallelism each process has its own part of the weights.
+        options: options of the engine. If ranks divide the model, each process has its own part of the weights.
     """
-    is_divided = options.get("tensor_parallel_size", 1) > 1
+    is_divided = any(options.get(name, 1) > 1 for name in ("tensor_parallel_size", "pipeline_parallel_size"))
     weights = () if is_divided else (SealedMemory.create().descriptor,)
     return ReplicaShare(size, host_memory().available, weights)
 

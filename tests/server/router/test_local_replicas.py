@@ -18,7 +18,7 @@ import pytest
 from support.paths import ROOT
 from support.tiny_folder import write_tiny_folder
 
-from fastinfer.cli.serve_replicas import replica_environments
+from fastinfer.cli.serve_replicas import replica_environments, replica_share
 from fastinfer.errors import RequestError
 
 KEY = "very-secret"
@@ -186,3 +186,10 @@ def test_each_replica_has_its_gpu() -> None:
         replica_environments(3, "cuda", 2, None, 1)
     with pytest.raises(RequestError, match="expected auto, cuda or cpu with several replicas, got cuda:1"):
         replica_environments(2, "cuda:1", 2, None, 1)
+
+
+def test_replicas_whose_ranks_divide_the_model_share_no_weights() -> None:
+    """Each would have parts of its own, which the size of its KV cache must allow for."""
+    assert len(replica_share(2, {}).weights) == 1
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        assert replica_share(2, {name: 2}).weights == ()
