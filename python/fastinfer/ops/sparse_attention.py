@@ -1,9 +1,9 @@
 """Sparse attention of generated tokens: each reads only those pages of the KV cache that can matter most to it.
 
 A page is a block of the cache. :func:`store_page_bounds` keeps the least and the largest element of each channel of its
-keys, from which follows a bound of the page's logits for any query. :func:`select_pages` takes the pages with the
-largest bounds, and :func:`fastinfer.ops.paged_attention` attends to these as if they were the whole sequence. With as
-many pages as the sequence has the result is bitwise that of dense attention.
+keys, from which follows a bound of the page's logits for any query. :func:`select_pages` weighs the pages by these
+bounds and takes the heaviest, and :func:`fastinfer.ops.paged_attention` attends to these as if they were the whole
+sequence. With as many pages as the sequence has the result is bitwise that of dense attention.
 """
 
 from torch import Tensor
