@@ -202,7 +202,7 @@ def test_random_traces(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setattr(deadlines, "time", SimpleNamespace(perf_counter=lambda: clock.now))
         kind = draw(st.sampled_from([ToyModel, RoleToy, LastRowsRoleToy, StateToy, StateRoleToy]))
-        patch.setattr(engine_module, "roles_differ", lambda device: issubclass(kind, RoleToy))
+        patch.setattr(engine_module, "roles_differ", lambda device, exact: issubclass(kind, RoleToy))
         num_states = draw(st.integers(1, 12))
         patch.setattr(kv_cache_size, "_num_states", lambda config, state_bytes, memory: num_states * (state_bytes > 0))
         run_trace(draw, draw_engine(draw, folder, kind), clock)

@@ -93,6 +93,7 @@ class StageLoader(DecoderLoader):
         return Stage(
             config=config,
             dtype=self._reader.precision.dtype,
+            exact=self._reader.precision.exact,
             embedding=self.embedding() if is_first else absent,
             layers=self.layers(indices),
             norm=self.norm(),
