@@ -249,7 +249,7 @@ def test_large_batches_are_recorded_when_they_have_come_often() -> None:
     drain(engine)
     assert large(engine) == {MAX_DECODED_TOKENS - 1}
     for _ in range(MAX_DECODED_TOKENS + 5):
-        engine.add_request([1, 2], replace(PARAMS, max_tokens=OCCURRENCES + 1))
+        engine.add_request([1, 2], replace(PARAMS, max_tokens=OCCURRENCES + 2))
     drain(engine)
     assert large(engine) == {MAX_DECODED_TOKENS - 1, MAX_DECODED_TOKENS + 5}
 
