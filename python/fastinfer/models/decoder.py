@@ -133,7 +133,7 @@ class Decoder:
         inputs = None if self.per_layer_inputs is None else self.per_layer_inputs(x, batch.token_ids)
         if batch.last is None:
             return self._compute(range(len(self.layers)), x, inputs, batch, kv_cache)
-        num_storing = self.config.num_storing_layers
+        num_storing = self.num_storing_layers
         x = self._compute(range(num_storing), x, inputs, batch, kv_cache)
         if not len(batch.last.rows):
             return x[:0]
@@ -142,6 +142,11 @@ class Decoder:
             inputs = ops.embedding(inputs.flatten(1), batch.last.rows).unflatten(1, inputs.shape[1:])
         with ops.prompt_rows(NO_ROW if self.exact else batch.last.first_prompt_row):
             return self._compute(range(num_storing, len(self.layers)), x, inputs, batch.of_last_rows(), kv_cache)
+
+    @property
+    def num_storing_layers(self) -> int:
+        """Number of layers before those that store nothing, see :attr:`ModelConfig.num_storing_layers`."""
+        return self.config.num_storing_layers
 
     def _compute(self, indices: range, x: Tensor, inputs: Tensor | None, batch: Batch, kv_cache: KVCache) -> Tensor:
         """Compute consecutive layers.

@@ -161,12 +161,13 @@ class KVCache:
 
     def copy_blocks(self, pairs: list[tuple[int, int]], group: int = 0) -> None:
         """Copy blocks of a group, each pair from its first block to its second; all are read before any is written."""
-        layers = self._with_blocks
-        source, target = torch.tensor(pairs, device=layers[0].k.device).T
-        for layer in layers:
-            for tensor in layer.tensors if layer.group == group else ():
-                # As bytes, because torch cannot index float8.
-                tensor.view(torch.uint8)[target] = tensor.view(torch.uint8)[source]
+        tensors = [tensor for layer in self._with_blocks if layer.group == group for tensor in layer.tensors]
+        if not tensors:  # a stage may have none of these layers
+            return
+        source, target = torch.tensor(pairs, device=tensors[0].device).T
+        for tensor in tensors:
+            # As bytes, because torch cannot index float8.
+            tensor.view(torch.uint8)[target] = tensor.view(torch.uint8)[source]
 
     @property
     def rows(self) -> list[Tensor]:
