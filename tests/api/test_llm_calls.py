@@ -1,4 +1,4 @@
-"""What LLM does beside completing and chatting, on the default model: vectors, scores, prompt modules, salts,
+"""What LLM does beside completing and chatting, on the default model: vectors, scores, pinned prompts, salts,
 several completions, structured output, speculation."""
 
 import asyncio
@@ -166,12 +166,12 @@ def test_several_completions(llm: LLM) -> None:
         llm.stream(PROMPTS[0], params)
 
 
-def test_prompt_module(llm: LLM) -> None:
+def test_pinned_prompt(llm: LLM) -> None:
     text, question = "You know the capitals of all countries. " * 10, "The capital of France is"
-    llm.add_prompt_module("capitals", text)
+    llm.pin_prompt("capitals", text)
     ids = llm.tokenizer.encode(text) + llm.tokenizer.encode(question, add_special_tokens=False)
     prompts = [{"prompt": question}, {"prompt_token_ids": llm.tokenizer.encode(question)}]
-    by_name = llm.generate([{**prompt, "prompt_module": "capitals"} for prompt in prompts], greedy())
+    by_name = llm.generate([{**prompt, "pinned_prompt": "capitals"} for prompt in prompts], greedy())
     for output in by_name:
         assert output.prompt_token_ids == ids
         assert output.num_cached_tokens == len(llm.tokenizer.encode(text)) // 32 * 32 > 0
@@ -179,22 +179,22 @@ def test_prompt_module(llm: LLM) -> None:
     for output in [*by_name, *llm.generate({"prompt_token_ids": ids, "cache_salt": "anew"}, greedy())]:
         assert output.outputs[0].token_ids == by_name[0].outputs[0].token_ids
     with pytest.raises(RequestError, match="name must be new, got 'capitals'"):
-        llm.add_prompt_module("capitals", "Other text")
+        llm.pin_prompt("capitals", "Other text")
     assert llm.engine.stats().num_used_blocks > 0
-    llm.remove_prompt_module("capitals")
+    llm.unpin_prompt("capitals")
     assert llm.engine.stats().num_used_blocks == 0
     for wrong in ("capitals", "never added"):
-        with pytest.raises(RequestError, match="prompt module must be one of"):
-            llm.remove_prompt_module(wrong)
-        with pytest.raises(RequestError, match="prompt module must be one of"):
-            llm.generate({"prompt": question, "prompt_module": wrong})
-    for bad in ({"prompt": "a", "prompt_module": 3}, {"prompt": "a", "cache_salt": None}, {"prompt_module": "a"}):
+        with pytest.raises(RequestError, match="pinned prompt must be one of"):
+            llm.unpin_prompt(wrong)
+        with pytest.raises(RequestError, match="pinned prompt must be one of"):
+            llm.generate({"prompt": question, "pinned_prompt": wrong})
+    for bad in ({"prompt": "a", "pinned_prompt": 3}, {"prompt": "a", "cache_salt": None}, {"pinned_prompt": "a"}):
         with pytest.raises(RequestError, match="must be a string"):
             llm.generate(bad)
     with pytest.raises(RequestError, match="name must be a string, got 5"):
-        llm.add_prompt_module(5, "text")  # type: ignore[arg-type]
+        llm.pin_prompt(5, "text")  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="prompt must have at least 1 token"):
-        llm.add_prompt_module("empty", "")
+        llm.pin_prompt("empty", "")
 
 
 def test_cache_salt_separates(llm: LLM) -> None:
@@ -213,12 +213,12 @@ def test_cache_salt_separates(llm: LLM) -> None:
     llm.embed({"prompt": text, "cache_salt": "four"})
     assert cached("four") > 0
     assert cached("five") == 0
-    llm.add_prompt_module("secret", {"prompt": text, "cache_salt": "six"})
-    prompt = {"prompt": "mine.", "prompt_module": "secret"}
+    llm.pin_prompt("secret", {"prompt": text, "cache_salt": "six"})
+    prompt = {"prompt": "mine.", "pinned_prompt": "secret"}
     assert llm.generate(prompt, greedy(1))[0].num_cached_tokens > 0
-    with pytest.raises(RequestError, match="cache_salt must be the prompt_module's own, or empty, got 'seven'"):
+    with pytest.raises(RequestError, match="cache_salt must be the pinned_prompt's own, or empty, got 'seven'"):
         llm.generate({**prompt, "cache_salt": "seven"}, greedy(1))
-    llm.remove_prompt_module("secret")
+    llm.unpin_prompt("secret")
 
 
 def test_priority(model_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Requests that generate no text and end when their prompt is computed: prompt modules and embeddings."""
+"""Requests that generate no text and end when their prompt is computed: pinned prompts and embeddings."""
 
 import torch
 
@@ -9,7 +9,7 @@ from fastinfer.sampling_params import SamplingParams
 
 
 class PrefillRequest(Request):
-    """Computes a prompt and generates no text; used as it is for prompt modules.
+    """Computes a prompt and generates no text; used as it is for pinned prompts.
 
     Args:
         request_id: id by which the engine knows the request.

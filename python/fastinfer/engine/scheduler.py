@@ -178,7 +178,7 @@ class Scheduler:
 
         Args:
             sequence: sequence to end.
-            keep_blocks: whether the sequence keeps its blocks, as prompt modules do, instead of freeing them.
+            keep_blocks: whether the sequence keeps its blocks, as pinned prompts do, instead of freeing them.
         """
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)

@@ -103,7 +103,7 @@ class EngineStats:
         num_waiting_tokens: tokens of these, prompts and what was generated before a preemption.
         num_free_blocks: blocks of the KV cache without content.
         num_cached_blocks: blocks that hold a prefix but belong to no sequence.
-        num_used_blocks: blocks that belong to sequences or prompt modules.
+        num_used_blocks: blocks that belong to sequences or pinned prompts.
         num_preemptions: preemptions since the start.
         num_overtakings: sequences that were admitted before one that had no room.
         num_postponed_decodes: times that a decoding sequence got no token in a step, for lack of budget; if many,

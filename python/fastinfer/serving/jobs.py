@@ -67,11 +67,9 @@ def embedding_job(engine: Engine, prompt: PreparedPrompt, adapter: str | None = 
     return partial(engine.add_embedding_request, valid, cache_salt=prompt.cache_salt, adapter=adapter, **options)
 
 
-def prompt_module_job(
+def pinned_prompt_job(
     engine: Engine, name: str, prompt: PreparedPrompt, adapter: str | None = None, request_id: str | None = None
 ) -> QueueRequest:
-    """Check a prompt module; arguments and errors are those of :func:`generation_job`."""
+    """Check a pinned prompt; arguments and errors are those of :func:`generation_job`."""
     valid = engine.validate(prompt.token_ids, adapter=adapter)
-    return partial(
-        engine.add_prompt_module, name, valid, request_id=request_id, cache_salt=prompt.cache_salt, adapter=adapter
-    )
+    return partial(engine.pin_prompt, name, valid, request_id=request_id, cache_salt=prompt.cache_salt, adapter=adapter)

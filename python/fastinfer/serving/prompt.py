@@ -15,11 +15,11 @@ from fastinfer.tokenizers.chat_template import render
 from fastinfer.utils.checks import show
 
 # Text, or a dictionary with either "prompt": str or "prompt_token_ids": list[int]. The dictionary may also have a
-# "cache_salt": str, and a "prompt_module": the name of a prompt module that precedes the prompt.
+# "cache_salt": str, and a "pinned_prompt": the name of a pinned prompt that precedes the prompt.
 Prompt = str | Mapping[str, Any]
 
 _CONTENTS = {"prompt", "prompt_token_ids"}
-_EXTRAS = {"cache_salt", "prompt_module"}
+_EXTRAS = {"cache_salt", "pinned_prompt"}
 # Names of the renderer itself, which no variable of a template may replace, and arguments that are no variables.
 RENDERER_NAMES = frozenset(
     {
@@ -27,7 +27,7 @@ RENDERER_NAMES = frozenset(
         *("engine", "cache_salt", "continue_final_message"),
     }
 )
-_FORMS = "a string, {'prompt': string} or {'prompt_token_ids': list}, perhaps with 'cache_salt' or 'prompt_module'"
+_FORMS = "a string, {'prompt': string} or {'prompt_token_ids': list}, perhaps with 'cache_salt' or 'pinned_prompt'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class PreparedPrompt:
 
     Attributes:
         text: the text as given, ``None`` if the prompt was given as token ids.
-        token_ids: token ids of the whole prompt, including those of its prompt module.
+        token_ids: token ids of the whole prompt, including those of its pinned prompt.
         cache_salt: salt of the cached prefixes, see :meth:`fastinfer.engine.engine.Engine.add_request`.
         images: images whose tokens the prompt has; ``None`` for none.
     """
@@ -66,18 +66,18 @@ def prepare(
 ) -> PreparedPrompt:
     """Tokenise a prompt.
 
-    A prompt module and the text after it are tokenised separately and joined, so that the cached blocks of the module
-    do not depend on that text. The text after a module gets no beginning-of-text token.
+    A pinned prompt and the text after it are tokenised separately and joined, so that the cached blocks of the former
+    do not depend on that text. The text after a pinned prompt gets no beginning-of-text token.
 
     Args:
-        engine: engine whose tokenizer and prompt modules are used.
+        engine: engine whose tokenizer and pinned prompts are used.
         prompt: see :data:`Prompt`.
         cache_salt: salt of a prompt that names none itself.
         add_special_tokens: begin with the beginning-of-text token, if the model has one.
         parse_special: whether the spelling of a special token becomes that token.
 
     Raises:
-        RequestError: the prompt has none of these forms or is much too long, or there is no such prompt module.
+        RequestError: the prompt has none of these forms or is much too long, or there is no such pinned prompt.
     """
     if isinstance(prompt, str):
         prompt = {"prompt": prompt}
@@ -91,11 +91,11 @@ def prepare(
             raise RequestError(f"{name} must be a string, got {show(prompt[name])}")
     cache_salt = prompt["cache_salt"]
     before: list[int] = []
-    if "prompt_module" in prompt:
-        module = engine.prompt_module(prompt["prompt_module"])
-        if cache_salt not in ("", module.cache_salt):
-            raise RequestError(f"cache_salt must be the prompt_module's own, or empty, got {show(cache_salt)}")
-        cache_salt, before, add_special_tokens = module.cache_salt, module.token_ids, False
+    if "pinned_prompt" in prompt:
+        pinned = engine.pinned_prompt(prompt["pinned_prompt"])
+        if cache_salt not in ("", pinned.cache_salt):
+            raise RequestError(f"cache_salt must be the pinned_prompt's own, or empty, got {show(cache_salt)}")
+        cache_salt, before, add_special_tokens = pinned.cache_salt, pinned.token_ids, False
     if "prompt_token_ids" in prompt:
         token_ids = prompt["prompt_token_ids"]
         if not isinstance(token_ids, list):
