@@ -2,12 +2,14 @@
 several completions, structured output, speculation."""
 
 import asyncio
+import dataclasses
 import gc
 import json
 import math
 import re
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,9 @@ from fastinfer import (
     AsyncEngine,
     BeamSearchParams,
     PrefillOutput,
+    PromptModule,
+    PromptParameter,
+    PromptSchema,
     RequestError,
     SamplingParams,
     StructuredOutputsParams,
@@ -195,6 +200,30 @@ def test_pinned_prompt(llm: LLM) -> None:
         llm.pin_prompt(5, "text")  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="prompt must have at least 1 token"):
         llm.pin_prompt("empty", "")
+
+
+def test_prompt_modules(llm: LLM) -> None:
+    """Two modules, of which the second is computed by itself, and a parameter of full length."""
+    parts = ["Every country has a capital, and you know it. " * 12, " France", " You answer with one word. " * 12]
+    question = "The capital of France is"
+    encode = partial(llm.tokenizer.encode, add_special_tokens=False)
+    place = PromptParameter("country", len(encode(parts[1])))
+    schema = PromptSchema((PromptModule("capitals", parts[0]), place, PromptModule("answer", parts[2])))
+    prompt = partial(schema.prompt, question, parameters={"country": parts[1]})
+    first, second = (llm.generate(prompt(), greedy())[0] for _ in range(2))
+    ids = llm.tokenizer.encode(parts[0]) + [token for part in (*parts[1:], question) for token in encode(part)]
+    assert first.prompt_token_ids == second.prompt_token_ids == ids
+    assert (first.prompt, first.num_cached_tokens) == (question, 0)
+    assert second.num_cached_tokens > len(ids) - 96
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+    assert llm.generate(prompt(cache_salt="other"), greedy())[0].num_cached_tokens == 0
+    whole = dataclasses.replace(schema, recomputed_blocks=1000).prompt(question, parameters={"country": parts[1]})
+    outputs = llm.generate([whole, {"prompt_token_ids": ids}], greedy())
+    assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
+    assert "".join(llm.stream(prompt(), greedy())) == first.outputs[0].text
+    for call in (llm.embed, llm.score, lambda each: llm.beam_search(each, BeamSearchParams(2, 1))):
+        with pytest.raises(RequestError, match="need prompts without modules, got one with modules"):
+            call(prompt())
 
 
 def test_cache_salt_separates(llm: LLM) -> None:

@@ -26,6 +26,7 @@ from fastinfer.engine.construction import (
     make_offloading,
     make_sampler,
     make_speculator,
+    modules_obstacle,
 )
 from fastinfer.engine.generation_request import GenerationRequest
 from fastinfer.engine.grammar import Grammar, GrammarCompiler
@@ -34,6 +35,7 @@ from fastinfer.engine.pinned_prompts import PinnedPrompt, PinnedPrompts
 from fastinfer.engine.pipelined_step import PipelinedStep
 from fastinfer.engine.prefill_request import EmbeddingRequest, PrefillRequest
 from fastinfer.engine.prompt_images import PromptImages
+from fastinfer.engine.prompt_layout import PromptLayout
 from fastinfer.engine.request import Output, Request
 from fastinfer.engine.request_table import RequestTable
 from fastinfer.engine.request_validator import RequestValidator, ValidPrompt
@@ -184,7 +186,9 @@ class Engine:
         )
         self.on_step: Callable[[StepStats], None] | None = None
         self._totals = StepTotals()
-        self._validator = RequestValidator(config, self.max_model_len, self.vocab_size, self.adapters)
+        self._validator = RequestValidator(
+            config, self.max_model_len, self.vocab_size, self.adapters, modules_obstacle(config, models)
+        )
         parts: dict[str, Any] = {
             "sampler": self.sampler,
             "scheduler": self.scheduler,
@@ -224,6 +228,7 @@ class Engine:
         *,
         generates: bool = True,
         images: PromptImages | None = None,
+        layout: PromptLayout | None = None,
     ) -> ValidPrompt:
         """Check a request without queueing it.
 
@@ -233,6 +238,7 @@ class Engine:
             adapter: name of a LoRA adapter.
             generates: whether there must be room for at least one generated token.
             images: images of the prompt, whose tokens it has; ``None`` for none.
+            layout: layout of a prompt with modules, whose tokens are given by slot; ``None`` for one without.
 
         Returns:
             The prompt in a form that the methods that queue a request accept without checking it again.
@@ -244,8 +250,10 @@ class Engine:
             self._validator.check_sampling_params(params)
         if images is not None:
             self._validator.check_images(images, params)
+        if layout is not None:
+            self._validator.check_modules(params)
         truncated = self._validator.truncate(prompt_token_ids, params)
-        prompt = self._validator.check_prompt(truncated, generates=generates, images=images)
+        prompt = self._validator.check_prompt(truncated, generates=generates, images=images, layout=layout)
         self._validator.check_adapter(adapter)
         return prompt
 
@@ -299,7 +307,7 @@ class Engine:
             self._new_id(request_id, len(token_ids)),
             token_ids,
             params,
-            self._validator.sequence_options(priority, cache_salt, adapter, valid.images),
+            self._validator.sequence_options(priority, cache_salt, adapter, valid),
             prompt=prompt,
             tokenizer=self.tokenizer,
             max_model_len=self.max_model_len,
@@ -404,8 +412,9 @@ class Engine:
             RequestError: same as for :meth:`add_request`; also if the name is in use, if prefix caching is off, or if
                 the cache could no longer hold a sequence of the maximum length beside the prompt.
         """
-        token_ids = self._validator.check_prompt(prompt_token_ids).token_ids
-        options = self._validator.sequence_options(0, cache_salt, adapter)
+        valid = self._validator.check_prompt(prompt_token_ids)
+        token_ids = valid.token_ids
+        options = self._validator.sequence_options(0, cache_salt, adapter, valid)
         request = PrefillRequest(self._new_id(request_id, len(token_ids)), token_ids, options)
         self.pinned_prompts.add(name, PinnedPrompt(request.sequences[0], options))
         return self.requests.add(request)

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fastinfer.engine.block_manager import BlockManager
+from fastinfer.engine.prompt_layout import PromptLayout
 from fastinfer.engine.sequence import Sequence, SequenceOptions
 from fastinfer.errors import RequestError
 from fastinfer.utils.checks import check_text
@@ -27,8 +28,13 @@ class PinnedPrompt:
         return self.options["cache_salt"]
 
     @property
+    def layout(self) -> PromptLayout | None:
+        """Layout of a prompt with modules; ``None`` for one without."""
+        return self.options["layout"]
+
+    @property
     def token_ids(self) -> list[int]:
-        """The prompt's tokens, as a new list."""
+        """The prompt's tokens by slot, as a new list."""
         return list(self.sequence.token_ids)
 
 

@@ -46,12 +46,12 @@ class PrefillRequest(Request):
             self.finish_reason, self._stop_reason = reason, stop_reason
 
     def failure(self, message: str) -> PrefillOutput:
-        return PrefillOutput(self.request_id, list(self.sequences[0].token_ids), "error", message)
+        return PrefillOutput(self.request_id, self.sequences[0].prompt_as_read, "error", message)
 
     def output(self) -> PrefillOutput | None:
         if self.finish_reason is None:
             return None
-        prompt = list(self.sequences[0].token_ids)
+        prompt = self.sequences[0].prompt_as_read
         return PrefillOutput(self.request_id, prompt, self.finish_reason, self._stop_reason, self._embedding())
 
     def _embedding(self) -> list[float] | None:

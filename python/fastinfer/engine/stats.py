@@ -33,16 +33,16 @@ class StepWork:
         """Count the work of a step that computes these chunks."""
         num_seqs = num_tokens = num_prompt_tokens = num_decodes = decode_context = prompt_context = 0
         for chunk in chunks:
-            count, start = chunk.num_tokens + len(chunk.drafts), chunk.start
+            count, seen = chunk.num_tokens + len(chunk.drafts), chunk.num_seen
             num_seqs += 1
             num_tokens += count
             if chunk.is_prompt:
-                num_prompt_tokens += min(chunk.sequence.num_prompt_tokens - start, chunk.num_tokens)
+                num_prompt_tokens += min(chunk.sequence.num_prompt_tokens - chunk.start, chunk.num_tokens)
             if count == 1:
                 num_decodes += 1
-                decode_context += start + 1
+                decode_context += seen + 1
             else:
-                prompt_context += count * start + count * (count + 1) // 2
+                prompt_context += count * seen + count * (count + 1) // 2
         return cls(num_seqs, num_tokens, num_prompt_tokens, num_decodes, decode_context, prompt_context)
 
 
