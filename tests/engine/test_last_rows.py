@@ -88,7 +88,7 @@ ADD: dict[str, tuple[Callable[[Engine], str], list[list[int]]]] = {
         lambda engine: engine.add_embedding_request(list(range(40)), pooling="last"),
         [[32, 32], [8, 8, 1, 1]],
     ),
-    "a module": (lambda engine: engine.add_prompt_module("module", list(range(40))), [[32, 32], [8, 8]]),
+    "a pinned prompt": (lambda engine: engine.pin_prompt("module", list(range(40))), [[32, 32], [8, 8]]),
 }
 
 

@@ -151,7 +151,7 @@ def chat(engine: Engine, turns: int = 4) -> Iterator[tuple[list[int], Any]]:
 
 
 def test_a_deterministic_engine_computes_answers_again_when_they_become_prompts() -> None:
-    """It finds what was a prompt before, and its own prompt module, but no block with generated tokens."""
+    """It finds what was a prompt before, and its own pinned prompt, but no block with generated tokens."""
     engine = role_engine(deterministic=True)
     end_of_last_prompt = 0
     for text, output in chat(engine):
