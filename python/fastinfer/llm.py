@@ -38,7 +38,7 @@ from fastinfer.parallel.layer_split import stages_of
 from fastinfer.parallel.ranks import Ranks
 from fastinfer.parallel.support import check_divisible
 from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from fastinfer.serving.jobs import QueueRequest, beam_search_job, embedding_job, generation_job, prompt_module_job
+from fastinfer.serving.jobs import QueueRequest, beam_search_job, embedding_job, generation_job, pinned_prompt_job
 from fastinfer.serving.prompt import PreparedPrompt, Prompt, prepare, prepare_chat
 from fastinfer.serving.sampling_defaults import sampling_defaults
 from fastinfer.serving.scoring import SCORE_PARAMS, Scorable, prepare_score, score_of
@@ -258,7 +258,7 @@ class LLM:
         Args:
             prompts: one prompt or a list; each is text, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``. A
                 dictionary may also have a ``"cache_salt"`` (only prompts with the same salt share cached prefixes) or a
-                ``"prompt_module"`` (name of a text that precedes the prompt, see :meth:`add_prompt_module`).
+                ``"pinned_prompt"`` (name of a text that precedes the prompt, see :meth:`pin_prompt`).
             params: one object for all prompts, or one per prompt; :attr:`default_params` by default.
             priority: one number for all prompts, or one per prompt; smaller numbers are served first.
             adapter: name of a LoRA adapter (:meth:`load_adapter`), one for all prompts or one per prompt.
@@ -418,36 +418,36 @@ class LLM:
             starts.append(start)
         return [score_of(output, start) for output, start in zip(self._shared.complete(jobs), starts, strict=True)]
 
-    def add_prompt_module(self, name: str, prompt: Prompt, *, adapter: str | None = None) -> None:
-        """Compute a text, such as a system prompt, and keep it in the cache until :meth:`remove_prompt_module`.
+    def pin_prompt(self, name: str, prompt: Prompt, *, adapter: str | None = None) -> None:
+        """Compute a text, such as a system prompt, and keep it in the cache until :meth:`unpin_prompt`.
 
-        Prompts that begin with it (``{"prompt": text, "prompt_module": name}``) reuse its whole cache blocks and
-        inherit its ``cache_salt``. The module and the text that follows it are tokenised separately.
+        Prompts that begin with it (``{"prompt": text, "pinned_prompt": name}``) reuse its whole cache blocks and
+        inherit its ``cache_salt``. The pinned prompt and the text that follows it are tokenised separately.
 
         Args:
-            name: name of the module.
+            name: name of the pinned prompt.
             prompt: the text, as for :meth:`generate`.
-            adapter: LoRA adapter of the prompts that will name the module; prompts with another adapter cannot reuse
-                its blocks and compute its text themselves.
+            adapter: LoRA adapter of the prompts that will name it; prompts with another adapter cannot reuse its blocks
+                and compute its text themselves.
 
         Raises:
             RequestError: the text cannot be served, the name is taken, prefix caching is off, or the cache has no room.
             RuntimeError: the computation failed.
         """
         check_text("name", name)
-        job: Job[PrefillOutput] = self._job(prompt_module_job, name, prepare(self.engine, prompt), adapter=adapter)
+        job: Job[PrefillOutput] = self._job(pinned_prompt_job, name, prepare(self.engine, prompt), adapter=adapter)
         [output] = self._shared.complete([job])
         if output.finish_reason == "error":
             raise RuntimeError(f"the request failed: {output.stop_reason}")
 
-    def remove_prompt_module(self, name: str) -> None:
-        """Release a prompt module; prompts can no longer name it.
+    def unpin_prompt(self, name: str) -> None:
+        """Release a pinned prompt; prompts can no longer name it.
 
         Raises:
-            RequestError: there is no module of this name.
+            RequestError: there is no pinned prompt of this name.
         """
         with self._shared.lock:
-            self.engine.remove_prompt_module(name)
+            self.engine.unpin_prompt(name)
 
     def load_adapter(self, name: str, path: str | Path) -> None:
         """Load a LoRA adapter from a folder saved by PEFT. Prompts select it by name; ``max_loras`` must be at least 1.
@@ -479,7 +479,7 @@ class LLM:
         """Forget a LoRA adapter.
 
         Raises:
-            RequestError: there is no adapter of this name, or an unfinished request or a prompt module uses it.
+            RequestError: there is no adapter of this name, or an unfinished request or a pinned prompt uses it.
         """
         with self._shared.lock:
             self.engine.unload_adapter(name)
@@ -489,7 +489,7 @@ class LLM:
 
         The KV cache is freed, with all cached prefixes. Level 1 also moves the weights from a GPU to the host's memory;
         on a CPU they stay where they are. Level 2 drops the weights, which :meth:`wake_up` loads again from their
-        files. LoRA adapters and prompt modules are still there afterwards; modules are computed again.
+        files. LoRA adapters and pinned prompts are still there afterwards; the prompts are computed again.
 
         Args:
             level: 1 or 2.
@@ -504,14 +504,14 @@ class LLM:
     def wake_up(self) -> None:
         """Get back what :meth:`sleep` has freed; does nothing if nothing has been.
 
-        If it raises an error, it may be called again. Only if prompt modules could not be computed, everything else is
-        back, and these modules are lost.
+        If it raises an error, it may be called again. Only if pinned prompts could not be computed, everything else is
+        back, and these prompts are lost.
 
         Raises:
             OutOfMemoryError: the device has too little memory now.
             RequestError: the files now hold another model.
             FastinferError: the files cannot be read any more.
-            RuntimeError: prompt modules could not be computed.
+            RuntimeError: pinned prompts could not be computed.
         """
         with self._shared.lock:
             self.engine.wake_up()

@@ -247,3 +247,21 @@ def check_draft_model(config: EngineConfig, sizes: ModelConfig, draft: ModelConf
             f"the draft model must have the vocabulary of {sizes.vocab_size} tokens and a context of at least "
             f"{max_model_len}, got {draft.vocab_size} and {draft.max_position}"
         )
+
+
+def modules_obstacle(config: EngineConfig, models: List[ModelConfig]) -> str:
+    """Return what an engine would need for prompts with modules; empty if it takes them.
+
+    Args:
+        config: configuration of the engine.
+        models: configuration of the model, and of the draft model if there is one.
+    """
+    if not config.enable_prefix_caching:
+        return "enable_prefix_caching=True, got False"
+    if len(models) > 1:
+        return "an engine without a draft model"
+    [model] = models
+    layers = range(model.num_layers)
+    if any(model.has_state(layer) or model.window(layer) for layer in layers):
+        return "a model whose layers all attend to the whole text, got one with attention windows or states"
+    return ""
