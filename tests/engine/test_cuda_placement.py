@@ -52,7 +52,8 @@ def generate(sizes: ModelConfig, places: str) -> dict[str, Any]:
     ids=["gpu-gpu", "gpu-cpu", "experts", "cpu-gpu"],
 )
 def test_texts_are_those_of_the_gpu_alone(device: str, sizes: ModelConfig, places: str) -> None:
-    """A CPU rounds in other places; two places on a GPU give the same bits."""
+    """Two places on a GPU give the same bits. A CPU rounds in other places, and the inputs of its products to 8 bits: by
+    0.4 at most here, where logits of random models are some tens."""
     found, expected = generate(sizes, places), generate(sizes, "cuda:0")
     for name, ours in found.items():
         pairs = zip(ours.logprobs, expected[name].logprobs, strict=True)
@@ -60,5 +61,5 @@ def test_texts_are_those_of_the_gpu_alone(device: str, sizes: ModelConfig, place
             assert ours.logprobs == expected[name].logprobs
         for own, other in list(pairs)[:1]:  # of the same prompt; the drawn tokens may differ
             common = own.keys() & other.keys()
-            assert len(common) >= 2
-            assert all(abs(own[token].logprob - other[token].logprob) < 0.3 for token in common)
+            assert len(common) >= 3
+            assert all(abs(own[token].logprob - other[token].logprob) < 0.6 for token in common)
