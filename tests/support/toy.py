@@ -100,6 +100,7 @@ class ToyModel:
 
     draft_tokens: Tensor | None = None
     dtype = torch.float32
+    exact = False
 
     def __init__(self, windows: tuple[int, ...] = (0,) * NUM_LAYERS) -> None:
         self.windows = windows
