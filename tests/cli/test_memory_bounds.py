@@ -23,8 +23,10 @@ from fastinfer.cli.memory_bounds import (
     Weights,
     attended_positions,
     describe,
+    dtype_name,
     head_layouts,
     kv_cache_bytes,
+    module_token_bytes,
     page_bounds_bytes,
 )
 from fastinfer.engine.config import EngineConfig
@@ -174,6 +176,7 @@ def test_attended_positions(tokens: int, tmp_path: Path) -> None:
     save_model(tmp_path, "gemma3")
     config = open_checkpoint(tmp_path).config
     assert {config.window(index) for index in range(7)} == {0, 16}
+    assert module_token_bytes(config, KV_DTYPES) == {}
     expected = sum(
         min(position, config.window(index) or position) for index in range(7) for position in range(1, tokens + 1)
     )
@@ -193,6 +196,7 @@ def test_kv_cache_bytes_are_those_of_a_real_cache(
         real = sum(tensor.nbytes for cache in tensors for tensor in cache.tensors)
         expected = kv_cache_bytes(config, config.num_kv_heads, dtype, context, batch)
         assert expected + with_bounds * page_bounds_bytes(config, context, batch) == real
+    assert module_token_bytes(config, [dtype]) == {dtype_name(dtype): expected // (num_blocks * block_size)}
 
 
 @pytest.mark.parametrize(
@@ -313,6 +317,7 @@ def test_command(machine: Callable[[int], None], capsys: pytest.CaptureFixture[s
         "8.00 GiB, 139.1 MiB of it available",
         "4 of 512 tokens",
         "GQA 45.0 MiB (this model)",
+        "22.0 MiB for each 1,000 tokens of prompt modules",
         "lower bounds",
         "float16 (default)",
     ):

@@ -9,7 +9,7 @@ https://doi.org/10.1145/1498765.1498785).
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fastinfer import _C, hub
 from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.construction import modules_obstacle
 from fastinfer.engine.kv_cache_size import available_memory
 from fastinfer.engine.placement import common_dtype, place_model, weight_bytes_by_device
 from fastinfer.models import open_checkpoint
@@ -275,6 +276,15 @@ def page_bounds_bytes(config: ModelConfig, context: int, batch: int) -> int:
     return num_blocks * sum(bounds_bytes(config.kv_shape(layer)) for layer in layers)
 
 
+def module_token_bytes(config: ModelConfig, dtypes: Sequence[torch.dtype]) -> dict[str, int]:
+    """Return the size of the keys and values of one token of a prompt module; empty if the model takes no modules."""
+    if modules_obstacle(EngineConfig(), [config]):
+        return {}
+    block_size = EngineConfig().block_size
+    sizes = {dtype: kv_cache_bytes(config, config.num_kv_heads, dtype, block_size, 1) for dtype in dtypes}
+    return {dtype_name(dtype): size // block_size for dtype, size in sizes.items()}
+
+
 def all_state_bytes(config: ModelConfig) -> int:
     """Return the size of a sequence's states in all layers that have one."""
     sizes = config.states
@@ -380,6 +390,7 @@ def describe(
         "weights_bytes": weights.memory_bytes,
         "kv_cache_bytes": kv_bytes,
         "page_bounds_bytes": page_bounds_bytes(config, context, batch),
+        "module_token_bytes": module_token_bytes(config, kv_dtypes),
         "total_bytes": {name: weights.memory_bytes + size for name, size in kv_bytes[own].items()},
         "memory_bytes": machine_facts()["cpu"]["memory"],
         "available_bytes": available_memory("cpu"),

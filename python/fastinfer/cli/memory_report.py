@@ -38,6 +38,9 @@ def report(found: dict[str, Any]) -> str:
     }
     if found["page_bounds_bytes"]:
         lines["bounds"] = f"{_size(found['page_bounds_bytes'])} more in the cache with --sparse-attention"
+    if module_bytes := found["module_token_bytes"].get(default):
+        thousand = _size(1000 * module_bytes)
+        lines["modules"] = f"{thousand} for each 1,000 tokens of prompt modules, once for all prompts that have them"
     text = "\n".join(f"{name:<10} {value}" for name, value in lines.items())
     if found["devices"]:
         text += f"\n\n{_devices(found['devices'])}"
