@@ -66,7 +66,7 @@ class RankTask:
             model,
             self.size,
             with_adapters=self.config.max_loras > 0,
-            separates_roles=roles_differ("cpu"),
+            separates_roles=roles_differ("cpu", model.exact),
             group=group,
         )
 
@@ -89,7 +89,7 @@ class StageTask(RankTask):
 
     def load_worker(self, group: Group) -> Worker:
         stage = self.load_model(open_checkpoint(self.path, Precision.of(self.dtype).exact), group)
-        return StageWorker(self.config, stage, self.size, separates_roles=roles_differ("cpu"), group=group)
+        return StageWorker(self.config, stage, self.size, separates_roles=roles_differ("cpu", stage.exact), group=group)
 
 
 def start_ranks(task: RankTask) -> Ranks:
