@@ -206,6 +206,25 @@ def plot_prompt_modules(path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def plot_distillation(path: Path) -> None:
+    runs = {file.stem: load(f"distillation/{file.name}") for file in sorted((RESULTS / "distillation").glob("*.json"))}
+    figure, (gap, accepted) = make_figure(2, next(iter(runs.values())), "python examples/distill.py OUT --loss NAME")
+    for name, results in runs.items():
+        minutes = [point["seconds"] / 60 for point in results["points"]]
+        gap.plot(minutes, [100 * point["gap_closed"] for point in results["points"]], "o-", label=name)
+        accepted.plot(
+            minutes, [100 * point["judgement"]["acceptance"] for point in results["points"]], "o-", label=name
+        )
+    gap.set_ylabel("loss gap to the teacher closed, %")
+    accepted.set_ylabel("accepted as a draft, %")
+    for axes in (gap, accepted):
+        axes.set_xlabel("minutes since the start, loading included")
+        axes.set_ylim(bottom=0)
+        axes.legend(title="loss", frameon=False)
+    figure.suptitle("SmolLM2 135M cut from 30 to 20 layers, on unseen text")
+    figure.savefig(path, dpi=120)
+
+
 def make_figure(panels: int, results: Results, command: str, height: float = 3.8) -> tuple[Any, Any]:
     """Make a figure with panels side by side, and the machine and command of its measurement at the bottom."""
     from matplotlib.figure import Figure
@@ -237,6 +256,7 @@ PLOTS: dict[str, Callable[[Path], None]] = {
     "quantization": plot_quantization,
     "sparse-attention": plot_sparse_attention,
     "prompt-modules": plot_prompt_modules,
+    "distillation": plot_distillation,
 }
 
 
