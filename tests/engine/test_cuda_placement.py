@@ -52,8 +52,10 @@ def generate(sizes: ModelConfig, places: str) -> dict[str, Any]:
     ids=["gpu-gpu", "gpu-cpu", "experts", "cpu-gpu"],
 )
 def test_texts_are_those_of_the_gpu_alone(device: str, sizes: ModelConfig, places: str) -> None:
-    """Two places on a GPU give the same bits. A CPU rounds in other places, and the inputs of its products to 8 bits: by
-    0.4 at most here, where logits of random models are some tens."""
+    """Two places on a GPU give the same bits. A CPU rounds in other places, and the inputs of its products to 8 bits.
+
+    Here that made a difference of 0.4 at most.
+    """
     found, expected = generate(sizes, places), generate(sizes, "cuda:0")
     for name, ours in found.items():
         pairs = zip(ours.logprobs, expected[name].logprobs, strict=True)
