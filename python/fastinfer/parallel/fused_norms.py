@@ -38,7 +38,7 @@ def with_fused_norms(model: Decoder) -> Decoder:
     return replace(model, layers=tuple(layers))
 
 
-def _joined(output: Output | None, norm: Norm) -> tuple[Any, Norm]:
+def _joined(output: Output | None, norm: Norm) -> tuple[Any, Any]:
     """Join a sum and the norm of its result; returns both as they are if one of them is something else."""
     if type(norm) is not RMSNorm:
         return output, norm

@@ -47,8 +47,9 @@ class LayerCosts:
 
         Either arithmetic has no pause, or the exchanges have none, or a half waits for its own results alone.
         """
-        halves = [(self.compute(tokens), self.exchanges(tokens)) for tokens in (first, second)]
-        return max(*(sum(times) for times in zip(*halves, strict=True)), *map(sum, halves))
+        sizes = first, second
+        alone = max(self.compute(tokens) + self.exchanges(tokens) for tokens in sizes)
+        return max(sum(map(self.compute, sizes)), sum(map(self.exchanges, sizes)), alone)
 
 
 def split(lengths: Sequence[int], device: str, costs: LayerCosts) -> int | None:

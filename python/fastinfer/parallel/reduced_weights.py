@@ -29,9 +29,9 @@ class ReducedOutput(Weight):
         return self.local.out_features
 
     def linear(self, x: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
-        residual = options.pop("residual", None)
-        part = self.local.linear(x, residual=self.reduction.own_residual(residual), **options)
-        return self.reduction(part, residual)
+        residual = options.get("residual")
+        options["residual"] = self.reduction.own_residual(residual)
+        return self.reduction(self.local.linear(x, **options), residual)
 
     def rows(self, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
         raise ValueError("the rows of a projection that ranks share cannot be looked up")
