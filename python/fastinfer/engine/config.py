@@ -7,6 +7,7 @@ from os import PathLike
 import torch
 
 from fastinfer.errors import RequestError
+from fastinfer.parallel.division import LAYOUTS, Layout
 from fastinfer.parallel.group import MAX_RANKS
 from fastinfer.utils.checks import INT32_MAX, INT64_MAX, check_bool, check_float, check_int, check_path, show
 from fastinfer.utils.device_name import is_device_name
@@ -119,6 +120,9 @@ class EngineConfig:
         enforce_eager: whether all steps run operator by operator instead of replaying recorded graphs.
         tensor_parallel_size: number of processes that compute the model together, each with a part of every weight. On
             a CPU alone, without stores of blocks beyond the KV cache.
+        tensor_parallel_layout: ``"gather"`` for results that are bitwise those of one process. With ``"reduce"`` the
+            processes exchange half as often and add parts of sums, so that results differ by rounding, but are the same
+            in every run and in every batch; without LoRA adapters.
         pipeline_parallel_size: number of processes that compute the model together, each some of its layers. On a CPU
             alone, without LoRA adapters, speculation and stores, and not together with ``tensor_parallel_size``.
     """
@@ -154,6 +158,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
+    tensor_parallel_layout: Layout = "gather"
     pipeline_parallel_size: int = 1
 
     def __post_init__(self) -> None:
@@ -201,6 +206,12 @@ class EngineConfig:
                 raise RequestError(f"device must be that of the first place, got {self.device} and {self.places[0]}")
             self._check_supported(PLACED, "a model on several devices")
         self._check_ranks("tensor_parallel_size", DIVIDED)
+        if self.tensor_parallel_layout not in LAYOUTS:
+            raise RequestError(
+                f"tensor_parallel_layout must be one of {LAYOUTS}, got {show(self.tensor_parallel_layout)}"
+            )
+        if self.tensor_parallel_layout == "reduce" and self.max_loras:
+            raise RequestError(f"max_loras must be 0 with tensor_parallel_layout='reduce', got {self.max_loras}")
         self._check_ranks("pipeline_parallel_size", STAGED)
 
     def _check_ranks(self, size_name: str, supported: Mapping[str, tuple[object, ...]]) -> None:

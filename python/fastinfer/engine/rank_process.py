@@ -55,7 +55,8 @@ class RankTask:
         config, slots = self.config, None
         if config.max_loras:
             slots = SlotSizes(config.max_loras, config.max_lora_rank, config.lora_dtype)
-        return load_shard(checkpoint, self.dtype, self.size.max_model_len, group, slots)
+        max_model_len, layout = self.size.max_model_len, config.tensor_parallel_layout
+        return load_shard(checkpoint, self.dtype, max_model_len, group, slots, layout)
 
     def load_worker(self, group: Group) -> Worker:
         """Load a rank's part of the model, and allocate its part of the KV cache."""
