@@ -138,3 +138,13 @@ def test_distill(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     train, unseen = ((tmp_path / name).read_text() for name in ("train.txt", "unseen.txt"))
     assert len(train) > 10 * len(unseen) > 100_000
     assert not set(train.split("\n\n")) & set(unseen.split("\n\n"))
+
+
+def test_prompt_modules(model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example("prompt_modules").main(["--model", str(model_path)])
+    counts = re.findall(r"(\d+) of (\d+) tokens cached", capsys.readouterr().out)
+    cached = [int(count) for count, _ in counts]
+    assert len(counts) == 8
+    assert cached[0] == 0
+    assert cached[4] > 100, "what the other season's prompts have, too"
+    assert all(int(count) > 0.75 * int(total) for index, (count, total) in enumerate(counts) if index % 4)

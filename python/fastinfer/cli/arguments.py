@@ -13,6 +13,7 @@ from fastinfer.cli.options import (
     add_threads_option,
     count,
     counts,
+    device,
     integer,
     names,
     rate,
@@ -89,6 +90,9 @@ def add_info(parser: argparse.ArgumentParser) -> None:
         "--context", type=count(1), metavar="N", help="with --memory: tokens; default: the model's limit"
     )
     parser.add_argument("--batch", type=count(1), default=1, metavar="B", help="with --memory: sequences; default: 1")
+    parser.add_argument(
+        "--device", type=device, metavar="LIST", help="with --memory: devices like cuda:0=24,cuda:1=8 or cuda+cpu"
+    )
     parser.add_argument("--group", type=count(32), metavar="N", help="with --plan: inputs that share a scale")
     parser.add_argument(
         "--arch", type=count(80), metavar="N", help="with --plan: 80, 86, 89 or 90; default: this GPU, or 90"
