@@ -182,7 +182,6 @@ def plot_sparse_attention(path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-<<<<<<< HEAD
 def plot_distillation(path: Path) -> None:
     runs = {file.stem: load(f"distillation/{file.name}") for file in sorted((RESULTS / "distillation").glob("*.json"))}
     figure, (gap, accepted) = make_figure(2, next(iter(runs.values())), "python examples/distill.py OUT --loss NAME")
@@ -199,7 +198,9 @@ def plot_distillation(path: Path) -> None:
         axes.set_ylim(bottom=0)
         axes.legend(title="loss", frameon=False)
     figure.suptitle("SmolLM2 135M cut from 30 to 20 layers, on unseen text")
-=======
+    figure.savefig(path, dpi=120)
+
+
 def plot_prompt_modules(path: Path) -> None:
     results = load("prompt_modules.json")
     figure, (quality, speed) = make_figure(2, results, "python bench/bench_prompt_modules.py")
@@ -221,7 +222,6 @@ def plot_prompt_modules(path: Path) -> None:
     for axes in (quality, speed):
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False)
->>>>>>> main
     figure.savefig(path, dpi=120)
 
 
@@ -255,11 +255,8 @@ PLOTS: dict[str, Callable[[Path], None]] = {
     "ablation": plot_ablation,
     "quantization": plot_quantization,
     "sparse-attention": plot_sparse_attention,
-<<<<<<< HEAD
     "distillation": plot_distillation,
-=======
     "prompt-modules": plot_prompt_modules,
->>>>>>> main
 }
 
 
