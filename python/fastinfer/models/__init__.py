@@ -1,6 +1,6 @@
 """Models: a decoder whose sizes come from the checkpoint, and the loaders that build it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from fastinfer.formats.gguf_shards import open_gguf
 from fastinfer.models.batch import Batch
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig, Precision
+from fastinfer.models.decoder import Tap
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
 from fastinfer.models.hf_checkpoint import HFCheckpoint
 from fastinfer.models.kv_cache import KVCache
@@ -64,6 +65,10 @@ class Model(Protocol):
 
     def with_adapters(self, slots: AdapterSlots) -> "Model":
         """Return a model with the same weights that applies adapters from these slots, by a batch's ``adapter_ids``."""
+        ...
+
+    def with_taps(self, taps: Mapping[int, Tap]) -> "Model":
+        """Return a model with the same weights that passes the outputs of layers on, see :class:`Decoder`."""
         ...
 
     def normalize(self, hidden: Tensor) -> Tensor:
