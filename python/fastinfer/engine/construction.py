@@ -15,6 +15,7 @@ from fastinfer.engine.block_store import HostBlockStore
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.disk_block_store import DiskBlockStore
 from fastinfer.engine.draft_model import DraftModelSpeculator
+from fastinfer.engine.head_speculator import HeadSpeculator
 from fastinfer.engine.kv_cache_size import KVCacheSize, choose_kv_cache_size
 from fastinfer.engine.kv_offloading import KVOffloading
 from fastinfer.engine.sampler import Sampler
@@ -24,7 +25,7 @@ from fastinfer.engine.worker import Worker
 from fastinfer.errors import RequestError
 from fastinfer.models import Model
 from fastinfer.models.config import ModelConfig
-from fastinfer.models.kv_cache import QUANTIZED_DTYPES, KVCache, token_bytes
+from fastinfer.models.kv_cache import QUANTIZED_DTYPES, KVCache, feature_dtype, token_bytes
 from fastinfer.models.sparse_attention import DENSE_LAYERS, bounds_bytes, has_bounds
 from fastinfer.models.state_cache import state_bytes
 from fastinfer.tokenizers.tokenizer import Tokenizer
@@ -68,6 +69,8 @@ def kv_cache_size(
             size = token_bytes(model.kv_shape(layer), config.kv_cache_dtype)
             if model is models[0] and config.sparse_attention is not None and has_bounds(model, layer):
                 size += -(-bounds_bytes(model.kv_shape(layer)) // config.block_size)
+            if model.has_features:
+                size += model.hidden_size * feature_dtype(config.kv_cache_dtype).itemsize
             groups[window if window < (config.max_model_len or limit) else 0] += size
     sizes = models[0].states
     states = 0 if sizes is None else sum(models[0].state_layers) * state_bytes(sizes)
@@ -230,7 +233,8 @@ def make_speculator(
     """
     limit = config.num_speculative_tokens
     if draft_worker is not None and draft_sampler is not None:
-        return DraftModelSpeculator(draft_worker, draft_sampler, limit, config.max_num_batched_tokens)
+        kind = HeadSpeculator if draft_worker.model.config.has_features else DraftModelSpeculator
+        return kind(draft_worker, draft_sampler, limit, config.max_num_batched_tokens)
     return NgramSpeculator(limit) if limit else None
 
 
@@ -248,6 +252,12 @@ def check_draft_model(config: EngineConfig, sizes: ModelConfig, draft: ModelConf
     """
     if not config.num_speculative_tokens:
         raise RequestError("a draft model needs num_speculative_tokens of at least 1, got 0")
+    if draft.has_features and config.num_ranks > 1:
+        raise RequestError(f"a draft head needs a model in one process, got {config.num_ranks} processes")
+    if draft.has_features and draft.hidden_size != sizes.hidden_size:
+        raise RequestError(
+            f"the draft head must have the model's hidden size of {sizes.hidden_size}, got {draft.hidden_size}"
+        )
     if draft.vocab_size != sizes.vocab_size or draft.max_position < max_model_len:
         raise RequestError(
             f"the draft model must have the vocabulary of {sizes.vocab_size} tokens and a context of at least "

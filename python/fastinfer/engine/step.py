@@ -149,6 +149,8 @@ class Step:
         self._block_manager.place_states(chunks)
         result = self._worker.run(chunks, rows, None if drawn is None else drawn.token_ids)
         draw = self._sampler.launch(result, rows)
+        if self._speculator is not None:
+            self._speculator.follow(chunks)
         mark_launched(chunks)
         for chunk in chunks:
             if not chunk.drafts:

@@ -16,7 +16,8 @@ from fastinfer.formats.quantized_checkpoint import CheckpointFormat, PackedSizes
 from fastinfer.formats.safetensors_folder import SafetensorsFolder
 from fastinfer.formats.unpacked import Dense, Unpacked
 from fastinfer.models.checkpoint import fused_rows, rows_by_key_head, split_name, stored_layer
-from fastinfer.models.families import FAMILIES
+from fastinfer.models.config import ModelConfig
+from fastinfer.models.families import FAMILIES, Family
 from fastinfer.models.hf_config import read_hf_config
 from fastinfer.models.state_config import LinearAttentionConfig
 
@@ -62,9 +63,8 @@ class HFCheckpoint:
 
     def __init__(self, path: Path, exact: bool = False) -> None:
         self.path = path
-        self.config = read_hf_config(path / "config.json")
         self._fields = JsonFields.read(path / "config.json", CheckpointFormatError)
-        self._family = FAMILIES[self.config.architecture]
+        self.config, self._family = self._read_config()
         self.tensors = SafetensorsFolder(path)
         self._prefix, self._head_prefix = self._find_prefixes()
         self._is_stacked = self._has_stacked_experts()
@@ -181,6 +181,11 @@ class HFCheckpoint:
     def release(self) -> None:
         self._packed_experts = {}
         self.tensors.release()
+
+    def _read_config(self) -> tuple[ModelConfig, Family]:
+        """Return the configuration, and the names of the tensors."""
+        config = read_hf_config(self.path / "config.json")
+        return config, FAMILIES[config.architecture]
 
     @functools.cached_property
     def _format(self) -> CheckpointFormat | None:
