@@ -47,6 +47,8 @@ class Worker:
     Attributes:
         device: device that computes.
         kv_cache: the KV cache.
+        on_result: function that gets the chunks and the result of each step before the next one overwrites it; ``None``
+            for none.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Worker:
             with_bounds=config.sparse_attention is not None,
             layers=layers,
         )
+        self.on_result: Callable[[list[Chunk], StepResult], None] | None = None
         self._num_eager_steps = 0  # of released runners
         self._runner: Runner | None = self._make_runner()
 
@@ -119,6 +122,8 @@ class Worker:
         result = self.runner(chunks, rows, drawn)
         if self._group is not None:
             self._hidden = result.hidden
+        if self.on_result is not None:
+            self.on_result(chunks, result)
         return result
 
     def follow(self) -> None:

@@ -102,7 +102,7 @@ class HFCheckpoint:
             weight = self._expert(module, expert, index, whole, in_features)
         else:
             # No method quantises a convolution, and MLX alone the embedding.
-            is_linear = (name.startswith(("layers.", "lm_head")) or self._is_mlx) and not name.endswith(".conv1d")
+            is_linear = (name.startswith(("layers.", "lm_head", "fc")) or self._is_mlx) and not name.endswith(".conv1d")
             weight = self._linear(module, self._joined_expert(name)) if is_linear else self._dense(module)
             if self._family.transposed and name.startswith("layers.") and isinstance(weight, Dense):
                 weight = Dense(weight.values.T.contiguous())
