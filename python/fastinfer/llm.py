@@ -59,8 +59,8 @@ class LLM:
         model: a name or path that :func:`fastinfer.hub.resolve` knows.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"``, or ``"auto"`` for the fastest one on this machine.
         device: ``"cpu"``, ``"cuda"`` for the current GPU, ``"cuda:N"``, or ``"auto"`` for a GPU if there is one.
-        draft_model: name or path of a smaller model with the same vocabulary, or of a draft head, that drafts tokens for
-            speculative decoding; its output layer may have a part of the vocabulary alone (``d2t``). Draft heads:
+        draft_model: name or path of a smaller model with the same vocabulary, or of a draft head, that drafts tokens
+            for speculative decoding; its output layer may have a part of the vocabulary alone (``d2t``). Draft heads:
             docs/draft-heads.md. Without either,
             ``num_speculative_tokens`` are drafted from n-grams of the text itself.
         kv_cache_dtype: dtype of the cached keys and values: one of the values of ``dtype``, ``"int8"``, ``"fp8"``

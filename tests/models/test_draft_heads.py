@@ -117,7 +117,8 @@ def _layer_inputs(model: Any, text: Tensor) -> list[Tensor]:
     """Inputs of all layers, and the output of the last one before the norm."""
     outputs: list[Tensor] = []
     hooks = [
-        layer.register_forward_hook(lambda _, args, out: outputs.append((args[0][0], out))) for layer in model.model.layers
+        layer.register_forward_hook(lambda _, args, out: outputs.append((args[0][0], out)))
+        for layer in model.model.layers
     ]
     model(text)
     for hook in hooks:
@@ -185,7 +186,11 @@ def test_adapters_and_sleep(model: Path, tmp_path: Path) -> None:
         ({"speculators_model_type": "dflash"}, UnsupportedModelError, "must be 'eagle3', got 'dflash'"),
         ({"transformer_layer_config": None}, CheckpointFormatError, "transformer_layer_config is missing"),
         ({"target_hidden_size": 80}, UnsupportedModelError, "target_hidden_size must be the hidden size of 64, got 80"),
-        ({"eagle_aux_hidden_state_layer_ids": [3, 1]}, CheckpointFormatError, r"must be ascending numbers, got \[3, 1\]"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [3, 1]},
+            CheckpointFormatError,
+            r"must be ascending numbers, got \[3, 1\]",
+        ),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, RequestError, r"layers \(0, 1, 8\), but the model has 7"),
         ({"eagle_aux_hidden_state_layer_ids": [1]}, CheckpointFormatError, r"fc must have the shape \[64, 64\]"),
     ],

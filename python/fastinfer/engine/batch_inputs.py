@@ -146,8 +146,8 @@ class BatchInputs:
         wide = self._host[: 8 * longs].view(np.int64)
         narrow = self._host[8 * longs : self._table_start].view(np.int32)
         ends = np.cumsum([*[max_tokens] * (2 + num_groups), max_logits, 2 * max_logits, last_sizes[0]])
-        self._token_ids, self._positions, *slots, self._logits_indices, longs_of_rows, last_longs, places = (
-            np.split(wide, ends)
+        self._token_ids, self._positions, *slots, self._logits_indices, longs_of_rows, last_longs, places = np.split(
+            wide, ends
         )
         self._slot_mappings, self._feature_slots = slots, places.reshape(2, -1)
         ends = np.cumsum([*state_sizes, last_sizes[1], max_tokens, max_logits, 4 * max_logits, max_seqs])

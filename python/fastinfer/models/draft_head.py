@@ -1,8 +1,8 @@
 """Draft heads: a layer that drafts tokens from the hidden states of the model that verifies them.
 
-A head's input at position i is the token there and the *features* of the token before: a function of the model's hidden
-states at position i - 1. Its output gives the token at i + 1, and stands for the features of token i until the model has
-computed them. This is how a head drafts several tokens in a row.
+A head's input at position i is the token there and the *features* of the token before: a function of the model's
+hidden states at position i - 1. Its output gives the token at i + 1, and stands for the features of token i until the
+model has computed them. This is how a head drafts several tokens in a row.
 
 Features are cached like keys and values, under the same slots. A slot's content follows from the tokens up to it, so
 prefixes, forks and copies of blocks work as they do for keys and values. The first token of a sequence has no token

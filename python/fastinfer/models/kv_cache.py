@@ -177,7 +177,7 @@ class KVCache:
 
     @property
     def rows(self) -> list[Tensor]:
-        """All tensors of keys, values, bounds and features as [num_blocks, bytes of a block] uint8, which share their memory."""
+        """All tensors of keys, values, bounds and features as [num_blocks, bytes of a block] uint8, views."""
         return [tensor.view(torch.uint8).flatten(1) for layer in self._with_blocks for tensor in layer.tensors]
 
     @property
