@@ -16,7 +16,7 @@ PYTHON_LAYERS = """
     errors _C cpp version
     utils
     ops hub outputs structured_output client
-    formats sampling_params
+    formats sampling_params prompt_schema
     tokenizers weights
     models
     parallel
@@ -25,7 +25,7 @@ PYTHON_LAYERS = """
     llm integrations
     async_engine evaluation simulation
     train_head
-    benchmarks
+    benchmarks distill
     server
     cli
     ray_serve

@@ -176,8 +176,6 @@ def draw_engine(draw: Any, folder: str, kind: type[ToyModel]) -> Callable[[], En
     }
 
     num_stages = draw(st.sampled_from([1, 1, 2, 3])) if speculation == "none" and stores == "none" else 1
-    if issubclass(kind, StateToy):
-        num_stages = 1
     if num_stages > 1:
         limits["async_scheduling"] = False
     draft_kind = ForgetfulRoleToy if issubclass(kind, RoleToy) else Forgetful
@@ -202,7 +200,7 @@ def test_random_traces(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setattr(deadlines, "time", SimpleNamespace(perf_counter=lambda: clock.now))
         kind = draw(st.sampled_from([ToyModel, RoleToy, LastRowsRoleToy, StateToy, StateRoleToy]))
-        patch.setattr(engine_module, "roles_differ", lambda device: issubclass(kind, RoleToy))
+        patch.setattr(engine_module, "roles_differ", lambda device, exact: issubclass(kind, RoleToy))
         num_states = draw(st.integers(1, 12))
         patch.setattr(kv_cache_size, "_num_states", lambda config, state_bytes, memory: num_states * (state_bytes > 0))
         run_trace(draw, draw_engine(draw, folder, kind), clock)
@@ -254,10 +252,10 @@ def run_trace(draw: Any, make_engine: Callable[[], Engine], clock: SimpleNamespa
             engine.add_embedding_request(prompt(), pooling=draw(st.sampled_from(["mean", "last"])))
         elif action == "module":
             with contextlib.suppress(RequestError):  # no room, or no prefix cache
-                engine.add_prompt_module(draw(st.sampled_from("ab")), prompt())
+                engine.pin_prompt(draw(st.sampled_from("ab")), prompt())
         elif action == "unpin":
             with contextlib.suppress(RequestError):
-                engine.remove_prompt_module(draw(st.sampled_from("ab")))
+                engine.unpin_prompt(draw(st.sampled_from("ab")))
         elif action == "abort" and requests:
             request_id = draw(st.sampled_from(sorted(requests)))
             output = engine.abort(request_id)
@@ -310,14 +308,17 @@ def run_trace(draw: Any, make_engine: Callable[[], Engine], clock: SimpleNamespa
             flush(restarted)
     for name in "ab":
         with contextlib.suppress(RequestError):
-            engine.remove_prompt_module(name)
+            engine.unpin_prompt(name)
     assert engine.block_manager.num_used == 0
     assert engine.block_manager.num_free + engine.block_manager.num_cached == engine.block_manager.num_blocks
 
 
 def step(engine: Engine, take: Callable[[Any], None]) -> None:
-    """One step, after which the books balance; somebody gets further, unless a batch waits for company."""
-    before, lengths = reached(engine), longest(engine)
+    """One step, after which the books balance; somebody gets further, unless a batch waits for company.
+
+    With stages, beams take turns. If the one that is ahead is preempted for the other, that step brings nobody further.
+    """
+    before, lengths, num_preemptions = reached(engine), longest(engine), engine.stats().num_preemptions
     outputs = engine.step()
     for output in outputs:
         take(output)
@@ -328,7 +329,8 @@ def step(engine: Engine, take: Callable[[Any], None]) -> None:
     # The beams of a search that goes on may all have to wait, longer by a token than those of the last round.
     progress += [name for name, length in longest(engine).items() if length > lengths.get(name, length)]
     ended = [s for s in before if s.state is SequenceState.FINISHED]  # perhaps without an output of its own
-    assert outputs or progress or ended or not before, "nobody got further"
+    preempted = has_stages(engine) and engine.stats().num_preemptions > num_preemptions
+    assert outputs or progress or ended or preempted or not before, "nobody got further"
 
 
 def flush(engine: Engine) -> None:

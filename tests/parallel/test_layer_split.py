@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from support.families import save_model
 
-from fastinfer.errors import RequestError, UnsupportedModelError
+from fastinfer.errors import RequestError
 from fastinfer.models import load_weights, open_checkpoint
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.offload import tensors_of
-from fastinfer.parallel.layer_split import layer_cost, split_layers, stages_of
+from fastinfer.parallel.layer_split import layer_cost, split_layers, stage_starts, stages_of
 
 SMOLLM2 = ModelConfig(
     architecture="llama",
@@ -31,7 +31,7 @@ SMOLLM2 = ModelConfig(
 
 def lengths(config: ModelConfig, num_stages: int) -> list[int]:
     costs = [layer_cost(config, layer) for layer in range(config.num_layers)]
-    stages = split_layers(costs, config.vocab_size * config.hidden_size, num_stages)
+    stages = split_layers(costs, config.vocab_size * config.hidden_size, num_stages, stage_starts(config))
     assert [layer for stage in stages for layer in stage] == list(range(config.num_layers))
     return [len(stage) for stage in stages]
 
@@ -57,18 +57,20 @@ def test_no_division_is_better() -> None:
     random.seed(0)
     for _ in range(50):
         costs = [random.randint(1, 20) for _ in range(random.randint(3, 8))]
+        starts = [0, *sorted(random.sample(range(1, len(costs)), random.randint(2, len(costs) - 1)))]
         head, num_stages = random.randint(0, 40), random.randint(1, 3)
 
         def worst(ends: tuple[int, ...], costs: list[int] = costs, head: int = head) -> int:
             sums = [sum(costs[start:end]) for start, end in itertools.pairwise((0, *ends, len(costs)))]
             return max(*sums[:-1], sums[-1] + head, 0)
 
-        stages = split_layers(costs, head, num_stages)
-        all_ends = itertools.combinations(range(1, len(costs)), num_stages - 1)
+        stages = split_layers(costs, head, num_stages, starts)
+        all_ends = itertools.combinations(starts[1:], num_stages - 1)
+        assert {stage.start for stage in stages} <= set(starts)
         assert worst(tuple(stage.stop for stage in stages[:-1])) == min(map(worst, all_ends))
 
 
-@pytest.mark.parametrize("family", ["llama3", "mixtral", "deepseek-v2"])
+@pytest.mark.parametrize("family", ["llama3", "mixtral", "deepseek-v2", "qwen3.5", "lfm2", "granite-hybrid-dense"])
 def test_costs_are_those_of_the_weights(family: str, tmp_path: Path) -> None:
     save_model(tmp_path, family)
     checkpoint = open_checkpoint(tmp_path, exact=True)
@@ -85,13 +87,12 @@ def test_costs_are_those_of_the_weights(family: str, tmp_path: Path) -> None:
 
 def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
     save_model(tmp_path, "llama3")
-    with pytest.raises(RequestError, match="pipeline_parallel_size must be at most 4, the number of layers, got 5"):
+    with pytest.raises(RequestError, match=r"pipeline_parallel_size must be at most 4, the most stages .* got 5"):
         stages_of(open_checkpoint(tmp_path), 5)
 
 
-@pytest.mark.parametrize("family", ["qwen3-next", "lfm2", "granite-hybrid"])
-def test_layers_with_states_are_refused(family: str, tmp_path: Path) -> None:
-    save_model(tmp_path, family)
-    message = "pipeline_parallel_size must be 1 for a model with layers with states, got 2"
-    with pytest.raises(UnsupportedModelError, match=message):
-        stages_of(open_checkpoint(tmp_path), 2)
+def test_layers_that_share_something_stay_together(tmp_path: Path) -> None:
+    """Falcon-H1 has attention beside Mamba-2; the last layers of the other have no keys and values of their own."""
+    save_model(tmp_path / "falcon", "falcon-h1")
+    assert stage_starts(open_checkpoint(tmp_path / "falcon").config) == [0, 2, 4]
+    assert stage_starts(replace(SMOLLM2, num_layers=6, kv_layers=(0, 1, 2, 3, 2, 3))) == [0, 1, 2]

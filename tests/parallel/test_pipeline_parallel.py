@@ -16,10 +16,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_folder(tmp_path_factory.mktemp("llama"))
 
 
-def test_preempted_requests_without_graphs(llama: Path) -> None:
-    """In a cache of 256 tokens, which is less than the requests have together."""
-    limits = LIMITS | {"dtype": "bfloat16", "max_model_len": 130, "kv_cache_memory": 2**17, "enforce_eager": True}
-    one, two = (LLM(str(llama), pipeline_parallel_size=size, **limits) for size in (1, 2))
+@pytest.mark.parametrize(("family", "memory"), [("llama3", 2**17), ("lfm2", 90_000)])
+def test_preempted_requests_without_graphs(family: str, memory: int, tmp_path: Path) -> None:
+    """In a cache of 256 tokens, or of 176 and as much memory for states, which is less than the requests need."""
+    write_tiny_folder(tmp_path, family)
+    limits = LIMITS | {"dtype": "bfloat16", "max_model_len": 130, "kv_cache_memory": memory, "enforce_eager": True}
+    one, two = (LLM(str(tmp_path), pipeline_parallel_size=size, **limits) for size in (1, 2))
     prompts: Any = [{"prompt_token_ids": [*range(3 + i, 10 + 2 * i)]} for i in range(6)]
     params = SamplingParams(max_tokens=60, seed=5, ignore_eos=True)
     ours, theirs = (llm.generate(prompts, params) for llm in (two, one))

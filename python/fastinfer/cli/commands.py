@@ -72,6 +72,12 @@ COMMANDS = {
     "train-head": Command(
         "train a draft head for a model", arguments.add_train_head, "fastinfer.cli.train_head", checks.check_train_head
     ),
+    "distill": Command(
+        "train a smaller model on what a model says",
+        arguments.add_distill,
+        "fastinfer.cli.distill",
+        checks.check_distill,
+    ),
     "eval": Command("evaluate models on a text", arguments.add_eval, "fastinfer.cli.eval", checks.check_eval),
 }
 

@@ -8,7 +8,7 @@ from fastinfer.engine.chunk import Chunk
 from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.engine.stage_worker import StageWorker
 from fastinfer.engine.stats import StepStats
-from fastinfer.engine.step import Launched, Step, is_wanted, mark_launched
+from fastinfer.engine.step import Launched, Step, is_wanted
 
 
 class _InFlight(NamedTuple):
@@ -76,12 +76,11 @@ class PipelinedStep(Step):
     def _launch_stages(self) -> bool:
         """Launch a step, and return whether there was anything to compute."""
         start = time.perf_counter()
-        self._requests.begin_step()
-        chunks, rows = self._choose_rows(self._schedule(waits=not self._in_flight))
+        chunks, rows = self._choose(waits=not self._in_flight)
         if not chunks:
             return False
         start_compute = time.perf_counter()
         self._stages.launch(chunks, rows)
         self._in_flight.append(_InFlight(chunks, rows, start, start_compute))
-        mark_launched(chunks)
+        self._mark_launched(chunks)
         return True

@@ -55,7 +55,8 @@ class RankTask:
         config, slots = self.config, None
         if config.max_loras:
             slots = SlotSizes(config.max_loras, config.max_lora_rank, config.lora_dtype)
-        return load_shard(checkpoint, self.dtype, self.size.max_model_len, group, slots)
+        max_model_len, layout = self.size.max_model_len, config.tensor_parallel_layout
+        return load_shard(checkpoint, self.dtype, max_model_len, group, slots, layout)
 
     def load_worker(self, group: Group) -> Worker:
         """Load a rank's part of the model, and allocate its part of the KV cache."""
@@ -65,7 +66,7 @@ class RankTask:
             model,
             self.size,
             with_adapters=self.config.max_loras > 0,
-            separates_roles=roles_differ("cpu"),
+            separates_roles=roles_differ("cpu", model.exact),
             group=group,
         )
 
@@ -88,7 +89,7 @@ class StageTask(RankTask):
 
     def load_worker(self, group: Group) -> Worker:
         stage = self.load_model(open_checkpoint(self.path, Precision.of(self.dtype).exact), group)
-        return StageWorker(self.config, stage, self.size, separates_roles=roles_differ("cpu"), group=group)
+        return StageWorker(self.config, stage, self.size, separates_roles=roles_differ("cpu", stage.exact), group=group)
 
 
 def start_ranks(task: RankTask) -> Ranks:

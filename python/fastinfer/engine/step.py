@@ -141,21 +141,40 @@ class Step:
             drawn: the draw of the last step, if its tokens are not known yet.
         """
         start = time.perf_counter()
-        self._requests.begin_step()
-        chunks, rows = self._choose_rows(self._schedule(waits=drawn is None))
+        chunks, rows = self._choose(waits=drawn is None)
         if not chunks:
             return None
         start_compute = time.perf_counter()
-        self._block_manager.place_states(chunks)
         result = self._worker.run(chunks, rows, None if drawn is None else drawn.token_ids)
         draw = self._sampler.launch(result, rows)
         if self._speculator is not None:
             self._speculator.follow(chunks)
-        mark_launched(chunks)
+        self._mark_launched(chunks)
+        return Launched(chunks, result, draw, start, start_compute)
+
+    def _choose(self, waits: bool) -> tuple[list[Chunk], list[LogitsRow]]:
+        """Return the chunks of the next step, which know their slots for states, and their rows of logits.
+
+        Args:
+            waits: see :meth:`_schedule`.
+        """
+        self._requests.begin_step()
+        chunks, rows = self._choose_rows(self._schedule(waits))
+        self._block_manager.place_states(chunks)
+        return chunks, rows
+
+    def _mark_launched(self, chunks: list[Chunk]) -> None:
+        """Count the chunks' tokens as computed, and the tokens that will be drawn as unknown."""
+        row = 0
         for chunk in chunks:
+            sequence = chunk.sequence
+            sequence.num_computed_tokens += chunk.num_tokens
+            if chunk.num_receivers:
+                sequence.num_unknown_tokens += 1
+                sequence.drawn_row = row
+                row += chunk.num_rows
             if not chunk.drafts:
                 self._block_manager.advance_states(chunk)
-        return Launched(chunks, result, draw, start, start_compute)
 
     def _schedule(self, waits: bool) -> list[Chunk]:
         """Return the chunks to compute, drafts included.
@@ -358,18 +377,6 @@ def _update_until_error(request: Request, step: SequenceStep) -> None:
                 raise token.error
             return
     request.update(step)
-
-
-def mark_launched(chunks: list[Chunk]) -> None:
-    """Count the chunks' tokens as computed, and the tokens that will be drawn as unknown."""
-    row = 0
-    for chunk in chunks:
-        sequence = chunk.sequence
-        sequence.num_computed_tokens += chunk.num_tokens
-        if chunk.num_receivers:
-            sequence.num_unknown_tokens += 1
-            sequence.drawn_row = row
-            row += chunk.num_rows
 
 
 def _by_request(chunks: list[Chunk], tokens: list[SampledToken]) -> dict[str, list[_ChunkResult]]:

@@ -15,6 +15,7 @@ from fastinfer.engine.runner import STEP, Runner
 from fastinfer.engine.sampled_token import TokenLogprob, top_logprobs
 from fastinfer.models import Model
 from fastinfer.models.kv_cache import KVCache, num_blocks_for
+from fastinfer.models.placed_decoder import PlacedDecoder
 from fastinfer.parallel.group import Group
 from fastinfer.parallel.sharded_adapters import ADAPTER, ShardedAdapterSlots
 
@@ -45,7 +46,7 @@ class Worker:
         drops_rows: whether layers that store nothing are computed for wanted rows alone.
 
     Attributes:
-        device: device that computes.
+        device: device of the inputs and of the logits.
         kv_cache: the KV cache.
         on_result: function that gets the chunks and the result of each step before the next one overwrites it; ``None``
             for none.
@@ -79,7 +80,7 @@ class Worker:
             size.num_blocks,
             config.block_size,
             config.kv_cache_dtype,
-            config.device,
+            model.layer_devices if isinstance(model, PlacedDecoder) else config.device,
             group=size.group,
             num_states=size.num_states,
             state_dtype=model.dtype,
@@ -258,7 +259,8 @@ class Worker:
             self.model,
             self.kv_cache,
             inputs,
-            enforce_eager=config.enforce_eager,
+            # A graph is recorded for one device.
+            enforce_eager=config.enforce_eager or isinstance(self.model, PlacedDecoder),
             with_adapters=self._with_adapters,
             deterministic=config.deterministic,
             separates_roles=self._separates_roles,

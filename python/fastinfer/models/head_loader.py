@@ -45,6 +45,7 @@ def load_eagle_head(
     return EagleHead(
         config=config,
         dtype=precision.dtype,
+        exact=precision.exact,
         embedding=reader.vocabulary("embedding", config.vocab_size) if "embedding" in checkpoint else None,
         layers=(DecoderLayer(replace(attention, norm=NoNorm()), load_mlp(reader, 0), shares_input=True),),
         norm=norm,

@@ -29,6 +29,7 @@ class LayerReader:
         checkpoint, config: an open checkpoint, and its sizes and constants.
         precision: precision in which the model computes.
         device: device of the weights.
+        experts_device: device of the weights of experts, if a subclass puts them elsewhere; ``None`` otherwise.
         scale: see :attr:`fastinfer.models.config.ModelConfig.stream_scale`.
     """
 
@@ -37,6 +38,7 @@ class LayerReader:
         self.config = config = checkpoint.config
         self.precision = precision
         self.device = device
+        self.experts_device: str | None = None
         self._memory = HugePages() if device == "cpu" else None
         # GPU products need dense weights in the dtype of the hidden states.
         self._dense_dtype = None if device == "cpu" else precision.dtype
@@ -55,6 +57,10 @@ class LayerReader:
             activation_bits: precision of the inputs of its products; ``None`` for the model's.
         """
         return self.make(unpacked, activation_bits or self.precision.activation_bits, bias)
+
+    def own_experts(self) -> range:
+        """Return the experts of a layer that are read."""
+        return range(self.config.num_experts)
 
     def experts(self, names: list[tuple[str, ...]], unpacked: list[Unpacked], bias: Tensor | None) -> ExpertWeights:
         """Pack a weight of all experts of a layer.

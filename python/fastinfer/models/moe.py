@@ -8,6 +8,7 @@ from fastinfer import ops
 from fastinfer.models.activation import activation_and_mul, plain_activation
 from fastinfer.models.config import RouterConfig
 from fastinfer.models.lora import LayerAdapters
+from fastinfer.models.moves import moved
 from fastinfer.models.norm import RMSNorm
 from fastinfer.ops.pack import TILE_ROWS
 from fastinfer.weights.expert_weights import ExpertWeights
@@ -35,8 +36,8 @@ class SharedExpert:
     activation: str
     gated: bool = True
 
-    def __call__(self, x: Tensor, residual: Tensor, lora: LayerAdapters | None) -> Tensor:
-        """Return ``residual`` [tokens, hidden] plus the output of the expert for ``x`` [tokens, hidden]."""
+    def __call__(self, x: Tensor, residual: Tensor | None, lora: LayerAdapters | None) -> Tensor:
+        """Return the output of the expert for ``x``, plus ``residual`` if there is one; all are [tokens, hidden]."""
         hidden = self.down.gather_input(self._hidden(x, lora))
         out = self.down.linear(hidden, residual=None if self.token_gate else residual)
         if lora is not None:
@@ -90,6 +91,8 @@ class MixtureOfExperts:
         expert_scale: [experts] fp32, factors of the experts' weights; or ``None``.
         post_norm: norm of the output, or ``None``.
         gated: whether experts have a gate.
+        experts_device: device of ``gate_up`` and ``down``, if it is not that of the other weights; ``None`` otherwise.
+            The inputs of the experts are copied there, and their outputs back.
     """
 
     norm: RMSNorm
@@ -105,6 +108,7 @@ class MixtureOfExperts:
     expert_scale: Tensor | None = None
     post_norm: RMSNorm | None = None
     gated: bool = True
+    experts_device: str | None = None
 
     def __call__(self, x: Tensor, residual: Tensor, lora: LayerAdapters | None) -> Tensor:
         """Return ``residual`` [tokens, hidden] plus the output of the experts for ``x`` [tokens, hidden]."""
@@ -114,16 +118,17 @@ class MixtureOfExperts:
         if lora is not None:
             lora.add("router", logits, routed)
         routing = self._route(logits)
-        hidden = self.down.gather_input(self._hidden(x, routing, lora))
-        with ops.prompt_rows_of_experts(self.top_k):
-            out = self.down.linear(hidden, routing)
-        if lora is not None:
-            lora.add("experts.down_proj", out, hidden, routing.expert_ids)
-        if self.shared is not None:
-            residual = self.shared(x, residual, lora)
-        if self.post_norm is not None:
-            return self.post_norm(ops.combine_experts(out, routing.expert_weights), residual)
-        return ops.combine_experts(out, routing.expert_weights, residual)
+        away = self.experts_device
+        inputs = (x, routing) if away is None else moved((x, routing), away)
+        addend = self.down.own_residual(residual)
+        if self.shared is not None:  # before the experts, so that a GPU computes it while a CPU computes them
+            addend = self.shared(x, addend, lora)
+        out = self._experts(*inputs, lora)
+        if away is not None:
+            out = moved(out, str(x.device))
+        if self.post_norm is not None:  # of models without a shared expert
+            return self.post_norm(self.down.combine(out, routing, None), residual)
+        return self.down.combine(out, routing, addend, residual)
 
     def _route(self, logits: Tensor) -> ops.Routing:
         config = self.routing
@@ -138,6 +143,15 @@ class MixtureOfExperts:
             scale=config.scale,
             expert_scale=self.expert_scale,
         )
+
+    def _experts(self, x: Tensor, routing: ops.Routing, lora: LayerAdapters | None) -> Tensor:
+        """Return the output of each chosen expert, [tokens * top_k, hidden]."""
+        hidden = self.down.gather_input(self._hidden(x, routing, lora))
+        with ops.prompt_rows_of_experts(self.top_k):
+            out = self.down.linear(hidden, routing)
+        if lora is not None:
+            lora.add("experts.down_proj", out, hidden, routing.expert_ids)
+        return out
 
     def _hidden(self, x: Tensor, routing: ops.Routing, lora: LayerAdapters | None) -> Tensor:
         """Return the activated products of gate and up, [tokens * top_k, intermediate]."""

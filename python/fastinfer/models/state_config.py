@@ -35,6 +35,11 @@ class LinearAttentionConfig:
         return 2 * self.num_key_heads * self.key_dim + self.value_size
 
     @property
+    def input_size(self) -> int:
+        """Number of outputs of the projections before the states."""
+        return self.conv_dim + self.value_size + 2 * self.num_value_heads
+
+    @property
     def output_size(self) -> int:
         """Number of inputs of the output projection."""
         return self.value_size
@@ -67,6 +72,11 @@ class ShortConvConfig:
     conv_dim: int
     kernel_size: int
     has_bias: bool = False
+
+    @property
+    def input_size(self) -> int:
+        """Number of outputs of the projection before the convolution."""
+        return 3 * self.conv_dim
 
     @property
     def output_size(self) -> int:
@@ -122,6 +132,11 @@ class Mamba2Config:
     def conv_dim(self) -> int:
         """Number of elements of x, b and c of a token."""
         return self.inner_size + 2 * self.num_groups * self.state_dim
+
+    @property
+    def input_size(self) -> int:
+        """Number of outputs of the projection before the states."""
+        return self.inner_size + self.conv_dim + self.num_heads
 
     @property
     def output_size(self) -> int:

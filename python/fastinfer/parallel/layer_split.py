@@ -19,27 +19,39 @@ def stages_of(checkpoint: Checkpoint, num_stages: int) -> list[range]:
 
     Raises:
         UnsupportedModelError: the model has parts that stages do not share yet.
-        RequestError: there are more stages than layers.
+        RequestError: the layers cannot form so many stages.
     """
     config = checkpoint.config
     parts = {
-        "layers with states": config.states is not None,
-        "layers that share keys and values": bool(config.kv_layers),
         "inputs of single layers": bool(config.per_layer_size),
-        "layers that are stored in parts": bool(config.stored_layers),
         "a reduced vocabulary": bool(config.draft_vocab_size),
         "images": config.architecture in FAMILIES,
     }
     refuse_parts(checkpoint, "pipeline_parallel_size", num_stages, parts)
-    if num_stages > config.num_layers:
+    starts = stage_starts(config)
+    if num_stages > len(starts):
         raise RequestError(
-            f"pipeline_parallel_size must be at most {config.num_layers}, the number of layers, got {num_stages}"
+            f"pipeline_parallel_size must be at most {len(starts)}, the most stages that the layers of this model can "
+            f"form, got {num_stages}"
         )
     layers = [layer_cost(config, layer) for layer in range(config.num_layers)]
-    return split_layers(layers, config.vocab_size * config.hidden_size, num_stages)
+    return split_layers(layers, config.vocab_size * config.hidden_size, num_stages, starts)
 
 
-def split_layers(costs: Sequence[float], head_cost: float, num_stages: int) -> list[range]:
+def stage_starts(config: ModelConfig) -> list[int]:
+    """Return the layers with which a stage may begin, in ascending order.
+
+    A layer stays in the stage of the one whose input or whose keys and values it shares.
+    """
+    return [
+        start
+        for start in range(config.num_layers)
+        if not config.is_parallel(start)
+        and all(config.kv_layer(layer) >= start for layer in range(start, config.num_layers))
+    ]
+
+
+def split_layers(costs: Sequence[float], head_cost: float, num_stages: int, starts: Sequence[int]) -> list[range]:
     """Divide layers into consecutive stages so that the most expensive stage is as cheap as possible.
 
     Each stage gets a layer. Of equally good divisions, the first stages get the most layers.
@@ -48,28 +60,30 @@ def split_layers(costs: Sequence[float], head_cost: float, num_stages: int) -> l
         costs: the cost of each layer, in any unit.
         head_cost: cost of the output layer, which the last stage has. The embedding costs nothing: a step reads a row
             of it for each token.
-        num_stages: number of stages, at most as many as layers.
+        num_stages: number of stages, at most as many as ``starts``.
+        starts: layers with which a stage may begin, in ascending order, the first one included.
 
     Returns:
         The layers of each stage.
     """
     sums = [0.0, *accumulate(costs)]
-    count = len(costs)
+    ends = [*starts[1:], len(costs)]
     # best[end]: cost of the most expensive of the stages so far, which have the layers before `end`; and their ends.
-    best: dict[int, tuple[float, list[int]]] = {end: (sums[end], [0, end]) for end in range(1, count + 1)}
+    best: dict[int, tuple[float, list[int]]] = {end: (sums[end], [0, end]) for end in ends}
     for stage in range(1, num_stages):
         head = head_cost if stage == num_stages - 1 else 0.0
         best = {
             end: min(
                 (
-                    (max(best[start][0], sums[end] - sums[start] + head), [*best[start][1], end])
-                    for start in range(stage, end)
+                    (max(worst, sums[end] - sums[start] + head), [*before, end])
+                    for start, (worst, before) in best.items()
+                    if start < end
                 ),
                 key=lambda division: (division[0], [-end for end in division[1]]),
             )
-            for end in range(stage + 1, count + 1)
+            for end in ends[stage:]
         }
-    return [range(start, end) for start, end in pairwise(best[count][1])]
+    return [range(start, end) for start, end in pairwise(best[len(costs)][1])]
 
 
 def layer_cost(config: ModelConfig, layer: int) -> int:
@@ -80,7 +94,10 @@ def layer_cost(config: ModelConfig, layer: int) -> int:
     """
     hidden, matrices = config.hidden_size, 3 if config.gated else 2
     latent = config.latent_attention
-    if latent is None:
+    if config.has_state(layer):
+        assert config.states is not None
+        attention = hidden * (config.states.input_size + config.states.output_size)
+    elif latent is None:
         gates = config.q_size(layer) if config.output_gate else 0
         inputs = config.q_size(layer) + gates + 2 * config.kv_size(layer)
         attention = hidden * (inputs + config.attention_size(layer))
@@ -90,6 +107,8 @@ def layer_cost(config: ModelConfig, layer: int) -> int:
         per_head = latent.plain_dim + latent.value_dim
         attention = query + hidden * latent.row_dim + latent.rank * config.num_heads * per_head
         attention += hidden * config.attention_size(layer)
+    if not config.has_mlp(layer):
+        return attention
     if not config.has_experts(layer):
         return attention + matrices * hidden * config.mlp_size(layer)
     experts = config.experts_per_token * config.intermediate_size + config.shared_intermediate_size

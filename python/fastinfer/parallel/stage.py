@@ -1,6 +1,6 @@
 """A stage of pipeline parallelism: consecutive layers of a model, at its ends with embedding or output layer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from fastinfer.models.batch import Batch
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
 from fastinfer.models.decoder import Decoder
+from fastinfer.models.kv_cache import KVCache
 from fastinfer.models.layer_reader import LayerReader
 from fastinfer.models.loader import DecoderLoader
 from fastinfer.utils.torch_threads import one_torch_thread
@@ -38,6 +39,14 @@ class Stage(Decoder):
     def is_last(self) -> bool:
         """Whether the stage has the last layer, and the output layer."""
         return self.indices.stop == self.config.num_layers
+
+    @property
+    def num_storing_layers(self) -> int:
+        return super().num_storing_layers - self.indices.start
+
+    def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
+        # Layers that store nothing are in the last stage alone, which needs all rows before them.
+        return super().forward(batch if self.is_last else replace(batch, last=None), kv_cache)
 
     def embed(self, batch: Batch) -> Tensor:
         if batch.hidden is None:
@@ -93,6 +102,7 @@ class StageLoader(DecoderLoader):
         return Stage(
             config=config,
             dtype=self._reader.precision.dtype,
+            exact=self._reader.precision.exact,
             embedding=self.embedding() if is_first else absent,
             layers=self.layers(indices),
             norm=self.norm(),
