@@ -43,6 +43,7 @@ class Worker:
         allocate: function that allocates the memory of inputs, see
             :class:`fastinfer.engine.batch_inputs.BatchInputs`; by default the group's, if there is one.
         layers: the model's layers among those of the whole model; ``None`` for all.
+        drops_rows: whether layers that store nothing are computed for wanted rows alone.
 
     Attributes:
         device: device of the inputs and of the logits.
@@ -62,6 +63,7 @@ class Worker:
         group: Group | None = None,
         allocate: Callable[[int], np.ndarray] | None = None,
         layers: range | None = None,
+        drops_rows: bool = True,
     ) -> None:
         self._config = config
         self.device = torch.device(config.device)
@@ -69,6 +71,7 @@ class Worker:
         self._with_adapters = with_adapters
         self._separates_roles = separates_roles
         self._group = group
+        self._drops_rows = drops_rows
         self._allocate_inputs = allocate if group is None else group.allocate_inputs
         self._hidden: Tensor | None = None  # of the last step, with several ranks
         self._model: Model | None = model
@@ -248,7 +251,8 @@ class Worker:
             device=config.device,
             has_states=self.model.config.states is not None,
             sparse_pages=config.sparse_pages,
-            drops_rows=self.model.config.num_storing_layers < self.model.config.num_layers,
+            drops_rows=self._drops_rows and self.model.config.num_storing_layers < self.model.config.num_layers,
+            has_features=self.model.config.has_features,
             allocate=self._allocate_inputs,
         )
         return Runner(
