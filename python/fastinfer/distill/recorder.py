@@ -1,13 +1,12 @@
 """Recorder of what a model computes in the engine's own steps.
 
-The engine runs operator by operator, so that Python sees each result. A layer and a projection that are recorded are
-replaced by ones that also pass on their output; the decoder is the same.
+The engine runs operator by operator, so that Python sees each result. Layers and a projection that are recorded also
+pass on their output; the decoder is the same.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,26 +16,12 @@ from fastinfer.engine.batch_inputs import StepResult
 from fastinfer.engine.chunk import Chunk
 from fastinfer.errors import RequestError
 from fastinfer.models.attention import Attention
-from fastinfer.models.decoder import Decoder, DecoderLayer
+from fastinfer.models.decoder import Decoder, Tap
 from fastinfer.weights.weight import LinearOptions, NormOptions, Weight
 
 # Rows whose logits are computed at a time.
 LOGITS_ROWS = 64
 Record = Callable[[str, Tensor], None]
-
-
-@dataclass(frozen=True, eq=False)
-class RecordedLayer(DecoderLayer):
-    """Layer whose output is recorded."""
-
-    name: str = ""
-    record: Record | None = None
-
-    def __call__(self, *inputs: Any) -> Tensor:
-        x = super().__call__(*inputs)
-        if self.record is not None:
-            self.record(self.name, x)
-        return x
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,18 +72,12 @@ def recorded(model: Decoder, hidden_layers: Iterable[int], attention_layer: int 
             )
         qkv = RecordedProjection(attention.qkv, ("q", "k", "v"), record)
         layers[attention_layer] = replace(layer, attention=replace(attention, qkv=qkv))
-    for index in hidden_layers:
-        layer = layers[index]
-        layers[index] = RecordedLayer(
-            layer.attention,
-            layer.mlp,
-            layer.parallel,
-            layer.per_layer,
-            layer.shares_input,
-            f"hidden.{index}",
-            record,
-        )
-    return replace(model, layers=tuple(layers))
+
+    def tap(name: str) -> Tap:
+        return lambda x, batch: record(name, x)
+
+    taps = {index: tap(f"hidden.{index}") for index in hidden_layers}
+    return replace(model, layers=tuple(layers)).with_taps(taps)
 
 
 class Recorder:
