@@ -18,7 +18,7 @@ from fastinfer.engine.construction import check_draft_model, kv_cache_size
 from fastinfer.engine.disk_block_store import prepare_folder
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.kv_cache_size import KVCacheSize, options_for, options_for_memory
-from fastinfer.engine.rank_process import RankTask, StageTask, start_ranks
+from fastinfer.engine.rank_process import RankTask, start_ranks
 from fastinfer.engine.replica_share import ReplicaShare
 from fastinfer.engine.request_validator import POOLINGS
 from fastinfer.errors import RequestError
@@ -177,15 +177,14 @@ class LLM:
         checkpoints = [open_checkpoint(path, precision.exact) for path in paths]
         if tensor_parallel_size > 1:
             check_divisible(checkpoints[0], tensor_parallel_size)
-        stages = stages_of(checkpoints[0], pipeline_parallel_size) if pipeline_parallel_size > 1 else []
+        stages = stages_of(checkpoints[0], pipeline_parallel_size)
         size = _choose_kv_cache_size(config, checkpoints, share)
         if draft_model is not None:
             check_draft_model(config, checkpoints[0].config, checkpoints[1].config, size.max_model_len)
         defaults = sampling_defaults(checkpoints[0])
         ranks = task = None
         if config.num_ranks > 1:
-            parts = paths[0], dtype, config, size, config.num_ranks
-            task = StageTask(*parts, stages) if stages else RankTask(*parts)
+            task = RankTask(paths[0], dtype, config, size, stages)
             ranks = start_ranks(task)
         with (
             _closed_on_error(ranks),

@@ -31,13 +31,7 @@ DIVIDED = {
     "kv_offloading_dir": (None,),
     "sparse_attention": (None,),
 }
-STAGED = {
-    **DIVIDED,
-    "tensor_parallel_size": (1,),
-    "max_loras": (0,),
-    "num_speculative_tokens": (0,),
-    "async_scheduling": (False, None),
-}
+STAGED = {**DIVIDED, "async_scheduling": (False, None)}
 # Defaults by type of device. A GPU reads its weights faster than 64 sequences use them.
 MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
@@ -106,8 +100,9 @@ class EngineConfig:
         enforce_eager: whether all steps run operator by operator instead of replaying recorded graphs.
         tensor_parallel_size: number of processes that compute the model together, each with a part of every weight. On
             a CPU alone, without stores of blocks beyond the KV cache.
-        pipeline_parallel_size: number of processes that compute the model together, each some of its layers. On a CPU
-            alone, without LoRA adapters, speculation and stores, and not together with ``tensor_parallel_size``.
+        pipeline_parallel_size: number of stages, processes that compute the model together, each some of its layers;
+            with ``tensor_parallel_size`` as many processes for each stage. On a CPU alone, without stores of blocks
+            beyond the KV cache and without ``async_scheduling``.
     """
 
     max_model_len: int | None = None
@@ -184,6 +179,10 @@ class EngineConfig:
             raise RequestError(f"kv_cache_dtype must be one of {KV_CACHE_DTYPES}, got {self.kv_cache_dtype!r}")
         self._check_ranks("tensor_parallel_size", DIVIDED)
         self._check_ranks("pipeline_parallel_size", STAGED)
+        if self.num_ranks > MAX_RANKS:
+            raise RequestError(
+                f"tensor_parallel_size * pipeline_parallel_size must be at most {MAX_RANKS}, got {self.num_ranks}"
+            )
 
     def _check_ranks(self, size_name: str, supported: Mapping[str, tuple[object, ...]]) -> None:
         """Check a number of processes, and that no option is on that they do not support."""
@@ -196,7 +195,7 @@ class EngineConfig:
     @property
     def num_ranks(self) -> int:
         """Number of processes that compute the model together."""
-        return max(self.tensor_parallel_size, self.pipeline_parallel_size)
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def runs_ahead(self) -> bool:

@@ -152,7 +152,7 @@ class DraftModelSpeculator(Speculator):
     def record_accepted(self, chunk: Chunk, num_accepted: int) -> None:
         super().record_accepted(chunk, num_accepted)
         # The draft model has not computed the last draft itself, only drawn it.
-        chunk.sequence.draft_gap = chunk.draft_gap + max(num_accepted - max(len(chunk.drafts) - 1, 0), 0)
+        chunk.sequence.draft_gap += max(num_accepted - max(len(chunk.drafts) - 1, 0), 0)
 
     def _catch_up(self, chunks: list[Chunk]) -> list[tuple[Chunk, _DraftView]]:
         """Compute the tokens that the draft model lacks, this step's included, and draw the first drafts.
@@ -172,7 +172,7 @@ class DraftModelSpeculator(Speculator):
         self._draw([(view, count) for _, view, count in pairs if count])
         unfinished = []
         for chunk, view, count in pairs:
-            chunk.draft_gap = chunk.sequence.draft_gap + chunk.num_tokens - count
+            chunk.sequence.draft_gap += chunk.num_tokens - count
             chunk.drafts = view.drafts
             if view.samples and 0 < len(view.drafts) < chunk.num_drafts:
                 unfinished.append((chunk, view))
@@ -187,7 +187,7 @@ class DraftModelSpeculator(Speculator):
             return
         chunks = [Chunk(view, count) for view, count in parts]  # type: ignore[arg-type]
         drawing = [view for chunk, (view, _) in zip(chunks, parts, strict=True) if chunk.is_last and view.samples]
-        rows = [LogitsRow(view.sequence, view.drafts) for view in drawing]
+        rows = [LogitsRow.of(view.sequence, view.drafts) for view in drawing]
         result = self._worker.run(chunks, rows)
         drawn = self._sample(result, rows)
         for view, count in parts:
