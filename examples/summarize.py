@@ -2,7 +2,7 @@
 
     python examples/summarize.py LICENSE README.md
 
-All parts of a round run in one batch. They begin with the same instruction, which is a prompt module: it is computed
+All parts of a round run in one batch. They begin with the same instruction, which is a pinned prompt: it is computed
 once and stays in the cache.
 """
 
@@ -37,19 +37,19 @@ def summarize(llm: LLM, text: str, size: int) -> str:
     tokenizer = llm.tokenizer
     template = render(tokenizer.chat_template, [{"role": "user", "content": INSTRUCTION + MARK}])
     before, after = template.split(MARK)
-    llm.add_prompt_module("instruction", before)
+    llm.pin_prompt("instruction", before)
     end = tokenizer.encode(after, add_special_tokens=False)
     params = SamplingParams(temperature=0.0, repetition_penalty=1.1, max_tokens=size // 8)
     while True:
         parts = list(cut(tokenizer, text, size))
-        prompts = [{"prompt_token_ids": part + end, "prompt_module": "instruction"} for part in parts]
+        prompts = [{"prompt_token_ids": part + end, "pinned_prompt": "instruction"} for part in parts]
         outputs = llm.generate(prompts, params, use_tqdm=True)
         text = "\n".join(output.outputs[0].text.strip() for output in outputs)
         cached = sum(output.num_cached_tokens for output in outputs)
         total = sum(len(output.prompt_token_ids) for output in outputs)
         print(f"{len(parts)} part(s), {cached} of {total} prompt tokens were in the cache", file=sys.stderr)
         if len(parts) == 1:
-            llm.remove_prompt_module("instruction")
+            llm.unpin_prompt("instruction")
             return text
 
 

@@ -16,7 +16,7 @@ PYTHON_LAYERS = """
     errors _C cpp version
     utils
     ops hub outputs structured_output client
-    formats sampling_params
+    formats sampling_params prompt_schema
     tokenizers weights
     models
     parallel

@@ -50,7 +50,8 @@ Group& whole(Group& group) {
 }
 
 void check_not_aborted(Group& group) {
-  if (whole(group).aborted.load(std::memory_order_acquire) != 0) throw std::runtime_error("the group of ranks was aborted");
+  if (whole(group).aborted.load(std::memory_order_acquire) != 0)
+    throw std::runtime_error("the group of ranks was aborted");
 }
 
 // Waits until ready() holds for each of the ranks first .. end - 1.

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         RequestOutput,
         ScoreOutput,
     )
+    from fastinfer.prompt_schema import PromptModule, PromptParameter, PromptSchema, PromptUnion
     from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
     from fastinfer.structured_output import StructuredOutputsParams
     from fastinfer.version import __version__
@@ -49,6 +50,10 @@ __all__ = [
     "ModelNotFoundError",
     "OutputStream",
     "PrefillOutput",
+    "PromptModule",
+    "PromptParameter",
+    "PromptSchema",
+    "PromptUnion",
     "QueueFullError",
     "RequestError",
     "RequestMetrics",
@@ -81,6 +86,7 @@ _HOMES = {
     ],
     "llm": ["LLM", "generate"],
     "outputs": ["CompletionOutput", "Logprob", "PrefillOutput", "RequestMetrics", "RequestOutput", "ScoreOutput"],
+    "prompt_schema": ["PromptModule", "PromptParameter", "PromptSchema", "PromptUnion"],
     "sampling_params": ["BeamSearchParams", "RequestOutputKind", "SamplingParams"],
     "structured_output": ["StructuredOutputsParams"],
     "version": ["__version__"],

@@ -20,7 +20,7 @@ from fastinfer.errors import QueueFullError, RequestError, UnavailableError
 from fastinfer.llm import LLM
 from fastinfer.outputs import Output, PrefillOutput, RequestOutput, ScoreOutput
 from fastinfer.sampling_params import BeamSearchParams, SamplingParams
-from fastinfer.serving.jobs import QueueRequest, beam_search_job, embedding_job, generation_job, prompt_module_job
+from fastinfer.serving.jobs import QueueRequest, beam_search_job, embedding_job, generation_job, pinned_prompt_job
 from fastinfer.serving.mailbox import Mailbox
 from fastinfer.serving.prompt import PreparedPrompt, Prompt, prepare, prepare_chat
 from fastinfer.serving.prompt_threads import PromptThreads
@@ -440,29 +440,29 @@ class AsyncEngine:
 
         return await self._in_pool(token_ids, decode)
 
-    async def add_prompt_module(self, name: str, prompt: Prompt | list[int], *, adapter: str | None = None) -> None:
-        """Compute a text and keep it in the cache, see :meth:`fastinfer.LLM.add_prompt_module`.
+    async def pin_prompt(self, name: str, prompt: Prompt | list[int], *, adapter: str | None = None) -> None:
+        """Compute a text and keep it in the cache, see :meth:`fastinfer.LLM.pin_prompt`.
 
         Raises:
             QueueFullError, RequestError, RuntimeError, UnavailableError: the errors of
-                :meth:`fastinfer.LLM.add_prompt_module` and of :meth:`generate`.
+                :meth:`fastinfer.LLM.pin_prompt` and of :meth:`generate`.
         """
 
         def check(request_id: str) -> QueueRequest:
-            return prompt_module_job(self._engine, name, prepare(self._engine, _as_prompt(prompt)), adapter)
+            return pinned_prompt_job(self._engine, name, prepare(self._engine, _as_prompt(prompt)), adapter)
 
         mailbox: Mailbox[PrefillOutput] = Mailbox()
         output = await anext(self._submit(mailbox, prompt, check))
         if output.finish_reason != "stop":
-            raise RuntimeError(f"prompt module {name!r} was not computed: {output.stop_reason or output.finish_reason}")
+            raise RuntimeError(f"pinned prompt {name!r} was not computed: {output.stop_reason or output.finish_reason}")
 
-    async def remove_prompt_module(self, name: str) -> None:
-        """Release a prompt module.
+    async def unpin_prompt(self, name: str) -> None:
+        """Release a pinned prompt.
 
         Raises:
-            RequestError: there is no module of this name.
+            RequestError: there is no pinned prompt of this name.
         """
-        await self._call(self._engine.remove_prompt_module, name)
+        await self._call(self._engine.unpin_prompt, name)
 
     async def load_adapter(self, name: str, path: str | Path) -> None:
         """Load a LoRA adapter; raises the errors of :meth:`fastinfer.LLM.load_adapter`.

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,8 @@ from fastinfer.engine.config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, Engine
 from fastinfer.engine.construction import check_draft_model, kv_cache_size
 from fastinfer.engine.disk_block_store import prepare_folder
 from fastinfer.engine.engine import Engine
-from fastinfer.engine.kv_cache_size import KVCacheSize, options_for, options_for_memory
+from fastinfer.engine.kv_cache_size import KVCacheSize, options_for, options_for_memory, room_on
+from fastinfer.engine.placement import cache_shares, common_dtype, place_model, room_on_devices, weight_bytes_by_device
 from fastinfer.engine.rank_process import RankTask, start_ranks
 from fastinfer.engine.replica_share import ReplicaShare
 from fastinfer.engine.request_validator import POOLINGS
@@ -27,6 +29,8 @@ from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import Precision
 from fastinfer.models.fingerprint import fingerprint
 from fastinfer.models.image_encoder import image_encoder_of
+from fastinfer.models.layer_places import LayerPlace
+from fastinfer.models.placed_decoder import load_placed
 from fastinfer.models.shared_model import SharedWeights
 from fastinfer.outputs import PrefillOutput, RequestOutput, ScoreOutput
 from fastinfer.parallel.group import Group
@@ -34,13 +38,13 @@ from fastinfer.parallel.layer_split import stages_of
 from fastinfer.parallel.ranks import Ranks
 from fastinfer.parallel.support import check_divisible
 from fastinfer.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from fastinfer.serving.jobs import QueueRequest, beam_search_job, embedding_job, generation_job, prompt_module_job
+from fastinfer.serving.jobs import QueueRequest, beam_search_job, embedding_job, generation_job, pinned_prompt_job
 from fastinfer.serving.prompt import PreparedPrompt, Prompt, prepare, prepare_chat
 from fastinfer.serving.sampling_defaults import sampling_defaults
 from fastinfer.serving.scoring import SCORE_PARAMS, Scorable, prepare_score, score_of
 from fastinfer.serving.shared_engine import Job, SharedEngine
 from fastinfer.utils.checks import check_choice, check_path, check_text
-from fastinfer.utils.device import resolve_device
+from fastinfer.utils.device import resolve_places
 from fastinfer.utils.dtypes import DTYPES, KV_CACHE_DTYPES
 from fastinfer.utils.memory_errors import explained_memory_errors
 
@@ -58,7 +62,9 @@ class LLM:
     Args:
         model: a name or path that :func:`fastinfer.hub.resolve` knows.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"``, or ``"auto"`` for the fastest one on this machine.
-        device: ``"cpu"``, ``"cuda"`` for the current GPU, ``"cuda:N"``, or ``"auto"`` for a GPU if there is one.
+        device: ``"cpu"``, ``"cuda"`` for the current GPU, ``"cuda:N"``, or ``"auto"`` for a GPU if there is one. A list
+            places layers on several devices (``"cuda:0=24,cuda:1=8"``), or a model's experts on another one
+            (``"cuda+cpu"``): docs/placement.md.
         draft_model: name or path of a smaller model with the same vocabulary that drafts tokens for speculative
             decoding; its output layer may have a part of the vocabulary alone (``d2t``). Without a draft model,
             ``num_speculative_tokens`` are drafted from n-grams of the text itself.
@@ -79,8 +85,8 @@ class LLM:
         tensor_parallel_size: number of processes of this machine that compute the model together, each with a part of
             every weight and of the machine's threads; on a CPU alone. Results are bitwise those of one process. What
             works with it, and when it pays: docs/tensor-parallelism.md.
-        pipeline_parallel_size: number of processes of this machine that compute the model together, each some of its
-            layers, with several steps in flight; on a CPU alone. Results are bitwise those of one process. What works
+        pipeline_parallel_size: number of stages, processes of this machine that compute the model together, each some
+            of its layers, with several steps in flight; on a CPU alone. Results are bitwise those of one process. What works
             with it, and when it pays: docs/pipeline-parallelism.md.
         share: what this process shares with other replicas on a CPU; ``fastinfer serve --data-parallel-size`` sets it.
 
@@ -134,8 +140,12 @@ class LLM:
     ) -> None:
         check_choice("dtype", dtype, DTYPES)
         check_choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
-        device = resolve_device(device)
-        kind = torch.device(device).type
+        places = resolve_places(device)
+        device = places[0].device
+        is_placed = len(places) > 1 or places[0].experts is not None
+        devices = [device for place in places for device in place.devices]
+        dtype = common_dtype(dtype, devices)
+        kind, first_gpu = torch.device(device).type, next((name for name in devices if name != "cpu"), None)
         config = EngineConfig(
             max_model_len=max_model_len,
             max_num_seqs=MAX_NUM_SEQS[kind] if max_num_seqs is None else max_num_seqs,
@@ -150,7 +160,7 @@ class LLM:
             max_bad_words=max_bad_words,
             max_logit_bias=max_logit_bias,
             block_size=block_size,
-            kv_cache_dtype=kv_cache_dtype_of(kv_cache_dtype, dtype, device),
+            kv_cache_dtype=kv_cache_dtype_of(kv_cache_dtype, dtype, first_gpu or device),
             kv_cache_memory=kv_cache_memory,
             gpu_memory_utilization=gpu_memory_utilization,
             enable_prefix_caching=enable_prefix_caching,
@@ -165,6 +175,7 @@ class LLM:
             lora_dtype=torch.float32 if dtype == "float32" else torch.bfloat16,
             deterministic=deterministic,
             device=device,
+            places=places if is_placed else (),
             enforce_eager=enforce_eager,
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
@@ -178,7 +189,8 @@ class LLM:
         if tensor_parallel_size > 1:
             check_divisible(checkpoints[0], tensor_parallel_size)
         stages = stages_of(checkpoints[0], pipeline_parallel_size)
-        size = _choose_kv_cache_size(config, checkpoints, share)
+        layer_places = place_model(checkpoints[0], places) if is_placed else ()
+        size = _choose_kv_cache_size(config, checkpoints, share, layer_places)
         if draft_model is not None:
             check_draft_model(config, checkpoints[0].config, checkpoints[1].config, size.max_model_len)
         defaults = sampling_defaults(checkpoints[0])
@@ -193,6 +205,8 @@ class LLM:
             loads: list[LoadWeights] = [load_weights] * len(checkpoints)
             if ranks is not None and task is not None:
                 loads[0] = partial(_load_part, task, ranks.group)
+            elif layer_places:
+                loads[0] = partial(load_placed, layer_places)
             elif share is not None and share.weights:
                 loads = [SharedWeights(descriptor) for descriptor in share.weights]
             models = [
@@ -204,8 +218,8 @@ class LLM:
 
             def load_models() -> list[Model]:
                 return [
-                    load_weights(open_checkpoint(path, precision.exact), dtype, device, size.max_model_len)
-                    for path in paths
+                    load(open_checkpoint(path, precision.exact), dtype, device, size.max_model_len)
+                    for path, load in zip(paths, loads, strict=True)
                 ]
 
             identity = fingerprint(checkpoints, precision, size.max_model_len)
@@ -243,7 +257,7 @@ class LLM:
         Args:
             prompts: one prompt or a list; each is text, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``. A
                 dictionary may also have a ``"cache_salt"`` (only prompts with the same salt share cached prefixes) or a
-                ``"prompt_module"`` (name of a text that precedes the prompt, see :meth:`add_prompt_module`).
+                ``"pinned_prompt"`` (name of a text that precedes the prompt, see :meth:`pin_prompt`).
             params: one object for all prompts, or one per prompt; :attr:`default_params` by default.
             priority: one number for all prompts, or one per prompt; smaller numbers are served first.
             adapter: name of a LoRA adapter (:meth:`load_adapter`), one for all prompts or one per prompt.
@@ -403,36 +417,36 @@ class LLM:
             starts.append(start)
         return [score_of(output, start) for output, start in zip(self._shared.complete(jobs), starts, strict=True)]
 
-    def add_prompt_module(self, name: str, prompt: Prompt, *, adapter: str | None = None) -> None:
-        """Compute a text, such as a system prompt, and keep it in the cache until :meth:`remove_prompt_module`.
+    def pin_prompt(self, name: str, prompt: Prompt, *, adapter: str | None = None) -> None:
+        """Compute a text, such as a system prompt, and keep it in the cache until :meth:`unpin_prompt`.
 
-        Prompts that begin with it (``{"prompt": text, "prompt_module": name}``) reuse its whole cache blocks and
-        inherit its ``cache_salt``. The module and the text that follows it are tokenised separately.
+        Prompts that begin with it (``{"prompt": text, "pinned_prompt": name}``) reuse its whole cache blocks and
+        inherit its ``cache_salt``. The pinned prompt and the text that follows it are tokenised separately.
 
         Args:
-            name: name of the module.
+            name: name of the pinned prompt.
             prompt: the text, as for :meth:`generate`.
-            adapter: LoRA adapter of the prompts that will name the module; prompts with another adapter cannot reuse
-                its blocks and compute its text themselves.
+            adapter: LoRA adapter of the prompts that will name it; prompts with another adapter cannot reuse its blocks
+                and compute its text themselves.
 
         Raises:
             RequestError: the text cannot be served, the name is taken, prefix caching is off, or the cache has no room.
             RuntimeError: the computation failed.
         """
         check_text("name", name)
-        job: Job[PrefillOutput] = self._job(prompt_module_job, name, prepare(self.engine, prompt), adapter=adapter)
+        job: Job[PrefillOutput] = self._job(pinned_prompt_job, name, prepare(self.engine, prompt), adapter=adapter)
         [output] = self._shared.complete([job])
         if output.finish_reason == "error":
             raise RuntimeError(f"the request failed: {output.stop_reason}")
 
-    def remove_prompt_module(self, name: str) -> None:
-        """Release a prompt module; prompts can no longer name it.
+    def unpin_prompt(self, name: str) -> None:
+        """Release a pinned prompt; prompts can no longer name it.
 
         Raises:
-            RequestError: there is no module of this name.
+            RequestError: there is no pinned prompt of this name.
         """
         with self._shared.lock:
-            self.engine.remove_prompt_module(name)
+            self.engine.unpin_prompt(name)
 
     def load_adapter(self, name: str, path: str | Path) -> None:
         """Load a LoRA adapter from a folder saved by PEFT. Prompts select it by name; ``max_loras`` must be at least 1.
@@ -464,7 +478,7 @@ class LLM:
         """Forget a LoRA adapter.
 
         Raises:
-            RequestError: there is no adapter of this name, or an unfinished request or a prompt module uses it.
+            RequestError: there is no adapter of this name, or an unfinished request or a pinned prompt uses it.
         """
         with self._shared.lock:
             self.engine.unload_adapter(name)
@@ -474,7 +488,7 @@ class LLM:
 
         The KV cache is freed, with all cached prefixes. Level 1 also moves the weights from a GPU to the host's memory;
         on a CPU they stay where they are. Level 2 drops the weights, which :meth:`wake_up` loads again from their
-        files. LoRA adapters and prompt modules are still there afterwards; modules are computed again.
+        files. LoRA adapters and pinned prompts are still there afterwards; the prompts are computed again.
 
         Args:
             level: 1 or 2.
@@ -489,14 +503,14 @@ class LLM:
     def wake_up(self) -> None:
         """Get back what :meth:`sleep` has freed; does nothing if nothing has been.
 
-        If it raises an error, it may be called again. Only if prompt modules could not be computed, everything else is
-        back, and these modules are lost.
+        If it raises an error, it may be called again. Only if pinned prompts could not be computed, everything else is
+        back, and these prompts are lost.
 
         Raises:
             OutOfMemoryError: the device has too little memory now.
             RequestError: the files now hold another model.
             FastinferError: the files cannot be read any more.
-            RuntimeError: prompt modules could not be computed.
+            RuntimeError: pinned prompts could not be computed.
         """
         with self._shared.lock:
             self.engine.wake_up()
@@ -590,19 +604,29 @@ def _closed_on_error(ranks: Ranks | None) -> Generator[None, None, None]:
 
 
 def _choose_kv_cache_size(
-    config: EngineConfig, checkpoints: list[Checkpoint], share: ReplicaShare | None
+    config: EngineConfig,
+    checkpoints: list[Checkpoint],
+    share: ReplicaShare | None,
+    places: tuple[LayerPlace, ...] = (),
 ) -> KVCacheSize:
     """Choose the size of the KV cache and the longest sequence, before any weight is read.
 
-    The first checkpoint is the model's, the second, if there is one, the draft model's.
+    The first checkpoint is the model's, the second, if there is one, the draft model's. ``places`` are those of the
+    model's layers if they are on several devices.
 
     Raises:
         RequestError: weights and KV cache do not fit into memory.
     """
     limit = checkpoints[0].config.max_position
-    weight_bytes = sum(checkpoint.weight_bytes(config.device) for checkpoint in checkpoints)
-    available = None if share is None else share.memory(weight_bytes)
-    size = kv_cache_size(config, [checkpoint.config for checkpoint in checkpoints], weight_bytes, available)
+    models = [checkpoint.config for checkpoint in checkpoints]
+    if places:
+        sizes = Counter(weight_bytes_by_device(checkpoints[0], places))
+        sizes[config.device] += sum(checkpoint.weight_bytes(config.device) for checkpoint in checkpoints[1:])
+        room = room_on_devices(config, cache_shares(config, models, places), sizes)
+    else:
+        weight_bytes = sum(checkpoint.weight_bytes(config.device) for checkpoint in checkpoints)
+        room = room_on(config, config.device, weight_bytes, None if share is None else share.memory(weight_bytes))
+    size = kv_cache_size(config, models, room)
     if config.max_model_len is None and size.max_model_len < limit:
         LOG.warning(
             f"{checkpoints[0].path.name}: max_model_len is {size.max_model_len:,} tokens instead of the model's "

@@ -474,7 +474,7 @@ def test_requests_of_a_closed_loop_are_aborted() -> None:
     assert engine._engine.model.batch_sizes == [1]  # type: ignore[attr-defined]
 
 
-def test_embeddings_and_prompt_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embeddings_and_pinned_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ToyTokenizer, "encode", lambda self, text, **options: [9] * len(text))
 
     async def main() -> None:
@@ -483,28 +483,28 @@ def test_embeddings_and_prompt_modules(monkeypatch: pytest.MonkeyPatch) -> None:
             assert output.finish_reason == "stop"
             assert output.embedding is not None
             assert sum(x * x for x in output.embedding) == pytest.approx(1)
-            await engine.add_prompt_module("system", "x" * 20)
+            await engine.pin_prompt("system", "x" * 20)
             with pytest.raises(RequestError, match="name must be new, got 'system'"):
-                await engine.add_prompt_module("system", "y")
+                await engine.pin_prompt("system", "y")
             assert engine.stats().num_used_blocks == 5
-            prompt = {"prompt_token_ids": [1, 2], "prompt_module": "system"}
+            prompt = {"prompt_token_ids": [1, 2], "pinned_prompt": "system"}
             [*_, last] = await read(engine.generate(prompt, GREEDY))
             assert last.num_cached_tokens == 20
             assert last.outputs[0].token_ids == greedy([9] * 20 + [1, 2], 12)
-            with pytest.raises(RequestError, match="cache_salt must be the prompt_module's own, or empty, got 'a'"):
+            with pytest.raises(RequestError, match="cache_salt must be the pinned_prompt's own, or empty, got 'a'"):
                 await anext(engine.generate(prompt, GREEDY, cache_salt="a"))
-            await engine.remove_prompt_module("system")
-            await engine.add_prompt_module("salted", {"prompt_token_ids": [8] * 20, "cache_salt": "a"})
+            await engine.unpin_prompt("system")
+            await engine.pin_prompt("salted", {"prompt_token_ids": [8] * 20, "cache_salt": "a"})
             for salt in ("", "a"):
-                prompt = {"prompt_token_ids": [1, 2], "prompt_module": "salted"}
+                prompt = {"prompt_token_ids": [1, 2], "pinned_prompt": "salted"}
                 [*_, last] = await read(engine.generate(prompt, GREEDY, cache_salt=salt))
                 assert last.num_cached_tokens == 20
-            await engine.remove_prompt_module("salted")
-            with pytest.raises(RequestError, match=r"prompt module must be one of \[\], got 'system'"):
-                await engine.remove_prompt_module("system")
+            await engine.unpin_prompt("salted")
+            with pytest.raises(RequestError, match=r"pinned prompt must be one of \[\], got 'system'"):
+                await engine.unpin_prompt("system")
             engine._engine.model.fail = True  # type: ignore[attr-defined]
             with pytest.raises(RuntimeError, match="'system' was not computed: RuntimeError: the model broke"):
-                await engine.add_prompt_module("system", "z" * 20)
+                await engine.pin_prompt("system", "z" * 20)
 
     run(main())
 
@@ -721,7 +721,7 @@ def test_an_engine_falls_asleep_once_its_requests_have_ended() -> None:
             assert engine.health() == Health("the engine sleeps until wake_up() is called", False, False, 0.0, True)
             assert engine.stats().is_sleeping
             assert not engine._engine.worker.kv_cache.layers
-            for call in (engine.embed([3]), engine.score("ab"), engine.add_prompt_module("a", [3])):
+            for call in (engine.embed([3]), engine.score("ab"), engine.pin_prompt("a", [3])):
                 with pytest.raises(UnavailableError, match=message):
                     await call
             assert await engine.detokenize(await engine.tokenize("ab")) == "ab"
@@ -757,18 +757,18 @@ def test_what_keeps_an_engine_awake() -> None:
     run(main())
 
 
-def test_prompt_modules_are_there_after_sleeping() -> None:
+def test_pinned_prompts_are_there_after_sleeping() -> None:
     async def main() -> None:
         async with toy_async_engine(block_size=2) as engine:
-            await engine.add_prompt_module("system", [5, 6, 7, 8, 9])
+            await engine.pin_prompt("system", [5, 6, 7, 8, 9])
             await engine.sleep()
             await engine.wake_up()
             assert engine.stats().num_used_blocks == 3
-            prompt = {"prompt_token_ids": [1, 2], "prompt_module": "system"}
+            prompt = {"prompt_token_ids": [1, 2], "pinned_prompt": "system"}
             output = (await read(engine.generate(prompt, GREEDY)))[-1]  # type: ignore[arg-type]
             assert output.num_cached_tokens == 4
             assert output.outputs[0].token_ids == greedy([5, 6, 7, 8, 9, 1, 2], 12)
-            await engine.remove_prompt_module("system")
+            await engine.unpin_prompt("system")
 
     run(main())
 

@@ -1,13 +1,15 @@
-"""What LLM does beside completing and chatting, on the default model: vectors, scores, prompt modules, salts,
+"""What LLM does beside completing and chatting, on the default model: vectors, scores, pinned prompts, salts,
 several completions, structured output, speculation."""
 
 import asyncio
+import dataclasses
 import gc
 import json
 import math
 import re
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,9 @@ from fastinfer import (
     AsyncEngine,
     BeamSearchParams,
     PrefillOutput,
+    PromptModule,
+    PromptParameter,
+    PromptSchema,
     RequestError,
     SamplingParams,
     StructuredOutputsParams,
@@ -166,12 +171,12 @@ def test_several_completions(llm: LLM) -> None:
         llm.stream(PROMPTS[0], params)
 
 
-def test_prompt_module(llm: LLM) -> None:
+def test_pinned_prompt(llm: LLM) -> None:
     text, question = "You know the capitals of all countries. " * 10, "The capital of France is"
-    llm.add_prompt_module("capitals", text)
+    llm.pin_prompt("capitals", text)
     ids = llm.tokenizer.encode(text) + llm.tokenizer.encode(question, add_special_tokens=False)
     prompts = [{"prompt": question}, {"prompt_token_ids": llm.tokenizer.encode(question)}]
-    by_name = llm.generate([{**prompt, "prompt_module": "capitals"} for prompt in prompts], greedy())
+    by_name = llm.generate([{**prompt, "pinned_prompt": "capitals"} for prompt in prompts], greedy())
     for output in by_name:
         assert output.prompt_token_ids == ids
         assert output.num_cached_tokens == len(llm.tokenizer.encode(text)) // 32 * 32 > 0
@@ -179,22 +184,46 @@ def test_prompt_module(llm: LLM) -> None:
     for output in [*by_name, *llm.generate({"prompt_token_ids": ids, "cache_salt": "anew"}, greedy())]:
         assert output.outputs[0].token_ids == by_name[0].outputs[0].token_ids
     with pytest.raises(RequestError, match="name must be new, got 'capitals'"):
-        llm.add_prompt_module("capitals", "Other text")
+        llm.pin_prompt("capitals", "Other text")
     assert llm.engine.stats().num_used_blocks > 0
-    llm.remove_prompt_module("capitals")
+    llm.unpin_prompt("capitals")
     assert llm.engine.stats().num_used_blocks == 0
     for wrong in ("capitals", "never added"):
-        with pytest.raises(RequestError, match="prompt module must be one of"):
-            llm.remove_prompt_module(wrong)
-        with pytest.raises(RequestError, match="prompt module must be one of"):
-            llm.generate({"prompt": question, "prompt_module": wrong})
-    for bad in ({"prompt": "a", "prompt_module": 3}, {"prompt": "a", "cache_salt": None}, {"prompt_module": "a"}):
+        with pytest.raises(RequestError, match="pinned prompt must be one of"):
+            llm.unpin_prompt(wrong)
+        with pytest.raises(RequestError, match="pinned prompt must be one of"):
+            llm.generate({"prompt": question, "pinned_prompt": wrong})
+    for bad in ({"prompt": "a", "pinned_prompt": 3}, {"prompt": "a", "cache_salt": None}, {"pinned_prompt": "a"}):
         with pytest.raises(RequestError, match="must be a string"):
             llm.generate(bad)
     with pytest.raises(RequestError, match="name must be a string, got 5"):
-        llm.add_prompt_module(5, "text")  # type: ignore[arg-type]
+        llm.pin_prompt(5, "text")  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="prompt must have at least 1 token"):
-        llm.add_prompt_module("empty", "")
+        llm.pin_prompt("empty", "")
+
+
+def test_prompt_modules(llm: LLM) -> None:
+    """Two modules, of which the second is computed by itself, and a parameter of full length."""
+    parts = ["Every country has a capital, and you know it. " * 12, " France", " You answer with one word. " * 12]
+    question = "The capital of France is"
+    encode = partial(llm.tokenizer.encode, add_special_tokens=False)
+    place = PromptParameter("country", len(encode(parts[1])))
+    schema = PromptSchema((PromptModule("capitals", parts[0]), place, PromptModule("answer", parts[2])))
+    prompt = partial(schema.prompt, question, parameters={"country": parts[1]})
+    first, second = (llm.generate(prompt(), greedy())[0] for _ in range(2))
+    ids = llm.tokenizer.encode(parts[0]) + [token for part in (*parts[1:], question) for token in encode(part)]
+    assert first.prompt_token_ids == second.prompt_token_ids == ids
+    assert (first.prompt, first.num_cached_tokens) == (question, 0)
+    assert second.num_cached_tokens > len(ids) - 96
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+    assert llm.generate(prompt(cache_salt="other"), greedy())[0].num_cached_tokens == 0
+    whole = dataclasses.replace(schema, recomputed_blocks=1000).prompt(question, parameters={"country": parts[1]})
+    outputs = llm.generate([whole, {"prompt_token_ids": ids}], greedy())
+    assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
+    assert "".join(llm.stream(prompt(), greedy())) == first.outputs[0].text
+    for call in (llm.embed, llm.score, lambda each: llm.beam_search(each, BeamSearchParams(2, 1))):
+        with pytest.raises(RequestError, match="need prompts without modules, got one with modules"):
+            call(prompt())
 
 
 def test_cache_salt_separates(llm: LLM) -> None:
@@ -213,12 +242,12 @@ def test_cache_salt_separates(llm: LLM) -> None:
     llm.embed({"prompt": text, "cache_salt": "four"})
     assert cached("four") > 0
     assert cached("five") == 0
-    llm.add_prompt_module("secret", {"prompt": text, "cache_salt": "six"})
-    prompt = {"prompt": "mine.", "prompt_module": "secret"}
+    llm.pin_prompt("secret", {"prompt": text, "cache_salt": "six"})
+    prompt = {"prompt": "mine.", "pinned_prompt": "secret"}
     assert llm.generate(prompt, greedy(1))[0].num_cached_tokens > 0
-    with pytest.raises(RequestError, match="cache_salt must be the prompt_module's own, or empty, got 'seven'"):
+    with pytest.raises(RequestError, match="cache_salt must be the pinned_prompt's own, or empty, got 'seven'"):
         llm.generate({**prompt, "cache_salt": "seven"}, greedy(1))
-    llm.remove_prompt_module("secret")
+    llm.unpin_prompt("secret")
 
 
 def test_priority(model_path: Path) -> None:

@@ -22,7 +22,7 @@ BIG = 10**5000  # too long for Python to print
 WRONG: list[Any] = [
     None, 1, -1, 2**63, BIG, -BIG, True, 1.5, float("nan"), b"bytes", "", "x" * 5000, "\udcff", "a\0b", ["x"], [BIG],
     [None], [[1]], (1, 2), ("a", BIG), {}, {BIG: 1}, {1: BIG}, {BIG}, {"prompt": BIG}, {"prompt_token_ids": [BIG]},
-    {"prompt": "a", "prompt_module": []}, {"prompt": "a", "cache_salt": BIG}, object(),
+    {"prompt": "a", "pinned_prompt": []}, {"prompt": "a", "cache_salt": BIG}, object(),
 ]  # fmt: skip
 ONE = SamplingParams(max_tokens=1)
 
@@ -158,8 +158,8 @@ def test_adapters_and_modules(llm: LLM, tmp_path: Path) -> None:
         assert len(str(caught.value)) < 400
     names = [value for value in NO_TEXT if value is not None and not isinstance(value, list)]
     refused(lambda value: llm.generate("a", ONE, adapter=value), "adapter must be a string, got", names)
-    refused(lambda value: llm.add_prompt_module(value, "a"), "name must be a string, got", NO_TEXT)
-    refused(lambda value: llm.remove_prompt_module(value), "prompt module must be", WRONG)
+    refused(lambda value: llm.pin_prompt(value, "a"), "name must be a string, got", NO_TEXT)
+    refused(lambda value: llm.unpin_prompt(value), "pinned prompt must be", WRONG)
     assert llm.engine.adapters.names == []
     llm.load_adapter("name", tmp_path)
     llm.unload_adapter("name")

@@ -135,25 +135,25 @@ def test_prefixes_are_not_shared_between_adapters_or_loads(folders: dict[str, Pa
         assert first == engine.block_manager.num_hit_tokens
 
 
-def test_a_prompt_module_of_an_adapter(folders: dict[str, Path]) -> None:
+def test_a_pinned_prompt_of_an_adapter(folders: dict[str, Path]) -> None:
     engine = make_engine(block_size=4)
     module = PROMPTS[3][:9]
     for name in ("a", "b"):
         engine.load_adapter(name, folders[name])
-    engine.add_prompt_module("module", module, adapter="a")
+    engine.pin_prompt("module", module, adapter="a")
     drain(engine)
     for name, num_cached_tokens in (("a", 8), ("b", 0), (None, 0)):
         request_id = engine.add_request(PROMPTS[3], PARAMS, adapter=name)
         output = drain(engine)[request_id]
         assert output.num_cached_tokens == num_cached_tokens
         assert output.outputs[0].token_ids == alone(folders, name, PROMPTS[3])
-    with pytest.raises(RequestError, match="got 1 requests or prompt modules"):
+    with pytest.raises(RequestError, match="got 1 requests or pinned prompts"):
         engine.unload_adapter("a")
-    engine.remove_prompt_module("module")
+    engine.unpin_prompt("module")
     engine.unload_adapter("a")
     check_blocks(engine)
     with pytest.raises(RequestError, match="adapter must be one of"):
-        engine.add_prompt_module("module", module, adapter="a")
+        engine.pin_prompt("module", module, adapter="a")
 
 
 def test_an_adapter_that_comes_later_runs_in_recorded_steps(folders: dict[str, Path]) -> None:
@@ -199,12 +199,12 @@ def test_files_that_vanish_before_an_adapter_is_loaded(folders: dict[str, Path])
     assert engine.adapters.names == []
 
 
-def test_a_prompt_module_whose_adapter_cannot_be_read_again(folders: dict[str, Path]) -> None:
+def test_a_pinned_prompt_whose_adapter_cannot_be_read_again(folders: dict[str, Path]) -> None:
     """Sleep loses the blocks; the adapter has made room for another one."""
     engine = make_engine(max_loras=1, max_cpu_loras=1)
     for name in "ab":
         engine.load_adapter(name, folders[name])
-        engine.add_prompt_module(name, PROMPTS[3], adapter=name)
+        engine.pin_prompt(name, PROMPTS[3], adapter=name)
         drain(engine)
     shutil.rmtree(folders["a"])
     engine.sleep(1)
@@ -212,9 +212,9 @@ def test_a_prompt_module_whose_adapter_cannot_be_read_again(folders: dict[str, P
         engine.wake_up()
     assert not engine.is_sleeping
     assert not engine.has_unfinished
-    assert engine.prompt_module("b").token_ids == PROMPTS[3]
-    with pytest.raises(RequestError, match=r"prompt module must be one of \['b'\], got 'a'"):
-        engine.prompt_module("a")
+    assert engine.pinned_prompt("b").token_ids == PROMPTS[3]
+    with pytest.raises(RequestError, match=r"pinned prompt must be one of \['b'\], got 'a'"):
+        engine.pinned_prompt("a")
     check_blocks(engine)
 
 

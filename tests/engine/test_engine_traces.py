@@ -200,7 +200,7 @@ def test_random_traces(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setattr(deadlines, "time", SimpleNamespace(perf_counter=lambda: clock.now))
         kind = draw(st.sampled_from([ToyModel, RoleToy, LastRowsRoleToy, StateToy, StateRoleToy]))
-        patch.setattr(engine_module, "roles_differ", lambda device: issubclass(kind, RoleToy))
+        patch.setattr(engine_module, "roles_differ", lambda device, exact: issubclass(kind, RoleToy))
         num_states = draw(st.integers(1, 12))
         patch.setattr(kv_cache_size, "_num_states", lambda config, state_bytes, memory: num_states * (state_bytes > 0))
         run_trace(draw, draw_engine(draw, folder, kind), clock)
@@ -252,10 +252,10 @@ def run_trace(draw: Any, make_engine: Callable[[], Engine], clock: SimpleNamespa
             engine.add_embedding_request(prompt(), pooling=draw(st.sampled_from(["mean", "last"])))
         elif action == "module":
             with contextlib.suppress(RequestError):  # no room, or no prefix cache
-                engine.add_prompt_module(draw(st.sampled_from("ab")), prompt())
+                engine.pin_prompt(draw(st.sampled_from("ab")), prompt())
         elif action == "unpin":
             with contextlib.suppress(RequestError):
-                engine.remove_prompt_module(draw(st.sampled_from("ab")))
+                engine.unpin_prompt(draw(st.sampled_from("ab")))
         elif action == "abort" and requests:
             request_id = draw(st.sampled_from(sorted(requests)))
             output = engine.abort(request_id)
@@ -308,7 +308,7 @@ def run_trace(draw: Any, make_engine: Callable[[], Engine], clock: SimpleNamespa
             flush(restarted)
     for name in "ab":
         with contextlib.suppress(RequestError):
-            engine.remove_prompt_module(name)
+            engine.unpin_prompt(name)
     assert engine.block_manager.num_used == 0
     assert engine.block_manager.num_free + engine.block_manager.num_cached == engine.block_manager.num_blocks
 

@@ -11,7 +11,7 @@ from fastinfer.cli.memory_bounds import attended_positions, kv_cache_bytes
 from fastinfer.engine import kv_cache_size
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.construction import kv_cache_size as choose_size
-from fastinfer.engine.kv_cache_size import KVCacheSize, available_memory, choose_kv_cache_size
+from fastinfer.engine.kv_cache_size import KVCacheSize, available_memory, choose_kv_cache_size, room_on
 from fastinfer.errors import RequestError
 from fastinfer.models.config import KVShape
 from fastinfer.models.kv_cache import KVCache
@@ -33,7 +33,8 @@ def memory_of(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
 
 
 def choose(limit: int, token_bytes: int, weight_bytes: int = 0, **options: Any) -> KVCacheSize:
-    return choose_kv_cache_size(EngineConfig(**options), limit, {0: token_bytes}, weight_bytes)
+    config = EngineConfig(**options)
+    return choose_kv_cache_size(config, limit, {0: token_bytes}, room=room_on(config, config.device, weight_bytes))
 
 
 def cache_of(num_blocks: int, max_model_len: int) -> KVCacheSize:
@@ -128,7 +129,7 @@ GEMMA_3_4B = {0: 5 * 4 * 256 * 4, 1024: 29 * 4 * 256 * 4}
 def test_layers_with_a_window_leave_their_memory_to_the_others(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole context of Gemma-3-4B fits into 11 / 2 GiB; if all blocks were kept, 42,000 tokens would."""
     memory_of(monkeypatch, memory * GIB)
-    size = choose_kv_cache_size(EngineConfig(), 131_072, GEMMA_3_4B, 5 * GIB)
+    size = choose_kv_cache_size(EngineConfig(), 131_072, GEMMA_3_4B, room=room_on(EngineConfig(), "cpu", 5 * GIB))
     assert (size.windows, size.max_model_len) == ((0, 1024), 131_072)
     full, windowed = size.num_blocks
     assert full == 131_072 // 32

@@ -198,7 +198,7 @@ def test_all_kinds_of_requests(speculation: str, tmp_path: Path) -> None:
         engine.add_beam_request(prompt, BeamSearchParams(beam_width=2, max_tokens=6))
         engine.add_embedding_request(prompt, pooling="mean")
         engine.add_embedding_request(prompt, pooling="last")
-        engine.add_prompt_module("m", PROMPTS[5])
+        engine.pin_prompt("m", PROMPTS[5])
         constrained(engine, prompt, SamplingParams(temperature=1.0, seed=0, max_tokens=8), Letters("abc", 7))
         outputs = drain(engine)
         check_blocks(engine)

@@ -88,7 +88,7 @@ ADD: dict[str, tuple[Callable[[Engine], str], list[list[int]]]] = {
         lambda engine: engine.add_embedding_request(list(range(40)), pooling="last"),
         [[32, 32], [8, 8, 1, 1]],
     ),
-    "a module": (lambda engine: engine.add_prompt_module("module", list(range(40))), [[32, 32], [8, 8]]),
+    "a pinned prompt": (lambda engine: engine.pin_prompt("module", list(range(40))), [[32, 32], [8, 8]]),
 }
 
 
@@ -160,7 +160,7 @@ def test_results_and_cache_are_bitwise_the_same(
 ) -> None:
     if roles:
         monkeypatch.setattr(DecoderLayer, "__call__", softened)
-        monkeypatch.setattr(engine_module, "roles_differ", lambda device: True)
+        monkeypatch.setattr(engine_module, "roles_differ", lambda device, exact: True)
     adapters = [tmp_path / "a", tmp_path / "b"] if "max_loras" in limits else []
     for seed, folder in enumerate(adapters):
         write_adapter(folder, CONFIG, seed=seed, modules=("q_proj", "o_proj", "up_proj"))

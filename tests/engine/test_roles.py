@@ -1,6 +1,7 @@
 """Kernels that compute prompts differently than generated tokens: a token's role follows from its request alone."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.kv_files import GIB
+from support.tiny_decoder import make_batch, make_cache, make_decoder
 from support.toy import (
     NUM_LAYERS,
     ForgetfulRoleToy,
@@ -28,7 +30,9 @@ from fastinfer.engine import roles
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.roles import roles_differ
 from fastinfer.evaluation.perplexity import log_probabilities
+from fastinfer.models.batch import LastRows
 from fastinfer.models.config import RouterConfig
+from fastinfer.models.decoder import Decoder
 from fastinfer.models.moe import MixtureOfExperts
 from fastinfer.models.norm import RMSNorm
 from fastinfer.ops.prompt import NO_ROW
@@ -41,7 +45,7 @@ BLOCK_SIZE = 4
 
 @pytest.fixture(autouse=True)
 def separated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "roles_differ", lambda device: True)
+    monkeypatch.setattr(engine_module, "roles_differ", lambda device, exact: True)
 
 
 def params(max_tokens: int) -> SamplingParams:
@@ -73,8 +77,9 @@ def tokens(output: Any) -> list[int]:
 def test_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     for isa, differ in (("avx512_bf16", False), ("amx", True), ("amx_emulated", True)):
         monkeypatch.setattr(roles, "_C", SimpleNamespace(cpu_info=lambda isa=isa: {"isa": isa}))
-        assert roles_differ("cpu") is differ
-        assert roles_differ("cuda:1") is False
+        assert roles_differ("cpu", exact=False) is differ
+        assert roles_differ("cpu", exact=True) is False
+        assert roles_differ("cuda:1", exact=False) is False
 
 
 @pytest.mark.parametrize("budget", [1, 3, 64])
@@ -146,7 +151,7 @@ def chat(engine: Engine, turns: int = 4) -> Iterator[tuple[list[int], Any]]:
 
 
 def test_a_deterministic_engine_computes_answers_again_when_they_become_prompts() -> None:
-    """It finds what was a prompt before, and its own prompt module, but no block with generated tokens."""
+    """It finds what was a prompt before, and its own pinned prompt, but no block with generated tokens."""
     engine = role_engine(deterministic=True)
     end_of_last_prompt = 0
     for text, output in chat(engine):
@@ -163,7 +168,7 @@ def test_by_default_answers_are_found_when_they_become_prompts() -> None:
 
 
 def test_nothing_changes_where_roles_do_not_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "roles_differ", lambda device: False)
+    monkeypatch.setattr(engine_module, "roles_differ", lambda device, exact: False)
     engine = toy_engine(block_size=BLOCK_SIZE, deterministic=True)
     hits = []
     for text, output in chat(engine):
@@ -224,3 +229,20 @@ def test_rows_of_experts_have_the_role_of_their_token() -> None:
         assert first_prompt_row() == 4
     mixture(x, x, None)
     assert found == [(7, 4), (21, 12), (7, NO_ROW), (21, NO_ROW)]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_an_exact_model_computes_prompts_like_all_else(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in its last layers, if these compute some rows alone."""
+    found = []
+
+    def compute(self: Decoder, indices: range, x: torch.Tensor, *_: Any) -> torch.Tensor:
+        found.append(first_prompt_row())
+        return x
+
+    monkeypatch.setattr(Decoder, "_compute", compute)
+    batch = make_batch([5, 3])
+    last = LastRows(torch.tensor([4, 7]), batch.positions[[4, 7]], torch.tensor([0, 1, 2]), None, first_prompt_row=1)
+    with ops.prompt_rows(5):
+        replace(make_decoder(), exact=exact).forward(replace(batch, last=last), make_cache())
+    assert found == ([NO_ROW, NO_ROW] if exact else [5, 1])

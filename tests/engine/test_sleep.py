@@ -135,7 +135,7 @@ def test_requests_are_refused_while_it_sleeps() -> None:
         lambda: engine.add_request([1], GREEDY),
         lambda: engine.add_beam_request([1], BeamSearchParams(beam_width=2, max_tokens=2)),
         lambda: engine.add_embedding_request([1]),
-        lambda: engine.add_prompt_module("a", [1]),
+        lambda: engine.pin_prompt("a", [1]),
     ):
         with pytest.raises(UnavailableError, match=message):
             add()
@@ -176,16 +176,16 @@ def test_sleeping_while_a_step_in_vain_is_still_launched() -> None:
     assert drain(engine)[request_id].outputs[0].token_ids == greedy([9, 4], 9, stop_at_eos=False)
 
 
-def test_prompt_modules_are_computed_anew() -> None:
+def test_pinned_prompts_are_computed_anew() -> None:
     engine = toy_engine(block_size=4)
     module = list(range(1, 23))
-    engine.add_prompt_module("system", module, cache_salt="salt")
-    engine.add_prompt_module("gone", [1, 2, 3, 4, 5])
+    engine.pin_prompt("system", module, cache_salt="salt")
+    engine.pin_prompt("gone", [1, 2, 3, 4, 5])
     drain(engine)
     engine.sleep(1)
     assert engine.stats().num_used_blocks == 0
-    assert engine.prompt_module("system").token_ids == module
-    engine.remove_prompt_module("gone")
+    assert engine.pinned_prompt("system").token_ids == module
+    engine.unpin_prompt("gone")
     check_blocks(engine)
     engine.wake_up()
     assert not engine.has_unfinished
@@ -195,14 +195,14 @@ def test_prompt_modules_are_computed_anew() -> None:
     output = drain(engine)[request_id]
     assert output.num_cached_tokens == 20
     assert output.outputs[0].token_ids == greedy([*module, 40], 9, stop_at_eos=False)
-    engine.remove_prompt_module("system")
+    engine.unpin_prompt("system")
     assert engine.stats().num_used_blocks == 0
 
 
-def test_a_prompt_module_that_cannot_be_computed_again() -> None:
+def test_a_pinned_prompt_that_cannot_be_computed_again() -> None:
     engine = toy_engine(block_size=4)
     for name in ("a", "b"):
-        engine.add_prompt_module(name, [*range(1, 23), ord(name) % VOCAB_SIZE])
+        engine.pin_prompt(name, [*range(1, 23), ord(name) % VOCAB_SIZE])
     drain(engine)
     engine.sleep(1)
     engine.model.fail = True  # type: ignore[attr-defined]
@@ -211,7 +211,7 @@ def test_a_prompt_module_that_cannot_be_computed_again() -> None:
     engine.model.fail = False  # type: ignore[attr-defined]
     assert not engine.is_sleeping
     assert not engine.has_unfinished
-    assert engine.prompt_modules.sequences == []
+    assert engine.pinned_prompts.sequences == []
     assert engine.stats().num_used_blocks == 0
     check_blocks(engine)
     engine.add_request([1], GREEDY, request_id="after")

@@ -209,32 +209,32 @@ def test_a_reset_of_the_prefix_cache_forgets_snapshots(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("length", [7, 8, 9])
-def test_prompt_modules_keep_their_snapshots(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_prompts_keep_their_snapshots(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = state_engine(monkeypatch, 4)
-    engine.add_prompt_module("a", STEM[:length])
+    engine.pin_prompt("a", STEM[:length])
     drain(engine)
     for other in range(6):  # as many texts as would evict any other snapshot
         complete(engine, [30 + other] * 9)
     assert complete(engine, STEM[:16]) == length // BLOCK_SIZE * BLOCK_SIZE
-    with pytest.raises(RequestError, match="must leave a slot for states, got 2 modules"):
-        engine.add_prompt_module("b", [3] * 9)
+    with pytest.raises(RequestError, match="must leave a slot for states, got 2 prompts"):
+        engine.pin_prompt("b", [3] * 9)
     engine.sleep(1)
     engine.wake_up()
     check_blocks(engine)
     assert complete(engine, [*STEM[:length], 1, 2]) == length // BLOCK_SIZE * BLOCK_SIZE
-    engine.remove_prompt_module("a")
+    engine.unpin_prompt("a")
     assert engine.block_manager.num_used == 0
     assert engine.block_manager.states is not None
     assert engine.block_manager.states.num_available == 4
 
 
-def test_a_module_keeps_a_snapshot_that_its_sequence_would_replace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pinned_prompt_keeps_a_snapshot_that_its_sequence_would_replace(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = state_engine(monkeypatch, 8)
     text = STEM[:6] + greedy(STEM[:6], 20, stop_at_eos=False)
     engine.add_request(STEM[:6], LONG)
     while engine.scheduler.running == [] or engine.scheduler.running[0].num_computed_tokens < 13:
         engine.step()
-    engine.add_prompt_module("a", text[:13])
+    engine.pin_prompt("a", text[:13])
     before = engine.stats().num_hit_tokens
     drain(engine)
     assert engine.stats().num_hit_tokens - before == 12

@@ -208,11 +208,11 @@ def test_a_second_request_finds_the_prefix_of_a_text_that_is_longer_than_the_win
 
 
 @pytest.mark.parametrize("length", [32, 36, 37, 38, 39])
-def test_a_prompt_module_keeps_its_window(length: int) -> None:
+def test_a_pinned_prompt_keeps_its_window(length: int) -> None:
     """Also if its last block is not full: those who begin with it have all blocks before that one."""
     engine = windowed_engine((0, 7), num_kv_blocks=100)
     module = prompt_of(length)
-    engine.add_prompt_module("m", module)
+    engine.pin_prompt("m", module)
     drain(engine)
     pool = engine.block_manager.pools[1]
     # The token after the full blocks, at 32 or 36, sees the last two of them.

@@ -23,6 +23,7 @@ class FlatModel:
 
     draft_tokens = None
     dtype = torch.float32
+    exact = False
 
     def __init__(self, vocab_size: int = 64, max_position: int = 2**17) -> None:
         self.config = SimpleNamespace(

@@ -125,7 +125,7 @@ class QuantizedGemmTests:
     @pytest.fixture(autouse=True)
     def _note_instructions(self, request: pytest.FixtureRequest) -> None:
         device = getattr(request.node, "callspec", None) and request.node.callspec.params.get("device")
-        self.vnni = device == "avx512" or (device == "cpu" and _C.cpu_info()["isa"].startswith("avx512"))
+        self.vnni = device == "avx512" or (device == "cpu" and _C.cpu_info()["isa"].startswith(("avx512", "amx")))
 
     def width(self, in_features: int) -> int:
         return -(-in_features // 256) * 256 if self.two_level else in_features

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fastinfer import ops
 from fastinfer.models.batch import Batch
 from fastinfer.models.config import Precision
 from fastinfer.models.decoder import Decoder
@@ -20,7 +21,7 @@ def log_probabilities(
     adapter: int | None = None,
     kv_cache_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """In one prefill: [tokens, vocab]; with the LoRA adapter in this slot."""
+    """In one prefill of a prompt: [tokens, vocab]; with the LoRA adapter in this slot."""
     blocks = num_blocks_for(len(ids), BLOCK_SIZE)
     kv_cache_dtype = kv_cache_dtype or Precision.of(dtype).kv_cache_dtype
     cache = KVCache.of_model(model.config, [blocks], BLOCK_SIZE, kv_cache_dtype, "cpu", state_dtype=model.dtype)
@@ -28,7 +29,9 @@ def log_probabilities(
     if adapter is not None:
         batch = replace(batch, adapter_ids=torch.full((len(ids),), adapter, dtype=torch.int32))
     every = batch.positions
-    return model.logits(model.forward(batch, cache), every, batch.adapter_ids).float().log_softmax(-1)
+    with ops.prompt_rows(0):
+        hidden = model.forward(batch, cache)
+    return model.logits(hidden, every, batch.adapter_ids).float().log_softmax(-1)
 
 
 def mean_loss(log_probs: Tensor, ids: list[int]) -> float:

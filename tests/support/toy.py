@@ -100,6 +100,7 @@ class ToyModel:
 
     draft_tokens: Tensor | None = None
     dtype = torch.float32
+    exact = False
 
     def __init__(self, windows: tuple[int, ...] = (0,) * NUM_LAYERS) -> None:
         self.windows = windows
@@ -292,8 +293,8 @@ def drain(engine: Engine, limit: int = 10_000) -> dict[str, Any]:
 def check_blocks(engine: Engine) -> None:
     """Every block is free, cached or held, by exactly as many sequences as are counted."""
     manager, scheduler = engine.block_manager, engine.scheduler
-    modules = [module for module in engine.prompt_modules.sequences if module.state is SequenceState.FINISHED]
-    pinned = [module for module in modules if module.block_tables]  # a sleeping engine's modules have none
+    pinned = [prompt for prompt in engine.pinned_prompts.sequences if prompt.state is SequenceState.FINISHED]
+    pinned = [prompt for prompt in pinned if prompt.block_tables]  # a sleeping engine's prompts have none
     num_used = 0
     for group, pool in enumerate(manager.pools):
         holders = [sequence.block_tables[group].held for sequence in [*scheduler.running, *pinned]]

@@ -91,7 +91,7 @@ def test_defaults_depend_on_the_type_alone(
 ) -> None:
     machine(monkeypatch, archs=["80"], torch_cuda="13.0", gpu=True, current=1)
 
-    def seen(config: EngineConfig, checkpoints: object, share: object) -> EngineConfig:
+    def seen(config: EngineConfig, *rest: object) -> EngineConfig:
         assert (config.max_num_seqs, config.max_num_batched_tokens) == limits
         assert config.device == {"cuda": "cuda:1", "auto": "cuda:1"}.get(name, name)
         raise KeyboardInterrupt

@@ -12,6 +12,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "common/cpu/tile_check.h"
+
 namespace fastinfer::cpu {
 namespace {
 
@@ -80,32 +82,31 @@ std::vector<std::string> missing_features(Isa isa) {
   return missing;
 }
 
-// Asks Linux (5.16 and newer) for the tiles' state, once: threads and forks inherit the permission. Returns what went
-// wrong, or nothing. It fails with EINVAL or ENOSYS under kernels that do not know it (gVisor), and with ENOSPC where a
-// thread has an alternate signal stack that is too small for the state. Only call it where the CPU has tiles and they
-// are wanted: it raises what sigaltstack() demands from then on.
-const std::string& tile_permission_error() {
-  static const std::string error = []() -> std::string {
+// Why tiles cannot be used where the CPU has them; empty if they can. Found out once, in less than a millisecond: Linux
+// (5.16 and newer) must permit them, which threads and forks inherit, and they must compute what the kernels were
+// tested with. The permission fails with EINVAL or ENOSYS under kernels that do not know it (gVisor), and with ENOSPC
+// where a thread has an alternate signal stack that is too small for the tiles' state. Only call it where tiles are
+// wanted: from then on, sigaltstack() refuses such stacks.
+const std::string& tile_obstacle() {
+  static const std::string obstacle = []() -> std::string {
 #if defined(__x86_64__)
     constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0) return "";
-    return std::strerror(errno);
-#else
-    return "no tiles";
+    if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0) {
+      return std::string("needs tiles, which the operating system refuses (") + std::strerror(errno) + ")";
+    }
+    const std::string difference = tile_difference(amx::check_tiles, amx_emulated::check_tiles);
+    if (!difference.empty()) return "fails its self-check on this CPU: " + difference;
 #endif
+    return "";
   }();
-  return error;
+  return obstacle;
 }
 
 // Why an instruction set cannot be used: an end of "amx ..."; empty if it can.
 std::string obstacle(Isa isa) {
   const auto missing = missing_features(isa);
   if (!missing.empty()) return "needs " + join(missing) + ", which this CPU lacks";
-  if (isa == Isa::kAmx && named_isa() != name(isa)) {
-    return "must be named by FASTINFER_CPU_ISA, because it has not yet been run on such a CPU";
-  }
-  if (isa != Isa::kAmx || tile_permission_error().empty()) return "";
-  return "needs tiles, which the operating system refuses (" + tile_permission_error() + ")";
+  return isa == Isa::kAmx ? tile_obstacle() : "";
 }
 
 // The best instruction set below the tiles.

@@ -14,7 +14,7 @@
 namespace fastinfer::cpu {
 
 // kAmx: AVX-512 BF16 with tiles for the rows of prompts. kAmxEmulated: the same kernels on tiles in software, for
-// tests. Both are used only where FASTINFER_CPU_ISA names them.
+// tests, used only where FASTINFER_CPU_ISA names it.
 enum class Isa { kPortable, kAvx2, kAvx512Vnni, kAvx512Bf16, kAmx, kAmxEmulated };
 
 struct IsaChoice {

@@ -5,10 +5,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fastinfer.errors import RequestError
 from fastinfer.hub import DEFAULT_MODEL
 from fastinfer.utils.checks import show
 from fastinfer.utils.device_name import DEVICE_NAMES, is_device_name
 from fastinfer.utils.dtypes import DTYPES, KV_CACHE_DTYPES
+from fastinfer.utils.places import is_list_of_places, parse_places
 
 # A key on a command line can be seen by every user of the machine. The variable may have several, separated by commas.
 API_KEY_VARIABLE = "FASTINFER_API_KEY"
@@ -153,7 +155,13 @@ def add_loading_options(
     def add(name: str, dest: str, **settings: Any) -> None:
         options.add_argument(name, dest=dest, action=EngineOption, **settings)
 
-    add("--device", "device", type=device, metavar="NAME", help=f"{DEVICE_NAMES}; default: auto, a GPU if there is one")
+    add(
+        "--device",
+        "device",
+        type=device,
+        metavar="NAME",
+        help=f"{DEVICE_NAMES}, or several like cuda:0=24,cuda:1=8 or cuda+cpu; default: auto, a GPU if there is one",
+    )
     add("--dtype", "dtype", choices=DTYPES, help="dtype to compute in; default: auto")
     add(
         "--context",
@@ -259,8 +267,13 @@ def _as_int(text: str) -> int | None:
 
 
 def device(text: str) -> str:
-    """Check the name of a device."""
-    if not is_device_name(text):
+    """Check the name of a device, or a list of places."""
+    if is_list_of_places(text):
+        try:
+            parse_places(text)
+        except RequestError as error:
+            raise argparse.ArgumentTypeError(str(error).removeprefix("device: ")) from None
+    elif not is_device_name(text):
         raise argparse.ArgumentTypeError(f"expected {DEVICE_NAMES}, got {show(text)}")
     return text
 

@@ -16,6 +16,7 @@ from fastinfer.server.router.config import RouterConfig
 from fastinfer.server.router.local_replicas import LocalReplicas
 from fastinfer.server.router.run import run as run_router
 from fastinfer.utils.host_memory import host_memory
+from fastinfer.utils.places import is_list_of_places
 from fastinfer.utils.sealed_memory import SealedMemory
 
 COMMAND = (sys.executable, "-m", "fastinfer.cli.replica")
@@ -76,8 +77,10 @@ def replica_environments(
         threads: threads of one replica.
 
     Raises:
-        RequestError: there are fewer GPUs than replicas, or all replicas would be on the same one.
+        RequestError: the device is a list, there are fewer GPUs than replicas, or all replicas would be on the same one.
     """
+    if is_list_of_places(device):
+        raise RequestError(f"--device: expected one device with several replicas, got {device}")
     common = {"OMP_NUM_THREADS": str(threads)}
     if device == "cpu" or not num_gpus:
         return [common] * size

@@ -133,7 +133,7 @@ class Adapters:
 
         Args:
             name: name of the adapter.
-            used_keys: the adapters of all unfinished requests and of prompt modules, one for each.
+            used_keys: the adapters of all unfinished requests and of pinned prompts, one for each.
 
         Raises:
             RequestError: there is no adapter of this name, or it is used.
@@ -141,7 +141,7 @@ class Adapters:
         key = self.key(name)
         if count := sum(used == key for used in used_keys):
             raise RequestError(
-                f"adapter {name!r} must not be in use to be unloaded, got {count} requests or prompt modules"
+                f"adapter {name!r} must not be in use to be unloaded, got {count} requests or pinned prompts"
             )
         del self._registered[name]
         for table in (self._in_slot, self._in_memory, self._reads, self._by_key):

@@ -201,7 +201,7 @@ class BatchInputs:
             end = len(token_ids)
             chunk.hidden_rows = slice(start, end)
             ends.append(end)
-            seq_lens.append(positions[-1] + 1)
+            seq_lens.append(chunk.num_seen + end - start)
             if chunk.num_receivers:
                 first_draft = end - len(drafts)
                 logits += [first_draft - 1] * chunk.num_receivers
@@ -223,12 +223,16 @@ class BatchInputs:
         size = self._block_size
         for group, slots in enumerate(self._slot_views):
             blocks = [chunk.sequence.block_tables[group].blocks for chunk in chunks]
-            self._fill_block_table(group, blocks)
+            self._fill_block_table(group, [_seen_blocks(chunk, group) for chunk in chunks])
             if len(chunks) < len(positions):  # the blocks of each token
                 lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
                 blocks = [own for own, length in zip(blocks, lengths, strict=True) for _ in range(length)]
             places = zip(blocks, positions, strict=True)
             write_list(slots, [own[position // size] * size + position % size for own, position in places])
+        for chunk, end in zip(chunks, ends, strict=True):
+            if (layout := chunk.sequence.layout) is not None:
+                count = chunk.num_tokens + len(chunk.drafts)
+                self._positions[end - count : end] = layout.positions(chunk.start, chunk.start + count)
         self.images = None
         if any(chunk.sequence.images is not None for chunk in chunks):
             self.images = place_images(chunks, self._positions[: len(positions)], self.device)
@@ -380,3 +384,9 @@ class BatchInputs:
                     _, max_seqs, max_blocks = self._block_tables.shape
                     start = (group * max_seqs + row) * max_blocks
                     self._changed.append(range(start + count, start + len(blocks)))
+
+
+def _seen_blocks(chunk: Chunk, group: int) -> list[int]:
+    """Return the blocks of a group of layers that the tokens of a chunk see."""
+    table, layout = chunk.sequence.block_tables[group], chunk.sequence.layout
+    return table.blocks if layout is None else table.seen_in(layout.span(chunk.start))

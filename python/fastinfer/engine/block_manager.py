@@ -173,6 +173,29 @@ class BlockManager:
             sequence.is_loading = num_loaded == len(blocks) < len(indices)
             sequence.num_computed_tokens += num_loaded * self.block_size
 
+    def reuse_modules(self, sequence: Sequence) -> None:
+        """Give a running prompt the cached blocks of modules that it would compute next, which count as computed.
+
+        Modules before the first missing one were found when the prompt was admitted; these come after it.
+        """
+        layout = sequence.layout
+        if layout is None or not self.enable_prefix_caching or not sequence.reads_prefix:
+            return
+        [pool], [table] = self.pools, sequence.block_tables
+        while count := layout.num_module_blocks(sequence.num_computed_tokens):
+            first = sequence.num_computed_tokens // self.block_size
+            found = [pool.find(self._content(sequence, first + index)) for index in range(count)]
+            blocks = [block for block in found if block is not None]
+            if len(blocks) < count:
+                return
+            for block, replaced in zip(blocks, table.blocks[first : first + count], strict=True):
+                pool.add_holder(block)
+                pool.remove_holder(replaced)
+                self._note_use(pool, block)
+            table.blocks = [*table.blocks[:first], *blocks, *table.blocks[first + count :]]
+            sequence.num_computed_tokens += count * self.block_size
+            self.num_hit_tokens += count * self.block_size
+
     def extend(self, sequence: Sequence, num_tokens: int, spare: int) -> int:
         """Give a running prompt new blocks until they hold its first ``num_tokens`` tokens, or as many as have room.
 
@@ -397,7 +420,7 @@ class BlockManager:
         """Return the key of a sequence's full block; each key is computed once and kept in the sequence."""
         keys = sequence.block_keys
         while len(keys) <= index:
-            keys.append(next_key(keys[-1] if keys else sequence.first_key, self._tokens(sequence, len(keys))))
+            keys.append(next_key(sequence.previous_key, self._tokens(sequence, len(keys))))
         return keys[index]
 
     def _tokens(self, sequence: Sequence, index: int) -> bytes:

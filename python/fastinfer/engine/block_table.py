@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from fastinfer.engine.prompt_layout import Span
+
 
 @dataclass(slots=True)
 class BlockTable:
@@ -15,6 +17,15 @@ class BlockTable:
 
     blocks: list[int] = field(default_factory=list)
     num_dropped: int = 0
+    _seen: tuple[list[int], Span, list[int]] | None = None
+
+    def seen_in(self, span: Span) -> list[int]:
+        """Return the blocks that the tokens of a span see; the list grows at its end, or is replaced, as ``blocks``."""
+        if self._seen is None or self._seen[0] is not self.blocks or self._seen[1] is not span:
+            self._seen = self.blocks, span, [self.blocks[index] for index in span.others]
+        seen = self._seen[2]
+        seen += self.blocks[span.first_block + len(seen) - len(span.others) :]
+        return seen
 
     @property
     def held(self) -> list[int]:

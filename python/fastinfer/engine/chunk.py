@@ -60,6 +60,12 @@ class Chunk:
         return self.start < self.sequence.num_prompt_tokens
 
     @property
+    def num_seen(self) -> int:
+        """Number of tokens before the first one that it sees."""
+        layout = self.sequence.layout
+        return self.start if layout is None else layout.num_seen(self.start)
+
+    @property
     def num_wanted_rows(self) -> int:
         """Number of the last tokens, drafts included, whose hidden states are wanted for anything."""
         sequence = self.sequence

@@ -11,6 +11,7 @@ from fastinfer.parallel.group import MAX_RANKS
 from fastinfer.utils.checks import INT32_MAX, INT64_MAX, check_bool, check_float, check_int, check_path, show
 from fastinfer.utils.device_name import is_device_name
 from fastinfer.utils.host_memory import host_memory
+from fastinfer.utils.places import Place
 
 REQUEST_LIMITS = (
     "max_stop_strings",
@@ -32,6 +33,15 @@ DIVIDED = {
     "sparse_attention": (None,),
 }
 STAGED = {**DIVIDED, "async_scheduling": (False, None)}
+# The same for models whose layers are on several devices of one process.
+PLACED = {
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "kv_offloading_size": (None,),
+    "kv_offloading_dir": (None,),
+    "sparse_attention": (None,),
+    "max_loras": (0,),
+}
 # Defaults by type of device. A GPU reads its weights faster than 64 sequences use them.
 MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
@@ -94,8 +104,11 @@ class EngineConfig:
             while it was generated, see :mod:`fastinfer.engine.roles`. On a GPU, steps run under
             :func:`fastinfer.ops.batch_invariant`, which is slower.
         device: device of the model, ``"cpu"``, ``"cuda"`` or, with the number of a GPU, ``"cuda:N"``.
+        places: places of the model's layers, if they are on several devices of this process, or their experts on
+            another one; empty for a model on ``device`` alone. ``device`` is that of the first place. See
+            docs/placement.md.
         async_scheduling: whether a step is launched before the results of the last one are known, so that the device
-            need not wait for Python. ``None``: on a GPU. A step waits all the same if it needs those results: with
+            need not wait for Python. ``None``: on GPUs. A step waits all the same if it needs those results: with
             grammars, penalties, logits processors, log-probabilities, beams, and with speculation.
         enforce_eager: whether all steps run operator by operator instead of replaying recorded graphs.
         tensor_parallel_size: number of processes that compute the model together, each with a part of every weight. On
@@ -132,6 +145,7 @@ class EngineConfig:
     lora_dtype: torch.dtype = torch.bfloat16
     deterministic: bool = False
     device: str = "cpu"
+    places: tuple[Place, ...] = ()
     async_scheduling: bool | None = None
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
@@ -177,6 +191,10 @@ class EngineConfig:
             raise RequestError(f"device must be cpu, cuda or cuda:N, got {show(self.device)}")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise RequestError(f"kv_cache_dtype must be one of {KV_CACHE_DTYPES}, got {self.kv_cache_dtype!r}")
+        if self.places:
+            if self.places[0].device != self.device:
+                raise RequestError(f"device must be that of the first place, got {self.device} and {self.places[0]}")
+            self._check_supported(PLACED, "a model on several devices")
         self._check_ranks("tensor_parallel_size", DIVIDED)
         self._check_ranks("pipeline_parallel_size", STAGED)
         if self.num_ranks > MAX_RANKS:
@@ -188,9 +206,14 @@ class EngineConfig:
         """Check a number of processes, and that no option is on that they do not support."""
         size = getattr(self, size_name)
         check_int(size_name, size, 1, MAX_RANKS)
-        for name, values in supported.items() if size > 1 else ():
+        if size > 1:
+            self._check_supported(supported, f"{size_name}={size}")
+
+    def _check_supported(self, supported: Mapping[str, tuple[object, ...]], feature: str) -> None:
+        """Check that options have values that a feature supports."""
+        for name, values in supported.items():
             if (value := getattr(self, name)) not in values:
-                raise RequestError(f"{name} must be {values[0]} with {size_name}={size}, got {show(value)}")
+                raise RequestError(f"{name} must be {values[0]} with {feature}, got {show(value)}")
 
     @property
     def num_ranks(self) -> int:
@@ -198,9 +221,15 @@ class EngineConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def devices(self) -> frozenset[str]:
+        """All devices of the model."""
+        return frozenset([self.device, *(device for place in self.places for device in place.devices)])
+
+    @property
     def runs_ahead(self) -> bool:
         """Whether steps are launched ahead, see ``async_scheduling``."""
-        return self.device != "cpu" if self.async_scheduling is None else self.async_scheduling
+        # A launch waits for what a CPU computes.
+        return "cpu" not in self.devices if self.async_scheduling is None else self.async_scheduling
 
     @property
     def has_offloading(self) -> bool:

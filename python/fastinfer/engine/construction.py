@@ -12,10 +12,11 @@ from fastinfer import _C, __version__
 from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.block_pool import BlockPool
 from fastinfer.engine.block_store import HostBlockStore
+from fastinfer.engine.cache_sizes import cache_sizes
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.disk_block_store import DiskBlockStore
 from fastinfer.engine.draft_model import DraftModelSpeculator
-from fastinfer.engine.kv_cache_size import KVCacheSize, choose_kv_cache_size
+from fastinfer.engine.kv_cache_size import KVCacheSize, Room, choose_kv_cache_size
 from fastinfer.engine.kv_offloading import KVOffloading
 from fastinfer.engine.sampler import Sampler
 from fastinfer.engine.speculation import NgramSpeculator, Speculator
@@ -24,18 +25,15 @@ from fastinfer.engine.worker import Worker
 from fastinfer.errors import RequestError
 from fastinfer.models import Model
 from fastinfer.models.config import ModelConfig
-from fastinfer.models.kv_cache import QUANTIZED_DTYPES, KVCache, token_bytes
-from fastinfer.models.sparse_attention import DENSE_LAYERS, bounds_bytes, has_bounds
-from fastinfer.models.state_cache import state_bytes
+from fastinfer.models.kv_cache import QUANTIZED_DTYPES, KVCache
+from fastinfer.models.sparse_attention import DENSE_LAYERS, has_bounds
 from fastinfer.tokenizers.tokenizer import Tokenizer
 
 # Of latents and of rotated elements in the kernels of a GPU, see fastinfer.ops.paged_attention.
 GPU_LATENT_SIZES = ((256, 64), (512, 64))
 
 
-def kv_cache_size(
-    config: EngineConfig, models: List[ModelConfig], weight_bytes: int = 0, available: int | None = None
-) -> KVCacheSize:
+def kv_cache_size(config: EngineConfig, models: List[ModelConfig], room: Room | None = None) -> KVCacheSize:
     """Choose the size of the KV caches and the longest sequence; every model gets a cache of this many blocks.
 
     Layers with the same window form a group. A window that is no shorter than any sequence is as good as none. A draft
@@ -46,7 +44,7 @@ def kv_cache_size(
     Args:
         config: configuration of the engine.
         models: configurations of the model and of the draft model, if there is one.
-        weight_bytes, available: see :func:`fastinfer.engine.kv_cache_size.choose_kv_cache_size`.
+        room: memory for the caches, see :func:`fastinfer.engine.kv_cache_size.choose_kv_cache_size`.
 
     Raises:
         RequestError: the caches do not fit into memory, ``max_model_len`` does not fit into a cache or exceeds the
@@ -60,18 +58,13 @@ def kv_cache_size(
         check_sparse_attention(config, models[0])
     limit = models[0].max_position
     groups: Counter[int] = Counter()
-    for model in models:
-        for layer in range(model.num_layers):
-            if model.has_state(layer) or model.kv_layer(layer) != layer:
-                continue
-            window = 0 if len(models) > 1 or config.has_offloading else model.window(layer)
-            size = token_bytes(model.kv_shape(layer), config.kv_cache_dtype)
-            if model is models[0] and config.sparse_attention is not None and has_bounds(model, layer):
-                size += -(-bounds_bytes(model.kv_shape(layer)) // config.block_size)
-            groups[window if window < (config.max_model_len or limit) else 0] += size
-    sizes = models[0].states
-    states = 0 if sizes is None else sum(models[0].state_layers) * state_bytes(sizes)
-    return choose_kv_cache_size(config, limit, groups, weight_bytes, states, available)
+    states = 0
+    for layer in cache_sizes(config, models):
+        if layer.window is None:
+            states += layer.num_bytes
+        else:
+            groups[layer.window] += layer.num_bytes
+    return choose_kv_cache_size(config, limit, groups, states, room)
 
 
 def check_states(config: EngineConfig, models: List[ModelConfig]) -> None:
@@ -107,17 +100,18 @@ def check_latent_attention(config: EngineConfig, models: List[ModelConfig]) -> N
     Raises:
         RequestError: a GPU does not support the sizes or the dtype of the cache.
     """
-    if torch.device(config.device).type == "cpu":
+    device = next((device for device in sorted(config.devices) if device != "cpu"), None)
+    if device is None:
         return
     if config.kv_cache_dtype in QUANTIZED_DTYPES:
         raise RequestError(
             f"kv_cache_dtype must be auto, bfloat16 or float16 for a model with latent attention on device "
-            f"{config.device!r}, got {config.kv_cache_dtype}"
+            f"{device!r}, got {config.kv_cache_dtype}"
         )
     for sizes in (model.latent_attention for model in models):
         if sizes is not None and (sizes.rank, sizes.rotary_dim) not in GPU_LATENT_SIZES:
             raise RequestError(
-                f"on device {config.device!r} latents and rotated elements must have one of the sizes "
+                f"on device {device!r} latents and rotated elements must have one of the sizes "
                 f"{GPU_LATENT_SIZES}, got {(sizes.rank, sizes.rotary_dim)}"
             )
 
@@ -253,3 +247,21 @@ def check_draft_model(config: EngineConfig, sizes: ModelConfig, draft: ModelConf
             f"the draft model must have the vocabulary of {sizes.vocab_size} tokens and a context of at least "
             f"{max_model_len}, got {draft.vocab_size} and {draft.max_position}"
         )
+
+
+def modules_obstacle(config: EngineConfig, models: List[ModelConfig]) -> str:
+    """Return what an engine would need for prompts with modules; empty if it takes them.
+
+    Args:
+        config: configuration of the engine.
+        models: configuration of the model, and of the draft model if there is one.
+    """
+    if not config.enable_prefix_caching:
+        return "enable_prefix_caching=True, got False"
+    if len(models) > 1:
+        return "an engine without a draft model"
+    [model] = models
+    layers = range(model.num_layers)
+    if any(model.has_state(layer) or model.window(layer) for layer in layers):
+        return "a model whose layers all attend to the whole text, got one with attention windows or states"
+    return ""

@@ -47,7 +47,7 @@ class _DraftView:
     """
 
     adapter = -1
-    images = pooling = None
+    images = layout = pooling = None
     scores_prompt = False
     num_slots = 1
     num_restarts = num_unknown_tokens = 0

@@ -25,14 +25,16 @@ from fastinfer.engine.construction import (
     make_offloading,
     make_sampler,
     make_speculator,
+    modules_obstacle,
 )
 from fastinfer.engine.generation_request import GenerationRequest
 from fastinfer.engine.grammar import Grammar, GrammarCompiler
 from fastinfer.engine.kv_cache_size import KVCacheSize
+from fastinfer.engine.pinned_prompts import PinnedPrompt, PinnedPrompts
 from fastinfer.engine.pipelined_step import PipelinedStep
 from fastinfer.engine.prefill_request import EmbeddingRequest, PrefillRequest
 from fastinfer.engine.prompt_images import PromptImages
-from fastinfer.engine.prompt_modules import PromptModule, PromptModules
+from fastinfer.engine.prompt_layout import PromptLayout
 from fastinfer.engine.rank_worker import RankWorker
 from fastinfer.engine.request import Output, Request
 from fastinfer.engine.request_table import RequestTable
@@ -102,7 +104,7 @@ class Engine:
         worker, draft_worker: what computes the model and the draft model, which is ``None`` without one.
         speculator: source of draft tokens; ``None`` without speculation.
         grammars: compiler of grammars for structured outputs.
-        prompt_modules: the prompt modules by name.
+        pinned_prompts: the pinned prompts by name.
         requests: the unfinished requests.
         ranks: the other ranks that have parts of the model; ``None`` for a whole model.
         on_step: function that is called after each step, in the same thread; ``None`` for none.
@@ -139,7 +141,9 @@ class Engine:
         if draft_model is not None:
             check_draft_model(config, model.config, draft_model.config, self.max_model_len)
             draft_sampler = make_sampler(config, model, tokenizer)
-        has_roles = config.sparse_attention is not None or roles_differ(config.device)
+        has_roles = config.sparse_attention is not None or any(
+            roles_differ(device, model.exact) for device in config.devices
+        )
         self.ranks = ranks
         group = None if ranks is None else ranks.group
         if (1 if group is None else group.size) != config.num_ranks:
@@ -174,18 +178,20 @@ class Engine:
             self._workers, self.block_manager, self.adapters.slots, load_models, self.offloading
         )
         self.grammars = GrammarCompiler(tokenizer, self.vocab_size)
-        self.prompt_modules = PromptModules(self.block_manager, self.max_model_len)
+        self.pinned_prompts = PinnedPrompts(self.block_manager, self.max_model_len)
         self.requests = RequestTable(
             self.scheduler,
             self.block_manager,
-            self.prompt_modules,
+            self.pinned_prompts,
             self.adapters,
             config.max_num_waiting,
             config.max_num_waiting_tokens,
         )
         self.on_step: Callable[[StepStats], None] | None = None
         self._totals = StepTotals()
-        self._validator = RequestValidator(config, self.max_model_len, self.vocab_size, self.adapters)
+        self._validator = RequestValidator(
+            config, self.max_model_len, self.vocab_size, self.adapters, modules_obstacle(config, models)
+        )
         parts: dict[str, Any] = {
             "draft_worker": self.draft_worker,
             "speculator": self.speculator,
@@ -221,6 +227,7 @@ class Engine:
         *,
         generates: bool = True,
         images: PromptImages | None = None,
+        layout: PromptLayout | None = None,
     ) -> ValidPrompt:
         """Check a request without queueing it.
 
@@ -230,6 +237,7 @@ class Engine:
             adapter: name of a LoRA adapter.
             generates: whether there must be room for at least one generated token.
             images: images of the prompt, whose tokens it has; ``None`` for none.
+            layout: layout of a prompt with modules, whose tokens are given by slot; ``None`` for one without.
 
         Returns:
             The prompt in a form that the methods that queue a request accept without checking it again.
@@ -241,8 +249,10 @@ class Engine:
             self._validator.check_sampling_params(params)
         if images is not None:
             self._validator.check_images(images, params)
+        if layout is not None:
+            self._validator.check_modules(params)
         truncated = self._validator.truncate(prompt_token_ids, params)
-        prompt = self._validator.check_prompt(truncated, generates=generates, images=images)
+        prompt = self._validator.check_prompt(truncated, generates=generates, images=images, layout=layout)
         self._validator.check_adapter(adapter)
         return prompt
 
@@ -296,7 +306,7 @@ class Engine:
             self._new_id(request_id, len(token_ids)),
             token_ids,
             params,
-            self._validator.sequence_options(priority, cache_salt, adapter, valid.images),
+            self._validator.sequence_options(priority, cache_salt, adapter, valid),
             prompt=prompt,
             tokenizer=self.tokenizer,
             max_model_len=self.max_model_len,
@@ -376,7 +386,7 @@ class Engine:
         )
         return self.requests.add(request, None, timeout, queue_timeout)
 
-    def add_prompt_module(
+    def pin_prompt(
         self,
         name: str,
         prompt_token_ids: list[int] | ValidPrompt,
@@ -385,49 +395,50 @@ class Engine:
         cache_salt: str = "",
         adapter: str | None = None,
     ) -> str:
-        """Queue a prompt module: a common beginning of prompts that stays in the cache until it is removed.
+        """Queue a pinned prompt: a common beginning of prompts that stays in the cache until it is removed.
 
         Args:
-            name: name for :meth:`prompt_module` and :meth:`remove_prompt_module`.
-            prompt_token_ids: token ids of the module, or the prompt that :meth:`validate` returned.
+            name: name for :meth:`pinned_prompt` and :meth:`unpin_prompt`.
+            prompt_token_ids: token ids of the prompt, or the prompt that :meth:`validate` returned.
             request_id: same as for :meth:`add_request`.
-            cache_salt, adapter: values that requests must have to share the module, see :meth:`add_request`.
+            cache_salt, adapter: values that requests must have to share the prompt, see :meth:`add_request`.
 
         Returns:
-            The id of the request that computes the module; its blocks are shared as soon as they are full.
+            The id of the request that computes the prompt; its blocks are shared as soon as they are full.
 
         Raises:
             QueueFullError, UnavailableError: same as for :meth:`add_request`.
             RequestError: same as for :meth:`add_request`; also if the name is in use, if prefix caching is off, or if
-                the cache could no longer hold a sequence of the maximum length beside the module.
+                the cache could no longer hold a sequence of the maximum length beside the prompt.
         """
-        token_ids = self._validator.check_prompt(prompt_token_ids).token_ids
-        options = self._validator.sequence_options(0, cache_salt, adapter)
+        valid = self._validator.check_prompt(prompt_token_ids)
+        token_ids = valid.token_ids
+        options = self._validator.sequence_options(0, cache_salt, adapter, valid)
         request = PrefillRequest(self._new_id(request_id, len(token_ids)), token_ids, options)
-        self.prompt_modules.add(name, PromptModule(request.sequences[0], options))
+        self.pinned_prompts.add(name, PinnedPrompt(request.sequences[0], options))
         return self.requests.add(request)
 
-    def remove_prompt_module(self, name: str) -> None:
-        """Remove a prompt module; its blocks stay in the prefix cache until they are reused.
+    def unpin_prompt(self, name: str) -> None:
+        """Remove a pinned prompt; its blocks stay in the prefix cache until they are reused.
 
-        If the module is still being computed, its request ends with the finish reason ``"abort"``.
+        If the prompt is still being computed, its request ends with the finish reason ``"abort"``.
 
         Raises:
-            RequestError: there is no prompt module of this name.
+            RequestError: there is no pinned prompt of this name.
         """
-        sequence = self.prompt_modules.get(name).sequence
+        sequence = self.pinned_prompts.get(name).sequence
         if (output := self.abort(sequence.request_id)) is not None:
             self.requests.deliver_later(output)  # a caller may be waiting for this output
-        self.prompt_modules.forget([sequence])
+        self.pinned_prompts.forget([sequence])
         self.block_manager.free(sequence)
 
-    def prompt_module(self, name: str) -> PromptModule:
-        """Return the prompt module of this name.
+    def pinned_prompt(self, name: str) -> PinnedPrompt:
+        """Return the pinned prompt of this name.
 
         Raises:
-            RequestError: there is no prompt module of this name.
+            RequestError: there is no pinned prompt of this name.
         """
-        return self.prompt_modules.get(name)
+        return self.pinned_prompts.get(name)
 
     def read_adapter(self, path: str | Path) -> PreparedAdapter:
         """Read a LoRA adapter for :meth:`load_adapter`; may be called in any thread.
@@ -477,12 +488,12 @@ class Engine:
         """Forget a LoRA adapter.
 
         Raises:
-            RequestError: there is no adapter of this name, or an unfinished request or a prompt module uses it.
+            RequestError: there is no adapter of this name, or an unfinished request or a pinned prompt uses it.
             UnavailableError: the engine sleeps.
         """
         self._check_awake()
         requests = [request for request in self.requests.active.values() if request.unfinished]
-        users = [request.sequences[0] for request in requests] + self.prompt_modules.sequences
+        users = [request.sequences[0] for request in requests] + self.pinned_prompts.sequences
         self.adapters.unload(name, [sequence.adapter_key for sequence in users])
 
     def adapters_in_use(self) -> tuple[list[str], list[str]]:
@@ -543,21 +554,21 @@ class Engine:
             raise RequestError(f"sleep needs an engine without unfinished requests, got {len(self.requests.active)}")
         self._step.forget_launched()
         with self._context():
-            self._sleep_mode.sleep(level, self.prompt_modules.sequences)
+            self._sleep_mode.sleep(level, self.pinned_prompts.sequences)
         if self.image_encoder is not None:
             self.image_encoder.release()
 
     def wake_up(self) -> None:
-        """Get back what :meth:`sleep` has freed, and compute the prompt modules again; do nothing if awake.
+        """Get back what :meth:`sleep` has freed, and compute the pinned prompts again; do nothing if awake.
 
-        If it raises an error, the engine sleeps on, unless :attr:`is_sleeping` is False: then some prompt modules could
+        If it raises an error, the engine sleeps on, unless :attr:`is_sleeping` is False: then some pinned prompts could
         not be computed, and are lost.
 
         Raises:
             OutOfMemoryError: there is too little memory on the device now.
             RequestError: the files now hold another model.
             FastinferError: the files cannot be read any more.
-            RuntimeError: prompt modules could not be computed.
+            RuntimeError: pinned prompts could not be computed.
         """
         if not self.is_sleeping:
             return
@@ -567,9 +578,9 @@ class Engine:
         if is_reloaded:  # from files that may have changed
             self.fingerprint = secrets.token_hex(32)
         names = {}
-        for name, module in self.prompt_modules.remove_all().items():
-            request = PrefillRequest(self.requests.new_id(), module.token_ids, module.options)
-            self.prompt_modules.add(name, PromptModule(request.sequences[0], module.options))
+        for name, pinned in self.pinned_prompts.remove_all().items():
+            request = PrefillRequest(self.requests.new_id(), pinned.token_ids, pinned.options)
+            self.pinned_prompts.add(name, PinnedPrompt(request.sequences[0], pinned.options))
             names[self.requests.add(request)] = name
         lost = {}
         try:
@@ -582,7 +593,7 @@ class Engine:
                 self.abort(request_id, error)
             raise
         if lost:
-            raise RuntimeError(f"prompt modules could not be computed again and are lost: {lost}")
+            raise RuntimeError(f"pinned prompts could not be computed again and are lost: {lost}")
 
     @property
     def lost_ranks(self) -> str:

@@ -177,7 +177,7 @@ class GenerationRequest(Request):
         self._completions = {s: Completion(index, s, tokenizer) for index, s in enumerate(self.sequences)}
         self._unfinished = self.sequences
         self._prompt = prompt
-        self._prompt_token_ids = list(prompt_token_ids)
+        self._prompt_token_ids = self.sequences[0].prompt_as_read
         self._tokenizer = tokenizer
         self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
         self._first_token_time: float | None = None
@@ -190,7 +190,8 @@ class GenerationRequest(Request):
     def update(self, step: SequenceStep) -> None:
         """Append a step's tokens to the sequence's completion, up to the token that ends it."""
         if self._num_cached_tokens is None:
-            self._num_cached_tokens = step.start
+            layout = step.sequence.layout
+            self._num_cached_tokens = step.start if layout is None else layout.num_as_read(step.start)
         if self._params.prompt_logprobs is not None:
             self._add_prompt_logprobs(step)
         if step.tokens and self._first_token_time is None:
@@ -265,7 +266,8 @@ def _sequences(
     vocab_size: int,
 ) -> list[Sequence]:
     """Make a sequence for each completion, with consecutive seeds."""
-    max_length = max_model_len
+    layout = options["layout"]
+    max_length = max_model_len - (0 if layout is None else max(layout.shift, 0))
     if params.max_tokens is not None:
         max_length = min(max_length, len(prompt_token_ids) + params.max_tokens)
     seed = secrets.randbits(63) if params.seed is None else params.seed

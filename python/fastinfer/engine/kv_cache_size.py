@@ -46,6 +46,19 @@ class KVCacheSize:
         return self.windows.index(window) if window in self.windows else 0
 
 
+@dataclass(frozen=True)
+class Room:
+    """Memory for a KV cache beside the weights.
+
+    Attributes:
+        free: number of bytes that can be allocated.
+        default: number of bytes that a cache of default size may use.
+    """
+
+    free: int
+    default: int
+
+
 def available_memory(device: str) -> int:
     """Return the number of bytes that can be allocated on the device without swapping.
 
@@ -56,29 +69,32 @@ def available_memory(device: str) -> int:
     return host_memory().available
 
 
-def default_memory(config: EngineConfig, free: int) -> int:
-    """Return the number of bytes that a cache of default size may use.
+def room_on(config: EngineConfig, device: str, weight_bytes: int = 0, available: int | None = None) -> Room:
+    """Return the room for a cache on a device.
 
-    On a CPU this is half of the available memory that the weights leave. On a GPU it is what ``gpu_memory_utilization``
-    of the whole memory leaves, so that the rest is there for activations.
+    By default a cache uses half of the available memory that the weights leave on a CPU. On a GPU it uses what
+    ``gpu_memory_utilization`` of the whole memory leaves, so that the rest is there for activations.
 
     Args:
         config: configuration of the engine.
-        free: number of bytes that are available beside the weights.
+        device: the device.
+        weight_bytes: size of the weights that are still to be loaded.
+        available: number of bytes that the engine may use, these weights included; ``None`` for what is available on
+            the device.
     """
-    if torch.device(config.device).type == "cuda":
-        total = torch.cuda.mem_get_info(config.device)[1]
-        return max(0, free - int(total * (1 - config.gpu_memory_utilization)))
-    return int(free * CPU_MEMORY_SHARE)
+    free = max(0, (available_memory(device) if available is None else available) - weight_bytes)
+    if torch.device(device).type != "cuda":
+        return Room(free, int(free * CPU_MEMORY_SHARE))
+    total = torch.cuda.mem_get_info(device)[1]
+    return Room(free, max(0, free - int(total * (1 - config.gpu_memory_utilization))))
 
 
 def choose_kv_cache_size(
     config: EngineConfig,
     model_limit: int,
     token_bytes: Mapping[int, int],
-    weight_bytes: int = 0,
     state_bytes: int = 0,
-    available: int | None = None,
+    room: Room | None = None,
 ) -> KVCacheSize:
     """Choose the number of blocks of each group of layers, and the longest sequence.
 
@@ -89,10 +105,8 @@ def choose_kv_cache_size(
         model_limit: longest sequence of the model in tokens.
         token_bytes: for each length of the attention window, 0 for none: bytes of one token's keys and values in all
             layers with this window.
-        weight_bytes: size of the weights that are still to be loaded.
         state_bytes: bytes of one sequence's states in all layers with linear attention.
-        available: number of bytes that the engine may use, these weights included; ``None`` for what is available on
-            the device.
+        room: memory for the cache; ``None`` for what is available on the device, without weights to be loaded.
 
     Raises:
         RequestError: the cache does not fit into memory, or ``max_model_len`` does not fit into the cache or exceeds
@@ -102,8 +116,8 @@ def choose_kv_cache_size(
         raise RequestError(f"max_model_len must be at most the model's {model_limit}, got {config.max_model_len}")
     wanted = config.max_model_len or model_limit
     sizes = _Sizes(config, token_bytes, wanted)
-    free = max(0, (available_memory(config.device) if available is None else available) - weight_bytes)
-    memory = default_memory(config, free) if config.kv_cache_memory is None else config.kv_cache_memory
+    room = room or room_on(config, config.device)
+    memory = room.default if config.kv_cache_memory is None else config.kv_cache_memory
     num_states = _num_states(config, state_bytes, memory)
     all_states = num_states * state_bytes
     affordable = sizes.affordable(max(0, memory - all_states))
@@ -114,9 +128,9 @@ def choose_kv_cache_size(
     else:
         num_blocks = _default_num_blocks(config, sizes, affordable)
     num_bytes = sizes.num_bytes(num_blocks) + all_states
-    if num_bytes > free:
+    if num_bytes > room.free:
         raise RequestError(
-            f"the KV cache must fit into the {free} bytes of memory that are available beside the weights, "
+            f"the KV cache must fit into the {room.free} bytes of memory that are available beside the weights, "
             f"got {num_blocks} blocks and {num_bytes} bytes"
         )
     needed = sizes.needed(config.max_model_len or 1)

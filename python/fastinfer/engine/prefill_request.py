@@ -1,4 +1,4 @@
-"""Requests that generate no text and end when their prompt is computed: prompt modules and embeddings."""
+"""Requests that generate no text and end when their prompt is computed: pinned prompts and embeddings."""
 
 import torch
 
@@ -9,7 +9,7 @@ from fastinfer.sampling_params import SamplingParams
 
 
 class PrefillRequest(Request):
-    """Computes a prompt and generates no text; used as it is for prompt modules.
+    """Computes a prompt and generates no text; used as it is for pinned prompts.
 
     Args:
         request_id: id by which the engine knows the request.
@@ -46,12 +46,12 @@ class PrefillRequest(Request):
             self.finish_reason, self._stop_reason = reason, stop_reason
 
     def failure(self, message: str) -> PrefillOutput:
-        return PrefillOutput(self.request_id, list(self.sequences[0].token_ids), "error", message)
+        return PrefillOutput(self.request_id, self.sequences[0].prompt_as_read, "error", message)
 
     def output(self) -> PrefillOutput | None:
         if self.finish_reason is None:
             return None
-        prompt = list(self.sequences[0].token_ids)
+        prompt = self.sequences[0].prompt_as_read
         return PrefillOutput(self.request_id, prompt, self.finish_reason, self._stop_reason, self._embedding())
 
     def _embedding(self) -> list[float] | None:

@@ -67,12 +67,13 @@ class RankTask:
 
     def load_worker(self, group: Group) -> RankWorker:
         """Load a rank's part of the model, and allocate its part of the KV cache."""
+        model = self.load_model(open_checkpoint(self.path, Precision.of(self.dtype).exact), group)
         return RankWorker(
             self.config,
-            self.load_model(open_checkpoint(self.path, Precision.of(self.dtype).exact), group),
+            model,
             self.size,
             with_adapters=self.config.max_loras > 0,
-            separates_roles=roles_differ("cpu"),
+            separates_roles=roles_differ("cpu", model.exact),
             group=group,
         )
 

@@ -12,7 +12,7 @@ from fastinfer.engine.block_manager import BlockManager
 from fastinfer.engine.deadlines import Deadlines
 from fastinfer.engine.grammar import Grammar
 from fastinfer.engine.grammar_queue import GrammarQueue
-from fastinfer.engine.prompt_modules import PromptModules
+from fastinfer.engine.pinned_prompts import PinnedPrompts
 from fastinfer.engine.request import Output, Request
 from fastinfer.engine.scheduler import Scheduler
 from fastinfer.engine.sequence import SequenceState
@@ -30,7 +30,7 @@ class RequestTable:
     Args:
         scheduler: scheduler of the sequences.
         block_manager: manager of the sequences' blocks.
-        prompt_modules: sequences that keep their blocks when they have ended.
+        pinned_prompts: sequences that keep their blocks when they have ended.
         adapters: the registered LoRA adapters.
         max_num_waiting: maximum number of waiting requests; further ones are refused.
         max_num_waiting_tokens: maximum number of their tokens; ``None`` for no limit.
@@ -47,7 +47,7 @@ class RequestTable:
         self,
         scheduler: Scheduler,
         block_manager: BlockManager,
-        prompt_modules: PromptModules,
+        pinned_prompts: PinnedPrompts,
         adapters: Adapters,
         max_num_waiting: int,
         max_num_waiting_tokens: int | None = None,
@@ -58,7 +58,7 @@ class RequestTable:
         self.awaiting_adapter = AdapterQueue(adapters, scheduler.max_num_seqs)
         self._scheduler = scheduler
         self._block_manager = block_manager
-        self._prompt_modules = prompt_modules
+        self._pinned_prompts = pinned_prompts
         self._max_num_waiting = max_num_waiting
         self._max_num_waiting_tokens = max_num_waiting_tokens
         self.num_repairs = 0
@@ -210,8 +210,8 @@ class RequestTable:
         is on. The same tokens are drawn as without the error.
         """
         self.num_repairs += 1
-        modules = self._prompt_modules.sequences
-        self._block_manager.rebuild([s for s in modules if s.state is SequenceState.FINISHED])
+        pinned = self._pinned_prompts.sequences
+        self._block_manager.rebuild([s for s in pinned if s.state is SequenceState.FINISHED])
         every = [sequence for request in self.active.values() for sequence in request.sequences]
         self._scheduler.restart([s for s in every if s.state is not SequenceState.FINISHED])
 
@@ -234,11 +234,11 @@ class RequestTable:
             output, unfinished = request.failure(describe_error(error)), []
         for sequence in request.sequences:
             if sequence.state is not SequenceState.FINISHED and sequence not in unfinished:
-                is_module = self._prompt_modules.holds(sequence)
-                if is_module:
+                is_pinned = self._pinned_prompts.holds(sequence)
+                if is_pinned:
                     # Other blocks with this content may be reused at any time; these stay.
                     self._block_manager.prefer_blocks_of(sequence)
-                self._scheduler.finish(sequence, keep_blocks=is_module)
+                self._scheduler.finish(sequence, keep_blocks=is_pinned)
         if output is not None:
             self.deliver_later(output)
             request.mark_reported()
@@ -282,7 +282,7 @@ class RequestTable:
         try:
             self._stop_waiting(request.request_id)
             request.finish(finish_reason, stop_reason)
-            self._prompt_modules.forget(request.sequences)
+            self._pinned_prompts.forget(request.sequences)
             self.report(request)
         except BaseException as error:
             self.discard(request, error)
@@ -291,7 +291,7 @@ class RequestTable:
         """Remove a request from the tables, but not from the queues and the block manager."""
         self.active.pop(request.request_id, None)
         self._stop_waiting(request.request_id)
-        self._prompt_modules.forget(request.sequences)
+        self._pinned_prompts.forget(request.sequences)
         for sequence in request.sequences:
             sequence.state = SequenceState.FINISHED
             sequence.forget_cache()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from fastinfer.engine.adapters import Adapters
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.prompt_images import PromptImages
+from fastinfer.engine.prompt_layout import PromptLayout
 from fastinfer.engine.sequence import SequenceOptions
 from fastinfer.errors import PromptTooLongError, RequestError
 from fastinfer.sampling_params import BeamSearchParams, SamplingParams
@@ -22,10 +23,12 @@ class ValidPrompt:
     Attributes:
         token_ids: the prompt's token ids.
         images: images of the prompt; ``None`` for none.
+        layout: layout of a prompt with modules; ``None`` for one without.
     """
 
     token_ids: list[int]
     images: PromptImages | None = None
+    layout: PromptLayout | None = None
 
 
 class RequestValidator:
@@ -36,16 +39,30 @@ class RequestValidator:
         max_model_len: longest sequence in tokens.
         vocab_size: number of token ids of the model.
         adapters: the registered LoRA adapters.
+        modules_obstacle: why the engine takes no prompts with modules; empty if it does.
     """
 
-    def __init__(self, config: EngineConfig, max_model_len: int, vocab_size: int, adapters: Adapters) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        max_model_len: int,
+        vocab_size: int,
+        adapters: Adapters,
+        modules_obstacle: str = "",
+    ) -> None:
         self._config = config
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._adapters = adapters
+        self._modules_obstacle = modules_obstacle
 
     def check_prompt(
-        self, prompt: list[int] | ValidPrompt, *, generates: bool = True, images: PromptImages | None = None
+        self,
+        prompt: list[int] | ValidPrompt,
+        *,
+        generates: bool = True,
+        images: PromptImages | None = None,
+        layout: PromptLayout | None = None,
     ) -> ValidPrompt:
         """Check a prompt's type, length and token ids.
 
@@ -53,6 +70,7 @@ class RequestValidator:
             prompt: token ids, or a checked prompt, which is returned as it is.
             generates: whether there must be room for at least one generated token.
             images: images of the prompt.
+            layout: layout of a prompt with modules.
 
         Raises:
             RequestError: the prompt can never be served.
@@ -63,15 +81,16 @@ class RequestValidator:
             raise RequestError(f"prompt_token_ids must be a list, got {type(prompt).__name__}")
         if not prompt:
             raise RequestError("prompt must have at least 1 token, got 0")
-        if len(prompt) + generates > self._max_model_len:
+        length = len(prompt) if layout is None else len(prompt) + max(layout.shift, 0)
+        if length + generates > self._max_model_len:
             limit = "shorter than" if generates else "at most"
             raise PromptTooLongError(
-                f"prompt must be {limit} max_model_len={self._max_model_len} tokens, got {len(prompt)}",
+                f"prompt must be {limit} max_model_len={self._max_model_len} tokens, got {length}",
                 self._max_model_len,
             )
         for token_id in prompt:
             check_int("prompt_token_ids", token_id, 0, self._vocab_size - 1)
-        return ValidPrompt(prompt, images)
+        return ValidPrompt(prompt, images, layout)
 
     def truncate(self, prompt: list[int] | ValidPrompt, params: SamplingParams | None) -> list[int] | ValidPrompt:
         """Cut a prompt that has not been checked yet as ``truncate_prompt_tokens`` says."""
@@ -120,6 +139,18 @@ class RequestValidator:
                 f"{num_decoded} generated ones, got {limit}"
             )
 
+    def check_modules(self, params: SamplingParams | None) -> None:
+        """Check that the engine takes prompts with modules, and that these parameters fit them.
+
+        Raises:
+            RequestError: it does not, or the prompt is to be cut or scored.
+        """
+        if self._modules_obstacle:
+            raise RequestError(f"prompt modules need {self._modules_obstacle}")
+        for name in ("truncate_prompt_tokens", "prompt_logprobs"):
+            if (value := getattr(params, name, None)) is not None:
+                raise RequestError(f"{name} must be None for a prompt with modules, got {value}")
+
     def check_beam_search_params(self, params: BeamSearchParams) -> None:
         """Check that the engine can run this many beams at the same time.
 
@@ -148,9 +179,11 @@ class RequestValidator:
         check_choice("pooling", pooling, POOLINGS)
 
     def sequence_options(
-        self, priority: int, cache_salt: str, adapter: str | None, images: PromptImages | None = None
+        self, priority: int, cache_salt: str, adapter: str | None, valid: ValidPrompt | None = None
     ) -> SequenceOptions:
         """Return the arguments that all sequences of a request share.
+
+        Without ``valid`` they are those of a prompt of text.
 
         Raises:
             RequestError: the priority is not a 64-bit integer, the salt is not a string, or no adapter of this name is
@@ -162,7 +195,8 @@ class RequestValidator:
             "priority": priority,
             "cache_salt": cache_salt,
             "adapter_key": "" if adapter is None else self._adapters.key(adapter),
-            "images": images,
+            "images": None if valid is None else valid.images,
+            "layout": None if valid is None else valid.layout,
         }
 
     def check_timeouts(self, timeout: float | None, queue_timeout: float | None) -> None:

@@ -13,10 +13,11 @@ from fastinfer import _C
 TILE_ISAS = frozenset({"amx", "amx_emulated"})
 
 
-def roles_differ(device: str) -> bool:
-    """Return whether the kernels of a device compute the tokens of a prompt differently than generated ones.
+def roles_differ(device: str, exact: bool) -> bool:
+    """Return whether a model computes the tokens of a prompt differently than generated ones.
 
     Args:
         device: device that computes, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
+        exact: whether the model may round nothing, so that it does not use the tiles.
     """
-    return torch.device(device).type == "cpu" and _C.cpu_info()["isa"] in TILE_ISAS
+    return not exact and torch.device(device).type == "cpu" and _C.cpu_info()["isa"] in TILE_ISAS

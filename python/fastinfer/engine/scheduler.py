@@ -44,13 +44,16 @@ class Scheduler:
     **Loading.** The blocks of an admitted prompt that are in a store beyond the cache are loaded first, by the block
     manager, and the prompt computes nothing until then. A step loads at most as many tokens as it may compute.
 
+    **Modules.** A chunk of a prompt with modules has tokens that see the same blocks, see
+    :class:`fastinfer.engine.prompt_layout.PromptLayout`: such a prompt takes a step for each of its spans at least.
+
     **Roles.** If the kernels compute prompts differently than generated tokens, a chunk has tokens of one role alone: a
     preempted sequence computes its prompt first, and its generated tokens in later steps. The chunks with generated
     tokens then come before the others.
 
     **Bounds.** They count steps, for a budget of ``B`` tokens, and hold for any lengths and arrivals, if
-    nothing is loaded, one step is computed at a time, and roles are not separated, which costs a preempted sequence one
-    step more.
+    nothing is loaded, no prompt has modules, one step is computed at a time, and roles are not separated, which costs a
+    preempted sequence one step more.
 
     - With enough slots and blocks, and at most ``LOOKAHEAD`` waiting sequences, a prompt of ``L`` tokens is complete
       after at most ``ceil((8 W + 7) / B)`` steps, where ``W`` is the smaller of two sums: ``L`` and the uncomputed
@@ -178,7 +181,7 @@ class Scheduler:
 
         Args:
             sequence: sequence to end.
-            keep_blocks: whether the sequence keeps its blocks, as prompt modules do, instead of freeing them.
+            keep_blocks: whether the sequence keeps its blocks, as pinned prompts do, instead of freeing them.
         """
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
@@ -262,6 +265,7 @@ class Scheduler:
         """Add chunks of prompts, of running sequences and of waiting ones that are admitted now."""
         for sequence in prompts:
             self.block_manager.load(sequence)
+            self.block_manager.reuse_modules(sequence)
         prompts = sorted([*prompts, *candidates], key=_order)
         shares = dict.fromkeys(prompts, 0)
         admissions = _Admissions(self._num_slots, self.max_num_seqs)
@@ -297,7 +301,7 @@ class Scheduler:
                 computed = sequence.num_computed_tokens + shares[sequence]
                 wanted = computed + min(self._num_computable(sequence) - shares[sequence], budget)
                 end = self.block_manager.extend(sequence, wanted, len(self.running) - 1)
-                num_tokens = (end if sequence.images is None else sequence.images.chunk_end(end)) - computed
+                num_tokens = sequence.chunk_end(end) - computed
                 shares[sequence] += num_tokens
                 budget -= num_tokens
         return budget

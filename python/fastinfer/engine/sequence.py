@@ -11,6 +11,7 @@ from fastinfer.engine.grammar import Grammar
 from fastinfer.engine.ngram_index import NgramIndex
 from fastinfer.engine.prefix_hash import PrefixScan, first_key
 from fastinfer.engine.prompt_images import PromptImages
+from fastinfer.engine.prompt_layout import PromptLayout
 from fastinfer.engine.state_table import StateTable
 from fastinfer.engine.token_counts import TokenCounts
 from fastinfer.engine.token_rules import TokenRules
@@ -26,6 +27,7 @@ class SequenceOptions(TypedDict):
     cache_salt: str
     adapter_key: str
     images: PromptImages | None
+    layout: PromptLayout | None
 
 
 class SequenceState(Enum):
@@ -70,6 +72,8 @@ class Sequence:
         adapter: slot of the LoRA adapter; -1 for none, and while the sequence waits for it.
         adapter_key: identity of the LoRA adapter; empty for none.
         images: images of the prompt; ``None`` for none.
+        layout: positions of the tokens, and what they see, if the prompt has modules; ``None`` if each token's position
+            is its index, and it sees all tokens before it.
         siblings: sequences that are forked from this one once its prompt is computed.
         may_speculate: whether the speculator may draft tokens for this sequence.
         num_drafts: maximum number of tokens to draft for the next step.
@@ -114,6 +118,7 @@ class Sequence:
         "images",
         "is_loading",
         "last_step",
+        "layout",
         "max_length",
         "may_speculate",
         "next_prompt_logprob",
@@ -156,6 +161,7 @@ class Sequence:
         cache_salt: str = "",
         adapter_key: str = "",
         images: PromptImages | None = None,
+        layout: PromptLayout | None = None,
         reads_prefix: bool = True,
         samples: bool = True,
     ) -> None:
@@ -182,6 +188,7 @@ class Sequence:
         self.adapter = -1
         self.adapter_key = adapter_key
         self.images = images
+        self.layout = layout
         self.siblings: list[Sequence] = []
         self.num_drafts = 0
         self.acceptance: Acceptance | None = None
@@ -215,7 +222,7 @@ class Sequence:
         other.cache_salt, other.first_key = self.cache_salt, self.first_key
         other.adapter, other.adapter_key = self.adapter, self.adapter_key
         other.order, other.may_speculate = self.order, self.may_speculate
-        other.images = self.images
+        other.images, other.layout = self.images, self.layout
         return other
 
     def use_adapter(self, slot: int, digest: str) -> None:
@@ -257,6 +264,21 @@ class Sequence:
         self.token_ids.append(token_id)
         if self.counts is not None:
             self.counts.add(token_id)
+
+    def chunk_end(self, end: int) -> int:
+        """Return the last token up to ``end`` at which a chunk of the next tokens may end."""
+        if self.images is not None:
+            end = self.images.chunk_end(end)
+        if self.layout is not None:
+            end = self.layout.chunk_end(self.num_computed_tokens, end)
+        return end
+
+    @property
+    def previous_key(self) -> bytes:
+        """The key that the next one of ``block_keys`` follows."""
+        if self.layout is not None:
+            return self.layout.key_before(self.first_key, self.block_keys)
+        return self.block_keys[-1] if self.block_keys else self.first_key
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -308,6 +330,12 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Number of generated tokens."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def prompt_as_read(self) -> list[int]:
+        """The tokens of the prompt in the order in which they are read, as a new list."""
+        prompt = self.token_ids[: self.num_prompt_tokens]
+        return prompt if self.layout is None else self.layout.as_read(prompt)
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -56,7 +56,6 @@ class SleepMode:
         self._adapters = adapters
         self._load_models = load_models
         self._offloading = offloading
-        self._on_gpu = workers[0].device.type == "cuda"
         self._configs = [worker.model.config for worker in workers]
         self._host_copy: HostCopy | None = None
 
@@ -81,9 +80,10 @@ class SleepMode:
             level: 1 or 2.
             pinned: the only sequences that hold blocks, which they lose.
         """
-        if self._on_gpu:
-            models = [worker.model for worker in self._workers] if level == 1 else []
-            self._host_copy = HostCopy(tensors_of([models, self._adapters]))
+        models = [worker.model for worker in self._workers] if level == 1 else []
+        on_gpus = [tensor for tensor in tensors_of([models, self._adapters]) if tensor.is_cuda]
+        if on_gpus:
+            self._host_copy = HostCopy(on_gpus)
         self.level = level  # from here on wake_up() repairs what was left half done
         for sequence in pinned:
             self._block_manager.free(sequence)
@@ -92,7 +92,7 @@ class SleepMode:
             self._offloading.host.clear()  # the files may hold other weights when they are loaded again
         for worker in self._workers:
             worker.release(with_model=level == 2)
-        if self._on_gpu:
+        if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
     def wake_up(self) -> None:

@@ -32,7 +32,7 @@ class StateTable:
             one, and if others are known to have the same beginning.
         num_shared_tokens: number of tokens whose keys and values were in the prefix cache when the sequence was
             admitted. As others have them too, a snapshot is made there.
-        pinned: slots of snapshots that stay in the prefix cache, as those of a prompt module.
+        pinned: slots of snapshots that stay in the prefix cache, as those of a pinned prompt.
     """
 
     current: int | None = None

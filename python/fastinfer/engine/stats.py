@@ -33,16 +33,16 @@ class StepWork:
         """Count the work of a step that computes these chunks."""
         num_seqs = num_tokens = num_prompt_tokens = num_decodes = decode_context = prompt_context = 0
         for chunk in chunks:
-            count, start = chunk.num_tokens + len(chunk.drafts), chunk.start
+            count, seen = chunk.num_tokens + len(chunk.drafts), chunk.num_seen
             num_seqs += 1
             num_tokens += count
             if chunk.is_prompt:
-                num_prompt_tokens += min(chunk.sequence.num_prompt_tokens - start, chunk.num_tokens)
+                num_prompt_tokens += min(chunk.sequence.num_prompt_tokens - chunk.start, chunk.num_tokens)
             if count == 1:
                 num_decodes += 1
-                decode_context += start + 1
+                decode_context += seen + 1
             else:
-                prompt_context += count * start + count * (count + 1) // 2
+                prompt_context += count * seen + count * (count + 1) // 2
         return cls(num_seqs, num_tokens, num_prompt_tokens, num_decodes, decode_context, prompt_context)
 
 
@@ -103,7 +103,7 @@ class EngineStats:
         num_waiting_tokens: tokens of these, prompts and what was generated before a preemption.
         num_free_blocks: blocks of the KV cache without content.
         num_cached_blocks: blocks that hold a prefix but belong to no sequence.
-        num_used_blocks: blocks that belong to sequences or prompt modules.
+        num_used_blocks: blocks that belong to sequences or pinned prompts.
         num_preemptions: preemptions since the start.
         num_overtakings: sequences that were admitted before one that had no room.
         num_postponed_decodes: times that a decoding sequence got no token in a step, for lack of budget; if many,

@@ -15,6 +15,7 @@ from fastinfer.engine.runner import Runner
 from fastinfer.engine.sampled_token import TokenLogprob, top_logprobs
 from fastinfer.models import Model
 from fastinfer.models.kv_cache import KVCache, num_blocks_for
+from fastinfer.models.placed_decoder import PlacedDecoder
 
 # Number of prompt tokens whose logits are computed at a time if their log-probabilities are requested: 12 MB for a
 # vocabulary of 49k tokens.
@@ -37,7 +38,7 @@ class Worker:
         layers: the model's layers among those of the whole model; ``None`` for all.
 
     Attributes:
-        device: device that computes.
+        device: device of the inputs and of the logits.
         kv_cache: the KV cache.
     """
 
@@ -64,7 +65,7 @@ class Worker:
             size.num_blocks,
             config.block_size,
             config.kv_cache_dtype,
-            config.device,
+            model.layer_devices if isinstance(model, PlacedDecoder) else config.device,
             group=size.group,
             num_states=size.num_states,
             state_dtype=model.dtype,
@@ -189,7 +190,8 @@ class Worker:
             self.model,
             self.kv_cache,
             inputs,
-            enforce_eager=config.enforce_eager,
+            # A graph is recorded for one device.
+            enforce_eager=config.enforce_eager or isinstance(self.model, PlacedDecoder),
             with_adapters=self._with_adapters,
             deterministic=config.deterministic,
             separates_roles=self._separates_roles,

@@ -36,6 +36,11 @@ class Model(Protocol):
         ...
 
     @property
+    def exact(self) -> bool:
+        """Whether neither weights nor activations may be rounded."""
+        ...
+
+    @property
     def draft_tokens(self) -> Tensor | None:
         """The token of each column of the logits, for a draft model with a reduced vocabulary; ``None`` for all."""
         ...

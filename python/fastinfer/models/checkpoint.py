@@ -14,9 +14,10 @@ and split, ``layers.3.k_b_proj`` and ``layers.3.v_b_proj``. Outside the layers t
 ``lm_head``, ``position_embedding`` and ``rope_factors``. A bias is ``layers.3.q_proj.bias``.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +30,18 @@ from fastinfer.models.state_config import LinearAttentionConfig
 MLP_PARTS = frozenset(
     ("mlp_norm", "gate_proj", "up_proj", "down_proj", "router", "router_bias", "experts", "shared_expert")
 )
+
+
+class ModelPart(NamedTuple):
+    """A part of a model that can be on a device of its own.
+
+    Attributes:
+        layer: number of the layer; ``None`` for what is in no layer.
+        is_experts: whether these are the layer's routed experts, or all the rest.
+    """
+
+    layer: int | None
+    is_experts: bool = False
 
 
 class Checkpoint(Protocol):
@@ -51,6 +64,10 @@ class Checkpoint(Protocol):
 
     def weight_bytes(self, device: str) -> int:
         """Estimate the size of all weights that are loaded, in the form that they have in a device's memory."""
+        ...
+
+    def part_bytes(self, device: str) -> Counter[ModelPart]:
+        """Estimate the sizes of which :meth:`weight_bytes` is the sum."""
         ...
 
     def __contains__(self, name: str) -> bool: ...
@@ -158,6 +175,14 @@ def stored_layer(config: ModelConfig, layer: int, part: str) -> int:
         return attention
     assert mlp is not None
     return mlp
+
+
+def decoder_layers(config: ModelConfig) -> dict[int, int]:
+    """Return for each of the file's layers the decoder's first layer that has a part of it."""
+    if not config.stored_layers:
+        return {layer: layer for layer in range(config.num_layers)}
+    pairs = reversed(list(enumerate(config.stored_layers)))
+    return {stored: layer for layer, parts in pairs for stored in parts if stored is not None}
 
 
 def split_name(name: str) -> tuple[int, str, str]:

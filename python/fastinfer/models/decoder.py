@@ -8,6 +8,7 @@ Only operators compute, so a step can be recorded as a graph.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,6 +28,7 @@ from fastinfer.models.norm import Norm, RMSNorm
 from fastinfer.models.per_layer_input import PerLayerGate, PerLayerInputs
 from fastinfer.models.short_conv import ShortConv
 from fastinfer.models.state_cache import StateCache
+from fastinfer.ops.prompt import NO_ROW
 from fastinfer.weights.weight import Weight
 
 
@@ -86,6 +88,8 @@ class Decoder:
     Attributes:
         config: sizes and constants of the model.
         dtype: dtype of the hidden states.
+        exact: whether neither weights nor activations may be rounded, see
+            :class:`fastinfer.models.config.Precision`.
         embedding: [vocab, hidden].
         layers: all layers in order.
         norm: norm after the last layer.
@@ -100,6 +104,7 @@ class Decoder:
 
     config: ModelConfig
     dtype: torch.dtype
+    exact: bool
     embedding: Weight
     layers: tuple[DecoderLayer, ...]
     norm: Norm
@@ -115,11 +120,15 @@ class Decoder:
         """Compute a step and fill the cache.
 
         If the batch says which rows of hidden states are wanted, the layers that store nothing are computed for these
-        alone.
+        alone. An exact model computes the rows of :func:`fastinfer.ops.prompt_rows` like all others.
 
         Returns:
             [tokens, hidden], or [n, hidden] for n such rows: output of the last layer before the last norm.
         """
+        with ops.prompt_rows(NO_ROW) if self.exact else nullcontext():
+            return self._forward(batch, kv_cache)
+
+    def _forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         x = self.embed(batch)
         inputs = None if self.per_layer_inputs is None else self.per_layer_inputs(x, batch.token_ids)
         if batch.last is None:
@@ -131,7 +140,7 @@ class Decoder:
         x = ops.embedding(x, batch.last.rows)
         if inputs is not None:
             inputs = ops.embedding(inputs.flatten(1), batch.last.rows).unflatten(1, inputs.shape[1:])
-        with ops.prompt_rows(batch.last.first_prompt_row):
+        with ops.prompt_rows(NO_ROW if self.exact else batch.last.first_prompt_row):
             return self._compute(range(num_storing, len(self.layers)), x, inputs, batch.of_last_rows(), kv_cache)
 
     @property

@@ -69,6 +69,7 @@ def load_mixture(reader: LayerReader, layer: str, norm: Norm) -> MixtureOfExpert
         choice_bias=reader.vector(f"{layer}.router_bias", config.num_experts) if config.router.has_bias else None,
         shared=_shared_expert(reader, layer) if config.shared_intermediate_size else None,
         gated=config.gated,
+        experts_device=reader.experts_device,
     )
 
 

@@ -1,5 +1,6 @@
 """Tensors of a GGUF file by the project's names; quantised rows stay in the file until they are packed."""
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,15 @@ from fastinfer.formats.gguf import GGUFFile, GGUFTensor, GGUFType
 from fastinfer.formats.gguf_rows import GGUFRows
 from fastinfer.formats.gguf_unpack import packed_bytes, read_rows, unpack_rows
 from fastinfer.formats.unpacked import Dense, Int8, Lut, Unpacked
-from fastinfer.models.checkpoint import fused_rows, rows_by_key_head, split_name, stored_layer, tiled_rows
+from fastinfer.models.checkpoint import (
+    ModelPart,
+    decoder_layers,
+    fused_rows,
+    rows_by_key_head,
+    split_name,
+    stored_layer,
+    tiled_rows,
+)
 from fastinfer.models.gguf_architectures import ARCHITECTURES
 from fastinfer.models.gguf_config import read_gguf_config
 from fastinfer.models.state_config import LinearAttentionConfig
@@ -117,11 +126,18 @@ class GGUFCheckpoint:
         return self.file.files
 
     def weight_bytes(self, device: str) -> int:
+        return self.part_bytes(device).total()
+
+    def part_bytes(self, device: str) -> Counter[ModelPart]:
         embedding = f"{_TOP['embedding']}.weight"
-        return sum(
-            packed_bytes(tensor, self._exact, device, is_embedding=name == embedding)
-            for name, tensor in self.file.tensors.items()
-        )
+        layers = decoder_layers(self.config)
+        sizes: Counter[ModelPart] = Counter()
+        for name, tensor in self.file.tensors.items():
+            kind, _, rest = name.partition(".")
+            layer = layers.get(int(rest.partition(".")[0])) if kind == "blk" else None
+            part = ModelPart(layer, f"_{_EXPERTS['experts']}." in rest)
+            sizes[part] += packed_bytes(tensor, self._exact, device, is_embedding=name == embedding)
+        return sizes
 
     def __contains__(self, name: str) -> bool:
         return f"{self._stored(name)}.weight" in self.file.tensors

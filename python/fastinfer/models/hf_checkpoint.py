@@ -1,6 +1,7 @@
 """Tensors of a Hugging Face folder (safetensors files and ``config.json``) by the project's names."""
 
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,14 @@ from fastinfer.formats.mxfp4 import MXFP4_GROUP, MXFP4Experts
 from fastinfer.formats.quantized_checkpoint import CheckpointFormat, PackedSizes, parse_quantization_config, read_with
 from fastinfer.formats.safetensors_folder import SafetensorsFolder
 from fastinfer.formats.unpacked import Dense, Unpacked
-from fastinfer.models.checkpoint import fused_rows, rows_by_key_head, split_name, stored_layer
+from fastinfer.models.checkpoint import (
+    ModelPart,
+    decoder_layers,
+    fused_rows,
+    rows_by_key_head,
+    split_name,
+    stored_layer,
+)
 from fastinfer.models.families import FAMILIES
 from fastinfer.models.hf_config import read_hf_config
 from fastinfer.models.state_config import LinearAttentionConfig
@@ -79,16 +87,23 @@ class HFCheckpoint:
         return checkpoint_files(self.path)
 
     def weight_bytes(self, device: str) -> int:
+        return self.part_bytes(device).total()
+
+    def part_bytes(self, device: str) -> Counter[ModelPart]:
         # A folder may have more than is loaded: layers for images, or layers that predict tokens after the next one.
         loaded = (self._prefix, f"{self._head_prefix}lm_head.")
-        layers = self._with_prefix(f"{self._family.top['layers']}.")
-        indices = {name: name.removeprefix(layers).partition(".")[0] for name in self.tensors.names}
-        sizes = PackedSizes(self._quantization, self._exact)
-        return sum(
-            sizes.num_bytes(name, self.tensors.num_bytes(name), self.tensors.header(name)[1])
-            for name, index in indices.items()
-            if name.startswith(loaded) and not (index.isdecimal() and int(index) >= self.config.num_stored_layers)
-        )
+        prefix = self._with_prefix(f"{self._family.top['layers']}.")
+        router, experts = (f"{self._family.layer.get(part)}." for part in ("router", "experts"))
+        layers, packed = decoder_layers(self.config), PackedSizes(self._quantization, self._exact)
+        sizes: Counter[ModelPart] = Counter()
+        for name in filter(lambda name: name.startswith(loaded), self.tensors.names):
+            index, _, rest = name.removeprefix(prefix).partition(".")
+            layer = int(index) if index.isdecimal() else None
+            if layer is None or layer in layers:
+                is_experts = rest.startswith((experts, "mlp.switch_mlp.")) and not rest.startswith(router)
+                part = ModelPart(None if layer is None else layers[layer], layer is not None and is_experts)
+                sizes[part] += packed.num_bytes(name, self.tensors.num_bytes(name), self.tensors.header(name)[1])
+        return sizes
 
     def __contains__(self, name: str) -> bool:
         return any(f"{self.stored_name(name)}.{part}" in self.tensors for part in MATRICES)

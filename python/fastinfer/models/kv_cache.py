@@ -109,7 +109,7 @@ class KVCache:
         num_blocks: Sequence[int],
         block_size: int,
         dtype: torch.dtype,
-        device: str,
+        device: str | Sequence[str],
         *,
         group: Callable[[int], int] = lambda window: 0,
         num_states: int = 1,
@@ -122,7 +122,8 @@ class KVCache:
         Args:
             config: configuration of the model.
             num_blocks: number of blocks of each group.
-            block_size, dtype, device: same as for :meth:`LayerCache.empty`.
+            block_size, dtype: same as for :meth:`LayerCache.empty`.
+            device: device of the cache, or the device of each layer of the model.
             group: function from the length of a layer's window to the number of its group.
             num_states: number of slots for states, if the model has layers with linear attention.
             state_dtype: dtype of the hidden states.
@@ -134,11 +135,12 @@ class KVCache:
         """
 
         def layer(index: int) -> LayerCache | StateCache:
+            own_device = device if isinstance(device, str) else device[index]
             if config.has_state(index):
                 assert config.states is not None
-                return StateCache.empty(config.states, num_states, state_dtype, device)
+                return StateCache.empty(config.states, num_states, state_dtype, own_device)
             number = group(config.window(index))
-            sizes = num_blocks[number], block_size, dtype, device
+            sizes = num_blocks[number], block_size, dtype, own_device
             bounded = with_bounds and has_bounds(config, index)
             return LayerCache.empty(config.kv_shape(index), *sizes, number, bounded)
 
@@ -162,10 +164,10 @@ class KVCache:
     def copy_blocks(self, pairs: list[tuple[int, int]], group: int = 0) -> None:
         """Copy blocks of a group, each pair from its first block to its second; all are read before any is written."""
         tensors = [tensor for layer in self._with_blocks if layer.group == group for tensor in layer.tensors]
-        if not tensors:  # a stage may have none of these layers
-            return
-        source, target = torch.tensor(pairs, device=tensors[0].device).T
+        numbers = torch.tensor(pairs)
+        numbers_on = {device: numbers.to(device).T for device in {tensor.device for tensor in tensors}}
         for tensor in tensors:
+            source, target = numbers_on[tensor.device]
             # As bytes, because torch cannot index float8.
             tensor.view(torch.uint8)[target] = tensor.view(torch.uint8)[source]
 

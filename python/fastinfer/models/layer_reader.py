@@ -29,6 +29,7 @@ class LayerReader:
         checkpoint, config: an open checkpoint, and its sizes and constants.
         precision: precision in which the model computes.
         device: device of the weights.
+        experts_device: device of the weights of experts, if a subclass puts them elsewhere; ``None`` otherwise.
         scale: number by which the residual stream is smaller than the model's.
     """
 
@@ -37,6 +38,7 @@ class LayerReader:
         self.config = config = checkpoint.config
         self.precision = precision
         self.device = device
+        self.experts_device: str | None = None
         self._memory = HugePages() if device == "cpu" else None
         # GPU products need dense weights in the dtype of the hidden states.
         self._dense_dtype = None if device == "cpu" else precision.dtype

@@ -74,6 +74,7 @@ class DecoderLoader:
         return Decoder(
             config=self._config,
             dtype=self._reader.precision.dtype,
+            exact=self._reader.precision.exact,
             embedding=embedding,
             layers=self.layers(range(self._config.num_layers)),
             norm=self.norm(),

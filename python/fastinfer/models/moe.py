@@ -8,6 +8,7 @@ from fastinfer import ops
 from fastinfer.models.activation import activation_and_mul, plain_activation
 from fastinfer.models.config import RouterConfig
 from fastinfer.models.lora import LayerAdapters
+from fastinfer.models.moves import moved
 from fastinfer.models.norm import RMSNorm
 from fastinfer.ops.pack import TILE_ROWS
 from fastinfer.weights.expert_weights import ExpertWeights
@@ -90,6 +91,8 @@ class MixtureOfExperts:
         expert_scale: [experts] fp32, factors of the experts' weights; or ``None``.
         post_norm: norm of the output, or ``None``.
         gated: whether experts have a gate.
+        experts_device: device of ``gate_up`` and ``down``, if it is not that of the other weights; ``None`` otherwise.
+            The inputs of the experts are copied there, and their outputs back.
     """
 
     norm: RMSNorm
@@ -105,6 +108,7 @@ class MixtureOfExperts:
     expert_scale: Tensor | None = None
     post_norm: RMSNorm | None = None
     gated: bool = True
+    experts_device: str | None = None
 
     def __call__(self, x: Tensor, residual: Tensor, lora: LayerAdapters | None) -> Tensor:
         """Return ``residual`` [tokens, hidden] plus the output of the experts for ``x`` [tokens, hidden]."""
@@ -114,13 +118,13 @@ class MixtureOfExperts:
         if lora is not None:
             lora.add("router", logits, routed)
         routing = self._route(logits)
-        hidden = self.down.gather_input(self._hidden(x, routing, lora))
-        with ops.prompt_rows_of_experts(self.top_k):
-            out = self.down.linear(hidden, routing)
-        if lora is not None:
-            lora.add("experts.down_proj", out, hidden, routing.expert_ids)
-        if self.shared is not None:
+        away = self.experts_device
+        inputs = (x, routing) if away is None else moved((x, routing), away)
+        if self.shared is not None:  # before the experts, so that a GPU computes it while a CPU computes them
             residual = self.shared(x, residual, lora)
+        out = self._experts(*inputs, lora)
+        if away is not None:
+            out = moved(out, str(x.device))
         if self.post_norm is not None:
             return self.post_norm(ops.combine_experts(out, routing.expert_weights), residual)
         return ops.combine_experts(out, routing.expert_weights, residual)
@@ -138,6 +142,15 @@ class MixtureOfExperts:
             scale=config.scale,
             expert_scale=self.expert_scale,
         )
+
+    def _experts(self, x: Tensor, routing: ops.Routing, lora: LayerAdapters | None) -> Tensor:
+        """Return the output of each chosen expert, [tokens * top_k, hidden]."""
+        hidden = self.down.gather_input(self._hidden(x, routing, lora))
+        with ops.prompt_rows_of_experts(self.top_k):
+            out = self.down.linear(hidden, routing)
+        if lora is not None:
+            lora.add("experts.down_proj", out, hidden, routing.expert_ids)
+        return out
 
     def _hidden(self, x: Tensor, routing: ops.Routing, lora: LayerAdapters | None) -> Tensor:
         """Return the activated products of gate and up, [tokens * top_k, intermediate]."""

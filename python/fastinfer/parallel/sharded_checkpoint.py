@@ -1,5 +1,6 @@
 """A checkpoint of which one rank reads its part."""
 
+from collections import Counter
 from collections.abc import Hashable, Iterator
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastinfer.formats.unpacked import Unpacked
-from fastinfer.models.checkpoint import Checkpoint
+from fastinfer.models.checkpoint import Checkpoint, ModelPart
 from fastinfer.models.config import ModelConfig
 from fastinfer.parallel.division import Division
 from fastinfer.parallel.matrix_rows import OUTPUTS, divided_rows, input_widths, rows_of_rank
@@ -46,6 +47,10 @@ class ShardedCheckpoint:
     def weight_bytes(self, device: str) -> int:
         """Estimate the size of the whole model's weights."""
         return self._whole.weight_bytes(device)
+
+    def part_bytes(self, device: str) -> Counter[ModelPart]:
+        """Estimate the sizes of the parts of the whole model."""
+        return self._whole.part_bytes(device)
 
     def __contains__(self, name: str) -> bool:
         return name in self._whole

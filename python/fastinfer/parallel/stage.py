@@ -100,6 +100,7 @@ class StageLoader(DecoderLoader):
         return Stage(
             config=config,
             dtype=self._reader.precision.dtype,
+            exact=self._reader.precision.exact,
             embedding=embedding,
             layers=self.layers(indices),
             norm=self.norm(),

@@ -29,7 +29,7 @@ def generation_job(
     Raises:
         RequestError: the request can never be served.
     """
-    valid = engine.validate(prompt.token_ids, params, adapter, images=prompt.images)
+    valid = engine.validate(prompt.token_ids, params, adapter, images=prompt.images, layout=prompt.layout)
     return partial(
         engine.add_request,
         valid,
@@ -45,7 +45,7 @@ def beam_search_job(
     engine: Engine, prompt: PreparedPrompt, params: BeamSearchParams, adapter: str | None = None, **options: Any
 ) -> QueueRequest:
     """Check a beam search; arguments and errors are those of :func:`generation_job`."""
-    valid = engine.validate_beam_search(prompt.token_ids, params, adapter)
+    valid = engine.validate_beam_search(prompt.plain_token_ids, params, adapter)
     return partial(
         engine.add_beam_request,
         valid,
@@ -63,15 +63,13 @@ def embedding_job(engine: Engine, prompt: PreparedPrompt, adapter: str | None = 
     Arguments and errors are those of :func:`generation_job`; ``options`` also has ``pooling`` and ``normalize``, see
     :meth:`fastinfer.engine.engine.Engine.add_embedding_request`.
     """
-    valid = engine.validate(prompt.token_ids, adapter=adapter, generates=False)
+    valid = engine.validate(prompt.plain_token_ids, adapter=adapter, generates=False)
     return partial(engine.add_embedding_request, valid, cache_salt=prompt.cache_salt, adapter=adapter, **options)
 
 
-def prompt_module_job(
+def pinned_prompt_job(
     engine: Engine, name: str, prompt: PreparedPrompt, adapter: str | None = None, request_id: str | None = None
 ) -> QueueRequest:
-    """Check a prompt module; arguments and errors are those of :func:`generation_job`."""
-    valid = engine.validate(prompt.token_ids, adapter=adapter)
-    return partial(
-        engine.add_prompt_module, name, valid, request_id=request_id, cache_salt=prompt.cache_salt, adapter=adapter
-    )
+    """Check a pinned prompt; arguments and errors are those of :func:`generation_job`."""
+    valid = engine.validate(prompt.token_ids, adapter=adapter, layout=prompt.layout)
+    return partial(engine.pin_prompt, name, valid, request_id=request_id, cache_salt=prompt.cache_salt, adapter=adapter)

@@ -6,20 +6,23 @@ from typing import Any
 
 from fastinfer.engine.engine import Engine
 from fastinfer.engine.prompt_images import PromptImages
+from fastinfer.engine.prompt_layout import PromptLayout
 from fastinfer.errors import PromptTooLongError, RequestError
 from fastinfer.models.image_encoder import FAMILIES
+from fastinfer.prompt_schema import ModularPrompt
 from fastinfer.serving.images import place_images, take_images
 from fastinfer.serving.literal_tokens import LiteralTokens
+from fastinfer.serving.modular_prompt import pieces_of
 from fastinfer.tokenizers.chat_messages import Message, normalize
 from fastinfer.tokenizers.chat_template import render
 from fastinfer.utils.checks import show
 
-# Text, or a dictionary with either "prompt": str or "prompt_token_ids": list[int]. The dictionary may also have a
-# "cache_salt": str, and a "prompt_module": the name of a prompt module that precedes the prompt.
-Prompt = str | Mapping[str, Any]
+# Text, a prompt of a schema, or a dictionary with either "prompt": str or "prompt_token_ids": list[int]. The dictionary
+# may also have a "cache_salt": str, and a "pinned_prompt": the name of a pinned prompt that precedes the prompt.
+Prompt = str | Mapping[str, Any] | ModularPrompt
 
 _CONTENTS = {"prompt", "prompt_token_ids"}
-_EXTRAS = {"cache_salt", "prompt_module"}
+_EXTRAS = {"cache_salt", "pinned_prompt"}
 # Names of the renderer itself, which no variable of a template may replace, and arguments that are no variables.
 RENDERER_NAMES = frozenset(
     {
@@ -27,7 +30,10 @@ RENDERER_NAMES = frozenset(
         *("engine", "cache_salt", "continue_final_message"),
     }
 )
-_FORMS = "a string, {'prompt': string} or {'prompt_token_ids': list}, perhaps with 'cache_salt' or 'prompt_module'"
+_FORMS = (
+    "a string, a prompt of a schema, {'prompt': string} or {'prompt_token_ids': list}, the latter two perhaps with "
+    "'cache_salt' or 'pinned_prompt'"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +42,17 @@ class PreparedPrompt:
 
     Attributes:
         text: the text as given, ``None`` if the prompt was given as token ids.
-        token_ids: token ids of the whole prompt, including those of its prompt module.
+        token_ids: token ids of the whole prompt by slot, including those of its pinned prompt.
         cache_salt: salt of the cached prefixes, see :meth:`fastinfer.engine.engine.Engine.add_request`.
         images: images whose tokens the prompt has; ``None`` for none.
+        layout: layout of a prompt with modules; ``None`` for one without.
     """
 
     text: str | None
     token_ids: list[int]
     cache_salt: str = ""
     images: PromptImages | None = None
+    layout: PromptLayout | None = None
 
     @property
     def contents(self) -> list[int]:
@@ -54,6 +62,17 @@ class PreparedPrompt:
         contents = list(self.token_ids)
         self.images.mark(contents, 0)
         return contents
+
+    @property
+    def plain_token_ids(self) -> list[int]:
+        """The token ids of a prompt without modules.
+
+        Raises:
+            RequestError: the prompt has modules.
+        """
+        if self.layout is not None:
+            raise RequestError("beam search, embeddings and scores need prompts without modules, got one with modules")
+        return self.token_ids
 
 
 def prepare(
@@ -66,19 +85,21 @@ def prepare(
 ) -> PreparedPrompt:
     """Tokenise a prompt.
 
-    A prompt module and the text after it are tokenised separately and joined, so that the cached blocks of the module
-    do not depend on that text. The text after a module gets no beginning-of-text token.
+    A pinned prompt and the text after it are tokenised separately and joined, so that the cached blocks of the former
+    do not depend on that text. The text after a pinned prompt gets no beginning-of-text token.
 
     Args:
-        engine: engine whose tokenizer and prompt modules are used.
+        engine: engine whose tokenizer and pinned prompts are used.
         prompt: see :data:`Prompt`.
         cache_salt: salt of a prompt that names none itself.
         add_special_tokens: begin with the beginning-of-text token, if the model has one.
         parse_special: whether the spelling of a special token becomes that token.
 
     Raises:
-        RequestError: the prompt has none of these forms or is much too long, or there is no such prompt module.
+        RequestError: the prompt has none of these forms or is much too long, or there is no such pinned prompt.
     """
+    if isinstance(prompt, ModularPrompt):
+        return _prepare_modular(engine, prompt, cache_salt)
     if isinstance(prompt, str):
         prompt = {"prompt": prompt}
     if not isinstance(prompt, Mapping):
@@ -90,21 +111,42 @@ def prepare(
         if not isinstance(prompt[name], str):
             raise RequestError(f"{name} must be a string, got {show(prompt[name])}")
     cache_salt = prompt["cache_salt"]
-    before: list[int] = []
-    if "prompt_module" in prompt:
-        module = engine.prompt_module(prompt["prompt_module"])
-        if cache_salt not in ("", module.cache_salt):
-            raise RequestError(f"cache_salt must be the prompt_module's own, or empty, got {show(cache_salt)}")
-        cache_salt, before, add_special_tokens = module.cache_salt, module.token_ids, False
+    before, layout = list[int](), None
+    if "pinned_prompt" in prompt:
+        pinned = engine.pinned_prompt(prompt["pinned_prompt"])
+        if cache_salt not in ("", pinned.cache_salt):
+            raise RequestError(f"cache_salt must be the pinned_prompt's own, or empty, got {show(cache_salt)}")
+        cache_salt, before, layout, add_special_tokens = pinned.cache_salt, pinned.token_ids, pinned.layout, False
     if "prompt_token_ids" in prompt:
         token_ids = prompt["prompt_token_ids"]
         if not isinstance(token_ids, list):
             raise RequestError(f"prompt_token_ids must be a list, got {type(token_ids).__name__}")
-        return PreparedPrompt(None, before + token_ids, cache_salt)
+        return PreparedPrompt(None, before + token_ids, cache_salt, layout=layout)
     text = prompt["prompt"]
     if not isinstance(text, str):
         raise RequestError(f"prompt must be {_FORMS}, got 'prompt': {show(text)}")
-    # Tokenising takes much longer than this check.
+    _check_length(engine, text)
+    token_ids = engine.tokenizer.encode(text, add_special_tokens=add_special_tokens, parse_special=parse_special)
+    return PreparedPrompt(text, before + token_ids, cache_salt, layout=layout)
+
+
+def _prepare_modular(engine: Engine, prompt: ModularPrompt, cache_salt: str) -> PreparedPrompt:
+    """Tokenise a prompt of modules, and lay it out."""
+    for text in (prompt.text, *prompt.parameters.values()):
+        _check_length(engine, text)
+    pieces = pieces_of(engine.tokenizer, prompt)
+    if not pieces:
+        return PreparedPrompt(prompt.text, [])
+    layout = PromptLayout(pieces, engine.config.block_size, prompt.schema.recomputed_blocks)
+    return PreparedPrompt(prompt.text, layout.token_ids, prompt.cache_salt or cache_salt, layout=layout)
+
+
+def _check_length(engine: Engine, text: str) -> None:
+    """Refuse a text that has more characters than the longest sequence; tokenising takes much longer than this check.
+
+    Raises:
+        PromptTooLongError: the text is longer.
+    """
     limit = engine.max_model_len * engine.tokenizer.max_token_length
     if len(text) > limit:
         raise PromptTooLongError(
@@ -112,8 +154,6 @@ def prepare(
             f"can have, got {len(text)}",
             engine.max_model_len,
         )
-    token_ids = engine.tokenizer.encode(text, add_special_tokens=add_special_tokens, parse_special=parse_special)
-    return PreparedPrompt(text, before + token_ids, cache_salt)
 
 
 def prepare_chat(

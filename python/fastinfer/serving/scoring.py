@@ -25,14 +25,15 @@ def prepare_score(engine: Engine, item: Scorable) -> tuple[PreparedPrompt, int]:
         RequestError: the item is not a prompt or a pair of prompts, or a part of a pair has no token.
     """
     if not isinstance(item, tuple):
-        return prepare(engine, item), 1
+        prompt = prepare(engine, item)
+        return replace(prompt, token_ids=prompt.plain_token_ids), 1
     if len(item) != 2:
         raise RequestError(f"prompts must be prompts or pairs (context, continuation), got a tuple of {len(item)}")
     context, continuation = prepare(engine, item[0]), prepare(engine, item[1], add_special_tokens=False)
     for name, part in (("context", context), ("continuation", continuation)):
         if not part.token_ids:
             raise RequestError(f"{name} must have at least 1 token, got 0")
-    joined = replace(context, text=None, token_ids=context.token_ids + continuation.token_ids)
+    joined = replace(context, text=None, token_ids=context.plain_token_ids + continuation.plain_token_ids)
     return joined, len(context.token_ids)
 
 

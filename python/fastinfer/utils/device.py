@@ -2,6 +2,7 @@
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from fastinfer import _C
 from fastinfer.errors import RequestError
 from fastinfer.utils.checks import show
 from fastinfer.utils.device_name import DEVICE_NAMES, is_device_name
+from fastinfer.utils.places import Place, is_list_of_places, parse_places
 
 LOG = logging.getLogger("fastinfer")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
@@ -41,6 +43,24 @@ def resolve_device(name: str) -> str:
     if index >= count:
         raise RequestError(f"device must be one of the {count} GPUs, cuda:0 to cuda:{count - 1}, got {name!r}")
     return f"cuda:{index}"
+
+
+def resolve_places(name: str) -> tuple[Place, ...]:
+    """Turn a device name or a list of places into places whose devices are ``"cpu"`` and ``"cuda:N"``.
+
+    Raises:
+        RequestError: as for :func:`resolve_device` and :func:`fastinfer.utils.places.parse_places`.
+    """
+    if not is_list_of_places(name):
+        return (Place(resolve_device(name)),)
+    return tuple(
+        replace(
+            place,
+            device=resolve_device(place.device),
+            experts=None if place.experts is None else resolve_device(place.experts),
+        )
+        for place in parse_places(name)
+    )
 
 
 def use_device(device: str) -> AbstractContextManager[None]:

@@ -184,6 +184,8 @@ def test_each_replica_has_its_gpu() -> None:
         assert found == [{**threads, "CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus]
     with pytest.raises(RequestError, match="expected at most one replica per GPU, 2, got 3"):
         replica_environments(3, "cuda", 2, None, 1)
+    with pytest.raises(RequestError, match="expected one device with several replicas, got cpu,cpu"):
+        replica_environments(2, "cpu,cpu", 0, None, 1)
     with pytest.raises(RequestError, match="expected auto, cuda or cpu with several replicas, got cuda:1"):
         replica_environments(2, "cuda:1", 2, None, 1)
 
