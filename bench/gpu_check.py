@@ -47,7 +47,8 @@ BENCHES = [
     "add_lora",
     "linear_attention",
 ]
-REHEARSED = ["test_softcap", "test_merge_attention_states", "test_route_experts"]  # files of tests
+# Files of tests.
+REHEARSED = ["test_softcap", "test_merge_attention_states", "test_route_experts", "test_cuda_placement"]
 NCU_METRICS = (
     "gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed,"
     "sm__throughput.avg.pct_of_peak_sustained_elapsed,sm__warps_active.avg.pct_of_peak_sustained_active,"

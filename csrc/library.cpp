@@ -103,7 +103,8 @@ FASTINFER_SCHEMAS(FASTINFER_NAMESPACE, m) {
   def_with_out(m, "grouped_lut_gemm",
                "Tensor x, Tensor qweight, Tensor scales, Tensor table, int out_features, Tensor row_ids, "
                "Tensor expert_start, Tensor? bias, str? activation, int activation_bits");
-  def_with_out(m, "combine_experts", "Tensor x, Tensor expert_weights, Tensor? residual");
+  def_with_out(m, "combine_experts",
+               "Tensor x, Tensor expert_weights, Tensor? residual, Tensor? expert_ids=None, int start=0, int end=0");
   m.def(
       "add_lora(Tensor(a!) y, Tensor x, Tensor a, Tensor b, Tensor adapter_ids, Tensor? expert_ids, "
       "Tensor? ranks, Tensor? norm_weight, float eps) -> ()");

@@ -182,6 +182,49 @@ def plot_sparse_attention(path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def plot_prompt_modules(path: Path) -> None:
+    results = load("prompt_modules.json")
+    figure, (quality, speed) = make_figure(2, results, "python bench/bench_prompt_modules.py")
+    for block_size, colour in ((16, BLUE), (32, ORANGE)):
+        own = [case for case in results["quality"] if case["block_size"] == block_size]
+        cases = [(case["recomputed"], case["kl"]) for case in own if case["recomputed"].isdigit()]
+        label = f"blocks of {block_size} tokens"
+        quality.plot([name for name, _ in cases], [kl for _, kl in cases], "o-", color=colour, label=label)
+        for new, style in (("text", "o-"), ("parameter", "o--")):
+            times = [case for case in results["time"] if case["block_size"] == block_size and case["new"] == new]
+            names = {"text": "text is new", "parameter": "parameter is new"}
+            lengths, ratios = [str(case["module"]) for case in times], [case["ratio"] for case in times]
+            speed.plot(lengths, ratios, style, color=colour, label=f"{block_size} tokens, {names[new]}")
+    quality.set_xlabel("blocks of each module that are recomputed")
+    quality.set_ylabel("KL from the whole prompt, nats")
+    speed.axhline(0.1, color="black", linewidth=0.8, linestyle="--")
+    speed.set_xlabel("tokens of each of three modules")
+    speed.set_ylabel("time to first token, of the whole prompt")
+    for axes in (quality, speed):
+        axes.set_ylim(bottom=0)
+        axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def plot_distillation(path: Path) -> None:
+    runs = {file.stem: load(f"distillation/{file.name}") for file in sorted((RESULTS / "distillation").glob("*.json"))}
+    figure, (gap, accepted) = make_figure(2, next(iter(runs.values())), "python examples/distill.py OUT --loss NAME")
+    for name, results in runs.items():
+        minutes = [point["seconds"] / 60 for point in results["points"]]
+        gap.plot(minutes, [100 * point["gap_closed"] for point in results["points"]], "o-", label=name)
+        accepted.plot(
+            minutes, [100 * point["judgement"]["acceptance"] for point in results["points"]], "o-", label=name
+        )
+    gap.set_ylabel("loss gap to the teacher closed, %")
+    accepted.set_ylabel("accepted as a draft, %")
+    for axes in (gap, accepted):
+        axes.set_xlabel("minutes since the start, loading included")
+        axes.set_ylim(bottom=0)
+        axes.legend(title="loss", frameon=False)
+    figure.suptitle("SmolLM2 135M cut from 30 to 20 layers, on unseen text")
+    figure.savefig(path, dpi=120)
+
+
 def make_figure(panels: int, results: Results, command: str, height: float = 3.8) -> tuple[Any, Any]:
     """Make a figure with panels side by side, and the machine and command of its measurement at the bottom."""
     from matplotlib.figure import Figure
@@ -212,6 +255,8 @@ PLOTS: dict[str, Callable[[Path], None]] = {
     "ablation": plot_ablation,
     "quantization": plot_quantization,
     "sparse-attention": plot_sparse_attention,
+    "prompt-modules": plot_prompt_modules,
+    "distillation": plot_distillation,
 }
 
 

@@ -24,7 +24,7 @@ PYTHON_LAYERS = """
     serving nn
     llm integrations
     async_engine evaluation simulation
-    benchmarks
+    benchmarks distill
     server
     cli
     ray_serve

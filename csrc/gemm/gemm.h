@@ -22,7 +22,8 @@ struct VectorArg {
 
 // The rows of each expert, if the weight is a stack with a slice for each expert (gemm/grouped_gemm.cpp). Expert e
 // computes the rows row_ids[start[e]] .. row_ids[start[e + 1] - 1] of the output. A kernel counts rows by their places
-// in row_ids, and looks up the rows of x and of the output here.
+// in row_ids, and looks up the rows of x and of the output here. Places before start[0] and from start[experts] on are
+// of experts of other ranks.
 struct ExpertRows {
   const int32_t* start = nullptr;    // [experts + 1]; null: one weight for all rows
   const int32_t* row_ids = nullptr;  // [m]

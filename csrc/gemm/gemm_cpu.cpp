@@ -187,7 +187,7 @@ Rows<BFloat16> bfloat16_rows(const GemmParams& p) {
   constexpr int kStep = BFloat16Products::kStep;
   const int64_t stride = (p.k + kStep - 1) / kStep * kStep + 32;  // the stride of float_rows
   auto* data = scratch_array<BFloat16>(kActivations, p.m * stride);
-  parallel_for(p.m, [&](int64_t begin, int64_t end) {
+  for_each_row_range(p, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const BFloat16* x = static_cast<const BFloat16*>(p.x) + p.expert_rows.x_row(row) * p.x_stride;
       std::fill(std::copy_n(x, p.k, data + row * stride), data + (row + 1) * stride, BFloat16{0});

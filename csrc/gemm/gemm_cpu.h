@@ -45,10 +45,19 @@ inline void load_row(const GemmParams& p, int64_t row, float* out) {
   });
 }
 
+// Calls fn(begin, end) for ranges of the rows that are computed, by their places: all but those of experts elsewhere.
+template <class Fn>
+void for_each_row_range(const GemmParams& p, const Fn& fn) {
+  const ExpertRows& rows = p.expert_rows;
+  const int64_t first = rows.start == nullptr ? 0 : rows.start[0];
+  const int64_t last = rows.start == nullptr ? p.m : rows.start[rows.experts];
+  parallel_for(last - first, [&](int64_t begin, int64_t end) { fn(first + begin, first + end); });
+}
+
 inline FloatRows float_rows(const GemmParams& p) {
   const int64_t stride = (p.k + kLanes - 1) / kLanes * kLanes + 16;
   float* data = scratch_array<float>(kActivations, p.m * stride);
-  parallel_for(p.m, [&](int64_t begin, int64_t end) {
+  for_each_row_range(p, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       load_row(p, row, data + row * stride);
       std::fill(data + row * stride + p.k, data + (row + 1) * stride, 0.0f);

@@ -6,7 +6,8 @@ namespace fastinfer {
 namespace {
 
 Tensor combine_experts(const Output& output, const Tensor& x, const Tensor& expert_weights,
-                       const std::optional<Tensor>& residual) {
+                       const std::optional<Tensor>& residual, const std::optional<Tensor>& expert_ids, int64_t start,
+                       int64_t end) {
   const Checks check("combine_experts", x);
   check.shape(expert_weights, "expert_weights", {kAny, kAny});
   check.dtype(expert_weights, "expert_weights", ScalarType::Float);
@@ -22,14 +23,22 @@ Tensor combine_experts(const Output& output, const Tensor& x, const Tensor& expe
     check.dtype(*residual, "residual", x.scalar_type());
     check.contiguous(*residual, "residual");
   }
+  if (expert_ids) {
+    check.shape(*expert_ids, "expert_ids", {tokens, top_k});
+    check.dtype(*expert_ids, "expert_ids", ScalarType::Int);
+    check.contiguous(*expert_ids, "expert_ids");
+  }
   const Tensor out = output.tensor(check, x, {tokens, hidden}, std::nullopt, {residual ? &*residual : nullptr});
   const CombineExpertsParams params{
       .x = x.data_ptr(),
       .expert_weights = static_cast<const float*>(expert_weights.data_ptr()),
+      .expert_ids = expert_ids ? static_cast<const int32_t*>(expert_ids->data_ptr()) : nullptr,
       .residual = residual ? residual->data_ptr() : nullptr,
       .out = out.data_ptr(),
       .tokens = tokens,
       .hidden = hidden,
+      .start = start,
+      .end = end,
       .top_k = static_cast<int>(top_k),
       .dtype = dtype,
   };

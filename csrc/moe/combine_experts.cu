@@ -23,6 +23,7 @@ __global__ void combine_experts_kernel(CombineExpertsParams p) {
   const float* weights = p.expert_weights + token * p.top_k;
   float sum[kCount] = {};
   for (int k = 0; k < p.top_k; ++k, x += p.hidden) {
+    if (!p.has(token * p.top_k, k)) continue;
     const auto row = load_vector<kCount>(x);
 #pragma unroll
     for (int j = 0; j < kCount; ++j) sum[j] += weights[k] * to_float(row.values[j]);

@@ -12,8 +12,10 @@ void combine_experts(const CombineExpertsParams& p) {
         const float* weights = p.expert_weights + token * p.top_k;
         const int64_t offset = token * p.hidden;
         for_each_vector(p.hidden, [&](int64_t i, int64_t lanes) {
-          f32v sum = weights[0] * load_lanes(x + i, lanes);
-          for (int k = 1; k < p.top_k; ++k) sum += weights[k] * load_lanes(x + k * p.hidden + i, lanes);
+          f32v sum{};
+          for (int k = 0; k < p.top_k; ++k) {
+            if (p.has(token * p.top_k, k)) sum += weights[k] * load_lanes(x + k * p.hidden + i, lanes);
+          }
           if (p.residual != nullptr) sum += load_lanes(static_cast<const T*>(p.residual) + offset + i, lanes);
           store_lanes(static_cast<T*>(p.out) + offset + i, sum, lanes);
         });

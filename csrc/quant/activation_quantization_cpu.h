@@ -146,7 +146,7 @@ QuantizedActivations<Run> quantize_rows(const GemmParams& p) {
   const int64_t runs = p.k / kRunInputs, stride = p.m | 1;
   auto* blocks = scratch_array<ActivationBlock<Run>>(kQuantized, p.k / kBlockInputs * stride);
   float* scale = scratch_array<float>(kScales, p.m);
-  parallel_for(p.m, [&](int64_t begin, int64_t end) {
+  for_each_row_range(p, [&](int64_t begin, int64_t end) {
     float* x = scratch_array<float>(kRowBuffer, p.k + 2 * (runs + kLanes));
     for (int64_t row = begin; row < end; ++row) {
       load_row(p, row, x);

@@ -33,6 +33,7 @@ from fastinfer.models.layer_places import LayerPlace
 from fastinfer.models.placed_decoder import load_placed
 from fastinfer.models.shared_model import SharedWeights
 from fastinfer.outputs import PrefillOutput, RequestOutput, ScoreOutput
+from fastinfer.parallel.division import Layout
 from fastinfer.parallel.group import Group
 from fastinfer.parallel.layer_split import stages_of
 from fastinfer.parallel.ranks import Ranks
@@ -85,9 +86,10 @@ class LLM:
         tensor_parallel_size: number of processes of this machine that compute the model together, each with a part of
             every weight and of the machine's threads; on a CPU alone. Results are bitwise those of one process. What
             works with it, and when it pays: docs/tensor-parallelism.md.
+        tensor_parallel_layout: see :class:`fastinfer.engine.config.EngineConfig`.
         pipeline_parallel_size: number of stages, processes of this machine that compute the model together, each some
-            of its layers, with several steps in flight; on a CPU alone. Results are bitwise those of one process. What works
-            with it, and when it pays: docs/pipeline-parallelism.md.
+            of its layers, with several steps in flight; on a CPU alone. Results are bitwise those of one process. What
+            works with it, and when it pays: docs/pipeline-parallelism.md.
         share: what this process shares with other replicas on a CPU; ``fastinfer serve --data-parallel-size`` sets it.
 
     Attributes:
@@ -135,6 +137,7 @@ class LLM:
         deterministic: bool = False,
         enforce_eager: bool = False,
         tensor_parallel_size: int = 1,
+        tensor_parallel_layout: Layout = "gather",
         pipeline_parallel_size: int = 1,
         share: ReplicaShare | None = None,
     ) -> None:
@@ -178,6 +181,7 @@ class LLM:
             places=places if is_placed else (),
             enforce_eager=enforce_eager,
             tensor_parallel_size=tensor_parallel_size,
+            tensor_parallel_layout=tensor_parallel_layout,
             pipeline_parallel_size=pipeline_parallel_size,
         )
         if kv_offloading_dir is not None:
@@ -187,7 +191,7 @@ class LLM:
         paths = [hub.resolve(name) for name in names]
         checkpoints = [open_checkpoint(path, precision.exact) for path in paths]
         if tensor_parallel_size > 1:
-            check_divisible(checkpoints[0], tensor_parallel_size)
+            check_divisible(checkpoints[0], tensor_parallel_size, tensor_parallel_layout)
         stages = stages_of(checkpoints[0], pipeline_parallel_size)
         layer_places = place_model(checkpoints[0], places) if is_placed else ()
         size = _choose_kv_cache_size(config, checkpoints, share, layer_places)

@@ -15,7 +15,7 @@ from support.random_checkpoint import RandomCheckpoint, int4
 from torch import Tensor
 
 from fastinfer import _C
-from fastinfer.cli import memory_bounds
+from fastinfer.cli import memory_bounds, memory_report
 from fastinfer.cli.main import main
 from fastinfer.cli.memory_bounds import (
     KV_DTYPES,
@@ -23,11 +23,14 @@ from fastinfer.cli.memory_bounds import (
     Weights,
     attended_positions,
     describe,
+    dtype_name,
     head_layouts,
     kv_cache_bytes,
+    module_token_bytes,
     page_bounds_bytes,
 )
 from fastinfer.engine.config import EngineConfig
+from fastinfer.errors import RequestError
 from fastinfer.formats.gguf import GGUFFile
 from fastinfer.formats.unpacked import Lut
 from fastinfer.hub import DEFAULT_MODEL
@@ -173,6 +176,7 @@ def test_attended_positions(tokens: int, tmp_path: Path) -> None:
     save_model(tmp_path, "gemma3")
     config = open_checkpoint(tmp_path).config
     assert {config.window(index) for index in range(7)} == {0, 16}
+    assert module_token_bytes(config, KV_DTYPES) == {}
     expected = sum(
         min(position, config.window(index) or position) for index in range(7) for position in range(1, tokens + 1)
     )
@@ -192,6 +196,7 @@ def test_kv_cache_bytes_are_those_of_a_real_cache(
         real = sum(tensor.nbytes for cache in tensors for tensor in cache.tensors)
         expected = kv_cache_bytes(config, config.num_kv_heads, dtype, context, batch)
         assert expected + with_bounds * page_bounds_bytes(config, context, batch) == real
+    assert module_token_bytes(config, [dtype]) == {dtype_name(dtype): expected // (num_blocks * block_size)}
 
 
 @pytest.mark.parametrize(
@@ -312,6 +317,7 @@ def test_command(machine: Callable[[int], None], capsys: pytest.CaptureFixture[s
         "8.00 GiB, 139.1 MiB of it available",
         "4 of 512 tokens",
         "GQA 45.0 MiB (this model)",
+        "22.0 MiB for each 1,000 tokens of prompt modules",
         "lower bounds",
         "float16 (default)",
     ):
@@ -349,3 +355,20 @@ def test_mistakes(arguments: list[str], error: str, capsys: pytest.CaptureFixtur
     assert captured.out == ""
     assert error in captured.err
     assert len(captured.err.splitlines()) == 1
+
+
+def test_memory_of_each_device(tmp_path: Path) -> None:
+    """Of a model whose experts are on the CPU in three of four layers; with shares, devices need not exist."""
+    save_model(tmp_path, "qwen3-moe")
+    found = describe(str(tmp_path), 64, 2, RATES, "cuda:0+cpu=3,cuda:1=1")
+    first, cpu, second = (
+        next(part for part in found["devices"] if part["device"] == name) for name in ("cuda:0", "cpu", "cuda:1")
+    )
+    assert (first["num_layers"], cpu["num_layers"], second["num_layers"]) == (3, 0, 1)
+    assert cpu["num_layers_of_experts"] == 3
+    assert cpu["weights_bytes"] > 0
+    caches = [part["kv_cache_bytes"] for part in (first, cpu, second)]
+    assert caches == [3 * caches[2], 0, found["kv_cache_bytes"]["GQA"]["bfloat16"] // 4]
+    assert "3 layers" in memory_report.report(found)
+    with pytest.raises(RequestError, match="device: expected at most 4 places"):
+        describe(str(tmp_path), 64, 2, RATES, ",".join(["cpu"] * 5))

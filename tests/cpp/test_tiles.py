@@ -106,9 +106,10 @@ def test_a_row_does_not_depend_on_its_batch_its_place_or_the_threads(name: str) 
 
 
 @in_tiles
-def test_many_rows_in_several_sweeps() -> None:
-    run, _ = product("int4", 32, 256)
-    x = torch.randn(1100, 256).bfloat16()
+@pytest.mark.parametrize("in_features", [256, 4096, 5120])
+def test_many_rows_in_several_sweeps(in_features: int) -> None:
+    run, _ = product("int4", 32, in_features)
+    x = torch.randn(1100, in_features).bfloat16()
     with ops.prompt_rows(0):
         assert_bitwise(torch.cat([run(rows) for rows in x.split(300)]), run(x))
 

@@ -129,3 +129,22 @@ def test_swap_kernels(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> N
     shares = [set(re.findall(r"(\w+) \d+%", line)) for line in lines]
     assert "paged_attention" not in shares[0]
     assert {"gemm", "int8_gemm", "int4_gemm"}.isdisjoint(shares[0])
+
+
+def test_prompt_modules(model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example("prompt_modules").main(["--model", str(model_path)])
+    counts = re.findall(r"(\d+) of (\d+) tokens cached", capsys.readouterr().out)
+    cached = [int(count) for count, _ in counts]
+    assert len(counts) == 8
+    assert cached[0] == 0
+    assert cached[4] > 100, "what the other season's prompts have, too"
+    assert all(int(count) > 0.75 * int(total) for index, (count, total) in enumerate(counts) if index % 4)
+
+
+def test_distill(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--teacher", str(tiny_model), "--student", "layers:0", "--loss", "ce", "--minutes", "0.01"]
+    assert example("distill").main([str(tmp_path), *options]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "model")
+    train, unseen = ((tmp_path / name).read_text() for name in ("train.txt", "unseen.txt"))
+    assert len(train) > 10 * len(unseen) > 100_000
+    assert not set(train.split("\n\n")) & set(unseen.split("\n\n"))

@@ -285,3 +285,18 @@ def test_values_of_groups_of_16_alone() -> None:
     rows = {name: arguments()[name] for name in ("file", "offsets", "types", "columns")}
     with pytest.raises(ValueError, match="types must have groups of 16, got 2"):
         _C.dequantize_rows(**rows, values=np.zeros((2, 32), np.float32))
+
+
+@pytest.mark.parametrize("kind", [GGUFType.Q4_0, GGUFType.Q4_K, GGUFType.Q6_K])
+def test_columns(kind: GGUFType) -> None:
+    """Whole blocks stay as they are in the file, others are unpacked."""
+    size = kind.block_size
+    rows = GGUFRows.of(random_file(kind, 17, 4, 0.1), kind, exact=False)
+    whole = rows.dequantize()
+    part = rows.columns(torch.arange(size, 3 * size))
+    assert isinstance(part, GGUFRows)
+    assert part.two_level_bits == rows.two_level_bits
+    assert part.shape == (17, 2 * size)
+    assert_bitwise(part.dequantize(), whole[:, size : 3 * size])
+    cut = torch.cat([torch.arange(3 * size, 4 * size), torch.arange(32)])
+    assert_bitwise(rows.columns(cut).dequantize(), whole[:, cut])

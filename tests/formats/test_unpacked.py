@@ -45,6 +45,30 @@ def test_rows_and_their_concatenation(name: str) -> None:
     assert torch.equal(joined.dequantize(), torch.cat([whole[4:], whole[:4]]))
 
 
+@pytest.mark.parametrize("name", sorted(weights().keys() - {"int4 permuted"}))
+def test_columns(name: str) -> None:
+    weight = weights()[name]
+    for index in (torch.arange(32, 64), torch.cat([torch.arange(32, 64), torch.arange(32)])):
+        part = weight.columns(index)
+        assert type(part) is type(weight)
+        assert torch.equal(part.dequantize(), weight.dequantize()[:, index])
+
+
+def test_a_group_that_is_cut_becomes_smaller_groups() -> None:
+    weight = Int4(torch.randint(0, 16, (ROWS, 384), dtype=torch.uint8), torch.rand(ROWS, 3).half())
+    for columns, groups in [(range(128, 384), 2), (range(64, 384), 5), (range(32, 256), 7)]:
+        part = weight.columns(torch.tensor(columns))
+        assert part.scales.shape == (ROWS, groups)
+        assert torch.equal(part.dequantize(), weight.dequantize()[:, columns.start : columns.stop])
+
+
+@pytest.mark.parametrize("name", ["int4", "int4 permuted"])
+def test_columns_that_cannot_be_selected(name: str) -> None:
+    for columns in [range(16, 48)] if name == "int4" else [range(32), range(16, 48)]:
+        with pytest.raises(ValueError, match=r"in runs of 32 neighbours, and must not be permuted .*got 32 of 64"):
+            weights()[name].columns(torch.tensor(columns))
+
+
 def test_permuted_columns() -> None:
     """Column j of the integers is the model's input ``permutation[j]``."""
     q = torch.arange(32, dtype=torch.int8)[None]

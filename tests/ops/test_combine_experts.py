@@ -30,6 +30,16 @@ def test_combine_experts(tokens: int, top_k: int, hidden: int, dtype: torch.dtyp
         assert_rounded(out, reference.combine_experts(x, weights, added), slack=3e-6)
 
 
+def test_rows_of_other_experts_are_not_read(device: str) -> None:
+    x, weights, residual = operands(17, 4, 577, torch.float32, device)
+    ids = torch.randint(0, 8, (17, 4), device=device, dtype=torch.int32)
+    own = (ids >= 2) & (ids < 5)
+    x[~own.flatten()] = torch.nan
+    expected = reference.combine_experts(x.nan_to_num(), weights * own, residual)
+    assert_rounded(ops.combine_experts(x, weights, residual, ids, 2, 5), expected, slack=3e-6)
+    assert not ops.combine_experts(x, weights, None, ids, 8, 8).any()
+
+
 def test_unaligned_memory(device: str) -> None:
     x, weights, _ = operands(3, 2, 64, torch.float32, device)
     moved = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(6, 64)
@@ -55,6 +65,9 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "expert_weights dtype": ("expert_weights", {"expert_weights": torch.zeros(3, 2).half()}),
     "expert_weights strided": ("expert_weights", {"expert_weights": torch.zeros(2, 3).T}),
     "no experts": ("expert_weights", {"expert_weights": torch.zeros(3, 0)}),
+    "expert_ids shape": ("expert_ids", {"expert_ids": torch.zeros(2, 3).int()}),
+    "expert_ids dtype": ("expert_ids", {"expert_ids": torch.zeros(3, 2)}),
+    "expert_ids strided": ("expert_ids", {"expert_ids": torch.zeros(2, 3).int().T}),
     "residual shape": ("residual", {"residual": torch.zeros(6, 64)}),
     "residual dtype": ("residual", {"residual": torch.zeros(3, 64).half()}),
     "residual strided": ("residual", {"residual": torch.zeros(3, 128)[:, :64]}),

@@ -1,12 +1,11 @@
 """Models that are divided among ranks compute bit for bit what one rank computes, and each rank has its part alone."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from support.divided_models import CONFIG, FORMS, KINDS, TEXTS, config_of, weight_bytes
 from support.families import make_model, save_model
 from support.gguf_model_file import write_gguf
 from support.random_checkpoint import RandomCheckpoint, int4, int8
@@ -15,46 +14,15 @@ from torch import Tensor
 
 from fastinfer import ops
 from fastinfer.errors import RequestError, UnsupportedModelError
-from fastinfer.formats.unpacked import Dense, Int8, Lut, Unpacked
 from fastinfer.models import Model, load_weights, open_checkpoint
-from fastinfer.models.config import LatentAttentionConfig, ModelConfig, Precision
+from fastinfer.models.config import Precision
 from fastinfer.models.image_encoder import FAMILIES
 from fastinfer.models.offload import tensors_of
-from fastinfer.models.state_config import LinearAttentionConfig, Mamba2Config, ShortConvConfig
+from fastinfer.models.state_config import Mamba2Config
 from fastinfer.parallel.group import SLOT_BYTES, Group
 from fastinfer.parallel.loader import load_shard
 from fastinfer.parallel.support import check_divisible
 
-CONFIG = ModelConfig(
-    architecture="toy",
-    hidden_size=192,
-    intermediate_size=384,
-    num_layers=2,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=32,
-    rotary_dim=32,
-    vocab_size=320,
-    max_position=128,
-    norm_eps=1e-5,
-)
-TEXTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 9, [300], [271, 82, 81]]
-# Layers of which each rank has some heads, and what all ranks compute: the states below one norm of all heads.
-KINDS: dict[str, dict[str, Any]] = {
-    "attention": {},
-    "norm of all heads": {"qk_norm": "all"},
-    "output gate": {"output_gate": True, "num_heads": 6, "num_kv_heads": 6},
-    "linear attention": {"states": LinearAttentionConfig(3, 6, 32, 32, kernel_size=4)},
-    "short convolution": {"states": ShortConvConfig(192, kernel_size=3, has_bias=True)},
-    "mamba2": {"states": Mamba2Config(6, 32, 32, num_groups=3, kernel_size=4)},
-    "mamba2 below one norm": {"states": Mamba2Config(6, 32, 32, num_groups=1, kernel_size=4)},
-    "latent attention": {
-        "latent_attention": LatentAttentionConfig(32, 32, plain_dim=32, rotary_dim=32, value_dim=32),
-        "num_kv_heads": 1,
-        "head_dim": 64,
-        "attention_scale": 0.125,
-    },
-}
 DIVIDED = [
     "llama2",
     "llama3",
@@ -122,18 +90,6 @@ def check_same_logits(path: Path, size: int, dtype: str) -> None:
             assert torch.equal(got, want)
 
 
-def weight_bytes(model: Model) -> int:
-    """Bytes of all packed matrices."""
-    packed = (tensor for tensor in tensors_of(model) if tensor.dtype in (torch.uint8, torch.float16))
-    return sum(tensor.nbytes for tensor in packed if tensor.dim() > 1)
-
-
-def config_of(kind: str) -> ModelConfig:
-    """Two layers, of which the first is of this kind if it has states."""
-    changes = KINDS[kind]
-    return replace(CONFIG, **changes, state_layers=(True, False) if "states" in changes else ())
-
-
 @pytest.mark.parametrize("family", ["olmo2", "minimax-m2"])
 def test_norm_of_all_heads(family: str, tmp_path: Path) -> None:
     check_same(family, 2, "auto", tmp_path)
@@ -145,20 +101,6 @@ def test_models_with_images_are_refused() -> None:
     checkpoint = RandomCheckpoint(replace(CONFIG, architecture=next(iter(FAMILIES))))
     with pytest.raises(UnsupportedModelError, match="tensor_parallel_size must be 1 for a model with images, got 2"):
         check_divisible(checkpoint, 2)
-
-
-FORMS: dict[str, Callable[[Tensor], Unpacked]] = {
-    "dense": lambda values: Dense(values.bfloat16()),
-    "int4": int4,
-    "int8": int8,
-    "int8 permuted": lambda values: replace(int8(values), permutation=torch.arange(values.shape[1]).flip(0)),
-    "w8a8": lambda values: Int8(
-        (values / values.abs().amax(1, keepdim=True) * 127).round().to(torch.int8),
-        values.abs().amax(1, keepdim=True) / 127,
-        int8_activations=True,
-    ),
-    "lut": lambda values: Lut(int4(values).q, int4(values).scales, table=torch.arange(-8.0, 8.0)),
-}
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -206,6 +148,7 @@ def test_exchanges_are_those_of_the_formula(kind: str, size: int) -> None:
 
     results = in_ranks(size, run)
     tokens, hidden = sum(map(len, TEXTS)), config.hidden_size
+    per_token = config.experts_per_token if config.num_experts else 1
     widths = [hidden, config.vocab_size]  # embedding and logits
     for layer in range(config.num_layers):
         states = config.states if config.has_state(layer) else None
@@ -213,7 +156,9 @@ def test_exchanges_are_those_of_the_formula(kind: str, size: int) -> None:
             widths += [states.inner_size + states.conv_dim]
         else:
             widths += [config.attention_size(layer)]
-        widths += [hidden, config.intermediate_size, hidden]
+        widths += [hidden, per_token * config.intermediate_size, per_token * hidden]
+        if config.shared_intermediate_size:
+            widths += [config.shared_intermediate_size, hidden]
         if config.qk_norm == "all":
             widths += [config.q_size(layer), config.kv_size(layer)]
     assert {exchanges for _, (exchanges, _) in results} == {len(widths)}

@@ -11,6 +11,7 @@ from support.tiny_folder import write_tiny_folder
 from fastinfer import LLM, SamplingParams
 from fastinfer import llm as llm_module
 from fastinfer.engine.config import EngineConfig
+from fastinfer.errors import RequestError
 from fastinfer.models import open_checkpoint
 
 PROMPTS = [{"prompt_token_ids": ids} for ids in ([*range(3, 60)], [7, 8, 9], [5, 6] * 20, [*range(3, 40), 5])]
@@ -46,6 +47,31 @@ def test_adapters(folder: Path, tmp_path: Path, tensor: int, pipeline: int) -> N
         for params in (GREEDY, SAMPLED):
             assert texts(divided, params, names) == texts(whole, params, names)
     assert texts(divided, GREEDY, "0") != texts(divided, GREEDY)
+
+
+def test_sums_of_ranks(folder: Path) -> None:
+    """Close to one process, and the same beside other requests, with prefix hits and in recorded steps."""
+    divided = LLM(str(folder), dtype="float32", tensor_parallel_size=2, tensor_parallel_layout="reduce", **LIMITS)
+    together = texts(divided, GREEDY)
+    assert texts(divided, GREEDY) == together
+    alone = [divided.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
+    assert [(out.prompt_logprobs, out.outputs[0].token_ids, out.outputs[0].logprobs) for out in alone] == together
+    assert divided.engine.stats().num_failed_graphs == 0
+    whole = LLM(str(folder), dtype="float32", **LIMITS)
+    for ours, theirs in zip(divided.score(PROMPTS), whole.score(PROMPTS), strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_layout": "sum"}, r"tensor_parallel_layout must be one of .*, got 'sum'"),
+        ({"tensor_parallel_layout": "reduce", "max_loras": 1}, "max_loras must be 0 with .*'reduce', got 1"),
+    ],
+)
+def test_refused_layouts(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        EngineConfig(**options)
 
 
 @pytest.mark.parametrize("options", [{"num_speculative_tokens": 3}, {"num_speculative_tokens": 2, "draft_model": ""}])

@@ -93,6 +93,8 @@ def expert_calls(cpu_alone: bool) -> Iterator[tuple[str, tuple[Any, ...]]]:
         table = torch.randint(-most, most + 1, (16,)).float()
         yield "grouped_lut_gemm", (x, *stack[:2], table, 96, *routing, None, None, 8)
     yield "combine_experts", (torch.randn(10, 64).bfloat16(), torch.rand(5, 2), x.clone())
+    ids = torch.randint(0, 4, (5, 2), dtype=torch.int32)
+    yield "combine_experts", (torch.randn(10, 64).bfloat16(), torch.rand(5, 2), None, ids, 1, 3)
 
 
 def pack_calls(cpu_alone: bool) -> Iterator[tuple[str, tuple[Any, ...]]]:

@@ -13,10 +13,13 @@ from fastinfer.cli.options import (
     add_threads_option,
     count,
     counts,
+    device,
     integer,
     names,
     rate,
 )
+from fastinfer.distill.settings import DIVERGENCES, LOSSES
+from fastinfer.hub import DEFAULT_MODEL
 from fastinfer.quantize.methods import METHODS
 
 DEFAULT_BENCHMARK = "end-to-end"
@@ -87,6 +90,9 @@ def add_info(parser: argparse.ArgumentParser) -> None:
         "--context", type=count(1), metavar="N", help="with --memory: tokens; default: the model's limit"
     )
     parser.add_argument("--batch", type=count(1), default=1, metavar="B", help="with --memory: sequences; default: 1")
+    parser.add_argument(
+        "--device", type=device, metavar="LIST", help="with --memory: devices like cuda:0=24,cuda:1=8 or cuda+cpu"
+    )
     parser.add_argument("--group", type=count(32), metavar="N", help="with --plan: inputs that share a scale")
     parser.add_argument(
         "--arch", type=count(80), metavar="N", help="with --plan: 80, 86, 89 or 90; default: this GPU, or 90"
@@ -122,6 +128,63 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
     )
     add_threads_option(parser)
     add_text_options(parser)
+
+
+def add_distill(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``fastinfer distill``."""
+    parser.add_argument(
+        "--teacher",
+        default=DEFAULT_MODEL,
+        metavar="MODEL",
+        help="a model with dense or GGUF weights; default: %(default)s",
+    )
+    student = parser.add_mutually_exclusive_group(required=True)
+    student.add_argument(
+        "--student",
+        metavar="layers:N,N|FOLDER",
+        help="some of the teacher's layers, or a checkpoint with the same vocabulary",
+    )
+    student.add_argument(
+        "--stages",
+        type=counts,
+        metavar="N,N",
+        help="drop the least important of the teacher's layers: train with N of them, then with fewer",
+    )
+    parser.add_argument(
+        "--data", required=True, metavar="FILE|self", help="a text to learn from, or texts that the teacher writes"
+    )
+    parser.add_argument("--evaluation", metavar="FILE", help="unseen text to judge by; default: a part of the data")
+    parser.add_argument(
+        "--loss",
+        dest="losses",
+        type=names(LOSSES),
+        default=("logit",),
+        metavar="NAME,NAME",
+        help=f"what the student is trained for: the sum of some of {', '.join(LOSSES)}; default: logit",
+    )
+    parser.add_argument(
+        "--divergence",
+        choices=DIVERGENCES,
+        default="fkl",
+        help="of the logits: forward or reverse KL, Jensen-Shannon, or -log of the acceptance as a draft; default: fkl",
+    )
+    parser.add_argument(
+        "--temperature", type=rate, default=1.0, metavar="T", help="divisor of the logits; default: %(default)s"
+    )
+    parser.add_argument(
+        "--minutes", type=rate, default=10.0, metavar="N", help="for loading, recording and training; default: 10"
+    )
+    parser.add_argument(
+        "--learning-rate", type=rate, default=4e-4, metavar="R", help="the largest one; default: %(default)s"
+    )
+    parser.add_argument(
+        "--context", type=count(32), default=256, metavar="N", help="tokens of a text; default: %(default)s"
+    )
+    parser.add_argument(
+        "--top-k", type=count(1), default=64, metavar="K", help="recorded tokens of each position; default: %(default)s"
+    )
+    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write; its records are used again")
+    add_threads_option(parser)
 
 
 def add_eval(parser: argparse.ArgumentParser) -> None:

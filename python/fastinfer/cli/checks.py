@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from fastinfer import hub
 from fastinfer.cli.options import API_KEY_VARIABLE
 from fastinfer.client.endpoint import Endpoint
+from fastinfer.distill.settings import SELF, Settings
 from fastinfer.errors import AdapterError, RequestError
 from fastinfer.evaluation.text_file import read_text
 from fastinfer.quantize.methods import METHODS, SYMMETRIC, Method
@@ -98,6 +99,19 @@ def check_quantize(args: argparse.Namespace) -> None:
         raise RequestError(f"model: expected a folder of safetensors files, got {source}")
 
 
+def check_distill(args: argparse.Namespace) -> None:
+    """Check the arguments of ``distill``."""
+    if importlib.util.find_spec("transformers") is None:
+        raise RequestError("distill needs further packages: pip install 'fastinfer[distill]'")
+    settings = distillation_settings(args)
+    if settings.student is not None and settings.kept_layers is None:
+        hub.resolve(settings.student)
+    for path in (args.data, args.evaluation):
+        if path not in (None, SELF):
+            read_text(path)
+    hub.resolve(args.teacher)
+
+
 def check_eval(args: argparse.Namespace) -> None:
     """Check the arguments of ``eval``."""
     read_text(args.text)
@@ -125,6 +139,17 @@ def quantization_method(args: argparse.Namespace) -> Method:
     bits = args.bits or METHODS[args.method][0]
     symmetric = args.method in SYMMETRIC if args.symmetric is None else args.symmetric
     return Method(args.method, bits, args.group_size, symmetric)
+
+
+def distillation_settings(args: argparse.Namespace) -> Settings:
+    """Return the settings of ``distill``.
+
+    Raises:
+        RequestError: the list of layers or of stages is wrong.
+    """
+    fields = {field.name for field in dataclasses.fields(Settings)}
+    given = {name: value for name, value in vars(args).items() if name in fields}
+    return Settings(**given | {"stages": tuple(args.stages or ()), "losses": tuple(args.losses)})
 
 
 def _is_terminal(stream: TextIO | None) -> bool:

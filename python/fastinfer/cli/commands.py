@@ -69,6 +69,12 @@ COMMANDS = {
     "quantize": Command(
         "write a quantised copy of a model", arguments.add_quantize, "fastinfer.cli.quantize", checks.check_quantize
     ),
+    "distill": Command(
+        "train a smaller model on what a model says",
+        arguments.add_distill,
+        "fastinfer.cli.distill",
+        checks.check_distill,
+    ),
     "eval": Command("evaluate models on a text", arguments.add_eval, "fastinfer.cli.eval", checks.check_eval),
 }
 

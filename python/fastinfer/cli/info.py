@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
         # Imported here, because it needs the compiled extension, without which the table below still works.
         from fastinfer.cli import memory_bounds, memory_report
 
-        described = memory_bounds.describe(args.memory, args.context, args.batch)
+        described = memory_bounds.describe(args.memory, args.context, args.batch, device=args.device)
         print(json.dumps(described, indent=2) if args.json else memory_report.report(described))
         return 0
     found = machine_facts()

@@ -9,7 +9,7 @@ https://doi.org/10.1145/1498765.1498785).
 
 import math
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -18,7 +18,9 @@ from torch import Tensor
 
 from fastinfer import _C, hub
 from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.construction import modules_obstacle
 from fastinfer.engine.kv_cache_size import available_memory
+from fastinfer.engine.placement import common_dtype, place_model, weight_bytes_by_device
 from fastinfer.models import open_checkpoint
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import KVShape, ModelConfig, Precision
@@ -29,7 +31,9 @@ from fastinfer.models.moe import MixtureOfExperts
 from fastinfer.models.sparse_attention import bounds_bytes, has_bounds
 from fastinfer.models.state_cache import state_bytes
 from fastinfer.utils.checks import check_int
+from fastinfer.utils.device import resolve_places
 from fastinfer.utils.machine import machine_facts
+from fastinfer.utils.places import parse_places
 from fastinfer.utils.torch_threads import one_torch_thread
 from fastinfer.weights.expert_weights import DenseExperts, ExpertWeights
 from fastinfer.weights.weight import DenseWeight, Weight
@@ -208,24 +212,61 @@ class Weights:
         return self
 
 
-def kv_cache_bytes(config: ModelConfig, num_kv_heads: int, dtype: torch.dtype, context: int, batch: int) -> int:
+def kv_cache_bytes(
+    config: ModelConfig,
+    num_kv_heads: int,
+    dtype: torch.dtype,
+    context: int,
+    batch: int,
+    layers: Iterable[int] | None = None,
+) -> int:
     """Return the size of the keys and values of ``batch`` sequences in whole blocks, including scales, and of states.
 
     All layers have ``num_kv_heads`` heads, or each its own number if that is the model's. Layers with an attention
     window hold the blocks that the next token sees, and its own. Layers with states hold those after the last token.
+    With ``layers``, only these count.
     """
     block_size = EngineConfig().block_size
     whole = num_blocks_for(context, block_size)
     blocks = 0
-    for layer in range(config.num_layers):
-        if config.has_state(layer) or config.kv_layer(layer) != layer:
+    for layer in range(config.num_layers) if layers is None else layers:
+        if config.has_state(layer):
+            assert config.states is not None
+            blocks += state_bytes(config.states)
+            continue
+        if config.kv_layer(layer) != layer:
             continue
         window, shape = config.window(layer), config.kv_shape(layer)
         if num_kv_heads != config.num_kv_heads:
             shape = replace(shape, num_heads=num_kv_heads)
         count = min(whole, num_blocks_for(window, block_size) + 1) if window else whole
         blocks += count * block_size * token_bytes(shape, dtype)
-    return batch * (blocks + all_state_bytes(config))
+    return batch * blocks
+
+
+def device_memory(checkpoint: Checkpoint, text: str, context: int, batch: int) -> list[dict[str, Any]]:
+    """Return what each device of a list of places has of a model, with a KV cache of the default dtype.
+
+    Raises:
+        RequestError: the text is no list of places, or the model cannot be divided that way.
+    """
+    places = parse_places(text)
+    if places[0].share is None:
+        places = resolve_places(text)  # their free memory decides, so they must exist
+    placed, config = place_model(checkpoint, places), checkpoint.config
+    names = [name for place in placed for name in place.devices]
+    gpu = next((name for name in names if name != "cpu"), "cpu")
+    dtype = Precision.of(common_dtype("auto", names), gpu).kv_cache_dtype
+    found = []
+    for name, num_bytes in weight_bytes_by_device(checkpoint, placed).items():
+        layers = [layer for place in placed if place.device == name for layer in place.layers]
+        experts = [layer for place in placed if place.experts == name for layer in place.layers]
+        cache = kv_cache_bytes(config, config.num_kv_heads, dtype, context, batch, layers)
+        found.append(
+            {"device": name, "num_layers": len(layers), "num_layers_of_experts": len(experts)}
+            | {"weights_bytes": num_bytes, "kv_cache_bytes": cache, "kv_cache_dtype": dtype_name(dtype)}
+        )
+    return found
 
 
 def page_bounds_bytes(config: ModelConfig, context: int, batch: int) -> int:
@@ -233,6 +274,15 @@ def page_bounds_bytes(config: ModelConfig, context: int, batch: int) -> int:
     layers = [layer for layer in range(config.num_layers) if has_bounds(config, layer)]
     num_blocks = batch * num_blocks_for(context, EngineConfig().block_size)
     return num_blocks * sum(bounds_bytes(config.kv_shape(layer)) for layer in layers)
+
+
+def module_token_bytes(config: ModelConfig, dtypes: Sequence[torch.dtype]) -> dict[str, int]:
+    """Return the size of the keys and values of one token of a prompt module; empty if the model takes no modules."""
+    if modules_obstacle(EngineConfig(), [config]):
+        return {}
+    block_size = EngineConfig().block_size
+    sizes = {dtype: kv_cache_bytes(config, config.num_kv_heads, dtype, block_size, 1) for dtype in dtypes}
+    return {dtype_name(dtype): size // block_size for dtype, size in sizes.items()}
 
 
 def all_state_bytes(config: ModelConfig) -> int:
@@ -274,7 +324,9 @@ def head_layouts(config: ModelConfig) -> dict[str, int]:
     return {own: config.num_kv_heads} | {"MHA": config.num_heads, "MQA": 1}
 
 
-def describe(model: str, context: int | None, batch: int, rates: Rates | None = None) -> dict[str, Any]:
+def describe(
+    model: str, context: int | None, batch: int, rates: Rates | None = None, device: str | None = None
+) -> dict[str, Any]:
     """Compute all figures as JSON values, in bytes and seconds.
 
     Args:
@@ -282,6 +334,7 @@ def describe(model: str, context: int | None, batch: int, rates: Rates | None = 
         context: tokens of each sequence; ``None`` for the model's limit.
         batch: number of sequences.
         rates: rates of the CPU; measured if ``None``.
+        device: list of places whose memory is described, too; ``None`` for none.
 
     Raises:
         ModelNotFoundError, GGUFFormatError, CheckpointFormatError, UnsupportedModelError: the model cannot be loaded.
@@ -337,10 +390,12 @@ def describe(model: str, context: int | None, batch: int, rates: Rates | None = 
         "weights_bytes": weights.memory_bytes,
         "kv_cache_bytes": kv_bytes,
         "page_bounds_bytes": page_bounds_bytes(config, context, batch),
+        "module_token_bytes": module_token_bytes(config, kv_dtypes),
         "total_bytes": {name: weights.memory_bytes + size for name, size in kv_bytes[own].items()},
         "memory_bytes": machine_facts()["cpu"]["memory"],
         "available_bytes": available_memory("cpu"),
         "measured_per_s": vars(rates),
+        "devices": [] if device is None else device_memory(checkpoint, device, context, batch),
         "threads": _C.get_num_threads(),
         "decode_step_s": steps,
         "prefill_s": bound(0, context, in_prefill, is_prompt=True),

@@ -38,12 +38,30 @@ def report(found: dict[str, Any]) -> str:
     }
     if found["page_bounds_bytes"]:
         lines["bounds"] = f"{_size(found['page_bounds_bytes'])} more in the cache with --sparse-attention"
+    if module_bytes := found["module_token_bytes"].get(default):
+        thousand = _size(1000 * module_bytes)
+        lines["modules"] = f"{thousand} for each 1,000 tokens of prompt modules, once for all prompts that have them"
     text = "\n".join(f"{name:<10} {value}" for name, value in lines.items())
+    if found["devices"]:
+        text += f"\n\n{_devices(found['devices'])}"
     return (
         f"{text}\n\n{format_table(rows)}\n\nBy head layout, in {default}: {', '.join(others)}.\n"
         "Times are lower bounds from the rates measured just now; the engine takes longer, see docs/performance.md.\n"
         "Activations and workspaces are not counted."
     )
+
+
+def _devices(devices: list[dict[str, Any]]) -> str:
+    """Write what each device of a list has of the model as a table."""
+    rows = [["device", "layers", "experts of", "weights", f"KV cache ({devices[0]['kv_cache_dtype']})", "together"]]
+    for part in devices:
+        numbers = part["weights_bytes"], part["kv_cache_bytes"], part["weights_bytes"] + part["kv_cache_bytes"]
+        counts = (
+            f"{part['num_layers']}",
+            f"{part['num_layers_of_experts']} layers" if part["num_layers_of_experts"] else "-",
+        )
+        rows.append([part["device"], *counts, *map(_size, numbers)])
+    return format_table(rows)
 
 
 def _size(count: int) -> str:

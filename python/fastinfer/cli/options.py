@@ -127,6 +127,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
         help="processes of this machine that compute the model together, on a CPU; default: 1",
     )
     options.add_argument(
+        "--tensor-parallel-layout",
+        action=EngineOption,
+        choices=("gather", "reduce"),
+        help="gather: results bitwise those of one process; reduce: half as many exchanges; default: gather",
+    )
+    options.add_argument(
         "--pipeline-parallel-size",
         action=EngineOption,
         type=count(1, MAX_RANKS),

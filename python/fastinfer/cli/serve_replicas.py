@@ -77,7 +77,8 @@ def replica_environments(
         threads: threads of one replica.
 
     Raises:
-        RequestError: the device is a list, there are fewer GPUs than replicas, or all replicas would be on the same one.
+        RequestError: the device is a list, there are fewer GPUs than replicas, or all replicas would be on the same
+            one.
     """
     if is_list_of_places(device):
         raise RequestError(f"--device: expected one device with several replicas, got {device}")

@@ -7,6 +7,7 @@ from os import PathLike
 import torch
 
 from fastinfer.errors import RequestError
+from fastinfer.parallel.division import LAYOUTS, Layout
 from fastinfer.parallel.group import MAX_RANKS
 from fastinfer.utils.checks import INT32_MAX, INT64_MAX, check_bool, check_float, check_int, check_path, show
 from fastinfer.utils.device_name import is_device_name
@@ -32,7 +33,7 @@ DIVIDED = {
     "kv_offloading_dir": (None,),
     "sparse_attention": (None,),
 }
-STAGED = {**DIVIDED, "async_scheduling": (False, None)}
+STAGED = {**DIVIDED, "tensor_parallel_layout": ("gather",), "async_scheduling": (False, None)}
 # The same for models whose layers are on several devices of one process.
 PLACED = {
     "tensor_parallel_size": (1,),
@@ -113,6 +114,9 @@ class EngineConfig:
         enforce_eager: whether all steps run operator by operator instead of replaying recorded graphs.
         tensor_parallel_size: number of processes that compute the model together, each with a part of every weight. On
             a CPU alone, without stores of blocks beyond the KV cache.
+        tensor_parallel_layout: ``"gather"`` for results that are bitwise those of one process. With ``"reduce"`` the
+            processes exchange half as often and add parts of sums, so that results differ by rounding, but are the same
+            in every run and in every batch; without LoRA adapters.
         pipeline_parallel_size: number of stages, processes that compute the model together, each some of its layers;
             with ``tensor_parallel_size`` as many processes for each stage. On a CPU alone, without stores of blocks
             beyond the KV cache and without ``async_scheduling``.
@@ -149,6 +153,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
+    tensor_parallel_layout: Layout = "gather"
     pipeline_parallel_size: int = 1
 
     def __post_init__(self) -> None:
@@ -196,6 +201,12 @@ class EngineConfig:
                 raise RequestError(f"device must be that of the first place, got {self.device} and {self.places[0]}")
             self._check_supported(PLACED, "a model on several devices")
         self._check_ranks("tensor_parallel_size", DIVIDED)
+        if self.tensor_parallel_layout not in LAYOUTS:
+            raise RequestError(
+                f"tensor_parallel_layout must be one of {LAYOUTS}, got {show(self.tensor_parallel_layout)}"
+            )
+        if self.tensor_parallel_layout == "reduce" and self.max_loras:
+            raise RequestError(f"max_loras must be 0 with tensor_parallel_layout='reduce', got {self.max_loras}")
         self._check_ranks("pipeline_parallel_size", STAGED)
         if self.num_ranks > MAX_RANKS:
             raise RequestError(

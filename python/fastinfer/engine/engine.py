@@ -141,9 +141,8 @@ class Engine:
         if draft_model is not None:
             check_draft_model(config, model.config, draft_model.config, self.max_model_len)
             draft_sampler = make_sampler(config, model, tokenizer)
-        has_roles = config.sparse_attention is not None or any(
-            roles_differ(device, model.exact) for device in config.devices
-        )
+        differs = any(roles_differ(device, model.exact) for device in config.devices)
+        has_roles = config.sparse_attention is not None or differs
         self.ranks = ranks
         group = None if ranks is None else ranks.group
         if (1 if group is None else group.size) != config.num_ranks:

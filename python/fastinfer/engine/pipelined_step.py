@@ -56,6 +56,7 @@ class PipelinedStep(Step):
                     return None
                 chunks, rows, start, start_compute = self._in_flight.popleft()
                 result = self._stages.collect()
+                self._stages.report(chunks, result)
                 if any(map(is_wanted, chunks)):
                     draw = self._sampler.launch(result, rows)
                     return self._collect(Launched(chunks, result, draw, start, start_compute))

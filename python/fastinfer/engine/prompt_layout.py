@@ -129,8 +129,8 @@ class PromptLayout:
     def positions(self, start: int, end: int) -> np.ndarray:
         """Return the positions of the tokens in a range of slots, [end - start] int64."""
         slots = np.arange(start, end)
-        shifts: np.ndarray = self._shifts[np.searchsorted(self._place_slots, slots, side="right") - 1]
-        return slots + shifts
+        slots += self._shifts[np.searchsorted(self._place_slots, slots, side="right") - 1]
+        return slots
 
     def num_module_blocks(self, slot: int) -> int:
         """Return the number of blocks of the module that begins at a slot; 0 if none does."""

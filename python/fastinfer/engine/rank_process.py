@@ -63,7 +63,8 @@ class RankTask:
         if config.max_loras:
             slots = SlotSizes(config.max_loras, config.max_lora_rank, config.lora_dtype)
         layers = self.stages[group.rank // group.team.size - 1]
-        return load_shard(checkpoint, self.dtype, self.size.max_model_len, group, slots, layers)
+        max_model_len, layout = self.size.max_model_len, config.tensor_parallel_layout
+        return load_shard(checkpoint, self.dtype, max_model_len, group, slots, layers, layout)
 
     def load_worker(self, group: Group) -> RankWorker:
         """Load a rank's part of the model, and allocate its part of the KV cache."""

@@ -88,7 +88,9 @@ class RankWorker(Worker):
     def run(self, chunks: list[Chunk], rows: list[LogitsRow], drawn: Tensor | None = None) -> StepResult:
         self.complete_all()  # what an interrupted step has left
         self.launch(chunks, rows, drawn)
-        return self.collect()
+        result = self.collect()
+        self.report(chunks, result)
+        return result
 
     def launch(self, chunks: list[Chunk], rows: list[LogitsRow], drawn: Tensor | None = None) -> None:
         """Let the other ranks begin a step, which :meth:`collect` completes; at most ``num_slots`` may be in flight.

@@ -40,6 +40,8 @@ class Worker:
     Attributes:
         device: device of the inputs and of the logits.
         kv_cache: the KV cache.
+        on_result: function that gets the chunks and the result of each step before the next one overwrites it; ``None``
+            for none.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Worker:
             with_bounds=config.sparse_attention is not None,
             layers=layers,
         )
+        self.on_result: Callable[[list[Chunk], StepResult], None] | None = None
         self._num_eager_steps = 0  # of released runners
         self._inputs = [self._make_inputs(allocate) for _ in range(num_slots)]
         self._runners = [self._make_runner(inputs) for inputs in self._inputs]
@@ -105,7 +108,14 @@ class Worker:
 
     def run(self, chunks: list[Chunk], rows: list[LogitsRow], drawn: Tensor | None = None) -> StepResult:
         """Compute a step's chunks, see :meth:`fastinfer.engine.runner.Runner.__call__`."""
-        return self.runner(chunks, rows, drawn)
+        result = self.runner(chunks, rows, drawn)
+        self.report(chunks, result)
+        return result
+
+    def report(self, chunks: list[Chunk], result: StepResult) -> None:
+        """Call ``on_result`` with a step's result, if there is such a function."""
+        if self.on_result is not None:
+            self.on_result(chunks, result)
 
     def copy_blocks(self, pairs: list[tuple[int, int]], group: int) -> None:
         """Copy blocks of a group of layers, see :meth:`fastinfer.models.kv_cache.KVCache.copy_blocks`."""

@@ -42,7 +42,7 @@ Block layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. T
 csrc/formats.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -153,6 +153,19 @@ class GGUFRows(Unpacked):
 
     def fits(self, other: Unpacked) -> bool:
         return isinstance(other, GGUFRows) and self.file is other.file and self.form.fits(other.form)
+
+    def columns(self, index: Tensor) -> Unpacked:
+        """Select inputs, see :meth:`fastinfer.formats.unpacked.Unpacked.columns`.
+
+        Neighbours that are whole blocks of the file stay in its blocks; others are unpacked.
+        """
+        first, count, types = int(index[0]), len(index), self.types.unique()
+        type = GGUFType(int(types[0]))
+        is_run = torch.equal(index, torch.arange(first, first + count))
+        if not is_run or len(types) > 1 or first % type.block_size or count % type.block_size:
+            return self.unpack().columns(index)
+        offsets = self.offsets + first // type.block_size * type.block_bytes
+        return replace(self, offsets=offsets, form=self.form.columns(torch.arange(count)))
 
     def unpack_integers(self) -> Int8:
         """Unpack rows of ``LUT_TYPES`` as integers of 8 bits, without rounding: their table's entries are integers."""

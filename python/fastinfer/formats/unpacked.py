@@ -1,7 +1,8 @@
 """Unpacked weights, the step between a checkpoint and the kernels: separate tensors of integers, scales and minimums.
 
 Every reader of a quantised format returns one of these four forms, and :func:`fastinfer.weights.pack.make_weight` packs
-it for the kernels. Rows can be selected, reordered and concatenated without changing a number.
+it for the kernels. Rows can be selected, reordered and concatenated without changing a number, and inputs can be
+selected.
 """
 
 from abc import ABC, abstractmethod
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor
 
 U = TypeVar("U", bound="Unpacked")
+G = TypeVar("G", bound="Grouped")
+# Fewest neighbouring inputs with one scale that the kernels read.
+MIN_RUN = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +40,17 @@ class Unpacked(ABC):
     def rows(self: U, index: slice | Tensor) -> U:
         """Select rows (outputs), in the order of the index."""
         return replace(self, **{name: values[index] for name, values in self._by_row().items()})
+
+    @abstractmethod
+    def columns(self, index: Tensor) -> "Unpacked":
+        """Select inputs, in the order of the index; a copy that does not keep the others in memory.
+
+        Args:
+            index: [n] int64, the columns.
+
+        Raises:
+            ValueError: a quantised weight cannot be cut there, see :class:`Grouped`.
+        """
 
     def fits(self, other: "Unpacked") -> bool:
         """Return whether two weights can be concatenated: same form, group size, dtypes and order of inputs."""
@@ -75,10 +90,16 @@ class Dense(Unpacked):
     def dequantize(self) -> Tensor:
         return self.values.float()
 
+    def columns(self, index: Tensor) -> "Dense":
+        return Dense(self.values[:, index])
+
 
 @dataclass(frozen=True, eq=False)
 class Grouped(Unpacked):
     """Integers with a scale, and optionally a minimum, per row and group of inputs.
+
+    Inputs are selected in runs of 32 neighbours or more, as long as they are not permuted. If a group is cut, its parts
+    become groups with the same scale.
 
     Attributes:
         q: [rows, cols], the integers.
@@ -105,6 +126,19 @@ class Grouped(Unpacked):
             values = values + self.mins.float()[..., None]
         values = values.flatten(1)
         return values if self.permutation is None else values[:, self.permutation.argsort()]
+
+    def columns(self: G, index: Tensor) -> G:
+        groups = self.scales.shape[1]
+        size = self.shape[1] // groups
+        run = len(index) if groups == 1 else _longest_run(index, size)
+        if self.permutation is not None or run == 0 or run % MIN_RUN:
+            raise ValueError(
+                f"inputs of a quantised weight must be selected in runs of {MIN_RUN} neighbours, and must not be "
+                f"permuted (desc_act), got {len(index)} of {self.shape[1]}"
+            )
+        scales, mins = (None if part is None else part[:, index[::run] // size] for part in (self.scales, self.mins))
+        assert scales is not None
+        return replace(self, q=self.q[:, index], scales=scales, mins=mins)
 
     def _levels(self) -> Tensor:
         """Return the values that the integers stand for, before scale and minimum: [rows, cols] fp32."""
@@ -212,6 +246,15 @@ def _eight_bits(weight: Grouped) -> Tensor | None:
         return None if table is None else table[weight.q.long()]
     q = weight.q.to(torch.int8)
     return q - 8 if weight.mins is None else q
+
+
+def _longest_run(index: Tensor, group: int) -> int:
+    """Return the largest size of runs of neighbours that an index consists of, each within one group; 0 for none."""
+    for size in (group // parts for parts in range(1, group // MIN_RUN + 1) if group % (parts * MIN_RUN) == 0):
+        runs = index.view(-1, size) if len(index) % size == 0 else index.new_zeros(0, size)
+        if len(runs) and bool((runs[:, 0] % size == 0).all()) and torch.equal(runs, runs[:, :1] + torch.arange(size)):
+            return size
+    return 0
 
 
 def _same(a: object, b: object) -> bool:

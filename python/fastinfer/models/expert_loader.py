@@ -41,7 +41,7 @@ def load_mixture(reader: LayerReader, layer: str, norm: Norm) -> MixtureOfExpert
     """Read the experts of a layer, behind a norm."""
     config, checkpoint = reader.config, reader.checkpoint
     assert isinstance(norm, RMSNorm)
-    experts = [f"{layer}.experts.{index}" for index in range(config.num_experts)]
+    experts = [f"{layer}.experts.{index}" for index in reader.own_experts()]
     shape = hidden, inner = config.hidden_size, config.intermediate_size
     router = checkpoint.linear(f"{layer}.router", config.num_experts, config.hidden_size)
     router_bias = gate_up_bias = down_bias = None

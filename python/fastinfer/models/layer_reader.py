@@ -64,6 +64,10 @@ class LayerReader:
         """
         return self.make(unpacked, activation_bits or self.precision.activation_bits, bias)
 
+    def own_experts(self) -> range:
+        """Return the experts of a layer that are read."""
+        return range(self.config.num_experts)
+
     def experts(self, names: list[tuple[str, ...]], unpacked: list[Unpacked], bias: Tensor | None) -> ExpertWeights:
         """Pack a weight of all experts of a layer.
 

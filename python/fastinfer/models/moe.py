@@ -36,8 +36,8 @@ class SharedExpert:
     activation: str
     gated: bool = True
 
-    def __call__(self, x: Tensor, residual: Tensor, lora: LayerAdapters | None) -> Tensor:
-        """Return ``residual`` [tokens, hidden] plus the output of the expert for ``x`` [tokens, hidden]."""
+    def __call__(self, x: Tensor, residual: Tensor | None, lora: LayerAdapters | None) -> Tensor:
+        """Return the output of the expert for ``x``, plus ``residual`` if there is one; all are [tokens, hidden]."""
         hidden = self.down.gather_input(self._hidden(x, lora))
         out = self.down.linear(hidden, residual=None if self.token_gate else residual)
         if lora is not None:
@@ -120,14 +120,15 @@ class MixtureOfExperts:
         routing = self._route(logits)
         away = self.experts_device
         inputs = (x, routing) if away is None else moved((x, routing), away)
+        addend = self.down.own_residual(residual)
         if self.shared is not None:  # before the experts, so that a GPU computes it while a CPU computes them
-            residual = self.shared(x, residual, lora)
+            addend = self.shared(x, addend, lora)
         out = self._experts(*inputs, lora)
         if away is not None:
             out = moved(out, str(x.device))
-        if self.post_norm is not None:
-            return self.post_norm(ops.combine_experts(out, routing.expert_weights), residual)
-        return ops.combine_experts(out, routing.expert_weights, residual)
+        if self.post_norm is not None:  # of models without a shared expert
+            return self.post_norm(self.down.combine(out, routing, None), residual)
+        return self.down.combine(out, routing, addend, residual)
 
     def _route(self, logits: Tensor) -> ops.Routing:
         config = self.routing

@@ -62,7 +62,7 @@ class PlacedReader(LayerReader):
     def __init__(self, checkpoint: Checkpoint, dtype: str, place: LayerPlace) -> None:
         super().__init__(checkpoint, Precision.of(dtype, place.device), place.device)
         self.experts_device = place.experts
-        self._of_experts = self
+        self._of_experts: LayerReader = self
         if place.experts is not None:
             self._of_experts = LayerReader(checkpoint, Precision.of(dtype, place.experts), place.experts)
 

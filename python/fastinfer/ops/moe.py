@@ -164,7 +164,8 @@ def grouped_gemm(
             [rows, in_features]. fp32 (CPU), bf16 or fp16; rows may be strided.
         weight: [experts, out_features, in_features]; dtypes as in :func:`fastinfer.ops.gemm`.
         row_ids, expert_start: results of :func:`route_experts` or :func:`head_rows`; ``rows`` is the length of
-            ``row_ids``.
+            ``row_ids``. A slice of ``expert_start`` leaves out experts, whose rows are then not computed: they are
+            undefined, and as inputs [rows, in_features] they are not read.
         bias: [experts, out_features]; fp32 or the dtype of ``x``; each row gets that of its expert.
         activation: name of a gated activation, for interleaved gate and up rows, or ``None``; see
             :mod:`fastinfer.ops.gemm`.
@@ -395,7 +396,14 @@ def grouped_lut_gemm(
 
 
 def combine_experts(
-    x: Tensor, expert_weights: Tensor, residual: Tensor | None = None, *, out: Tensor | None = None
+    x: Tensor,
+    expert_weights: Tensor,
+    residual: Tensor | None = None,
+    expert_ids: Tensor | None = None,
+    start: int = 0,
+    end: int = 0,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Add up each token's rows, weighted, and the residual.
 
@@ -403,6 +411,9 @@ def combine_experts(
         x: [tokens * top_k, hidden], result of a grouped product; fp32, bf16 or fp16; contiguous.
         expert_weights: [tokens, top_k] fp32, contiguous; from :func:`route_experts`.
         residual: [tokens, hidden], dtype of ``x``, contiguous; added after the rows.
+        expert_ids: [tokens, top_k] int32, contiguous; from :func:`route_experts`. With them only the rows of experts
+            ``start .. end - 1`` are added, and the others are not read. ``None`` for all rows.
+        start, end: see above.
         out: receives the result; may be ``residual``; see :mod:`fastinfer.ops`.
 
     Returns:
@@ -423,5 +434,5 @@ def combine_experts(
     """
     inference_only("combine_experts", "x residual", x, residual)
     if out is not None:
-        return into(out, ops.combine_experts, x, expert_weights, residual)
-    return ops.combine_experts.default(x, expert_weights, residual)
+        return into(out, ops.combine_experts, x, expert_weights, residual, expert_ids, start, end)
+    return ops.combine_experts.default(x, expert_weights, residual, expert_ids, start, end)

@@ -1,18 +1,28 @@
-"""Division of a model's weights among ranks.
+"""Division of a model's weights among ranks, in one of two layouts.
 
-Each rank has rows (outputs) of every large weight, so that no sum is divided and results are bitwise those of one rank.
+With ``"gather"`` each rank has rows (outputs) of every large weight, so that no sum is divided and results are bitwise
+those of one rank. With ``"reduce"`` (Megatron-LM, https://arxiv.org/abs/1909.08053) it has columns (inputs) of output
+projections, those of the outputs that it computes before them, and some of the experts; the ranks' results are added.
+
 Units that are not divided: a KV head with its query heads, as long as there are as many as ranks, or else a query head;
-the same of the heads of states; 16 rows of gate and the same of up; 16 rows of other weights, which are a tile of the
-packed forms.
+the same of the heads of states; an expert whose outputs are added; 16 rows of gate and the same of up, 32 or more if
+they are inputs of what is added; 16 rows of other weights, which are a tile of the packed forms.
 """
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Literal
 
 from fastinfer.errors import RequestError
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.state_config import LinearAttentionConfig, Mamba2Config, ShortConvConfig, StateConfig
 from fastinfer.ops.pack import TILE_ROWS
+
+Layout = Literal["gather", "reduce"]
+LAYOUTS: tuple[Layout, ...] = ("gather", "reduce")
+# Inputs of quantised weights that are divided together, if they can be: blocks of a file, and groups with one scale.
+INPUT_UNITS = (256, 128, 64)
+INPUT_UNIT = 32
 
 
 @dataclass(frozen=True)
@@ -23,11 +33,13 @@ class Division:
         config: configuration of the whole model.
         rank: number of this rank.
         size: number of ranks.
+        layout: what the ranks have of output projections, see above.
     """
 
     config: ModelConfig
     rank: int
     size: int
+    layout: Layout = "gather"
 
     @property
     def local_config(self) -> ModelConfig:
@@ -42,9 +54,9 @@ class Division:
                 for layer, shape in enumerate(config.kv_shapes)
             ),
             states=None if config.states is None else self._local_states(config.states),
-            intermediate_size=len(self.tiles(config.intermediate_size)[rank]),
-            dense_intermediate_size=len(self.tiles(config.dense_intermediate_size)[rank]),
-            shared_intermediate_size=len(self.tiles(config.shared_intermediate_size)[rank]),
+            intermediate_size=len(self._mlp_tiles()[rank]),
+            dense_intermediate_size=len(self.inner_tiles(config.dense_intermediate_size)[rank]),
+            shared_intermediate_size=len(self.inner_tiles(config.shared_intermediate_size)[rank]),
         )
 
     def query_heads(self) -> list[range]:
@@ -73,10 +85,24 @@ class Division:
 
     def tiles(self, rows: int) -> list[range]:
         """Return the rows of each rank of a weight with this number of rows."""
-        return [
-            range(part.start * TILE_ROWS, min(part.stop * TILE_ROWS, rows))
-            for part in divided(-(-rows // TILE_ROWS), self.size)
-        ]
+        return divided_units(rows, TILE_ROWS, self.size)
+
+    def inner_tiles(self, rows: int) -> list[range]:
+        """Return the same for rows whose outputs are the inputs of an output projection."""
+        unit = TILE_ROWS
+        if self.layout == "reduce" and rows >= INPUT_UNIT * self.size:
+            unit = next((unit for unit in INPUT_UNITS if rows % (unit * self.size) == 0), INPUT_UNIT)
+        return divided_units(rows, unit, self.size)
+
+    @property
+    def has_whole_experts(self) -> bool:
+        """Whether each rank has some experts, instead of a part of each."""
+        return self.layout == "reduce" and self.config.num_experts > 0
+
+    def experts(self) -> range:
+        """Return the experts of which this rank has a part."""
+        count = self.config.num_experts
+        return divided(count, self.size)[self.rank] if self.has_whole_experts else range(count)
 
     def inner_size(self, name: str) -> int:
         """Return the width of the whole MLP or expert that a matrix is part of."""
@@ -99,7 +125,7 @@ class Division:
         sizes = (
             config.hidden_size,
             config.vocab_size,
-            config.intermediate_size,
+            0 if self.has_whole_experts else config.intermediate_size,
             config.dense_intermediate_size,
             config.shared_intermediate_size,
         )
@@ -117,6 +143,11 @@ class Division:
                     f"tensor_parallel_size must divide the heads of all layers alike, which {self.size} does not"
                 )
 
+    def _mlp_tiles(self) -> list[range]:
+        """Return the rows of each rank of the MLPs, or of each of its experts."""
+        rows = self.config.intermediate_size
+        return [range(rows)] * self.size if self.has_whole_experts else self.inner_tiles(rows)
+
     def _attention_layers(self) -> list[int]:
         """Return the layers with keys and values."""
         return [layer for layer in range(self.config.num_layers) if not self.config.has_state(layer)]
@@ -129,6 +160,8 @@ class Division:
         """Return the most ranks that get heads of every kind."""
         config, states = self.config, self.config.states
         counts = [config.num_heads]
+        if self.has_whole_experts:
+            counts.append(config.num_experts)
         if config.qk_norm == "all":  # its input is gathered, with each KV head from one rank
             counts.append(config.num_kv_heads)
         if isinstance(states, LinearAttentionConfig):
@@ -140,7 +173,7 @@ class Division:
     def _local_states(self, states: StateConfig) -> StateConfig:
         """Return the sizes of the rank's part of layers with states."""
         if isinstance(states, ShortConvConfig):
-            return replace(states, conv_dim=len(self.tiles(states.conv_dim)[self.rank]))
+            return replace(states, conv_dim=len(self.inner_tiles(states.conv_dim)[self.rank]))
         if self.has_whole_states:
             return states
         heads, groups = (len(parts[self.rank]) for parts in self.state_heads())
@@ -153,6 +186,11 @@ def divided(count: int, parts: int) -> list[range]:
     """Divide 0..count - 1 into consecutive ranges whose lengths differ by at most one."""
     bounds = [count * part // parts for part in range(parts + 1)]
     return [range(start, end) for start, end in pairwise(bounds)]
+
+
+def divided_units(rows: int, unit: int, parts: int) -> list[range]:
+    """Divide 0..rows - 1 in units of this many, of which the last one may have fewer."""
+    return [range(part.start * unit, min(part.stop * unit, rows)) for part in divided(-(-rows // unit), parts)]
 
 
 def divided_groups(num_heads: int, num_groups: int, size: int) -> tuple[list[range], list[range]]:

@@ -9,9 +9,12 @@ from fastinfer.models.config import Precision
 from fastinfer.models.layer_reader import LayerReader
 from fastinfer.models.norm import RMSNorm
 from fastinfer.models.state_config import LinearAttentionConfig
-from fastinfer.parallel.division import Division
+from fastinfer.parallel.division import Division, Layout
+from fastinfer.parallel.fused_norms import with_fused_norms
 from fastinfer.parallel.group import Group, Team
-from fastinfer.parallel.matrix_rows import OUTPUTS, input_widths
+from fastinfer.parallel.matrix_rows import OUTPUTS, has_columns, input_widths
+from fastinfer.parallel.reduced_weights import ReducedExperts, ReducedOutput
+from fastinfer.parallel.reduction import Reduction
 from fastinfer.parallel.sharded_adapters import ShardedAdapterSlots, SlotSizes
 from fastinfer.parallel.sharded_checkpoint import ShardedCheckpoint
 from fastinfer.parallel.sharded_norm import ShardedHeadsNorm
@@ -29,6 +32,7 @@ def load_shard(
     group: Group,
     slots: SlotSizes | None = None,
     layers: range | None = None,
+    layout: Layout = "gather",
 ) -> Stage:
     """Load a rank's part of a stage, which computes whole hidden states and logits together with its team.
 
@@ -39,24 +43,28 @@ def load_shard(
         group: the group of ranks.
         slots: sizes of the slots for LoRA adapters; ``None`` for a model without.
         layers: layers of the stage; ``None`` for all.
+        layout: what the ranks have of output projections, see :mod:`fastinfer.parallel.division`.
 
     Raises:
         FastinferError: as for :func:`fastinfer.models.load_weights`.
     """
     team, precision = group.team, Precision.of(dtype)
     layers = layers or range(checkpoint.config.num_layers)
-    division = Division(checkpoint.config, team.rank, team.size)
+    division = Division(checkpoint.config, team.rank, team.size, layout)
+    reader: LayerReader
     if team.size == 1:
         reader = LayerReader(checkpoint, precision, "cpu")
     else:
         reader = ShardedReader(ShardedCheckpoint(checkpoint, division), precision, division, team)
     with one_torch_thread():
         stage = StageLoader(reader, max_model_len, layers).stage()
+    if layout == "reduce":
+        stage = with_fused_norms(stage)
     return stage if slots is None else stage.with_adapters(ShardedAdapterSlots(division, group, layers, *slots))
 
 
 class ShardedReader(LayerReader):
-    """Reader of a rank's part of layers, whose output projections exchange their inputs and outputs.
+    """Reader of a rank's part of layers, whose output projections exchange their inputs and outputs, or their sums.
 
     Args:
         checkpoint: the rank's part of a checkpoint.
@@ -75,15 +83,23 @@ class ShardedReader(LayerReader):
     ) -> Weight:
         if self._division.has_whole_states and names[0].endswith(".in_proj") and activation_bits is None:
             return self._whole_output(unpacked, bias)
-        local = super().weight(names, unpacked, bias, activation_bits)
-        if names[0].rpartition(".")[2] not in OUTPUTS:
+        is_sum, name = has_columns(self._division, names[0]), names[0]
+        local = super().weight(names, unpacked, None if is_sum and self._group.rank else bias, activation_bits)
+        if is_sum:  # that of a shared expert is a part of the sum over experts
+            return local if ".shared_expert." in name else ReducedOutput(local, Reduction(self._group))
+        if name.rpartition(".")[2] not in OUTPUTS:
             return local
-        in_widths, out_widths = input_widths(self._division, names[0]), self._widths(self.config.hidden_size)
+        in_widths, out_widths = input_widths(self._division, name), self._widths(self.config.hidden_size)
         columns = torch.arange(out_widths[self._group.rank])
         return ShardedOutput(local, self._group, in_widths, out_widths, columns)
 
+    def own_experts(self) -> range:
+        return self._division.experts()
+
     def experts(self, names: list[tuple[str, ...]], unpacked: list[Unpacked], bias: Tensor | None) -> ExpertWeights:
         local = super().experts(names, unpacked, bias)
+        if self._division.has_whole_experts:
+            return ReducedExperts(local, self._division.experts(), Reduction(self._group))
         name = names[0][0]
         if name.rpartition(".")[2] not in OUTPUTS:
             return local
@@ -107,6 +123,8 @@ class ShardedReader(LayerReader):
     def order_of_value_heads(self, sizes: LinearAttentionConfig) -> Tensor | None:
         whole = self._division.config.states
         assert isinstance(whole, LinearAttentionConfig)
+        if self._division.layout == "reduce":  # its columns are in the order of the inputs
+            return None
         return super().order_of_value_heads(whole)
 
     def _whole_output(self, unpacked: Unpacked, bias: Tensor | None) -> Weight:

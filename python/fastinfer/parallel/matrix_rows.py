@@ -1,4 +1,4 @@
-"""Which rows of a layer's tensors each rank has, by the names of :mod:`fastinfer.models.checkpoint`."""
+"""Which rows and columns of a layer's tensors each rank has, by the names of :mod:`fastinfer.models.checkpoint`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastinfer.models.checkpoint import tiled_rows
 from fastinfer.models.state_config import LinearAttentionConfig, Mamba2Config, ShortConvConfig
 from fastinfer.parallel.division import Division
 
@@ -55,16 +56,36 @@ def adapter_rows(division: Division, layer: int, module: str) -> Tensor | None:
 
 def input_widths(division: Division, name: str) -> list[int] | None:
     """Return the numbers of columns of an output projection's input that the ranks have; ``None`` if all have all."""
+    rows = _input_rows(division, name)
+    return None if rows is None else [len(rows.of(rank)) for rank in range(division.size)]
+
+
+def has_columns(division: Division, name: str) -> bool:
+    """Return whether the ranks have columns of a matrix, and add their products."""
+    is_output = name.startswith("layers.") and name.rpartition(".")[2] in OUTPUTS
+    return division.layout == "reduce" and is_output and _input_rows(division, name) is not None
+
+
+def columns_of_rank(division: Division, name: str) -> Tensor:
+    """Return the rank's columns of a matrix, [n] int64, in the order in which their inputs are computed."""
+    rows, states = _input_rows(division, name), division.config.states
+    assert rows is not None
+    own = rows_of_rank([rows], division.rank)
+    if name.endswith(".out_proj") and isinstance(states, LinearAttentionConfig) and states.tiled_output:
+        return tiled_rows(states, states.value_dim)[own]
+    return own
+
+
+def _input_rows(division: Division, name: str) -> Rows | None:
+    """Return the inputs of an output projection as rows of what computes them; None if all ranks have all."""
     config, layer = division.config, int(name.split(".")[1])
     if name.endswith(".out_proj"):
-        if division.has_whole_states:
-            return None
-        rows = _state_rows(division, "outputs")[0]
-    elif name.endswith(".o_proj"):
-        rows = Rows(division.query_heads(), config.num_heads, config.attention_size(layer) // config.num_heads)
-    else:
-        rows = _tiles(division, division.inner_size(name))
-    return [len(rows.of(rank)) for rank in range(division.size)]
+        return None if division.has_whole_states else _state_rows(division, "outputs")[0]
+    if name.endswith(".o_proj"):
+        return Rows(division.query_heads(), config.num_heads, config.attention_size(layer) // config.num_heads)
+    if ".experts." in name and division.has_whole_experts:
+        return None
+    return _inner_tiles(division, division.inner_size(name))
 
 
 def divided_rows(division: Division, name: str) -> list[Rows]:
@@ -72,10 +93,12 @@ def divided_rows(division: Division, name: str) -> list[Rows]:
     config, part = division.config, name.rpartition(".")[2]
     if not name.startswith("layers."):
         return []
+    if ".experts." in name and division.has_whole_experts:
+        return []
     if part in OUTPUTS:
-        return [_tiles(division, config.hidden_size)]
+        return [] if has_columns(division, name) else [Rows(division.tiles(config.hidden_size), config.hidden_size)]
     if part in INPUTS:
-        return [_tiles(division, division.inner_size(name))]
+        return [_inner_tiles(division, division.inner_size(name))]
     layer = int(name.split(".")[1])
     if config.has_state(layer):
         return _state_rows(division, part)
@@ -96,7 +119,7 @@ def _state_rows(division: Division, part: str) -> list[Rows]:
     if division.has_whole_states:
         return []
     if isinstance(states, ShortConvConfig):
-        channels = _tiles(division, states.conv_dim)
+        channels = _inner_tiles(division, states.conv_dim)
         return {"in_proj": [channels] * 3, "conv1d": [channels], "outputs": [channels]}.get(part, [])
     assert states is not None
     heads, groups = division.state_heads()
@@ -134,8 +157,8 @@ def _latent_sizes(division: Division) -> dict[str, int]:
     return {queries: sizes.query_dim, "kv_b_proj": both, "k_b_proj": sizes.rank, "v_b_proj": sizes.value_dim}
 
 
-def _tiles(division: Division, rows: int) -> Rows:
-    return Rows(division.tiles(rows), rows)
+def _inner_tiles(division: Division, rows: int) -> Rows:
+    return Rows(division.inner_tiles(rows), rows)
 
 
 def rows_of_rank(parts: list[Rows], rank: int) -> Tensor:

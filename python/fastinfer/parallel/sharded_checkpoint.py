@@ -7,17 +7,25 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fastinfer.errors import UnsupportedModelError
 from fastinfer.formats.unpacked import Unpacked
 from fastinfer.models.checkpoint import Checkpoint, ModelPart
 from fastinfer.models.config import ModelConfig
 from fastinfer.parallel.division import Division
-from fastinfer.parallel.matrix_rows import OUTPUTS, divided_rows, input_widths, rows_of_rank
+from fastinfer.parallel.matrix_rows import (
+    OUTPUTS,
+    columns_of_rank,
+    divided_rows,
+    has_columns,
+    input_widths,
+    rows_of_rank,
+)
 
 
 class ShardedCheckpoint:
     """Checkpoint that looks like that of a smaller model, the part of one rank.
 
-    Matrices keep all their columns, and a loader asks for the numbers of rows of the smaller model.
+    A loader asks for the sizes of the smaller model. With the layout ``"gather"`` matrices keep all their columns.
 
     Args:
         whole: the checkpoint of the whole model.
@@ -56,15 +64,25 @@ class ShardedCheckpoint:
         return name in self._whole
 
     def linear(self, name: str, out_features: int, in_features: int) -> Unpacked:
-        """Read the rank's rows of a matrix, see :meth:`fastinfer.models.checkpoint.Checkpoint.linear`."""
+        """Read the rank's rows or columns of a matrix, see :meth:`fastinfer.models.checkpoint.Checkpoint.linear`."""
         if name.rpartition(".")[2] in OUTPUTS:
             widths = input_widths(self._division, name)
             in_features = in_features if widths is None else sum(widths)
         parts = divided_rows(self._division, name)
         if not parts:
-            return self._whole.linear(name, out_features, in_features)
+            whole = self._whole.linear(name, out_features, in_features)
+            return self._columns(name, whole) if has_columns(self._division, name) else whole
         whole = self._whole.linear(name, sum(part.total for part in parts), in_features)
         return whole.rows(rows_of_rank(parts, self._division.rank))
+
+    def _columns(self, name: str, whole: Unpacked) -> Unpacked:
+        """Return the rank's columns of a matrix."""
+        try:
+            return whole.columns(columns_of_rank(self._division, name))
+        except ValueError as error:
+            raise UnsupportedModelError(
+                f"{self.path}: {name}: tensor_parallel_layout must be gather for this model, got reduce: {error}"
+            ) from error
 
     def parts(self, name: str, out_features: int, in_features: int) -> Iterator[Unpacked]:
         """Read the rank's rows of a matrix of the vocabulary in consecutive parts."""

@@ -92,7 +92,7 @@ class StageLoader(DecoderLoader):
         """Read the weights of the stage."""
         config, indices = self._config, self._indices
         is_first, is_last = indices.start == 0, indices.stop == config.num_layers
-        absent = AbsentWeight(config.vocab_size)
+        absent: Weight = AbsentWeight(config.vocab_size)
         embedding = self.embedding() if is_first else absent
         head = absent
         if is_last:

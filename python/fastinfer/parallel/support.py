@@ -5,15 +5,16 @@ from collections.abc import Mapping
 from fastinfer.errors import UnsupportedModelError
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.image_encoder import FAMILIES
-from fastinfer.parallel.division import Division
+from fastinfer.parallel.division import Division, Layout
 
 
-def check_divisible(checkpoint: Checkpoint, size: int) -> None:
+def check_divisible(checkpoint: Checkpoint, size: int, layout: Layout = "gather") -> None:
     """Check that a model can be divided among ranks.
 
     Args:
         checkpoint: an open checkpoint.
         size: number of ranks.
+        layout: see :mod:`fastinfer.parallel.division`.
 
     Raises:
         UnsupportedModelError: the model has parts that are not divided yet.
@@ -22,7 +23,7 @@ def check_divisible(checkpoint: Checkpoint, size: int) -> None:
     config = checkpoint.config
     parts = {"a reduced vocabulary": bool(config.draft_vocab_size), "images": config.architecture in FAMILIES}
     refuse_parts(checkpoint, "tensor_parallel_size", size, parts)
-    Division(config, 0, size).check()
+    Division(config, 0, size, layout).check()
 
 
 def refuse_parts(checkpoint: Checkpoint, option: str, size: int, parts: Mapping[str, bool]) -> None:

@@ -27,6 +27,26 @@ class ExpertWeights(ABC):
     def linear(self, x: Tensor, routing: ops.Routing | ops.HeadRows, *, activation: str | None = None) -> Tensor:
         """Multiply each row by the weight of its expert, and add the bias; see :func:`fastinfer.ops.grouped_gemm`."""
 
+    def own_residual(self, residual: Tensor | None) -> Tensor | None:
+        """Return what is added to the rows that this process computes: ``residual``, unless others add it."""
+        return residual
+
+    def combine(
+        self, rows: Tensor, routing: ops.Routing, addend: Tensor | None, residual: Tensor | None = None
+    ) -> Tensor:
+        """Add up each token's rows of all experts, and the residual.
+
+        Args:
+            rows: [tokens * top_k, hidden], result of :meth:`linear`.
+            routing: experts of the tokens.
+            addend: [tokens, hidden], ``own_residual(residual)`` and what else this process adds; ``None`` for nothing.
+            residual: [tokens, hidden], the residual stream, which may become the result; ``None`` for none.
+
+        Returns:
+            [tokens, hidden].
+        """
+        return ops.combine_experts(rows, routing.expert_weights, addend)
+
 
 @dataclass(frozen=True, eq=False)
 class DenseExperts(ExpertWeights):

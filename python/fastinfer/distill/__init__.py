@@ -1,0 +1,1 @@
+"""Distillation: a smaller model learns from a teacher that the engine runs."""

@@ -1,0 +1,64 @@
+"""How good a student is on unseen text, measured during its training."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from fastinfer.distill.student import Student
+from fastinfer.distill.teacher import Teacher
+from fastinfer.evaluation.perplexity import log_probabilities, loss
+from fastinfer.llm import kv_cache_dtype_of
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Figures of a student on unseen text.
+
+    Attributes:
+        loss: mean negative log-probability of a token, in nats.
+        divergence: mean KL(teacher || student), in nats.
+        acceptance: mean probability that a token drafted by the student is accepted, the sum of the smaller
+            probability of each token.
+    """
+
+    loss: float
+    divergence: float
+    acceptance: float
+
+
+class Judge:
+    """Compares students with the teacher on unseen text.
+
+    Args:
+        teacher: the teacher.
+        sections: token ids of the texts, of equal length.
+
+    Attributes:
+        teacher_loss: the teacher's mean negative log-probability of a token.
+    """
+
+    def __init__(self, teacher: Teacher, sections: list[list[int]]) -> None:
+        self._sections = sections
+        self._log_probs: list[Tensor] = []  # of the teacher, [tokens - 1, vocab] fp16
+        losses = []
+        for section, found in zip(
+            sections, log_probabilities(teacher.model, sections, kv_cache_dtype_of("auto", "auto", "cpu")), strict=True
+        ):
+            losses.append(loss(found, section))
+            self._log_probs.append(found[:-1].half())
+        self.teacher_loss = sum(losses) / len(losses)
+
+    @torch.no_grad()
+    def __call__(self, student: Student) -> Judgement:
+        """Judge a student."""
+        rows = []
+        for section, reference in zip(self._sections, self._log_probs, strict=True):
+            ids = torch.tensor([section])
+            q = student.logits(ids[:, :-1])[0].float().log_softmax(-1)
+            p = reference.float()
+            divergence = (p.exp() * (p - q)).sum(-1).mean()
+            accepted = torch.minimum(p, q).exp().sum(-1).mean()
+            rows.append([float(cross_entropy(q, ids[0, 1:])), float(divergence), float(accepted)])
+        return Judgement(*(sum(column) / len(column) for column in zip(*rows, strict=True)))

@@ -1,0 +1,99 @@
+"""Losses of distillation: pure functions of torch tensors, differentiable in the student's.
+
+Each is a mean over the tokens, in nats or without a unit.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Logit of a token that is not seen: finite, because gradients of infinities are not numbers.
+UNSEEN = -1e9
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The teacher's distributions, in the form in which they are stored.
+
+    Attributes:
+        tokens: [n, k] int64, the likeliest tokens of each position.
+        log_probs: [n, k], their log-probabilities.
+        tail: [n], logarithm of the probability of all other tokens together.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+    tail: Tensor
+
+
+def logit_loss(logits: Tensor, targets: Targets, divergence: str, temperature: float = 1.0) -> Tensor:
+    """Compute the divergence of the student's distributions from the teacher's.
+
+    Both have ``k + 1`` outcomes: the teacher's likeliest tokens, and one that stands for all others. The divergence of
+    these is a lower bound on that of the whole distributions, and equal to it where the student's other probabilities
+    are proportional to the teacher's.
+
+    Args:
+        logits: [n, vocab], the student's.
+        targets: the teacher's distributions, with logits divided by the same temperature.
+        divergence: ``"fkl"``, Kullback-Leibler divergence KL(teacher || student); ``"rkl"``, KL(student || teacher);
+            ``"jsd"``, Jensen-Shannon divergence; ``"lk"``, ``-log`` of the probability that a draft is accepted,
+            the sum of ``min(teacher, student)`` (arXiv 2602.23881).
+        temperature: divisor of the logits; the result is multiplied by its square, so that gradients keep their size.
+    """
+    p = torch.cat([targets.log_probs, targets.tail[:, None]], -1).float().log_softmax(-1)
+    q = _student(logits.float() / temperature, targets.tokens)
+    if divergence == "fkl":
+        loss = _kl(p, q)
+    elif divergence == "rkl":
+        loss = _kl(q, p)
+    elif divergence == "jsd":
+        mixture = torch.logaddexp(p, q) - math.log(2)
+        loss = (_kl(p, mixture) + _kl(q, mixture)) / 2
+    else:
+        assert divergence == "lk"
+        loss = -torch.minimum(p, q).exp().sum(-1).log()
+    return loss.mean() * temperature**2
+
+
+def hidden_loss(student: Tensor, teacher: Tensor) -> Tensor:
+    """Compute the squared distance of hidden states [n, hidden], relative to the teacher's squared length."""
+    teacher = teacher.float()
+    return ((student.float() - teacher).square().sum(-1) / teacher.square().sum(-1)).mean()
+
+
+def attention_loss(student: Tensor, teacher: Tensor, num_heads: int) -> Tensor:
+    """Compute the divergence of relations among the tokens of a text, as in MiniLMv2 (arXiv 2012.15828).
+
+    A relation of a token is the softmax of the scaled products of its vector with those up to it. So the vectors, which
+    are queries, keys or values, may have another width than the teacher's.
+
+    Args:
+        student: [texts, tokens, width] vectors of all heads.
+        teacher: the same of the teacher, in any width.
+        num_heads: number of relation heads, which divides both widths.
+    """
+    return _kl(_relations(teacher, num_heads), _relations(student, num_heads)).mean()
+
+
+def _student(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return [n, k + 1] log-probabilities of the tokens and of all others together."""
+    chosen = logits.gather(-1, tokens) - logits.logsumexp(-1, keepdim=True)
+    others = torch.log1p(-chosen.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
+    return torch.cat([chosen, others], -1)
+
+
+def _kl(p: Tensor, q: Tensor) -> Tensor:
+    """Return KL(p || q) over the last axis, of finite log-probabilities."""
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def _relations(vectors: Tensor, num_heads: int) -> Tensor:
+    """Return [texts, heads, tokens, tokens] log-probabilities, about ``UNSEEN`` for later tokens."""
+    heads = vectors.float().unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    scores = heads @ heads.transpose(-1, -2) / math.sqrt(heads.shape[-1])
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    relations: Tensor = scores.masked_fill(later, UNSEEN).log_softmax(-1)
+    return relations

@@ -1,0 +1,68 @@
+"""What the student is trained for: a sum of losses against the teacher's records."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from fastinfer.distill.losses import Targets, attention_loss, hidden_loss, logit_loss
+from fastinfer.distill.student import PROJECTIONS, Student
+from fastinfer.errors import RequestError
+
+# Number of layers whose outputs are compared.
+HIDDEN_LAYERS = 4
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The sum of some losses.
+
+    Attributes:
+        losses: some of :data:`fastinfer.distill.settings.LOSSES`.
+        divergence: of the logits, one of :data:`fastinfer.distill.settings.DIVERGENCES`.
+        temperature: divisor of the logits, of the teacher's records, too.
+        hidden_layers: the teacher's layers whose outputs are compared with the student's.
+        attention_layer: the teacher's layer whose relations are compared; ``None`` for none.
+        relation_heads: number of relation heads.
+    """
+
+    losses: Sequence[str]
+    divergence: str
+    temperature: float
+    hidden_layers: Sequence[int] = ()
+    attention_layer: int | None = None
+    relation_heads: int = 1
+
+    def __call__(self, student: Student, shard: dict[str, Tensor]) -> Tensor:
+        """Compute the sum for some texts of a shard, see :class:`fastinfer.distill.shards.Shards`."""
+        ids = shard["ids"].long()
+        layers = {layer: student.layer_of(layer) for layer in self.hidden_layers}
+        hidden = {f"hidden.{layer}": own for layer, own in layers.items() if own >= 0}
+        attention_layer = None if self.attention_layer is None else student.layer_of(self.attention_layer)
+        with student.recording(hidden, attention_layer) as found:
+            logits = student.logits(ids[:, :-1]).flatten(0, 1)
+        parts = []
+        if "logit" in self.losses:
+            rows = (shard[name].flatten(0, 1) for name in ("tokens", "log_probs", "tail"))
+            tokens, log_probs, tail = rows
+            targets = Targets(tokens.long(), log_probs.float(), tail.float())
+            parts.append(logit_loss(logits, targets, self.divergence, self.temperature))
+        if "ce" in self.losses:
+            parts.append(cross_entropy(logits.float(), ids[:, 1:].flatten()))
+        if "hidden" in self.losses:
+            parts.append(torch.stack([_hidden(found[name], shard[name]) for name in hidden]).mean())
+        if "attention" in self.losses:
+            relations = [attention_loss(found[name], shard[name], self.relation_heads) for name in PROJECTIONS]
+            parts.append(torch.stack(relations).mean())
+        return torch.stack(parts).sum()
+
+
+def _hidden(student: Tensor, teacher: Tensor) -> Tensor:
+    if student.shape != teacher.shape:
+        raise RequestError(
+            f"the hidden loss needs a student as wide as the teacher, {teacher.shape[-1]}, got {student.shape[-1]}; "
+            "the attention loss does not"
+        )
+    return hidden_loss(student.flatten(0, 1), teacher.flatten(0, 1))

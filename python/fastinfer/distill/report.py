@@ -1,0 +1,142 @@
+"""What a run has achieved: figures of the student while it was trained, its speed, a table and a plot."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from math import exp
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from fastinfer.distill.settings import Settings
+from fastinfer.distill.trainer import Point
+from fastinfer.llm import LLM
+from fastinfer.sampling_params import SamplingParams
+from fastinfer.utils.table import format_table
+
+SPEED_TOKENS, SPEED_REPEATS, DRAFTED = 64, 3, 3
+
+
+@dataclass(eq=False)
+class Report:
+    """Results of a run.
+
+    Attributes:
+        settings: what was done.
+        teacher_loss: the teacher's loss on the unseen text, in nats per token.
+        kept: the teacher's layers that the student has; ``None`` for another model.
+        points: the student on the unseen text, from the start of its training to the end.
+        num_recorded, num_read: tokens of the records that the teacher made, and of those that were read from files.
+        speeds: generated tokens/s by what was measured.
+    """
+
+    settings: Settings
+    teacher_loss: float
+    kept: list[int] | None
+    points: Sequence[Point]
+    num_recorded: int
+    num_read: int
+    speeds: dict[str, float] = field(default_factory=dict)
+
+    def gap_closed(self, point: Point) -> float:
+        """Return the closed share of the gap in loss between the worst student of the run and the teacher.
+
+        The worst is the first, as it was cut, or with several stages the one after another cut.
+        """
+        worst = max(point.judgement.loss for point in self.points)
+        return (worst - point.judgement.loss) / (worst - self.teacher_loss)
+
+    def __str__(self) -> str:
+        rows = [["", "layers", "tokens", "loss", "perplexity", "gap closed", "KL", "accepted as a draft"]]
+        rows.append(["teacher", "", "", f"{self.teacher_loss:.3f}", f"{exp(self.teacher_loss):.2f}", "", "", ""])
+        for point in (self.points[0], self.points[-1]):
+            judged = point.judgement
+            rows.append(
+                [
+                    "student, before" if point is self.points[0] else "student, trained",
+                    str(point.num_layers),
+                    str(point.num_tokens),
+                    f"{judged.loss:.3f}",
+                    f"{exp(judged.loss):.2f}",
+                    f"{self.gap_closed(point):.1%}",
+                    f"{judged.divergence:.3f}",
+                    f"{judged.acceptance:.1%}",
+                ]
+            )
+        speeds = [["generated tokens/s", ""], *([name, f"{speed:.1f}"] for name, speed in self.speeds.items())]
+        return f"{format_table(rows)}\n\n{format_table(speeds)}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return {
+            "settings": asdict(self.settings),
+            "teacher_loss": self.teacher_loss,
+            "kept_layers": self.kept,
+            "points": [asdict(point) | {"gap_closed": self.gap_closed(point)} for point in self.points],
+            "tokens_recorded": self.num_recorded,
+            "tokens_read": self.num_read,
+            "tokens_per_s": self.speeds,
+        }
+
+
+def measure_speeds(teacher: str, student: Path, texts: list[list[int]]) -> dict[str, float]:
+    """Measure the speed of decoding one sequence greedily: teacher, student, and teacher with the student's drafts.
+
+    Their runs take turns; each result is a median.
+
+    Args:
+        teacher: name or path of the teacher.
+        student: folder of the student.
+        texts: token ids of texts, whose first halves are the prompts.
+    """
+    options: dict[str, Any] = {
+        "max_model_len": len(texts[0]) // 2 + SPEED_TOKENS,
+        "max_num_seqs": 1,
+        "enable_prefix_caching": False,
+    }
+    models = {
+        "teacher": LLM(teacher, **options),
+        "student": LLM(str(student), **options),
+        "teacher, student as draft": LLM(teacher, draft_model=str(student), num_speculative_tokens=DRAFTED, **options),
+    }
+    params = SamplingParams(temperature=0.0, max_tokens=SPEED_TOKENS, ignore_eos=True)
+    prompts = [text[: len(text) // 2] for text in texts[: SPEED_REPEATS + 1]]
+    speeds: dict[str, list[float]] = {name: [] for name in models}
+    for prompt in prompts:
+        for name, llm in models.items():
+            (output,) = llm.generate([{"prompt_token_ids": prompt}], params)
+            times = output.metrics
+            assert times.first_token_time is not None
+            assert times.finish_time is not None
+            speeds[name].append((SPEED_TOKENS - 1) / (times.finish_time - times.first_token_time))
+    return {name: median(values[1:] or values) for name, values in speeds.items()}  # the first run is the warm-up
+
+
+def plot(report: dict[str, Any], path: Path) -> Path:
+    """Plot a report, as :meth:`Report.as_json` returns it, into a PNG file and return its path. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, ((gap, perplexity), (accepted, speed)) = pyplot.subplots(2, 2, figsize=(9, 6.5), layout="constrained")
+    points = report["points"]
+    minutes = [point["seconds"] / 60 for point in points]
+    gap.plot(minutes, [100 * point["gap_closed"] for point in points], "o-")
+    gap.set_ylabel("loss gap closed, %")
+    perplexity.plot(minutes, [exp(point["judgement"]["loss"]) for point in points], "o-", label="student")
+    perplexity.axhline(exp(report["teacher_loss"]), color="0.5", linestyle="--", label="teacher")
+    perplexity.set_ylabel("perplexity")
+    perplexity.set_ylim(bottom=0)
+    perplexity.legend(frameon=False)
+    accepted.plot(minutes, [100 * point["judgement"]["acceptance"] for point in points], "o-")
+    accepted.set_ylabel("accepted as a draft, %")
+    for axes in (gap, perplexity, accepted):
+        axes.set_xlabel("minutes since the start")
+        axes.grid(alpha=0.3)
+    names = list(report["tokens_per_s"])
+    speed.barh(names, [report["tokens_per_s"][name] for name in names])
+    speed.invert_yaxis()
+    speed.set_xlabel("generated tokens/s, one sequence")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path

@@ -1,0 +1,98 @@
+"""A whole run: teacher, texts, student, training, and the folder that it leaves."""
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from fastinfer import hub
+from fastinfer.distill.judge import Judge
+from fastinfer.distill.objective import HIDDEN_LAYERS, Objective
+from fastinfer.distill.report import Report, measure_speeds
+from fastinfer.distill.settings import Settings
+from fastinfer.distill.shards import Shards
+from fastinfer.distill.student import Student
+from fastinfer.distill.teacher import Teacher
+from fastinfer.distill.texts import read_texts
+from fastinfer.distill.trainer import Trainer
+from fastinfer.errors import RequestError
+
+
+def distill(
+    settings: Settings,
+    out: Path,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    on_step: Callable[[float, float], None] = lambda seconds, loss: None,
+) -> Report:
+    """Distill a student and write it to ``out/model``, the records to ``out/shards``.
+
+    Args:
+        settings: what to do.
+        out: folder to write.
+        clock: clock of the time limit, in seconds.
+        on_step: function that is called after each step of training, with the seconds since the start and the loss.
+
+    Raises:
+        ModelNotFoundError, UnsupportedModelError, RequestError: a model or a text is not there or does not fit.
+    """
+    start = clock()
+    uses = {loss: loss in settings.losses for loss in ("hidden", "attention")}
+    teacher = Teacher(
+        settings.teacher,
+        settings.context,
+        top_k=settings.top_k,
+        temperature=settings.temperature,
+        num_hidden=HIDDEN_LAYERS if uses["hidden"] else 0,
+        with_attention=uses["attention"],
+    )
+    texts = read_texts(settings.data, settings.evaluation, teacher, settings.context)
+    judge = Judge(teacher, texts.evaluation)
+    student = _open_student(settings, teacher)
+    stages = settings.stages or (len(student.layers),)
+    options: dict[str, object] = {"top_k": settings.top_k, "temperature": settings.temperature}
+    shards = Shards(out / "shards", teacher, texts, options, with_records=set(settings.losses) != {"ce"})
+    objective = Objective(
+        settings.losses,
+        settings.divergence,
+        settings.temperature,
+        teacher.hidden_layers,
+        teacher.attention_layer,
+        math.gcd(teacher.model.config.num_kv_heads, student.model.config.num_key_value_heads),
+    )
+    trainer = Trainer(
+        student,
+        objective,
+        shards,
+        judge,
+        settings.learning_rate,
+        clock,
+        start,
+        60 * settings.minutes,
+        on_step,
+    )
+    trainer.train(stages)
+    student.save(out / "model")
+    report = Report(settings, judge.teacher_loss, student.kept, trainer.points, shards.num_recorded, shards.num_read)
+    report.speeds = measure_speeds(settings.teacher, out / "model", texts.evaluation)
+    return report
+
+
+def _open_student(settings: Settings, teacher: Teacher) -> Student:
+    num_layers, kept = teacher.model.config.num_layers, settings.kept_layers
+    if settings.student is not None and kept is None:
+        student = Student.open(hub.resolve(settings.student), num_layers, is_cut=False)
+        if student.vocab_size != teacher.model.config.vocab_size:
+            raise RequestError(
+                f"student: expected the teacher's vocabulary of {teacher.model.config.vocab_size} tokens, "
+                f"got {student.vocab_size}"
+            )
+        return student
+    if kept is not None and kept[-1] >= num_layers:
+        raise RequestError(f"student: expected layers below {num_layers}, got {kept[-1]}")
+    if settings.stages and settings.stages[0] > num_layers:
+        raise RequestError(f"stages: expected at most the teacher's {num_layers} layers, got {settings.stages[0]}")
+    student = Student.open(teacher.path, num_layers, is_cut=True)
+    if kept is not None:
+        student.keep(kept)
+    return student

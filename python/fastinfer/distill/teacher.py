@@ -1,0 +1,116 @@
+"""The teacher: a model that the engine runs, whose texts and records are what the student learns from."""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from fastinfer import hub
+from fastinfer.distill.recorder import Recorder, recorded
+from fastinfer.engine.config import EngineConfig
+from fastinfer.engine.engine import Engine
+from fastinfer.errors import RequestError
+from fastinfer.llm import kv_cache_dtype_of
+from fastinfer.models import load_model
+from fastinfer.models.decoder import Decoder
+from fastinfer.models.kv_cache import num_blocks_for
+from fastinfer.outputs import RequestOutput
+from fastinfer.sampling_params import SamplingParams
+
+MAX_SEQS = 32
+
+
+class Teacher:
+    """A loaded model with an engine that records.
+
+    Args:
+        name: a name or path that :func:`fastinfer.hub.resolve` knows.
+        length: tokens of a text.
+        top_k: number of likeliest tokens that are recorded of each position.
+        temperature: divisor of the recorded logits.
+        num_hidden: number of layers whose outputs are recorded, at equal distances, the last one included.
+        with_attention: whether the last layer's queries, keys and values are recorded.
+
+    Attributes:
+        path: path of the checkpoint.
+        model, tokenizer: the model.
+        hidden_layers: the layers whose outputs are recorded.
+        attention_layer: the layer whose queries, keys and values are recorded; ``None`` for none.
+
+    Raises:
+        RequestError: the model cannot be recorded.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        length: int,
+        *,
+        top_k: int,
+        temperature: float,
+        num_hidden: int = 0,
+        with_attention: bool = False,
+    ) -> None:
+        self.path: Path = hub.resolve(name)
+        model, self.tokenizer = load_model(self.path, max_model_len=length)
+        assert isinstance(model, Decoder)
+        self.model = model
+        config = model.config
+        if config.num_storing_layers < config.num_layers:
+            raise RequestError(f"teacher: expected a model whose layers all have keys and values, got {name}")
+        self.hidden_layers = [(i + 1) * config.num_layers // num_hidden - 1 for i in range(num_hidden)]
+        self.attention_layer = config.num_layers - 1 if with_attention else None
+        self._recorder = Recorder(model, min(top_k, config.vocab_size), temperature)
+        engine_config = EngineConfig(
+            kv_cache_dtype=kv_cache_dtype_of("auto", "auto", "cpu"),
+            max_model_len=length,
+            max_num_seqs=MAX_SEQS,
+            num_kv_blocks=MAX_SEQS * (num_blocks_for(length, EngineConfig.block_size) + 1),
+            enable_prefix_caching=False,
+            enforce_eager=True,
+        )
+        recording = recorded(model, self.hidden_layers, self.attention_layer, self._recorder.record)
+        self._engine = Engine(recording, self.tokenizer, engine_config)
+
+    def record(self, texts: list[list[int]]) -> list[dict[str, Tensor]]:
+        """Compute texts, and return what :meth:`fastinfer.distill.recorder.Recorder.take` does of each."""
+        self._engine.worker.on_result = self._recorder.end_step
+        names = [self._engine.add_embedding_request(text) for text in texts]
+        while self._engine.has_unfinished:
+            self._engine.step()
+        return [self._recorder.take(name) for name in names]
+
+    def write(self, prompt: list[int], count: int, length: int, first_seed: int) -> list[list[int]]:
+        """Write texts, without recording them.
+
+        Args:
+            prompt: tokens with which each begins.
+            count: number of texts.
+            length: tokens of each, with the prompt.
+            first_seed: seed of the first; the others have the next ones.
+        """
+        self._engine.worker.on_result = None
+        return self._generate(prompt, count, length, first_seed)[1]
+
+    def write_and_record(
+        self, prompt: list[int], count: int, length: int, first_seed: int
+    ) -> tuple[list[list[int]], list[dict[str, Tensor]]]:
+        """Write texts as :meth:`write` does, and record the same steps."""
+        self._engine.worker.on_result = self._recorder.end_step
+        names, texts = self._generate(prompt, count, length, first_seed)
+        return texts, [self._recorder.take(name) for name in names]
+
+    def _generate(
+        self, prompt: list[int], count: int, length: int, first_seed: int
+    ) -> tuple[list[str], list[list[int]]]:
+        def params(index: int) -> SamplingParams:
+            seed = (first_seed + index) % 2**63
+            return SamplingParams(temperature=1.0, max_tokens=length - len(prompt), ignore_eos=True, seed=seed)
+
+        names = [self._engine.add_request(prompt, params(index)) for index in range(count)]
+        texts = {}
+        while self._engine.has_unfinished:
+            for output in self._engine.step():
+                assert isinstance(output, RequestOutput)
+                if output.finished:
+                    texts[output.request_id] = [*prompt, *output.outputs[0].token_ids]
+        return names, [texts[name] for name in names]

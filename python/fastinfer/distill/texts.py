@@ -1,0 +1,104 @@
+"""Texts to learn from and texts to judge by, as token ids: those of a file, or those that the teacher writes."""
+
+import hashlib
+import random
+from dataclasses import dataclass
+
+from fastinfer.distill.settings import SELF
+from fastinfer.distill.teacher import Teacher
+from fastinfer.errors import RequestError
+from fastinfer.evaluation.perplexity import split_sections
+from fastinfer.evaluation.text_file import read_tokens
+from fastinfer.tokenizers.chat_template import render
+from fastinfer.tokenizers.tokenizer import Tokenizer
+
+# Sections in a shard of records.
+SHARD_SECTIONS = 32
+EVALUATION_SECTIONS = 16
+_MARK = "@@@"
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The texts of a run.
+
+    Attributes:
+        sections: sections of a file in random order, of equal length; ``None`` if the teacher writes the texts.
+        evaluation: unseen sections of the same length.
+        length: tokens of a section.
+        prompt: where the teacher starts to write, if it does.
+    """
+
+    sections: list[list[int]] | None
+    evaluation: list[list[int]]
+    length: int
+    prompt: list[int]
+
+    @property
+    def num_shards(self) -> int | None:
+        """Number of shards; ``None`` for any number."""
+        return None if self.sections is None else -(-len(self.sections) // SHARD_SECTIONS)
+
+    @property
+    def digest(self) -> str:
+        """Hash of everything that decides which texts are in a shard."""
+        return hashlib.sha256(repr((self.sections, self.length, self.prompt)).encode()).hexdigest()
+
+    def shard(self, index: int) -> list[list[int]] | None:
+        """Return the sections of a shard; ``None`` if the teacher writes them."""
+        if self.sections is None:
+            return None
+        return self.sections[index * SHARD_SECTIONS : (index + 1) * SHARD_SECTIONS]
+
+
+def read_texts(data: str, evaluation: str | None, teacher: Teacher, length: int) -> Texts:
+    """Read the texts of a run.
+
+    Args:
+        data: path of a text file, or ``"self"`` for texts that the teacher writes.
+        evaluation: path of another text, to judge by. By default sections at equal distances are taken out of the data,
+            or the teacher writes them.
+        teacher: the teacher.
+        length: tokens of a section.
+
+    Raises:
+        RequestError: a text cannot be read or is too short.
+    """
+    prompt = user_prefix(teacher.tokenizer)
+    if data == SELF and len(prompt) > length // 2:
+        raise RequestError(
+            f"context: expected at least {2 * len(prompt)} tokens for texts that begin with "
+            f"{len(prompt)} of the chat template, got {length}"
+        )
+    sections = None if data == SELF else split_sections(read_tokens(data, teacher.tokenizer), length)
+    if evaluation is not None:
+        held_out = split_sections(read_tokens(evaluation, teacher.tokenizer), length)[:EVALUATION_SECTIONS]
+    elif sections is None:
+        held_out = teacher.write(prompt, EVALUATION_SECTIONS, length, first_seed=-EVALUATION_SECTIONS)
+    else:
+        if len(sections) < 2:
+            raise RequestError(f"{data}: expected at least {2 * length} tokens, two sections, got {len(sections)}")
+        count = min(EVALUATION_SECTIONS, len(sections) // 2)
+        chosen = {index * len(sections) // count for index in range(count)}
+        held_out = [sections[index] for index in sorted(chosen)]
+        sections = [section for index, section in enumerate(sections) if index not in chosen]
+    if sections is not None:
+        random.Random(0).shuffle(sections)
+    return Texts(sections, held_out, length, prompt)
+
+
+def user_prefix(tokenizer: Tokenizer) -> list[int]:
+    """Return what precedes a user's message in the chat template: the model then writes a message, and answers it.
+
+    The method is Magpie's (arXiv 2406.08464). A model without a template begins with its first or last special token.
+    """
+    if tokenizer.chat_template is None:
+        start = tokenizer.bos_id if tokenizer.bos_id is not None else min(tokenizer.eos_ids, default=0)
+        return [start]
+    text = render(
+        tokenizer.chat_template,
+        [{"role": "user", "content": _MARK}],
+        bos_token=tokenizer.bos_token,
+        eos_token=tokenizer.eos_token,
+    )
+    return tokenizer.encode(text.partition(_MARK)[0], add_special_tokens=False)

@@ -1,0 +1,123 @@
+"""Training of a student within a time limit, in one stage or in several with fewer and fewer layers."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fastinfer.distill.judge import Judge, Judgement
+from fastinfer.distill.layers import drop_layers
+from fastinfer.distill.objective import Objective
+from fastinfer.distill.shards import Shards
+from fastinfer.distill.student import Student
+
+BATCH_SECTIONS = 4
+PROBE_SECTIONS = 2  # to measure the layers with
+WARM_UP = 0.05  # share of a stage in which the learning rate grows
+LAST_RATE = 0.1  # the last learning rate over the largest one
+JUDGEMENTS = 5  # in each stage
+CLIPPED_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class Point:
+    """State of a run.
+
+    Attributes:
+        seconds: time since its start.
+        num_layers: number of layers of the student.
+        num_tokens: number of tokens that it has been trained on.
+        judgement: the student on unseen text.
+    """
+
+    seconds: float
+    num_layers: int
+    num_tokens: int
+    judgement: Judgement
+
+
+@dataclass(eq=False)
+class Trainer:
+    """Trains a student.
+
+    Attributes:
+        student, objective, shards, judge: what is trained, for what, with what, and how it is judged.
+        learning_rate: the largest learning rate of AdamW.
+        clock: function that returns the time in seconds.
+        start: when the run began, by that clock.
+        limit: seconds after which it ends.
+        on_step: function that is called after each step, with the seconds since the start and the loss.
+        points: the state at the start of each stage, while it lasts and at its end.
+    """
+
+    student: Student
+    objective: Objective
+    shards: Shards
+    judge: Judge
+    learning_rate: float
+    clock: Callable[[], float]
+    start: float
+    limit: float
+    on_step: Callable[[float, float], None] = lambda seconds, loss: None
+    points: list[Point] = field(default_factory=list)
+    num_tokens: int = 0
+
+    def train(self, stages: Sequence[int]) -> None:
+        """Train in stages that take equally long.
+
+        Args:
+            stages: number of layers in each; layers are dropped at its start.
+        """
+        batches = self._batches()
+        probe = self.shards[0]["ids"][:PROBE_SECTIONS].long()
+        begin = self._seconds()
+        for index, num_layers in enumerate(stages, 1):
+            drop_layers(self.student, num_layers, probe)
+            self._judge()
+            self._train_stage(batches, self._seconds(), begin + (self.limit - begin) * index / len(stages))
+
+    def _train_stage(self, batches: Iterator[dict[str, Tensor]], begin: float, end: float) -> None:
+        parameters = [parameter for parameter in self.student.model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+        num_judged = 0
+        self.student.model.train()
+        while (share := (self._seconds() - begin) / max(end - begin, 1e-9)) < 1:
+            if share >= (num_judged + 1) / JUDGEMENTS:
+                num_judged += 1
+                self._judge()
+            for group in optimizer.param_groups:
+                group["lr"] = self.learning_rate * _rate(share)
+            batch = next(batches)
+            loss = self.objective(self.student, batch)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, CLIPPED_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.num_tokens += batch["ids"].numel()
+            self.on_step(self._seconds(), float(loss.detach()))
+        self._judge()
+
+    def _batches(self) -> Iterator[dict[str, Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        index = 0
+        while True:
+            shard = self.shards[index]
+            for rows in torch.randperm(len(shard["ids"]), generator=generator).split(BATCH_SECTIONS):
+                yield {name: tensor[rows] for name, tensor in shard.items()}
+            index += 1
+
+    def _judge(self) -> None:
+        self.student.model.eval()
+        judgement = self.judge(self.student)
+        self.student.model.train()
+        self.points.append(Point(self._seconds(), len(self.student.layers), self.num_tokens, judgement))
+
+    def _seconds(self) -> float:
+        return self.clock() - self.start
+
+
+def _rate(share: float) -> float:
+    """Return the learning rate over the largest one, after a share of the stage."""
+    return min(share / WARM_UP, 1.0) * (LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * share)) / 2)

@@ -1,0 +1,169 @@
+"""Distillation of a tiny model: records against the model alone, shards, stages, and the folder that a run leaves."""
+
+import random
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_folder import write_tiny_folder
+
+from fastinfer.cli.main import main
+from fastinfer.distill.run import distill
+from fastinfer.distill.settings import Settings
+from fastinfer.distill.shards import Shards
+from fastinfer.distill.teacher import Teacher
+from fastinfer.distill.texts import read_texts
+from fastinfer.errors import RequestError
+from fastinfer.evaluation.perplexity import log_probabilities
+from fastinfer.models import load_model
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
+SIZES = {"num_hidden_layers": 4}
+LENGTH = 32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("distill")
+    write_tiny_folder(path / "teacher", sizes=SIZES)
+    words, draw = ("tea", "for", "two", "and", "more"), random.Random(1)
+    (path / "text.txt").write_text(" ".join(draw.choice(words) for _ in range(10 * LENGTH)))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("shards", "texts"):
+        monkeypatch.setattr(f"fastinfer.distill.{module}.SHARD_SECTIONS", 8)
+
+
+@pytest.fixture(scope="module")
+def teacher(folder: Path) -> Teacher:
+    return Teacher(str(folder / "teacher"), LENGTH, top_k=16, temperature=2.0, num_hidden=2, with_attention=True)
+
+
+def expected(folder: Path, text: list[int]) -> dict[str, torch.Tensor]:
+    """What transformers computes in fp32."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.float32)
+    found: dict[str, torch.Tensor] = {}
+    attention = model.model.layers[-1].self_attn
+    for name in "qkv":
+        getattr(attention, f"{name}_proj").register_forward_hook(
+            lambda module, inputs, output, name=name: found.__setitem__(name, output[0])
+        )
+    with torch.inference_mode():
+        # transformers' last hidden state has gone through the last norm.
+        model.model.layers[-1].register_forward_hook(
+            lambda module, inputs, output: found.__setitem__("hidden.3", output[0] if output.dim() == 3 else output)
+        )
+        outputs = model(torch.tensor([text]), output_hidden_states=True)
+    found["hidden.1"] = outputs.hidden_states[2][0]
+    found["logits"] = outputs.logits[0]
+    return found
+
+
+def check(records: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    rows = len(records["tokens"])
+    for name in ("hidden.1", "hidden.3", "q", "k", "v"):
+        ours, theirs = records[name].float(), wanted[name][:rows].float()
+        assert (ours - theirs).norm() / theirs.norm() < 0.05, name  # of 8-bit activations and bf16
+    log_probs = (wanted["logits"][:rows] / 2.0).log_softmax(-1)
+    ours = log_probs.gather(1, records["tokens"].long())
+    torch.testing.assert_close(records["log_probs"].float(), ours, rtol=0, atol=0.1)
+    total = records["log_probs"].float().exp().sum(-1) + records["tail"].float().exp()
+    torch.testing.assert_close(total, torch.ones(rows), rtol=0, atol=5e-3)
+
+
+def test_records_of_a_prompt_and_of_written_texts(folder: Path, teacher: Teacher) -> None:
+    texts = read_texts(str(folder / "text.txt"), None, teacher, LENGTH)
+    assert texts.sections is not None
+    assert not {tuple(text) for text in texts.sections} & {tuple(text) for text in texts.evaluation}
+    for text, records in zip(texts.sections[:3], teacher.record(texts.sections[:3]), strict=True):
+        assert len(records["tokens"]) == LENGTH
+        check(records, expected(folder, text))
+    written, recorded = teacher.write_and_record([7, 8], 3, LENGTH, first_seed=5)
+    assert written == teacher.write([7, 8], 3, LENGTH, first_seed=5)
+    assert len({tuple(text) for text in written}) == 3
+    for text, records in zip(written, recorded, strict=True):
+        assert len(records["tokens"]) == LENGTH - 1
+        check(records, expected(folder, text))
+
+
+def test_shards_are_read_again_but_not_those_of_another_run(folder: Path, teacher: Teacher, tmp_path: Path) -> None:
+    texts = read_texts("self", None, teacher, LENGTH)
+    first = Shards(tmp_path, teacher, texts, {"top_k": 16})
+    shard = first[1]
+    again = Shards(tmp_path, teacher, texts, {"top_k": 16})
+    assert all(torch.equal(again[1][name], tensor) for name, tensor in shard.items())
+    assert (first.num_recorded, again.num_recorded, again.num_read) == (8 * LENGTH, 0, 8 * LENGTH * len(shard))
+    with pytest.raises(RequestError, match="expected records of this teacher"):
+        Shards(tmp_path, teacher, texts, {"top_k": 17})[1]
+    (tmp_path / "00001.safetensors").write_bytes(b"damaged")
+    with pytest.raises(RequestError, match="damaged file"):
+        again[1]
+
+
+def ticks(minutes: float = 1.0) -> Any:
+    """A clock that makes runs take the same number of steps on any machine."""
+    times = count(0.0, minutes / 2)
+    return lambda: next(times)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stages": (3, 2), "losses": ("logit", "hidden", "attention"), "divergence": "jsd"},
+        {"student": "layers:0,3", "losses": ("ce",)},
+    ],
+)
+def test_a_run(folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    teacher, data = str(folder / "teacher"), str(folder / "text.txt")
+    settings = Settings(teacher, data, minutes=1.0, context=LENGTH, learning_rate=3e-3, **options)
+    report = distill(settings, tmp_path, clock=ticks())
+    assert report.points[-1].judgement.loss < report.points[0].judgement.loss
+    model, _ = load_model(tmp_path / "model", "float32")
+    assert model.config.num_layers == 2
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    ids = list(range(60, 60 + LENGTH))
+    (ours,) = log_probabilities(model, [ids], torch.float32)
+    with torch.inference_mode():
+        torch.testing.assert_close(ours, theirs(torch.tensor([ids])).logits[0].log_softmax(-1), rtol=0, atol=1e-3)
+
+
+def test_a_student_of_another_width(folder: Path, tmp_path: Path) -> None:
+    write_tiny_folder(tmp_path / "student", sizes={"hidden_size": 32, "num_hidden_layers": 1})
+    options = {"student": str(tmp_path / "student"), "context": LENGTH, "minutes": 1.0}
+    teacher, data = str(folder / "teacher"), "self"
+    report = distill(Settings(teacher, data, losses=("logit", "attention"), **options), tmp_path, clock=ticks())
+    assert report.kept is None
+    with pytest.raises(RequestError, match="needs a student as wide as the teacher"):
+        distill(Settings(teacher, data, losses=("hidden",), **options), tmp_path / "other", clock=ticks())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--student", "layers:3,1"], "student: expected ascending numbers such as layers:0,1,4, got 'layers:3,1'"),
+        (["--stages", "2,3"], "stages: expected descending numbers, got 2,3"),
+        (["--stages", "9"], "stages: expected at most the teacher's 4 layers, got 9"),
+        (["--student", "layers:0,4"], "student: expected layers below 4, got 4"),
+        (["--stages", "2", "--evaluation", "short.txt"], "the text must have at least 32 tokens, got 5"),
+    ],
+)
+def test_mistakes(
+    folder: Path,
+    tmp_path: Path,
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("short.txt").write_text("short")
+    teacher, data = str(folder / "teacher"), str(folder / "text.txt")
+    common = ["--teacher", teacher, "--data", data, "--context", str(LENGTH), "--out", str(tmp_path)]
+    assert main(["distill", *common, *arguments]) == 2
+    assert message in capsys.readouterr().err
