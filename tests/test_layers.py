@@ -24,6 +24,7 @@ PYTHON_LAYERS = """
     serving nn
     llm integrations
     async_engine evaluation simulation
+    train_head
     benchmarks distill
     server
     cli

@@ -66,8 +66,9 @@ class LLM:
         device: ``"cpu"``, ``"cuda"`` for the current GPU, ``"cuda:N"``, or ``"auto"`` for a GPU if there is one. A list
             places layers on several devices (``"cuda:0=24,cuda:1=8"``), or a model's experts on another one
             (``"cuda+cpu"``): docs/placement.md.
-        draft_model: name or path of a smaller model with the same vocabulary that drafts tokens for speculative
-            decoding; its output layer may have a part of the vocabulary alone (``d2t``). Without a draft model,
+        draft_model: name or path of a smaller model with the same vocabulary, or of a draft head, that drafts tokens
+            for speculative decoding; its output layer may have a part of the vocabulary alone (``d2t``). Draft heads:
+            docs/draft-heads.md. Without either,
             ``num_speculative_tokens`` are drafted from n-grams of the text itself.
         kv_cache_dtype: dtype of the cached keys and values: one of the values of ``dtype``, ``"int8"``, ``"fp8"``
             (float8_e4m3fn), ``"int4"`` (least memory, with a measurable loss: see docs/performance.md), or ``"auto"``
@@ -213,12 +214,10 @@ class LLM:
                 loads[0] = partial(load_placed, layer_places)
             elif share is not None and share.weights:
                 loads = [SharedWeights(descriptor) for descriptor in share.weights]
-            models = [
-                load_model(checkpoint, dtype, device, size.max_model_len, load)
-                for checkpoint, load in zip(checkpoints, loads, strict=True)
-            ]
-            loaded, self.tokenizer = models[0]
-            draft = None if draft_model is None else models[1][0]
+            loaded, self.tokenizer = load_model(checkpoints[0], dtype, device, size.max_model_len, loads[0])
+            draft = None
+            if draft_model is not None:
+                draft = loads[1](checkpoints[1], dtype, device, size.max_model_len)
 
             def load_models() -> list[Model]:
                 return [

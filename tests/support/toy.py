@@ -74,6 +74,7 @@ class ToyConfig:
     states: LinearAttentionConfig | None = None
     state_layers: tuple[bool, ...] = ()
     latent_attention: None = None
+    has_features: bool = False
 
     @property
     def num_storing_layers(self) -> int:

@@ -130,6 +130,22 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
     add_text_options(parser)
 
 
+def add_train_head(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``fastinfer train-head``."""
+    add_model_option(parser)
+    parser.add_argument(
+        "--data",
+        required=True,
+        metavar="FILE",
+        help="a text with a user's message in each line, or 'self' for messages that the model writes",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=15.0, metavar="N", help="time of the whole run; default: %(default)s"
+    )
+    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write")
+    add_threads_option(parser)
+
+
 def add_distill(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``fastinfer distill``."""
     parser.add_argument(

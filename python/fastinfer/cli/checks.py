@@ -99,6 +99,17 @@ def check_quantize(args: argparse.Namespace) -> None:
         raise RequestError(f"model: expected a folder of safetensors files, got {source}")
 
 
+def check_train_head(args: argparse.Namespace) -> None:
+    """Check the arguments of ``train-head``."""
+    if not 0 < args.minutes < float("inf"):
+        raise RequestError(f"--minutes: expected a positive number, got {args.minutes}")
+    if args.data != "self":
+        read_text(args.data)
+    if (out := Path(args.out)).exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RequestError(f"--out: expected a new or empty folder, got {out}")
+    hub.resolve(args.model)
+
+
 def check_distill(args: argparse.Namespace) -> None:
     """Check the arguments of ``distill``."""
     if importlib.util.find_spec("transformers") is None:

@@ -69,6 +69,9 @@ COMMANDS = {
     "quantize": Command(
         "write a quantised copy of a model", arguments.add_quantize, "fastinfer.cli.quantize", checks.check_quantize
     ),
+    "train-head": Command(
+        "train a draft head for a model", arguments.add_train_head, "fastinfer.cli.train_head", checks.check_train_head
+    ),
     "distill": Command(
         "train a smaller model on what a model says",
         arguments.add_distill,

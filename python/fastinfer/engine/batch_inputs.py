@@ -16,7 +16,7 @@ from fastinfer.engine.logits_row import LogitsRow
 from fastinfer.engine.recorded_draws import RecordedDraws
 from fastinfer.engine.sampling_inputs import SamplingInputs
 from fastinfer.engine.transfer import write_list
-from fastinfer.models.batch import Batch
+from fastinfer.models.batch import Batch, FeatureSlots
 from fastinfer.models.image_tokens import ImageTokens
 from fastinfer.models.sparse_attention import SparseRows
 from fastinfer.ops.prompt import NO_ROW
@@ -92,6 +92,7 @@ class BatchInputs:
         sparse_pages: number of pages of the cache that a generated token attends to in layers with sparse attention;
             ``None`` for all.
         drops_rows: whether the model's last layers store nothing, so that they are computed for wanted rows alone.
+        has_features: whether the model is a draft head, which reads and writes features.
         allocate: function that allocates the host's memory, [n] uint8; by default zeros of this process.
 
     Attributes:
@@ -120,6 +121,7 @@ class BatchInputs:
         has_states: bool = False,
         sparse_pages: int | None = None,
         drops_rows: bool = False,
+        has_features: bool = False,
         allocate: Callable[[int], np.ndarray] | None = None,
     ) -> None:
         self.max_seqs = max_seqs
@@ -127,6 +129,7 @@ class BatchInputs:
         self.device = torch.device(device)
         self._block_size = block_size
         self._has_states = has_states
+        self._has_features = has_features
         self._sparse_pages = sparse_pages
         self._row_start = torch.arange(max_tokens + 1, dtype=torch.int32)
         self._dense_lens = np.zeros(max_seqs, np.int32)  # of prompts, beside tokens with sparse attention
@@ -134,17 +137,19 @@ class BatchInputs:
         state_sizes = [max_seqs, max_tokens] if has_states else [0, 0]
         # The int64 arrays come first, for their alignment. The block tables come last: they are copied in parts.
         last_sizes = [2 * max_tokens, max_tokens + max_seqs + 1] if drops_rows else [0, 0]
-        longs = (2 + num_groups) * max_tokens + 3 * max_logits + last_sizes[0]
+        feature_size = 2 * max_tokens if has_features else 0
+        longs = (2 + num_groups) * max_tokens + 3 * max_logits + last_sizes[0] + feature_size
         ints = max_tokens + 5 * max_logits + 2 * max_seqs + 1 + sum(state_sizes) + last_sizes[1]
         self._table_start = 8 * longs + 4 * ints
         num_bytes = self._table_start + 4 * max_seqs * num_groups * max_blocks
         self._host = np.zeros(num_bytes, np.uint8) if allocate is None else allocate(num_bytes)
         wide = self._host[: 8 * longs].view(np.int64)
         narrow = self._host[8 * longs : self._table_start].view(np.int32)
-        ends = np.cumsum([*[max_tokens] * (2 + num_groups), max_logits, 2 * max_logits])
-        self._token_ids, self._positions, *self._slot_mappings, self._logits_indices, longs_of_rows, last_longs = (
-            np.split(wide, ends)
+        ends = np.cumsum([*[max_tokens] * (2 + num_groups), max_logits, 2 * max_logits, last_sizes[0]])
+        self._token_ids, self._positions, *slots, self._logits_indices, longs_of_rows, last_longs, places = np.split(
+            wide, ends
         )
+        self._slot_mappings, self._feature_slots = slots, places.reshape(2, -1)
         ends = np.cumsum([*state_sizes, last_sizes[1], max_tokens, max_logits, 4 * max_logits, max_seqs])
         self._state_reads, self._state_writes, last_ints, *others = np.split(narrow, ends)
         self._adapter_ids, self._logits_adapter_ids, words_of_rows, self._seq_lens, self._query_start = others
@@ -220,6 +225,8 @@ class BatchInputs:
         if self._sparse_pages is not None:
             lens = [length if c.is_prompt else 0 for c, length in zip(chunks, seq_lens, strict=True)]
             write_list(self._dense_lens.data, lens)
+        if self._has_features:
+            self._place_features(chunks)
         size = self._block_size
         for group, slots in enumerate(self._slot_views):
             blocks = [chunk.sequence.block_tables[group].blocks for chunk in chunks]
@@ -265,6 +272,8 @@ class BatchInputs:
         self._token_ids[tokens] = 0  # what an earlier step left may be no token
         for slot_mapping in self._slot_mappings:
             slot_mapping[tokens] = -1
+        if self._has_features:
+            self._feature_slots[:, tokens] = [[0], [-1]]
         self._adapter_ids[tokens] = -1
         self._query_start[size.num_seqs + 1 : padded.num_seqs + 1] = size.num_tokens
         self._seq_lens[size.num_seqs : padded.num_seqs] = 0
@@ -329,7 +338,25 @@ class BatchInputs:
             sparse=self._sparse_rows(size),
             hidden=None if self.hidden is None else self.hidden[: size.num_tokens],
             last=last,
+            features=FeatureSlots(*(tensor(slots, size.num_tokens) for slots in self._feature_slots))
+            if self._has_features
+            else None,
         )
+
+    def _place_features(self, chunks: list[Chunk]) -> None:
+        """Write the slots of the features that a draft head reads, and of those that its last rows stand for."""
+        size, row = self._block_size, 0
+        reads, writes = self._feature_slots
+        for chunk in chunks:
+            [table] = chunk.sequence.block_tables
+            first, end = chunk.start, chunk.start + chunk.num_tokens
+            slots = [table.blocks[p // size] * size + p % size for p in range(max(first - 1, 0), end)]
+            after = row + chunk.num_tokens
+            reads[row:after] = slots[:-1] if first else [slots[0], *slots[:-1]]
+            writes[row:after] = -1
+            if chunk.num_receivers:
+                writes[after - 1] = slots[-1]
+            row = after
 
     def _sparse_rows(self, size: BatchSize) -> SparseRows | None:
         """Return the generated tokens of a batch if they attend to a part of the cache, and there are any."""

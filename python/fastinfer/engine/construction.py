@@ -16,6 +16,7 @@ from fastinfer.engine.cache_sizes import cache_sizes
 from fastinfer.engine.config import EngineConfig
 from fastinfer.engine.disk_block_store import DiskBlockStore
 from fastinfer.engine.draft_model import DraftModelSpeculator
+from fastinfer.engine.head_speculator import HeadSpeculator
 from fastinfer.engine.kv_cache_size import KVCacheSize, Room, choose_kv_cache_size
 from fastinfer.engine.kv_offloading import KVOffloading
 from fastinfer.engine.sampler import Sampler
@@ -224,7 +225,8 @@ def make_speculator(
     """
     limit = config.num_speculative_tokens
     if draft_worker is not None and draft_sampler is not None:
-        return DraftModelSpeculator(draft_worker, draft_sampler, limit, config.max_num_batched_tokens)
+        kind = HeadSpeculator if draft_worker.model.config.has_features else DraftModelSpeculator
+        return kind(draft_worker, draft_sampler, limit, config.max_num_batched_tokens)
     return NgramSpeculator(limit) if limit else None
 
 
@@ -242,6 +244,14 @@ def check_draft_model(config: EngineConfig, sizes: ModelConfig, draft: ModelConf
     """
     if not config.num_speculative_tokens:
         raise RequestError("a draft model needs num_speculative_tokens of at least 1, got 0")
+    if draft.has_features and config.num_ranks > 1:
+        raise RequestError(f"a draft head needs a model in one process, got {config.num_ranks} processes")
+    if draft.has_features and len(config.devices) > 1:
+        raise RequestError(f"a draft head needs a model on one device, got {sorted(config.devices)}")
+    if draft.has_features and draft.hidden_size != sizes.hidden_size:
+        raise RequestError(
+            f"the draft head must have the model's hidden size of {sizes.hidden_size}, got {draft.hidden_size}"
+        )
     if draft.vocab_size != sizes.vocab_size or draft.max_position < max_model_len:
         raise RequestError(
             f"the draft model must have the vocabulary of {sizes.vocab_size} tokens and a context of at least "

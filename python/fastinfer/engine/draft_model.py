@@ -31,7 +31,7 @@ RETRY_STEPS = 64
 MISSING = -1e9
 
 
-class _DraftView:
+class DraftView:
     """A stand-in for a :class:`Sequence` in the draft model's steps.
 
     Its tokens include the drafts so far, and its computed tokens are those that the draft model has computed. It has no
@@ -151,22 +151,30 @@ class DraftModelSpeculator(Speculator):
 
     def record_accepted(self, chunk: Chunk, num_accepted: int) -> None:
         super().record_accepted(chunk, num_accepted)
-        # The draft model has not computed the last draft itself, only drawn it.
-        chunk.sequence.draft_gap += max(num_accepted - max(len(chunk.drafts) - 1, 0), 0)
+        chunk.sequence.draft_gap += self._num_lacking(chunk, num_accepted)
 
-    def _catch_up(self, chunks: list[Chunk]) -> list[tuple[Chunk, _DraftView]]:
+    def _num_lacking(self, chunk: Chunk, num_accepted: int) -> int:
+        """Return the number of a chunk's accepted drafts that the draft model has not computed."""
+        # It has not computed the last draft itself, only drawn it.
+        return max(num_accepted - max(len(chunk.drafts) - 1, 0), 0)
+
+    def _catches_up_on(self, chunk: Chunk) -> bool:
+        """Return whether to compute what the draft model lacks of a sequence before the model computes the chunk."""
+        return chunk.num_drafts > 0 or not chunk.sequence.is_decoding
+
+    def _catch_up(self, chunks: list[Chunk]) -> list[tuple[Chunk, DraftView]]:
         """Compute the tokens that the draft model lacks, this step's included, and draw the first drafts.
 
         Returns:
             The chunks that need more drafts, with their sequences' views.
         """
         room = self._max_tokens
-        pairs: list[tuple[Chunk, _DraftView, int]] = []
+        pairs: list[tuple[Chunk, DraftView, int]] = []
         for chunk in chunks:
             sequence = chunk.sequence
             missing = sequence.draft_gap + chunk.num_tokens
-            count = min(missing, room) if chunk.num_drafts or not sequence.is_decoding else 0
-            view = _DraftView(sequence, sequence.num_computed_tokens - sequence.draft_gap, chunk.num_drafts > 0)
+            count = min(missing, room) if self._catches_up_on(chunk) else 0
+            view = DraftView(sequence, sequence.num_computed_tokens - sequence.draft_gap, chunk.num_drafts > 0)
             pairs.append((chunk, view, count))
             room -= count
         self._draw([(view, count) for _, view, count in pairs if count])
@@ -178,7 +186,7 @@ class DraftModelSpeculator(Speculator):
                 unfinished.append((chunk, view))
         return unfinished
 
-    def _draw(self, parts: list[tuple[_DraftView, int]]) -> None:
+    def _draw(self, parts: list[tuple[DraftView, int]]) -> None:
         """Compute the given number of tokens of each view, and draw a draft for each view that needs one.
 
         A view needs a draft if all its tokens are computed then and it ``samples``.

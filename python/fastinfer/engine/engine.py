@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ from fastinfer.engine.step import Step
 from fastinfer.engine.worker import Worker
 from fastinfer.errors import RequestError, UnavailableError
 from fastinfer.models import Model, check_has_all_logits
+from fastinfer.models.decoder import Decoder
+from fastinfer.models.draft_head import DraftHead, FeatureWriter
 from fastinfer.models.image_encoder import ImageEncoder
 from fastinfer.models.lora import AdapterSlots, PreparedAdapter
 from fastinfer.outputs import PrefillOutput
@@ -74,8 +77,8 @@ class Engine:
         model: model that computes the logits.
         tokenizer: tokenizer of the model.
         config: limits and options; ``EngineConfig()`` by default.
-        draft_model: smaller model with the same vocabulary that drafts tokens for speculative decoding; it may have
-            logits for a part of the vocabulary alone.
+        draft_model: smaller model with the same vocabulary, or draft head, that drafts tokens for speculative decoding;
+            it may have logits for a part of the vocabulary alone.
         default_params: sampling parameters of requests that give none.
         size: size of the KV caches, if it was chosen before the weights were loaded.
         load_models: function that loads the model, and the draft model if there is one, again from their files; without
@@ -148,15 +151,22 @@ class Engine:
         if (1 if group is None else group.size) != config.num_ranks:
             raise RequestError(f"an engine whose model {config.num_ranks} ranks compute needs as many ranks")
         options: dict[str, Any] = {"size": size, "separates_roles": has_roles}
-        with_adapters = config.max_loras > 0
+        with_adapters, has_head = config.max_loras > 0, isinstance(draft_model, DraftHead)
         with self._context():  # on a GPU the workers capture their graphs here
+            dense = replace(config, sparse_attention=None)
+            if isinstance(draft_model, DraftHead):
+                assert isinstance(model, Decoder)
+                draft_model = draft_model.for_model(model, config.max_num_batched_tokens)
+            self.draft_worker = None if draft_model is None else Worker(dense, draft_model, **options)
+            if isinstance(draft_model, DraftHead) and self.draft_worker is not None:
+                assert isinstance(model, Decoder)
+                model = FeatureWriter(draft_model, self.draft_worker.kv_cache).tapped(model)
+            options["with_adapters"] = with_adapters
             if group is not None:
                 assert isinstance(model, Stage)
-                self.worker: Worker = RankWorker(config, model, with_adapters=with_adapters, group=group, **options)
+                self.worker: Worker = RankWorker(config, model, group=group, **options)
             else:
-                self.worker = Worker(config, model, with_adapters=with_adapters, **options)
-            dense = replace(config, sparse_attention=None)
-            self.draft_worker = None if draft_model is None else Worker(dense, draft_model, **options)
+                self.worker = Worker(config, model, drops_rows=not has_head, **options)
         self._workers = [self.worker] if self.draft_worker is None else [self.worker, self.draft_worker]
         self._samplers = [self.sampler] if draft_sampler is None else [self.sampler, draft_sampler]
         self.speculator = make_speculator(config, self.draft_worker, draft_sampler)
@@ -173,6 +183,8 @@ class Engine:
             separates_roles=has_roles,
             num_in_flight=config.pipeline_parallel_size,
         )
+        if has_head and load_models is not None:
+            load_models = partial(self._load_with_head, load_models)
         self._sleep_mode = SleepMode(
             self._workers, self.block_manager, self.adapters.slots, load_models, self.offloading
         )
@@ -665,6 +677,15 @@ class Engine:
         if stats is not None:
             self._totals.add(stats)
             self._report(stats)
+
+    def _load_with_head(self, load_models: LoadModels) -> list[Model]:
+        """Load the model and its draft head again, and connect them as they were."""
+        model, head = load_models()
+        assert isinstance(model, Decoder)
+        assert isinstance(head, DraftHead)
+        assert self.draft_worker is not None
+        head = head.for_model(model, self.config.max_num_batched_tokens)
+        return [FeatureWriter(head, self.draft_worker.kv_cache).tapped(model), head]
 
     def _compile_again(self, request: Request) -> Future[Grammar]:
         constraint = request.sequences[0].params.structured_outputs

@@ -106,7 +106,7 @@ class SleepMode:
         if self._host_copy is not None:
             self._host_copy.restore()
             self._host_copy = None
-        for worker in self._workers:
+        for worker in reversed(self._workers):  # the model's graphs write to the cache of a draft head
             worker.restore()
         self.level = 0
 

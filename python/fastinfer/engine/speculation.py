@@ -58,6 +58,10 @@ class Speculator(ABC):
     def propose(self, chunks: list[Chunk]) -> None:
         """Set the ``drafts`` of each chunk, at most its ``num_drafts``."""
 
+    def follow(self, chunks: list[Chunk]) -> None:
+        """Compute what follows from the model's step on chunks, once the step was launched."""
+        return
+
     def draft_seconds(self) -> float:
         """Return the time in seconds to draft one token for every sequence, without its verification."""
         return 0.0

@@ -147,6 +147,8 @@ class Step:
         start_compute = time.perf_counter()
         result = self._worker.run(chunks, rows, None if drawn is None else drawn.token_ids)
         draw = self._sampler.launch(result, rows)
+        if self._speculator is not None:
+            self._speculator.follow(chunks)
         self._mark_launched(chunks)
         return Launched(chunks, result, draw, start, start_compute)
 

@@ -36,6 +36,7 @@ class Worker:
             :class:`fastinfer.engine.batch_inputs.BatchInputs`; ``None`` for memory of this process.
         num_slots: number of steps that may be in flight, each of which has inputs and a runner of its own.
         layers: the model's layers among those of the whole model; ``None`` for all.
+        drops_rows: whether layers that store nothing are computed for wanted rows alone.
 
     Attributes:
         device: device of the inputs and of the logits.
@@ -55,12 +56,14 @@ class Worker:
         allocate: Callable[[int], np.ndarray] | None = None,
         num_slots: int = 1,
         layers: range | None = None,
+        drops_rows: bool = True,
     ) -> None:
         self._config = config
         self.device = torch.device(config.device)
         self._size = size
         self._with_adapters = with_adapters
         self._separates_roles = separates_roles
+        self._drops_rows = drops_rows
         self._model: Model | None = model
         self.kv_cache = KVCache.of_model(
             model.config,
@@ -189,7 +192,8 @@ class Worker:
             device=config.device,
             has_states=self.model.config.states is not None,
             sparse_pages=config.sparse_pages,
-            drops_rows=self.model.config.num_storing_layers < self.model.config.num_layers,
+            drops_rows=self._drops_rows and self.model.config.num_storing_layers < self.model.config.num_layers,
+            has_features=self.model.config.has_features,
             allocate=allocate,
         )
 

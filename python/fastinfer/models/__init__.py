@@ -1,6 +1,6 @@
 """Models: a decoder whose sizes come from the checkpoint, and the loaders that build it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -12,8 +12,11 @@ from fastinfer.formats.gguf_shards import open_gguf
 from fastinfer.models.batch import Batch
 from fastinfer.models.checkpoint import Checkpoint
 from fastinfer.models.config import ModelConfig, Precision
+from fastinfer.models.decoder import Tap
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
+from fastinfer.models.head_loader import load_eagle_head
 from fastinfer.models.hf_checkpoint import HFCheckpoint
+from fastinfer.models.hf_heads import HFHeadCheckpoint, is_hf_head
 from fastinfer.models.kv_cache import KVCache
 from fastinfer.models.loader import load_decoder
 from fastinfer.models.lora import AdapterSlots
@@ -71,6 +74,10 @@ class Model(Protocol):
         """Return a model with the same weights that applies adapters from these slots, by a batch's ``adapter_ids``."""
         ...
 
+    def with_taps(self, taps: Mapping[int, Tap]) -> "Model":
+        """Return a model with the same weights that passes the outputs of layers on, see :class:`Decoder`."""
+        ...
+
     def normalize(self, hidden: Tensor) -> Tensor:
         """Apply the last norm to rows of the result of :meth:`forward`; the logits are computed from it."""
         ...
@@ -99,10 +106,12 @@ def load_model(
     Raises:
         ModelNotFoundError, GGUFFormatError, CheckpointFormatError, UnsupportedModelError: the checkpoint cannot be
             read, is malformed, or holds something that is not implemented.
-        RequestError: the device is not available, or does not support the dtype.
+        RequestError: the device is not available, or does not support the dtype, or the checkpoint is a draft head.
     """
     device = resolve_device(device)
     checkpoint = open_checkpoint(source, Precision.of(dtype, device).exact) if isinstance(source, Path) else source
+    if checkpoint.config.has_features:
+        raise RequestError(f"{checkpoint.path}: the model must be a whole one, got a draft head")
     with one_torch_thread():
         if isinstance(checkpoint, GGUFCheckpoint):
             tokenizer = Tokenizer.from_gguf(checkpoint.file)
@@ -121,6 +130,8 @@ def load_model(
 def load_weights(checkpoint: Checkpoint, dtype: str, device: str, max_model_len: int | None) -> Model:
     """Load a checkpoint without its tokenizer; arguments and errors are those of :func:`load_model`."""
     with one_torch_thread():
+        if isinstance(checkpoint, HFHeadCheckpoint):
+            return load_eagle_head(checkpoint, Precision.of(dtype, device), max_model_len, device)
         return load_decoder(checkpoint, Precision.of(dtype, device), max_model_len, device)
 
 
@@ -128,8 +139,10 @@ def check_has_all_logits(model: Model) -> None:
     """Check that a model can do more than draft.
 
     Raises:
-        RequestError: it has logits for a part of the vocabulary alone.
+        RequestError: it is a draft head, or has logits for a part of the vocabulary alone.
     """
+    if model.config.has_features:
+        raise RequestError("the model must be a whole one, got a draft head")
     if model.draft_tokens is not None:
         raise RequestError(
             f"the model must have logits for all {model.config.vocab_size} tokens, got a draft model with logits for "
@@ -147,4 +160,6 @@ def open_checkpoint(path: Path, exact: bool = False) -> Checkpoint:
     Raises:
         ModelNotFoundError, GGUFFormatError, CheckpointFormatError, UnsupportedModelError: as for :func:`load_model`.
     """
-    return HFCheckpoint(path, exact) if path.is_dir() else GGUFCheckpoint(open_gguf(path), exact)
+    if path.is_dir():
+        return HFHeadCheckpoint(path, exact) if is_hf_head(path) else HFCheckpoint(path, exact)
+    return GGUFCheckpoint(open_gguf(path), exact)

@@ -32,6 +32,20 @@ class LastRows:
 
 
 @dataclass(frozen=True, slots=True)
+class FeatureSlots:
+    """The places of features in the cache of a draft head, see :mod:`fastinfer.models.draft_head`.
+
+    Attributes:
+        reads: [tokens] int64; slot of the token before each token, whose features the head reads; the first token of a
+            sequence has its own.
+        writes: [tokens] int64; slot in which a token's output is stored as its features, -1 for none.
+    """
+
+    reads: Tensor
+    writes: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Tokens of one step, flattened without padding, and the places of their keys and values in the cache.
 
@@ -56,6 +70,7 @@ class Batch:
         hidden: [tokens, hidden] hidden states before the model's first layer, if that is not the first of the whole
             model, see :mod:`fastinfer.parallel.stage`; ``None`` otherwise.
         last: the rows whose hidden states are wanted, if the model's last layers store nothing; ``None`` for all.
+        features: the places of features, of a draft head's batch; ``None`` for other models.
     """
 
     token_ids: Tensor
@@ -73,6 +88,7 @@ class Batch:
     sparse: SparseRows | None = None
     hidden: Tensor | None = None
     last: LastRows | None = None
+    features: FeatureSlots | None = None
 
     def rotation(self, cos_sin_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Return the positions and the rotary table by which the batch is rotated, given the model's table."""

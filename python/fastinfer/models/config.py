@@ -159,6 +159,8 @@ class ModelConfig:
         shared_expert_gate: whether the output of the shared expert is multiplied by the sigmoid of a logit.
         alternating_gate_up: whether the rows of gate and up alternate in a fused matrix, instead of all rows of gate
             coming first.
+        has_features: whether the model is a draft head, whose cache has features of ``hidden_size`` under each token,
+            see :mod:`fastinfer.models.draft_head`.
     """
 
     architecture: str
@@ -224,6 +226,7 @@ class ModelConfig:
     mlp_beside_experts: bool = False
     shared_expert_gate: bool = False
     alternating_gate_up: bool = False
+    has_features: bool = False
 
     def window(self, layer: int) -> int:
         """Return the length of a layer's attention window in positions, 0 for none."""
@@ -238,6 +241,19 @@ class ModelConfig:
     def kv_layer(self, layer: int) -> int:
         """Return the layer whose keys and values a layer attends to."""
         return self.kv_layers[layer] if self.kv_layers else layer
+
+    @property
+    def stream_scale(self) -> float:
+        """Number by which the residual stream is smaller than that of the checkpoint's model.
+
+        The embedding is not multiplied by its scale s, so the residual stream is smaller by the factor s. RMSNorm gives
+        the same result with eps / s^2, and layers add less because their post-norm weights are divided by s. Without
+        post-norms s is the factor of what layers add, and the embedding is multiplied by the quotient. Where layers
+        have a scale of their own, the first sum is multiplied by s, and the stream is then the model's.
+        """
+        if self.layer_scales:
+            return 1.0
+        return self.embedding_scale if self.post_norms else self.residual_scale
 
     @property
     def num_storing_layers(self) -> int:

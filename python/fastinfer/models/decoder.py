@@ -7,9 +7,10 @@ convolution, output + residual, and the MLP. One with latent attention has up to
 Only operators compute, so a step can be recorded as a graph.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,6 +80,21 @@ class DecoderLayer:
             return x
         assert inputs is not None
         return self.per_layer(x, inputs)
+
+
+Tap = Callable[[Tensor, Batch], None]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TappedLayer(DecoderLayer):
+    """Layer that also passes its output on, see :meth:`Decoder.with_taps`."""
+
+    tap: Tap
+
+    def __call__(self, x: Tensor, batch: Batch, *others: Any) -> Tensor:
+        x = super().__call__(x, batch, *others)
+        self.tap(x, batch)
+        return x
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,6 +232,19 @@ class Decoder:
     def with_adapters(self, slots: AdapterSlots) -> "Decoder":
         """Return a model with the same weights that applies adapters from these slots, by a batch's ``adapter_ids``."""
         return replace(self, adapters=slots)
+
+    def with_taps(self, taps: Mapping[int, Tap]) -> "Decoder":
+        """Return a model with the same weights that passes the residual stream on, as it computes it.
+
+        Args:
+            taps: for some layers, a function that gets the layer's output, [tokens, hidden], and the batch. What it
+                computes becomes a part of recorded graphs, so it may call operators alone, unless all steps are eager.
+        """
+        layers = list(self.layers)
+        for index, tap in taps.items():
+            layer = layers[index]
+            layers[index] = TappedLayer(**{f.name: getattr(layer, f.name) for f in fields(DecoderLayer)}, tap=tap)
+        return replace(self, layers=tuple(layers))
 
     def _adapters(self, batch: Batch) -> Sequence[LayerAdapters | None]:
         if batch.adapter_ids is None:

@@ -24,7 +24,8 @@ from fastinfer.models.checkpoint import (
     split_name,
     stored_layer,
 )
-from fastinfer.models.families import FAMILIES
+from fastinfer.models.config import ModelConfig
+from fastinfer.models.families import FAMILIES, Family
 from fastinfer.models.hf_config import read_hf_config
 from fastinfer.models.state_config import LinearAttentionConfig
 
@@ -70,9 +71,8 @@ class HFCheckpoint:
 
     def __init__(self, path: Path, exact: bool = False) -> None:
         self.path = path
-        self.config = read_hf_config(path / "config.json")
         self._fields = JsonFields.read(path / "config.json", CheckpointFormatError)
-        self._family = FAMILIES[self.config.architecture]
+        self.config, self._family = self._read_config()
         self.tensors = SafetensorsFolder(path)
         self._prefix, self._head_prefix = self._find_prefixes()
         self._is_stacked = self._has_stacked_experts()
@@ -117,7 +117,7 @@ class HFCheckpoint:
             weight = self._expert(module, expert, index, whole, in_features)
         else:
             # No method quantises a convolution, and MLX alone the embedding.
-            is_linear = (name.startswith(("layers.", "lm_head")) or self._is_mlx) and not name.endswith(".conv1d")
+            is_linear = (name.startswith(("layers.", "lm_head", "fc")) or self._is_mlx) and not name.endswith(".conv1d")
             weight = self._linear(module, self._joined_expert(name)) if is_linear else self._dense(module)
             if self._family.transposed and name.startswith("layers.") and isinstance(weight, Dense):
                 weight = Dense(weight.values.T.contiguous())
@@ -196,6 +196,11 @@ class HFCheckpoint:
     def release(self) -> None:
         self._packed_experts = {}
         self.tensors.release()
+
+    def _read_config(self) -> tuple[ModelConfig, Family]:
+        """Return the configuration, and the names of the tensors."""
+        config = read_hf_config(self.path / "config.json")
+        return config, FAMILIES[config.architecture]
 
     @functools.cached_property
     def _format(self) -> CheckpointFormat | None:

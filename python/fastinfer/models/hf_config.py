@@ -54,7 +54,12 @@ def read_hf_config(path: Path) -> ModelConfig:
         UnsupportedModelError: the architecture or one of its settings is not implemented.
         CheckpointFormatError: a value is missing or out of range.
     """
-    fields = JsonFields.read(path, CheckpointFormatError)
+    return parse_hf_config(JsonFields.read(path, CheckpointFormatError))
+
+
+def parse_hf_config(fields: JsonFields) -> ModelConfig:
+    """Parse the fields of ``config.json``; raises the same as :func:`read_hf_config`."""
+    path = fields.path
     name, family = family_of(fields)
     text = fields.object("text_config")  # of models that have images, too
     if text is not None:

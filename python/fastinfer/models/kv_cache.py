@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ class LayerCache:
         group: number of the group of layers whose blocks have the same numbers.
         bounds: [num_blocks, num_kv_heads, 2, head_dim] bf16; bounds of each block's keys, see
             :func:`fastinfer.ops.store_page_bounds`. ``None`` for a layer without sparse attention.
+        features: [num_blocks, block_size, 1, hidden]; features of each token, of the layer of a draft head; ``None``
+            for other layers.
     """
 
     k: Tensor
@@ -39,6 +41,7 @@ class LayerCache:
     v_scale: Tensor | None = None
     group: int = field(default=0, kw_only=True)
     bounds: Tensor | None = field(default=None, kw_only=True)
+    features: Tensor | None = field(default=None, kw_only=True)
 
     @classmethod
     def empty(
@@ -85,7 +88,7 @@ class LayerCache:
     def tensors(self) -> list[Tensor]:
         """All tensors of the layer; values within the keys are none of their own."""
         tensors = [self.k, self.k_scale] if self._values_in_keys else [self.k, self.v, self.k_scale, self.v_scale]
-        tensors.append(self.bounds)
+        tensors += [self.bounds, self.features]
         return [tensor for tensor in tensors if tensor is not None]
 
 
@@ -142,7 +145,11 @@ class KVCache:
             number = group(config.window(index))
             sizes = num_blocks[number], block_size, dtype, own_device
             bounded = with_bounds and has_bounds(config, index)
-            return LayerCache.empty(config.kv_shape(index), *sizes, number, bounded)
+            cache = LayerCache.empty(config.kv_shape(index), *sizes, number, bounded)
+            if not config.has_features:
+                return cache
+            shape = num_blocks[number], block_size, 1, config.hidden_size
+            return replace(cache, features=torch.empty(shape, dtype=feature_dtype(dtype), device=own_device))
 
         indices = range(config.num_layers) if layers is None else layers
 
@@ -173,7 +180,7 @@ class KVCache:
 
     @property
     def rows(self) -> list[Tensor]:
-        """All tensors of keys, values and bounds as [num_blocks, bytes of a block] uint8, which share their memory."""
+        """All tensors of keys, values, bounds and features as [num_blocks, bytes of a block] uint8, views."""
         return [tensor.view(torch.uint8).flatten(1) for layer in self._with_blocks for tensor in layer.tensors]
 
     @property
@@ -210,6 +217,11 @@ def token_bytes(shape: KVShape, dtype: torch.dtype) -> int:
     """Return the size in bytes of one token's keys and values in a layer, including scales."""
     heads = head_shapes(shape, dtype)
     return shape.num_heads * sum(math.prod(head) * element.itemsize for head, element in heads)
+
+
+def feature_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the features in a cache whose keys and values have this one."""
+    return torch.float32 if dtype == torch.float32 else torch.bfloat16
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:

@@ -30,7 +30,7 @@ class LayerReader:
         precision: precision in which the model computes.
         device: device of the weights.
         experts_device: device of the weights of experts, if a subclass puts them elsewhere; ``None`` otherwise.
-        scale: number by which the residual stream is smaller than the model's.
+        scale: see :attr:`fastinfer.models.config.ModelConfig.stream_scale`.
     """
 
     def __init__(self, checkpoint: Checkpoint, precision: Precision, device: str) -> None:
@@ -42,13 +42,7 @@ class LayerReader:
         self._memory = HugePages() if device == "cpu" else None
         # GPU products need dense weights in the dtype of the hidden states.
         self._dense_dtype = None if device == "cpu" else precision.dtype
-        # The embedding is not multiplied by its scale s, so the residual stream is smaller by the factor s. RMSNorm
-        # gives the same result with eps / s^2, and layers add less because their post-norm weights are divided by s.
-        # Without post-norms s is the factor of what layers add, and the embedding is multiplied by the quotient.
-        # Where layers have a scale of their own, the first sum is multiplied by s, and the stream is then the model's.
-        self.scale = config.embedding_scale if config.post_norms else config.residual_scale
-        if config.layer_scales:
-            self.scale = 1.0
+        self.scale = config.stream_scale
 
     def weight(
         self, names: tuple[str, ...], unpacked: Unpacked, bias: Tensor | None, activation_bits: int | None = None

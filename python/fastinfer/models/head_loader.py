@@ -1,0 +1,64 @@
+"""Construction of a draft head from a checkpoint."""
+
+from dataclasses import replace
+
+from fastinfer.models.attention_loader import load_attention
+from fastinfer.models.config import Precision
+from fastinfer.models.decoder import DecoderLayer
+from fastinfer.models.draft_head import EagleHead
+from fastinfer.models.hf_heads import HFHeadCheckpoint
+from fastinfer.models.layer_reader import LayerReader, Part
+from fastinfer.models.mlp_loader import load_mlp
+from fastinfer.models.norm import NoNorm, RMSNorm
+from fastinfer.models.position_tables import PositionTables
+
+
+class EagleReader(LayerReader):
+    """Reader of an EAGLE-3 layer, whose attention reads two hidden states beside each other."""
+
+    def read(self, sizes: dict[str, int], has_bias: bool) -> list[Part]:
+        linear, width = self.checkpoint.linear, 2 * self.config.hidden_size
+        return [
+            (name, linear(name, size, width), self.vector(f"{name}.bias", size) if has_bias else None)
+            for name, size in sizes.items()
+        ]
+
+
+def load_eagle_head(
+    checkpoint: HFHeadCheckpoint, precision: Precision, max_model_len: int | None, device: str
+) -> EagleHead:
+    """Read an EAGLE-3 head; arguments and errors are those of :func:`fastinfer.models.loader.load_decoder`."""
+    reader, config, settings = EagleReader(checkpoint, precision, device), checkpoint.config, checkpoint.eagle
+    hidden = config.hidden_size
+    tables = PositionTables.of(checkpoint, max_model_len or config.max_position, device)
+    attention = load_attention(reader, tables, 0)
+    assert isinstance(attention.norm, RMSNorm)
+    count = 3 if settings.aux_layers is None else len(settings.aux_layers)
+    fc = reader.weight(("fc",), checkpoint.linear("fc", hidden, count * hidden), None)
+    draft_tokens = checkpoint.draft_tokens()
+    norm = reader.norm("norm")
+    assert isinstance(norm, RMSNorm)
+
+    def input_norm(name: str, size: int) -> RMSNorm:
+        return RMSNorm(reader.vector(name, size), config.norm_eps)
+
+    return EagleHead(
+        config=config,
+        dtype=precision.dtype,
+        exact=precision.exact,
+        embedding=reader.vocabulary("embedding", config.vocab_size) if "embedding" in checkpoint else None,
+        layers=(DecoderLayer(replace(attention, norm=NoNorm()), load_mlp(reader, 0), shares_input=True),),
+        norm=norm,
+        lm_head=reader.vocabulary("lm_head", config.draft_vocab_size or config.vocab_size)
+        if "lm_head" in checkpoint
+        else None,
+        draft_tokens=None if draft_tokens is None else draft_tokens.to(device),
+        token_norm=attention.norm,
+        feature_norm=input_norm("layers.0.feature_norm", hidden),
+        norm_output=settings.norm_output,
+        aux_layers=settings.aux_layers,
+        fc=fc,
+        fc_norm=input_norm("input_norm", count * hidden) if settings.has_fc_norm else None,
+        aux_norms=tuple(input_norm(f"fc_norm.{i}", hidden) for i in range(count)) if settings.has_aux_norms else (),
+        norm_residual=settings.norm_residual,
+    )

@@ -1,0 +1,112 @@
+"""Folders with an EAGLE-3 head, as speculators and SpecForge write them.
+
+speculators has the layer's configuration as ``transformer_layer_config`` in config.json, and the layer as ``layers.0``;
+SpecForge has the configuration at the top, and the layer as ``midlayer``. Formats:
+https://github.com/vllm-project/speculators and https://github.com/sgl-project/SpecForge.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fastinfer.errors import CheckpointFormatError, UnsupportedModelError
+from fastinfer.formats.json_fields import JsonFields
+from fastinfer.models.config import ModelConfig
+from fastinfer.models.families import FAMILIES, Family
+from fastinfer.models.hf_checkpoint import HFCheckpoint
+from fastinfer.models.hf_config import parse_hf_config
+
+SPECFORGE = "LlamaForCausalLMEagle3"
+SPECULATORS_KEY = "speculators_model_type"
+# Families of the layer by model_type.
+LAYERS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# No position is learned, and the model's limit is what counts.
+MAX_POSITION = 2**20
+
+
+@dataclass(frozen=True)
+class EagleSettings:
+    """Settings of an EAGLE-3 head.
+
+    Attributes:
+        aux_layers, norm_residual, norm_output: see :class:`fastinfer.models.draft_head.EagleHead`.
+        has_fc_norm, has_aux_norms: whether the inputs are normalised together, or each by itself.
+    """
+
+    aux_layers: tuple[int, ...] | None = None
+    norm_residual: bool = False
+    norm_output: bool = False
+    has_fc_norm: bool = False
+    has_aux_norms: bool = False
+
+
+def is_hf_head(path: Path) -> bool:
+    """Return whether a folder has a draft head.
+
+    Raises:
+        CheckpointFormatError: config.json is missing or damaged.
+    """
+    values = JsonFields.read(path / "config.json", CheckpointFormatError).values
+    return SPECULATORS_KEY in values or values.get("architectures") == [SPECFORGE]
+
+
+class HFHeadCheckpoint(HFCheckpoint):
+    """An open folder with an EAGLE-3 head; arguments and errors are those of :class:`HFCheckpoint`."""
+
+    eagle: EagleSettings
+
+    def _read_config(self) -> tuple[ModelConfig, Family]:
+        fields = self._fields
+        layer, self._is_specforge = fields.object("transformer_layer_config"), SPECULATORS_KEY not in fields.values
+        kind = "eagle3" if self._is_specforge else fields.get(SPECULATORS_KEY, str)
+        if kind != "eagle3":
+            raise UnsupportedModelError(f"{fields.path}: {SPECULATORS_KEY} must be 'eagle3', got {kind!r:.80}")
+        if layer is None and not self._is_specforge:
+            raise CheckpointFormatError(f"{fields.path}: transformer_layer_config is missing")
+        values = dict(fields.values if layer is None else layer.values)
+        name = values.get("model_type", "llama")
+        if name not in LAYERS:
+            raise UnsupportedModelError(f"{fields.path}: model_type must be one of {list(LAYERS)}, got {name!r:.80}")
+        size = fields.get("draft_vocab_size", int, 0)
+        values |= {"architectures": [LAYERS[name]], "draft_vocab_size": size, "tie_word_embeddings": None}
+        values["max_position_embeddings"] = MAX_POSITION
+        config = parse_hf_config(JsonFields(fields.path, values, CheckpointFormatError))
+        if config.num_layers != 1:
+            raise UnsupportedModelError(f"{fields.path}: num_hidden_layers must be 1, got {config.num_layers}")
+        wide = fields.get("target_hidden_size", int, config.hidden_size)
+        if wide != config.hidden_size:
+            raise UnsupportedModelError(
+                f"{fields.path}: target_hidden_size must be the hidden size of {config.hidden_size}, got {wide}"
+            )
+        self.eagle = self._settings()
+        family = FAMILIES[config.architecture]
+        layers = "midlayer" if self._is_specforge else "layers"
+        top = {"embedding": "embed_tokens", "norm": "norm", "lm_head": "lm_head", "layers": layers}
+        names = {**family.layer, "feature_norm": "hidden_norm"}
+        return replace(config, has_features=True), replace(family, prefix="", top=top, layer=names)
+
+    def stored_name(self, name: str, *, is_single: bool = False) -> str:
+        stored = super().stored_name(name, is_single=is_single)
+        return stored.replace("midlayer.0.", "midlayer.") if self._is_specforge else stored
+
+    def _settings(self) -> EagleSettings:
+        fields = self._fields
+        ids: list[Any] | None = fields.get("eagle_aux_hidden_state_layer_ids", list, None)
+        eagle = fields.object("eagle_config")
+        if ids is None and eagle is not None:
+            outputs = eagle.get("eagle_aux_hidden_state_layer_ids", list, None)
+            ids = outputs and [layer + 1 if isinstance(layer, int) else layer for layer in outputs]
+        if ids is not None and (not all(type(layer) is int for layer in ids) or sorted(set(ids)) != ids or not ids):
+            raise CheckpointFormatError(
+                f"{fields.path}: eagle_aux_hidden_state_layer_ids must be ascending numbers, got {ids!r:.80}"
+            )
+        return EagleSettings(
+            None if ids is None else tuple(ids),
+            norm_residual=fields.get("norm_before_residual", bool, False),
+            norm_output=fields.get("norm_output", bool, False),
+            has_fc_norm=fields.get("norm_before_fc", bool, False),
+            has_aux_norms=fields.get("fc_norm", bool, False),
+        )
+
+    def _check_output_layer(self) -> None:
+        """A head without an output layer has that of its model."""

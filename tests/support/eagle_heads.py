@@ -1,0 +1,146 @@
+"""EAGLE-3 heads of random numbers in the formats that there are, and what they draft, in the obvious lines of torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import linear, scaled_dot_product_attention, silu
+
+HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 64, 96, 4, 2, 32
+VOCAB_SIZE, DRAFT_VOCAB = 320, 97
+EPS, THETA = 1e-5, 500.0
+LAYER = {
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "num_hidden_layers": 1,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 16,  # less than any text has: a head's own limit does not count
+    "rms_norm_eps": EPS,
+    "rope_theta": THETA,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+
+
+def random_head(num_aux: int = 3, *, seed: int = 1, **settings: Any) -> dict[str, Tensor]:
+    """Tensors of a head, by speculators' names; ``settings`` are those of config.json."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=generator) * 1.5 / columns**0.5
+
+    def norm(size: int) -> Tensor:
+        return 1 + torch.randn(size, generator=generator) / 10
+
+    tokens = torch.randperm(VOCAB_SIZE, generator=generator)[:DRAFT_VOCAB].sort().values
+    head = {
+        "fc.weight": matrix(HIDDEN, num_aux * HIDDEN),
+        "embed_tokens.weight": matrix(VOCAB_SIZE, HIDDEN),
+        "layers.0.input_layernorm.weight": norm(HIDDEN),
+        "layers.0.hidden_norm.weight": norm(HIDDEN),
+        "layers.0.post_attention_layernorm.weight": norm(HIDDEN),
+        "layers.0.self_attn.q_proj.weight": matrix(HEADS * HEAD_DIM, 2 * HIDDEN),
+        "layers.0.self_attn.k_proj.weight": matrix(KV_HEADS * HEAD_DIM, 2 * HIDDEN),
+        "layers.0.self_attn.v_proj.weight": matrix(KV_HEADS * HEAD_DIM, 2 * HIDDEN),
+        "layers.0.self_attn.o_proj.weight": matrix(HIDDEN, HEADS * HEAD_DIM),
+        "layers.0.mlp.gate_proj.weight": matrix(INNER, HIDDEN),
+        "layers.0.mlp.up_proj.weight": matrix(INNER, HIDDEN),
+        "layers.0.mlp.down_proj.weight": matrix(HIDDEN, INNER),
+        "norm.weight": norm(HIDDEN),
+        "lm_head.weight": matrix(DRAFT_VOCAB, HIDDEN),
+        "d2t": tokens - torch.arange(DRAFT_VOCAB),
+        "t2d": torch.zeros(VOCAB_SIZE, dtype=torch.bool).index_fill(0, tokens, True),
+    }
+    if settings.get("norm_before_fc"):
+        head["input_norm.weight"] = norm(num_aux * HIDDEN)
+    if settings.get("fc_norm"):
+        head |= {f"fc_norm.{index}.weight": norm(HIDDEN) for index in range(num_aux)}
+    if settings.get("model_type") == "qwen3":
+        head |= {f"layers.0.self_attn.{name}_norm.weight": norm(HEAD_DIM) for name in "qk"}
+    return head
+
+
+def write_speculators(folder: Path, head: dict[str, Tensor], **settings: Any) -> Path:
+    """Write a folder as speculators does."""
+    layer = LAYER | {name: settings.pop(name) for name in ("model_type",) if name in settings}
+    config = {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": len(head["lm_head.weight"]),
+        "transformer_layer_config": layer,
+    }
+    return _write(folder, head, config | settings)
+
+
+def write_specforge(folder: Path, head: dict[str, Tensor], **settings: Any) -> Path:
+    """Write a folder as SpecForge does."""
+    renamed = {name.replace("layers.0.", "midlayer."): values for name, values in head.items()}
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(head["lm_head.weight"])}
+    return _write(folder, renamed, LAYER | config | settings)
+
+
+def _write(folder: Path, head: dict[str, Tensor], config: dict[str, Any]) -> Path:
+    folder.mkdir()
+    save_file(head, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def drafted_logits(
+    head: dict[str, Tensor], aux: list[Tensor], tokens: list[int], num_drafts: int, **settings: Any
+) -> Tensor:
+    """Logits [draft_vocab] after a text whose last tokens are drafts.
+
+    Args:
+        head: tensors of the head.
+        aux: [n, hidden] each, hidden states of the model at all tokens before the last one that is no draft.
+        tokens: the text.
+        num_drafts: number of drafts.
+        settings: settings of config.json.
+    """
+    if settings.get("fc_norm"):
+        aux = [_norm(x, head[f"fc_norm.{index}.weight"]) for index, x in enumerate(aux)]
+    joined = torch.cat(aux, -1)
+    if settings.get("norm_before_fc"):
+        joined = _norm(joined, head["input_norm.weight"])
+    features = linear(joined, head["fc.weight"])
+    features = torch.cat([features[:1], features])  # the first token reads its own
+    for count in range(len(tokens) - num_drafts, len(tokens) + 1):
+        out = _layer(head, features, torch.tensor(tokens[:count]), settings)
+        normed = _norm(out, head["norm.weight"])
+        features = torch.cat([features, (normed if settings.get("norm_output") else out)[-1:]])
+    return linear(normed[-1], head["lm_head.weight"])
+
+
+def _layer(head: dict[str, Tensor], features: Tensor, tokens: Tensor, settings: dict[str, Any]) -> Tensor:
+    layer = {name.removeprefix("layers.0.").removesuffix(".weight"): values for name, values in head.items()}
+    normed = _norm(features, layer["hidden_norm"])
+    x = torch.cat([_norm(head["embed_tokens.weight"][tokens], layer["input_layernorm"]), normed], -1)
+    q, k, v = (linear(x, layer[f"self_attn.{name}_proj"]).unflatten(-1, (-1, HEAD_DIM)) for name in "qkv")
+    if settings.get("model_type") == "qwen3":
+        q, k = _norm(q, layer["self_attn.q_norm"]), _norm(k, layer["self_attn.k_norm"])
+    q, k, v = (part.transpose(0, 1) for part in (_rotated(q), _rotated(k), v))
+    out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1).flatten(1)
+    x = (normed if settings.get("norm_before_residual") else features) + linear(out, layer["self_attn.o_proj"])
+    normed = _norm(x, layer["post_attention_layernorm"])
+    inner = silu(linear(normed, layer["mlp.gate_proj"])) * linear(normed, layer["mlp.up_proj"])
+    return x + linear(inner, layer["mlp.down_proj"])
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * weight
+
+
+def _rotated(x: Tensor) -> Tensor:
+    half = HEAD_DIM // 2
+    angles = torch.arange(len(x))[:, None] * THETA ** (-torch.arange(half) / half)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    a, b = x.split(half, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
